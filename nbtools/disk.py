@@ -1,0 +1,191 @@
+"""Every operation that changes a disk, in one place: so that a test can make each of them fail in turn.
+
+Callers write `disk.write(file, data)`, never `from nbtools.disk import write`: whoever replaces `disk.write` then
+reaches all of them. What is half-written is called `*.part`; a name without `.part` is whole. POSIX only (flock).
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+
+from nbtools import errors
+
+OPERATIONS = ("create", "append", "read", "write", "sync", "sync_folder", "reserve", "rename", "remove", "make_folder")
+"""The primitives: the names that fault injection replaces. All the rest is made of them."""
+
+MANY = 64  # above so many files one sync() of everything is cheaper than an fsync each (50,000 images: minutes)
+
+
+def create(path: Path) -> FileIO:
+    """A new unbuffered file; fails when the name is taken, be it by a dangling link."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    return os.fdopen(descriptor, "wb", buffering=0)
+
+
+def append(path: Path) -> FileIO:
+    """An unbuffered file that is written on from its end; a new one when there is none."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    return os.fdopen(descriptor, "ab", buffering=0)
+
+
+def read(file, count: int) -> bytes:
+    return file.read(count)
+
+
+def write(file, data: bytes | bytearray | memoryview) -> None:
+    """Write all of it: an unbuffered file may take a part only, and say on the next call that the disk is full."""
+    rest = memoryview(data).cast("B")
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def sync(file) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable, where its file system can (Drive's FUSE cannot)."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def reserve(file, size: int) -> None:
+    """Allocate before a memory map writes: on a full disk a sparse map is a SIGBUS, this is an OSError."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+    else:  # macOS
+        os.ftruncate(file.fileno(), size)
+
+
+def rename(source: Path, target: Path) -> None:
+    os.replace(source, target)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a whole folder; nothing there is fine."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def publish_file(part: Path, target: Path) -> Path:
+    """Give a finished file its name, atomically and durably; replaces an older one."""
+    with open(part, "rb") as file:
+        sync(file)
+    rename(part, target)
+    sync_folder(target.parent)
+    return target
+
+
+def publish_folder(part: Path, target: Path) -> Path:
+    """Give a finished folder its name, atomically and durably; `target` must be absent or an empty folder."""
+    folders, files = [part], []
+    for path in part.rglob("*"):
+        (folders if path.is_dir() else files).append(path)
+    if len(files) + len(folders) > MANY:
+        os.sync()
+    else:
+        for path in files:
+            with open(path, "rb") as file:
+                sync(file)
+        for path in folders:
+            sync_folder(path)
+    rename(part, target)
+    sync_folder(target.parent)
+    return target
+
+
+def write_atomic(path: Path, data: bytes | str) -> Path:
+    """Replace a file by new content: a reader, or a crash, meets the old or the new one and nothing between."""
+    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+    make_folder(path.parent)
+    remove(part)
+    try:
+        with create(part) as file:
+            write(file, data.encode() if isinstance(data, str) else data)
+        return publish_file(part, path)
+    except OSError:
+        with contextlib.suppress(OSError):  # the disk that failed once may refuse this too: the first error is the news
+            remove(part)
+        raise
+
+
+def free_bytes(path: Path) -> int:
+    """Free for this user on the disk that holds `path`, which need not exist yet."""
+    path = Path(path).absolute()
+    while not path.exists():
+        path = path.parent
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize
+
+
+def require_space(path: Path, need: int) -> None:
+    """Raise DiskError unless `need` bytes are free where `path` is, or will be."""
+    free = free_bytes(path)
+    if need > free:
+        raise errors.DiskError(
+            f"{path}: needs {human(need)}, only {human(free)} are free there. Delete something, or choose another disk."
+        )
+
+
+def human(count: float) -> str:
+    """A number of bytes in decimal units, as disks, Drive and network rates are given: `1.5 GB`."""
+    power = 0
+    while abs(count) >= 999.5 and power < 4:
+        count, power = count / 1000, power + 1
+    return f"{count:.{0 if power == 0 or abs(count) >= 100 else 1}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+@contextlib.contextmanager
+def explained(doing: str, path: Path) -> Iterator[None]:
+    """Turn an OSError inside into a DiskError: what was being done, where, what the disk said, what to do next."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            reason, advice = (
+                f"the disk is full ({human(free_bytes(path))} free)",
+                "Delete something, or choose another disk.",
+            )
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            reason, advice = "this place is not writable", "Choose another folder, or change its permissions."
+        else:
+            reason, advice = error.strerror or str(error), "Try again; if it repeats, choose another disk."
+        raise errors.DiskError(f"{doing}: {error.filename or path}: {reason}. {advice}") from error
+
+
+class Lock:
+    """Only one process (and thread) at a time is inside; waits for the others. Freed by the system when its owner dies.
+
+    The file stays: deleting it would let two owners in. Keep it on a local disk, never on Drive.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> "Lock":
+        make_folder(self.path.parent)
+        self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fcntl.flock(self.descriptor, fcntl.LOCK_EX)
+        return self
+
+    def __exit__(self, *_) -> None:
+        os.close(self.descriptor)
