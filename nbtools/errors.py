@@ -1,0 +1,37 @@
+"""The errors that nbtools raises on purpose: each names what, the rule, what came, and what to do next."""
+
+
+class NbtoolsError(Exception):
+    """Base of all; catching it catches every deliberate refusal of nbtools and nothing else."""
+
+
+class PlanError(NbtoolsError, ValueError):
+    """A training knob breaks its rule."""
+
+
+class DiskError(NbtoolsError):
+    """A disk is full, read-only or failing; the message says which, and what was being done."""
+
+
+class StageError(NbtoolsError):
+    """A data set could not be brought to local disk."""
+
+
+class ArchiveError(StageError):
+    """An archive is damaged, hostile, or of an unknown format."""
+
+
+class PackError(NbtoolsError):
+    """Raw data cannot be packed, or a pack cannot be opened."""
+
+
+class CheckpointError(NbtoolsError):
+    """A run folder or a checkpoint in it is missing, damaged, or of another run."""
+
+
+class TrainError(NbtoolsError):
+    """Training cannot start or go on."""
+
+
+class MissingExtra(NbtoolsError, ImportError):
+    """An optional package is needed for this; the message says which, and how to install it."""

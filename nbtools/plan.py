@@ -1,0 +1,199 @@
+"""Plan: every training knob, in one frozen value that is checked when it is made.
+
+A task adds knobs of its own by subclassing `Plan` with `knob(...)` fields; the panel and the command line read the
+dataclass fields, so a new knob appears in both by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from nbtools.errors import PlanError
+
+
+def knob(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[Any] | None = None,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    unit: str = "",
+) -> Any:
+    """A Plan field: its default, one sentence of help, and the rule a value must obey (≥ least, > above, ≤ most)."""
+    rule = {"choices": choices, "least": least, "above": above, "most": most}
+    return dataclasses.field(default=default, metadata={"help": help, "unit": unit, **rule})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to train: knobs only, nothing about the data or the machine. Raises PlanError naming the field and the rule."""
+
+    epochs: int = knob(10, "passes over the training split", least=1)
+    batch_size: int = knob(64, "samples an optimizer step, all processes together", least=1)
+    micro_batch_size: int | None = knob(None, "samples a forward pass; None: the batch size", least=1)
+    lr: float = knob(1e-3, "peak learning rate", above=0)
+    lr_rule: str = knob("none", "what a change of batch size does to lr", choices=("none", "sqrt", "linear"))
+    schedule: str = knob("cosine", "lr after the warmup", choices=("constant", "cosine", "poly", "plateau"))
+    warmup_epochs: float = knob(0.0, "linear rise of lr, step by step", least=0, unit="epochs")
+    min_lr: float = knob(0.0, "lr at the end of cosine, poly and plateau", least=0)
+    optimizer: str = knob("adamw", "update rule, fused", choices=("adamw", "adam", "sgd"))
+    weight_decay: float = knob(0.0, "decoupled for adamw, an L2 term for adam and sgd", least=0)
+    betas: tuple[float, float] = knob(
+        (0.9, 0.999), "moments of adam; the first is sgd's momentum", least=0, most=0.99999
+    )
+    clip_norm: float | None = knob(None, "largest gradient norm; None: no clipping", above=0)
+    amp: str = knob("off", "mixed precision of forward and backward", choices=("off", "bf16", "fp16"))
+    compile: bool = knob(False, "torch.compile the model: a slow first step, faster ones after")
+    graph: bool = knob(False, "replay the model as a CUDA graph (needs CUDA; implies compile)")
+    channels_last: bool = knob(False, "NHWC weights and activations for convolutions")
+    checkpoint_activations: bool = knob(False, "recompute activations in backward: less memory, about 1/3 more work")
+    deterministic: bool = knob(False, "refuse kernels whose results differ from run to run")
+    workers: int = knob(0, 'DataLoader processes of feed "workers"', least=0)
+    prefetch: int = knob(2, "batches made ready ahead (a worker, or the streaming ring)", least=1)
+    feed: str = knob("auto", "where batches come from", choices=("auto", "resident", "streamed", "workers"))
+    eval_every: int = knob(1, "epochs between evaluations of the validation split", least=1, unit="epochs")
+    early_stop: int | None = knob(None, "stop after so many evaluations without a better metric; None: never", least=1)
+    patience: int = knob(5, "evaluations without improvement before plateau multiplies lr by 0.1", least=1)
+    ema: float | None = knob(
+        None, "decay of the weights' moving average that is evaluated; None: off", above=0, most=0.99999
+    )
+    seed: int = knob(0, "of weights, order, augmentation and dropout", least=0, most=2**31 - 1)
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            name = f"{type(self).__qualname__}.{field.name}"
+            value = checked(name, getattr(self, field.name), hints[field.name], field.metadata)
+            object.__setattr__(self, field.name, value)
+        if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
+            raise PlanError(
+                f"Plan.micro_batch_size must be ≤ batch_size ({self.batch_size}), got {self.micro_batch_size}; "
+                "lower it, or None for the whole batch at once"
+            )
+        if self.min_lr > self.lr:
+            raise PlanError(f"Plan.min_lr must be ≤ lr ({self.lr:g}), got {self.min_lr:g}; lower it or raise lr")
+        if self.warmup_epochs > self.epochs:
+            raise PlanError(f"Plan.warmup_epochs must be ≤ epochs ({self.epochs}), got {self.warmup_epochs:g}")
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some knobs changed; an unknown name is an error that lists near ones."""
+        return type(self).from_dict({**self.to_dict(), **changes})
+
+    def with_batch_size(self, batch_size: int) -> Self:
+        """A copy for another effective batch, lr moved by `lr_rule` (√k: arXiv 2205.10287; linear: arXiv 1706.02677)."""
+        lr = self.lr * lr_factor(self.lr_rule, batch_size / self.batch_size)
+        micro = min(self.micro_batch_size, batch_size) if self.micro_batch_size else None
+        return self.replace(batch_size=batch_size, micro_batch_size=micro, lr=lr, min_lr=min(self.min_lr, lr))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values by field name, ready for JSON."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in values:
+            if name not in known:
+                raise PlanError(f"{cls.__qualname__} has no knob {name!r}{near(name, known)}")
+        return cls(**values)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return cls.from_dict(json.loads(text))
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> Any:
+        """The value that a person typed for one knob, by the field's type: `none`, `true`, `0.9,0.999`, `3e-4`."""
+        return parsed(f"{cls.__qualname__}.{name}", text, typing.get_type_hints(cls)[name])
+
+
+def lr_factor(rule: str, k: float) -> float:
+    """What a batch k times as large multiplies lr by."""
+    return {"none": 1.0, "sqrt": math.sqrt(k), "linear": k}[rule]
+
+
+def near(name: str, known: Sequence[str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, known, n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; it has {', '.join(known)}"
+
+
+def checked(name: str, value: Any, hint: Any, rule: Mapping[str, Any]) -> Any:
+    """The value in its field's type, or a PlanError that names field, rule and what came."""
+    kinds = options(hint)
+    if value is None and type(None) in kinds:
+        return None
+    kind = next(k for k in kinds if k is not type(None))
+    if typing.get_origin(kind) is tuple:
+        members = typing.get_args(kind)
+        variadic = len(members) == 2 and members[1] is Ellipsis
+        if not isinstance(value, (tuple, list)) or not (variadic or len(value) == len(members)):
+            raise PlanError(
+                f"{name} must be {'several values' if variadic else f'{len(members)} values'}, got {value!r}"
+            )
+        each = [members[0]] * len(value) if variadic else members
+        return tuple(checked(name, v, k, rule) for v, k in zip(value, each, strict=True))
+    value = typed(name, value, kind)
+    if rule.get("choices") and value not in rule["choices"]:
+        raise PlanError(f"{name} must be one of {', '.join(map(str, rule['choices']))}, got {value!r}")
+    for sign, broken in (("least", lambda a, b: a < b), ("above", lambda a, b: a <= b), ("most", lambda a, b: a > b)):
+        bound = rule.get(sign)
+        if bound is not None and broken(value, bound):
+            raise PlanError(f"{name} must be {dict(least='≥', above='>', most='≤')[sign]} {bound}, got {value!r}")
+    return value
+
+
+def typed(name: str, value: Any, kind: type) -> Any:
+    whole = isinstance(value, float) and value.is_integer() and kind is int
+    if kind is float and isinstance(value, int) and not isinstance(value, bool) or whole:
+        value = kind(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise PlanError(f"{name} must be {WORDS.get(kind, kind.__name__)}, got {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise PlanError(f"{name} must be finite, got {value!r}")
+    return value
+
+
+def parsed(name: str, text: str, hint: Any) -> Any:
+    kinds = options(hint)
+    if text.lower() in ("none", "") and type(None) in kinds:
+        return None
+    kind = next(k for k in kinds if k is not type(None))
+    try:
+        if typing.get_origin(kind) is tuple:
+            return tuple(typing.get_args(kind)[0](part) for part in text.strip("()[] ").split(","))
+        if kind is bool:
+            return {
+                "true": True,
+                "yes": True,
+                "on": True,
+                "1": True,
+                "false": False,
+                "no": False,
+                "off": False,
+                "0": False,
+            }[text.lower()]
+        return kind(text)
+    except (ValueError, KeyError):
+        raise PlanError(f"{name} must be {WORDS.get(kind, str(kind))}, got {text!r}") from None
+
+
+def options(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the one type."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+
+
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
