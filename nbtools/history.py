@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from nbtools import disk
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,15 +77,14 @@ class History:
                 self.rewrite()
 
     def rewrite(self) -> None:
-        """The whole file anew, by a temporary file and a rename, so that a reader never sees half of it."""
+        """The whole file anew, atomically: a reader never sees half of it."""
         if self.path is None:
             return
-        temporary = self.path.with_suffix(".csv.part")
-        with open(temporary, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(self.columns)
-            writer.writerows([cell(row.get(name)) for name in self.columns] for row in self.rows)
-        os.replace(temporary, self.path)
+        text = io.StringIO(newline="")
+        writer = csv.writer(text)
+        writer.writerow(self.columns)
+        writer.writerows([cell(row.get(name)) for name in self.columns] for row in self.rows)
+        disk.write_atomic(self.path, text.getvalue())
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [row for row in self.rows if row["kind"] == kind]

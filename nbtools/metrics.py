@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nbtools.errors import MissingExtra
+
 Pair = tuple[Tensor | float, Tensor | float]
 
 
@@ -23,32 +25,16 @@ def whole_accuracy(predicted: Tensor, target: Tensor) -> Pair:
     return (predicted == target).all(dim=1).sum(), target.shape[0]
 
 
-def edit_distance(a: Sequence, b: Sequence) -> int:
-    """Levenshtein distance: the fewest insertions, deletions and substitutions that turn a into b."""
-    return sum(edits(a, b))
-
-
 def edits(predicted: Sequence, target: Sequence) -> tuple[int, int, int]:
-    """(substitutions, deletions, insertions) of one cheapest way from target to predicted.
-
-    Row by row over (cost, substitutions, deletions, insertions); ties go to the fewest insertions, so that CR is the
-    largest that the distance allows.
-    """
-    row = [(j, 0, 0, j) for j in range(len(predicted) + 1)]
-    for i, wanted in enumerate(target, 1):
-        above, row = row, [(i, 0, i, 0)]
-        for j, got in enumerate(predicted, 1):
-            if got == wanted:
-                row.append(above[j - 1])
-                continue
-            c, s, d, n = above[j - 1]
-            substitute = (c + 1, s + 1, d, n)
-            c, s, d, n = above[j]
-            delete = (c + 1, s, d + 1, n)
-            c, s, d, n = row[j - 1]
-            insert = (c + 1, s, d, n + 1)
-            row.append(min(substitute, delete, insert, key=lambda way: (way[0], way[3])))
-    return row[-1][1:]
+    """(substitutions, deletions, insertions) that turn target into predicted in the fewest steps (Levenshtein)."""
+    try:
+        from rapidfuzz.distance import Levenshtein
+    except ImportError:
+        raise MissingExtra(
+            "edit distances (cer, ar, cr) need the package rapidfuzz: pip install rapidfuzz, or nbtools[text]"
+        ) from None
+    kinds = [step.tag for step in Levenshtein.editops(target, predicted)]
+    return kinds.count("replace"), kinds.count("delete"), kinds.count("insert")
 
 
 def text_metrics(predicted: Sequence[Sequence], target: Sequence[Sequence]) -> dict[str, Pair]:
@@ -58,7 +44,7 @@ def text_metrics(predicted: Sequence[Sequence], target: Sequence[Sequence]) -> d
         substitutions, deletions, insertions = edits(guess, truth)
         wrong += substitutions + deletions + insertions
         missed += substitutions + deletions
-        whole += wrong_free(substitutions, deletions, insertions)
+        whole += guess == truth
     count = sum(map(len, target))
     return {
         "cer": (wrong, count),
@@ -66,10 +52,6 @@ def text_metrics(predicted: Sequence[Sequence], target: Sequence[Sequence]) -> d
         "cr": (count - missed, count),
         "whole_accuracy": (whole, len(target)),
     }
-
-
-def wrong_free(*counts: int) -> int:
-    return int(not any(counts))
 
 
 class Sums:
