@@ -1,0 +1,102 @@
+"""Rows as a table: escaped HTML for notebooks, aligned columns for terminals. Every table of nbtools is drawn here.
+
+Cells are any values: None shows as a dash, a column of numbers stands at the right, text at the left.
+"""
+
+from __future__ import annotations
+
+import html as markup
+import re
+import shutil
+import textwrap
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+EMPTY = "–"
+NUMBER = re.compile(
+    r"[-+]?[\d.,]+(e[-+]?\d+)?( ?[%×]| [^\d\s]+)?"
+)  # 12 · 1e-06 · 97 % · 24.3× · 1.5 GB · 0001.png is none
+LEAST = 24  # characters: below this a wrapped column is worse to read than a line that the terminal breaks
+
+# Inline, since GitHub and Colab drop or share <style>; only inherited colours and half-grey, so any theme's text shows.
+TABLE = "border-collapse:collapse;font-size:13px;line-height:1.45;font-variant-numeric:tabular-nums;margin:4px 0 8px"
+CAPTION = "caption-side:top;text-align:left;padding:2px 10px 6px 0;font-weight:600;color:inherit"
+HEAD = "padding:3px 14px 3px 0;border-bottom:1px solid rgba(128,128,128,.6);font-weight:600;white-space:nowrap"
+CELL = "padding:3px 14px 3px 0;border-bottom:1px solid rgba(128,128,128,.22);vertical-align:top;overflow-wrap:anywhere"
+
+
+def html(headers: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
+    """An HTML table; all of headers, cells and caption is escaped."""
+    cells = [[shown(value) for value in row] for row in rows]
+    align = ["right" if right else "left" for right in numeric(headers, rows)]
+
+    def line(tag: str, style: str, row: Sequence[str]) -> str:
+        return "".join(
+            f'<{tag} style="{style};text-align:{side}">{markup.escape(cell)}</{tag}>'
+            for cell, side in zip(row, align, strict=True)
+        )
+
+    body = "".join(f'<tr style="background:none">{line("td", CELL, row)}</tr>' for row in cells)
+    title = f'<caption style="{CAPTION}">{markup.escape(caption)}</caption>' if caption else ""
+    head = f"<thead><tr>{line('th', HEAD, [str(h) for h in headers])}</tr></thead>"
+    return f'<table style="{TABLE}">{title}{head}<tbody>{body}</tbody></table>'
+
+
+def text(headers: Sequence[str], rows: Sequence[Sequence[Any]], width: int | None = None) -> str:
+    """Aligned columns without trailing blanks; a last column of text wraps at `width` (default: the terminal's).
+
+    Control characters are shown as escapes: a file name cannot colour, or overwrite, the terminal.
+    """
+    width = width or shutil.get_terminal_size((120, 24)).columns
+    lines = [[plain(shown(value)) for value in row] for row in [headers, *rows]]
+    right = numeric(headers, rows)
+    widths = [max(map(columns, column)) for column in zip(*lines, strict=True)]
+    if not widths:
+        return ""
+    room = width - sum(widths[:-1]) - 2 * (len(widths) - 1)
+    if not right[-1] and LEAST <= room < widths[-1]:
+        lines = [part for row in lines for part in wrapped(row, room)]
+        widths[-1] = room
+    lines.insert(1, ["─" * w for w in widths])
+    return "\n".join("  ".join(map(padded, row, widths, right)).rstrip() for row in lines)
+
+
+def shown(value: Any) -> str:
+    """A value as a person reads it: yes and no, six digits at most of a float, a dash for what is not known."""
+    if value is None:
+        return EMPTY
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def numeric(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:
+    """Which columns hold numbers, or nothing; a number may carry a unit. Raises ValueError on a ragged row."""
+    if not rows:
+        return [False] * len(headers)
+    cells = zip(*[[shown(value) for value in row] for row in rows], strict=True)
+    sides = [all(cell == EMPTY or NUMBER.fullmatch(cell) for cell in column) for column in cells]
+    if len(sides) != len(headers):
+        raise ValueError(f"a table of {len(headers)} headers cannot have rows of {len(sides)} cells")
+    return sides
+
+
+def columns(line: str) -> int:
+    """How many terminal columns a line takes: two for East Asian wide characters, none for combining marks."""
+    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in line)
+
+
+def padded(line: str, width: int, right: bool) -> str:
+    blank = " " * (width - columns(line))
+    return blank + line if right else line + blank
+
+
+def plain(line: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in line)
+
+
+def wrapped(row: list[str], room: int) -> list[list[str]]:
+    """A row as several, its last cell broken at words."""
+    first, *rest = textwrap.wrap(row[-1], room) or [""]
+    return [[*row[:-1], first], *([*[""] * (len(row) - 1), part] for part in rest)]
