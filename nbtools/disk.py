@@ -82,8 +82,9 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def make_folder(path: Path) -> None:
-    path.mkdir(parents=True, exist_ok=True)
+def make_folder(path: Path, fresh: bool = False) -> None:
+    """Make a folder and those above it; a `fresh` one must not exist yet."""
+    path.mkdir(parents=True, exist_ok=not fresh)
 
 
 def publish_file(part: Path, target: Path) -> Path:
