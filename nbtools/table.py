@@ -14,9 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 EMPTY = "–"
-NUMBER = re.compile(
-    r"[-+]?[\d.,]+(e[-+]?\d+)?( ?[%×]| [^\d\s]+)?"
-)  # 12 · 1e-06 · 97 % · 24.3× · 1.5 GB · 0001.png is none
+NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( ?[%×]| [^\d\s]+)?")  # 12, 1e-06, 97 %, 24.3×, 1.5 GB; not 0001.png
 LEAST = 24  # characters: below this a wrapped column is worse to read than a line that the terminal breaks
 
 # Inline, since GitHub and Colab drop or share <style>; only inherited colours and half-grey, so any theme's text shows.

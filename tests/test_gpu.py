@@ -1,0 +1,239 @@
+"""GPU readings against a fake NVML: two cards, cards that refuse readings, no driver, no library."""
+
+import sys
+import time
+import types
+
+import pytest
+
+from nbtools import gpu
+from nbtools import sampler as sampling
+
+GIB = 2**30
+
+
+class NVMLError(Exception):
+    """As pynvml's: the base of all that NVML refuses."""
+
+
+def plain(value):
+    return lambda *_: value
+
+
+def fake_nvml(names=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-40GB"), **changed):
+    """A module with pynvml's functions for these cards; `changed` replaces functions, NVMLError makes one raise it."""
+    answers = {
+        "nvmlInit": plain(None),
+        "nvmlShutdown": plain(None),
+        "nvmlDeviceGetCount": plain(len(names)),
+        "nvmlSystemGetDriverVersion": plain("550.54.15"),
+        "nvmlDeviceGetHandleByIndex": lambda i: i,
+        "nvmlDeviceGetName": lambda i: names[i],
+        "nvmlDeviceGetUUID": lambda i: f"GPU-{i}{i}{i}{i}-aaaa",
+        "nvmlDeviceGetCudaComputeCapability": plain((8, 0)),
+        "nvmlDeviceGetMemoryInfo": lambda i: types.SimpleNamespace(
+            total=40 * GIB, free=(39 - i) * GIB, used=(1 + i) * GIB
+        ),
+        "nvmlDeviceGetUtilizationRates": plain(types.SimpleNamespace(gpu=97, memory=40)),
+        "nvmlDeviceGetPowerUsage": plain(250_500),
+        "nvmlDeviceGetEnforcedPowerLimit": plain(400_000),
+        "nvmlDeviceGetTemperature": lambda i, sensor: 65,
+        "nvmlDeviceGetClockInfo": lambda i, kind: {0: 1110, 2: 1215}[kind],
+        "nvmlDeviceGetMaxClockInfo": lambda i, kind: 1410,
+        "nvmlDeviceGetCurrentClocksEventReasons": plain(0x4 | 0x20),
+        "nvmlDeviceGetComputeRunningProcesses": plain([types.SimpleNamespace(pid=42, usedGpuMemory=GIB)]),
+        "nvmlDeviceGetTotalEnergyConsumption": plain(5_000_000),
+        **changed,
+    }
+    module = types.ModuleType("pynvml")
+    vars(module).update({name: refuse if answer is NVMLError else answer for name, answer in answers.items()})
+    vars(module)["NVMLError"] = NVMLError
+    return module
+
+
+def refuse(*_):
+    raise NVMLError("Not Supported")
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """Installs a fake NVML and gives it back; the environment hides no GPU."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+
+    def install(*arguments, **changed):
+        monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(*arguments, **changed))
+        return sys.modules["pynvml"]
+
+    return install
+
+
+def test_two_cards_are_read_as_values_in_the_named_units(nvml):
+    nvml()
+    first, second = gpu.gpus()
+    assert first == gpu.Gpu(
+        index=0,
+        name="NVIDIA A100-SXM4-40GB",
+        driver="550.54.15",
+        torch_index=0,
+        capability=(8, 0),
+        memory_total=40960,
+        memory_free=39936,
+        memory_used=1024,
+        utilisation=97,
+        power=250.5,
+        power_limit=400.0,
+        temperature=65,
+        clock=1110,
+        clock_max=1410,
+        memory_clock=1215,
+        throttle=("power limit", "too hot (driver)"),
+        processes=(gpu.Process(42, 1024),),
+    )
+    assert (second.index, second.memory_used) == (1, 2048)
+    assert first.gigabytes == 40
+    assert first.bf16 is True
+
+
+def test_the_table_names_readings_and_escapes_the_name(nvml):
+    nvml(["<img src=x onerror=alert(1)>"])
+    found = gpu.gpus()
+    for shown in (str(found), found._repr_html_()):
+        for part in ("cuda:0", "8.0", "1 of 40 GiB", "97 %", "250 of 400 W", "65 °C", "1110 of 1410 MHz", "too hot"):
+            assert part in shown
+        assert "550.54.15" in shown
+    assert "<img" not in found._repr_html_()
+
+
+READINGS = [name for name in vars(fake_nvml()) if name.startswith(("nvmlDeviceGet", "nvmlSystemGet"))]
+READINGS = [name for name in READINGS if name not in ("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex")]
+
+
+@pytest.mark.parametrize("refused", READINGS)
+def test_a_reading_that_a_device_refuses_is_unknown_and_the_rest_stands(nvml, refused):
+    nvml()
+    whole = gpu.gpus()
+    nvml(**{refused: NVMLError})
+    found = gpu.gpus()
+    assert len(found) == 2
+    lost = {name for name, value in vars(found[0]).items() if value is None and vars(whole[0])[name] is not None}
+    assert len(lost) <= 3
+    assert "A100" in str(found) or refused == "nvmlDeviceGetName"
+
+
+def test_a_device_that_refuses_everything_shows_dashes(nvml):
+    nvml(**dict.fromkeys(READINGS, NVMLError))
+    found = gpu.gpus()
+    assert found[0] == gpu.Gpu(index=0, name="NVIDIA GPU", torch_index=0)
+    assert found[0].bf16 is None
+    assert str(found).count("–") >= 14
+
+
+def test_an_older_nvml_with_bytes_and_the_older_throttle_name_is_read(nvml):
+    module = nvml([b"Tesla T4"], nvmlDeviceGetCudaComputeCapability=plain((7, 5)))
+    del module.nvmlDeviceGetCurrentClocksEventReasons
+    module.nvmlDeviceGetCurrentClocksThrottleReasons = plain(0x1)
+    (found,) = gpu.gpus()
+    assert found.name == "Tesla T4"
+    assert found.throttle == ("idle",)
+    assert found.bf16 is False
+
+
+@pytest.mark.parametrize("broken", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"])
+def test_without_a_working_driver_the_list_is_empty_and_one_line_names_the_cpu(nvml, broken):
+    nvml(**{broken: NVMLError})
+    found = gpu.gpus()
+    assert found == []
+    assert "\n" not in str(found)
+    assert "Not Supported" in str(found)
+    assert gpu.cpu_name() in str(found)
+    assert gpu.plural(gpu.cores(), "core") in str(found)
+    assert gpu.html.escape(found.note) in found._repr_html_()
+
+
+def test_without_the_library_the_line_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu.gpus() == []
+    assert "nvidia-ml-py is not installed" in str(gpu.gpus())
+
+
+def test_an_apple_machine_is_told_of_mps(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(gpu, "apple", lambda: True)
+    assert "Apple's GPU (MPS)" in str(gpu.gpus())
+
+
+def test_nvml_is_closed_again_even_when_a_device_is_lost(nvml):
+    closed = []
+    nvml(nvmlShutdown=lambda: closed.append(True), nvmlDeviceGetCount=NVMLError)
+    gpu.gpus()
+    assert closed == [True]
+
+
+@pytest.mark.parametrize(
+    ("names", "environ", "expected"),
+    [
+        ("AA", {}, [0, 1]),
+        ("AB", {}, [None, None]),  # CUDA puts the fastest first: which one that is cannot be told here
+        ("AB", {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [0, 1]),
+        ("AA", {"CUDA_VISIBLE_DEVICES": "1"}, [None, 0]),
+        ("AA", {"CUDA_VISIBLE_DEVICES": "1, 0"}, [1, 0]),
+        ("AA", {"CUDA_VISIBLE_DEVICES": ""}, [None, None]),
+        ("AA", {"CUDA_VISIBLE_DEVICES": "0,-1,1"}, [0, None]),
+        ("AA", {"CUDA_VISIBLE_DEVICES": "7,0"}, [None, None]),
+        ("AB", {"CUDA_VISIBLE_DEVICES": "GPU-1"}, [None, 0]),
+        ("AB", {"CUDA_VISIBLE_DEVICES": "GPU-"}, [None, None]),
+    ],
+)
+def test_the_torch_index_follows_cuda_visible_devices(names, environ, expected):
+    assert gpu.torch_indices(list(names), ["GPU-0", "GPU-1"], environ) == expected
+
+
+def test_a_24_gb_card_counts_as_24_though_it_has_a_little_less():
+    assert gpu.Gpu(0, "RTX 4090", memory_total=24564).gigabytes == 24
+
+
+def wait_for(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+    assert condition()
+
+
+def test_the_sampler_collects_readings_and_its_thread_ends(nvml):
+    closed = []
+    counter = iter(range(1_000_000, 2_000_000, 5_000))
+    nvml(nvmlDeviceGetTotalEnergyConsumption=lambda _: next(counter), nvmlShutdown=lambda: closed.append(True))
+    with sampling.Sampler(index=1, hertz=200) as sampler:
+        wait_for(lambda: len(sampler.readings) >= 3)
+    assert not sampler.thread.is_alive()
+    assert closed == [True]
+    third = sampler.readings[2]
+    assert third.values() == {"gpu_utilisation": 97, "gpu_memory_used": 2048, "gpu_power": 250.5, "gpu_energy": 10.0}
+    assert third.throttle == ("power limit", "too hot (driver)")
+
+
+def test_stopping_the_sampler_does_not_wait_for_its_period(nvml):
+    nvml()
+    sampler = sampling.Sampler(hertz=0.01).start()
+    wait_for(lambda: sampler.latest is not None)
+    start = time.monotonic()
+    sampler.stop()
+    assert time.monotonic() - start < 1
+
+
+def test_the_sampler_stays_empty_without_nvidia(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with sampling.Sampler() as sampler:
+        pass
+    assert sampler.latest is None
+
+
+def test_a_sampler_that_never_started_can_be_stopped():
+    sampling.Sampler().stop()
+
+
+def test_energy_is_summed_from_power_where_there_is_no_counter():
+    meter = sampling.Meter()
+    assert [meter.joules(t, p, None) for t, p in ((0, 100), (1, 200), (3, 200))] == [0, 150, 550]
+    assert sampling.Meter().joules(0, None, None) is None
