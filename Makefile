@@ -1,0 +1,44 @@
+# Everything runs in .venv, which the first target makes: nothing is needed but Python ≥ 3.11 with venv, and make.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+CODE := nbtools tests benchmarks notebooks
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench notebooks check
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*  ## /  make \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-18s%s\n", $$1, $$2}'
+
+demo: .venv/ready  ## the captcha notebooks from top to bottom on generated data; pages under demo/ (≤ 5 min on 2 cores)
+	@$(BIN)/python -m notebooks.execute
+
+test: .venv/ready  ## every test (≤ 15 min on 2 cores)
+	@$(BIN)/python -m pytest -q
+
+bench: .venv/ready-bench  ## benchmarks one after another; receipts under benchmarks/results/
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
+
+notebooks: .venv/ready  ## write notebooks/**/*.ipynb and the README's table from notebooks/src/
+	@$(BIN)/python -m notebooks.build
+
+check: .venv/ready  ## format, lint, types, layers, notebooks up to date
+	@$(BIN)/ruff format --check -q $(CODE) || { echo "to format: $(BIN)/ruff format $(CODE)"; exit 1; }
+	@$(BIN)/ruff check -q $(CODE)
+	@$(BIN)/pyright
+	@$(BIN)/python -m pytest -q tests/test_layers.py
+	@$(BIN)/python -m notebooks.build --check
+
+.venv/ready: requirements.txt constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
+	    f"nbtools needs Python 3.11 or newer; $(PYTHON) is {v}. Say another: make PYTHON=python3.12 …")'
+	@echo "Installing into .venv (a few minutes the first time) …"
+	@$(PYTHON) -m venv .venv
+	@$(PIP) -r requirements.txt
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+.venv/ready-bench: .venv/ready
+	@echo "Installing the peers that the benchmarks compare with …"
+	@$(PIP) -e '.[bench]'
+	@touch $@

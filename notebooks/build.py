@@ -1,0 +1,111 @@
+"""Sources under notebooks/src/ → notebooks/**/*.ipynb and the README's table of them: `python -m notebooks.build`.
+
+The repository's address stands in pyproject.toml alone; `{badge}` and `{repository}` in a source become it. Two builds
+of one source give the same bytes: no outputs, no widget metadata, and a cell's id is a hash of its text.
+"""
+
+import argparse
+import hashlib
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import nbformat
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "notebooks" / "src"
+TABLE = re.compile(r"(<!-- notebooks -->\n).*?(<!-- /notebooks -->)", re.S)  # made lines of README.md lie between these
+
+METADATA = {
+    "accelerator": "GPU",  # Colab opens the notebook with one
+    "colab": {"gpuType": "T4", "provenance": []},
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+
+def repository() -> str:
+    """The address of the repository, without a slash at its end."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return project["urls"]["Repository"].rstrip("/")
+
+
+def names() -> list[str]:
+    """Every notebook by its path under notebooks/, without ending: `captcha/1_data`, in reading order."""
+    found = [path.relative_to(SOURCES).with_suffix("").as_posix() for path in SOURCES.rglob("*.py")]
+    return sorted(found, key=lambda name: (name.startswith("9"), "/" in name, name))
+
+
+def badge(name: str, address: str) -> str:
+    """Markdown of the button that opens a notebook in Colab."""
+    path = address.removeprefix("https://github.com/")
+    link = f"https://colab.research.google.com/github/{path}/blob/main/notebooks/{name}.ipynb"
+    return f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({link})"
+
+
+def notebook(name: str, address: str) -> Any:
+    """The notebook of a source as nbformat's value."""
+    text = (SOURCES / f"{name}.py").read_text()
+    text = text.replace("{badge}", badge(name, address)).replace("{repository}", address)
+    cells = []
+    for cell in jupytext.reads(text, fmt="py:percent").cells:
+        make = nbformat.v4.new_code_cell if cell.cell_type == "code" else nbformat.v4.new_markdown_cell
+        cells.append(make(cell.source, id=identity(cell.source, {c.id for c in cells})))
+    return nbformat.v4.new_notebook(cells=cells, metadata=METADATA)
+
+
+def identity(source: str, taken: set[str]) -> str:
+    """An id that moves with its cell: a hash of the text, and of a number where two cells are alike."""
+    for number in range(len(taken) + 1):
+        found = hashlib.blake2b(f"{number}{source}".encode(), digest_size=4).hexdigest()
+        if found not in taken:
+            return found
+    raise AssertionError("as many ids as cells and one more are never all taken")
+
+
+def table(address: str) -> str:
+    """The README's table: a row a notebook, with the title and the first sentence of its first cell."""
+    rows = ["| notebook | what it does | |", "| --- | --- | --- |"]
+    for name in names():
+        title, _, promise, *_ = notebook(name, address).cells[0].source.split("\n\n")
+        sentence = re.split(r"(?<=[.!?])\s", promise.replace("\n", " "))[0]
+        rows.append(f"| [{title.removeprefix('# ')}](notebooks/{name}.ipynb) | {sentence} | {badge(name, address)} |")
+    return "\n".join(rows) + "\n"
+
+
+def outputs() -> dict[Path, str]:
+    """What every generated file must contain."""
+    address = repository()
+    files = {ROOT / "notebooks" / f"{name}.ipynb": nbformat.writes(notebook(name, address)) + "\n" for name in names()}
+    readme = ROOT / "README.md"
+    files[readme] = TABLE.sub(lambda found: found[1] + table(address) + found[2], readme.read_text())
+    return files
+
+
+def stale() -> list[Path]:
+    """Generated files that differ from what their source gives, and notebooks that have none."""
+    files = outputs()
+    orphans = [path for path in (ROOT / "notebooks").rglob("*.ipynb") if path not in files]
+    orphans = [path for path in orphans if ".ipynb_checkpoints" not in path.parts]
+    return [path for path, text in files.items() if not path.exists() or path.read_text() != text] + orphans
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Generate the notebooks and the README's table of them.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when a file differs from its source")
+    if parser.parse_args().check:
+        different = [path.relative_to(ROOT).as_posix() for path in stale()]
+        if different:
+            print(f"not what notebooks/src/ says: {', '.join(different)}; run: make notebooks", file=sys.stderr)
+        return bool(different)
+    for path, text in outputs().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""What all tests share: no network, and browsers only where there is one."""
+
+import os
+import shutil
+import socket
+
+import pytest
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def pytest_collection_modifyitems(items):
+    """A person without a browser skips its tests; in CI a missing browser is a failure, never a silent skip."""
+    if os.environ.get("CI") == "true" or any(shutil.which(name) for name in BROWSERS):
+        return
+    for item in items:
+        if item.get_closest_marker("browser"):
+            item.add_marker(pytest.mark.skip(reason="no chromium here; .ci/run installs one"))
+
+
+@pytest.fixture
+def browser():
+    """The path of a Chromium."""
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    assert found, f"none of {', '.join(BROWSERS)} is installed, and CI must not skip browser tests"
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """Only this machine may be reached: a test that needs the network would pass here and fail elsewhere."""
+    connect = socket.socket.connect
+
+    def guarded(self, address):
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "localhost", "::1"):
+            raise AssertionError(f"a test tried to reach {address[0]}")
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)

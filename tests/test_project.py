@@ -1,0 +1,153 @@
+"""The files around the package agree with each other and with what they say."""
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+COLAB = {  # what a Colab machine came with in autumn 2026
+    "torch": "2.11.0",
+    "ipywidgets": "7.7.1",
+    "gdown": "5.2.2",
+    "matplotlib": "3.10.0",
+    "pandas": "2.2.2",
+    "numpy": "2.0.2",
+    "nvidia-ml-py": "12.575.51",
+    "pillow": "11.3.0",
+    "safetensors": "0.6.2",
+    "tqdm": "4.67.1",
+}
+
+
+def lines(name: str) -> list[str]:
+    text = (line.strip() for line in (ROOT / name).read_text().splitlines())
+    return [line for line in text if line and not line.startswith("#")]
+
+
+def required() -> list[Requirement]:
+    return [Requirement(line) for line in lines("requirements.txt")]
+
+
+def pins() -> dict[str, str]:
+    pairs = (line.split("==") for line in lines("constraints.txt"))
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def test_installing_takes_its_requirements_from_the_one_list():
+    dynamic = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"]
+    assert PROJECT["dynamic"] == ["dependencies"]
+    assert dynamic["dependencies"] == {"file": ["requirements.txt"]}
+
+
+@pytest.mark.parametrize("requirement", required(), ids=str)
+def test_nothing_of_colabs_is_reinstalled(requirement):
+    assert COLAB[requirement.name] in requirement.specifier
+
+
+def test_every_package_that_tests_use_has_an_exact_version_in_its_range():
+    optional = [Requirement(line) for extra in PROJECT["optional-dependencies"].values() for line in extra]
+    for requirement in required() + [r for r in optional if r.name != "nbtools"]:
+        assert pins()[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+
+
+def test_versions_are_plain_and_no_index_is_named():
+    for name in ("requirements.txt", "constraints.txt", "environment.yml"):
+        text = "\n".join(lines(name))
+        assert "://" not in text
+        assert "+cpu" not in text
+        assert "--" not in text
+
+
+def test_conda_gets_the_same_pythons_and_packages():
+    text = (ROOT / "environment.yml").read_text()
+    [versions] = re.findall(r"- python(\S+)", text)
+    assert PROJECT["requires-python"] in versions
+    for classifier in PROJECT["classifiers"]:
+        if version := re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", classifier):
+            assert version[1] in SpecifierSet(versions)
+    assert "-r requirements.txt" in text
+
+
+def texts() -> list[Path]:
+    """Files of the project that people wrote, or that were generated from those."""
+    endings = {".md", ".py", ".toml", ".yml", ".yaml", ".txt", ".ipynb"}
+    folders = ("nbtools", "tests", "benchmarks", "notebooks", ".ci")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*")] + list(ROOT.iterdir())
+    return [path for path in found if path.is_file() and (path.suffix in endings or path.name in ("run", "Makefile"))]
+
+
+def test_the_repositorys_address_is_written_once_and_generated_elsewhere():
+    address = PROJECT["urls"]["Repository"]
+    places = []
+    for path in texts():
+        found = set(re.findall(r"github(?:\.com)?/[\w.-]+/nbtools\b", path.read_text()))
+        assert all(address.endswith(place.partition("/")[2]) for place in found), (path, found)
+        places += [path.relative_to(ROOT).as_posix()] if found else []
+    by_hand = {name for name in places if not name.endswith(".ipynb")}
+    assert by_hand <= {"pyproject.toml", "README.md"}
+
+
+def tree() -> list[tuple[str, str]]:
+    """(path, comment) of every line of the README's annotated tree."""
+    [block] = re.findall(r"```text\nnbtools/ .*?```", (ROOT / "README.md").read_text(), re.S)
+    found, folders = [], []
+    for line in block.splitlines()[2:-1]:
+        depth = (len(line) - len(line.lstrip(" "))) // 2 - 1
+        name, _, comment = line.strip().partition("  ")
+        folders[depth:] = [name]
+        found.append(("".join(folders), comment.strip()))
+    return found
+
+
+def test_the_readmes_tree_is_true():
+    for path, comment in tree():
+        assert (ROOT / path).exists(), f"README's tree names {path}, which is not there"
+        assert comment, f"README's tree says nothing of {path}"
+
+
+def test_the_readmes_tree_is_complete():
+    named = [path for path, _ in tree()]
+    for path in (ROOT / "nbtools").rglob("*.py"):
+        name = path.relative_to(ROOT).as_posix()
+        task_folder = any(n.startswith("nbtools/tasks/") and n.endswith("/") and name.startswith(n) for n in named)
+        assert name in named or task_folder or name == "nbtools/tasks/__init__.py", f"README's tree lacks {name}"
+
+
+def test_make_alone_explains_every_target():
+    said = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "MAKEFLAGS": ""})
+    assert said.returncode == 0
+    for target in ("demo", "test", "bench", "notebooks", "check", "help"):
+        assert re.search(rf"^  make {target}\s+\S", said.stdout, re.M), target
+
+
+def test_an_old_python_is_refused_in_a_sentence(tmp_path):
+    old = tmp_path / "python3"
+    old.write_text(
+        "#!/bin/sh\nexec python3 -c \"import sys; sys.version_info = (3, 10, 4); sys.version = '3.10.4'\n$2\"\n"
+    )
+    old.chmod(0o755)
+    fresh = tmp_path / "nbtools"
+    fresh.mkdir()
+    for name in ("Makefile", "requirements.txt", "constraints.txt", "pyproject.toml"):
+        (fresh / name).write_text((ROOT / name).read_text())
+    said = subprocess.run(["make", "test", f"PYTHON={old}"], cwd=fresh, capture_output=True, text=True)
+    assert said.returncode != 0
+    assert "needs Python 3.11 or newer" in said.stderr
+    assert "3.10.4" in said.stderr
+    assert not (fresh / ".venv").exists()
+
+
+def test_ci_stops_at_the_first_fault_and_runs_the_tests():
+    path = ROOT / ".ci" / "run"
+    assert os.access(path, os.X_OK)
+    assert {"set -euo pipefail", "make test"} <= set(lines(".ci/run"))
+    assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
