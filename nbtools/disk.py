@@ -147,6 +147,27 @@ def require_space(path: Path, need: int) -> None:
         )
 
 
+def is_slow(path: Path) -> bool:
+    """Whether a path lies on FUSE (Drive), NFS or SMB, as far as Linux tells."""
+    mounts = Path("/proc/self/mountinfo")
+    if not mounts.exists():
+        return False
+    form = file_system(path.resolve(), mounts.read_text())
+    local = ("fuseblk", "fuse.fuse-overlayfs", "fuse.overlayfs")  # NTFS, and the roots of rootless containers
+    return form.startswith(("fuse", "nfs", "cifs", "smb")) and form not in local
+
+
+def file_system(path: Path, mountinfo: str) -> str:
+    """The type of the file system that holds a path: that of the longest, then latest mount point above it."""
+    best, form = "", ""
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        point = left.split()[4].replace(r"\040", " ")
+        if path.is_relative_to(point) and len(point) >= len(best):
+            best, form = point, right.split()[0]
+    return form
+
+
 def human(count: float) -> str:
     """A number of bytes in decimal units, as disks, Drive and network rates are given: `1.5 GB`."""
     power = 0
@@ -168,6 +189,8 @@ def explained(doing: str, path: Path) -> Iterator[None]:
             )
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             reason, advice = "this place is not writable", "Choose another folder, or change its permissions."
+        elif error.errno in (errno.ENOTDIR, errno.EEXIST):
+            reason, advice = "a file is where a folder should be", "Move it, or choose another folder."
         else:
             reason, advice = error.strerror or str(error), "Try again; if it repeats, choose another disk."
         raise errors.DiskError(f"{doing}: {error.filename or path}: {reason}. {advice}") from error
