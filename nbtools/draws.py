@@ -10,6 +10,7 @@ B samples.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,20 +26,26 @@ def mix(x: Tensor) -> Tensor:
 
 
 def mixed(*parts: int) -> int:
-    """The same hash of several plain numbers: a seed for something else that depends on all of them."""
-    state = torch.zeros((), dtype=torch.int64)
+    """The same hash of several plain numbers: one seed that depends on all of them."""
+    state = 0
     for part in parts:
-        state = mix((state + part) & MASK)
-    return int(state)
+        x = ((state + part) * 747796405 + 2891336453) & MASK
+        word = (((x >> ((x >> 28) + 4)) ^ x) * 277803737) & MASK
+        state = (word >> 22) ^ word
+    return state
 
 
 class Draws:
     """The random numbers of one batch; every call takes the next ones. ids (B,) int64 on the device of the batch."""
 
     def __init__(self, seed: int, epoch: int, ids: Tensor):
-        self.ids = ids
-        self.keys = mix((ids + mixed(seed, epoch)) & MASK)  # (B,)
+        self.seed, self.epoch, self.ids = seed, epoch, ids
         self.count = 0
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """(B,) int64; made at the first draw, so that a task without augmentation pays nothing."""
+        return mix((self.ids + mixed(self.seed, self.epoch)) & MASK)
 
     def bits(self, shape: tuple[int, ...] = ()) -> Tensor:
         """(B, *shape) int64 in [0, 2³²)."""

@@ -1,0 +1,284 @@
+"""The train loop, one for all tasks: a generator that yields after every step, so that whatever watches a run (panel,
+plot, clock, a person's own code) is simply code in the body of a `for`.
+
+    state = TrainState(task, pack, plan)
+    for record in train(task, state, pack):
+        if record.values:
+            print(record)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Generator, Iterator
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from nbtools.device import autocast, memory, prepare, require
+from nbtools.errors import TrainError
+from nbtools.feed import Feed, batches_left, in_order, lengths_of, open_feed
+from nbtools.history import Record
+from nbtools.metrics import Sums
+from nbtools.pack import Pack
+from nbtools.plan import Plan
+from nbtools.schedule import lr_at
+from nbtools.state import FIXED, Batch, Task, TrainState, best_metric
+from nbtools.step import step
+
+AT_START = ("feed", "workers", "prefetch")  # a run may be resumed with others, but they do not change under way
+
+
+class Diverged(TrainError):
+    """The loss is no longer a number. steps: the first and last of the steps among which it happened."""
+
+    def __init__(self, message: str, steps: tuple[int, int]):
+        super().__init__(message)
+        self.steps = steps
+
+
+def train(task: Task, state: TrainState, pack: Pack) -> Iterator[Record]:
+    """Train until the plan's last epoch, `state.stopped`, or the caller leaves the `for`; calling it again goes on.
+
+    Yields Record `step` after every step (with values on log steps only: reading a value waits for the device),
+    `evaluating` after every batch of an evaluation, `epoch` after each epoch, `change` and `event` when they happen.
+    Replace `state.plan` to turn a knob; it acts at the next step. Raises TrainError where training cannot start.
+    """
+    ids = pack.ids("train")
+    require_sizes(pack, state.plan)
+    prepare(state.plan, state.device, many_shapes=state.card.bucket_by is not None)
+    feed = open_feed(pack, state.plan, state.device)
+    state.restore_rng()
+    try:
+        while state.epoch < state.plan.epochs and state.stopped is None:
+            yield from train_epoch(task, state, feed, ids, lengths_of(pack, ids))
+            values: dict[str, Any] = {}
+            if len(pack.ids("val")) and due(state):
+                values = yield from evaluate_epoch(task, state, feed, pack)
+            yield end_epoch(state, values, len(ids))
+    finally:
+        state.capture_rng()
+
+
+def train_epoch(
+    task: Task, state: TrainState, feed: Feed, ids: np.ndarray, lengths: np.ndarray | None
+) -> Iterator[Record]:
+    """The rest of this epoch; a change of batch size regroups what is left of it."""
+    if not state.segments:
+        state.segments = [[state.plan.batch_size, 0]]
+    regrouped = True
+    while regrouped:
+        batches = batches_left(ids, lengths, state.plan.seed, state.epoch, state.segments)
+        regrouped = yield from train_batches(task, state, feed, batches, len(ids))
+
+
+def train_batches(
+    task: Task, state: TrainState, feed: Feed, batches: list[np.ndarray], epoch_size: int
+) -> Generator[Record, None, bool]:
+    """Train on batches in order; True when the batch size changed before their end."""
+    plan, every = state.plan, log_interval(epoch_size, state.plan.batch_size)
+    stream, window = feed(batches), Window(state)
+    for batch in batches:
+        if state.plan is not plan:
+            yield from changes(state, plan, epoch_size)
+            if state.plan.batch_size != plan.batch_size:
+                state.segments.append([state.plan.batch_size, 0])
+                return True
+            plan = state.plan
+        start = perf_counter()
+        raw = next(stream)
+        arrived = perf_counter()
+        loss_sum, count = step(task, state, raw, epoch_size)
+        state.loss_sum += loss_sum
+        state.count += count
+        state.step += 1
+        state.samples += len(batch)
+        state.segments[-1][1] += 1
+        values = {"loss": window.loss(state)} if state.step % every == 0 else {}
+        state.waited += arrived - start
+        state.seconds += perf_counter() - start
+        if values:
+            values |= window.rates(state, epoch_size)
+            window = Window(state)
+        while state.events:
+            yield record(state, "event", {"what": state.events.pop(0)})
+        yield record(state, "step", values)
+    return False
+
+
+class Window:
+    """What happened since a log step: its loss and its rates."""
+
+    def __init__(self, state: TrainState):
+        self.step, self.samples, self.seconds, self.waited = state.step, state.samples, state.seconds, state.waited
+
+    def loss(self, state: TrainState) -> float:
+        """Mean loss since the last log step: the one transfer to the host. Raises Diverged where it is no number."""
+        total, count = float(state.loss_sum), float(state.count)
+        if not math.isfinite(total):
+            raise Diverged(f"the loss became {total} in steps {self.step + 1} to {state.step}", (self.step, state.step))
+        loss = (total - state.logged[0]) / max(count - state.logged[1], 1)
+        state.logged = (total, count)
+        return loss
+
+    def rates(self, state: TrainState, epoch_size: int) -> dict[str, Any]:
+        seconds, waited = state.seconds - self.seconds, state.waited - self.waited
+        return rates(state, epoch_size, state.samples - self.samples, seconds, waited)
+
+
+def rates(state: TrainState, epoch_size: int, samples: int, seconds: float, waited: float) -> dict[str, Any]:
+    seconds = max(seconds, 1e-9)
+    return {
+        "lr": lr_at(state.plan, (state.samples - state.skipped) / epoch_size, state.drops),
+        "batch_size": state.plan.batch_size,
+        "samples_per_s": samples / seconds,
+        "data_wait": waited / seconds,
+        **memory(state.device),
+    }
+
+
+def record(state: TrainState, kind: str, values: dict[str, Any]) -> Record:
+    return Record(kind, state.epoch, state.step, state.samples, values)
+
+
+def due(state: TrainState) -> bool:
+    """Whether this epoch ends with an evaluation; the last one always does."""
+    return (state.epoch + 1) % state.plan.eval_every == 0 or state.epoch + 1 >= state.plan.epochs
+
+
+def evaluate_epoch(task: Task, state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, Any]]:
+    """Evaluate the validation split; sets best, stale, drops and stopped."""
+    start = perf_counter()
+    sums = Sums(state.device)
+    for _ in evaluation(task, state.evaluated, pack, state.plan, "val", sums, feed):
+        yield record(state, "evaluating", {})
+    found = sums.read()
+    metric, sign = best_metric(task)
+    state.improved = state.best is None or sign * found[metric] > sign * state.best
+    state.best, state.stale = (found[metric], 0) if state.improved else (state.best, state.stale + 1)
+    if state.plan.schedule == "plateau" and state.stale and state.stale % state.plan.patience == 0:
+        state.drops += 1
+    if state.plan.early_stop is not None and state.stale >= state.plan.early_stop:
+        state.stopped = f"early stop: {metric} did not improve in {state.stale} evaluations"
+    return {**{f"val_{name}": value for name, value in found.items()}, "eval_time": perf_counter() - start}
+
+
+def end_epoch(state: TrainState, values: dict[str, Any], epoch_size: int) -> Record:
+    """The epoch's row; the state moves to the next epoch."""
+    row = {
+        "train_loss": float(state.loss_sum) / max(float(state.count), 1),
+        **values,
+        **rates(state, epoch_size, epoch_size, state.seconds, state.waited),
+        "epoch_time": state.seconds,
+    }
+    if state.device.type == "cuda":
+        row["gpu_memory_peak"] = torch.cuda.max_memory_allocated(state.device) / 2**20
+        torch.cuda.reset_peak_memory_stats(state.device)
+    ended = record(state, "epoch", row)
+    state.epoch += 1
+    state.segments, state.seconds, state.waited = [], 0.0, 0.0
+    state.loss_sum.zero_()
+    state.count, state.logged = 0, (0.0, 0.0)
+    return ended
+
+
+@torch.no_grad()
+def forward(task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.device) -> tuple[Any, Any]:
+    """(batch, outputs) of a raw batch in evaluation: never augmented, in eval mode, which is left as it was."""
+    training = model.training
+    model.eval()
+    try:
+        batch = task.batch(raw, plan, None)
+        with autocast(plan, device):
+            return batch, model(batch)
+    finally:
+        model.train(training)
+
+
+def evaluation(
+    task: Task, model: nn.Module, pack: Pack, plan: Plan, split: str, sums: Sums, feed: Feed | None = None
+) -> Iterator[int]:
+    """Add loss and metrics of a split to sums; yields the samples done after every batch.
+
+    Raises TrainError where the split is empty.
+    """
+    ids = pack.ids(split)
+    if not len(ids):
+        raise TrainError(
+            f"{pack.folder}: the {split} split is empty; pack with {split}= a larger share, or more samples"
+        )
+    feed, done = feed or open_feed(pack, plan, sums.device), 0
+    for raw in feed(in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)):
+        batch, outputs = forward(task, model, raw, plan, sums.device)
+        with torch.no_grad(), autocast(plan, sums.device):
+            loss = task.loss(lambda _batch, outputs=outputs: outputs, batch, plan)  # one forward serves both
+        sums.add({"loss": loss, **task.metrics(outputs, batch)})
+        done += len(raw["id"])
+        yield done
+
+
+def evaluate(task: Task, model: nn.Module, pack: Pack, plan: Plan, split: str = "test") -> dict[str, float]:
+    """Metric → value over a whole split. Raises TrainError where it is empty."""
+    sums = Sums(next(model.parameters()).device)
+    for _ in evaluation(task, model, pack, plan, split, sums):
+        continue
+    return sums.read()
+
+
+def changes(state: TrainState, old: Plan, epoch_size: int) -> Iterator[Record]:
+    """Make a replaced plan act on model and optimizer; a row says what changed."""
+    new = state.plan
+    differing = [name for name, value in new.to_dict().items() if value != getattr(old, name)]
+    try:
+        refuse_fixed(old, new, differing, AT_START)
+        require(new, state.device)
+        require_batch(new, epoch_size)
+    except TrainError:
+        state.plan = old
+        raise
+    if "micro_batch_size" in differing or "batch_size" in differing:
+        state.micro = new.micro_batch_size
+    if "amp" in differing:
+        state.scaler = torch.amp.GradScaler(state.device.type) if new.amp == "fp16" else None
+    for group in state.optimizer.param_groups:
+        group["weight_decay"] = new.weight_decay
+        group.update({"momentum": new.betas[0]} if new.optimizer == "sgd" else {"betas": new.betas})
+    if differing:
+        what = ", ".join(f"{name} {getattr(old, name)} → {getattr(new, name)}" for name in differing)
+        yield record(state, "change", {"what": what})
+
+
+def refuse_fixed(old: Plan, new: Plan, differing: list[str], more: tuple[str, ...] = ()) -> None:
+    """Raise TrainError for a knob that a started run keeps: those of FIXED, and all that the task added."""
+    own = {field.name for field in dataclasses.fields(old)} - {field.name for field in dataclasses.fields(Plan)}
+    for name in differing:
+        if name in FIXED or name in own or name in more:
+            raise TrainError(
+                f"Plan.{name} cannot change in a started run: it is {getattr(old, name)!r}, got "
+                f"{getattr(new, name)!r}; keep the value, or start another run folder"
+            )
+
+
+def require_sizes(pack: Pack, plan: Plan) -> None:
+    count = len(pack.ids("train"))
+    if count < 2:
+        raise TrainError(
+            f"{pack.folder}: the train split has {count} sample(s), training needs at least 2; pack more data"
+        )
+    require_batch(plan, count)
+
+
+def require_batch(plan: Plan, count: int) -> None:
+    if plan.batch_size > count:
+        raise TrainError(
+            f"Plan.batch_size {plan.batch_size} is larger than the train split ({count} samples); take at most {count}"
+        )
+
+
+def log_interval(samples: int, batch_size: int) -> int:
+    """Steps between log rows: ten an epoch, at most 50 steps. Steps and not seconds, so that a log can be repeated."""
+    return min(50, max(1, math.ceil(samples / batch_size) // 10))

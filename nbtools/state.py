@@ -1,0 +1,183 @@
+"""Task, the protocol of what is trained, and TrainState, all that a run is at one moment: it outlives the loop, so that
+an interrupt is a pause."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from nbtools import device as devices
+from nbtools.draws import Draws
+from nbtools.errors import CheckpointError
+from nbtools.metrics import Pair
+from nbtools.pack import Card, Pack
+from nbtools.plan import Plan
+
+Batch = dict[str, Tensor]
+
+FIXED = ("optimizer", "compile", "graph", "channels_last", "checkpoint_activations", "deterministic", "ema", "seed")
+"""Knobs that a started run keeps, beside all that its task adds; the others may change while it trains."""
+
+FACTS = (
+    *("epoch", "step", "samples", "skipped", "segments", "micro", "best", "stale", "drops", "stopped"),
+    *("seconds", "waited", "careful_until", "refused"),
+)
+"""The plain attributes of a TrainState that a checkpoint carries."""
+
+
+class Task(Protocol):
+    """Any importable object with these names, usually a module. `batch` augments only when it is given draws."""
+
+    PLAN: Plan
+    BASELINE: Plan
+
+    def model(self, card: Card, plan: Any) -> nn.Module: ...
+    def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch: ...
+    def loss(self, model: Any, batch: Batch, plan: Any) -> Pair: ...
+    def metrics(self, outputs: Any, batch: Batch) -> dict[str, Pair]: ...
+
+
+def best_metric(task: Task) -> tuple[str, float]:
+    """(metric that chooses the best checkpoint, +1 or -1 where lower is better): `BEST = "-cer"`; else the loss."""
+    name = getattr(task, "BEST", "-loss")
+    return name.lstrip("-"), -1.0 if name.startswith("-") else 1.0
+
+
+class TrainState:
+    """Model, optimizer, and the position in the run. `plan` may be replaced while the loop runs.
+
+    segments: [[batch size, batches done]] of this epoch. samples: seen since the start; skipped: those of them whose
+    step fp16 refused. best: of the metric that `best_metric` names; stale: evaluations since; drops: of a plateau.
+    loss_sum, count: this epoch's so far, on the device; logged: them at the last log step. seconds, waited: training
+    time of this epoch, and the part of it that waited for data. events: what there is to tell at the next yield.
+    """
+
+    def __init__(self, task: Task, pack: Pack | Card, plan: Plan, device: torch.device | str | None = None):
+        self.task, self.plan = task, plan
+        self.card = pack.card if isinstance(pack, Pack) else pack
+        self.device = torch.device(device) if device is not None else devices.pick()
+        devices.require(plan, self.device)
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(plan.seed)
+            model = task.model(self.card, plan).to(self.device)
+            self.rng = torch.get_rng_state()
+            self.cuda_rng = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        self.model = model.to(memory_format=torch.channels_last) if plan.channels_last else model
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = build_optimizer(self.parameters, plan)
+        self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
+        self.ema = (
+            AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(plan.ema), use_buffers=True) if plan.ema else None
+        )
+        self.network = compiled(model, plan)
+        self.micro = plan.micro_batch_size
+        self.epoch = self.step = self.samples = self.skipped = 0
+        self.segments: list[list[int]] = []
+        self.best: float | None = None
+        self.stale = self.drops = self.waited = 0
+        self.stopped: str | None = None
+        self.seconds = 0.0
+        self.loss_sum = torch.zeros(
+            (), dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device
+        )
+        self.count: Tensor | float = 0
+        self.logged = (0.0, 0.0)
+        self.careful_until = self.refused = 0
+        self.improved = False
+        self.events: list[str] = []
+
+    @property
+    def careful(self) -> bool:
+        """Whether every step is checked before it counts: on the way again through steps that lost the loss."""
+        return self.step < self.careful_until
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The weights that evaluation and `run.model()` use: the moving average where the plan keeps one."""
+        return self.ema.module if self.ema is not None else self.model
+
+    def facts(self) -> dict[str, Any]:
+        """The plain part of the state, for JSON."""
+        return {
+            **{name: getattr(self, name) for name in FACTS},
+            "count": float(self.count),
+            "logged": list(self.logged),
+            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the state by name: model., ema., optimizer.<parameter>.<name>, sums and random states."""
+        self.capture_rng()
+        found = {f"model.{k}": v for k, v in self.model.state_dict().items()}
+        if self.ema is not None:
+            found |= {f"ema.{k}": v for k, v in self.ema.state_dict().items()}
+        for i, parameter in enumerate(self.parameters):
+            found |= {
+                f"optimizer.{i}.{k}": v for k, v in self.optimizer.state.get(parameter, {}).items() if v is not None
+            }
+        found |= {"loss_sum": self.loss_sum, "rng": self.rng}
+        return found if self.cuda_rng is None else {**found, "cuda_rng": self.cuda_rng}
+
+    def load(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Become the saved state. Raises CheckpointError where the weights are of another model."""
+        load_module(self.model, tensors, "model.")
+        if self.ema is not None:
+            load_module(self.ema, tensors, "ema.")
+        self.optimizer.state.clear()
+        for i, parameter in enumerate(self.parameters):
+            prefix = f"optimizer.{i}."
+            saved = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+            if saved:
+                self.optimizer.state[parameter] = {k: like(v, parameter) for k, v in saved.items()}
+        for name in (*FACTS, "count"):
+            setattr(self, name, facts[name])
+        self.logged = (facts["logged"][0], facts["logged"][1])
+        if self.scaler is not None and facts["scaler"]:
+            self.scaler.load_state_dict(facts["scaler"])
+        self.loss_sum.copy_(tensors["loss_sum"])
+        self.rng, self.cuda_rng = tensors["rng"], tensors.get("cuda_rng", self.cuda_rng)
+
+    def capture_rng(self) -> None:
+        self.rng = torch.get_rng_state()
+        if self.device.type == "cuda":
+            self.cuda_rng = torch.cuda.get_rng_state(self.device)
+
+    def restore_rng(self) -> None:
+        torch.set_rng_state(self.rng)
+        if self.device.type == "cuda" and self.cuda_rng is not None:
+            torch.cuda.set_rng_state(self.cuda_rng, self.device)
+
+
+def like(saved: Tensor, parameter: Tensor) -> Tensor:
+    """An optimizer tensor on the parameter's device, in its memory format where it has its shape."""
+    if saved.shape == parameter.shape and saved.dim():
+        return torch.empty_like(parameter, dtype=saved.dtype).copy_(saved)
+    return saved.to(parameter.device)
+
+
+def load_module(module: nn.Module, tensors: dict[str, Tensor], prefix: str) -> None:
+    saved = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    try:
+        module.load_state_dict(saved)
+    except RuntimeError as error:
+        raise CheckpointError(f"the weights are of another model: {error}; use the run's own task and plan") from None
+
+
+def build_optimizer(parameters: list[nn.Parameter], plan: Plan) -> torch.optim.Optimizer:
+    """The fused form: 4 kernels a step instead of hundreds."""
+    if plan.optimizer == "sgd":
+        return torch.optim.SGD(
+            parameters, plan.lr, momentum=plan.betas[0], weight_decay=plan.weight_decay, nesterov=False, fused=True
+        )
+    kind = torch.optim.AdamW if plan.optimizer == "adamw" else torch.optim.Adam
+    return kind(parameters, plan.lr, betas=plan.betas, weight_decay=plan.weight_decay, fused=True)
+
+
+def compiled(model: nn.Module, plan: Plan) -> Any:
+    """What the training forward calls; the raw module is what is saved (`_orig_mod.` would break checkpoints)."""
+    if not (plan.compile or plan.graph):
+        return model
+    return torch.compile(model, mode="reduce-overhead" if plan.graph else None)

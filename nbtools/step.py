@@ -1,0 +1,159 @@
+"""One optimizer step: micro-batches, mixed precision, the true mean of the whole batch, clipping, update."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nbtools.device import autocast
+from nbtools.draws import Draws
+from nbtools.errors import TrainError
+from nbtools.schedule import lr_at
+from nbtools.state import Batch, Task, TrainState
+
+
+def step(task: Task, state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor | float]:
+    """Train on one raw batch; returns its (loss sum, count), still on the device.
+
+    The gradient is that of sum / count over the whole batch, in however many micro-batches. Out of memory: the micro
+    batch is halved and the same batch tried again; effective batch and lr stay, and `state.events` says so.
+    """
+    while True:
+        try:
+            return attempt(task, state, raw, epoch_size)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).split(". ")[0]
+        halve(state, len(raw["id"]), reason)  # outside the except: the exception pins the tensors of the failed pass
+
+
+def attempt(task: Task, state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor | float]:
+    plan, optimizer, size = state.plan, state.optimizer, len(raw["id"])
+    if not state.model.training:
+        state.model.train()
+    buffers = [b.clone() for b in state.model.buffers()] if state.careful else []
+    optimizer.zero_grad()  # before the forward: an interrupt after backward leaves no gradients to the next step
+    loss_sum, count = accumulate(task, state, raw) if state.micro and state.micro < size else backward(task, state, raw)
+    if state.scaler is not None and (plan.clip_norm is not None or state.careful):
+        state.scaler.unscale_(optimizer)
+    if state.careful and (bad := first_bad(task, state, raw, loss_sum)):
+        for buffer, kept in zip(state.model.buffers(), buffers, strict=True):
+            buffer.copy_(kept)
+        refuse(state, raw, bad)
+        return torch.zeros_like(loss_sum), 0
+    if plan.clip_norm is not None:
+        nn.utils.clip_grad_norm_(state.parameters, plan.clip_norm)
+    lr = lr_at(plan, (state.samples + size - state.skipped) / epoch_size, state.drops)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    update(state, size)
+    return loss_sum, count
+
+
+def backward(
+    task: Task, state: TrainState, raw: Batch, denominator: int | None = None
+) -> tuple[Tensor, Tensor | float]:
+    """Forward and backward of one micro-batch; gradients of loss sum / denominator (its own count where None)."""
+    plan = state.plan
+    batch = task.batch(raw, plan, Draws(plan.seed, state.epoch, raw["id"]))
+    if plan.channels_last:
+        batch = {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in batch.items()}
+    if plan.amp == "off":
+        loss_sum, count = task.loss(state.network, batch, plan)
+    else:
+        with autocast(plan, state.device):
+            loss_sum, count = task.loss(state.network, batch, plan)
+    loss = loss_sum / (denominator or at_least_one(count))
+    (loss if state.scaler is None else state.scaler.scale(loss)).backward()
+    return loss_sum.detach(), count
+
+
+def accumulate(task: Task, state: TrainState, raw: Batch) -> tuple[Tensor, Tensor | float]:
+    """Several micro-batches, one gradient: divided by the true count of all, known only at the end."""
+    size = len(raw["id"])
+    loss_sum, count = torch.zeros((), device=state.device), 0
+    for start in range(0, size, state.micro or size):
+        part = {name: tensor[start : start + (state.micro or size)] for name, tensor in raw.items()}
+        part_sum, part_count = backward(task, state, part, denominator=size)
+        loss_sum, count = loss_sum + part_sum, count + part_count
+    factor = size / at_least_one(count)
+    if isinstance(factor, Tensor) or factor != 1:
+        torch._foreach_mul_([p.grad for p in state.parameters if p.grad is not None], factor)
+    return loss_sum, count
+
+
+def at_least_one(count: Tensor | float) -> Tensor | float:
+    """A denominator: a batch in which nothing counts has loss 0, not NaN."""
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+
+
+def update(state: TrainState, size: int) -> None:
+    if state.scaler is None:
+        state.optimizer.step()
+    else:
+        before = state.scaler.get_scale()
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        if state.scaler.get_scale() < before:  # the only sign of a skipped step; fp16 alone pays this sync
+            state.skipped += size
+            return
+    if state.ema is not None:
+        state.ema.update_parameters(state.model)
+
+
+def halve(state: TrainState, size: int, reason: str) -> None:
+    """Choose the next smaller micro batch after an out-of-memory, and free what the failed pass left."""
+    now = min(state.micro or size, size)
+    if now == 1:
+        raise TrainError(
+            f"out of memory with one sample at a time ({reason}); take a smaller network or smaller samples"
+        )
+    state.micro = max(1, now // 2)
+    state.optimizer.zero_grad()
+    gc.collect()
+    if state.device.type == "cuda":
+        torch.cuda.empty_cache()
+    state.events.append(f"out of memory: micro batch {now} → {state.micro}; effective batch and lr unchanged")
+
+
+def first_bad(task: Task, state: TrainState, raw: Batch, loss_sum: Tensor) -> str | None:
+    """The first tensor of this step that is not finite: of the batch, the weights, a layer, the loss, a gradient."""
+    gradients = [(f"gradient of {n}", p.grad) for n, p in state.model.named_parameters() if p.grad is not None]
+    if finite(loss_sum) and all(finite(g) for _, g in gradients):
+        return None
+    batch = task.batch(raw, state.plan, Draws(state.plan.seed, state.epoch, raw["id"]))
+    layers: list[tuple[str, Any]] = []
+    hooks = [
+        module.register_forward_hook(lambda _m, _i, out, name=name: layers.append((f"output of layer {name}", out)))
+        for name, module in state.model.named_modules()
+        if name and not list(module.children())
+    ]
+    with torch.no_grad(), autocast(state.plan, state.device):
+        task.loss(state.model, batch, state.plan)
+    for hook in hooks:
+        hook.remove()
+    inputs = [(f"batch[{name!r}]", tensor) for name, tensor in batch.items()]
+    weights = [(f"weight {n}", p) for n, p in state.model.named_parameters()]
+    return next(
+        (name for name, t in [*inputs, *weights, *layers, ("loss", loss_sum), *gradients] if not finite(t)), "loss"
+    )
+
+
+def finite(tensor: Any) -> bool:
+    return not isinstance(tensor, Tensor) or not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def refuse(state: TrainState, raw: Batch, bad: str) -> None:
+    """Leave a bad step out, and say so; more than three of them are no accident."""
+    state.optimizer.zero_grad()
+    state.refused += 1
+    ids = raw["id"].tolist()
+    shown = ", ".join(map(str, ids[:16])) + (" …" if len(ids) > 16 else "")
+    state.events.append(f"step {state.step + 1} left out: {bad} is not finite (sample ids {shown})")
+    if state.refused > 3:
+        raise TrainError(
+            f"four steps had to be left out, the last: {state.events[-1]}; look at these samples, or lower Plan.lr "
+            f"({state.plan.lr:g}), set Plan.clip_norm, or amp=off"
+        )
