@@ -1,7 +1,8 @@
 """Sources under notebooks/src/ → notebooks/**/*.ipynb and the README's table of them: `python -m notebooks.build`.
 
-The repository's address stands in pyproject.toml alone; `{badge}` and `{repository}` in a source become it. Two builds
-of one source give the same bytes: no outputs, no widget metadata, and a cell's id is a hash of its text.
+The repository's address stands in pyproject.toml alone; `{badge}` and `{repository}` in a source become it. A line
+`# {install}` becomes the cells of notebooks/src/_install.py. Two builds of one source give the same bytes: no outputs,
+no widget metadata, and a cell's id is a hash of its text.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def repository() -> str:
 
 def names() -> list[str]:
     """Every notebook by its path under notebooks/, without ending: `captcha/1_data`, in reading order."""
-    found = [path.relative_to(SOURCES).with_suffix("").as_posix() for path in SOURCES.rglob("*.py")]
+    found = [path.relative_to(SOURCES).with_suffix("").as_posix() for path in SOURCES.rglob("[!_]*.py")]
     return sorted(found, key=lambda name: (name.startswith("9"), "/" in name, name))
 
 
@@ -49,6 +50,8 @@ def badge(name: str, address: str) -> str:
 def notebook(name: str, address: str) -> Any:
     """The notebook of a source as nbformat's value."""
     text = (SOURCES / f"{name}.py").read_text()
+    if "# {install}\n" in text:
+        text = text.replace("# {install}\n", (SOURCES / "_install.py").read_text())
     text = text.replace("{badge}", badge(name, address)).replace("{repository}", address)
     cells = []
     for cell in jupytext.reads(text, fmt="py:percent").cells:

@@ -8,48 +8,53 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
 from nbconvert import HTMLExporter
+from nbformat import NotebookNode
 
 from notebooks import build
 
 DEMO = build.ROOT / "demo"
 CAPTCHA = ("captcha/1_data", "captcha/2_train", "captcha/3_evaluate")
+LIMIT = 600  # seconds a cell
 PROMISED = 0.80  # whole-captcha accuracy on unseen generated 4-digit captchas
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
-def execute(name: str, folder: Path, drive: Path, *, tiny: bool = False, say: Any = None, timeout: int = 600) -> Any:
+def execute(
+    name: str, folder: Path, drive: Path, *, tiny: bool = False, say: Callable[[str], None] | None = None
+) -> NotebookNode:
     """Run a notebook in a kernel of its own, with `folder` as its working folder and `drive` in the place of Drive.
 
-    say: called with every section's heading when its first cell starts. Raises nbclient's CellExecutionError.
+    say: called with every section's heading when it is reached. Raises nbclient's CellExecutionError.
     """
-    notebook = build.notebook(name, build.repository())
-    environment = {**os.environ, "NBTOOLS_DRIVE": str(drive), "MPLBACKEND": "agg"}
-    environment.pop("NBTOOLS_TINY", None)
-    if tiny:
-        environment["NBTOOLS_TINY"] = "1"
+    environment = {
+        **os.environ,
+        "NBTOOLS_CACHE": str(folder / "cache"),
+        "NBTOOLS_DRIVE": str(drive),
+        "NBTOOLS_TINY": "1" if tiny else "",
+    }
     client = NotebookClient(
-        notebook,
-        timeout=timeout,
+        build.notebook(name, build.repository()),
+        timeout=LIMIT,
         kernel_name="python3",
         resources={"metadata": {"path": str(folder)}},
-        on_cell_start=(lambda cell, cell_index: announce(cell, say)) if say else None,
+        on_cell_start=lambda cell, cell_index: announce(cell, say) if say else None,
     )
     return client.execute(env=environment)
 
 
-def announce(cell: Any, say: Any) -> None:
+def announce(cell: NotebookNode, say: Callable[[str], None]) -> None:
     for line in cell.source.splitlines():
         if cell.cell_type == "markdown" and line.startswith("## "):
             say(line.removeprefix("## "))
 
 
-def page(notebook: Any) -> str:
+def page(notebook: NotebookNode) -> str:
     """The executed notebook as one HTML page. Widgets need a kernel: their place takes what was printed and drawn."""
     shown = nbformat.from_dict(notebook)
     for cell in shown.cells:
@@ -60,33 +65,32 @@ def page(notebook: Any) -> str:
 
 
 def main() -> int:
-    tiny = "NBTOOLS_TINY" in os.environ
-    shutil.rmtree(DEMO, ignore_errors=True)
+    tiny = bool(os.environ.get("NBTOOLS_TINY"))
     drive = DEMO / "drive"
+    shutil.rmtree(DEMO, ignore_errors=True)
     drive.mkdir(parents=True)
     start = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - start:5.0f} s  {text}", flush=True)
+
     for name in CAPTCHA:
-        print(f"{name}", flush=True)
-        notebook = execute(
-            name,
-            DEMO,
-            drive,
-            tiny=tiny,
-            say=lambda text: print(f"  {time.monotonic() - start:4.0f} s  {text}", flush=True),
-        )
-        stem = name.replace("/", "_")
-        nbformat.write(notebook, DEMO / f"{stem}.ipynb")
-        (DEMO / f"{stem}.html").write_text(page(notebook))
-    return report(tiny, time.monotonic() - start)
+        say(name)
+        notebook = execute(name, DEMO, drive, tiny=tiny, say=lambda heading: say(f"  {heading}"))
+        stem = DEMO / name.replace("/", "_")
+        nbformat.write(notebook, stem.with_suffix(".ipynb"))
+        stem.with_suffix(".html").write_text(page(notebook))
+    say(f"done; pages: {DEMO.relative_to(build.ROOT)}/*.html")
+    return report(tiny)
 
 
-def report(tiny: bool, seconds: float) -> int:
-    """Print what came out of the demo's run; fail when it misses the accuracy that the README promises."""
-    os.environ["NBTOOLS_DRIVE"] = str(DEMO / "drive")
+def report(tiny: bool) -> int:
+    """Print the run's summary, its receipt and its accuracy on unseen captchas; fail below what the README promises."""
     import nbtools as nb
 
+    os.environ["NBTOOLS_CACHE"], os.environ["NBTOOLS_DRIVE"] = str(DEMO / "cache"), str(DEMO / "drive")
     run = nb.Run.open(DEMO / "runs" / "captcha")
-    print(f"\n{run.summary()}\n\n{run.receipt}\n")
+    print(f"\n{run.summary().to_string()}\n\n{run.receipt}\n")
     return 0
 
 

@@ -1,0 +1,93 @@
+# %% [markdown]
+# # 0 · Start here
+#
+# {badge}
+#
+# Looks at the machine you were given, shows where data should lie on it, and trains a first small model in half a
+# minute. Then a table of notebooks says where to go on.
+#
+# **GPU:** none needed; with one the last step is faster. **Measured:** MEASURED_0 on two CPU cores of a cloud machine
+# (no GPU), installation aside.
+
+# {install}
+
+# %% [markdown]
+# ## Settings
+# All that you may want to change, in one place.
+
+# %%
+import os
+
+TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
+COUNT = 300 if TINY else 1500  # images to make for the first run
+EPOCHS = 1 if TINY else 6
+
+# %% [markdown]
+# ## The machine
+# One row a GPU: what it is, what is free on it, what holds it back. No NVIDIA GPU is fine: nbtools then uses Apple's,
+# or the processor's cores, and says so. On Colab a GPU comes with *Runtime → Change runtime type*.
+
+# %%
+import nbtools as nb
+
+nb.gpus()
+
+# %% [markdown]
+# ## Where data goes
+# A GPU waits for whatever is slowest before it, and that is usually the place the files come from:
+#
+# | place | good for | bad for |
+# | --- | --- | --- |
+# | Google Drive | keeping **one** archive, pack or checkpoint for the next session | thousands of small files |
+# | the machine's disk, `/tmp/nbtools` | the data set while you train | anything you want tomorrow |
+# | the GPU's memory | a packed data set that fits | – |
+#
+# So: one archive on Drive → `nb.stage` copies and checks it → `task.pack` decodes every file once → training reads
+# arrays.
+# Staging what is on local disk already copies nothing:
+
+# %%
+from nbtools.tasks import captcha
+
+raw = captcha.demo("data/first", count=COUNT)
+folder = nb.stage(raw)
+folder
+
+# %% [markdown]
+# ## A first run
+# Those images are captchas of four digits. Packed, they are a few flat arrays; a second call opens them at once.
+
+# %%
+pack = captcha.pack(folder)
+pack
+
+# %% [markdown]
+# `nb.advise` proposes a plan for this machine and this data, with one reason a field.
+
+# %%
+advice = nb.advise(captcha, pack)
+advice
+
+# %% [markdown]
+# A few passes are enough to see the loss fall. This is too little data for good reading: that is what
+# `captcha/2_train` is for. Stop it whenever you like; running the cell again goes on.
+
+# %%
+run = nb.fit(captcha, pack, advice.plan.replace(epochs=EPOCHS, warmup_epochs=0.0), run="runs/first")
+
+# %% [markdown]
+# A row an epoch; `run.history` has every logged step.
+
+# %%
+run.summary()
+
+# %% [markdown]
+# ## Where to go on
+#
+# | notebook | what you get |
+# | --- | --- |
+# | `captcha/1_data` | your captchas, or made ones, checked and packed |
+# | `captcha/2_train` | a trained model, and a receipt: how much faster than the guide's settings here |
+# | `captcha/3_evaluate` | accuracy on unseen images, the mistakes, reading your own files, the model to take away |
+#
+# They stand in this order, and each also runs by itself.

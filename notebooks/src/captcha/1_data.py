@@ -1,0 +1,89 @@
+# %% [markdown]
+# # Captcha 1 · Data
+#
+# {badge}
+#
+# Brings captchas from Drive, a link or an archive to fast local disk, checks each one, and packs them into a form that
+# a GPU never waits for. Without data of your own it makes some. The pack is kept on your Drive as one file, so that the
+# next notebook, or the next session, starts with one copy.
+#
+# **GPU:** none needed; reading images is work for the processor. **Measured:** MEASURED_1 on two CPU cores of a cloud
+# machine (no GPU), installation aside, with 6,000 generated images.
+
+# {install}
+
+# %% [markdown]
+# ## Settings
+# `SOURCE` may be a folder, an archive (tar, tar.gz, tar.xz, zip), `drive:…` for a path in your Drive, or a Drive link.
+# A image's text is its file name up to the first `_`: `7402_a.png` reads 7402.
+
+# %%
+import os
+
+SOURCE = None  # "drive:datasets/captcha.tar"; None: make demo images
+KEEP = "drive:nbtools/captcha.tar"  # where the pack is kept
+TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
+COUNT = 300 if TINY else 6000  # demo images
+if "COLAB_RELEASE_TAG" not in os.environ:
+    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
+
+# %% [markdown]
+# ## Bring it here
+# Staging checks free space first, resumes after a break, verifies what came, and appears all at once or not at all. A
+# second call is instant. The demo gets two broken files planted, because real data has them too.
+
+# %%
+import nbtools as nb
+from nbtools.tasks import captcha
+
+if SOURCE is None:
+    SOURCE = captcha.demo("data/captcha", count=COUNT)
+    (SOURCE / "1234_cut-off.png").write_bytes(b"\x89PNG\r\n\x1a\n, and then nothing")
+    (SOURCE / "12#4_typo.png").write_bytes(next(SOURCE.glob("*.png")).read_bytes())
+folder = nb.stage(SOURCE)
+folder
+
+# %% [markdown]
+# ## Look at it raw
+# Before anything else: are these the images you expect, and do their names say what they show?
+
+# %%
+from IPython.display import Image, display
+
+for path in sorted(folder.rglob("*.png"))[:400:100]:
+    print(path.name)
+    display(Image(path))
+
+# %% [markdown]
+# ## Pack
+# Every image is decoded once into flat arrays on disk, with its label, the list of characters, and a split that hangs
+# on the file's name alone: 80 % train, 10 % validation, 10 % test.
+
+# %%
+pack = captcha.pack(folder)
+pack
+
+# %% [markdown]
+# ## What was left out
+# Nothing is dropped in silence. Each row names the file, what was found, the rule it breaks, and what to do.
+
+# %%
+pack.bad
+
+# %% [markdown]
+# ## Look at it packed
+# The same check again, on what the model will see.
+
+# %%
+captcha.show(pack, pack.ids("train")[:12])
+
+# %% [markdown]
+# ## Keep it
+# One file on Drive. `captcha.pack` of that file opens it again: no decoding, no thousands of small reads.
+
+# %%
+kept = pack.keep(KEEP)
+print(kept, f"{kept.stat().st_size / 1e6:.1f} MB")
+
+# %% [markdown]
+# Next: `2_train`.

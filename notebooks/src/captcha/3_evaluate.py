@@ -1,0 +1,90 @@
+# %% [markdown]
+# # Captcha 3 · Evaluate
+#
+# {badge}
+#
+# Says how good the trained model is on images it has never seen, shows the ones it gets wrong, reads files of your
+# own, and gives you the model to take away. Without a trained run on your Drive it trains a short one first.
+#
+# **GPU:** helps, not needed. **Measured:** MEASURED_3 on two CPU cores of a cloud machine (no GPU), installation aside,
+# after `2_train`.
+
+# {install}
+
+# %% [markdown]
+# ## Settings
+
+# %%
+import os
+
+PACK = "drive:nbtools/captcha.tar"  # what 1_data kept
+RUN = "drive:nbtools/runs/captcha"  # what 2_train kept
+FILES = []  # images of your own to read, e.g. ["mine.png"]; empty: a few fresh demo images
+EXPORT = "captcha-model"
+TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
+COUNT, EPOCHS = (300, 1) if TINY else (3000, 10)  # of the short run, where there is no other
+if "COLAB_RELEASE_TAG" not in os.environ:
+    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
+
+# %% [markdown]
+# ## The data and the run
+# Whatever is missing on Drive is said, and made here on a small scale, so that this notebook runs by itself.
+
+# %%
+import nbtools as nb
+from nbtools.errors import NbtoolsError
+from nbtools.tasks import captcha
+
+try:
+    pack, run = captcha.pack(PACK), nb.Run.open(RUN)
+except NbtoolsError as problem:
+    print(f"{problem}\nTraining a short run on demo images instead.")
+    pack = captcha.pack(captcha.demo("data/short", count=COUNT))
+    plan = nb.advise(captcha, pack).plan.replace(epochs=EPOCHS, warmup_epochs=0.0)
+    run = nb.fit(captcha, pack, plan, run="runs/short")
+
+# %% [markdown]
+# ## How good is it
+# On the test split, which neither training nor the choice of the best checkpoint has seen: the share of characters that
+# are right, and the share of captchas with every character right.
+
+# %%
+nb.evaluate(run, pack, split="test")
+
+# %% [markdown]
+# ## What it gets wrong
+# Above each image the truth, then what was read. A pattern here (one letter for another, the last character missing)
+# says more than the figure above.
+
+# %%
+ids = pack.ids("test")
+read = run.predict(pack, ids)
+WRONG
+
+# %% [markdown]
+# ## Your own files
+# `run.predict` prepares a raw image exactly as in training.
+
+# %%
+files = FILES or sorted(captcha.demo("data/fresh", count=5, seed=1).glob("*.png"))
+list(zip(map(str, files), run.predict(files), strict=True))
+
+# %% [markdown]
+# ## Take it away
+# The weights as safetensors, and a card that says how to read with them.
+
+# %%
+exported = run.export(EXPORT)
+exported
+
+# %% [markdown]
+# On Colab this puts the files into your browser's downloads.
+
+# %%
+from pathlib import Path
+
+if "COLAB_RELEASE_TAG" in os.environ:
+    from google.colab import files as browser
+
+    for path in sorted(Path(EXPORT).iterdir()):
+        browser.download(str(path))

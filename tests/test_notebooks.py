@@ -1,0 +1,110 @@
+"""The notebooks are what their sources say, keep the house rules, and run from top to bottom on a fresh machine."""
+
+import ast
+import itertools
+import json
+import re
+
+import pytest
+
+from notebooks import build, execute
+
+ADDRESS = build.repository()
+NAMES = build.names()
+CHAIN = ("captcha/1_data", "captcha/2_train", "captcha/3_evaluate")
+
+
+def cells(name: str, kind: str) -> list[str]:
+    return [cell.source for cell in build.notebook(name, ADDRESS).cells if cell.cell_type == kind]
+
+
+def python(source: str) -> ast.Module:
+    return ast.parse(re.sub(r"^(\s*)%.*$", r"\1pass", source, flags=re.M))
+
+
+def test_notebooks_and_readme_are_what_the_sources_say():
+    assert build.stale() == [], "run: make notebooks"
+
+
+def test_a_source_that_changed_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "notebooks" / "src")
+    source = tmp_path / "notebooks" / "src" / "a.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("# %% [markdown]\n# # A\n#\n# {badge}\n#\n# Does it. And more.\n\n# %%\n1 + 1\n")
+    (tmp_path / "pyproject.toml").write_text('[project.urls]\nRepository = "https://github.com/me/mine"\n')
+    (tmp_path / "README.md").write_text("before\n<!-- notebooks -->\n<!-- /notebooks -->\nafter\n")
+    for path, text in build.outputs().items():
+        path.write_text(text)
+    assert build.stale() == []
+    assert "| Does it. | [![Open in Colab]" in (tmp_path / "README.md").read_text()
+    assert "github/me/mine/blob/main/notebooks/a.ipynb" in (tmp_path / "notebooks" / "a.ipynb").read_text()
+    source.write_text(source.read_text() + "2 + 2\n")
+    assert build.stale() == [tmp_path / "notebooks" / "a.ipynb"]
+    source.unlink()
+    assert build.stale() == [tmp_path / "README.md", tmp_path / "notebooks" / "a.ipynb"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_carries_no_outputs_and_no_widget_state(name):
+    made = json.loads((build.ROOT / "notebooks" / f"{name}.ipynb").read_text())
+    assert "widgets" not in made["metadata"]
+    assert len({cell["id"] for cell in made["cells"]}) == len(made["cells"])
+    for cell in made["cells"]:
+        assert cell["metadata"] == {}
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_cells_are_promise_install_and_settings(name):
+    first, install, settings, *_ = cells(name, "markdown")
+    assert re.match(r"# .+\n\n\[!\[Open in Colab\].+\n\n\S", first)
+    assert "**GPU:**" in first
+    assert re.search(r"\*\*Measured:\*\* .*\d+ (s|min)\b.* on ", first, re.S), "a time, with its machine"
+    assert install.startswith("## Install")
+    assert settings.startswith("## Settings")
+    assert f"git+{ADDRESS}" in cells(name, "code")[0]
+    assert re.search(r"^    %pip install -q ", cells(name, "code")[0], re.M)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cells_are_short_with_prose_between_and_define_nothing(name):
+    kinds = [cell.cell_type for cell in build.notebook(name, ADDRESS).cells]
+    assert all(not (a == b == "code") for a, b in itertools.pairwise(kinds))
+    for source in cells(name, "code"):
+        assert len(source.splitlines()) <= 12
+        for node in ast.walk(python(source)):
+            assert not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)), "this belongs in the package"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != CHAIN[0]])
+def test_it_stands_alone_on_a_fresh_machine(name, tmp_path):
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    execute.execute(name, tmp_path, drive, tiny=True)
+
+
+def test_what_one_hands_to_the_next_lies_on_drive(tmp_path):
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    outputs = []
+    for name in CHAIN:  # a new machine each: only Drive is common
+        machine = tmp_path / name
+        machine.mkdir(parents=True)
+        outputs.append(text(execute.execute(name, machine, drive, tiny=True)))
+    data, train, evaluate = outputs
+    assert "1234_cut-off.png" in data
+    assert "12#4_typo.png" in data
+    assert "instead" not in train, "the pack that 1_data kept was not found"
+    assert "instead" not in evaluate, "the run that 2_train kept was not found"
+    assert "whole_accuracy" in evaluate
+
+
+def text(notebook) -> str:
+    """All that a notebook printed or showed as text."""
+    found = []
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            found += [output.get("text", ""), output.get("data", {}).get("text/plain", "")]
+    return "\n".join(found)
