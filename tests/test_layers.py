@@ -128,7 +128,7 @@ def test_arrows_point_down(module, path):
         ("stage", "from nbtools import loop", "up"),
         ("plan", "from nbtools import pack", "up"),
         ("errors", "import nbtools.disk", "up"),
-        ("feed", "from nbtools import checkpoint", "sideways"),
+        ("step", "from nbtools import checkpoint", "sideways"),
         ("plan", "from nbtools.history import History", "sideways"),
         ("loop", "def f():\n    from nbtools.panel import Panel", "up"),
         ("loop", "from nbtools.tasks import captcha", "reached by name"),
