@@ -1,4 +1,4 @@
-"""Sources under notebooks/src/ → notebooks/**/*.ipynb and the README's table of them: `python -m notebooks.build`.
+"""Sources under notebooks/src/ → notebooks/**/*.ipynb and the README's tables: `python -m notebooks.build`.
 
 The repository's address stands in pyproject.toml alone; `{badge}` and `{repository}` in a source become it. A line
 `# {install}` becomes the cells of notebooks/src/_install.py. Two builds of one source give the same bytes: no outputs,
@@ -6,19 +6,22 @@ no widget metadata, and a cell's id is a hash of its text.
 """
 
 import argparse
+import dataclasses
 import hashlib
 import re
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import jupytext
 import nbformat
+from nbformat import NotebookNode
+
+from nbtools.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "notebooks" / "src"
-TABLE = re.compile(r"(<!-- notebooks -->\n).*?(<!-- /notebooks -->)", re.S)  # made lines of README.md lie between these
+MADE = r"(<!-- {0} -->\n).*?(<!-- /{0} -->)"  # made lines of README.md lie between these
 
 METADATA = {
     "accelerator": "GPU",  # Colab opens the notebook with one
@@ -47,7 +50,7 @@ def badge(name: str, address: str) -> str:
     return f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({link})"
 
 
-def notebook(name: str, address: str) -> Any:
+def notebook(name: str, address: str) -> NotebookNode:
     """The notebook of a source as nbformat's value."""
     text = (SOURCES / f"{name}.py").read_text()
     if "# {install}\n" in text:
@@ -79,13 +82,26 @@ def table(address: str) -> str:
     return "\n".join(rows) + "\n"
 
 
+def options() -> str:
+    """The README's table of a plan's fields, as options of the terminal."""
+    rows = ["| option | default | what it does |", "| --- | --- | --- |"]
+    for field in dataclasses.fields(Plan):
+        choices = field.metadata["choices"]
+        means = field.metadata["help"] + (f" ({', '.join(map(str, choices))})" if choices else "")
+        default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+        rows.append(f"| `--{field.name.replace('_', '-')}` | {str(default).lower()} | {means} |")
+    return "\n".join(rows) + "\n"
+
+
 def outputs() -> dict[Path, str]:
     """What every generated file must contain."""
     address = repository()
     files = {ROOT / "notebooks" / f"{name}.ipynb": nbformat.writes(notebook(name, address)) + "\n" for name in names()}
     readme = ROOT / "README.md"
-    files[readme] = TABLE.sub(lambda found: found[1] + table(address) + found[2], readme.read_text())
-    return files
+    text = readme.read_text()
+    for name, lines in (("notebooks", table(address)), ("options", options())):
+        text = re.sub(MADE.format(name), lambda found, lines=lines: found[1] + lines + found[2], text, flags=re.S)
+    return {**files, readme: text}
 
 
 def stale() -> list[Path]:
@@ -97,7 +113,7 @@ def stale() -> list[Path]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Generate the notebooks and the README's table of them.")
+    parser = argparse.ArgumentParser(description="Generate the notebooks and the README's tables.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file differs from its source")
     if parser.parse_args().check:
         different = [path.relative_to(ROOT).as_posix() for path in stale()]

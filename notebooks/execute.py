@@ -4,6 +4,7 @@ Writes the executed notebooks and an HTML page of each under demo/, then prints 
 NBTOOLS_TINY=1 makes everything tiny, as in the tests: seconds, and an accuracy that means nothing.
 """
 
+import copy
 import os
 import shutil
 import sys
@@ -56,7 +57,7 @@ def announce(cell: NotebookNode, say: Callable[[str], None]) -> None:
 
 def page(notebook: NotebookNode) -> str:
     """The executed notebook as one HTML page. Widgets need a kernel: their place takes what was printed and drawn."""
-    shown = nbformat.from_dict(notebook)
+    shown = copy.deepcopy(notebook)
     for cell in shown.cells:
         if cell.cell_type == "code":
             cell.outputs = [o for o in cell.outputs if WIDGET not in o.get("data", {})]
