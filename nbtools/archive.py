@@ -28,7 +28,12 @@ from nbtools.errors import ArchiveError
 
 CHUNK = 1 << 20
 MAGIC = {b"\x1f\x8b": "tar.gz", b"\xfd7zXZ\0": "tar.xz", b"BZh": "tar.bz2", b"PK\3\4": "zip", b"PK\5\6": "zip"}
-OPENERS: dict[str, Callable] = {"tar": open, "tar.gz": gzip.open, "tar.xz": lzma.open, "tar.bz2": bz2.open}
+OPENERS: dict[str, Callable] = {
+    "tar": contextlib.nullcontext,
+    "tar.gz": gzip.open,
+    "tar.xz": lzma.open,
+    "tar.bz2": bz2.open,
+}
 STRAY = (  # what the readers let escape on damaged input, beside their own errors; found by mutation
     *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError),
     *(ValueError, RuntimeError, ArithmeticError, LookupError, TypeError, MemoryError),
@@ -62,7 +67,10 @@ def kind(path: Path) -> str | None:
 
 
 def unpacked_size(path: Path) -> int:
-    """Bytes that `extract` will write: exact for a zip, within headers for a tar, at least so many for the others."""
+    """Bytes that `extract` writes: exact for a zip, some headers too many for a tar, a lower bound for the others.
+
+    It is also how far `extract`'s progress runs.
+    """
     size = path.stat().st_size
     if kind(path) == "zip":
         with _refusals(path), zipfile.ZipFile(path) as reader:
@@ -79,7 +87,7 @@ def extract(
     Unicode form too), damage of any kind, a missing end, and anything above the budget. What was written until then
     stays in `folder`: the caller extracts into a `.part` and publishes afterwards.
     """
-    tree = _Tree(folder, budget or Budget(), progress)
+    tree = _Tree(folder, budget or Budget())
     with _refusals(path, tree):
         form = kind(path)
         if form is None:
@@ -87,10 +95,10 @@ def extract(
         disk.make_folder(folder, fresh=True)
         limit = tree.budget.bytes(path.stat().st_size)
         if form == "zip":
-            _extract_zip(path, tree, limit)
+            _extract_zip(path, tree, limit, progress)
         else:
-            with OPENERS[form](path, "rb") as file:
-                _extract_tar(_Forward(file, limit), tree)
+            with open(path, "rb") as raw, OPENERS[form](raw) as file:
+                _extract_tar(_Forward(raw, file, limit, progress), tree)
         if not tree.files:
             raise ArchiveError("holds no files")
     return len(tree.files)
@@ -136,8 +144,8 @@ def _is_litter(parts: tuple[str, ...]) -> bool:
 class _Tree:
     """The folder that an extraction fills: the only place that turns a name from an archive into a path."""
 
-    def __init__(self, folder: Path, budget: Budget, progress: Callable[[int], object] = lambda count: None) -> None:
-        self.folder, self.budget, self.progress = folder, budget, progress
+    def __init__(self, folder: Path, budget: Budget) -> None:
+        self.folder, self.budget = folder, budget
         self.names: dict[str, tuple[str, ...]] = {}  # folded → as first spelled
         self.files: set[str] = set()  # folded
         self.entry, self.entries = "", 0
@@ -171,16 +179,15 @@ class _Tree:
 
     def add(self, path: Path, content: IO[bytes], size: int) -> None:
         with disk.create(path) as file:
-            _pour(content, file, size, self.progress)
+            _pour(content, file, size)
 
 
-def _pour(content: IO[bytes], file, size: int, progress: Callable[[int], object] = lambda count: None) -> None:
+def _pour(content: IO[bytes], file: FileIO, size: int) -> None:
     """Copy a content that must be `size` bytes, neither fewer nor more."""
     rest = size
     while data := disk.read(content, CHUNK):
         rest -= len(data)
         disk.write(file, data)
-        progress(len(data))
     if rest:
         raise ArchiveError(f"is {size - rest} bytes long where {size} were announced")
 
@@ -188,8 +195,9 @@ def _pour(content: IO[bytes], file, size: int, progress: Callable[[int], object]
 class _Forward:
     """What tarfile reads from: forward only, so that nothing is decompressed twice, and counted."""
 
-    def __init__(self, file: IO[bytes], limit: int) -> None:
-        self.file, self.limit, self.position, self.last = file, limit, 0, b""
+    def __init__(self, raw: IO[bytes], file: IO[bytes], limit: int, progress: Callable[[int], object]) -> None:
+        self.raw, self.file, self.limit, self.progress = raw, file, limit, progress
+        self.position, self.raw_position, self.last = 0, 0, b""
 
     def read(self, count: int) -> bytes:
         if not 0 <= count <= 16 * CHUNK:  # an extended header that claims gigabytes would be held in memory
@@ -198,6 +206,8 @@ class _Forward:
         self.position += len(self.last)
         if self.position > self.limit:
             raise ArchiveError(f"unpacks to more than {disk.human(self.limit)}: it looks like a decompression bomb")
+        before, self.raw_position = self.raw_position, self.raw.tell()
+        self.progress(self.raw_position - before)
         return self.last
 
     def seek(self, position: int) -> None:
@@ -233,7 +243,7 @@ def _extract_tar(stream: _Forward, tree: _Tree) -> None:
         pass
 
 
-def _extract_zip(path: Path, tree: _Tree, limit: int) -> None:
+def _extract_zip(path: Path, tree: _Tree, limit: int, progress: Callable[[int], object]) -> None:
     with open(path, "rb") as file, zipfile.ZipFile(file) as reader:
         infos = reader.infolist()
         if sum(info.file_size for info in infos) > limit:
@@ -247,6 +257,7 @@ def _extract_zip(path: Path, tree: _Tree, limit: int) -> None:
             if target is not None and not info.is_dir():
                 with reader.open(info) as content:  # compares the two names, and the CRC at the end
                     tree.add(target, content, info.file_size)
+            progress(info.file_size)
 
 
 def _compare_directories(file: IO[bytes], infos: list[zipfile.ZipInfo], end: int, tree: _Tree) -> None:

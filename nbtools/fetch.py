@@ -45,7 +45,7 @@ class Dropped(Exception):
 
 def drive_link(url: str) -> tuple[str, str] | None:
     """(`folder` or `file`, id) of a Drive link in any of its spellings; None for another address."""
-    if not re.match(r"https?://(drive|docs|drive\.usercontent)\.google\.com/", url) and not url.startswith(DRIVE):
+    if not re.match(r"https?://(drive|docs|drive\.usercontent)\.google\.com/", url):
         return None
     if found := re.search(r"/folders/([\w-]+)", url):
         return "folder", found[1]
@@ -180,14 +180,20 @@ def _connect(url: str, headers: dict[str, str] | None = None) -> http.client.HTT
     try:
         return OPENER.open(request, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
-        if error.code >= 500 and error.code != 501:
-            raise Dropped(f"HTTP {error.code} {error.reason}") from None
-        if error.headers.get_content_type() == "text/html" and error.code != 404:
-            page = _receive(error, CHUNK).decode("utf-8", "replace")
-            raise StageError(f"{url}: HTTP {error.code}: {complaint(page)}") from None
-        raise _unreachable(url, f"HTTP {error.code} {error.reason}") from None
+        with error:
+            raise _refusal(url, error) from None
     except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
         raise Dropped(str(getattr(error, "reason", error))) from None
+
+
+def _refusal(url: str, error: urllib.error.HTTPError) -> Exception:
+    """What an HTTP status means: trouble of the moment, a page that says why, or a wrong address."""
+    status = f"HTTP {error.code} {error.reason}"
+    if error.code >= 500 and error.code != 501:
+        return Dropped(status)
+    if error.headers.get_content_type() == "text/html" and error.code != 404:
+        return StageError(f"{url}: {status}: {complaint(_receive(error, CHUNK).decode('utf-8', 'replace'))}")
+    return _unreachable(url, status)
 
 
 def _receive(response: IO[bytes], count: int) -> bytes:

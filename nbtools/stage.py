@@ -152,7 +152,8 @@ def _act(decision: Decision, sha256: str | None, progress: bool) -> Path:
     disk.write_atomic(new / RECEIPT, json.dumps(asdict(receipt), indent=2) + "\n")
     disk.remove(decision.target)  # an older version of the source
     disk.publish_folder(new, decision.target)
-    disk.remove(part)
+    with contextlib.suppress(OSError):  # all is published; what stays is empty folders
+        disk.remove(part)
     return decision.target / relative
 
 

@@ -1,0 +1,557 @@
+"""Staging: whole or not at all, once, from anywhere; and every refusal says what to do."""
+
+import contextlib
+import errno
+import hashlib
+import http.server
+import io
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import threading
+import types
+import urllib.request
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from nbtools import archive, disk, errors, fetch, source
+from nbtools.stage import RECEIPT, cache, drive_path, stage
+
+stager = sys.modules["nbtools.stage"]  # nbtools.stage is the function
+FILES = {"digits/labels.csv": b"file,label\n", "digits/images/1.png": bytes(range(256)) * 8000, "digits/2.png": b"2"}
+FILE_ID, FOLDER_ID = "1AbCdEfGhIjKlMnOpQrStUvWxYz0123", "1FoLdErIdOfTwentyEightLetters"
+QUOTA = (
+    "<html><head><title>Google Drive - Quota exceeded</title></head><body><p>Sorry, you can't view or download this "
+    "file at this time.</p><p>Too many users have viewed or downloaded this file recently.</p></body></html>"
+)
+SIGN_IN = (
+    "<!DOCTYPE html><html><head><title>Google Drive: Sign-in</title></head><body>Sign in to continue</body></html>"
+)
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch) -> Path:
+    """A cache and a Drive of the test's own."""
+    (tmp_path / "drive").mkdir()
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
+    return tmp_path
+
+
+def tar_bytes(files: dict[str, bytes] = FILES) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def put(path: Path, data: bytes | None = None) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(tar_bytes() if data is None else data)
+    return path
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+INSIDE = {name.removeprefix("digits/"): content for name, content in FILES.items()}
+
+
+def published(folder: Path) -> list[str]:
+    """What stands in a target beside `.part` and the locks."""
+    return [entry.name for entry in folder.glob("*") if entry.suffix != ".part" and entry.name != "locks"]
+
+
+def test_a_local_folder_is_used_where_it_is(place):
+    put(place / "raw" / "a.png", b"a")
+    assert stage(place / "raw") == place / "raw"
+    assert not cache().exists()
+
+
+def test_a_local_folder_is_copied_when_a_place_is_named(place):
+    put(place / "raw" / "sub" / "a.png", b"a")
+    folder = stage(place / "raw", into=place / "fast", progress=False)
+    assert folder.is_relative_to(place / "fast")
+    assert tree(folder) == {"sub/a.png": b"a"}
+
+
+@pytest.mark.parametrize("name", ["digits.tar", "drive:sets/digits.tar"])
+def test_an_archive_comes_out_at_its_only_folder_with_a_receipt(place, name):
+    path = put(place / "drive" / "sets" / "digits.tar") if name.startswith("drive:") else put(place / name)
+    folder = stage(name if name.startswith("drive:") else path, progress=False)
+    assert folder.name == "digits"
+    assert tree(folder) == INSIDE
+    [target] = published(cache())
+    receipt = json.loads((cache() / target / RECEIPT).read_text())
+    assert receipt["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (receipt["size"], receipt["mtime"]) == (path.stat().st_size, path.stat().st_mtime)
+    assert not list(cache().glob("*.part"))
+
+
+def test_an_archive_of_several_entries_comes_out_at_the_folder_that_holds_them(place):
+    folder = stage(put(place / "x.tar", tar_bytes({"a": b"1", "b/c": b"2"})), progress=False)
+    assert tree(folder) == {"a": b"1", "b/c": b"2"}
+
+
+def test_a_pack_on_drive_is_copied_as_a_folder(place):
+    put(place / "drive" / "pack" / "manifest.json", b"{}")
+    put(place / "drive" / "pack" / "images.npy", b"\x93NUMPY")
+    folder = stage("drive:pack", progress=False)
+    assert tree(folder) == {"manifest.json": b"{}", "images.npy": b"\x93NUMPY"}
+
+
+def test_second_stage_is_instant_and_copies_nothing(place, monkeypatch):
+    put(place / "drive" / "digits.tar")
+    first = stage("drive:digits.tar", progress=False)
+    for operation in disk.OPERATIONS:
+        if operation != "read":  # 512 bytes, to know that it is still an archive
+            monkeypatch.setattr(disk, operation, lambda *_, **__: pytest.fail("touched the disk"))
+    assert stage("drive:digits.tar", progress=False) == first
+
+
+def test_a_changed_source_is_staged_again(place):
+    path = put(place / "digits.tar")
+    stage(path, progress=False)
+    put(path, tar_bytes({"digits/new": b"new"}))
+    assert tree(stage(path, progress=False)) == {"new": b"new"}
+
+
+def test_sha256_must_match_also_on_the_second_call(place):
+    path = put(place / "drive" / "digits.tar")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    stage("drive:digits.tar", sha256=digest.upper(), progress=False)
+    with pytest.raises(errors.ArchiveError, match=f"SHA-256 is {digest}, not abc"):
+        stage("drive:digits.tar", sha256="abc", progress=False)
+
+
+def stage_and_note(place: Path, barrier) -> None:
+    barrier.wait()
+    folder = stage("drive:digits.tar", progress=False)
+    (place / f"result-{os.getpid()}").write_text(f"{folder} {len(tree(folder))}")
+
+
+def test_eight_stagers_at_once_cause_one_copy(place, monkeypatch):
+    put(place / "drive" / "digits.tar")
+    extract = archive.extract
+
+    def noted(*arguments, **options):
+        (place / f"copy-{os.getpid()}").touch()
+        return extract(*arguments, **options)
+
+    monkeypatch.setattr(archive, "extract", noted)
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(8)
+    workers = [context.Process(target=stage_and_note, args=(place, barrier)) for _ in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(list(place.glob("copy-*"))) == 1
+    results = {path.read_text() for path in place.glob("result-*")}
+    assert len(list(place.glob("result-*"))) == 8
+    assert results == {f"{stage('drive:digits.tar')} 3"}
+
+
+KILLED = """
+import os, sys
+from nbtools import disk
+from nbtools.stage import stage
+write, left = disk.write, [2]
+def dying(file, data):
+    if not left[0]:
+        write(file, bytes(data[:1000]))
+        os.kill(os.getpid(), 9)
+    left[0] -= 1
+    write(file, data)
+disk.write = dying
+stage("drive:digits.tar", progress=False)
+"""
+
+
+def test_a_killed_copy_leaves_a_part_and_is_resumed(place, monkeypatch):
+    data = tar_bytes({"digits/a": os.urandom(3_500_000)})
+    put(place / "drive" / "digits.tar", data)
+    assert subprocess.run([sys.executable, "-c", KILLED], cwd=Path(disk.__file__).parents[1]).returncode == -9
+    assert published(cache()) == []
+    [part] = cache().glob("*.part/*/archive")
+    kept, moved = part.stat().st_size, []
+    assert 2_000_000 < kept < len(data)
+    copy = fetch.copy
+    monkeypatch.setattr(fetch, "copy", lambda path, part, size, _: copy(path, part, size, moved.append))
+    folder = stage("drive:digits.tar", progress=False)
+    assert moved[0] == kept
+    assert sum(moved) == len(data)
+    assert hashlib.sha256((folder / "a").read_bytes()).digest() == hashlib.sha256(data[512:3_500_512]).digest()
+
+
+def test_a_part_of_an_older_version_is_not_resumed(place):
+    path = put(place / "drive" / "digits.tar")
+    seen = path.stat()
+    decision = source.decide("drive:digits.tar", path, cache())
+    put(cache() / f"{decision.target.name}.part" / f"{seen.st_size}-1" / "archive", b"older" * 100)
+    assert tree(stage("drive:digits.tar", progress=False)) == INSIDE
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_each_disk_operation_that_fails_leaves_only_a_part_and_the_next_call_succeeds(place, monkeypatch, code):
+    put(place / "drive" / "digits.tar", tar_bytes({"digits/a": b"a" * 5000, "digits/sub/b": b"b"}))
+    calls, fatal = [0], [0]
+
+    def faulty(name, operation):
+        def run(*arguments, **options):
+            calls[0] += 1
+            if calls[0] == fatal[0]:
+                raise OSError(code, os.strerror(code))
+            return operation(*arguments, **options)
+
+        return run
+
+    for name in disk.OPERATIONS:
+        monkeypatch.setattr(disk, name, faulty(name, getattr(disk, name)))
+    stage("drive:digits.tar", into=place / "count", progress=False)
+    total = calls[0]
+    assert total > 25
+    for number in range(1, total + 1):
+        into = place / f"into-{number}"
+        calls[0], fatal[0] = 0, number
+        with contextlib.suppress(errors.NbtoolsError):
+            stage("drive:digits.tar", into=into, progress=False)
+        if published(into):  # it failed at the very end, or tidied up in vain
+            assert (next(path for path in into.iterdir() if path.suffix != ".part") / RECEIPT).exists()
+        fatal[0] = 0
+        assert tree(stage("drive:digits.tar", into=into, progress=False)) == {"a": b"a" * 5000, "sub/b": b"b"}
+        assert len(published(into)) == 1
+
+
+def hostile_zip() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr("../evil", "x")
+    return buffer.getvalue()
+
+
+REFUSED = {
+    "missing": ("digit.tar", None, r"there is no .*digit\.tar.* has digits\.tar"),
+    "missing folder": ("nowhere/x.tar", None, r"there is no .*nowhere/x\.tar"),
+    "missing on Drive": ("drive:digits.zip", None, r"drive:digits\.zip: there is no .* has digits\.tar"),
+    "outside of Drive": ("drive:../x", None, r"no `\.\.`"),
+    "truncated": ("half.tar", tar_bytes()[:9000], "digits/images/1.png.*damaged"),
+    "truncated on Drive": ("drive:half.tar", tar_bytes()[:9000], "digits/images/1.png.*damaged"),
+    "without its end": ("half.tar", tar_bytes().rstrip(b"\0") + bytes(600), "truncated"),
+    "not an archive": ("notes.txt", b"hello world", "not an archive: it begins with b'hello world'"),
+    "empty file": ("nothing.tar", b"", "not an archive"),
+    "empty archive": ("nothing.tar", bytes(10240), "holds no files"),
+    "quota page": ("digits.tar.gz", QUOTA.encode(), "quota.*Make a copy"),
+    "sign-in page": ("digits.zip", SIGN_IN.encode(), "permission.*Anyone with the link"),
+    "some page": ("digits.zip", b"\n<html><title>Hi</title>", r"a web page \('Hi'\) came"),
+    "hostile": ("digits.zip", hostile_zip(), r"entry '\.\./evil'"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "words"), REFUSED.values(), ids=REFUSED)
+def test_bad_sources_are_refused_in_words_and_nothing_is_published(place, name, content, words):
+    put(place / "digits.tar")
+    put(place / "drive" / "digits.tar")
+    path = place / name.replace("drive:", "drive/")
+    if content is not None:
+        put(path, content)
+    with pytest.raises(errors.StageError, match=words):
+        stage(name if name.startswith("drive:") else path, into=place / "target", progress=False)
+    assert list((place / "target").glob("*")) == []
+    assert not (place / "evil").exists()
+
+
+def test_an_empty_folder_is_refused(place):
+    (place / "raw" / "sub").mkdir(parents=True)
+    with pytest.raises(errors.StageError, match="holds no files"):
+        stage(place / "raw")
+
+
+def test_a_file_where_a_folder_should_be_is_named(place):
+    put(place / "digits.tar")
+    for into in (place / "digits.tar", place / "digits.tar" / "below"):
+        with pytest.raises(errors.DiskError, match=r"digits\.tar.*a file is where a folder should be"):
+            stage(place / "digits.tar", into=into, progress=False)
+    assert tarfile.is_tarfile(place / "digits.tar")
+
+
+def test_an_unwritable_target_is_named(place):
+    put(place / "digits.tar")
+    (place / "locked").mkdir(mode=0o500)
+    into = Path("/proc/nbtools") if os.geteuid() == 0 else place / "locked"  # root may write anywhere but there
+    with pytest.raises(errors.DiskError, match=r"staging .*(not writable|No such file)"):
+        stage(place / "digits.tar", into=into, progress=False)
+
+
+def test_too_little_space_is_said_before_the_first_byte(place, monkeypatch):
+    put(place / "drive" / "digits.tar")
+    monkeypatch.setattr(disk, "free_bytes", lambda path: 1_000_000)
+    monkeypatch.setattr(disk, "append", lambda *_: pytest.fail("wrote a byte"))
+    with pytest.raises(errors.DiskError, match=r"needs 4\.1 MB, only 1\.0 MB are free"):
+        stage("drive:digits.tar", progress=False)
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_only_a_part(place, monkeypatch):
+    """A real one of 3 MB: the copy fits, the extracted files do not."""
+    put(place / "drive" / "digits.tar")
+    small = place / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(small)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("may not mount a small disk here")
+    try:
+        with pytest.raises(errors.DiskError, match=r"only .* are free"):
+            stage("drive:digits.tar", into=small, progress=False)
+        monkeypatch.setattr(disk, "require_space", lambda *_: None)
+        with pytest.raises(errors.DiskError, match="the disk is full"):
+            stage("drive:digits.tar", into=small, progress=False)
+        assert published(small) == []
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_progress_says_rate_and_time_left_and_can_be_silent(place, capsys):
+    put(place / "drive" / "digits.tar")
+    stage("drive:digits.tar", into=place / "loud")
+    assert re.search(r"copy digits: 100%.*2\.06M/2\.06M \[00:00<00:00, .*B/s\]", capsys.readouterr().err)
+    stage("drive:digits.tar", into=place / "silent", progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_drive_path_makes_room_or_requires_the_file(place):
+    assert drive_path("drive:new/pack.tar", create=True) == place / "drive" / "new" / "pack.tar"
+    assert (place / "drive" / "new").is_dir()
+    with pytest.raises(errors.StageError, match="there is no"):
+        drive_path("drive:new/pack.tar")
+
+
+class FakeColab(types.ModuleType):
+    """google.colab.drive whose mount works at the given call; a mount that is gone leaves its folders behind."""
+
+    def __init__(self, mount: Path, works_at: int) -> None:
+        super().__init__("google.colab")
+        self.drive, self.point, self.works_at, self.calls = self, mount, works_at, []
+
+    def mount(self, point: str, force_remount: bool) -> None:
+        assert point == str(self.point)
+        self.calls.append(force_remount)
+        if len(self.calls) < self.works_at:
+            raise ValueError("mount failed")
+        put(self.point / "MyDrive" / "digits.tar")
+
+
+@pytest.fixture
+def colab(place, monkeypatch):
+    def start(works_at: int) -> FakeColab:
+        fake = FakeColab(place / "content", works_at)
+        monkeypatch.delenv("NBTOOLS_DRIVE")
+        for module in (source, stager):
+            monkeypatch.setattr(module, "COLAB_MOUNT", fake.point)
+        monkeypatch.setattr(os.path, "ismount", lambda path: path == fake.point and len(fake.calls) >= works_at)
+        monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
+        monkeypatch.setitem(sys.modules, "google.colab", fake)
+        return fake
+
+    return start
+
+
+@pytest.mark.parametrize(("works_at", "calls"), [(1, [False]), (2, [False, True]), (0, [])])
+def test_drive_is_mounted_on_colab_when_needed_and_forced_when_stale(place, colab, works_at, calls):
+    fake = colab(works_at)
+    put(fake.point / "MyDrive" / "stale") if works_at else put(fake.point / "MyDrive" / "digits.tar")
+    assert tree(stage("drive:digits.tar", progress=False)) == INSIDE
+    assert fake.calls == calls
+
+
+def test_a_drive_that_does_not_mount_is_an_error_with_its_reason(colab):
+    colab(9)
+    with pytest.raises(errors.StageError, match="not mounted: ValueError: mount failed"):
+        stage("drive:digits.tar")
+
+
+def test_drive_off_colab_names_the_variable(monkeypatch):
+    monkeypatch.delenv("NBTOOLS_DRIVE")
+    with pytest.raises(errors.StageError, match="NBTOOLS_DRIVE"):
+        stage("drive:digits.tar")
+
+
+class Web(http.server.BaseHTTPRequestHandler):
+    """Plays a file server and the pages of Drive. Drops every connection after `drop` bytes of content."""
+
+    data, ranges, status, requests = b"", True, 200, []
+    drop: int | None = None
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.close_connection = True
+        Web.requests.append((self.path, self.headers.get("Range")))
+        address = f"http://{self.headers['Host']}"
+        pages = {
+            "/quota": QUOTA,
+            "/sign-in": SIGN_IN,
+            f"/uc?id={FILE_ID}&export=download": "<html><title>Google Drive - Virus scan warning</title><body>"
+            f'<form id="download-form" action="{address}/download" method="get">'
+            f'<input type="hidden" name="id" value="{FILE_ID}"><input type="hidden" name="confirm" value="t">'
+            "</form></body></html>",
+            "/uc?id=quota-quota&export=download": QUOTA,
+            "/uc?id=sign-in-sign-in&export=download": SIGN_IN,
+            f"/embeddedfolderview?id={FOLDER_ID}": "<html><title>digits</title><body>"
+            f'<a href="https://drive.google.com/file/d/{FILE_ID}/view?usp=drive_web">digits.tar</a></body></html>',
+            f"/drive/folders/{FOLDER_ID}?hl=en": "<html><title>digits - Google Drive</title><script>"
+            f"""window['_DRIVE_ivd'] = '[[["{FILE_ID}",null,"digits.tar","application/x-tar"]]]';</script></html>""",
+        }
+        if page := pages.get(self.path):
+            return self.answer(Web.status, page.encode(), "text/html; charset=utf-8")
+        if Web.status != 200 or "missing" in self.path:
+            return self.answer(Web.status if Web.status != 200 else 404, b"", "text/plain")
+        start = re.match(r"bytes=(\d+)-", self.headers.get("Range", "")) if Web.ranges else None
+        at = int(start[1]) if start else 0
+        extra = {"Content-Range": f"bytes {at}-{len(Web.data) - 1}/{len(Web.data)}"} if start else {}
+        self.answer(206 if start else 200, Web.data[at:], "application/x-tar", **extra)
+
+    def answer(self, status: int, body: bytes, form: str, **headers: str) -> None:
+        self.send_response(status)
+        headers |= {"Content-Type": form, "Content-Length": str(len(body)), "ETag": '"1"'}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # a probe reads the headers and leaves
+            self.wfile.write(body[: Web.drop])
+
+
+@pytest.fixture
+def web(monkeypatch):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Web)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    Web.data, Web.drop, Web.ranges, Web.status, Web.requests = tar_bytes(), None, True, 200, []
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    monkeypatch.setattr(fetch, "OPENER", direct)
+    monkeypatch.setattr(fetch, "DRIVE", address)
+    monkeypatch.setattr(fetch, "PAUSE", 0.001)
+    yield address
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_an_address_is_downloaded_once(web):
+    folder = stage(f"{web}/digits.tar?x=1", progress=False)
+    assert tree(folder) == INSIDE
+    asked = len(Web.requests)
+    assert stage(f"{web}/digits.tar?x=1", progress=False) == folder
+    assert len(Web.requests) == asked
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_dropped_connections_are_resumed_where_the_server_can(web, ranges):
+    Web.ranges, Web.drop = ranges, 700_000
+    if ranges:
+        assert tree(stage(f"{web}/digits.tar", progress=False)) == INSIDE
+        assert [wanted for _, wanted in Web.requests] == [None, None, "bytes=700000-", "bytes=1400000-"]
+        return
+    with pytest.raises(errors.StageError, match=r"ended after 700000 of \d+ bytes; 700 kB are kept"):
+        stage(f"{web}/digits.tar", progress=False)
+    Web.drop = None
+    assert tree(stage(f"{web}/digits.tar", progress=False)) == INSIDE
+
+
+def test_a_download_that_stopped_goes_on_in_the_next_call(web, monkeypatch):
+    Web.drop = 700_000
+    monkeypatch.setattr(fetch, "TRIES", 0)
+    with pytest.raises(errors.StageError, match="cannot be downloaded"):
+        stage(f"{web}/digits.tar", progress=False)
+    monkeypatch.setattr(fetch, "TRIES", 5)
+    put(next(cache().glob("*.part/*")) / "archive", Web.data[:1_000_000])
+    Web.drop = None
+    assert tree(stage(f"{web}/digits.tar", progress=False)) == INSIDE
+    assert Web.requests[-1][1] == "bytes=1000000-"
+
+
+@pytest.mark.parametrize(
+    ("page", "status", "words"),
+    [
+        ("quota", 200, "quota"),
+        ("sign-in", 200, "permission"),
+        ("sign-in", 403, "HTTP 403 Forbidden.*permission"),
+        ("quota", 429, "HTTP 429.*quota"),
+        ("missing.tar", 200, "HTTP 404 Not Found"),
+        ("digits.tar", 503, "HTTP 503 Service Unavailable"),
+    ],
+)
+def test_pages_and_statuses_instead_of_a_file_are_explained(web, page, status, words):
+    Web.status = status
+    with pytest.raises(errors.StageError, match=words):
+        stage(f"{web}/{page}", progress=False)
+    assert published(cache()) == []
+
+
+def test_a_page_with_the_type_of_an_archive_is_noticed_too(web):
+    Web.data = QUOTA.encode()
+    with pytest.raises(errors.ArchiveError, match="quota"):
+        stage(f"{web}/digits.tar", progress=False)
+    assert list(cache().glob("*.part")) == []
+
+
+def test_no_network_is_a_sentence(web):
+    with pytest.raises(errors.StageError, match=r"cannot be downloaded: .*refused"):
+        stage("http://127.0.0.1:1/digits.tar", progress=False)
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        f"https://drive.google.com/file/d/{FILE_ID}/view?usp=sharing",
+        f"https://drive.google.com/open?id={FILE_ID}",
+        f"https://drive.google.com/uc?export=download&id={FILE_ID}",
+    ],
+)
+def test_a_drive_link_is_followed_past_the_virus_scan_page(web, link):
+    Web.drop = 1_500_000
+    assert tree(stage(link, progress=False)) == INSIDE
+    assert Web.requests[-1] == (f"/download?id={FILE_ID}&confirm=t", "bytes=1500000-")
+
+
+@pytest.mark.parametrize(("file_id", "words"), [("quota-quota", "quota"), ("sign-in-sign-in", "permission")])
+def test_a_drive_link_that_gives_a_page_names_quota_or_permission(web, file_id, words):
+    with pytest.raises(errors.StageError, match=words):
+        stage(f"https://drive.google.com/file/d/{file_id}/view", progress=False)
+    assert published(cache()) == []
+
+
+@pytest.fixture
+def gdown_reads(web, monkeypatch):
+    """gdown's own requests, whatever its version, reach the local server."""
+    import requests
+
+    request = requests.Session.request
+
+    def local(self, method, url, **options):
+        return request(self, method, url.replace("https://drive.google.com", web), **options)
+
+    monkeypatch.setattr(requests.Session, "request", local)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+def test_a_drive_folder_is_downloaded_file_by_file(gdown_reads):
+    link = f"https://drive.google.com/drive/folders/{FOLDER_ID}?usp=sharing"
+    assert tree(stage(link, progress=False)) == {"digits.tar": tar_bytes()}
+
+
+def test_a_drive_folder_that_is_not_shared_says_so(gdown_reads):
+    with pytest.raises(errors.StageError, match=r"does not list this folder .*Share"):
+        stage("https://drive.google.com/drive/folders/missing-missing-missing-missing", progress=False)
