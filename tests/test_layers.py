@@ -12,7 +12,7 @@ ORDER = [
     {"__main__"},
     {"launch"},
     {"fit"},
-    {"panel", "plot", "kernel"},
+    {"panel", "plot", "kernel", "run"},
     {"chart"},
     {"axis"},
     {"advise"},
@@ -97,6 +97,8 @@ def arrow(top: str, module: str, target: list[str]) -> str | None:
     if top == "__init__":
         return None if to in LAYER else "nothing imports a task; it is reached by name"
     if to == "tasks":
+        if top == "__main__" and len(target) == 1:
+            return None  # the folder, to list what there is
         same = top == "tasks" and target[:2] == module.split(".")[:2]
         return None if same else "nothing imports a task; it is reached by name"
     if to not in LAYER:

@@ -32,12 +32,11 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 
 # %%
 import nbtools as nb
-from nbtools.errors import NbtoolsError
 from nbtools.tasks import captcha
 
 try:
-    pack, run = captcha.pack(PACK), nb.Run.open(RUN)
-except NbtoolsError as problem:
+    pack, run = captcha.pack(PACK), nb.Run.open(nb.stage(RUN))
+except nb.NbtoolsError as problem:
     print(f"{problem}\nTraining a short run on demo images instead.")
     pack = captcha.pack(captcha.demo("data/short", count=COUNT))
     plan = nb.advise(captcha, pack).plan.replace(epochs=EPOCHS, warmup_epochs=0.0)
@@ -58,8 +57,10 @@ nb.evaluate(run, pack, split="test")
 
 # %%
 ids = pack.ids("test")
-read = run.predict(pack, ids)
-WRONG
+read = dict(zip(ids, run.predict_pack(pack, ids), strict=True))
+wrong = [i for i in ids if read[i] != captcha.text_of(pack, i)]
+print(f"{len(wrong)} of {len(ids)} read wrong")
+captcha.show(pack, wrong[:12], [read[i] for i in wrong[:12]])
 
 # %% [markdown]
 # ## Your own files
@@ -71,7 +72,7 @@ list(zip(map(str, files), run.predict(files), strict=True))
 
 # %% [markdown]
 # ## Take it away
-# The weights as safetensors, and a card that says how to read with them.
+# The weights as safetensors, and beside them a JSON card that says how to read with them.
 
 # %%
 exported = run.export(EXPORT)
@@ -81,10 +82,8 @@ exported
 # On Colab this puts the files into your browser's downloads.
 
 # %%
-from pathlib import Path
-
 if "COLAB_RELEASE_TAG" in os.environ:
     from google.colab import files as browser
 
-    for path in sorted(Path(EXPORT).iterdir()):
-        browser.download(str(path))
+    browser.download(str(exported))
+    browser.download(str(exported.with_suffix(".json")))
