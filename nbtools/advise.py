@@ -6,7 +6,6 @@ Decided from the device, the pack and the task; the guides' tiers and tables sta
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,12 +95,9 @@ def decide(task: Any, card: Card, machine: Machine) -> Advice:
     take(
         "workers", workers, f'min(4 a GPU, {machine.cores} cores, 16), {THUMB} (guide 2); used by feed="workers" alone'
     )
-    for name, (value, reason) in getattr(task, "suggest", lambda *_: {})(card, machine.accelerator).items():
+    suggested = task.suggest(card, machine.accelerator) if hasattr(task, "suggest") else {}
+    for name, (value, reason) in suggested.items():
         take(name, value, reason)
-    if changes["batch_size"] != batch and "lr" not in getattr(task, "suggest", lambda *_: {})(
-        card, machine.accelerator
-    ):
-        take("lr", *learning_rate(plan, base, changes["batch_size"]))
     changes["min_lr"] = min(plan.min_lr, changes["lr"])
     changes["micro_batch_size"] = None
     changes["warmup_epochs"] = min(changes["warmup_epochs"], changes.get("epochs", plan.epochs))
@@ -153,7 +149,3 @@ def precision(machine: Machine) -> tuple[str, str]:
     if machine.capability >= (7, 0):
         return "fp16", f"compute capability {shown} has fp16 tensor cores, and only emulates bfloat16"
     return "off", f"compute capability {shown} has no tensor cores"
-
-
-def usable_cores() -> int:
-    return os.cpu_count() or 1

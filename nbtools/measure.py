@@ -39,8 +39,8 @@ class Rate:
 class Receipt:
     """Before and after on this machine and this data: the same network, two ways to train it. Shows as a table.
 
-    ratio: the median over rounds of after / before, measured in turns, with its least and most. peak_memory: MiB, of the
-    GPU for either; without one, of the whole process for both together.
+    ratio: the median over rounds of after / before, measured in turns, with its least and most. peak_memory: MiB, of
+    the GPU for either; without one, of the whole process for both together.
     """
 
     before: Rate
@@ -144,11 +144,11 @@ def receipt(
     baseline, notes = comparable(task.BASELINE, plan, pack)
     paces, peaks = [], {}
     for side, candidate in (("before", baseline), ("after", plan)):
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         paces.append(Pace(task, pack, candidate, device))
         if torch.cuda.is_available():
-            peaks[side] = torch.cuda.max_memory_allocated() / 2**20
+            peaks[side] = (torch.cuda.max_memory_allocated() - held) / 2**20
+            torch.cuda.reset_peak_memory_stats()
     for _ in range(ROUNDS):
         for pace in paces:
             pace.advance(seconds, steps=1)

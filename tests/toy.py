@@ -11,7 +11,7 @@ from torch import nn
 
 from nbtools import plan
 from nbtools.pack import Pack, Sample
-from nbtools.packing import Writer
+from nbtools.packing import Entry, Writer, build
 
 CLASSES = 4
 
@@ -28,29 +28,51 @@ BASELINE = Plan(epochs=3, batch_size=16, lr=1e-2, feed="workers")
 BEST = "accuracy"
 
 
+def demo(folder: Path, count: int = 200, ragged: bool = False, seed: int = 0) -> Path:
+    """Files `LABEL_n.npy` of vectors (8,) float32 around one of four centres, or of sequences (3–19, 8) of such."""
+    rng = np.random.default_rng(seed)
+    centres = np.random.default_rng(99).normal(size=(CLASSES, 8))
+    folder = Path(folder)
+    folder.mkdir(parents=True)
+    for i in range(count):
+        label = int(rng.integers(CLASSES))
+        shape = (rng.integers(3, 20), 8) if ragged else (8,)
+        np.save(folder / f"{label}_{i}.npy", (centres[label] + rng.normal(size=shape)).astype(np.float32))
+    return folder
+
+
 def read(path: Path, options) -> Sample:
     return {"x": np.load(path)}
 
 
-def make_pack(folder: Path, count: int = 200, ragged: bool = False, seed: int = 0, raw: bool = False) -> Pack:
-    """Vectors (8,) float32 around one of four centres, or sequences (3–20, 8) of such; label (1,) int64."""
-    rng = np.random.default_rng(seed)
-    centres = np.random.default_rng(99).normal(size=(CLASSES, 8))
-    part, source = folder / "pack", folder / "raw"
-    part.mkdir(parents=True)
-    source.mkdir()
-    writer = Writer(part, {"x"} if ragged else set(), val=0.2, test=0.1, progress=False)
-    for i in range(count):
-        label = rng.integers(CLASSES)
-        shape = (rng.integers(3, 20), 8) if ragged else (8,)
-        x = (centres[label] + rng.normal(size=shape)).astype(np.float32)
-        if raw:
-            np.save(source / f"{i}.npy", x)
-        writer.add(f"{i}.npy", None, x=x, label=np.array([label], np.int64))
-    writer.classes = list("abcd")
-    writer.finish("toy", {}, "x" if ragged else None, {})
-    writer.close()
-    return Pack.open(part, source=source, read=read) if raw else Pack.open(part)
+def pack(source, *, ragged: bool = False, into: Path | None = None, progress: bool = False) -> Pack:
+    """x as in the files, label (1,) int64 from their names."""
+    options = {"ragged": ragged}
+
+    def fill(writer: Writer, folder: Path) -> None:
+        writer.classes = list("abcd")
+        entries = [Entry(path.name, path) for path in sorted(folder.glob("*.npy"))]
+        for entry, arrays in writer.decode(entries, read, options):
+            writer.add(entry.name, None, **arrays, label=np.array([int(entry.name[0])], np.int64))
+
+    return build(
+        source,
+        "toy",
+        options,
+        fill,
+        read=read,
+        ragged={"x"} if ragged else (),
+        bucket_by="x" if ragged else None,
+        val=0.2,
+        test=0.1,
+        into=into,
+        progress=progress,
+    )
+
+
+def make_pack(folder: Path, count: int = 200, ragged: bool = False, seed: int = 0) -> Pack:
+    """A pack of demo files, both below a folder."""
+    return pack(demo(folder / "raw", count, ragged, seed), ragged=ragged, into=folder / "pack")
 
 
 class Net(nn.Module):
@@ -76,7 +98,7 @@ def batch(raw, plan: Plan, draws):
         x = x.sum(1) / raw["x_length"][:, None]
     if draws is not None and plan.noise:
         x = x + plan.noise * draws.normal((8,))
-    return {"x": x, "label": raw["label"][:, 0]}
+    return {"x": x} | ({"label": raw["label"][:, 0]} if "label" in raw else {})  # files to predict have none
 
 
 def loss(model, batch, plan: Plan):

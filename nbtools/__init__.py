@@ -1,0 +1,42 @@
+"""nbtools: train PyTorch models in notebooks without wasting the GPU, and with a receipt for every claim.
+
+import nbtools as nb
+from nbtools.tasks import captcha
+
+pack = captcha.pack(nb.stage("drive:datasets/captcha.tar"))
+run = nb.fit(captcha, pack, nb.advise(captcha, pack), run="runs/captcha", keep="drive:runs/captcha")
+run.summary(), run.receipt, nb.evaluate(run, pack)
+"""
+
+from nbtools.advise import Advice, advise
+from nbtools.errors import NbtoolsError
+from nbtools.fit import fit
+from nbtools.gpu import Gpu, gpus
+from nbtools.history import History, Record
+from nbtools.loop import train
+from nbtools.pack import Pack
+from nbtools.plan import Plan, knob
+from nbtools.run import Run, evaluate
+from nbtools.stage import stage
+from nbtools.state import TrainState
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Advice",
+    "Gpu",
+    "History",
+    "NbtoolsError",
+    "Pack",
+    "Plan",
+    "Record",
+    "Run",
+    "TrainState",
+    "advise",
+    "evaluate",
+    "fit",
+    "gpus",
+    "knob",
+    "stage",
+    "train",
+]

@@ -1,0 +1,253 @@
+"""The terminal: `python -m nbtools gpus | stage | demo | pack | advise | train | evaluate | predict`.
+
+Knobs of the task's Plan and options of its `pack` are read from their own definitions, so a new one is an option here
+by itself. Progress goes to stderr, results to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import json
+import sys
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nbtools import checkpoint
+from nbtools.advise import advise
+from nbtools.errors import NbtoolsError
+from nbtools.fit import fit
+from nbtools.gpu import gpus
+from nbtools.plan import Plan
+from nbtools.run import PLAN, Run, evaluate
+from nbtools.stage import stage
+
+BUILT_IN = "nbtools.tasks"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 0 when it succeeded, 1 with a sentence on stderr when nbtools refused."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options = parser(arguments).parse_args(arguments)
+        options.act(options)
+    except NbtoolsError as error:
+        print(f"nbtools: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The command line; a task's own options are there once its name stands in the arguments."""
+    top = argparse.ArgumentParser(prog="python -m nbtools", description="Train in notebooks without wasting the GPU.")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    task = find_task(arguments[1]) if len(arguments) > 1 and arguments[0] in TASK_COMMANDS else None
+
+    command(commands, "gpus", "what this machine trains on", show_gpus)
+    one = command(commands, "stage", "bring a data set to local disk", show_stage)
+    one.add_argument("source", help=SOURCE)
+    one.add_argument("--into", help="folder to put it in")
+    for name, (text, act) in TASK_COMMANDS.items():
+        one = command(commands, name, text, act)
+        one.add_argument("task", help="captcha, or the dotted name of a module of yours")
+        if name == "demo":
+            one.add_argument("folder", type=Path)
+            add_signature(one, getattr(task, "demo", None), skip=("folder",))
+        if name == "pack":
+            one.add_argument("source", help=SOURCE)
+        if name in ("advise", "train", "evaluate"):
+            one.add_argument("--data", required=True, metavar="SOURCE", help=SOURCE)
+        if name in ("train", "evaluate", "predict"):
+            one.add_argument("--run", required=True, type=Path, metavar="FOLDER", help="the run folder")
+        if name == "evaluate":
+            one.add_argument("--split", default="test", choices=("train", "val", "test"))
+        if name == "predict":
+            one.add_argument("files", nargs="+", type=Path)
+        if name in ("pack", "advise", "train", "evaluate"):
+            add_signature(one, getattr(task, "pack", None), skip=("source", "progress"))
+        if name == "train":
+            add_training(one, task)
+    return top
+
+
+def command(commands: Any, name: str, text: str, act: Any) -> argparse.ArgumentParser:
+    one = commands.add_parser(name, help=text, description=text)
+    one.set_defaults(act=act)
+    return one
+
+
+def add_signature(one: argparse.ArgumentParser, function: Any, skip: Sequence[str]) -> None:
+    """The keyword parameters of a function as options."""
+    group = one.add_argument_group("the task's options of " + getattr(function, "__name__", "packing"))
+    for name, parameter in inspect.signature(function).parameters.items() if function else ():
+        if name not in skip and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            default = f"default {parameter.default}" if parameter.default is not None else "default: by the data"
+            group.add_argument(flag(name), dest=f"option_{name}", type=literal, help=default, default=argparse.SUPPRESS)
+
+
+def add_training(one: argparse.ArgumentParser, task: Any) -> None:
+    one.add_argument("--keep", metavar="FOLDER", help="second folder for copies of the run, e.g. drive:runs/captcha")
+    one.add_argument("--no-receipt", action="store_true", help="do not measure the baseline at the end")
+    one.add_argument(
+        "--from",
+        dest="base",
+        choices=("advised", "plan", "baseline"),
+        default="advised",
+        help="where knobs not given come from",
+    )
+    kind = type(task.PLAN) if task else Plan
+    group = one.add_argument_group("knobs of the Plan")
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        choices, text = field.metadata.get("choices"), field.metadata.get("help", "")
+        shown = f"{text} ({', '.join(map(str, choices))})" if choices else text
+        if hints[field.name] is bool:
+            group.add_argument(
+                flag(field.name),
+                dest=f"knob_{field.name}",
+                action=argparse.BooleanOptionalAction,
+                help=shown,
+                default=argparse.SUPPRESS,
+            )
+        else:
+            group.add_argument(
+                flag(field.name),
+                dest=f"knob_{field.name}",
+                metavar="VALUE",
+                help=shown.replace("%", "%%"),
+                default=argparse.SUPPRESS,
+            )
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def literal(text: str) -> Any:
+    """A typed option as a plain value: a number, true, false, none, several of them with commas, else text."""
+    if "," in text:
+        return tuple(literal(part) for part in text.split(","))
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text) if not (kind is int and text != str(int(text))) else text  # "0123": a text of digits
+        except ValueError:
+            continue
+    return text
+
+
+def find_task(name: str) -> Any:
+    """A built-in task by its short name, or any importable module. Raises NbtoolsError naming what there is."""
+    for module in (f"{BUILT_IN}.{name}", name):
+        try:
+            return importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
+                raise
+    import pkgutil
+
+    import nbtools.tasks as tasks
+
+    known = ", ".join(sorted(m.name for m in pkgutil.iter_modules(tasks.__path__)))
+    raise NbtoolsError(f"no task {name!r}: there are {known}, and any module of yours that can be imported from here")
+
+
+def options_of(options: argparse.Namespace, prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in vars(options).items() if name.startswith(prefix)}
+
+
+def show_gpus(options: argparse.Namespace) -> None:
+    print(gpus())
+
+
+def show_stage(options: argparse.Namespace) -> None:
+    print(stage(options.source, options.into))
+
+
+def show_demo(options: argparse.Namespace) -> None:
+    print(find_task(options.task).demo(options.folder, **options_of(options, "option_")))
+
+
+def packed(options: argparse.Namespace, source: str) -> Any:
+    pack = find_task(options.task).pack(source, **options_of(options, "option_"))
+    if len(pack.bad):
+        print(f"{len(pack.bad)} files left out, listed in {pack.folder / 'bad.csv'}:", file=sys.stderr)
+        print(pack.bad.head(10).to_string(index=False), file=sys.stderr)
+    return pack
+
+
+def show_pack(options: argparse.Namespace) -> None:
+    print(packed(options, options.source))
+
+
+def show_advice(options: argparse.Namespace) -> None:
+    print(advise(find_task(options.task), packed(options, options.data)))
+
+
+def run_training(options: argparse.Namespace) -> None:
+    task = find_task(options.task)
+    pack = packed(options, options.data)
+    plan = plan_of(task, pack, options)
+    run = fit(task, pack, plan, options.run, options.keep, receipt=not options.no_receipt)
+    print(run.summary().to_string())
+    print(run.receipt or "no receipt")
+    print(run)
+
+
+def plan_of(task: Any, pack: Any, options: argparse.Namespace) -> Plan:
+    """The started run's plan, else the one that --from names; with the knobs given on the command line.
+
+    Another batch size without an lr moves lr by the plan's lr_rule, and says so.
+    """
+    stored = options.run / PLAN
+    if checkpoint.names(options.run) and stored.exists():
+        plan = type(task.PLAN).from_json(stored.read_text())
+    else:
+        plan = {
+            "advised": lambda: advise(task, pack).plan,
+            "plan": lambda: task.PLAN,
+            "baseline": lambda: task.BASELINE,
+        }[options.base]()
+    knobs = options_of(options, "knob_")
+    given = {name: plan.parse(name, value) if isinstance(value, str) else value for name, value in knobs.items()}
+    if "batch_size" in given and "lr" not in given:
+        rule = given.get("lr_rule", plan.lr_rule)
+        moved = plan.replace(lr_rule=rule).with_batch_size(given["batch_size"])
+        if moved.lr != plan.lr:
+            print(
+                f"lr {plan.lr:g} → {moved.lr:g} for batch {plan.batch_size} → {moved.batch_size} ({rule} rule)",
+                file=sys.stderr,
+            )
+        plan = moved
+    return plan.replace(**given)
+
+
+def show_evaluation(options: argparse.Namespace) -> None:
+    run = Run.open(options.run, find_task(options.task))
+    print(json.dumps(evaluate(run, packed(options, options.data), options.split)))
+
+
+def show_predictions(options: argparse.Namespace) -> None:
+    answers = Run.open(options.run, find_task(options.task)).predict(options.files)
+    for file, answer in zip(options.files, answers, strict=True):
+        print(f"{file}\t{answer}")
+
+
+SOURCE = "a folder, an archive, drive:…, a Google Drive link, or a pack"
+TASK_COMMANDS = {
+    "demo": ("write a small data set in the task's raw format", show_demo),
+    "pack": ("decode a data set once", show_pack),
+    "advise": ("a plan for this machine and data, with reasons", show_advice),
+    "train": ("train; on an existing run folder, go on", run_training),
+    "evaluate": ("metrics of a run on a split; the last line is JSON", show_evaluation),
+    "predict": ("what a run reads in raw files", show_predictions),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""fit: the notebook's one call. Loop, history, live plot, checkpoints and receipt together; run again, it goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from tqdm.auto import tqdm
+
+from nbtools import checkpoint, disk, measure
+from nbtools.advise import advise
+from nbtools.errors import CheckpointError, PlanError, TrainError
+from nbtools.history import History, Record
+from nbtools.loop import Diverged, refuse_fixed, require_sizes, train
+from nbtools.pack import Pack
+from nbtools.plan import Plan
+from nbtools.plot import LivePlot, in_notebook
+from nbtools.run import CARD, HISTORY, PLAN, PLOT, RECEIPT, Run, task_name
+from nbtools.stage import drive_path
+from nbtools.state import Task, TrainState
+
+SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
+ROLLBACKS = 2  # returns to a checkpoint because of a lost loss; the next time the run stops
+
+
+def fit(
+    task: Task,
+    pack: Pack,
+    plan: Any = None,
+    run: str | Path = "runs/run",
+    keep: str | Path | None = None,
+    receipt: bool = True,
+    progress: bool = True,
+) -> Run:
+    """Train in this cell, drawing as it goes; returns the Run.
+
+    plan: a Plan, a Panel or an Advice; None: what `advise` says. run: the folder; where it holds a run already, that
+    run goes on from its last checkpoint, bit for bit (CPU). keep: a second folder, usually on Drive (`drive:…`), that
+    gets a copy of everything in the background, and from which a lost local folder is restored. receipt: measure the
+    task's baseline beside this run at the end, for a few seconds.
+
+    An interrupt (Ctrl-C, the notebook's stop button) finishes the step, saves, and returns the run as it is.
+    Raises TrainError, PlanError or CheckpointError; the checkpoints stay whole.
+    """
+    folder, kept = Path(run), kept_folder(keep)
+    restore(folder, kept)
+    wanted = chosen_plan(task, pack, plan)
+    require_sizes(pack, wanted)
+    state = TrainState(task, pack, wanted)
+    history, complaints = begin(folder, task, pack, state)
+    keeper = checkpoint.Keeper(folder, kept) if kept is not None else None
+    surface = Surface(folder.name, task, state, pack, progress)
+    for complaint in complaints:
+        surface.tell(complaint)
+    try:
+        with Interrupt() as interrupt:
+            follow(task, state, pack, folder, history, keeper, surface, interrupt)
+        finish(task, state, pack, folder, history, surface, receipt and not interrupt.asked)
+    finally:
+        surface.close()
+        if keeper is not None:
+            keeper.keep(folder / name for name in (PLAN, CARD, HISTORY, PLOT, RECEIPT) if (folder / name).exists())
+            keeper.close()
+            surface.told += keeper.complaints
+    found = Run.open(folder, task)
+    found.events = surface.told
+    return found
+
+
+def chosen_plan(task: Any, pack: Pack, plan: Any) -> Plan:
+    if plan is None:
+        plan = advise(task, pack)
+    plan = getattr(plan, "plan", plan)
+    if not isinstance(plan, type(task.PLAN)):
+        kind = type(task.PLAN)
+        raise PlanError(
+            f"plan must be a {kind.__module__}.{kind.__qualname__} (or an Advice or a Panel of one), got "
+            f"{type(plan).__qualname__}; take {task_name(task)}.PLAN and .replace(...) what you want to change"
+        )
+    return plan
+
+
+def kept_folder(keep: str | Path | None) -> Path | None:
+    if keep is None:
+        return None
+    return drive_path(keep, create=True) if str(keep).startswith("drive:") else Path(keep)
+
+
+def restore(folder: Path, kept: Path | None) -> None:
+    """Bring a run back from where it is kept when the local folder is gone, as it is after a lost session."""
+    if kept is None or (folder / checkpoint.INDEX).exists() or not (kept / checkpoint.INDEX).exists():
+        return
+    part = folder.with_name(f"{folder.name}.part")
+    with disk.explained(f"restoring {folder} from {kept}", folder):
+        disk.remove(part)
+        disk.make_folder(part.parent)
+        shutil.copytree(kept, part, ignore=shutil.ignore_patterns("*.part"))
+        disk.remove(folder)
+        disk.publish_folder(part, folder)
+
+
+def begin(folder: Path, task: Any, pack: Pack, state: TrainState) -> tuple[History, list[str]]:
+    """A new run folder, or the old one and the state of its last checkpoint; and what was wrong with newer ones."""
+    if checkpoint.names(folder):
+        return resume(folder, pack, state)
+    with disk.explained("starting a run", folder):
+        disk.make_folder(folder)
+        disk.remove(folder / HISTORY)
+        disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
+        disk.write_atomic(folder / PLAN, state.plan.to_json())
+        disk.write_atomic(folder / checkpoint.INDEX, json.dumps({"version": 1, "task": task_name(task)}))
+    checkpoint.save(folder, state, rows=0)
+    return History(folder / HISTORY), []
+
+
+def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[str]]:
+    if json.loads((folder / CARD).read_text()) != json.loads(json.dumps(pack.card.to_dict())):
+        raise CheckpointError(
+            f"{folder}: this run was trained on another pack (its pack.json differs from {pack.folder}); "
+            "give the same data and options, or name another run folder"
+        )
+    old, new = type(state.plan).from_json((folder / PLAN).read_text()), state.plan
+    changed = [name for name, value in new.to_dict().items() if value != getattr(old, name)]
+    refuse_fixed(old, new, changed)
+    facts, complaints = checkpoint.load(folder, state)
+    history = History(folder / HISTORY)
+    history.cut(facts["rows"])
+    if state.epoch < new.epochs:
+        state.stopped = None  # asked to go on: an early stop counts anew from here
+    if changed:
+        disk.write_atomic(folder / PLAN, new.to_json())
+        what = ", ".join(f"{name} {getattr(old, name)} → {getattr(new, name)}" for name in changed)
+        history.append(Record("change", state.epoch, state.step, state.samples, {"what": what}))
+        if "batch_size" in changed and state.segments:
+            state.segments.append([new.batch_size, 0])
+        if "batch_size" in changed or "micro_batch_size" in changed:
+            state.micro = new.micro_batch_size
+    return history, complaints
+
+
+def follow(
+    task: Task,
+    state: TrainState,
+    pack: Pack,
+    folder: Path,
+    history: History,
+    keeper: checkpoint.Keeper | None,
+    surface: Surface,
+    interrupt: Interrupt,
+) -> None:
+    """The loop and its watchers: rows, picture, checkpoints, the interrupt."""
+
+    def save(best: bool = False) -> float:
+        new = checkpoint.save(folder, state, len(history), best)
+        if keeper is not None:
+            keeper.keep([*new, *(folder / name for name in (PLAN, CARD, HISTORY))])
+        return monotonic()
+
+    saved = monotonic()
+    for record in resilient(task, state, pack, folder, history):
+        history.append(record)
+        surface.update(record, history)
+        if record.kind == "epoch":
+            saved = save(best=state.improved)
+            state.improved = False
+        elif monotonic() - saved > SAVE_EVERY:
+            saved = save()
+        if interrupt.asked:
+            save()
+            surface.tell(f"stopped by you after step {state.step}; run the cell again to go on")
+            return
+
+
+def resilient(task: Task, state: TrainState, pack: Pack, folder: Path, history: History) -> Iterator[Record]:
+    """The loop; where the loss is lost, back to the last checkpoint and again, each step checked before it counts."""
+    for rollback in range(ROLLBACKS + 1):
+        try:
+            yield from train(task, state, pack)
+            return
+        except Diverged as error:
+            trouble = error
+        if rollback == ROLLBACKS:
+            raise TrainError(f"{trouble}, for the third time; lower Plan.lr, set Plan.clip_norm, or look at the data")
+        facts, _ = checkpoint.load(folder, state)
+        history.cut(facts["rows"])
+        state.careful_until = trouble.steps[1] + 1
+        what = f"{trouble}; back to step {state.step}, and each step checked from there"
+        yield Record("event", state.epoch, state.step, state.samples, {"what": what})
+
+
+def finish(
+    task: Task, state: TrainState, pack: Pack, folder: Path, history: History, surface: Surface, receipt: bool
+) -> None:
+    """The picture and the receipt that stay."""
+    if state.stopped:
+        surface.tell(state.stopped)
+    surface.close()
+    with disk.explained("writing the plot", folder):
+        surface.plot.finish(history, folder / PLOT)
+    if receipt and not (folder / RECEIPT).exists():
+        surface.tell("measuring the baseline beside this run …")
+        disk.write_atomic(folder / RECEIPT, measure.receipt(task, pack, state.plan, state.device).to_json())
+
+
+class Surface:
+    """What a person sees of a run: the live plot in a notebook, a bar in a terminal, and sentences in both."""
+
+    def __init__(self, title: str, task: Any, state: TrainState, pack: Pack, progress: bool):
+        count = len(pack.ids("train"))
+        self.total = count * state.plan.epochs
+        self.plot = LivePlot(title, state.plan.epochs, count, getattr(task, "BEST", "-loss"))
+        self.told: list[str] = []
+        self.notebook = in_notebook()
+        quiet = not progress or self.notebook
+        self.bar = tqdm(
+            total=self.total, initial=state.samples, unit=" samples", disable=quiet, mininterval=0.5, dynamic_ncols=True
+        )
+        self.progress = progress
+
+    def update(self, record: Record, history: History) -> None:
+        if self.progress:
+            self.plot.update(history, "evaluating" if record.kind == "evaluating" else "")
+        if record.kind == "step":
+            self.bar.update(record.samples - self.bar.n)
+        if record.kind in ("event", "change"):
+            self.tell(record.values["what"])
+        if record.values and not self.bar.disable:
+            shown = {
+                k: v for k, v in record.values.items() if k == "loss" or (k.startswith("val_") and k != "val_loss")
+            }
+            if record.kind == "epoch":
+                self.bar.write(epoch_line(record))
+            self.bar.set_postfix({k: f"{v:.3f}" for k, v in shown.items()}, refresh=False)
+
+    def tell(self, sentence: str) -> None:
+        self.told.append(sentence)
+        if self.progress:
+            tqdm.write(sentence, file=sys.stdout if self.notebook else sys.stderr)
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def epoch_line(record: Record) -> str:
+    """One epoch in one line, for terminals and logs."""
+    values = record.values
+    shown = [f"{name} {value:.4f}" for name, value in values.items() if name.startswith(("train_", "val_"))]
+    return f"epoch {record.epoch + 1}: {'  '.join(shown)}  lr {values['lr']:.2e}  {values['epoch_time']:.1f} s"
+
+
+class Interrupt:
+    """Turns the first SIGINT into a wish that is read between steps, since one inside a step would tear the state; a
+    second one interrupts at once. Off the main thread signals cannot be caught: there it does nothing."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.before: Any = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self.before = signal.signal(signal.SIGINT, self.ask)
+        return self
+
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.before is not None:
+            signal.signal(signal.SIGINT, self.before)

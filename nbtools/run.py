@@ -1,0 +1,179 @@
+"""Run: what training leaves behind, opened from its folder: weights, history, receipt, and the way to use them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from safetensors.torch import save as save_tensors
+from torch import nn
+
+from nbtools import checkpoint, disk, loop
+from nbtools import device as devices
+from nbtools.errors import CheckpointError, PackError
+from nbtools.history import History
+from nbtools.measure import Receipt
+from nbtools.pack import Card, Pack, collate
+from nbtools.plan import Plan
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PLAN, CARD, HISTORY, RECEIPT, PLOT = "plan.json", "pack.json", "history.csv", "receipt.json", "plot.png"
+TABLE = ("train_loss", "val_loss", "lr", "batch_size", "epoch_time", "samples_per_s", "data_wait")
+
+
+class Run:
+    """A finished or interrupted run. `model()` is the best one, as chosen on the validation split."""
+
+    def __init__(self, folder: Path, task: Any, card: Card, plan: Plan):
+        self.folder, self.task, self.card, self.plan = folder, task, card, plan
+        self.events: list[str] = []
+
+    @classmethod
+    def open(cls, folder: str | Path, task: Any = None) -> Self:
+        """Open a run folder; task: only for one that cannot be imported by name. Raises CheckpointError."""
+        folder = Path(folder)
+        index = checkpoint.read_index(folder)
+        if not index:
+            raise CheckpointError(
+                f"{folder}: no {checkpoint.INDEX}, so this is no run folder; train with run={str(folder)!r}"
+            )
+        task = task or import_task(index["task"], folder)
+        card = Card.from_dict(json.loads((folder / CARD).read_text()))
+        return cls(folder, task, card, type(task.PLAN).from_json((folder / PLAN).read_text()))
+
+    @cached_property
+    def history(self) -> History:
+        return History(self.folder / HISTORY)
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """How much faster than the task's baseline on the machine that trained; None where it was not measured."""
+        path = self.folder / RECEIPT
+        return Receipt.from_dict(json.loads(path.read_text())) if path.exists() else None
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """The epoch row of the best evaluation; {} before the first."""
+        metric, sign = loop.best_metric(self.task)
+        rows = [row for row in self.history.of("epoch") if f"val_{metric}" in row]
+        return max(rows, key=lambda row: sign * row[f"val_{metric}"], default={})
+
+    def summary(self) -> pd.DataFrame:
+        """One row an epoch, from 1: losses, metrics, lr, batch, seconds, samples/s, share of waiting, memory in MiB."""
+        frame = self.history.frame("epoch")
+        metrics = [c for c in frame.columns if c.startswith("val_") and c != "val_loss"]
+        memory = [c for c in frame.columns if "memory" in c]
+        order = [*TABLE[:2], *metrics, *TABLE[2:], *memory]
+        frame.index = (frame["epoch"] + 1).rename("epoch")
+        return frame[[name for name in order if name in frame.columns]]
+
+    def model(self, device: torch.device | str | None = None) -> nn.Module:
+        """The network with the best weights, in eval mode, on the GPU where there is one."""
+        model = self.task.model(self.card, self.plan)
+        model.load_state_dict(checkpoint.weights(self.folder))
+        return model.to(device or devices.pick()).eval()
+
+    def predict(self, files: str | Path | Sequence[str | Path], batch_size: int = 64) -> list[Any]:
+        """What the run reads in raw files, in their order, with the preprocessing it was trained with.
+
+        Raises PackError naming the first file that cannot be read.
+        """
+        paths = [Path(files)] if isinstance(files, (str, Path)) else [Path(f) for f in files]
+        model = self.model()
+        found: list[Any] = []
+        for start in range(0, len(paths), batch_size):
+            samples = [self.read(path) for path in paths[start : start + batch_size]]
+            found += self.decoded(model, collate(samples, self.card.columns))
+        return found
+
+    def predict_pack(self, pack: Pack, ids: Sequence[int], batch_size: int = 64) -> list[Any]:
+        """What the run reads in samples of a pack."""
+        model = self.model()
+        chunks = [ids[i : i + batch_size] for i in range(0, len(ids), batch_size)]
+        batches = (collate([pack.sample(i) for i in chunk], pack.columns) for chunk in chunks)
+        return [answer for raw in batches for answer in self.decoded(model, raw)]
+
+    def decoded(self, model: nn.Module, raw: dict[str, torch.Tensor]) -> list[Any]:
+        device = next(model.parameters()).device
+        raw = {name: tensor.to(device) for name, tensor in raw.items()}
+        return self.task.decode(loop.forward(self.task, model, raw, self.plan, device)[1], self.card)
+
+    def read(self, path: Path) -> dict[str, Any]:
+        try:
+            return self.task.read(path, self.card.options)
+        except OSError as error:
+            raise PackError(f"{path}: {error.strerror or error}; name a readable file") from None
+        except PackError as error:
+            if len(error.args) != 3:
+                raise
+            value, rule, fix = error.args
+            raise PackError(f"{path}: {rule}, got {value}; {fix}") from None
+
+    def export(self, path: str | Path) -> Path:
+        """Write the best weights as safetensors, and beside them a JSON card with all that is needed to use them."""
+        path = Path(path).with_suffix(".safetensors")
+        card = {
+            "task": checkpoint.read_index(self.folder)["task"],
+            "card": self.card.to_dict(),
+            "plan": self.plan.to_dict(),
+            "validation": {name: value for name, value in self.best.items() if name.startswith("val_")},
+        }
+        with disk.explained("exporting", path):
+            tensors = {k: v.contiguous() for k, v in checkpoint.weights(self.folder).items()}
+            disk.write_atomic(path, save_tensors(tensors))
+            disk.write_atomic(path.with_suffix(".json"), json.dumps(card, indent=1, ensure_ascii=False))
+        return path
+
+    def __repr__(self) -> str:
+        done = len(self.history.of("epoch"))
+        metric, _ = loop.best_metric(self.task)
+        best = (
+            f", best val_{metric} {self.best[f'val_{metric}']:.4f} in epoch {self.best['epoch'] + 1}"
+            if self.best
+            else ""
+        )
+        return f"Run {self.folder}: {done} of {self.plan.epochs} epochs{best}"
+
+
+def evaluate(run: Any, pack: Pack, split: str = "test") -> dict[str, float]:
+    """Metric → value of a run's best model (or of a TrainState as it is) over a split of a pack.
+
+    Raises PackError where the pack was made with other classes or preprocessing than the run's: its answers would be
+    wrong without a word.
+    """
+    ours, theirs = run.card, pack.card
+    for name in ("task", "classes", "options", "columns"):
+        if getattr(ours, name) != getattr(theirs, name):
+            raise PackError(
+                f"{pack.folder}: the pack's {name} are not those the run was trained with ({getattr(theirs, name)} and "
+                f"{getattr(ours, name)}); pack the data again with the run's options"
+            )
+    model = run.model() if isinstance(run, Run) else run.evaluated
+    return loop.evaluate(run.task, model, pack, run.plan, split)
+
+
+def task_name(task: Any) -> str:
+    """`package.module` or `module:name`: how a run finds its task again."""
+    if isinstance(task, ModuleType):
+        return task.__name__
+    return f"{task.__module__}:{task.__qualname__}" if hasattr(task, "__qualname__") else f"{type(task).__module__}:"
+
+
+def import_task(name: str, where: Path | str) -> Any:
+    """The task of that name. Raises CheckpointError where it cannot be imported."""
+    module, _, attribute = name.partition(":")
+    try:
+        found = importlib.import_module(module)
+        return getattr(found, attribute) if attribute else found
+    except (ImportError, AttributeError) as error:
+        raise CheckpointError(
+            f"{where}: its task {name!r} cannot be imported ({error}); put the file beside the notebook, or pass task="
+        ) from None
