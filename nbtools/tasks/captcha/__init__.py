@@ -1,0 +1,34 @@
+"""Captchas: images of one size with as many characters, or lines of any width and length."""
+
+from nbtools.tasks.captcha.data import pack, read
+from nbtools.tasks.captcha.demo import demo
+from nbtools.tasks.captcha.show import show
+from nbtools.tasks.captcha.task import (
+    BASELINE,
+    BEST,
+    PLAN,
+    Plan,
+    batch,
+    decode,
+    loss,
+    metrics,
+    model,
+    suggest,
+)
+
+__all__ = [
+    "BASELINE",
+    "BEST",
+    "PLAN",
+    "Plan",
+    "batch",
+    "decode",
+    "demo",
+    "loss",
+    "metrics",
+    "model",
+    "pack",
+    "read",
+    "show",
+    "suggest",
+]

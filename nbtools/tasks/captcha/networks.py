@@ -1,0 +1,168 @@
+"""The three networks. Each takes the whole batch: `guide` and `small` image (B, 1, H, W) → logits (B, N, classes);
+`ctc` image (B, 1, H, W) → logits (T, B, 1 + classes), blank 0, T = ⌈W / 4⌉, and the steps (B,) that each line really has.
+
+B samples, H × W pixels, N characters, T time steps.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+Batch = dict[str, Tensor]
+
+STRIDE = 4  # input columns a time step of `Ctc`
+
+
+class ConvNorm(nn.Sequential):
+    """Convolution, batch norm, ReLU; odd kernels keep the size, strides divide it, rounding up."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int = 3, stride: int | tuple[int, int] = 1, bias: bool = False):
+        conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=bias)
+        super().__init__(conv, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
+
+
+class Residual(nn.Module):
+    """Two convolutions around a shortcut."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.first = ConvNorm(width, width)
+        self.second = nn.Sequential(nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.second(self.first(x)))
+
+
+class Residual1d(nn.Module):
+    """The same along time: a depthwise convolution for context, then a mix of channels."""
+
+    def __init__(self, width: int, kernel: int = 3):
+        super().__init__()
+        context = nn.Conv1d(width, width, kernel, padding=kernel // 2, groups=width, bias=False)
+        mix = nn.Conv1d(width, width, 1, bias=False)
+        self.body = nn.Sequential(context, nn.BatchNorm1d(width), nn.ReLU(inplace=True), mix, nn.BatchNorm1d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.body(x))
+
+
+class Guide(nn.Module):
+    """The guide's network: 19.07 M parameters for 4 characters of 36 on 60 × 160."""
+
+    def __init__(self, size: tuple[int, int], length: int, classes: int):
+        super().__init__()
+        height, width = size
+        self.length = length
+        self.stages = nn.ModuleList(
+            [
+                stage(1, 32),
+                stage(32, 64, 64),
+                stage(64, 128, 128, 128, 128),  # four: with three the total is 18.92 M, not the 19.07 M stated
+            ]
+        )
+        self.head = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(128 * (height // 8) * (width // 8), 1024),
+            nn.Dropout(0.5),
+            nn.ReLU(inplace=True),
+            nn.Linear(1024, length * classes),
+        )
+        self.recompute = False
+
+    def forward(self, batch: Batch) -> Tensor:
+        x = run(self.stages, batch["image"], self.recompute and self.training)
+        return self.head(x).view(len(x), self.length, -1)
+
+
+def stage(*widths: int) -> nn.Sequential:
+    convolutions = [ConvNorm(a, b, bias=True) for a, b in zip(widths, widths[1:], strict=False)]
+    return nn.Sequential(*convolutions, nn.MaxPool2d(2))
+
+
+class Small(nn.Module):
+    """For CPUs and small sets: strides in place of full-resolution layers. 18 M multiply-adds an image of 60 × 160,
+    where the guide's takes 520 M."""
+
+    def __init__(self, size: tuple[int, int], length: int, classes: int):
+        super().__init__()
+        height, width = (math.ceil(s / 8) for s in size)
+        self.length = length
+        self.stages = nn.ModuleList(
+            [
+                nn.Sequential(ConvNorm(1, 16, 5, 2), ConvNorm(16, 32, 3, 2)),
+                nn.Sequential(ConvNorm(32, 64, 3, 2), Residual(64)),
+                nn.Sequential(ConvNorm(64, 64), nn.Dropout2d(0.1)),
+            ]
+        )
+        self.head = nn.Sequential(
+            nn.Flatten(), nn.Linear(64 * height * width, 256), nn.ReLU(inplace=True), nn.Dropout(0.3),
+            nn.Linear(256, length * classes),
+        )  # fmt: skip
+        self.recompute = False
+
+    def forward(self, batch: Batch) -> Tensor:
+        x = run(self.stages, batch["image"], self.recompute and self.training)
+        return self.head(x).view(len(x), self.length, -1)
+
+
+class Ctc(nn.Module):
+    """Convolutions that shrink early, height folded into channels, context along time; no recurrent layer.
+
+    A step of time sees about 60 pixels of the line. `width` scales the channels.
+    """
+
+    def __init__(self, height: int, classes: int, width: float = 0.75, dropout: float = 0.2):
+        super().__init__()
+        a, b, c, d = (8 * round(width * n / 8) for n in (24, 48, 96, 256))
+        self.stages = nn.ModuleList(
+            [
+                nn.Sequential(ConvNorm(1, a, 5, 2), ConvNorm(a, b, 3, 2)),
+                Residual(b),
+                nn.Sequential(ConvNorm(b, c, 3, (2, 1)), Residual(c)),
+                nn.Sequential(Residual(c), nn.Dropout2d(dropout)),
+            ]
+        )
+        fold = nn.Conv2d(c, d, (math.ceil(height / 8), 1), bias=False)
+        self.fold = nn.Sequential(fold, nn.BatchNorm2d(d), nn.ReLU(inplace=True))
+        self.head = nn.Sequential(Residual1d(d), nn.Dropout(dropout), nn.Conv1d(d, 1 + classes, 1))
+        self.recompute = False
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        x = self.fold(run(self.stages, batch["image"], self.recompute and self.training))  # (B, d, 1, T)
+        steps = (batch["image_length"] + STRIDE - 1) // STRIDE
+        return self.head(x.squeeze(2)).permute(2, 0, 1), steps
+
+
+def run(stages: nn.ModuleList, x: Tensor, recompute: bool) -> Tensor:
+    """The stages in turn; recompute keeps only what lies between them and computes the rest again in backward."""
+    for part in stages:
+        x = again(part, x) if recompute else part(x)
+    return x
+
+
+def again(part: nn.Module, x: Tensor) -> Tensor:
+    """`part(x)`, checkpointed: the second forward must not move the running averages of batch norm again."""
+    norms = [m for m in part.modules() if isinstance(m, nn.BatchNorm2d)]
+    passes = 0
+
+    def forward(x: Tensor) -> Tensor:
+        nonlocal passes
+        passes += 1
+        momenta = [m.momentum for m in norms]
+        for m in norms if passes > 1 else []:
+            m.momentum = 0.0
+            if m.num_batches_tracked is not None:
+                m.num_batches_tracked -= 1
+        try:
+            return part(x)
+        finally:
+            for m, momentum in zip(norms, momenta, strict=True):
+                m.momentum = momentum
+
+    result = checkpoint(forward, x, use_reentrant=False)
+    assert isinstance(result, Tensor)
+    return result

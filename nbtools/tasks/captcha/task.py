@@ -1,0 +1,189 @@
+"""How captchas are trained: plans, batches, losses, metrics, decoding. B samples, N characters, T time steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nbtools import metrics as measures
+from nbtools import plan
+from nbtools.draws import Draws
+from nbtools.errors import PlanError
+from nbtools.metrics import Pair
+from nbtools.pack import Card, Pack
+from nbtools.tasks.captcha import augment
+from nbtools.tasks.captcha.networks import Ctc, Guide, Small
+
+Batch = dict[str, Tensor]
+Outputs = Tensor | tuple[Tensor, Tensor]
+
+BEST = "whole_accuracy"
+
+
+@dataclass(frozen=True)
+class Plan(plan.Plan):
+    """The knobs of captchas, beside those of every plan."""
+
+    network: str = plan.knob(
+        "auto",
+        "guide: the guide's; small: for CPUs and small sets; ctc: lines; auto: guide, or ctc for lines",
+        choices=("auto", "guide", "small", "ctc"),
+    )
+    loss: str = plan.knob(
+        "soft_margin",
+        "of fixed captchas: the guide's multi-label soft margin, or cross-entropy per position",
+        choices=("soft_margin", "cross_entropy"),
+    )
+    augment: float = plan.knob(0.0, "strength of the augmentation; 0: none", least=0, most=2)
+
+
+BASELINE = Plan(
+    epochs=150, batch_size=64, optimizer="adam", lr=2e-4, min_lr=1e-6, eval_every=5, feed="workers", workers=0
+)
+"""The guide's "before": every image decoded again in the main process, no mixed precision."""
+
+PLAN = Plan(
+    epochs=150,
+    batch_size=1024,
+    lr=6e-4,
+    lr_rule="sqrt",
+    min_lr=1e-6,
+    warmup_epochs=5,
+    weight_decay=1e-4,
+    clip_norm=1.0,
+    amp="bf16",
+    channels_last=True,
+    workers=16,
+)
+"""Guide 3's recipe, for a GPU with bfloat16. `nb.advise` fits it to the machine and the data."""
+
+BUDGET = {"small": 110_000, "ctc": 200_000}  # training images in about 150 s, and 20 min, of two CPU cores
+
+
+def model(card: Card | Pack, plan: Plan) -> nn.Module:
+    """The network for a data set. Raises PlanError where they do not fit each other."""
+    network, lines = network_of(card, plan), card.options["layout"] == "lines"
+    if (network == "ctc") != lines:
+        fits = "ctc" if lines else "guide or small"
+        raise PlanError(
+            f'Plan.network = "{network}" cannot read captchas in layout "{card.options["layout"]}"; choose {fits}, or auto'
+        )
+    if lines:
+        built: Guide | Small | Ctc = Ctc(card.options["height"], len(card.classes))
+    else:
+        kind = Guide if network == "guide" else Small
+        built = kind(tuple(card.options["size"]), card.options["length"], len(card.classes))
+    built.recompute = plan.checkpoint_activations
+    return built
+
+
+def network_of(card: Card | Pack, plan: Plan) -> str:
+    if plan.network != "auto":
+        return plan.network
+    return "ctc" if card.options["layout"] == "lines" else "guide"
+
+
+def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:
+    """uint8 → image (B, 1, H, W): fixed in [-1, 1]; lines upright, ink in about [-0.3, 1.7]. Augmented given draws."""
+    strength = plan.augment if draws is not None else 0.0
+    if "image_length" not in raw:
+        image = raw["image"].unsqueeze(1).float() / 127.5 - 1
+        return {**raw, "image": augment.jitter(image, draws, strength) if draws is not None and strength else image}
+    ink, lengths = raw["image"].transpose(1, 2).unsqueeze(1).float() / 255, raw["image_length"]
+    if draws is not None and strength:
+        ink, lengths = augment.distort(ink, lengths, draws, strength)
+    return {**raw, "image": 2 * ink - 0.3, "image_length": lengths}
+
+
+def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> Pair:
+    """Sum of a loss over the batch, and how many terms it has: samples, or characters for cross-entropy."""
+    outputs, labels = model(batch), batch["label"]
+    if isinstance(outputs, tuple):
+        return ctc_loss(outputs, labels, batch["label_length"]), len(labels)
+    if plan.loss == "cross_entropy":
+        return F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), reduction="sum"), labels.numel()
+    wanted = F.one_hot(labels, outputs.shape[2]).to(outputs.dtype)
+    return F.multilabel_soft_margin_loss(outputs.flatten(1), wanted.flatten(1), reduction="sum"), len(labels)
+
+
+def ctc_loss(outputs: tuple[Tensor, Tensor], labels: Tensor, lengths: Tensor) -> Tensor:
+    """Sum over samples; fp32 and outside autocast, which does not list CTC: bf16 raises there, fp16 gives NaN."""
+    logits, steps = outputs
+    with torch.autocast(logits.device.type, enabled=False):
+        return F.ctc_loss(logits.float().log_softmax(2), labels + 1, steps, lengths, blank=0, reduction="sum")
+
+
+def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
+    """char_accuracy and whole_accuracy; for lines cer, ar, cr and whole_accuracy."""
+    labels = batch["label"]
+    if isinstance(outputs, tuple):
+        truth = [row[:n] for row, n in zip(labels.tolist(), batch["label_length"].tolist(), strict=True)]
+        return measures.text_metrics(greedy(outputs), truth)
+    predicted = outputs.argmax(2)
+    return {
+        "char_accuracy": measures.accuracy(predicted, labels),
+        "whole_accuracy": measures.whole_accuracy(predicted, labels),
+    }
+
+
+def decode(outputs: Outputs, card: Card | Pack) -> list[str]:
+    """The text of each sample."""
+    places = greedy(outputs) if isinstance(outputs, tuple) else outputs.argmax(2).tolist()
+    return ["".join(card.classes[place] for place in row) for row in places]
+
+
+def greedy(outputs: tuple[Tensor, Tensor]) -> list[list[int]]:
+    """CTC: the best class of every real time step, repeats merged, blanks dropped; places in classes."""
+    logits, steps = outputs
+    best = logits.argmax(2).t()  # (B, T)
+    new = torch.ones_like(best, dtype=torch.bool)
+    new[:, 1:] = best[:, 1:] != best[:, :-1]
+    kept = new & (best > 0) & (torch.arange(best.shape[1], device=best.device) < steps[:, None])
+    return [
+        [place - 1 for place, keep in zip(*row, strict=True) if keep]
+        for row in zip(best.tolist(), kept.tolist(), strict=True)
+    ]
+
+
+def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
+    """The task's knobs for a machine: field → (value, reason)."""
+    lines = card.options["layout"] == "lines"
+    if accelerator == "cuda":
+        network = "ctc" if lines else "guide"
+        return {"network": (network, "lines need CTC" if lines else "the guide's own: the GPU has time for it")}
+    return lines_on_cpu(card) if lines else fixed_on_cpu(card)
+
+
+def fixed_on_cpu(card: Card) -> dict[str, tuple[Any, str]]:
+    epochs = max(1, min(200, round(BUDGET["small"] / max(card.splits["train"], 1))))
+    return {
+        "network": ("small", "the guide's network trains 42 images/s on two cores, this one hundreds"),
+        "loss": ("cross_entropy", "learns in fewer epochs than the guide's soft margin"),
+        "augment": (0.5, "a small set: mild shifts, shear and contrast"),
+        "batch_size": (32, "many small steps: a CPU gains nothing from larger batches"),
+        "lr": (2e-3, "AdamW with a cosine"),
+        "epochs": (epochs, f"about {BUDGET['small']:,} images in all: 150 s on two cores"),
+        "warmup_epochs": (min(1.0, epochs / 5), "Adam's first estimates are poor"),
+        "weight_decay": (0.02, "a small set"),
+        "clip_norm": (5.0, "only guards against outliers"),
+    }
+
+
+def lines_on_cpu(card: Card) -> dict[str, tuple[Any, str]]:
+    epochs = max(1, min(200, round(BUDGET["ctc"] / max(card.splits["train"], 1))))
+    return {
+        "network": ("ctc", "lines need CTC"),
+        "augment": (1.0, "a few thousand lines: bent and stretched anew in every epoch"),
+        "batch_size": (32, "many small steps: a CPU gains nothing from larger batches"),
+        "lr": (3e-3, "AdamW with a cosine"),
+        "epochs": (epochs, f"about {BUDGET['ctc']:,} lines in all: 20 min on two cores"),
+        "warmup_epochs": (epochs * 0.08, "CTC starts from all blank; a rise over 8 % of the run"),
+        "weight_decay": (0.05, "a small set"),
+        "clip_norm": (5.0, "only guards against outliers"),
+        "eval_every": (2, "an evaluation costs less than a tenth of an epoch"),
+    }
