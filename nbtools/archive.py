@@ -18,7 +18,6 @@ import unicodedata
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import IO
@@ -34,22 +33,12 @@ OPENERS: dict[str, Callable] = {
     "tar.xz": lzma.open,
     "tar.bz2": bz2.open,
 }
+ENTRIES = 5_000_000  # more than this is an attack on memory
+RATIO, FLOOR = 200, 100_000_000  # bytes unpacked: at most so many times the archive (deflate can 1,032), or the floor
 STRAY = (  # what the readers let escape on damaged input, beside their own errors; found by mutation
     *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError),
     *(ValueError, RuntimeError, ArithmeticError, LookupError, TypeError, MemoryError),
 )
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What an archive may become: entries, and bytes written as a multiple of its own size (above a floor)."""
-
-    entries: int = 5_000_000
-    ratio: int = 200  # deflate can reach 1,032; data sets of images, arrays and text stay below 50
-    floor: int = 100_000_000
-
-    def bytes(self, size: int) -> int:
-        return max(self.floor, self.ratio * size)
 
 
 def kind(path: Path) -> str | None:
@@ -78,22 +67,20 @@ def unpacked_size(path: Path) -> int:
     return size
 
 
-def extract(
-    path: Path, folder: Path, budget: Budget | None = None, progress: Callable[[int], object] = lambda count: None
-) -> int:
+def extract(path: Path, folder: Path, progress: Callable[[int], object] = lambda count: None) -> int:
     """Write an archive's files below `folder`, which must not exist yet → number of files.
 
     Raises ArchiveError, with file and entry, for links, devices, names that leave the folder or collide (by case or
-    Unicode form too), damage of any kind, a missing end, and anything above the budget. What was written until then
+    Unicode form too), damage of any kind, a missing end, and more than the budgets above. What was written until then
     stays in `folder`: the caller extracts into a `.part` and publishes afterwards.
     """
-    tree = _Tree(folder, budget or Budget())
+    tree = _Tree(folder)
     with _refusals(path, tree):
         form = kind(path)
         if form is None:
             raise ArchiveError("is not a tar, tar.gz, tar.xz, tar.bz2 or zip")
         disk.make_folder(folder, fresh=True)
-        limit = tree.budget.bytes(path.stat().st_size)
+        limit = max(FLOOR, RATIO * path.stat().st_size)
         if form == "zip":
             _extract_zip(path, tree, limit, progress)
         else:
@@ -144,8 +131,8 @@ def _is_litter(parts: tuple[str, ...]) -> bool:
 class _Tree:
     """The folder that an extraction fills: the only place that turns a name from an archive into a path."""
 
-    def __init__(self, folder: Path, budget: Budget) -> None:
-        self.folder, self.budget = folder, budget
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.names: dict[str, tuple[str, ...]] = {}  # folded → as first spelled
         self.files: set[str] = set()  # folded
         self.entry, self.entries = "", 0
@@ -153,8 +140,8 @@ class _Tree:
     def place(self, name: str, is_file: bool) -> Path | None:
         """Where an entry goes, its folders made; None if it is not wanted."""
         self.entry, self.entries = name, self.entries + 1
-        if self.entries > self.budget.entries:
-            raise ArchiveError(f"holds more than {self.budget.entries} entries")
+        if self.entries > ENTRIES:
+            raise ArchiveError(f"is one of more than {ENTRIES} entries. Pack many small files into fewer")
         parts = safe_parts(name)
         if not parts or _is_litter(parts):
             return None
@@ -205,7 +192,7 @@ class _Forward:
         self.last = disk.read(self.file, count)
         self.position += len(self.last)
         if self.position > self.limit:
-            raise ArchiveError(f"unpacks to more than {disk.human(self.limit)}: it looks like a decompression bomb")
+            raise _bomb(self.limit)
         before, self.raw_position = self.raw_position, self.raw.tell()
         self.progress(self.raw_position - before)
         return self.last
@@ -226,11 +213,14 @@ def _extract_tar(stream: _Forward, tree: _Tree) -> None:
     while (member := tar.next()) is not None:
         tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]: it would keep every header of a million files
         if tar.offset <= end:
-            raise ArchiveError("has a header that points backwards")  # loops for ever before CVE-2025-8194 was fixed
+            raise ArchiveError("has a header that points backwards")  # an endless loop before CVE-2025-8194
         end, is_file = tar.offset, member.isreg() and not member.issparse()
         path = tree.place(member.name, is_file)
         if not (is_file or member.isdir()):
-            raise ArchiveError("is a link, a device or sparse: only plain files and folders are extracted")
+            raise ArchiveError(
+                "is a link, a device or sparse: only plain files and folders are extracted. Make the archive again "
+                "with tar --dereference --hard-dereference"
+            )
         if path is not None and is_file:
             content = tar.extractfile(member)
             assert content is not None
@@ -247,7 +237,7 @@ def _extract_zip(path: Path, tree: _Tree, limit: int, progress: Callable[[int], 
     with open(path, "rb") as file, zipfile.ZipFile(file) as reader:
         infos = reader.infolist()
         if sum(info.file_size for info in infos) > limit:
-            raise ArchiveError(f"unpacks to more than {disk.human(limit)}: it looks like a decompression bomb")
+            raise _bomb(limit)
         _compare_directories(file, infos, reader.start_dir, tree)
         for info in infos:
             mode = stat.S_IFMT(info.external_attr >> 16)
@@ -282,6 +272,12 @@ def _compare_directories(file: IO[bytes], infos: list[zipfile.ZipInfo], end: int
         slack = 24 if flags & 8 else 0
     if not position <= end <= position + slack:
         raise ArchiveError("is followed by bytes that the zip's directory does not list")
+
+
+def _bomb(limit: int) -> ArchiveError:
+    return ArchiveError(
+        f"unpacks to more than {disk.human(limit)}, like a decompression bomb. If it is yours, make it a plain tar"
+    )
 
 
 @contextlib.contextmanager

@@ -104,7 +104,7 @@ def drive_folder(folder_id: str) -> list[tuple[str, str]]:
 
 
 def copy(source: Path, part: Path, size: int, progress: Callable[[int], object]) -> None:
-    """Append to `part` what is missing of a file of `size` bytes."""
+    """Append to `part` what is missing of a file of `size` bytes; one that stops answering can be resumed."""
     if _size(part) > size:
         disk.remove(part)
     done = _size(part)
@@ -112,11 +112,21 @@ def copy(source: Path, part: Path, size: int, progress: Callable[[int], object])
     disk.make_folder(part.parent)
     with open(source, "rb") as content, disk.append(part) as file:
         content.seek(done)
-        while data := disk.read(content, CHUNK):
+        while data := _read_mounted(content, source):
             disk.write(file, data)
             progress(len(data))
     if _size(part) != size:
         raise StageError(f"{source}: gave {_size(part)} bytes instead of {size}: it changed meanwhile. Run it again.")
+
+
+def _read_mounted(content: IO[bytes], source: Path) -> bytes:
+    try:
+        return disk.read(content, CHUNK)
+    except OSError as error:  # Drive gives errno 5 or 107 after a while
+        raise StageError(
+            f"{source}: stopped answering ({error.strerror}). What came is kept: run it again, on Colab after "
+            "remounting Drive."
+        ) from None
 
 
 def download(remote: Remote, part: Path, progress: Callable[[int], object]) -> None:

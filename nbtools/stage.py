@@ -50,7 +50,7 @@ def stage(
     source: a folder, an archive (tar, tar.gz, tar.xz, tar.bz2, zip), `drive:path/in/My Drive`, a Drive link, or the
     http(s) address of an archive. into: the folder below which it is put, else $NBTOOLS_CACHE or nbtools in the
     temporary folder. sha256: what the archive must have.
-    Raises StageError (ArchiveError, DiskError) when that cannot be; then nothing is published.
+    Raises StageError, ArchiveError among them, or DiskError when that cannot be; then nothing is published.
     """
     sha256 = sha256.lower() if sha256 else None
     with disk.explained(f"looking at {source}", Path(source)):

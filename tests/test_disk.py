@@ -5,6 +5,7 @@ import itertools
 import multiprocessing
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -100,6 +101,31 @@ def test_explained_says_what_failed_and_what_to_do(tmp_path, code, words):
 )
 def test_human_uses_decimal_units(count, text):
     assert disk.human(count) == text
+
+
+MOUNTS = r"""21 1 0:19 / / rw,relatime shared:1 - overlay overlay rw
+30 21 0:25 / /content/drive rw,nosuid - fuse.drive drive rw
+31 21 0:26 / /data/my\040share rw - nfs4 server:/x rw
+32 21 0:27 / /data/my\040share/tmp rw - tmpfs tmpfs rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "form"),
+    [
+        ("/tmp/x", "overlay"),
+        ("/content/drive/MyDrive/x.tar", "fuse.drive"),
+        ("/content/driven", "overlay"),
+        ("/data/my share/x", "nfs4"),
+        ("/data/my share/tmp/x", "tmpfs"),
+    ],
+)
+def test_the_file_system_of_a_path_is_that_of_its_longest_mount_point(path, form):
+    assert disk.file_system(Path(path), MOUNTS) == form
+
+
+def test_a_local_folder_is_not_slow(tmp_path):
+    assert not disk.is_slow(tmp_path)
 
 
 def test_reserve_makes_room_before_the_first_byte(tmp_path):

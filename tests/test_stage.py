@@ -24,6 +24,7 @@ from nbtools import archive, disk, errors, fetch, source
 from nbtools.stage import RECEIPT, cache, drive_path, stage
 
 stager = sys.modules["nbtools.stage"]  # nbtools.stage is the function
+pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated method:DeprecationWarning")  # gdown 5 calls bs4
 FILES = {"digits/labels.csv": b"file,label\n", "digits/images/1.png": bytes(range(256)) * 8000, "digits/2.png": b"2"}
 FILE_ID, FOLDER_ID = "1AbCdEfGhIjKlMnOpQrStUvWxYz0123", "1FoLdErIdOfTwentyEightLetters"
 QUOTA = (
@@ -192,6 +193,24 @@ def test_a_killed_copy_leaves_a_part_and_is_resumed(place, monkeypatch):
     assert moved[0] == kept
     assert sum(moved) == len(data)
     assert hashlib.sha256((folder / "a").read_bytes()).digest() == hashlib.sha256(data[512:3_500_512]).digest()
+
+
+def test_a_mount_that_stops_answering_says_so_and_the_next_call_goes_on(place, monkeypatch):
+    put(place / "drive" / "digits.tar", tar_bytes({"digits/a": bytes(2_500_000)}))
+    read, left = disk.read, [3]  # the first looks at the magic bytes
+
+    def stopping(file, count):
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+        return read(file, count)
+
+    monkeypatch.setattr(disk, "read", stopping)
+    with pytest.raises(errors.StageError, match=r"digits\.tar: stopped answering .*run it again"):
+        stage("drive:digits.tar", progress=False)
+    [part] = cache().glob("*.part/*/archive")
+    assert part.stat().st_size == 1 << 20
+    assert (stage("drive:digits.tar", progress=False) / "a").stat().st_size == 2_500_000
 
 
 def test_a_part_of_an_older_version_is_not_resumed(place):
