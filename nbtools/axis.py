@@ -1,0 +1,63 @@
+"""Round numbers for axes, and how numbers and durations are written beside them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `3 min 20 s`, `2 h 05 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def number(value: float) -> str:
+    """Three or four digits: enough to see a change, few enough to read at once."""
+    size = abs(value)
+    if size != 0 and (size < 1e-3 or size >= 1e6):
+        return f"{value:.2e}"
+    decimals = next((d for limit, d in ((0.1, 4), (10, 3), (100, 2), (1000, 1)) if size < limit), 0)
+    return f"{value:,.{decimals}f}"
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers (1, 2, 2.5 or 5 times a power of ten) from low to high, about `count` of them."""
+    span = high - low
+    if not span > 0 or not math.isfinite(span):
+        return [low]
+    power = 10 ** math.floor(math.log10(span / count))
+    step = next(s * power for s in (1, 2, 2.5, 5, 10) if s * power * count >= span * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Powers of ten, at most about `count` of them; on an axis with fewer than three, 1, 2 and 5 times each."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1,), (1, 2, 5)):
+        found = [s * 10.0**p for p in powers for s in steps if low <= s * 10.0**p <= high]
+        if len(found) > 2:
+            break
+    return found[:: math.ceil(len(found) / (count + 1))]
+
+
+def tick_labels(values: Sequence[float], log: bool = False) -> list[str]:
+    """Labels of one axis with equal decimals; thousands as 2k, 2.5M."""
+    if log:
+        return [
+            f"{v:.0e}".replace("e-0", "e-").replace("e+0", "e") if not 0.01 <= v < 1e4 else f"{v:g}" for v in values
+        ]
+    top = max(map(abs, values), default=0.0)
+    for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if top >= scale * (1 if scale > 1e3 else 2):
+            return [f"{v / scale:g}{suffix}" if v else "0" for v in values]
+    gap = min((b - a for a, b in itertools.pairwise(values)), default=top or 1.0)
+    decimals = max(0, -math.floor(math.log10(gap) + 1e-9)) if gap > 0 else 0
+    decimals += any(abs(v * 10**decimals - round(v * 10**decimals)) > 1e-6 for v in values)
+    return [f"{v + 0.0:.{decimals}f}" for v in values]
