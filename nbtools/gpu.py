@@ -70,8 +70,9 @@ class Gpu:
 
     @property
     def gigabytes(self) -> int | None:
-        """Memory as the shop names it: 24,564 MiB are a 24 GB card, which a plain `>= 24 * 1024` would miss."""
-        return None if self.memory_total is None else round(self.memory_total / 1024)
+        """Memory in decimal GB, never below the figure it is sold under: an L4, a "24 GB" card, has only 22.5 GiB, so a
+        tier that asks for 24 GiB would miss it."""
+        return None if self.memory_total is None else round(self.memory_total * MIB / 1e9)
 
     @property
     def bf16(self) -> bool | None:
