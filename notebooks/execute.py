@@ -43,6 +43,7 @@ def execute(
         build.notebook(name, build.repository()),
         timeout=LIMIT,
         kernel_name="python3",
+        extra_arguments=["--log-level=ERROR"],  # it warns of unencrypted TCP, which stays on this machine
         resources={"metadata": {"path": str(folder)}},
         on_cell_start=lambda cell, cell_index: announce(cell, say) if say else None,
     )
@@ -92,7 +93,7 @@ def report(tiny: bool) -> int:
     from nbtools.tasks import captcha
 
     run = nb.Run.open(DEMO / "runs" / "captcha")
-    unseen = nb.evaluate(run, captcha.pack("drive:nbtools/captcha.tar", progress=False), split="test")
+    unseen = nb.evaluate(run, captcha.pack("drive:nbtools/captcha.tar"), split="test")
     print(f"\n{run.summary().to_string()}\n\n{run.receipt}\n")
     accuracy = unseen["whole_accuracy"]
     print(f"whole captchas read right, of those never seen: {accuracy:.1%} (promised: {PROMISED:.0%})")

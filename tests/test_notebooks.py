@@ -95,7 +95,7 @@ def test_what_one_hands_to_the_next_lies_on_drive(tmp_path):
         outputs.append(text(execute.execute(name, machine, drive, tiny=True)))
     data, train, evaluate = outputs
     assert "1234_cut-off.png" in data
-    assert "12#4_typo.png" in data
+    assert "screenshot.png" in data
     assert "instead" not in train, "the pack that 1_data kept was not found"
     assert "instead" not in evaluate, "the run that 2_train kept was not found"
     assert "whole_accuracy" in evaluate

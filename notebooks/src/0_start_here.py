@@ -73,13 +73,13 @@ advice
 # `captcha/2_train` is for. Stop it whenever you like; running the cell again goes on.
 
 # %%
-run = nb.fit(captcha, pack, advice.plan.replace(epochs=EPOCHS, warmup_epochs=0.0), run="runs/first")
+run = nb.fit(captcha, pack, advice.plan.replace(epochs=EPOCHS, warmup_epochs=0.0), run="runs/first", receipt=False)
 
 # %% [markdown]
 # A row an epoch; `run.history` has every logged step.
 
 # %%
-run.summary()
+run.summary().round(4)
 
 # %% [markdown]
 # ## Where to go on

@@ -15,7 +15,7 @@
 # %% [markdown]
 # ## Settings
 # `SOURCE` may be a folder, an archive (tar, tar.gz, tar.xz, zip), `drive:…` for a path in your Drive, or a Drive link.
-# A image's text is its file name up to the first `_`: `7402_a.png` reads 7402.
+# An image's text is its file name up to the first `_`: `7402_a.png` reads 7402.
 
 # %%
 import os
@@ -39,7 +39,7 @@ from nbtools.tasks import captcha
 if SOURCE is None:
     SOURCE = captcha.demo("data/captcha", count=COUNT)
     (SOURCE / "1234_cut-off.png").write_bytes(b"\x89PNG\r\n\x1a\n, and then nothing")
-    (SOURCE / "12#4_typo.png").write_bytes(next(SOURCE.glob("*.png")).read_bytes())
+    (SOURCE / "screenshot.png").write_bytes(next(SOURCE.glob("*_1.png")).read_bytes())
 folder = nb.stage(SOURCE)
 folder
 

@@ -80,7 +80,7 @@ run = nb.fit(captcha, pack, plan, run=RUN, keep=KEEP)
 # A row an epoch. `val_whole_accuracy` is the share of captchas with every character right.
 
 # %%
-run.summary()
+run.summary().round(4)
 
 # %% [markdown]
 # ## The receipt
