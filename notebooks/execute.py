@@ -93,7 +93,7 @@ def report(tiny: bool) -> int:
     from nbtools.tasks import captcha
 
     run = nb.Run.open(DEMO / "runs" / "captcha")
-    unseen = nb.evaluate(run, captcha.pack("drive:nbtools/captcha.tar"), split="test")
+    unseen = nb.evaluate(run, captcha.pack("drive:nbtools/captcha.tar", progress=False), split="test")
     print(f"\n{run.summary().to_string()}\n\n{run.receipt}\n")
     accuracy = unseen["whole_accuracy"]
     print(f"whole captchas read right, of those never seen: {accuracy:.1%} (promised: {PROMISED:.0%})")
