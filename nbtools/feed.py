@@ -69,7 +69,11 @@ def grouped(
 
 
 def split(order: np.ndarray, size: int) -> list[np.ndarray]:
-    return [order[i : i + size] for i in range(0, len(order), size)]
+    """Consecutive batches; a last one of a single sample, which BatchNorm refuses, gets another from the one before."""
+    cuts = list(range(size, len(order), size))
+    if size > 1 and cuts and len(order) - cuts[-1] == 1:
+        cuts[-1:] = [cuts[-1] - 1] if size > 2 else []
+    return np.split(order, cuts) if len(order) else []
 
 
 def in_order(ids: np.ndarray, lengths: np.ndarray | None, batch_size: int) -> list[np.ndarray]:

@@ -62,6 +62,7 @@ def train(task: Task, state: TrainState, pack: Pack) -> Iterator[Record]:
             yield end_epoch(state, values, len(ids))
     finally:
         state.capture_rng()
+        state.training = False
 
 
 def train_epoch(

@@ -87,6 +87,7 @@ class TrainState:
         self.logged = (0.0, 0.0)
         self.careful_until = self.refused = 0
         self.improved = False
+        self.training = False
         self.events: list[str] = []
 
     @property
@@ -110,7 +111,8 @@ class TrainState:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the state by name: model., ema., optimizer.<parameter>.<name>, sums and random states."""
-        self.capture_rng()
+        if self.training:
+            self.capture_rng()
         found = {f"model.{k}": v for k, v in self.model.state_dict().items()}
         if self.ema is not None:
             found |= {f"ema.{k}": v for k, v in self.ema.state_dict().items()}
@@ -141,11 +143,13 @@ class TrainState:
         self.rng, self.cuda_rng = tensors["rng"], tensors.get("cuda_rng", self.cuda_rng)
 
     def capture_rng(self) -> None:
+        """Take over torch's random state, which is the run's own only while its loop runs."""
         self.rng = torch.get_rng_state()
         if self.device.type == "cuda":
             self.cuda_rng = torch.cuda.get_rng_state(self.device)
 
     def restore_rng(self) -> None:
+        self.training = True
         torch.set_rng_state(self.rng)
         if self.device.type == "cuda" and self.cuda_rng is not None:
             torch.cuda.set_rng_state(self.cuda_rng, self.device)

@@ -73,9 +73,11 @@ def backward(
 def accumulate(task: Task, state: TrainState, raw: Batch) -> tuple[Tensor, Tensor | float]:
     """Several micro-batches, one gradient: divided by the true count of all, known only at the end."""
     size = len(raw["id"])
+    parts = -(-size // (state.micro or size))
+    bounds = [size * i // parts for i in range(parts + 1)]  # even parts: a rest of one sample would break BatchNorm
     loss_sum, count = torch.zeros((), device=state.device), 0
-    for start in range(0, size, state.micro or size):
-        part = {name: tensor[start : start + (state.micro or size)] for name, tensor in raw.items()}
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        part = {name: tensor[start:end] for name, tensor in raw.items()}
         part_sum, part_count = backward(task, state, part, denominator=size)
         loss_sum, count = loss_sum + part_sum, count + part_count
     factor = size / at_least_one(count)

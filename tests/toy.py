@@ -112,3 +112,10 @@ def metrics(outputs, batch):
 
 def decode(outputs, card) -> list[str]:
     return [card.classes[i] for i in torch.as_tensor(outputs).argmax(1).tolist()]
+
+
+def forward_one(model: nn.Module, pack: Pack, i: int) -> int:
+    """The class of one sample, the slow and obvious way."""
+    model.eval()
+    with torch.no_grad():
+        return int(model({"x": torch.from_numpy(pack.sample(i)["x"])[None]}).argmax())
