@@ -1,5 +1,5 @@
-"""Augmentation of whole batches on their device, from a sample's own random numbers only: what a sample becomes does not
-depend on its batch, its padding, or the machine. B samples, H × W pixels.
+"""Augmentation of whole batches on their device, from a sample's own random numbers only: what a sample becomes does
+not depend on its batch, its padding, or the machine. B samples, H × W pixels.
 """
 
 from __future__ import annotations

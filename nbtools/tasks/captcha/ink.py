@@ -1,5 +1,5 @@
-"""A line of text reduced to its ink: colours, noise lines, blank margins and wide gaps are most of a captcha's data, and
-a network would have to learn to see past them. H rows, W columns.
+"""A line of text reduced to its ink: colours, noise lines, blank margins and wide gaps are most of a captcha's data,
+and a network would have to learn to see past them. H rows, W columns.
 
 On the real captchas (80 × 462 pixels RGB on average) this leaves 32 × 165 grey ones, and a network that trained for the
 same three minutes reads 26 % of the characters wrong where it read 39 % from their colours.
@@ -66,7 +66,7 @@ def contrast(ink: np.ndarray) -> np.ndarray:
 
 
 def box(ink: np.ndarray) -> tuple[int, int, int, int]:
-    """(top, bottom, left, right) around rows and columns with two pixels of ink, with a margin; all where there is none."""
+    """(top, bottom, left, right) of rows and columns with two pixels of ink, and a margin; all where there is none."""
     columns = np.flatnonzero(ink.sum(0) >= 2)
     rows = np.flatnonzero(ink[:, columns[0] : columns[-1] + 1].sum(1) >= 2) if len(columns) else columns
     if not len(columns) or not len(rows):
