@@ -17,7 +17,8 @@ test: .venv/ready  ## every test (≤ 15 min on 2 cores)
 	@$(BIN)/python -m pytest -q
 
 bench: .venv/ready-bench  ## benchmarks one after another; receipts under benchmarks/results/
-	@for file in $$(grep -l __main__ benchmarks/*.py); do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
+	@for name in $$(grep -l __main__ benchmarks/*.py | xargs -n1 basename -s .py); do \
+	    echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 notebooks: .venv/ready  ## write notebooks/**/*.ipynb and the README's table from notebooks/src/
 	@$(BIN)/python -m notebooks.build
