@@ -2,7 +2,7 @@
 
 from nbtools.tasks.captcha.data import pack, read
 from nbtools.tasks.captcha.demo import demo
-from nbtools.tasks.captcha.show import show
+from nbtools.tasks.captcha.show import show, text_of
 from nbtools.tasks.captcha.task import (
     BASELINE,
     BEST,
@@ -31,4 +31,5 @@ __all__ = [
     "read",
     "show",
     "suggest",
+    "text_of",
 ]

@@ -56,11 +56,9 @@ nb.evaluate(run, pack, split="test")
 # says more than the figure above.
 
 # %%
-from nbtools.tasks.captcha.show import text_of
-
 ids = pack.ids("test")
 read = dict(zip(ids, run.predict_pack(pack, ids), strict=True))
-wrong = [i for i in ids if read[i] != text_of(pack, i)]
+wrong = [i for i in ids if read[i] != captcha.text_of(pack, i)]
 print(f"{len(wrong)} of {len(ids)} read wrong")
 captcha.show(pack, wrong[:12], [read[i] for i in wrong[:12]])
 
