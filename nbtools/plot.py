@@ -40,7 +40,7 @@ def svg(history: History, about: About | None = None, status: str = "") -> str:
     """
     shown = picture(history, about)
     charts = "".join(svg_chart(chart, shown, named=i == 0) for i, chart in enumerate(shown.charts))
-    grid = "display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,360px),1fr));gap:10px 18px"
+    grid = "display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,330px),1fr));gap:10px 18px"
     return (
         '<div style="max-width:1040px;padding:4px 2px;line-height:1.4;'
         'font-family:var(--jp-ui-font-family,system-ui,sans-serif);font-size:13px">'
@@ -70,8 +70,8 @@ def svg_chart(chart: Chart, shown: Picture, named: bool) -> str:
     down = vertical(chart)
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" style="width:100%;height:auto;display:block;overflow:visible" '
-        'fill="currentColor" font-size="12" role="img">',
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" fill="currentColor" font-size="12" '
+        'style="width:100%;max-width:520px;height:auto;display:block;overflow:visible">',
         f'<text x="{LEFT}" y="14" font-weight="600" font-size="13">{escape(chart.title)}</text>',
         legend(chart),
         '<g stroke="currentColor" stroke-opacity=".13">',
@@ -281,10 +281,10 @@ class LivePlot:
         start = time.monotonic()
         if start < self.due:
             return
-        self.widget.value = svg(history, self.about, status)
-        if not self.shown:
+        if not self.shown:  # still empty: a saved notebook keeps the widget's text, which would be the whole drawing
             display(self.widget)
             self.shown = True
+        self.widget.value = svg(history, self.about, status)
         end = time.monotonic()
         self.due = end + max(PERIOD, (end - start) / COST)
 

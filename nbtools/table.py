@@ -15,12 +15,14 @@ from typing import Any
 
 EMPTY = "–"
 NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( ?[%×]| [^\d\s]+)?")  # 12, 1e-06, 97 %, 24.3×, 1.5 GB; not 0001.png
+WHOLE = 24  # characters: a shorter cell stays on one line, `250/400 W` is one word
 LEAST = 24  # characters: below this a wrapped column is worse to read than a line that the terminal breaks
 
 # Inline, since GitHub and Colab drop or share <style>; only inherited colours and half-grey, so any theme's text shows.
 TABLE = "border-collapse:collapse;font-size:13px;line-height:1.45;font-variant-numeric:tabular-nums;margin:4px 0 8px"
 CAPTION = "caption-side:top;text-align:left;padding:2px 10px 6px 0;font-weight:600;color:inherit"
-HEAD = "padding:3px 14px 3px 0;border-bottom:1px solid rgba(128,128,128,.6);font-weight:600;white-space:nowrap"
+HEAD = "padding:3px 14px 3px 0;border-bottom:1px solid rgba(128,128,128,.6);font-weight:600"
+KEPT = ";white-space:nowrap"
 CELL = "padding:3px 14px 3px 0;border-bottom:1px solid rgba(128,128,128,.22);vertical-align:top;overflow-wrap:anywhere"
 
 
@@ -31,7 +33,7 @@ def html(headers: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "
 
     def line(tag: str, style: str, row: Sequence[str]) -> str:
         return "".join(
-            f'<{tag} style="{style};text-align:{side}">{markup.escape(cell)}</{tag}>'
+            f'<{tag} style="{style};text-align:{side}{KEPT if len(cell) <= WHOLE else ""}">{markup.escape(cell)}</{tag}>'
             for cell, side in zip(row, align, strict=True)
         )
 
