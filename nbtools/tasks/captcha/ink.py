@@ -59,10 +59,10 @@ def thin(mask: np.ndarray) -> np.ndarray:
 
 
 def contrast(ink: np.ndarray) -> np.ndarray:
-    """Every glyph as dark as the next: ink (H, W) over the strongest of the columns around, so colour is no matter."""
+    """Every glyph as dark as the next: ink (H, W) over the strongest of the columns around; its colour says nothing."""
     strongest = np.pad(ink.max(0), NEAR)
     around = np.lib.stride_tricks.sliding_window_view(strongest, 2 * NEAR + 1).max(1)
-    return (ink * (255.0 / np.maximum(around, FLOOR))).clip(0, 255).astype(np.uint8)
+    return np.rint(ink * (255.0 / np.maximum(around, FLOOR))).clip(0, 255).astype(np.uint8)
 
 
 def box(ink: np.ndarray) -> tuple[int, int, int, int]:

@@ -102,7 +102,7 @@ def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:
     return {**raw, "image": 2 * ink - 0.3, "image_length": lengths}
 
 
-def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> Pair:
+def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[Tensor, int]:
     """Sum of a loss over the batch, and how many terms it has: samples, or characters for cross-entropy."""
     outputs, labels = model(batch), batch["label"]
     if isinstance(outputs, tuple):
