@@ -221,10 +221,11 @@ def thinned(x: np.ndarray, y: np.ndarray, columns: int = COLUMNS) -> tuple[np.nd
     if size <= 2:
         return x, y
     whole = len(x) // size * size
-    blocks = y[:whole].reshape(-1, size)
+    blocks, rest = y[:whole].reshape(-1, size), y[whole:]
     start = np.arange(0, whole, size)
     pairs = np.sort(np.stack((blocks.argmin(1) + start, blocks.argmax(1) + start), axis=1), axis=1).ravel()
-    keep = np.concatenate(([0], pairs, np.arange(whole, len(x)), [len(x) - 1]))
+    tail = sorted((whole + rest.argmin(), whole + rest.argmax())) if len(rest) else []
+    keep = np.concatenate(([0], pairs, tail, [len(x) - 1])).astype(int)
     keep = keep[np.concatenate(([True], keep[1:] > keep[:-1]))]
     return x[keep], y[keep]
 

@@ -10,7 +10,6 @@ import contextlib
 import html
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,16 +89,17 @@ class Gpus(list[Gpu]):
         self.note = note
 
     def __repr__(self) -> str:
-        rows = cells(self)
-        wide = table.text(HEADERS, rows)
-        if max(map(len, wide.splitlines())) > shutil.get_terminal_size((120, 24)).columns:  # then a column a GPU
-            wide = table.text(["", *(f"GPU {row[0]}" for row in rows)], list(zip(HEADERS, *rows, strict=True))[1:])
-        return f"{wide}\n{self.note}" if self else self.note
+        return f"{table.text(*self.table())}\n{self.note}" if self else self.note
 
     def _repr_html_(self) -> str:
-        if not self:
-            return f"<div>{html.escape(self.note)}</div>"
-        return table.html(HEADERS, cells(self), self.note)
+        return table.html(*self.table(), self.note) if self else f"<div>{html.escape(self.note)}</div>"
+
+    def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
+        """(headers, rows): a column a GPU while they fit beside each other, else a row a GPU."""
+        rows = cells(self)
+        if len(rows) > 3:
+            return HEADERS, rows
+        return ["", *(f"GPU {row[0]}" for row in rows)], list(zip(HEADERS, *rows, strict=True))[1:]
 
 
 def gpus() -> Gpus:
@@ -258,12 +258,12 @@ def cells(found: Sequence[Gpu]) -> list[list[str | None]]:
 
 
 def pair(now: float | None, limit: float | None, unit: str, scale: int = 1) -> str | None:
-    """`11.2/40 GiB`, with a dash for what is not known."""
+    """`11.2 of 40 GiB`, with a dash for what is not known."""
     if now is None and limit is None:
         return None
     digits = "{:.1f}".format if scale > 1 else "{:.0f}".format
     known = [table.EMPTY if value is None else digits(value / scale).removesuffix(".0") for value in (now, limit)]
-    return f"{known[0]}/{known[1]} {unit}"
+    return f"{known[0]} of {known[1]} {unit}"
 
 
 def without_nvidia(why: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 EMPTY = "–"
 NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( ?[%×]| [^\d\s]+)?")  # 12, 1e-06, 97 %, 24.3×, 1.5 GB; not 0001.png
-WHOLE = 24  # characters: a shorter cell stays on one line, `250/400 W` is one word
+WHOLE = 24  # characters: a shorter cell stays on one line, `250 of 400 W` reads as one
 LEAST = 24  # characters: below this a wrapped column is worse to read than a line that the terminal breaks
 
 # Inline, since GitHub and Colab drop or share <style>; only inherited colours and half-grey, so any theme's text shows.
@@ -32,10 +32,11 @@ def html(headers: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "
     align = ["right" if right else "left" for right in numeric(headers, rows)]
 
     def line(tag: str, style: str, row: Sequence[str]) -> str:
-        return "".join(
-            f'<{tag} style="{style};text-align:{side}{KEPT if len(cell) <= WHOLE else ""}">{markup.escape(cell)}</{tag}>'
+        styles = [
+            f"{style};text-align:{side}{KEPT if len(cell) <= WHOLE else ''}"
             for cell, side in zip(row, align, strict=True)
-        )
+        ]
+        return "".join(f'<{tag} style="{s}">{markup.escape(cell)}</{tag}>' for s, cell in zip(styles, row, strict=True))
 
     body = "".join(f'<tr style="background:none">{line("td", CELL, row)}</tr>' for row in cells)
     title = f'<caption style="{CAPTION}">{markup.escape(caption)}</caption>' if caption else ""

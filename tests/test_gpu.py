@@ -99,20 +99,19 @@ def test_the_table_names_readings_and_escapes_the_name(nvml):
     nvml(["<img src=x onerror=alert(1)>"])
     found = gpu.gpus()
     for shown in (str(found), found._repr_html_()):
-        for part in ("cuda:0", "8.0", "1/40 GiB", "97 %", "250/400 W", "65 °C", "1110/1410 MHz", "too hot"):
+        for part in ("cuda:0", "8.0", "1 of 40 GiB", "97 %", "250 of 400 W", "65 °C", "1110 of 1410 MHz", "too hot"):
             assert part in shown
         assert "550.54.15" in shown
     assert "<img" not in found._repr_html_()
 
 
-def test_in_a_narrow_terminal_each_gpu_is_a_column(nvml, monkeypatch):
-    nvml()
-    monkeypatch.setenv("COLUMNS", "80")
-    lines = str(gpu.gpus()).splitlines()
-    assert lines[0].split() == ["GPU", "0", "GPU", "1"]
-    assert max(map(len, lines)) <= 80
-    monkeypatch.setenv("COLUMNS", "180")
-    assert str(gpu.gpus()).splitlines()[0].split()[:3] == ["GPU", "torch", "name"]
+def test_up_to_three_gpus_stand_side_by_side_and_more_below_each_other(nvml):
+    nvml(["A"] * 3)
+    assert str(gpu.gpus()).split("\n")[0].split() == ["GPU", "0", "GPU", "1", "GPU", "2"]
+    nvml(["A"] * 4)
+    lines = str(gpu.gpus()).split("\n")
+    assert lines[0].split()[:3] == ["GPU", "torch", "name"]
+    assert lines[5].split()[:3] == ["3", "cuda:3", "A"]
 
 
 READINGS = [name for name in vars(fake_nvml()) if name.startswith(("nvmlDeviceGet", "nvmlSystemGet"))]
