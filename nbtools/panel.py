@@ -193,14 +193,15 @@ def form(panel: Panel) -> Any:
     shown = [name for name in SHOWN if name in panel.fields][:8]
     more = Accordion(children=[VBox([row(panel, n) for n in panel.fields if n not in shown])], selected_index=None)
     more.set_title(0, "More")
-    top = HBox([*presets, panel.said], layout=Layout(align_items="center", margin="0 0 6px"))
+    top = HBox([*presets, panel.said], layout=Layout(align_items="center", grid_gap="10px", margin="0 0 6px"))
     return VBox([top, *[row(panel, name) for name in shown], more], layout=Layout(max_width="1040px"))
 
 
 def row(panel: Panel, name: str) -> Any:
     from ipywidgets import HBox, Label, Layout
 
-    unit = panel.rules[name].metadata.get("unit")
-    title = f"{name} ({unit})" if unit and unit not in name else name
+    unit = panel.rules[name].metadata.get("unit", "")
+    help = panel.rules[name].metadata.get("help", "")
+    title = f"{name} ({unit})" if unit and unit not in f"{name} {help}" else name
     label = Label(title, layout=Layout(width="170px", min_width="170px"))
     return HBox([label, panel.fields[name], panel.notes[name]], layout=Layout(align_items="center", grid_gap="12px"))

@@ -296,6 +296,7 @@ class LivePlot:
         if self.widget is not None:
             from IPython.display import Image
 
+            self.widget.value = ""  # or an executed notebook keeps the live frame beside the picture
             self.widget.close()
             self.widget = None
             display(Image(image, retina=True))

@@ -285,7 +285,7 @@ def test_at_the_end_the_picture_is_a_png_in_the_output_and_in_the_run_folder(not
     assert image.data == (tmp_path / "plot.png").read_bytes()
     with Image.open(io.BytesIO(image.data)) as picture:
         assert picture.width == 1440
-    assert widget.comm is None  # closed: the live frame is gone
+    assert (widget.value, widget.comm) == ("", None)  # closed: the live frame is gone
     live.update(history(80))
     assert len(notebook) == 2
 
