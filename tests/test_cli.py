@@ -1,0 +1,91 @@
+"""The terminal does what the notebook does, with every knob as an option."""
+
+import dataclasses
+import json
+
+import pytest
+import toy
+
+from nbtools.__main__ import literal, main, parser
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return toy.demo(tmp_path_factory.mktemp("cli") / "raw", count=150)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def test_demo_pack_advise_train_evaluate_predict_in_a_row(tmp_path, capsys):
+    raw, run = tmp_path / "raw", tmp_path / "run"
+    assert main(["demo", "toy", str(raw), "--count", "150"]) == 0
+    assert main(["pack", "toy", str(raw)]) == 0
+    assert "classes   4: a b c d" in capsys.readouterr().out
+    assert main(["advise", "toy", "--data", str(raw)]) == 0
+    assert "rule of thumb" in capsys.readouterr().out
+    train = ["train", "toy", "--data", str(raw), "--run", str(run), "--no-receipt", "--batch-size", "8"]
+    assert main([*train, "--epochs", "2", "--hidden", "24", "--no-compile", "--betas", "0.8,0.99"]) == 0
+    plan = json.loads((run / "plan.json").read_text())
+    assert (plan["epochs"], plan["hidden"], plan["batch_size"], plan["betas"]) == (2, 24, 8, [0.8, 0.99])
+    assert main([*train, "--epochs", "3"]) == 0  # goes on, with the knobs it had
+    assert json.loads((run / "plan.json").read_text())["hidden"] == 24
+    out = capsys.readouterr().out
+    assert "Run" in out
+    assert "3 of 3 epochs" in out
+    assert main(["evaluate", "toy", "--data", str(raw), "--run", str(run), "--split", "val"]) == 0
+    values = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(values) == {"loss", "accuracy"}
+    files = sorted(map(str, raw.glob("*.npy")))[:2]
+    assert main(["predict", "toy", "--run", str(run), *files]) == 0
+    assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == files
+
+
+def test_every_knob_of_the_plan_is_an_option():
+    shown = parser(["train", "toy"])
+    text = shown._subparsers._group_actions[0].choices["train"].format_help()
+    for field in dataclasses.fields(toy.Plan):
+        assert "--" + field.name.replace("_", "-") in text
+
+
+def test_another_batch_size_moves_lr_by_the_rule_and_says_so(data, tmp_path, capsys):
+    train = ["train", "toy", "--data", str(data), "--run", str(tmp_path / "run"), "--no-receipt", "--epochs", "1"]
+    assert main([*train, "--from", "plan", "--lr-rule", "sqrt", "--batch-size", "64"]) == 0
+    assert "lr 0.01 → 0.02 for batch 16 → 64 (sqrt rule)" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["lr"] == 0.02
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--batch-size", "x"], "Plan.batch_size must be a whole number, got 'x'"),
+        (["--warmup-epochs", "-1"], "Plan.warmup_epochs must be ≥ 0, got -1.0"),
+        (["--amp", "fp8"], "Plan.amp must be one of off, bf16, fp16, got 'fp8'"),
+        (["--batch-size", "5000"], "larger than the train split"),
+    ],
+)
+def test_a_bad_knob_is_one_sentence_and_starts_nothing(data, tmp_path, capsys, words, sentence):
+    assert main(["train", "toy", "--data", str(data), "--run", str(tmp_path / "run"), *words]) == 1
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1].startswith("nbtools: ")
+    assert sentence in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_unknown_task_and_missing_data_are_said_by_name(tmp_path, capsys):
+    assert main(["pack", "nosuchtask", str(tmp_path)]) == 1
+    assert "no task 'nosuchtask': there are captcha" in capsys.readouterr().err
+    assert main(["pack", "toy", str(tmp_path / "nothing")]) == 1
+    assert "nothing" in capsys.readouterr().err
+
+
+def test_gpus_says_what_there_is(capsys):
+    assert main(["gpus"]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_literals():
+    texts = ["3", "0.5", "true", "None", "a", "4,8", "0123", "1e-3"]
+    assert list(map(literal, texts)) == [3, 0.5, True, None, "a", (4, 8), "0123", 0.001]
