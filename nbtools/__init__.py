@@ -15,6 +15,7 @@ from nbtools.gpu import Gpu, gpus
 from nbtools.history import History, Record
 from nbtools.loop import train
 from nbtools.pack import Pack
+from nbtools.panel import Panel
 from nbtools.plan import Plan, knob
 from nbtools.run import Run, evaluate
 from nbtools.stage import stage
@@ -28,6 +29,7 @@ __all__ = [
     "History",
     "NbtoolsError",
     "Pack",
+    "Panel",
     "Plan",
     "Record",
     "Run",
