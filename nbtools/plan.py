@@ -7,8 +7,10 @@ dataclass fields, so a new knob appears in both by itself.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
+import operator
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -35,7 +37,7 @@ def knob(
 
 @dataclass(frozen=True)
 class Plan:
-    """How to train: knobs only, nothing about the data or the machine. Raises PlanError naming the field and the rule."""
+    """How to train: knobs only, nothing about the data or the machine. Raises PlanError naming field and rule."""
 
     epochs: int = knob(10, "passes over the training split", least=1)
     batch_size: int = knob(64, "samples an optimizer step, all processes together", least=1)
@@ -82,17 +84,21 @@ class Plan:
         if self.min_lr > self.lr:
             raise PlanError(f"Plan.min_lr must be ≤ lr ({self.lr:g}), got {self.min_lr:g}; lower it or raise lr")
         if self.warmup_epochs > self.epochs:
-            raise PlanError(f"Plan.warmup_epochs must be ≤ epochs ({self.epochs}), got {self.warmup_epochs:g}")
+            raise PlanError(
+                f"Plan.warmup_epochs must be ≤ epochs ({self.epochs}), got {self.warmup_epochs:g}; "
+                "lower it or raise epochs"
+            )
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some knobs changed; an unknown name is an error that lists near ones."""
         return type(self).from_dict({**self.to_dict(), **changes})
 
     def with_batch_size(self, batch_size: int) -> Self:
-        """A copy for another effective batch, lr moved by `lr_rule` (√k: arXiv 2205.10287; linear: arXiv 1706.02677)."""
-        lr = self.lr * lr_factor(self.lr_rule, batch_size / self.batch_size)
-        micro = min(self.micro_batch_size, batch_size) if self.micro_batch_size else None
-        return self.replace(batch_size=batch_size, micro_batch_size=micro, lr=lr, min_lr=min(self.min_lr, lr))
+        """A copy for another effective batch, lr moved by `lr_rule` (√k: arXiv 2205.10287, linear: 1706.02677)."""
+        resized = self.replace(batch_size=batch_size, micro_batch_size=None)
+        lr = self.lr * lr_factor(self.lr_rule, resized.batch_size / self.batch_size)
+        micro = min(self.micro_batch_size, resized.batch_size) if self.micro_batch_size else None
+        return resized.replace(micro_batch_size=micro, lr=lr, min_lr=min(self.min_lr, lr))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by field name, ready for JSON."""
@@ -100,10 +106,10 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        known = [f.name for f in dataclasses.fields(cls)]
+        known = {f.name for f in dataclasses.fields(cls)}
         for name in values:
             if name not in known:
-                raise PlanError(f"{cls.__qualname__} has no knob {name!r}{near(name, known)}")
+                raise unknown(cls, name)
         return cls(**values)
 
     def to_json(self) -> str:
@@ -111,12 +117,22 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        return cls.from_dict(json.loads(text))
+        """Raises PlanError for text that is no JSON object of knobs."""
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"{cls.__qualname__} must be a JSON object of knobs, got {text[:40]!r} ({error})") from None
+        if not isinstance(values, dict):
+            raise PlanError(f"{cls.__qualname__} must be a JSON object of knobs, got {text[:40]!r}")
+        return cls.from_dict(values)
 
     @classmethod
     def parse(cls, name: str, text: str) -> Any:
         """The value that a person typed for one knob, by the field's type: `none`, `true`, `0.9,0.999`, `3e-4`."""
-        return parsed(f"{cls.__qualname__}.{name}", text, typing.get_type_hints(cls)[name])
+        hints = typing.get_type_hints(cls)
+        if name not in hints:
+            raise unknown(cls, name)
+        return parsed(f"{cls.__qualname__}.{name}", text, hints[name])
 
 
 def lr_factor(rule: str, k: float) -> float:
@@ -124,11 +140,12 @@ def lr_factor(rule: str, k: float) -> float:
     return {"none": 1.0, "sqrt": math.sqrt(k), "linear": k}[rule]
 
 
-def near(name: str, known: Sequence[str]) -> str:
-    import difflib
-
+def unknown(plan: type[Plan], name: str) -> PlanError:
+    """The error for a knob that a plan does not have: near names, else all."""
+    known = [f.name for f in dataclasses.fields(plan)]
     close = difflib.get_close_matches(name, known, n=3)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; it has {', '.join(known)}"
+    hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(known)}"
+    return PlanError(f"{plan.__qualname__} has no knob {name!r}; {hint}")
 
 
 def checked(name: str, value: Any, hint: Any, rule: Mapping[str, Any]) -> Any:
@@ -149,16 +166,16 @@ def checked(name: str, value: Any, hint: Any, rule: Mapping[str, Any]) -> Any:
     value = typed(name, value, kind)
     if rule.get("choices") and value not in rule["choices"]:
         raise PlanError(f"{name} must be one of {', '.join(map(str, rule['choices']))}, got {value!r}")
-    for sign, broken in (("least", lambda a, b: a < b), ("above", lambda a, b: a <= b), ("most", lambda a, b: a > b)):
-        bound = rule.get(sign)
-        if bound is not None and broken(value, bound):
-            raise PlanError(f"{name} must be {dict(least='≥', above='>', most='≤')[sign]} {bound}, got {value!r}")
+    for word, (sign, holds) in BOUNDS.items():
+        bound = rule.get(word)
+        if bound is not None and not holds(value, bound):
+            raise PlanError(f"{name} must be {sign} {bound}, got {value!r}")
     return value
 
 
 def typed(name: str, value: Any, kind: type) -> Any:
     whole = isinstance(value, float) and value.is_integer() and kind is int
-    if kind is float and isinstance(value, int) and not isinstance(value, bool) or whole:
+    if (kind is float and isinstance(value, int) and not isinstance(value, bool)) or whole:
         value = kind(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise PlanError(f"{name} must be {WORDS.get(kind, kind.__name__)}, got {value!r}")
@@ -174,21 +191,13 @@ def parsed(name: str, text: str, hint: Any) -> Any:
     kind = next(k for k in kinds if k is not type(None))
     try:
         if typing.get_origin(kind) is tuple:
-            return tuple(typing.get_args(kind)[0](part) for part in text.strip("()[] ").split(","))
+            parts = text.strip("()[] ").split(",")
+            return tuple(typing.get_args(kind)[0](part) for part in parts if part.strip())
         if kind is bool:
-            return {
-                "true": True,
-                "yes": True,
-                "on": True,
-                "1": True,
-                "false": False,
-                "no": False,
-                "off": False,
-                "0": False,
-            }[text.lower()]
+            return BOOLEANS[text.lower()]
         return kind(text)
     except (ValueError, KeyError):
-        raise PlanError(f"{name} must be {WORDS.get(kind, str(kind))}, got {text!r}") from None
+        raise PlanError(f"{name} must be {WORDS.get(kind, 'numbers with commas between')}, got {text!r}") from None
 
 
 def options(hint: Any) -> tuple[Any, ...]:
@@ -196,4 +205,6 @@ def options(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
 
 
+BOUNDS = {"least": ("≥", operator.ge), "above": (">", operator.gt), "most": ("≤", operator.le)}
+BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
