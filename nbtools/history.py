@@ -1,10 +1,11 @@
-"""Record and History: what a run reports, as rows for a CSV file and a DataFrame. The store knows nothing of drawing."""
+"""Record and History: what a run reports, as rows for a CSV file and a DataFrame. The store knows no drawing."""
 
 from __future__ import annotations
 
 import csv
 import io
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +37,8 @@ class Record:
 class History:
     """The rows of one run, in memory and, given a path, in a CSV file that grows by a line a row.
 
-    The header is rewritten when a new column first appears. Cells that a spreadsheet would run as a formula (text that
-    begins with = + - @) are written with a leading apostrophe.
+    The file is rewritten when a new column first appears. Text that a spreadsheet would run as a formula (= + - @), or
+    that would be read back as a number, is written with a leading apostrophe.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None):
@@ -45,7 +46,9 @@ class History:
         self.rows: list[dict[str, Any]] = []
         self.columns: list[str] = list(KEYS)
         if self.path is not None and self.path.exists():
-            self.rows, self.columns = read(self.path)
+            self.rows, self.columns, whole = read(self.path)
+            if not whole:
+                self.rewrite()  # else the next row would be written on to the end of half a line
 
     def append(self, record: Record) -> None:
         """Keep a record that carries values; bare steps are not rows."""
@@ -65,26 +68,25 @@ class History:
             if new or not self.path.exists():
                 self.rewrite()
             else:
-                with open(self.path, "a", newline="", encoding="utf-8") as file:
-                    csv.writer(file).writerow([cell(row.get(name)) for name in self.columns])
+                with disk.append(self.path) as file:
+                    disk.write(file, self.lines([row]).encode())
 
-    def cut(self, step: int) -> None:
-        """Forget all beyond a step: a resumed run writes those rows again."""
-        kept = [row for row in self.rows if row["step"] <= step]
-        if len(kept) < len(self.rows):
-            self.rows = kept
-            if self.path is not None:
-                self.rewrite()
+    def cut(self, count: int) -> None:
+        """Keep the first rows only: a resumed run writes those beyond its checkpoint again."""
+        if len(self.rows) > count:
+            del self.rows[count:]
+            self.rewrite()
 
     def rewrite(self) -> None:
         """The whole file anew, atomically: a reader never sees half of it."""
-        if self.path is None:
-            return
+        if self.path is not None:
+            header = {name: name for name in self.columns}
+            disk.write_atomic(self.path, self.lines([header, *self.rows]))
+
+    def lines(self, rows: Iterable[Mapping[str, Any]]) -> str:
         text = io.StringIO(newline="")
-        writer = csv.writer(text)
-        writer.writerow(self.columns)
-        writer.writerows([cell(row.get(name)) for name in self.columns] for row in self.rows)
-        disk.write_atomic(self.path, text.getvalue())
+        csv.writer(text).writerows([cell(row.get(name)) for name in self.columns] for row in rows)
+        return text.getvalue()
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [row for row in self.rows if row["kind"] == kind]
@@ -105,24 +107,28 @@ class History:
         return len(self.rows)
 
 
-def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows and columns of a history file; a last line cut short by a crash is left out."""
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        lines = list(csv.reader(file))
+def read(path: Path) -> tuple[list[dict[str, Any]], list[str], bool]:
+    """(rows, columns, whether the file is whole) of a history file; a last line cut short by a crash is left out."""
+    data = path.read_bytes()
+    end = data.rfind(b"\n") + 1  # before decoding: the cut may lie within a character
+    lines = list(csv.reader(io.StringIO(data[:end].decode("utf-8-sig"), newline="")))
     columns = lines[0] if lines else list(KEYS)
-    rows = []
-    for line in lines[1:]:
-        if len(line) == len(columns):
-            rows.append({name: value(text) for name, text in zip(columns, line, strict=True) if text != ""})
-    return rows, columns
+    rows = [
+        {name: value(text) for name, text in zip(columns, line, strict=True) if text != ""}
+        for line in lines[1:]
+        if len(line) == len(columns)
+    ]
+    return rows, columns, bool(lines) and end == len(data)
 
 
 def cell(item: Any) -> Any:
-    if item is None:
-        return ""
+    """What stands in the file: one line of text that `value` reads back."""
     if isinstance(item, float):
-        return repr(item)  # every bit: two logs can be compared for equality
-    return "'" + item if isinstance(item, str) and item.startswith(("=", "+", "-", "@")) else item
+        return float.__repr__(item)  # every bit: two logs can be compared for equality
+    if not isinstance(item, str):
+        return item
+    item = " ".join(item.splitlines())
+    return "'" + item if item.startswith(("=", "+", "-", "@", "'")) or value(item) != item else item
 
 
 def value(text: str) -> Any:
