@@ -55,11 +55,11 @@ class Draws:
         return mix((self.keys[:, None] + mix(counter)) & MASK).view(-1, *shape)
 
     def uniform(self, low: float = 0.0, high: float = 1.0, shape: tuple[int, ...] = ()) -> Tensor:
-        """(B, *shape) float32 in [low, high): 24 bits, all that a float32 holds."""
+        """(B, *shape) float32 in [low, high), 24 bits, all that a float32 holds; low ≠ 0 may round up to high."""
         return (self.bits(shape) >> 8).to(torch.float32) * ((high - low) / 2**24) + low
 
     def normal(self, shape: tuple[int, ...] = ()) -> Tensor:
-        """(B, *shape) float32, mean 0, variance 1 (Box–Muller)."""
+        """(B, *shape) float32, mean 0, variance 1 (Box–Muller); equal across devices but for their log and cos."""
         radius = (-2 * torch.log1p(-self.uniform(shape=shape))).sqrt()
         return radius * torch.cos(self.uniform(0, 2 * math.pi, shape))
 

@@ -49,7 +49,9 @@ def batches_left(
     left = np.random.default_rng([seed, epoch]).permutation(len(ids))
     batches: list[np.ndarray] = []
     for k, (batch_size, done) in enumerate(segments):
-        batches = grouped(left, lengths, batch_size, np.random.default_rng([seed, epoch, k]))
+        batches = grouped(
+            left, lengths, batch_size, np.random.default_rng([seed, epoch, k + 1])
+        )  # 0 is NumPy's [seed, epoch]
         taken = np.concatenate(batches[:done]) if done else left[:0]
         left = left[~np.isin(left, taken)]
         batches = batches[done:]
