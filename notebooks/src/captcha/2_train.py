@@ -19,7 +19,8 @@
 # %%
 import os
 
-PACK = "drive:nbtools/captcha.tar"  # what 1_data kept; where there is none, demo images are made
+RAW = "data/captcha"  # the folder that 1_data staged, if this is the same machine
+PACK = "drive:nbtools/captcha.tar"  # else what 1_data kept; where there is none, demo images are made
 RUN = "runs/captcha"  # on this machine, fast
 KEEP = "drive:nbtools/runs/captcha"  # checkpoints go there in the background
 TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
@@ -38,15 +39,17 @@ nb.gpus()
 
 # %% [markdown]
 # ## The data
-# The pack is copied to local disk and opened.
+# On the machine of `1_data` its finished pack is opened at once, and the receipt below can measure the raw files too.
+# On another machine the kept pack is copied from Drive.
 
 # %%
-from nbtools.errors import StageError
+from pathlib import Path
+
 from nbtools.tasks import captcha
 
 try:
-    pack = captcha.pack(PACK)
-except StageError as problem:
+    pack = captcha.pack(RAW if Path(RAW).exists() else PACK)
+except nb.NbtoolsError as problem:
     print(f"{problem}\nMaking demo images instead.")
     pack = captcha.pack(captcha.demo("data/captcha", count=COUNT))
 pack
