@@ -1,8 +1,8 @@
 """A line of text reduced to its ink: colours, noise lines, blank margins and wide gaps are most of a captcha's data,
 and a network would have to learn to see past them. H rows, W columns.
 
-On the real captchas (80 × 462 pixels RGB on average) this leaves 32 × 165 grey ones, and a network that trained for the
-same three minutes reads 26 % of the characters wrong where it read 39 % from their colours.
+On the real captchas (80 × 462 pixels RGB on average) this leaves 32 × 129 grey ones. The same network, trained for the
+same three minutes of one core, reads 20 % of the characters wrong where it read 39 % from cropped RGB lines.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ def without_lines(image: np.ndarray) -> np.ndarray:
 
     They are filled from both of their sides. Solid black strokes stay, and so does all of a black-and-white image.
     """
-    paper = np.median(image[::2, ::2].reshape(-1, 3), axis=0)
-    ink = np.abs(image - paper.astype(np.int16)).max(2).astype(np.uint8)
-    brightest = image.max(2)
-    coloured = (brightest - image.min(2) >= FAINT).sum()
+    planes = np.ascontiguousarray(image.transpose(2, 0, 1))  # extremes over channels are 20 times as fast along axis 0
+    brightest, darkest = planes.max(0), planes.min(0)
+    paper = np.median(planes[:, ::2, ::2], axis=(1, 2)).astype(np.int16)
+    ink = np.abs(planes - paper[:, None, None]).max(0).astype(np.uint8)
+    coloured = (brightest - darkest >= FAINT).sum()
     if coloured < COLOURED * (ink >= FAINT).sum():
         return ink
     hair = thin(brightest <= BLACK)
@@ -54,8 +55,12 @@ def without_lines(image: np.ndarray) -> np.ndarray:
 
 def thin(mask: np.ndarray) -> np.ndarray:
     """(H, W) bool: the pixels that are in no solid 3 × 3 block (where two lines cross there are 2 × 2 ones)."""
-    blocks = np.lib.stride_tricks.sliding_window_view(np.pad(mask, 1), (3, 3)).all((2, 3))
-    return mask & ~np.lib.stride_tricks.sliding_window_view(np.pad(blocks, 1), (3, 3)).any((2, 3))
+    height, width = mask.shape
+    blocks = np.zeros((height + 2, width + 2), bool)  # a block's place is its centre, which is never at the border
+    rows = mask[:-2] & mask[1:-1] & mask[2:]
+    blocks[2:-2, 2:-2] = rows[:, :-2] & rows[:, 1:-1] & rows[:, 2:]
+    rows = blocks[:-2] | blocks[1:-1] | blocks[2:]
+    return mask & ~(rows[:, :-2] | rows[:, 1:-1] | rows[:, 2:])
 
 
 def contrast(ink: np.ndarray) -> np.ndarray:
