@@ -37,7 +37,7 @@ def prepare(plan: Plan, device: torch.device, many_shapes: bool) -> None:
     torch.backends.cudnn.benchmark = not plan.deterministic and not many_shapes
     if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch ≥ 2.9; not to be mixed with the older flags
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-        torch.backends.cudnn.conv.fp32_precision = "tf32"
+        torch.backends.cudnn.conv.fp32_precision = "tf32"  # pyright: ignore[reportAttributeAccessIssue]
     else:
         torch.set_float32_matmul_precision("high")
 

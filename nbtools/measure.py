@@ -60,9 +60,9 @@ class Receipt:
         parts = {"before": Rate(**values["before"]), "after": Rate(**values["after"]), "notes": tuple(values["notes"])}
         return cls(**{**values, **parts})
 
-    def rows(self) -> list[tuple[str, str, str]]:
+    def rows(self) -> list[tuple[str, ...]]:
         pair = (self.before, self.after)
-        rows = [
+        rows: list[tuple[str, ...]] = [
             ("samples/s", *(f"{r.samples_per_s:,.0f} ({r.least:,.0f}–{r.most:,.0f})" for r in pair)),
             ("waiting for data", *(f"{r.data_wait:.0%}" for r in pair)),
         ]

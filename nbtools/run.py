@@ -68,12 +68,14 @@ class Run:
 
     def summary(self) -> pd.DataFrame:
         """One row an epoch, from 1: losses, metrics, lr, batch, seconds, samples/s, share of waiting, memory in MiB."""
+        import pandas as pd
+
         frame = self.history.frame("epoch")
         metrics = [c for c in frame.columns if c.startswith("val_") and c != "val_loss"]
         memory = [c for c in frame.columns if "memory" in c]
         order = [*TABLE[:2], *metrics, *TABLE[2:], *memory]
-        frame.index = (frame["epoch"] + 1).rename("epoch")
-        return frame[[name for name in order if name in frame.columns]]
+        frame.index = pd.Index(frame["epoch"] + 1, name="epoch")
+        return frame.loc[:, [name for name in order if name in frame.columns]]
 
     def model(self, device: torch.device | str | None = None) -> nn.Module:
         """The network with the best weights, in eval mode, on the GPU where there is one."""

@@ -36,7 +36,7 @@ class Task(Protocol):
 
     def model(self, card: Card, plan: Any) -> nn.Module: ...
     def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch: ...
-    def loss(self, model: Any, batch: Batch, plan: Any) -> Pair: ...
+    def loss(self, model: Any, batch: Batch, plan: Any) -> tuple[Tensor, Tensor | float]: ...
     def metrics(self, outputs: Any, batch: Batch) -> dict[str, Pair]: ...
 
 
@@ -65,7 +65,9 @@ class TrainState:
             model = task.model(self.card, plan).to(self.device)
             self.rng = torch.get_rng_state()
             self.cuda_rng = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        self.model = model.to(memory_format=torch.channels_last) if plan.channels_last else model
+        self.model = model
+        if plan.channels_last:
+            model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  (torch's stub lacks it)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(self.parameters, plan)
         self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
@@ -77,9 +79,9 @@ class TrainState:
         self.epoch = self.step = self.samples = self.skipped = 0
         self.segments: list[list[int]] = []
         self.best: float | None = None
-        self.stale = self.drops = self.waited = 0
+        self.stale = self.drops = 0
         self.stopped: str | None = None
-        self.seconds = 0.0
+        self.seconds = self.waited = 0.0
         self.loss_sum = torch.zeros(
             (), dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device
         )

@@ -35,9 +35,7 @@ def attempt(task: Task, state: TrainState, raw: Batch, epoch_size: int) -> tuple
     if not state.model.training:
         state.model.train()
     buffers = [b.clone() for b in state.model.buffers()] if state.careful else []
-    clear_gradients(
-        state.parameters
-    )  # before the forward: an interrupt after backward leaves no gradients to the next step
+    clear_gradients(state.parameters)  # before the forward: an interrupt after backward leaves none to the next step
     loss_sum, count = accumulate(task, state, raw) if state.micro and state.micro < size else backward(task, state, raw)
     if state.scaler is not None and (plan.clip_norm is not None or state.careful):
         state.scaler.unscale_(optimizer)
@@ -85,7 +83,8 @@ def accumulate(task: Task, state: TrainState, raw: Batch) -> tuple[Tensor, Tenso
         loss_sum, count = loss_sum + part_sum, count + part_count
     factor = size / at_least_one(count)
     if isinstance(factor, Tensor) or factor != 1:
-        torch._foreach_mul_([p.grad for p in state.parameters if p.grad is not None], factor)
+        gradients = [p.grad for p in state.parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
     return loss_sum, count
 
 
@@ -107,8 +106,9 @@ def clip_gradients(parameters: list[nn.Parameter], most: float) -> None:
     has one device, and the foreach functions sort mixed dtypes by themselves. 31 CPU-µs a step instead of 57.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    torch._foreach_mul_(gradients, (most / (norm + 1e-6)).clamp(max=1.0))
+    norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
+    factor = (most / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def update(state: TrainState, size: int) -> None:
