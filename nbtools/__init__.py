@@ -16,7 +16,6 @@ from nbtools.history import History, Record
 from nbtools.loop import train
 from nbtools.pack import Pack
 from nbtools.panel import Panel
-from nbtools.panel import Panel
 from nbtools.plan import Plan, knob
 from nbtools.run import Run, evaluate
 from nbtools.stage import stage
@@ -30,7 +29,6 @@ __all__ = [
     "History",
     "NbtoolsError",
     "Pack",
-    "Panel",
     "Panel",
     "Plan",
     "Record",
