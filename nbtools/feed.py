@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -75,7 +76,7 @@ def split(order: np.ndarray, size: int) -> list[np.ndarray]:
     cuts = list(range(size, len(order), size))
     if size > 1 and cuts and len(order) - cuts[-1] == 1:
         cuts[-1:] = [cuts[-1] - 1] if size > 2 else []
-    return np.split(order, cuts) if len(order) else []
+    return [order[start:end] for start, end in pairwise([0, *cuts, len(order)])] if len(order) else []
 
 
 def in_order(ids: np.ndarray, lengths: np.ndarray | None, batch_size: int) -> list[np.ndarray]:
