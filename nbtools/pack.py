@@ -1,6 +1,6 @@
 """Pack: a data set decoded once into flat arrays on disk, memory-mapped; opening it again costs nothing.
 
-    manifest.json           task, classes, preprocessing options, columns, file sizes and hashes
+    pack.json               the manifest: task, classes, preprocessing options, columns, file sizes and hashes
     <column>.npy            fixed: (n, *shape); ragged: (sum of lengths, *shape)
     <column>.offsets.npy    ragged only: (n + 1,) int64; sample i is rows offsets[i]:offsets[i + 1]
     split.npy               (n,) uint8: 0 train, 1 val, 2 test
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 SPLITS = ("train", "val", "test")
-MANIFEST = "manifest.json"
+MANIFEST = "pack.json"  # data sets have a manifest.json of their own
 BAD = ("file", "value", "rule", "fix")  # the columns of the table of bad samples
 
 Sample = dict[str, np.ndarray]
@@ -86,18 +86,17 @@ class Pack:
 
     @classmethod
     def open(cls, folder: str | Path, *, source: Path | None = None, read: Reader | None = None) -> Self:
-        """Open a finished pack. Raises PackError where it is missing, of another version, or a file has another size."""
+        """Open a finished pack. Raises PackError where it is missing, of another version, or a file's size differs."""
         folder = Path(folder)
         try:
-            manifest = json.loads((folder / MANIFEST).read_text())
+            manifest = json.loads((folder / MANIFEST).read_bytes())
+            version = manifest["version"]
         except FileNotFoundError:
             raise PackError(f"{folder}: no {MANIFEST}, so this is no pack; make one with task.pack(source)") from None
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, LookupError, TypeError) as error:
             raise PackError(f"{folder / MANIFEST}: unreadable ({error}); delete the folder and pack again") from None
-        if manifest.get("version") != VERSION:
-            raise PackError(
-                f"{folder}: pack version {manifest.get('version')}, this nbtools reads {VERSION}; pack again"
-            )
+        if version != VERSION:
+            raise PackError(f"{folder}: pack version {version}, this nbtools reads {VERSION}; pack again")
         for name, entry in manifest["files"].items():
             path = folder / name
             size = path.stat().st_size if path.exists() else None
@@ -154,7 +153,7 @@ class Pack:
 
     @cached_property
     def names(self) -> list[str]:
-        return json.loads((self.folder / "names.json").read_text())
+        return json.loads((self.folder / "names.json").read_bytes())
 
     @cached_property
     def split(self) -> np.ndarray:
@@ -236,11 +235,7 @@ class RawFiles(Dataset):
 
     def __getitem__(self, i: int) -> Sample:
         decoded = self.read(self.source / self.pack.names[i], self.pack.options)
-        return {
-            **self.pack.sample(i),
-            **decoded,
-            "id": np.int64(i),
-        }  # the pack gives the labels; its images stay unread
+        return {**self.pack.sample(i), **decoded, "id": np.int64(i)}  # labels are the pack's; its images stay unread
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "source": self.source, "read": self.read}
@@ -281,4 +276,5 @@ def split_of(name: str, val: float = 0.1, test: float = 0.1) -> str:
 
 def position(name: str) -> float:
     """A name's place in [0, 1)."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big") / 2**56
+    data = name.encode(errors="surrogateescape")  # file names need not be UTF-8
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big") / 2**56

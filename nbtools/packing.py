@@ -1,5 +1,5 @@
-"""Writing a pack: find, decode in parallel, split, publish. What cannot be used is listed in one table, never dropped in
-silence; a pack appears under its name only when it is whole.
+"""Writing a pack: find, decode in parallel, split, publish. What cannot be used is listed in one table, never dropped
+in silence; a pack appears under its name only when it is whole.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ import hashlib
 import io
 import json
 import os
+import struct
+import zipfile
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,8 +24,12 @@ from tqdm.auto import tqdm
 
 from nbtools import disk
 from nbtools.errors import PackError
+from nbtools.gpu import cores
 from nbtools.pack import BAD, MANIFEST, SPLITS, VERSION, Card, Column, Pack, Reader, Sample, position, split_of
 from nbtools.stage import cache, stage
+
+DAMAGED = (OSError, ValueError, EOFError, SyntaxError, zlib.error, struct.error, zipfile.BadZipFile)
+"""What Pillow, NumPy and the like raise on damaged files."""
 
 CHUNK = 256  # samples decoded ahead: bounds memory, and the pool idles once in so many
 
@@ -55,22 +62,31 @@ class Writer:
         self.classes: list[str] = []
 
     def add(self, name: str, split: str | None, **arrays: np.ndarray) -> None:
-        """Append one sample; arrays must have the dtype and shape of the first sample's, but for a ragged axis 0."""
-        for column, array in arrays.items():
-            array = np.ascontiguousarray(array)
-            shape = array.shape[1:] if column in self.ragged else array.shape
-            if column not in self.columns:
-                self.begin(column, Column("ragged" if column in self.ragged else "fixed", array.dtype.str, shape))
-            wanted = self.columns[column]
-            if (array.dtype.str, shape) != (wanted.dtype, wanted.shape):
-                raise PackError(
-                    f"{name}: {column} is {array.dtype} {shape}, the pack's is {wanted.dtype} {wanted.shape}"
-                )
-            disk.write(self.files[column], array.data)
+        """Append one sample. Raises PackError, and writes nothing, unless names, dtypes and shapes of the arrays are
+        the first sample's, but for the length of a ragged one."""
+        sample = {column: np.asarray(array, order="C") for column, array in arrays.items()}
+        specs = {column: self.spec(column, array) for column, array in sample.items()}
+        if split is not None and split not in SPLITS:
+            raise PackError(f"{name}: split must be one of {', '.join(SPLITS)}, or None, got {split!r}")
+        if not self.names:
+            for column, spec in specs.items():
+                self.begin(column, spec)
+        if specs != self.columns:
+            raise PackError(f"{name}: its columns are {shown(specs)}; the first sample's are {shown(self.columns)}")
+        for column, array in sample.items():
+            if array.size:
+                disk.write(self.files[column], array.reshape(-1).view(np.uint8).data)
             if column in self.ragged:
                 self.offsets[column].append(self.offsets[column][-1] + len(array))
         self.names.append(name)
         self.splits.append(split)
+
+    def spec(self, column: str, array: np.ndarray) -> Column:
+        if array.dtype.kind not in "biuf":
+            raise PackError(f"{column}: a pack holds numbers and truth values, got {array.dtype}; store class indices")
+        if column in self.ragged:
+            return Column("ragged", array.dtype.str, array.shape[1:])
+        return Column("fixed", array.dtype.str, array.shape)
 
     def begin(self, column: str, spec: Column) -> None:
         self.columns[column] = spec
@@ -87,7 +103,7 @@ class Writer:
     ) -> Iterator[tuple[Entry, Sample]]:
         """Read entries in a thread pool (decoders release the GIL), in order; what fails is rejected.
 
-        `read` refuses a file by raising PackError(value, rule, fix).
+        `read` refuses a file by raising PackError(value, rule, fix); what decoders raise on damage counts too.
         """
 
         def attempt(entry: Entry) -> Sample | PackError:
@@ -95,11 +111,12 @@ class Writer:
                 return read(entry.file, options)
             except PackError as error:
                 return error
-            except OSError as error:
-                return PackError(error.strerror or error, "the file can be read", "copy it again, or delete it")
+            except DAMAGED as error:
+                came = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+                return PackError(came, "the file can be read", "copy it again, or delete it")
 
         bar = tqdm(entries, "packing", unit=" samples", mininterval=0.5, disable=not self.progress, leave=False)
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        with bar, ThreadPoolExecutor(max_workers=cores()) as pool:
             source = iter(entries)
             while chunk := list(islice(source, CHUNK)):
                 for entry, found in zip(chunk, pool.map(attempt, chunk), strict=True):
@@ -111,7 +128,6 @@ class Writer:
                         self.reject(entry.name, value, rule, fix)
                     else:
                         yield entry, found
-        bar.close()
 
     def finish(self, task: str, options: Mapping[str, Any], bucket_by: str | None, facts: Mapping[str, Any]) -> Card:
         """Close the arrays and write the manifest; the folder is then a whole pack."""
@@ -125,13 +141,13 @@ class Writer:
                 self.save(f"{column}.offsets.npy", npy(np.array(self.offsets[column], np.int64)))
         splits = assigned(self.names, self.splits, self.val, self.test)
         self.save("split.npy", npy(np.array([SPLITS.index(s) for s in splits], np.uint8)))
-        self.save("names.json", json.dumps(self.names, ensure_ascii=False).encode())
+        self.save("names.json", json.dumps(self.names).encode())
         self.save("bad.csv", bad_csv(self.bad))
         counts = {s: splits.count(s) for s in SPLITS}
         card = Card(task, list(self.classes), dict(options), self.columns, counts, bucket_by)
         files = {path.name: described(path) for path in sorted(self.folder.iterdir())}
         manifest = {"version": VERSION, "card": card.to_dict(), "bad": len(self.bad), "files": files, **facts}
-        self.save(MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False).encode())
+        self.save(MANIFEST, json.dumps(manifest, indent=1).encode())
         return card
 
     def save(self, name: str, data: bytes) -> None:
@@ -161,19 +177,24 @@ def build(
 
     source: anything `stage` takes, or a pack (a folder, or the one file that `Pack.keep` wrote). into: a folder of the
     pack's own; by default one under the cache, named by task, options and the source's files.
-    Raises PackError where nothing can be packed; then nothing is left behind.
+    Raises PackError where nothing can be packed, DiskError where it cannot be written; then nothing is left behind.
     """
+    require_shares(val, test)
     folder = stage(source, progress=progress)
     if (folder / MANIFEST).is_file():
         return of_task(Pack.open(folder), task)
-    key = fingerprint(task, folder, {**options, "val": val, "test": test})
-    target = Path(into) if into is not None else cache() / "packs" / f"{task}-{key}"
-    with disk.explained(f"packing {folder}", target), disk.Lock(cache() / "locks" / f"pack-{key}.lock"):
+    with disk.explained(f"looking at {folder}", folder):
+        key = fingerprint(task, folder, {**options, "val": val, "test": test})
+    target = (Path(into) if into is not None else cache() / "packs" / f"{task}-{key}").absolute()
+    lock = hashlib.blake2b(str(target).encode(errors="surrogateescape"), digest_size=8).hexdigest()
+    with disk.explained(f"packing {folder}", target), disk.Lock(cache() / "locks" / f"pack-{lock}.lock"):
         if (target / MANIFEST).is_file():
             pack = of_task(Pack.open(target, source=folder, read=read), task)
             if pack.manifest.get("key") == key:
                 return pack
             raise PackError(f"{target} holds a pack of other files or options; delete it, or choose another folder")
+        if target.exists() and not (target.is_dir() and not os.listdir(target)):
+            raise PackError(f"{target} is no pack and not empty; choose a new folder for the pack")
         part = target.with_name(f"{target.name}.part")
         disk.remove(part)
         disk.make_folder(part)
@@ -222,12 +243,20 @@ def assigned(names: Sequence[str], splits: Sequence[str | None], val: float, tes
     result = [s or "train" for s in splits]
     if is_count(val) or is_count(test):
         ends = [int(x) if is_count(x) else round(x * len(order)) for x in (test, val)]
+        if sum(ends) >= len(order):
+            raise PackError(f"val={val} and test={test} leave none of {len(order)} samples to train on; lower them")
         for rank, (_, i) in enumerate(order):
             result[i] = "test" if rank < ends[0] else "val" if rank < sum(ends) else "train"
     else:
         for _, i in order:
             result[i] = split_of(names[i], val, test)
     return result
+
+
+def require_shares(val: float, test: float) -> None:
+    shares = [x for x in (val, test) if not is_count(x)]
+    if min(val, test) < 0 or sum(shares) >= 1:
+        raise PackError(f"val and test must be whole numbers of samples, or shares ≥ 0 and below 1, got {val}, {test}")
 
 
 def is_count(share: float) -> bool:
@@ -251,8 +280,12 @@ def listing(folder: Path) -> Iterable[tuple[str, os.stat_result]]:
             for item in found:
                 if item.is_dir():
                     stack.append(Path(item.path))
-                else:
+                elif item.is_file():  # no dangling links: reading one is refused by name
                     yield os.path.relpath(item.path, folder), item.stat()
+
+
+def shown(columns: Mapping[str, Column]) -> str:
+    return ", ".join(f"{name} {c.kind} {np.dtype(c.dtype)} {c.shape}" for name, c in columns.items())
 
 
 def header(spec: Column, rows: int) -> bytes:
@@ -274,7 +307,7 @@ def bad_csv(rows: Sequence[Mapping[str, str]]) -> bytes:
     writer = csv.DictWriter(text, BAD)
     writer.writeheader()
     writer.writerows({k: "'" + v if v.startswith(("=", "+", "-", "@")) else v for k, v in row.items()} for row in rows)
-    return text.getvalue().encode("utf-8-sig")
+    return text.getvalue().encode("utf-8-sig", "backslashreplace")
 
 
 def described(path: Path) -> dict[str, Any]:
