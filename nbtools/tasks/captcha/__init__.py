@@ -2,19 +2,9 @@
 
 from nbtools.tasks.captcha.data import pack, read
 from nbtools.tasks.captcha.demo import demo
+from nbtools.tasks.captcha.plans import BASELINE, PLAN, Plan, suggest
 from nbtools.tasks.captcha.show import show, text_of
-from nbtools.tasks.captcha.task import (
-    BASELINE,
-    BEST,
-    PLAN,
-    Plan,
-    batch,
-    decode,
-    loss,
-    metrics,
-    model,
-    suggest,
-)
+from nbtools.tasks.captcha.task import BEST, batch, decode, loss, metrics, model
 
 __all__ = [
     "BASELINE",

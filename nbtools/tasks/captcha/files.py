@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -48,14 +49,20 @@ def pattern_of(label: str) -> re.Pattern[str]:
 
 
 def listed(folder: Path, pattern: re.Pattern[str], fold: Callable[[str], str]) -> Iterator[Found]:
-    """Every file but hidden ones, by name; a folder called train, val or test on its way is its split."""
-    for file in sorted(folder.rglob("*")):
-        place = file.relative_to(folder)
-        if any(part.startswith(".") or part == "__MACOSX" for part in place.parts) or not file.is_file():
-            continue
-        split = next((FOLDERS[part.lower()] for part in place.parts[:-1] if part.lower() in FOLDERS), None)
-        match = pattern.match(file.stem)
-        yield Found(place.as_posix(), file, split, fold(match[1] or "") if match else None)
+    """Every file but hidden ones, in order; a folder called train, val or test on its way is its split."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not hidden(name))
+        way = os.path.relpath(place, folder).split(os.sep)
+        split = next((FOLDERS[part.lower()] for part in way if part.lower() in FOLDERS), None)
+        prefix = "" if way == ["."] else "/".join(way) + "/"
+        for name in sorted(name for name in names if not hidden(name)):
+            match = pattern.match(os.path.splitext(name)[0])
+            yield Found(prefix + name, Path(place, name), split, fold(match[1] or "") if match else None)
+
+
+def hidden(name: str) -> bool:
+    """Left behind by systems, not by people: .DS_Store, ._name.png, __MACOSX."""
+    return name.startswith(".") or name == "__MACOSX"
 
 
 def survey(folder: Path, found: Sequence[Found], layout: str, height: int) -> dict[str, Any]:

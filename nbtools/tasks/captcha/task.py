@@ -1,69 +1,26 @@
-"""How captchas are trained: plans, batches, losses, metrics, decoding. B samples, N characters, T time steps."""
+"""How captchas are trained: batches, losses, metrics, decoding. B samples, N characters, T time steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbtools import metrics as measures
-from nbtools import plan
 from nbtools.draws import Draws
 from nbtools.errors import PlanError
 from nbtools.metrics import Pair
 from nbtools.pack import Card, Pack
 from nbtools.tasks.captcha import augment
 from nbtools.tasks.captcha.networks import Ctc, Guide, Small
+from nbtools.tasks.captcha.plans import Plan
 
 Batch = dict[str, Tensor]
 Outputs = Tensor | tuple[Tensor, Tensor]
 
 BEST = "whole_accuracy"
-THUMB = "rule of thumb"
-
-
-@dataclass(frozen=True)
-class Plan(plan.Plan):
-    """The knobs of captchas, beside those of every plan."""
-
-    network: str = plan.knob(
-        "auto",
-        "guide: the guide's; small: for CPUs and small sets; ctc: lines; auto: guide, or ctc for lines",
-        choices=("auto", "guide", "small", "ctc"),
-    )
-    loss: str = plan.knob(
-        "soft_margin",
-        "of fixed captchas: the guide's multi-label soft margin, or cross-entropy per position",
-        choices=("soft_margin", "cross_entropy"),
-    )
-    augment: float = plan.knob(0.0, "strength of the augmentation; 0: none", least=0, most=2)
-
-
-BASELINE = Plan(
-    epochs=150, batch_size=64, optimizer="adam", lr=2e-4, min_lr=1e-6, eval_every=5, feed="workers", workers=0
-)
-"""The guide's "before": every image decoded again in the main process, no mixed precision."""
-
-PLAN = Plan(
-    epochs=150,
-    batch_size=1024,
-    lr=6e-4,
-    lr_rule="sqrt",
-    min_lr=1e-6,
-    warmup_epochs=5,
-    weight_decay=1e-4,
-    clip_norm=1.0,
-    amp="bf16",
-    channels_last=True,
-    workers=16,
-)
-"""Guide 3's recipe, for a GPU with bfloat16. `nb.advise` fits it to the machine and the data."""
-
-BUDGET = {"small": 40_000, "ctc": 300_000}  # images to train on, all epochs together
 
 
 def model(card: Card | Pack, plan: Plan) -> nn.Module:
@@ -150,43 +107,3 @@ def greedy(outputs: tuple[Tensor, Tensor]) -> list[list[int]]:
         [place - 1 for place, keep in zip(*row, strict=True) if keep]
         for row in zip(best.tolist(), kept.tolist(), strict=True)
     ]
-
-
-def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
-    """The task's knobs for a machine: field → (value, reason)."""
-    lines = card.options["layout"] == "lines"
-    if accelerator == "cuda":
-        network = "ctc" if lines else "guide"
-        return {"network": (network, "lines need CTC" if lines else "the guide's own: the GPU has time for it")}
-    return lines_on_cpu(card) if lines else fixed_on_cpu(card)
-
-
-def fixed_on_cpu(card: Card) -> dict[str, tuple[Any, str]]:
-    epochs = max(1, min(200, round(BUDGET["small"] / max(card.splits["train"], 1))))
-    return {
-        "network": ("small", "the guide's trains 42 images/s on two cores, this one ten times as many"),
-        "loss": ("cross_entropy", "learns in fewer epochs than the guide's soft margin"),
-        "augment": (0.3, "a small set: mild shifts, shear and contrast"),
-        "batch_size": (32, "many small steps; a CPU gains nothing from larger batches"),
-        "lr": (2e-3, "read 99 % of generated 4-digit captchas after 4 epochs of 4,800 (measured)"),
-        "epochs": (epochs, f"about {BUDGET['small']:,} images in all: some 100 s on two cores"),
-        "warmup_epochs": (min(1.0, epochs / 5), f"Adam's first estimates are poor, {THUMB}"),
-        "weight_decay": (0.02, f"a small set, {THUMB}"),
-        "clip_norm": (5.0, "only guards against outliers"),
-        "eval_every": (1, "an evaluation costs a thirtieth of an epoch"),
-    }
-
-
-def lines_on_cpu(card: Card) -> dict[str, tuple[Any, str]]:
-    epochs = max(1, min(200, round(BUDGET["ctc"] / max(card.splits["train"], 1))))
-    return {
-        "network": ("ctc", "lines need CTC"),
-        "augment": (1.0, "a few thousand lines: bent and stretched anew in every epoch"),
-        "batch_size": (32, "many small steps: a CPU gains nothing from larger batches"),
-        "lr": (3e-3, "AdamW with a cosine"),
-        "epochs": (epochs, f"about {BUDGET['ctc']:,} lines in all: 20 min on two cores"),
-        "warmup_epochs": (epochs * 0.08, "CTC starts from all blank; a rise over 8 % of the run"),
-        "weight_decay": (0.05, "a small set"),
-        "clip_norm": (5.0, "only guards against outliers"),
-        "eval_every": (2, "an evaluation costs less than a tenth of an epoch"),
-    }
