@@ -50,9 +50,8 @@ def batches_left(
     left = np.random.default_rng([seed, epoch]).permutation(len(ids))
     batches: list[np.ndarray] = []
     for k, (batch_size, done) in enumerate(segments):
-        batches = grouped(
-            left, lengths, batch_size, np.random.default_rng([seed, epoch, k + 1])
-        )  # 0 is NumPy's [seed, epoch]
+        rng = np.random.default_rng([seed, epoch, k + 1])  # NumPy takes [seed, epoch, 0] for [seed, epoch]
+        batches = grouped(left, lengths, batch_size, rng)
         taken = np.concatenate(batches[:done]) if done else left[:0]
         left = left[~np.isin(left, taken)]
         batches = batches[done:]
@@ -254,6 +253,8 @@ class Workers:
         self.device = device
         self.sampler: list[np.ndarray] = []
         many = plan.workers > 0
+        if many:
+            require_shared_memory(pack, plan)
         self.loader = DataLoader(
             pack.raw,
             batch_sampler=self.sampler,
@@ -265,8 +266,6 @@ class Workers:
             generator=torch.Generator(),  # its own: else every epoch draws from the stream that dropout uses
             multiprocessing_context="forkserver" if many and device.type == "cuda" else None,  # fork + CUDA deadlocks
         )
-        if many:
-            require_shared_memory(pack, plan)
 
     def __call__(self, batches: Sequence[np.ndarray]) -> Iterator[Raw]:
         self.sampler[:] = batches

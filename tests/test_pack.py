@@ -472,6 +472,7 @@ def pack_in_process(source: Path) -> None:
     assert len(pack(source, read=counted)) == 40
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_eight_processes_at_once_make_one_pack(place, monkeypatch):
     monkeypatch.setenv("READS", str(place / "reads"))
     source = vectors(place / "raw")

@@ -1,0 +1,284 @@
+"""Feeds: every sample once an epoch whatever happens to the batch size, and the same batches from everywhere."""
+
+import dataclasses
+import os
+import random
+import threading
+import time
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+import toy
+
+from nbtools import feed
+from nbtools.errors import TrainError
+from nbtools.feed import Resident, Streamed, Workers, batches_left, choose, in_order, lengths_of, open_feed
+from nbtools.pack import RawFiles
+from nbtools.plan import Plan
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=["fixed", "ragged"])
+def pack(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NBTOOLS_CACHE", str(folder / "cache"))
+        return toy.make_pack(folder, 90, ragged=request.param == "ragged")
+
+
+def widths(count: int, seed: int = 0) -> np.ndarray:
+    """Widths of text lines: most are long, last lines of a paragraph are any length."""
+    rng = np.random.default_rng(seed)
+    return np.where(rng.random(count) < 0.8, rng.normal(1200, 150, count), rng.uniform(80, 1200, count)).astype(int)
+
+
+def padding(batches: list[np.ndarray], lengths: np.ndarray) -> float:
+    """The share of padded columns that are padding."""
+    used = sum(lengths[batch].sum() for batch in batches)
+    return 1 - used / sum(len(batch) * lengths[batch].max() for batch in batches)
+
+
+def epochs_with_changes(cases: int):
+    """(ids, lengths, the batches of an epoch during which the batch size changed) at random."""
+    rng = random.Random(0)
+    for case in range(cases):
+        count = rng.choice([1, 2, 3, 17, 64, 65, 300])
+        ids = np.sort(np.random.default_rng(case).choice(1000, count, replace=False))
+        lengths = widths(count, case) if case % 2 else None
+        segments, seen = [[rng.randrange(1, 40), 0]], []
+        while left := batches_left(ids, lengths, 7, case, segments):
+            done = rng.randrange(len(left) + 1)
+            seen += left[:done]
+            segments[-1][1] += done
+            segments.append([rng.randrange(1, 40), 0])
+        yield ids, lengths, seen
+
+
+def test_every_id_comes_exactly_once_for_any_changes_of_batch_size():
+    for ids, _, seen in epochs_with_changes(300):
+        np.testing.assert_array_equal(np.sort(np.concatenate(seen)), ids)
+
+
+@pytest.mark.parametrize("lengths", [None, widths(300)])
+def test_what_is_left_after_k_batches_is_the_tail_of_the_whole_list(lengths):
+    ids = np.arange(300) * 3
+    segments = [[16, 5], [7, 4], [32, 0]]
+    whole = batches_left(ids, lengths, 1, 2, segments)
+    for k in range(len(whole) + 1):
+        tail = batches_left(ids, lengths, 1, 2, [*segments[:2], [32, k]])
+        assert [batch.tolist() for batch in tail] == [batch.tolist() for batch in whole[k:]]
+
+
+def test_a_change_of_batch_size_leaves_what_came_before_it_alone():
+    ids = np.arange(300)
+    before = batches_left(ids, None, 1, 2, [[16, 0]])[:5]
+    after = batches_left(ids, None, 1, 2, [[16, 5], [8, 0]])
+    assert not set(np.concatenate(before)) & set(np.concatenate(after))
+    assert all(len(batch) <= 8 for batch in after)
+
+
+@pytest.mark.parametrize("lengths", [None, widths(300)])
+def test_order_differs_by_epoch_and_by_seed_and_not_otherwise(lengths):
+    ids = np.arange(300)
+
+    def order(seed, epoch):
+        return np.concatenate(batches_left(ids, lengths, seed, epoch, [[16, 0]])).tolist()
+
+    orders = [order(0, 0), order(0, 1), order(1, 0), order(1, 1)]
+    assert len({tuple(o) for o in orders}) == 4
+    assert [order(0, 0), order(0, 1), order(1, 0), order(1, 1)] == orders
+    assert order(0, 0) != ids.tolist()
+
+
+def test_batches_have_the_size_asked_for_and_no_sample_is_alone_when_it_can_be_helped():
+    for count in range(2, 100):
+        for size in (2, 3, 8, 32):
+            sizes = [len(batch) for batch in batches_left(np.arange(count), None, 0, 0, [[size, 0]])]
+            assert 1 not in sizes, (count, size)  # BatchNorm refuses it
+            assert max(sizes) <= max(size, 3)
+            assert sizes[:-2] == [size] * (len(sizes) - 2)
+    assert [len(b) for b in batches_left(np.arange(3), None, 0, 0, [[1, 0]])] == [1, 1, 1]
+
+
+def test_padding_of_simulated_text_lines_is_a_few_percent_where_random_batches_waste_a_third():
+    lengths, ids = widths(20_000), np.arange(20_000)
+    for size, most in ((8, 0.03), (64, 0.03)):
+        random_waste = padding(batches_left(ids, None, 0, 0, [[size, 0]]), lengths)
+        sorted_waste = padding(batches_left(ids, lengths, 0, 0, [[size, 0]]), lengths)
+        print(f"batch {size}: padding {sorted_waste:.1%} by length, {random_waste:.1%} at random")
+        assert sorted_waste < most
+        assert random_waste > 10 * sorted_waste
+
+
+def test_batches_of_like_length_still_mix_the_samples():
+    """Neighbours in one epoch are mostly not neighbours in the next, and widths do not rise through an epoch."""
+    lengths, ids = widths(4000), np.arange(4000)
+    first, second = (batches_left(ids, lengths, 0, epoch, [[8, 0]]) for epoch in (0, 1))
+    mates = {i: set(batch) for batch in first for i in batch}
+    again = np.mean([len(mates[i] & set(batch)) - 1 for batch in second for i in batch])
+    assert again < 0.5  # of 7
+    means = np.array([lengths[batch].mean() for batch in first])
+    assert abs(np.corrcoef(means, np.arange(len(means)))[0, 1]) < 0.2
+
+
+def test_evaluation_sees_every_id_once_in_a_fixed_order():
+    ids = np.arange(100, 200)
+    lengths = widths(100)
+    assert np.concatenate(in_order(ids, None, 7)).tolist() == ids.tolist()
+    ordered = np.concatenate(in_order(ids, lengths, 7))
+    assert sorted(ordered.tolist()) == ids.tolist()
+    assert (np.diff(lengths[ordered - 100]) >= 0).all()
+
+
+def feeds(pack, workers=(0, 2)):
+    yield Resident(pack, CPU)
+    yield Streamed(pack, CPU, 2)
+    for count in workers:
+        yield Workers(pack, CPU, Plan(feed="workers", workers=count))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:This DataLoader will create:UserWarning")
+def test_resident_streamed_and_workers_give_the_same_bits(pack):
+    ids = pack.ids("train")
+    epochs = [batches_left(ids, lengths_of(pack, ids), 3, epoch, [[7, 0]]) for epoch in (0, 1)]
+    for other in feeds(pack):
+        for batches in epochs:  # the second epoch reuses ring, thread or workers
+            reference = list(Resident(pack, CPU)(batches))
+            found = list(other(batches))
+            assert len(found) == len(reference) == len(batches)
+            for raw, expected in zip(found, reference, strict=True):
+                assert raw.keys() == expected.keys()
+                for name, tensor in expected.items():
+                    assert raw[name].dtype == tensor.dtype, (other.name, name)
+                    assert torch.equal(raw[name], tensor), (other.name, name)
+
+
+def test_a_batch_holds_its_samples_padded_with_zeros_to_their_true_lengths(pack):
+    ids = pack.ids("train")
+    batches = batches_left(ids, lengths_of(pack, ids), 0, 0, [[7, 0]])
+    for made in feeds(pack, workers=(0,)):
+        for batch, raw in zip(batches, made(batches), strict=True):
+            assert raw["id"].tolist() == batch.tolist()
+            assert raw["label"].shape == (len(batch), 1)
+            for row, i in enumerate(batch):
+                x = torch.from_numpy(pack.sample(i)["x"])
+                assert torch.equal(raw["x"][row, : len(x)], x)
+                assert not raw["x"][row, len(x) :].any()
+                if "x_length" in raw:
+                    assert raw["x_length"][row] == len(x)
+            if "x_length" in raw:
+                assert raw["x"].shape[1] == raw["x_length"].max()
+
+
+def test_a_feed_of_no_batches_is_empty(pack):
+    for made in feeds(pack, workers=(0,)):
+        assert list(made([])) == []
+
+
+def test_samples_without_any_length_are_fed_as_padding(tmp_path, monkeypatch):
+    from nbtools.packing import build
+
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "file").write_text("")
+    lengths = [0, 2, 0]
+
+    def fill(writer, folder):
+        for i, n in enumerate(lengths):
+            writer.add(str(i), "train", text=np.full(n, i + 1), other=np.zeros(0))
+
+    made = build(tmp_path / "raw", "t", {}, fill, read=toy.read, ragged={"text", "other"}, val=0, progress=False)
+    for batches, shapes in ([[np.arange(3)], [(3, 2)]], [[np.array([0, 2])], [(2, 0)]]):
+        for one in (Resident(made, CPU), Streamed(made, CPU, 2)):
+            raws = list(one(batches))
+            assert [tuple(raw["text"].shape) for raw in raws] == shapes
+            assert raws[0]["text_length"].tolist() == [lengths[i] for i in batches[0]]
+            assert raws[0]["other"].shape == (len(batches[0]), 0)
+
+
+def feed_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "nbtools-feed"]
+
+
+def test_the_streams_thread_ends_when_the_consumer_leaves_early(pack):
+    batches = in_order(pack.ids("train"), None, 4)
+    stream = Streamed(pack, CPU, 1)(batches)
+    next(stream)
+    assert len(feed_threads()) == 1
+    stream.close()
+    assert feed_threads() == []
+
+
+def test_a_stream_stays_at_most_prefetch_batches_ahead(pack, monkeypatch):
+    gathered, real = [], feed.gather
+    monkeypatch.setattr(feed, "gather", lambda *args: gathered.append(1) or real(*args))
+    stream = Streamed(pack, CPU, 2)(in_order(pack.ids("train"), None, 2))
+    next(stream)
+    deadline = time.monotonic() + 2
+    while len(gathered) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert len(gathered) == 4  # one taken, two ready, one in the thread's hands
+    stream.close()
+
+
+def test_an_error_of_the_streams_thread_reaches_the_consumer(pack):
+    stream = Streamed(pack, CPU, 2)([np.array([0, 1]), np.array([10**6])])
+    next(stream)
+    with pytest.raises(IndexError):
+        next(stream)
+    assert feed_threads() == []
+
+
+def broken(path, options):
+    raise ValueError(f"cannot decode {path.name}")
+
+
+def test_an_error_of_a_worker_reaches_the_consumer(pack):
+    assert pack.raw is not None
+    damaged = dataclasses.replace(pack, raw=RawFiles(pack.folder, pack.raw.source, broken))
+    with pytest.raises(ValueError, match="cannot decode"):
+        list(Workers(damaged, CPU, Plan(feed="workers"))([np.array([0, 1])]))
+
+
+def test_workers_without_the_source_are_refused_in_words(pack):
+    alone = dataclasses.replace(pack, raw=None)
+    with pytest.raises(TrainError, match=r'Plan.feed = "workers" reads the source files, .*choose feed="auto"'):
+        open_feed(alone, Plan(feed="workers"), CPU)
+
+
+def test_a_shared_memory_too_small_is_refused_before_a_worker_starts(pack, monkeypatch):
+    small = namedtuple("Stat", "f_bavail f_frsize")(4, 4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: small)
+    monkeypatch.setattr(os.path, "isdir", lambda path: True)
+    with pytest.raises(TrainError, match=r"Plan.workers = 4 with prefetch 2 and batch 512 .* has 16.4 kB free; lower"):
+        Workers(pack, CPU, Plan(feed="workers", workers=4, batch_size=512))
+    Workers(pack, CPU, Plan(feed="workers", workers=0, batch_size=512))  # in this process: no shared memory
+
+
+def test_workers_take_nothing_from_the_random_stream_of_training(pack):
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    list(Workers(pack, CPU, Plan(feed="workers"))(in_order(pack.ids("train"), None, 16)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_batch_of_the_resident_feed_can_be_written_without_touching_the_pack(pack):
+    made = Resident(pack, CPU)
+    batches = [pack.ids("train")[:4]]
+    for raw in made(batches):
+        raw["x"].zero_()
+    assert next(iter(made(batches)))["x"].any()
+
+
+@pytest.mark.parametrize(("free", "name"), [(1e6, "resident"), (1e4, "streamed")])
+def test_auto_is_resident_where_the_pack_takes_at_most_its_share_of_free_gpu_memory(pack, monkeypatch, free, name):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2e6))
+    found, reason = choose(pack, Plan(), torch.device("cuda"))
+    assert found == name
+    assert "30% of free GPU memory" in reason
+    assert choose(pack, Plan(), CPU)[0] == "resident"
+    assert choose(pack, Plan(feed="streamed"), CPU) == ("streamed", "the plan says so")
