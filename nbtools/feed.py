@@ -140,8 +140,12 @@ class Resident:
         step = torch.arange(longest, device=self.device)
         padding = step >= length[:, None]  # (B, L)
         rows = (start[:, None] + step).masked_fill_(padding, 0)
-        found = values.index_select(0, rows.view(-1)).view(len(ids), longest, *values.shape[1:])
-        return found.masked_fill_(padding.view(*padding.shape, *[1] * (found.dim() - 2)), 0), length
+        found = values.index_select(0, rows.view(-1))
+        if found.device.type == "cpu":  # masked_fill visits every byte, 5 µs a text line; on CUDA nonzero would sync
+            found.index_fill_(0, padding.view(-1).nonzero().view(-1), 0)
+        else:
+            found.masked_fill_(padding.view(-1, *[1] * (found.dim() - 1)), 0)
+        return found.view(len(ids), longest, *values.shape[1:]), length
 
 
 def longest_of(lengths: np.ndarray, sizes: Sequence[int]) -> list[int]:
