@@ -14,14 +14,16 @@ import torch
 from nbtools import device as devices
 from nbtools import table
 from nbtools.feed import choose
-from nbtools.gpu import Gpu, cores, gpus
+from nbtools.gpu import cores
 from nbtools.pack import Card, Pack
 from nbtools.plan import Plan, lr_factor
 
 TIERS = ((40, 512), (24, 256), (12, 128), (0, 64))  # GB of GPU memory → batch (guide 2)
+NEARLY = 0.98  # torch sees a little less than is sold: 39.4 GiB (42.3 GB) of "40 GB", 22.0 GiB (23.7 GB) of "24 GB"
 WARMUP = ((1, 0), (2, 3), (4, 5), (8, 10), (16, 20))  # the batch k times as large → epochs of warmup (guide 3)
 MOST_K = 16  # beyond it Adam's best lr falls again (arXiv 2405.14578); the guides' table ends there too
 LEAST_STEPS = 20  # optimizer steps an epoch below which a larger batch starves a small data set
+LEAST_BATCH = 8  # a smaller one gives BatchNorm poor statistics
 THUMB = "rule of thumb"
 
 
@@ -47,11 +49,11 @@ class Advice:
 
 @dataclass(frozen=True)
 class Machine:
-    """What advice depends on. accelerator: cuda, mps or cpu; gigabytes: of the GPU's memory."""
+    """What advice depends on. accelerator: cuda, mps or cpu; gigabytes: of the GPU's memory, 10⁹ bytes."""
 
     accelerator: str
     name: str
-    gigabytes: int = 0
+    gigabytes: float = 0
     gpus: int = 0
     cores: int = field(default_factory=cores)
     capability: tuple[int, int] | None = None
@@ -71,66 +73,59 @@ def inspect() -> Machine:
     if device.type != "cuda":
         return Machine(device.type, "Apple GPU" if device.type == "mps" else "CPU")
     properties = torch.cuda.get_device_properties(device)
-    found: list[Gpu] = gpus()
-    size = Gpu(0, properties.name, memory_total=properties.total_memory // 2**20).gigabytes
     capability = (properties.major, properties.minor)
-    return Machine("cuda", properties.name, size or 0, max(len(found), torch.cuda.device_count()), cores(), capability)
+    gigabytes = properties.total_memory / 1e9
+    return Machine("cuda", properties.name, gigabytes, torch.cuda.device_count(), cores(), capability)
 
 
 def decide(task: Any, card: Card, machine: Machine) -> Advice:
-    """Pure: the same card and machine give the same advice."""
+    """Pure: the same card and machine give the same advice. What the task suggests goes first, the rest follows it."""
     plan, base = task.PLAN, task.BASELINE
-    reasons: dict[str, str] = {}
-    changes: dict[str, Any] = {}
-
-    def take(name: str, value: Any, reason: str) -> None:
-        changes[name], reasons[name] = value, reason
-
-    batch, why = batch_size(card, machine, base.batch_size)
-    take("batch_size", batch, why)
-    take("lr", *learning_rate(plan, base, batch))
-    take("warmup_epochs", *warmup(batch / base.batch_size, plan.epochs))
-    take("amp", *precision(machine))
-    workers = min(4 * max(machine.gpus, 1), machine.cores, 16)
-    take(
-        "workers", workers, f'min(4 a GPU, {machine.cores} cores, 16), {THUMB} (guide 2); used by feed="workers" alone'
+    advised: dict[str, tuple[Any, str]] = (
+        dict(task.suggest(card, machine.accelerator)) if hasattr(task, "suggest") else {}
     )
-    suggested = task.suggest(card, machine.accelerator) if hasattr(task, "suggest") else {}
-    for name, (value, reason) in suggested.items():
-        take(name, value, reason)
-    changes["min_lr"] = min(plan.min_lr, changes["lr"])
-    changes["micro_batch_size"] = None
-    changes["warmup_epochs"] = min(changes["warmup_epochs"], changes.get("epochs", plan.epochs))
-    note = f"For {machine.name}" + (f" ({machine.gigabytes} GB)" if machine.gigabytes else f", {machine.cores} cores")
-    return Advice(
-        plan.replace(**changes), reasons, base, f"{note}; nothing here was measured yet, it is what to start from."
-    )
+
+    def chosen(name: str) -> Any:
+        return advised[name][0] if name in advised else getattr(plan, name)
+
+    advised.setdefault("batch_size", batch_size(card, machine, base.batch_size))
+    batch = chosen("batch_size")
+    advised.setdefault("lr", learning_rate(base, chosen("optimizer"), batch))
+    advised.setdefault("warmup_epochs", warmup(batch / base.batch_size, chosen("epochs")))
+    advised.setdefault("amp", precision(machine))
+    advised.setdefault("workers", workers(machine))
+    if chosen("min_lr") > chosen("lr"):
+        advised["min_lr"] = chosen("lr"), f"the task's {chosen('min_lr'):g} is above the advised lr"
+    if "micro_batch_size" not in advised and plan.micro_batch_size is not None:
+        advised["micro_batch_size"] = None, "the whole batch at once; training halves it where memory ends"
+    made = plan.replace(**{name: value for name, (value, _) in advised.items()})
+    reasons = {name: advised[name][1] for name in made.to_dict() if name in advised}
+    size = f"{machine.gigabytes:.0f} GB" if machine.gigabytes else f"{machine.cores} cores"
+    note = f"For {machine.name} ({size}); nothing here was measured on it yet, it is what to start from."
+    return Advice(made, reasons, base, note)
 
 
 def batch_size(card: Card, machine: Machine, base: int) -> tuple[int, str]:
     train = card.splits["train"]
     if machine.accelerator == "cuda":
-        least, batch = next(tier for tier in TIERS if machine.gigabytes >= tier[0])
-        why = f"{machine.gigabytes} GB of GPU memory, the tier from {least} GB: {batch}, {THUMB} (guide 2)"
+        least, batch = next(tier for tier in TIERS if machine.gigabytes >= NEARLY * tier[0])
+        why = f"{machine.gigabytes:.0f} GB of GPU memory, the tier from {least} GB: {batch}, {THUMB} (guide 2)"
     else:
         batch, why = base, f"no CUDA GPU: the baseline's {base}"
-    most = max(1, train // LEAST_STEPS)
+    most = max(train // LEAST_STEPS, LEAST_BATCH)
     if batch > most:
-        batch = 2 ** (most.bit_length() - 1)
-        why += f"; capped to {batch} so that {train:,} training samples give at least {LEAST_STEPS} steps an epoch"
-    return min(batch, max(train, 1)), why
+        batch = max(1, min(2 ** (most.bit_length() - 1), train))
+        why += f"; capped to {batch}: {train:,} training samples are few, {THUMB} (ours: {LEAST_STEPS} steps an epoch)"
+    return batch, why
 
 
-def learning_rate(plan: Plan, base: Plan, batch: int) -> tuple[float, str]:
+def learning_rate(base: Plan, optimizer: str, batch: int) -> tuple[float, str]:
     """From the baseline's lr at the baseline's batch, by the rule for the optimizer; k is capped."""
-    rule = "linear" if plan.optimizer == "sgd" else "sqrt"
-    source = "arXiv 1706.02677" if rule == "linear" else "arXiv 2205.10287"
-    k = min(batch / base.batch_size, MOST_K)
-    lr = base.lr * lr_factor(rule, k)
-    return (
-        lr,
-        f"{base.lr:g} at batch {base.batch_size}, times {lr / base.lr:.3g} by the {rule} rule, {THUMB} ({source})",
-    )
+    rule, source = ("linear", "arXiv 1706.02677") if optimizer == "sgd" else ("sqrt", "arXiv 2205.10287")
+    k = batch / base.batch_size
+    factor = lr_factor(rule, min(k, MOST_K))
+    why = f"{base.lr:g} at batch {base.batch_size}, times {factor:.3g} by the {rule} rule, {THUMB} ({source})"
+    return float(f"{base.lr * factor:.3g}"), why + (f"; no more beyond {MOST_K} × the batch" if k > MOST_K else "")
 
 
 def warmup(k: float, epochs: int) -> tuple[float, str]:
@@ -140,9 +135,14 @@ def warmup(k: float, epochs: int) -> tuple[float, str]:
     return capped, why + (f"; capped to a fifth of {epochs} epochs" if capped < found else "")
 
 
+def workers(machine: Machine) -> tuple[int, str]:
+    why = f'min(4 a GPU, {machine.cores} cores, 16), {THUMB} (guide 2); used by feed="workers" alone'
+    return min(4 * max(machine.gpus, 1), machine.cores, 16), why
+
+
 def precision(machine: Machine) -> tuple[str, str]:
     if machine.accelerator != "cuda" or machine.capability is None:
-        return "off", f"no tensor cores on {machine.accelerator}: mixed precision would only convert"
+        return "off", f"mixed precision is for tensor cores; on {machine.accelerator} it was not measured"
     shown = ".".join(map(str, machine.capability))
     if machine.capability >= (8, 0):
         return "bf16", f"compute capability {shown} has bfloat16 in hardware; it needs no loss scaling"

@@ -1,0 +1,158 @@
+"""Advice: a table of machines and data sets, and a reason for everything that differs from the task's own plan."""
+
+import dataclasses
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import toy
+
+from nbtools import device
+from nbtools.advise import Machine, advise, batch_size, decide, inspect, learning_rate, warmup
+from nbtools.pack import Card, Column
+from nbtools.plan import Plan
+
+CAPTCHA = SimpleNamespace(
+    PLAN=Plan(epochs=150, batch_size=512, lr=6e-4, warmup_epochs=5, min_lr=1e-6, clip_norm=1.0),
+    BASELINE=Plan(epochs=150, batch_size=64, lr=2e-4, optimizer="adam", min_lr=1e-6, feed="workers"),
+)
+GIB = 2**30 / 1e9
+MACHINES = {  # as torch sees them: total_memory, capability
+    "T4": Machine("cuda", "Tesla T4", 14.56 * GIB, 1, 2, (7, 5)),
+    "L4": Machine("cuda", "NVIDIA L4", 22.03 * GIB, 1, 12, (8, 9)),
+    "A100-40": Machine("cuda", "NVIDIA A100-SXM4-40GB", 39.39 * GIB, 1, 12, (8, 0)),
+    "3 × A100-40": Machine("cuda", "NVIDIA A100-SXM4-40GB", 39.39 * GIB, 3, 64, (8, 0)),
+    "A100-80": Machine("cuda", "NVIDIA A100-SXM4-80GB", 79.15 * GIB, 8, 128, (8, 0)),
+    "RTX 3060": Machine("cuda", "NVIDIA GeForce RTX 3060", 11.63 * GIB, 1, 8, (8, 6)),
+    "GTX 1080 Ti": Machine("cuda", "NVIDIA GeForce GTX 1080 Ti", 10.91 * GIB, 1, 8, (6, 1)),
+    "RTX 3090": Machine("cuda", "NVIDIA GeForce RTX 3090", 23.55 * GIB, 1, 16, (8, 6)),
+    "RTX 4060": Machine("cuda", "NVIDIA GeForce RTX 4060", 7.63 * GIB, 1, 6, (8, 9)),
+    "MPS": Machine("mps", "Apple GPU", cores=10),
+    "CPU": Machine("cpu", "CPU", cores=2),
+}
+
+
+def card(train: int) -> Card:
+    splits = {"train": train, "val": train // 10, "test": train // 10}
+    return Card("captcha", list("ab"), {}, {"image": Column("fixed", "|u1", (60, 160))}, splits)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "lr", "warmup", "amp", "workers"),
+    [
+        ("T4", 128, 2.83e-4, 3, "fp16", 2),
+        ("L4", 256, 4e-4, 5, "bf16", 4),
+        ("A100-40", 512, 5.66e-4, 10, "bf16", 4),
+        ("3 × A100-40", 512, 5.66e-4, 10, "bf16", 12),
+        ("A100-80", 512, 5.66e-4, 10, "bf16", 16),
+        ("RTX 3060", 128, 2.83e-4, 3, "bf16", 4),
+        ("GTX 1080 Ti", 64, 2e-4, 0, "off", 4),
+        ("RTX 3090", 256, 4e-4, 5, "bf16", 4),
+        ("RTX 4060", 64, 2e-4, 0, "bf16", 4),
+        ("MPS", 64, 2e-4, 0, "off", 4),
+        ("CPU", 64, 2e-4, 0, "off", 2),
+    ],
+)
+def test_machines_get_the_guides_tiers_and_tables(name, batch, lr, warmup, amp, workers):
+    plan = decide(CAPTCHA, card(50_030), MACHINES[name]).plan
+    found = (plan.batch_size, plan.lr, plan.warmup_epochs, plan.amp, plan.workers)
+    assert found == (batch, lr, warmup, amp, workers)
+
+
+@pytest.mark.parametrize(
+    ("train", "batch"),
+    [(50_030, 512), (10_240, 512), (10_239, 256), (1000, 32), (100, 8), (9, 8), (5, 5), (1, 1), (0, 1)],
+)
+def test_a_small_data_set_caps_the_batch(train, batch):
+    advice = decide(CAPTCHA, card(train), MACHINES["A100-80"])
+    assert advice.plan.batch_size == batch
+    assert ("capped" in advice.reasons["batch_size"]) == (batch < 512)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "batch", "lr"),
+    [("adamw", 256, 4e-4), ("sgd", 256, 8e-4), ("adam", 4096, 8e-4), ("sgd", 4096, 3.2e-3), ("adamw", 16, 1e-4)],
+)
+def test_lr_follows_the_optimizers_rule_up_to_sixteen_times_the_batch(optimizer, batch, lr):
+    found, reason = learning_rate(CAPTCHA.BASELINE, optimizer, batch)
+    assert found == pytest.approx(lr)
+    assert ("linear rule" if optimizer == "sgd" else "sqrt rule") in reason
+    assert ("no more beyond 16" in reason) == (batch == 4096)
+
+
+@pytest.mark.parametrize(("k", "epochs"), [(0.5, 0), (1, 0), (2, 3), (3, 5), (4, 5), (8, 10), (16, 20), (64, 20)])
+def test_warmup_is_the_guides_table(k, epochs):
+    assert warmup(k, 150)[0] == epochs
+
+
+def test_warmup_takes_at_most_a_fifth_of_the_run_and_says_so():
+    assert warmup(8, 10) == (2.0, warmup(8, 150)[1] + "; capped to a fifth of 10 epochs")
+
+
+def suggesting(**suggested):
+    return SimpleNamespace(
+        **vars(CAPTCHA), suggest=lambda card, accelerator: {k: (v, accelerator) for k, v in suggested.items()}
+    )
+
+
+def test_what_the_task_suggests_stands_and_the_rest_follows_from_it():
+    task = suggesting(batch_size=256, epochs=10, optimizer="sgd", clip_norm=5.0)
+    advice = decide(task, card(50_030), MACHINES["A100-80"])
+    assert (advice.plan.batch_size, advice.plan.epochs, advice.plan.clip_norm) == (256, 10, 5.0)
+    assert advice.plan.lr == pytest.approx(8e-4)
+    assert advice.plan.warmup_epochs == 2  # a fifth of the suggested epochs
+    assert advice.reasons["epochs"] == "cuda"
+    assert decide(suggesting(lr=3e-3), card(50_030), MACHINES["CPU"]).plan.lr == 3e-3
+
+
+def test_a_least_lr_above_the_advised_lr_comes_down_with_a_reason():
+    task = SimpleNamespace(PLAN=CAPTCHA.PLAN.replace(min_lr=5e-4), BASELINE=CAPTCHA.BASELINE)
+    advice = decide(task, card(50_030), MACHINES["CPU"])
+    assert advice.plan.min_lr == advice.plan.lr == 2e-4
+    assert "above the advised lr" in advice.reasons["min_lr"]
+
+
+@pytest.mark.parametrize("train", [50_030, 1000, 9])
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_changed_field_has_a_reason_and_every_figure_its_origin(name, train):
+    task = SimpleNamespace(PLAN=CAPTCHA.PLAN.replace(micro_batch_size=256, min_lr=3e-4), BASELINE=CAPTCHA.BASELINE)
+    machine = MACHINES[name]
+    advice = decide(task, card(train), machine)
+    before = task.PLAN.to_dict()
+    changed = {field for field, value in advice.plan.to_dict().items() if value != before[field]}
+    assert changed <= advice.reasons.keys()
+    assert {"batch_size", "lr", "warmup_epochs", "amp", "workers"} <= advice.reasons.keys()
+    for field, reason in advice.reasons.items():
+        assert reason.strip()
+        if field in ("lr", "warmup_epochs", "workers") or "tier" in reason or "capped" in reason:
+            assert re.search(r"rule of thumb \((guide \d|arXiv \d|ours)", reason), (field, reason)
+    if machine.accelerator == "cuda":
+        assert f"{machine.gigabytes:.0f} GB of GPU memory" in advice.reasons["batch_size"]
+        assert ".".join(map(str, machine.capability or ())) in advice.reasons["amp"]
+
+
+def test_advice_depends_on_nothing_but_card_and_machine():
+    assert decide(CAPTCHA, card(1000), MACHINES["T4"]) == decide(CAPTCHA, card(1000), MACHINES["T4"])
+
+
+def test_advice_for_a_pack_on_this_machine_shows_as_a_table(tmp_path, monkeypatch):
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+    advice = advise(toy, toy.make_pack(tmp_path, 60))
+    assert isinstance(advice.plan, toy.Plan)
+    assert advice.baseline == toy.BASELINE
+    assert {"batch_size", "lr", "feed"} <= advice.reasons.keys()
+    assert [row[0] for row in advice.rows()] == list(advice.reasons)
+    for shown in (str(advice), advice._repr_html_()):
+        assert "batch_size" in shown
+        assert "what to start from" in shown
+
+
+def test_the_machine_is_read_from_the_device_that_torch_uses(monkeypatch):
+    properties = SimpleNamespace(name="NVIDIA A100-SXM4-40GB", total_memory=42_298_834_944, major=8, minor=0)
+    monkeypatch.setattr(device, "pick", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    found = inspect()
+    assert found == dataclasses.replace(MACHINES["A100-40"], gigabytes=42.298834944, cores=found.cores)
+    assert batch_size(card(50_030), found, 64)[0] == 512
