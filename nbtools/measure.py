@@ -180,7 +180,7 @@ def machine() -> dict[str, str]:
         "cores": f"{gpu.cores()} CPU cores, {torch.get_num_threads()} threads",
         "torch": f"torch {torch.__version__}",
         "python": f"Python {platform.python_version()}",
-        "system": platform.platform(terse=True),
+        "system": f"{platform.system()} {platform.machine()}",
     }
 
 
