@@ -66,15 +66,20 @@ def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[T
         return ctc_loss(outputs, labels, batch["label_length"]), len(labels)
     if plan.loss == "cross_entropy":
         return F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), reduction="sum"), labels.numel()
-    wanted = F.one_hot(labels, outputs.shape[2]).to(outputs.dtype)
-    return F.multilabel_soft_margin_loss(outputs.flatten(1), wanted.flatten(1), reduction="sum"), len(labels)
+    wanted = F.one_hot(labels, outputs.shape[2]).float()
+    logits = outputs.float()  # autocast does not list this loss, and a sum in bf16 keeps three digits
+    return F.multilabel_soft_margin_loss(logits.flatten(1), wanted.flatten(1), reduction="sum"), len(labels)
 
 
 def ctc_loss(outputs: tuple[Tensor, Tensor], labels: Tensor, lengths: Tensor) -> Tensor:
     """Sum over samples; fp32 and outside autocast, which does not list CTC: bf16 raises there, fp16 gives NaN."""
     logits, steps = outputs
-    with torch.autocast(logits.device.type, enabled=False):
-        return F.ctc_loss(logits.float().log_softmax(2), labels + 1, steps, lengths, blank=0, reduction="sum")
+    device = logits.device
+    with torch.autocast(device.type, enabled=False):
+        given = [logits.float().log_softmax(2), labels + 1, steps, lengths]
+        if device.type == "mps":  # has no CTC; untested
+            given = [tensor.cpu() for tensor in given]
+        return F.ctc_loss(*given, blank=0, reduction="sum").to(device)
 
 
 def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
