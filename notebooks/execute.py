@@ -57,13 +57,18 @@ def announce(cell: NotebookNode, say: Callable[[str], None]) -> None:
 
 
 def page(notebook: NotebookNode) -> str:
-    """The executed notebook as one HTML page. Widgets need a kernel: their place takes what was printed and drawn."""
+    """The executed notebook as one HTML page, without what only lives in a kernel: widgets and progress bars."""
     shown = copy.deepcopy(notebook)
     for cell in shown.cells:
         if cell.cell_type == "code":
-            cell.outputs = [o for o in cell.outputs if WIDGET not in o.get("data", {})]
+            cell.outputs = [o for o in cell.outputs if not alive(o)]
     shown.metadata.pop("widgets", None)
     return HTMLExporter().from_notebook_node(shown)[0]
+
+
+def alive(output: NotebookNode) -> bool:
+    bar = output.get("name") == "stderr" and "\r" in output.get("text", "")
+    return bar or WIDGET in output.get("data", {})
 
 
 def main() -> int:

@@ -64,7 +64,8 @@ advice = nb.advise(captcha, pack)
 advice
 
 # %% [markdown]
-# Change what you like. The form needs no click: *Run all* takes the plan as it stands.
+# Change what you like. The form needs no click: *Run all* takes the plan as it stands. (It lives in the kernel, so a
+# saved page does not show it.)
 
 # %%
 panel = nb.Panel(advice)
