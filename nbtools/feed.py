@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -163,7 +163,7 @@ class Streamed:
         self.pack, self.device, self.prefetch = pack, device, prefetch
         self.ring = [Slot(device) for _ in range(prefetch + 1)] if device.type == "cuda" else []
 
-    def __call__(self, batches: Sequence[np.ndarray]) -> Iterator[Raw]:
+    def __call__(self, batches: Sequence[np.ndarray]) -> Generator[Raw, None, None]:
         ready: queue.Queue[Any] = queue.Queue(maxsize=self.prefetch)
         stop = threading.Event()
         thread = threading.Thread(target=self.produce, args=(batches, ready, stop), name="nbtools-feed", daemon=True)
@@ -255,7 +255,7 @@ class Workers:
                 'them; stage the source again, or choose feed="auto"'
             )
         self.device = device
-        self.sampler: list[np.ndarray] = []
+        self.sampler: list[list[int]] = []
         many = plan.workers > 0
         if many:
             require_shared_memory(pack, plan)
@@ -272,7 +272,7 @@ class Workers:
         )
 
     def __call__(self, batches: Sequence[np.ndarray]) -> Iterator[Raw]:
-        self.sampler[:] = batches
+        self.sampler[:] = [batch.tolist() for batch in batches]
         for raw in self.loader:
             yield on(self.device, raw)
 

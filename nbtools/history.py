@@ -112,7 +112,7 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[str], bool]:
     data = path.read_bytes()
     end = data.rfind(b"\n") + 1  # before decoding: the cut may lie within a character
     lines = list(csv.reader(io.StringIO(data[:end].decode("utf-8-sig"), newline="")))
-    columns = lines[0] if lines else list(KEYS)
+    columns: list[str] = lines[0] if lines else list(KEYS)
     rows = [
         {name: value(text) for name, text in zip(columns, line, strict=True) if text != ""}
         for line in lines[1:]

@@ -235,7 +235,11 @@ class RawFiles(Dataset):
 
     def __getitem__(self, i: int) -> Sample:
         decoded = self.read(self.source / self.pack.names[i], self.pack.options)
-        return {**self.pack.sample(i), **decoded, "id": np.int64(i)}  # labels are the pack's; its images stay unread
+        return {
+            **self.pack.sample(i),
+            **decoded,
+            "id": np.asarray(i, np.int64),
+        }  # labels are the pack's; its images stay unread
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "source": self.source, "read": self.read}

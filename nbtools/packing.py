@@ -304,9 +304,9 @@ def npy(array: np.ndarray) -> bytes:
 
 def bad_csv(rows: Sequence[Mapping[str, str]]) -> bytes:
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, BAD)
-    writer.writeheader()
-    writer.writerows({k: "'" + v if v.startswith(("=", "+", "-", "@")) else v for k, v in row.items()} for row in rows)
+    cells = [[row[name] for name in BAD] for row in rows]
+    escaped = [["'" + v if v.startswith(("=", "+", "-", "@")) else v for v in line] for line in cells]
+    csv.writer(text).writerows([BAD, *escaped])
     return text.getvalue().encode("utf-8-sig", "backslashreplace")
 
 

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the plan and of progress, so that resuming or turning a knob needs no memory."""
+"""The learning rate as a pure function of plan and progress, so that resuming or turning a knob needs no memory."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def test_the_numbers_of_a_sample_do_not_depend_on_batch_size_or_order(size):
 
 
 @pytest.mark.parametrize("other", [(6, 2), (5, 3), (2, 5)])
-def test_another_seed_or_epoch_gives_other_numbers(other):
+def test_another_seed_or_epoch_gives_other_numbers(other: tuple[int, int]):
     same = Draws(5, 2, IDS).uniform() == Draws(*other, IDS).uniform()
     assert same.float().mean() < 0.01
 

@@ -155,11 +155,11 @@ def test_bad_samples_are_listed_with_file_value_rule_and_fix(place):
     made = pack(source, read=picky)
     assert made.names == ["0.npy"]
     assert list(made.bad.columns) == ["file", "value", "rule", "fix"]
-    assert made.bad["file"].tolist() == ["1.npy", "2.npy", "3.npy", "4.npy", "5.npy"]
-    assert made.bad["rule"].tolist() == ["the file can be read"] * 4 + ["the number is below 5"]
-    assert made.bad["value"][3] == "No such file or directory"
-    assert made.bad["value"][4] == "'=5"  # no formula in a spreadsheet
-    assert made.bad["fix"].map(bool).all()
+    bad = made.bad.to_dict("list")
+    assert bad["file"] == ["1.npy", "2.npy", "3.npy", "4.npy", "5.npy"]
+    assert bad["rule"] == ["the file can be read"] * 4 + ["the number is below 5"]
+    assert bad["value"][3:] == ["No such file or directory", "'=5"]  # no formula in a spreadsheet
+    assert all(bad["fix"])
     assert "5 (see .bad)" in str(made)
 
 
