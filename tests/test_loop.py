@@ -187,6 +187,9 @@ def test_mixed_precision_trains_to_about_the_same_loss(pack, amp):
     assert losses(mixed, pack)[-1] == pytest.approx(losses(plain, pack)[-1], rel=0.1)
     assert seen == {torch.bfloat16 if amp == "bf16" else torch.float16}
     assert (mixed.scaler is not None) == (amp == "fp16")
+    if mixed.scaler is not None:  # SYSTEMS §2: a CUDA-only scaler was given the device where its scale belongs
+        assert mixed.scaler._device == mixed.device.type
+        assert mixed.scaler.get_scale() > 1
 
 
 def test_autocast_and_no_grad_do_not_leak_into_the_code_between_steps(pack):
