@@ -99,8 +99,8 @@ def for_lines(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
 
 
 def rounds(images: int, card: Card) -> int:
-    """Epochs that show so many images in all, from 1 to 200."""
-    return min(200, max(1, round(images / max(card.splits["train"], 1))))
+    """Epochs that show so many images in all, from 3 to 200."""
+    return min(200, max(3, round(images / max(card.splits["train"], 1))))
 
 
 def at_most(batch: int, card: Card) -> int:
