@@ -67,7 +67,8 @@ def page(notebook: NotebookNode) -> str:
 
 
 def alive(output: NotebookNode) -> bool:
-    bar = output.get("name") == "stderr" and "\r" in output.get("text", "")
+    text = output.get("text", "")
+    bar = output.get("name") == "stderr" and ("\r" in text or not text.strip())
     return bar or WIDGET in output.get("data", {})
 
 
