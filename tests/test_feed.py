@@ -203,13 +203,15 @@ def feed_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "nbtools-feed"]
 
 
-def test_the_streams_thread_ends_when_the_consumer_leaves_early(pack):
-    batches = in_order(pack.ids("train"), None, 4)
-    stream = Streamed(pack, CPU, 1)(batches)
+def test_the_streams_thread_ends_at_once_when_the_consumer_leaves_early(pack, monkeypatch):
+    gathered, real = [], feed.gather
+    monkeypatch.setattr(feed, "gather", lambda *args: gathered.append(1) or real(*args))
+    stream = Streamed(pack, CPU, 1)([pack.ids("train")[:4]] * 1000)
     next(stream)
     assert len(feed_threads()) == 1
     stream.close()
     assert feed_threads() == []
+    assert len(gathered) < 100
 
 
 def test_a_stream_stays_at_most_prefetch_batches_ahead(pack, monkeypatch):
