@@ -55,7 +55,10 @@ def train(task: Task, state: TrainState, pack: Pack) -> Iterator[Record]:
     state.restore_rng()
     try:
         while state.epoch < state.plan.epochs and state.stopped is None:
+            start = state.step
             yield from train_epoch(task, state, feed, ids, lengths_of(pack, ids))
+            if state.lost():
+                raise Diverged(f"the loss was lost in steps {start + 1} to {state.step}", (start, state.step))
             values: dict[str, Any] = {}
             if len(pack.ids("val")) and due(state):
                 values = yield from evaluate_epoch(task, state, feed, pack)
@@ -69,10 +72,11 @@ def train_epoch(
     task: Task, state: TrainState, feed: Feed, ids: np.ndarray, lengths: np.ndarray | None
 ) -> Iterator[Record]:
     """The rest of this epoch; a change of batch size regroups what is left of it."""
-    if not state.segments:
-        state.segments = [[state.plan.batch_size, 0]]
     regrouped = True
     while regrouped:
+        yield from changes(state, len(ids))
+        if not state.segments or state.segments[-1][0] != state.plan.batch_size:
+            state.segments.append([state.plan.batch_size, 0])
         batches = batches_left(ids, lengths, state.plan.seed, state.epoch, state.segments)
         regrouped = yield from train_batches(task, state, feed, batches, len(ids))
 
@@ -81,15 +85,13 @@ def train_batches(
     task: Task, state: TrainState, feed: Feed, batches: list[np.ndarray], epoch_size: int
 ) -> Generator[Record, None, bool]:
     """Train on batches in order; True when the batch size changed before their end."""
-    plan, every = state.plan, log_interval(epoch_size, state.plan.batch_size)
+    every = log_interval(epoch_size, state.plan.batch_size)
     stream, window = feed(batches), Window(state)
     for batch in batches:
-        if state.plan is not plan:
-            yield from changes(state, plan, epoch_size)
-            if state.plan.batch_size != plan.batch_size:
-                state.segments.append([state.plan.batch_size, 0])
+        if state.plan is not state.applied:
+            if state.plan.batch_size != state.applied.batch_size:
                 return True
-            plan = state.plan
+            yield from changes(state, epoch_size)
         start = perf_counter()
         raw = next(stream)
         arrived = perf_counter()
@@ -159,7 +161,9 @@ def evaluate_epoch(task: Task, state: TrainState, feed: Feed, pack: Pack) -> Gen
         yield record(state, "evaluating", {})
     found = sums.read()
     metric, sign = best_metric(task)
-    state.improved = state.best is None or sign * found[metric] > sign * state.best
+    if metric not in found:
+        raise TrainError(f"the task's BEST is {metric!r}, and its metrics are {', '.join(found)}; name one of them")
+    state.improved = math.isfinite(found[metric]) and (state.best is None or sign * found[metric] > sign * state.best)
     state.best, state.stale = (found[metric], 0) if state.improved else (state.best, state.stale + 1)
     if state.plan.schedule == "plateau" and state.stale and state.stale % state.plan.patience == 0:
         state.drops += 1
@@ -214,12 +218,32 @@ def evaluation(
         )
     feed, done = feed or open_feed(pack, plan, sums.device), 0
     for raw in feed(in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)):
-        batch, outputs = forward(task, model, raw, plan, sums.device)
-        with torch.no_grad(), autocast(plan, sums.device):
-            loss = task.loss(lambda _batch, outputs=outputs: outputs, batch, plan)  # one forward serves both
-        sums.add({"loss": loss, **task.metrics(outputs, batch)})
+        score(task, model, raw, plan, sums)
         done += len(raw["id"])
         yield done
+
+
+def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:
+    """Add loss and metrics of one batch; out of memory, of its halves. Raises TrainError where one sample is too much."""
+    reason, found = "", None
+    try:
+        batch, outputs = forward(task, model, raw, plan, sums.device)
+        with torch.no_grad(), autocast(plan, sums.device):
+            loss = task.loss(lambda _batch: outputs, batch, plan)  # one forward serves both
+        found = {"loss": loss, **task.metrics(outputs, batch)}
+    except torch.OutOfMemoryError as error:
+        reason = str(error).split(". ")[0]
+    if found is not None:
+        sums.add(found)
+        return
+    batch = outputs = loss = None  # what the failed pass holds must go before the next one
+    if sums.device.type == "cuda":
+        torch.cuda.empty_cache()
+    half = len(raw["id"]) // 2
+    if not half:
+        raise TrainError(f"out of memory evaluating one sample ({reason}); take a smaller network or smaller samples")
+    for part in (slice(half), slice(half, None)):
+        score(task, model, {name: tensor[part] for name, tensor in raw.items()}, plan, sums)
 
 
 def evaluate(task: Task, model: nn.Module, pack: Pack, plan: Plan, split: str = "test") -> dict[str, float]:
@@ -230,9 +254,9 @@ def evaluate(task: Task, model: nn.Module, pack: Pack, plan: Plan, split: str = 
     return sums.read()
 
 
-def changes(state: TrainState, old: Plan, epoch_size: int) -> Iterator[Record]:
+def changes(state: TrainState, epoch_size: int) -> Iterator[Record]:
     """Make a replaced plan act on model and optimizer; a row says what changed."""
-    new = state.plan
+    old, new = state.applied, state.plan
     differing = [name for name, value in new.to_dict().items() if value != getattr(old, name)]
     try:
         refuse_fixed(old, new, differing, AT_START)
@@ -248,6 +272,7 @@ def changes(state: TrainState, old: Plan, epoch_size: int) -> Iterator[Record]:
     for group in state.optimizer.param_groups:
         group["weight_decay"] = new.weight_decay
         group.update({"momentum": new.betas[0]} if new.optimizer == "sgd" else {"betas": new.betas})
+    state.applied = new
     if differing:
         what = ", ".join(f"{name} {getattr(old, name)} → {getattr(new, name)}" for name in differing)
         yield record(state, "change", {"what": what})

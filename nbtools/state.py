@@ -47,7 +47,8 @@ def best_metric(task: Task) -> tuple[str, float]:
 
 
 class TrainState:
-    """Model, optimizer, and the position in the run. `plan` may be replaced while the loop runs.
+    """Model, optimizer, and the position in the run. `plan` may be replaced at any time; `applied` is the one that
+    model and optimizer follow so far.
 
     segments: [[batch size, batches done]] of this epoch. samples: seen since the start; skipped: those of them whose
     step fp16 refused. best: of the metric that `best_metric` names; stale: evaluations since; drops: of a plateau.
@@ -56,7 +57,7 @@ class TrainState:
     """
 
     def __init__(self, task: Task, pack: Pack | Card, plan: Plan, device: torch.device | str | None = None):
-        self.task, self.plan = task, plan
+        self.task, self.plan, self.applied = task, plan, plan
         self.card = pack.card if isinstance(pack, Pack) else pack
         self.device = torch.device(device) if device is not None else devices.pick()
         devices.require(plan, self.device)
@@ -102,6 +103,11 @@ class TrainState:
         """The weights that evaluation and `run.model()` use: the moving average where the plan keeps one."""
         return self.ema.module if self.ema is not None else self.model
 
+    def lost(self) -> bool:
+        """Whether the loss or a weight is no longer a number; waits for the device. Such a state is not worth saving."""
+        weights = [torch.linalg.vector_norm(p.detach(), dtype=torch.float32) for p in self.parameters]
+        return not bool(torch.isfinite(torch.stack([self.loss_sum.to(torch.float32), *weights])).all())
+
     def facts(self) -> dict[str, Any]:
         """The plain part of the state, for JSON."""
         return {
@@ -136,8 +142,10 @@ class TrainState:
             saved = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             if saved:
                 self.optimizer.state[parameter] = {k: like(v, parameter) for k, v in saved.items()}
-        for name in (*FACTS, "count"):
+        for name in FACTS:
             setattr(self, name, facts[name])
+        count = facts["count"]
+        self.count = int(count) if float(count).is_integer() else count  # a float plus an int64 tensor is a float32
         self.logged = (facts["logged"][0], facts["logged"][1])
         if self.scaler is not None and facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])

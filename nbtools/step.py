@@ -42,6 +42,8 @@ def attempt(task: Task, state: TrainState, raw: Batch, epoch_size: int) -> tuple
     if state.careful and (bad := first_bad(task, state, raw, loss_sum)):
         for buffer, kept in zip(state.model.buffers(), buffers, strict=True):
             buffer.copy_(kept)
+        if state.scaler is not None:
+            state.scaler.update()  # else it takes the next step's unscaling for a second one of this step
         refuse(state, raw, bad)
         return torch.zeros_like(loss_sum), 0
     if plan.clip_norm is not None:
@@ -141,8 +143,12 @@ def halve(state: TrainState, size: int, reason: str) -> None:
 
 
 def first_bad(task: Task, state: TrainState, raw: Batch, loss_sum: Tensor) -> str | None:
-    """The first tensor of this step that is not finite: of the batch, the weights, a layer, the loss, a gradient."""
-    gradients = [(f"gradient of {n}", p.grad) for n, p in state.model.named_parameters() if p.grad is not None]
+    """The first tensor of this step that is not finite: of the batch, the weights, a layer, the loss, a gradient.
+
+    Under fp16 gradients that overflow are how the scaler finds its scale: it leaves such steps out by itself.
+    """
+    named = state.model.named_parameters() if state.scaler is None else ()
+    gradients = [(f"gradient of {n}", p.grad) for n, p in named if p.grad is not None]
     if finite(loss_sum) and all(finite(g) for _, g in gradients):
         return None
     batch = task.batch(raw, state.plan, Draws(state.plan.seed, state.epoch, raw["id"]))

@@ -241,6 +241,73 @@ def test_out_of_memory_with_one_sample_is_an_error_and_not_a_loop(pack):
         list(train(task_with(loss=starving), state, pack))
 
 
+def test_out_of_memory_in_evaluation_takes_the_batch_in_halves(pack):
+    def hungry(most):
+        def loss(model, batch, plan):
+            if not isinstance(model, nn.Module) and len(batch["x"]) > most:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            return toy.loss(model, batch, plan)
+
+        return task_with(loss=loss)
+
+    state = TrainState(toy, pack, toy.PLAN)
+    halved, whole = (evaluate(task, state.model, pack, toy.PLAN, "val") for task in (hungry(5), toy))
+    assert halved == pytest.approx(whole, abs=1e-6)
+    with pytest.raises(TrainError, match="out of memory evaluating one sample"):
+        evaluate(hungry(0), state.model, pack, toy.PLAN, "val")
+
+
+def test_fp16_finds_its_scale_where_each_step_is_checked(pack):
+    """Gradients that overflow are the scaler's business and no reason to give up; a lost loss is."""
+    state = TrainState(task_with(loss=nan_once(5)), pack, toy.PLAN.replace(amp="fp16", epochs=1))
+    state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    state.careful_until = 100
+    told = [r.values["what"] for r in train(state.task, state, pack) if r.kind == "event"]
+    assert [what.split(":")[0] for what in told] == ["step 5 left out"]
+    assert 0 < state.skipped < state.samples
+    assert not state.lost()
+
+
+def nan_once(step):
+    calls = []
+
+    def loss(model, batch, plan):
+        total, count = toy.loss(model, batch, plan)
+        calls.append(torch.is_grad_enabled())
+        return (total * float("nan") if sum(calls) == step and calls[-1] else total), count
+
+    return loss
+
+
+def test_a_loss_lost_after_the_last_log_step_of_an_epoch_does_not_end_the_epoch(pack):
+    plan = toy.PLAN.replace(batch_size=5, epochs=1)
+    steps = [r for r in train(toy, TrainState(toy, pack, plan), pack) if r.kind == "step"]
+    assert not steps[-1].values
+    task = task_with(loss=nan_once(len(steps)))
+    state = TrainState(task, pack, plan)
+    with pytest.raises(Diverged, match="lost in steps"):
+        list(train(task, state, pack))
+    assert state.epoch == 0
+
+
+def test_a_first_evaluation_that_is_no_number_is_not_the_best_for_ever(pack):
+    calls = []
+
+    def metrics(outputs, batch):
+        calls.append(1)
+        return {"accuracy": (float("nan") if len(calls) == 1 else len(outputs), len(outputs))}
+
+    state = TrainState(task_with(metrics=metrics), pack, toy.PLAN.replace(epochs=2))
+    list(train(state.task, state, pack))
+    assert state.best == 1.0
+
+
+def test_a_best_that_names_no_metric_is_said_so(pack):
+    task = task_with(BEST="acc")
+    with pytest.raises(TrainError, match="BEST is 'acc', and its metrics are loss, accuracy"):
+        list(train(task, TrainState(task, pack, toy.PLAN), pack))
+
+
 def test_a_lost_loss_is_an_error_that_names_the_steps(pack):
     state = TrainState(task_with(loss=nan_from(20)), pack, toy.PLAN)
     with pytest.raises(Diverged, match=r"nan in steps \d+ to \d+") as caught:
@@ -293,6 +360,20 @@ def test_knobs_turned_while_it_trains_act_at_the_next_step_and_leave_a_row(pack)
     assert seen[4] == 0.01
     assert seen[5] == 0.005
     assert state.optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize("kind", ["evaluating", "epoch"])
+def test_a_knob_turned_between_epochs_acts_too(pack, kind):
+    state = TrainState(toy, pack, toy.PLAN)
+    changes = []
+    for record in train(toy, state, pack):
+        if record.kind == kind and record.epoch == 0 and state.plan is toy.PLAN:
+            state.plan = state.plan.replace(weight_decay=0.1, amp="fp16", batch_size=9)
+        if record.kind == "change":
+            changes.append(record.values["what"])
+    assert changes == ["batch_size 16 → 9, weight_decay 0.0 → 0.1, amp off → fp16"]
+    assert state.optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert state.scaler is not None
 
 
 @pytest.mark.parametrize("knobs", [{"optimizer": "sgd"}, {"hidden": 3}, {"seed": 1}, {"feed": "streamed"}])

@@ -113,10 +113,7 @@ def test_resumed_after_changes_of_batch_size_equals_the_same_changes_uninterrupt
             else:
                 ended = True
             if not ended:
-                plan = state.plan
-                state = saved_and_loaded(tmp_path / str(time.monotonic_ns()), state, pack, plan, history)
-                if plan.batch_size != state.segments[-1][0] if state.segments else False:
-                    state.segments.append([plan.batch_size, 0])
+                state = saved_and_loaded(tmp_path / str(time.monotonic_ns()), state, pack, state.plan, history)
         return state, history
 
     whole, rows = run([])
@@ -125,6 +122,26 @@ def test_resumed_after_changes_of_batch_size_equals_the_same_changes_uninterrupt
         steps = [row for row in log(history.rows) if row["kind"] != "change"]
         assert steps == [row for row in log(rows.rows) if row["kind"] != "change"]
         same(state, whole)
+
+
+def test_counts_beyond_what_a_float32_holds_resume_exactly(tmp_path, pack):
+    """Pixels, for example: 40 million in a few batches."""
+
+    def loss(model, batch, plan):
+        total, count = toy.loss(model, batch, plan)
+        return total, torch.tensor(40_000_001 * count)
+
+    task = types.SimpleNamespace(**{**vars(toy), "loss": loss})
+    found = []
+    for stop in (None, 3):
+        state, history = TrainState(task, pack, toy.PLAN.replace(epochs=1)), History()
+        for count, record in enumerate(train(task, state, pack), 1):
+            history.append(record)
+            if count == stop:
+                state = saved_and_loaded(tmp_path, state, pack, state.plan, history)
+                break
+        found.append([r.values for r in train(task, state, pack) if r.kind == "epoch"] or history.of("epoch"))
+    assert found[0][0]["train_loss"] == found[1][0]["train_loss"]
 
 
 def test_pausing_the_generator_and_using_random_numbers_between_changes_nothing(pack):
