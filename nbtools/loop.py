@@ -26,7 +26,6 @@ from nbtools.history import Record
 from nbtools.metrics import Sums
 from nbtools.pack import Pack
 from nbtools.plan import Plan
-from nbtools.schedule import lr_at
 from nbtools.state import FIXED, Batch, Task, TrainState, best_metric
 from nbtools.step import step
 
@@ -105,7 +104,7 @@ def train_batches(
         state.waited += arrived - start
         state.seconds += perf_counter() - start
         if values:
-            values |= window.rates(state, epoch_size)
+            values |= window.rates(state)
             window = Window(state)
         while state.events:
             yield record(state, "event", {"what": state.events.pop(0)})
@@ -128,15 +127,15 @@ class Window:
         state.logged = (total, count)
         return loss
 
-    def rates(self, state: TrainState, epoch_size: int) -> dict[str, Any]:
+    def rates(self, state: TrainState) -> dict[str, Any]:
         seconds, waited = state.seconds - self.seconds, state.waited - self.waited
-        return rates(state, epoch_size, state.samples - self.samples, seconds, waited)
+        return rates(state, state.samples - self.samples, seconds, waited)
 
 
-def rates(state: TrainState, epoch_size: int, samples: int, seconds: float, waited: float) -> dict[str, Any]:
+def rates(state: TrainState, samples: int, seconds: float, waited: float) -> dict[str, Any]:
     seconds = max(seconds, 1e-9)
     return {
-        "lr": lr_at(state.plan, (state.samples - state.skipped) / epoch_size, state.drops),
+        "lr": state.lr,
         "batch_size": state.plan.batch_size,
         "samples_per_s": samples / seconds,
         "data_wait": waited / seconds,
@@ -177,7 +176,7 @@ def end_epoch(state: TrainState, values: dict[str, Any], epoch_size: int) -> Rec
     row = {
         "train_loss": float(state.loss_sum) / max(float(state.count), 1),
         **values,
-        **rates(state, epoch_size, epoch_size, state.seconds, state.waited),
+        **rates(state, epoch_size, state.seconds, state.waited),
         "epoch_time": state.seconds,
     }
     if state.device.type == "cuda":
@@ -224,7 +223,7 @@ def evaluation(
 
 
 def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:
-    """Add loss and metrics of one batch; out of memory, of its halves. Raises TrainError where one sample is too much."""
+    """Add loss and metrics of a batch; out of memory, of its halves. Raises TrainError where one sample is too much."""
     reason, found = "", None
     try:
         batch, outputs = forward(task, model, raw, plan, sums.device)

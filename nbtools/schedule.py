@@ -11,7 +11,7 @@ PLATEAU_FACTOR = 0.1
 
 
 def lr_at(plan: Plan, progress: float, drops: int = 0) -> float:
-    """lr of the step that brings the run to `progress`, in epochs (fractions count: the schedule moves every step).
+    """lr at a point of the run, in epochs: fractions count, the schedule moves every step.
 
     Linear warmup, then constant, cosine, poly, or plateau, which has dropped `drops` times.
     """

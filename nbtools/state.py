@@ -23,7 +23,7 @@ FIXED = ("optimizer", "compile", "graph", "channels_last", "checkpoint_activatio
 
 FACTS = (
     *("epoch", "step", "samples", "skipped", "segments", "micro", "best", "stale", "drops", "stopped"),
-    *("seconds", "waited", "careful_until", "refused"),
+    *("seconds", "waited", "lr", "careful_until", "refused"),
 )
 """The plain attributes of a TrainState that a checkpoint carries."""
 
@@ -53,7 +53,8 @@ class TrainState:
     segments: [[batch size, batches done]] of this epoch. samples: seen since the start; skipped: those of them whose
     step fp16 refused. best: of the metric that `best_metric` names; stale: evaluations since; drops: of a plateau.
     loss_sum, count: this epoch's so far, on the device; logged: them at the last log step. seconds, waited: training
-    time of this epoch, and the part of it that waited for data. events: what there is to tell at the next yield.
+    time of this epoch, and the part of it that waited for data. lr: of the last step. events: what there is to tell
+    at the next yield.
     """
 
     def __init__(self, task: Task, pack: Pack | Card, plan: Plan, device: torch.device | str | None = None):
@@ -82,7 +83,7 @@ class TrainState:
         self.best: float | None = None
         self.stale = self.drops = 0
         self.stopped: str | None = None
-        self.seconds = self.waited = 0.0
+        self.seconds = self.waited = self.lr = 0.0
         self.loss_sum = torch.zeros(
             (), dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device
         )
@@ -104,7 +105,7 @@ class TrainState:
         return self.ema.module if self.ema is not None else self.model
 
     def lost(self) -> bool:
-        """Whether the loss or a weight is no longer a number; waits for the device. Such a state is not worth saving."""
+        """Whether the loss or a weight is no longer a number: not to be saved. Waits for the device."""
         weights = [torch.linalg.vector_norm(p.detach(), dtype=torch.float32) for p in self.parameters]
         return not bool(torch.isfinite(torch.stack([self.loss_sum.to(torch.float32), *weights])).all())
 

@@ -48,9 +48,10 @@ def attempt(task: Task, state: TrainState, raw: Batch, epoch_size: int) -> tuple
         return torch.zeros_like(loss_sum), 0
     if plan.clip_norm is not None:
         clip_gradients(state.parameters, plan.clip_norm)
-    lr = lr_at(plan, (state.samples + size - state.skipped) / epoch_size, state.drops)
+    middle = (state.samples - state.skipped + size / 2) / epoch_size  # at its start a warmup, at its end a cosine is 0
+    state.lr = lr_at(plan, middle, state.drops)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = state.lr
     update(state, size)
     return loss_sum, count
 

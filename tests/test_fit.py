@@ -48,7 +48,7 @@ def test_the_csv_has_the_columns_of_the_guides_log(run):
     assert len(epochs) == 3
     assert epochs[wanted].notna().all(axis=None)
     assert list(run.summary().index) == [1, 2, 3]
-    assert epochs.lr.iloc[-1] == pytest.approx(0, abs=1e-9)
+    assert 0 < epochs.lr.iloc[-1] < 0.02 * run.plan.lr  # the last step still learns
 
 
 def test_an_opened_run_gives_the_best_weights_and_the_same_answers(run, pack):

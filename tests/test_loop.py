@@ -414,7 +414,7 @@ def test_early_stop_and_plateau_follow_the_metric(pack):
     epochs = [r for r in train(flat, state, pack) if r.kind == "epoch"]
     assert len(epochs) == 6
     assert state.stopped == "early stop: accuracy did not improve in 5 evaluations"
-    assert [e.values["lr"] for e in epochs] == pytest.approx([0.01, 0.01, 0.001, 0.001, 0.0001, 0.0001])
+    assert [e.values["lr"] for e in epochs] == pytest.approx([0.01, 0.01, 0.01, 0.001, 0.001, 0.0001])
 
 
 def test_evaluation_comes_every_n_epochs_and_at_the_last(pack):
