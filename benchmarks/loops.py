@@ -49,7 +49,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, progress: float) -> None:
-    """Cosine to 0; progress of the whole run, 0–1."""
+    """Cosine to 0; progress of the whole run, 0–1, taken in the middle of a step."""
     lr = PLAN.lr * ((1 + math.cos(math.pi * progress)) / 2)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -76,7 +76,7 @@ def by_hand(kit: Kit, batches: Batches, losses: Losses) -> Iterator[None]:
             kit.backward(loss / len(x))
             kit.clip()
             step += 1
-            set_lr(kit.optimizer, step / total)
+            set_lr(kit.optimizer, (step - 0.5) / total)
             kit.optimizer.step()
             loss_sum += loss.detach()
             count += len(x)
@@ -145,7 +145,7 @@ def lightning(pack: Pack, losses: Losses) -> Iterator[None]:
             x, label = batch
             loss = F.cross_entropy(self.model(x), label, reduction="sum")
             self.done += 1
-            set_lr(self.adamw, self.done / self.total)
+            set_lr(self.adamw, (self.done - 0.5) / self.total)
             self.loss_sum += loss.detach()
             self.count += len(x)
             return loss / len(x)
