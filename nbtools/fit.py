@@ -12,12 +12,13 @@ from pathlib import Path
 from time import monotonic
 from types import FrameType, TracebackType
 from typing import Any, Self
+from uuid import uuid4
 
 from tqdm.auto import tqdm
 
 from nbtools import checkpoint, disk, measure
 from nbtools.advise import advise
-from nbtools.errors import CheckpointError, PlanError, TrainError
+from nbtools.errors import CheckpointError, NbtoolsError, PlanError, TrainError
 from nbtools.history import History, Record
 from nbtools.loop import Diverged, refuse_fixed, require_sizes, train
 from nbtools.pack import Pack
@@ -42,7 +43,7 @@ def fit(
 ) -> Run:
     """Train in this cell, drawing as it goes; returns the Run.
 
-    plan: a Plan, a Panel or an Advice; None: what `advise` says. run: the folder; where it holds a run already, that
+    plan: a Plan, a Panel or an Advice; None: the run's own, or what `advise` says. run: the folder, on local disk; where it holds a run already, that
     run goes on from its last checkpoint, bit for bit (CPU). keep: a second folder, usually on Drive (`drive:…`), that
     gets a copy of everything in the background, and from which a lost local folder is restored. receipt: measure the
     task's baseline beside this run at the end, for a few seconds.
@@ -50,9 +51,13 @@ def fit(
     An interrupt (Ctrl-C, the notebook's stop button) finishes the step, saves, and returns the run as it is.
     Raises TrainError, PlanError or CheckpointError; the checkpoints stay whole.
     """
+    if str(run).startswith("drive:"):
+        raise CheckpointError(
+            f"run={str(run)!r}: a run is written to local disk, and copied to Drive by keep={str(run)!r}"
+        )
     folder, kept = Path(run), kept_folder(keep)
     restore(folder, kept)
-    wanted = chosen_plan(task, pack, plan)
+    wanted = chosen_plan(task, pack, plan, folder)
     require_sizes(pack, wanted)
     state = TrainState(task, pack, wanted)
     history, complaints = begin(folder, task, pack, state)
@@ -67,17 +72,17 @@ def fit(
     finally:
         surface.close()
         if keeper is not None:
-            keeper.keep(folder / name for name in (PLAN, CARD, HISTORY, PLOT, RECEIPT) if (folder / name).exists())
+            keeper.keep()
             keeper.close()
-            surface.told += keeper.complaints
+            surface.tell_all(keeper.complaints)
     found = Run.open(folder, task)
     found.events = surface.told
     return found
 
 
-def chosen_plan(task: Any, pack: Pack, plan: Any) -> Plan:
+def chosen_plan(task: Any, pack: Pack, plan: Any, folder: Path) -> Plan:
     if plan is None:
-        plan = advise(task, pack)
+        plan = stored_plan(task, folder) or advise(task, pack)
     plan = getattr(plan, "plan", plan)
     if not isinstance(plan, type(task.PLAN)):
         kind = type(task.PLAN)
@@ -88,6 +93,12 @@ def chosen_plan(task: Any, pack: Pack, plan: Any) -> Plan:
     return plan
 
 
+def stored_plan(task: Any, folder: Path) -> Plan | None:
+    """The plan of the run in a folder, where one was started."""
+    path = folder / PLAN
+    return type(task.PLAN).from_json(path.read_text()) if checkpoint.names(folder) and path.exists() else None
+
+
 def kept_folder(keep: str | Path | None) -> Path | None:
     if keep is None:
         return None
@@ -95,9 +106,18 @@ def kept_folder(keep: str | Path | None) -> Path | None:
 
 
 def restore(folder: Path, kept: Path | None) -> None:
-    """Bring a run back from where it is kept when the local folder is gone, as it is after a lost session."""
-    if kept is None or (folder / checkpoint.INDEX).exists() or not (kept / checkpoint.INDEX).exists():
+    """Bring a run back from where it is kept when the local folder is gone, as it is after a lost session.
+
+    Raises CheckpointError where that would mix two runs, or replace files that are no run's.
+    """
+    if kept is None or not (theirs := checkpoint.read_index(kept)):
         return
+    if ours := checkpoint.read_index(folder):
+        if ours.get("id") != theirs.get("id"):
+            raise CheckpointError(f"{kept} keeps another run than {folder}; name another keep=, or another run=")
+        return
+    if folder.exists() and any(path.name not in (PLAN, CARD, HISTORY) for path in folder.iterdir()):
+        raise CheckpointError(f"{folder} holds files and no run, and {kept} keeps a run; name a new folder with run=")
     part = folder.with_name(f"{folder.name}.part")
     with disk.explained(f"restoring {folder} from {kept}", folder):
         disk.remove(part)
@@ -116,7 +136,9 @@ def begin(folder: Path, task: Any, pack: Pack, state: TrainState) -> tuple[Histo
         disk.remove(folder / HISTORY)
         disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
         disk.write_atomic(folder / PLAN, state.plan.to_json())
-        disk.write_atomic(folder / checkpoint.INDEX, json.dumps({"version": 1, "task": task_name(task)}))
+        disk.write_atomic(
+            folder / checkpoint.INDEX, json.dumps({"version": 1, "id": uuid4().hex, "task": task_name(task)})
+        )
     checkpoint.save(folder, state, rows=0)
     return History(folder / HISTORY), []
 
@@ -124,23 +146,22 @@ def begin(folder: Path, task: Any, pack: Pack, state: TrainState) -> tuple[Histo
 def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[str]]:
     if json.loads((folder / CARD).read_text()) != json.loads(json.dumps(pack.card.to_dict())):
         raise CheckpointError(
-            f"{folder}: this run was trained on another pack (its pack.json differs from {pack.folder}); "
+            f"{folder}: this run was trained on another pack (its card.json differs from {pack.folder}); "
             "give the same data and options, or name another run folder"
         )
-    old, new = type(state.plan).from_json((folder / PLAN).read_text()), state.plan
+    tensors, facts, complaints = checkpoint.newest(folder)
+    old, new = type(state.plan).from_dict(facts["plan"]), state.plan  # plan.json may be ahead of the checkpoint
     changed = [name for name, value in new.to_dict().items() if value != getattr(old, name)]
     refuse_fixed(old, new, changed)
-    facts, complaints = checkpoint.load(folder, state)
+    state.load(tensors, facts["state"])
     history = History(folder / HISTORY)
     history.cut(facts["rows"])
-    if state.epoch < new.epochs:
-        state.stopped = None  # asked to go on: an early stop counts anew from here
+    disk.write_atomic(folder / PLAN, new.to_json())
     if changed:
-        disk.write_atomic(folder / PLAN, new.to_json())
+        if state.stopped:
+            state.stopped, state.stale = None, 0  # asked to go on: an early stop counts anew from here
         what = ", ".join(f"{name} {getattr(old, name)} → {getattr(new, name)}" for name in changed)
         history.append(Record("change", state.epoch, state.step, state.samples, {"what": what}))
-        if "batch_size" in changed and state.segments:
-            state.segments.append([new.batch_size, 0])
         if "batch_size" in changed or "micro_batch_size" in changed:
             state.micro = new.micro_batch_size
     return history, complaints
@@ -159,9 +180,11 @@ def follow(
     """The loop and its watchers: rows, picture, checkpoints, the interrupt."""
 
     def save(best: bool = False) -> float:
-        new = checkpoint.save(folder, state, len(history), best)
-        if keeper is not None:
-            keeper.keep([*new, *(folder / name for name in (PLAN, CARD, HISTORY))])
+        if not state.lost():  # else the next log step says so, and the run goes back to a checkpoint before
+            checkpoint.save(folder, state, len(history), best)
+            if keeper is not None:
+                keeper.keep()
+                surface.tell_all(keeper.complaints)
         return monotonic()
 
     saved = monotonic()
@@ -186,7 +209,7 @@ def resilient(task: Task, state: TrainState, pack: Pack, folder: Path, history: 
             yield from train(task, state, pack)
             return
         except Diverged as error:
-            trouble = error
+            trouble = error.with_traceback(None)  # its frames hold the feed, on a GPU a second copy of the pack
         if rollback == ROLLBACKS:
             raise TrainError(f"{trouble}, for the third time; lower Plan.lr, set Plan.clip_norm, or look at the data")
         facts, _ = checkpoint.load(folder, state)
@@ -201,13 +224,22 @@ def finish(
 ) -> None:
     """The picture and the receipt that stay."""
     if state.stopped:
-        surface.tell(state.stopped)
+        surface.tell(f"{state.stopped}; to go on, change the plan")
     surface.close()
     with disk.explained("writing the plot", folder):
         surface.plot.finish(history, folder / PLOT)
     if receipt and not (folder / RECEIPT).exists():
         surface.tell("measuring the baseline beside this run …")
-        disk.write_atomic(folder / RECEIPT, measure.receipt(task, pack, state.plan, state.device).to_json())
+        try:
+            disk.write_atomic(folder / RECEIPT, measure.receipt(task, pack, state.plan, state.device).to_json())
+        except (
+            NbtoolsError,
+            OSError,
+            RuntimeError,
+        ) as error:  # the run is trained and saved, whatever the baseline does
+            surface.tell(f"no receipt: {type(error).__name__}: {error}")
+        except KeyboardInterrupt:
+            surface.tell("no receipt: stopped by you; run the cell again to measure it")
 
 
 class Surface:
@@ -244,6 +276,11 @@ class Surface:
         self.told.append(sentence)
         if self.progress:
             tqdm.write(sentence, file=sys.stdout if self.notebook else sys.stderr)
+
+    def tell_all(self, sentences: list[str]) -> None:
+        """Tell and forget them."""
+        while sentences:
+            self.tell(sentences.pop(0))
 
     def close(self) -> None:
         self.bar.close()

@@ -51,7 +51,7 @@ class History:
                 self.rewrite()  # else the next row would be written on to the end of half a line
 
     def append(self, record: Record) -> None:
-        """Keep a record that carries values; bare steps are not rows."""
+        """Keep a record that carries values; bare steps are not rows. Raises DiskError."""
         if not record.values:
             return
         row = {
@@ -64,7 +64,9 @@ class History:
         self.rows.append(row)
         new = [name for name in row if name not in self.columns]
         self.columns += new
-        if self.path is not None:
+        if self.path is None:
+            return
+        with disk.explained("writing the history", self.path):
             if new or not self.path.exists():
                 self.rewrite()
             else:

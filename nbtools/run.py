@@ -25,7 +25,7 @@ from nbtools.plan import Plan
 if TYPE_CHECKING:
     import pandas as pd
 
-PLAN, CARD, HISTORY, RECEIPT, PLOT = "plan.json", "pack.json", "history.csv", "receipt.json", "plot.png"
+PLAN, CARD, HISTORY, RECEIPT, PLOT = "plan.json", "card.json", "history.csv", "receipt.json", "plot.png"
 TABLE = ("train_loss", "val_loss", "lr", "batch_size", "epoch_time", "samples_per_s", "data_wait")
 
 
