@@ -17,20 +17,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nbtools import checkpoint
 from nbtools.advise import advise
 from nbtools.errors import NbtoolsError
-from nbtools.fit import fit
+from nbtools.fit import fit, kept_folder, restore, stored_plan
 from nbtools.gpu import gpus
 from nbtools.plan import Plan
-from nbtools.run import PLAN, Run, evaluate
+from nbtools.run import Run, evaluate
 from nbtools.stage import stage
 
 BUILT_IN = "nbtools.tasks"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0 when it succeeded, 1 with a sentence on stderr when nbtools refused."""
+    """Run one command; 0 when it succeeded, 1 with a sentence on stderr when nbtools refused, 130 for Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         options = parser(arguments).parse_args(arguments)
@@ -38,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NbtoolsError as error:
         print(f"nbtools: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("nbtools: stopped by you", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -45,7 +47,8 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """The command line; a task's own options are there once its name stands in the arguments."""
     top = argparse.ArgumentParser(prog="python -m nbtools", description="Train in notebooks without wasting the GPU.")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    task = find_task(arguments[1]) if len(arguments) > 1 and arguments[0] in TASK_COMMANDS else None
+    named = len(arguments) > 1 and arguments[0] in TASK_COMMANDS and not arguments[1].startswith("-")
+    task = find_task(arguments[1]) if named else None
 
     command(commands, "gpus", "what this machine trains on", show_gpus)
     one = command(commands, "stage", "bring a data set to local disk", show_stage)
@@ -86,7 +89,10 @@ def add_signature(one: argparse.ArgumentParser, function: Any, skip: Sequence[st
     for name, parameter in inspect.signature(function).parameters.items() if function else ():
         if name not in skip and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             default = f"default {parameter.default}" if parameter.default is not None else "default: by the data"
-            group.add_argument(flag(name), dest=f"option_{name}", type=literal, help=default, default=argparse.SUPPRESS)
+            text, dest = default.replace("%", "%%"), f"option_{name}"
+            group.add_argument(
+                flag(name), dest=dest, metavar="VALUE", type=literal, help=text, default=argparse.SUPPRESS
+            )
 
 
 def add_training(one: argparse.ArgumentParser, task: Any) -> None:
@@ -104,7 +110,7 @@ def add_training(one: argparse.ArgumentParser, task: Any) -> None:
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         choices, text = field.metadata.get("choices"), field.metadata.get("help", "")
-        shown = f"{text} ({', '.join(map(str, choices))})" if choices else text
+        shown = (f"{text} ({', '.join(map(str, choices))})" if choices else text).replace("%", "%%")
         if hints[field.name] is bool:
             group.add_argument(
                 flag(field.name),
@@ -118,7 +124,7 @@ def add_training(one: argparse.ArgumentParser, task: Any) -> None:
                 flag(field.name),
                 dest=f"knob_{field.name}",
                 metavar="VALUE",
-                help=shown.replace("%", "%%"),
+                help=shown,
                 default=argparse.SUPPRESS,
             )
 
@@ -192,6 +198,7 @@ def show_advice(options: argparse.Namespace) -> None:
 
 def run_training(options: argparse.Namespace) -> None:
     task = find_task(options.task)
+    restore(options.run, kept_folder(options.keep))
     pack = packed(options, options.data)
     plan = plan_of(task, pack, options)
     run = fit(task, pack, plan, options.run, options.keep, receipt=not options.no_receipt)
@@ -205,15 +212,14 @@ def plan_of(task: Any, pack: Any, options: argparse.Namespace) -> Plan:
 
     Another batch size without an lr moves lr by the plan's lr_rule, and says so.
     """
-    stored = options.run / PLAN
-    if checkpoint.names(options.run) and stored.exists():
-        plan = type(task.PLAN).from_json(stored.read_text())
-    else:
-        plan = {
-            "advised": lambda: advise(task, pack).plan,
+    plan = stored_plan(task, options.run)
+    if plan is None:
+        made = {
             "plan": lambda: task.PLAN,
             "baseline": lambda: task.BASELINE,
-        }[options.base]()
+            "advised": lambda: advise(task, pack).plan,
+        }
+        plan = made[options.base]()
     knobs = options_of(options, "knob_")
     given = {name: plan.parse(name, value) if isinstance(value, str) else value for name, value in knobs.items()}
     if "batch_size" in given and "lr" not in given:

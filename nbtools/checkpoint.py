@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,13 @@ from nbtools.errors import CheckpointError
 from nbtools.state import TrainState
 
 INDEX = "run.json"
+NAME = r"\d{4,}-\d{8,}"
+FILE = re.compile(NAME + r"(\.weights)?\.(safetensors|json)(\..+\.part)?")
 OLDER = 2  # checkpoints kept behind the last: a copy on Drive may turn out not to have arrived
 
 
-def save(folder: Path, state: TrainState, rows: int, best: bool = False) -> list[Path]:
-    """Write the state (and, as the best, its evaluated weights); prune old ones; returns the files that are new.
+def save(folder: Path, state: TrainState, rows: int, best: bool = False) -> None:
+    """Write the state (and, as the best, its evaluated weights); prune old ones.
 
     rows: of the history so far; a resume cuts what lies beyond. Raises DiskError, the older checkpoints untouched.
     """
@@ -41,22 +43,22 @@ def save(folder: Path, state: TrainState, rows: int, best: bool = False) -> list
     with disk.explained(f"saving checkpoint {name}", folder):
         index = read_index(folder)
         facts = {"rows": rows, "plan": state.plan.to_dict(), "state": state.facts()}
-        new = write(folder, name, state.tensors(), facts)
+        write(folder, name, state.tensors(), facts)
         index["last"] = name
         if best:
             weights = f"{name}.weights"
-            new += write(folder, weights, state.evaluated.state_dict(), {"best": state.best, "epoch": state.epoch})
+            write(folder, weights, state.evaluated.state_dict(), {"best": state.best, "epoch": state.epoch})
             index["best"] = weights
         disk.write_atomic(folder / INDEX, json.dumps(index, indent=1))
         prune(folder, index)
-    return [*new, folder / INDEX]
 
 
-def write(folder: Path, name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> list[Path]:
-    data = save_tensors({k: v.detach().contiguous().clone() for k, v in tensors.items()})
+def write(folder: Path, name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    copies = {k: v.detach().to("cpu", copy=True).contiguous() for k, v in tensors.items()}  # GPU memory may be full
+    data = save_tensors(copies)
     facts = {**facts, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    tensors_path = disk.write_atomic(folder / f"{name}.safetensors", data)
-    return [tensors_path, disk.write_atomic(folder / f"{name}.json", json.dumps(facts, indent=1))]
+    disk.write_atomic(folder / f"{name}.safetensors", data)
+    disk.write_atomic(folder / f"{name}.json", json.dumps(facts, indent=1))
 
 
 def read(folder: Path, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -73,7 +75,14 @@ def read(folder: Path, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def load(folder: Path, state: TrainState) -> tuple[dict[str, Any], list[str]]:
-    """Bring the state to the newest whole checkpoint; returns (its facts, complaints about newer, damaged ones).
+    """Bring the state to the newest whole checkpoint; returns (its facts, complaints about newer, damaged ones)."""
+    tensors, facts, complaints = newest(folder)
+    state.load(tensors, facts["state"])
+    return facts, complaints
+
+
+def newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
+    """(tensors, facts, complaints about newer, damaged ones) of the newest whole checkpoint.
 
     Raises CheckpointError where there is none.
     """
@@ -84,14 +93,19 @@ def load(folder: Path, state: TrainState) -> tuple[dict[str, Any], list[str]]:
         except CheckpointError as error:
             complaints.append(f"{error}; the one before it is taken")
             continue
-        state.load(tensors, facts["state"])
-        return facts, complaints
+        return tensors, facts, complaints
     raise CheckpointError(f"{folder}: no whole checkpoint{': ' if complaints else ''}{'; '.join(complaints)}")
 
 
 def names(folder: Path) -> list[str]:
     """Checkpoints of a run, newest first."""
-    return sorted((p.stem for p in folder.glob("[0-9]*-[0-9]*.json") if ".weights" not in p.name), reverse=True)
+    found = (p.stem for p in folder.glob("*.json") if re.fullmatch(NAME, p.stem))
+    return sorted(found, key=place, reverse=True)
+
+
+def place(name: str) -> tuple[int, ...]:
+    """(epoch, step) of a checkpoint's name."""
+    return tuple(map(int, name.split("-")))
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -117,67 +131,84 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def prune(folder: Path, index: dict[str, Any]) -> None:
-    """Keep the last, the ones before it, and the best; what a crash left half-written goes too."""
-    kept = {index.get("best"), *names(folder)[: 1 + OLDER]}
-    for path in folder.glob("[0-9]*-[0-9]*.*"):
-        if path.suffix == ".part" or path.name.rsplit(".", 1)[0] not in kept:
+    """Keep the last, the ones before it, and the best; what lies after it is damaged or another run's, and goes, as
+    does what a crash left half-written."""
+    reached = [name for name in names(folder) if place(name) <= place(index["last"])]
+    kept = {index.get("best"), *reached[: 1 + OLDER]}
+    for path in folder.iterdir():
+        if FILE.fullmatch(path.name) and (path.suffix == ".part" or path.stem not in kept):
             disk.remove(path)
 
 
 class Keeper:
-    """Copies a run to a second folder (Drive) on a thread of its own; only the newest state of each file matters.
+    """Copies a run to a second folder (Drive) on a thread of its own: what that folder lacks of the newest state.
 
-    Trouble there is told through `complaints` and does not stop training: what is local stays whole.
+    Trouble there is told through `complaints` and does not stop training: what is local stays whole, and the next call
+    of `keep` brings what is still missing.
     """
 
     def __init__(self, source: Path, target: Path):
         self.source, self.target = source, target
         self.complaints: list[str] = []
-        self.wanted: dict[str, Path] = {}
+        self.wanted: bytes | None = None
         self.change = threading.Condition()
         self.busy = self.closed = False
         self.thread = threading.Thread(target=self.work, name="nbtools-keeper", daemon=True)
         self.thread.start()
 
-    def keep(self, files: Iterable[Path]) -> None:
+    def keep(self) -> None:
+        """Ask for a copy of the run as it is now. The index is read here: later it may name newer checkpoints."""
+        index = (self.source / INDEX).read_bytes()
         with self.change:
-            self.wanted |= {path.name: path for path in files}
+            self.wanted = index
             self.change.notify_all()
 
     def work(self) -> None:
         while True:
             with self.change:
-                while not self.wanted and not self.closed:
-                    self.change.wait()
-                if not self.wanted:
+                self.change.wait_for(lambda: self.wanted is not None or self.closed)
+                if self.wanted is None:
                     return
-                files, self.wanted, self.busy = self.wanted, {}, True
+                index, self.wanted, self.busy = self.wanted, None, True
             try:
-                self.copy(files)
+                self.copy(index)
             except OSError as error:
-                self.complaints.append(
-                    f"{self.target}: not kept ({error}); the run goes on, and is whole in {self.source}"
-                )
-            with self.change:
-                self.busy = False
-                self.change.notify_all()
+                pruned = isinstance(error, FileNotFoundError) and Path(error.filename or "").parent == self.source
+                if not pruned:  # else a newer state is on its way
+                    self.complaints.append(
+                        f"{self.target}: not kept ({error}); the run goes on, and is whole in {self.source}"
+                    )
+            finally:
+                with self.change:
+                    self.busy = False
+                    self.change.notify_all()
 
-    def copy(self, files: dict[str, Path]) -> None:
+    def copy(self, index: bytes) -> None:
+        """The best and the last checkpoint where they are not there yet, all other files, and the index at the end: it
+        must not name what is not there."""
         disk.make_folder(self.target)
-        index = {INDEX} & files.keys()
-        for name in [*sorted(files.keys() - index), *index]:  # the index last: it must not name what is not there yet
-            if files[name].exists():  # pruned meanwhile: a newer one is on its way
-                data = files[name].read_bytes()
-                copied = disk.write_atomic(self.target / name, data)
-                if copied.read_bytes() != data:
-                    raise OSError(f"{copied}: reads back other than it was written")
-        if index:
-            prune(self.target, read_index(self.target))
+        named = json.loads(index)
+        for name in filter(None, (named.get("best"), named.get("last"))):
+            vouching = f"{name}.json"
+            data = (self.source / vouching).read_bytes()
+            if not (self.target / vouching).exists() or (self.target / vouching).read_bytes() != data:
+                self.put(f"{name}.safetensors", (self.source / f"{name}.safetensors").read_bytes())
+                self.put(vouching, data)
+        for path in self.source.iterdir():
+            if path.is_file() and path.name != INDEX and path.suffix != ".part" and not FILE.fullmatch(path.name):
+                self.put(path.name, path.read_bytes())
+        self.put(INDEX, index)
+        prune(self.target, named)
+
+    def put(self, name: str, data: bytes) -> None:
+        copied = disk.write_atomic(self.target / name, data)
+        if copied.read_bytes() != data:
+            raise OSError(f"{copied}: reads back other than it was written")
 
     def flush(self) -> None:
         """Wait until all that was asked for is copied."""
         with self.change:
-            self.change.wait_for(lambda: not self.wanted and not self.busy)
+            self.change.wait_for(lambda: self.wanted is None and not self.busy)
 
     def close(self) -> None:
         self.flush()

@@ -43,10 +43,10 @@ def fit(
 ) -> Run:
     """Train in this cell, drawing as it goes; returns the Run.
 
-    plan: a Plan, a Panel or an Advice; None: the run's own, or what `advise` says. run: the folder, on local disk; where it holds a run already, that
-    run goes on from its last checkpoint, bit for bit (CPU). keep: a second folder, usually on Drive (`drive:…`), that
-    gets a copy of everything in the background, and from which a lost local folder is restored. receipt: measure the
-    task's baseline beside this run at the end, for a few seconds.
+    plan: a Plan, a Panel or an Advice; None: the run's own, or what `advise` says. run: a folder on local disk; where
+    it holds a run already, that run goes on from its last checkpoint, bit for bit (CPU). keep: a second folder, usually
+    on Drive (`drive:…`), that gets a copy of everything in the background, and from which a lost local folder is
+    restored. receipt: measure the task's baseline beside this run at the end, for a few seconds.
 
     An interrupt (Ctrl-C, the notebook's stop button) finishes the step, saves, and returns the run as it is.
     Raises TrainError, PlanError or CheckpointError; the checkpoints stay whole.
@@ -116,7 +116,7 @@ def restore(folder: Path, kept: Path | None) -> None:
         if ours.get("id") != theirs.get("id"):
             raise CheckpointError(f"{kept} keeps another run than {folder}; name another keep=, or another run=")
         return
-    if folder.exists() and any(path.name not in (PLAN, CARD, HISTORY) for path in folder.iterdir()):
+    if folder.exists() and any(p.name not in (PLAN, CARD, HISTORY) and p.suffix != ".part" for p in folder.iterdir()):
         raise CheckpointError(f"{folder} holds files and no run, and {kept} keeps a run; name a new folder with run=")
     part = folder.with_name(f"{folder.name}.part")
     with disk.explained(f"restoring {folder} from {kept}", folder):

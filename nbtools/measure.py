@@ -97,10 +97,12 @@ class Receipt:
 
 
 class Pace:
-    """A plan in training, stepped for a while at a time, so that two can be measured in turns."""
+    """A plan in training, stepped for a while at a time, so that two can be measured in turns. Its lr is tiny:
+    a full one without the warmup may lose the loss."""
 
     def __init__(self, task: Task, pack: Pack, plan: Plan, device: torch.device | None = None):
-        endless = plan.replace(epochs=10**6, eval_every=10**6, warmup_epochs=0.0, early_stop=None, schedule="constant")
+        endless = plan.replace(epochs=10**6, eval_every=10**6, warmup_epochs=0.0, early_stop=None)
+        endless = endless.replace(schedule="constant", lr=1e-12, min_lr=0.0)
         self.plan, self.state = plan, TrainState(task, pack, endless, device)
         self.steps = train(task, self.state, pack)
         self.rates: list[tuple[float, float]] = []  # (samples/s, data-wait share) of each round
@@ -144,11 +146,13 @@ def receipt(
     baseline, notes = comparable(task.BASELINE, plan, pack)
     paces, peaks = [], {}
     for side, candidate in (("before", baseline), ("after", plan)):
-        held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        held = 0
+        if torch.cuda.is_available():
+            held = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
         paces.append(Pace(task, pack, candidate, device))
         if torch.cuda.is_available():
             peaks[side] = (torch.cuda.max_memory_allocated() - held) / 2**20
-            torch.cuda.reset_peak_memory_stats()
     for _ in range(ROUNDS):
         for pace in paces:
             pace.advance(seconds, steps=1)

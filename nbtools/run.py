@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +47,9 @@ class Run:
                 f"{folder}: no {checkpoint.INDEX}, so this is no run folder; train with run={str(folder)!r}"
             )
         task = task or import_task(index["task"], folder)
+        for name in (CARD, PLAN):
+            if not (folder / name).exists():
+                raise CheckpointError(f"{folder}: {name} is missing; copy the run folder again, all of it")
         card = Card.from_dict(json.loads((folder / CARD).read_text()))
         return cls(folder, task, card, type(task.PLAN).from_json((folder / PLAN).read_text()))
 
@@ -63,7 +67,7 @@ class Run:
     def best(self) -> dict[str, Any]:
         """The epoch row of the best evaluation; {} before the first."""
         metric, sign = loop.best_metric(self.task)
-        rows = [row for row in self.history.of("epoch") if f"val_{metric}" in row]
+        rows = [row for row in self.history.of("epoch") if math.isfinite(row.get(f"val_{metric}", math.nan))]
         return max(rows, key=lambda row: sign * row[f"val_{metric}"], default={})
 
     def summary(self) -> pd.DataFrame:
@@ -74,7 +78,7 @@ class Run:
         metrics = [c for c in frame.columns if c.startswith("val_") and c != "val_loss"]
         memory = [c for c in frame.columns if "memory" in c]
         order = [*TABLE[:2], *metrics, *TABLE[2:], *memory]
-        frame.index = pd.Index(frame["epoch"] + 1, name="epoch")
+        frame.index = pd.Index([row["epoch"] + 1 for row in self.history.of("epoch")], name="epoch", dtype=int)
         return frame.loc[:, [name for name in order if name in frame.columns]]
 
     def model(self, device: torch.device | str | None = None) -> nn.Module:
@@ -121,7 +125,10 @@ class Run:
 
     def export(self, path: str | Path) -> Path:
         """Write the best weights as safetensors, and beside them a JSON card with all that is needed to use them."""
-        path = Path(path).with_suffix(".safetensors")
+        path = Path(path)
+        path = (
+            path if path.suffix == ".safetensors" else path.with_name(f"{path.name}.safetensors")
+        )  # v1.2 has a suffix
         card = {
             "task": checkpoint.read_index(self.folder)["task"],
             "card": self.card.to_dict(),

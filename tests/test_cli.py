@@ -7,6 +7,7 @@ import pytest
 import toy
 
 from nbtools.__main__ import literal, main, parser
+from nbtools.plan import knob
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,53 @@ def test_unknown_task_and_missing_data_are_said_by_name(tmp_path, capsys):
     assert "no task 'nosuchtask': there are captcha" in capsys.readouterr().err
     assert main(["pack", "toy", str(tmp_path / "nothing")]) == 1
     assert "nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["stage", "demo", "pack", "advise", "train", "evaluate", "predict"])
+@pytest.mark.parametrize("words", [["--help"], ["toy", "-h"]])
+def test_every_command_has_help_with_a_task_and_without(command, words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([command, *(words if command != "stage" else ["--help"])])
+    assert caught.value.code == 0
+    assert f"nbtools {command}" in capsys.readouterr().out
+
+
+def test_percent_signs_in_helps_and_defaults_are_text(monkeypatch, capsys):
+    @dataclasses.dataclass(frozen=True)
+    class Plan(toy.Plan):
+        half: bool = knob(False, "drop 50 % of it")
+
+    def pack(source, *, pattern="%H"):
+        return None
+
+    monkeypatch.setattr(toy, "PLAN", Plan())
+    monkeypatch.setattr(toy, "pack", pack)
+    with pytest.raises(SystemExit):
+        main(["train", "toy", "--help"])
+    out = capsys.readouterr().out
+    assert "drop 50 % of it" in out
+    assert "default %H" in out
+
+
+def test_an_unknown_option_is_refused_and_an_interrupt_is_no_traceback(monkeypatch, capsys, tmp_path):
+    with pytest.raises(SystemExit) as caught:
+        main(["pack", "toy", "x", "--nosuch", "1"])
+    assert caught.value.code == 2
+    assert "--nosuch" in capsys.readouterr().err
+
+    def demo(folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(toy, "demo", demo)
+    assert main(["demo", "toy", str(tmp_path / "x")]) == 130
+    assert capsys.readouterr().err == "nbtools: stopped by you\n"
+
+
+def test_the_baseline_is_a_plan_to_train_with(data, tmp_path):
+    train = ["train", "toy", "--data", str(data), "--run", str(tmp_path / "run"), "--no-receipt", "--epochs", "1"]
+    assert main([*train, "--from", "baseline"]) == 0
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert plan == {**toy.BASELINE.to_dict(), "epochs": 1, "betas": list(toy.BASELINE.betas)}
 
 
 def test_gpus_says_what_there_is(capsys):

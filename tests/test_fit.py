@@ -1,8 +1,11 @@
 """fit, Run and the receipt: what a person gets from one call."""
 
 import json
+import os
 import shutil
+import signal
 import time
+import types
 
 import pandas as pd
 import pytest
@@ -151,6 +154,177 @@ def test_a_run_never_evaluated_still_gives_its_newest_weights(tmp_path):
     assert run.best == {}
     assert "val_loss" not in run.summary()
     assert len(run.predict_pack(pack, range(3))) == 3
+
+
+def test_a_run_stopped_in_its_first_epoch_has_an_empty_summary(pack, tmp_path):
+    run = nb.fit(interrupted(1), pack, toy.PLAN, tmp_path / "run", **QUIET)
+    assert len(run.history.of("step")) == 1
+    assert run.summary().empty
+    assert "0 of 3 epochs" in repr(run)
+
+
+def interrupted(*calls):
+    """The toy task, and a SIGINT in some of its batches."""
+    done = []
+
+    def batch(raw, plan, draws):
+        done.append(1)
+        if len(done) in calls:
+            os.kill(os.getpid(), signal.SIGINT)
+        return toy.batch(raw, plan, draws)
+
+    return types.SimpleNamespace(**{**vars(toy), "batch": batch})
+
+
+def test_an_export_keeps_the_whole_name(run, tmp_path):
+    assert run.export(tmp_path / "model-v1.2").name == "model-v1.2.safetensors"
+    assert run.export(tmp_path / "b.safetensors").name == "b.safetensors"
+
+
+def test_no_plan_means_the_runs_own(pack, tmp_path):
+    plan = toy.PLAN.replace(hidden=24, epochs=1)
+    nb.fit(toy, pack, plan, tmp_path / "run", **QUIET)
+    assert nb.fit(toy, pack, None, tmp_path / "run", **QUIET).plan == plan
+
+
+def test_an_early_stopped_run_goes_on_only_when_its_plan_changes(pack, tmp_path):
+    flat = types.SimpleNamespace(**{**vars(toy), "metrics": lambda outputs, batch: {"accuracy": (1, 2)}})
+    plan = toy.PLAN.replace(epochs=50, early_stop=3)
+    epochs = [len(nb.fit(flat, pack, p, tmp_path / "run", **QUIET).summary()) for p in (plan, plan)]
+    longer = nb.fit(flat, pack, plan.replace(epochs=60), tmp_path / "run", **QUIET)
+    assert [*epochs, len(longer.summary())] == [4, 4, 7]
+
+
+def test_a_knob_changed_on_resume_survives_a_crash_before_the_next_checkpoint(pack, tmp_path):
+    nb.fit(interrupted(3), pack, toy.PLAN, tmp_path / "run", **QUIET)
+    plan, sizes = toy.PLAN.replace(batch_size=7, epochs=1), []
+
+    def batch(raw, plan, draws):
+        sizes.append(len(raw["id"]))
+        if len(sizes) == 2:
+            raise ZeroDivisionError
+        return toy.batch(raw, plan, draws)
+
+    task = types.SimpleNamespace(**{**vars(toy), "batch": batch})
+    with pytest.raises(ZeroDivisionError):
+        nb.fit(task, pack, plan, tmp_path / "run", **QUIET)
+    run = nb.fit(task, pack, plan, tmp_path / "run", **QUIET)
+    assert sizes[:10] == [7] * 10
+    assert [row["what"] for row in run.history.of("change")] == ["epochs 3 → 1, batch_size 16 → 7"]
+
+
+def test_a_run_is_not_written_to_drive_directly(pack):
+    with pytest.raises(CheckpointError, match=r"written to local disk, and copied to Drive by keep='drive:runs/x'"):
+        nb.fit(toy, pack, toy.PLAN, "drive:runs/x", **QUIET)
+
+
+def test_keep_named_only_after_the_run_brings_all_of_it(run, pack, tmp_path):
+    nb.fit(toy, pack, toy.PLAN, run.folder, keep=tmp_path / "drive", **QUIET)
+    kept = Run.open(tmp_path / "drive", toy)
+    assert kept.best == run.best
+    assert nb.evaluate(kept, pack) == nb.evaluate(run, pack)
+    shutil.copytree(tmp_path / "drive", tmp_path / "vm")
+    assert len(nb.fit(toy, pack, toy.PLAN, tmp_path / "vm", **QUIET).summary()) == 3
+
+
+def test_keep_mixes_no_two_runs_and_replaces_no_strangers(run, pack, tmp_path):
+    nb.fit(toy, pack, toy.PLAN, run.folder, keep=tmp_path / "drive", **QUIET)
+    nb.fit(toy, pack, toy.PLAN.replace(epochs=1), tmp_path / "other", **QUIET)
+    with pytest.raises(CheckpointError, match=r"keeps another run than .*; name another keep="):
+        nb.fit(toy, pack, toy.PLAN, tmp_path / "other", keep=tmp_path / "drive", **QUIET)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "thesis.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="holds files and no run"):
+        nb.fit(toy, pack, toy.PLAN, tmp_path / "runs", keep=tmp_path / "drive", **QUIET)
+    assert (tmp_path / "runs" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_copy_that_failed_is_made_up_for_and_the_index_names_nothing_absent(run, tmp_path, monkeypatch):
+    """Drive's Errno 5, once for each file of the run."""
+    count = len([path for path in run.folder.iterdir() if path.name != "run.json"])
+    real, target = disk.write_atomic, tmp_path / "drive"
+    for broken in range(count + 1):
+        calls = []
+
+        def flaky(path, data, calls=calls, broken=broken):
+            calls.append(path)
+            if path.parent == target and len(calls) == broken + 1:
+                raise OSError(5, "Input/output error")
+            return real(path, data)
+
+        monkeypatch.setattr(disk, "write_atomic", flaky)
+        keeper = checkpoint.Keeper(run.folder, target)
+        keeper.keep()
+        keeper.flush()
+        if (target / "run.json").exists():
+            assert Run.open(target, toy).model("cpu") is not None
+        keeper.keep()
+        keeper.close()
+        assert Run.open(target, toy).best == run.best
+        assert len(checkpoint.weights(target)) > 0
+        shutil.rmtree(target)
+
+
+def test_an_index_kept_while_the_run_goes_on_names_what_was_there(run, tmp_path):
+    folder, target = tmp_path / "run", tmp_path / "drive"
+    shutil.copytree(run.folder, folder)
+    keeper = checkpoint.Keeper(folder, target)
+    with keeper.change:  # the thread waits: the run is one checkpoint further before it copies
+        keeper.wanted = (folder / "run.json").read_bytes()
+        index = json.loads(keeper.wanted)
+        (folder / "run.json").write_text(
+            json.dumps({**index, "last": "0009-00000081", "best": "0009-00000081.weights"})
+        )
+        keeper.change.notify_all()
+    keeper.close()
+    assert checkpoint.read_index(target) == index
+    assert len(checkpoint.weights(target)) > 0
+
+
+def test_what_is_pruned_before_it_is_kept_is_no_complaint(run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(run.folder, folder)
+    keeper = checkpoint.Keeper(folder, tmp_path / "drive")
+    with keeper.change:
+        keeper.keep()
+        for path in folder.glob("*.safetensors"):
+            path.unlink()
+    keeper.close()
+    assert keeper.complaints == []
+    assert not (tmp_path / "drive" / "run.json").exists()
+
+
+def test_checkpoints_are_ordered_by_number_and_files_of_others_are_left(run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(run.folder, folder)
+    (folder / "2024-11-21.txt").write_text("mine")
+    for name in ("9999-00000001", "10000-00000002"):
+        (folder / f"{name}.json").write_text("{}")
+    assert checkpoint.names(folder)[:2] == ["10000-00000002", "9999-00000001"]
+    checkpoint.prune(folder, {"last": "10000-00000002"})
+    assert (folder / "2024-11-21.txt").exists()
+
+
+@pytest.mark.parametrize("trouble", ["a raw file is gone", "interrupt"])
+def test_a_receipt_that_fails_costs_no_run(tmp_path, monkeypatch, trouble):
+    pack = toy.make_pack(tmp_path, count=60)
+    monkeypatch.setattr(measure, "SECONDS", 0.05)
+    if trouble == "interrupt":
+
+        def receipt(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(measure, "receipt", receipt)
+    else:
+        (pack.raw.source / pack.names[int(pack.ids("train")[3])]).unlink()
+    run = nb.fit(toy, pack, toy.PLAN.replace(epochs=1), tmp_path / "run", progress=False)
+    assert run.receipt is None
+    assert any(told.startswith("no receipt: ") for told in run.events)
+    assert len(run.summary()) == 1
+
+
+def test_the_receipt_does_not_depend_on_an_lr_that_needs_its_warmup(pack):
+    assert measure.receipt(toy, pack, toy.PLAN.replace(optimizer="sgd", lr=1e30, warmup_epochs=3.0), seconds=0.05)
 
 
 def test_the_receipt_compares_with_the_baseline_on_the_same_network_and_data(pack):
