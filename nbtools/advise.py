@@ -94,6 +94,8 @@ def decide(task: Any, card: Card, machine: Machine) -> Advice:
     advised.setdefault("warmup_epochs", warmup(batch / base.batch_size, chosen("epochs")))
     advised.setdefault("amp", precision(machine))
     advised.setdefault("workers", workers(machine))
+    if chosen("graph") and machine.accelerator != "cuda":
+        advised["graph"] = False, f"CUDA graphs need CUDA, and this is {machine.name}"
     if chosen("min_lr") > chosen("lr"):
         advised["min_lr"] = chosen("lr"), f"the task's {chosen('min_lr'):g} is above the advised lr"
     if "micro_batch_size" not in advised and plan.micro_batch_size is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -31,6 +32,8 @@ def require(plan: Plan, device: torch.device) -> None:
 
 def prepare(plan: Plan, device: torch.device, many_shapes: bool) -> None:
     """Set determinism, and on CUDA cuDNN's autotuner (few shapes only) and TF32."""
+    if plan.deterministic and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses every matrix product
     torch.use_deterministic_algorithms(plan.deterministic)
     if device.type != "cuda":
         return

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from nbtools import checkpoint, disk, measure
 from nbtools.advise import advise
-from nbtools.errors import CheckpointError, NbtoolsError, PlanError, TrainError
+from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, TrainError
 from nbtools.history import History, Record
 from nbtools.loop import Diverged, refuse_fixed, require_sizes, train
 from nbtools.pack import Pack
@@ -54,6 +54,10 @@ def fit(
     if str(run).startswith("drive:"):
         raise CheckpointError(
             f"run={str(run)!r}: a run is written to local disk, and copied to Drive by keep={str(run)!r}"
+        )
+    if not isinstance(pack, Pack):
+        raise PackError(
+            f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {task_name(task)}.pack(source)"
         )
     folder, kept = Path(run), kept_folder(keep)
     restore(folder, kept)

@@ -77,8 +77,9 @@ def backward(
 def accumulate(task: Task, state: TrainState, raw: Batch) -> tuple[Tensor, Tensor | float]:
     """Several micro-batches, one gradient: divided by the true count of all, known only at the end."""
     size = len(raw["id"])
-    parts = -(-size // (state.micro or size))
-    bounds = [size * i // parts for i in range(parts + 1)]  # even parts: a rest of one sample would break BatchNorm
+    micro = state.micro or size
+    parts = min(-(-size // micro), max(size // 2, 1) if micro > 1 else size)  # a part of one sample breaks BatchNorm
+    bounds = [size * i // parts for i in range(parts + 1)]
     loss_sum, count = torch.zeros((), device=state.device), 0
     for start, end in pairwise(bounds):
         part = {name: tensor[start:end] for name, tensor in raw.items()}

@@ -156,3 +156,11 @@ def test_the_machine_is_read_from_the_device_that_torch_uses(monkeypatch):
     found = inspect()
     assert found == dataclasses.replace(MACHINES["A100-40"], gigabytes=42.298834944, cores=found.cores)
     assert batch_size(card(50_030), found, 64)[0] == 512
+
+
+@pytest.mark.parametrize("machine", [Machine("cpu", "CPU"), Machine("mps", "Apple GPU")])
+def test_a_plan_for_cuda_graphs_is_one_that_can_run_elsewhere(machine):
+    task = SimpleNamespace(PLAN=toy.PLAN.replace(graph=True), BASELINE=toy.BASELINE)
+    advice = decide(task, card(1000), machine)
+    assert advice.plan.graph is False
+    assert "need CUDA" in advice.reasons["graph"]

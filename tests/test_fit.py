@@ -213,6 +213,11 @@ def test_a_knob_changed_on_resume_survives_a_crash_before_the_next_checkpoint(pa
     assert [row["what"] for row in run.history.of("change")] == ["epochs 3 → 1, batch_size 16 → 7"]
 
 
+def test_a_folder_in_place_of_a_pack_is_said_so(pack, tmp_path):
+    with pytest.raises(PackError, match=r"pack must be a nb\.Pack, got PosixPath; make one with toy\.pack\(source\)"):
+        nb.fit(toy, pack.raw.source, toy.PLAN, tmp_path / "run", **QUIET)
+
+
 def test_a_run_is_not_written_to_drive_directly(pack):
     with pytest.raises(CheckpointError, match=r"written to local disk, and copied to Drive by keep='drive:runs/x'"):
         nb.fit(toy, pack, toy.PLAN, "drive:runs/x", **QUIET)

@@ -76,6 +76,18 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(pack):
         assert torch.allclose(weights(whole), weights(parts), atol=2e-6), f"micro batch {micro}"
 
 
+@pytest.mark.parametrize(("batch_size", "micro"), [(9, 2), (3, 2), (5, 4), (2, 3)])
+def test_no_micro_batch_is_a_single_sample_unless_asked_for(pack, batch_size, micro):
+    sizes = []
+    task = task_with(batch=lambda raw, plan, draws: (sizes.append(len(raw["id"])), toy.batch(raw, plan, draws))[1])
+    plan = toy.PLAN.replace(epochs=1, batch_size=batch_size)
+    state = TrainState(task, pack, plan)
+    state.micro = micro
+    next(train(task, state, pack))
+    assert sum(sizes) == batch_size
+    assert min(sizes) > 1
+
+
 class Plain(nn.Module):
     def __init__(self, layers):
         super().__init__()
