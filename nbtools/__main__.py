@@ -150,7 +150,7 @@ def literal(text: str) -> Any:
 
 def find_task(name: str) -> Any:
     """A built-in task by its short name, or any importable module. Raises NbtoolsError naming what there is."""
-    for module in (f"{BUILT_IN}.{name}", name):
+    for module in (f"{BUILT_IN}.{name}", name) if all(map(str.isidentifier, name.split("."))) else ():
         try:
             return importlib.import_module(module)
         except ModuleNotFoundError as error:

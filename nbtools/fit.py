@@ -202,7 +202,7 @@ def follow(
             saved = save()
         if interrupt.asked:
             save()
-            surface.tell(f"stopped by you after step {state.step}; run the cell again to go on")
+            surface.tell(f"stopped by you after step {state.step}; run it again to go on")
             return
 
 
@@ -243,7 +243,7 @@ def finish(
         ) as error:  # the run is trained and saved, whatever the baseline does
             surface.tell(f"no receipt: {type(error).__name__}: {error}")
         except KeyboardInterrupt:
-            surface.tell("no receipt: stopped by you; run the cell again to measure it")
+            surface.tell("no receipt: stopped by you; run it again to measure it")
 
 
 class Surface:

@@ -6,7 +6,7 @@ import json
 import pytest
 import toy
 
-from nbtools.__main__ import literal, main, parser
+from nbtools.__main__ import literal, main
 from nbtools.plan import knob
 
 
@@ -44,9 +44,10 @@ def test_demo_pack_advise_train_evaluate_predict_in_a_row(tmp_path, capsys):
     assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == files
 
 
-def test_every_knob_of_the_plan_is_an_option():
-    shown = parser(["train", "toy"])
-    text = shown._subparsers._group_actions[0].choices["train"].format_help()
+def test_every_knob_of_the_plan_is_an_option(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "toy", "--help"])
+    text = capsys.readouterr().out
     for field in dataclasses.fields(toy.Plan):
         assert "--" + field.name.replace("_", "-") in text
 
@@ -76,8 +77,9 @@ def test_a_bad_knob_is_one_sentence_and_starts_nothing(data, tmp_path, capsys, w
 
 
 def test_unknown_task_and_missing_data_are_said_by_name(tmp_path, capsys):
-    assert main(["pack", "nosuchtask", str(tmp_path)]) == 1
-    assert "no task 'nosuchtask': there are captcha" in capsys.readouterr().err
+    for name in ("nosuchtask", "./toy.py", "../x", ""):
+        assert main(["pack", name, str(tmp_path)]) == 1
+        assert f"no task {name!r}: there are captcha" in capsys.readouterr().err
     assert main(["pack", "toy", str(tmp_path / "nothing")]) == 1
     assert "nothing" in capsys.readouterr().err
 
