@@ -197,18 +197,23 @@ def explained(doing: str, path: Path) -> Iterator[None]:
 
 
 class Lock:
-    """Only one process (and thread) at a time is inside; waits for the others. Freed by the system when its owner dies.
+    """Only one process (and thread) at a time is inside; waits for the others, or with wait=False raises
+    BlockingIOError. Freed by the system when its owner dies.
 
     The file stays: deleting it would let two owners in. Keep it on a local disk, never on Drive.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, wait: bool = True) -> None:
+        self.path, self.wait = path, wait
 
     def __enter__(self) -> "Lock":
         make_folder(self.path.parent)
         self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        fcntl.flock(self.descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | (0 if self.wait else fcntl.LOCK_NB))
+        except BaseException:
+            os.close(self.descriptor)
+            raise
         return self
 
     def __exit__(self, *_) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import monotonic
 from types import FrameType, TracebackType
@@ -25,7 +27,7 @@ from nbtools.pack import Pack
 from nbtools.plan import Plan
 from nbtools.plot import LivePlot, in_notebook
 from nbtools.run import CARD, HISTORY, PLAN, PLOT, RECEIPT, Run, task_name
-from nbtools.stage import drive_path
+from nbtools.stage import cache, drive_path
 from nbtools.state import Task, TrainState
 
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
@@ -60,28 +62,44 @@ def fit(
             f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {task_name(task)}.pack(source)"
         )
     folder, kept = Path(run), kept_folder(keep)
-    restore(folder, kept)
-    wanted = chosen_plan(task, pack, plan, folder)
-    require_sizes(pack, wanted)
-    state = TrainState(task, pack, wanted)
-    history, complaints = begin(folder, task, pack, state)
-    keeper = checkpoint.Keeper(folder, kept) if kept is not None else None
-    surface = Surface(folder.name, task, state, pack, progress)
-    for complaint in complaints:
-        surface.tell(complaint)
-    try:
-        with Interrupt() as interrupt:
-            follow(task, state, pack, folder, history, keeper, surface, interrupt)
-        finish(task, state, pack, folder, history, surface, receipt and not interrupt.asked)
-    finally:
-        surface.close()
-        if keeper is not None:
-            keeper.keep()
-            keeper.close()
-            surface.tell_all(keeper.complaints)
-    found = Run.open(folder, task)
-    found.events = surface.told
-    return found
+    with only_one(folder):
+        restore(folder, kept)
+        wanted = chosen_plan(task, pack, plan, folder)
+        require_sizes(pack, wanted)
+        state = TrainState(task, pack, wanted)
+        history, complaints = begin(folder, task, pack, state)
+        keeper = checkpoint.Keeper(folder, kept) if kept is not None else None
+        surface = Surface(folder.name, task, state, pack, progress)
+        for complaint in complaints:
+            surface.tell(complaint)
+        try:
+            with Interrupt() as interrupt:
+                follow(task, state, pack, folder, history, keeper, surface, interrupt)
+            finish(task, state, pack, folder, history, surface, receipt and not interrupt.asked)
+        finally:
+            surface.close()
+            if keeper is not None:
+                keeper.keep()
+                keeper.close()
+                surface.tell_all(keeper.complaints)
+        found = Run.open(folder, task)
+        found.events = surface.told
+        return found
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Two processes in one run folder would mix their histories. Raises TrainError for the second."""
+    key = hashlib.blake2b(str(folder.resolve()).encode(errors="surrogateescape"), digest_size=8).hexdigest()
+    with ExitStack() as stack:
+        with disk.explained("locking a run", cache()):
+            try:
+                stack.enter_context(disk.Lock(cache() / "locks" / f"run-{key}.lock", wait=False))
+            except BlockingIOError:
+                raise TrainError(
+                    f"{folder}: another process trains here; stop it, or name another run folder"
+                ) from None
+        yield
 
 
 def chosen_plan(task: Any, pack: Pack, plan: Any, folder: Path) -> Plan:

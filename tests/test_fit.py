@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 import types
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -15,12 +16,17 @@ from safetensors.torch import load_file
 
 import nbtools as nb
 from nbtools import checkpoint, disk, measure
-from nbtools.errors import CheckpointError, DiskError, PackError, PlanError
+from nbtools.errors import CheckpointError, DiskError, PackError, PlanError, TrainError
 from nbtools.measure import Receipt
-from nbtools.pack import Card
+from nbtools.pack import Card, RawFiles
 from nbtools.run import Run
 
-QUIET = {"receipt": False, "progress": False}
+QUIET: dict[str, Any] = {"receipt": False, "progress": False}
+
+
+def raw_of(pack) -> RawFiles:
+    assert pack.raw is not None
+    return pack.raw
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +55,7 @@ def test_the_csv_has_the_columns_of_the_guides_log(run):
     epochs = frame[frame.kind == "epoch"]
     wanted = ["train_loss", "val_loss", "val_accuracy", "lr", "batch_size", "epoch_time", "samples_per_s", "data_wait"]
     assert len(epochs) == 3
-    assert epochs[wanted].notna().all(axis=None)
+    assert not pd.isna(epochs[wanted]).to_numpy().any()
     assert list(run.summary().index) == [1, 2, 3]
     assert 0 < epochs.lr.iloc[-1] < 0.02 * run.plan.lr  # the last step still learns
 
@@ -95,7 +101,7 @@ def test_fit_on_a_finished_run_trains_nothing_and_returns_it(run, pack):
 
 def test_a_plan_may_come_from_advice_or_from_anything_with_a_plan(pack, tmp_path):
     advice = nb.advise(toy, pack)
-    held = type("Held", (), {"plan": advice.plan.replace(epochs=1)})()
+    held: Any = type("Held", (), {"plan": advice.plan.replace(epochs=1)})()
     assert nb.fit(toy, pack, held, tmp_path / "run", **QUIET).plan == held.plan
     with pytest.raises(PlanError, match=r"plan must be a toy\.Plan .* got Plan; take toy\.PLAN"):
         nb.fit(toy, pack, nb.Plan(), tmp_path / "other", **QUIET)
@@ -163,7 +169,7 @@ def test_a_run_stopped_in_its_first_epoch_has_an_empty_summary(pack, tmp_path):
     assert "0 of 3 epochs" in repr(run)
 
 
-def interrupted(*calls):
+def interrupted(*calls) -> Any:
     """The toy task, and a SIGINT in some of its batches."""
     done = []
 
@@ -188,7 +194,7 @@ def test_no_plan_means_the_runs_own(pack, tmp_path):
 
 
 def test_an_early_stopped_run_goes_on_only_when_its_plan_changes(pack, tmp_path):
-    flat = types.SimpleNamespace(**{**vars(toy), "metrics": lambda outputs, batch: {"accuracy": (1, 2)}})
+    flat: Any = types.SimpleNamespace(**{**vars(toy), "metrics": lambda outputs, batch: {"accuracy": (1, 2)}})
     plan = toy.PLAN.replace(epochs=50, early_stop=3)
     epochs = [len(nb.fit(flat, pack, p, tmp_path / "run", **QUIET).summary()) for p in (plan, plan)]
     longer = nb.fit(flat, pack, plan.replace(epochs=60), tmp_path / "run", **QUIET)
@@ -205,7 +211,7 @@ def test_a_knob_changed_on_resume_survives_a_crash_before_the_next_checkpoint(pa
             raise ZeroDivisionError
         return toy.batch(raw, plan, draws)
 
-    task = types.SimpleNamespace(**{**vars(toy), "batch": batch})
+    task: Any = types.SimpleNamespace(**{**vars(toy), "batch": batch})
     with pytest.raises(ZeroDivisionError):
         nb.fit(task, pack, plan, tmp_path / "run", **QUIET)
     run = nb.fit(task, pack, plan, tmp_path / "run", **QUIET)
@@ -216,6 +222,21 @@ def test_a_knob_changed_on_resume_survives_a_crash_before_the_next_checkpoint(pa
 def test_a_folder_in_place_of_a_pack_is_said_so(pack, tmp_path):
     with pytest.raises(PackError, match=r"pack must be a nb\.Pack, got PosixPath; make one with toy\.pack\(source\)"):
         nb.fit(toy, pack.raw.source, toy.PLAN, tmp_path / "run", **QUIET)
+
+
+def test_two_at_once_in_one_run_folder_is_refused(pack, tmp_path):
+    caught = []
+
+    def batch(raw, plan, draws):
+        if not caught:
+            with pytest.raises(TrainError, match="another process trains here") as error:
+                nb.fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET)
+            caught.append(error)
+        return toy.batch(raw, plan, draws)
+
+    task = types.SimpleNamespace(**{**vars(toy), "batch": batch})
+    assert len(nb.fit(task, pack, toy.PLAN, tmp_path / "run", **QUIET).summary()) == 3
+    assert nb.fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET).events == []
 
 
 def test_a_run_is_not_written_to_drive_directly(pack):
@@ -276,7 +297,7 @@ def test_an_index_kept_while_the_run_goes_on_names_what_was_there(run, tmp_path)
     keeper = checkpoint.Keeper(folder, target)
     with keeper.change:  # the thread waits: the run is one checkpoint further before it copies
         keeper.wanted = (folder / "run.json").read_bytes()
-        index = json.loads(keeper.wanted)
+        index: Any = json.loads(keeper.wanted)
         (folder / "run.json").write_text(
             json.dumps({**index, "last": "0009-00000081", "best": "0009-00000081.weights"})
         )
@@ -321,7 +342,7 @@ def test_a_receipt_that_fails_costs_no_run(tmp_path, monkeypatch, trouble):
 
         monkeypatch.setattr(measure, "receipt", receipt)
     else:
-        (pack.raw.source / pack.names[int(pack.ids("train")[3])]).unlink()
+        (raw_of(pack).source / pack.names[int(pack.ids("train")[3])]).unlink()
     run = nb.fit(toy, pack, toy.PLAN.replace(epochs=1), tmp_path / "run", progress=False)
     assert run.receipt is None
     assert any(told.startswith("no receipt: ") for told in run.events)
@@ -358,7 +379,7 @@ def test_the_receipt_compares_with_the_baseline_on_the_same_network_and_data(pac
 
 def test_without_the_source_files_the_receipt_says_that_data_was_not_measured(tmp_path):
     pack = toy.make_pack(tmp_path, count=60)
-    shutil.rmtree(pack.raw.source)
+    shutil.rmtree(raw_of(pack).source)
     gone = nb.Pack.open(pack.folder)
     assert gone.raw is None
     found = measure.receipt(toy, gone, toy.PLAN, seconds=0.1)
