@@ -5,7 +5,7 @@ B samples, T time steps, N positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class Sums:
         self.names: list[str] = []
         self.totals: dict[str, Tensor] = {}  # name → (2,) float64, float32 on MPS
 
-    def add(self, pairs: dict[str, Pair]) -> None:
+    def add(self, pairs: Mapping[str, Pair]) -> None:
         for name, (numerator, denominator) in pairs.items():
             if name not in self.totals:
                 self.totals[name] = torch.zeros(2, dtype=self.dtype, device=self.device)

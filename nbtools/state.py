@@ -3,6 +3,7 @@ an interrupt is a pause."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -31,13 +32,14 @@ FACTS = (
 class Task(Protocol):
     """Any importable object with these names, usually a module. `batch` augments only when it is given draws."""
 
-    PLAN: Plan
-    BASELINE: Plan
-
+    @property
+    def PLAN(self) -> Plan: ...
+    @property
+    def BASELINE(self) -> Plan: ...
     def model(self, card: Card, plan: Any) -> nn.Module: ...
     def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch: ...
     def loss(self, model: Any, batch: Batch, plan: Any) -> tuple[Tensor, Tensor | float]: ...
-    def metrics(self, outputs: Any, batch: Batch) -> dict[str, Pair]: ...
+    def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]: ...
 
 
 def best_metric(task: Task) -> tuple[str, float]:

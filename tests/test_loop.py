@@ -3,6 +3,7 @@
 import copy
 import math
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +21,12 @@ def pack(tmp_path_factory):
     return toy.make_pack(tmp_path_factory.mktemp("toy"))
 
 
-def task_with(**changes):
+def task_with(**changes) -> Any:
     """The toy task with some of its names replaced."""
     return types.SimpleNamespace(**{**vars(toy), **changes})
 
 
-def losses(state, pack, task=toy):
+def losses(state, pack, task: Any = toy):
     return [r.values["loss"] for r in train(task, state, pack) if r.kind == "step" and r.values]
 
 
@@ -50,7 +51,7 @@ def test_training_lowers_the_loss_and_equals_a_plain_loop(tmp_path, pack):
         loss = nn.functional.cross_entropy(model({"x": x[ids]}), label[ids])
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), plan.clip_norm)
+        nn.utils.clip_grad_norm_(model.parameters(), plan.clip_norm or 0.0)
         optimizer.step()
     assert len(order) == state.step > 0
     assert torch.allclose(weights(state), torch.cat([p.flatten() for p in model.parameters()]), atol=1e-6)
@@ -263,7 +264,7 @@ def test_out_of_memory_in_evaluation_takes_the_batch_in_halves(pack):
         return task_with(loss=loss)
 
     state = TrainState(toy, pack, toy.PLAN)
-    halved, whole = (evaluate(task, state.model, pack, toy.PLAN, "val") for task in (hungry(5), toy))
+    halved, whole = (evaluate(task, state.model, pack, toy.PLAN, "val") for task in (hungry(5), task_with()))
     assert halved == pytest.approx(whole, abs=1e-6)
     with pytest.raises(TrainError, match="out of memory evaluating one sample"):
         evaluate(hungry(0), state.model, pack, toy.PLAN, "val")
@@ -340,11 +341,11 @@ def nan_from(step):
 
 def test_the_moving_average_is_what_is_evaluated(pack):
     state = TrainState(toy, pack, toy.PLAN.replace(ema=0.9))
-    shadow = None
+    shadow = torch.zeros(0)
     for record in train(toy, state, pack):
         if record.kind == "step":
             now = weights(state).clone()
-            shadow = now if shadow is None else shadow * 0.9 + now * 0.1
+            shadow = now if state.step == 1 else shadow * 0.9 + now * 0.1
     average = torch.cat([p.flatten() for p in state.evaluated.parameters()])
     assert state.evaluated is not state.model
     assert torch.allclose(average, shadow, atol=1e-5)

@@ -8,6 +8,7 @@ import threading
 import time
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,7 +132,7 @@ def test_counts_beyond_what_a_float32_holds_resume_exactly(tmp_path, pack):
         total, count = toy.loss(model, batch, plan)
         return total, torch.tensor(40_000_001 * count)
 
-    task = types.SimpleNamespace(**{**vars(toy), "loss": loss})
+    task: Any = types.SimpleNamespace(**{**vars(toy), "loss": loss})
     found = []
     for stop in (None, 3):
         state, history = TrainState(task, pack, toy.PLAN.replace(epochs=1)), History()
@@ -163,7 +164,7 @@ def test_an_interrupt_finishes_the_step_saves_and_running_again_goes_on(tmp_path
             os.kill(os.getpid(), signal.SIGINT)
         return toy.batch(raw, plan, draws)
 
-    task = types.SimpleNamespace(**{**vars(toy), "batch": batch})
+    task: Any = types.SimpleNamespace(**{**vars(toy), "batch": batch})
     handler = signal.getsignal(signal.SIGINT)
     for _ in range(8):
         run = fit(task, pack, toy.PLAN, tmp_path / "run", receipt=False, progress=False)
@@ -183,7 +184,7 @@ def test_a_second_interrupt_stops_at_once(tmp_path, pack):
         time.sleep(0.01)
         return toy.batch(raw, plan, draws)
 
-    task = types.SimpleNamespace(**{**vars(toy), "batch": batch})
+    task: Any = types.SimpleNamespace(**{**vars(toy), "batch": batch})
     with pytest.raises(KeyboardInterrupt):
         fit(task, pack, toy.PLAN, tmp_path / "run", receipt=False, progress=False)
     run = fit(toy, pack, toy.PLAN, tmp_path / "run", receipt=False, progress=False)
@@ -209,6 +210,7 @@ def test_killed_at_any_moment_and_run_again_equals_uninterrupted(tmp_path):
         child = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(toy.__file__).parents[1]
         )
+        assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
         threading.Event().wait(delay)
         child.kill()
@@ -260,7 +262,7 @@ def test_a_lost_local_folder_comes_back_from_where_it_is_kept(tmp_path, pack):
             os.kill(os.getpid(), signal.SIGINT)
         return toy.batch(raw, plan, draws)
 
-    task = types.SimpleNamespace(**{**vars(toy), "batch": batch})
+    task: Any = types.SimpleNamespace(**{**vars(toy), "batch": batch})
     fit(task, pack, toy.PLAN, tmp_path / "vm1" / "run", keep=tmp_path / "drive", receipt=False, progress=False)
     again = fit(toy, pack, toy.PLAN, tmp_path / "vm2" / "run", keep=tmp_path / "drive", receipt=False, progress=False)
     assert log(again.history.rows) == log(whole.history.rows)
@@ -286,7 +288,7 @@ def test_a_lost_loss_goes_back_to_the_checkpoint_and_leaves_the_bad_step_out(tmp
         hit = (raw["id"] == bad)[:, None] & (draws is not None and draws.epoch == 1)
         return {**made, "x": made["x"].masked_fill(hit, float("inf"))}
 
-    task = types.SimpleNamespace(**{**vars(toy), "batch": batch})
+    task: Any = types.SimpleNamespace(**{**vars(toy), "batch": batch})
     run = fit(task, pack, toy.PLAN, tmp_path / "run", receipt=False, progress=False)
     told = " | ".join(run.events)
     assert "back to step" in told
@@ -294,7 +296,7 @@ def test_a_lost_loss_goes_back_to_the_checkpoint_and_leaves_the_bad_step_out(tmp
     named = told.split("(sample ids ")[1].split(")")[0]
     assert str(bad) in named.split(", ")
     assert len(run.summary()) == 3
-    assert run.summary()["train_loss"].notna().all()
+    assert not run.summary()["train_loss"].isna().to_numpy().any()
 
 
 def test_a_loss_that_is_always_lost_stops_with_what_to_do(tmp_path, pack):
@@ -302,6 +304,6 @@ def test_a_loss_that_is_always_lost_stops_with_what_to_do(tmp_path, pack):
         total, count = toy.loss(model, batch, plan)
         return total * float("nan"), count
 
-    task = types.SimpleNamespace(**{**vars(toy), "loss": loss})
+    task: Any = types.SimpleNamespace(**{**vars(toy), "loss": loss})
     with pytest.raises(TrainError, match=r"four steps had to be left out.*lower Plan.lr"):
         fit(task, pack, toy.PLAN, tmp_path / "run", receipt=False, progress=False)
