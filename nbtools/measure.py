@@ -6,7 +6,6 @@ import dataclasses
 import json
 import platform
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Self
@@ -186,8 +185,3 @@ def machine() -> dict[str, str]:
         "python": f"Python {platform.python_version()}",
         "system": f"{platform.system()} {platform.machine()}",
     }
-
-
-def spread(values: Sequence[float]) -> str:
-    """`median (least–most, n = …)`, as every figure of nbtools is quoted."""
-    return f"{statistics.median(values):.3g} ({min(values):.3g}–{max(values):.3g}, n = {len(values)})"

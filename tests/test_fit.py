@@ -234,7 +234,7 @@ def test_two_at_once_in_one_run_folder_is_refused(pack, tmp_path):
             caught.append(error)
         return toy.batch(raw, plan, draws)
 
-    task = types.SimpleNamespace(**{**vars(toy), "batch": batch})
+    task: Any = types.SimpleNamespace(**{**vars(toy), "batch": batch})
     assert len(nb.fit(task, pack, toy.PLAN, tmp_path / "run", **QUIET).summary()) == 3
     assert nb.fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET).events == []
 
@@ -296,8 +296,8 @@ def test_an_index_kept_while_the_run_goes_on_names_what_was_there(run, tmp_path)
     shutil.copytree(run.folder, folder)
     keeper = checkpoint.Keeper(folder, target)
     with keeper.change:  # the thread waits: the run is one checkpoint further before it copies
-        keeper.wanted = (folder / "run.json").read_bytes()
-        index: Any = json.loads(keeper.wanted)
+        keeper.wanted = data = (folder / "run.json").read_bytes()
+        index = json.loads(data)
         (folder / "run.json").write_text(
             json.dumps({**index, "last": "0009-00000081", "best": "0009-00000081.weights"})
         )
