@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from nbtools import device as devices
 from nbtools.draws import Draws
-from nbtools.errors import CheckpointError
+from nbtools.errors import CheckpointError, TrainError
 from nbtools.metrics import Pair
 from nbtools.pack import Card, Pack
 from nbtools.plan import Plan
@@ -73,6 +73,10 @@ class TrainState:
         if plan.channels_last:
             model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  (torch's stub lacks it)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise TrainError(
+                f"{type(model).__name__} has no parameter that requires a gradient; unfreeze what is to learn"
+            )
         self.optimizer = build_optimizer(self.parameters, plan)
         self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
         self.ema = (

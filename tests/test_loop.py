@@ -446,6 +446,12 @@ def test_bad_sizes_are_refused_before_the_first_step(tmp_path, pack):
         list(train(toy, TrainState(toy, single, toy.PLAN.replace(batch_size=1)), single))
 
 
+def test_a_network_without_anything_to_learn_is_refused(pack):
+    task = task_with(model=lambda card, plan: toy.Net(4, 0.0).requires_grad_(False))
+    with pytest.raises(TrainError, match="Net has no parameter that requires a gradient"):
+        TrainState(task, pack, toy.PLAN)
+
+
 def test_what_the_device_cannot_do_is_refused(pack):
     with pytest.raises(TrainError, match=r"Plan.graph replays CUDA graphs, and this device is cpu"):
         TrainState(toy, pack, toy.PLAN.replace(graph=True), device="cpu")
