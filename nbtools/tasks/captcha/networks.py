@@ -129,7 +129,7 @@ class Ctc(nn.Module):
     `width` scales the channels.
     """
 
-    def __init__(self, height: int, classes: int, width: float = 0.75, dropout: float = 0.2):
+    def __init__(self, height: int, classes: int, width: float = 0.75, dropout: float = 0.3):
         super().__init__()
         a, b, c, d = (8 * round(width * n / 8) for n in (24, 48, 96, 256))
         self.stages = nn.ModuleList(
