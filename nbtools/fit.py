@@ -5,18 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import signal
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any
 from uuid import uuid4
-
-from tqdm.auto import tqdm
 
 from nbtools import checkpoint, disk, measure
 from nbtools.advise import advise
@@ -25,12 +20,13 @@ from nbtools.history import History, Record
 from nbtools.loop import Diverged, refuse_fixed, require_sizes, train
 from nbtools.pack import Pack
 from nbtools.plan import Plan
-from nbtools.plot import LivePlot, in_notebook
 from nbtools.run import CARD, HISTORY, PLAN, PLOT, RECEIPT, Run, task_name
 from nbtools.stage import cache, drive_path
 from nbtools.state import Task, TrainState
+from nbtools.surface import Interrupt, Surface
 
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
+SAVE_SHARE = 0.05  # of the time that checkpoints at the ends of quick epochs may take, the best ones aside
 ROLLBACKS = 2  # returns to a checkpoint because of a lost loss; the next time the run stops
 
 
@@ -68,14 +64,15 @@ def fit(
         require_sizes(pack, wanted)
         state = TrainState(task, pack, wanted)
         history, complaints = begin(folder, task, pack, state)
+        job = Job(task, pack, folder, state, history)
         keeper = checkpoint.Keeper(folder, kept) if kept is not None else None
         surface = Surface(folder.name, task, state, pack, progress)
         for complaint in complaints:
             surface.tell(complaint)
         try:
             with Interrupt() as interrupt:
-                follow(task, state, pack, folder, history, keeper, surface, interrupt)
-            finish(task, state, pack, folder, history, surface, receipt and not interrupt.asked)
+                follow(job, keeper, surface, interrupt)
+            finish(job, surface, receipt and not interrupt.asked)
         finally:
             surface.close()
             if keeper is not None:
@@ -85,6 +82,17 @@ def fit(
         found = Run.open(folder, task)
         found.events = surface.told
         return found
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run under way."""
+
+    task: Task
+    pack: Pack
+    folder: Path
+    state: TrainState
+    history: History
 
 
 @contextmanager
@@ -168,7 +176,7 @@ def begin(folder: Path, task: Any, pack: Pack, state: TrainState) -> tuple[Histo
 def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[str]]:
     if json.loads((folder / CARD).read_text()) != json.loads(json.dumps(pack.card.to_dict())):
         raise CheckpointError(
-            f"{folder}: this run was trained on another pack (its card.json differs from {pack.folder}); "
+            f"{folder}: this run was trained on another pack (its card.json is not that of {pack.folder}); "
             "give the same data and options, or name another run folder"
         )
     tensors, facts, complaints = checkpoint.newest(folder)
@@ -189,150 +197,82 @@ def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[s
     return history, complaints
 
 
-def follow(
-    task: Task,
-    state: TrainState,
-    pack: Pack,
-    folder: Path,
-    history: History,
-    keeper: checkpoint.Keeper | None,
-    surface: Surface,
-    interrupt: Interrupt,
-) -> None:
+def follow(job: Job, keeper: checkpoint.Keeper | None, surface: Surface, interrupt: Interrupt) -> None:
     """The loop and its watchers: rows, picture, checkpoints, the interrupt."""
-
-    def save(best: bool = False) -> float:
-        if not state.lost():  # else the next log step says so, and the run goes back to a checkpoint before
-            checkpoint.save(folder, state, len(history), best)
-            if keeper is not None:
-                keeper.keep()
-                surface.tell_all(keeper.complaints)
-        return monotonic()
-
-    saved = monotonic()
-    for record in resilient(task, state, pack, folder, history):
-        history.append(record)
-        surface.update(record, history)
-        if record.kind == "epoch":
-            saved = save(best=state.improved)
-            state.improved = False
-        elif monotonic() - saved > SAVE_EVERY:
-            saved = save()
+    state, saver = job.state, Saver(job, keeper, surface)
+    for record in resilient(job):
+        job.history.append(record)
+        surface.update(record, job.history)
         if interrupt.asked:
-            save()
+            saver.save(best=record.kind == "epoch" and state.improved)
             surface.tell(f"stopped by you after step {state.step}; run it again to go on")
             return
+        saver.watch(record)
+    if saver.place != (state.epoch, state.step):
+        saver.save()
 
 
-def resilient(task: Task, state: TrainState, pack: Pack, folder: Path, history: History) -> Iterator[Record]:
+class Saver:
+    """Writes a checkpoint where losing the work since the last one would cost more than writing it."""
+
+    def __init__(self, job: Job, keeper: checkpoint.Keeper | None, surface: Surface):
+        self.job, self.keeper, self.surface = job, keeper, surface
+        self.saved, self.cost = monotonic(), 0.0
+        self.place = (job.state.epoch, job.state.step)
+
+    def watch(self, record: Record) -> None:
+        """At the end of an epoch when it is the best, or checkpoints stay cheap; inside one every minute."""
+        since = monotonic() - self.saved
+        if record.kind == "epoch" and (self.job.state.improved or since * SAVE_SHARE >= self.cost):
+            self.save(best=self.job.state.improved)
+        elif since > SAVE_EVERY:
+            self.save()
+
+    def save(self, best: bool = False) -> None:
+        start = monotonic()
+        if not self.job.state.lost():  # else the next log step says so, and the run goes back to a checkpoint before
+            checkpoint.save(self.job.folder, self.job.state, len(self.job.history), best)
+            self.job.state.improved = False
+            if self.keeper is not None:
+                self.keeper.keep()
+                self.surface.tell_all(self.keeper.complaints)
+        self.place = (self.job.state.epoch, self.job.state.step)
+        self.saved = monotonic()
+        self.cost = self.saved - start
+
+
+def resilient(job: Job) -> Iterator[Record]:
     """The loop; where the loss is lost, back to the last checkpoint and again, each step checked before it counts."""
+    state = job.state
     for rollback in range(ROLLBACKS + 1):
         try:
-            yield from train(task, state, pack)
+            yield from train(job.task, state, job.pack)
             return
         except Diverged as error:
             trouble = error.with_traceback(None)  # its frames hold the feed, on a GPU a second copy of the pack
         if rollback == ROLLBACKS:
             raise TrainError(f"{trouble}, for the third time; lower Plan.lr, set Plan.clip_norm, or look at the data")
-        facts, _ = checkpoint.load(folder, state)
-        history.cut(facts["rows"])
+        facts, _ = checkpoint.load(job.folder, state)
+        job.history.cut(facts["rows"])
         state.careful_until = trouble.steps[1] + 1
         what = f"{trouble}; back to step {state.step}, and each step checked from there"
         yield Record("event", state.epoch, state.step, state.samples, {"what": what})
 
 
-def finish(
-    task: Task, state: TrainState, pack: Pack, folder: Path, history: History, surface: Surface, receipt: bool
-) -> None:
+def finish(job: Job, surface: Surface, receipt: bool) -> None:
     """The picture and the receipt that stay."""
-    if state.stopped:
-        surface.tell(f"{state.stopped}; to go on, change the plan")
+    if job.state.stopped:
+        surface.tell(f"{job.state.stopped}; to go on, change the plan")
     surface.close()
-    with disk.explained("writing the plot", folder):
-        surface.plot.finish(history, folder / PLOT)
-    if receipt and not (folder / RECEIPT).exists():
-        surface.tell("measuring the baseline beside this run …")
-        try:
-            disk.write_atomic(folder / RECEIPT, measure.receipt(task, pack, state.plan, state.device).to_json())
-        except (
-            NbtoolsError,
-            OSError,
-            RuntimeError,
-        ) as error:  # the run is trained and saved, whatever the baseline does
-            surface.tell(f"no receipt: {type(error).__name__}: {error}")
-        except KeyboardInterrupt:
-            surface.tell("no receipt: stopped by you; run it again to measure it")
-
-
-class Surface:
-    """What a person sees of a run: the live plot in a notebook, a bar in a terminal, and sentences in both."""
-
-    def __init__(self, title: str, task: Any, state: TrainState, pack: Pack, progress: bool):
-        count = len(pack.ids("train"))
-        self.total = count * state.plan.epochs
-        self.plot = LivePlot(title, state.plan.epochs, count, getattr(task, "BEST", "-loss"))
-        self.told: list[str] = []
-        self.notebook = in_notebook()
-        quiet = not progress or self.notebook
-        self.bar = tqdm(
-            total=self.total, initial=state.samples, unit=" samples", disable=quiet, mininterval=0.5, dynamic_ncols=True
-        )
-        self.progress = progress
-
-    def update(self, record: Record, history: History) -> None:
-        if self.progress:
-            self.plot.update(history, "evaluating" if record.kind == "evaluating" else "")
-        if record.kind == "step":
-            self.bar.update(record.samples - self.bar.n)
-        if record.kind in ("event", "change"):
-            self.tell(record.values["what"])
-        if record.values and not self.bar.disable:
-            shown = {
-                k: v for k, v in record.values.items() if k == "loss" or (k.startswith("val_") and k != "val_loss")
-            }
-            if record.kind == "epoch":
-                self.bar.write(epoch_line(record))
-            self.bar.set_postfix({k: f"{v:.3f}" for k, v in shown.items()}, refresh=False)
-
-    def tell(self, sentence: str) -> None:
-        self.told.append(sentence)
-        if self.progress:
-            tqdm.write(sentence, file=sys.stdout if self.notebook else sys.stderr)
-
-    def tell_all(self, sentences: list[str]) -> None:
-        """Tell and forget them."""
-        while sentences:
-            self.tell(sentences.pop(0))
-
-    def close(self) -> None:
-        self.bar.close()
-
-
-def epoch_line(record: Record) -> str:
-    """One epoch in one line, for terminals and logs."""
-    values = record.values
-    shown = [f"{name} {value:.4f}" for name, value in values.items() if name.startswith(("train_", "val_"))]
-    return f"epoch {record.epoch + 1}: {'  '.join(shown)}  lr {values['lr']:.2e}  {values['epoch_time']:.1f} s"
-
-
-class Interrupt:
-    """Turns the first SIGINT into a wish that is read between steps, since one inside a step would tear the state; a
-    second one interrupts at once. Off the main thread signals cannot be caught: there it does nothing."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self.before: Any = None
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self.before = signal.signal(signal.SIGINT, self.ask)
-        return self
-
-    def ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.before is not None:
-            signal.signal(signal.SIGINT, self.before)
+    with disk.explained("writing the plot", job.folder):
+        surface.plot.finish(job.history, job.folder / PLOT)
+    path = job.folder / RECEIPT
+    if not receipt or path.exists():
+        return
+    surface.tell("measuring the baseline beside this run …")
+    try:
+        disk.write_atomic(path, measure.receipt(job.task, job.pack, job.state.plan, job.state.device).to_json())
+    except (NbtoolsError, OSError, RuntimeError) as error:  # the run is trained and saved, whatever the baseline does
+        surface.tell(f"no receipt: {type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        surface.tell("no receipt: stopped by you; run it again to measure it")

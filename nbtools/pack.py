@@ -33,7 +33,7 @@ from nbtools.stage import drive_path
 if TYPE_CHECKING:
     import pandas as pd
 
-VERSION = 1
+VERSION = 2
 SPLITS = ("train", "val", "test")
 MANIFEST = "pack.json"  # data sets have a manifest.json of their own
 BAD = ("file", "value", "rule", "fix")  # the columns of the table of bad samples
@@ -55,7 +55,8 @@ class Column:
 class Card:
     """What a model needs to know of a data set: enough to build it, feed it and read its answers. Travels with a run.
 
-    options: the preprocessing; splits: samples a split; bucket_by: the ragged column whose length groups batches.
+    options: the preprocessing; splits: samples a split; bucket_by: the ragged column whose length groups batches;
+    digest: of all that the pack holds, so that a run goes on with the very same data only.
     """
 
     task: str
@@ -64,6 +65,7 @@ class Card:
     columns: dict[str, Column]
     splits: dict[str, int]
     bucket_by: str | None = None
+    digest: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

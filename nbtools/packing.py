@@ -144,8 +144,9 @@ class Writer:
         self.save("names.json", json.dumps(self.names).encode())
         self.save("bad.csv", bad_csv(self.bad))
         counts = {s: splits.count(s) for s in SPLITS}
-        card = Card(task, list(self.classes), dict(options), self.columns, counts, bucket_by)
         files = {path.name: described(path) for path in sorted(self.folder.iterdir())}
+        digest = hashlib.sha256("".join(entry["sha256"] for entry in files.values()).encode()).hexdigest()
+        card = Card(task, list(self.classes), dict(options), self.columns, counts, bucket_by, digest)
         manifest = {"version": VERSION, "card": card.to_dict(), "bad": len(self.bad), "files": files, **facts}
         self.save(MANIFEST, json.dumps(manifest, indent=1).encode())
         return card

@@ -8,6 +8,7 @@ import time
 import types
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_the_csv_has_the_columns_of_the_guides_log(run):
     epochs = frame[frame.kind == "epoch"]
     wanted = ["train_loss", "val_loss", "val_accuracy", "lr", "batch_size", "epoch_time", "samples_per_s", "data_wait"]
     assert len(epochs) == 3
-    assert not pd.isna(epochs[wanted]).to_numpy().any()
+    assert np.isfinite(epochs[wanted].to_numpy(float)).all()
     assert list(run.summary().index) == [1, 2, 3]
     assert 0 < epochs.lr.iloc[-1] < 0.02 * run.plan.lr  # the last step still learns
 
@@ -395,3 +396,23 @@ def test_fit_leaves_a_receipt_and_a_second_call_does_not_measure_again(pack, tmp
         assert run.receipt is not None
         assert run.receipt.machine["torch"].endswith(torch.__version__)
     assert calls == [1]
+
+
+def test_a_run_does_not_go_on_with_other_data_of_the_same_counts_and_classes(pack, tmp_path):
+    nb.fit(toy, pack, toy.PLAN.replace(epochs=1), tmp_path / "run", **QUIET)
+    other = toy.make_pack(tmp_path / "other", seed=0)
+    assert nb.fit(toy, other, toy.PLAN.replace(epochs=2), tmp_path / "run", **QUIET).summary().shape[0] == 2
+    moved = toy.demo(tmp_path / "moved", seed=0)
+    np.save(moved / "3_0.npy" if (moved / "3_0.npy").exists() else next(moved.glob("*_0.npy")), np.ones(8, np.float32))
+    with pytest.raises(CheckpointError, match="trained on another pack"):
+        nb.fit(toy, toy.pack(moved, into=tmp_path / "p"), toy.PLAN.replace(epochs=3), tmp_path / "run", **QUIET)
+
+
+def test_quick_epochs_that_are_not_the_best_do_not_each_write_a_checkpoint(pack, tmp_path, monkeypatch):
+    real, saves = checkpoint.save, []
+    monkeypatch.setattr(checkpoint, "save", lambda *a, **k: (saves.append(1), time.sleep(0.05), real(*a, **k))[2])
+    flat: Any = types.SimpleNamespace(**{**vars(toy), "metrics": lambda outputs, batch: {"accuracy": (1, 2)}})
+    run = nb.fit(flat, pack, toy.PLAN.replace(epochs=20), tmp_path / "run", **QUIET)
+    assert len(run.summary()) == 20
+    assert len(saves) < 10  # the first state, the first best, the last, and few between
+    assert json.loads((run.folder / "run.json").read_text())["last"].startswith("0020-")

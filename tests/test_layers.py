@@ -12,6 +12,7 @@ ORDER = [
     {"__main__"},
     {"launch"},
     {"fit"},
+    {"surface"},
     {"panel", "plot", "kernel", "run"},
     {"chart"},
     {"axis"},
