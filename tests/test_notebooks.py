@@ -61,7 +61,7 @@ def test_the_first_cells_are_promise_install_and_settings(name):
     first, install, settings, *_ = cells(name, "markdown")
     assert re.match(r"# .+\n\n\[!\[Open in Colab\].+\n\n\S", first)
     assert "**GPU:**" in first
-    assert re.search(r"\*\*Measured:\*\* .*\d+ (s|min)\b.* on ", first, re.S), "a time, with its machine"
+    assert re.search(r"\*\*Measured:\*\* .*\d+ (s|min)\b.*\bon\s", first, re.S), "a time, with its machine"
     assert install.startswith("## Install")
     assert settings.startswith("## Settings")
     assert f"git+{ADDRESS}" in cells(name, "code")[0]
