@@ -28,13 +28,13 @@ from torch.utils.data import Dataset
 
 from nbtools import archive, disk, table
 from nbtools.errors import PackError
+from nbtools.splits import SPLITS
 from nbtools.stage import drive_path
 
 if TYPE_CHECKING:
     import pandas as pd
 
 VERSION = 2
-SPLITS = ("train", "val", "test")
 MANIFEST = "pack.json"  # data sets have a manifest.json of their own
 BAD = ("file", "value", "rule", "fix")  # the columns of the table of bad samples
 
@@ -272,15 +272,3 @@ def mapped(path: Path) -> np.ndarray:
     if math.prod(shape) == 0:
         return np.empty(shape, dtype)
     return np.memmap(path, dtype, "c", offset, shape)
-
-
-def split_of(name: str, val: float = 0.1, test: float = 0.1) -> str:
-    """The split of a sample by a hash of its name: the same on every machine, whatever other samples there are."""
-    place = position(name)
-    return "test" if place < test else "val" if place < test + val else "train"
-
-
-def position(name: str) -> float:
-    """A name's place in [0, 1)."""
-    data = name.encode(errors="surrogateescape")  # file names need not be UTF-8
-    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big") / 2**56

@@ -25,7 +25,8 @@ from tqdm.auto import tqdm
 from nbtools import disk
 from nbtools.errors import PackError
 from nbtools.gpu import cores
-from nbtools.pack import BAD, MANIFEST, SPLITS, VERSION, Card, Column, Pack, Reader, Sample, position, split_of
+from nbtools.pack import BAD, MANIFEST, VERSION, Card, Column, Pack, Reader, Sample
+from nbtools.splits import SPLITS, assigned, require_shares
 from nbtools.stage import cache, stage
 
 DAMAGED = (OSError, ValueError, EOFError, SyntaxError, zlib.error, struct.error, zipfile.BadZipFile)
@@ -228,40 +229,6 @@ def nothing(folder: Path, bad: Sequence[Mapping[str, str]]) -> str:
         f"{folder}: none of {len(bad)} files can be used. The first: {first['file']}: {first['rule']}, "
         f"got {first['value']}; {first['fix']}"
     )
-
-
-def assigned(names: Sequence[str], splits: Sequence[str | None], val: float, test: float) -> list[str]:
-    """The split of every sample: its own, else by the hash of its name; whole numbers take exactly so many, the
-    smallest hashes first. A source with a test folder but no val folder gives its val share from train."""
-    given = set(splits) - {None}
-    if given:
-        short = "val" not in given and {"train"} & given
-        drawn = [s == "train" if short else s is None for s in splits]
-        test = 0
-    else:
-        drawn = [True] * len(names)
-    order = sorted((position(n), i) for i, n in enumerate(names) if drawn[i])
-    result = [s or "train" for s in splits]
-    if is_count(val) or is_count(test):
-        ends = [int(x) if is_count(x) else round(x * len(order)) for x in (test, val)]
-        if sum(ends) >= len(order):
-            raise PackError(f"val={val} and test={test} leave none of {len(order)} samples to train on; lower them")
-        for rank, (_, i) in enumerate(order):
-            result[i] = "test" if rank < ends[0] else "val" if rank < sum(ends) else "train"
-    else:
-        for _, i in order:
-            result[i] = split_of(names[i], val, test)
-    return result
-
-
-def require_shares(val: float, test: float) -> None:
-    shares = [x for x in (val, test) if not is_count(x)]
-    if min(val, test) < 0 or sum(shares) >= 1:
-        raise PackError(f"val and test must be whole numbers of samples, or shares ≥ 0 and below 1, got {val}, {test}")
-
-
-def is_count(share: float) -> bool:
-    return isinstance(share, int) and share >= 1
 
 
 def fingerprint(task: str, folder: Path, options: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ ORDER = [
 ]
 """From top to bottom. A layer imports layers below it; siblings do not import each other."""
 
-GROUND = [{"sampler"}, {"plan", "history", "gpu", "metrics"}, {"draws"}, {"table", "disk"}, {"errors"}]
+GROUND = [{"sampler"}, {"plan", "history", "gpu", "metrics"}, {"draws"}, {"table", "disk", "splits"}, {"errors"}]
 """Imported by all, importing only ground below itself."""
 
 TASKS = {"pack", "packing", "stage", "metrics", "plan", "errors", "draws", "disk", "table"}
@@ -48,7 +48,7 @@ ONLY = {
 }
 """Outside packages that only these modules import."""
 
-STANDARD = {"plan", "archive", "disk", "errors", "table"}
+STANDARD = {"plan", "archive", "disk", "errors", "splits", "table"}
 """These import nothing that does not come with Python."""
 
 LAYER = {module: level for level, layer in enumerate(ORDER + GROUND) for module in layer}

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader
 
 from nbtools import disk
 from nbtools.errors import DiskError, PackError, StageError
-from nbtools.pack import MANIFEST, SPLITS, Pack, split_of
+from nbtools.pack import MANIFEST, Pack
 from nbtools.packing import Entry, Writer, build, header
+from nbtools.splits import SPLITS, split_of
 from nbtools.stage import cache
 
 
