@@ -17,7 +17,7 @@ from nbtools import checkpoint, disk, measure
 from nbtools.advise import advise
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, TrainError
 from nbtools.history import History, Record
-from nbtools.loop import Diverged, refuse_fixed, require_sizes, train
+from nbtools.loop import Diverged, refuse_fixed, require_sizes, told, train
 from nbtools.pack import Pack
 from nbtools.plan import Plan
 from nbtools.run import CARD, HISTORY, PLAN, PLOT, RECEIPT, Run, task_name
@@ -181,8 +181,8 @@ def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[s
         )
     tensors, facts, complaints = checkpoint.newest(folder)
     old, new = type(state.plan).from_dict(facts["plan"]), state.plan  # plan.json may be ahead of the checkpoint
-    changed = [name for name, value in new.to_dict().items() if value != getattr(old, name)]
-    refuse_fixed(old, new, changed)
+    changed = new.changes_from(old)
+    refuse_fixed(changed, new)
     state.load(tensors, facts["state"])
     history = History(folder / HISTORY)
     history.cut(facts["rows"])
@@ -190,8 +190,7 @@ def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[s
     if changed:
         if state.stopped:
             state.stopped, state.stale = None, 0  # asked to go on: an early stop counts anew from here
-        what = ", ".join(f"{name} {getattr(old, name)} → {getattr(new, name)}" for name in changed)
-        history.append(Record("change", state.epoch, state.step, state.samples, {"what": what}))
+        history.append(Record("change", state.epoch, state.step, state.samples, {"what": told(changed)}))
         if "batch_size" in changed or "micro_batch_size" in changed:
             state.micro = new.micro_batch_size
     return history, complaints

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from time import perf_counter
 from typing import Any
 
@@ -256,9 +256,9 @@ def evaluate(task: Task, model: nn.Module, pack: Pack, plan: Plan, split: str = 
 def changes(state: TrainState, epoch_size: int) -> Iterator[Record]:
     """Make a replaced plan act on model and optimizer; a row says what changed."""
     old, new = state.applied, state.plan
-    differing = [name for name, value in new.to_dict().items() if value != getattr(old, name)]
+    differing = new.changes_from(old)
     try:
-        refuse_fixed(old, new, differing, AT_START)
+        refuse_fixed(differing, new, AT_START)
         require(new, state.device)
         require_batch(new, epoch_size)
     except TrainError:
@@ -273,18 +273,21 @@ def changes(state: TrainState, epoch_size: int) -> Iterator[Record]:
         group.update({"momentum": new.betas[0]} if new.optimizer == "sgd" else {"betas": new.betas})
     state.applied = new
     if differing:
-        what = ", ".join(f"{name} {getattr(old, name)} → {getattr(new, name)}" for name in differing)
-        yield record(state, "change", {"what": what})
+        yield record(state, "change", {"what": told(differing)})
 
 
-def refuse_fixed(old: Plan, new: Plan, differing: list[str], more: tuple[str, ...] = ()) -> None:
+def told(differing: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {change}" for name, change in differing.items())
+
+
+def refuse_fixed(differing: Mapping[str, str], plan: Plan, more: tuple[str, ...] = ()) -> None:
     """Raise TrainError for a knob that a started run keeps: those of FIXED, and all that the task added."""
-    own = {field.name for field in dataclasses.fields(old)} - {field.name for field in dataclasses.fields(Plan)}
-    for name in differing:
+    own = {field.name for field in dataclasses.fields(plan)} - {field.name for field in dataclasses.fields(Plan)}
+    for name, change in differing.items():
         if name in FIXED or name in own or name in more:
             raise TrainError(
-                f"Plan.{name} cannot change in a started run: it is {getattr(old, name)!r}, got "
-                f"{getattr(new, name)!r}; keep the value, or start another run folder"
+                f"Plan.{name} cannot change in a started run, and was asked to: {change}; keep the value, or start "
+                "another run folder"
             )
 
 

@@ -100,6 +100,11 @@ class Plan:
         micro = min(self.micro_batch_size, resized.batch_size) if self.micro_batch_size else None
         return resized.replace(micro_batch_size=micro, lr=lr, min_lr=min(self.min_lr, lr))
 
+    def changes_from(self, old: Plan) -> dict[str, str]:
+        """What differs from another plan: field → `0.001 → 0.0005`."""
+        pairs = {name: (getattr(old, name), value) for name, value in self.to_dict().items()}
+        return {name: f"{before} → {now}" for name, (before, now) in pairs.items() if before != now}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values by field name, ready for JSON."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
