@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from nbtools.device import autocast, memory, prepare, require
+from nbtools.device import memory, prepare, require
 from nbtools.errors import TrainError
-from nbtools.feed import Feed, batches_left, in_order, lengths_of, open_feed
+from nbtools.feed import Feed, batches_left, lengths_of, open_feed
 from nbtools.history import Record
 from nbtools.metrics import Sums
 from nbtools.pack import Pack
 from nbtools.plan import Plan
-from nbtools.state import FIXED, Batch, Task, TrainState, best_metric
+from nbtools.scoring import evaluation
+from nbtools.state import FIXED, Task, TrainState, best_metric
 from nbtools.step import step
 
 AT_START = ("feed", "workers", "prefetch")  # a run may be resumed with others, but they do not change under way
@@ -188,69 +188,6 @@ def end_epoch(state: TrainState, values: dict[str, Any], epoch_size: int) -> Rec
     state.loss_sum.zero_()
     state.count, state.logged = 0, (0.0, 0.0)
     return ended
-
-
-@torch.no_grad()
-def forward(task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.device) -> tuple[Any, Any]:
-    """(batch, outputs) of a raw batch in evaluation: never augmented, in eval mode, which is left as it was."""
-    training = model.training
-    model.eval()
-    try:
-        batch = task.batch(raw, plan, None)
-        with autocast(plan, device):
-            return batch, model(batch)
-    finally:
-        model.train(training)
-
-
-def evaluation(
-    task: Task, model: nn.Module, pack: Pack, plan: Plan, split: str, sums: Sums, feed: Feed | None = None
-) -> Iterator[int]:
-    """Add loss and metrics of a split to sums; yields the samples done after every batch.
-
-    Raises TrainError where the split is empty.
-    """
-    ids = pack.ids(split)
-    if not len(ids):
-        raise TrainError(
-            f"{pack.folder}: the {split} split is empty; pack with {split}= a larger share, or more samples"
-        )
-    feed, done = feed or open_feed(pack, plan, sums.device), 0
-    for raw in feed(in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)):
-        score(task, model, raw, plan, sums)
-        done += len(raw["id"])
-        yield done
-
-
-def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:
-    """Add loss and metrics of a batch; out of memory, of its halves. Raises TrainError where one sample is too much."""
-    reason, found = "", None
-    try:
-        batch, outputs = forward(task, model, raw, plan, sums.device)
-        with torch.no_grad(), autocast(plan, sums.device):
-            loss = task.loss(lambda _batch: outputs, batch, plan)  # one forward serves both
-        found = {"loss": loss, **task.metrics(outputs, batch)}
-    except torch.OutOfMemoryError as error:
-        reason = str(error).split(". ")[0]
-    if found is not None:
-        sums.add(found)
-        return
-    batch = outputs = loss = None  # what the failed pass holds must go before the next one
-    if sums.device.type == "cuda":
-        torch.cuda.empty_cache()
-    half = len(raw["id"]) // 2
-    if not half:
-        raise TrainError(f"out of memory evaluating one sample ({reason}); take a smaller network or smaller samples")
-    for part in (slice(half), slice(half, None)):
-        score(task, model, {name: tensor[part] for name, tensor in raw.items()}, plan, sums)
-
-
-def evaluate(task: Task, model: nn.Module, pack: Pack, plan: Plan, split: str = "test") -> dict[str, float]:
-    """Metric → value over a whole split. Raises TrainError where it is empty."""
-    sums = Sums(next(model.parameters()).device)
-    for _ in evaluation(task, model, pack, plan, split, sums):
-        continue
-    return sums.read()
 
 
 def changes(state: TrainState, epoch_size: int) -> Iterator[Record]:

@@ -15,13 +15,14 @@ import torch
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from nbtools import checkpoint, disk, loop
+from nbtools import checkpoint, disk, scoring
 from nbtools import device as devices
 from nbtools.errors import CheckpointError, PackError
 from nbtools.history import History
 from nbtools.measure import Receipt
 from nbtools.pack import Card, Pack, collate
 from nbtools.plan import Plan
+from nbtools.state import best_metric
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -66,7 +67,7 @@ class Run:
     @property
     def best(self) -> dict[str, Any]:
         """The epoch row of the best evaluation; {} before the first."""
-        metric, sign = loop.best_metric(self.task)
+        metric, sign = best_metric(self.task)
         rows = [row for row in self.history.of("epoch") if math.isfinite(row.get(f"val_{metric}", math.nan))]
         return max(rows, key=lambda row: sign * row[f"val_{metric}"], default={})
 
@@ -110,7 +111,7 @@ class Run:
     def decoded(self, model: nn.Module, raw: dict[str, torch.Tensor]) -> list[Any]:
         device = next(model.parameters()).device
         raw = {name: tensor.to(device) for name, tensor in raw.items()}
-        return self.task.decode(loop.forward(self.task, model, raw, self.plan, device)[1], self.card)
+        return self.task.decode(scoring.forward(self.task, model, raw, self.plan, device)[1], self.card)
 
     def read(self, path: Path) -> dict[str, Any]:
         try:
@@ -143,7 +144,7 @@ class Run:
 
     def __repr__(self) -> str:
         done = len(self.history.of("epoch"))
-        metric, _ = loop.best_metric(self.task)
+        metric, _ = best_metric(self.task)
         best = (
             f", best val_{metric} {self.best[f'val_{metric}']:.4f} in epoch {self.best['epoch'] + 1}"
             if self.best
@@ -166,7 +167,7 @@ def evaluate(run: Any, pack: Pack, split: str = "test") -> dict[str, float]:
                 f"{getattr(ours, name)}); pack the data again with the run's options"
             )
     model = run.model() if isinstance(run, Run) else run.evaluated
-    return loop.evaluate(run.task, model, pack, run.plan, split)
+    return scoring.evaluate(run.task, model, pack, run.plan, split)
 
 
 def task_name(task: Any) -> str:

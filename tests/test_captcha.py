@@ -14,8 +14,8 @@ from nbtools.advise import Machine, decide
 from nbtools.draws import Draws
 from nbtools.errors import MissingExtra, NbtoolsError, PackError, PlanError
 from nbtools.feed import open_feed
-from nbtools.loop import evaluate
 from nbtools.pack import Card, Column, collate
+from nbtools.scoring import evaluate
 from nbtools.tasks import captcha
 from nbtools.tasks.captcha import augment, ink, networks, task
 

@@ -243,7 +243,9 @@ def test_the_sampler_stays_empty_without_nvidia(monkeypatch):
 
 
 def test_a_sampler_that_never_started_can_be_stopped():
-    sampling.Sampler().stop()
+    sampler = sampling.Sampler()
+    sampler.stop()
+    assert not sampler.thread.is_alive()
 
 
 def test_energy_is_summed_from_power_where_there_is_no_counter():

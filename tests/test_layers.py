@@ -19,7 +19,7 @@ ORDER = [
     {"advise"},
     {"measure"},
     {"loop"},
-    {"step", "checkpoint"},
+    {"step", "checkpoint", "scoring"},
     {"state"},
     {"feed"},
     {"schedule", "device"},

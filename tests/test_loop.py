@@ -12,7 +12,8 @@ from torch import nn
 
 import nbtools as nb
 from nbtools.errors import PlanError, TrainError
-from nbtools.loop import Diverged, evaluate, train
+from nbtools.loop import Diverged, train
+from nbtools.scoring import evaluate
 from nbtools.state import TrainState
 
 
