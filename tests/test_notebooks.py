@@ -82,7 +82,8 @@ def test_cells_are_short_with_prose_between_and_define_nothing(name):
 def test_it_stands_alone_on_a_fresh_machine(name, tmp_path):
     drive = tmp_path / "drive"
     drive.mkdir()
-    execute.execute(name, tmp_path, drive, tiny=True)
+    ran = execute.execute(name, tmp_path, drive, tiny=True)
+    assert all(cell.execution_count for cell in ran.cells if cell.cell_type == "code" and cell.source)
 
 
 def test_what_one_hands_to_the_next_lies_on_drive(tmp_path):

@@ -151,6 +151,7 @@ def test_pausing_the_generator_and_using_random_numbers_between_changes_nothing(
     state = TrainState(toy, pack, toy.PLAN)
     while not run_to(state, pack, History(), 4):
         torch.rand(100)
+    assert state.step == whole.step > 0
     same(state, whole)
 
 
