@@ -1,0 +1,101 @@
+"""What a person asks of a run under way. Buttons, `control.json` in the run folder and Ctrl-C say it in one value, which is
+read between steps."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbtools import disk
+from nbtools.errors import NbtoolsError, TrainError
+from nbtools.plan import Plan
+
+FILE = "control.json"
+ACTIONS = ("pause", "resume", "stop", "evaluate", "save")
+UNFINISHED = 2.0  # seconds that a file which is no JSON yet may still be being written: `echo … > control.json`
+
+
+@dataclass
+class Wishes:
+    """Wishes that wait to be granted. plan: the one to go on with, None where no knob was turned."""
+
+    paused: bool = False
+    stop: bool = False
+    evaluate: bool = False
+    save: bool = False
+    plan: Plan | None = None
+
+    def do(self, action: str) -> None:
+        """Wish one of ACTIONS."""
+        if action in ("pause", "resume"):
+            self.paused = action == "pause"
+        else:
+            setattr(self, action, True)
+
+
+def send(folder: str | Path, actions: Iterable[str] = (), knobs: Mapping[str, Any] | None = None) -> Path:
+    """Ask the process that trains in a run folder for something, beside what it has not read yet.
+
+    Raises TrainError for an unknown action; a knob is checked by the run, which answers in its history.
+    """
+    path, said = Path(folder) / FILE, {}
+    if path.exists():
+        said = orders(path.read_text(errors="replace")) or {}
+    asked = [*listed(said.pop("do", [])), *actions]
+    for action in asked:
+        require(action)
+    with disk.explained("asking a run", path):
+        return disk.write_atomic(path, json.dumps({"do": asked, **said, **(knobs or {})}))
+
+
+def receive(folder: Path, wishes: Wishes, plan: Plan) -> None:
+    """Take control.json, if one lies in the folder, as wishes: `{"do": "pause", "lr": 1e-4}`, knobs as in the Plan.
+
+    Raises TrainError or PlanError where it breaks a rule; then nothing of it is wished. It is gone either way.
+    """
+    path = folder / FILE
+    try:
+        found = path.stat()
+        text = path.read_text(errors="replace") if found.st_size else ""
+    except FileNotFoundError:
+        return
+    said = orders(text)
+    if said is None and time.time() - found.st_mtime < UNFINISHED:
+        return
+    disk.remove(path)
+    if said is None:
+        raise TrainError(f'{path} must be a JSON object such as {{"do": "pause", "lr": 1e-4}}, got {text[:40]!r}')
+    try:
+        actions = listed(said.pop("do", []))
+        for action in actions:
+            require(action)
+        current = wishes.plan or plan
+        wanted = current.replace(**{n: current.parse(n, v) if isinstance(v, str) else v for n, v in said.items()})
+    except NbtoolsError as error:
+        raise type(error)(f"{path}: {error}") from None
+    for action in actions:
+        wishes.do(action)
+    if said:
+        wishes.plan = wanted
+
+
+def orders(text: str) -> dict[str, Any] | None:
+    """The object in a control file, None where it is none."""
+    try:
+        said = json.loads(text)
+    except ValueError:
+        return None
+    return said if isinstance(said, dict) else None
+
+
+def listed(said: Any) -> list[Any]:
+    return said if isinstance(said, list) else [said]
+
+
+def require(action: Any) -> None:
+    if action not in ACTIONS:
+        raise TrainError(f"a run can be asked to {', '.join(ACTIONS)}, got {action!r}; say one of these")
