@@ -13,7 +13,7 @@ help:  ## this list
 demo: .venv/ready  ## the captcha notebooks from top to bottom on generated data; pages under demo/ (≤ 5 min on 2 cores)
 	@$(BIN)/python -m notebooks.execute
 
-test: .venv/ready  ## every test (≤ 15 min on 2 cores)
+test: .venv/ready .venv-colab/ready .venv-ipykernel-7.3/ready  ## every test (≤ 15 min on 2 cores)
 	@$(BIN)/python -m pytest -q
 
 bench: .venv/ready-bench  ## benchmarks one after another; receipts under benchmarks/results/
@@ -42,4 +42,14 @@ check: .venv/ready  ## format, lint, types, layers, notebooks up to date
 .venv/ready-bench: .venv/ready
 	@echo "Installing the peers that the benchmarks compare with …"
 	@$(PIP) -e '.[bench]'
+	@touch $@
+
+# Older notebook stacks for the tests: their own packages first on the path, then all of .venv (torch once on the disk).
+.venv-%/ready: tests/stacks/%.txt .venv/ready
+	@echo "Installing $< into .venv-$* …"
+	@rm -rf .venv-$*
+	@$(BIN)/python -m venv --without-pip .venv-$*
+	@$(BIN)/python -m pip --python .venv-$*/bin/python install -q --disable-pip-version-check --no-deps -r $<
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > $$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/after.pth
 	@touch $@
