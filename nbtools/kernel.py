@@ -1,0 +1,285 @@
+"""Widget messages of the kernel whose cell is running, handled between two steps of that cell.
+
+A kernel runs one request after another: while a training cell runs, the clicks on its own panel wait until it ends.
+Here the cell itself takes the pending `comm_*` messages and has them handled, and leaves every other request in its
+place and order, so that *Run all*, a cell queued meanwhile and completion behave as without it. No thread, no nested
+event loop, no server. It rests on private attributes of ipykernel, read in the sources of 6.17.1, 7.3.0 and 7.4.0;
+where they are not as expected `Messages.trouble` says so and the cell goes on without.
+"""
+
+import asyncio
+import contextvars
+import inspect
+import math
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+COMMS = frozenset({"comm_open", "comm_msg", "comm_close"})
+"""What widgets send. All else waits for the end of the cell."""
+
+NEEDED = ("session", "shell_handlers", "set_parent", "get_parent", "_parent_ident", "_publish_status")
+"""What handling a message uses of a kernel."""
+
+POLLIN = 1
+"""zmq.POLLIN, without importing zmq where there is no kernel."""
+
+
+class Unknown(Exception):
+    """This kernel is none of those that we know; the message says why."""
+
+
+class Messages:
+    """The widget messages that wait for the running cell:
+
+        with Messages() as messages:
+            for batch in batches:
+                step(batch)
+                messages.handle()
+
+    An event takes effect within 1/hertz seconds and one step. A call costs a look at the clock (0.1 µs), `hertz` times
+    a second a look at the kernel's sockets. Without a kernel, or with one that is not known, nothing happens.
+    """
+
+    trouble: str | None = None
+    """Why widgets do not react before the cell ends, in a sentence for the person; None: they do, or there are none."""
+
+    def __init__(self, hertz: float = 20.0) -> None:
+        self._pause = 1 / hertz
+        self._due = math.inf
+        self._kernel: Any = None
+        self._inbox: Queued | Received | None = None
+
+    def __enter__(self) -> "Messages":
+        self.trouble, self._kernel = None, running_kernel()
+        if self._kernel is None:
+            return self
+        try:
+            with HeldInterrupt():
+                self._inbox = inbox(self._kernel)
+        except KeyboardInterrupt:
+            self.__exit__()
+            raise
+        except Exception as error:  # a kernel that nobody has seen may fail in any way, and training matters more
+            self.trouble = sentence(error)
+        self._due = 0.0 if self._inbox else math.inf
+        return self
+
+    def __exit__(self, *_) -> None:
+        box, self._inbox, self._due = self._inbox, None, math.inf
+        if box:
+            with HeldInterrupt():
+                box.close()
+
+    def handle(self) -> int:
+        """Has the pending widget messages handled, at most `hertz` times a second; returns how many they were.
+
+        What a callback raises is shown, not raised; KeyboardInterrupt is, once everything is in its place again.
+        """
+        if time.perf_counter() < self._due:
+            return 0
+        count = 0
+        try:
+            with HeldInterrupt() as interrupt:
+                for message in self._pending():
+                    # In a context of its own: the cell's own variables (its parent header among them) stay as they are.
+                    contextvars.copy_context().run(self._answer, message, interrupt)
+                    count += 1
+        except Exception as error:
+            self.trouble = sentence(error)
+            self.__exit__()
+        else:
+            self._due = time.perf_counter() + self._pause
+        return count
+
+    def _pending(self) -> Iterator[list]:
+        if self._inbox:
+            self._inbox.fetch()
+        while self._inbox and self._inbox.comms:
+            yield self._inbox.comms.popleft()
+
+    def _answer(self, message: list, interrupt: "HeldInterrupt") -> None:
+        """What Kernel.dispatch_shell does, for one comm message in the middle of a cell.
+
+        Frontends wait for the busy and idle of each message before they send a slider's next value, and recognise the
+        echo of their own change by its parent header. ipykernel 6 has one buffer of printed text for all parents, so
+        it is flushed at each change of the parent.
+        """
+        kernel = self._kernel
+        idents, frames = kernel.session.feed_identities(message, copy=False)
+        msg = kernel.session.deserialize(frames, content=True, copy=False)
+        cell = kernel._parent_ident["shell"], kernel.get_parent("shell")
+        flush()
+        kernel.set_parent(idents, msg, channel="shell")
+        try:
+            kernel._publish_status("busy", "shell")
+            try:
+                with interrupt.let_through():
+                    kernel.shell_handlers[msg["header"]["msg_type"]](None, idents, msg)
+            except Exception:
+                traceback.print_exc()
+            flush()
+            kernel._publish_status("idle", "shell")
+        finally:
+            kernel.set_parent(*cell, channel="shell")
+
+
+class Queued:
+    """ipykernel 6: requests are moved from the socket to `msg_queue`, where they wait for their turn."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.comms: deque[list] = deque()
+        self._kernel, self._stream, self._queue = kernel, kernel.shell_stream, kernel.msg_queue
+        self._waiting = -1  # none looked at
+
+    def fetch(self) -> None:
+        """Takes the comm messages out. The queue is walked only when something came: each look checks a signature."""
+        self._stream.flush(POLLIN)
+        if self._queue.qsize() == self._waiting:
+            return
+        for _ in range(self._queue.qsize()):
+            _, dispatch, arguments = item = self._queue.get_nowait()
+            if dispatch == self._kernel.dispatch_shell and is_comm(self._kernel.session, arguments[0]):
+                self.comms.append(arguments[0])
+            else:
+                self._queue.put_nowait(item)
+        self._waiting = self._queue.qsize()
+
+    def close(self) -> None:
+        """Puts back in front what nobody handled."""
+        rest = [self._queue.get_nowait() for _ in range(self._queue.qsize())]
+        for message in self.comms:
+            self._kernel.schedule_dispatch(self._kernel.dispatch_shell, message)
+        for item in rest:
+            self._queue.put_nowait(item)
+
+
+class Received:
+    """ipykernel 7: a stream hands each request to a task of its own, which then waits for the running cell's lock.
+
+    A task cannot be taken back, so while the cell runs the stream's receiver is ours: it keeps the requests, and at the
+    end the kernel's own receiver gets them in the order of their coming.
+    """
+
+    def __init__(self, kernel: Any, stream: Any) -> None:
+        self.comms: deque[list] = deque()
+        self._kept: list[list] = []
+        self._session, self._stream = kernel.session, stream
+        self._cell = asyncio.current_task(stream.io_loop.asyncio_loop)
+        self._receiver: Callable[[list], Any] = stream._recv_callback
+        self._closed = False
+        stream.on_recv(self._receive, copy=False)
+
+    def _receive(self, message: list) -> Any:
+        if self._cell and self._cell.done():  # left open by a cell that is over: a kernel must not stay deaf
+            self.close()
+        if self._closed:  # also where somebody took over after us, and gives back after us
+            return self._receiver(message)
+        (self.comms if is_comm(self._session, message) else self._kept).append(message)
+
+    def fetch(self) -> None:
+        self._stream.flush(POLLIN)
+
+    def close(self) -> None:
+        """Gives the stream back. Tasks are made at once, so that nothing read later can come before what was kept."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._stream._recv_callback == self._receive:
+            self._stream.on_recv(self._receiver, copy=False)
+        for message in [*self.comms, *self._kept]:
+            result = self._receiver(message)
+            if inspect.iscoroutine(result):
+                self._stream.io_loop.asyncio_loop.create_task(result)
+
+
+class HeldInterrupt:
+    """SIGINT waits for the block's end: a message between two queues, or a half restored header, would be lost."""
+
+    def __enter__(self) -> "HeldInterrupt":
+        self._came = False
+        self._main = threading.current_thread() is threading.main_thread()  # only there signals arrive
+        if self._main:
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._main:
+            self._restore()
+
+    def _note(self, *_) -> None:
+        self._came = True
+
+    def _restore(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if self._before is None else self._before)
+        if self._came:
+            self._came = False
+            signal.raise_signal(signal.SIGINT)
+
+    @contextmanager
+    def let_through(self) -> Iterator[None]:
+        """A callback may take long, so it can be interrupted as ever."""
+        if not self._main:
+            yield
+            return
+        try:
+            self._restore()
+            yield
+        finally:
+            signal.signal(signal.SIGINT, self._note)
+
+
+def running_kernel() -> Any:
+    """The kernel whose cell this is; None in a terminal, a script or a test."""
+    ipython = sys.modules.get("IPython")
+    return getattr(ipython.get_ipython(), "kernel", None) if ipython else None
+
+
+def inbox(kernel: Any) -> Queued | Received | None:
+    """Where this thread's cell finds its messages; None in a thread that runs no cells: the kernel handles them itself.
+
+    Raises Unknown, or whatever a kernel that is not as expected causes.
+    """
+    lacking = [name for name in NEEDED if not hasattr(kernel, name)]
+    if lacking:
+        raise Unknown(f"{type(kernel).__module__}.{type(kernel).__name__} has no {', '.join(lacking)}")
+    if inspect.iscoroutinefunction(kernel.shell_handlers["comm_msg"]):
+        raise Unknown("its widget messages are handled asynchronously")
+    threads = getattr(kernel, "shell_channel_thread", None)
+    if threads:  # ipykernel 7: the main thread and each subshell have a stream
+        try:
+            subshell = threads.manager.subshell_id_from_thread_id(threading.get_ident())
+        except RuntimeError:
+            return None
+        return Received(kernel, threads.manager.get_shell_channel_to_subshell_pair(subshell).to_stream)
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    return Queued(kernel) if hasattr(kernel, "msg_queue") else Received(kernel, kernel.shell_stream)
+
+
+def is_comm(session: Any, message: list) -> bool:
+    """Whether a request on the wire is a widget's. What cannot be read is the kernel's to complain of."""
+    try:
+        _, frames = session.feed_identities(message, copy=False)
+        return session.deserialize(frames, content=False, copy=False)["header"]["msg_type"] in COMMS
+    except Exception:
+        return False
+
+
+def flush() -> None:
+    for out in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # None, or closed, or something that a test put there
+            out.flush()
+
+
+def sentence(error: Exception) -> str:
+    return (
+        "Buttons and sliders react only when this cell has ended, because nbtools does not know this notebook's kernel "
+        f"({type(error).__name__}: {error}); interrupting the kernel and control.json work as ever."
+    )
