@@ -29,12 +29,15 @@ THUMB = "rule of thumb"
 
 @dataclass(frozen=True)
 class Advice:
-    """A plan and one reason a field. Shows as a table. baseline: the guide's "before", for the panel's presets."""
+    """A plan and one reason a field. Shows as a table. The panel's presets: baseline, the guide's "before", and
+    largest, the largest batch that the rules allow, None where `largest_reason` says that there is none larger."""
 
     plan: Plan
     reasons: dict[str, str]
     baseline: Plan | None = None
     note: str = ""
+    largest: Plan | None = None
+    largest_reason: str = ""
 
     def rows(self) -> list[tuple[str, Any, str]]:
         values = self.plan.to_dict()
@@ -104,13 +107,18 @@ def decide(task: Any, card: Card, machine: Machine) -> Advice:
     reasons = {name: advised[name][1] for name in made.to_dict() if name in advised}
     size = f"{machine.gigabytes:.0f} GB" if machine.gigabytes else f"{machine.cores} cores"
     note = f"For {machine.name} ({size}); nothing here was measured on it yet, it is what to start from."
-    return Advice(made, reasons, base, note)
+    return Advice(made, reasons, base, note, *largest_batch(made, base, card, machine))
+
+
+def memory_tier(machine: Machine) -> tuple[int, int]:
+    """(GB from which it reaches up, its batch) of a CUDA GPU."""
+    return next(tier for tier in TIERS if machine.gigabytes >= NEARLY * tier[0])
 
 
 def batch_size(card: Card, machine: Machine, base: int) -> tuple[int, str]:
     train = card.splits["train"]
     if machine.accelerator == "cuda":
-        least, batch = next(tier for tier in TIERS if machine.gigabytes >= NEARLY * tier[0])
+        least, batch = memory_tier(machine)
         why = f"{machine.gigabytes:.0f} GB of GPU memory, the tier from {least} GB: {batch}, {THUMB} (guide 2)"
     else:
         batch, why = base, f"no CUDA GPU: the baseline's {base}"
@@ -119,6 +127,33 @@ def batch_size(card: Card, machine: Machine, base: int) -> tuple[int, str]:
         batch = max(1, min(2 ** (most.bit_length() - 1), train))
         why += f"; capped to {batch}: {train:,} training samples are few, {THUMB} (ours: {LEAST_STEPS} steps an epoch)"
     return batch, why
+
+
+def largest_batch(plan: Plan, base: Plan, card: Card, machine: Machine) -> tuple[Plan | None, str]:
+    """The plan at the largest power of two that data and lr rules allow, on a GPU in forward passes of its tier."""
+    train, most = card.splits["train"], MOST_K * base.batch_size
+    enough = min(max(train // LEAST_STEPS, LEAST_BATCH), train)
+    bound, why = (
+        most,
+        f"{MOST_K} × the baseline's {base.batch_size}, where the lr rules end (guide 3, arXiv 2405.14578)",
+    )
+    if enough < most:
+        bound, why = (
+            enough,
+            f"{LEAST_STEPS} steps an epoch of {train:,} training samples, or batch {LEAST_BATCH} (ours)",
+        )
+    batch = 2 ** (max(bound, 1).bit_length() - 1)
+    if batch <= plan.batch_size:
+        return None, f"{THUMB}: the advised {plan.batch_size} is as large as it goes, by {why}"
+    reason = f"{THUMB}: batch {batch}, by {why}"
+    micro = plan.micro_batch_size
+    if machine.accelerator == "cuda" and batch > (tier := memory_tier(machine))[1]:
+        micro = min(micro or tier[1], tier[1])
+        reason += f", in forward passes of {micro} for {machine.gigabytes:.0f} GB (guide 2)"
+    lr, why_lr = learning_rate(plan, plan.optimizer, batch)
+    warm = max(warmup(batch / base.batch_size, plan.epochs)[0], plan.warmup_epochs)
+    changed = plan.replace(batch_size=batch, micro_batch_size=micro, lr=lr, warmup_epochs=warm)
+    return changed, f"{reason}; lr {lr:g} from {why_lr}. Whether it is faster here, nobody has measured yet"
 
 
 def learning_rate(base: Plan, optimizer: str, batch: int) -> tuple[float, str]:

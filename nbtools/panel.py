@@ -1,34 +1,56 @@
-"""Panel: a form over the fields of a Plan, built from the dataclass itself, so that a new knob appears here by itself.
+"""Panel: a form over the fields of a Plan, built from the dataclass itself, so that a new knob appears here by itself;
+while a run is under way, what a person says to it.
 
-Core ipywidgets only (7.7.1 to 8). Callbacks set values and nothing else: they may run on another thread.
+Callbacks set values and nothing else: they may run on another thread.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
+import threading
 import typing
-from html import escape
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from nbtools import plan as plans
 from nbtools import table
-from nbtools.errors import PlanError
-from nbtools.plan import Plan
+from nbtools.control import Wishes
+from nbtools.errors import MissingExtra, NbtoolsError, PlanError
+from nbtools.plan import Plan, lr_factor
 
-SHOWN = ("network", "epochs", "batch_size", "lr", "schedule", "amp", "feed", "eval_every", "augment", "early_stop")
-"""What people touch: the first eight of these that a plan has, in this order. The rest stands under More."""
+VIEW = "application/vnd.jupyter.widget-view+json"
+RULES = {
+    "none": ("keep", "lr as it was"),
+    "sqrt": ("√ rule", "times √k for a batch k times as large: rule of thumb for Adam (arXiv 2205.10287)"),
+    "linear": ("linear", "times k for a batch k times as large: rule of thumb for SGD with warmup (arXiv 1706.02677)"),
+}
+"""lr_rule → what its button says, what taking it does."""
 
-HELP = "font-size:12px;line-height:1.35"
-MUTED = f"{HELP};opacity:.65"
-WRONG = f"{HELP};color:#D55E00;font-weight:600"  # Okabe & Ito's vermillion: contrast above 3.8 on white and on black
+
+@dataclass(frozen=True)
+class Before:
+    """The batch size and lr that offers count from: those before the batch was changed, until lr is touched."""
+
+    batch_size: int
+    lr: float
+
+    def offers(self, batch_size: int) -> dict[str, float]:
+        """lr_rule → lr at another batch size, in the three digits that its button shows."""
+        k = batch_size / self.batch_size
+        found = {rule: float(f"{self.lr * lr_factor(rule, k):.3g}") for rule in RULES}
+        return {**found, "none": self.lr}
 
 
 class Panel:
-    """The plan of an Advice, or a Plan, to look at and to change before the run.
+    """The plan of an Advice, or a Plan, to look at and to change, before the run and while it lasts.
 
     `plan` is always valid: a value that breaks a rule shows the rule beside its field and changes nothing. A change of
-    batch size moves lr by the plan's lr_rule. Works without a front end: `panel.fields["lr"].value = "3e-4"`.
+    batch size moves lr by the plan's lr_rule, and offers what the other rules would do. Works without a front end:
+    `panel.fields["lr"].value = "3e-4"`. Raises MissingExtra where ipywidgets does not import.
     """
 
     def __init__(self, advice: Any):
@@ -37,46 +59,110 @@ class Panel:
             raise PlanError(
                 f"Panel takes an Advice or a Plan, got {type(advice).__qualname__}; try Panel(nb.advise(…))"
             )
-        self.plan = self.advised
+        self.plan = self.acting = self.advised  # acting: what the run goes on with until it takes a wish
         self.reasons: dict[str, str] = getattr(advice, "reasons", {})
-        self.baseline: Plan | None = getattr(advice, "baseline", None)
+        self.presets: dict[str, Plan] = {}
         self.rules = {field.name: field for field in dataclasses.fields(self.advised)}
         self.hints = typing.get_type_hints(type(self.advised))
-        self.fields = {name: widget(getattr(self.plan, name), rule) for name, rule in self.rules.items()}
-        self.notes = {name: markup() for name in self.fields}
-        self.said = markup()
-        self.writing = False  # the fields are being filled: not a person's doing
-        self.view = form(self)
-        for field in self.fields.values():
-            field.observe(self.read, names="value")
-        self.tell({})
+        self.fixed: dict[str, str] = {}
+        self.check: Callable[[Plan], None] = anything
+        self.before: Before | None = None
+        self.lock = threading.RLock()  # the run and a person may both be changing it
+        self.draw(advice)
+        self.show({})
+
+    def draw(self, advice: Any) -> None:
+        """Make the widgets."""
+        Form, Buttons, button = drawing()
+        presets = {
+            "Guide's baseline": (getattr(advice, "baseline", None), "The guide's settings, the receipt's “before”"),
+            "As advised": (self.advised, "Every knob as it was advised"),
+            "Largest batch": (getattr(advice, "largest", None), getattr(advice, "largest_reason", "")),
+        }
+        made = {}
+        for label, (plan, why) in presets.items():
+            if plan is not None or (label == "Largest batch" and why):
+                made[label] = button(label, partial(self.preset, label), why)
+                made[label].disabled = plan is None
+            if plan is not None:
+                self.presets[label] = plan
+        offers = {rule: button("", partial(self.follow, rule), why) for rule, (_, why) in RULES.items()}
+        self.form = Form(self.advised.to_dict(), self.rules, made, self.read, offers)
+        self.fields, self.sliders, self.notes = self.form.fields, self.form.sliders, self.form.notes
+        self.said, self.view = self.form.said, self.form.view
+        self.buttons = Buttons()
+        self.controls = self.buttons.view
+
+    def begin(self, wishes: Wishes, fixed: Mapping[str, str], check: Callable[[Plan], None]) -> None:
+        """A run starts: changes become its wishes. fixed: knob → why it cannot change now; check: raises NbtoolsError
+        for a plan that this run cannot go on with."""
+        with self.lock:
+            self.fixed = {name: why for name, why in fixed.items() if name in self.fields}
+            self.check, self.acting = check, self.plan
+            self.buttons.wishes, self.buttons.asked = wishes, ""
+            self.show({})
+
+    def refresh(self) -> None:
+        """Show what was granted, or was wished elsewhere. Some 10 µs: nothing is sent where nothing changed."""
+        with self.lock:
+            wishes = self.buttons.wishes
+            if wishes is not None and wishes.plan is None:
+                self.acting = self.plan
+            self.buttons.asked = turned(self.acting, self.plan)
+            self.buttons.show()
+
+    def take(self, plan: Plan) -> None:
+        """The run goes on with this plan, whoever wished it: show it."""
+        with self.lock:
+            self.plan = self.acting = plan
+            self.before = None
+            _, wrong = self.changes()
+            self.show(wrong)
+
+    def end(self) -> None:
+        """The run is over: everything may be changed again, and there is nothing to pause."""
+        with self.lock:
+            self.fixed, self.check, self.acting = {}, anything, self.plan
+            self.buttons.wishes = None
+            self.show({})
 
     def reset(self) -> None:
         """Back to what was advised."""
         self.put(self.advised)
 
-    def put(self, plan: Plan) -> None:
-        """Take a plan, and show it in the fields."""
-        self.plan = plan
-        self.write({})
-        self.tell({})
+    def preset(self, label: str) -> None:
+        self.put(self.presets[label])
 
-    def read(self, _change: Any = None) -> None:
-        """Take what the fields say; what breaks a rule stays as it was, and the rule is shown beside it."""
-        if self.writing:
-            return
-        changed, wrong = self.changes()
-        while changed:
+    def put(self, plan: Plan) -> None:
+        """Take a plan, and show it in the fields; a started run keeps what is fixed in it."""
+        with self.lock:
+            kept = [name for name in self.fixed if getattr(plan, name) != getattr(self.plan, name)]
             try:
-                size = changed.get("batch_size", self.plan.batch_size)
-                self.plan = self.plan.with_batch_size(size).replace(**changed)
-                break
-            except PlanError as error:  # a rule between fields
-                name = blamed(str(error), changed)
-                wrong[name] = str(error)
-                del changed[name]
-        self.write(wrong)
-        self.tell(wrong)
+                wanted = plan.replace(**{name: getattr(self.plan, name) for name in kept})
+                self.check(wanted)
+            except NbtoolsError as error:
+                self.form.say(f"Not taken: {error}", wrong=True)
+                return
+            self.before = None
+            self.adopt(wanted)
+            self.show({}, f"kept: {', '.join(kept)}: fixed in a started run" if kept else "")
+
+    def follow(self, rule: str) -> None:
+        """Take an offered lr."""
+        with self.lock:
+            if self.before is not None:
+                wrong = self.accept({"lr": self.before.offers(self.plan.batch_size)[rule]})
+                self.show(wrong)
+
+    def read(self, name: str = "", said: Any = None) -> None:
+        """Take what the fields say; what breaks a rule stays as it was, and the rule is shown beside it.
+
+        name, said: what a person just changed, which the run may have written over since.
+        """
+        with self.lock:
+            self.form.fill({}, {name: said} if name else {})
+            changed, wrong = self.changes()
+            self.show({**wrong, **self.accept(changed)})
 
     def changes(self) -> tuple[dict[str, Any], dict[str, str]]:
         """(field → value that differs from the plan's, field → why its value is refused)."""
@@ -84,124 +170,142 @@ class Panel:
         for name in self.fields:
             try:
                 value = self.value(name)
-                if value != getattr(self.plan, name):
-                    changed[name] = value
             except PlanError as error:
                 wrong[name] = str(error)
+                continue
+            if value == getattr(self.plan, name):
+                continue
+            if name in self.fixed:
+                wrong[name] = f"{name} is fixed in a started run: {self.fixed[name]}"
+            else:
+                changed[name] = value
         return changed, wrong
 
     def value(self, name: str) -> Any:
         """What a field says, checked by the field's own rule. Raises PlanError."""
         said, current = self.fields[name].value, getattr(self.plan, name)
-        if said == written(current, said):
+        if said == self.form.holds(name, current):
             return current  # every bit of it, where the text shows six digits
         kind, label = type(self.advised), f"{type(self.advised).__qualname__}.{name}"
         value = kind.parse(name, said.strip()) if isinstance(said, str) else said
         return plans.checked(label, value, self.hints[name], self.rules[name].metadata)
 
-    def write(self, wrong: dict[str, str]) -> None:
-        """Make the fields say what the plan has, but for the wrong ones: what was typed there stays, to be mended."""
-        self.writing = True
-        try:
-            for name, field in self.fields.items():
-                if name not in wrong and not self.says(name):
-                    field.value = written(getattr(self.plan, name), field.value)
-        finally:
-            self.writing = False
+    def accept(self, changed: dict[str, Any]) -> dict[str, str]:
+        """Take the changes; those that break a rule between fields, or the run's, are returned with the rule."""
+        changed, wrong = dict(changed), {}
+        while changed:
+            try:
+                size = changed.get("batch_size", self.plan.batch_size)
+                plan = self.plan.with_batch_size(size).replace(**changed)
+                self.check(plan)
+            except NbtoolsError as error:
+                name = blamed(str(error), changed)
+                wrong[name] = str(error)
+                del changed[name]
+                continue
+            if "lr" in changed:
+                self.before = None
+            elif "batch_size" in changed:
+                self.before = self.before or Before(self.plan.batch_size, self.plan.lr)
+            self.adopt(plan)
+            break
+        return wrong
 
-    def says(self, name: str) -> bool:
-        try:
-            return self.value(name) == getattr(self.plan, name)
-        except PlanError:
-            return False
+    def adopt(self, plan: Plan) -> None:
+        """This is the plan now; a run under way shall go on with it."""
+        wishes = self.buttons.wishes
+        if plan != self.plan and wishes is not None:
+            wishes.plan = plan
+            self.buttons.asked = turned(self.acting, plan)
+        self.plan = plan
 
-    def tell(self, wrong: dict[str, str]) -> None:
-        """The reasons, or what is wrong, beside the fields; above them, how the plan differs from the advice."""
-        for name, note in self.notes.items():
-            note.value = f'<span style="{WRONG}">{escape(wrong[name])}</span>' if name in wrong else self.help(name)
+    def show(self, wrong: Mapping[str, str], said: str = "") -> None:
+        """Make everything say what the plan has, but for wrong fields: what was typed there stays, to be mended."""
+        self.form.fill({name: value for name, value in self.plan.to_dict().items() if name not in wrong})
+        self.form.fix(self.fixed)
+        for name in self.fields:
+            self.form.note(name, *self.help(name), wrong.get(name, ""))
+        changed = list(self.plan.changes_from(self.advised))
+        summary = f"Changed: {', '.join(changed)}" if changed else "As advised"
         if wrong:
-            said = escape(f"Not taken: {', '.join(wrong)}; the plan keeps its last valid value.")
-            self.said.value = f'<span style="{WRONG}">{said}</span>'
-        else:
-            changed = [n for n, v in self.plan.to_dict().items() if v != getattr(self.advised, n)]
-            said = f"Changed: {', '.join(changed)}" if changed else "As advised"
-            self.said.value = f'<span style="{MUTED}">{said}</span>'
+            summary = f"Not taken: {', '.join(wrong)}; the plan keeps its last valid value."
+        self.form.say(f"{summary} · {said}" if said else summary, bool(wrong))
+        self.form.offer(*self.offer())
+        self.buttons.show()
 
-    def help(self, name: str) -> str:
-        """What a knob does; and why it was advised so, once it is not the task's own."""
-        rule = self.rules[name].metadata
-        text = f'<span style="{HELP}">{escape(rule.get("help", ""))}</span>'
+    def help(self, name: str) -> tuple[str, str]:
+        """What a knob does; and why it is as it is, where there is something to say."""
+        value, advised = getattr(self.plan, name), getattr(self.advised, name)
         reason = self.reasons.get(name, "")
-        if getattr(self.plan, name) != getattr(self.advised, name):
-            reason = f"advised {table.shown(getattr(self.advised, name))}" + (f": {reason}" if reason else "")
-        return f'{text}<br><span style="{MUTED}">{escape(reason)}</span>' if reason else text
+        if value != advised:
+            reason = f"advised {table.shown(advised)}" + (f": {reason}" if reason else "")
+        if name == "micro_batch_size":
+            reason = passes(self.plan)
+        if name in self.fixed:
+            reason = f"fixed in a started run: {self.fixed[name]}"
+        return self.rules[name].metadata.get("help", ""), reason
 
-    def _ipython_display_(self) -> None:
-        from IPython.display import display
+    def offer(self) -> tuple[str, dict[str, str]]:
+        """(what the change of batch size did to lr, lr_rule → what its button says)."""
+        before, plan = self.before, self.plan
+        if before is None or before.batch_size == plan.batch_size:
+            return "", {}
+        did = f"lr stays {table.shown(plan.lr)}"
+        if plan.lr != before.lr:
+            did = f"lr {table.shown(before.lr)} → {table.shown(plan.lr)} by its rule ({plan.lr_rule})"
+        offers = before.offers(plan.batch_size)
+        others = {rule: lr for rule, lr in offers.items() if not math.isclose(lr, plan.lr, rel_tol=5e-3)}
+        labels = {rule: f"{RULES[rule][0]}: {table.shown(lr)}" for rule, lr in others.items()}
+        return f"batch {before.batch_size} → {plan.batch_size}: {did}", labels
 
-        display(self.view)
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        """The form where there is a kernel; the table of the plan in a page that has none."""
+        bundle: dict[str, Any] = {"text/plain": repr(self), "text/html": self._repr_html_()}
+        if (model := self.view.model_id) is not None:
+            bundle[VIEW] = {"version_major": 2, "version_minor": 0, "model_id": model}
+        return bundle
+
+    def rows(self) -> list[tuple[str, Any, str]]:
+        return [(name, value, self.reasons.get(name, "")) for name, value in self.plan.to_dict().items()]
+
+    def _repr_html_(self) -> str:
+        return table.html(("knob", "value", "reason"), self.rows())
 
     def __repr__(self) -> str:
-        values = self.plan.to_dict()
-        return table.text(("knob", "value", "reason"), [(n, v, self.reasons.get(n, "")) for n, v in values.items()])
+        return table.text(("knob", "value", "reason"), self.rows())
 
 
-def widget(value: Any, rule: dataclasses.Field[Any]) -> Any:
-    """The input for one field: a box to tick, a list to choose from, or text that is read when it is complete."""
-    from ipywidgets import Checkbox, Dropdown, Layout, Text
+def drawing() -> tuple[Any, Any, Any]:
+    """Form, Buttons and button: what needs ipywidgets, imported when a panel is made."""
+    try:
+        from nbtools.buttons import Buttons
+        from nbtools.form import Form, button
+    except ImportError as error:
+        raise MissingExtra(
+            f"Panel is drawn with ipywidgets, which does not import here ({error}); %pip install ipywidgets, or change "
+            "the plan in code: advice.plan.replace(lr=3e-4)"
+        ) from error
+    return Form, Buttons, button
 
-    layout = Layout(width="170px", min_width="170px", margin="2px 0")
-    if isinstance(rule.default, bool):
-        return Checkbox(value=value, indent=False, layout=layout)
-    if rule.metadata.get("choices"):
-        return Dropdown(options=list(rule.metadata["choices"]), value=value, layout=layout)
-    return Text(value=written(value, ""), continuous_update=False, layout=layout)
+
+def anything(plan: Plan) -> None:
+    """What a panel checks beyond the plan's own rules while there is no run: nothing."""
 
 
-def written(value: Any, like: Any) -> Any:
-    """A value as its input holds it: text for text fields, in a form that Plan.parse reads."""
-    if not isinstance(like, str) or isinstance(value, str):
-        return value
-    if isinstance(value, tuple):
-        return ", ".join(written(part, "") for part in value)
-    return "none" if value is None else table.shown(value)
+def turned(old: Plan, new: Plan) -> str:
+    """What differs between two plans, in a line."""
+    names = new.changes_from(old) if new is not old else {}
+    return ", ".join(f"{n} {table.shown(getattr(old, n))} → {table.shown(getattr(new, n))}" for n in names)
+
+
+def passes(plan: Plan) -> str:
+    """How a batch goes through the model."""
+    if plan.micro_batch_size is None:
+        return f"batch {plan.batch_size} in one forward pass; in halves where memory ends"
+    count = math.ceil(plan.batch_size / plan.micro_batch_size)
+    return f"batch {plan.batch_size} in {count} forward passes of {plan.micro_batch_size}: less memory, the same step"
 
 
 def blamed(message: str, changed: dict[str, Any]) -> str:
     """The changed field that an error speaks of (`Plan.warmup_epochs must be ≤ epochs (3)`), else the last changed."""
     return next((word for word in re.findall(r"\w+", message) if word in changed), list(changed)[-1])
-
-
-def markup() -> Any:
-    from ipywidgets import HTML, Layout
-
-    return HTML(layout=Layout(flex="1 1 auto", width="auto", min_width="0"))
-
-
-def form(panel: Panel) -> Any:
-    """The widgets in their places."""
-    from ipywidgets import Accordion, Button, HBox, Layout, VBox
-
-    def button(label: str, plan: Plan) -> Any:
-        made = Button(description=label, layout=Layout(width="auto"))
-        made.on_click(lambda _: panel.put(plan))
-        return made
-
-    presets = [button("As advised", panel.advised)]
-    if panel.baseline is not None:
-        presets.append(button("The guide's baseline", panel.baseline))
-    shown = [name for name in SHOWN if name in panel.fields][:8]
-    more = Accordion(children=[VBox([row(panel, n) for n in panel.fields if n not in shown])], selected_index=None)
-    more.set_title(0, "More")
-    top = HBox([*presets, panel.said], layout=Layout(align_items="center", grid_gap="10px", margin="0 0 6px"))
-    return VBox([top, *[row(panel, name) for name in shown], more], layout=Layout(max_width="1040px"))
-
-
-def row(panel: Panel, name: str) -> Any:
-    from ipywidgets import HBox, Label, Layout
-
-    unit = panel.rules[name].metadata.get("unit", "")
-    help = panel.rules[name].metadata.get("help", "")
-    title = f"{name} ({unit})" if unit and unit not in f"{name} {help}" else name
-    label = Label(title, layout=Layout(width="170px", min_width="170px"))
-    return HBox([label, panel.fields[name], panel.notes[name]], layout=Layout(align_items="center", grid_gap="12px"))

@@ -9,7 +9,7 @@ import torch
 import toy
 
 from nbtools import device
-from nbtools.advise import Machine, advise, batch_size, decide, inspect, learning_rate, warmup
+from nbtools.advise import LEAST_STEPS, MOST_K, Machine, advise, batch_size, decide, inspect, learning_rate, warmup
 from nbtools.pack import Card, Column
 from nbtools.plan import Plan
 
@@ -164,3 +164,51 @@ def test_a_plan_for_cuda_graphs_is_one_that_can_run_elsewhere(machine):
     advice = decide(task, card(1000), machine)
     assert advice.plan.graph is False
     assert "need CUDA" in advice.reasons["graph"]
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "batch", "micro", "lr", "warmup"),
+    [
+        ("T4", 50_030, 1024, 128, 8e-4, 20),
+        ("A100-80", 50_030, 1024, 512, 8e-4, 20),
+        ("A100-80", 12_000, None, None, None, None),  # 600 is below 1024, and 512 is advised already
+        ("RTX 4060", 4803, 128, 64, 2.83e-4, 3),
+        ("CPU", 50_030, 1024, None, 8e-4, 20),
+        ("CPU", 4803, 128, None, 2.83e-4, 3),
+        ("CPU", 5, None, None, None, None),
+    ],
+)
+def test_the_largest_batch_is_what_data_and_lr_rules_allow_in_passes_of_the_memory_tier(
+    name, train, batch, micro, lr, warmup
+):
+    largest = decide(CAPTCHA, card(train), MACHINES[name]).largest
+    if batch is None:
+        assert largest is None
+    else:
+        assert largest is not None
+        found = (largest.batch_size, largest.micro_batch_size, largest.warmup_epochs)
+        assert found == (batch, micro, warmup)
+        assert largest.lr == pytest.approx(lr, rel=2e-3)
+
+
+@pytest.mark.parametrize("train", [50_030, 4803, 1000, 100, 9, 2, 1])
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_largest_batch_starves_no_data_set_and_says_whose_rule_it_is(name, train):
+    advice = decide(CAPTCHA, card(train), MACHINES[name])
+    assert "rule of thumb" in advice.largest_reason
+    if advice.largest is None:
+        assert f"the advised {advice.plan.batch_size} is as large as it goes" in advice.largest_reason
+    else:
+        batch = advice.largest.batch_size
+        assert advice.plan.batch_size < batch <= min(MOST_K * CAPTCHA.BASELINE.batch_size, train // LEAST_STEPS)
+        assert batch.bit_count() == 1
+        assert "nobody has measured" in advice.largest_reason
+        assert re.search(r"\((guide \d|ours)", advice.largest_reason)
+
+
+def test_the_largest_batch_goes_on_from_the_lr_that_the_task_measured():
+    advice = decide(suggesting(batch_size=32, lr=2e-3, warmup_epochs=1.0, epochs=25), card(4803), MACHINES["CPU"])
+    assert advice.largest is not None
+    assert (advice.largest.batch_size, advice.largest.lr) == (128, 4e-3)
+    assert advice.largest.warmup_epochs == 3
+    assert "0.002 at batch 32, times 2 by the sqrt rule" in advice.largest_reason

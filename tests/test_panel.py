@@ -2,13 +2,17 @@
 
 import dataclasses
 import math
+import sys
+import threading
 from dataclasses import dataclass
 
 import pytest
 
 from nbtools import plan as plans
-from nbtools.errors import PlanError
-from nbtools.panel import SHOWN, Panel, written
+from nbtools.control import Wishes
+from nbtools.errors import MissingExtra, PlanError, TrainError
+from nbtools.form import IN_VIEW, ORDER, written
+from nbtools.panel import VIEW, Before, Panel
 
 EVIL = "<img src=x onerror=alert(1)>"
 
@@ -27,10 +31,29 @@ class Advice:
     plan: Plan
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)
     baseline: Plan | None = None
+    largest: Plan | None = None
+    largest_reason: str = ""
 
 
-def panel(reasons=None, baseline=None, **knobs):
-    return Panel(Advice(Plan(**knobs), reasons or {}, baseline))
+def panel(reasons=None, baseline=None, largest=None, largest_reason="", **knobs):
+    return Panel(Advice(Plan(**knobs), reasons or {}, baseline, largest, largest_reason))
+
+
+def refuse_above(samples):
+    """The check of a run that has so many training samples."""
+
+    def check(plan):
+        if plan.batch_size > samples:
+            raise TrainError(f"Plan.batch_size {plan.batch_size} is larger than the train split ({samples} samples)")
+
+    return check
+
+
+def running(made, fixed=None, samples=10_000):
+    """The wishes of a run that this panel belongs to."""
+    wishes = Wishes()
+    made.begin(wishes, fixed or {"optimizer": f"its state is of one kind {EVIL}"}, refuse_above(samples))
+    return wishes
 
 
 def buttons(widget):
@@ -127,7 +150,7 @@ def test_presets_and_reset_bring_whole_plans_back_even_over_a_wrong_value():
     baseline = Plan(epochs=150, feed="workers", optimizer="adam")
     made = panel(baseline=baseline, epochs=5)
     made.fields["lr"].value = "no"
-    buttons(made.view)["The guide's baseline"].click()
+    buttons(made.view)["Guide's baseline"].click()
     assert made.plan == baseline
     assert made.fields["epochs"].value == "150"
     assert made.fields["lr"].value == "0.001"
@@ -136,17 +159,31 @@ def test_presets_and_reset_bring_whole_plans_back_even_over_a_wrong_value():
     assert "As advised" in made.said.value
 
 
-def test_without_a_baseline_there_is_no_button_for_it():
-    assert list(buttons(panel().view)) == ["As advised"]
+def test_without_a_baseline_or_a_largest_batch_there_are_no_buttons_for_them():
+    assert list(buttons(panel().view.children[1])) == ["As advised"]
+
+
+def test_the_largest_batch_is_one_click_and_says_what_it_rests_on():
+    made = panel(largest=Plan(batch_size=1024, lr=4e-3), largest_reason="rule of thumb: batch 1024 (guide 2)")
+    button = buttons(made.view)["Largest batch"]
+    assert button.tooltip == "rule of thumb: batch 1024 (guide 2)"
+    button.click()
+    assert (made.plan.batch_size, made.plan.lr) == (1024, 4e-3)
+    assert made.fields["batch_size"].value == "1024"
+
+
+def test_where_no_batch_is_larger_its_button_is_disabled_and_says_why():
+    button = buttons(panel(largest_reason="64 is as large as it goes").view)["Largest batch"]
+    assert (button.disabled, button.tooltip) == (True, "64 is as large as it goes")
 
 
 def test_eight_fields_stand_in_view_and_all_others_under_more():
     made = panel()
-    _, *rows, more = made.view.children
-    assert len(rows) == 8
+    _, _, *rows, more = made.view.children
+    shown = [row.children[0].value.split()[0] for row in rows if row is not made.form.offer_row]
     inside = [row.children[0].value.split()[0] for row in more.children[0].children]
-    shown = [row.children[0].value.split()[0] for row in rows]
-    assert shown == [name for name in SHOWN if name in made.fields][:8]
+    assert shown == list(ORDER[:IN_VIEW])
+    assert inside[:2] == ["weight_decay", "micro_batch_size"]
     assert sorted(shown + inside) == sorted(made.fields)
 
 
@@ -161,13 +198,262 @@ def test_reasons_and_help_stand_beside_the_fields_and_are_escaped():
 
 def test_text_of_every_value_is_read_back_as_the_same_value():
     for name, value in (("clip_norm", None), ("betas", (0.9, 0.999)), ("lr", 2e-4), ("seed", 2**31 - 1)):
-        assert Plan.parse(name, written(value, "")) == value
+        assert Plan.parse(name, written(value)) == value
 
 
 def test_a_plain_plan_makes_a_panel_and_something_else_does_not():
     assert Panel(Plan(epochs=2)).plan == Plan(epochs=2)
     with pytest.raises(PlanError, match="takes an Advice or a Plan, got dict"):
         Panel({"lr": 1})
+
+
+def test_a_slider_moves_its_field_to_two_digits_or_a_power_of_two():
+    made = panel(lr=1e-3, batch_size=48)
+    made.sliders["lr"].value = 10**-3.45
+    assert (made.fields["lr"].value, made.plan.lr) == ("0.00035", 0.00035)
+    made.sliders["batch_size"].value = 256.0
+    assert (made.fields["batch_size"].value, made.plan.batch_size) == ("256", 256)
+    assert not any(slider.continuous_update for slider in made.sliders.values())
+
+
+def test_a_slider_follows_its_field_beyond_its_ends_and_the_text_keeps_every_digit():
+    made = panel(lr=1e-3, batch_size=64)
+    made.fields["lr"].value = "1.2345e-7"
+    assert made.plan.lr == 1.2345e-7
+    assert made.sliders["lr"].value == pytest.approx(1.2345e-7)
+    made.fields["batch_size"].value = "5000"
+    assert (made.plan.batch_size, made.sliders["batch_size"].value) == (5000, 5000)
+    made.fields["batch_size"].value = "1"
+    assert (made.plan.batch_size, made.sliders["batch_size"].value) == (1, 1)
+
+
+def test_a_refused_text_leaves_the_slider_where_the_plan_is():
+    made = panel(lr=1e-3)
+    made.fields["lr"].value = "-3"
+    assert made.sliders["lr"].value == pytest.approx(1e-3)
+    made.sliders["lr"].value = 2e-3
+    assert (made.plan.lr, made.fields["lr"].value) == (2e-3, "0.002")
+    assert "must be" not in made.notes["lr"].value
+
+
+def offered(made):
+    """The visible offers under the batch size, in order."""
+    row = made.form.offer_row
+    shown = [button.description for button in row.children[1:] if button.layout.display != "none"]
+    return shown if row.layout.display != "none" else []
+
+
+def test_another_batch_size_offers_lr_by_rule_with_its_number_before_it_is_taken():
+    made = panel(lr=1e-3, batch_size=64)
+    assert offered(made) == []
+    made.fields["batch_size"].value = "256"
+    assert "batch 64 → 256: lr stays 0.001" in made.form.offered.value
+    assert offered(made) == ["√ rule: 0.002", "linear: 0.004"]
+    assert made.plan.lr == 1e-3
+    buttons(made.form.offer_row)["√ rule: 0.002"].click()
+    assert (made.plan.lr, made.fields["lr"].value, offered(made)) == (0.002, "0.002", [])
+
+
+def test_offers_count_from_the_last_lr_that_was_chosen_not_from_the_last_batch():
+    made = panel(lr=1e-3, batch_size=64)
+    made.fields["batch_size"].value = "128"
+    made.fields["batch_size"].value = "256"
+    assert offered(made) == ["√ rule: 0.002", "linear: 0.004"]
+    made.fields["batch_size"].value = "64"
+    assert offered(made) == []
+    made.fields["batch_size"].value = "256"
+    made.fields["lr"].value = "0.003"
+    assert offered(made) == []
+    made.fields["batch_size"].value = "1024"
+    assert "batch 256 → 1024" in made.form.offered.value
+    assert offered(made) == ["√ rule: 0.006", "linear: 0.012"]
+
+
+def test_a_plan_with_a_rule_follows_it_at_once_and_offers_the_others():
+    made = panel(lr=1e-3, batch_size=64, lr_rule="sqrt")
+    made.fields["batch_size"].value = "256"
+    assert made.plan.lr == pytest.approx(2e-3)
+    assert "lr 0.001 → 0.002 by its rule (sqrt)" in made.form.offered.value
+    assert offered(made) == ["keep: 0.001", "linear: 0.004"]
+    buttons(made.form.offer_row)["keep: 0.001"].click()
+    assert made.plan.lr == 1e-3
+
+
+def test_offers_are_the_rules_of_the_plan():
+    for rule, lr in Before(64, 1e-3).offers(96).items():
+        assert lr == pytest.approx(Plan(batch_size=64, lr=1e-3, lr_rule=rule).with_batch_size(96).lr, rel=5e-3)
+
+
+def test_a_micro_batch_says_what_it_does_to_the_step():
+    made = panel(batch_size=256)
+    assert "batch 256 in one forward pass" in made.notes["micro_batch_size"].value
+    made.fields["micro_batch_size"].value = "100"
+    assert "batch 256 in 3 forward passes of 100" in made.notes["micro_batch_size"].value
+
+
+def test_without_a_run_every_button_is_disabled_and_says_what_it_would_do():
+    made = panel()
+    found = buttons(made.controls)
+    assert list(found) == ["Pause", "Stop", "Evaluate now", "Save now"]
+    for button in found.values():
+        assert button.disabled
+        assert button.icon
+        assert "no run is under way" in button.tooltip
+    found["Stop"].click()
+    assert made.controls.children[-1].value == ""
+
+
+def test_buttons_wish_and_say_that_they_were_heard_until_it_is_granted():
+    made = panel()
+    wishes = running(made)
+    for label, name, heard in (
+        ("Evaluate now", "evaluate", "evaluating after this step"),
+        ("Save now", "save", "saving after this step"),
+        ("Stop", "stop", "stopping after this step"),
+    ):
+        button = buttons(made.controls)[label]
+        assert not button.disabled
+        button.click()
+        assert getattr(wishes, name)
+        assert button.disabled
+        assert heard in made.controls.children[-1].value
+        setattr(wishes, name, False)
+        made.refresh()
+        assert not button.disabled
+        assert made.controls.children[-1].value == ""
+
+
+def test_pause_becomes_resume_whoever_paused():
+    made = panel()
+    wishes = running(made)
+    buttons(made.controls)["Pause"].click()
+    assert wishes.paused
+    assert "paused" in made.controls.children[-1].value
+    buttons(made.controls)["Resume"].click()
+    assert not wishes.paused
+    wishes.do("pause")
+    made.refresh()
+    assert "Resume" in buttons(made.controls)
+    wishes.do("resume")
+    made.refresh()
+    assert "Pause" in buttons(made.controls)
+
+
+def test_a_change_during_a_run_is_a_wish_and_shown_as_one_until_it_is_granted():
+    made = panel(lr=1e-3)
+    wishes = running(made)
+    made.fields["lr"].value = "5e-4"
+    assert wishes.plan is made.plan
+    assert "from the next step: lr 0.001 → 0.0005" in made.controls.children[-1].value
+    made.refresh()
+    assert "from the next step" in made.controls.children[-1].value
+    wishes.plan = None
+    made.refresh()
+    assert made.controls.children[-1].value == ""
+
+
+def test_a_value_that_a_run_refuses_is_no_wish_and_its_reason_stands_beside_the_field():
+    made = panel()
+    wishes = running(made, samples=300)
+    made.fields["batch_size"].value = "512"
+    assert (wishes.plan, made.plan.batch_size, made.sliders["batch_size"].value) == (None, 64, 64)
+    assert "larger than the train split (300 samples)" in made.notes["batch_size"].value
+    made.fields["lr"].value = "fast"
+    assert wishes.plan is None
+    made.end()
+    made.fields["batch_size"].value = "512"
+    assert made.plan.batch_size == 512
+
+
+def test_what_a_started_run_keeps_is_disabled_with_the_reason_until_it_ends():
+    made = panel()
+    wishes = running(made, {"optimizer": f"its state is of one kind {EVIL}", "lr": "planted", "unknown": "ignored"})
+    assert [name for name, field in made.fields.items() if field.disabled] == ["lr", "optimizer"]
+    assert made.sliders["lr"].disabled
+    assert "fixed in a started run: its state is of one kind &lt;img" in made.notes["optimizer"].value
+    made.fields["optimizer"].value = "sgd"  # as a front end that lags behind might
+    assert (made.plan.optimizer, wishes.plan) == ("adamw", None)
+    assert "fixed in a started run" in made.notes["optimizer"].value
+    made.end()
+    assert not any(field.disabled for field in (*made.fields.values(), *made.sliders.values()))
+    assert "fixed" not in made.notes["optimizer"].value
+
+
+def test_a_preset_during_a_run_changes_what_may_change_and_says_what_it_kept():
+    made = panel(baseline=Plan(optimizer="adam", feed="workers", lr=2e-4))
+    wishes = running(made, {"optimizer": "its state", "feed": "opened at the start"})
+    buttons(made.view)["Guide's baseline"].click()
+    assert made.plan == Plan(lr=2e-4)
+    assert wishes.plan == made.plan
+    assert "kept: optimizer, feed: fixed in a started run" in made.said.value
+
+
+def test_a_preset_that_the_run_refuses_changes_nothing():
+    made = panel(largest=Plan(batch_size=1024))
+    wishes = running(made, samples=300)
+    buttons(made.view)["Largest batch"].click()
+    assert (made.plan, wishes.plan) == (made.advised, None)
+    assert "Not taken" in made.said.value
+    assert "1024 is larger than the train split" in made.said.value
+
+
+def test_a_plan_that_came_from_elsewhere_is_shown_and_not_wished():
+    made = panel(lr=1e-3)
+    wishes = running(made)
+    made.fields["epochs"].value = "no"
+    made.take(made.plan.replace(lr=7e-4, batch_size=128))
+    assert (made.plan.lr, made.fields["lr"].value, wishes.plan) == (7e-4, "0.0007", None)
+    assert made.sliders["lr"].value == pytest.approx(7e-4)
+    assert made.controls.children[-1].value == ""
+    assert offered(made) == []
+    assert made.fields["epochs"].value == "no"
+    assert "must be a whole number" in made.notes["epochs"].value
+
+
+def test_after_a_run_the_buttons_wish_nothing():
+    made = panel()
+    wishes = running(made)
+    made.end()
+    assert all(button.disabled for button in buttons(made.controls).values())
+    buttons(made.controls)["Stop"].click()
+    made.fields["lr"].value = "0.1"
+    made.refresh()
+    assert wishes == Wishes()
+    assert made.plan.lr == 0.1
+
+
+def test_a_person_on_another_thread_is_not_lost_while_the_run_fills_the_fields():
+    made = panel(epochs=100)
+    wishes = running(made)
+
+    def type_epochs():
+        for epochs in range(1, 31):
+            made.fields["epochs"].value = str(epochs)
+
+    person = threading.Thread(target=type_epochs)
+    person.start()
+    while person.is_alive():
+        made.take(wishes.plan or made.plan)
+        made.refresh()
+    assert (made.plan.epochs, made.fields["epochs"].value) == (30, "30")
+
+
+def test_a_page_without_a_kernel_shows_the_plan_as_a_table():
+    made = panel(reasons={"lr": f"because {EVIL}"})
+    bundle = made._repr_mimebundle_()
+    assert bundle[VIEW]["model_id"] == made.view.model_id
+    assert "because &lt;img" in bundle["text/html"]
+    assert "<img" not in bundle["text/html"]
+    for shown in (bundle["text/html"], bundle["text/plain"]):
+        assert all(name in shown for name in made.fields)
+
+
+def test_without_ipywidgets_it_says_so(monkeypatch):
+    for module in ("nbtools.form", "nbtools.buttons"):
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    with pytest.raises(MissingExtra, match="Panel is drawn with ipywidgets"):
+        Panel(Plan())
 
 
 def test_in_a_terminal_it_is_a_table_of_knobs_and_reasons():

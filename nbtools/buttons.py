@@ -1,0 +1,60 @@
+"""Pause, Stop, Evaluate now, Save now: buttons that wish, and say that they were heard until the run grants it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from nbtools import form
+from nbtools.control import Wishes
+
+WORDS = {
+    "pause": ("Pause", "pause", "Stop stepping after this step; the run stays in memory until Resume"),
+    "stop": ("Stop", "stop", "Finish the step, save a checkpoint and return the run; running the cell again goes on"),
+    "evaluate": ("Evaluate now", "check", "Evaluate the validation split after this step, then train on"),
+    "save": ("Save now", "save", "Write a checkpoint after this step, then train on"),
+}
+"""action → label, icon (a name that Font Awesome 4 to 6 know), what it does."""
+RESUME = ("Resume", "play", "Go on with the very next step")
+NO_RUN = "no run is under way: nb.fit starts one"
+
+HEARD = {
+    "stop": "stopping after this step: saving, then the run is returned …",
+    "evaluate": "evaluating after this step …",
+    "save": "saving after this step …",
+}
+PAUSED = "paused between two steps: change what you like, then Resume"
+
+
+class Buttons:
+    """The buttons of one panel. wishes: those of the run under way, None where there is none. asked: a change of the
+    plan that waits for the next step."""
+
+    def __init__(self) -> None:
+        self.wishes: Wishes | None = None
+        self.asked = ""
+        self.made = {action: form.button("", partial(self.click, action)) for action in WORDS}
+        self.heard = form.markup()
+        self.view = form.bar([*self.made.values(), self.heard])
+        self.show()
+
+    def click(self, action: str) -> None:
+        if self.wishes is None:
+            return
+        self.wishes.do("resume" if action == "pause" and self.wishes.paused else action)
+        self.show()
+
+    def show(self) -> None:
+        """What the wishes say; setting what is set already sends nothing."""
+        wishes = self.wishes or Wishes()
+        said = [sentence for action, sentence in HEARD.items() if getattr(wishes, action)]
+        if wishes.paused and not wishes.stop:
+            said.insert(0, PAUSED)
+        if self.asked:
+            said.append(f"from the next step: {self.asked}")
+        self.heard.value = form.styled(form.HELP, " · ".join(said))
+        for action, made in self.made.items():
+            resume = action == "pause" and wishes.paused
+            made.description, made.icon, what = RESUME if resume else WORDS[action]
+            made.button_style = "primary" if resume else ""
+            made.tooltip = what if self.wishes else f"{what} ({NO_RUN})"
+            made.disabled = self.wishes is None or wishes.stop or (action in HEARD and getattr(wishes, action))

@@ -1,0 +1,193 @@
+"""How a Panel looks: name, input, slider and note of each knob in columns; the notes go below where it is narrow.
+
+Core ipywidgets that 7.7.1 and 8 both have. A number's text is the truth; its slider is one way to reach it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field
+from html import escape
+from types import MappingProxyType
+from typing import Any
+
+from ipywidgets import HTML, Accordion, Button, Checkbox, Dropdown, FloatLogSlider, HBox, Label, Layout, Text, VBox
+
+from nbtools import table
+
+ORDER = (
+    *("network", "epochs", "batch_size", "lr", "amp", "clip_norm", "eval_every", "early_stop"),
+    *("weight_decay", "micro_batch_size"),
+)
+"""What people touch, in this order: the first IN_VIEW that a plan has, the rest stands under More."""
+IN_VIEW = 8
+
+SPANS = {"lr": (10.0, 2, 0.05, ".1e"), "batch_size": (2.0, 4, 1.0, "d")}
+"""knob → base of its logarithmic slider, reach to either side and step (exponents), how a value is written (d3)."""
+
+HELP = "font-size:12px;line-height:1.35"
+MUTED = f"{HELP};opacity:.7"
+WRONG = f"{HELP};color:#D55E00;font-weight:600"  # Okabe & Ito's vermillion: contrast above 3.8 on white and on black
+
+NAME, INPUT, NUMBER, NOTE = "140px", "290px", "96px", "260px"  # NUMBER: an input that shares INPUT with a slider
+STYLE = """<style>
+.nbtools-row + .nbtools-row { border-top: 1px solid rgba(128, 128, 128, .18) }
+.nbtools-row .widget-readout { font-size: 12px; opacity: .7 }
+</style>"""
+
+
+class Form:
+    """The widgets of one panel: fields and sliders to change, notes to read.
+
+    read: called with knob and value when a person changed a field. presets: label → button. offers: lr_rule → button.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        rules: Mapping[str, Field[Any]],
+        presets: Mapping[str, Button],
+        read: Callable[..., None],
+        offers: Mapping[str, Button],
+    ):
+        self.presets, self.offers = presets, offers
+        self.fields = {name: field(values[name], rule, name in SPANS) for name, rule in rules.items()}
+        self.sliders = {name: slider(values[name], *SPANS[name]) for name in SPANS}
+        self.notes = {name: markup() for name in rules}
+        self.said, self.offered = markup(), markup()
+        self.offer_row = bar([self.offered, *offers.values()], margin=f"0 0 6px {NAME}", padding="0 0 0 14px")
+        self.filling: int | None = None  # the thread that fills the fields: what it sets is not a person's doing
+        for name, made in self.fields.items():
+            made.observe(lambda change, n=name: read(n, change.new) if self.by_person() else None, names="value")
+        for name, made in self.sliders.items():
+            made.observe(lambda change, n=name: self.slid(n, change.new) if self.by_person() else None, names="value")
+        rows = {name: self.row(name, rule) for name, rule in rules.items()}
+        self.view = self.arrange(rows)
+
+    def slid(self, name: str, value: float) -> None:
+        """A person let a slider go: its field says where, a power of two or two digits."""
+        self.fields[name].value = str(round(value)) if SPANS[name][0] == 2 else f"{value:.2g}"
+
+    def fill(self, values: Mapping[str, Any], said: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Make fields and sliders show these values; said: fields to hold what was put into them, word for word."""
+        self.filling = threading.get_ident()
+        try:
+            for name, value in values.items():
+                self.fields[name].value = self.holds(name, value)
+                if name in self.sliders:
+                    move(self.sliders[name], value)
+            for name, words in said.items():
+                self.fields[name].value = words
+        finally:
+            self.filling = None
+
+    def by_person(self) -> bool:
+        return self.filling != threading.get_ident()
+
+    def holds(self, name: str, value: Any) -> Any:
+        """A value as the input of a knob holds it."""
+        return written(value) if isinstance(self.fields[name], Text) else value
+
+    def fix(self, names: Mapping[str, str]) -> None:
+        """Disable these, enable all others."""
+        for name, made in (*self.fields.items(), *self.sliders.items()):
+            made.disabled = name in names
+
+    def note(self, name: str, help: str, reason: str = "", wrong: str = "") -> None:
+        """What stands beside a field: what it does and why it is so, or what is wrong with it."""
+        parts = [styled(WRONG, wrong)] if wrong else [styled(HELP, help), styled(MUTED, reason)]
+        self.notes[name].value = "<br>".join(filter(None, parts))
+
+    def say(self, sentence: str, wrong: bool = False) -> None:
+        """What stands above the fields."""
+        self.said.value = styled(WRONG if wrong else MUTED, sentence)
+
+    def offer(self, sentence: str, offers: Mapping[str, str]) -> None:
+        """Under the batch size: what happened to lr, and a button for each rule that would do otherwise."""
+        self.offered.value = styled(HELP, sentence)
+        self.offer_row.layout.display = "flex" if sentence else "none"
+        for rule, made in self.offers.items():
+            made.description = offers.get(rule, "")
+            made.layout.display = "inline-block" if rule in offers else "none"
+
+    def row(self, name: str, rule: Field[Any]) -> HBox:
+        unit, help = rule.metadata.get("unit", ""), rule.metadata.get("help", "")
+        title = f"{name} ({unit})" if unit and unit not in f"{name} {help}" else name
+        label = Label(title, layout=Layout(width=NAME, flex="0 0 auto"))
+        inputs = [made[name] for made in (self.fields, self.sliders) if name in made]
+        middle = HBox(inputs, layout=Layout(width=INPUT, flex="0 0 auto", align_items="center"))
+        made = bar([label, middle, self.notes[name]], grid_gap="0 14px", padding="3px 0")
+        made.add_class("nbtools-row")
+        return made
+
+    def arrange(self, rows: Mapping[str, HBox]) -> VBox:
+        names = sorted(rows, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+        in_view = [rows[name] for name in names[:IN_VIEW]]
+        in_view.insert(names.index("batch_size") + 1, self.offer_row)
+        hidden = VBox([rows[name] for name in names[IN_VIEW:]])
+        more = Accordion(children=[hidden], selected_index=None, layout=Layout(margin="8px 0 0"))
+        more.set_title(0, f"More: {len(hidden.children)} knobs")
+        style = HTML(STYLE, layout=Layout(display="none"))
+        top = bar([*self.presets.values(), self.said], margin="0 0 6px")
+        return VBox([style, top, *in_view, more], layout=Layout(max_width="1100px"))
+
+
+def field(value: Any, rule: Field[Any], narrow: bool) -> Any:
+    """The input for one knob: a box to tick, a list to choose from, or text that is read when it is complete."""
+    layout = Layout(width=NUMBER if narrow else INPUT, flex="0 0 auto", margin="2px 0")
+    if isinstance(rule.default, bool):
+        return Checkbox(value=value, indent=False, layout=layout)
+    if rule.metadata.get("choices"):
+        return Dropdown(options=list(rule.metadata["choices"]), value=value, layout=layout)
+    return Text(value=written(value), continuous_update=False, layout=layout)
+
+
+def written(value: Any) -> str:
+    """A value as text that Plan.parse reads."""
+    if isinstance(value, tuple):
+        return ", ".join(map(written, value))
+    return "none" if value is None else table.shown(value)
+
+
+def slider(value: float, base: float, reach: int, step: float, format: str) -> FloatLogSlider:
+    """A logarithmic slider around a value; it says where it was let go, not where it passes."""
+    middle = round(math.log(value, base))
+    return FloatLogSlider(
+        value=value,
+        base=base,
+        min=middle - reach,
+        max=middle + reach,
+        step=step,
+        readout_format=format,
+        continuous_update=False,
+        layout=Layout(width="186px", flex="0 0 auto", margin="0 0 0 8px"),
+    )
+
+
+def move(slider: FloatLogSlider, value: float) -> None:
+    """To a value; the slider's ends give way."""
+    exponent = math.log(value, slider.base)
+    slider.min, slider.max = min(slider.min, math.floor(exponent)), max(slider.max, math.ceil(exponent))
+    slider.value = value
+
+
+def markup() -> HTML:
+    return HTML(layout=Layout(flex=f"1 1 {NOTE}", width="auto", min_width="0", margin="2px 0"))
+
+
+def styled(style: str, text: str) -> str:
+    """Escaped text in a style."""
+    return f'<span style="{style}">{escape(text)}</span>' if text else ""
+
+
+def button(label: str, action: Callable[[], None], tooltip: str = "", icon: str = "") -> Button:
+    made = Button(description=label, tooltip=tooltip, icon=icon, layout=Layout(width="auto", margin="2px 0"))
+    made.on_click(lambda _: action())
+    return made
+
+
+def bar(children: Sequence[Any], grid_gap: str = "4px 8px", **layout: str) -> HBox:
+    """Widgets in a line that breaks where the window ends."""
+    return HBox(children, layout=Layout(flex_flow="row wrap", align_items="center", grid_gap=grid_gap, **layout))
