@@ -27,8 +27,8 @@ COMMS = frozenset({"comm_open", "comm_msg", "comm_close"})
 NEEDED = ("session", "shell_handlers", "set_parent", "get_parent", "_parent_ident", "_publish_status")
 """What handling a message uses of a kernel."""
 
-POLLIN = 1
-"""zmq.POLLIN, without importing zmq where there is no kernel."""
+EVENTS, POLLIN = 15, 1
+"""zmq.EVENTS and zmq.POLLIN, without importing zmq where there is no kernel."""
 
 
 class Unknown(Exception):
@@ -84,25 +84,25 @@ class Messages:
         """
         if time.perf_counter() < self._due:
             return 0
-        count = 0
+        self._due = time.perf_counter() + self._pause
         try:
-            with HeldInterrupt() as interrupt:
-                for message in self._pending():
-                    # In a context of its own: the cell's own variables (its parent header among them) stay as they are.
-                    contextvars.copy_context().run(self._answer, message, interrupt)
-                    count += 1
+            return self._handle_pending()
         except Exception as error:
             self.trouble = sentence(error)
             self.__exit__()
-        else:
-            self._due = time.perf_counter() + self._pause
-        return count
+            return 0
 
-    def _pending(self) -> Iterator[list]:
-        if self._inbox:
-            self._inbox.fetch()
-        while self._inbox and self._inbox.comms:
-            yield self._inbox.comms.popleft()
+    def _handle_pending(self) -> int:
+        count, box = 0, self._inbox
+        if not box or not box.waits():
+            return 0
+        with HeldInterrupt() as interrupt:
+            box.fetch()
+            while box.comms:
+                # In a context of its own: the cell's own variables (its parent header among them) stay as they are.
+                contextvars.copy_context().run(self._answer, box.comms.popleft(), interrupt)
+                count += 1
+        return count
 
     def _answer(self, message: list, interrupt: "HeldInterrupt") -> None:
         """What Kernel.dispatch_shell does, for one comm message in the middle of a cell.
@@ -137,6 +137,9 @@ class Queued:
         self.comms: deque[list] = deque()
         self._kernel, self._stream, self._queue = kernel, kernel.shell_stream, kernel.msg_queue
         self._waiting = -1  # none looked at
+
+    def waits(self) -> bool:
+        return bool(self._stream.socket.get(EVENTS) & POLLIN) or self._queue.qsize() != self._waiting
 
     def fetch(self) -> None:
         """Takes the comm messages out. The queue is walked only when something came: each look checks a signature."""
@@ -182,6 +185,9 @@ class Received:
         if self._closed:  # also where somebody took over after us, and gives back after us
             return self._receiver(message)
         (self.comms if is_comm(self._session, message) else self._kept).append(message)
+
+    def waits(self) -> bool:
+        return bool(self.comms) or bool(self._stream.socket.get(EVENTS) & POLLIN)
 
     def fetch(self) -> None:
         self._stream.flush(POLLIN)
