@@ -103,21 +103,22 @@ class Panel:
             self.show({})
 
     def refresh(self) -> None:
-        """Show what was granted, or was wished elsewhere. Some 10 µs: nothing is sent where nothing changed."""
+        """Show what was granted, or was wished elsewhere; nothing is sent where nothing changed."""
         with self.lock:
-            wishes = self.buttons.wishes
-            if wishes is not None and wishes.plan is None:
-                self.acting = self.plan
-            self.buttons.asked = turned(self.acting, self.plan)
             self.buttons.show()
 
     def take(self, plan: Plan) -> None:
-        """The run goes on with this plan, whoever wished it: show it."""
+        """The run goes on with this plan, whoever wished it: show it, unless a newer wish waits."""
         with self.lock:
-            self.plan = self.acting = plan
-            self.before = None
-            _, wrong = self.changes()
-            self.show(wrong)
+            wishes = self.buttons.wishes
+            asked = wishes is not None and wishes.plan is self.plan and self.plan != self.acting
+            granted, self.acting = plan != self.acting, plan
+            if plan != self.plan and not (asked and granted):
+                self.plan, self.before = plan, None
+                _, wrong = self.changes()
+                self.show(wrong)
+            self.buttons.asked = turned(plan, self.plan)
+            self.buttons.show()
 
     def end(self) -> None:
         """The run is over: everything may be changed again, and there is nothing to pause."""
@@ -145,7 +146,7 @@ class Panel:
                 return
             self.before = None
             self.adopt(wanted)
-            self.show({}, f"kept: {', '.join(kept)}: fixed in a started run" if kept else "")
+            self.show({}, f"kept: {', '.join(kept)} (fixed in a started run)" if kept else "")
 
     def follow(self, rule: str) -> None:
         """Take an offered lr."""
@@ -176,7 +177,7 @@ class Panel:
             if value == getattr(self.plan, name):
                 continue
             if name in self.fixed:
-                wrong[name] = f"{name} is fixed in a started run: {self.fixed[name]}"
+                wrong[name] = f"{name} cannot change now: {self.fixed[name]}"
             else:
                 changed[name] = value
         return changed, wrong
@@ -195,8 +196,7 @@ class Panel:
         changed, wrong = dict(changed), {}
         while changed:
             try:
-                size = changed.get("batch_size", self.plan.batch_size)
-                plan = self.plan.with_batch_size(size).replace(**changed)
+                plan = self.plan.turn(**changed)
                 self.check(plan)
             except NbtoolsError as error:
                 name = blamed(str(error), changed)
@@ -242,7 +242,7 @@ class Panel:
         if name == "micro_batch_size":
             reason = passes(self.plan)
         if name in self.fixed:
-            reason = f"fixed in a started run: {self.fixed[name]}"
+            reason = self.fixed[name]
         return self.rules[name].metadata.get("help", ""), reason
 
     def offer(self) -> tuple[str, dict[str, str]]:

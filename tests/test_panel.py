@@ -347,9 +347,37 @@ def test_a_change_during_a_run_is_a_wish_and_shown_as_one_until_it_is_granted():
     assert "from the next step: lr 0.001 → 0.0005" in made.controls.children[-1].value
     made.refresh()
     assert "from the next step" in made.controls.children[-1].value
-    wishes.plan = None
-    made.refresh()
+    made.take(made.plan)
     assert made.controls.children[-1].value == ""
+
+
+def test_offers_outlive_the_granting_of_the_batch_size():
+    made = panel(lr=1e-3, batch_size=64)
+    running(made)
+    made.fields["batch_size"].value = "256"
+    made.take(made.plan)
+    assert offered(made) == ["√ rule: 0.002", "linear: 0.004"]
+
+
+def test_a_granted_plan_does_not_take_back_what_was_wished_since():
+    made = panel(lr=1e-3)
+    wishes = running(made)
+    made.fields["lr"].value = "5e-4"
+    granted = made.plan
+    made.fields["epochs"].value = "20"
+    made.take(granted)
+    assert (made.plan.lr, made.plan.epochs, made.fields["epochs"].value) == (5e-4, 20, "20")
+    assert made.controls.children[-1].value.count("→") == 1
+    assert "from the next step: epochs 10 → 20" in made.controls.children[-1].value
+    assert wishes.plan is made.plan
+
+
+def test_a_run_that_goes_on_as_it_was_takes_a_wish_back():
+    made = panel(lr=1e-3)
+    running(made)
+    made.fields["lr"].value = "5e-4"
+    made.take(made.advised)
+    assert (made.plan, made.fields["lr"].value, made.controls.children[-1].value) == (made.advised, "0.001", "")
 
 
 def test_a_value_that_a_run_refuses_is_no_wish_and_its_reason_stands_beside_the_field():
@@ -367,13 +395,13 @@ def test_a_value_that_a_run_refuses_is_no_wish_and_its_reason_stands_beside_the_
 
 def test_what_a_started_run_keeps_is_disabled_with_the_reason_until_it_ends():
     made = panel()
-    wishes = running(made, {"optimizer": f"its state is of one kind {EVIL}", "lr": "planted", "unknown": "ignored"})
+    wishes = running(made, {"optimizer": f"fixed: its state is of one kind {EVIL}", "lr": "planted", "unknown": "ignored"})
     assert [name for name, field in made.fields.items() if field.disabled] == ["lr", "optimizer"]
     assert made.sliders["lr"].disabled
-    assert "fixed in a started run: its state is of one kind &lt;img" in made.notes["optimizer"].value
+    assert "fixed: its state is of one kind &lt;img" in made.notes["optimizer"].value
     made.fields["optimizer"].value = "sgd"  # as a front end that lags behind might
     assert (made.plan.optimizer, wishes.plan) == ("adamw", None)
-    assert "fixed in a started run" in made.notes["optimizer"].value
+    assert "optimizer cannot change now: fixed: its state" in made.notes["optimizer"].value
     made.end()
     assert not any(field.disabled for field in (*made.fields.values(), *made.sliders.values()))
     assert "fixed" not in made.notes["optimizer"].value
@@ -385,7 +413,7 @@ def test_a_preset_during_a_run_changes_what_may_change_and_says_what_it_kept():
     buttons(made.view)["Guide's baseline"].click()
     assert made.plan == Plan(lr=2e-4)
     assert wishes.plan == made.plan
-    assert "kept: optimizer, feed: fixed in a started run" in made.said.value
+    assert "kept: optimizer, feed (fixed in a started run)" in made.said.value
 
 
 def test_a_preset_that_the_run_refuses_changes_nothing():
@@ -435,6 +463,7 @@ def test_a_person_on_another_thread_is_not_lost_while_the_run_fills_the_fields()
     while person.is_alive():
         made.take(wishes.plan or made.plan)
         made.refresh()
+    person.join()
     assert (made.plan.epochs, made.fields["epochs"].value) == (30, "30")
 
 
