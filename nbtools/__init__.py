@@ -20,6 +20,7 @@ from nbtools.plan import Plan, knob
 from nbtools.run import Run, evaluate
 from nbtools.stage import stage
 from nbtools.state import TrainState
+from nbtools.watch import watch
 
 __version__ = "0.1.0"
 
@@ -41,4 +42,5 @@ __all__ = [
     "knob",
     "stage",
     "train",
+    "watch",
 ]

@@ -1,4 +1,4 @@
-"""The terminal: `python -m nbtools gpus | stage | demo | pack | advise | train | evaluate | predict`.
+"""The terminal: `python -m nbtools gpus | stage | demo | pack | advise | train | watch | control | evaluate | predict`.
 
 Knobs of the task's Plan and options of its `pack` are read from their own definitions, so a new one is an option here
 by itself. Progress goes to stderr, results to stdout.
@@ -17,13 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nbtools import control
 from nbtools.advise import advise
-from nbtools.errors import NbtoolsError
-from nbtools.fit import fit, kept_folder, restore, stored_plan
+from nbtools.errors import CheckpointError, NbtoolsError
+from nbtools.fit import fit
+from nbtools.folder import busy, kept_folder, restore, stored_plan
 from nbtools.gpu import gpus
 from nbtools.plan import Plan
 from nbtools.run import Run, evaluate
 from nbtools.stage import stage
+from nbtools.watch import watch
 
 BUILT_IN = "nbtools.tasks"
 
@@ -54,6 +57,11 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     one = command(commands, "stage", "bring a data set to local disk", show_stage)
     one.add_argument("source", help=SOURCE)
     one.add_argument("--into", help="folder to put it in")
+    one = command(commands, "watch", "follow a run that another process trains", show_run)
+    one.add_argument("run", type=Path, metavar="FOLDER", help="the run folder")
+    one = command(commands, "control", "ask a run under way to pause, resume, stop, evaluate or save", ask_run)
+    one.add_argument("run", type=Path, metavar="FOLDER", help="the run folder")
+    one.add_argument("wishes", nargs="+", metavar="WISH", help=f"{', '.join(control.ACTIONS)}, or KNOB=VALUE: lr=1e-4")
     for name, (text, act) in TASK_COMMANDS.items():
         one = command(commands, name, text, act)
         one.add_argument("task", help="captcha, or the dotted name of a module of yours")
@@ -222,16 +230,25 @@ def plan_of(task: Any, pack: Any, options: argparse.Namespace) -> Plan:
         plan = made[options.base]()
     knobs = options_of(options, "knob_")
     given = {name: plan.parse(name, value) if isinstance(value, str) else value for name, value in knobs.items()}
-    if "batch_size" in given and "lr" not in given:
-        rule = given.get("lr_rule", plan.lr_rule)
-        moved = plan.replace(lr_rule=rule).with_batch_size(given["batch_size"])
-        if moved.lr != plan.lr:
-            print(
-                f"lr {plan.lr:g} → {moved.lr:g} for batch {plan.batch_size} → {moved.batch_size} ({rule} rule)",
-                file=sys.stderr,
-            )
-        plan = moved
-    return plan.replace(**given)
+    turned = plan.turn(**given)
+    if turned.lr != plan.lr and "lr" not in given:
+        moved = f"lr {plan.lr:g} → {turned.lr:g} for batch {plan.batch_size} → {turned.batch_size}"
+        print(f"{moved} ({turned.lr_rule} rule)", file=sys.stderr)
+    return turned
+
+
+def show_run(options: argparse.Namespace) -> None:
+    print(watch(options.run, wait=0))
+
+
+def ask_run(options: argparse.Namespace) -> None:
+    run = Run.open(options.run)
+    if not busy(options.run):
+        raise CheckpointError(f"{options.run}: no process of this machine trains here; python -m nbtools train goes on")
+    pairs = [wish.partition("=") for wish in options.wishes]
+    knobs = {name: run.plan.parse(name, value) for name, equals, value in pairs if equals}
+    run.plan.turn(**knobs)  # raises for what no plan allows; the run itself answers for what it cannot change
+    control.send(options.run, [name for name, equals, _ in pairs if not equals], knobs)
 
 
 def show_evaluation(options: argparse.Namespace) -> None:

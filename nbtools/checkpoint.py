@@ -24,7 +24,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from nbtools import disk
+from nbtools import control, disk
 from nbtools.errors import CheckpointError
 from nbtools.state import TrainState
 
@@ -195,7 +195,8 @@ class Keeper:
                 self.put(f"{name}.safetensors", (self.source / f"{name}.safetensors").read_bytes())
                 self.put(vouching, data)
         for path in self.source.iterdir():
-            if path.is_file() and path.name != INDEX and path.suffix != ".part" and not FILE.fullmatch(path.name):
+            left = path.name in (INDEX, control.FILE) or path.suffix == ".part" or FILE.fullmatch(path.name)
+            if path.is_file() and not left:
                 self.put(path.name, path.read_bytes())
         self.put(INDEX, index)
         prune(self.target, named)

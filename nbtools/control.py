@@ -1,5 +1,5 @@
-"""What a person asks of a run under way. Buttons, `control.json` in the run folder and Ctrl-C say it in one value, which is
-read between steps."""
+"""What a person asks of a run under way: buttons, `control.json` in the run folder and Ctrl-C say it in one value, read
+between steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNFINISHED = 2.0  # seconds that a file which is no JSON yet may still be being 
 
 @dataclass
 class Wishes:
-    """Wishes that wait to be granted. plan: the one to go on with, None where no knob was turned."""
+    """Wishes that wait to be granted. plan: the last one that was wished for, None where no knob was turned yet."""
 
     paused: bool = False
     stop: bool = False
@@ -73,8 +73,7 @@ def receive(folder: Path, wishes: Wishes, plan: Plan) -> None:
         actions = listed(said.pop("do", []))
         for action in actions:
             require(action)
-        current = wishes.plan or plan
-        wanted = current.replace(**{n: current.parse(n, v) if isinstance(v, str) else v for n, v in said.items()})
+        wanted = plan.turn(**{n: plan.parse(n, v) if isinstance(v, str) else v for n, v in said.items()})
     except NbtoolsError as error:
         raise type(error)(f"{path}: {error}") from None
     for action in actions:

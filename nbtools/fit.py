@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
+import gc
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
-from uuid import uuid4
+
+import torch
 
 from nbtools import checkpoint, disk, measure
 from nbtools.advise import advise
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, TrainError
+from nbtools.folder import begin, kept_folder, only_one, restore, stored_plan
 from nbtools.history import History, Record
-from nbtools.loop import Diverged, refuse_fixed, require_sizes, told, train
+from nbtools.loop import Diverged, require_change, require_sizes, train
 from nbtools.pack import Pack
 from nbtools.plan import Plan
-from nbtools.run import CARD, HISTORY, PLAN, PLOT, RECEIPT, Run, task_name
-from nbtools.stage import cache, drive_path
+from nbtools.run import PLAN, RECEIPT, Run, task_name
+from nbtools.stage import on_colab, release_runtime
 from nbtools.state import Task, TrainState
-from nbtools.surface import Interrupt, Surface
+from nbtools.surface import Surface
 
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
 SAVE_SHARE = 0.05  # of the time that checkpoints at the ends of quick epochs may take, the best ones aside
@@ -38,26 +37,25 @@ def fit(
     keep: str | Path | None = None,
     receipt: bool = True,
     progress: bool = True,
+    release_gpu: bool = False,
 ) -> Run:
     """Train in this cell, drawing as it goes; returns the Run.
 
     plan: a Plan, a Panel or an Advice; None: the run's own, or what `advise` says. run: a folder on local disk; where
     it holds a run already, that run goes on from its last checkpoint, bit for bit (CPU). keep: a second folder, usually
     on Drive (`drive:…`), that gets a copy of everything in the background, and from which a lost local folder is
-    restored. receipt: measure the task's baseline beside this run at the end, for a few seconds.
+    restored. receipt: measure the task's baseline beside this run at the end, for a few seconds. release_gpu: at the
+    end free the GPU's memory, and on Colab give the machine back, with what is on its disk, so that it costs no more.
 
-    An interrupt (Ctrl-C, the notebook's stop button) finishes the step, saves, and returns the run as it is.
+    While it trains, buttons and fields in the notebook act on it, and so does `control.json` in its folder (see
+    `nbtools.control`). Stop, Ctrl-C or the notebook's own stop button finish the step, save, and return the run.
     Raises TrainError, PlanError or CheckpointError; the checkpoints stay whole.
     """
-    if str(run).startswith("drive:"):
-        raise CheckpointError(
-            f"run={str(run)!r}: a run is written to local disk, and copied to Drive by keep={str(run)!r}"
-        )
+    folder, kept = places(run, keep, release_gpu)
     if not isinstance(pack, Pack):
         raise PackError(
             f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {task_name(task)}.pack(source)"
         )
-    folder, kept = Path(run), kept_folder(keep)
     with only_one(folder):
         restore(folder, kept)
         wanted = chosen_plan(task, pack, plan, folder)
@@ -66,22 +64,23 @@ def fit(
         history, complaints = begin(folder, task, pack, state)
         job = Job(task, pack, folder, state, history)
         keeper = checkpoint.Keeper(folder, kept) if kept is not None else None
-        surface = Surface(folder.name, task, state, pack, progress)
-        for complaint in complaints:
-            surface.tell(complaint)
+        surface = Surface(folder, task, state, pack, history, plan, progress)
+        surface.tell_all(complaints)
         try:
-            with Interrupt() as interrupt:
-                follow(job, keeper, surface, interrupt)
-            finish(job, surface, receipt and not interrupt.asked)
+            with surface:
+                follow(job, keeper, surface)
+            finish(job, surface, receipt and not surface.wishes.stop)
         finally:
-            surface.close()
             if keeper is not None:
                 keeper.keep()
                 keeper.close()
                 surface.tell_all(keeper.complaints)
         found = Run.open(folder, task)
         found.events = surface.told
-        return found
+    if release_gpu and not surface.wishes.stop:
+        del job, state, surface, history
+        release(keeper is None or not keeper.complaints)
+    return found
 
 
 @dataclass(frozen=True)
@@ -95,19 +94,18 @@ class Job:
     history: History
 
 
-@contextmanager
-def only_one(folder: Path) -> Iterator[None]:
-    """Two processes in one run folder would mix their histories. Raises TrainError for the second."""
-    key = hashlib.blake2b(str(folder.resolve()).encode(errors="surrogateescape"), digest_size=8).hexdigest()
-    with ExitStack() as stack:
-        with disk.explained("locking a run", cache()):
-            try:
-                stack.enter_context(disk.Lock(cache() / "locks" / f"run-{key}.lock", wait=False))
-            except BlockingIOError:
-                raise TrainError(
-                    f"{folder}: another process trains here; stop it, or name another run folder"
-                ) from None
-        yield
+def places(run: str | Path, keep: str | Path | None, release_gpu: bool) -> tuple[Path, Path | None]:
+    """(folder, kept folder). Raises CheckpointError where a run would be lost."""
+    if str(run).startswith("drive:"):
+        raise CheckpointError(
+            f"run={str(run)!r}: a run is written to local disk, and copied to Drive by keep={str(run)!r}"
+        )
+    if release_gpu and keep is None and on_colab():
+        raise CheckpointError(
+            "release_gpu=True gives this Colab machine back at the end, and its disk with the run; "
+            "name a folder that stays: keep='drive:runs/…'"
+        )
+    return Path(run), kept_folder(keep)
 
 
 def chosen_plan(task: Any, pack: Pack, plan: Any, folder: Path) -> Plan:
@@ -123,92 +121,57 @@ def chosen_plan(task: Any, pack: Pack, plan: Any, folder: Path) -> Plan:
     return plan
 
 
-def stored_plan(task: Any, folder: Path) -> Plan | None:
-    """The plan of the run in a folder, where one was started."""
-    path = folder / PLAN
-    return type(task.PLAN).from_json(path.read_text()) if checkpoint.names(folder) and path.exists() else None
-
-
-def kept_folder(keep: str | Path | None) -> Path | None:
-    if keep is None:
-        return None
-    return drive_path(keep, create=True) if str(keep).startswith("drive:") else Path(keep)
-
-
-def restore(folder: Path, kept: Path | None) -> None:
-    """Bring a run back from where it is kept when the local folder is gone, as it is after a lost session.
-
-    Raises CheckpointError where that would mix two runs, or replace files that are no run's.
-    """
-    if kept is None or not (theirs := checkpoint.read_index(kept)):
-        return
-    if ours := checkpoint.read_index(folder):
-        if ours.get("id") != theirs.get("id"):
-            raise CheckpointError(f"{kept} keeps another run than {folder}; name another keep=, or another run=")
-        return
-    if folder.exists() and any(p.name not in (PLAN, CARD, HISTORY) and p.suffix != ".part" for p in folder.iterdir()):
-        raise CheckpointError(f"{folder} holds files and no run, and {kept} keeps a run; name a new folder with run=")
-    part = folder.with_name(f"{folder.name}.part")
-    with disk.explained(f"restoring {folder} from {kept}", folder):
-        disk.remove(part)
-        disk.make_folder(part.parent)
-        shutil.copytree(kept, part, ignore=shutil.ignore_patterns("*.part"))
-        disk.remove(folder)
-        disk.publish_folder(part, folder)
-
-
-def begin(folder: Path, task: Any, pack: Pack, state: TrainState) -> tuple[History, list[str]]:
-    """A new run folder, or the old one and the state of its last checkpoint; and what was wrong with newer ones."""
-    if checkpoint.names(folder):
-        return resume(folder, pack, state)
-    with disk.explained("starting a run", folder):
-        disk.make_folder(folder)
-        disk.remove(folder / HISTORY)
-        disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
-        disk.write_atomic(folder / PLAN, state.plan.to_json())
-        disk.write_atomic(
-            folder / checkpoint.INDEX, json.dumps({"version": 1, "id": uuid4().hex, "task": task_name(task)})
-        )
-    checkpoint.save(folder, state, rows=0)
-    return History(folder / HISTORY), []
-
-
-def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[str]]:
-    if json.loads((folder / CARD).read_text()) != json.loads(json.dumps(pack.card.to_dict())):
-        raise CheckpointError(
-            f"{folder}: this run was trained on another pack (its card.json is not that of {pack.folder}); "
-            "give the same data and options, or name another run folder"
-        )
-    tensors, facts, complaints = checkpoint.newest(folder)
-    old, new = type(state.plan).from_dict(facts["plan"]), state.plan  # plan.json may be ahead of the checkpoint
-    changed = new.changes_from(old)
-    refuse_fixed(changed, new)
-    state.load(tensors, facts["state"])
-    history = History(folder / HISTORY)
-    history.cut(facts["rows"])
-    disk.write_atomic(folder / PLAN, new.to_json())
-    if changed:
-        if state.stopped:
-            state.stopped, state.stale = None, 0  # asked to go on: an early stop counts anew from here
-        history.append(Record("change", state.epoch, state.step, state.samples, {"what": told(changed)}))
-        if "batch_size" in changed or "micro_batch_size" in changed:
-            state.micro = new.micro_batch_size
-    return history, complaints
-
-
-def follow(job: Job, keeper: checkpoint.Keeper | None, surface: Surface, interrupt: Interrupt) -> None:
-    """The loop and its watchers: rows, picture, checkpoints, the interrupt."""
+def follow(job: Job, keeper: checkpoint.Keeper | None, surface: Surface) -> None:
+    """The loop and its watchers: rows, picture, checkpoints, and what the person asks for."""
     state, saver = job.state, Saver(job, keeper, surface)
     for record in resilient(job):
+        record = surface.measured(record)
         job.history.append(record)
-        surface.update(record, job.history)
-        if interrupt.asked:
-            saver.save(best=record.kind == "epoch" and state.improved)
-            surface.tell(f"stopped by you after step {state.step}; run it again to go on")
+        surface.update(record)
+        if surface.listen() and heed(job, saver, surface, record):
             return
         saver.watch(record)
     if saver.place != (state.epoch, state.step):
         saver.save()
+
+
+def heed(job: Job, saver: Saver, surface: Surface, record: Record) -> bool:
+    """Grant what the person asked for, and hold the run while they pause it; True where they stop it."""
+    state, wishes = job.state, surface.wishes
+    held = False
+    while True:
+        if wishes.plan is not surface.heeded:
+            turn(job, surface)
+        if wishes.save or wishes.stop or (wishes.paused and not held):  # a paused notebook may lose its machine
+            asked, wishes.save = wishes.save, False
+            saver.save(best=record.kind == "epoch" and state.improved)
+            if asked:
+                surface.tell(f"saved at step {state.step}")
+        if wishes.stop:
+            surface.tell(f"stopped by you after step {state.step}; run it again to go on")
+            return True
+        if wishes.evaluate:
+            wishes.evaluate, state.evaluate_next, surface.looking = False, True, True
+        if not wishes.paused or surface.looking:
+            return False
+        held = True
+        surface.hold()
+        surface.listen()
+
+
+def turn(job: Job, surface: Surface) -> None:
+    """Take the plan that was wished for, and write it down; a refused one is explained and forgotten."""
+    surface.heeded = wanted = surface.wishes.plan
+    if wanted is None or wanted == job.state.plan:
+        return
+    try:
+        require_change(job.state, wanted, job.pack.splits["train"])
+    except NbtoolsError as error:
+        surface.tell(f"not taken: {error}")
+        return
+    job.state.plan = wanted
+    with disk.explained("writing the plan", job.folder):
+        disk.write_atomic(job.folder / PLAN, wanted.to_json())
 
 
 class Saver:
@@ -259,12 +222,9 @@ def resilient(job: Job) -> Iterator[Record]:
 
 
 def finish(job: Job, surface: Surface, receipt: bool) -> None:
-    """The picture and the receipt that stay."""
+    """What is left to say, and the receipt."""
     if job.state.stopped:
         surface.tell(f"{job.state.stopped}; to go on, change the plan")
-    surface.close()
-    with disk.explained("writing the plot", job.folder):
-        surface.plot.finish(job.history, job.folder / PLOT)
     path = job.folder / RECEIPT
     if not receipt or path.exists():
         return
@@ -275,3 +235,12 @@ def finish(job: Job, surface: Surface, receipt: bool) -> None:
         surface.tell(f"no receipt: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
         surface.tell("no receipt: stopped by you; run it again to measure it")
+
+
+def release(kept: bool) -> None:
+    """Free the GPU's memory; on Colab give the machine back, unless the run is on no other disk yet."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if kept:
+        release_runtime()

@@ -120,6 +120,11 @@ def gpus() -> Gpus:
     return Gpus(found, f"NVIDIA driver {driver}" if found else without_nvidia("the driver lists none"))
 
 
+def nvml_index(torch_index: int) -> int | None:
+    """NVML's index of torch's `cuda:N`, None where it cannot be known."""
+    return next((g.index for g in gpus() if g.torch_index == torch_index), None)
+
+
 class Unavailable(Exception):
     """NVML cannot be used; the message says why."""
 

@@ -23,7 +23,8 @@ class Record:
     """One event of the loop.
 
     kind: `step` (an optimizer step; values only on log steps), `evaluating` (one batch of it), `epoch` (a row of the
-    epoch table), `change` (a knob was turned), `event` (out of memory, a bad step, a rollback).
+    epoch table), `evaluation` (asked for between steps), `change` (a knob was turned), `event` (out of memory, a bad
+    step, a rollback).
     epoch counts from 0, step and samples from the start of the run.
     """
 
@@ -37,18 +38,40 @@ class Record:
 class History:
     """The rows of one run, in memory and, given a path, in a CSV file that grows by a line a row.
 
-    The file is rewritten when a new column first appears. Text that a spreadsheet would run as a formula (= + - @), or
-    that would be read back as a number, is written with a leading apostrophe.
+    The file is rewritten when a new column first appears, or its last line was cut short by a crash: reading alone
+    never writes. Text that a spreadsheet would run as a formula (= + - @), or that would be read back as a number, is
+    written with a leading apostrophe.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None):
         self.path = Path(path) if path is not None else None
         self.rows: list[dict[str, Any]] = []
         self.columns: list[str] = list(KEYS)
+        self.whole = True
+        self.place = (0, 0)  # inode of the file, and its bytes that were read
         if self.path is not None and self.path.exists():
-            self.rows, self.columns, whole = read(self.path)
-            if not whole:
-                self.rewrite()  # else the next row would be written on to the end of half a line
+            self.reload(self.path)
+
+    def reload(self, path: Path) -> None:
+        data = path.read_bytes()
+        self.rows, self.columns, self.whole = parsed(data)
+        self.place = (path.stat().st_ino, data.rfind(b"\n") + 1)
+
+    def refresh(self) -> bool:
+        """Take what another process has written to the file since; whether there was anything."""
+        if self.path is None or not self.path.exists():
+            return False
+        now, (inode, end) = self.path.stat(), self.place
+        if now.st_ino != inode or now.st_size < end:
+            self.reload(self.path)
+            return True
+        with self.path.open("rb") as file:
+            file.seek(end)
+            data = file.read()
+        fresh = data[: data.rfind(b"\n") + 1]
+        self.rows += rows_of(lines_of(fresh), self.columns)
+        self.place = (inode, end + len(fresh))
+        return bool(fresh)
 
     def append(self, record: Record) -> None:
         """Keep a record that carries values; bare steps are not rows. Raises DiskError."""
@@ -67,8 +90,8 @@ class History:
         if self.path is None:
             return
         with disk.explained("writing the history", self.path):
-            if new or not self.path.exists():
-                self.rewrite()
+            if new or not self.whole or not self.path.exists():
+                self.rewrite()  # a row after half a line would be lost with it
             else:
                 with disk.append(self.path) as file:
                     disk.write(file, self.lines([row]).encode())
@@ -84,6 +107,7 @@ class History:
         if self.path is not None:
             header = {name: name for name in self.columns}
             disk.write_atomic(self.path, self.lines([header, *self.rows]))
+            self.whole = True
 
     def lines(self, rows: Iterable[Mapping[str, Any]]) -> str:
         text = io.StringIO(newline="")
@@ -109,18 +133,24 @@ class History:
         return len(self.rows)
 
 
-def read(path: Path) -> tuple[list[dict[str, Any]], list[str], bool]:
+def parsed(data: bytes) -> tuple[list[dict[str, Any]], list[str], bool]:
     """(rows, columns, whether the file is whole) of a history file; a last line cut short by a crash is left out."""
-    data = path.read_bytes()
     end = data.rfind(b"\n") + 1  # before decoding: the cut may lie within a character
-    lines = list(csv.reader(io.StringIO(data[:end].decode("utf-8-sig"), newline="")))
+    lines = lines_of(data[:end])
     columns: list[str] = lines[0] if lines else list(KEYS)
-    rows = [
+    return rows_of(lines[1:], columns), columns, bool(lines) and end == len(data)
+
+
+def lines_of(data: bytes) -> list[list[str]]:
+    return list(csv.reader(io.StringIO(data.decode("utf-8-sig"), newline="")))
+
+
+def rows_of(lines: list[list[str]], columns: list[str]) -> list[dict[str, Any]]:
+    return [
         {name: value(text) for name, text in zip(columns, line, strict=True) if text != ""}
-        for line in lines[1:]
+        for line in lines
         if len(line) == len(columns)
     ]
-    return rows, columns, bool(lines) and end == len(data)
 
 
 def cell(item: Any) -> Any:

@@ -45,7 +45,9 @@ def train(task: Task, state: TrainState, pack: Pack) -> Iterator[Record]:
 
     Yields Record `step` after every step (with values on log steps only: reading a value waits for the device),
     `evaluating` after every batch of an evaluation, `epoch` after each epoch, `change` and `event` when they happen.
-    Replace `state.plan` to turn a knob; it acts at the next step. Raises TrainError where training cannot start.
+    Replace `state.plan` to turn a knob; it acts at the next step. Set `state.evaluate_next` for an evaluation before
+    the next step, which ends with a Record `evaluation` and changes nothing. Raises TrainError where training cannot
+    start.
     """
     ids = pack.ids("train")
     require_sizes(pack, state.plan)
@@ -55,7 +57,7 @@ def train(task: Task, state: TrainState, pack: Pack) -> Iterator[Record]:
     try:
         while state.epoch < state.plan.epochs and state.stopped is None:
             start = state.step
-            yield from train_epoch(task, state, feed, ids, lengths_of(pack, ids))
+            yield from train_epoch(task, state, feed, pack)
             if state.lost():
                 raise Diverged(f"the loss was lost in steps {start + 1} to {state.step}", (start, state.step))
             values: dict[str, Any] = {}
@@ -67,30 +69,32 @@ def train(task: Task, state: TrainState, pack: Pack) -> Iterator[Record]:
         state.training = False
 
 
-def train_epoch(
-    task: Task, state: TrainState, feed: Feed, ids: np.ndarray, lengths: np.ndarray | None
-) -> Iterator[Record]:
+def train_epoch(task: Task, state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     """The rest of this epoch; a change of batch size regroups what is left of it."""
-    regrouped = True
+    ids = pack.ids("train")
+    lengths, regrouped = lengths_of(pack, ids), True
     while regrouped:
         yield from changes(state, len(ids))
         if not state.segments or state.segments[-1][0] != state.plan.batch_size:
             state.segments.append([state.plan.batch_size, 0])
         batches = batches_left(ids, lengths, state.plan.seed, state.epoch, state.segments)
-        regrouped = yield from train_batches(task, state, feed, batches, len(ids))
+        regrouped = yield from train_batches(task, state, feed, batches, pack)
 
 
 def train_batches(
-    task: Task, state: TrainState, feed: Feed, batches: list[np.ndarray], epoch_size: int
+    task: Task, state: TrainState, feed: Feed, batches: list[np.ndarray], pack: Pack
 ) -> Generator[Record, None, bool]:
     """Train on batches in order; True when the batch size changed before their end."""
+    epoch_size = pack.splits["train"]
     every = log_interval(epoch_size, state.plan.batch_size)
     stream, window = feed(batches), Window(state)
     for batch in batches:
-        if state.plan is not state.applied:
-            if state.plan.batch_size != state.applied.batch_size:
+        while asked(state):  # again after each yield: whoever watches may have asked for more
+            if state.plan.batch_size != state.segments[-1][0]:
                 return True
             yield from changes(state, epoch_size)
+            if state.evaluate_next:
+                yield from evaluate_between(task, state, feed, pack)
         start = perf_counter()
         raw = next(stream)
         arrived = perf_counter()
@@ -110,6 +114,11 @@ def train_batches(
             yield record(state, "event", {"what": state.events.pop(0)})
         yield record(state, "step", values)
     return False
+
+
+def asked(state: TrainState) -> bool:
+    """Whether there is something to do before the next step."""
+    return state.plan is not state.applied or state.evaluate_next or state.plan.batch_size != state.segments[-1][0]
 
 
 class Window:
@@ -152,13 +161,34 @@ def due(state: TrainState) -> bool:
     return (state.epoch + 1) % state.plan.eval_every == 0 or state.epoch + 1 >= state.plan.epochs
 
 
-def evaluate_epoch(task: Task, state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, Any]]:
-    """Evaluate the validation split; sets best, stale, drops and stopped."""
-    start = perf_counter()
+def evaluated(task: Task, state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, float]]:
+    """Loss and metrics of the validation split."""
     sums = Sums(state.device)
     for _ in evaluation(task, state.evaluated, pack, state.plan, "val", sums, feed):
         yield record(state, "evaluating", {})
-    found = sums.read()
+    return sums.read()
+
+
+def evaluate_between(task: Task, state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
+    """Evaluate in the middle of an epoch. It counts for nothing: the run goes on as if nobody had looked."""
+    state.evaluate_next = False
+    if not len(pack.ids("val")):
+        yield record(state, "event", {"what": "nothing to evaluate: the validation split is empty"})
+        return
+    start = perf_counter()
+    values = validation((yield from evaluated(task, state, feed, pack)))
+    yield record(state, "evaluation", {**values, "eval_time": perf_counter() - start})
+
+
+def validation(found: Mapping[str, float]) -> dict[str, Any]:
+    return {f"val_{name}": value for name, value in found.items()}
+
+
+def evaluate_epoch(task: Task, state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, Any]]:
+    """Evaluate the validation split; sets best, stale, drops and stopped."""
+    start = perf_counter()
+    found = yield from evaluated(task, state, feed, pack)
+    state.evaluate_next = False
     metric, sign = best_metric(task)
     if metric not in found:
         raise TrainError(f"the task's BEST is {metric!r}, and its metrics are {', '.join(found)}; name one of them")
@@ -168,7 +198,7 @@ def evaluate_epoch(task: Task, state: TrainState, feed: Feed, pack: Pack) -> Gen
         state.drops += 1
     if state.plan.early_stop is not None and state.stale >= state.plan.early_stop:
         state.stopped = f"early stop: {metric} did not improve in {state.stale} evaluations"
-    return {**{f"val_{name}": value for name, value in found.items()}, "eval_time": perf_counter() - start}
+    return {**validation(found), "eval_time": perf_counter() - start}
 
 
 def end_epoch(state: TrainState, values: dict[str, Any], epoch_size: int) -> Record:
@@ -192,39 +222,53 @@ def end_epoch(state: TrainState, values: dict[str, Any], epoch_size: int) -> Rec
 
 def changes(state: TrainState, epoch_size: int) -> Iterator[Record]:
     """Make a replaced plan act on model and optimizer; a row says what changed."""
-    old, new = state.applied, state.plan
-    differing = new.changes_from(old)
-    try:
-        refuse_fixed(differing, new, AT_START)
-        require(new, state.device)
-        require_batch(new, epoch_size)
-    except TrainError:
-        state.plan = old
-        raise
-    if "micro_batch_size" in differing or "batch_size" in differing:
-        state.micro = new.micro_batch_size
-    if "amp" in differing:
-        state.scaler = torch.amp.GradScaler(state.device.type) if new.amp == "fp16" else None
-    for group in state.optimizer.param_groups:
-        group["weight_decay"] = new.weight_decay
-        group.update({"momentum": new.betas[0]} if new.optimizer == "sgd" else {"betas": new.betas})
-    state.applied = new
-    if differing:
-        yield record(state, "change", {"what": told(differing)})
+    while state.plan is not state.applied:
+        old, new = state.applied, state.plan
+        differing = new.changes_from(old)
+        try:
+            require_change(state, new, epoch_size)
+        except TrainError:
+            state.plan = old
+            raise
+        if "micro_batch_size" in differing or "batch_size" in differing:
+            state.micro = new.micro_batch_size
+        if "amp" in differing:
+            state.scaler = torch.amp.GradScaler(state.device.type) if new.amp == "fp16" else None
+        for group in state.optimizer.param_groups:
+            group["weight_decay"] = new.weight_decay
+            group.update({"momentum": new.betas[0]} if new.optimizer == "sgd" else {"betas": new.betas})
+        state.applied = new
+        if differing:
+            yield record(state, "change", {"what": told(differing)})
+
+
+def require_change(state: TrainState, new: Plan, epoch_size: int) -> None:
+    """Raise TrainError for a plan that this run cannot take over where it stands."""
+    refuse_fixed(new.changes_from(state.applied), new)
+    require(new, state.device)
+    require_batch(new, epoch_size)
 
 
 def told(differing: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {change}" for name, change in differing.items())
 
 
-def refuse_fixed(differing: Mapping[str, str], plan: Plan, more: tuple[str, ...] = ()) -> None:
-    """Raise TrainError for a knob that a started run keeps: those of FIXED, and all that the task added."""
+def fixed(plan: Plan) -> dict[str, str]:
+    """The knobs that a run keeps while it trains, each with the reason."""
     own = {field.name for field in dataclasses.fields(plan)} - {field.name for field in dataclasses.fields(Plan)}
-    for name, change in differing.items():
-        if name in FIXED or name in own or name in more:
+    return {
+        **dict.fromkeys((*FIXED, *sorted(own)), "fixed in a started run: its model and optimizer are built on it"),
+        **dict.fromkeys(AT_START, "fixed while it trains: batches are on their way; stop, change it, and go on"),
+    }
+
+
+def refuse_fixed(differing: Mapping[str, str], plan: Plan, resumed: bool = False) -> None:
+    """Raise TrainError for a knob that a run keeps; one that is resumed may have those of AT_START otherwise."""
+    for name in fixed(plan):
+        if name in differing and not (resumed and name in AT_START):
             raise TrainError(
-                f"Plan.{name} cannot change in a started run, and was asked to: {change}; keep the value, or start "
-                "another run folder"
+                f"Plan.{name} cannot change in a started run, and was asked to: {differing[name]}; keep the value, or "
+                "start another run folder"
             )
 
 

@@ -100,6 +100,11 @@ class Plan:
         micro = min(self.micro_batch_size, resized.batch_size) if self.micro_batch_size else None
         return resized.replace(micro_batch_size=micro, lr=lr, min_lr=min(self.min_lr, lr))
 
+    def turn(self, **knobs: Any) -> Self:
+        """A copy as a person turns knobs: a batch size given without an lr moves lr by `lr_rule`."""
+        ruled = self.replace(lr_rule=knobs.get("lr_rule", self.lr_rule))
+        return ruled.with_batch_size(knobs.get("batch_size", self.batch_size)).replace(**knobs)
+
     def changes_from(self, old: Plan) -> dict[str, str]:
         """What differs from another plan: field → `0.001 → 0.0005`."""
         pairs = {name: (getattr(old, name), value) for name, value in self.to_dict().items()}

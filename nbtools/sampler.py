@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from nbtools import gpu
 
+JOULES_PER_WH = 3600
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -23,13 +25,14 @@ class Reading:
     energy: float | None
     throttle: tuple[str, ...] | None
 
-    def values(self) -> dict[str, float]:
-        """Columns for a history row; what is unknown is absent."""
+    def values(self) -> dict[str, float | str]:
+        """Columns for a history row, energy in Wh; what is unknown is absent, and `idle` is no reason to name."""
         named = {
             "gpu_utilisation": self.utilisation,
             "gpu_memory_used": self.memory_used,
             "gpu_power": self.power,
-            "gpu_energy": self.energy,
+            "gpu_energy": None if self.energy is None else self.energy / JOULES_PER_WH,
+            "gpu_throttle": ", ".join(reason for reason in self.throttle or () if reason != "idle") or None,
         }
         return {name: value for name, value in named.items() if value is not None}
 

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -109,6 +110,30 @@ def _drive_root() -> Path:
     if _answers(COLAB_MOUNT):
         return COLAB_MOUNT / "MyDrive"
     raise StageError(f"Drive is not mounted: {reason}. Allow access in Colab's dialog; else restart the runtime.")
+
+
+def on_colab() -> bool:
+    return "google.colab" in sys.modules  # Colab's kernel imports it at its start; importing it elsewhere is slow
+
+
+def release_runtime() -> None:
+    """On Colab write out what Drive has not got yet, then give the machine back, disk and all; elsewhere nothing.
+
+    Raises StageError where Drive cannot be written out: the machine is kept then, since what it holds may be lost.
+    """
+    if not on_colab():
+        return
+    from google.colab import drive, runtime  # pyright: ignore[reportMissingImports]
+
+    try:
+        if _answers(COLAB_MOUNT):
+            drive.flush_and_unmount()
+    except Exception as error:  # colab raises ValueError and its own errors, by version
+        raise StageError(
+            f"The machine is kept: Drive could not be written out ({type(error).__name__}: {error}). Look at the kept "
+            "folder on Drive, then release the machine by Runtime, Disconnect and delete runtime."
+        ) from None
+    runtime.unassign()
 
 
 def _answers(mount: Path) -> bool:

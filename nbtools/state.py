@@ -56,7 +56,7 @@ class TrainState:
     step fp16 refused. best: of the metric that `best_metric` names; stale: evaluations since; drops: of a plateau.
     loss_sum, count: this epoch's so far, on the device; logged: them at the last log step. seconds, waited: training
     time of this epoch, and the part of it that waited for data. lr: of the last step. events: what there is to tell
-    at the next yield.
+    at the next yield. evaluate_next: ask for an evaluation before the next step.
     """
 
     def __init__(self, task: Task, pack: Pack | Card, plan: Plan, device: torch.device | str | None = None):
@@ -99,6 +99,7 @@ class TrainState:
         self.improved = False
         self.training = False
         self.events: list[str] = []
+        self.evaluate_next = False
 
     @property
     def careful(self) -> bool:

@@ -1,77 +1,141 @@
-"""What a person sees of a run while it lasts, and the interrupt with which they stop it."""
+"""The live surface of a run in this process: what a person sees of it, and what they ask of it, heard between steps."""
 
 from __future__ import annotations
 
+import dataclasses
 import signal
-import sys
 import threading
+from contextlib import ExitStack
+from pathlib import Path
+from time import monotonic, sleep
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from tqdm.auto import tqdm
-
+from nbtools import control, disk, gpu
+from nbtools.control import Wishes
+from nbtools.errors import NbtoolsError
 from nbtools.history import History, Record
+from nbtools.kernel import Messages
+from nbtools.loop import fixed, require_change
 from nbtools.pack import Pack
-from nbtools.plot import LivePlot, in_notebook
+from nbtools.panel import Panel
+from nbtools.plan import Plan
+from nbtools.preview import Previews
+from nbtools.run import PLOT
+from nbtools.sampler import Sampler
 from nbtools.state import TrainState
+from nbtools.view import View
+
+LOOK_EVERY = 0.5  # seconds between looks for control.json
+SHOW_EVERY = 0.25  # seconds between refreshments of the panel
+MOMENT = 0.05  # seconds of a pause between two looks at what is asked
 
 
-class Surface:
-    """The live plot in a notebook, a bar in a terminal, and sentences in both. told: every sentence so far."""
+class Surface(View):
+    """A View whose buttons and fields act on the run; GPU readings; `control.json`; Ctrl-C.
 
-    def __init__(self, title: str, task: Any, state: TrainState, pack: Pack, progress: bool):
-        count = len(pack.ids("train"))
-        self.total = count * state.plan.epochs
-        self.plot = LivePlot(title, state.plan.epochs, count, getattr(task, "BEST", "-loss"))
-        self.told: list[str] = []
-        self.notebook = in_notebook()
-        quiet = not progress or self.notebook
-        self.bar = tqdm(
-            total=self.total, initial=state.samples, unit=" samples", disable=quiet, mininterval=0.5, dynamic_ncols=True
-        )
-        self.progress = progress
+    Enter it while the run lasts. `listen` hears what is asked, `wishes` is what waits to be granted, `heeded` the plan
+    of the last wish that was looked at.
+    """
 
-    def update(self, record: Record, history: History) -> None:
-        if self.progress:
-            self.plot.update(history, "evaluating" if record.kind == "evaluating" else "")
-        if record.kind == "step":
-            self.bar.update(record.samples - self.bar.n)
-        if record.kind in ("event", "change"):
-            self.tell(record.values["what"])
-        if record.values and not self.bar.disable:
-            shown = {
-                k: v for k, v in record.values.items() if k == "loss" or (k.startswith("val_") and k != "val_loss")
-            }
-            if record.kind == "epoch":
-                self.bar.write(epoch_line(record))
-            self.bar.set_postfix({k: f"{v:.3f}" for k, v in shown.items()}, refresh=False)
+    def __init__(
+        self, folder: Path, task: Any, state: TrainState, pack: Pack, history: History, given: Any, show: bool
+    ):
+        panel = given if isinstance(given, Panel) else None
+        if panel is None and getattr(given, "plan", None) is state.plan:
+            panel = Panel(given)  # of an Advice: its reasons stand beside the fields
+        super().__init__(folder, history, state.plan, pack.splits["train"], getattr(task, "BEST", "-loss"), panel, show)
+        self.state = state
+        self.previews = Previews(task, state, pack)
+        self.wishes, self.heeded = Wishes(), None
+        self.messages = Messages()
+        self.sampler: Sampler | None = None
+        self.energy = next((row["gpu_energy"] for row in reversed(history.rows) if "gpu_energy" in row), 0.0)
+        self.looked = self.shown = 0.0
+        self.looking = False  # at an evaluation that was asked for: a pause lets it end
+        self.status = "compiling" if state.plan.compile or state.plan.graph else ""
+        self.entered = ExitStack()
 
-    def tell(self, sentence: str) -> None:
-        self.told.append(sentence)
-        if self.progress:
-            tqdm.write(sentence, file=sys.stdout if self.notebook else sys.stderr)
+    def __enter__(self) -> Self:
+        disk.remove(self.folder / control.FILE)  # meant for an earlier run
+        with ExitStack() as stack:
+            stack.enter_context(Interrupt(self.wishes))
+            if self.panel is not None and self.notebook:
+                stack.enter_context(self.messages)
+                self.panel.begin(self.wishes, fixed(self.state.plan), self.check)
+                stack.callback(self.panel.end)
+            if self.state.device.type == "cuda" and (index := gpu.nvml_index(self.state.device.index or 0)) is not None:
+                self.sampler = stack.enter_context(Sampler(index))
+            self.start(self.status)
+            if self.messages.trouble:
+                self.tell(f"{self.messages.trouble}; until the run ends use {self.folder / control.FILE}")
+            self.entered = stack.pop_all()
+        return self
 
-    def tell_all(self, sentences: list[str]) -> None:
-        """Tell and forget them."""
-        while sentences:
-            self.tell(sentences.pop(0))
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.entered.close()
+        if error is None:
+            self.finish(self.previews.now() if self.progress else [], self.folder / PLOT)
+        else:
+            self.finish([])
 
-    def close(self) -> None:
-        self.bar.close()
+    def check(self, plan: Plan) -> None:
+        """Raise NbtoolsError for a plan that the run cannot take over."""
+        require_change(self.state, plan, self.count)
 
+    def measured(self, record: Record) -> Record:
+        """The record with the GPU's newest reading, where it is a row and there is one. Energy goes on from the rows of
+        an earlier session."""
+        reading = self.sampler.latest if self.sampler is not None else None
+        if reading is None or record.kind not in ("step", "epoch") or not record.values:
+            return record
+        values = reading.values()
+        if isinstance(used := values.get("gpu_energy"), float):
+            values["gpu_energy"] = self.energy + used
+        return dataclasses.replace(record, values={**record.values, **values})
 
-def epoch_line(record: Record) -> str:
-    """One epoch in one line, for terminals and logs."""
-    values = record.values
-    shown = [f"{name} {value:.4f}" for name, value in values.items() if name.startswith(("train_", "val_"))]
-    return f"epoch {record.epoch + 1}: {'  '.join(shown)}  lr {values['lr']:.2e}  {values['epoch_time']:.1f} s"
+    def update(self, record: Record) -> None:
+        """Show what a record brings, where it is time to."""
+        self.advance(record)
+        self.looking = self.looking and record.kind in ("evaluating", "change")
+        if record.kind in ("step", "evaluating"):
+            self.status = "evaluating" if record.kind == "evaluating" else ""
+        if record.kind == "change":
+            plan = self.state.plan
+            self.turned(plan)
+            if plan.compile or plan.graph:  # another batch size or precision is another program
+                self.status, self.plot.due = "compiling", 0.0
+        if record.kind in ("epoch", "evaluation") and self.output is not None and self.previews.due():
+            self.plot.show(self.previews.now())
+        self.draw(self.status)
+
+    def listen(self) -> bool:
+        """Hear clicks and control.json; whether there is something to heed."""
+        self.messages.handle()
+        now, wishes = monotonic(), self.wishes
+        if self.panel is not None and now >= self.shown:
+            self.panel.refresh()
+            self.shown = now + SHOW_EVERY
+        if now >= self.looked and wishes.plan is self.heeded:
+            self.looked = now + LOOK_EVERY
+            try:
+                control.receive(self.folder, wishes, self.state.plan)
+            except NbtoolsError as error:
+                self.tell(f"not taken: {error}")
+        return wishes.paused or wishes.stop or wishes.save or wishes.evaluate or wishes.plan is not self.heeded
+
+    def hold(self) -> None:
+        """A moment of a pause."""
+        self.draw("paused")
+        sleep(MOMENT)
 
 
 class Interrupt:
     """Turns the first SIGINT into a wish that is read between steps, since one inside a step would tear the state; a
     second one interrupts at once. Off the main thread signals cannot be caught: there it does nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, wishes: Wishes) -> None:
+        self.wishes = wishes
         self.asked = False
         self.before: Any = None
 
@@ -83,7 +147,7 @@ class Interrupt:
     def ask(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             raise KeyboardInterrupt
-        self.asked = True
+        self.asked = self.wishes.stop = True
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.before is not None:

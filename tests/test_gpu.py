@@ -222,8 +222,20 @@ def test_the_sampler_collects_readings_and_its_thread_ends(nvml):
     assert not sampler.thread.is_alive()
     assert closed == [True]
     third = sampler.readings[2]
-    assert third.values() == {"gpu_utilisation": 97, "gpu_memory_used": 2048, "gpu_power": 250.5, "gpu_energy": 10.0}
-    assert third.throttle == ("power limit", "too hot (driver)")
+    wh = third.values().pop("gpu_energy")
+    assert wh == 10.0 / 3600, "energy is recorded in Wh"
+    assert third.values() == {
+        "gpu_utilisation": 97,
+        "gpu_memory_used": 2048,
+        "gpu_power": 250.5,
+        "gpu_energy": wh,
+        "gpu_throttle": "power limit, too hot (driver)",
+    }
+
+
+def test_an_idle_clock_is_no_reason_to_name():
+    reading = sampling.Reading(0.0, None, None, None, None, ("idle",))
+    assert reading.values() == {}
 
 
 def test_stopping_the_sampler_does_not_wait_for_its_period(nvml):

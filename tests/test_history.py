@@ -137,3 +137,37 @@ def test_frame_has_the_rows_of_a_kind_and_only_their_columns():
     assert list(epochs.columns) == [*KEYS, "val_loss"]
     assert epochs["val_loss"].tolist() == [2.0]
     assert history.frame("change").empty
+
+
+def test_a_reader_follows_a_file_that_another_process_writes_and_never_writes_to_it(path):
+    writer = History(path)
+    writer.append(record(1, loss=0.5))
+    reader = History(path)
+    assert not reader.refresh()
+    writer.append(record(2, loss=0.25))
+    with path.open("ab") as file:
+        file.write(b"step,0,3,4")  # half a line: another is under way
+    size = path.stat().st_size
+    assert reader.refresh()
+    assert reader.rows == writer.rows
+    assert not reader.refresh()
+    assert len(History(path).rows) == 2
+    assert path.stat().st_size == size
+    with path.open("ab") as file:
+        file.write(b"8,0.125\r\n")
+    assert reader.refresh()
+    assert reader.rows[-1] == {"kind": "step", "epoch": 0, "step": 3, "samples": 48, "loss": 0.125}
+
+
+def test_a_reader_follows_new_columns_and_rows_cut_by_a_resume(path):
+    writer, reader = History(path), History(path)
+    for step in (1, 2, 3):
+        writer.append(record(step, loss=1 / step))
+    assert reader.refresh()
+    writer.append(record(4, loss=0.25, lr=1e-3))
+    assert reader.refresh()
+    assert reader.columns == writer.columns
+    assert reader.rows == writer.rows
+    writer.cut(1)
+    assert reader.refresh()
+    assert reader.rows == writer.rows

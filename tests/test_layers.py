@@ -11,11 +11,13 @@ PACKAGE = Path(__file__).parent.parent / "nbtools"
 ORDER = [
     {"__main__"},
     {"launch"},
-    {"fit"},
-    {"surface"},
-    {"panel", "plot", "kernel", "run"},
-    {"chart"},
-    {"axis"},
+    {"fit", "watch", "compare"},
+    {"surface", "folder"},
+    {"view"},
+    {"panel", "plot", "kernel", "preview"},
+    {"run"},
+    {"chart", "buttons"},
+    {"axis", "form"},
     {"advise"},
     {"measure"},
     {"loop"},
@@ -31,7 +33,13 @@ ORDER = [
 ]
 """From top to bottom. A layer imports layers below it; siblings do not import each other."""
 
-GROUND = [{"sampler"}, {"plan", "history", "gpu", "metrics"}, {"draws"}, {"table", "disk", "splits"}, {"errors"}]
+GROUND = [
+    {"sampler", "control"},
+    {"plan", "history", "gpu", "metrics"},
+    {"draws"},
+    {"table", "disk", "splits"},
+    {"errors"},
+]
 """Imported by all, importing only ground below itself."""
 
 TASKS = {"pack", "packing", "stage", "metrics", "plan", "errors", "draws", "disk", "table"}
@@ -39,7 +47,7 @@ TASKS = {"pack", "packing", "stage", "metrics", "plan", "errors", "draws", "disk
 Nobody imports a task: it is reached by name."""
 
 ONLY = {
-    "ipywidgets": {"panel", "plot"},
+    "ipywidgets": {"form", "plot", "view"},
     "matplotlib": {"plot", "tasks"},
     "google": {"stage"},  # google.colab
     "pynvml": {"gpu"},
@@ -142,7 +150,7 @@ def test_arrows_point_down(module, path):
         ("loop", "import nbtools", "face"),
         ("loop", "from nbtools import magic", "not in the order"),
         ("loop", "import matplotlib.pyplot as plt", "only plot, tasks"),
-        ("fit", "import ipywidgets as widgets", "only panel, plot"),
+        ("fit", "import ipywidgets as widgets", "only form, plot, view"),
         ("fit", "from google.colab import files", "only stage"),
         ("tasks.captcha", "import torchvision", "nobody"),
         ("plan", "import numpy as np", "standard library only"),

@@ -192,3 +192,13 @@ def test_a_smaller_batch_size_takes_micro_batch_and_min_lr_along():
 def test_another_batch_size_is_checked_before_the_rule(size, rule):
     with pytest.raises(PlanError, match=r"TaskPlan.batch_size must be"):
         TaskPlan(lr_rule=rule).with_batch_size(size)
+
+
+def test_turning_the_batch_size_moves_lr_by_the_rule_unless_an_lr_is_given():
+    made = Plan(batch_size=64, lr=1e-3, lr_rule="linear")
+    assert made.turn(batch_size=128).lr == 2e-3
+    assert made.turn(batch_size=128, lr=5e-4).lr == 5e-4
+    assert made.turn(batch_size=128, lr_rule="none").lr == 1e-3
+    assert made.turn(epochs=3) == made.replace(epochs=3)
+    with pytest.raises(PlanError, match="did you mean batch_size"):
+        made.turn(batchsize=3)

@@ -368,6 +368,18 @@ class FakeColab(types.ModuleType):
             raise ValueError("mount failed")
         put(self.point / "MyDrive" / "digits.tar")
 
+    @property
+    def runtime(self):
+        return self
+
+    def flush_and_unmount(self) -> None:
+        self.calls.append("flush")
+        if self.works_at == 7:
+            raise ValueError("unmount failed")
+
+    def unassign(self) -> None:
+        self.calls.append("unassign")
+
 
 @pytest.fixture
 def colab(place, monkeypatch):
@@ -396,6 +408,26 @@ def test_a_drive_that_does_not_mount_is_an_error_with_its_reason(colab):
     colab(9)
     with pytest.raises(errors.StageError, match="not mounted: ValueError: mount failed"):
         stage("drive:digits.tar")
+
+
+def test_the_machine_is_given_back_after_drive_is_written_out(colab):
+    fake = colab(0)
+    put(fake.point / "MyDrive" / "run.json")
+    stager.release_runtime()
+    assert fake.calls == ["flush", "unassign"]
+
+
+def test_a_machine_whose_drive_cannot_be_written_out_is_kept(colab):
+    fake = colab(7)
+    fake.calls += [True] * 7
+    put(fake.point / "MyDrive" / "run.json")
+    with pytest.raises(errors.StageError, match="machine is kept: .*ValueError: unmount failed"):
+        stager.release_runtime()
+    assert "unassign" not in fake.calls
+
+
+def test_off_colab_there_is_nothing_to_give_back():
+    stager.release_runtime()
 
 
 def test_drive_off_colab_names_the_variable(monkeypatch):

@@ -3,7 +3,7 @@
 from nbtools.tasks.captcha.data import pack, read
 from nbtools.tasks.captcha.demo import demo
 from nbtools.tasks.captcha.plans import BASELINE, PLAN, Plan, suggest
-from nbtools.tasks.captcha.show import show, text_of
+from nbtools.tasks.captcha.show import preview, show, text_of
 from nbtools.tasks.captcha.task import BEST, batch, decode, loss, metrics, model
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "metrics",
     "model",
     "pack",
+    "preview",
     "read",
     "show",
     "suggest",

@@ -43,6 +43,11 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
     return figure
 
 
+def preview(pack: Pack, i: int, answer: str) -> tuple[np.ndarray, str, str]:
+    """(image, truth, answer) of one sample for the live picture."""
+    return picture(pack, i), text_of(pack, i), answer
+
+
 def picture(pack: Pack, i: int) -> np.ndarray:
     """(H, W) uint8 as it is read: dark on light; lines lie on their side in the pack, as ink."""
     image = pack.sample(i)["image"]

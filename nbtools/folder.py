@@ -1,0 +1,131 @@
+"""A run's folder: locked while a process trains in it, begun, resumed from its last checkpoint, and brought back from
+where it is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from time import sleep
+from typing import Any
+from uuid import uuid4
+
+from nbtools import checkpoint, control, disk
+from nbtools.errors import CheckpointError, TrainError
+from nbtools.history import History, Record
+from nbtools.loop import refuse_fixed, told
+from nbtools.pack import Pack
+from nbtools.plan import Plan
+from nbtools.run import CARD, HISTORY, PLAN, task_name
+from nbtools.stage import cache, drive_path
+from nbtools.state import TrainState
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Two processes in one run folder would mix their histories. Raises TrainError for the second."""
+    with ExitStack() as stack:
+        with disk.explained("locking a run", cache()):
+            for patience in (0.1, 0.1, 0):  # `busy` holds the lock for an instant to look at it
+                try:
+                    stack.enter_context(lock(folder))
+                    break
+                except BlockingIOError:
+                    if not patience:
+                        raise TrainError(
+                            f"{folder}: another process trains here; stop it, or name another run folder"
+                        ) from None
+                    sleep(patience)
+        yield
+
+
+def busy(folder: Path) -> bool:
+    """Whether a process of this machine trains in a run folder now."""
+    try:
+        with lock(folder):
+            return False
+    except BlockingIOError:
+        return True
+
+
+def lock(folder: Path) -> disk.Lock:
+    key = hashlib.blake2b(str(folder.resolve()).encode(errors="surrogateescape"), digest_size=8).hexdigest()
+    return disk.Lock(cache() / "locks" / f"run-{key}.lock", wait=False)
+
+
+def stored_plan(task: Any, folder: Path) -> Plan | None:
+    """The plan of the run in a folder, where one was started."""
+    path = folder / PLAN
+    return type(task.PLAN).from_json(path.read_text()) if checkpoint.names(folder) and path.exists() else None
+
+
+def kept_folder(keep: str | Path | None) -> Path | None:
+    if keep is None:
+        return None
+    return drive_path(keep, create=True) if str(keep).startswith("drive:") else Path(keep)
+
+
+def restore(folder: Path, kept: Path | None) -> None:
+    """Bring a run back from where it is kept when the local folder is gone, as it is after a lost session.
+
+    Raises CheckpointError where that would mix two runs, or replace files that are no run's.
+    """
+    if kept is None or not (theirs := checkpoint.read_index(kept)):
+        return
+    if ours := checkpoint.read_index(folder):
+        if ours.get("id") != theirs.get("id"):
+            raise CheckpointError(f"{kept} keeps another run than {folder}; name another keep=, or another run=")
+        return
+    if folder.exists() and any(
+        p.name not in (PLAN, CARD, HISTORY, control.FILE) and p.suffix != ".part" for p in folder.iterdir()
+    ):
+        raise CheckpointError(f"{folder} holds files and no run, and {kept} keeps a run; name a new folder with run=")
+    part = folder.with_name(f"{folder.name}.part")
+    with disk.explained(f"restoring {folder} from {kept}", folder):
+        disk.remove(part)
+        disk.make_folder(part.parent)
+        shutil.copytree(kept, part, ignore=shutil.ignore_patterns("*.part"))
+        disk.remove(folder)
+        disk.publish_folder(part, folder)
+
+
+def begin(folder: Path, task: Any, pack: Pack, state: TrainState) -> tuple[History, list[str]]:
+    """A new run folder, or the old one and the state of its last checkpoint; and what was wrong with newer ones."""
+    if checkpoint.names(folder):
+        return resume(folder, pack, state)
+    with disk.explained("starting a run", folder):
+        disk.make_folder(folder)
+        disk.remove(folder / HISTORY)
+        disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
+        disk.write_atomic(folder / PLAN, state.plan.to_json())
+        disk.write_atomic(
+            folder / checkpoint.INDEX, json.dumps({"version": 1, "id": uuid4().hex, "task": task_name(task)})
+        )
+    checkpoint.save(folder, state, rows=0)
+    return History(folder / HISTORY), []
+
+
+def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[str]]:
+    if json.loads((folder / CARD).read_text()) != json.loads(json.dumps(pack.card.to_dict())):
+        raise CheckpointError(
+            f"{folder}: this run was trained on another pack (its card.json is not that of {pack.folder}); "
+            "give the same data and options, or name another run folder"
+        )
+    tensors, facts, complaints = checkpoint.newest(folder)
+    old, new = type(state.plan).from_dict(facts["plan"]), state.plan  # plan.json may be ahead of the checkpoint
+    changed = new.changes_from(old)
+    refuse_fixed(changed, new, resumed=True)
+    state.load(tensors, facts["state"])
+    history = History(folder / HISTORY)
+    history.cut(facts["rows"])
+    disk.write_atomic(folder / PLAN, new.to_json())
+    if changed:
+        if state.stopped:
+            state.stopped, state.stale = None, 0  # asked to go on: an early stop counts anew from here
+        history.append(Record("change", state.epoch, state.step, state.samples, {"what": told(changed)}))
+        if "batch_size" in changed or "micro_batch_size" in changed:
+            state.micro = new.micro_batch_size
+    return history, complaints

@@ -1,0 +1,109 @@
+"""watch: the live view of a run that another process trains, in a terminal or on several GPUs."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from nbtools import checkpoint, control
+from nbtools.control import Wishes
+from nbtools.errors import CheckpointError
+from nbtools.folder import busy
+from nbtools.history import KEYS, History, Record
+from nbtools.kernel import Messages
+from nbtools.loop import fixed
+from nbtools.plan import Plan
+from nbtools.run import HISTORY, PLAN, Run
+from nbtools.surface import Interrupt
+from nbtools.view import View
+
+MOMENT = 0.05  # seconds between two looks at the person
+READ_EVERY = 0.5  # seconds between two looks at the history
+
+
+def watch(run: str | Path, task: Any = None, wait: float = 60.0) -> Run:
+    """Draw a run of another process of this machine until it ends; returns the Run.
+
+    Buttons and fields ask that process through `control.json`. An interrupt ends the looking, not the run. wait:
+    seconds for it to begin. A run that nobody trains any more is drawn once. task: only for one that cannot be imported
+    by name. Raises CheckpointError where there is no run.
+    """
+    folder = Path(run)
+    await_start(folder, wait)
+    opened = Run.open(folder, task)
+    history = History(folder / HISTORY)
+    best = getattr(opened.task, "BEST", "-loss")
+    view = View(folder, history, opened.plan, opened.card.splits["train"], best, None, show=True)
+    asked, interrupted, messages = Asked(folder, opened.plan), Wishes(), Messages()
+    with ExitStack() as stack:
+        stack.enter_context(Interrupt(interrupted))
+        if view.panel is not None:
+            stack.enter_context(messages)
+            view.panel.begin(asked.wishes, fixed(opened.plan), lambda plan: None)
+            stack.callback(view.panel.end)
+        view.start()
+        read, told = 0.0, len(history)
+        while (trains := busy(folder)) and not interrupted.stop:
+            messages.handle()
+            asked.send()
+            if monotonic() >= read:
+                read = monotonic() + READ_EVERY
+                told = follow(view, told, type(opened.plan), folder)
+            if view.panel is not None:
+                view.panel.refresh()
+            view.draw("paused" if asked.wishes.paused else "")
+            sleep(MOMENT)
+        follow(view, told, type(opened.plan), folder)
+    view.finish([])
+    if trains:
+        view.tell(f"{folder} goes on; nb.watch it again, or ask it to stop: python -m nbtools control {folder} stop")
+    return Run.open(folder, opened.task)
+
+
+def await_start(folder: Path, wait: float) -> None:
+    """Wait for a run to appear. Raises CheckpointError where none did."""
+    end = monotonic() + wait
+    while not checkpoint.read_index(folder):
+        if monotonic() > end:
+            raise CheckpointError(
+                f"{folder}: no run here after {wait:g} s; train with run={str(folder)!r}, or give the folder of one"
+            )
+        sleep(MOMENT)
+
+
+def follow(view: View, told: int, kind: type[Plan], folder: Path) -> int:
+    """Read what the other process wrote, and say it; returns how many rows are told."""
+    view.history.refresh()
+    rows = view.history.rows
+    for row in rows[min(told, len(rows)) :]:
+        record = Record(*(row[key] for key in KEYS), {k: v for k, v in row.items() if k not in KEYS})
+        view.advance(record)
+        if record.kind == "change":
+            view.turned(kind.from_json((folder / PLAN).read_text()))
+    return len(rows)
+
+
+class Asked:
+    """Wishes for another process: sent on as they come."""
+
+    def __init__(self, folder: Path, plan: Plan):
+        self.folder, self.plan = folder, plan
+        self.wishes, self.paused = Wishes(), False
+
+    def send(self) -> None:
+        wishes, actions = self.wishes, []
+        for action in ("stop", "evaluate", "save"):
+            if getattr(wishes, action):
+                actions.append(action)
+                setattr(wishes, action, False)
+        if wishes.paused != self.paused:
+            self.paused = wishes.paused
+            actions.append("pause" if self.paused else "resume")
+        plan, knobs = wishes.plan, {}
+        if plan is not None and plan is not self.plan:
+            knobs = {n: value for n, value in plan.to_dict().items() if value != getattr(self.plan, n)}
+            self.plan = plan
+        if actions or knobs:
+            control.send(self.folder, actions, knobs)

@@ -1,0 +1,429 @@
+"""A person acts on a run while it trains, here through control.json; buttons and Ctrl-C set the same wishes."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toy
+
+import nbtools as nb
+from nbtools import __main__ as terminal
+from nbtools import checkpoint, control, surface
+from nbtools.control import FILE, Wishes, receive, send
+from nbtools.errors import CheckpointError
+from nbtools.folder import busy
+from nbtools.pack import Pack
+from nbtools.run import Run
+from nbtools.sampler import Reading, Sampler
+
+QUIET: dict[str, Any] = {"receipt": False, "progress": False}
+PLAN = toy.PLAN.replace(epochs=4)
+LIMIT = 60.0  # seconds that anything may take on a busy machine
+
+
+class Acting:
+    """The toy task; what is to happen at a training step, counted from 1, happens while it computes. Keeps what it
+    trained on: (step, plan, ids)."""
+
+    def __init__(self, **actions: Callable[[], Any]):
+        self.actions = {int(name.removeprefix("at")): act for name, act in actions.items()}
+        self.seen: list[tuple[int, Any, list[int]]] = []
+        for name in ("PLAN", "BASELINE", "BEST", "model", "loss", "metrics", "decode", "preview"):
+            setattr(self, name, getattr(toy, name))
+
+    def batch(self, raw, plan, draws):
+        if draws is not None:
+            self.seen.append((len(self.seen) + 1, plan, raw["id"].tolist()))
+            self.actions.get(len(self.seen), lambda: None)()
+        return toy.batch(raw, plan, draws)
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    return toy.make_pack(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory, pack):
+    return nb.fit(toy, pack, PLAN, tmp_path_factory.mktemp("runs") / "untouched", **QUIET)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """Look for control.json after each step, so that a test knows when it is read."""
+    monkeypatch.setattr(surface, "LOOK_EVERY", 0.0)
+
+
+def weights(run: Run):
+    return checkpoint.newest(run.folder)[0]
+
+
+def same_weights(one: Run, other: Run) -> bool:
+    ours, theirs = weights(one), weights(other)
+    return set(ours) == set(theirs) and all((ours[n] == theirs[n]).all() for n in ours)
+
+
+def losses(run: Run) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in run.history.of("step")]
+
+
+def history_of(folder: Path) -> str:
+    path = folder / "history.csv"
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+
+
+@contextmanager
+def beside(folder: Path, person: Callable[[], None]):
+    """What a person does while the run trains here; should they fail, the run is stopped and the test fails."""
+    troubles: list[BaseException] = []
+
+    def act():
+        try:
+            person()
+        except BaseException as trouble:
+            troubles.append(trouble)
+            send(folder, ["stop"])
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    yield
+    thread.join()
+    assert not troubles, troubles
+
+
+def test_pause_stops_the_steps_and_resume_goes_on_bit_equal(pack, tmp_path, untouched):
+    folder, counts = tmp_path / "run", []
+    task = Acting(at17=lambda: send(folder, ["pause"]))
+
+    def person():
+        wait_for(lambda: len(task.seen) == 17 and not (folder / FILE).exists())
+        counts.append(len(task.seen))
+        time.sleep(0.3)
+        counts.append(len(task.seen))
+        send(folder, ["resume"])
+
+    with beside(folder, person):
+        run = nb.fit(task, pack, PLAN, folder, **QUIET)
+    assert counts == [17, 17]
+    assert losses(run) == losses(untouched)
+    assert same_weights(run, untouched)
+
+
+def test_a_paused_run_is_saved_at_once_since_its_machine_may_be_taken(pack, tmp_path):
+    folder, found = tmp_path / "run", []
+    task = Acting(at6=lambda: send(folder, ["pause"]))
+
+    def person():
+        wait_for(lambda: (0, 6) in map(checkpoint.place, checkpoint.names(folder)))
+        found.append(checkpoint.read_index(folder)["last"])
+        send(folder, ["stop"])
+
+    with beside(folder, person):
+        nb.fit(task, pack, PLAN, folder, **QUIET)
+    assert checkpoint.place(found[0]) == (0, 6)
+
+
+def test_stop_leaves_a_usable_run_that_goes_on_bit_equal(pack, tmp_path, untouched):
+    folder = tmp_path / "run"
+    stopped = nb.fit(Acting(at12=lambda: send(folder, ["stop"])), pack, PLAN, folder, **QUIET)
+    assert stopped.events[-1] == "stopped by you after step 12; run it again to go on"
+    assert set(nb.evaluate(stopped, pack)) == {"loss", "accuracy"}
+    gone_on = nb.fit(toy, pack, PLAN, folder, **QUIET)
+    assert losses(gone_on) == losses(untouched)
+    assert same_weights(gone_on, untouched)
+
+
+def test_ctrl_c_is_a_wish_to_stop(pack, tmp_path):
+    task = Acting(at5=lambda: os.kill(os.getpid(), signal.SIGINT))
+    run = nb.fit(task, pack, PLAN, tmp_path / "run", **QUIET)
+    assert len(task.seen) == 5
+    assert checkpoint.place(checkpoint.names(run.folder)[0]) == (0, 5)
+
+
+def test_save_now_writes_a_checkpoint_of_that_step(pack, tmp_path, monkeypatch):
+    folder, saved = tmp_path / "run", []
+    real = checkpoint.save
+
+    def save(into, state, rows, best=False):
+        saved.append(state.step)
+        real(into, state, rows, best)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    run = nb.fit(Acting(at7=lambda: send(folder, ["save"])), pack, PLAN, folder, **QUIET)
+    assert 7 in saved
+    assert "saved at step 7" in run.events
+
+
+def test_evaluate_now_says_what_evaluation_says_and_changes_nothing(pack, tmp_path, untouched):
+    folder = tmp_path / "run"
+    run = nb.fit(Acting(at17=lambda: send(folder, ["evaluate"])), pack, PLAN, folder, **QUIET)
+    (row,) = run.history.of("evaluation")
+    assert row["step"] == 17
+    assert losses(run) == losses(untouched)
+    assert same_weights(run, untouched)
+    assert run.best == {**untouched.best, **{n: run.best[n] for n in run.best if not n.startswith("val_")}}
+    stopped = tmp_path / "stopped"
+    at17 = nb.fit(Acting(at17=lambda: send(stopped, ["stop"])), pack, PLAN, stopped, **QUIET)
+    state = nb.TrainState(toy, pack, PLAN)
+    checkpoint.load(at17.folder, state)
+    found = nb.evaluate(state, pack, "val")
+    assert {f"val_{name}": value for name, value in found.items()} == {n: row[n] for n in row if n.startswith("val_")}
+
+
+def test_evaluate_now_is_answered_while_the_run_is_paused(pack, tmp_path):
+    folder, counts = tmp_path / "run", []
+    task = Acting(at6=lambda: send(folder, ["pause"]))
+
+    def person():
+        wait_for(lambda: len(task.seen) == 6 and not (folder / FILE).exists())
+        send(folder, ["evaluate"])
+        wait_for(lambda: "evaluation," in history_of(folder))
+        counts.append(len(task.seen))
+        send(folder, ["stop"])
+
+    with beside(folder, person):
+        nb.fit(task, pack, PLAN, folder, **QUIET)
+    assert counts == [6], "a step was made during the pause"
+
+
+def test_evaluation_without_a_validation_split_is_a_sentence(pack, tmp_path, monkeypatch):
+    folder, ids = tmp_path / "run", Pack.ids
+    monkeypatch.setattr(Pack, "ids", lambda self, split: ids(self, split)[: None if split == "train" else 0])
+    run = nb.fit(Acting(at3=lambda: send(folder, ["evaluate"])), pack, PLAN.replace(epochs=1), folder, **QUIET)
+    assert "nothing to evaluate: the validation split is empty" in run.events
+
+
+def test_knobs_turned_in_an_epoch_act_at_the_next_step_and_every_sample_still_comes_once(pack, tmp_path):
+    folder = tmp_path / "run"
+    task = Acting(
+        at4=lambda: send(folder, [], {"batch_size": 7, "lr": "2e-3"}),
+        at9=lambda: send(folder, [], {"amp": "bf16", "clip_norm": None, "weight_decay": 0.1}),
+        at12=lambda: send(folder, [], {"batch_size": 32, "micro_batch_size": 16}),
+    )
+    run = nb.fit(task, pack, PLAN.replace(epochs=2), folder, **QUIET)
+    by_step = {step: plan for step, plan, _ in task.seen}
+    assert (by_step[4].batch_size, by_step[5].batch_size, by_step[5].lr) == (16, 7, 2e-3)
+    assert (by_step[9].amp, by_step[10].amp, by_step[10].clip_norm) == ("off", "bf16", None)
+    train = sorted(pack.ids("train").tolist())
+    ids = [i for _, _, batch in task.seen for i in batch]
+    assert sorted(ids[: len(train)]) == train
+    assert sorted(ids[len(train) :]) == train
+    changes = [row["what"] for row in run.history.of("change")]
+    assert changes[0] == "batch_size 16 → 7, lr 0.01 → 0.002"
+    assert Run.open(folder, toy).plan.weight_decay == 0.1, "plan.json keeps what was turned"
+
+
+def test_a_batch_size_without_an_lr_moves_lr_by_the_plans_rule(pack, tmp_path):
+    folder = tmp_path / "run"
+    plan = PLAN.replace(epochs=1, lr_rule="linear")
+    run = nb.fit(Acting(at2=lambda: send(folder, [], {"batch_size": 32})), pack, plan, folder, **QUIET)
+    assert run.plan.lr == 0.02
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ('{"feed": "workers"}', "Plan.feed cannot change in a started run"),
+        ('{"batch_size": 100000}', "larger than the train split"),
+        ('{"lr": -1}', "Plan.lr must be > 0, got -1"),
+        ('{"lrr": 1}', "did you mean lr"),
+        ('{"do": "explode"}', "pause, resume, stop, evaluate, save, got 'explode'"),
+        ('{"do": "stop", "lr": -1}', "Plan.lr must be > 0"),
+        ("[1]", "must be a JSON object"),
+    ],
+)
+def test_what_cannot_be_is_explained_and_changes_nothing(pack, tmp_path, untouched, monkeypatch, said, answer):
+    monkeypatch.setattr(control, "UNFINISHED", 0.0)
+    folder = tmp_path / "run"
+    run = nb.fit(Acting(at5=lambda: (folder / FILE).write_text(said)), pack, PLAN, folder, **QUIET)
+    (event,) = [e for e in run.events if e.startswith("not taken: ")]
+    assert answer in event
+    assert not (folder / FILE).exists()
+    assert same_weights(run, untouched)
+
+
+def test_a_file_that_is_still_being_written_is_read_when_it_is_whole(tmp_path):
+    wishes = Wishes()
+    (tmp_path / FILE).write_text('{"do": ')
+    receive(tmp_path, wishes, PLAN)
+    assert wishes == Wishes()
+    (tmp_path / FILE).write_text('{"do": ["pause", "save"], "lr": 1e-4}')
+    receive(tmp_path, wishes, PLAN)
+    assert wishes == Wishes(paused=True, save=True, plan=PLAN.replace(lr=1e-4))
+
+
+def test_two_requests_before_the_run_looks_are_both_granted(tmp_path):
+    send(tmp_path, ["save"], {"lr": 1e-3})
+    send(tmp_path, ["evaluate"], {"clip_norm": 2.0})
+    wishes = Wishes()
+    receive(tmp_path, wishes, PLAN)
+    assert wishes == Wishes(save=True, evaluate=True, plan=PLAN.replace(lr=1e-3, clip_norm=2.0))
+
+
+def test_an_older_runs_request_is_not_meant_for_this_one(pack, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    send(folder, ["stop"])
+    run = nb.fit(toy, pack, PLAN.replace(epochs=1), folder, **QUIET)
+    assert len(run.history.of("epoch")) == 1
+
+
+def test_requests_do_not_travel_to_where_the_run_is_kept(pack, tmp_path):
+    folder, kept = tmp_path / "run", tmp_path / "kept"
+    nb.fit(toy, pack, PLAN.replace(epochs=1), folder, **QUIET)
+    send(folder, ["stop"])
+    nb.fit(toy, pack, PLAN.replace(epochs=1), folder, kept, **QUIET)
+    assert not (kept / FILE).exists()
+
+
+SCRIPT = """
+import sys; sys.path.insert(0, sys.argv[1])
+import toy, torch, nbtools as nb
+from nbtools import surface
+torch.set_num_threads(1)
+from pathlib import Path
+pack = toy.make_pack(Path(sys.argv[2]))
+nb.fit(toy, pack, toy.PLAN.replace(epochs=100000, eval_every=1000), sys.argv[3], receipt=False, progress=False)
+"""
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """The folder of a run that another process trains."""
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parent), str(tmp_path), str(folder)]
+    process = subprocess.Popen(command)
+    try:
+        yield folder
+        assert process.wait(LIMIT) == 0
+    finally:
+        process.kill()
+
+
+def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhere, capsys):
+    def person():
+        wait_for(lambda: history_of(elsewhere).count("step,") > 1)
+        assert terminal.main(["control", str(elsewhere), "lr=0.005", "save"]) == 0
+        wait_for(lambda: "lr 0.01 → 0.005" in history_of(elsewhere))
+        assert terminal.main(["control", str(elsewhere), "stop"]) == 0
+
+    with beside(elsewhere, person):
+        run = nb.watch(elsewhere, toy)
+    assert not busy(elsewhere)
+    assert run.plan.lr == 0.005
+    assert "lr 0.01 → 0.005" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_the_looking_and_not_the_run(elsewhere, capsys):
+    def person():
+        wait_for(lambda: history_of(elsewhere))
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with beside(elsewhere, person):
+        nb.watch(elsewhere, toy)
+    assert busy(elsewhere)
+    assert "goes on" in capsys.readouterr().err
+    send(elsewhere, ["stop"])
+
+
+def test_watching_nothing_says_so(tmp_path):
+    with pytest.raises(CheckpointError, match="no run here after 0 s"):
+        nb.watch(tmp_path / "none", wait=0)
+
+
+def test_watching_a_run_that_ended_shows_it_once(untouched, capsys):
+    start = time.monotonic()
+    assert len(nb.watch(untouched.folder, toy).history.of("epoch")) == 4
+    assert time.monotonic() - start < 10
+
+
+def test_asking_a_run_that_nobody_trains_says_so(pack, tmp_path, capsys):
+    run = nb.fit(toy, pack, PLAN.replace(epochs=1), tmp_path / "run", **QUIET)
+    assert terminal.main(["control", str(run.folder), "stop"]) == 1
+    assert re.search("no process of this machine trains here", capsys.readouterr().err)
+
+
+class Colab(types.ModuleType):
+    """google.colab, as far as giving a machine back needs it."""
+
+    def __init__(self) -> None:
+        super().__init__("google.colab")
+        self.runtime = self.drive = self
+        self.given_back = 0
+
+    def unassign(self) -> None:
+        self.given_back += 1
+
+
+@pytest.fixture
+def colab(monkeypatch):
+    fake = Colab()
+    monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
+    monkeypatch.setitem(sys.modules, "google.colab", fake)
+    return fake
+
+
+def test_release_gpu_gives_the_machine_back_when_the_run_is_kept(pack, tmp_path, colab):
+    nb.fit(toy, pack, PLAN.replace(epochs=1), tmp_path / "run", tmp_path / "kept", release_gpu=True, **QUIET)
+    assert colab.given_back == 1
+    assert Run.open(tmp_path / "kept", toy).history.of("epoch")
+
+
+def test_release_gpu_does_not_take_the_machine_from_a_person_who_stopped_the_run(pack, tmp_path, colab):
+    folder = tmp_path / "run"
+    task = Acting(at3=lambda: send(folder, ["stop"]))
+    nb.fit(task, pack, PLAN, folder, tmp_path / "kept", release_gpu=True, **QUIET)
+    assert colab.given_back == 0
+
+
+def test_release_gpu_is_refused_where_the_run_would_go_with_the_machine(pack, tmp_path, colab):
+    with pytest.raises(CheckpointError, match="name a folder that stays: keep="):
+        nb.fit(toy, pack, PLAN, tmp_path / "run", release_gpu=True, **QUIET)
+    assert not (tmp_path / "run").exists()
+
+
+def test_gpu_readings_become_columns_and_energy_goes_on_over_sessions(pack, tmp_path):
+    history = nb.History()
+    history.append(nb.Record("step", 0, 1, 16, {"loss": 1.0, "gpu_energy": 2.0}))
+    state = nb.TrainState(toy, pack, PLAN)
+    made = surface.Surface(tmp_path / "run", toy, state, pack, history, PLAN, False)
+    made.sampler = Sampler()  # not started: a reading is put in its place
+    made.sampler.readings.append(Reading(1.0, 97, 2048, 250.0, 3600.0, ("power limit",)))
+    row = made.measured(nb.Record("step", 0, 2, 32, {"loss": 0.5}))
+    assert row.values == {
+        "loss": 0.5,
+        "gpu_utilisation": 97,
+        "gpu_memory_used": 2048,
+        "gpu_power": 250.0,
+        "gpu_energy": 3.0,
+        "gpu_throttle": "power limit",
+    }
+    bare = nb.Record("step", 0, 3, 48)
+    assert made.measured(bare) is bare
+
+
+def test_asking_for_what_is_no_wish_names_the_wishes(elsewhere, capsys):
+    wait_for(lambda: history_of(elsewhere))
+    assert terminal.main(["control", str(elsewhere), "stopp"]) == 1
+    assert "pause, resume, stop, evaluate, save, got 'stopp'" in capsys.readouterr().err
+    assert terminal.main(["control", str(elsewhere), "lr=fast"]) == 1
+    assert "Plan.lr must be a number, got 'fast'" in capsys.readouterr().err
+    assert terminal.main(["control", str(elsewhere), "stop"]) == 0
