@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field
 from html import escape
 from types import MappingProxyType
@@ -31,11 +31,14 @@ HELP = "font-size:12px;line-height:1.35"
 MUTED = f"{HELP};opacity:.7"
 WRONG = f"{HELP};color:#D55E00;font-weight:600"  # Okabe & Ito's vermillion: contrast above 3.8 on white and on black
 
-NAME, INPUT, NUMBER, NOTE = "140px", "290px", "96px", "260px"  # NUMBER: an input that shares INPUT with a slider
+NAME, INPUT, NUMBER, SLIDER, NOTE = "166px", "280px", "96px", "176px", "260px"  # INPUT: one number and its slider
 STYLE = """<style>
-.nbtools-row + .nbtools-row { border-top: 1px solid rgba(128, 128, 128, .18) }
-.nbtools-row .widget-readout { font-size: 12px; opacity: .7 }
+.nbtools-form { container-type: inline-size }
+.nbtools-row { border-top: 1px solid rgba(128, 128, 128, .18) }
+.nbtools-row .widget-readout { min-width: 52px; text-align: right; font-size: 12px; opacity: .7 }
+@container (max-width: 760px) { .nbtools-row > .widget-html { flex-basis: 100% !important; margin: 0 0 4px 184px !important } }
 </style>"""
+"""Lines between rows; where the form is narrow a note stands below its input. Without it all works, less neatly."""
 
 
 class Form:
@@ -57,7 +60,8 @@ class Form:
         self.sliders = {name: slider(values[name], *SPANS[name]) for name in SPANS}
         self.notes = {name: markup() for name in rules}
         self.said, self.offered = markup(), markup()
-        self.offer_row = bar([self.offered, *offers.values()], margin=f"0 0 6px {NAME}", padding="0 0 0 14px")
+        self.offered.layout.flex = "0 1 auto"
+        self.offer_row = bar([self.offered, *offers.values()], margin="0 0 6px 184px")
         self.filling: int | None = None  # the thread that fills the fields: what it sets is not a person's doing
         for name, made in self.fields.items():
             made.observe(lambda change, n=name: read(n, change.new) if self.by_person() else None, names="value")
@@ -98,7 +102,12 @@ class Form:
     def note(self, name: str, help: str, reason: str = "", wrong: str = "") -> None:
         """What stands beside a field: what it does and why it is so, or what is wrong with it."""
         parts = [styled(WRONG, wrong)] if wrong else [styled(HELP, help), styled(MUTED, reason)]
-        self.notes[name].value = "<br>".join(filter(None, parts))
+        self.notes[name].value = "".join(parts)
+
+    def mark(self, labels: Collection[str]) -> None:
+        """The presets that the plan is."""
+        for label, made in self.presets.items():
+            made.button_style = "primary" if label in labels else ""
 
     def say(self, sentence: str, wrong: bool = False) -> None:
         """What stands above the fields."""
@@ -118,7 +127,7 @@ class Form:
         label = Label(title, layout=Layout(width=NAME, flex="0 0 auto"))
         inputs = [made[name] for made in (self.fields, self.sliders) if name in made]
         middle = HBox(inputs, layout=Layout(width=INPUT, flex="0 0 auto", align_items="center"))
-        made = bar([label, middle, self.notes[name]], grid_gap="0 14px", padding="3px 0")
+        made = bar([label, middle, self.notes[name]], grid_gap="0 14px", padding="2px 0")
         made.add_class("nbtools-row")
         return made
 
@@ -131,7 +140,9 @@ class Form:
         more.set_title(0, f"More: {len(hidden.children)} knobs")
         style = HTML(STYLE, layout=Layout(display="none"))
         top = bar([*self.presets.values(), self.said], margin="0 0 6px")
-        return VBox([style, top, *in_view, more], layout=Layout(max_width="1100px"))
+        form = VBox([style, top, *in_view, more], layout=Layout(width="100%", max_width="1100px"))
+        form.add_class("nbtools-form")
+        return form
 
 
 def field(value: Any, rule: Field[Any], narrow: bool) -> Any:
@@ -162,7 +173,7 @@ def slider(value: float, base: float, reach: int, step: float, format: str) -> F
         step=step,
         readout_format=format,
         continuous_update=False,
-        layout=Layout(width="186px", flex="0 0 auto", margin="0 0 0 8px"),
+        layout=Layout(width=SLIDER, flex="0 0 auto", margin="0 0 0 8px"),
     )
 
 
@@ -179,7 +190,7 @@ def markup() -> HTML:
 
 def styled(style: str, text: str) -> str:
     """Escaped text in a style."""
-    return f'<span style="{style}">{escape(text)}</span>' if text else ""
+    return f'<div style="{style}">{escape(text)}</div>' if text else ""
 
 
 def button(label: str, action: Callable[[], None], tooltip: str = "", icon: str = "") -> Button:

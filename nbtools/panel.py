@@ -111,9 +111,9 @@ class Panel:
         """The run goes on with this plan, whoever wished it: show it, unless a newer wish waits."""
         with self.lock:
             wishes = self.buttons.wishes
-            asked = wishes is not None and wishes.plan is self.plan and self.plan != self.acting
-            granted, self.acting = plan != self.acting, plan
-            if plan != self.plan and not (asked and granted):
+            waits = wishes is not None and wishes.plan is self.plan and self.plan != self.acting
+            self.acting = plan
+            if plan != self.plan and not waits:
                 self.plan, self.before = plan, None
                 _, wrong = self.changes()
                 self.show(wrong)
@@ -226,10 +226,11 @@ class Panel:
         for name in self.fields:
             self.form.note(name, *self.help(name), wrong.get(name, ""))
         changed = list(self.plan.changes_from(self.advised))
-        summary = f"Changed: {', '.join(changed)}" if changed else "As advised"
+        summary = f"Changed: {', '.join(changed)}" if changed else ""
         if wrong:
             summary = f"Not taken: {', '.join(wrong)}; the plan keeps its last valid value."
-        self.form.say(f"{summary} · {said}" if said else summary, bool(wrong))
+        self.form.mark([label for label, plan in self.presets.items() if plan == self.plan])
+        self.form.say(" · ".join(filter(None, (summary, said))), bool(wrong))
         self.form.offer(*self.offer())
         self.buttons.show()
 
