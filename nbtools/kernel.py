@@ -119,15 +119,16 @@ class Messages:
         kernel.set_parent(idents, msg, channel="shell")
         try:
             kernel._publish_status("busy", "shell")
-            try:
-                with interrupt.let_through():
-                    kernel.shell_handlers[msg["header"]["msg_type"]](None, idents, msg)
-            except Exception:
-                traceback.print_exc()
-            flush()
-            kernel._publish_status("idle", "shell")
+            with interrupt.let_through():
+                kernel.shell_handlers[msg["header"]["msg_type"]](None, idents, msg)
+        except Exception:
+            traceback.print_exc()
         finally:
-            kernel.set_parent(*cell, channel="shell")
+            try:
+                flush()
+                kernel._publish_status("idle", "shell")
+            finally:
+                kernel.set_parent(*cell, channel="shell")
 
 
 class Queued:

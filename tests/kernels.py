@@ -1,0 +1,125 @@
+"""Kernels of three notebook stacks in processes of their own, and a client that clicks as a frontend does."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import KernelManager
+
+ROOT = Path(__file__).parent.parent
+STACKS = {"colab": ROOT / ".venv-colab", "ipykernel-7.3": ROOT / ".venv-ipykernel-7.3", "newest": Path(sys.prefix)}
+"""Virtual environments by the name of their list in tests/stacks; the newest is the one that runs the tests."""
+
+PATIENCE = 30
+"""Seconds; only a defect waits as long."""
+
+
+@dataclass
+class Client:
+    """One kernel, all that it published, and when."""
+
+    stack: str
+    manager: KernelManager
+    client: BlockingKernelClient
+    said: list[dict] = field(default_factory=list)
+    replies: list[dict] = field(default_factory=list)
+
+    def until(self, wanted: Callable[[dict], bool], say: str) -> dict:
+        """The first message on iopub from now on that is wanted."""
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            message = self.client.get_iopub_msg(timeout=PATIENCE)
+            message["arrived"] = time.monotonic()
+            self.said.append(message)
+            if wanted(message):
+                return message
+        raise AssertionError(f"nothing after {PATIENCE} s: {say}; the last: {self.said[-3:]}")
+
+    def idle(self, request: str) -> dict:
+        return self.until(
+            lambda m: m["msg_type"] == "status" and m["content"]["execution_state"] == "idle" and parent(m) == request,
+            f"the end of {request}",
+        )
+
+    def printed(self, text: str) -> dict:
+        return self.until(lambda m: text in m["content"].get("text", ""), f"“{text}”")
+
+    def send(self, kind: str, content: dict, subshell: str | None = None) -> str:
+        message = self.client.session.msg(kind, content)
+        if subshell:
+            message["header"]["subshell_id"] = subshell
+        self.client.shell_channel.send(message)
+        return message["header"]["msg_id"]
+
+    def slide(self, slider: str, value: int, subshell: str | None = None) -> str:
+        """What a frontend sends when a person moves a slider."""
+        data = {"method": "update", "state": {"value": value}, "buffer_paths": []}
+        return self.send("comm_msg", {"comm_id": slider, "data": data}, subshell)
+
+    def reply(self, request: str) -> dict:
+        while not any(parent(message) == request for message in self.replies):
+            self.replies.append(self.client.get_shell_msg(timeout=PATIENCE))
+        return next(message for message in self.replies if parent(message) == request)
+
+    def slider(self) -> str:
+        """The id of the slider that was made last."""
+        opened = [m["content"] for m in self.said if m["msg_type"] == "comm_open"]
+        return [c["comm_id"] for c in opened if c["data"]["state"].get("_model_name") == "IntSliderModel"][-1]
+
+    def text(self, request: str) -> str:
+        """What was printed in the name of a request."""
+        return "".join(m["content"]["text"] for m in self.said if m["msg_type"] == "stream" and parent(m) == request)
+
+    def errors(self, request: str) -> list[str]:
+        """The names of the exceptions shown in the name of a request."""
+        return [m["content"]["ename"] for m in self.said if m["msg_type"] == "error" and parent(m) == request]
+
+    def states(self, request: str) -> list[str]:
+        return [
+            m["content"]["execution_state"] for m in self.said if m["msg_type"] == "status" and parent(m) == request
+        ]
+
+    def run(self, code: str) -> str:
+        """Runs a cell to its end; its text."""
+        request = self.client.execute(code)
+        self.idle(request)
+        return self.text(request)
+
+
+def parent(message: dict) -> str | None:
+    return message["parent_header"].get("msg_id")
+
+
+def python(stack: str) -> Path:
+    """The interpreter of a stack; skips without it, but not in CI."""
+    found = STACKS[stack] / "bin" / "python"
+    if not found.exists():
+        assert os.environ.get("CI") != "true", f"{found} is not there, and CI must test every stack: run make test"
+        pytest.skip(f"no {found}; make test installs it")
+    return found
+
+
+@contextmanager
+def started(stack: str, folder: Path) -> Iterator[Client]:
+    """A kernel of a stack, until the block ends; its complaints are in folder/stderr."""
+    manager = KernelManager(connection_file=str(folder / "connection.json"), shutdown_wait_time=1)
+    launch = [str(python(stack)), "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    manager._kernel_spec = KernelSpec(argv=launch, display_name=stack, language="python")
+    environment = os.environ | {"IPYTHONDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    with (folder / "stderr").open("w") as stderr:
+        manager.start_kernel(cwd=str(folder), env=environment, stderr=stderr)
+    client = manager.blocking_client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=PATIENCE)
+        yield Client(stack, manager, client)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
