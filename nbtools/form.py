@@ -36,7 +36,9 @@ STYLE = """<style>
 .nbtools-form { container-type: inline-size }
 .nbtools-row { border-top: 1px solid rgba(128, 128, 128, .18) }
 .nbtools-row .widget-readout { min-width: 52px; text-align: right; font-size: 12px; opacity: .7 }
-@container (max-width: 760px) { .nbtools-row > .widget-html { flex-basis: 100% !important; margin: 0 0 4px 184px !important } }
+@container (max-width: 760px) {
+  .nbtools-row > .widget-html { flex-basis: 100% !important; margin: 0 0 4px 184px !important }
+}
 </style>"""
 """Lines between rows; where the form is narrow a note stands below its input. Without it all works, less neatly."""
 

@@ -12,7 +12,6 @@ import re
 import threading
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,29 +19,10 @@ from nbtools import plan as plans
 from nbtools import table
 from nbtools.control import Wishes
 from nbtools.errors import MissingExtra, NbtoolsError, PlanError
-from nbtools.plan import Plan, lr_factor
+from nbtools.offers import RULES, Before
+from nbtools.plan import Plan
 
 VIEW = "application/vnd.jupyter.widget-view+json"
-RULES = {
-    "none": ("keep", "lr as it was"),
-    "sqrt": ("√ rule", "times √k for a batch k times as large: rule of thumb for Adam (arXiv 2205.10287)"),
-    "linear": ("linear", "times k for a batch k times as large: rule of thumb for SGD with warmup (arXiv 1706.02677)"),
-}
-"""lr_rule → what its button says, what taking it does."""
-
-
-@dataclass(frozen=True)
-class Before:
-    """The batch size and lr that offers count from: those before the batch was changed, until lr is touched."""
-
-    batch_size: int
-    lr: float
-
-    def offers(self, batch_size: int) -> dict[str, float]:
-        """lr_rule → lr at another batch size, in the three digits that its button shows."""
-        k = batch_size / self.batch_size
-        found = {rule: float(f"{self.lr * lr_factor(rule, k):.3g}") for rule in RULES}
-        return {**found, "none": self.lr}
 
 
 class Panel:
@@ -231,7 +211,7 @@ class Panel:
             summary = f"Not taken: {', '.join(wrong)}; the plan keeps its last valid value."
         self.form.mark([label for label, plan in self.presets.items() if plan == self.plan])
         self.form.say(" · ".join(filter(None, (summary, said))), bool(wrong))
-        self.form.offer(*self.offer())
+        self.form.offer(*(self.before.words(self.plan) if self.before else ("", {})))
         self.buttons.show()
 
     def help(self, name: str) -> tuple[str, str]:
@@ -245,19 +225,6 @@ class Panel:
         if name in self.fixed:
             reason = self.fixed[name]
         return self.rules[name].metadata.get("help", ""), reason
-
-    def offer(self) -> tuple[str, dict[str, str]]:
-        """(what the change of batch size did to lr, lr_rule → what its button says)."""
-        before, plan = self.before, self.plan
-        if before is None or before.batch_size == plan.batch_size:
-            return "", {}
-        did = f"lr stays {table.shown(plan.lr)}"
-        if plan.lr != before.lr:
-            did = f"lr {table.shown(before.lr)} → {table.shown(plan.lr)} by its rule ({plan.lr_rule})"
-        offers = before.offers(plan.batch_size)
-        others = {rule: lr for rule, lr in offers.items() if not math.isclose(lr, plan.lr, rel_tol=5e-3)}
-        labels = {rule: f"{RULES[rule][0]}: {table.shown(lr)}" for rule, lr in others.items()}
-        return f"batch {before.batch_size} → {plan.batch_size}: {did}", labels
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         """The form where there is a kernel; the table of the plan in a page that has none."""

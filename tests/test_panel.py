@@ -12,7 +12,8 @@ from nbtools import plan as plans
 from nbtools.control import Wishes
 from nbtools.errors import MissingExtra, PlanError, TrainError
 from nbtools.form import IN_VIEW, ORDER, written
-from nbtools.panel import VIEW, Before, Panel
+from nbtools.offers import Before
+from nbtools.panel import VIEW, Panel
 
 EVIL = "<img src=x onerror=alert(1)>"
 
