@@ -14,8 +14,7 @@ from pathlib import Path
 
 import nbtools as nb
 from benchmarks.paired import RESULTS, Figure, Receipt
-from nbtools.chart import About
-from nbtools.plot import figure
+from nbtools.plot import LivePlot
 from nbtools.tasks import captcha
 
 HELD_BACK = 500
@@ -35,8 +34,8 @@ def main() -> None:
         run = nb.fit(captcha, pack, advice, run=Path(scratch) / "captcha-lines", receipt=False)
         minutes, cpu_minutes = (time.monotonic() - clock) / 60, (time.process_time() - cpu) / 60
         found = nb.evaluate(run, pack, "test")
-        about = About("real captchas, 4–8 characters", run.plan.epochs, pack.splits["train"], captcha.BEST)
-        figure(run.history, about).savefig(RESULTS / "captcha_lines.png", dpi=110)
+        drawn = LivePlot("real captchas, 4–8 characters", run.plan.epochs, pack.splits["train"], captcha.BEST)
+        drawn.finish(run.history, RESULTS / "captcha_lines.png")
         names = {"cer": "of characters", "cr": "of characters", "whole_accuracy": "of captchas"}
         figures = [Figure.of(f"test_{name}", unit, [found[name]]) for name, unit in names.items()]
         figures += [Figure.of("wall", "min", [minutes]), Figure.of("cpu", "min", [cpu_minutes])]

@@ -1,10 +1,38 @@
-"""Round numbers for axes, and how numbers and durations are written beside them."""
+"""Axes with round numbers, and how numbers and durations are written beside them."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A vertical axis from low to high; step: between its ticks, None for what is round."""
+
+    low: float
+    high: float
+    log: bool = False
+    step: float | None = None
+
+    def heights(self, values: np.ndarray) -> np.ndarray:
+        """(n,) → (n,): 0 at low, 1 at high; values beyond stay at the edge."""
+        inside = np.minimum(np.maximum(values, self.low), self.high)
+        if self.log:
+            return np.log(inside / self.low) / math.log(self.high / self.low)
+        return (inside - self.low) / (self.high - self.low)
+
+    def ticks(self) -> tuple[list[float], list[str]]:
+        """(values, labels) from low to high."""
+        if self.step is not None:
+            places = [self.low + i * self.step for i in range(round((self.high - self.low) / self.step) + 1)]
+        else:
+            places = log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high)
+        return places, tick_labels(places, self.log)
 
 
 def duration(seconds: float) -> str:
@@ -44,11 +72,12 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Powers of ten, at most about `count` of them; on an axis with fewer than three, 1, 2 and 5 times each."""
+    """Powers of ten, about `count` at most; where so many fit, 1 and 3 or 1, 2 and 5 times each."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for steps in ((1,), (1, 2, 5)):
+    found: list[float] = []
+    for steps in ((1, 2, 5), (1, 3), (1,)):
         found = [s * 10.0**p for p in powers for s in steps if low <= s * 10.0**p <= high]
-        if len(found) > 2:
+        if len(found) <= count + 1:
             break
     return found[:: math.ceil(len(found) / (count + 1))]
 

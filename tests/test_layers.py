@@ -15,9 +15,11 @@ ORDER = [
     {"surface", "folder"},
     {"view"},
     {"panel", "plot", "kernel", "preview"},
-    {"run"},
-    {"chart", "buttons"},
-    {"axis", "form"},
+    {"run", "svg", "figure"},
+    {"axes", "cards", "picture"},
+    {"page", "facts"},
+    {"columns", "chart", "buttons"},
+    {"axis", "form", "offers"},
     {"advise"},
     {"measure"},
     {"loop"},
@@ -48,7 +50,7 @@ Nobody imports a task: it is reached by name."""
 
 ONLY = {
     "ipywidgets": {"form", "plot", "view"},
-    "matplotlib": {"plot", "tasks"},
+    "matplotlib": {"axes", "page", "tasks"},
     "google": {"stage"},  # google.colab
     "pynvml": {"gpu"},
     "torchvision": set(),
@@ -149,7 +151,7 @@ def test_arrows_point_down(module, path):
         ("loop", "from .feed import batches", "relative"),
         ("loop", "import nbtools", "face"),
         ("loop", "from nbtools import magic", "not in the order"),
-        ("loop", "import matplotlib.pyplot as plt", "only plot, tasks"),
+        ("loop", "import matplotlib.pyplot as plt", "only axes, page, tasks"),
         ("fit", "import ipywidgets as widgets", "only form, plot, view"),
         ("fit", "from google.colab import files", "only stage"),
         ("tasks.captcha", "import torchvision", "nobody"),

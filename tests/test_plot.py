@@ -1,5 +1,6 @@
 """The picture of a run: what it shows, that it is quick, escaped and readable, and that the last frame stays."""
 
+import base64
 import io
 import math
 import re
@@ -7,18 +8,21 @@ import sys
 import time
 import types
 import xml.etree.ElementTree as ET
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from nbtools import axis, chart, plot
-from nbtools.chart import About
+from nbtools import axis, cards, chart, figure, plot, svg
+from nbtools.chart import About, Preview
+from nbtools.columns import Columns
+from nbtools.gpu import REASONS
 from nbtools.history import History, Record
+from nbtools.picture import picture
 
 EVIL = '</svg><img src=x onerror="alert(1)">&'
 GPU = {"gpu_memory_allocated": 1200.0, "gpu_memory_reserved": 2300.0}
+BUSY = {**GPU, "gpu_memory_used": 2900, "gpu_utilisation": 96, "gpu_power": 283.4, "gpu_energy": 12.345}
 
 
 def history(steps=200, epochs=4, memory=None, metric="whole_accuracy", change=None):
@@ -32,9 +36,10 @@ def history(steps=200, epochs=4, memory=None, metric="whole_accuracy", change=No
             "batch_size": 64,
             "samples_per_s": 640.0,
             "data_wait": 0.02,
+            **(memory or {"memory": 700.0}),
         }
         loss = math.exp(-6 * done) + 0.02 + 0.01 * abs(rng.normal())
-        found.append(Record("step", epoch, step, step * 64, {"loss": loss, **row, **(memory or {"memory": 700.0})}))
+        found.append(Record("step", epoch, step, step * 64, {"loss": loss, **row}))
         if step == steps // 2 and change:
             found.append(Record("change", epoch, step, step * 64, {"what": change}))
         if step % each == 0:
@@ -46,66 +51,150 @@ def history(steps=200, epochs=4, memory=None, metric="whole_accuracy", change=No
 ABOUT = About("captcha", epochs=8, epoch_samples=50 * 64, best="whole_accuracy")
 
 
+def shown(found, about=ABOUT, status=""):
+    return picture(Columns(found), about, status)
+
+
+def frame(found, about=ABOUT, status=""):
+    return svg.frame(shown(found, about, status))
+
+
 def parsed(page):
     """The frame as XML, which unescaped text or an unclosed tag would not be."""
     return ET.fromstring(page)
 
 
 def texts(page):
-    return " ".join(parsed(page).itertext())
+    return " ".join(" ".join(parsed(page).itertext()).split())
 
 
-def test_a_frame_shows_losses_metric_rate_memory_and_the_line_of_facts():
-    shown = texts(plot.svg(history(), ABOUT, "evaluating"))
-    for part in ("captcha", "train", "validation", "whole_accuracy", "learning rate", "memory of the process (MiB)"):
-        assert part in shown
+def classed(tree, name):
+    return [item for item in tree.iter() if item.get("class") == name]
+
+
+def test_a_frame_shows_losses_metric_rate_speed_waiting_memory_and_the_facts():
+    said = texts(frame(history(), status="evaluating"))
+    for part in ("captcha", "train", "validation", "whole_accuracy", "learning rate", "speed", "memory MiB"):
+        assert part in said
     for part in ("epoch 4 of 8", "step 200", "samples/s 640", "waiting for data 2 %", "memory 700 MiB"):
-        assert part in " ".join(shown.split())
-    assert "best whole_accuracy 1.000 in epoch 4" in " ".join(shown.split())
-    assert "evaluating" in shown
+        assert part in said
+    assert "best whole_accuracy 1.000 in epoch 4" in said
+    assert "evaluating" in said
 
 
 def test_gpu_memory_is_drawn_when_the_run_had_a_gpu():
-    shown = " ".join(texts(plot.svg(history(memory=GPU), ABOUT)).split())
-    assert "GPU memory (GiB)" in shown
-    assert re.search(r"allocated\s*1\.2\b.*reserved\s*2\.2\b", shown)
+    said = texts(frame(history(memory=GPU)))
+    assert re.search(r"GPU memory GiB allocated 1\.2 reserved 2\.2\b", said)
+
+
+def test_what_the_gpu_does_is_one_chart_with_power_at_an_axis_of_its_own():
+    made = shown(history(memory=BUSY))
+    [chart] = [chart for chart in made.charts if chart.title == "GPU"]
+    assert [(line.name, line.value, line.right) for line in chart.lines] == [
+        ("in use", "96 %", False),
+        ("waiting for data", "2 %", False),
+        ("power", "283 W", True),
+    ]
+    assert chart.right is not None
+    assert len(chart.right.ticks()[0]) == len(chart.scale.ticks()[0])  # both stand at the same grid lines
+    assert chart.right.high >= 283.4
+    said = texts(svg.frame(made))
+    for part in ("GPU use 96 %", "power 283 W", "energy 12.3 Wh", "device 2.8", "% of the time · W, right"):
+        assert part in said
+
+
+def test_without_gpu_readings_there_is_no_gpu_chart():
+    assert "GPU" not in texts(frame(history()))
+    assert [chart.title for chart in shown(history()).charts] == [
+        *("loss", "validation metrics", "learning rate"),
+        *("speed", "waiting for data", "memory"),
+    ]
+
+
+def test_what_holds_the_gpu_back_is_said_in_words_on_a_colour_and_idle_is_no_trouble():
+    reasons = f"{REASONS[0x1]}, {REASONS[0x4]}, {REASONS[0x40]}, {REASONS[0x10]}"
+    badges = shown(history(memory={**BUSY, "gpu_throttle": reasons}), status="paused").badges
+    assert [(badge.text, badge.colour) for badge in badges] == [
+        ("paused", ""),
+        ("GPU held back: power limit", chart.ORANGE),
+        ("GPU held back: too hot (hardware)", chart.VERMILLION),
+        ("GPU held back: waiting for the slowest of a sync-boost group", ""),
+    ]
+    assert shown(history(memory={**BUSY, "gpu_throttle": REASONS[0x1]})).badges == ()
+
+
+def test_an_evaluation_between_epochs_is_a_point_of_its_own_and_never_the_best_one():
+    found = history()
+    found.append(Record("evaluation", 4, 225, 225 * 64, {"val_loss": 0.01, "val_whole_accuracy": 2.0}))
+    made = shown(found)
+    [line] = made.charts[1].lines
+    assert line.x.tolist() == [50, 100, 150, 200, 225]
+    assert line.ring == (200.0, 1.0)
+    assert ("best whole_accuracy", "1.000 in epoch 4") in made.facts
+    assert made.charts[0].lines[-1].y[-1] == 0.01
 
 
 def test_time_left_counts_samples_at_the_recent_pace_and_evaluations():
     """4 of 8 epochs of 3,200 samples at 640 a second are 20 s, and 4 evaluations of 1 s."""
-    assert ("left", "24 s") in chart.picture(history(), ABOUT).facts
-    assert chart.picture(history(), ABOUT).share == 0.5
+    assert ("time left", "24 s") in shown(history()).facts
+    assert shown(history()).share == 0.5
 
 
 def test_a_finished_run_says_what_it_took_instead():
-    facts = dict(chart.picture(history(), About(epochs=4, epoch_samples=3200)).facts)
+    facts = dict(shown(history(), About(epochs=4, epoch_samples=3200)).facts)
     assert facts["took"] == "24 s"
-    assert "left" not in facts
+    assert "time left" not in facts
 
 
 def test_the_lowest_is_best_for_an_error_rate_and_its_point_is_ringed():
-    found = history(metric="cer")
-    made = chart.picture(found, About(best="-cer"))
+    made = shown(history(metric="cer"), About(best="-cer"))
     [line] = made.charts[1].lines
-    assert (line.name, line.ring) == ("cer", 0)
+    assert (line.name, line.ring) == ("cer", (50.0, 0.25))
     assert ("best cer", "0.250 in epoch 1") in made.facts
 
 
 def test_text_from_a_run_never_becomes_markup():
-    page = plot.svg(history(metric=EVIL, change=EVIL), About(EVIL, best=EVIL), EVIL)
+    found = history(metric=EVIL, change=EVIL, memory={**BUSY, "gpu_throttle": EVIL})
+    page = frame(found, About(EVIL, best=EVIL), EVIL)
     assert "<img" not in page
-    assert texts(page).count(EVIL) >= 4
+    assert texts(page).count(" ".join(EVIL.split())) >= 5
 
 
-def test_a_change_of_settings_is_marked_in_every_chart_where_it_happened():
-    tree = parsed(plot.svg(history(change="lr 0.001 → 0.0005"), ABOUT))
-    charts = tree.findall(".//{*}svg")
-    assert len(charts) == 4
-    middle = plot.LEFT + (plot.WIDTH - plot.LEFT - plot.RIGHT) / 2
-    for drawn in charts:
-        [mark] = [path.get("d", "") for path in drawn.iter() if path.get("stroke-dasharray")]
-        assert mark.startswith(f"M{middle:.1f} ")
-    assert "lr 0.001 → 0.0005" in texts(plot.svg(history(change="lr 0.001 → 0.0005")))
+def test_a_change_of_settings_is_marked_in_every_chart_where_it_happened_and_named_in_the_first():
+    page = frame(history(change="lr 0.001 → 0.0005"))
+    drawn = [item for item in parsed(page).iter() if item.get("viewBox") == f"0 0 {svg.WIDTH} {svg.HEIGHT}"]
+    assert len(drawn) == 6
+    for each in drawn:
+        [mark] = [path.get("d", "") for path in each.iter() if path.get("stroke-dasharray") == "3 3"]
+        assert mark.startswith(f"M{svg.WIDTH // 2} ")
+    [name] = classed(parsed(page), "nbt-name")
+    assert name.text == "lr 0.001 → 0.0005"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_names_of_marks_cross_neither_each_other_nor_another_marks_line(seed):
+    rng = np.random.default_rng(seed)
+    found = history()
+    for step in sorted(rng.integers(1, 200, 12)):
+        found.append(Record("change", 0, int(step), int(step), {"what": "x" * int(rng.integers(5, 60))}))
+    made = shown(found)
+    assert len(made.marks) == 12
+    named = [mark for mark in made.marks if mark.name]
+    assert named
+    spans = {}
+    for mark in named:
+        at, long = mark.x / made.last, len(mark.name) / 40
+        spans[mark] = (at, at + long) if mark.side > 0 else (at - long, at)
+        assert 0 <= spans[mark][0] <= spans[mark][1] <= 1
+    for mark in named:
+        for other in named:
+            if other is mark:
+                continue
+            low, high = spans[other]
+            if other.row == mark.row:
+                assert spans[mark][1] <= low or high <= spans[mark][0]
+            if other.row <= mark.row:
+                assert not low < mark.x / made.last < high
 
 
 @pytest.mark.parametrize(
@@ -120,28 +209,31 @@ def test_a_change_of_settings_is_marked_in_every_chart_where_it_happened():
         [Record("step", 0, 1, 64, {"loss": "'=cmd", "lr": 1e-3})],
         [Record("epoch", 0, 5, 64, {"train_loss": 0.5})],
         [Record("epoch", 0, 5, 64, {"train_loss": 0.5, "val_cer": 31.0, "val_ar": -30.0})],
+        [Record("evaluation", 0, 5, 64, {"val_loss": 0.5, "val_cer": 31.0})],
+        [Record("step", 0, 1, 64, {"loss": 0.7, "gpu_power": 0.0, "gpu_utilisation": "n/a", "gpu_throttle": 5})],
+        [Record("change", 0, 0, 0, {"what": "lr"}), Record("change", 0, 0, 0, {"what": ""})],
     ],
 )
 def test_any_history_can_be_drawn(rows):
     found = History()
     for row in rows:
         found.append(row)
-    about = About("odd", 3, 64, "-cer")
-    page = plot.svg(found, about)
+    made = shown(found, About("odd", 3, 64, "-cer"))
+    page = svg.frame(made)
     assert "nan" not in page
     assert parsed(page) is not None
-    assert plot.png(plot.figure(found, about)).startswith(b"\x89PNG")
+    assert figure.draw(made).png().startswith(b"\x89PNG")
 
 
 def test_drawn_points_stay_inside_their_chart():
-    tree = parsed(plot.svg(history(metric="cer", memory=GPU), ABOUT))
-    for line in tree.iter():
-        if line.tag.endswith("polyline"):
-            points = np.array(line.get("points", "").split(","), int).reshape(-1, 2) / 10
-            assert points[:, 0].min() >= plot.LEFT
-            assert points[:, 0].max() <= plot.WIDTH - plot.RIGHT
-            assert points[:, 1].min() >= plot.TOP
-            assert points[:, 1].max() <= plot.HEIGHT - plot.BOTTOM
+    tree = parsed(frame(history(metric="cer", memory=BUSY)))
+    lines = [line for line in tree.iter() if line.tag.endswith("polyline")]
+    assert len(lines) >= 10
+    for line in lines:
+        points = np.array(line.get("points", "").split(","), int).reshape(-1, 2)
+        assert points.min() >= 0
+        assert points[:, 0].max() <= svg.WIDTH
+        assert points[:, 1].max() <= svg.HEIGHT
 
 
 def test_thinning_keeps_every_peak_the_ends_and_the_order():
@@ -154,7 +246,31 @@ def test_thinning_keeps_every_peak_the_ends_and_the_order():
     assert {0.0, 1234.0, 7777.0, 10_000.0} <= set(thin_x)
 
 
-@pytest.mark.parametrize("half", [1, 3, 50])
+def test_the_means_of_a_long_line_lie_in_its_columns_and_keep_its_level():
+    x, y = np.arange(10_001.0), np.random.default_rng(4).normal(size=10_001)
+    mean_x, mean_y = chart.averaged(x, y)
+    assert len(mean_x) <= 2 * chart.COLUMNS
+    assert (np.diff(mean_x) > 0).all()
+    assert (mean_x[0], mean_y[0]) == (x[:51].mean(), pytest.approx(y[:51].mean()))
+    assert (mean_x[-1], mean_y[-1]) == (
+        x[10_000 - 10_000 % 51 :].mean(),
+        pytest.approx(y[10_000 - 10_000 % 51 :].mean()),
+    )
+
+
+def test_columns_that_grew_with_a_history_are_those_of_the_whole_also_after_it_was_cut():
+    whole = history(change="lr 1 → 2", memory=BUSY)
+    part, table = History(), Columns()
+    for row in whole.rows[:150]:
+        part.rows.append(row)
+        table.follow(part)
+    part.cut(40)  # a rollback: the rows come again, as new ones
+    part.rows += [dict(row) for row in whole.rows[40:]]
+    table.follow(part)
+    assert svg.frame(picture(table, ABOUT)) == frame(whole)
+
+
+@pytest.mark.parametrize("half", [0, 1, 3, 50])
 def test_smoothing_is_the_mean_of_the_neighbours(half):
     values = np.random.default_rng(2).normal(size=40)
     slow = [values[max(i - half, 0) : i + half + 1].mean() for i in range(40)]
@@ -181,8 +297,9 @@ def test_ticks_of_any_axis_are_few_and_inside():
         assert len(set(axis.tick_labels(found))) == len(found) or abs(low) / span > 100
 
 
-def test_a_logarithmic_axis_has_powers_of_ten_or_their_halves_and_fifths():
+def test_a_logarithmic_axis_has_powers_of_ten_or_round_steps_between():
     assert axis.tick_labels(axis.log_ticks(1e-7, 2e-4), True) == ["1e-7", "1e-6", "1e-5", "1e-4"]
+    assert axis.tick_labels(axis.log_ticks(0.025, 12), True) == ["0.03", "0.1", "0.3", "1", "3", "10"]
     assert axis.tick_labels(axis.log_ticks(0.015, 0.6), True) == ["0.02", "0.05", "0.1", "0.2", "0.5"]
 
 
@@ -200,100 +317,199 @@ def test_durations_are_read_without_arithmetic(seconds, text):
     assert axis.duration(seconds) == text
 
 
-def test_a_frame_of_2000_points_takes_about_a_millisecond_or_two():
-    """≤ 2 ms on a free core; the bound here is for a busy machine, the least of 30 for a fair one."""
-    found = history(2000, 20, GPU)
+@pytest.mark.parametrize("steps", [2000, 10_000])
+def test_a_frame_takes_about_two_milliseconds_however_long_the_run(steps):
+    """1.6 to 1.8 ms on a free core for six charts; the bound is for a busy machine, the least of 30 for a fair one."""
+    table = Columns(history(steps, 20, BUSY))
     times = []
     for _ in range(30):
-        start = time.process_time()
-        page = plot.svg(found, ABOUT)
-        times.append(time.process_time() - start)
+        start = time.thread_time()
+        page = svg.frame(picture(table, ABOUT))
+        times.append(time.thread_time() - start)
     assert min(times) < 0.010
     assert len(page) < 40_000
 
 
-def test_the_figure_has_the_same_charts_in_greys_on_a_transparent_ground():
-    made = plot.figure(history(metric="$cer", change="$lr"), About("50 $ and $", best="-$cer"))
-    assert [axes.get_title(loc="left") for axes in made.axes] == [
-        c.title for c in chart.picture(history(metric="$cer")).charts
-    ]
-    image = Image.open(io.BytesIO(plot.png(made)))
-    assert image.getchannel("A").getextrema()[0] == 0
-    assert image.width == 1440
+def test_new_rows_are_read_once():
+    found, table = history(10_000, 20, BUSY), Columns()
+    table.follow(found)
+    start = time.thread_time()
+    for _ in range(1000):
+        table.follow(found)
+    assert time.thread_time() - start < 0.05  # 0.2 µs each; reading all rows again takes 40 ms
+
+
+def test_the_png_has_the_same_charts_in_greys_on_a_transparent_ground():
+    made = shown(history(metric="$cer", change="$lr", memory=BUSY), About("50 $ and $", best="-$cer"))
+    page = figure.draw(made)
+    drawn = {text.get_text() for text in page.figure.findobj(match=lambda item: hasattr(item, "get_text"))}
+    for item in made.charts:
+        assert {item.title, item.units, *(line.name for line in item.lines), *item.scale.ticks()[1]} <= drawn
+    assert {text for fact in made.facts for text in fact} | {"50 $ and $", "$lr"} <= drawn
+    image = Image.open(io.BytesIO(page.png()))
+    assert image.getchannel("A").getextrema() == (0, 255)
+    assert len(image.convert("RGB").getcolors(1 << 20) or ()) > 100
+    assert image.width == 2 * figure.WIDE
 
 
 def test_drawing_leaves_pyplot_and_its_settings_alone():
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    plot.figure(history(), ABOUT)
+    figure.draw(shown(history())).png()
     assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
     assert dict(matplotlib.rcParams) == before
 
 
+CAPTCHA, LINE = np.zeros((60, 160), np.uint8), np.zeros((48, 800), np.uint8)
+OVERLAY = np.random.default_rng(5).integers(0, 255, (360, 480, 3)).astype(np.uint8)
+
+
+def test_samples_are_equally_wide_and_a_line_of_text_is_high_enough_to_read():
+    assert cards.size(CAPTCHA) == (200, 75)
+    assert cards.size(OVERLAY) == (200, 150)
+    assert cards.size(LINE) == (667, 40)
+    assert cards.size(np.zeros((900, 30), np.uint8)) == (5, 160)
+
+
+@pytest.mark.parametrize(("image", "pixels"), [(CAPTCHA, (160, 60)), (LINE, (800, 48)), (OVERLAY, (400, 300))])
+def test_a_thumbnail_has_no_more_pixels_than_the_screen_shows(image, pixels):
+    page = cards.html([Preview(image, "a", "a")])
+    data = re.findall(r'src="data:image/png;base64,([^"]*)"', page)
+    with Image.open(io.BytesIO(base64.b64decode(data[0]))) as made:
+        assert made.size == pixels
+        assert made.mode == ("RGB" if image.ndim == 3 else "L")
+
+
+def test_wrong_characters_are_underlined_and_a_right_answer_has_a_tick():
+    wrong = parsed(cards.html([Preview(CAPTCHA, "Qm3pZ", "Om3p")]))
+    assert [item.text for item in wrong.iter("u")] == ["Q", "Z", "O"]
+    assert "✓" not in " ".join(wrong.itertext())
+    right = parsed(cards.html([Preview(CAPTCHA, "Qm3pZ", "Qm3pZ")]))
+    assert [item.tag for item in right.iter("u")] == []
+    assert "TRU Qm3pZ PRE Qm3pZ ✓" in " ".join(" ".join(right.itertext()).split())
+
+
+@pytest.mark.parametrize(
+    ("truth", "predicted", "said"),
+    [
+        ("abc", "abc", ("abc", "abc")),
+        ("abc", "", ("[abc]", "")),
+        ("abc", "xabc", ("abc", "[x]abc")),
+        ("手写中文", "手与中文", ("手[写]中文", "手[与]中文")),
+    ],
+)
+def test_what_was_not_read_and_what_was_read_amiss_are_told_apart(truth, predicted, said):
+    lines = cards.marked(truth, predicted)
+    assert tuple("".join(f"[{part}]" if wrong else part for part, wrong in line) for line in lines) == said
+
+
+def test_text_of_a_sample_never_becomes_markup():
+    page = cards.html([Preview(CAPTCHA, EVIL, "a"), Preview(CAPTCHA, "a", EVIL), Preview(CAPTCHA, "", EVIL)])
+    tree = parsed(page)
+    assert [item.get("onerror") for item in tree.iter("img")] == [None] * 3
+    assert "".join(tree.itertext()).count(EVIL) == 3
+
+
+def test_the_png_shows_the_samples_below_the_charts():
+    previews = [Preview(OVERLAY, "手写", "手与"), Preview(LINE, "$a$" * 40, "$b$"), Preview(CAPTCHA)]
+    bare, page = figure.draw(shown(history())), figure.draw(shown(history()), previews)
+    assert page.tall > bare.tall + 150
+    with Image.open(io.BytesIO(page.png())) as image:
+        below = image.crop((0, round(2 * bare.tall), image.width, image.height)).convert("RGB")
+    assert len(below.getcolors(1 << 20) or ()) > 1000  # the overlay's noise
+
+
 @pytest.fixture
 def notebook(monkeypatch):
-    """As in a kernel: a real ipywidgets HTML, and a list of what was displayed (with its value at that moment)."""
-    shown = []
+    """As in a kernel, with real ipywidgets."""
     kernel = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace(kernel=object()))
     monkeypatch.setitem(sys.modules, "IPython", kernel)
     assert plot.in_notebook()
     monkeypatch.delitem(sys.modules, "IPython")
     monkeypatch.setattr(plot, "in_notebook", lambda: True)
-    monkeypatch.setattr(plot, "display", lambda item: shown.append((item, getattr(item, "value", None))))
-    return shown
 
 
-def test_in_a_notebook_the_live_frame_is_shown_once_and_then_only_renewed(notebook):
+def test_in_a_notebook_the_frame_is_renewed_in_a_widget(notebook):
     live = plot.LivePlot("captcha", 8, 3200, "whole_accuracy")
     live.update(history(40))
     live.due = 0.0
-    live.update(history(80))
-    [(widget, value)] = notebook
-    assert value == ""  # what a saved notebook keeps as the widget's text
-    assert widget.value == plot.svg(history(80), live.about)
+    live.update(history(80), "paused")
+    assert live.charts.value == frame(history(80), live.about, "paused")
+    assert live.charts in live.widget.children
 
 
-def test_it_draws_at_most_four_times_a_second_and_for_one_percent_of_the_time(notebook, monkeypatch):
-    now, drawn, cost = [100.0], [], 0.0
+def test_a_frame_without_news_is_not_drawn_again_but_when_asked(notebook, monkeypatch):
+    drawn, now = [], [100.0]
+    monkeypatch.setattr(plot.svg, "frame", lambda made: drawn.append(made.badges) or "")
     monkeypatch.setattr(plot.time, "monotonic", lambda: now[0])
+    live, found = plot.LivePlot(), history(40)
 
-    def draw(*_):
+    def later(status=""):
+        now[0] += 100
+        live.update(found, status)
+        return len(drawn)
+
+    assert [later(), later(), later("paused"), later("paused")] == [1, 1, 2, 2]
+    found.append(Record("step", 4, 41, 41 * 64, {"loss": 0.1}))
+    assert later("paused") == 3
+    live.about = About("captcha", 9)
+    assert later("paused") == 4
+    live.due = 0.0
+    assert later("paused") == 5
+
+
+def test_it_draws_at_most_four_times_a_second_and_for_its_share_of_the_time(notebook, monkeypatch):
+    now, spent, drawn, cost = [100.0], [0.0], [], 0.0
+    monkeypatch.setattr(plot.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(plot.time, "thread_time", lambda: spent[0])
+
+    def draw(made):
         drawn.append(now[0])
-        now[0] += cost
+        spent[0] += cost
         return ""
 
-    monkeypatch.setattr(plot, "svg", draw)
-    for seconds, expected in ((0.001, 4), (0.02, 0.5)):
+    monkeypatch.setattr(plot.svg, "frame", draw)
+    for seconds, expected in ((0.0015, 4), (0.03, 0.2)):
         cost = seconds
         now[0] += 100
-        live, begin = plot.LivePlot(), now[0]
+        live, found, begin = plot.LivePlot(), history(40), now[0]
         drawn.clear()
         while now[0] < begin + 60:
-            live.update(History())
+            live.update(found, str(now[0]))
             now[0] += 0.001
         assert len(drawn) <= 60 * expected + 1
         assert len(drawn) >= 60 * expected * 0.95
 
 
-def test_at_the_end_the_picture_is_a_png_in_the_output_and_in_the_run_folder(notebook, tmp_path):
+def test_samples_have_a_widget_of_their_own_so_that_frames_send_no_images(notebook):
+    live = plot.LivePlot("captcha")
+    live.show([Preview(CAPTCHA, "abc", "abd")])
+    live.update(history(40))
+    assert "data:image/png" in live.samples.value
+    assert live.samples in live.widget.children
+    assert "data:image" not in live.charts.value
+    live.show([])
+    assert live.samples.value == ""
+
+
+def test_at_the_end_the_picture_is_returned_as_png_and_written_to_the_run_folder(notebook, tmp_path):
     live = plot.LivePlot("captcha", 8, 3200)
     live.update(history(40))
-    widget: Any = live.widget
-    live.finish(history(80), tmp_path / "plot.png")
-    image = notebook[-1][0]
-    assert image.data == (tmp_path / "plot.png").read_bytes()
-    with Image.open(io.BytesIO(image.data)) as picture:
-        assert picture.width == 1440
-    assert (widget.value, widget.comm) == ("", None)  # closed: the live frame is gone
-    live.update(history(80))
-    assert len(notebook) == 2
+    live.show([Preview(CAPTCHA, "abc", "abd")])
+    image = live.finish(history(80), tmp_path / "plot.png")
+    assert image == (tmp_path / "plot.png").read_bytes()
+    with Image.open(io.BytesIO(image)) as made:
+        assert made.height > Image.open(io.BytesIO(plot.LivePlot("captcha").finish(history(80)))).height
+    assert live.charts.comm is not None  # closing is for whoever displayed it
 
 
-def test_without_a_notebook_nothing_is_shown_but_the_picture_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(plot, "display", lambda item: pytest.fail("nothing to display on"))
+def test_without_a_notebook_nothing_is_drawn_but_the_picture_that_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(plot.svg, "frame", lambda made: pytest.fail("nothing to draw on"))
     assert not plot.in_notebook()
     live = plot.LivePlot("captcha")
+    assert live.widget is None
+    live.show([Preview(CAPTCHA)])
     live.update(history(40))
     live.finish(history(40), tmp_path / "new" / "plot.png")
     assert (tmp_path / "new" / "plot.png").read_bytes().startswith(b"\x89PNG")
@@ -301,5 +517,6 @@ def test_without_a_notebook_nothing_is_shown_but_the_picture_is_written(tmp_path
 
 def test_a_run_goes_on_without_its_picture_where_ipywidgets_is_missing(monkeypatch, notebook):
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    plot.LivePlot("captcha").update(history(40))
-    assert notebook == []
+    live = plot.LivePlot("captcha")
+    live.update(history(40))
+    assert live.widget is None

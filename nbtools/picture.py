@@ -1,0 +1,223 @@
+"""What a run's picture shows, decided apart from how it is drawn: columns of a History → charts, marks and facts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nbtools.axis import Scale, number, scientific
+from nbtools.chart import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    About,
+    Chart,
+    Line,
+    Mark,
+    Picture,
+    airy,
+    averaged,
+    extent,
+    smoothed,
+    thinned,
+)
+from nbtools.columns import Columns
+from nbtools.facts import badges, best, facts, progress, samples_per_s
+
+METRIC_COLOURS = (GREEN, PURPLE, ORANGE, SKY, BLUE, VERMILLION)
+DECADES = 4  # of a logarithmic axis at most: a cosine that ends at 0 would else go on for ever
+CHARACTER = 1 / 40  # of a chart's width, where it is as narrow as it gets
+SHORTEST, ROWS, NAMES = 14, 3, 6  # of the names of marks: characters of one, rows, and how many
+
+
+def picture(table: Columns, about: About | None = None, status: str = "") -> Picture:
+    """All that a frame shows. A history without rows gives a picture without charts."""
+    about = about or About()
+    found = [loss(table), metrics(table, about.best), rate(table), speed(table), use(table), memory(table)]
+    charts = tuple(chart for chart in found if chart) if table.ended else ()
+    last = float(max((line.x[-1] for chart in charts for line in chart.lines), default=1.0)) or 1.0
+    return Picture(
+        charts=charts,
+        last=last,
+        marks=marks(table.changes, last),
+        facts=facts(table, about),
+        badges=badges(table, status),
+        share=progress(table, about),
+        title=about.title,
+    )
+
+
+def loss(table: Columns) -> Chart | None:
+    """Train loss as logged (faint) and smoothed, and the validation's; logarithmic when it falls a lot."""
+    x, y = table.series("step", "loss")
+    if not len(x):
+        x, y = table.series("epoch", "train_loss")
+    lines = curve("train", x, y, BLUE)
+    vx, vy = table.evaluated("val_loss")
+    if len(vx):
+        lines.append(Line("validation", *thinned(vx, vy), VERMILLION, "points", number(vy[-1])))
+    if not lines:
+        return None
+    low, high = extent(line.y for line in lines)
+    return Chart("loss", tuple(lines), airy(low, high, low > 0 and high / low > 30))
+
+
+def curve(name: str, x: np.ndarray, y: np.ndarray, colour: str, value: str = "") -> list[Line]:
+    """A noisy line as two: as logged, faint, and smoothed over 1/20 of it, whose end is its value if not another is
+    given. None for no points."""
+    if not len(x):
+        return []
+    at, smooth = calmed(x, y, 1 / 20)
+    line = Line(name, at, smooth, colour, value=value or number(smooth[-1]))
+    return [line] if len(x) <= 8 else [Line("", *thinned(x, y), colour, "faint"), line]
+
+
+def metrics(table: Columns, chosen: str) -> Chart:
+    """Every validation metric, 0 to 1 and beyond where one goes there; the best point of the one that counts ringed."""
+    lines, top = [], best(table, chosen)
+    for name in (n for n in table.names if n.startswith("val_") and n != "val_loss"):
+        x, y = table.evaluated(name)
+        short = name.removeprefix("val_")
+        ring = (top[2], top[0]) if top and short == chosen.lstrip("-") else None
+        colour = METRIC_COLOURS[len(lines) % len(METRIC_COLOURS)]
+        lines.append(Line(short, *thinned(x, y), colour, "points", number(y[-1]), ring))
+    if not lines:
+        return Chart("validation metrics", (), Scale(0.0, 1.0), note="after the first evaluation")
+    low, high = extent(line.y for line in lines)
+    return Chart("validation metrics", tuple(lines), Scale(min(0.0, max(low, -1.0)), max(1.0, min(high, 2.0))))
+
+
+def rate(table: Columns) -> Chart | None:
+    """The learning rate over at least one decade, so that a constant one is no picture of rounding."""
+    x, y = table.either("lr")
+    high = float(y.max(initial=0))
+    shown = y > high / 10**DECADES
+    if not shown.any():
+        return None
+    line = Line("lr", *thinned(x[shown], y[shown]), VERMILLION, value=scientific(y[-1]) if y[-1] else "0")
+    return Chart("learning rate", (line,), airy(min(float(y[shown].min()), high / 10), high, True))
+
+
+def speed(table: Columns) -> Chart | None:
+    x, y = table.either("samples_per_s")
+    if not len(x):
+        return None
+    lines = curve("samples/s", x, y, GREEN, samples_per_s(y[-1]))
+    return Chart("speed", tuple(lines), Scale(0.0, float(y.max()) * 1.08 or 1.0))
+
+
+def use(table: Columns) -> Chart | None:
+    """How busy the GPU is and how long it waits, in one chart since one explains the other; its power at the right."""
+    lines = []
+    for name, label, scale, colour in (
+        ("gpu_utilisation", "in use", 1, BLUE),
+        ("data_wait", "waiting for data", 100, VERMILLION),
+    ):
+        x, y = table.either(name)
+        if len(x):
+            lines.append(Line(label, *calmed(x, y * scale), colour, value=f"{y[-1] * scale:.0f} %"))
+    x, y = table.either("gpu_power")
+    right = None
+    if len(x):
+        lines.append(Line("power", *calmed(x, y), ORANGE, value=f"{y[-1]:.0f} W", dash=(6, 3), right=True))
+        step = round_up(float(y.max()) / 5)
+        right = Scale(0.0, 5 * step, step=step)
+    if not lines:
+        return None
+    alone = [line.name for line in lines] == ["waiting for data"]
+    return Chart(
+        "waiting for data" if alone else "GPU",
+        tuple(lines),
+        Scale(0.0, 100.0, step=20.0),
+        "% of the time",
+        right,
+        "W" if right else "",
+    )
+
+
+def calmed(x: np.ndarray, y: np.ndarray, part: float = 1 / 50) -> tuple[np.ndarray, np.ndarray]:
+    """Smoothed over a part of the line: readings of an instant flicker, and what lasts is seen."""
+    x, y = averaged(x, y)
+    return x, smoothed(y, int(len(y) * part / 2))
+
+
+def round_up(value: float) -> float:
+    """The next round number: 1, 1.5, 2, 2.5, 3, 4, 5, 6 or 8 times a power of ten."""
+    power = 10.0 ** np.floor(np.log10(value)) if value > 0 else 1.0
+    return next(float(s * power) for s in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if s * power >= value * 0.999)
+
+
+def memory(table: Columns) -> Chart | None:
+    """GPU memory where the run had a GPU, else that of the process."""
+    named = {"gpu_memory_allocated": "allocated", "gpu_memory_reserved": "reserved", "gpu_memory_used": "device"}
+    title, found = "GPU memory", [(label, *table.either(name)) for name, label in named.items()]
+    if not any(len(x) for _, x, _ in found):
+        title, found = "memory", [("of the process", *table.either("memory"))]
+    found = [(label, x, y) for label, x, y in found if len(x)]
+    if not found:
+        return None
+    top = max(float(y.max()) for _, _, y in found)
+    scale, unit, digits = (1024, "GiB", 1) if top >= 1024 else (1, "MiB", 0)
+    lines = [
+        Line(label, *thinned(x, y / scale), colour, value=f"{y[-1] / scale:.{digits}f}")
+        for (label, x, y), colour in zip(found, (SKY, PURPLE, ORANGE), strict=False)
+    ]
+    return Chart(title, tuple(lines), Scale(0.0, top / scale * 1.08 or 1.0), unit)
+
+
+def marks(changes: Sequence[Mapping[str, Any]], last: float) -> tuple[Mark, ...]:
+    """A mark a turned knob; the last ones with names as stairs that rise to the right or to the left, whichever says
+    more, so that no mark's line crosses another one's name."""
+    turned = [(float(row["step"]), str(row.get("what", ""))) for row in changes]
+    rising, falling = arranged(turned[-NAMES:], last, -1), arranged(turned[: -NAMES - 1 : -1], last, 1)[::-1]
+    places = max(rising, falling, key=lambda stairs: sum(len(place.name) for place in stairs))
+    found = [Mark(x, what) for x, what in turned[:-NAMES]]
+    for (x, what), place in zip(turned[-NAMES:], places, strict=True):
+        found.append(Mark(x, what, place.name, place.side, place.row))
+    return tuple(found)
+
+
+def arranged(turned: Sequence[tuple[float, str]], last: float, side: int) -> list[Place]:
+    """Places one after another, the names on one side where they fit there."""
+    places: list[Place] = []
+    for x, what in turned:
+        places.append(placed(x / last, what, [place for place in places if place.name], side))
+    return places
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a mark's name: at and what it covers, low … high, in shares of the width."""
+
+    at: float
+    low: float
+    high: float
+    row: int = 0
+    side: int = 1
+    name: str = ""
+
+
+def placed(at: float, what: str, taken: Sequence[Place], first: int) -> Place:
+    """The lowest row and the side where a name fits whole between what is taken, else where most of it does."""
+    found = Place(at, at, at)
+    for row in range(ROWS):
+        if any(other.row <= row and other.low <= at <= other.high for other in taken):
+            break  # its line would cross that name
+        walls = [0.0, 1.0, *(other.at for other in taken if other.row >= row)]
+        walls += [edge for other in taken if other.row == row for edge in (other.low, other.high)]
+        for side in (first, -first):
+            room = min(abs(wall - at) for wall in walls if (wall - at) * side >= 0)
+            most = int(room / CHARACTER) - 1
+            if most >= min(len(what), SHORTEST) and most > len(found.name):
+                name = what if len(what) <= most else what[: most - 1] + "…"
+                end = at + side * (len(name) + 1) * CHARACTER
+                found = Place(at, min(at, end), max(at, end), row, side, name)
+            if found.name == what:
+                return found
+    return found
