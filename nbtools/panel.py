@@ -23,6 +23,7 @@ from nbtools.offers import RULES, Before
 from nbtools.plan import Plan
 
 VIEW = "application/vnd.jupyter.widget-view+json"
+MANY = 3  # changed knobs beyond which a line names them alone
 
 
 class Panel:
@@ -261,8 +262,10 @@ def anything(plan: Plan) -> None:
 
 
 def turned(old: Plan, new: Plan) -> str:
-    """What differs between two plans, in a line."""
-    names = new.changes_from(old) if new is not old else {}
+    """What differs between two plans, in a line: with the values as long as they are few."""
+    names = list(new.changes_from(old)) if new is not old else []
+    if len(names) > MANY:
+        return ", ".join(names)
     return ", ".join(f"{n} {table.shown(getattr(old, n))} → {table.shown(getattr(new, n))}" for n in names)
 
 

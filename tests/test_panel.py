@@ -410,6 +410,14 @@ def test_a_preset_during_a_run_changes_what_may_change_and_says_what_it_kept():
     assert made.plan == Plan(lr=2e-4)
     assert wishes.plan == made.plan
     assert "kept: optimizer, feed (fixed in a started run)" in made.said.value
+    assert "from the next step: lr 0.001 → 0.0002" in made.controls.children[-1].value
+
+
+def test_many_changes_at_once_are_named_without_their_values():
+    made = panel(largest=Plan(batch_size=1024, lr=4e-3, warmup_epochs=2.0, amp="bf16"))
+    running(made)
+    buttons(made.view)["Largest batch"].click()
+    assert "from the next step: batch_size, lr, warmup_epochs, amp<" in made.controls.children[-1].value
 
 
 def test_a_preset_that_the_run_refuses_changes_nothing():
