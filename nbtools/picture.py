@@ -55,17 +55,24 @@ def picture(table: Columns, about: About | None = None, status: str = "") -> Pic
 
 def loss(table: Columns) -> Chart | None:
     """Train loss as logged (faint) and smoothed, and the validation's; logarithmic when it falls a lot."""
-    x, y = table.series("step", "loss")
-    if not len(x):
-        x, y = table.series("epoch", "train_loss")
-    lines = curve("train", x, y, BLUE)
+    lines = curve("train", *train_loss(table), BLUE)
     vx, vy = table.evaluated("val_loss")
     if len(vx):
         lines.append(Line("validation", *thinned(vx, vy), VERMILLION, "points", number(vy[-1])))
     if not lines:
         return None
-    low, high = extent(line.y for line in lines)
-    return Chart("loss", tuple(lines), airy(low, high, low > 0 and high / low > 30))
+    return Chart("loss", tuple(lines), falling(*extent(line.y for line in lines)))
+
+
+def train_loss(table: Columns) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, values) as logged on steps, else on epochs."""
+    x, y = table.series("step", "loss")
+    return (x, y) if len(x) else table.series("epoch", "train_loss")
+
+
+def falling(low: float, high: float) -> Scale:
+    """Of a loss: logarithmic when it falls a lot."""
+    return airy(low, high, low > 0 and high / low > 30)
 
 
 def curve(name: str, x: np.ndarray, y: np.ndarray, colour: str, value: str = "") -> list[Line]:
@@ -89,19 +96,32 @@ def metrics(table: Columns, chosen: str) -> Chart:
         lines.append(Line(short, *thinned(x, y), colour, "points", number(y[-1]), ring))
     if not lines:
         return Chart("validation metrics", (), Scale(0.0, 1.0), note="after the first evaluation")
-    low, high = extent(line.y for line in lines)
-    return Chart("validation metrics", tuple(lines), Scale(min(0.0, max(low, -1.0)), max(1.0, min(high, 2.0))))
+    return Chart("validation metrics", tuple(lines), shares(*extent(line.y for line in lines)))
+
+
+def shares(low: float, high: float) -> Scale:
+    """Of metrics: 0 to 1, and beyond where one goes there."""
+    return Scale(min(0.0, max(low, -1.0)), max(1.0, min(high, 2.0)))
 
 
 def rate(table: Columns) -> Chart | None:
     """The learning rate over at least one decade, so that a constant one is no picture of rounding."""
-    x, y = table.either("lr")
-    high = float(y.max(initial=0))
-    shown = y > high / 10**DECADES
-    if not shown.any():
+    x, y = decades(*table.either("lr"))
+    if not len(x):
         return None
-    line = Line("lr", *thinned(x[shown], y[shown]), VERMILLION, value=scientific(y[-1]) if y[-1] else "0")
-    return Chart("learning rate", (line,), airy(min(float(y[shown].min()), high / 10), high, True))
+    last = table.newest("lr")
+    line = Line("lr", *thinned(x, y), VERMILLION, value=scientific(last) if last else "0")
+    return Chart("learning rate", (line,), decade(float(y.min()), float(y.max())))
+
+
+def decades(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The points that a logarithmic axis shows."""
+    shown = y > y.max(initial=0) / 10**DECADES
+    return x[shown], y[shown]
+
+
+def decade(low: float, high: float) -> Scale:
+    return airy(min(low, high / 10), high, True)
 
 
 def speed(table: Columns) -> Chart | None:

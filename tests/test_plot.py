@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 from PIL import Image
 
 from nbtools import axis, cards, chart, figure, plot, svg
@@ -342,7 +343,7 @@ def test_new_rows_are_read_once():
 def test_the_png_has_the_same_charts_in_greys_on_a_transparent_ground():
     made = shown(history(metric="$cer", change="$lr", memory=BUSY), About("50 $ and $", best="-$cer"))
     page = figure.draw(made)
-    drawn = {text.get_text() for text in page.figure.findobj(match=lambda item: hasattr(item, "get_text"))}
+    drawn = {text.get_text() for text in page.figure.findobj(Text) if isinstance(text, Text)}
     for item in made.charts:
         assert {item.title, item.units, *(line.name for line in item.lines), *item.scale.ticks()[1]} <= drawn
     assert {text for fact in made.facts for text in fact} | {"50 $ and $", "$lr"} <= drawn

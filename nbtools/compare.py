@@ -1,0 +1,219 @@
+"""Runs beside each other: a table of what came out and of what was done otherwise, and their curves over each other."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nbtools import figure, table
+from nbtools.axis import Scale, number
+from nbtools.chart import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Chart, Line, Picture, extent, thinned
+from nbtools.columns import Columns
+from nbtools.errors import TrainError
+from nbtools.picture import calmed, decade, decades, falling, shares, train_loss
+from nbtools.plot import in_notebook
+from nbtools.run import Run
+from nbtools.state import best_metric
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+XS = ("step", "samples", "minutes")
+COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY)
+DASHES = ((), (7, 3), (2, 2), (9, 3, 2, 3), (12, 5))  # five beside six colours: thirty looks before one comes again
+BESIDE = 4  # runs at most that are columns of the table; more are its rows
+
+Series = tuple[np.ndarray, np.ndarray]
+"""(steps, values), both (n,)."""
+
+Panel = tuple[str, Callable[[Columns], Series], Callable[[float, float], Scale], str]
+"""A chart: its title, what it reads of a run, its axis from low and high, the look of its lines."""
+
+
+def compare(*runs: Run | str | Path, x: str = "step") -> Comparison:
+    """Compare runs, or run folders, over step, samples or minutes (of training, without evaluations).
+
+    Raises TrainError for no run and for another x, CheckpointError for a folder that holds none.
+    """
+    if not runs:
+        raise TrainError("compare needs at least one run, got none; give it runs or run folders")
+    if x not in XS:
+        raise TrainError(f"x must be one of {', '.join(XS)}, got {x!r}")
+    opened = tuple(run if isinstance(run, Run) else Run.open(run) for run in runs)
+    return Comparison(opened, tuple(distinct([run.folder for run in opened])), x)
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Runs with the names that tell them apart. In a notebook it shows as a table and a picture, as text a table."""
+
+    runs: tuple[Run, ...]
+    names: tuple[str, ...]
+    x: str = "step"
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """A row a run: its best metrics, last losses, what was done and what it took, and each knob of the plan in
+        which the runs differ. Memory in MiB, energy in Wh."""
+        import pandas as pd
+
+        rows = [{**outcome(run), **knobs} for run, knobs in zip(self.runs, differing(self.runs), strict=True)]
+        frame = pd.DataFrame(rows, index=pd.Index(self.names, name="run"))
+        return frame.dropna(axis="columns", how="all")
+
+    def picture(self) -> Picture:
+        """The curves of all runs, and a key that says whose is which."""
+        columns = [Columns(run.history) for run in self.runs]
+        key = [Line(name, *NONE, *look) for name, look in zip(self.names, looks(), strict=False)]
+        places = [along(each, self.x) for each in columns]
+        charts = []
+        for title, read, scale, look in panels(self.runs):
+            found = zip(key, places, map(read, columns), strict=True)
+            lines = [
+                Line("", place(steps), values, of.colour, look, dash=of.dash)
+                for of, place, (steps, values) in found
+                if len(steps)
+            ]
+            if lines:
+                charts.append(Chart(title, tuple(lines), scale(*extent(line.y for line in lines))))
+        last = max((float(line.x[-1]) for chart in charts for line in chart.lines), default=1.0) or 1.0
+        return Picture(tuple(charts), last, x=self.x, key=tuple(key))
+
+    def png(self) -> bytes:
+        return figure.draw(self.picture()).png()
+
+    def table(self) -> tuple[list[str], list[list[Any]]]:
+        """(headers, rows) to show: a column a run while they fit beside each other, else a row a run."""
+        rows = [
+            [name, *map(shown, values)] for name, values in zip(self.names, self.frame.values.tolist(), strict=True)
+        ]
+        headers = ["run", *(str(name).replace("_", " ") for name in self.frame.columns)]
+        if len(rows) > BESIDE:
+            return headers, rows
+        head, *body = zip(headers, *rows, strict=True)
+        return list(head), [list(row) for row in body]
+
+    def __repr__(self) -> str:
+        return table.text(*self.table())
+
+    def _ipython_display_(self) -> None:
+        """Two outputs, since a saved notebook keeps a picture where GitHub shows it only as one of its own."""
+        if not in_notebook():
+            raise NotImplementedError  # IPython then prints the repr
+        from IPython.display import HTML, Image, display
+
+        display(HTML(table.html(*self.table())))
+        display(Image(self.png(), retina=True))
+
+
+NONE = (np.empty(0), np.empty(0))
+
+
+def looks() -> Iterator[tuple[str, str, str, None, tuple[int, ...]]]:
+    """Colour and dashes, with what stands between them in a Line."""
+    i = 0
+    while True:
+        yield COLOURS[i % len(COLOURS)], "line", "", None, DASHES[i % len(DASHES)]
+        i += 1
+
+
+def distinct(folders: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that tell them apart; the same one twice is numbered."""
+    parts = [folder.resolve().parts for folder in folders]
+    for depth in range(1, max(map(len, parts)) + 1):
+        found = ["/".join(part[-depth:]) for part in parts]
+        if len(set(found)) == len(set(parts)):
+            break
+    seen: collections.Counter[str] = collections.Counter()
+    for i, name in enumerate(found):
+        seen[name] += 1
+        found[i] = name if seen[name] == 1 else f"{name} ({seen[name]})"
+    return found
+
+
+def outcome(run: Run) -> dict[str, Any]:
+    """What a run came to; None where it is not known."""
+    columns, (metric, _), best = Columns(run.history), best_metric(run.task), run.best
+    seconds, samples = spent(columns)[1][-1], taken(columns)[1][-1]
+    losses, ended = columns.evaluated("val_loss")[1], columns.ended or {}
+    memory = (columns.either(name)[1] for name in ("gpu_memory_peak", "gpu_memory_reserved", "memory"))
+    return {
+        f"best_{metric}": best.get(f"val_{metric}"),
+        "best_epoch": best["epoch"] + 1 if best else None,
+        "train_loss": columns.newest("loss") or columns.newest("train_loss"),
+        "val_loss": float(losses[-1]) if len(losses) else None,
+        "epochs": len(columns.series("epoch", "epoch")[0]),
+        "steps": ended.get("step", 0),
+        "minutes": seconds / 60,
+        "samples_per_s": samples / seconds if seconds else None,
+        "memory": next((float(values.max()) for values in memory if len(values)), None),
+        "energy": columns.newest("gpu_energy"),
+    }
+
+
+def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Of each run's plan, the knobs that are not the same in all; None where a task has no such knob."""
+    plans = [run.plan.to_dict() for run in runs]
+    every = {name: None for plan in plans for name in plan}
+    names = [name for name in every if len({repr(plan.get(name)) for plan in plans}) > 1]
+    return [{name: plan.get(name) for name in names} for plan in plans]
+
+
+def shown(value: Any) -> Any:
+    """A cell of the table as it reads."""
+    if isinstance(value, float):
+        return None if np.isnan(value) else f"{value:,.0f}" if value.is_integer() else number(value)
+    return value if value is None or isinstance(value, bool) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def panels(runs: Sequence[Run]) -> list[Panel]:
+    """The charts; one for each metric by which a run's best checkpoint is chosen."""
+    metrics = dict.fromkeys(name for name, _ in (best_metric(run.task) for run in runs) if name != "loss")
+    return [
+        ("train loss", lambda columns: calmed(*train_loss(columns), 1 / 20), falling, "line"),
+        ("validation loss", lambda columns: thinned(*columns.evaluated("val_loss")), falling, "points"),
+        *(
+            (name, lambda columns, name=name: thinned(*columns.evaluated(f"val_{name}")), shares, "points")
+            for name in metrics
+        ),
+        ("learning rate", lambda columns: thinned(*decades(*columns.either("lr"))), decade, "line"),
+        ("samples/s", lambda columns: calmed(*columns.either("samples_per_s")), from_zero, "line"),
+    ]
+
+
+def from_zero(low: float, high: float) -> Scale:
+    return Scale(0.0, high * 1.08 or 1.0)
+
+
+def along(columns: Columns, x: str) -> Callable[[np.ndarray], np.ndarray]:
+    """The function from steps to places on that axis."""
+    if x == "step":
+        return lambda steps: steps
+    steps, values = taken(columns) if x == "samples" else spent(columns)
+    scale = 60 if x == "minutes" else 1
+    return lambda wanted: np.interp(wanted, steps, values) / scale
+
+
+def taken(columns: Columns) -> Series:
+    """(steps, samples taken until then) of every row, in order, from (0, 0)."""
+    pairs = [columns.series(kind, "samples") for kind in ("step", "epoch", "evaluation")]
+    steps, samples = (np.concatenate([[0.0], *parts]) for parts in zip(*pairs, strict=True))
+    order = np.argsort(steps, kind="stable")
+    return steps[order], samples[order]
+
+
+def spent(columns: Columns) -> Series:
+    """(steps, seconds of training until then): at the epochs' ends, and at the steps logged since the last of them."""
+    ends, seconds = columns.series("epoch", "epoch_time")
+    steps, speed = columns.series("step", "samples_per_s")
+    last = ends[-1] if len(ends) else 0.0
+    steps, speed = steps[steps > last], speed[steps > last]
+    samples = np.interp(np.concatenate(([last], steps)), *taken(columns))
+    since = np.diff(samples) / np.maximum(speed, 1e-9)
+    return np.concatenate(([0.0], ends, steps)), np.cumsum(np.concatenate(([0.0], seconds, since)))
