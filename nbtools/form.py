@@ -40,7 +40,8 @@ STYLE = """<style>
   .nbtools-row > .widget-html { flex-basis: 100% !important; margin: 0 0 4px 184px !important }
 }
 </style>"""
-"""Lines between rows; where the form is narrow a note stands below its input. Without it all works, less neatly."""
+"""Lines between rows; where the form is narrow a note stands below its input (184 px: NAME, gap and margins). Where a
+host drops it everything works, less neatly."""
 
 
 class Form:
