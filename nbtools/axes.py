@@ -35,7 +35,8 @@ def draw(axes: Axes, chart: Chart, shown: Picture, named: bool) -> None:
     axes.set_axisbelow(True)
     axes.spines["bottom"].set_color(GREY)
     look = {"textcoords": "offset points", "color": GREY, "parse_math": False, "size": SMALL}
-    axes.annotate(shown.x, (0, 0), (-8, -6), xycoords="axes fraction", ha="right", va="top", **look)
+    corner, offset = ((0, 0), (-8, -6)) if len(shown.x) < 5 else ((1, 0), (0, -21))  # a long name has no room beside 0
+    axes.annotate(shown.x, corner, offset, xycoords="axes fraction", ha="right", va="top", **look)
 
 
 def draw_line(axes: Axes, line: Line) -> None:

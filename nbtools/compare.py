@@ -29,6 +29,9 @@ COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY)
 DASHES = ((), (7, 3), (2, 2), (9, 3, 2, 3), (12, 5))  # five beside six colours: thirty looks before one comes again
 BESIDE = 4  # runs at most that are columns of the table; more are its rows
 
+COUNTS = ("best_epoch", "epochs", "steps")
+HEADERS = {"minutes": "minutes", "samples_per_s": "samples/s", "memory": "memory, MiB", "energy": "energy, Wh"}
+
 Series = tuple[np.ndarray, np.ndarray]
 """(steps, values), both (n,)."""
 
@@ -90,10 +93,10 @@ class Comparison:
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
         """(headers, rows) to show: a column a run while they fit beside each other, else a row a run."""
-        rows = [
-            [name, *map(shown, values)] for name, values in zip(self.names, self.frame.values.tolist(), strict=True)
-        ]
-        headers = ["run", *(str(name).replace("_", " ") for name in self.frame.columns)]
+        columns = [(str(name), list(values)) for name, values in self.frame.items()]
+        headers = ["run", *(HEADERS.get(name, name.replace("_", " ")) for name, _ in columns)]
+        cells = [[shown(name, value) for value in values] for name, values in columns]
+        rows = [list(row) for row in zip(self.names, *cells, strict=True)]
         if len(rows) > BESIDE:
             return headers, rows
         head, *body = zip(headers, *rows, strict=True)
@@ -165,11 +168,13 @@ def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return [{name: plan.get(name) for name in names} for plan in plans]
 
 
-def shown(value: Any) -> Any:
-    """A cell of the table as it reads."""
-    if isinstance(value, float):
-        return None if np.isnan(value) else f"{value:,.0f}" if value.is_integer() else number(value)
-    return value if value is None or isinstance(value, bool) else f"{value:,}" if isinstance(value, int) else str(value)
+def shown(name: str, value: Any) -> Any:
+    """A cell of the table: a measured number in few digits, a knob as one would type it."""
+    if value is None or value != value:  # NaN, where a run does not know it
+        return None
+    if name in COUNTS:
+        return f"{int(value):,}"
+    return number(value) if name in HEADERS or name.startswith("best_") or name.endswith("_loss") else value
 
 
 def panels(runs: Sequence[Run]) -> list[Panel]:

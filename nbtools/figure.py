@@ -11,7 +11,7 @@ from nbtools.page import GREY, LEGEND, Page, explain, flowed, legend, length, ro
 
 WIDE, COLUMNS = 960, 3  # px; charts in a row
 LEFT, RIGHT, BETWEEN = 46, 36, 64  # px beside the charts, and between two of them
-TITLE, HEAD, AXIS = 13, 26, 44  # px: size of a title; heights of its row, and of an axis with the gap to the next
+TITLE, HEAD, AXIS = 13, 26, 48  # px: size of a title; heights of its row, and of an axis with the gap to the next
 NAMES, FACTS = 26, 42  # px: heights of the header's rows
 ROOM = WIDE - LEFT - RIGHT
 CHART = (ROOM - BETWEEN * (COLUMNS - 1)) / COLUMNS

@@ -110,6 +110,7 @@ def test_few_runs_are_columns_of_the_table_and_many_its_rows(runs):
     few = str(compare.compare(*runs)).splitlines()
     assert few[0].split()[:2] == ["run", "slow"]
     assert any(line.split() == ["batch", "size", "16", "32"] for line in few)
+    assert any(line.split() == ["epochs", "3", "2"] for line in few)
     many = str(compare.compare(*runs * 3)).splitlines()
     assert len(many) == 2 + 6
     assert many[2].startswith("slow ")
