@@ -67,8 +67,6 @@ class Surface(View):
             if self.state.device.type == "cuda" and (index := gpu.nvml_index(self.state.device.index or 0)) is not None:
                 self.sampler = stack.enter_context(Sampler(index))
             self.start(self.status)
-            if self.messages.trouble:
-                self.tell(f"{self.messages.trouble}; until the run ends use {self.folder / control.FILE}")
             self.entered = stack.pop_all()
         return self
 
@@ -112,6 +110,8 @@ class Surface(View):
     def listen(self) -> bool:
         """Hear clicks and control.json; whether there is something to heed."""
         self.messages.handle()
+        if self.messages.trouble not in (None, *self.told):
+            self.tell(self.messages.trouble)
         now, wishes = monotonic(), self.wishes
         if self.panel is not None and now >= self.shown:
             self.panel.refresh()

@@ -4,8 +4,9 @@
 # {badge}
 #
 # Proposes a plan for the machine you have with a reason for every number, trains, and ends with a receipt: how much
-# faster than the guide's own settings, measured here, on your data. Loss, accuracy, learning rate and memory are drawn
-# while it runs; stop it, or lose the session, and the same cell goes on where it stood.
+# faster than the guide's own settings, measured here, on your data. Loss, accuracy, learning rate, speed and memory are
+# drawn while it runs, and you can turn its knobs while it runs; stop it, or lose the session, and the same cell goes on
+# where it stood.
 #
 # **GPU:** any NVIDIA GPU (not tested on one yet); without one a small network is chosen. **Measured:** 2 min 14 s on
 # two cores of an Intel Xeon (a cloud machine, no GPU), installation aside, with 6,000 generated images of four digits.
@@ -23,6 +24,7 @@ RAW = "data/captcha"  # the folder that 1_data staged, if this is the same machi
 PACK = "drive:nbtools/captcha.tar"  # else what 1_data kept; where there is none, demo images are made
 RUN = "runs/captcha"  # on this machine, fast
 KEEP = "drive:nbtools/runs/captcha"  # checkpoints go there in the background
+RELEASE_GPU = False  # True: on Colab give the machine back when training ends, so that it costs no more
 TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
 COUNT = 300 if TINY else 6000  # demo images
 CHANGES = {"epochs": 1, "warmup_epochs": 0.0} if TINY else {}
@@ -64,8 +66,8 @@ advice = nb.advise(captcha, pack)
 advice
 
 # %% [markdown]
-# Change what you like. The form needs no click: *Run all* takes the plan as it stands. (It lives in the kernel, so a
-# saved page does not show it.)
+# Change what you like. The form needs no click: *Run all* takes the plan as it stands. (The form lives in the kernel; a
+# saved page shows the plan as a table.)
 
 # %%
 panel = nb.Panel(advice)
@@ -73,11 +75,13 @@ panel
 
 # %% [markdown]
 # ## Train
-# The square stops it cleanly: the run is saved and returned. Running this cell again goes on.
+# The panel now acts on the run: *Pause*, *Evaluate now*, *Save now*, and lr, batch size, mixed precision and more take
+# effect at the next step, each with a mark in the picture. *Stop*, or the notebook's square, finishes the step, saves,
+# and returns the run; running this cell again goes on.
 
 # %%
-plan = panel.plan.replace(**CHANGES)
-run = nb.fit(captcha, pack, plan, run=RUN, keep=KEEP)
+panel.put(panel.plan.replace(**CHANGES))
+run = nb.fit(captcha, pack, panel, run=RUN, keep=KEEP, release_gpu=RELEASE_GPU)
 
 # %% [markdown]
 # ## What came out

@@ -1,0 +1,146 @@
+"""What the live surface costs: CPU time of a kernel that trains captchas with panel, plot and polling, above headless.
+
+    python -m benchmarks.surface [--quick]
+
+Two trainings of the same captchas from the same seed run in one notebook kernel, in turns of some seconds: one
+headless, one under the surface, both far into a long run. CPU time is that of the whole process, so that drawing,
+serialising and the thread that sends to the browser are all counted; they must end with the same losses. Nobody
+clicks, but the kernel's socket is looked at 20 times a second. `plot_update` is one frame, drawn and handed over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from time import process_time, thread_time
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+from torch import nn
+
+from benchmarks.paired import Figure, Receipt, in_turns, times
+from nbtools.history import History, Record
+from nbtools.loop import train
+from nbtools.state import TrainState
+from nbtools.surface import Surface
+from nbtools.tasks import captcha
+
+ROOT = Path(__file__).parent.parent
+COUNT, PAST, FRAMES = 600, 2000, 50  # images; step rows that the history has already; frames timed one by one
+CELL = "from benchmarks import surface\nsurface.measure({rounds}, {steps}, {folder!r})"
+
+
+def long_history(states: list[TrainState], samples: int) -> History:
+    """Put the states at the end of some epochs of a logged step each 2 batches; returns the rows of such a run."""
+    history, epochs = History(), -(-PAST * 64 // samples)
+    for step in range(1, PAST + 1):
+        values = {
+            "loss": 3 / step**0.5,
+            "lr": 1e-3,
+            "samples_per_s": 900.0 + step % 7,
+            "data_wait": 0.01,
+            "memory": 9e2,
+        }
+        epoch = step * epochs // (PAST + 1)
+        history.append(Record("step", epoch, 2 * step, epoch * samples, values))
+        if (step + 1) * epochs // (PAST + 1) > epoch:
+            scores = {"train_loss": 3 / step**0.5, "val_loss": 4 / step**0.5, "val_whole_accuracy": 1 - 1 / step**0.5}
+            history.append(Record("epoch", epoch, 2 * step, epoch * samples, {**scores, "epoch_time": 9.0}))
+    for state in states:
+        state.epoch, state.step, state.samples = epochs, 2 * PAST, epochs * samples
+    return history
+
+
+def headless(state: TrainState, pack: Any, losses: list[float]) -> Iterator[None]:
+    history = History()
+    for record in train(captcha, state, pack):
+        history.append(record)
+        losses += [record.values["loss"]] if "loss" in record.values else []
+        yield
+
+
+def live(state: TrainState, pack: Any, losses: list[float], surface: Surface) -> Iterator[None]:
+    """What `fit` does around the loop, but for checkpoints."""
+    for record in train(captcha, state, pack):
+        record = surface.measured(record)
+        surface.history.append(record)
+        surface.update(record)
+        assert not surface.listen()
+        losses += [record.values["loss"]] if "loss" in record.values else []
+        yield
+
+
+def measure(rounds: int, steps: int, folder: str) -> None:
+    """In the kernel: what is found goes to `found.json` of the folder."""
+    place = Path(folder)
+    pack = captcha.pack(captcha.demo(place / "raw", count=COUNT), progress=False)
+    plan = captcha.PLAN.replace(network="small", batch_size=32, epochs=10**6, warmup_epochs=0.0)
+    states = [TrainState(captcha, pack, plan) for _ in range(2)]
+    for module in [module for state in states for module in state.model.modules()]:
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # both would draw from the one random state of the process, in turns
+    history = long_history(states, len(pack.ids("train")))
+    surface = Surface(place / "run", captcha, states[1], pack, history, plan, show=True)
+    losses: dict[str, list[float]] = {"headless": [], "live": []}
+    with surface:
+        runs = {
+            "headless": headless(states[0], pack, losses["headless"]),
+            "live": live(states[1], pack, losses["live"], surface),
+        }
+
+        def advance(name: str) -> float:
+            start = process_time()
+            for _ in range(steps):
+                next(runs[name])
+            return process_time() - start
+
+        for name in runs:
+            advance(name)
+        found = in_turns({name: lambda n=name: advance(n) for name in runs}, rounds)
+        frames = [frame(surface) for _ in range(FRAMES)]
+    assert losses["headless"] == losses["live"], "the surface changed the training"
+    (place / "found.json").write_text(json.dumps({"cpu": found, "frames": frames}))
+
+
+def frame(surface: Surface) -> float:
+    """CPU-ms of one frame on the training thread."""
+    surface.plot.due = 0.0
+    start = thread_time()
+    surface.plot.update(surface.history)
+    return 1e3 * (thread_time() - start)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="in seconds, to see that it runs; writes no receipt")
+    quick = parser.parse_args().quick
+    rounds, steps = (2, 5) if quick else (15, 30)
+    with tempfile.TemporaryDirectory() as folder:
+        notebook = nbformat.v4.new_notebook(
+            cells=[nbformat.v4.new_code_cell(CELL.format(rounds=rounds, steps=steps, folder=folder))]
+        )
+        client = NotebookClient(notebook, timeout=1800, kernel_name="python3", extra_arguments=["--log-level=ERROR"])
+        (Path(folder) / "run").mkdir()
+        client.execute(env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+        found = json.loads((Path(folder) / "found.json").read_text())
+    ratios = [100 * (ratio - 1) for ratio in times(found["cpu"], "live", "headless")]
+    receipt = Receipt(
+        Figure.of("surface_cost", "%", ratios),
+        (
+            Figure.of("plot_update", "ms", found["frames"]),
+            Figure.of("turn", "CPU-s", found["cpu"]["headless"]),
+        ),
+        {"task": "captcha small", "batch_size": 32, "steps a turn": steps, "rows of history": PAST, "threads": 1},
+    )
+    if not quick:
+        receipt.write()
+    print(receipt)
+
+
+if __name__ == "__main__":
+    main()
