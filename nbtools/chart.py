@@ -151,7 +151,7 @@ def smoothed(values: np.ndarray, half: int) -> np.ndarray:
     return (sums[high] - sums[low]) / (high - low)
 
 
-def averaged(x: np.ndarray, y: np.ndarray, columns: int = 2 * COLUMNS) -> tuple[np.ndarray, np.ndarray]:
+def averaged(x: np.ndarray, y: np.ndarray, columns: int = COLUMNS) -> tuple[np.ndarray, np.ndarray]:
     """At most one point a column, the mean of those in it: what a smooth line has to show, however long the run."""
     size = math.ceil(len(x) / columns)
     if size <= 1:

@@ -55,7 +55,11 @@ def picture(table: Columns, about: About | None = None, status: str = "") -> Pic
 
 def loss(table: Columns) -> Chart | None:
     """Train loss as logged (faint) and smoothed, and the validation's; logarithmic when it falls a lot."""
-    lines = curve("train", *train_loss(table), BLUE)
+    x, y = train_loss(table)
+    at, smooth = calmed(x, y, 1 / 20)
+    lines = [Line("", *thinned(x, y), BLUE, "faint")] if len(x) > 8 else []
+    if len(x):
+        lines.append(Line("train", at, smooth, BLUE, value=number(smooth[-1])))
     vx, vy = table.evaluated("val_loss")
     if len(vx):
         lines.append(Line("validation", *thinned(vx, vy), VERMILLION, "points", number(vy[-1])))
@@ -73,16 +77,6 @@ def train_loss(table: Columns) -> tuple[np.ndarray, np.ndarray]:
 def falling(low: float, high: float) -> Scale:
     """Of a loss: logarithmic when it falls a lot."""
     return airy(low, high, low > 0 and high / low > 30)
-
-
-def curve(name: str, x: np.ndarray, y: np.ndarray, colour: str, value: str = "") -> list[Line]:
-    """A noisy line as two: as logged, faint, and smoothed over 1/20 of it, whose end is its value if not another is
-    given. None for no points."""
-    if not len(x):
-        return []
-    at, smooth = calmed(x, y, 1 / 20)
-    line = Line(name, at, smooth, colour, value=value or number(smooth[-1]))
-    return [line] if len(x) <= 8 else [Line("", *thinned(x, y), colour, "faint"), line]
 
 
 def metrics(table: Columns, chosen: str) -> Chart:
@@ -110,7 +104,7 @@ def rate(table: Columns) -> Chart | None:
     if not len(x):
         return None
     last = table.newest("lr")
-    line = Line("lr", *thinned(x, y), VERMILLION, value=scientific(last) if last else "0")
+    line = Line("lr", *averaged(x, y), VERMILLION, value=scientific(last) if last else "0")
     return Chart("learning rate", (line,), decade(float(y.min()), float(y.max())))
 
 
@@ -128,8 +122,9 @@ def speed(table: Columns) -> Chart | None:
     x, y = table.either("samples_per_s")
     if not len(x):
         return None
-    lines = curve("samples/s", x, y, GREEN, samples_per_s(y[-1]))
-    return Chart("speed", tuple(lines), Scale(0.0, float(y.max()) * 1.08 or 1.0))
+    x, calm = calmed(x, y)
+    line = Line("samples/s", x, calm, GREEN, value=samples_per_s(y[-1]))
+    return Chart("speed", (line,), Scale(0.0, float(calm.max()) * 1.08 or 1.0))
 
 
 def use(table: Columns) -> Chart | None:

@@ -19,6 +19,7 @@ STYLE = f"""
 .nbt{{font:13px/1.4 var(--jp-ui-font-family,system-ui,-apple-system,"Segoe UI",sans-serif);
  font-variant-numeric:tabular-nums;max-width:1500px;padding:4px 2px}}
 .nbt b{{font-weight:600}}
+.nbt *{{box-sizing:content-box}}
 .nbt-row{{display:flex;flex-wrap:wrap;gap:4px 8px;align-items:center}}
 .nbt-row>b{{font-size:15px;margin-right:4px}}
 .nbt-badge{{border-radius:9px;padding:0 9px;font-size:12px;line-height:19px;background:rgba(128,128,128,.22)}}
