@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import nbtools as nb
 from nbtools import checkpoint, disk, measure
 from nbtools.errors import CheckpointError, DiskError, PackError, PlanError, TrainError
-from nbtools.measure import Receipt
+from nbtools.measure import Receipt, receipts
 from nbtools.pack import Card, RawFiles
 from nbtools.run import Run
 
@@ -335,7 +335,7 @@ def test_checkpoints_are_ordered_by_number_and_files_of_others_are_left(run, tmp
 @pytest.mark.parametrize("trouble", ["a raw file is gone", "interrupt"])
 def test_a_receipt_that_fails_costs_no_run(tmp_path, monkeypatch, trouble):
     pack = toy.make_pack(tmp_path, count=60)
-    monkeypatch.setattr(measure, "SECONDS", 0.05)
+    monkeypatch.setattr(receipts, "SECONDS", 0.05)
     if trouble == "interrupt":
 
         def receipt(*_):
@@ -388,7 +388,7 @@ def test_without_the_source_files_the_receipt_says_that_data_was_not_measured(tm
 
 
 def test_fit_leaves_a_receipt_and_a_second_call_does_not_measure_again(pack, tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr(receipts, "ROUNDS", 1)
     real, calls = measure.receipt, []
     monkeypatch.setattr(measure, "receipt", lambda *a: (calls.append(1), real(*a, seconds=0.05))[1])
     for _ in range(2):

@@ -1,37 +1,23 @@
-"""Measurements on the user's machine: how fast a plan trains here, and the receipt that compares two of them."""
+"""The receipt: a plan and the baseline it is to beat, trained in turns on the same machine and data."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import platform
 import statistics
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any, Self
 
 import torch
 
-from nbtools import gpu, table
+from nbtools import table
 from nbtools.device import resident
-from nbtools.loop import train
+from nbtools.measure.pace import Pace, Rate, machine
 from nbtools.pack import Pack
 from nbtools.plan import Plan
-from nbtools.state import Task, TrainState
+from nbtools.state import Task
 
-ROUNDS, SECONDS, WARMUP_STEPS = 3, 1.5, 3
-
-
-@dataclass(frozen=True)
-class Rate:
-    """How a plan trains here: medians over rounds. data_wait: the share of the time that waited for data, 0–1."""
-
-    plan: dict[str, Any]
-    samples_per_s: float
-    least: float
-    most: float
-    data_wait: float
-    rounds: int
+ROUNDS, SECONDS = 3, 1.5
 
 
 @dataclass(frozen=True)
@@ -95,49 +81,6 @@ class Receipt:
         return json.dumps(self.to_dict(), indent=1)
 
 
-class Pace:
-    """A plan in training, stepped for a while at a time, so that two can be measured in turns. Its lr is tiny:
-    a full one without the warmup may lose the loss."""
-
-    def __init__(self, task: Task, pack: Pack, plan: Plan, device: torch.device | None = None):
-        endless = plan.replace(epochs=10**6, eval_every=10**6, warmup_epochs=0.0, early_stop=None)
-        endless = endless.replace(schedule="constant", lr=1e-12, min_lr=0.0)
-        self.plan, self.state = plan, TrainState(task, pack, endless, device)
-        self.steps = train(task, self.state, pack)
-        self.rates: list[tuple[float, float]] = []  # (samples/s, data-wait share) of each round
-        self.advance(steps=WARMUP_STEPS)
-
-    def advance(self, seconds: float = 0.0, steps: int = 0) -> None:
-        """At least so long and so many steps, to the device's end; a row in `rates` where seconds are given."""
-        self.synchronize()
-        start, begun, waited = perf_counter(), self.state.samples, 0.0
-        done = 0
-        while done < steps or perf_counter() - start < seconds:
-            before = self.state.waited
-            if next(self.steps).kind == "step":
-                done += 1
-                waited += max(self.state.waited - before, 0.0)
-        self.synchronize()
-        if seconds:
-            took = perf_counter() - start
-            self.rates.append(((self.state.samples - begun) / took, waited / took))
-
-    def synchronize(self) -> None:
-        if self.state.device.type == "cuda":
-            torch.cuda.synchronize(self.state.device)
-
-    def rate(self) -> Rate:
-        speeds, waits = zip(*self.rates, strict=True)
-        return Rate(
-            plan=self.plan.to_dict(),
-            samples_per_s=statistics.median(speeds),
-            least=min(speeds),
-            most=max(speeds),
-            data_wait=statistics.median(waits),
-            rounds=len(speeds),
-        )
-
-
 def receipt(
     task: Task, pack: Pack, plan: Plan, device: torch.device | None = None, seconds: float = SECONDS
 ) -> Receipt:
@@ -173,15 +116,3 @@ def comparable(baseline: Plan, plan: Plan, pack: Pack) -> tuple[Plan, list[str]]
         changes["feed"] = "auto"
         notes.append("The source files are gone: both read the pack, and the data part was not measured")
     return baseline.replace(**changes), notes
-
-
-def machine() -> dict[str, str]:
-    """What a figure is worth nothing without: device, cores, versions."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else gpu.cpu_name()
-    return {
-        "device": device,
-        "cores": f"{gpu.cores()} CPU cores, {torch.get_num_threads()} threads",
-        "torch": f"torch {torch.__version__}",
-        "python": f"Python {platform.python_version()}",
-        "system": f"{platform.system()} {platform.machine()}",
-    }
