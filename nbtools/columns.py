@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
 
 from nbtools.history import History
+
+XS = ("step", "samples", "minutes")
+
+Series = tuple[np.ndarray, np.ndarray]
+"""(steps, values), both (n,) float64."""
 
 
 class Columns:
@@ -54,12 +59,12 @@ class Columns:
                 pair[0].append(step)
                 pair[1].append(value)
 
-    def series(self, kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+    def series(self, kind: str, name: str) -> Series:
         """(steps, values) float64 of the rows that have a finite number there."""
         steps, values = self.found.get((kind, name), EMPTY)
         return np.array(steps), np.array(values)
 
-    def either(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+    def either(self, name: str) -> Series:
         """The column as logged on steps, else on epochs."""
         return self.series("step" if ("step", name) in self.found else "epoch", name)
 
@@ -68,7 +73,7 @@ class Columns:
         _, values = self.found.get(("step", name)) or self.found.get(("epoch", name)) or EMPTY
         return values[-1] if values else None
 
-    def evaluated(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+    def evaluated(self, name: str) -> Series:
         """A metric at the ends of epochs, and where a person asked for it between them."""
         x, y = self.series("epoch", name)
         if ("evaluation", name) not in self.found:
@@ -80,3 +85,31 @@ class Columns:
 
 
 EMPTY: tuple[array[float], array[float]] = (array("d"), array("d"))
+
+
+def along(columns: Columns, x: str) -> Callable[[np.ndarray], np.ndarray]:
+    """The function from steps to places on an axis of XS."""
+    if x == "step":
+        return lambda steps: steps
+    steps, values = taken(columns) if x == "samples" else spent(columns)
+    scale = 60 if x == "minutes" else 1
+    return lambda wanted: np.interp(wanted, steps, values) / scale
+
+
+def taken(columns: Columns) -> Series:
+    """(steps, samples taken until then) of every row, in order, from (0, 0)."""
+    pairs = [columns.series(kind, "samples") for kind in ("step", "epoch", "evaluation")]
+    steps, samples = (np.concatenate([[0.0], *parts]) for parts in zip(*pairs, strict=True))
+    order = np.argsort(steps, kind="stable")
+    return steps[order], samples[order]
+
+
+def spent(columns: Columns) -> Series:
+    """(steps, seconds of training until then): at the epochs' ends, and at the steps logged since the last of them."""
+    ends, seconds = columns.series("epoch", "epoch_time")
+    steps, speed = columns.series("step", "samples_per_s")
+    last = ends[-1] if len(ends) else 0.0
+    steps, speed = steps[steps > last], speed[steps > last]
+    samples = np.interp(np.concatenate(([last], steps)), *taken(columns))
+    since = np.diff(samples) / np.maximum(speed, 1e-9)
+    return np.concatenate(([0.0], ends, steps)), np.cumsum(np.concatenate(([0.0], seconds, since)))

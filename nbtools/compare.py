@@ -14,7 +14,7 @@ import numpy as np
 from nbtools import figure, table
 from nbtools.axis import Scale, number
 from nbtools.chart import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Chart, Line, Picture, extent, thinned
-from nbtools.columns import Columns
+from nbtools.columns import XS, Columns, Series, along, spent, taken
 from nbtools.errors import TrainError
 from nbtools.picture import calmed, decade, decades, falling, shares, train_loss
 from nbtools.plot import in_notebook
@@ -24,16 +24,12 @@ from nbtools.state import best_metric
 if TYPE_CHECKING:
     import pandas as pd
 
-XS = ("step", "samples", "minutes")
 COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY)
 DASHES = ((), (7, 3), (2, 2), (9, 3, 2, 3), (12, 5))  # five beside six colours: thirty looks before one comes again
 BESIDE = 4  # runs at most that are columns of the table; more are its rows
 
 COUNTS = ("best_epoch", "epochs", "steps")
 HEADERS = {"minutes": "minutes", "samples_per_s": "samples/s", "memory": "memory, MiB", "energy": "energy, Wh"}
-
-Series = tuple[np.ndarray, np.ndarray]
-"""(steps, values), both (n,)."""
 
 Panel = tuple[str, Callable[[Columns], Series], Callable[[float, float], Scale], str]
 """A chart: its title, what it reads of a run, its axis from low and high, the look of its lines."""
@@ -194,31 +190,3 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
 
 def from_zero(low: float, high: float) -> Scale:
     return Scale(0.0, high * 1.08 or 1.0)
-
-
-def along(columns: Columns, x: str) -> Callable[[np.ndarray], np.ndarray]:
-    """The function from steps to places on that axis."""
-    if x == "step":
-        return lambda steps: steps
-    steps, values = taken(columns) if x == "samples" else spent(columns)
-    scale = 60 if x == "minutes" else 1
-    return lambda wanted: np.interp(wanted, steps, values) / scale
-
-
-def taken(columns: Columns) -> Series:
-    """(steps, samples taken until then) of every row, in order, from (0, 0)."""
-    pairs = [columns.series(kind, "samples") for kind in ("step", "epoch", "evaluation")]
-    steps, samples = (np.concatenate([[0.0], *parts]) for parts in zip(*pairs, strict=True))
-    order = np.argsort(steps, kind="stable")
-    return steps[order], samples[order]
-
-
-def spent(columns: Columns) -> Series:
-    """(steps, seconds of training until then): at the epochs' ends, and at the steps logged since the last of them."""
-    ends, seconds = columns.series("epoch", "epoch_time")
-    steps, speed = columns.series("step", "samples_per_s")
-    last = ends[-1] if len(ends) else 0.0
-    steps, speed = steps[steps > last], speed[steps > last]
-    samples = np.interp(np.concatenate(([last], steps)), *taken(columns))
-    since = np.diff(samples) / np.maximum(speed, 1e-9)
-    return np.concatenate(([0.0], ends, steps)), np.cumsum(np.concatenate(([0.0], seconds, since)))

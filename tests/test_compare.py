@@ -11,7 +11,7 @@ from PIL import Image
 
 import nbtools as nb
 from nbtools import chart, compare
-from nbtools.columns import Columns
+from nbtools.columns import XS, Columns, along
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.history import History, Record
 from nbtools.run import Run
@@ -66,7 +66,7 @@ def test_each_chart_has_a_line_a_run_in_the_colour_and_dashes_of_the_key(runs):
 def test_the_x_axis_can_be_samples_or_minutes_of_training(runs):
     slow = runs[0]
     last = slow.history.rows[-1]
-    over = {x: compare.compare(*runs, x=x).picture() for x in compare.XS}
+    over = {x: compare.compare(*runs, x=x).picture() for x in XS}
     assert over["samples"].last == last["samples"]
     assert over["minutes"].last == pytest.approx(compare.compare(*runs).frame["minutes"].max())
     assert over["minutes"].x == "minutes"
@@ -83,7 +83,7 @@ def test_minutes_of_an_unfinished_epoch_are_counted_at_the_pace_of_its_steps():
     found.append(Record("step", 0, 10, 1000, {"samples_per_s": 50.0}))
     found.append(Record("epoch", 0, 10, 1000, {"epoch_time": 30.0, "eval_time": 99.0}))
     found.append(Record("step", 1, 15, 1500, {"samples_per_s": 50.0}))
-    place = compare.along(Columns(found), "minutes")
+    place = along(Columns(found), "minutes")
     assert (60 * place(np.array([0.0, 5.0, 10.0, 15.0]))).tolist() == [0.0, 15.0, 30.0, 40.0]
 
 

@@ -17,7 +17,7 @@ ORDER = [
     {"panel", "plot", "kernel", "preview"},
     {"run", "svg", "figure"},
     {"axes", "cards", "picture"},
-    {"page", "facts"},
+    {"page", "facts", "marks"},
     {"columns", "chart", "buttons"},
     {"axis", "form", "offers"},
     {"advise"},
