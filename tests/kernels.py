@@ -48,6 +48,11 @@ class Client:
             f"the end of {request}",
         )
 
+    def end(self, cell: str) -> None:
+        """Waits for all that ends a cell. ipykernel 7.3 may never read a request that comes while it sends a reply."""
+        self.idle(cell)
+        self.reply(cell)
+
     def printed(self, text: str) -> dict:
         return self.until(lambda m: text in m["content"].get("text", ""), f"“{text}”")
 
@@ -89,7 +94,7 @@ class Client:
     def run(self, code: str) -> str:
         """Runs a cell to its end; its text."""
         request = self.client.execute(code)
-        self.idle(request)
+        self.end(request)
         return self.text(request)
 
 

@@ -1,12 +1,19 @@
 """While a cell trains its widgets react, and nothing else changes: real kernels, real widgets, real messages."""
 
+import os
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import quantiles
 
+import nbformat
 import pytest
 from kernels import PATIENCE, STACKS, Client, parent, started
+from nbclient import NotebookClient
+
+from nbtools.kernel import Messages
 
 EVENTS = 16
 
@@ -15,6 +22,7 @@ LOOPS = {"counting": "time.sleep(0.001)", "torch": "(net(x) ** 2).mean().backwar
 TRAIN = """
 import os, signal, threading, time, ipywidgets
 from IPython.display import display
+from nbtools.kernel import Messages
 slider, seen = ipywidgets.IntSlider(), []
 slider.observe(lambda change: (seen.append(change["new"]), print("callback")), "value")
 display(slider)
@@ -83,7 +91,7 @@ def recording(kernel, request):
         sent = time.monotonic()
         record.events.append(kernel.slide(slider, value))
         record.latencies.append(kernel.idle(record.events[-1])["arrived"] - sent)
-    kernel.idle(record.queued[-1])
+    kernel.end(record.queued[-1])
     return record
 
 
@@ -139,7 +147,7 @@ def test_an_interrupt_ends_the_cell_and_the_kernel_goes_on(kernel):
     cell, slider = begin(kernel, train(9))
     slide(kernel, slider, 1)
     kernel.manager.interrupt_kernel()
-    kernel.idle(cell)
+    kernel.end(cell)
     assert kernel.errors(cell) == ["KeyboardInterrupt"]
     slide(kernel, slider, 2)
     assert kernel.run("print(seen)") == "[1, 2]\n"
@@ -150,7 +158,7 @@ def test_an_interrupt_in_a_callback_is_the_cells(kernel):
         kernel, train(9, before="slider.observe(lambda change: os.kill(os.getpid(), signal.SIGINT), 'value')")
     )
     event = slide(kernel, slider, 1)
-    kernel.idle(cell)
+    kernel.end(cell)
     assert kernel.errors(cell) == ["KeyboardInterrupt"]
     assert kernel.states(event) == ["busy", "idle"]
 
@@ -185,7 +193,7 @@ def test_no_interrupt_at_any_moment_loses_a_request_or_misplaces_an_output(kerne
         queued.append(kernel.client.execute(f"print({value})"))
         slide(kernel, slider, value)
     (Path(kernel.manager.connection_file).parent / "stop").touch()
-    kernel.idle(queued[-1])
+    kernel.end(queued[-1])
     assert kernel.text(cell).endswith(" None\nTrue\n")
     assert [kernel.text(request) for request in queued] == [f"{value}\n" for value in range(1, 41)]
 
@@ -193,7 +201,7 @@ def test_no_interrupt_at_any_moment_loses_a_request_or_misplaces_an_output(kerne
 def test_what_a_callback_raises_is_shown_and_training_goes_on(kernel):
     cell, slider = begin(kernel, train(2, before="slider.observe(lambda change: 1 / 0, 'value')"))
     events = [slide(kernel, slider, value) for value in (1, 2)]
-    kernel.idle(cell)
+    kernel.end(cell)
     assert "end [1, 2] None" in kernel.text(cell)
     assert [kernel.errors(event) for event in events] == [["ZeroDivisionError"]] * 2
 
@@ -207,6 +215,162 @@ def test_what_even_the_kernels_own_handler_raises_is_shown_and_training_goes_on(
         ),
     )
     event = slide(kernel, slider, 1)
-    kernel.idle(cell)
+    kernel.end(cell)
     assert "end [7] None" in kernel.text(cell)
     assert "ZeroDivisionError" in kernel.text(event)
+
+
+DIFFERENT = {
+    "no ipykernel at all": "shell.kernel = types.SimpleNamespace()",
+    "nothing to read from": "kernel.shell_handlers = types.SimpleNamespace()",
+}
+
+
+@pytest.mark.parametrize("change", DIFFERENT.values(), ids=DIFFERENT)
+def test_a_kernel_that_differs_is_named_and_the_cell_goes_on(kernel, change):
+    text = kernel.run(f"""
+import types
+from nbtools.kernel import Messages
+shell = get_ipython()
+kernel, handlers = shell.kernel, shell.kernel.shell_handlers
+{change}
+with Messages() as messages:
+    print(messages.handle(), messages.trouble)
+shell.kernel, kernel.shell_handlers = kernel, handlers
+""")
+    assert text.startswith("0 Buttons and sliders react only when this cell has ended, because nbtools does not know")
+    assert "SimpleNamespace" in text
+
+
+def test_a_kernel_that_turns_out_different_gets_everything_back(kernel):
+    """A private method that fails at the first message: the training and the cells queued meanwhile do not suffer."""
+    broken = "kernel = get_ipython().kernel; good = kernel._publish_status; kernel._publish_status = lambda: None"
+    cell, slider = begin(
+        kernel, train(1, "if messages.trouble: break", broken, "kernel._publish_status = good; print('over')")
+    )
+    queued = kernel.client.execute("print('queued')")
+    kernel.slide(slider, 1)
+    kernel.end(queued)
+    assert "end [] Buttons and sliders react only" in kernel.text(cell)
+    assert kernel.text(cell).endswith("over\n")
+    assert kernel.text(queued) == "queued\n"
+
+
+def test_in_a_test_and_in_a_script_there_is_no_kernel_and_no_trouble():
+    with Messages() as messages:
+        assert messages.handle() == 0
+        assert messages.trouble is None
+
+
+def test_in_a_terminals_ipython_there_is_no_kernel_and_no_trouble(tmp_path):
+    code = "from nbtools.kernel import Messages\nwith Messages() as m: print(get_ipython(), m.handle(), m.trouble)"
+    command = [sys.executable, "-m", "IPython", "--no-banner", "--colors=NoColor", "-c", code]
+    said = subprocess.run(command, env=os.environ | {"IPYTHONDIR": str(tmp_path)}, capture_output=True, text=True)
+    assert "TerminalInteractiveShell" in said.stdout
+    assert said.stdout.endswith("0 None\n"), said.stderr
+
+
+def test_runs_within_runs_and_one_after_another_and_after_a_fault(kernel):
+    twice = "with Messages() as inner: inner.handle()\n        1 / 0 if len(seen) == 2 else None"
+    for _ in range(2):
+        cell, slider = begin(kernel, train(3, twice))
+        for value in (1, 2):
+            slide(kernel, slider, value)
+        kernel.end(cell)
+        assert kernel.errors(cell) == ["ZeroDivisionError"]
+        slide(kernel, slider, 3)  # the kernel's own again
+        assert kernel.run("print(seen)") == "[1, 2, 3]\n"
+
+
+def test_a_cell_that_fails_stops_the_queued_cells_as_ever_and_no_others(kernel):
+    cell, slider = begin(kernel, train(1, after="1 / 0"))
+    queued, asked = kernel.client.execute("print('queued')"), kernel.client.kernel_info()
+    slide(kernel, slider, 1)
+    kernel.end(cell)
+    assert kernel.reply(queued)["content"]["status"] == "aborted"
+    assert kernel.reply(asked)["msg_type"] == "kernel_info_reply"
+    assert kernel.run("print('next')") == "next\n"
+
+
+def test_messages_left_open_do_not_leave_the_kernel_deaf(kernel):
+    kernel.run("from nbtools.kernel import Messages\nleft = Messages().__enter__()\nleft.handle()")
+    assert kernel.run("print('next')") == "next\n"
+    cell, slider = begin(kernel, train(1))
+    slide(kernel, slider, 1)
+    kernel.end(cell)
+    assert "end [1] None" in kernel.text(cell)
+
+
+def test_an_async_cell_may_use_it_too(kernel):
+    cell, slider = begin(kernel, train(3, "await __import__('asyncio').sleep(0.001)"))
+    queued = kernel.client.execute("print('queued')")
+    events = [slide(kernel, slider, value) for value in (1, 2, 3)]
+    kernel.end(queued)
+    assert "end [1, 2, 3] None" in kernel.text(cell)
+    assert [kernel.states(event) for event in events] == [["busy", "idle"]] * 3
+    assert kernel.text(queued) == "queued\n"
+
+
+def test_a_cell_can_ask_for_input_after_it_handled_events(kernel):
+    cell, slider = begin(kernel, train(1, after="print('hello', input('name? '))"))
+    slide(kernel, slider, 1)
+    asked = kernel.client.get_stdin_msg(timeout=PATIENCE)
+    assert parent(asked) == cell
+    kernel.client.input("you")
+    kernel.end(cell)
+    assert kernel.text(cell).endswith("hello you\n")
+
+
+def test_a_click_while_an_earlier_cell_runs_is_not_lost(kernel):
+    """*Run all*: the training cell is queued already when a person moves a slider of an earlier cell.
+
+    ipykernel 7 makes tasks of the first requests that waited, and those run when the training cell has ended.
+    """
+    kernel.run("import ipywidgets\nearly, seen = ipywidgets.IntSlider(), []\nearly.observe(seen.append, 'value')")
+    slider = kernel.slider()
+    kernel.client.execute(
+        "import time, os\nprint('slow', flush=True)\nwhile not os.path.exists('go'): time.sleep(0.01)"
+    )
+    kernel.printed("slow")
+    cell = kernel.client.execute("""
+from nbtools.kernel import Messages
+end = time.time() + 0.5
+with Messages() as messages:
+    while not seen and time.time() < end:
+        messages.handle()
+print(len(seen))
+""")
+    event = kernel.slide(slider, 5)
+    go = Path(kernel.manager.connection_file).parent / "go"
+    go.touch()
+    kernel.until(lambda m: len(kernel.states(event)) == 2, "the event's idle")
+    assert kernel.run("print(len(seen))") == "1\n"
+    go.unlink()
+    if kernel.stack == "colab":
+        assert kernel.text(cell) == "1\n"
+
+
+@pytest.mark.parametrize("stack", ["ipykernel-7.3", "newest"])
+def test_events_that_come_over_a_subshell_are_handled_too(stack, tmp_path):
+    """As JupyterLab ≥ 4.4 sends them: 7.3 handles them in the subshell's thread, 7.4 may put them back to ours."""
+    with started(stack, tmp_path) as kernel:
+        kernel.client.control_channel.send(kernel.client.session.msg("create_subshell_request", {}))
+        subshell = kernel.client.control_channel.get_msg(timeout=PATIENCE)["content"]["subshell_id"]
+        cell, slider = begin(kernel, train(6))
+        events = [slide(kernel, slider, value, subshell if value % 3 else None) for value in range(1, 7)]
+        kernel.end(cell)
+        assert "end [1, 2, 3, 4, 5, 6] None" in kernel.text(cell)
+        assert [kernel.states(event) for event in events] == [["busy", "idle"]] * 6
+
+
+def test_a_notebook_runs_from_top_to_bottom_without_anybody(tmp_path):
+    cell = nbformat.v4.new_code_cell("""
+import ipywidgets
+from nbtools.kernel import Messages
+with Messages(hertz=1e6) as messages:
+    display(ipywidgets.IntSlider())
+    print(sum(messages.handle() for step in range(1000)), messages.trouble)
+""")
+    notebook = nbformat.v4.new_notebook(cells=[cell, nbformat.v4.new_code_cell("print('next')")])
+    done = NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert [cell.outputs[-1]["text"] for cell in done.cells] == ["0 None\n", "next\n"]
