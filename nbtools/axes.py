@@ -21,7 +21,9 @@ def draw(axes: Axes, chart: Chart, shown: Picture, named: bool) -> None:
         draw_line(second if line.right else axes, line)
     for mark in shown.marks:
         tall = 1 + NAME * (mark.row + 1) / PLOT if named and mark.name else 1
-        axes.axvline(mark.x, 0, tall, color=GREY, linewidth=1, linestyle=(0, (3, 3)), clip_on=False)
+        axes.axvline(
+            mark.x, 0.95 if mark.short else 0, tall, color=GREY, linewidth=1, linestyle=(0, (3, 3)), clip_on=False
+        )
         if named and mark.name:
             name(axes, mark)
     if chart.note:

@@ -81,14 +81,15 @@ class Chart:
 
 @dataclass(frozen=True)
 class Mark:
-    """A knob that was turned at x. name: as much of `what` as there is room for, in a row above the first chart (0:
-    next to it), at the right (side 1) or the left (-1) of the mark."""
+    """A knob that was turned at x. short: only a tick at the top, as one of many. name: as much of `what` as there is
+    room for, in a row above the first chart (0: next to it), at the right (side 1) or the left (-1) of the mark."""
 
     x: float
     what: str
     name: str = ""
     side: int = 1
     row: int = 0
+    short: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,19 +10,25 @@ from typing import Any
 from nbtools.chart import Mark
 
 CHARACTER = 1 / 40  # of a chart's width, where it is as narrow as it gets
+LINES = 12  # marks at most that are whole lines: behind more, the curves would be lost
+DIGITS = re.compile(r"\d+\.\d{4,}")  # of a lr by rule
 SHORTEST, ROWS, NAMES = 14, 3, 6  # of the names of marks: characters of one, rows, and how many
 
 
 def marks(changes: Sequence[Mapping[str, Any]], last: float) -> tuple[Mark, ...]:
     """A mark a turned knob; the last ones with names as stairs that rise to the right or to the left, whichever says
     more, so that no mark's line crosses another one's name."""
-    turned = [(float(row["step"]), str(row.get("what", ""))) for row in changes]
+    turned = [(float(row["step"]), DIGITS.sub(rounded, str(row.get("what", "")))) for row in changes]
     rising, falling = arranged(turned[-NAMES:], last, -1), arranged(turned[: -NAMES - 1 : -1], last, 1)[::-1]
     places = max(rising, falling, key=lambda stairs: sum(len(place.name) for place in stairs))
-    found = [Mark(x, what) for x, what in turned[:-NAMES]]
+    found = [Mark(x, what, short=len(turned) > LINES) for x, what in turned[:-NAMES]]
     for (x, what), place in zip(turned[-NAMES:], places, strict=True):
         found.append(Mark(x, what, place.name, place.side, place.row))
     return tuple(found)
+
+
+def rounded(digits: re.Match[str]) -> str:
+    return f"{float(digits[0]):.3g}"
 
 
 def arranged(turned: Sequence[tuple[float, str]], last: float, side: int) -> list[Place]:

@@ -13,7 +13,8 @@ from nbtools.axis import Scale
 from nbtools.chart import BLUE, Badge, Chart, Line, Mark, Picture
 
 WIDTH, HEIGHT = 2000, 1000  # units of a plot: whole numbers become text ten times as fast as formatted floats
-COLUMN, GAP, TALL, NAME = 270, 22, 150, 14  # px: least width of a chart, between two; heights of a plot, of a name
+COLUMN, THREE, GAP = 225, 860, 22  # px: least width of a chart; of a page with three beside each other; between two
+TALL, NAME = 150, 14  # px: heights of a plot, of a mark's name
 
 STYLE = f"""
 .nbt{{font:13px/1.4 var(--jp-ui-font-family,system-ui,-apple-system,"Segoe UI",sans-serif);
@@ -30,16 +31,17 @@ STYLE = f"""
 .nbt-facts span{{font-size:11px;opacity:.65}}
 .nbt-facts b{{font-size:14px}}
 .nbt-grid{{display:grid;gap:0 {GAP}px;
- grid-template-columns:repeat(auto-fill,minmax(max(min(100%,{COLUMN}px),calc((100% - {2 * GAP}px)/3)),1fr))}}
+ grid-template-columns:repeat(auto-fill,minmax(max(min(100%,{COLUMN}px),(100% - {2 * GAP + 1}px)/3,
+ min((100% - {GAP + 1}px)/2,({THREE}px - 100%)*999)),1fr))}}
 .nbt-grid>div{{display:grid;grid-row:span 2;grid-template-rows:subgrid;margin-bottom:14px}}
 .nbt-head{{margin-left:46px;align-content:start;font-size:12px;display:flex;flex-wrap:wrap;gap:0 12px}}
 .nbt-head>b{{font-size:13px;flex-basis:100%}}
 .nbt-head>b span{{font-weight:400;opacity:.65;font-size:12px}}
 .nbt-head>span{{white-space:nowrap}}
 .nbt-head i{{font-style:normal;opacity:.75;margin:0 4px 0 5px}}
-.nbt-head svg{{width:16px;height:8px;overflow:visible}}
+.nbt .nbt-head svg{{width:16px;height:8px;overflow:visible}}
 .nbt-plot{{position:relative;align-self:end;height:{TALL}px;margin:0 14px 22px 46px}}
-.nbt-plot>svg{{position:absolute;left:0;top:0;width:100%;height:100%;overflow:visible}}
+.nbt .nbt-plot>svg{{position:absolute;left:0;top:0;width:100%;height:100%;overflow:visible}}
 .nbt svg *{{vector-effect:non-scaling-stroke;fill:none;stroke-linejoin:round}}
 .nbt-plot>span{{position:absolute;font-size:11px;line-height:14px;white-space:nowrap;opacity:.72}}
 .nbt-y{{right:100%;margin:-7px 8px 0 0}}
@@ -135,8 +137,9 @@ def curve(line: Line, chart: Chart, shown: Picture) -> str:
 def stroke(mark: Mark, shown: Picture, named: bool) -> str:
     """A dashed line where a knob was turned, up to its name."""
     x, above = WIDTH * mark.x / shown.last, NAME * (mark.row + 1) * HEIGHT // TALL if named and mark.name else 0
+    foot = HEIGHT // 20 if mark.short else HEIGHT
     return (
-        f'<path d="M{x:.0f} {HEIGHT}V-{above}" stroke="currentColor" stroke-opacity=".6" '
+        f'<path d="M{x:.0f} {foot}V-{above}" stroke="currentColor" stroke-opacity=".6" '
         f'stroke-dasharray="3 3"><title>{escape(mark.what)}</title></path>'
     )
 

@@ -172,6 +172,19 @@ def test_a_change_of_settings_is_marked_in_every_chart_where_it_happened_and_nam
     assert name.text == "lr 0.001 → 0.0005"
 
 
+def test_of_many_changes_the_last_are_lines_and_the_others_ticks_that_leave_the_curves_in_sight():
+    found = history()
+    for step in range(50, 100):
+        found.append(Record("change", 1, step, step * 64, {"what": "lr 0.0022499999 → 0.00141421356"}))
+    made = shown(found)
+    assert [mark.short for mark in made.marks] == [True] * 44 + [False] * 6
+    assert {mark.what for mark in made.marks} == {"lr 0.00225 → 0.00141"}
+    drawn = [item for item in parsed(svg.frame(made)).iter() if item.get("viewBox") == f"0 0 {svg.WIDTH} {svg.HEIGHT}"]
+    lines = [path.get("d", "") for path in drawn[1].iter() if path.get("stroke-dasharray") == "3 3"]
+    assert [line.split()[1] for line in lines] == ["50V-0"] * 44 + ["1000V-0"] * 6
+    assert not any(mark.short for mark in shown(history(change="lr 1 → 2")).marks)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_names_of_marks_cross_neither_each_other_nor_another_marks_line(seed):
     rng = np.random.default_rng(seed)
@@ -309,7 +322,8 @@ def test_numbers_are_written_with_the_digits_that_one_can_read_at_once(value, te
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(45, "45 s"), (200, "3 min 20 s"), (7500, "2 h 05 min"), (59.7, "1 min 00 s")]
+    ("seconds", "text"),
+    [(45, "45 s"), (200, "3 min 20 s"), (7500, "2 h 05 min"), (409_000, "4 d 17 h"), (59.7, "1 min 00 s")],
 )
 def test_durations_are_read_without_arithmetic(seconds, text):
     assert axis.duration(seconds) == text
