@@ -43,8 +43,9 @@ class Messages:
                 step(batch)
                 messages.handle()
 
-    An event takes effect within 1/hertz seconds and one step. A call costs a look at the clock (0.1 µs), `hertz` times
-    a second a look at the kernel's sockets. Without a kernel, or with one that is not known, nothing happens.
+    An event takes effect within 1/hertz seconds and one step. A call costs a look at the clock (0.2 µs), and `hertz`
+    times a second one at the kernel's socket (3 µs when asked again and again, about 60 µs between two steps of torch).
+    Without a kernel, or with one that is not known, nothing happens.
     """
 
     trouble: str | None = None
@@ -168,7 +169,8 @@ class Received:
     """ipykernel 7: a stream hands each request to a task of its own, which then waits for the running cell's lock.
 
     A task cannot be taken back, so while the cell runs the stream's receiver is ours: it keeps the requests, and at the
-    end the kernel's own receiver gets them in the order of their coming.
+    end the kernel's own receiver gets them in the order of their coming. What became a task before, in the few turns of
+    the event loop between two cells of *Run all*, is out of reach and waits for the end of the cell.
     """
 
     def __init__(self, kernel: Any, stream: Any) -> None:
