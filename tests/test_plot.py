@@ -126,10 +126,11 @@ def test_what_holds_the_gpu_back_is_said_in_words_on_a_colour_and_idle_is_no_tro
 
 def test_an_evaluation_between_epochs_is_a_point_of_its_own_and_never_the_best_one():
     found = history()
-    found.append(Record("evaluation", 4, 225, 225 * 64, {"val_loss": 0.01, "val_whole_accuracy": 2.0}))
+    for step in (75, 225):
+        found.append(Record("evaluation", 4, step, step * 64, {"val_loss": 0.01, "val_whole_accuracy": 2.0}))
     made = shown(found)
     [line] = made.charts[1].lines
-    assert line.x.tolist() == [50, 100, 150, 200, 225]
+    assert line.x.tolist() == [50, 75, 100, 150, 200, 225]
     assert line.ring == (200.0, 1.0)
     assert ("best whole_accuracy", "1.000 in epoch 4") in made.facts
     assert made.charts[0].lines[-1].y[-1] == 0.01
