@@ -18,8 +18,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no chromium here; .ci/run installs one"))
 
 
-@pytest.fixture
-def browser():
+@pytest.fixture(scope="session")
+def chromium():
     """The path of a Chromium."""
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     assert found, f"none of {', '.join(BROWSERS)} is installed, and CI must not skip browser tests"

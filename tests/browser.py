@@ -1,0 +1,333 @@
+"""A notebook in a real browser: Jupyter servers of two generations, and what a person sees and does in them.
+
+Controls are found as a person finds them, by what stands on them or beside them. A click's time is taken in the page,
+by the clock that the kernel's log has too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from playwright.sync_api import Browser, Locator, Page, ViewportSize, sync_playwright
+
+ROOT = Path(__file__).parents[1]
+SHOTS = Path(os.environ.get("NBTOOLS_SCREENSHOTS", ROOT / "screenshots"))
+LIMIT = 60.0  # seconds that anything may take on a busy machine
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+)
+WINDOW = ViewportSize(width=1200, height=1700)  # a whole run's cell at 100 % zoom, without scrolling
+ACTED = """
+window.acted = [];
+for (const kind of ['click', 'change', 'keydown'])
+    document.addEventListener(kind, () => window.acted.push(Date.now() / 1000), true);
+"""
+"""When a person did something that a widget may react to, in the order of doing."""
+
+
+def until(seen: Callable[[], Any], what: str, limit: float = LIMIT) -> Any:
+    """Wait for something true and return it; what: named when it never comes."""
+    end = time.monotonic() + limit
+    while not (found := seen()):
+        assert time.monotonic() < end, f"{what}: not within {limit:g} s"
+        time.sleep(0.01)
+    return found
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One generation of Jupyter. folder: the virtual environment that holds its server and its kernel."""
+
+    name: str
+    folder: Path
+    command: tuple[str, ...]
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+
+LAB = Stack(
+    "lab",
+    Path(sys.prefix),
+    (
+        *("-m", "jupyterlab", "--ServerApp.port={port}", "--ServerApp.port_retries=0", "--ServerApp.root_dir={folder}"),
+        *("--IdentityProvider.token=", "--LabApp.expose_app_in_browser=True", "--LabApp.news_url=None"),
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    ),
+)
+CLASSIC = Stack(
+    "classic",
+    ROOT / ".venv-colab",
+    (
+        *("-m", "notebook", "--NotebookApp.port={port}", "--NotebookApp.port_retries=0"),
+        *("--NotebookApp.notebook_dir={folder}", "--NotebookApp.token="),
+    ),
+)
+SETTINGS = {
+    "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},  # cells out of sight stay in the page
+    "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+}
+"""Of JupyterLab."""
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Nobody's own settings, one thread, and the tests' modules importable in kernels."""
+    places = ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")
+    lab = ("SETTINGS_DIR", "WORKSPACES_DIR")
+    return {
+        **os.environ,
+        **{f"JUPYTER_{place}": str(folder / "jupyter" / place) for place in places},
+        **{f"JUPYTERLAB_{place}": str(folder / "jupyter" / place) for place in lab},
+        "IPYTHONDIR": str(folder / "ipython"),
+        "NBTOOLS_CACHE": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])),
+    }
+
+
+@contextmanager
+def serving(stack: Stack, folder: Path) -> Iterator[str]:
+    """A server whose notebooks lie in `folder`/work; yields its address. Its log stays in `folder`."""
+    work = folder / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    for name, values in SETTINGS.items():
+        path = folder / "jupyter" / "SETTINGS_DIR" / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [word.format(port=port, folder=work) for word in stack.command]
+    root = ["--allow-root"] if hasattr(os, "getuid") and os.getuid() == 0 else []
+    with (folder / "server.log").open("w") as log:
+        command = [str(stack.python), *words, "--no-browser", *root]
+        process = subprocess.Popen(command, env=environment(folder), cwd=work, stdout=log, stderr=log)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        until(lambda: process.poll() is not None or answers(f"{address}/api"), f"{stack.name} answers")
+        assert process.poll() is None, (folder / "server.log").read_text()
+        yield address
+    finally:
+        process.terminate()  # its kernels go with it
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=5):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+@contextmanager
+def chromium(path: str) -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+def write(path: Path, cells: Sequence[str]) -> Path:
+    """A notebook of code cells."""
+    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+    made.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(made, path)
+    return path
+
+
+class Notebook(ABC):
+    """A notebook in a page. What differs between the two Jupyters is in `Lab` and `Classic`.
+
+    errors: what scripts of the page did not catch.
+    """
+
+    PROMPT = OUTPUT = CELL = ""
+
+    def __init__(self, browser: Browser, address: str):
+        self.address = address
+        self.page: Page = browser.new_page(viewport=WINDOW)
+        self.page.set_default_timeout(LIMIT * 1000)
+        self.page.add_init_script(ACTED)
+        self.errors: list[str] = []
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+
+    @abstractmethod
+    def open(self, name: str) -> None: ...
+
+    @abstractmethod
+    def ready(self) -> None:
+        """Wait until its kernel listens."""
+
+    @abstractmethod
+    def run_all(self) -> None: ...
+
+    @abstractmethod
+    def run(self, cell: int) -> None: ...
+
+    @abstractmethod
+    def interrupt(self) -> None: ...
+
+    @abstractmethod
+    def save(self) -> None: ...
+
+    @abstractmethod
+    def without_kernel(self) -> None:
+        """Answer the question for a kernel that a notebook of an unknown one brings."""
+
+    def prompt(self, cell: int) -> str:
+        """`` before, `*` while, `3` after a cell ran."""
+        return re.sub(r"[^\d*]", "", self.page.locator(self.PROMPT).nth(cell).inner_text())
+
+    def wait_for_prompt(self, cell: int, pattern: str) -> None:
+        until(lambda: re.fullmatch(pattern, self.prompt(cell)), f"prompt {pattern} of cell {cell}")
+
+    def output(self, cell: int) -> Locator:
+        return self.page.locator(self.CELL).nth(cell).locator(self.OUTPUT)
+
+    def button(self, label: str) -> Locator:
+        """The output's button on which exactly this stands, beside its icon."""
+        return self.page.locator(f"{self.OUTPUT} button:visible").filter(has_text=re.compile(rf"^\s*{label}\s*$"))
+
+    def row(self, knob: str) -> Locator:
+        """The row of the form that begins with a knob's name."""
+        named = self.page.locator(".widget-label").filter(has_text=re.compile(rf"^{knob}( \(.*\))?$"))
+        return self.page.locator(f"{self.OUTPUT} .nbtools-row:visible").filter(has=named)
+
+    def frames(self) -> list[tuple[float, float]]:
+        """(height of a drawing, height of the frame that its labels are placed in), in pixels, of each chart."""
+        heights = "charts => charts.map(svg => [svg, svg.parentElement].map(e => e.getBoundingClientRect().height))"
+        return self.page.locator(f"{self.OUTPUT} svg[role=img]").evaluate_all(heights)
+
+    def acting(self, act: Callable[[], Any]) -> float:
+        """Do something; the time of the click, key or choice, in seconds since 1970."""
+        self.page.evaluate("window.acted.length = 0")
+        act()
+        return self.page.evaluate("window.acted[0]")
+
+    def click(self, label: str) -> float:
+        button = self.button(label)
+        return self.acting(button.click)
+
+    def type(self, knob: str, words: str) -> float:
+        field = self.row(knob).locator("input[type=text]").first
+        field.fill(words)
+        return self.acting(lambda: field.press("Enter"))
+
+    def choose(self, knob: str, option: str) -> float:
+        field = self.row(knob).locator("select")
+        return self.acting(lambda: field.select_option(option))
+
+    def slide(self, knob: str, key: str) -> float:
+        handle = self.row(knob).locator(".noUi-handle, .ui-slider-handle")
+        handle.focus()
+        return self.acting(lambda: handle.press(key))
+
+    def shot(self, name: str) -> None:
+        """A screenshot of the window, kept for people to look at."""
+        SHOTS.mkdir(parents=True, exist_ok=True)
+        self.page.screenshot(path=SHOTS / f"{name}.png")
+
+    @contextmanager
+    def narrow(self) -> Iterator[None]:
+        """The window half as wide."""
+        self.page.set_viewport_size(ViewportSize(width=640, height=WINDOW["height"]))
+        try:
+            yield
+        finally:
+            self.page.set_viewport_size(WINDOW)
+
+    def shows(self, picture: Locator) -> bool:
+        """Whether an <img> is there, loaded and not collapsed."""
+        loaded = "image => image.complete && image.naturalWidth > 0 && image.getBoundingClientRect().height > 50"
+        return picture.count() > 0 and picture.first.is_visible() and picture.first.evaluate(loaded)
+
+
+class Lab(Notebook):
+    CELL, OUTPUT, PROMPT = ".jp-CodeCell", ".jp-Cell-outputArea", ".jp-CodeCell .jp-InputPrompt"
+
+    def open(self, name: str) -> None:
+        self.page.goto(f"{self.address}/doc/tree/{name}?reset")
+        self.page.wait_for_function("window.jupyterapp && window.jupyterapp.shell.currentWidget?.context?.isReady")
+
+    def ready(self) -> None:
+        self.page.wait_for_function(
+            "window.jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status === 'idle'"
+        )
+
+    def command(self, name: str, **arguments: Any) -> None:
+        self.page.evaluate("([name, given]) => { window.jupyterapp.commands.execute(name, given) }", [name, arguments])
+
+    def run_all(self) -> None:
+        self.command("notebook:run-all-cells")
+
+    def run(self, cell: int) -> None:
+        self.page.evaluate(f"window.jupyterapp.shell.currentWidget.content.activeCellIndex = {cell}")
+        self.command("notebook:run-cell")
+
+    def interrupt(self) -> None:
+        self.command("notebook:interrupt-kernel")
+
+    def save(self) -> None:
+        self.page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
+
+    def without_kernel(self) -> None:
+        self.page.locator(".jp-Dialog button", has_text="No Kernel").click()
+
+    def theme(self, dark: bool) -> None:
+        name = "JupyterLab Dark" if dark else "JupyterLab Light"
+        self.page.evaluate(f"window.jupyterapp.commands.execute('apputils:change-theme', {{theme: '{name}'}})")
+        self.page.wait_for_selector(f"body[data-jp-theme-light={'false' if dark else 'true'}]", state="attached")
+
+
+class Classic(Notebook):
+    CELL, OUTPUT, PROMPT = ".code_cell", ".output_wrapper", ".code_cell .input_prompt"
+
+    def open(self, name: str) -> None:
+        self.page.goto(f"{self.address}/notebooks/{name}")
+        self.page.wait_for_function("window.Jupyter && Jupyter.notebook && Jupyter.notebook._fully_loaded")
+
+    def ready(self) -> None:
+        self.page.wait_for_function("Jupyter.notebook.kernel?.widget_manager")  # else no widget is ever shown
+        self.page.wait_for_function("Jupyter.notebook.kernel.info_reply.protocol_version")
+
+    def run_all(self) -> None:
+        self.page.evaluate("Jupyter.notebook.execute_all_cells()")
+
+    def run(self, cell: int) -> None:
+        self.page.evaluate(f"Jupyter.notebook.execute_cells([{cell}])")
+
+    def interrupt(self) -> None:
+        self.page.evaluate("Jupyter.notebook.kernel.interrupt()")
+
+    def save(self) -> None:
+        self.page.evaluate("Jupyter.notebook.save_notebook()")
+
+    def without_kernel(self) -> None:
+        self.page.locator(".modal.in button", has_text="Continue Without Kernel").click()
+
+
+OPENED: dict[str, type[Notebook]] = {"lab": Lab, "classic": Classic}

@@ -1,0 +1,35 @@
+"""The captcha task, which writes down when it trains on what, in watched.jsonl: a line for each batch of the training
+and validation split, and one for the end of each step."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from nbtools.draws import Draws
+from nbtools.tasks import captcha
+from nbtools.tasks.captcha import BASELINE, BEST, PLAN, Plan, decode, demo, loss, metrics, model, pack, preview, show
+
+__all__ = ["BASELINE", "BEST", "PLAN", "batch", "decode", "demo", "loss", "metrics", "model", "pack", "preview", "show"]
+
+LOG = "watched.jsonl"
+KNOBS = ("lr", "batch_size", "amp", "clip_norm", "weight_decay", "eval_every", "early_stop")
+
+
+def batch(raw: dict[str, Tensor], plan: Plan, draws: Draws | None) -> dict[str, Tensor]:
+    if "id" in raw:  # samples to preview have none
+        knobs = {name: getattr(plan, name) for name in KNOBS}
+        note({"time": time.time(), "training": draws is not None, "ids": raw["id"].tolist(), **knobs})
+    return captcha.batch(raw, plan, draws)
+
+
+def note(row: dict[str, Any]) -> None:
+    with open(LOG, "a") as file:  # closed each time: whoever reads it finds whole lines
+        file.write(json.dumps(row) + "\n")
+
+
+register_optimizer_step_post_hook(lambda *_: note({"ended": time.time()}))
