@@ -146,10 +146,8 @@ def smoothed(values: np.ndarray, half: int) -> np.ndarray:
     """(n,) → (n,): the mean of the 2·half + 1 points around each, fewer at the ends; it does not lag."""
     if not half:
         return values
-    sums = np.concatenate(([0.0], np.cumsum(values)))
-    at = np.arange(len(values))
-    low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
-    return (sums[high] - sums[low]) / (high - low)
+    around, inside = np.ones(2 * half + 1), slice(half, half + len(values))
+    return np.convolve(values, around)[inside] / np.convolve(np.ones(len(values)), around)[inside]
 
 
 def averaged(x: np.ndarray, y: np.ndarray, columns: int = COLUMNS) -> tuple[np.ndarray, np.ndarray]:
@@ -158,7 +156,8 @@ def averaged(x: np.ndarray, y: np.ndarray, columns: int = COLUMNS) -> tuple[np.n
     if size <= 1:
         return x, y
     starts = np.arange(0, len(x), size)
-    counts = np.diff(starts, append=len(x))
+    counts = np.full(len(starts), float(size))
+    counts[-1] = len(x) - starts[-1]
     return np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts
 
 
