@@ -1,0 +1,89 @@
+"""The learning-rate sweep with its curve drawn: loss over lr, the suggestion marked."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from nbtools.measure import sweep
+from nbtools.measure.sweep import SECONDS, STEPS, Sweep
+from nbtools.pack import Pack
+from nbtools.plan import Plan
+from nbtools.plot import axes, figure, in_notebook
+from nbtools.plot.axes import NAME, PLOT, SMALL
+from nbtools.plot.axis import number
+from nbtools.plot.chart import BLUE, Chart, Line, Mark, Picture
+from nbtools.plot.figure import AXIS, HEAD, LEFT, RIGHT
+from nbtools.plot.page import LEGEND, Page, legend
+from nbtools.plot.picture import falling
+from nbtools.state import Task
+
+WIDE = 560  # px
+
+
+def lr_sweep(
+    task: Task,
+    pack: Pack,
+    plan: Plan,
+    device: torch.device | str | None = None,
+    low: float = 1e-6,
+    high: float = 1.0,
+    steps: int = STEPS,
+    seconds: float = SECONDS,
+) -> LrSweep:
+    """Raise lr step by step from low to high on a model of its own, and say which one the curve suggests.
+
+    Costs `steps` steps of training, fewer where they would take longer than `seconds`; model, random state and GPU
+    memory of whoever calls are as they were. Raises TrainError for a range that is none.
+    """
+    return LrSweep.from_dict(sweep.lr_sweep(task, pack, plan, device, low, high, steps, seconds).to_dict())
+
+
+class LrSweep(Sweep):
+    """A sweep that shows as its curve and a table in a notebook, as the table in a terminal."""
+
+    def picture(self) -> Picture:
+        """Loss as measured (faint) and smoothed over lr, on an axis of decades."""
+        if len(self.lrs) < 2:
+            return Picture((Chart("loss", (), falling(0.0, 1.0), note="lost at once"),), x="learning rate")
+        x = np.log10(np.array(self.lrs) / self.lrs[0])
+        losses, smoothed = np.array(self.losses), np.array(self.smoothed)
+        lines = (
+            Line("", x, losses, BLUE, "faint"),
+            Line("smoothed loss", x, smoothed, BLUE, value=number(smoothed.min())),
+        )
+        span = float(np.ptp(smoothed))  # one wild loss at the end would hide all others
+        low, top = max(losses.min(), smoothed.min() - span / 2), min(losses.max(), smoothed.max() + span)
+        chart = Chart("loss", lines, falling(float(min(low, smoothed.min())), float(top)), "a sample")
+        return Picture((chart,), float(x[-1]), self.marks(), x="learning rate", origin=self.lrs[0])
+
+    def marks(self) -> tuple[Mark, ...]:
+        if self.suggestion is None:
+            return ()
+        name = f"suggested {self.suggestion:.2g}"
+        return (Mark(math.log10(self.suggestion / self.lrs[0]), name, name, side=-1),)
+
+    def png(self) -> bytes:
+        shown = self.picture()
+        (chart,) = shown.charts
+        room = WIDE - LEFT - RIGHT
+        places = legend([line for line in chart.lines if line.name], room, SMALL)
+        top = HEAD + LEGEND + NAME * shown.names
+        page = Page(WIDE, top + PLOT + AXIS)
+        figure.headline(page, chart, places, LEFT, 0)
+        axes.draw(page.axes(LEFT, top, room, PLOT), chart, shown, named=True)
+        return page.png()
+
+    def _repr_png_(self) -> bytes:
+        return self.png()
+
+    def _ipython_display_(self) -> None:
+        """Two outputs, since a saved notebook keeps a picture where GitHub shows it only as one of its own."""
+        if not in_notebook():
+            raise NotImplementedError  # IPython then prints the text
+        from IPython.display import HTML, Image, display
+
+        display(Image(self.png(), retina=True))
+        display(HTML(self._repr_html_()))

@@ -1,0 +1,287 @@
+"""The learning-rate range test: it ends where a closed form says, steps as training does, and leaves no trace."""
+
+import io
+import json
+import math
+import types
+from typing import Any
+
+import IPython.display
+import numpy as np
+import pytest
+import torch
+import toy
+from PIL import Image
+from torch import nn
+
+from nbtools.errors import TrainError
+from nbtools.feed import Workers
+from nbtools.lr_sweep import LrSweep
+from nbtools.lr_sweep import lr_sweep as shown
+from nbtools.measure.curve import judge, smooth
+from nbtools.measure.sweep import Climb, Sweep, lr_sweep
+from nbtools.state import TrainState
+
+CPU = torch.device("cpu")
+SGD = toy.PLAN.replace(optimizer="sgd", betas=(0.0, 0.9), clip_norm=None)
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    return toy.make_pack(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def found(pack) -> Sweep:
+    return lr_sweep(toy, pack, toy.PLAN, high=100.0)
+
+
+def task_with(**parts) -> Any:
+    return types.SimpleNamespace(**{**vars(toy), **parts})
+
+
+class Bowl(nn.Module):
+    """½ λ Σ (w - x)² over samples and dimensions: its mean has λ in each direction, so SGD is lost where lr > 2 / λ."""
+
+    def __init__(self, curvature: float):
+        super().__init__()
+        self.curvature = curvature
+        self.w = nn.Parameter(torch.full((8,), 3.0))
+
+    def forward(self, batch):
+        return 0.5 * self.curvature * (self.w - batch["x"]).square().sum(1)
+
+
+def bowl(curvature: float) -> Any:
+    def loss(model, batch, plan):
+        each = model(batch)
+        return each.sum(), len(each)
+
+    return task_with(model=lambda card, plan: Bowl(curvature), loss=loss)
+
+
+@pytest.mark.parametrize("curvature", [0.5, 20.0])
+def test_a_bowl_is_lost_just_above_two_over_its_curvature_and_the_suggestion_lies_below(pack, curvature):
+    found = lr_sweep(bowl(curvature), pack, SGD, low=1e-4 / curvature, high=1e2 / curvature)
+    edge = 2 / curvature
+    assert found.lost is not None
+    assert edge < found.lost < 2 * edge
+    assert found.suggestion is not None
+    assert edge / 100 < found.suggestion < edge / 2
+    assert all(math.isfinite(loss) for loss in found.losses)
+
+
+def test_the_suggestion_trains_better_than_a_hundredth_and_a_hundredfold_of_it(pack, found):
+    def trained(lr: float) -> float:
+        climb = Climb(toy, pack, toy.PLAN.replace(epochs=5), CPU)
+        return float(np.mean([climb.advance(lr) for _ in range(40)][-10:]))
+
+    assert found.suggestion is not None
+    best = trained(found.suggestion)
+    assert best < trained(found.suggestion / 100)
+    assert best < trained(found.suggestion * 100)
+
+
+def test_losses_are_those_of_training_with_the_same_lr(pack):
+    """The slow way: SGD by hand on the same batches in the same order."""
+    plan = SGD.replace(noise=0.0)
+    found = lr_sweep(bowl(1.0), pack, plan, low=1e-3, high=1e-1, steps=30)
+    climb = Climb(bowl(1.0), pack, plan, CPU)
+    w, losses = torch.full((8,), 3.0), []
+    for lr in [*[1e-3] * 4, *found.lrs, 0.0]:
+        x = toy.batch(next(climb.stream), plan, None)["x"]
+        losses.append(float(0.5 * (w - x).square().sum(1).mean()))
+        w = w - lr * (w - x).mean(0)
+    assert found.start == pytest.approx(losses[0])
+    assert found.losses == pytest.approx(losses[5:], rel=1e-5)
+
+
+def test_micro_batches_give_the_curve_of_the_whole_batch(pack):
+    """One lr an optimizer step, however many forward passes it has (without BatchNorm and dropout, which see parts)."""
+    task = task_with(model=lambda card, plan: Flat())
+    whole, parts = (lr_sweep(task, pack, SGD.replace(micro_batch_size=size), high=1e3) for size in (None, 4))
+    assert parts.lrs == whole.lrs
+    assert parts.lost == whole.lost
+    assert parts.losses == pytest.approx(whole.losses, rel=1e-3)
+
+
+class Flat(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, batch):
+        return self.layer(batch["x"])
+
+
+def test_a_step_that_fp16_leaves_out_does_not_raise_the_lr_and_counts_once(pack):
+    climb = Climb(toy, pack, toy.PLAN.replace(amp="fp16"), CPU)
+    climb.state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)  # overflows at once, then finds its scale
+    before = {name: value.clone() for name, value in climb.state.model.named_parameters()}
+    loss = climb.advance(1e-2)
+    assert climb.skipped > 0
+    assert climb.state.lr == 1e-2
+    assert climb.state.step == climb.skipped + 1  # the only one that counts
+    assert math.isfinite(loss)
+    assert any(not torch.equal(before[name], value) for name, value in climb.state.model.named_parameters())
+
+
+def test_left_out_steps_leave_the_lrs_and_the_number_of_losses_as_they_are(pack, monkeypatch):
+    plan = toy.PLAN.replace(amp="fp16")
+    smooth_way = lr_sweep(toy, pack, plan, steps=30)
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device: scaler(device, init_scale=2.0**24))
+    found = lr_sweep(toy, pack, plan, steps=30)
+    assert found.skipped > 0 == smooth_way.skipped
+    assert found.lrs == smooth_way.lrs
+    assert len(found.losses) == len(found.lrs)
+    assert f"{found.skipped} that fp16 left out" in str(found)
+
+
+def test_a_scale_that_is_never_found_ends_the_sweep(pack):
+    def loss(model, batch, plan):
+        total, count = toy.loss(model, batch, plan)
+        total.register_hook(lambda gradient: gradient * math.inf)
+        return total, count
+
+    found = lr_sweep(task_with(loss=loss), pack, toy.PLAN.replace(amp="fp16"))
+    assert found.suggestion is None
+    assert found.losses == ()
+
+
+def test_everything_is_as_it_was_before(pack):
+    state = TrainState(toy, pack, toy.PLAN)
+    state.model(toy.batch(pack_batch(pack), toy.PLAN, None))  # BatchNorm has seen something
+    kept = {name: value.clone() for name, value in state.tensors().items()}
+    torch.manual_seed(7)
+    random = torch.get_rng_state()
+    numbers = repr(np.random.get_state(legacy=False))
+    torch.backends.cudnn.benchmark = True
+    try:
+        lr_sweep(toy, pack, state.plan.replace(deterministic=True))
+        assert torch.backends.cudnn.benchmark
+    finally:
+        torch.backends.cudnn.benchmark = False
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.equal(torch.get_rng_state(), random)
+    assert repr(np.random.get_state(legacy=False)) == numbers
+    now = state.tensors()
+    assert now.keys() == kept.keys()
+    assert all(torch.equal(value, kept[name]) for name, value in now.items())
+
+
+def pack_batch(pack) -> dict[str, torch.Tensor]:
+    ids = pack.ids("train")[:16]
+    return {name: torch.stack([torch.from_numpy(pack.sample(i)[name]) for i in ids]) for name in ("x", "label")}
+
+
+def test_the_same_seed_gives_the_same_curve(pack, found):
+    again = lr_sweep(toy, pack, toy.PLAN, high=100.0)
+    assert (again.lrs, again.losses, again.suggestion) == (found.lrs, found.losses, found.suggestion)
+
+
+def test_slow_steps_are_fewer_steps(pack):
+    assert len(lr_sweep(toy, pack, toy.PLAN, seconds=1e-3).lrs) == 25
+
+
+def test_smoothing_lags_in_neither_direction_and_starts_unbiased():
+    tent = [float(50 - abs(k - 50)) for k in range(101)]
+    assert int(np.argmax(smooth(tent))) == 50
+    assert smooth([2.0] * 30) == pytest.approx([2.0] * 30)
+
+
+LRS = np.geomspace(1e-6, 1.0, 100).tolist()
+ENDS = (1e-6, 1.0)
+
+
+def judged(losses: list[float], lost: float | None = None) -> tuple[float | None, str]:
+    return judge(LRS[: len(losses)], losses, smooth(losses), lost, ENDS)
+
+
+@pytest.mark.parametrize(
+    ("losses", "lost", "said"),
+    [
+        ([2.0 + 0.1 * (-1) ** k for k in range(100)], None, "nothing was learnt up to lr 1; take more steps"),
+        ([2.0 + 0.01 * k for k in range(60)], 0.01, "nothing was learnt before it was lost at lr 0.01"),
+        ([2.0, 4.0], 2e-6, "lost within the first steps, at lr 2e-06; sweep lower (low=1e-08)"),
+        ([3.0 - 0.02 * k for k in range(100)], None, "may fall further; sweep higher (high=10)"),
+        ([3.0 - 0.2 * min(k, 20 - k) for k in range(20)], 2e-5, "a tenth of that was not measured; sweep lower"),
+    ],
+)
+def test_no_lr_is_suggested_where_none_is_sensible_and_the_reason_is_said(losses, lost, said):
+    suggestion, reason = judged(losses, lost)
+    assert suggestion is None
+    assert said in reason
+
+
+def test_the_suggestion_is_a_tenth_of_where_the_smoothed_loss_is_least():
+    losses = [2.0] * 40 + [2.0 - 0.05 * k for k in range(30)] + [0.5 + 0.05 * k for k in range(20)]
+    suggestion, reason = judged(losses, LRS[90])
+    assert suggestion == pytest.approx(LRS[70] / 10, rel=0.2)
+    assert "arXiv 2002.04688" in reason
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (1.0, 0.1), (-1.0, 1.0), (1e-3, math.inf)])
+def test_a_range_that_is_none_is_refused(pack, low, high):
+    with pytest.raises(TrainError, match="lr_sweep needs 0 < low < high"):
+        lr_sweep(toy, pack, toy.PLAN, low=low, high=high)
+
+
+def test_too_few_steps_are_refused(pack):
+    with pytest.raises(TrainError, match="steps must be ≥ 25"):
+        lr_sweep(toy, pack, toy.PLAN, steps=10)
+
+
+def test_a_sweep_reads_the_source_files_where_the_plan_does(pack, monkeypatch):
+    made = []
+    call = Workers.__call__
+    monkeypatch.setattr(Workers, "__call__", lambda self, batches: (made.append(1), call(self, batches))[1])
+    lr_sweep(toy, pack, toy.BASELINE, steps=25)
+    assert len(made) > 1  # several epochs of a small data set
+
+
+def test_a_sweep_is_plain_json(found):
+    text = json.dumps(found.to_dict(), allow_nan=False)
+    assert Sweep.from_dict(json.loads(text)) == found
+
+
+def test_the_table_names_the_least_loss_and_the_machine(found):
+    text = str(found)
+    assert text.startswith(f"lr {found.suggestion:.2g}: a tenth of where")
+    assert "least" in text
+    assert f"torch {torch.__version__}" in text
+    assert "<table" in found._repr_html_()
+
+
+def test_the_curve_is_drawn_over_decades_with_the_suggestion_marked(pack, found):
+    view = shown(toy, pack, toy.PLAN, high=100.0)
+    assert isinstance(view, LrSweep)
+    picture = view.picture()
+    places, labels = picture.ticks()
+    assert labels[:2] == ["1e-6", "1e-5"]
+    assert np.diff(places) == pytest.approx(1.0)
+    (mark,) = picture.marks
+    assert view.suggestion is not None
+    assert 1e-6 * 10**mark.x == pytest.approx(view.suggestion)
+    image = Image.open(io.BytesIO(view._repr_png_()))
+    assert image.size[0] == 1120
+    assert np.asarray(image)[..., 3].any()
+
+
+def test_a_sweep_lost_at_once_is_drawn_as_words(pack):
+    view = shown(toy, pack, SGD, low=1e10, high=1e30)
+    assert view.suggestion is None
+    assert view.picture().charts[0].note == "lost at once"
+    assert view.png().startswith(b"\x89PNG")
+    assert "no suggestion" in str(view)
+
+
+def test_a_notebook_shows_picture_and_table_and_a_terminal_the_text(pack, found, monkeypatch):
+    view = LrSweep.from_dict(found.to_dict())
+    with pytest.raises(NotImplementedError):
+        view._ipython_display_()
+    outputs: list[Any] = []
+    monkeypatch.setattr("nbtools.lr_sweep.in_notebook", lambda: True)
+    monkeypatch.setattr(IPython.display, "display", outputs.append)
+    view._ipython_display_()
+    assert [type(output).__name__ for output in outputs] == ["Image", "HTML"]
