@@ -1,0 +1,329 @@
+"""Where the time of a training step goes on this machine, and what could be gained: measured, in seconds.
+
+On CUDA the host runs ahead of the device, and events tell the two apart: `host` is the share in which the device had
+nothing to do because the host had not launched it yet. On a CPU both are one thread, and no clock separates them.
+There the host's part is enclosed from two sides, and the middle is taken: at least the operations of the step, counted,
+times what one costs here (`Rates.dispatch`), at most what the same step takes with two samples, less the arithmetic and
+memory traffic that are left in that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from nbtools import device as devices
+from nbtools import table
+from nbtools.feed import batches_left, choose, gather, lengths_of, on
+from nbtools.measure import parts
+from nbtools.measure.pace import Pace, machine
+from nbtools.measure.rates import Counts, Rates, count, machine_rates
+from nbtools.measure.untouched import untouched
+from nbtools.pack import Pack
+from nbtools.plan import Plan
+from nbtools.state import Task
+
+SECONDS = 3.0  # a measurement takes two to three times as long, with its warm-up
+ROUNDS = 10
+FIXED_SHARE = 0.2  # of a step that does not grow with the batch: from here a larger batch is tried
+LEAST_STEPS = 20  # optimizer steps an epoch below which a larger batch is not tried: rule of thumb (ours)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The plan with a change, trained in turns with the plan. ratio: its samples/s over the plan's, the median over
+    rounds; low, high: the quartiles."""
+
+    change: dict[str, Any]
+    ratio: float
+    low: float
+    high: float
+    rounds: int
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """How a plan trains here. Shows as a table.
+
+    samples_per_s: of the plan as it is, with least and most of `rounds`; ceiling: of the same step on one raw batch
+    that lies on the device; ceiling_ratio: the first over the second, measured in turns.
+    wait, host, device: shares of a step that wait for data, that launch (see the module), and the rest; together 1.
+    batching, augmentation: shares of a step in `task.batch` without draws, and what the draws add.
+    host_s, device_s, cached_s, small_s: seconds a step, on the cached batch, undisturbed (best of its repeats): of the
+    host, of the device, of both, and of forward passes of two samples. device_s is an event's on CUDA, else the rest.
+    evaluation_s, checkpoint_s: seconds of one evaluation (some batches, scaled to the split) and of one checkpoint
+    (one written to a temporary folder). pack_s: seconds to deliver a batch from the pack, by `feed="auto"`.
+    load_s, load_cpu_s: seconds, and CPU seconds, to decode one sample of the source; None where the feed does not.
+    padding: ragged column → share of its elements that are padding, over an epoch of this plan, exact.
+    memory: MiB. On CUDA peak_allocated and peak_reserved beyond what was held before; elsewhere `saved`, the tensors
+    that backward needs, and `state`, weights, gradients and optimizer. syncs: `file:line` where a step makes the host
+    wait (CUDA). took: seconds that all this took.
+    """
+
+    plan: dict[str, Any]
+    device_type: str
+    train_samples: int
+    feed: str
+    samples_per_s: float
+    least: float
+    most: float
+    rounds: int
+    ceiling: float
+    ceiling_ratio: float
+    wait: float
+    host: float
+    device: float
+    batching: float
+    augmentation: float
+    host_s: float
+    device_s: float
+    cached_s: float
+    small_s: float
+    evaluation_s: float
+    checkpoint_s: float
+    pack_s: float
+    load_s: float | None
+    load_cpu_s: float | None
+    padding: dict[str, float]
+    memory: dict[str, float]
+    counts: Counts
+    rates: Rates
+    trials: tuple[Trial, ...]
+    syncs: tuple[str, ...]
+    machine: dict[str, str]
+    took: float
+
+    @property
+    def step_s(self) -> float:
+        return self.plan["batch_size"] / self.samples_per_s
+
+    @property
+    def epoch_s(self) -> float:
+        """Seconds of an epoch: its steps, and its part of an evaluation and of the checkpoint that may follow it."""
+        return self.train_samples / self.samples_per_s + self.between_s / self.plan["eval_every"]
+
+    @property
+    def between_s(self) -> float:
+        return self.evaluation_s + self.checkpoint_s
+
+    @property
+    def evaluation(self) -> float:
+        """Share of an epoch."""
+        return self.evaluation_s / self.plan["eval_every"] / self.epoch_s
+
+    @property
+    def checkpoint(self) -> float:
+        """Share of an epoch, where each evaluation is followed by a checkpoint, as that of a better model is."""
+        return self.checkpoint_s / self.plan["eval_every"] / self.epoch_s
+
+    @property
+    def floors(self) -> dict[str, float]:
+        """Seconds below which a step cannot be: host, compute, memory."""
+        return {**self.counts.floors(self.rates), "host": self.host_s}
+
+    @property
+    def flops_per_s(self) -> float:
+        """Model FLOP/s of the plan as it is."""
+        return self.counts.flops / self.counts.samples * self.samples_per_s
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        made = {
+            "counts": Counts.from_dict(values["counts"]),
+            "rates": Rates.from_dict(values["rates"]),
+            "trials": tuple(Trial(**trial) for trial in values["trials"]),
+            "syncs": tuple(values["syncs"]),
+        }
+        return cls(**{**values, **made})
+
+    def rows(self) -> list[tuple[str, str]]:
+        spread = f"{self.least:,.0f}–{self.most:,.0f}, n = {self.rounds}"
+        rows = [
+            ("samples/s", f"{self.samples_per_s:,.0f} ({spread}) at batch {self.plan['batch_size']}"),
+            ("ceiling", f"{self.ceiling:,.0f} samples/s on one cached batch; {self.ceiling_ratio:.0%} of it reached"),
+            (
+                "a step",
+                f"{self.step_s * 1e3:.3g} ms: data {self.wait:.0%}, host {self.host:.0%}, {self.device:.0%} device",
+            ),
+            ("batches", f"{self.batching:.0%} of a step to prepare them, {self.augmentation:.0%} to augment them"),
+            ("an epoch", f"evaluation {self.evaluation:.0%}, checkpoint {self.checkpoint:.0%}"),
+            ("arithmetic", f"{self.flops_per_s / 1e9:,.3g} of {self.rates.matrix / 1e9:,.3g} GFLOP/s"),
+            ("memory", ", ".join(f"{name} {size:,.0f} MiB" for name, size in self.memory.items())),
+        ]
+        rows += [("padding", f"{share:.1%} of {column}") for column, share in self.padding.items()]
+        rows += [("tried", f"{shown(t.change)}: {t.ratio:.2f}× ({t.low:.2f}–{t.high:.2f})") for t in self.trials]
+        return [*rows, *(("host waits at", place) for place in self.syncs)]
+
+    def __str__(self) -> str:
+        return table.text(("step", "measured"), self.rows())
+
+    def _repr_html_(self) -> str:
+        return table.html(("step", "measured"), self.rows(), f"Measured in {self.took:.1f} s")
+
+
+def shown(change: dict[str, Any]) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in change.items())
+
+
+def step_profile(
+    task: Task,
+    pack: Pack,
+    plan: Plan,
+    device: torch.device | None = None,
+    seconds: float = SECONDS,
+    fixed: Collection[str] = (),
+) -> StepProfile:
+    """Measure a plan for about two to three times `seconds`; fixed: knobs that need not be tried.
+
+    Trains a model of its own; nothing outside changes, no random state, no switch. Raises TrainError where training
+    could not start.
+    """
+    device = device or devices.pick()
+    with untouched(device):
+        return measured(task, pack, plan, device, seconds, fixed)
+
+
+def measured(
+    task: Task, pack: Pack, plan: Plan, device: torch.device, seconds: float, fixed: Collection[str]
+) -> StepProfile:
+    start, epoch_size = perf_counter(), pack.splits["train"]
+    meter = parts.Memory(device)
+    pace = Pace(task, pack, plan, device)
+    raw = on(device, gather(pack, typical(pack, plan)))
+    bench, batching = parts.Bench(task, pace.state, raw, epoch_size), []
+    for _ in range(ROUNDS):
+        pace.advance(seconds / 4 / ROUNDS, steps=1)
+        bench.advance(seconds / 4 / ROUNDS)
+        batching.append(bench.batching())
+    plain, drawn = (statistics.median(shares) * (1 - pace.rate().data_wait) for shares in zip(*batching, strict=True))
+    memory = meter.read(task, pace.state, raw)
+    rate, ratios = pace.rate(), [a[0] / b for a, b in zip(pace.rates, bench.rates, strict=True)]
+    counts, rates = count(task, pace.state, raw, epoch_size), machine_rates(plan, device)
+    small = parts.Small(bench, seconds / 20)
+    host_s, device_s = parts.apart(bench, small, counts, rates, seconds / 20)
+    busy = (1 - rate.data_wait) / bench.best
+    host = busy * host_s if device.type != "cuda" else max(1 - rate.data_wait - device_s / bench.mean, 0)
+    host = min(host, 1 - rate.data_wait)
+    feed, _ = choose(pack, plan, device)
+    load = parts.load(pack, seconds / 10) if feed == "workers" else (None, None)
+    found = StepProfile(
+        plan=plan.to_dict(),
+        device_type=device.type,
+        train_samples=epoch_size,
+        feed=feed,
+        samples_per_s=rate.samples_per_s,
+        least=rate.least,
+        most=rate.most,
+        rounds=rate.rounds,
+        ceiling=statistics.median(bench.rates),
+        ceiling_ratio=statistics.median(ratios),
+        wait=rate.data_wait,
+        host=host,
+        device=1 - rate.data_wait - host,
+        batching=plain,
+        augmentation=min(max(drawn, 0.0), 1 - rate.data_wait),
+        host_s=host_s,
+        device_s=device_s,
+        cached_s=bench.best,
+        small_s=small.seconds,
+        evaluation_s=parts.evaluation_seconds(task, pace.state, pack, plan, seconds / 10),
+        checkpoint_s=parts.checkpoint_seconds(pace.state),
+        pack_s=parts.deliver(pack, plan, device, seconds / 20),
+        load_s=load[0],
+        load_cpu_s=load[1],
+        padding=padding(pack, plan),
+        memory=memory,
+        counts=counts,
+        rates=rates,
+        trials=(),
+        syncs=parts.syncs(task, pace.state, raw, epoch_size),
+        machine=machine(),
+        took=0.0,
+    )
+    changes = worth_trying(found, plan, list(pace.state.model.modules()), fixed)
+    trials = tried(task, pack, plan, device, pace, changes, seconds / 2)
+    return dataclasses.replace(found, trials=trials, took=perf_counter() - start)
+
+
+def worth_trying(
+    profile: StepProfile, plan: Plan, modules: Sequence[torch.nn.Module], fixed: Collection[str]
+) -> list[dict[str, Any]]:
+    """Changes whose gain no arithmetic tells, so that they are tried."""
+    changes: list[dict[str, Any]] = []
+    if profile.wait >= max(profile.host, profile.device):
+        other = {"resident": "streamed", "streamed": "resident"}.get(profile.feed)
+        return [{"feed": other}] if other and "feed" not in fixed else []
+    if profile.small_s >= FIXED_SHARE * profile.cached_s:
+        most = profile.train_samples // LEAST_STEPS
+        larger = [{"batch_size": k * plan.batch_size} for k in (2, 4) if k * plan.batch_size <= most]
+        parted = plan.micro_batch_size is not None and plan.micro_batch_size < plan.batch_size
+        changes += [{"micro_batch_size": None}] if parted else larger
+    if profile.device > profile.host:
+        convolves = any(isinstance(module, torch.nn.Conv2d) for module in modules)
+        if convolves and not plan.channels_last:
+            changes.append({"channels_last": True})
+        if plan.amp == "off" and profile.device_type == "cuda":
+            changes.append({"amp": "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"})
+    return [change for change in changes if not set(change) & set(fixed)]
+
+
+def tried(
+    task: Task,
+    pack: Pack,
+    plan: Plan,
+    device: torch.device,
+    pace: Pace,
+    changes: Sequence[dict[str, Any]],
+    seconds: float,
+) -> tuple[Trial, ...]:
+    """Each change trained in turns with the plan."""
+    if not changes:
+        return ()
+    others = [Pace(task, pack, plan.turn(**change), device) for change in changes]
+    pace.rates.clear()
+    for _ in range(ROUNDS):
+        for one in (pace, *others):
+            one.advance(seconds / ROUNDS / (1 + len(others)), steps=1)
+    found = []
+    for change, other in zip(changes, others, strict=True):
+        ratios = [b[0] / a[0] for a, b in zip(pace.rates, other.rates, strict=True)]
+        if other.state.micro == other.plan.micro_batch_size:  # else memory ended, and the step went on in parts
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            found.append(Trial(change, middle, low, high, len(ratios)))
+    return tuple(found)
+
+
+def typical(pack: Pack, plan: Plan) -> np.ndarray:
+    """Ids of a whole batch of middling size, as an epoch of the plan makes it."""
+    batches = epoch_batches(pack, plan)
+    whole = [batch for batch in batches if len(batch) == plan.batch_size] or batches
+    if not pack.offsets:
+        return whole[0]
+    sizes = [sum(int(pack.lengths(column, batch).max(initial=0)) for column in pack.offsets) for batch in whole]
+    return whole[int(np.argsort(sizes, kind="stable")[len(sizes) // 2])]
+
+
+def epoch_batches(pack: Pack, plan: Plan) -> list[np.ndarray]:
+    ids = pack.ids("train")
+    return batches_left(ids, lengths_of(pack, ids), plan.seed, 0, [[plan.batch_size, 0]])
+
+
+def padding(pack: Pack, plan: Plan) -> dict[str, float]:
+    """Ragged column → share of the elements of an epoch's batches that are padding; from lengths alone."""
+    batches = epoch_batches(pack, plan)
+    found = {}
+    for column in pack.offsets:
+        lengths = [pack.lengths(column, batch) for batch in batches]
+        padded = sum(int(each.max(initial=0)) * len(each) for each in lengths)
+        found[column] = 1 - sum(int(each.sum()) for each in lengths) / max(padded, 1)
+    return found

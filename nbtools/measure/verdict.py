@@ -1,0 +1,269 @@
+"""What a plan is bound by on this machine, and the one change most worth making: decided from a StepProfile alone.
+
+Every figure in a verdict was measured by the profile or follows from such by arithmetic; limits that are ours are named
+rules of thumb.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from nbtools import table
+from nbtools.gpu import cores
+from nbtools.measure.profile import StepProfile, shown
+from nbtools.plan import Plan
+
+WORTH = 1.1  # a smaller gain is within what such a measurement varies by: rule of thumb (ours)
+NEAR = 1.05  # of two changes so close the one that needs less, or leaves the training as it is, is taken
+BETWEEN = 0.05  # share of an epoch that evaluations and checkpoints may take: rule of thumb (ours)
+EVALUATIONS = 5  # fewer in a run choose no best checkpoint: rule of thumb (ours)
+MOST_WORKERS = 16
+BOUNDS = {
+    "data": "data-bound",
+    "launch": "launch-bound",
+    "compute": "compute-bound",
+    "memory": "memory-bound",
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One change and what it would bring. change: knobs for `plan.turn`; {} where a person has to do it.
+
+    gain: the factor in samples/s of the steps; of: "step", or "epoch" where only the time between steps shrinks, and
+    gain is that of an epoch's samples/s. whole: the factor of an epoch in either case. exact: False where gain is at
+    most so much. same: whether what is learned stays the same.
+    """
+
+    name: str
+    change: dict[str, Any]
+    gain: float
+    whole: float
+    reason: str
+    of: str = "step"
+    exact: bool = True
+    same: bool = True
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """bound: data, launch, compute or memory. change: knobs for `plan.turn`, None where no knob is worth turning.
+
+    predicted: the factor in samples/s that it brings, as computed in evidence["option"]. Shows as its sentence.
+    """
+
+    bound: str
+    sentence: str
+    change: dict[str, Any] | None
+    predicted: float | None
+    evidence: dict[str, Any] = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        return cls(**values)
+
+    def __str__(self) -> str:
+        return self.sentence
+
+    def _repr_html_(self) -> str:
+        return table.html((), [], self.sentence)
+
+
+def verdict(
+    profile: StepProfile, plan: Plan, fixed: Collection[str] = (), room: bool = True, cpu_cores: int | None = None
+) -> Verdict:
+    """The bound and the one change.
+
+    fixed: knobs that may not turn (a run that has started keeps some). room: whether the pack fits on the device.
+    cpu_cores: for workers; this process's where None.
+    """
+    bound = bound_by(profile)
+    options = [
+        option
+        for option in possible(profile, plan, room, cpu_cores or cores())
+        if option.whole >= WORTH and not set(option.change) & set(fixed)
+    ]
+    best = chosen(options)
+    evidence = {
+        "shares": {"data": profile.wait, "host": profile.host, "device": profile.device},
+        "floors": profile.floors,
+        "ceiling_ratio": profile.ceiling_ratio,
+        "options": [dataclasses.asdict(option) for option in options],
+        "option": best.name if best else None,
+        "of": best.of if best else None,
+        "seconds": profile.took,
+    }
+    said = f"{BOUNDS[bound][0].upper()}{BOUNDS[bound][1:]}: {because(profile, bound)}; {advised(best)}"
+    if best is None:
+        return Verdict(bound, said, None, None, evidence)
+    return Verdict(bound, said, best.change or None, best.gain, evidence)
+
+
+def bound_by(profile: StepProfile) -> str:
+    """Waiting, launching or the device, whichever takes most; the device's work is arithmetic or memory traffic,
+    whichever of the two needs longer at this machine's measured rates."""
+    if profile.wait >= max(profile.host, profile.device):
+        return "data"
+    if profile.host >= profile.device:
+        return "launch"
+    return "compute" if profile.floors["compute"] >= profile.floors["memory"] else "memory"
+
+
+def because(profile: StepProfile, bound: str) -> str:
+    step = f"of a {profile.step_s * 1e3:.3g} ms step"
+    floors = {name: 1e3 * seconds for name, seconds in profile.floors.items()}
+    arithmetic = f"{profile.flops_per_s / profile.rates.matrix:.0%} of this machine's measured matrix rate"
+    if bound == "data":
+        return f"{profile.wait:.0%} {step} waits for data, {profile.ceiling_ratio:.0%} of the ceiling is reached"
+    if bound == "launch":
+        ops = f"{profile.counts.ops:,} operations"
+        return f"{profile.host:.0%} {step} is launching {ops}, the device works {profile.device:.0%}"
+    if bound == "compute":
+        return f"the device works {profile.device:.0%} {step}, at {arithmetic}"
+    return (
+        f"the device works {profile.device:.0%} {step}, at {arithmetic}: moving its tensors takes at least "
+        f"{floors['memory']:.3g} ms, the arithmetic {floors['compute']:.3g} ms"
+    )
+
+
+def advised(option: Option | None) -> str:
+    if option is None:
+        return f"nothing worth changing (no change of those known brings {WORTH - 1:.0%})"
+    most = "" if option.exact else "up to "
+    what = "an epoch" if option.of == "epoch" else "training"
+    otherwise = "" if option.same else "; it changes what is learned"
+    return f"{option.name} makes {what} {most}{option.gain:.2g}× as fast ({option.reason}){otherwise}"
+
+
+def chosen(options: list[Option]) -> Option | None:
+    """The largest gain for an epoch; of near ones the first that leaves the training as it is, then the first."""
+    if not options:
+        return None
+    most = max(option.whole for option in options)
+    near = [option for option in options if option.whole * NEAR >= most]
+    return next((option for option in near if option.same), near[0])
+
+
+def possible(profile: StepProfile, plan: Plan, room: bool, cpu_cores: int) -> list[Option]:
+    """All that could be done, whatever it brings."""
+    return [
+        *feeding(profile, room),
+        *working(profile, plan, cpu_cores),
+        *measured(profile),
+        *waiting(profile),
+        *graph(profile, plan),
+        *augmenting(profile, plan),
+        *evaluating(profile, plan),
+    ]
+
+
+def step_option(profile: StepProfile, name: str, change: dict[str, Any], seconds: float, reason: str, **more) -> Option:
+    """A change that makes a step take so many seconds."""
+    gain = profile.step_s / seconds
+    return Option(name, change, gain, of_epoch(profile, gain), reason, **more)
+
+
+def of_epoch(profile: StepProfile, gain: float) -> float:
+    """The factor of an epoch whose steps are so much faster."""
+    steps = profile.train_samples / profile.samples_per_s
+    return profile.epoch_s / (profile.epoch_s - steps + steps / gain)
+
+
+def train_s(profile: StepProfile) -> float:
+    """Seconds of a step that does not wait for data: of the ceiling, as measured in turns with the plan."""
+    return profile.step_s * min(profile.ceiling_ratio, 1.0)
+
+
+def feeding(profile: StepProfile, room: bool) -> list[Option]:
+    """The pack instead of the source files."""
+    if profile.feed != "workers":
+        return []
+    feed = "resident" if room else "streamed"
+    train, pack = train_s(profile), profile.pack_s
+    ahead = profile.device_type == "cuda"  # the copy runs beside the step there
+    seconds = max(train, pack) if ahead else train + pack
+    reason = (
+        f"the pack delivers a batch in {pack * 1e3:.3g} ms, the files in {profile.wait * profile.step_s * 1e3:.3g} ms"
+    )
+    return [step_option(profile, f"feed={feed}", {"feed": feed}, seconds, reason)]
+
+
+def working(profile: StepProfile, plan: Plan, cpu_cores: int) -> list[Option]:
+    """More DataLoader processes, one a core at most (torch warns of more): they decode side by side."""
+    if profile.feed != "workers" or profile.load_s is None or profile.load_cpu_s is None:
+        return []
+    load, cpu = profile.load_s * plan.batch_size, profile.load_cpu_s * plan.batch_size
+    needed = {w: max(train_s(profile), load / w, cpu / cpu_cores) for w in range(1, min(cpu_cores, MOST_WORKERS) + 1)}
+    least = min(needed.values())
+    workers = next(w for w, seconds in needed.items() if seconds <= NEAR * least)
+    if workers <= plan.workers:
+        return []
+    reason = (
+        f"a sample takes {profile.load_s * 1e3:.3g} ms to decode, {profile.load_cpu_s * 1e3:.3g} ms of it on a core"
+    )
+    return [step_option(profile, f"workers={workers}", {"workers": workers}, needed[workers], reason)]
+
+
+def measured(profile: StepProfile) -> list[Option]:
+    """What was tried; of batch sizes the smallest near the best."""
+    found = []
+    faster = [trial for trial in profile.trials if trial.low > 1]
+    batches = [t for t in faster if "batch_size" in t.change]
+    best = max((t.ratio for t in batches), default=0.0)
+    smallest = min((t for t in batches if t.ratio * NEAR >= best), key=lambda t: t.change["batch_size"], default=None)
+    for trial in faster:
+        if trial in batches and trial is not smallest:
+            continue
+        reason = f"tried in turns, {trial.low:.2f}–{trial.high:.2f}× in {trial.rounds} rounds"
+        same = "batch_size" not in trial.change
+        whole = of_epoch(profile, trial.ratio)
+        found.append(Option(shown(trial.change).replace(" ", ""), trial.change, trial.ratio, whole, reason, same=same))
+    return found
+
+
+def graph(profile: StepProfile, plan: Plan) -> list[Option]:
+    """Replayed as a graph, the model costs the host nothing; the optimizer and the batch still do."""
+    if profile.device_type != "cuda" or plan.graph or profile.syncs:  # a graph cannot hold a synchronisation
+        return []
+    seconds = profile.step_s * (1 - profile.host)
+    reason = f"the device has nothing to do in {profile.host:.0%} of a step"
+    return [step_option(profile, "graph=True", {"graph": True}, seconds, reason, exact=False)]
+
+
+def waiting(profile: StepProfile) -> list[Option]:
+    """A synchronisation in the step: without it the host runs ahead."""
+    if not profile.syncs:
+        return []
+    seconds = max(profile.step_s * (1 - profile.host), 1e-9)
+    reason = f"the host waits for the device at {profile.syncs[0]}"
+    return [step_option(profile, "without that line", {}, seconds, reason, exact=False)]
+
+
+def augmenting(profile: StepProfile, plan: Plan) -> list[Option]:
+    """Without augmentation; the knob is one of the task's own whose help speaks of it, and that 0 turns off."""
+    own = [f for f in dataclasses.fields(plan) if f.name not in {g.name for g in dataclasses.fields(Plan)}]
+    knobs = [f.name for f in own if "augment" in f.metadata["help"] and f.metadata["least"] == 0]
+    change = {name: 0.0 for name in knobs if getattr(plan, name)}
+    name = shown(change).replace(" ", "") if change else "a cheaper augmentation"
+    seconds = profile.step_s * (1 - profile.augmentation)
+    reason = f"augmentation takes {profile.augmentation:.0%} of a step"
+    return [step_option(profile, name, change, seconds, reason, exact=bool(change), same=False)]
+
+
+def evaluating(profile: StepProfile, plan: Plan) -> list[Option]:
+    """Evaluations, and the checkpoints that follow them, further apart."""
+    steps = profile.train_samples / profile.samples_per_s
+    most = max(plan.epochs // EVALUATIONS, 1)
+    wanted = -(-profile.between_s * (1 - BETWEEN) // (BETWEEN * steps))
+    every = int(min(max(wanted, plan.eval_every), most))
+    if every <= plan.eval_every:
+        return []
+    gain = profile.epoch_s / (steps + profile.between_s / every)
+    took = f"evaluations {profile.evaluation:.0%}, checkpoints {profile.checkpoint:.0%} of an epoch"
+    return [Option(f"eval_every={every}", {"eval_every": every}, gain, gain, took, of="epoch")]
