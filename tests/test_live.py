@@ -8,6 +8,7 @@ in `browser.SHOTS`.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import subprocess
 import time
@@ -164,13 +165,13 @@ class Person:
         """Pause and Resume."""
         clicked = self.notebook.click("Pause")
         until(self.notebook.button("Resume").is_visible, "Resume")
-        until(lambda: time.time() - self.log.read()[-1]["time"] > 0.3, "a pause without steps")
+        until(lambda: time.time() - self.log.read()[-1].get("ended", math.inf) > 0.3, "a pause without steps")
         meanwhile()
-        last = self.log.read()[-1]["time"]
-        self.noted("Pause", clicked, last)
+        last = self.log.read()[-1]
+        self.noted("Pause", clicked, last["time"])
         resumed = self.notebook.click("Resume")
-        came = until(lambda: self.log.first(lambda row: row["training"], last), "steps after Resume")
-        self.seen.silences.append(resumed - last if came >= resumed else 0.0)
+        came = until(lambda: self.log.first(lambda row: row["training"], last["time"]), "steps after Resume")
+        self.seen.silences.append(resumed - last["ended"] if came >= resumed else 0.0)
         self.noted("Resume", resumed, came)
 
     def evaluated(self) -> None:
@@ -197,7 +198,7 @@ class Person:
     def stopped(self) -> None:
         clicked = self.notebook.click("Stop")
         self.notebook.wait_for_prompt(FIT, r"\d+")
-        self.noted("Stop", clicked, self.log.read()[-1]["time"])
+        self.noted("Stop", clicked, self.log.steps()[-1]["time"])
 
     def fifty(self, look: Callable[[], None]) -> None:
         """Five rounds of ten. look: what to do in the first pause."""
@@ -214,10 +215,10 @@ class Person:
             self.typed("lr", f"{turn + 1}e-3", (turn + 1) * 1e-3)
             self.chosen("amp", "off" if turn % 2 else "bf16")
             self.paused(look if turn == 0 else lambda: None)
-            self.typed("batch_size", str(20 + 8 * turn), 20 + 8 * turn)
+            self.typed("batch_size", str(20 + 4 * turn), 20 + 4 * turn)
             self.took_offer()
             self.slid("lr", "ArrowLeft")
-            self.slid("batch_size", "ArrowRight")
+            self.slid("batch_size", "ArrowLeft")
             self.saved() if turn % 2 else self.evaluated()
             odd()
 
