@@ -57,6 +57,13 @@ class Linear:
         return {}
 
 
+def sure(*values: float | None) -> list[float]:
+    """None of them is None."""
+    known = [value for value in values if value is not None]
+    assert len(known) == len(values)
+    return known
+
+
 def in_closed_form(w, sigma):
     """B at w = 0 for standard normal x: g = -x (x · w + ε), E|g|² = (d + 2)|w|² + d σ², E g = -w."""
     square = float(w @ w)
@@ -69,12 +76,12 @@ def test_the_noise_scale_is_within_its_spread_of_the_closed_form(tmp_path, size,
     known = in_closed_form(w, sigma)
     pack = task.pack(tmp_path, w, sigma)
     found = noise_scale(task, pack, task.PLAN, "cpu", seconds=4)
-    assert found.value and found.low and found.high
-    width = found.high - found.low
-    assert found.low - width / 2 <= known <= found.high + width / 2, f"{known:.1f}: {found}"
-    assert abs(found.value / known - 1) < 0.35
+    value, low, high = sure(found.value, found.low, found.high)
+    spread = (high - low) / 2  # on a busy machine with n = 8, one in ten lies outside the interval
+    assert low - spread <= known <= high + spread, f"{known:.1f}: {found}"
+    assert abs(value / known - 1) < 0.35
     assert found.n >= 8
-    assert str(round(found.value)) in str(found).replace(",", "")
+    assert str(round(value)) in str(found).replace(",", "")
 
 
 def test_nine_of_ten_intervals_hold_the_true_value():
@@ -84,8 +91,7 @@ def test_nine_of_ten_intervals_hold_the_true_value():
     for _ in range(200):
         small = mean + rng.normal(size=(24, 8, d)) * (true / d / 16) ** 0.5
         pairs = list(zip((small**2).sum(2).mean(1).tolist(), (small.mean(1) ** 2).sum(1).tolist(), strict=True))
-        value, low, high = scales_of(pairs, 16, 8)
-        assert value and low and high
+        _, low, high = sure(*scales_of(pairs, 16, 8))
         held += low <= true <= high
     assert 0.82 <= held / 200 <= 0.97
 
@@ -112,7 +118,8 @@ def test_the_noise_scale_is_that_of_the_given_weights_and_leaves_them(tmp_path):
     state.step = 77
     before, rng = weight.clone(), torch.get_rng_state()
     later = noise_scale(task, pack, task.PLAN, seconds=0.5, state=state)
-    assert start.high and later.low and later.low > start.high
+    high, low = sure(start.high, later.low)
+    assert low > high
     assert "after step 77" in str(later)
     assert "first weights" in str(start)
     assert torch.equal(before, weight)
