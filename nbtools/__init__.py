@@ -9,6 +9,7 @@ run.summary(), run.receipt, nb.evaluate(run, pack)
 """
 
 from nbtools.advise import Advice, advise
+from nbtools.compare import compare
 from nbtools.errors import NbtoolsError
 from nbtools.fit import fit
 from nbtools.gpu import Gpu, gpus
@@ -36,6 +37,7 @@ __all__ = [
     "Run",
     "TrainState",
     "advise",
+    "compare",
     "evaluate",
     "fit",
     "gpus",

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbtools import figure, table
-from nbtools.axis import Scale, number
-from nbtools.chart import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Chart, Line, Picture, extent, thinned
-from nbtools.columns import XS, Columns, Series, along, spent, taken
+from nbtools import table
 from nbtools.errors import TrainError
-from nbtools.picture import calmed, decade, decades, falling, shares, train_loss
-from nbtools.plot import in_notebook
+from nbtools.plot import figure, in_notebook
+from nbtools.plot.axis import Scale, number
+from nbtools.plot.chart import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Chart, Line, Picture, extent, thinned
+from nbtools.plot.columns import XS, Columns, Series, along, spent, taken
+from nbtools.plot.picture import calmed, decade, decades, falling, shares, train_loss
 from nbtools.run import Run
 from nbtools.state import best_metric
 

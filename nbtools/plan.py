@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from nbtools import table
 from nbtools.errors import PlanError
 
 
@@ -108,7 +109,7 @@ class Plan:
     def changes_from(self, old: Plan) -> dict[str, str]:
         """What differs from another plan: field → `0.001 → 0.0005`."""
         pairs = {name: (getattr(old, name), value) for name, value in self.to_dict().items()}
-        return {name: f"{before} → {now}" for name, (before, now) in pairs.items() if before != now}
+        return {n: f"{said(before)} → {said(now)}" for n, (before, now) in pairs.items() if before != now}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by field name, ready for JSON."""
@@ -143,6 +144,11 @@ class Plan:
         if name not in hints:
             raise unknown(cls, name)
         return parsed(f"{cls.__qualname__}.{name}", text, hints[name])
+
+
+def said(value: Any) -> str:
+    """A knob's value in a sentence."""
+    return "none" if value is None else table.shown(value)
 
 
 def lr_factor(rule: str, k: float) -> float:

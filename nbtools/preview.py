@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from nbtools import scoring
-from nbtools.chart import Preview
 from nbtools.pack import Pack, collate
+from nbtools.plot import Preview
 from nbtools.state import TrainState
 
 COUNT = 8

@@ -11,11 +11,10 @@ from uuid import uuid4
 from tqdm.auto import tqdm
 
 from nbtools import disk
-from nbtools.chart import Preview
 from nbtools.history import History, Record
 from nbtools.panel import Panel
 from nbtools.plan import Plan
-from nbtools.plot import LivePlot, in_notebook
+from nbtools.plot import LivePlot, Preview, in_notebook
 from nbtools.run import PLOT
 
 WIDGET = "application/vnd.jupyter.widget-view+json"

@@ -61,15 +61,18 @@ def page(notebook: NotebookNode) -> str:
     shown = copy.deepcopy(notebook)
     for cell in shown.cells:
         if cell.cell_type == "code":
-            cell.outputs = [o for o in cell.outputs if not alive(o)]
+            cell.outputs = [output for output in cell.outputs if not fleeting(output)]
+            for output in cell.outputs:
+                output.get("data", {}).pop(WIDGET, None)
     shown.metadata.pop("widgets", None)
     return HTMLExporter().from_notebook_node(shown)[0]
 
 
-def alive(output: NotebookNode) -> bool:
-    text = output.get("text", "")
+def fleeting(output: NotebookNode) -> bool:
+    """Whether an output is a progress bar, or a widget that nothing stands for."""
+    text, data = output.get("text", ""), output.get("data", {})
     bar = output.get("name") == "stderr" and ("\r" in text or not text.strip())
-    return bar or WIDGET in output.get("data", {})
+    return bar or (WIDGET in data and not {"text/html", "image/png"} & set(data))
 
 
 def main() -> int:

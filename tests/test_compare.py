@@ -10,10 +10,11 @@ import toy
 from PIL import Image
 
 import nbtools as nb
-from nbtools import chart, compare
-from nbtools.columns import XS, Columns, along
+from nbtools import compare
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.history import History, Record
+from nbtools.plot import chart
+from nbtools.plot.columns import XS, Columns, along
 from nbtools.run import Run
 
 EVIL = '<img src=x onerror="alert(1)">'

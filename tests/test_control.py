@@ -33,18 +33,21 @@ LIMIT = 60.0  # seconds that anything may take on a busy machine
 
 class Acting:
     """The toy task; what is to happen at a training step, counted from 1, happens while it computes. Keeps what it
-    trained on: (step, plan, ids)."""
+    trained on: (step, plan, ids); acted: the steps where it happened."""
 
     def __init__(self, **actions: Callable[[], Any]):
         self.actions = {int(name.removeprefix("at")): act for name, act in actions.items()}
         self.seen: list[tuple[int, Any, list[int]]] = []
+        self.acted: list[int] = []
         for name in ("PLAN", "BASELINE", "BEST", "model", "loss", "metrics", "decode", "preview"):
             setattr(self, name, getattr(toy, name))
 
     def batch(self, raw, plan, draws):
         if draws is not None:
             self.seen.append((len(self.seen) + 1, plan, raw["id"].tolist()))
-            self.actions.get(len(self.seen), lambda: None)()
+            if act := self.actions.pop(len(self.seen), None):
+                act()
+                self.acted.append(len(self.seen))
         return toy.batch(raw, plan, draws)
 
 
@@ -113,7 +116,7 @@ def test_pause_stops_the_steps_and_resume_goes_on_bit_equal(pack, tmp_path, unto
     task = Acting(at17=lambda: send(folder, ["pause"]))
 
     def person():
-        wait_for(lambda: len(task.seen) == 17 and not (folder / FILE).exists())
+        wait_for(lambda: task.acted == [17] and not (folder / FILE).exists())
         counts.append(len(task.seen))
         time.sleep(0.3)
         counts.append(len(task.seen))
@@ -192,7 +195,7 @@ def test_evaluate_now_is_answered_while_the_run_is_paused(pack, tmp_path):
     task = Acting(at6=lambda: send(folder, ["pause"]))
 
     def person():
-        wait_for(lambda: len(task.seen) == 6 and not (folder / FILE).exists())
+        wait_for(lambda: task.acted == [6] and not (folder / FILE).exists())
         send(folder, ["evaluate"])
         wait_for(lambda: "evaluation," in history_of(folder))
         counts.append(len(task.seen))

@@ -14,12 +14,8 @@ ORDER = [
     {"fit", "watch", "compare"},
     {"surface", "folder"},
     {"view"},
-    {"panel", "plot", "kernel", "preview"},
-    {"run", "svg", "figure"},
-    {"axes", "cards", "picture"},
-    {"page", "facts", "marks"},
-    {"columns", "chart", "buttons"},
-    {"axis", "form", "offers"},
+    {"panel", "kernel", "preview"},
+    {"plot", "run"},
     {"advise"},
     {"measure"},
     {"loop"},
@@ -49,8 +45,8 @@ TASKS = {"pack", "packing", "stage", "metrics", "plan", "errors", "draws", "disk
 Nobody imports a task: it is reached by name."""
 
 ONLY = {
-    "ipywidgets": {"form", "plot", "view"},
-    "matplotlib": {"axes", "page", "tasks"},
+    "ipywidgets": {"panel", "plot", "view"},
+    "matplotlib": {"plot", "tasks"},
     "google": {"stage"},  # google.colab
     "pynvml": {"gpu"},
     "torchvision": set(),
@@ -61,11 +57,14 @@ ONLY = {
 STANDARD = {"plan", "archive", "disk", "errors", "splits", "table"}
 """These import nothing that does not come with Python."""
 
+ROOMS = {".".join(path.parent.relative_to(PACKAGE.parent).parts) for path in PACKAGE.rglob("__init__.py")}
+
 LAYER = {module: level for level, layer in enumerate(ORDER + GROUND) for module in layer}
 
 
 def imports(source: str, name: str = "?") -> list[tuple[int, str]]:
-    """(line, dotted name) of everything that a module imports; `from nbtools import plan` counts as nbtools.plan."""
+    """(line, dotted name) of everything that a module imports; `from nbtools import plan` counts as nbtools.plan, so
+    does it for the rooms below."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -73,7 +72,7 @@ def imports(source: str, name: str = "?") -> list[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             if node.level:
                 found.append((node.lineno, "." * node.level + (node.module or "")))
-            elif node.module in ("nbtools", "nbtools.tasks"):
+            elif node.module in ROOMS:
                 found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
             else:
                 found.append((node.lineno, node.module or ""))
@@ -151,8 +150,8 @@ def test_arrows_point_down(module, path):
         ("loop", "from .feed import batches", "relative"),
         ("loop", "import nbtools", "face"),
         ("loop", "from nbtools import magic", "not in the order"),
-        ("loop", "import matplotlib.pyplot as plt", "only axes, page, tasks"),
-        ("fit", "import ipywidgets as widgets", "only form, plot, view"),
+        ("loop", "import matplotlib.pyplot as plt", "only plot, tasks"),
+        ("fit", "import ipywidgets as widgets", "only panel, plot, view"),
         ("fit", "from google.colab import files", "only stage"),
         ("tasks.captcha", "import torchvision", "nobody"),
         ("plan", "import numpy as np", "standard library only"),
@@ -175,6 +174,21 @@ def test_a_planted_bad_arrow_is_caught(module, planted, said):
 )
 def test_an_arrow_down_is_not_caught(module, allowed):
     assert faults(module, allowed) == []
+
+
+@pytest.mark.parametrize("room", sorted({path.parent for path in PACKAGE.rglob("*.py")} - {PACKAGE}), ids=str)
+def test_within_a_room_no_arrows_make_a_circle(room):
+    name = f"nbtools.{'.'.join(room.relative_to(PACKAGE).parts)}"
+    below = {path.stem: within(name, path) for path in room.glob("*.py")}
+    while free := [module for module, targets in below.items() if not targets]:
+        below = {module: targets - set(free) for module, targets in below.items() if module not in free}
+    assert not below, f"{name}: these import each other: {', '.join(below)}"
+
+
+def within(room: str, path: Path) -> set[str]:
+    """The modules of its own folder that a module imports."""
+    below = (target.removeprefix(f"{room}.").split(".")[0] for _, target in imports(path.read_text()))
+    return {name for name in below if (path.parent / f"{name}.py").exists()}
 
 
 def test_every_module_of_the_order_stands_once():

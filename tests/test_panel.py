@@ -11,9 +11,9 @@ import pytest
 from nbtools import plan as plans
 from nbtools.control import Wishes
 from nbtools.errors import MissingExtra, PlanError, TrainError
-from nbtools.form import IN_VIEW, ORDER, written
-from nbtools.offers import Before
-from nbtools.panel import VIEW, Panel
+from nbtools.panel.form import IN_VIEW, ORDER, written
+from nbtools.panel.offers import Before
+from nbtools.panel.panel import VIEW, Panel
 
 EVIL = "<img src=x onerror=alert(1)>"
 
@@ -482,7 +482,7 @@ def test_a_page_without_a_kernel_shows_the_plan_as_a_table():
 
 
 def test_without_ipywidgets_it_says_so(monkeypatch):
-    for module in ("nbtools.form", "nbtools.buttons"):
+    for module in ("nbtools.panel.form", "nbtools.panel.buttons"):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     with pytest.raises(MissingExtra, match="Panel is drawn with ipywidgets"):

@@ -14,12 +14,13 @@ import pytest
 from matplotlib.text import Text
 from PIL import Image
 
-from nbtools import axis, cards, chart, figure, plot, svg
-from nbtools.chart import About, Preview
-from nbtools.columns import Columns
 from nbtools.gpu import REASONS
 from nbtools.history import History, Record
-from nbtools.picture import picture
+from nbtools.plot import axis, cards, chart, figure, svg
+from nbtools.plot import live as plot
+from nbtools.plot.chart import About, Preview
+from nbtools.plot.columns import Columns
+from nbtools.plot.picture import picture
 
 EVIL = '</svg><img src=x onerror="alert(1)">&'
 GPU = {"gpu_memory_allocated": 1200.0, "gpu_memory_reserved": 2300.0}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbtools.axis import Scale, number, scientific
-from nbtools.chart import (
+from nbtools.plot.axis import Scale, number, scientific
+from nbtools.plot.chart import (
     BLUE,
     GREEN,
     ORANGE,
@@ -22,9 +22,9 @@ from nbtools.chart import (
     smoothed,
     thinned,
 )
-from nbtools.columns import Columns
-from nbtools.facts import badges, best, facts, progress, samples_per_s
-from nbtools.marks import marks
+from nbtools.plot.columns import Columns
+from nbtools.plot.facts import badges, best, facts, progress, samples_per_s
+from nbtools.plot.marks import marks
 
 METRIC_COLOURS = (GREEN, PURPLE, ORANGE, SKY, BLUE, VERMILLION)
 DECADES = 4  # of a logarithmic axis at most: a cosine that ends at 0 would else go on for ever

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nbtools import cards, disk, figure, svg
-from nbtools.chart import About, Preview
-from nbtools.columns import Columns
+from nbtools import disk
 from nbtools.history import History
-from nbtools.picture import picture
+from nbtools.plot import cards, figure, svg
+from nbtools.plot.chart import About, Preview
+from nbtools.plot.columns import Columns
+from nbtools.plot.picture import picture
 
 PERIOD = 0.25  # seconds between frames: quicker ones hang a Colab tab (lightning#2517)
 COST = 0.006  # share of the time that drawing may take, of the 0.01 that the whole surface may

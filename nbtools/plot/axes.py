@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbtools.axis import Scale
-from nbtools.chart import Chart, Line, Mark, Picture
-from nbtools.page import GREY, stroke
+from nbtools.plot.axis import Scale
+from nbtools.plot.chart import Chart, Line, Mark, Picture
+from nbtools.plot.page import GREY, stroke
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

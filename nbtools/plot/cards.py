@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image
 
 from nbtools import table
-from nbtools.chart import GREEN, VERMILLION, Preview
-from nbtools.page import GREY, MONO, Page, flowed, rows
+from nbtools.plot.chart import GREEN, VERMILLION, Preview
+from nbtools.plot.page import GREY, MONO, Page, flowed, rows
 
 MOST = 12  # samples beside each other
 WIDTH, LOW, HIGH = 200, 40, 160  # px of a sample: as wide; a long line at least so high; a tall image at most so high

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from nbtools import form
 from nbtools.control import Wishes
+from nbtools.panel import form
 
 WORDS = {
     "pause": ("Pause", "pause", "Stop stepping after this step; the run stays in memory until Resume"),

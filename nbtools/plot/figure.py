@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nbtools import axes, cards
-from nbtools.axes import NAME, PLOT, SMALL
-from nbtools.chart import Badge, Chart, Picture, Preview
-from nbtools.page import GREY, LEGEND, Page, explain, flowed, legend, length, rows
+from nbtools.plot import axes, cards
+from nbtools.plot.axes import NAME, PLOT, SMALL
+from nbtools.plot.chart import Badge, Chart, Picture, Preview
+from nbtools.plot.page import GREY, LEGEND, Page, explain, flowed, legend, length, rows
 
 WIDE, COLUMNS = 960, 3  # px; charts in a row
 LEFT, RIGHT, BETWEEN = 46, 36, 64  # px beside the charts, and between two of them

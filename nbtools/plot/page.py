@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbtools import table
-from nbtools.chart import Line
+from nbtools.plot.chart import Line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,7 +19,7 @@ from nbtools import plan as plans
 from nbtools import table
 from nbtools.control import Wishes
 from nbtools.errors import MissingExtra, NbtoolsError, PlanError
-from nbtools.offers import RULES, Before
+from nbtools.panel.offers import RULES, Before
 from nbtools.plan import Plan
 
 VIEW = "application/vnd.jupyter.widget-view+json"
@@ -247,8 +247,8 @@ class Panel:
 def drawing() -> tuple[Any, Any, Any]:
     """Form, Buttons and button: what needs ipywidgets, imported when a panel is made."""
     try:
-        from nbtools.buttons import Buttons
-        from nbtools.form import Form, button
+        from nbtools.panel.buttons import Buttons
+        from nbtools.panel.form import Form, button
     except ImportError as error:
         raise MissingExtra(
             f"Panel is drawn with ipywidgets, which does not import here ({error}); %pip install ipywidgets, or change "

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbtools.chart import Mark
+from nbtools.plot.chart import Mark
 
 CHARACTER = 1 / 40  # of a chart's width, where it is as narrow as it gets
 LINES = 12  # marks at most that are whole lines: behind more, the curves would be lost

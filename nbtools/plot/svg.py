@@ -9,8 +9,8 @@ from html import escape
 
 import numpy as np
 
-from nbtools.axis import Scale
-from nbtools.chart import BLUE, Badge, Chart, Line, Mark, Picture
+from nbtools.plot.axis import Scale
+from nbtools.plot.chart import BLUE, Badge, Chart, Line, Mark, Picture
 
 WIDTH, HEIGHT = 2000, 1000  # units of a plot: whole numbers become text ten times as fast as formatted floats
 COLUMN, THREE, GAP = 225, 860, 22  # px: least width of a chart; of a page with three beside each other; between two

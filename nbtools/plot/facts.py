@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from nbtools.axis import duration, number
-from nbtools.chart import ORANGE, VERMILLION, About, Badge
-from nbtools.columns import Columns
 from nbtools.gpu import REASONS
+from nbtools.plot.axis import duration, number
+from nbtools.plot.chart import ORANGE, VERMILLION, About, Badge
+from nbtools.plot.columns import Columns
 
 IDLE, POWER_LIMIT = REASONS[0x1], REASONS[0x4]
 ALARMING = {REASONS[bit] for bit in (0x8, 0x20, 0x40, 0x80)}  # heat and hardware: slower than what was paid for

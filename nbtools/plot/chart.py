@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nbtools import axis
-from nbtools.axis import Scale
+from nbtools.plot import axis
+from nbtools.plot.axis import Scale
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 """Okabe & Ito (2008): told apart with every kind of colour vision, and on white as on black."""
@@ -103,7 +103,8 @@ class Badge:
 @dataclass(frozen=True)
 class Picture:
     """Charts that share an x axis from 0 to `last`, marks on it, facts (label, value) and badges above, samples below,
-    and the share of the run that is done. key: lines whose names explain all charts."""
+    and the share of the run that is done. key: lines whose names explain all charts. origin: x counts the decades from
+    this value on a logarithmic axis."""
 
     charts: tuple[Chart, ...] = ()
     last: float = 1.0
@@ -114,6 +115,7 @@ class Picture:
     title: str = ""
     x: str = "step"
     key: tuple[Line, ...] = ()
+    origin: float | None = None
 
     @property
     def names(self) -> int:
@@ -122,6 +124,9 @@ class Picture:
 
     def ticks(self) -> tuple[list[float], list[str]]:
         """(values, labels) of the x axis; a half step or sample is none."""
+        if self.origin is not None:
+            powers = axis.log_ticks(self.origin, self.origin * 10**self.last, 8)
+            return [math.log10(power / self.origin) for power in powers], axis.tick_labels(powers, True)
         places = axis.ticks(0, self.last, 5)
         if self.x != "minutes":
             places = [place for place in places if place == int(place)]
