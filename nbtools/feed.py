@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -244,7 +245,8 @@ def on(device: torch.device, raw: Raw) -> Raw:
 
 class Workers:
     """A DataLoader over the source files: decodes every sample at every access. The guides' way, kept as the baseline
-    and for data that cannot be packed; same batches, same order."""
+    and for data that cannot be packed; same batches, same order. Its processes live on from call to call; a call amid
+    another, as an evaluation between two steps is, has a loader of its own."""
 
     name = "workers"
 
@@ -254,27 +256,35 @@ class Workers:
                 'Plan.feed = "workers" reads the source files, and they are not here: the pack was opened without '
                 'them; stage the source again, or choose feed="auto"'
             )
-        self.device = device
-        self.sampler: list[list[int]] = []
-        many = plan.workers > 0
-        if many:
+        if plan.workers:
             require_shared_memory(pack, plan)
-        self.loader = DataLoader(
-            pack.raw,
-            batch_sampler=self.sampler,
-            num_workers=plan.workers,
-            collate_fn=partial(collate, columns=pack.columns),
-            pin_memory=device.type == "cuda",
-            prefetch_factor=plan.prefetch if many else None,
+        self.raw, self.columns, self.device, self.plan = pack.raw, pack.columns, device, plan
+        self.idle: list[tuple[DataLoader, list[list[int]]]] = []
+
+    def open(self) -> tuple[DataLoader, list[list[int]]]:
+        """(loader, the batches it is to give): its workers start with the first batch."""
+        sampler: list[list[int]] = []
+        many, cuda = self.plan.workers > 0, self.device.type == "cuda"
+        loader = DataLoader(
+            self.raw,
+            batch_sampler=sampler,
+            num_workers=self.plan.workers,
+            collate_fn=partial(collate, columns=self.columns),
+            pin_memory=cuda,
+            prefetch_factor=self.plan.prefetch if many else None,
             persistent_workers=many,
             generator=torch.Generator(),  # its own: else every epoch draws from the stream that dropout uses
-            multiprocessing_context="forkserver" if many and device.type == "cuda" else None,  # fork + CUDA deadlocks
+            multiprocessing_context="forkserver" if many and cuda else None,  # fork + CUDA deadlocks
         )
+        return loader, sampler
 
-    def __call__(self, batches: Sequence[np.ndarray]) -> Iterator[Raw]:
-        self.sampler[:] = [batch.tolist() for batch in batches]
-        for raw in self.loader:
-            yield on(self.device, raw)
+    def __call__(self, batches: Sequence[np.ndarray]) -> Generator[Raw, None, None]:
+        loader, sampler = self.idle.pop() if self.idle else self.open()
+        sampler[:] = [batch.tolist() for batch in batches]
+        with suppress(GeneratorExit):  # left early: what is on its way is dropped when the next call begins
+            for raw in loader:
+                yield on(self.device, raw)
+        self.idle.append((loader, sampler))  # not after an error: a worker may be gone
 
 
 def require_shared_memory(pack: Pack, plan: Plan) -> None:

@@ -173,17 +173,9 @@ class Climb:
         self.task, self.pack = task, pack
         self.state = TrainState(task, pack, self.plan, device)
         devices.prepare(self.plan, device, many_shapes=self.state.card.bucket_by is not None)
-        self.stream = self.endless(open_feed(pack, self.plan, device))
+        self.stream = endless(self.state, pack, open_feed(pack, self.plan, device))
         self.skipped = 0
         self.state.restore_rng()
-
-    def endless(self, feed: Feed) -> Generator[Raw, None, None]:
-        """Batches of one epoch after another, in the order in which training sees them."""
-        ids = self.pack.ids("train")
-        lengths = lengths_of(self.pack, ids)
-        for epoch in count():
-            self.state.epoch = epoch
-            yield from feed(batches_left(ids, lengths, self.plan.seed, epoch, [[self.plan.batch_size, 0]]))
 
     def advance(self, lr: float) -> float:
         """One optimizer step with this lr; its mean loss, nan where fp16 finds no scale. A step that fp16 leaves out
@@ -203,3 +195,12 @@ class Climb:
 
     def close(self) -> None:
         self.stream.close()  # its feed's workers end
+
+
+def endless(state: TrainState, pack: Pack, feed: Feed) -> Generator[Raw, None, None]:
+    """Batches of one epoch after another, in the order in which training sees them; moves the state's epoch."""
+    ids, plan = pack.ids("train"), state.plan
+    lengths = lengths_of(pack, ids)
+    for epoch in count():
+        state.epoch = epoch
+        yield from feed(batches_left(ids, lengths, plan.seed, epoch, [[plan.batch_size, 0]]))

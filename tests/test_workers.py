@@ -1,0 +1,218 @@
+"""Workers: they live from epoch to epoch, an evaluation amid an epoch takes none of its batches, and how many pay is
+measured where a feed has any."""
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import time
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+import toy
+
+from nbtools import gpu
+from nbtools.errors import TrainError
+from nbtools.feed import Workers
+from nbtools.loop import train
+from nbtools.measure import memory, workers
+from nbtools.measure.workers import Setting, WorkersFinding, chosen, counts, find_workers
+from nbtools.pack import RawFiles
+from nbtools.plan import Plan
+from nbtools.state import TrainState
+
+CPU = torch.device("cpu")
+WORKERS = toy.PLAN.replace(feed="workers")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # on one core
+]
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    return toy.make_pack(tmp_path_factory.mktemp("toy"))
+
+
+class Slow(RawFiles):
+    """Decoding that takes 5 ms and no CPU."""
+
+    def __getitem__(self, i):
+        time.sleep(0.005)
+        return super().__getitem__(i)
+
+
+@pytest.fixture(scope="module")
+def slow(pack):
+    return dataclasses.replace(pack, raw=Slow(pack.raw.folder, pack.raw.source, pack.raw.read))
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    monkeypatch.setattr(workers, "cores", lambda: 2)
+
+
+def pids() -> set[int | None]:
+    return {process.pid for process in multiprocessing.active_children()}
+
+
+def test_workers_live_from_epoch_to_epoch_also_where_one_is_left_early(pack):
+    feed = Workers(pack, CPU, Plan(feed="workers", workers=2))
+    batches = [pack.ids("train")[i : i + 8] for i in range(0, 80, 8)]
+    assert len(list(feed(batches))) == 10
+    first = pids()
+    assert len(first) == 2
+    stream = feed(batches)
+    next(stream)
+    stream.close()
+    again = [raw["id"].tolist() for raw in feed(batches[::-1])]
+    assert again == [batch.tolist() for batch in batches[::-1]]  # and nothing of what the one left early had prefetched
+    assert pids() == first
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_call_amid_another_takes_none_of_its_batches(pack, count):
+    feed = Workers(pack, CPU, Plan(feed="workers", workers=count))
+    train_ids, val_ids = pack.ids("train")[:40].reshape(5, 8), pack.ids("val")[:16].reshape(2, 8)
+    outer, seen = feed(list(train_ids)), []
+    seen.append(next(outer)["id"].tolist())
+    assert [raw["id"].tolist() for raw in feed(list(val_ids))] == val_ids.tolist()
+    seen += [raw["id"].tolist() for raw in outer]
+    assert seen == train_ids.tolist()
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_evaluation_asked_for_within_an_epoch_changes_nothing_of_the_run(pack, count):
+    def losses(look: bool) -> list[float]:
+        state = TrainState(toy, pack, WORKERS.replace(workers=count, epochs=2))
+        found = []
+        for record in train(toy, state, pack):
+            if record.kind == "step":
+                state.evaluate_next = look and state.step in (3, 12)
+                found += [record.values["loss"]] if record.values else []
+        return found
+
+    assert losses(look=True) == losses(look=False)
+
+
+def test_an_error_of_a_worker_is_raised_and_the_next_call_has_new_workers(pack):
+    broken = dataclasses.replace(pack, raw=Broken(pack.raw.folder, pack.raw.source, pack.raw.read))
+    feed = Workers(broken, CPU, Plan(feed="workers", workers=1))
+    ids = pack.ids("train")
+    with pytest.raises(ValueError, match="cannot decode"):
+        list(feed([ids[:4]]))
+    assert len(list(feed([ids[1:5]]))) == 1
+
+
+class Broken(RawFiles):
+    """Whose first training sample cannot be decoded."""
+
+    def __getitem__(self, i):
+        if i == self.pack.ids("train")[0]:
+            raise ValueError("cannot decode")
+        return super().__getitem__(i)
+
+
+def test_a_sleeping_decode_makes_more_workers_faster_and_the_finder_sees_it(slow, two_cores):
+    found = find_workers(toy, slow, WORKERS, seconds=2.0)
+    rates = {each.workers: each.samples_per_s for each in found.settings[:3]}
+    assert list(rates) == [0, 1, 2]
+    assert rates[0] < 1 / 0.005
+    assert rates[2] > 1.4 * rates[0]
+    assert found.workers == 2
+    assert found.settings[0].data_wait > 0.7
+    assert all(0 < each.start < 5 for each in found.settings)
+    assert "× that without workers; training still waits" in found.reason
+    assert multiprocessing.active_children() == []
+    assert WorkersFinding.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert "chosen" in str(found)
+    assert "<table" in found._repr_html_()
+
+
+def test_prefetched_batches_are_not_counted_as_speed(slow):
+    """A window shorter than the queue would otherwise measure what was decoded before it began."""
+    state = TrainState(toy, slow, workers.still(WORKERS))
+    state.restore_rng()
+    time_before = time.perf_counter()
+    setting, weight = workers.measured(toy, slow, WORKERS.replace(workers=1, prefetch=4), state, 0.2, 0)
+    assert setting.samples_per_s < 1.2 / 0.005
+    assert weight > 2**20
+    assert time.perf_counter() - time_before < 10
+
+
+def test_a_dev_shm_too_small_is_a_reason_and_no_bus_error(pack, two_cores, monkeypatch):
+    small = namedtuple("Stat", "f_bavail f_frsize")(1, 1024)
+    monkeypatch.setattr(os, "statvfs", lambda path: small)
+    monkeypatch.setattr(os.path, "isdir", lambda path: True)
+    found = find_workers(toy, pack, WORKERS, seconds=0.1)
+    assert found.workers == 0
+    assert [each.workers for each in found.settings if each.skipped] == [1, 2]
+    assert "/dev/shm has 1.0 kB free; lower workers or prefetch" in found.settings[1].skipped
+    assert "/dev/shm" in str(found)
+
+
+def test_workers_that_ram_has_no_room_for_are_not_started(pack, two_cores, monkeypatch):
+    monkeypatch.setattr(workers, "ram", lambda: memory.Room(2**20, "available RAM"))
+    started = []
+    real = Workers.open
+    monkeypatch.setattr(Workers, "open", lambda self: (started.append(self.plan.workers), real(self))[1])
+    found = find_workers(toy, pack, WORKERS, seconds=0.1)
+    assert max(started) == 1  # the one that is weighed
+    assert "of available RAM can be had" in found.settings[2].skipped
+
+
+def test_a_reader_of_the_notebook_itself_is_not_sent_to_processes_that_cannot_import_it(pack, monkeypatch):
+    def read(path, options):
+        raise AssertionError
+
+    read.__module__ = "__main__"
+    own = dataclasses.replace(pack, raw=RawFiles(pack.raw.folder, pack.raw.source, read))
+    said = workers.refusal(own, WORKERS.replace(workers=2), torch.device("cuda"), 0)
+    assert "defined in the notebook, where a forkserver process cannot import it; put it in a file" in said
+    assert workers.refusal(pack, WORKERS.replace(workers=2), torch.device("cuda"), 0) == ""
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda: "fork")
+    assert workers.refusal(own, WORKERS.replace(workers=2), CPU, 0) == ""
+
+
+@pytest.mark.parametrize("feed", ["auto", "resident", "streamed"])
+def test_a_feed_without_workers_is_not_measured_and_the_reason_is_said(pack, feed, monkeypatch):
+    monkeypatch.setattr(workers, "TrainState", None)
+    found = find_workers(toy, pack, toy.PLAN.replace(feed=feed, workers=3))
+    assert found.settings == ()
+    assert found.workers == 3
+    assert "no workers take part in it, there is nothing to measure" in str(found)
+
+
+def test_without_the_source_files_the_finder_says_what_the_feed_says(pack):
+    with pytest.raises(TrainError, match="reads the source files, and they are not here"):
+        find_workers(toy, dataclasses.replace(pack, raw=None), WORKERS)
+
+
+def test_the_fewest_workers_within_five_percent_of_the_best_are_chosen():
+    rates = {0: 100.0, 1: 95.0, 2: 190.0, 4: 199.0, 8: 200.0}
+    settings = [Setting(number, 2, rate, rate, rate) for number, rate in rates.items()]
+    assert chosen(settings)[:2] == (2, 2)
+    assert chosen([*settings, Setting(8, 4, 220.0, 220.0, 220.0)])[:2] == (8, 4)
+    assert chosen([*settings, Setting(16, 2, skipped="too small")])[:2] == (2, 2)
+    number, _, reason = chosen(settings[:2])
+    assert (number, reason) == (0, "no workers: 100 samples/s without them is the best rate")
+    assert "95% of the best" in chosen(settings)[2]
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"), [(1, [0, 1]), (2, [0, 1, 2]), (6, [0, 1, 2, 4, 6]), (8, [0, 1, 2, 4, 8])]
+)
+def test_no_more_workers_than_cores_are_tried(most, expected):
+    assert counts(most) == expected
+    assert counts(gpu.cores())[-1] == gpu.cores()
+
+
+def test_the_caller_s_random_state_is_as_it_was(pack, two_cores):
+    torch.manual_seed(5)
+    before, numbers = torch.get_rng_state(), repr(np.random.get_state(legacy=False))
+    find_workers(toy, pack, WORKERS, seconds=0.1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert repr(np.random.get_state(legacy=False)) == numbers
