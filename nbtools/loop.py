@@ -40,19 +40,19 @@ class Diverged(TrainError):
         self.steps = steps
 
 
-def train(task: Task, state: TrainState, pack: Pack) -> Iterator[Record]:
+def train(task: Task, state: TrainState, pack: Pack, feed: Feed | None = None) -> Iterator[Record]:
     """Train until the plan's last epoch, `state.stopped`, or the caller leaves the `for`; calling it again goes on.
 
     Yields Record `step` after every step (with values on log steps only: reading a value waits for the device),
     `evaluating` after every batch of an evaluation, `epoch` after each epoch, `change` and `event` when they happen.
     Replace `state.plan` to turn a knob; it acts at the next step. Set `state.evaluate_next` for an evaluation before
-    the next step, which ends with a Record `evaluation` and changes nothing. Raises TrainError where training cannot
-    start.
+    the next step, which ends with a Record `evaluation` and changes nothing. feed: one that is open, to share it; None:
+    the plan's. Raises TrainError where training cannot start.
     """
     ids = pack.ids("train")
     require_sizes(pack, state.plan)
     prepare(state.plan, state.device, many_shapes=state.card.bucket_by is not None)
-    feed = open_feed(pack, state.plan, state.device)
+    feed = feed or open_feed(pack, state.plan, state.device)
     state.restore_rng()
     try:
         while state.epoch < state.plan.epochs and state.stopped is None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nbtools import gpu
+from nbtools.feed import Feed
 from nbtools.loop import train
 from nbtools.pack import Pack
 from nbtools.plan import Plan
@@ -32,14 +33,16 @@ class Rate:
 
 
 class Pace:
-    """A plan in training, stepped for a while at a time, so that two can be measured in turns. Its lr is tiny:
-    a full one without the warmup may lose the loss."""
+    """A plan in training, stepped for a while at a time, so that several can be measured in turns. Its lr is tiny:
+    a full one without the warmup may lose the loss. feed: one that is open, for several to share; None: the plan's."""
 
-    def __init__(self, task: Task, pack: Pack, plan: Plan, device: torch.device | None = None):
+    def __init__(
+        self, task: Task, pack: Pack, plan: Plan, device: torch.device | None = None, feed: Feed | None = None
+    ):
         endless = plan.replace(epochs=10**6, eval_every=10**6, warmup_epochs=0.0, early_stop=None)
         endless = endless.replace(schedule="constant", lr=1e-12, min_lr=0.0)
         self.plan, self.state = plan, TrainState(task, pack, endless, device)
-        self.steps = train(task, self.state, pack)
+        self.steps = train(task, self.state, pack, feed)
         self.rates: list[tuple[float, float]] = []  # (samples/s, data-wait share) of each round
         self.advance(steps=WARMUP_STEPS)
 
