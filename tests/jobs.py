@@ -18,7 +18,7 @@ from torch import nn
 from nbtools import plan
 from nbtools.pack import Pack, RawFiles
 
-SLEEP = 1e-3  # seconds that a slow source takes for a sample
+SLEEP = 5e-4  # seconds that a slow source takes for a sample
 
 
 @dataclass(frozen=True)
@@ -200,13 +200,21 @@ JOBS = [
     ),
     Job(
         "files as slow as the step",
-        lambda: Wide(positions=64),
+        lambda: Wide(positions=12),
         plan_of(batch_size=16, **FILES),
         "data",
         ("feed",),
         read=sleeping,
     ),
-    Job("files only", Deep, plan_of(batch_size=16, **FILES), "data", ("workers",), read=sleeping, fixed=("feed",)),
+    Job(
+        "files only",
+        Deep,
+        plan_of(batch_size=16, prefetch=1, **FILES),
+        "data",
+        ("workers",),
+        read=sleeping,
+        fixed=("feed",),
+    ),
     Job("many tiny layers", Deep, plan_of(batch_size=8), "launch", ("batch_size",)),
     Job("a loop in Python", Recurrent, plan_of(batch_size=8), "launch", ("batch_size",)),
     Job("many tiny layers with BatchNorm", Normalised, plan_of(batch_size=8), "launch", ("batch_size",)),
@@ -215,7 +223,7 @@ JOBS = [
     Job("wide convolutions", Convolutions, plan_of(batch_size=64, channels_last=True), "compute", None),
     Job("elementwise over much memory", Elementwise, plan_of(batch_size=32), "memory", None),
     Job("a large table", Table, plan_of(batch_size=8), "memory", ("batch_size",)),
-    Job("much augmentation", Deep, plan_of(batch_size=32, noise=0.1), DEVICE, ("noise",), draws=2**14),
-    Job("much scoring", Deep, plan_of(batch_size=32, epochs=50), "launch", ("eval_every",), scoring=512),
+    Job("much augmentation", Deep, plan_of(batch_size=32, noise=0.1), DEVICE, ("noise",), draws=2**12),
+    Job("much scoring", Deep, plan_of(batch_size=32, epochs=50), "launch", ("eval_every",), scoring=768),
     Job("tiny layers, batch kept", Deep, plan_of(batch_size=8), "launch", None, fixed=("batch_size",)),
 ]

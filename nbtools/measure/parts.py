@@ -9,18 +9,17 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from time import perf_counter, thread_time
+from time import perf_counter
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 
 from nbtools import checkpoint
 from nbtools.device import memory
 from nbtools.draws import Draws
 from nbtools.feed import Feed, Raw, batches_left, choose, gather, lengths_of, on, open_feed
-from nbtools.measure.rates import Counts, Rates, count, finish
+from nbtools.measure.rates import Counts, Rates, clock_of, count, finish
 from nbtools.metrics import Sums
 from nbtools.pack import Pack
 from nbtools.plan import Plan
@@ -34,13 +33,13 @@ LEAST = 5  # repeats of whatever is timed
 class Bench:
     """The step of a state on one raw batch that lies on the device: what training costs when nothing waits for data.
 
-    rates: samples/s of each round; best: seconds of the fastest step; mean: seconds a step over all rounds, on CUDA
-    with steps queued behind each other."""
+    rates: samples/s of each round; best: seconds of the fastest step, plain and drawn of `task.batch` in it; mean:
+    seconds a step over all rounds, on CUDA with steps queued behind each other."""
 
     def __init__(self, task: Task, state: TrainState, raw: Batch, epoch_size: int):
         self.task, self.state, self.raw, self.epoch_size = task, state, raw, epoch_size
         self.rates: list[float] = []
-        self.best = float("inf")
+        self.best = self.plain = self.drawn = float("inf")
         for _ in range(2):
             self.step()
         finish(state.device)
@@ -53,54 +52,61 @@ class Bench:
         return len(self.raw["id"]) / median(self.rates)
 
     def advance(self, seconds: float) -> None:
-        begun, done = perf_counter(), 0
-        now = begun
-        while not done or now - begun < seconds:
-            before = now
+        begun, done, clock = perf_counter(), 0, clock_of(self.state.device)
+        while not done or perf_counter() - begun < seconds:
+            before = clock()
             self.step()
             done += 1
-            now = perf_counter()
-            if self.state.device.type != "cuda":
-                self.best = min(self.best, now - before)
+            if self.state.device.type == "cpu":
+                self.best = min(self.best, clock() - before)
         finish(self.state.device)
         took = perf_counter() - begun
         self.rates.append(done * len(self.raw["id"]) / took)
-        self.best = min(self.best, took / done)
+        if self.state.device.type != "cpu":
+            self.best = min(self.best, took / done)
 
-    def batching(self) -> tuple[float, float]:
-        """Shares of the last round's step: `task.batch` without draws, and what draws add to it."""
-        plan, step_s = self.state.plan, len(self.raw["id"]) / self.rates[-1]
-        times = []
-        for draws in (None, Draws(plan.seed, self.state.epoch, self.raw["id"])):
-            start = perf_counter()
-            self.task.batch(self.raw, plan, draws)
-            finish(self.state.device)
-            times.append((perf_counter() - start) / step_s)
-        return times[0], times[1] - times[0]
+    def prepare(self) -> None:
+        """Time `task.batch` alone, without draws and with them."""
+        plan, clock = self.state.plan, clock_of(self.state.device)
+        start = clock()
+        self.task.batch(self.raw, plan, None)
+        finish(self.state.device)
+        middle = clock()
+        self.task.batch(self.raw, plan, Draws(plan.seed, self.state.epoch, self.raw["id"]))
+        finish(self.state.device)
+        self.plain, self.drawn = min(self.plain, middle - start), min(self.drawn, clock() - middle)
 
 
-class Small:
+class Small(Bench):
     """The bench's step with two samples in each forward pass: launched as often, with little to compute."""
 
-    def __init__(self, bench: Bench, seconds: float):
+    def __init__(self, bench: Bench):
         state, size = bench.state, len(bench.raw["id"])
         passes = -(-size // state.micro) if state.micro and state.micro < size else 1
         raw = {name: tensor[: 2 * passes] for name, tensor in bench.raw.items()}
-        micro, state.micro = state.micro, 2
+        super().__init__(bench.task, state, raw, bench.epoch_size)
+
+    def step(self) -> None:
+        micro, self.state.micro = self.state.micro, 2
         try:
-            small = Bench(bench.task, state, raw, bench.epoch_size)
-            small.advance(seconds)
-            self.seconds, self.counts = small.best, count(bench.task, state, raw, bench.epoch_size)
+            super().step()
         finally:
-            state.micro = micro
+            self.state.micro = micro
+
+    def counts(self) -> Counts:
+        micro, self.state.micro = self.state.micro, 2
+        try:
+            return count(self.task, self.state, self.raw, self.epoch_size)
+        finally:
+            self.state.micro = micro
 
 
 def apart(bench: Bench, small: Small, counts: Counts, rates: Rates, seconds: float) -> tuple[float, float]:
     """(host, device) seconds of a step on the cached batch."""
     if bench.state.device.type != "cuda":
-        floors = small.counts.floors(rates)
-        least = min(counts.ops * rates.dispatch, small.seconds)
-        most = max(small.seconds - max(floors["compute"], floors["memory"]), least)
+        floors = small.counts().floors(rates)
+        least = min(counts.ops * rates.dispatch, small.best)
+        most = max(small.best - max(floors["compute"], floors["memory"]), least)
         host = min((least + most) / 2, bench.best)
         return host, bench.best - host
     host = launching(bench, seconds)
@@ -200,22 +206,6 @@ def deliver(pack: Pack, plan: Plan, device: torch.device, seconds: float) -> flo
     return median(times)
 
 
-def load(pack: Pack, seconds: float) -> tuple[float | None, float | None]:
-    """(seconds, CPU seconds) to read and decode one sample of the source, as a worker does; None without the files."""
-    if pack.raw is None:
-        return None, None
-    order = np.random.default_rng(0).permutation(pack.ids("train")).tolist()
-    pack.raw[order[0]]
-    times: list[tuple[float, float]] = []
-    for i in order[1:]:
-        start, spent = perf_counter(), thread_time()
-        pack.raw[i]
-        times.append((perf_counter() - start, thread_time() - spent))
-        if len(times) >= LEAST and sum(wall for wall, _ in times) > seconds:
-            break
-    return median(wall for wall, _ in times), median(cpu for _, cpu in times)
-
-
 class Memory:
     """What training takes, in MiB (see StepProfile.memory)."""
 
@@ -241,8 +231,7 @@ def saved_bytes(task: Task, state: TrainState, raw: Batch) -> int:
     sizes: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in held:
+        if tensor.layout == torch.strided and (storage := tensor.untyped_storage()).data_ptr() not in held:
             sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 

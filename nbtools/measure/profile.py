@@ -22,6 +22,7 @@ import torch
 from nbtools import device as devices
 from nbtools import table
 from nbtools.feed import batches_left, choose, gather, lengths_of, on
+from nbtools.gpu import cores
 from nbtools.measure import parts
 from nbtools.measure.pace import Pace, machine
 from nbtools.measure.rates import Counts, Rates, count, machine_rates
@@ -31,7 +32,8 @@ from nbtools.plan import Plan
 from nbtools.state import Task
 
 SECONDS = 3.0  # a measurement takes two to three times as long, with its warm-up
-ROUNDS = 10
+ROUNDS = 16
+AHEAD_ROUNDS = 5  # where workers are tried: a round must outlast what they made ready
 FIXED_SHARE = 0.2  # of a step that does not grow with the batch: from here a larger batch is tried
 LEAST_STEPS = 20  # optimizer steps an epoch below which a larger batch is not tried: rule of thumb (ours)
 
@@ -60,7 +62,6 @@ class StepProfile:
     host, of the device, of both, and of forward passes of two samples. device_s is an event's on CUDA, else the rest.
     evaluation_s, checkpoint_s: seconds of one evaluation (some batches, scaled to the split) and of one checkpoint
     (one written to a temporary folder). pack_s: seconds to deliver a batch from the pack, by `feed="auto"`.
-    load_s, load_cpu_s: seconds, and CPU seconds, to decode one sample of the source; None where the feed does not.
     padding: ragged column → share of its elements that are padding, over an epoch of this plan, exact.
     memory: MiB. On CUDA peak_allocated and peak_reserved beyond what was held before; elsewhere `saved`, the tensors
     that backward needs, and `state`, weights, gradients and optimizer. syncs: `file:line` where a step makes the host
@@ -89,8 +90,6 @@ class StepProfile:
     evaluation_s: float
     checkpoint_s: float
     pack_s: float
-    load_s: float | None
-    load_cpu_s: float | None
     padding: dict[str, float]
     memory: dict[str, float]
     counts: Counts
@@ -185,8 +184,8 @@ def step_profile(
 ) -> StepProfile:
     """Measure a plan for about two to three times `seconds`; fixed: knobs that need not be tried.
 
-    Trains a model of its own; nothing outside changes, no random state, no switch. Raises TrainError where training
-    could not start.
+    Trains a model of its own; nothing outside changes, no random state, no switch (on CUDA torch's peak memory
+    statistics begin anew). Raises TrainError where training could not start.
     """
     device = device or devices.pick()
     with untouched(device):
@@ -200,22 +199,21 @@ def measured(
     meter = parts.Memory(device)
     pace = Pace(task, pack, plan, device)
     raw = on(device, gather(pack, typical(pack, plan)))
-    bench, batching = parts.Bench(task, pace.state, raw, epoch_size), []
+    bench = parts.Bench(task, pace.state, raw, epoch_size)
+    small = parts.Small(bench)
     for _ in range(ROUNDS):
         pace.advance(seconds / 4 / ROUNDS, steps=1)
         bench.advance(seconds / 4 / ROUNDS)
-        batching.append(bench.batching())
-    plain, drawn = (statistics.median(shares) * (1 - pace.rate().data_wait) for shares in zip(*batching, strict=True))
+        small.advance(seconds / 10 / ROUNDS)
+        bench.prepare()
     memory = meter.read(task, pace.state, raw)
     rate, ratios = pace.rate(), [a[0] / b for a, b in zip(pace.rates, bench.rates, strict=True)]
     counts, rates = count(task, pace.state, raw, epoch_size), machine_rates(plan, device)
-    small = parts.Small(bench, seconds / 20)
     host_s, device_s = parts.apart(bench, small, counts, rates, seconds / 20)
     busy = (1 - rate.data_wait) / bench.best
     host = busy * host_s if device.type != "cuda" else max(1 - rate.data_wait - device_s / bench.mean, 0)
     host = min(host, 1 - rate.data_wait)
     feed, _ = choose(pack, plan, device)
-    load = parts.load(pack, seconds / 10) if feed == "workers" else (None, None)
     found = StepProfile(
         plan=plan.to_dict(),
         device_type=device.type,
@@ -230,17 +228,15 @@ def measured(
         wait=rate.data_wait,
         host=host,
         device=1 - rate.data_wait - host,
-        batching=plain,
-        augmentation=min(max(drawn, 0.0), 1 - rate.data_wait),
+        batching=busy * bench.plain,
+        augmentation=busy * min(max(bench.drawn - bench.plain, 0.0), bench.best),
         host_s=host_s,
         device_s=device_s,
         cached_s=bench.best,
-        small_s=small.seconds,
+        small_s=small.best,
         evaluation_s=parts.evaluation_seconds(task, pace.state, pack, plan, seconds / 10),
         checkpoint_s=parts.checkpoint_seconds(pace.state),
         pack_s=parts.deliver(pack, plan, device, seconds / 20),
-        load_s=load[0],
-        load_cpu_s=load[1],
         padding=padding(pack, plan),
         memory=memory,
         counts=counts,
@@ -261,8 +257,11 @@ def worth_trying(
     """Changes whose gain no arithmetic tells, so that they are tried."""
     changes: list[dict[str, Any]] = []
     if profile.wait >= max(profile.host, profile.device):
-        other = {"resident": "streamed", "streamed": "resident"}.get(profile.feed)
-        return [{"feed": other}] if other and "feed" not in fixed else []
+        if profile.feed == "workers":  # what the pack would bring follows from pack_s
+            more = "feed" in fixed and "workers" not in fixed and plan.workers < cores()
+            return [{"workers": cores()}] if more else []
+        other = "streamed" if profile.feed == "resident" else "resident"
+        return [{"feed": other}] if "feed" not in fixed else []
     if profile.small_s >= FIXED_SHARE * profile.cached_s:
         most = profile.train_samples // LEAST_STEPS
         larger = [{"batch_size": k * plan.batch_size} for k in (2, 4) if k * plan.batch_size <= most]
@@ -291,9 +290,10 @@ def tried(
         return ()
     others = [Pace(task, pack, plan.turn(**change), device) for change in changes]
     pace.rates.clear()
-    for _ in range(ROUNDS):
+    rounds = AHEAD_ROUNDS if any(ahead(one.plan) for one in others) else ROUNDS
+    for _ in range(rounds):
         for one in (pace, *others):
-            one.advance(seconds / ROUNDS / (1 + len(others)), steps=1)
+            one.advance(seconds / rounds / (1 + len(others)), steps=1 + 3 * ahead(one.plan))
     found = []
     for change, other in zip(changes, others, strict=True):
         ratios = [b[0] / a[0] for a, b in zip(pace.rates, other.rates, strict=True)]
@@ -301,6 +301,11 @@ def tried(
             low, middle, high = statistics.quantiles(ratios, n=4)
             found.append(Trial(change, middle, low, high, len(ratios)))
     return tuple(found)
+
+
+def ahead(plan: Plan) -> int:
+    """Batches that workers made ready while another plan had its turn: they say nothing of how fast they are."""
+    return plan.workers * plan.prefetch if plan.feed == "workers" else 0
 
 
 def typical(pack: Pack, plan: Plan) -> np.ndarray:

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any, Self
 
 import torch
@@ -96,14 +96,18 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         self.ops += 1
-        read = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        read, made = dense((args, kwargs)), dense(out)
         held = {t.untyped_storage().data_ptr() for t in read}
-        made = [t for t in tree_iter(out) if isinstance(t, Tensor)]
         view = made and not func._schema.is_mutable and all(t.untyped_storage().data_ptr() in held for t in made)
         if not view:
             size = sum(t.numel() * t.element_size() for t in [*read, *made])
             self.touched[1 << max(size - 1, 0).bit_length()] += 1
         return out
+
+
+def dense(values: Any) -> list[Tensor]:
+    """The tensors among them that have a storage; sparse ones have none."""
+    return [t for t in tree_iter(values) if isinstance(t, Tensor) and t.layout == torch.strided]
 
 
 def count(task: Task, state: TrainState, raw: Batch, epoch_size: int) -> Counts:
@@ -167,12 +171,18 @@ def best(call: Callable[[], Any], device: torch.device) -> float:
     for _ in range(2):
         call()
     finish(device)
+    clock = clock_of(device)
     while sum(times) < LEAST or len(times) < 3:
-        start = perf_counter()
+        start = clock()
         call()
         finish(device)
-        times.append(perf_counter() - start)
+        times.append(clock() - start)
     return min(times)
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Seconds; where one CPU thread does all the work those that it ran, which other processes do not disturb."""
+    return thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else perf_counter
 
 
 def finish(device: torch.device) -> None:

@@ -12,15 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from nbtools import table
-from nbtools.gpu import cores
 from nbtools.measure.profile import StepProfile, shown
 from nbtools.plan import Plan
 
 WORTH = 1.1  # a smaller gain is within what such a measurement varies by: rule of thumb (ours)
 NEAR = 1.05  # of two changes so close the one that needs less, or leaves the training as it is, is taken
 BETWEEN = 0.05  # share of an epoch that evaluations and checkpoints may take: rule of thumb (ours)
+THUMB = f"at most {BETWEEN:.0%} is a rule of thumb (ours)"
 EVALUATIONS = 5  # fewer in a run choose no best checkpoint: rule of thumb (ours)
-MOST_WORKERS = 16
 BOUNDS = {
     "data": "data-bound",
     "launch": "launch-bound",
@@ -71,25 +70,25 @@ class Verdict:
     def __str__(self) -> str:
         return self.sentence
 
+    def rows(self) -> list[tuple[str, str, str]]:
+        """What was considered, whether or not it is worth it."""
+        return [
+            (option["name"], f"{option['gain']:.2f}×", f"{option['reason']} ({option['of']})")
+            for option in self.evidence["options"]
+        ]
+
     def _repr_html_(self) -> str:
-        return table.html((), [], self.sentence)
+        return table.html(("change", "gain", "because"), self.rows(), self.sentence)
 
 
-def verdict(
-    profile: StepProfile, plan: Plan, fixed: Collection[str] = (), room: bool = True, cpu_cores: int | None = None
-) -> Verdict:
+def verdict(profile: StepProfile, plan: Plan, fixed: Collection[str] = (), room: bool = True) -> Verdict:
     """The bound and the one change.
 
     fixed: knobs that may not turn (a run that has started keeps some). room: whether the pack fits on the device.
-    cpu_cores: for workers; this process's where None.
     """
     bound = bound_by(profile)
-    options = [
-        option
-        for option in possible(profile, plan, room, cpu_cores or cores())
-        if option.whole >= WORTH and not set(option.change) & set(fixed)
-    ]
-    best = chosen(options)
+    options = [option for option in possible(profile, plan, room) if not set(option.change) & set(fixed)]
+    best = chosen([option for option in options if option.whole >= WORTH])
     evidence = {
         "shares": {"data": profile.wait, "host": profile.host, "device": profile.device},
         "floors": profile.floors,
@@ -97,6 +96,7 @@ def verdict(
         "options": [dataclasses.asdict(option) for option in options],
         "option": best.name if best else None,
         "of": best.of if best else None,
+        "exact": best.exact if best else None,
         "seconds": profile.took,
     }
     said = f"{BOUNDS[bound][0].upper()}{BOUNDS[bound][1:]}: {because(profile, bound)}; {advised(best)}"
@@ -150,11 +150,10 @@ def chosen(options: list[Option]) -> Option | None:
     return next((option for option in near if option.same), near[0])
 
 
-def possible(profile: StepProfile, plan: Plan, room: bool, cpu_cores: int) -> list[Option]:
+def possible(profile: StepProfile, plan: Plan, room: bool) -> list[Option]:
     """All that could be done, whatever it brings."""
     return [
         *feeding(profile, room),
-        *working(profile, plan, cpu_cores),
         *measured(profile),
         *waiting(profile),
         *graph(profile, plan),
@@ -192,22 +191,6 @@ def feeding(profile: StepProfile, room: bool) -> list[Option]:
         f"the pack delivers a batch in {pack * 1e3:.3g} ms, the files in {profile.wait * profile.step_s * 1e3:.3g} ms"
     )
     return [step_option(profile, f"feed={feed}", {"feed": feed}, seconds, reason)]
-
-
-def working(profile: StepProfile, plan: Plan, cpu_cores: int) -> list[Option]:
-    """More DataLoader processes, one a core at most (torch warns of more): they decode side by side."""
-    if profile.feed != "workers" or profile.load_s is None or profile.load_cpu_s is None:
-        return []
-    load, cpu = profile.load_s * plan.batch_size, profile.load_cpu_s * plan.batch_size
-    needed = {w: max(train_s(profile), load / w, cpu / cpu_cores) for w in range(1, min(cpu_cores, MOST_WORKERS) + 1)}
-    least = min(needed.values())
-    workers = next(w for w, seconds in needed.items() if seconds <= NEAR * least)
-    if workers <= plan.workers:
-        return []
-    reason = (
-        f"a sample takes {profile.load_s * 1e3:.3g} ms to decode, {profile.load_cpu_s * 1e3:.3g} ms of it on a core"
-    )
-    return [step_option(profile, f"workers={workers}", {"workers": workers}, needed[workers], reason)]
 
 
 def measured(profile: StepProfile) -> list[Option]:
@@ -265,5 +248,5 @@ def evaluating(profile: StepProfile, plan: Plan) -> list[Option]:
     if every <= plan.eval_every:
         return []
     gain = profile.epoch_s / (steps + profile.between_s / every)
-    took = f"evaluations {profile.evaluation:.0%}, checkpoints {profile.checkpoint:.0%} of an epoch"
+    took = f"evaluations {profile.evaluation:.0%}, checkpoints {profile.checkpoint:.0%} of an epoch, {THUMB}"
     return [Option(f"eval_every={every}", {"eval_every": every}, gain, gain, took, of="epoch")]
