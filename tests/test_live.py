@@ -1,5 +1,5 @@
-"""The live surface in a real browser: a person acts on a captcha run while its cell runs, in two
-generations of Jupyter.
+"""The live surface in a real browser: a person acts on a captcha run while its cell runs, in two generations of
+Jupyter.
 
 One visit to each does everything, and keeps what it saw; the claims below are about that. Screenshots and times stay
 in `browser.SHOTS`.
@@ -8,20 +8,21 @@ in `browser.SHOTS`.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import subprocess
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import browser
+import kernels
 import nbformat
 import pytest
+import serving
 import watched
-from browser import CLASSIC, LAB, Notebook, Stack, until
+from browser import Notebook
+from person import Act, Log, Person
+from serving import CLASSIC, LAB, Stack, until
 
 from nbtools import checkpoint
 from nbtools.pack import Pack
@@ -54,26 +55,6 @@ def cells(count: int, epochs: int, eval_every: int) -> list[str]:
     return [source.format(count=count, epochs=epochs, eval_every=eval_every) for source in CELLS]
 
 
-@dataclass(frozen=True)
-class Act:
-    """One interaction. clicked, came: when it was done, and when the run showed its effect, in seconds since 1970.
-    step: seconds of the step that was under way, without anything between steps."""
-
-    what: str
-    clicked: float
-    came: float
-    step: float
-
-    @property
-    def wait(self) -> float:
-        return max(0.0, self.came - self.clicked)
-
-    @property
-    def beyond(self) -> float:
-        """What is not the step's own time."""
-        return max(0.0, self.wait - self.step)
-
-
 @dataclass
 class Seen:
     """What one visit saw."""
@@ -83,9 +64,10 @@ class Seen:
     train: list[int] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
     acts: list[Act] = field(default_factory=list)
-    silences: list[float] = field(default_factory=list)  # seconds without a step, a pause
+    silences: list[float] = field(default_factory=list)
     saved: dict[str, Any] = field(default_factory=dict)  # the notebook's file, after Stop
     resumed: dict[str, Any] = field(default_factory=dict)  # and after the run went on and was interrupted
+    live: str = ""  # fit's output while it runs, as text
     frames: list[tuple[float, float]] = field(default_factory=list)
     refused: str = ""  # what stands beside a field that somebody tries to hack
     kept: bool = False  # and whether the plan stayed as it was
@@ -95,139 +77,11 @@ class Seen:
     errors: list[str] = field(default_factory=list)
 
 
-class Log:
-    """The batches of the run so far, read as they come."""
-
-    def __init__(self, path: Path):
-        self.path, self.place, self.rows = path, 0, list[dict[str, Any]]()
-
-    def read(self) -> list[dict[str, Any]]:
-        if self.path.exists():
-            with self.path.open() as file:
-                file.seek(self.place)
-                lines = [line for line in file if line.endswith("\n")]
-            self.place += sum(map(len, lines))
-            for row in map(json.loads, lines):
-                if "ended" in row:
-                    self.rows[-1] |= row
-                else:
-                    self.rows.append(row)
-        return self.rows
-
-    def steps(self) -> list[dict[str, Any]]:
-        return [row for row in self.read() if row["training"]]
-
-    def first(self, holds: Callable[[dict[str, Any]], bool], since: float) -> float:
-        """When the first batch after a time came of which something holds; 0 where none came yet."""
-        return next((row["time"] for row in self.read() if row["time"] > since and holds(row)), 0.0)
-
-    def under_way(self, at: float) -> float:
-        """Seconds of the step that was computed at a time; 0 between steps."""
-        steps = ((row["time"], row["ended"]) for row in self.read() if "ended" in row)
-        return next((end - start for start, end in steps if start <= at < end), 0.0)
-
-
-class Person:
-    """Fifty interactions with a run under way, each followed until its effect is there."""
-
-    def __init__(self, notebook: Notebook, seen: Seen):
-        self.notebook, self.seen = notebook, seen
-        self.log = Log(seen.work / watched.LOG)
-
-    def turned(self, what: str, act: Callable[[], float], holds: Callable[[dict[str, Any]], bool]) -> None:
-        """Act, and wait for the batch that shows it."""
-        clicked = act()
-        came = until(lambda: self.log.first(holds, clicked), what)
-        self.noted(what, clicked, came)
-
-    def noted(self, what: str, clicked: float, came: float) -> None:
-        self.seen.acts.append(Act(what, clicked, came, self.log.under_way(clicked)))
-
-    def now(self, knob: str) -> Any:
-        return self.log.steps()[-1][knob]
-
-    def typed(self, knob: str, words: str, value: Any) -> None:
-        self.turned(f"{knob} = {words}", lambda: self.notebook.type(knob, words), lambda row: row[knob] == value)
-
-    def chosen(self, knob: str, option: str) -> None:
-        self.turned(f"{knob} = {option}", lambda: self.notebook.choose(knob, option), lambda row: row[knob] == option)
-
-    def slid(self, knob: str, key: str) -> None:
-        before = self.now(knob)
-        self.turned(f"{knob} {key}", lambda: self.notebook.slide(knob, key), lambda row: row[knob] != before)
-
-    def took_offer(self) -> None:
-        """The lr that a rule offers after a change of batch size."""
-        before, offer = self.now("lr"), self.notebook.button(r"(√ rule|linear): \S+").first
-        self.turned("lr by rule", lambda: self.notebook.acting(offer.click), lambda row: row["lr"] != before)
-
-    def paused(self, meanwhile: Callable[[], None]) -> None:
-        """Pause and Resume."""
-        clicked = self.notebook.click("Pause")
-        until(self.notebook.button("Resume").is_visible, "Resume")
-        until(lambda: time.time() - self.log.read()[-1].get("ended", math.inf) > 0.3, "a pause without steps")
-        meanwhile()
-        last = self.log.read()[-1]
-        self.noted("Pause", clicked, last["time"])
-        resumed = self.notebook.click("Resume")
-        came = until(lambda: self.log.first(lambda row: row["training"], last["time"]), "steps after Resume")
-        self.seen.silences.append(resumed - last["ended"] if came >= resumed else 0.0)
-        self.noted("Resume", resumed, came)
-
-    def evaluated(self) -> None:
-        """Evaluate now, and wait for its end."""
-        clicked = self.notebook.click("Evaluate now")
-        came = until(lambda: self.log.first(lambda row: not row["training"], clicked), "an evaluation")
-        until(lambda: self.log.first(lambda row: row["training"], came), "steps after an evaluation")
-        self.noted("Evaluate now", clicked, came)
-
-    def saved(self) -> None:
-        """Save now: the checkpoint of the step that the run names."""
-        told = self.notebook.output(FIT).get_by_text("saved at step")
-        before = told.inner_text().count("saved at step") if told.count() else 0
-        clicked = self.notebook.click("Save now")
-        until(lambda: told.count() and told.inner_text().count("saved at step") > before, "saved at step")
-        step = int(told.inner_text().split("saved at step")[-1].split()[0])
-        names = until(lambda: [n for n in checkpoint.names(self.folder) if checkpoint.place(n)[1] == step], "its file")
-        self.noted("Save now", clicked, (self.folder / f"{names[0]}.safetensors").stat().st_mtime)
-
-    @property
-    def folder(self) -> Path:
-        return self.seen.work / RUN
-
-    def stopped(self) -> None:
-        clicked = self.notebook.click("Stop")
-        self.notebook.wait_for_prompt(FIT, r"\d+")
-        self.noted("Stop", clicked, self.log.steps()[-1]["time"])
-
-    def fifty(self, look: Callable[[], None]) -> None:
-        """Five rounds of ten. look: what to do in the first pause."""
-        last = (
-            lambda: self.typed("clip_norm", "0.5", 0.5),
-            lambda: self.typed("weight_decay", "0.01", 0.01),
-            lambda: self.typed("early_stop", "77", 77),
-            lambda: self.typed("clip_norm", "none", None),
-            lambda: self.turned(
-                "As advised", lambda: self.notebook.click("As advised"), lambda row: row["weight_decay"] != 0.01
-            ),
-        )
-        for turn, odd in enumerate(last):
-            self.typed("lr", f"{turn + 1}e-3", (turn + 1) * 1e-3)
-            self.chosen("amp", "off" if turn % 2 else "bf16")
-            self.paused(look if turn == 0 else lambda: None)
-            self.typed("batch_size", str(20 + 4 * turn), 20 + 4 * turn)
-            self.took_offer()
-            self.slid("lr", "ArrowLeft")
-            self.slid("batch_size", "ArrowLeft")
-            self.saved() if turn % 2 else self.evaluated()
-            odd()
-
-
 def visit(stack: Stack, chromium: str, folder: Path) -> Seen:
     """A person's visit to one training notebook, from Run all to a look at the saved file."""
     seen = Seen(stack, folder / "work")
-    with browser.serving(stack, folder) as address, browser.chromium(chromium) as window:
-        browser.write(seen.work / "captcha.ipynb", cells(1200, 100_000, 10_000))
+    with serving.serving(stack, folder) as address, browser.chromium(chromium) as window:
+        serving.write(seen.work / "captcha.ipynb", cells(1200, 100_000, 10_000))
         notebook = browser.OPENED[stack.name](window, address)
         try:
             train(notebook, seen)
@@ -246,18 +100,20 @@ def visit(stack: Stack, chromium: str, folder: Path) -> Seen:
 
 def train(notebook: Notebook, seen: Seen) -> None:
     """Run all, look, act fifty times, queue one more cell, stop, save."""
-    name, person = seen.stack.name, Person(notebook, seen)
+    name, log = seen.stack.name, Log(seen.work / watched.LOG)
+    person = Person(notebook, FIT, seen.work / RUN, log)
     notebook.open("captcha.ipynb")
     notebook.ready()
     notebook.run_all()
-    until(lambda: len(person.log.steps()) > 40, "an epoch")
+    until(lambda: len(log.steps()) > 40, "an epoch")
     looks(notebook, f"{name}-running")
-    seen.frames = notebook.frames()
+    seen.live, seen.frames = notebook.output(FIT).inner_text(), notebook.frames()
     hack(notebook, person, seen)
     notebook.page.get_by_text("More:").click()
     person.fifty(lambda: looks(notebook, f"{name}-paused"))
     notebook.run(ASKED)
     person.stopped()
+    seen.acts, seen.silences = person.acts, person.silences
     until(lambda: notebook.prompt(ASKED) == str(len(CELLS) + 1), "the cell that was asked for meanwhile")
     looks(notebook, f"{name}-after")
     seen.hacked.append(hacked(notebook))
@@ -265,7 +121,7 @@ def train(notebook: Notebook, seen: Seen) -> None:
 
 
 def looks(notebook: Notebook, name: str) -> None:
-    """Screenshots at three widths' worth of window, light, and dark where there is a dark theme."""
+    """Screenshots: wide, narrow, and dark where there is a dark theme."""
     notebook.output(FIT).scroll_into_view_if_needed()
     notebook.shot(name)
     with notebook.narrow():
@@ -428,6 +284,7 @@ def test_opened_anew_without_a_kernel_it_shows_the_final_picture(seen):
 
 @pytest.mark.browser
 def test_names_labels_and_what_people_type_are_text_and_never_markup(seen):
+    assert SCRIPT in seen.live, "the run's name"
     assert SCRIPT in seen.refused
     assert seen.kept, "an invalid lr changed the plan"
     assert seen.hacked == [False, False, False]
@@ -466,11 +323,11 @@ def test_the_same_notebook_ends_without_anybody_clicking(executor, tmp_path):
 def execute(stack: Stack, script: str, work: Path) -> subprocess.Popen[str]:
     """Start a script that runs a short training notebook, to done.ipynb."""
     work.mkdir(parents=True)
-    browser.write(work / "captcha.ipynb", cells(count=120, epochs=2, eval_every=1))
+    serving.write(work / "captcha.ipynb", cells(count=120, epochs=2, eval_every=1))
     return subprocess.Popen(
-        [stack.python, "-c", script, "captcha.ipynb", "done.ipynb"],
+        [kernels.python(stack.kernel), "-c", script, "captcha.ipynb", "done.ipynb"],
         cwd=work,
-        env=browser.environment(work.parent),
+        env=serving.environment(work.parent),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,0 +1,165 @@
+"""A person at the live surface: what they do to a run under way, and when the run shows the effect."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from browser import Notebook
+from serving import until
+
+from nbtools import checkpoint
+
+
+@dataclass(frozen=True)
+class Act:
+    """One interaction. clicked, came: when it was done, and when the run showed its effect, in seconds since 1970.
+    step: seconds of the step that was under way, without anything between steps."""
+
+    what: str
+    clicked: float
+    came: float
+    step: float
+
+    @property
+    def wait(self) -> float:
+        return max(0.0, self.came - self.clicked)
+
+    @property
+    def beyond(self) -> float:
+        """What is not the step's own time."""
+        return max(0.0, self.wait - self.step)
+
+
+class Log:
+    """The batches of the run so far, read as they come."""
+
+    def __init__(self, path: Path):
+        self.path, self.place, self.rows = path, 0, list[dict[str, Any]]()
+
+    def read(self) -> list[dict[str, Any]]:
+        if self.path.exists():
+            with self.path.open() as file:
+                file.seek(self.place)
+                lines = [line for line in file if line.endswith("\n")]
+            self.place += sum(map(len, lines))
+            for row in map(json.loads, lines):
+                if "ended" in row:
+                    self.rows[-1] |= row
+                else:
+                    self.rows.append(row)
+        return self.rows
+
+    def steps(self) -> list[dict[str, Any]]:
+        return [row for row in self.read() if row["training"]]
+
+    def first(self, holds: Callable[[dict[str, Any]], bool], since: float) -> float:
+        """When the first batch after a time came of which something holds; 0 where none came yet."""
+        return next((row["time"] for row in self.read() if row["time"] > since and holds(row)), 0.0)
+
+    def under_way(self, at: float) -> float:
+        """Seconds of the step that was computed at a time; 0 between steps."""
+        steps = ((row["time"], row["ended"]) for row in self.read() if "ended" in row)
+        return next((end - start for start, end in steps if start <= at < end), 0.0)
+
+
+class Person:
+    """Interactions with a run under way, each followed until its effect is there.
+
+    cell: the one that trains. run: the run's folder. silences: seconds without a step in each pause, after the last
+    one's end.
+    """
+
+    def __init__(self, notebook: Notebook, cell: int, run: Path, log: Log):
+        self.notebook, self.cell, self.run, self.log = notebook, cell, run, log
+        self.acts: list[Act] = []
+        self.silences: list[float] = []
+
+    def turned(self, what: str, act: Callable[[], float], holds: Callable[[dict[str, Any]], bool]) -> None:
+        """Act, and wait for the batch that shows it."""
+        clicked = act()
+        came = until(lambda: self.log.first(holds, clicked), what)
+        self.noted(what, clicked, came)
+
+    def noted(self, what: str, clicked: float, came: float) -> None:
+        self.acts.append(Act(what, clicked, came, self.log.under_way(clicked)))
+
+    def now(self, knob: str) -> Any:
+        return self.log.steps()[-1][knob]
+
+    def typed(self, knob: str, words: str, value: Any) -> None:
+        self.turned(f"{knob} = {words}", lambda: self.notebook.type(knob, words), lambda row: row[knob] == value)
+
+    def chosen(self, knob: str, option: str) -> None:
+        self.turned(f"{knob} = {option}", lambda: self.notebook.choose(knob, option), lambda row: row[knob] == option)
+
+    def slid(self, knob: str, key: str) -> None:
+        before = self.now(knob)
+        self.turned(f"{knob} {key}", lambda: self.notebook.slide(knob, key), lambda row: row[knob] != before)
+
+    def took_offer(self) -> None:
+        """The lr that a rule offers after a change of batch size."""
+        before, offer = self.now("lr"), self.notebook.button(r"(√ rule|linear): \S+").first
+        self.turned("lr by rule", lambda: self.notebook.acting(offer.click), lambda row: row["lr"] != before)
+
+    def paused(self, meanwhile: Callable[[], None]) -> None:
+        """Pause and Resume."""
+        clicked = self.notebook.click("Pause")
+        until(self.notebook.button("Resume").is_visible, "Resume")
+        until(lambda: time.time() - self.log.read()[-1].get("ended", math.inf) > 0.3, "a pause without steps")
+        meanwhile()
+        last = self.log.read()[-1]
+        self.noted("Pause", clicked, last["time"])
+        resumed = self.notebook.click("Resume")
+        came = until(lambda: self.log.first(lambda row: row["training"], last["time"]), "steps after Resume")
+        self.silences.append(resumed - last["ended"] if came >= resumed else 0.0)
+        self.noted("Resume", resumed, came)
+
+    def evaluated(self) -> None:
+        """Evaluate now, and wait for its end."""
+        clicked = self.notebook.click("Evaluate now")
+        came = until(lambda: self.log.first(lambda row: not row["training"], clicked), "an evaluation")
+        until(lambda: self.log.first(lambda row: row["training"], came), "steps after an evaluation")
+        self.noted("Evaluate now", clicked, came)
+
+    def saved(self) -> None:
+        """Save now: the checkpoint of the step that the run names."""
+        told = self.notebook.output(self.cell).get_by_text("saved at step")
+        before = told.inner_text().count("saved at step") if told.count() else 0
+        clicked = self.notebook.click("Save now")
+        until(lambda: told.count() and told.inner_text().count("saved at step") > before, "saved at step")
+        step = int(told.inner_text().split("saved at step")[-1].split()[0])
+        names = until(lambda: [n for n in checkpoint.names(self.run) if checkpoint.place(n)[1] == step], "its file")
+        self.noted("Save now", clicked, (self.run / f"{names[0]}.safetensors").stat().st_mtime)
+
+    def stopped(self) -> None:
+        clicked = self.notebook.click("Stop")
+        self.notebook.wait_for_prompt(self.cell, r"\d+")
+        self.noted("Stop", clicked, self.log.steps()[-1]["time"])
+
+    def fifty(self, look: Callable[[], None]) -> None:
+        """Five rounds of ten. look: what to do in the first pause."""
+        last = (
+            lambda: self.typed("clip_norm", "0.5", 0.5),
+            lambda: self.typed("weight_decay", "0.01", 0.01),
+            lambda: self.typed("early_stop", "77", 77),
+            lambda: self.typed("clip_norm", "none", None),
+            lambda: self.turned(
+                "As advised", lambda: self.notebook.click("As advised"), lambda row: row["weight_decay"] != 0.01
+            ),
+        )
+        for turn, odd in enumerate(last):
+            self.typed("lr", f"{turn + 1}e-3", (turn + 1) * 1e-3)
+            self.chosen("amp", "off" if turn % 2 else "bf16")
+            self.paused(look if turn == 0 else lambda: None)
+            self.typed("batch_size", str(20 + 4 * turn), 20 + 4 * turn)
+            self.took_offer()
+            self.slid("lr", "ArrowLeft")
+            self.slid("batch_size", "ArrowLeft")
+            self.saved() if turn % 2 else self.evaluated()
+            odd()
