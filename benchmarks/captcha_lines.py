@@ -27,7 +27,7 @@ def main() -> None:
         return
     folder = nb.stage(Path(data) / "captcha-lines.tar")
     pack = captcha.pack(folder, label="-", case="lower", test=HELD_BACK)
-    advice = nb.advise(captcha, pack)
+    advice = nb.advise(captcha, pack, measure=False)
     print(pack, advice, sep="\n\n")
     clock, cpu = time.monotonic(), time.process_time()
     with tempfile.TemporaryDirectory() as scratch:

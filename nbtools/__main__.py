@@ -72,6 +72,9 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             one.add_argument("source", help=SOURCE)
         if name in ("advise", "train", "evaluate"):
             one.add_argument("--data", required=True, metavar="SOURCE", help=SOURCE)
+        if name == "advise":
+            one.add_argument("--no-measure", action="store_true", help="rules of thumb, and what was measured before")
+            one.add_argument("--noise", action="store_true", help="cap the batch by the gradient noise scale too")
         if name in ("train", "evaluate", "predict"):
             one.add_argument("--run", required=True, type=Path, metavar="FOLDER", help="the run folder")
         if name == "evaluate":
@@ -201,7 +204,11 @@ def show_pack(options: argparse.Namespace) -> None:
 
 
 def show_advice(options: argparse.Namespace) -> None:
-    print(advise(find_task(options.task), packed(options, options.data)))
+    pack = packed(options, options.data)
+    advice = advise(find_task(options.task), pack, measure=not options.no_measure, noise=options.noise)
+    for part in (advice.batches, advice.workers, advice.profile):
+        print("" if part is None else f"{part}\n")
+    print(advice)
 
 
 def run_training(options: argparse.Namespace) -> None:
@@ -225,7 +232,7 @@ def plan_of(task: Any, pack: Any, options: argparse.Namespace) -> Plan:
         made = {
             "plan": lambda: task.PLAN,
             "baseline": lambda: task.BASELINE,
-            "advised": lambda: advise(task, pack).plan,
+            "advised": lambda: advise(task, pack, measure=False).plan,
         }
         plan = made[options.base]()
     knobs = options_of(options, "knob_")

@@ -19,9 +19,9 @@ from nbtools.history import History, Record
 from nbtools.loop import Diverged, require_change, require_sizes, train
 from nbtools.pack import Pack
 from nbtools.plan import Plan
-from nbtools.run import PLAN, RECEIPT, Run, task_name
+from nbtools.run import PLAN, RECEIPT, Run
 from nbtools.stage import on_colab, release_runtime
-from nbtools.state import Task, TrainState
+from nbtools.state import Task, TrainState, task_name
 from nbtools.surface import Surface
 
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
@@ -110,7 +110,7 @@ def places(run: str | Path, keep: str | Path | None, release_gpu: bool) -> tuple
 
 def chosen_plan(task: Any, pack: Pack, plan: Any, folder: Path) -> Plan:
     if plan is None:
-        plan = stored_plan(task, folder) or advise(task, pack)
+        plan = stored_plan(task, folder) or advise(task, pack, measure=False)
     plan = getattr(plan, "plan", plan)
     if not isinstance(plan, type(task.PLAN)):
         kind = type(task.PLAN)

@@ -19,9 +19,9 @@ from nbtools.history import History, Record
 from nbtools.loop import refuse_fixed, told
 from nbtools.pack import Pack
 from nbtools.plan import Plan
-from nbtools.run import CARD, HISTORY, PLAN, task_name
+from nbtools.run import CARD, HISTORY, PLAN
 from nbtools.stage import cache, drive_path
-from nbtools.state import TrainState
+from nbtools.state import TrainState, task_name
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -168,13 +167,6 @@ def evaluate(run: Any, pack: Pack, split: str = "test") -> dict[str, float]:
             )
     model = run.model() if isinstance(run, Run) else run.evaluated
     return scoring.evaluate(run.task, model, pack, run.plan, split)
-
-
-def task_name(task: Any) -> str:
-    """`package.module` or `module:name`: how a run finds its task again."""
-    if isinstance(task, ModuleType):
-        return task.__name__
-    return f"{task.__module__}:{task.__qualname__}" if hasattr(task, "__qualname__") else f"{type(task).__module__}:"
 
 
 def import_task(name: str, where: Path | str) -> Any:

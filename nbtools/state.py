@@ -4,6 +4,7 @@ an interrupt is a pause."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +47,13 @@ def best_metric(task: Task) -> tuple[str, float]:
     """(metric that chooses the best checkpoint, +1 or -1 where lower is better): `BEST = "-cer"`; else the loss."""
     name = getattr(task, "BEST", "-loss")
     return name.lstrip("-"), -1.0 if name.startswith("-") else 1.0
+
+
+def task_name(task: Any) -> str:
+    """`package.module` or `module:name`: how a run finds its task again."""
+    if isinstance(task, ModuleType):
+        return task.__name__
+    return f"{task.__module__}:{task.__qualname__}" if hasattr(task, "__qualname__") else f"{type(task).__module__}:"
 
 
 class TrainState:

@@ -9,7 +9,8 @@ import torch
 import toy
 
 from nbtools import device
-from nbtools.advise import LEAST_STEPS, MOST_K, Machine, advise, batch_size, decide, inspect, learning_rate, warmup
+from nbtools.advise import Machine, advise, decide, inspect
+from nbtools.advise.rules import LEAST_STEPS, MOST_K, batch_size, learning_rate, warmup
 from nbtools.pack import Card, Column
 from nbtools.plan import Plan
 
@@ -138,7 +139,7 @@ def test_advice_depends_on_nothing_but_card_and_machine():
 
 def test_advice_for_a_pack_on_this_machine_shows_as_a_table(tmp_path, monkeypatch):
     monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
-    advice = advise(toy, toy.make_pack(tmp_path, 60))
+    advice = advise(toy, toy.make_pack(tmp_path, 60), measure=False)
     assert isinstance(advice.plan, toy.Plan)
     assert advice.baseline == toy.BASELINE
     assert {"batch_size", "lr", "feed"} <= advice.reasons.keys()

@@ -101,7 +101,7 @@ def test_fit_on_a_finished_run_trains_nothing_and_returns_it(run, pack):
 
 
 def test_a_plan_may_come_from_advice_or_from_anything_with_a_plan(pack, tmp_path):
-    advice = nb.advise(toy, pack)
+    advice = nb.advise(toy, pack, measure=False)
     held: Any = type("Held", (), {"plan": advice.plan.replace(epochs=1)})()
     assert nb.fit(toy, pack, held, tmp_path / "run", **QUIET).plan == held.plan
     with pytest.raises(PlanError, match=r"plan must be a toy\.Plan .* got Plan; take toy\.PLAN"):

@@ -1,6 +1,32 @@
 """Measurements on the user's machine: what is measured here and not promised."""
 
+from nbtools.measure.finder import Finding, find_batch
+from nbtools.measure.ladder import Ladder, ladder
+from nbtools.measure.noise import Noise, noise_scale
 from nbtools.measure.pace import Pace, Rate, machine
+from nbtools.measure.profile import StepProfile, step_profile
 from nbtools.measure.receipts import Receipt, receipt
+from nbtools.measure.sweep import Sweep
+from nbtools.measure.verdict import Verdict, verdict
+from nbtools.measure.workers import WorkersFinding, find_workers
 
-__all__ = ["Pace", "Rate", "Receipt", "machine", "receipt"]
+__all__ = [
+    "Finding",
+    "Ladder",
+    "Noise",
+    "Pace",
+    "Rate",
+    "Receipt",
+    "StepProfile",
+    "Sweep",
+    "Verdict",
+    "WorkersFinding",
+    "find_batch",
+    "find_workers",
+    "ladder",
+    "machine",
+    "noise_scale",
+    "receipt",
+    "step_profile",
+    "verdict",
+]

@@ -61,10 +61,11 @@ pack = captcha.pack(folder)
 pack
 
 # %% [markdown]
-# `nb.advise` proposes a plan for this machine and this data, with one reason a field.
+# `nb.advise` proposes a plan for this machine and this data, with one reason a field: here by rules of thumb, at once;
+# `captcha/2_train` lets it measure.
 
 # %%
-advice = nb.advise(captcha, pack)
+advice = nb.advise(captcha, pack, measure=False)
 advice
 
 # %% [markdown]

@@ -39,7 +39,7 @@ try:
 except nb.NbtoolsError as problem:
     print(f"{problem}\nTraining a short run on demo images instead.")
     pack = captcha.pack(captcha.demo("data/short", count=COUNT))
-    plan = nb.advise(captcha, pack).plan.replace(epochs=EPOCHS, warmup_epochs=0.0)
+    plan = nb.advise(captcha, pack, measure=False).plan.replace(epochs=EPOCHS, warmup_epochs=0.0)
     run = nb.fit(captcha, pack, plan, run="runs/short", receipt=False)
 
 # %% [markdown]

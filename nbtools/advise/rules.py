@@ -1,21 +1,18 @@
-"""A Plan for this machine and this data set, with a reason for every number that differs from the task's own.
-
-Decided from the device, the pack and the task; the guides' tiers and tables stand here as the rules of thumb they are.
-"""
+"""Rules of thumb: a Plan from the device, the pack and the task, without measuring; the guides' tiers and tables stand
+here as what they are."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from nbtools import device as devices
-from nbtools import table
-from nbtools.feed import choose
+from nbtools.advise.advice import Advice
 from nbtools.gpu import cores
-from nbtools.pack import Card, Pack
+from nbtools.pack import Card
 from nbtools.plan import Plan, lr_factor
 
 TIERS = ((40, 512), (24, 256), (12, 128), (0, 64))  # GB of GPU memory → batch (guide 2)
@@ -25,29 +22,6 @@ MOST_K = 16  # beyond it Adam's best lr falls again (arXiv 2405.14578); the guid
 LEAST_STEPS = 20  # optimizer steps an epoch below which a larger batch starves a small data set
 LEAST_BATCH = 8  # a smaller one gives BatchNorm poor statistics
 THUMB = "rule of thumb"
-
-
-@dataclass(frozen=True)
-class Advice:
-    """A plan and one reason a field. Shows as a table. The panel's presets: baseline, the guide's "before", and
-    largest, the largest batch that the rules allow, None where `largest_reason` says that there is none larger."""
-
-    plan: Plan
-    reasons: dict[str, str]
-    baseline: Plan | None = None
-    note: str = ""
-    largest: Plan | None = None
-    largest_reason: str = ""
-
-    def rows(self) -> list[tuple[str, Any, str]]:
-        values = self.plan.to_dict()
-        return [(name, values[name], reason) for name, reason in self.reasons.items()]
-
-    def __str__(self) -> str:
-        return table.text(("knob", "value", "reason"), self.rows()) + (f"\n{self.note}" if self.note else "")
-
-    def _repr_html_(self) -> str:
-        return table.html(("knob", "value", "reason"), self.rows(), self.note)
 
 
 @dataclass(frozen=True)
@@ -62,14 +36,6 @@ class Machine:
     capability: tuple[int, int] | None = None
 
 
-def advise(task: Any, pack: Pack) -> Advice:
-    """The plan to start from on this machine, each field with its reason."""
-    machine = inspect()
-    advice = decide(task, pack.card, machine)
-    name, why = choose(pack, advice.plan, devices.pick())
-    return dataclasses.replace(advice, reasons={**advice.reasons, "feed": f"{name}: {why}"})
-
-
 def inspect() -> Machine:
     """The machine as it is now."""
     device = devices.pick()
@@ -81,12 +47,11 @@ def inspect() -> Machine:
     return Machine("cuda", properties.name, gigabytes, torch.cuda.device_count(), cores(), capability)
 
 
-def decide(task: Any, card: Card, machine: Machine) -> Advice:
-    """Pure: the same card and machine give the same advice. What the task suggests goes first, the rest follows it."""
+def decide(task: Any, card: Card, machine: Machine, found: Mapping[str, tuple[Any, str]] | None = None) -> Advice:
+    """Pure: the same card and machine give the same advice. found: knob → (value, why) of what was measured; it goes
+    first, then what the task suggests, and the rest follows from these."""
     plan, base = task.PLAN, task.BASELINE
-    advised: dict[str, tuple[Any, str]] = (
-        dict(task.suggest(card, machine.accelerator)) if hasattr(task, "suggest") else {}
-    )
+    advised: dict[str, tuple[Any, str]] = {**suggested(task, card, machine), **(found or {})}
 
     def chosen(name: str) -> Any:
         return advised[name][0] if name in advised else getattr(plan, name)
@@ -107,7 +72,18 @@ def decide(task: Any, card: Card, machine: Machine) -> Advice:
     reasons = {name: advised[name][1] for name in made.to_dict() if name in advised}
     size = f"{machine.gigabytes:.0f} GB" if machine.gigabytes else f"{machine.cores} cores"
     note = f"For {machine.name} ({size}); nothing here was measured on it yet, it is what to start from."
-    return Advice(made, reasons, base, note, *largest_batch(made, base, card, machine))
+    largest, why = largest_batch(made, base, card, machine)
+    return Advice(made, reasons, base, note, largest, why)
+
+
+def suggested(task: Any, card: Card, machine: Machine) -> dict[str, tuple[Any, str]]:
+    """Knob → (value, why) of the task's own."""
+    return dict(task.suggest(card, machine.accelerator)) if hasattr(task, "suggest") else {}
+
+
+def enough(card: Card) -> int:
+    """The largest batch that leaves a small data set its steps."""
+    return min(max(card.splits["train"] // LEAST_STEPS, LEAST_BATCH), card.splits["train"])
 
 
 def memory_tier(machine: Machine) -> tuple[int, int]:
@@ -132,16 +108,13 @@ def batch_size(card: Card, machine: Machine, base: int) -> tuple[int, str]:
 def largest_batch(plan: Plan, base: Plan, card: Card, machine: Machine) -> tuple[Plan | None, str]:
     """The plan at the largest power of two that data and lr rules allow, on a GPU in forward passes of its tier."""
     train, most = card.splits["train"], MOST_K * base.batch_size
-    enough = min(max(train // LEAST_STEPS, LEAST_BATCH), train)
     bound, why = (
         most,
         f"{MOST_K} × the baseline's {base.batch_size}, where the lr rules end (guide 3, arXiv 2405.14578)",
     )
-    if enough < most:
-        bound, why = (
-            enough,
-            f"{LEAST_STEPS} steps an epoch of {train:,} training samples, or batch {LEAST_BATCH} (ours)",
-        )
+    if enough(card) < most:
+        bound = enough(card)
+        why = f"{LEAST_STEPS} steps an epoch of {train:,} training samples, or batch {LEAST_BATCH} (ours)"
     batch = 2 ** (max(bound, 1).bit_length() - 1)
     if batch <= plan.batch_size:
         return None, f"{THUMB}: the advised {plan.batch_size} is as large as it goes, by {why}"

@@ -1,0 +1,126 @@
+"""The plan to start from: rules of thumb, and what measuring on this machine found better."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from nbtools import device as devices
+from nbtools import disk
+from nbtools.advise.advice import Advice
+from nbtools.advise.rules import decide, enough, inspect, suggested
+from nbtools.errors import DiskError
+from nbtools.feed import choose
+from nbtools.measure import find_batch, find_workers, machine, step_profile, verdict
+from nbtools.pack import Pack
+from nbtools.plan import Plan
+from nbtools.state import task_name
+
+SECONDS = 20.0  # of looking for the batch size; a third of it for the profile, which takes two to three times its own
+FREE = ("feed", "workers", "prefetch", "channels_last", "compile", "graph", "amp")
+"""Knobs that advice turns by itself where that was measured faster: they leave the course of training as it is, but for
+the precision of its arithmetic."""
+
+
+def advise(task: Any, pack: Pack, measure: bool = True, seconds: float = SECONDS, noise: bool = False) -> Advice:
+    """The plan to start from, each field with its reason and, where it was measured here, the evidence.
+
+    Measuring takes about two to three times `seconds`, once for a machine, a pack and a task: what was found is kept
+    beside the pack. measure=False: what was found before, else rules of thumb alone, at once. noise: cap the batch by
+    the gradient noise scale too. Raises TrainError where not even one sample fits.
+    """
+    thumb = by_rules(task, pack, {})
+    place, key = shelf(pack), label(task, pack, thumb, noise)
+    found = kept(place, key, type(task.PLAN))
+    if found is not None or not measure:
+        return found or thumb
+    print(f"measuring {task_name(task)} on this machine, about {2.5 * seconds:.0f} s …", file=sys.stderr)
+    made = measured(task, pack, thumb, seconds, noise)
+    try:
+        keep(place, key, made)
+    except DiskError as error:  # a pack may lie where nobody may write
+        made = dataclasses.replace(made, note=f"{made.note} Not kept for the next time: {error}")
+    return made
+
+
+def by_rules(task: Any, pack: Pack, found: dict[str, tuple[Any, str]]) -> Advice:
+    """What the rules make of what was found so far; where the batches come from is decided by the pack's size."""
+    advice = decide(task, pack.card, inspect(), found)
+    if "feed" in found:
+        return advice
+    name, why = choose(pack, advice.plan, devices.pick())
+    return dataclasses.replace(advice, reasons={**advice.reasons, "feed": f"{name}: {why}"})
+
+
+def measured(task: Any, pack: Pack, thumb: Advice, seconds: float, noise: bool) -> Advice:
+    """The batch first, since all else depends on it; then what a step consists of, and the changes that it suggests."""
+    found: dict[str, tuple[Any, str]] = {}
+    batches = find_batch(task, pack, thumb.plan, seconds=seconds, most=enough(pack.card), noise=noise)
+    if "batch_size" not in suggested(task, pack.card, inspect()) and conclusive(batches, thumb.plan):
+        found["batch_size"] = batches.batch_size, "the smallest within 5 % of the best rate"
+    if batches.micro_batch_size is not None:
+        found["micro_batch_size"] = batches.micro_batch_size, "the whole batch does not fit at once"
+    evidence = {"batch_size": batches.why}
+    plan = by_rules(task, pack, found).plan
+    crew = (
+        find_workers(task, pack, plan, seconds=seconds / 3)
+        if choose(pack, plan, devices.pick())[0] == "workers"
+        else None
+    )
+    if crew is not None:
+        found |= {"workers": (crew.workers, crew.reason), "prefetch": (crew.prefetch, crew.reason)}
+        evidence["workers"] = crew.reason
+        plan = by_rules(task, pack, found).plan
+    profile = step_profile(task, pack, plan, seconds=seconds / 6)
+    said = verdict(profile, plan)
+    if said.change and set(said.change) <= set(FREE):
+        found |= {name: (value, "measured faster here") for name, value in said.change.items()}
+        evidence |= dict.fromkeys(said.change, said.sentence)
+        plan = by_rules(task, pack, found).plan
+        profile = step_profile(task, pack, plan, seconds=seconds / 6, fixed=FREE)
+        said = verdict(profile, plan)
+    made = by_rules(task, pack, found)
+    took = batches.seconds + profile.took
+    note = f"Measured on {', '.join(machine().values())} in {took:.0f} s; what says rule of thumb was not."
+    return dataclasses.replace(
+        made, note=note, evidence=evidence, batches=batches, workers=crew, profile=profile, verdict=said
+    )
+
+
+def conclusive(batches: Any, plan: Plan) -> bool:
+    """Whether the search got as far as the rules' own batch: a machine busy with other things may not let it."""
+    timed = [row.batch_size for row in batches.rows if row.n]
+    return bool(timed) and max(timed) >= min(plan.batch_size, batches.rows[-1].batch_size)
+
+
+def shelf(pack: Pack) -> Path:
+    """Beside the pack, and not in it: what is in a pack is verified."""
+    return pack.folder.with_name(f"{pack.folder.name}.advice.json")
+
+
+def label(task: Any, pack: Pack, thumb: Advice, noise: bool) -> str:
+    """Changes with whatever the measurements depend on: machine and versions, data, task and its plan."""
+    parts = [machine(), pack.card.digest, task_name(task), thumb.plan.to_dict(), noise]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def kept(place: Path, key: str, kind: type[Plan]) -> Advice | None:
+    """What was found before; None where nothing was, or the file is of an older version."""
+    try:
+        return Advice.from_dict(json.loads(place.read_text())[key], kind)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def keep(place: Path, key: str, advice: Advice) -> None:
+    """Raises DiskError."""
+    try:
+        shelved = json.loads(place.read_text())
+    except (OSError, ValueError):
+        shelved = {}
+    with disk.explained("keeping the advice", place):
+        disk.write_atomic(place, json.dumps({**shelved, key: advice.to_dict()}))

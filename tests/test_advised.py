@@ -1,0 +1,115 @@
+"""Advice that was measured: evidence beside each number, kept beside the pack, and never measured by surprise."""
+
+import dataclasses
+import json
+
+import pytest
+import toy
+
+import nbtools as nb
+from nbtools.advise import act
+from nbtools.measure.finder import Row
+
+SECONDS = 1.0
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    return toy.make_pack(tmp_path_factory.mktemp("toy"), count=600)
+
+
+@pytest.fixture(scope="module")
+def advice(pack):
+    return nb.advise(toy, pack, seconds=SECONDS)
+
+
+def own(**changes):
+    """A task like toy, but for some of its names."""
+    names = {name: value for name, value in vars(toy).items() if not name.startswith("__")}
+    return type("Own", (), {**names, **changes})
+
+
+@pytest.fixture
+def no_measuring(monkeypatch):
+    def surprise(*_args, **_more):
+        raise AssertionError("it measured")
+
+    for name in ("find_batch", "step_profile", "find_workers"):
+        monkeypatch.setattr(act, name, surprise)
+
+
+def test_each_measured_number_has_its_evidence_and_the_rest_its_rule(advice):
+    assert f"measured {advice.batches.seconds:.1f} s" in advice.evidence["batch_size"]
+    assert "rule of thumb" in advice.reasons["lr"]
+    assert advice.verdict.sentence in str(advice)
+    assert {"knob", "measured here"} <= set(advice.headers())
+    for name, value, reason, *_ in advice.rows():
+        assert value == getattr(advice.plan, name)
+        assert reason
+
+
+def test_what_was_found_is_kept_beside_the_pack_and_comes_back_the_same(advice, pack, no_measuring):
+    assert act.shelf(pack).parent == pack.folder.parent
+    assert not any("advice" in path.name for path in pack.folder.iterdir())
+    for again in (nb.advise(toy, pack), nb.advise(toy, pack, measure=False)):
+        assert json.dumps(again.to_dict()) == json.dumps(advice.to_dict())
+        assert again.plan == advice.plan
+
+
+def test_another_machine_pack_or_task_is_measured_anew(advice, pack, monkeypatch):
+    thumb = nb.advise(toy, pack, measure=False)
+    mine = act.label(toy, pack, thumb, False)
+    assert act.label(own(), pack, thumb, False) != mine
+    assert (
+        act.label(toy, dataclasses.replace(pack, card=dataclasses.replace(pack.card, digest="x")), thumb, False) != mine
+    )
+    monkeypatch.setattr(act, "machine", lambda: {"device": "another"})
+    assert act.label(toy, pack, thumb, False) != mine
+
+
+def test_rules_alone_when_nothing_was_measured_before(tmp_path, no_measuring):
+    pack = toy.make_pack(tmp_path, count=60)
+    advice = nb.advise(toy, pack, measure=False)
+    assert advice.evidence == {}
+    assert advice.headers() == ("knob", "value", "reason")
+    assert "nothing here was measured" in advice.note
+
+
+def test_training_without_a_plan_never_measures(tmp_path, no_measuring):
+    pack = toy.make_pack(tmp_path, count=60)
+    run = nb.fit(own(PLAN=toy.PLAN.replace(epochs=1)), pack, run=tmp_path / "run", receipt=False, progress=False)
+    assert len(run.history.of("epoch")) == 1
+
+
+def test_a_file_of_an_older_version_is_measured_again_and_replaced(tmp_path):
+    pack = toy.make_pack(tmp_path, count=60)
+    act.shelf(pack).write_text("{")
+    first = nb.advise(toy, pack, seconds=0.3)
+    shelved = json.loads(act.shelf(pack).read_text())
+    (key,) = shelved
+    del shelved[key]["evidence"]
+    shelved[key]["older"] = 1
+    act.shelf(pack).write_text(json.dumps(shelved))
+    assert nb.advise(toy, pack, seconds=0.3).plan.lr == first.plan.lr
+
+
+def test_where_nothing_can_be_kept_the_advice_says_so(tmp_path, monkeypatch):
+    pack = toy.make_pack(tmp_path, count=60)
+    act.shelf(pack).mkdir()
+    assert "Not kept for the next time" in nb.advise(toy, pack, seconds=0.3).note
+
+
+def test_the_tasks_own_batch_size_is_not_overruled_by_speed(tmp_path):
+    pack = toy.make_pack(tmp_path, count=600)
+    task = own(suggest=lambda card, accelerator: {"batch_size": (12, "learns best so")})
+    advice = nb.advise(task, pack, seconds=SECONDS)
+    assert (advice.plan.batch_size, advice.reasons["batch_size"]) == (12, "learns best so")
+    assert "measured" in advice.evidence["batch_size"]
+
+
+def test_a_search_that_a_busy_machine_cut_short_does_not_shrink_the_batch(advice):
+    short = dataclasses.replace(advice.batches, rows=(Row(2, 10.0, 9.0, 11.0, 3, None, 100, True),))
+    rows = (*short.rows, Row(64, None, None, None, 0, None, None, True))
+    assert not act.conclusive(dataclasses.replace(short, rows=rows), toy.PLAN.replace(batch_size=64))
+    timed = (*short.rows, Row(64, 90.0, 89.0, 91.0, 3, None, 200, True))
+    assert act.conclusive(dataclasses.replace(short, rows=timed), toy.PLAN.replace(batch_size=64))
