@@ -144,7 +144,7 @@ class Keeper:
     """Copies a run to a second folder (Drive) on a thread of its own: what that folder lacks of the newest state.
 
     Trouble there is told through `complaints` and does not stop training: what is local stays whole, and the next call
-    of `keep` brings what is still missing.
+    of `keep` brings what is still missing. behind: whether the folder lacks something that it was to get.
     """
 
     def __init__(self, source: Path, target: Path):
@@ -152,7 +152,7 @@ class Keeper:
         self.complaints: list[str] = []
         self.wanted: bytes | None = None
         self.change = threading.Condition()
-        self.busy = self.closed = False
+        self.busy = self.closed = self.behind = False
         self.thread = threading.Thread(target=self.work, name="nbtools-keeper", daemon=True)
         self.thread.start()
 
@@ -160,7 +160,7 @@ class Keeper:
         """Ask for a copy of the run as it is now. The index is read here: later it may name newer checkpoints."""
         index = (self.source / INDEX).read_bytes()
         with self.change:
-            self.wanted = index
+            self.wanted, self.behind = index, True
             self.change.notify_all()
 
     def work(self) -> None:
@@ -172,6 +172,8 @@ class Keeper:
                 index, self.wanted, self.busy = self.wanted, None, True
             try:
                 self.copy(index)
+                with self.change:
+                    self.behind = self.wanted is not None
             except OSError as error:
                 pruned = isinstance(error, FileNotFoundError) and Path(error.filename or "").parent == self.source
                 if not pruned:  # else a newer state is on its way

@@ -79,7 +79,7 @@ def fit(
         found.events = surface.told
     if release_gpu and not surface.wishes.stop:
         del job, state, surface, history
-        release(keeper is None or not keeper.complaints)
+        release(keeper is None or not keeper.behind)
     return found
 
 

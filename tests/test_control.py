@@ -390,6 +390,17 @@ def test_release_gpu_gives_the_machine_back_when_the_run_is_kept(pack, tmp_path,
     assert Run.open(tmp_path / "kept", toy).history.of("epoch")
 
 
+def test_release_gpu_keeps_the_machine_while_the_run_is_on_no_other_disk(pack, tmp_path, colab):
+    (tmp_path / "kept").write_text("a file where the folder should be")
+    plan = PLAN.replace(epochs=1)
+    run = nb.fit(toy, pack, plan, tmp_path / "run", tmp_path / "kept", release_gpu=True, **QUIET)
+    assert any("not kept" in event for event in run.events)
+    assert colab.given_back == 0
+    (tmp_path / "kept").unlink()
+    nb.fit(toy, pack, plan, tmp_path / "run", tmp_path / "kept", release_gpu=True, **QUIET)
+    assert colab.given_back == 1
+
+
 def test_release_gpu_does_not_take_the_machine_from_a_person_who_stopped_the_run(pack, tmp_path, colab):
     folder = tmp_path / "run"
     task = Acting(at3=lambda: send(folder, ["stop"]))
