@@ -100,10 +100,11 @@ def places(run: str | Path, keep: str | Path | None, release_gpu: bool) -> tuple
         raise CheckpointError(
             f"run={str(run)!r}: a run is written to local disk, and copied to Drive by keep={str(run)!r}"
         )
-    if release_gpu and keep is None and on_colab():
+    stays = keep is not None and (str(keep).startswith("drive:") or disk.is_slow(Path(keep)))
+    if release_gpu and on_colab() and not stays:
         raise CheckpointError(
             "release_gpu=True gives this Colab machine back at the end, and its disk with the run; "
-            "name a folder that stays: keep='drive:runs/…'"
+            f"name a folder that stays: keep='drive:runs/…', got keep={str(keep)!r}"
         )
     return Path(run), kept_folder(keep)
 

@@ -377,15 +377,16 @@ class Colab(types.ModuleType):
 
 
 @pytest.fixture
-def colab(monkeypatch):
+def colab(monkeypatch, tmp_path):
     fake = Colab()
+    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path))
     monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
     monkeypatch.setitem(sys.modules, "google.colab", fake)
     return fake
 
 
 def test_release_gpu_gives_the_machine_back_when_the_run_is_kept(pack, tmp_path, colab):
-    nb.fit(toy, pack, PLAN.replace(epochs=1), tmp_path / "run", tmp_path / "kept", release_gpu=True, **QUIET)
+    nb.fit(toy, pack, PLAN.replace(epochs=1), tmp_path / "run", "drive:kept", release_gpu=True, **QUIET)
     assert colab.given_back == 1
     assert Run.open(tmp_path / "kept", toy).history.of("epoch")
 
@@ -393,24 +394,25 @@ def test_release_gpu_gives_the_machine_back_when_the_run_is_kept(pack, tmp_path,
 def test_release_gpu_keeps_the_machine_while_the_run_is_on_no_other_disk(pack, tmp_path, colab):
     (tmp_path / "kept").write_text("a file where the folder should be")
     plan = PLAN.replace(epochs=1)
-    run = nb.fit(toy, pack, plan, tmp_path / "run", tmp_path / "kept", release_gpu=True, **QUIET)
+    run = nb.fit(toy, pack, plan, tmp_path / "run", "drive:kept", release_gpu=True, **QUIET)
     assert any("not kept" in event for event in run.events)
     assert colab.given_back == 0
     (tmp_path / "kept").unlink()
-    nb.fit(toy, pack, plan, tmp_path / "run", tmp_path / "kept", release_gpu=True, **QUIET)
+    nb.fit(toy, pack, plan, tmp_path / "run", "drive:kept", release_gpu=True, **QUIET)
     assert colab.given_back == 1
 
 
 def test_release_gpu_does_not_take_the_machine_from_a_person_who_stopped_the_run(pack, tmp_path, colab):
     folder = tmp_path / "run"
     task = Acting(at3=lambda: send(folder, ["stop"]))
-    nb.fit(task, pack, PLAN, folder, tmp_path / "kept", release_gpu=True, **QUIET)
+    nb.fit(task, pack, PLAN, folder, "drive:kept", release_gpu=True, **QUIET)
     assert colab.given_back == 0
 
 
 def test_release_gpu_is_refused_where_the_run_would_go_with_the_machine(pack, tmp_path, colab):
-    with pytest.raises(CheckpointError, match="name a folder that stays: keep="):
-        nb.fit(toy, pack, PLAN, tmp_path / "run", release_gpu=True, **QUIET)
+    for keep in (None, tmp_path / "beside"):
+        with pytest.raises(CheckpointError, match="name a folder that stays: keep="):
+            nb.fit(toy, pack, PLAN, tmp_path / "run", keep, release_gpu=True, **QUIET)
     assert not (tmp_path / "run").exists()
 
 
