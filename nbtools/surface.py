@@ -11,7 +11,7 @@ from time import monotonic, sleep
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from nbtools import control, disk, gpu
+from nbtools import control, gpu
 from nbtools.control import Wishes
 from nbtools.errors import NbtoolsError
 from nbtools.history import History, Record
@@ -20,6 +20,7 @@ from nbtools.loop import fixed, require_change
 from nbtools.pack import Pack
 from nbtools.panel import Panel
 from nbtools.plan import Plan
+from nbtools.plot import Preview
 from nbtools.preview import Previews
 from nbtools.run import PLOT
 from nbtools.sampler import Sampler
@@ -57,7 +58,6 @@ class Surface(View):
         self.entered = ExitStack()
 
     def __enter__(self) -> Self:
-        disk.remove(self.folder / control.FILE)  # meant for an earlier run
         with ExitStack() as stack:
             stack.enter_context(Interrupt(self.wishes))
             if self.panel is not None and self.notebook:
@@ -71,11 +71,11 @@ class Surface(View):
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.entered.close()
-        if error is None:
-            self.finish(self.previews.now() if self.progress else [], self.folder / PLOT)
-        else:
-            self.finish([])
+        with self.entered:  # until the picture is there Ctrl-C is a wish
+            if error is None:
+                self.finish(self.previews.now() if self.progress else [], self.folder / PLOT)
+            else:
+                self.finish([])
 
     def check(self, plan: Plan) -> None:
         """Raise NbtoolsError for a plan that the run cannot take over."""
@@ -95,7 +95,7 @@ class Surface(View):
     def update(self, record: Record) -> None:
         """Show what a record brings, where it is time to."""
         self.advance(record)
-        self.looking = self.looking and record.kind in ("evaluating", "change")
+        self.looking = self.looking and (self.state.evaluate_next or record.kind == "evaluating")
         if record.kind in ("step", "evaluating"):
             self.status = "evaluating" if record.kind == "evaluating" else ""
         if record.kind == "change":
@@ -104,7 +104,7 @@ class Surface(View):
             if plan.compile or plan.graph:  # another batch size or precision is another program
                 self.status, self.plot.due = "compiling", 0.0
         if record.kind in ("epoch", "evaluation") and self.output is not None and self.previews.due():
-            self.plot.show(self.previews.now())
+            self.plot.show(self.samples())
         self.draw(self.status)
 
     def listen(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from html import escape
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,6 +19,8 @@ from nbtools.plot import LivePlot, Preview, in_notebook
 from nbtools.run import PLOT
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
+RECENT = 3  # sentences that stand beside the live picture
+SAID = "font-size:12px;line-height:1.5"
 
 
 class View:
@@ -37,6 +40,7 @@ class View:
         self.panel = Panel(plan) if panel is None and drawn else panel
         self.output = Output() if drawn else None
         self.told: list[str] = []
+        self.drawing = True
         self.bar = tqdm(
             total=count * plan.epochs,
             initial=history.rows[-1]["samples"] if history.rows else 0,
@@ -49,20 +53,24 @@ class View:
     def start(self, status: str = "") -> None:
         """Put the live view into the output of the running cell."""
         if self.output is not None:
-            self.plot.update(self.history, status)
-            self.output.live(
-                stacked(self.panel, self.plot.widget), f"{self.folder}: {PLOT} in it shows how the run went"
-            )
+            self.draw(status)
+            self.output.live(self.panel, self.plot.widget, f"{self.folder}: {PLOT} in it shows how the run went")
 
     def draw(self, status: str = "") -> None:
-        """A new frame, where it is time to."""
-        if self.progress:
+        """A new frame, where it is time to. One that fails is told, and the run goes on without: it matters more."""
+        if not self.progress or not self.drawing:
+            return
+        try:
             self.plot.update(self.history, status)
+        except Exception as error:
+            self.drawing = False
+            self.tell(f"the picture is no longer drawn ({type(error).__name__}: {error}); the run goes on")
 
     def advance(self, record: Record) -> None:
-        """What a record brings to say, and the terminal's bar."""
+        """What a record brings to say, and the terminal's bar. What was turned stands in the picture: it is not said
+        again under it."""
         if record.kind in ("event", "change"):
-            self.tell(record.values["what"])
+            self.tell(record.values["what"], passing=record.kind == "change")
         if self.bar.disable:
             return
         if record.kind == "step":
@@ -82,9 +90,12 @@ class View:
         if self.panel is not None:
             self.panel.take(plan)
 
-    def tell(self, sentence: str) -> None:
+    def tell(self, sentence: str, passing: bool = False) -> None:
+        """Say it: beside the live picture where there is one, and once more under the one that stays unless passing."""
         self.told.append(sentence)
-        if self.progress:
+        if self.output is not None and self.output.lives:
+            self.output.say(sentence, passing)
+        elif self.progress:
             tqdm.write(sentence, file=sys.stdout if self.notebook else sys.stderr)
 
     def tell_all(self, sentences: list[str]) -> None:
@@ -93,40 +104,67 @@ class View:
             self.tell(sentences.pop(0))
 
     def finish(self, previews: list[Preview], path: Path | None = None) -> None:
-        """The picture that stays, in the place of the live view; written to `path`. Raises DiskError."""
+        """The picture that stays, in the place of the live view; written to `path`. Raises DiskError, but a picture that
+        cannot be drawn is told: the run is whole without."""
         self.bar.close()
-        self.plot.show(previews)
-        with disk.explained("writing the plot", self.folder):
-            picture = self.plot.finish(self.history, path)
+        try:
+            self.plot.show(previews)
+            picture = self.plot.finish(self.history)
+        except Exception as error:
+            self.tell(f"no picture: {type(error).__name__}: {error}")
+            return
+        if path is not None:
+            with disk.explained("writing the plot", self.folder):
+                disk.write_atomic(path, picture)
         if self.output is not None:
-            self.output.picture(picture)
-
-
-def stacked(panel: Panel | None, plot: Any) -> Any:
-    """Buttons, picture and form below one another."""
-    from ipywidgets import Layout, VBox
-
-    parts = [plot] if panel is None else [panel.controls, plot, panel.view]
-    return VBox(parts, layout=Layout(width="100%"))
+            self.output.stay(picture)
 
 
 class Output:
     """The place in a cell's output where the live view stands, and at the end the picture: widgets do not outlive their
-    kernel, a PNG does."""
+    kernel, a PNG does.
+
+    While the view lives, sentences stand in it: one printed under a tall output has the classic notebook fold it all
+    into a small box that scrolls. They are printed when the picture stands.
+    """
 
     def __init__(self) -> None:
         self.name = uuid4().hex
+        self.lives = False
+        self.lines: list[str] = []
+        self.recent: list[str] = []
+        self.said: Any = None
+        self.view: Any = None
 
-    def live(self, view: Any, text: str) -> None:
+    def live(self, panel: Panel | None, plot: Any, text: str) -> None:
+        """Display buttons, sentences, picture and form below one another; text: for readers without widgets."""
         from IPython.display import display
+        from ipywidgets import HTML, Layout, VBox
 
-        shown = {WIDGET: {"version_major": 2, "version_minor": 0, "model_id": view.model_id}, "text/plain": text}
+        self.said = HTML(layout=Layout(width="100%", margin="0"))
+        parts = [self.said, plot] if panel is None else [panel.controls, self.said, plot, panel.view]
+        self.view, self.lives = VBox(parts, layout=Layout(width="100%")), True
+        shown = {WIDGET: {"version_major": 2, "version_minor": 0, "model_id": self.view.model_id}, "text/plain": text}
         display(shown, raw=True, display_id=self.name)
 
-    def picture(self, png: bytes) -> None:
+    def say(self, sentence: str, passing: bool) -> None:
+        self.recent = [*self.recent, sentence][-RECENT:]
+        self.said.value = "".join(f'<div style="{SAID}">{escape(line)}</div>' for line in self.recent)
+        if not passing:
+            self.lines.append(sentence)
+
+    def stay(self, png: bytes) -> None:
+        """The picture in the place of the view, and what was said under it."""
+        if not self.lives:
+            return
         from IPython.display import Image, display
 
         display(Image(png, retina=True), display_id=self.name, update=True)
+        self.lives = False
+        self.said.close()
+        self.view.close()
+        for line in self.lines:
+            print(line)
 
 
 def line_of(record: Record) -> str:

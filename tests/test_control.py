@@ -23,6 +23,7 @@ from nbtools.control import FILE, Wishes, receive, send
 from nbtools.errors import CheckpointError
 from nbtools.folder import busy
 from nbtools.pack import Pack
+from nbtools.plot import live
 from nbtools.run import Run
 from nbtools.sampler import Reading, Sampler
 
@@ -443,3 +444,21 @@ def test_asking_for_what_is_no_wish_names_the_wishes(elsewhere, capsys):
     assert terminal.main(["control", str(elsewhere), "lr=fast"]) == 1
     assert "Plan.lr must be a number, got 'fast'" in capsys.readouterr().err
     assert terminal.main(["control", str(elsewhere), "stop"]) == 0
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_and_costs_no_run(pack, tmp_path, monkeypatch):
+    def broken(*_args, **_more):
+        raise ValueError("no room for it")
+
+    monkeypatch.setattr(live, "picture", broken)
+    run = nb.fit(toy, pack, PLAN.replace(epochs=1), tmp_path / "run", **QUIET)
+    assert "no picture: ValueError: no room for it" in run.events
+    assert len(run.history.of("epoch")) == 1
+
+
+def test_samples_that_the_task_fails_to_show_are_told_and_cost_no_run(pack, tmp_path, capsys):
+    task = Acting()
+    task.preview = lambda pack, i, answer: 1 / 0
+    run = nb.fit(task, pack, PLAN.replace(epochs=1), tmp_path / "run", receipt=False)
+    assert "no samples are shown: ZeroDivisionError: division by zero" in run.events
+    assert (run.folder / "plot.png").exists()

@@ -15,7 +15,7 @@ IDLE, POWER_LIMIT = REASONS[0x1], REASONS[0x4]
 ALARMING = {REASONS[bit] for bit in (0x8, 0x20, 0x40, 0x80)}  # heat and hardware: slower than what was paid for
 
 
-def facts(table: Columns, about: About) -> tuple[tuple[str, str], ...]:
+def facts(table: Columns, about: About, over: bool) -> tuple[tuple[str, str], ...]:
     """(label, value) in the order of reading; what is not known is left out."""
     row = table.ended
     if row is None:
@@ -23,9 +23,9 @@ def facts(table: Columns, about: About) -> tuple[tuple[str, str], ...]:
     total = f" of {about.epochs}" if about.epochs else ""
     shown = [("epoch", f"{row['epoch'] + 1}{total}"), ("step", f"{row['step']:,}")]
     left = time_left(table, about)
-    if left:
+    if left and not over:
         shown.append(("time left", duration(left)))
-    elif left == 0:
+    elif over or left == 0:
         shown.append(("took", duration(sum(float(table.series("epoch", n)[1].sum()) for n in TIMES))))
     shown += measured(table)
     found = best(table, about.best)

@@ -62,7 +62,7 @@ class LivePlot:
 
     def finish(self, history: History, path: str | os.PathLike[str] | None = None) -> bytes:
         """The last frame and samples as PNG, also written to `path`. Raises OSError."""
-        image = figure.draw(picture(self.table.follow(history), self.about), self.previews).png()
+        image = figure.draw(picture(self.table.follow(history), self.about, over=True), self.previews).png()
         if path is not None:
             disk.write_atomic(Path(path), image)
         return image

@@ -30,17 +30,18 @@ METRIC_COLOURS = (GREEN, PURPLE, ORANGE, SKY, BLUE, VERMILLION)
 DECADES = 4  # of a logarithmic axis at most: a cosine that ends at 0 would else go on for ever
 
 
-def picture(table: Columns, about: About | None = None, status: str = "") -> Picture:
-    """All that a frame shows. A history without rows gives a picture without charts."""
+def picture(table: Columns, about: About | None = None, status: str = "", over: bool = False) -> Picture:
+    """All that a frame shows; over: of a run that nobody trains any more. Without rows there are no charts."""
     about = about or About()
     found = [loss(table), metrics(table, about.best), rate(table), speed(table), use(table), memory(table)]
     charts = tuple(chart for chart in found if chart) if table.ended else ()
-    last = float(max((line.x[-1] for chart in charts for line in chart.lines), default=1.0)) or 1.0
+    ends = [line.x[-1] for chart in charts for line in chart.lines] + [row["step"] for row in table.changes[-1:]]
+    last = float(max(ends, default=1.0)) or 1.0
     return Picture(
         charts=charts,
         last=last,
         marks=marks(table.changes, last),
-        facts=facts(table, about),
+        facts=facts(table, about, over),
         badges=badges(table, status),
         share=progress(table, about),
         title=about.title,
