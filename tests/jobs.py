@@ -32,6 +32,12 @@ def sleeping(path: Path, options: Any) -> dict[str, np.ndarray]:
     return toy.read(path, options)
 
 
+def dozing(path: Path, options: Any) -> dict[str, np.ndarray]:
+    """One that keeps one waiting for long."""
+    time.sleep(4 * SLEEP)
+    return toy.read(path, options)
+
+
 def busy(path: Path, options: Any) -> dict[str, np.ndarray]:
     """A source that takes a core's time, as JPEG does."""
     until = time.thread_time() + SLEEP
@@ -209,19 +215,19 @@ JOBS = [
     Job(
         "files only",
         Deep,
-        plan_of(batch_size=16, prefetch=1, **FILES),
+        plan_of(batch_size=8, prefetch=1, **FILES),
         "data",
         ("workers",),
-        read=sleeping,
+        read=dozing,
         fixed=("feed",),
     ),
     Job("many tiny layers", Deep, plan_of(batch_size=8), "launch", ("batch_size",)),
     Job("a loop in Python", Recurrent, plan_of(batch_size=8), "launch", ("batch_size",)),
     Job("many tiny layers with BatchNorm", Normalised, plan_of(batch_size=8), "launch", ("batch_size",)),
-    Job("micro-batches", Deep, plan_of(batch_size=32, micro_batch_size=4), "launch", ("micro_batch_size",)),
+    Job("micro-batches", Deep, plan_of(batch_size=16, micro_batch_size=2), "launch", ("micro_batch_size",)),
     Job("wide linears", Wide, plan_of(batch_size=32), "compute", None),
-    Job("wide convolutions", Convolutions, plan_of(batch_size=64, channels_last=True), "compute", None),
-    Job("elementwise over much memory", Elementwise, plan_of(batch_size=32), "memory", None),
+    Job("wide convolutions", Convolutions, plan_of(batch_size=32, channels_last=True), "compute", None),
+    Job("elementwise over much memory", Elementwise, plan_of(batch_size=16), "memory", None),
     Job("a large table", Table, plan_of(batch_size=8), "memory", ("batch_size",)),
     Job("much augmentation", Deep, plan_of(batch_size=32, noise=0.1), DEVICE, ("noise",), draws=2**12),
     Job("much scoring", Deep, plan_of(batch_size=32, epochs=50), "launch", ("eval_every",), scoring=768),

@@ -19,10 +19,20 @@ from jobs import JOBS, Job, Plan
 from nbtools import checkpoint
 from nbtools.errors import TrainError
 from nbtools.feed import batches_left, gather, lengths_of, on, open_feed
+from nbtools.gpu import cores
 from nbtools.loop import train
 from nbtools.measure.pace import Pace
 from nbtools.measure.parts import saved_bytes, synchronizing
-from nbtools.measure.profile import StepProfile, Trial, ahead, epoch_batches, padding, step_profile, typical
+from nbtools.measure.profile import (
+    StepProfile,
+    Trial,
+    ahead,
+    epoch_batches,
+    padding,
+    step_profile,
+    typical,
+    worth_trying,
+)
 from nbtools.measure.rates import Counts, Watch, count
 from nbtools.measure.untouched import read_switches
 from nbtools.measure.verdict import Verdict, verdict
@@ -59,11 +69,11 @@ def achieved(job: Job, packs, change: dict) -> float:
     clock = perf_counter if job.read else thread_time
     waiting = ahead(paces[1].plan)
     ratios = []
-    for _ in range(5 if waiting else 16):
+    for _ in range(7 if waiting else 16):
         rates = []
         for pace in paces:
             start, samples = clock(), pace.state.samples
-            pace.advance(0.02, steps=1 + 3 * waiting)
+            pace.advance(0.02, steps=1 + 2 * waiting)
             rates.append((pace.state.samples - samples) / (clock() - start))
         ratios.append(rates[1] / rates[0])
     return statistics.median(ratios)
@@ -124,9 +134,9 @@ def trial(ratio: float, low: float | None = None, **change) -> Trial:
     return Trial(change, ratio, ratio if low is None else low, ratio * 1.1, 16)
 
 
-def judged(measured: StepProfile, plan: Plan, fixed=(), room=True, **values) -> Verdict:
+def judged(measured: StepProfile, plan: Plan, **values) -> Verdict:
     calm = {"evaluation_s": 0.0, "checkpoint_s": 0.0, "augmentation": 0.0, "trials": ()}
-    return verdict(dataclasses.replace(measured, **{**calm, "plan": plan.to_dict(), **values}), plan, fixed, room)
+    return verdict(dataclasses.replace(measured, **{**calm, "plan": plan.to_dict(), **values}), plan)
 
 
 def test_shares_are_of_one_step_and_figures_agree(measured):
@@ -177,13 +187,17 @@ def test_a_plan_without_any_gain_is_told_to_stay(measured):
     assert "nothing worth changing" in found.sentence
 
 
-def test_the_pack_replaces_the_files_and_stays_off_a_device_too_small_for_it(measured):
-    plan = Plan(batch_size=8, feed="workers", workers=2)
-    values = shares(0.75, 0.2, feed="workers", pack_s=0.0)
-    assert judged(measured, plan, **values).change == {"feed": "resident"}
-    assert judged(measured, plan, room=False, **values).change == {"feed": "streamed"}
-    assert judged(measured, plan, **values).predicted == pytest.approx(4)
-    assert judged(measured, plan, fixed=("feed",), **values).change is None
+def test_the_pack_replaces_files_and_more_workers_do_where_it_has_to_be_files(measured):
+    plan = Plan(batch_size=8, feed="workers")
+    profile = dataclasses.replace(measured, **shares(0.75, 0.2, feed="workers", packed="streamed"))
+    assert worth_trying(profile, plan, [], ()) == [{"feed": "streamed"}]
+    assert worth_trying(profile, plan, [], ("feed",)) == [{"workers": cores()}]
+    assert worth_trying(profile, plan.replace(workers=cores()), [], ("feed",)) == []
+    assert worth_trying(dataclasses.replace(profile, feed="resident"), plan, [], ()) == [{"feed": "streamed"}]
+    found = judged(measured, plan, **shares(0.75, 0.2, feed="workers"), trials=(trial(3.5, feed="streamed"),))
+    assert found.change == {"feed": "streamed"}
+    assert found.predicted == 3.5
+    assert "25% of the ceiling" in found.sentence
 
 
 def test_of_batches_nearly_as_fast_the_smallest_is_advised(measured):

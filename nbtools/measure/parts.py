@@ -6,7 +6,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -18,7 +18,7 @@ import torch
 from nbtools import checkpoint
 from nbtools.device import memory
 from nbtools.draws import Draws
-from nbtools.feed import Feed, Raw, batches_left, choose, gather, lengths_of, on, open_feed
+from nbtools.feed import Feed, choose, open_feed
 from nbtools.measure.rates import Counts, Rates, clock_of, count, finish
 from nbtools.metrics import Sums
 from nbtools.pack import Pack
@@ -186,24 +186,6 @@ def checkpoint_seconds(state: TrainState) -> float:
         start = perf_counter()
         checkpoint.write(Path(folder), "profile", state.tensors(), {"state": state.facts()})
         return perf_counter() - start
-
-
-def deliver(pack: Pack, plan: Plan, device: torch.device, seconds: float) -> float:
-    """Seconds a batch from the pack: read in place on a CPU, gathered and copied for a GPU."""
-    ids = pack.ids("train")
-    batches = batches_left(ids, lengths_of(pack, ids), plan.seed, 1, [[plan.batch_size, 0]])
-    raws: Iterator[Raw] = (on(device, gather(pack, batch)) for batch in batches)
-    if device.type != "cuda":
-        raws = iter(open_feed(pack, plan.replace(feed="resident"), device)(batches))
-    times: list[float] = []
-    for _ in batches:
-        start = perf_counter()
-        next(raws)
-        finish(device)
-        times.append(perf_counter() - start)
-        if len(times) >= LEAST and sum(times) > seconds:
-            break
-    return median(times)
 
 
 class Memory:

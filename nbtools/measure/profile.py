@@ -33,7 +33,8 @@ from nbtools.state import Task
 
 SECONDS = 3.0  # a measurement takes two to three times as long, with its warm-up
 ROUNDS = 16
-AHEAD_ROUNDS = 5  # where workers are tried: a round must outlast what they made ready
+AHEAD_ROUNDS = 7  # where workers are tried: a round must outlast what they made ready
+WAIT_SHARE = 0.1  # of a step: from here another feed is tried
 FIXED_SHARE = 0.2  # of a step that does not grow with the batch: from here a larger batch is tried
 LEAST_STEPS = 20  # optimizer steps an epoch below which a larger batch is not tried: rule of thumb (ours)
 
@@ -54,6 +55,7 @@ class Trial:
 class StepProfile:
     """How a plan trains here. Shows as a table.
 
+    feed: the plan's; packed: what `feed="auto"` would take.
     samples_per_s: of the plan as it is, with least and most of `rounds`; ceiling: of the same step on one raw batch
     that lies on the device; ceiling_ratio: the first over the second, measured in turns.
     wait, host, device: shares of a step that wait for data, that launch (see the module), and the rest; together 1.
@@ -61,7 +63,7 @@ class StepProfile:
     host_s, device_s, cached_s, small_s: seconds a step, on the cached batch, undisturbed (best of its repeats): of the
     host, of the device, of both, and of forward passes of two samples. device_s is an event's on CUDA, else the rest.
     evaluation_s, checkpoint_s: seconds of one evaluation (some batches, scaled to the split) and of one checkpoint
-    (one written to a temporary folder). pack_s: seconds to deliver a batch from the pack, by `feed="auto"`.
+    (one written to a temporary folder).
     padding: ragged column → share of its elements that are padding, over an epoch of this plan, exact.
     memory: MiB. On CUDA peak_allocated and peak_reserved beyond what was held before; elsewhere `saved`, the tensors
     that backward needs, and `state`, weights, gradients and optimizer. syncs: `file:line` where a step makes the host
@@ -72,6 +74,7 @@ class StepProfile:
     device_type: str
     train_samples: int
     feed: str
+    packed: str
     samples_per_s: float
     least: float
     most: float
@@ -89,7 +92,6 @@ class StepProfile:
     small_s: float
     evaluation_s: float
     checkpoint_s: float
-    pack_s: float
     padding: dict[str, float]
     memory: dict[str, float]
     counts: Counts
@@ -213,12 +215,12 @@ def measured(
     busy = (1 - rate.data_wait) / bench.best
     host = busy * host_s if device.type != "cuda" else max(1 - rate.data_wait - device_s / bench.mean, 0)
     host = min(host, 1 - rate.data_wait)
-    feed, _ = choose(pack, plan, device)
     found = StepProfile(
         plan=plan.to_dict(),
         device_type=device.type,
         train_samples=epoch_size,
-        feed=feed,
+        feed=choose(pack, plan, device)[0],
+        packed=choose(pack, plan.replace(feed="auto"), device)[0],
         samples_per_s=rate.samples_per_s,
         least=rate.least,
         most=rate.most,
@@ -236,7 +238,6 @@ def measured(
         small_s=small.best,
         evaluation_s=parts.evaluation_seconds(task, pace.state, pack, plan, seconds / 10),
         checkpoint_s=parts.checkpoint_seconds(pace.state),
-        pack_s=parts.deliver(pack, plan, device, seconds / 20),
         padding=padding(pack, plan),
         memory=memory,
         counts=counts,
@@ -256,12 +257,10 @@ def worth_trying(
 ) -> list[dict[str, Any]]:
     """Changes whose gain no arithmetic tells, so that they are tried."""
     changes: list[dict[str, Any]] = []
+    if profile.wait >= WAIT_SHARE:
+        changes.append(other_feed(profile, plan, fixed))
     if profile.wait >= max(profile.host, profile.device):
-        if profile.feed == "workers":  # what the pack would bring follows from pack_s
-            more = "feed" in fixed and "workers" not in fixed and plan.workers < cores()
-            return [{"workers": cores()}] if more else []
-        other = "streamed" if profile.feed == "resident" else "resident"
-        return [{"feed": other}] if "feed" not in fixed else []
+        return [change for change in changes if change]
     if profile.small_s >= FIXED_SHARE * profile.cached_s:
         most = profile.train_samples // LEAST_STEPS
         larger = [{"batch_size": k * plan.batch_size} for k in (2, 4) if k * plan.batch_size <= most]
@@ -273,7 +272,17 @@ def worth_trying(
             changes.append({"channels_last": True})
         if plan.amp == "off" and profile.device_type == "cuda":
             changes.append({"amp": "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"})
-    return [change for change in changes if not set(change) & set(fixed)]
+    return [change for change in changes if change and not set(change) & set(fixed)]
+
+
+def other_feed(profile: StepProfile, plan: Plan, fixed: Collection[str]) -> dict[str, Any]:
+    """The pack instead of the files, more workers where it has to be files, or the pack by the other way; {}: none."""
+    if "feed" not in fixed:
+        if profile.feed == "workers":
+            return {"feed": profile.packed}
+        return {"feed": "streamed" if profile.feed == "resident" else "resident"}
+    more = profile.feed == "workers" and "workers" not in fixed and plan.workers < cores()
+    return {"workers": cores()} if more else {}
 
 
 def tried(
@@ -293,7 +302,7 @@ def tried(
     rounds = AHEAD_ROUNDS if any(ahead(one.plan) for one in others) else ROUNDS
     for _ in range(rounds):
         for one in (pace, *others):
-            one.advance(seconds / rounds / (1 + len(others)), steps=1 + 3 * ahead(one.plan))
+            one.advance(seconds / rounds / (1 + len(others)), steps=1 + 2 * ahead(one.plan))
     found = []
     for change, other in zip(changes, others, strict=True):
         ratios = [b[0] / a[0] for a, b in zip(pace.rates, other.rates, strict=True)]

@@ -81,13 +81,13 @@ class Verdict:
         return table.html(("change", "gain", "because"), self.rows(), self.sentence)
 
 
-def verdict(profile: StepProfile, plan: Plan, fixed: Collection[str] = (), room: bool = True) -> Verdict:
+def verdict(profile: StepProfile, plan: Plan, fixed: Collection[str] = ()) -> Verdict:
     """The bound and the one change.
 
-    fixed: knobs that may not turn (a run that has started keeps some). room: whether the pack fits on the device.
+    fixed: knobs that may not turn (a run that has started keeps some).
     """
     bound = bound_by(profile)
-    options = [option for option in possible(profile, plan, room) if not set(option.change) & set(fixed)]
+    options = [option for option in possible(profile, plan) if not set(option.change) & set(fixed)]
     best = chosen([option for option in options if option.whole >= WORTH])
     evidence = {
         "shares": {"data": profile.wait, "host": profile.host, "device": profile.device},
@@ -150,10 +150,9 @@ def chosen(options: list[Option]) -> Option | None:
     return next((option for option in near if option.same), near[0])
 
 
-def possible(profile: StepProfile, plan: Plan, room: bool) -> list[Option]:
+def possible(profile: StepProfile, plan: Plan) -> list[Option]:
     """All that could be done, whatever it brings."""
     return [
-        *feeding(profile, room),
         *measured(profile),
         *waiting(profile),
         *graph(profile, plan),
@@ -172,25 +171,6 @@ def of_epoch(profile: StepProfile, gain: float) -> float:
     """The factor of an epoch whose steps are so much faster."""
     steps = profile.train_samples / profile.samples_per_s
     return profile.epoch_s / (profile.epoch_s - steps + steps / gain)
-
-
-def train_s(profile: StepProfile) -> float:
-    """Seconds of a step that does not wait for data: of the ceiling, as measured in turns with the plan."""
-    return profile.step_s * min(profile.ceiling_ratio, 1.0)
-
-
-def feeding(profile: StepProfile, room: bool) -> list[Option]:
-    """The pack instead of the source files."""
-    if profile.feed != "workers":
-        return []
-    feed = "resident" if room else "streamed"
-    train, pack = train_s(profile), profile.pack_s
-    ahead = profile.device_type == "cuda"  # the copy runs beside the step there
-    seconds = max(train, pack) if ahead else train + pack
-    reason = (
-        f"the pack delivers a batch in {pack * 1e3:.3g} ms, the files in {profile.wait * profile.step_s * 1e3:.3g} ms"
-    )
-    return [step_option(profile, f"feed={feed}", {"feed": feed}, seconds, reason)]
 
 
 def measured(profile: StepProfile) -> list[Option]:
