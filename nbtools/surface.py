@@ -73,9 +73,20 @@ class Surface(View):
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with self.entered:  # until the picture is there Ctrl-C is a wish
             if error is None:
-                self.finish(self.previews.now() if self.progress else [], self.folder / PLOT)
+                self.finish(self.samples(), self.folder / PLOT)
             else:
                 self.finish([])
+
+    def samples(self) -> list[Preview]:
+        """What the network reads now; nothing where nobody looks, or the task fails to show it, which is told."""
+        if not self.progress:
+            return []
+        try:
+            return self.previews.now()
+        except Exception as error:
+            self.previews.ids = []
+            self.tell(f"no samples are shown: {type(error).__name__}: {error}")
+            return []
 
     def check(self, plan: Plan) -> None:
         """Raise NbtoolsError for a plan that the run cannot take over."""

@@ -104,8 +104,8 @@ class View:
             self.tell(sentences.pop(0))
 
     def finish(self, previews: list[Preview], path: Path | None = None) -> None:
-        """The picture that stays, in the place of the live view; written to `path`. Raises DiskError, but a picture that
-        cannot be drawn is told: the run is whole without."""
+        """The picture that stays, in the place of the live view; written to `path`. Raises DiskError; a picture that
+        cannot be drawn is told, since the run is whole without."""
         self.bar.close()
         try:
             self.plot.show(previews)

@@ -207,6 +207,104 @@ def test_evaluate_now_is_answered_while_the_run_is_paused(pack, tmp_path):
     assert counts == [6], "a step was made during the pause"
 
 
+def test_looking_during_a_pause_writes_no_further_checkpoint(pack, tmp_path, monkeypatch):
+    folder, saved = tmp_path / "run", []
+    real = checkpoint.save
+    monkeypatch.setattr(
+        checkpoint, "save", lambda into, state, *rest: saved.append(state.step) or real(into, state, *rest)
+    )
+    task = Acting(at6=lambda: send(folder, ["pause"]))
+
+    def person():
+        wait_for(lambda: task.acted == [6] and not (folder / FILE).exists())
+        send(folder, ["evaluate"])
+        wait_for(lambda: "evaluation," in history_of(folder))
+        send(folder, ["resume"])
+
+    with beside(folder, person):
+        nb.fit(task, pack, PLAN.replace(epochs=1, batch_size=7), folder, **QUIET)
+    assert saved.count(6) == 1, "one checkpoint a batch of the evaluation"
+
+
+def test_evaluate_now_is_answered_in_a_pause_at_the_end_of_an_epoch_that_is_not_evaluated(pack, tmp_path):
+    folder, steps = tmp_path / "run", -(-len(pack.ids("train")) // PLAN.batch_size)
+    task = Acting(**{f"at{steps}": lambda: send(folder, ["pause", "evaluate"])})
+
+    def person():
+        wait_for(lambda: "evaluation," in history_of(folder))
+        send(folder, ["stop"])
+
+    with beside(folder, person):
+        run = nb.fit(task, pack, PLAN.replace(eval_every=4), folder, **QUIET)
+    assert len(task.seen) == steps, "a step was made during the pause"
+    assert [row["step"] for row in run.history.of("evaluation")] == [steps]
+
+
+def test_a_pause_holds_at_the_end_of_the_run_whatever_is_asked(pack, tmp_path):
+    folder, held = tmp_path / "run", []
+    steps = -(-len(pack.ids("train")) // PLAN.batch_size)
+    task = Acting(**{f"at{steps}": lambda: send(folder, ["pause"])})
+
+    def person():
+        wait_for(lambda: checkpoint.place(checkpoint.read_index(folder).get("last", "0-0")) == (0, steps))
+        send(folder, ["evaluate"])  # in the pause after the last step: the epoch's own evaluation answers
+        wait_for(lambda: "epoch," in history_of(folder))
+        send(folder, ["evaluate"])  # and after it there is nothing to look at that was not seen
+        wait_for(lambda: not (folder / FILE).exists())
+        held.append(busy(folder))
+        send(folder, ["resume"])
+
+    with beside(folder, person):
+        run = nb.fit(task, pack, PLAN.replace(epochs=1), folder, **QUIET)
+    assert held == [True]
+    assert run.events == ["nothing new to evaluate: the last epoch ended with an evaluation"]
+
+
+def test_a_knob_that_was_turned_in_the_step_of_the_stop_acts_and_is_marked_when_the_run_goes_on(pack, tmp_path):
+    folder = tmp_path / "run"
+    task = Acting(at3=lambda: send(folder, ["stop"], {"batch_size": 32, "micro_batch_size": 8}))
+    assert nb.fit(task, pack, PLAN.replace(epochs=1), folder, **QUIET).plan.micro_batch_size == 8
+    sizes = []
+    going_on = types.SimpleNamespace(**vars(toy))
+    going_on.loss = lambda model, batch, plan: sizes.append(len(batch["x"])) or toy.loss(model, batch, plan)
+    run = nb.fit(going_on, pack, None, folder, **QUIET)
+    assert [row["what"] for row in run.history.of("change")] == ["batch_size 16 → 32, micro_batch_size none → 8"]
+    assert sizes[0] == 8
+
+
+def test_a_request_that_comes_while_the_run_is_made_ready_is_heard(pack, tmp_path):
+    folder = tmp_path / "run"
+
+    def model(card, plan):
+        send(folder, ["stop"])
+        return toy.model(card, plan)
+
+    task = Acting()
+    task.model = model
+    run = nb.fit(task, pack, PLAN, folder, **QUIET)
+    assert run.events == ["stopped by you after step 1; run it again to go on"]
+
+
+def test_ctrl_c_while_the_last_picture_is_drawn_still_returns_the_run(pack, tmp_path, monkeypatch):
+    real = surface.Surface.finish
+
+    def finish(self, *what):
+        os.kill(os.getpid(), signal.SIGINT)
+        real(self, *what)
+
+    monkeypatch.setattr(surface.Surface, "finish", finish)
+    run = nb.fit(toy, pack, PLAN.replace(epochs=1), tmp_path / "run", **QUIET)
+    assert (run.folder / "plot.png").exists()
+
+
+def test_an_error_between_steps_leaves_no_thread_of_the_feed_behind(pack, tmp_path, monkeypatch):
+    monkeypatch.setattr(surface.Surface, "listen", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as kept:  # as a notebook keeps the last traceback
+        nb.fit(toy, pack, PLAN.replace(feed="streamed"), tmp_path / "run", **QUIET)
+    assert kept.tb
+    assert "nbtools-feed" not in [thread.name for thread in threading.enumerate()]
+
+
 def test_evaluation_without_a_validation_split_is_a_sentence(pack, tmp_path, monkeypatch):
     folder, ids = tmp_path / "run", Pack.ids
     monkeypatch.setattr(Pack, "ids", lambda self, split: ids(self, split)[: None if split == "train" else 0])
