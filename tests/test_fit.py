@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import nbtools as nb
 from nbtools import checkpoint, disk, measure
 from nbtools.errors import CheckpointError, DiskError, PackError, PlanError, TrainError
-from nbtools.measure import Receipt, receipts
+from nbtools.measure import receipts
 from nbtools.pack import Card, RawFiles
 from nbtools.run import Run
 
@@ -348,43 +348,6 @@ def test_a_receipt_that_fails_costs_no_run(tmp_path, monkeypatch, trouble):
     assert run.receipt is None
     assert any(told.startswith("no receipt: ") for told in run.events)
     assert len(run.summary()) == 1
-
-
-def test_the_receipt_does_not_depend_on_an_lr_that_needs_its_warmup(pack):
-    assert measure.receipt(toy, pack, toy.PLAN.replace(optimizer="sgd", lr=1e30, warmup_epochs=3.0), seconds=0.05)
-
-
-def test_the_receipt_compares_with_the_baseline_on_the_same_network_and_data(pack):
-    """Reading that sleeps makes the baseline data-bound by a known amount."""
-
-    class Slow(type(pack.raw)):
-        def __getitem__(self, i):
-            time.sleep(0.002)
-            return super().__getitem__(i)
-
-    import dataclasses
-
-    slow = dataclasses.replace(pack, raw=Slow(pack.raw.folder, pack.raw.source, pack.raw.read))
-    found = measure.receipt(toy, slow, toy.PLAN.replace(hidden=24), seconds=0.3)
-    assert found.before.plan["hidden"] == found.after.plan["hidden"] == 24
-    assert found.before.plan["feed"] == "workers"
-    assert found.before.samples_per_s < 500
-    assert found.before.data_wait > 0.7 > 0.5 > found.after.data_wait
-    assert found.ratio > 3
-    assert found.ratio_least <= found.ratio <= found.ratio_most
-    assert Receipt.from_dict(json.loads(found.to_json())).to_json() == found.to_json()
-    assert "× the baseline's samples/s on this machine" in str(found)
-    if not torch.cuda.is_available():
-        assert "No GPU: the GPU's levers" in str(found)
-
-
-def test_without_the_source_files_the_receipt_says_that_data_was_not_measured(tmp_path):
-    pack = toy.make_pack(tmp_path, count=60)
-    shutil.rmtree(raw_of(pack).source)
-    gone = nb.Pack.open(pack.folder)
-    assert gone.raw is None
-    found = measure.receipt(toy, gone, toy.PLAN, seconds=0.1)
-    assert "the data part was not measured" in str(found)
 
 
 def test_fit_leaves_a_receipt_and_a_second_call_does_not_measure_again(pack, tmp_path, monkeypatch):

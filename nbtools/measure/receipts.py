@@ -1,28 +1,37 @@
-"""The receipt: a plan and the baseline it is to beat, trained in turns on the same machine and data."""
+"""The receipt: a plan and the baseline it is to beat, and the rungs between them, trained in turns on the same machine
+and data."""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
-import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Self
 
 import torch
 
+from nbtools import device as devices
 from nbtools import table
-from nbtools.device import resident
-from nbtools.measure.pace import Pace, Rate, machine
+from nbtools.feed import Resident, choose
+from nbtools.measure import rungs as ladders
+from nbtools.measure.pace import WARMUP_STEPS, Pace, Rate, machine
+from nbtools.measure.rungs import Rung, ahead, ladder
+from nbtools.measure.untouched import untouched
 from nbtools.pack import Pack
 from nbtools.plan import Plan
 from nbtools.state import Task
 
 ROUNDS, SECONDS = 3, 1.5
+SHARE = 0.5  # of free GPU memory that the rungs between the ends may take
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """Before and after on this machine and this data: the same network, two ways to train it. Shows as a table.
+    """Before and after on this machine and this data: the same network, two ways to train it, and the rungs between
+    them, () in receipts of older versions. Shows as a table.
 
     ratio: the median over rounds of after / before, measured in turns, with its least and most. peak_memory: MiB, of
     the GPU for either; without one, of the whole process for both together.
@@ -36,6 +45,7 @@ class Receipt:
     peak_memory: dict[str, float]
     machine: dict[str, str]
     notes: tuple[str, ...]
+    rungs: tuple[Rung, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -43,39 +53,37 @@ class Receipt:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         parts = {"before": Rate(**values["before"]), "after": Rate(**values["after"]), "notes": tuple(values["notes"])}
-        return cls(**{**values, **parts})
+        rungs = tuple(Rung.from_dict(rung) for rung in values.get("rungs", ()))
+        return cls(**{**values, **parts, "rungs": rungs})
 
-    def rows(self) -> list[tuple[str, ...]]:
+    def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
+        """(headers, rows): a row a rung; without rungs, the ends beside each other."""
+        if self.rungs:
+            return ladders.HEADERS, ladders.rows(self.rungs)
         pair = (self.before, self.after)
         rows: list[tuple[str, ...]] = [
             ("samples/s", *(f"{r.samples_per_s:,.0f} ({r.least:,.0f}–{r.most:,.0f})" for r in pair)),
             ("waiting for data", *(f"{r.data_wait:.0%}" for r in pair)),
         ]
-        for name in ("feed", "workers", "batch_size", "amp", "compile", "channels_last", "optimizer"):
-            values = [str(r.plan[name]) for r in pair]
-            if values[0] != values[1]:
-                rows.append((name, *values))
-        memory = [
-            f"{self.peak_memory[side]:,.0f} MiB" if side in self.peak_memory else "" for side in ("before", "after")
-        ]
-        if any(memory):
-            rows.append(("peak GPU memory", *memory))
-        return rows
+        changes = ladders.changed(self.before.plan, self.after.plan)
+        rows += [(name, *change.split(" → ", 1)) for name, change in changes.items()]
+        return ("", "baseline", "this run"), rows
 
     def caption(self) -> str:
         spread = f"{self.ratio_least:.2f}–{self.ratio_most:.2f}, n = {self.after.rounds}"
         return f"{self.ratio:.2f}× the baseline's samples/s on this machine ({spread})"
 
     def footer(self) -> str:
-        return " ".join([*(f"{note}." for note in self.notes), ", ".join(self.machine.values())])
+        names = {"before": "baseline", "after": "this run"}
+        peaks = [f"{names[side]} {peak:,.0f} MiB" for side, peak in self.peak_memory.items() if side in names]
+        memory = [f"Peak GPU memory: {', '.join(peaks)}."] if peaks else []
+        return " ".join([*(f"{note}." for note in self.notes), *memory, ", ".join(self.machine.values())])
 
     def __str__(self) -> str:
-        rows = table.text(("", "baseline", "this run"), self.rows())
-        return f"{self.caption()}\n{rows}\n{self.footer()}"
+        return f"{self.caption()}\n{table.text(*self.table())}\n{self.footer()}"
 
     def _repr_html_(self) -> str:
-        rows = table.html(("", "baseline", "this run"), self.rows(), self.caption())
-        return rows + table.html(("measured on",), [(self.footer(),)])
+        return table.html(*self.table(), self.caption()) + table.html(("measured on",), [(self.footer(),)])
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
@@ -84,26 +92,86 @@ class Receipt:
 def receipt(
     task: Task, pack: Pack, plan: Plan, device: torch.device | None = None, seconds: float = SECONDS
 ) -> Receipt:
-    """Measure the task's BASELINE and a plan in turns, a few seconds each."""
+    """Measure the task's BASELINE, a plan and the rungs between them in turns. seconds: of a turn, were there only
+    two; more rungs have shorter ones, so that the whole takes as long."""
+    where = device or devices.pick()
     baseline, notes = comparable(task.BASELINE, plan, pack)
-    paces, peaks = [], {}
-    for side, candidate in (("before", baseline), ("after", plan)):
-        held = 0
-        if torch.cuda.is_available():
-            held = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-        paces.append(Pace(task, pack, candidate, device))
-        if torch.cuda.is_available():
-            peaks[side] = (torch.cuda.max_memory_allocated() - held) / 2**20
-    for _ in range(ROUNDS):
-        for pace in paces:
-            pace.advance(seconds, steps=1)
-    before, after = (pace.rate() for pace in paces)
-    ratios = [b[0] / a[0] for a, b in zip(paces[0].rates, paces[1].rates, strict=True)]
+    with untouched(where):
+        rungs, peaks, more = climbed(task, pack, (baseline, plan), where, seconds)
+    notes += more
     if not peaks:
-        peaks = {"process": resident() / 2**20}
+        peaks = {"process": devices.resident() / 2**20}
         notes.append("No GPU: the GPU's levers (mixed precision, larger batches, resident data) were not measured")
-    return Receipt(before, after, statistics.median(ratios), min(ratios), max(ratios), peaks, machine(), tuple(notes))
+    first, last = rungs[0], rungs[-1]
+    spread = last.total, last.total_least, last.total_most
+    return Receipt(first.rate, last.rate, *spread, peaks, machine(), tuple(notes), rungs)
+
+
+def climbed(
+    task: Task, pack: Pack, ends: tuple[Plan, Plan], device: torch.device, seconds: float
+) -> tuple[tuple[Rung, ...], dict[str, float], list[str]]:
+    """(rungs, peak memory of the ends, notes)."""
+    if device.type == "cuda":  # what training before this has freed counts as room for a resident pack
+        gc.collect()
+        torch.cuda.empty_cache()
+    wanted = ladder(*ends, pack, device)
+    resident = {name for name, plan in wanted if choose(pack, plan, device)[0] == "resident"}
+    shared = Resident(pack, device) if resident else None
+    course = Course(task, pack, device)
+    for name, plan in (wanted[0], wanted[-1]):
+        course.enter(name, plan, shared if name in resident else None)
+    between, notes = wanted[1:-1], course.refusal(len(wanted) - 2, seconds)
+    for name, plan in () if notes else between:
+        course.enter(name, plan, shared if name in resident else None)
+    names = [name for name, _ in wanted if name in course.paces]
+    for _ in range(ROUNDS):
+        for name in names:
+            course.turn(name, 2 * seconds / len(names))
+    paces = [course.paces[name] for name in names]
+    rungs = ladders.measured(names, [p.rate() for p in paces], [[speed for speed, _ in p.rates] for p in paces])
+    sides = {"before": course.peaks.get(names[0]), "after": course.peaks.get(names[-1])}
+    return rungs, {side: peak for side, peak in sides.items() if peak is not None}, notes
+
+
+class Course:
+    """Plans in training side by side. By name: paces; peaks, MiB of GPU memory at most; ahead, batches that each one's
+    feed makes ready while others have their turn. step: seconds of the slowest one's step; held: bytes of GPU memory of
+    the largest one between its turns."""
+
+    def __init__(self, task: Task, pack: Pack, device: torch.device):
+        self.task, self.pack, self.device = task, pack, device
+        self.paces: dict[str, Pace] = {}
+        self.peaks: dict[str, float] = {}
+        self.ahead: dict[str, int] = {}
+        self.step, self.held = 0.0, 0
+
+    def enter(self, name: str, plan: Plan, feed: Resident | None) -> None:
+        cuda, before = self.device.type == "cuda", 0
+        if cuda:
+            before = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.ahead[name] = 0 if feed is not None else ahead(plan, self.pack, self.device)
+        pace = self.paces[name] = Pace(self.task, self.pack, plan, self.device, feed)
+        start = perf_counter()
+        pace.advance(steps=1)
+        self.step = max(self.step, perf_counter() - start)
+        if cuda:
+            self.peaks[name] = (torch.cuda.max_memory_allocated(self.device) - before) / 2**20
+            self.held = max(self.held, torch.cuda.memory_allocated(self.device) - before)
+
+    def refusal(self, number: int, seconds: float) -> list[str]:
+        """Why so many more plans would take too long or too much memory; [] where they do not."""
+        longer = number * (WARMUP_STEPS + 1 + ROUNDS) * self.step
+        if longer > 2 * seconds * ROUNDS:
+            return [f"A step takes {self.step:.1f} s: of the rungs only the ends were measured"]
+        if self.device.type == "cuda" and number * self.held > SHARE * torch.cuda.mem_get_info(self.device)[0]:
+            return ["GPU memory has no room for more models: of the rungs only the ends were measured"]
+        return []
+
+    def turn(self, name: str, seconds: float) -> None:
+        pace = self.paces[name]
+        pace.advance(steps=self.ahead[name])
+        pace.advance(seconds, steps=1)
 
 
 def comparable(baseline: Plan, plan: Plan, pack: Pack) -> tuple[Plan, list[str]]:
