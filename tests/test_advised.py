@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 import toy
@@ -23,7 +24,7 @@ def advice(pack):
     return nb.advise(toy, pack, seconds=SECONDS)
 
 
-def own(**changes):
+def own(**changes) -> Any:
     """A task like toy, but for some of its names."""
     names = {name: value for name, value in vars(toy).items() if not name.startswith("__")}
     return type("Own", (), {**names, **changes})

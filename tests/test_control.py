@@ -36,6 +36,13 @@ class Acting:
     """The toy task; what is to happen at a training step, counted from 1, happens while it computes. Keeps what it
     trained on: (step, plan, ids); acted: the steps where it happened."""
 
+    PLAN: Any
+    BASELINE: Any
+    model: Any
+    loss: Any
+    metrics: Any
+    preview: Any
+
     def __init__(self, **actions: Callable[[], Any]):
         self.actions = {int(name.removeprefix("at")): act for name, act in actions.items()}
         self.seen: list[tuple[int, Any, list[int]]] = []
@@ -210,9 +217,12 @@ def test_evaluate_now_is_answered_while_the_run_is_paused(pack, tmp_path):
 def test_looking_during_a_pause_writes_no_further_checkpoint(pack, tmp_path, monkeypatch):
     folder, saved = tmp_path / "run", []
     real = checkpoint.save
-    monkeypatch.setattr(
-        checkpoint, "save", lambda into, state, *rest: saved.append(state.step) or real(into, state, *rest)
-    )
+
+    def save(into, state, rows, best=False):
+        saved.append(state.step)
+        real(into, state, rows, best)
+
+    monkeypatch.setattr(checkpoint, "save", save)
     task = Acting(at6=lambda: send(folder, ["pause"]))
 
     def person():
@@ -248,7 +258,7 @@ def test_a_pause_holds_at_the_end_of_the_run_whatever_is_asked(pack, tmp_path):
     def person():
         wait_for(lambda: checkpoint.place(checkpoint.read_index(folder).get("last", "0-0")) == (0, steps))
         send(folder, ["evaluate"])  # in the pause after the last step: the epoch's own evaluation answers
-        wait_for(lambda: "epoch," in history_of(folder))
+        wait_for(lambda: "\nepoch," in history_of(folder))
         send(folder, ["evaluate"])  # and after it there is nothing to look at that was not seen
         wait_for(lambda: not (folder / FILE).exists())
         held.append(busy(folder))
