@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Self
 
-import numpy as np
 import torch
 
 from nbtools import device as devices
@@ -24,7 +23,7 @@ from nbtools.errors import TrainError
 from nbtools.feed import require_shared_memory
 from nbtools.measure.memory import HEADROOM, Line, Room, room, tried
 from nbtools.measure.noise import Noise, noise_scale
-from nbtools.measure.trial import Trial
+from nbtools.measure.trial import Load, Trial
 from nbtools.measure.untouched import untouched
 from nbtools.pack import Pack
 from nbtools.plan import Plan
@@ -32,10 +31,12 @@ from nbtools.state import Task
 
 WITHIN = 0.95  # of the best throughput
 RISING = 1.03  # a doubling that gives less than this twice in a row is flat
-NEAR = 0.85  # of the best at first sight: worth measuring again
+NEAR = 0.75  # of the best at first sight: worth measuring again
+GLANCES = 3  # turns at first sight, of which the best counts: a busy machine makes steps slower, never faster
 CLEAR = 2.0  # standard errors between a ratio and WITHIN
-ROUNDS = (3, 15)  # fewest and most turns
-CLIMB = 0.6  # of the time at most for doubling; the rest is for turns
+OUT = 3.0  # standard errors below NEAR: measured no longer
+ROUNDS = (5, 60)  # fewest and most turns
+CLIMB = 0.5  # of the time at most for doubling; the rest is for turns
 LEAST = 2  # BatchNorm needs two samples
 
 
@@ -118,7 +119,7 @@ class Candidate:
     seconds: float = 0.0
     first: float | None = None  # samples/s at first sight, while climbing
     rates: list[float] = field(default_factory=list)  # samples/s of each turn
-    batches: list[np.ndarray] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
 
     def row(self) -> Row:
         rates = self.rates or ([] if self.first is None else [self.first])
@@ -139,24 +140,31 @@ class Choice:
 def choose(rates: Mapping[int, Sequence[float]]) -> Choice:
     """Pure: samples/s of each turn by batch size → the choice. All sizes had the same turns, so that ratios are taken
     within a turn; a size is within 5 % when its median ratio is, less its standard error."""
-    turns = min(map(len, rates.values()))
-    medians = {size: statistics.median(values) for size, values in rates.items()}
-    best = max(medians, key=lambda size: medians[size])
-    chosen, ratio, clear = best, 1.0, True
-    for size in sorted(rates, reverse=True):
-        if size > best:
-            continue
-        ratios = [a / b for a, b in zip(rates[size], rates[best], strict=True)]
-        middle, error = statistics.median(ratios), standard_error(ratios)
-        if size == best or middle - error >= WITHIN:
+    best = max(rates, key=lambda size: statistics.median(rates[size]))
+    chosen, ratio, clear = best, 1.0, len(rates[best]) >= ROUNDS[0]
+    for size in sorted((size for size in rates if size < best), reverse=True):
+        middle, error = compared(rates[size], rates[best])
+        if middle - error >= WITHIN:
             chosen, ratio = size, middle
-        clear = clear and (size == best or abs(middle - WITHIN) > CLEAR * error)
-    return Choice(chosen, best, ratio, clear and turns >= ROUNDS[0])
+        clear = clear and abs(middle - WITHIN) > CLEAR * error
+    return Choice(chosen, best, ratio, clear)
 
 
-def standard_error(values: Sequence[float]) -> float:
-    """Of a median of values that are nearly normal: 1.25 times the mean's. One value says nothing about it: 0."""
-    return 1.25 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+def compared(rates: Sequence[float], best: Sequence[float]) -> tuple[float, float]:
+    """(median ratio to the best within a turn, its standard error), by median deviation: neighbours make outliers."""
+    ratios = [a / b for a, b in zip(rates, best, strict=True)]
+    middle = statistics.median(ratios)
+    spread = 1.48 * statistics.median(abs(r - middle) for r in ratios)  # of a normal distribution: its σ
+    return middle, 1.25 * spread / math.sqrt(len(ratios))
+
+
+def hopeless(rates: Mapping[int, Sequence[float]]) -> list[int]:
+    """Pure: sizes so clearly below the best that more turns are wasted on them."""
+    best = max(rates, key=lambda size: statistics.median(rates[size]))
+    if len(rates[best]) < ROUNDS[0]:
+        return []
+    pairs = {size: compared(values, rates[best]) for size, values in rates.items()}
+    return [size for size, (middle, error) in pairs.items() if middle + OUT * error < NEAR]
 
 
 def between(sizes: Sequence[int], firsts: Mapping[int, float], cap: int) -> list[int]:
@@ -184,7 +192,7 @@ def find_batch(
 
     most: no larger one is considered (never one larger than the train split). noise: nor one above the gradient noise
     scale at the first weights, which takes up to a quarter more time. limit: bytes to stay below instead of what is
-    free now. seconds: about so long, plus a step or two of the largest batch. Nothing outside changes.
+    free now. seconds: about so long, plus the first step and one or two of the largest batch. Nothing outside changes.
     Raises TrainError where not even one sample fits, or the train split has fewer than two.
     """
     device = torch.device(device) if device is not None else devices.pick()
@@ -197,11 +205,11 @@ def find_batch(
         trial, reason = tried(lambda: Trial(task, pack, plan, device))
         if trial is None:
             raise TrainError(f"out of memory before the first step ({reason}); take a smaller network, or free memory")
-        search = Search(trial, plan, free, caps(pack, most, scale), began, seconds)
+        search = Search(trial, plan, free, caps(pack, most, scale), seconds)
         search.start()
         search.climb()
         search.turns()
-        finding = report(search, scale)
+        finding = report(search, scale, perf_counter() - began)
         del trial, search
     return finding
 
@@ -220,12 +228,11 @@ def caps(pack: Pack, most: int | None, noise: Noise | None) -> list[tuple[int, s
 class Search:
     """The candidates and the clock. `start`, `climb`, `turns`, in this order."""
 
-    def __init__(
-        self, trial: Trial, plan: Plan, free: Room | None, capped: list[tuple[int, str]], began: float, seconds: float
-    ):
-        self.trial, self.plan, self.free, self.began, self.seconds = trial, plan, free, began, seconds
+    def __init__(self, trial: Trial, plan: Plan, free: Room | None, capped: list[tuple[int, str]], seconds: float):
+        self.trial, self.plan, self.free, self.seconds = trial, plan, free, seconds
+        self.began = perf_counter()
         self.cap, self.cap_reason = min(capped, key=lambda c: c[0])
-        self.slice = min(0.25, max(0.02, seconds / 160))  # seconds that a turn lasts at least
+        self.slice = min(0.2, max(0.01, seconds / 400))  # seconds that a turn lasts at least
         self.candidates: dict[int, Candidate] = {}
         self.ended = ""  # why no larger batch was tried
         self.choice: Choice | None = None
@@ -242,10 +249,13 @@ class Search:
         first = min(LEAST, self.cap)
         reason = self.trial.warm(first)
         if not reason and not self.probe(first).reason:
+            self.began = perf_counter()  # a first step may load libraries and choose kernels for seconds
             return
         reason = reason or self.candidates[first].reason
         if first > 1:
-            reason = self.alone() or reason
+            reason = self.alone()
+            if not reason:
+                return
         raise TrainError(
             f"not even one sample fits ({reason}): take a smaller network or smaller samples, "
             "Plan.amp or Plan.checkpoint_activations, or free memory"
@@ -261,6 +271,7 @@ class Search:
             reason = "two samples do not fit, and BatchNorm cannot train on one"
         if not reason and not self.probe(1).reason:
             self.cap, self.cap_reason = 1, "two samples do not fit"
+            return ""
         return reason or self.candidates[1].reason
 
     def line(self) -> Line | None:
@@ -298,11 +309,11 @@ class Search:
 
     def time(self, candidate: Candidate) -> float | None:
         """samples/s of one turn; None, and the candidate is out, where memory ended."""
-        if not candidate.batches:
-            candidate.batches = self.trial.typical(candidate.batch_size)
+        if not candidate.loads:
+            candidate.loads = self.trial.typical(candidate.batch_size)
         steps = max(1, round(self.slice / max(candidate.seconds, 1e-6)))
         start = perf_counter()
-        rate, candidate.reason = self.trial.rate(candidate.batches, steps)
+        rate, candidate.reason = self.trial.rate(candidate.loads, steps)
         candidate.seconds = (perf_counter() - start) / (steps + self.trial.ahead)
         return rate
 
@@ -311,10 +322,12 @@ class Search:
         best, flat, size = 0.0, 0, min(self.candidates)
         while True:
             candidate = self.candidates.get(size) or self.probe(size)
+            glances: list[float | None] = [None]
             if not candidate.reason and candidate.seconds < self.slice:
                 self.time(candidate)  # its speed decides how many steps a turn has
-            if not candidate.reason:
-                candidate.first = self.time(candidate)
+            while not candidate.reason and len(glances) <= (GLANCES if candidate.seconds < self.slice else 1):
+                glances.append(self.time(candidate))
+            candidate.first = max((rate for rate in glances if rate is not None), default=None)
             if candidate.reason or candidate.first is None:
                 self.ended = f"{size} does not fit: {candidate.reason}"
                 return
@@ -351,8 +364,11 @@ class Search:
             if done and self.elapsed() + cost > self.seconds:
                 break
             live = self.turn(live, first=done % len(live))
-            if done + 1 >= ROUNDS[0] and choose({c.batch_size: c.rates for c in live}).clear:
+            rates = {c.batch_size: c.rates for c in live}
+            if choose(rates).clear:
                 break
+            out = hopeless(rates)
+            live = [c for c in live if c.batch_size not in out]
         self.choice = choose({c.batch_size: c.rates for c in live})
 
     def turn(self, live: list[Candidate], first: int) -> list[Candidate]:
@@ -367,14 +383,13 @@ class Search:
         return left
 
 
-def report(search: Search, noise: Noise | None) -> Finding:
+def report(search: Search, noise: Noise | None, seconds: float) -> Finding:
     """The search as a value."""
     assert search.choice is not None
     size, wanted, line = search.choice.batch_size, search.plan.batch_size, search.line()
     micro = None
     if wanted > size and line is not None and search.too_much(line.at(wanted)):
         micro = size
-    seconds = search.elapsed()
     return Finding(
         batch_size=size,
         micro_batch_size=micro,

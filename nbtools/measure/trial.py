@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import perf_counter, process_time
 from typing import Any, cast
 
@@ -17,8 +18,16 @@ from nbtools.feed import batches_left, lengths_of, open_feed
 from nbtools.measure import memory
 from nbtools.pack import Card, Pack
 from nbtools.plan import Plan
-from nbtools.state import Task, TrainState
+from nbtools.state import Batch, Task, TrainState
 from nbtools.step import attempt, clear_gradients
+
+
+@dataclass(frozen=True)
+class Load:
+    """A batch to time. samples: how many it stands for; one padded longer than its epoch's mean stands for more."""
+
+    ids: np.ndarray
+    samples: float
 
 
 class Trial:
@@ -41,7 +50,11 @@ class Trial:
 
     def run(self, batches: Sequence[np.ndarray]) -> None:
         for raw in self.feed(batches):
-            attempt(self.task, self.state, raw, len(self.ids))
+            self.step(raw)
+
+    def step(self, raw: Batch) -> None:
+        attempt(self.task, self.state, raw, len(self.ids))
+        self.state.skipped = 0  # steps that fp16 leaves out; samples are not counted here either
 
     def warm(self, batch_size: int) -> str:
         """A step with the largest shapes; what it said where memory ended, else nothing."""
@@ -67,23 +80,22 @@ class Trial:
             return torch.cuda.memory_allocated(self.device) - self.before
         return memory.held(self.state)
 
-    def rate(self, batches: Sequence[np.ndarray], steps: int) -> tuple[float | None, str]:
-        """(samples/s, "") over so many steps through batches in turn, to the device's end; (None, why) where memory
+    def rate(self, loads: Sequence[Load], steps: int) -> tuple[float | None, str]:
+        """(samples/s, "") over so many steps through the loads in turn, to the device's end; (None, why) where memory
         ended."""
-        found, reason = memory.tried(lambda: self.timed([batches[i % len(batches)] for i in range(steps + self.ahead)]))
+        found, reason = memory.tried(lambda: self.timed([loads[i % len(loads)] for i in range(steps + self.ahead)]))
         return found, self.recovered(reason)
 
-    def timed(self, batches: Sequence[np.ndarray]) -> float:
-        done, stream = 0, iter(self.feed(batches))
-        for raw in (next(stream) for _ in range(self.ahead)):
-            attempt(self.task, self.state, raw, len(self.ids))
+    def timed(self, loads: Sequence[Load]) -> float:
+        stream = iter(self.feed([load.ids for load in loads]))
+        for _ in range(self.ahead):
+            self.step(next(stream))
         self.synchronize()
         start = self.clock()
         for raw in stream:
-            attempt(self.task, self.state, raw, len(self.ids))
-            done += len(raw["id"])
+            self.step(raw)
         self.synchronize()
-        return done / max(self.clock() - start, 1e-9)
+        return sum(load.samples for load in loads[self.ahead :]) / max(self.clock() - start, 1e-9)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -106,16 +118,18 @@ class Trial:
         """Ids of the samples that make the largest batch."""
         return self.order[:batch_size]
 
-    def typical(self, batch_size: int, count: int = 4) -> list[np.ndarray]:
-        """Whole batches of the plan's first epoch as the feed groups them; of ragged ones those nearest to its mean
-        padded length a sample, so that few of them stand for all."""
+    def typical(self, batch_size: int, count: int = 4) -> list[Load]:
+        """Whole batches of the plan's first epoch as the feed groups them; of ragged ones those whose padded length is
+        nearest to the epoch's mean a sample, so that few stand for all."""
         groups = batches_left(self.ids, self.lengths, self.state.plan.seed, 0, [[batch_size, 0]])
         column = self.state.card.bucket_by
         whole = [ids for ids in groups if len(ids) == batch_size] or groups
         if column is None:
-            return whole[:count]
-        padded = np.array([self.pack.lengths(column, ids).max() for ids in whole])
-        return [whole[i] for i in np.argsort(np.abs(padded - padded.mean()), kind="stable")[:count]]
+            return [Load(ids, len(ids)) for ids in whole[:count]]
+        padded = [float(self.pack.lengths(column, ids).max()) for ids in groups]
+        mean = sum(length * len(ids) for length, ids in zip(padded, groups, strict=True)) / len(self.ids)
+        near = sorted((abs(length - mean), i) for i, length in enumerate(padded) if len(groups[i]) == len(whole[0]))
+        return [Load(groups[i], len(groups[i]) * padded[i] / mean) for _, i in near[:count]]
 
 
 class Apart:
