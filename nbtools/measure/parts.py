@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
-import traceback
-import warnings
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from types import FrameType
-from typing import Any
 
+import numpy as np
 import torch
 
 from nbtools import checkpoint
-from nbtools.device import memory
 from nbtools.draws import Draws
-from nbtools.feed import Feed, choose, open_feed
-from nbtools.measure.rates import Counts, Rates, clock_of, count, finish
+from nbtools.feed import Feed, batches_left, lengths_of
+from nbtools.measure import memory
+from nbtools.measure.rates import Counts, Rates, count, finish
+from nbtools.measure.trial import clock_of
 from nbtools.metrics import Sums
 from nbtools.pack import Pack
 from nbtools.plan import Plan
 from nbtools.scoring import evaluation
 from nbtools.state import Batch, Task, TrainState
-from nbtools.step import backward, step
+from nbtools.step import step
 
 LEAST = 5  # repeats of whatever is timed
 
@@ -39,6 +35,7 @@ class Bench:
     def __init__(self, task: Task, state: TrainState, raw: Batch, epoch_size: int):
         self.task, self.state, self.raw, self.epoch_size = task, state, raw, epoch_size
         self.rates: list[float] = []
+        self.clock, _ = clock_of(state.device, "resident")
         self.best = self.plain = self.drawn = float("inf")
         for _ in range(2):
             self.step()
@@ -52,7 +49,7 @@ class Bench:
         return len(self.raw["id"]) / median(self.rates)
 
     def advance(self, seconds: float) -> None:
-        begun, done, clock = perf_counter(), 0, clock_of(self.state.device)
+        begun, done, clock = perf_counter(), 0, self.clock
         while not done or perf_counter() - begun < seconds:
             before = clock()
             self.step()
@@ -67,7 +64,7 @@ class Bench:
 
     def prepare(self) -> None:
         """Time `task.batch` alone, without draws and with them."""
-        plan, clock = self.state.plan, clock_of(self.state.device)
+        plan, clock = self.state.plan, self.clock
         start = clock()
         self.task.batch(self.raw, plan, None)
         finish(self.state.device)
@@ -93,10 +90,12 @@ class Small(Bench):
         finally:
             self.state.micro = micro
 
-    def counts(self) -> Counts:
+    def counts(self, of: Counts) -> Counts:
+        """Of its step; its arithmetic is the bench's share, by samples."""
+        flops = of.flops * len(self.raw["id"]) // of.samples
         micro, self.state.micro = self.state.micro, 2
         try:
-            return count(self.task, self.state, self.raw, self.epoch_size)
+            return count(self.task, self.state, self.raw, self.epoch_size, flops)
         finally:
             self.state.micro = micro
 
@@ -104,7 +103,7 @@ class Small(Bench):
 def apart(bench: Bench, small: Small, counts: Counts, rates: Rates, seconds: float) -> tuple[float, float]:
     """(host, device) seconds of a step on the cached batch."""
     if bench.state.device.type != "cuda":
-        floors = small.counts().floors(rates)
+        floors = small.counts(counts).floors(rates)
         least = min(counts.ops * rates.dispatch, small.best)
         most = max(small.best - max(floors["compute"], floors["memory"]), least)
         host = min((least + most) / 2, bench.best)
@@ -152,14 +151,11 @@ def busy(bench: Bench, host: float) -> float:
     return median(times)
 
 
-def evaluation_seconds(task: Task, state: TrainState, pack: Pack, plan: Plan, seconds: float) -> float:
+def evaluation_seconds(task: Task, state: TrainState, pack: Pack, plan: Plan, feed: Feed, seconds: float) -> float:
     """One evaluation of the validation split: some batches after the first, scaled to all samples; 0 without any."""
     total = len(pack.ids("val"))
     if not total:
         return 0.0
-    name, _ = choose(pack, plan, state.device)
-    streamed = name == "resident" and state.device.type == "cuda"  # a second resident pack would take its memory
-    feed = open_feed(pack, plan.replace(feed="streamed") if streamed else plan, state.device)
     rates: list[float] = []
     started = perf_counter()
     while len(rates) < 2 or (len(rates) < LEAST and perf_counter() - started < seconds):
@@ -188,79 +184,40 @@ def checkpoint_seconds(state: TrainState) -> float:
         return perf_counter() - start
 
 
-class Memory:
-    """What training takes, in MiB (see StepProfile.memory)."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.held = memory(device)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-
-    def read(self, task: Task, state: TrainState, raw: Batch) -> dict[str, float]:
-        if self.device.type != "cuda":
-            return {"saved": saved_bytes(task, state, raw) / 2**20, "state": state_bytes(state) / 2**20}
-        peaks = {
-            "allocated": torch.cuda.max_memory_allocated(self.device),
-            "reserved": torch.cuda.max_memory_reserved(self.device),
-        }
-        return {f"peak_{name}": size / 2**20 - self.held[f"gpu_memory_{name}"] for name, size in peaks.items()}
+def memory_of(bench: Bench) -> dict[str, float]:
+    """MiB that training takes (see StepProfile.memory)."""
+    state = bench.state
+    with memory.peak(state.device) as peak:
+        bench.step()
+    gradients = memory.size_of(p.grad for p in state.parameters if p.grad is not None)
+    found = {"step": peak.bytes, "held": memory.held(state) + gradients}
+    if state.device.type == "cuda":
+        found["allocated"] = torch.cuda.max_memory_allocated(state.device)
+        found["reserved"] = torch.cuda.max_memory_reserved(state.device)
+    return {name: size / 2**20 for name, size in found.items()}
 
 
-def saved_bytes(task: Task, state: TrainState, raw: Batch) -> int:
-    """Bytes of the tensors that forward keeps for backward, each storage once, the weights not among them."""
-    held = {p.untyped_storage().data_ptr() for p in state.parameters}
-    sizes: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout == torch.strided and (storage := tensor.untyped_storage()).data_ptr() not in held:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    part = {name: tensor[: state.micro] for name, tensor in raw.items()}
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        backward(task, state, part)
-    return sum(sizes.values())
+def typical(pack: Pack, plan: Plan) -> np.ndarray:
+    """Ids of a whole batch of middling size, as an epoch of the plan makes it."""
+    batches = epoch_batches(pack, plan)
+    whole = [batch for batch in batches if len(batch) == plan.batch_size] or batches
+    if not pack.offsets:
+        return whole[0]
+    sizes = [sum(int(pack.lengths(column, batch).max(initial=0)) for column in pack.offsets) for batch in whole]
+    return whole[int(np.argsort(sizes, kind="stable")[len(sizes) // 2])]
 
 
-def state_bytes(state: TrainState) -> int:
-    kept = [t for name, t in state.tensors().items() if name.startswith(("model.", "ema.", "optimizer."))]
-    return sum(t.numel() * t.element_size() for t in [*kept, *state.parameters])  # a gradient is as large as its weight
+def epoch_batches(pack: Pack, plan: Plan) -> list[np.ndarray]:
+    ids = pack.ids("train")
+    return batches_left(ids, lengths_of(pack, ids), plan.seed, 0, [[plan.batch_size, 0]])
 
 
-def syncs(task: Task, state: TrainState, raw: Batch, epoch_size: int) -> tuple[str, ...]:
-    """`file:line` of the code that makes the host wait for the device in a step; () without CUDA."""
-    if state.device.type != "cuda":
-        return ()
-    before = torch.cuda.get_sync_debug_mode()
-    try:
-        torch.cuda.set_sync_debug_mode("warn")
-        return synchronizing(lambda: step(task, state, raw, epoch_size))
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-def synchronizing(call: Callable[[], Any]) -> tuple[str, ...]:
-    """`file:line` below a call from where torch warned of a synchronizing operation, outside torch where there is."""
-    places: dict[str, None] = {}
-
-    def caught(message: Warning | str, *rest: Any, **more: Any) -> None:
-        if "synchronizing" in str(message):
-            places[place(sys._getframe(1))] = None
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = caught
-        call()
-    return tuple(places)
-
-
-def place(frame: FrameType | None) -> str:
-    """The innermost line of a stack that is neither torch's nor that of the machinery of warnings."""
-    stack: Sequence[tuple[FrameType, int]] = list(traceback.walk_stack(frame))
-    own = Path(torch.__file__).parent
-    for each, line in stack:
-        file = Path(each.f_code.co_filename)
-        if own not in file.parents and file.name != "warnings.py":
-            return f"{file}:{line}"
-    return f"{stack[0][0].f_code.co_filename}:{stack[0][1]}"
+def padding(pack: Pack, plan: Plan) -> dict[str, float]:
+    """Ragged column → share of the elements of an epoch's batches that are padding; from lengths alone."""
+    batches = epoch_batches(pack, plan)
+    found = {}
+    for column in pack.offsets:
+        lengths = [pack.lengths(column, batch) for batch in batches]
+        padded = sum(int(each.max(initial=0)) * len(each) for each in lengths)
+        found[column] = 1 - sum(int(each.sum()) for each in lengths) / max(padded, 1)
+    return found

@@ -14,41 +14,29 @@ import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Self
+from typing import Any, Self, cast
 
-import numpy as np
 import torch
 
 from nbtools import device as devices
 from nbtools import table
-from nbtools.feed import batches_left, choose, gather, lengths_of, on
+from nbtools.feed import choose, gather, on, open_feed
 from nbtools.gpu import cores
 from nbtools.measure import parts
 from nbtools.measure.pace import Pace, machine
 from nbtools.measure.rates import Counts, Rates, count, machine_rates
+from nbtools.measure.syncs import syncs
+from nbtools.measure.trial import Apart
+from nbtools.measure.tries import ROUNDS, Tried, try_out
 from nbtools.measure.untouched import untouched
 from nbtools.pack import Pack
 from nbtools.plan import Plan
 from nbtools.state import Task
 
 SECONDS = 3.0  # a measurement takes two to three times as long, with its warm-up
-ROUNDS = 16
-AHEAD_ROUNDS = 7  # where workers are tried: a round must outlast what they made ready
 WAIT_SHARE = 0.1  # of a step: from here another feed is tried
 FIXED_SHARE = 0.2  # of a step that does not grow with the batch: from here a larger batch is tried
 LEAST_STEPS = 20  # optimizer steps an epoch below which a larger batch is not tried: rule of thumb (ours)
-
-
-@dataclass(frozen=True)
-class Trial:
-    """The plan with a change, trained in turns with the plan. ratio: its samples/s over the plan's, the median over
-    rounds; low, high: the quartiles."""
-
-    change: dict[str, Any]
-    ratio: float
-    low: float
-    high: float
-    rounds: int
 
 
 @dataclass(frozen=True)
@@ -65,9 +53,9 @@ class StepProfile:
     evaluation_s, checkpoint_s: seconds of one evaluation (some batches, scaled to the split) and of one checkpoint
     (one written to a temporary folder).
     padding: ragged column → share of its elements that are padding, over an epoch of this plan, exact.
-    memory: MiB. On CUDA peak_allocated and peak_reserved beyond what was held before; elsewhere `saved`, the tensors
-    that backward needs, and `state`, weights, gradients and optimizer. syncs: `file:line` where a step makes the host
-    wait (CUDA). took: seconds that all this took.
+    memory: MiB. step: the most that a step takes beyond what is held (see `measure.memory`); held: weights, gradients
+    and optimizer; on CUDA allocated and reserved too, of the whole process at that step's peak.
+    syncs: `file:line` where a step makes the host wait (CUDA). took: seconds that all this took.
     """
 
     plan: dict[str, Any]
@@ -96,7 +84,7 @@ class StepProfile:
     memory: dict[str, float]
     counts: Counts
     rates: Rates
-    trials: tuple[Trial, ...]
+    trials: tuple[Tried, ...]
     syncs: tuple[str, ...]
     machine: dict[str, str]
     took: float
@@ -142,7 +130,7 @@ class StepProfile:
         made = {
             "counts": Counts.from_dict(values["counts"]),
             "rates": Rates.from_dict(values["rates"]),
-            "trials": tuple(Trial(**trial) for trial in values["trials"]),
+            "trials": tuple(Tried(**trial) for trial in values["trials"]),
             "syncs": tuple(values["syncs"]),
         }
         return cls(**{**values, **made})
@@ -191,35 +179,30 @@ def step_profile(
     """
     device = device or devices.pick()
     with untouched(device):
-        return measured(task, pack, plan, device, seconds, fixed)
+        return measured(cast(Task, Apart(task)), pack, plan, device, seconds, fixed)
 
 
 def measured(
     task: Task, pack: Pack, plan: Plan, device: torch.device, seconds: float, fixed: Collection[str]
 ) -> StepProfile:
     start, epoch_size = perf_counter(), pack.splits["train"]
-    meter = parts.Memory(device)
-    pace = Pace(task, pack, plan, device)
-    raw = on(device, gather(pack, typical(pack, plan)))
-    bench = parts.Bench(task, pace.state, raw, epoch_size)
+    feed = open_feed(pack, plan, device)
+    pace = Pace(task, pack, plan, device, feed)
+    bench = parts.Bench(task, pace.state, on(device, gather(pack, parts.typical(pack, plan))), epoch_size)
     small = parts.Small(bench)
     for _ in range(ROUNDS):
         pace.advance(seconds / 4 / ROUNDS, steps=1)
         bench.advance(seconds / 4 / ROUNDS)
         small.advance(seconds / 10 / ROUNDS)
         bench.prepare()
-    memory = meter.read(task, pace.state, raw)
     rate, ratios = pace.rate(), [a[0] / b for a, b in zip(pace.rates, bench.rates, strict=True)]
-    counts, rates = count(task, pace.state, raw, epoch_size), machine_rates(plan, device)
+    counts, rates = count(task, pace.state, bench.raw, epoch_size), machine_rates(plan, device)
     host_s, device_s = parts.apart(bench, small, counts, rates, seconds / 20)
-    busy = (1 - rate.data_wait) / bench.best
-    host = busy * host_s if device.type != "cuda" else max(1 - rate.data_wait - device_s / bench.mean, 0)
-    host = min(host, 1 - rate.data_wait)
     found = StepProfile(
         plan=plan.to_dict(),
         device_type=device.type,
         train_samples=epoch_size,
-        feed=choose(pack, plan, device)[0],
+        feed=feed.name,
         packed=choose(pack, plan.replace(feed="auto"), device)[0],
         samples_per_s=rate.samples_per_s,
         least=rate.least,
@@ -227,29 +210,40 @@ def measured(
         rounds=rate.rounds,
         ceiling=statistics.median(bench.rates),
         ceiling_ratio=statistics.median(ratios),
-        wait=rate.data_wait,
-        host=host,
-        device=1 - rate.data_wait - host,
-        batching=busy * bench.plain,
-        augmentation=busy * min(max(bench.drawn - bench.plain, 0.0), bench.best),
+        **shares(bench, rate.data_wait, host_s, device_s),
         host_s=host_s,
         device_s=device_s,
         cached_s=bench.best,
         small_s=small.best,
-        evaluation_s=parts.evaluation_seconds(task, pace.state, pack, plan, seconds / 10),
+        evaluation_s=parts.evaluation_seconds(task, pace.state, pack, plan, feed, seconds / 10),
         checkpoint_s=parts.checkpoint_seconds(pace.state),
-        padding=padding(pack, plan),
-        memory=memory,
+        padding=parts.padding(pack, plan),
+        memory=parts.memory_of(bench),
         counts=counts,
         rates=rates,
         trials=(),
-        syncs=parts.syncs(task, pace.state, raw, epoch_size),
+        syncs=syncs(task, pace.state, bench.raw, epoch_size),
         machine=machine(),
         took=0.0,
     )
     changes = worth_trying(found, plan, list(pace.state.model.modules()), fixed)
-    trials = tried(task, pack, plan, device, pace, changes, seconds / 2)
+    trials = try_out(task, pack, pace, feed, changes, seconds / 2, found.memory["step"] * 2**20)
     return dataclasses.replace(found, trials=trials, took=perf_counter() - start)
+
+
+def shares(bench: parts.Bench, wait: float, host_s: float, device_s: float) -> dict[str, float]:
+    """Of a step: what waits for data, and of the rest the parts of the cached step."""
+    busy = 1 - wait
+    on_cuda = bench.state.device.type == "cuda"
+    host = busy * (max(1 - device_s / bench.mean, 0.0) if on_cuda else host_s / bench.best)
+    drawn = min(max(bench.drawn - bench.plain, 0.0), bench.best)
+    return {
+        "wait": wait,
+        "host": host,
+        "device": busy - host,
+        "batching": busy * bench.plain / bench.best,
+        "augmentation": busy * drawn / bench.best,
+    }
 
 
 def worth_trying(
@@ -280,64 +274,7 @@ def other_feed(profile: StepProfile, plan: Plan, fixed: Collection[str]) -> dict
     if "feed" not in fixed:
         if profile.feed == "workers":
             return {"feed": profile.packed}
-        return {"feed": "streamed" if profile.feed == "resident" else "resident"}
+        other = "streamed" if profile.feed == "resident" else profile.packed
+        return {"feed": other} if other != profile.feed else {}
     more = profile.feed == "workers" and "workers" not in fixed and plan.workers < cores()
     return {"workers": cores()} if more else {}
-
-
-def tried(
-    task: Task,
-    pack: Pack,
-    plan: Plan,
-    device: torch.device,
-    pace: Pace,
-    changes: Sequence[dict[str, Any]],
-    seconds: float,
-) -> tuple[Trial, ...]:
-    """Each change trained in turns with the plan."""
-    if not changes:
-        return ()
-    others = [Pace(task, pack, plan.turn(**change), device) for change in changes]
-    pace.rates.clear()
-    rounds = AHEAD_ROUNDS if any(ahead(one.plan) for one in others) else ROUNDS
-    for _ in range(rounds):
-        for one in (pace, *others):
-            one.advance(seconds / rounds / (1 + len(others)), steps=1 + 2 * ahead(one.plan))
-    found = []
-    for change, other in zip(changes, others, strict=True):
-        ratios = [b[0] / a[0] for a, b in zip(pace.rates, other.rates, strict=True)]
-        if other.state.micro == other.plan.micro_batch_size:  # else memory ended, and the step went on in parts
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            found.append(Trial(change, middle, low, high, len(ratios)))
-    return tuple(found)
-
-
-def ahead(plan: Plan) -> int:
-    """Batches that workers made ready while another plan had its turn: they say nothing of how fast they are."""
-    return plan.workers * plan.prefetch if plan.feed == "workers" else 0
-
-
-def typical(pack: Pack, plan: Plan) -> np.ndarray:
-    """Ids of a whole batch of middling size, as an epoch of the plan makes it."""
-    batches = epoch_batches(pack, plan)
-    whole = [batch for batch in batches if len(batch) == plan.batch_size] or batches
-    if not pack.offsets:
-        return whole[0]
-    sizes = [sum(int(pack.lengths(column, batch).max(initial=0)) for column in pack.offsets) for batch in whole]
-    return whole[int(np.argsort(sizes, kind="stable")[len(sizes) // 2])]
-
-
-def epoch_batches(pack: Pack, plan: Plan) -> list[np.ndarray]:
-    ids = pack.ids("train")
-    return batches_left(ids, lengths_of(pack, ids), plan.seed, 0, [[plan.batch_size, 0]])
-
-
-def padding(pack: Pack, plan: Plan) -> dict[str, float]:
-    """Ragged column → share of the elements of an epoch's batches that are padding; from lengths alone."""
-    batches = epoch_batches(pack, plan)
-    found = {}
-    for column in pack.offsets:
-        lengths = [pack.lengths(column, batch) for batch in batches]
-        padded = sum(int(each.max(initial=0)) * len(each) for each in lengths)
-        found[column] = 1 - sum(int(each.sum()) for each in lengths) / max(padded, 1)
-    return found

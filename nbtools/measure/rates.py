@@ -14,7 +14,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter, thread_time
 from typing import Any, Self
 
 import torch
@@ -24,13 +23,14 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
 from nbtools.device import DTYPES
+from nbtools.measure.trial import clock_of
 from nbtools.plan import Plan
 from nbtools.state import Batch, Task, TrainState
 from nbtools.step import backward, step
 
 UNCOUNTED = "matrix products, convolutions and attention are counted; elementwise, normalisation, fused RNN and CTC not"
 SIDE = {"cuda": 4096}  # of the square matrices; elsewhere 512: 5 ms on one CPU core
-SIZES = {"cuda": (2**20, 2**24, 2**28)}  # bytes of a copied buffer; elsewhere those of SMALL
+SIZES = {"cuda": (2**22, 2**25, 2**28)}  # bytes of a copied buffer; elsewhere those of SMALL
 SMALL = (2**16, 2**19, 2**22, 2**25)  # 64 KiB (L2) to 32 MiB (memory)
 LEAST = 0.02  # seconds that a rate is measured for
 
@@ -110,18 +110,20 @@ def dense(values: Any) -> list[Tensor]:
     return [t for t in tree_iter(values) if isinstance(t, Tensor) and t.layout == torch.strided]
 
 
-def count(task: Task, state: TrainState, raw: Batch, epoch_size: int) -> Counts:
-    """Two steps of a state that may be trained on: one counted by operation, one by floating-point operation."""
+def count(task: Task, state: TrainState, raw: Batch, epoch_size: int, flops: int | None = None) -> Counts:
+    """A step of a state that may be trained on, counted by operation; flops: those of forward and backward where known,
+    else another pass counts them."""
     kept, state.network = state.network, state.model  # a compiled network hides its operations
     try:
         with Watch() as watch:
             step(task, state, raw, epoch_size)
-        flops = FlopCounterMode(display=False)
-        with flops:
-            backward(task, state, raw)
+        if flops is None:
+            with FlopCounterMode(display=False) as counter:
+                backward(task, state, raw)
+            flops = int(counter.get_total_flops())
     finally:
         state.network = kept
-    return Counts(len(raw["id"]), watch.ops, flops.get_total_flops(), tuple(sorted(watch.touched.items())))
+    return Counts(len(raw["id"]), watch.ops, flops, tuple(sorted(watch.touched.items())))
 
 
 def machine_rates(plan: Plan, device: torch.device) -> Rates:
@@ -141,7 +143,9 @@ def bandwidth(device: torch.device) -> tuple[tuple[int, float], ...]:
     for size in SIZES.get(device.type, SMALL):
         a = torch.ones(size, dtype=torch.uint8, device=device)
         b = torch.empty_like(a)
-        copies = max(1, 2**22 // size)  # a small copy is shorter than its dispatch
+        copies = max(
+            1, (2**26 if device.type == "cuda" else 2**22) // size
+        )  # a small copy is shorter than its dispatch
         flat = best(lambda a=a, b=b, n=copies: [b.copy_(a) for _ in range(n)], device) / copies
         found.append((size, 2 * size / flat))
     return tuple(found)
@@ -171,18 +175,13 @@ def best(call: Callable[[], Any], device: torch.device) -> float:
     for _ in range(2):
         call()
     finish(device)
-    clock = clock_of(device)
+    clock, _ = clock_of(device, "resident")
     while sum(times) < LEAST or len(times) < 3:
         start = clock()
         call()
         finish(device)
         times.append(clock() - start)
     return min(times)
-
-
-def clock_of(device: torch.device) -> Callable[[], float]:
-    """Seconds; where one CPU thread does all the work those that it ran, which other processes do not disturb."""
-    return thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else perf_counter
 
 
 def finish(device: torch.device) -> None:
