@@ -42,7 +42,7 @@ def save(folder: Path, state: TrainState, rows: int, best: bool = False) -> None
     name = f"{state.epoch:04d}-{state.step:08d}"
     with disk.explained(f"saving checkpoint {name}", folder):
         index = read_index(folder)
-        facts = {"rows": rows, "plan": state.plan.to_dict(), "state": state.facts()}
+        facts = {"rows": rows, "plan": state.applied.to_dict(), "state": state.facts()}  # not what waits to be applied
         write(folder, name, state.tensors(), facts)
         index["last"] = name
         if best:

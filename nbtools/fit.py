@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -11,12 +12,12 @@ from typing import Any
 
 import torch
 
-from nbtools import checkpoint, disk, measure
+from nbtools import checkpoint, control, disk, measure
 from nbtools.advise import advise
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, TrainError
 from nbtools.folder import begin, kept_folder, only_one, restore, stored_plan
 from nbtools.history import History, Record
-from nbtools.loop import Diverged, require_change, require_sizes, train
+from nbtools.loop import Diverged, caught_up, require_change, require_sizes, train
 from nbtools.pack import Pack
 from nbtools.plan import Plan
 from nbtools.run import PLAN, RECEIPT, Run
@@ -57,6 +58,7 @@ def fit(
             f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {task_name(task)}.pack(source)"
         )
     with only_one(folder):
+        disk.remove(folder / control.FILE)  # meant for an earlier run
         restore(folder, kept)
         wanted = chosen_plan(task, pack, plan, folder)
         require_sizes(pack, wanted)
@@ -124,38 +126,42 @@ def chosen_plan(task: Any, pack: Pack, plan: Any, folder: Path) -> Plan:
 
 def follow(job: Job, keeper: checkpoint.Keeper | None, surface: Surface) -> None:
     """The loop and its watchers: rows, picture, checkpoints, and what the person asks for."""
-    state, saver = job.state, Saver(job, keeper, surface)
-    for record in resilient(job):
-        record = surface.measured(record)
-        job.history.append(record)
-        surface.update(record)
-        if surface.listen() and heed(job, saver, surface, record):
-            return
-        saver.watch(record)
-    if saver.place != (state.epoch, state.step):
+    saver = Saver(job, keeper, surface)
+    with closing(resilient(job)) as records:  # now and not with the traceback, which keeps the feed and its threads
+        for record in records:
+            record = surface.measured(record)
+            job.history.append(record)
+            surface.update(record)
+            if surface.listen() and heed(job, saver, surface, record):
+                return
+            saver.watch(record)
+    if not saver.done:
         saver.save()
 
 
 def heed(job: Job, saver: Saver, surface: Surface, record: Record) -> bool:
     """Grant what the person asked for, and hold the run while they pause it; True where they stop it."""
     state, wishes = job.state, surface.wishes
-    held = False
     while True:
         if wishes.plan is not surface.heeded:
             turn(job, surface)
-        if wishes.save or wishes.stop or (wishes.paused and not held):  # a paused notebook may lose its machine
-            asked, wishes.save = wishes.save, False
-            saver.save(best=record.kind == "epoch" and state.improved)
+        if asked := wishes.save:
+            wishes.save = False
+        if asked or wishes.stop or (wishes.paused and not saver.done):  # a paused notebook may lose its machine
+            saved = saver.save(best=record.kind == "epoch" and state.improved)
             if asked:
-                surface.tell(f"saved at step {state.step}")
+                surface.tell(f"saved at step {state.step}" if saved else "not saved: the loss is no longer a number")
         if wishes.stop:
             surface.tell(f"stopped by you after step {state.step}; run it again to go on")
             return True
         if wishes.evaluate:
-            wishes.evaluate, state.evaluate_next, surface.looking = False, True, True
+            wishes.evaluate = False
+            if state.over:
+                surface.tell("nothing new to evaluate: the last epoch ended with an evaluation")
+            else:
+                state.evaluate_next = surface.looking = True
         if not wishes.paused or surface.looking:
             return False
-        held = True
         surface.hold()
         surface.listen()
 
@@ -183,6 +189,11 @@ class Saver:
         self.saved, self.cost = monotonic(), 0.0
         self.place = (job.state.epoch, job.state.step)
 
+    @property
+    def done(self) -> bool:
+        """Whether nothing was trained since the last checkpoint."""
+        return self.place == (self.job.state.epoch, self.job.state.step)
+
     def watch(self, record: Record) -> None:
         """At the end of an epoch when it is the best, or checkpoints stay cheap; inside one every minute."""
         since = monotonic() - self.saved
@@ -191,9 +202,10 @@ class Saver:
         elif since > SAVE_EVERY:
             self.save()
 
-    def save(self, best: bool = False) -> None:
-        start = monotonic()
-        if not self.job.state.lost():  # else the next log step says so, and the run goes back to a checkpoint before
+    def save(self, best: bool = False) -> bool:
+        """Whether there was something worth it: a lost loss is told at the next log step, and undone."""
+        start, worth = monotonic(), not self.job.state.lost()
+        if worth:
             checkpoint.save(self.job.folder, self.job.state, len(self.job.history), best)
             self.job.state.improved = False
             if self.keeper is not None:
@@ -202,9 +214,10 @@ class Saver:
         self.place = (self.job.state.epoch, self.job.state.step)
         self.saved = monotonic()
         self.cost = self.saved - start
+        return worth
 
 
-def resilient(job: Job) -> Iterator[Record]:
+def resilient(job: Job) -> Generator[Record, None, None]:
     """The loop; where the loss is lost, back to the last checkpoint and again, each step checked before it counts."""
     state = job.state
     for rollback in range(ROLLBACKS + 1):
@@ -220,6 +233,7 @@ def resilient(job: Job) -> Iterator[Record]:
         state.careful_until = trouble.steps[1] + 1
         what = f"{trouble}; back to step {state.step}, and each step checked from there"
         yield Record("event", state.epoch, state.step, state.samples, {"what": what})
+        yield from caught_up(state, type(state.plan).from_dict(facts["plan"]))
 
 
 def finish(job: Job, surface: Surface, receipt: bool) -> None:

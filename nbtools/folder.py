@@ -15,8 +15,8 @@ from uuid import uuid4
 
 from nbtools import checkpoint, control, disk
 from nbtools.errors import CheckpointError, TrainError
-from nbtools.history import History, Record
-from nbtools.loop import refuse_fixed, told
+from nbtools.history import History
+from nbtools.loop import caught_up, refuse_fixed
 from nbtools.pack import Pack
 from nbtools.plan import Plan
 from nbtools.run import CARD, HISTORY, PLAN
@@ -122,10 +122,8 @@ def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[s
     history = History(folder / HISTORY)
     history.cut(facts["rows"])
     disk.write_atomic(folder / PLAN, new.to_json())
-    if changed:
-        if state.stopped:
-            state.stopped, state.stale = None, 0  # asked to go on: an early stop counts anew from here
-        history.append(Record("change", state.epoch, state.step, state.samples, {"what": told(changed)}))
-        if "batch_size" in changed or "micro_batch_size" in changed:
-            state.micro = new.micro_batch_size
+    if changed and state.stopped:
+        state.stopped, state.stale = None, 0  # asked to go on: an early stop counts anew from here
+    for record in caught_up(state, old):
+        history.append(record)
     return history, complaints

@@ -55,7 +55,7 @@ def train(task: Task, state: TrainState, pack: Pack, feed: Feed | None = None) -
     feed = feed or open_feed(pack, state.plan, state.device)
     state.restore_rng()
     try:
-        while state.epoch < state.plan.epochs and state.stopped is None:
+        while not state.over:
             start = state.step
             yield from train_epoch(task, state, feed, pack)
             if state.lost():
@@ -240,6 +240,15 @@ def changes(state: TrainState, epoch_size: int) -> Iterator[Record]:
         state.applied = new
         if differing:
             yield record(state, "change", {"what": told(differing)})
+
+
+def caught_up(state: TrainState, saved: Plan) -> Iterator[Record]:
+    """Back at a checkpoint that was saved under another plan: the knobs turned since stay turned, and a row says so."""
+    differing = state.applied.changes_from(saved)
+    if "micro_batch_size" in differing or "batch_size" in differing:
+        state.micro = state.applied.micro_batch_size
+    if differing:
+        yield record(state, "change", {"what": told(differing)})
 
 
 def require_change(state: TrainState, new: Plan, epoch_size: int) -> None:

@@ -110,6 +110,11 @@ class TrainState:
         self.evaluate_next = False
 
     @property
+    def over(self) -> bool:
+        """Whether there is nothing left to train."""
+        return self.stopped is not None or self.epoch >= self.plan.epochs
+
+    @property
     def careful(self) -> bool:
         """Whether every step is checked before it counts: on the way again through steps that lost the loss."""
         return self.step < self.careful_until

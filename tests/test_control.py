@@ -275,7 +275,7 @@ def test_a_knob_that_was_turned_in_the_step_of_the_stop_acts_and_is_marked_when_
     task = Acting(at3=lambda: send(folder, ["stop"], {"batch_size": 32, "micro_batch_size": 8}))
     assert nb.fit(task, pack, PLAN.replace(epochs=1), folder, **QUIET).plan.micro_batch_size == 8
     sizes = []
-    going_on = types.SimpleNamespace(**vars(toy))
+    going_on: Any = types.SimpleNamespace(**vars(toy))
     going_on.loss = lambda model, batch, plan: sizes.append(len(batch["x"])) or toy.loss(model, batch, plan)
     run = nb.fit(going_on, pack, None, folder, **QUIET)
     assert [row["what"] for row in run.history.of("change")] == ["batch_size 16 → 32, micro_batch_size none → 8"]
@@ -356,7 +356,7 @@ def test_a_batch_size_without_an_lr_moves_lr_by_the_plans_rule(pack, tmp_path):
         ('{"batch_size": 100000}', "larger than the train split"),
         ('{"lr": -1}', "Plan.lr must be > 0, got -1"),
         ('{"lrr": 1}', "did you mean lr"),
-        ('{"do": "explode"}', "pause, resume, stop, evaluate, save, got 'explode'"),
+        ('{"do": "explode"}', "pause, resume, stop, evaluate, save, profile, got 'explode'"),
         ('{"do": "stop", "lr": -1}', "Plan.lr must be > 0"),
         ("[1]", "must be a JSON object"),
     ],
@@ -548,7 +548,7 @@ def test_gpu_readings_become_columns_and_energy_goes_on_over_sessions(pack, tmp_
 def test_asking_for_what_is_no_wish_names_the_wishes(elsewhere, capsys):
     wait_for(lambda: history_of(elsewhere))
     assert terminal.main(["control", str(elsewhere), "stopp"]) == 1
-    assert "pause, resume, stop, evaluate, save, got 'stopp'" in capsys.readouterr().err
+    assert "pause, resume, stop, evaluate, save, profile, got 'stopp'" in capsys.readouterr().err
     assert terminal.main(["control", str(elsewhere), "lr=fast"]) == 1
     assert "Plan.lr must be a number, got 'fast'" in capsys.readouterr().err
     assert terminal.main(["control", str(elsewhere), "stop"]) == 0

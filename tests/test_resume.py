@@ -14,7 +14,7 @@ import pytest
 import torch
 import toy
 
-from nbtools import checkpoint
+from nbtools import checkpoint, control, surface
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.fit import fit
 from nbtools.history import History
@@ -298,6 +298,26 @@ def test_a_lost_loss_goes_back_to_the_checkpoint_and_leaves_the_bad_step_out(tmp
     assert str(bad) in named.split(", ")
     assert len(run.summary()) == 3
     assert not run.summary()["train_loss"].isna().to_numpy().any()
+
+
+def test_a_knob_that_was_turned_before_the_loss_was_lost_stays_turned_and_marked(tmp_path, pack, monkeypatch):
+    """The checkpoint to go back to was saved under the old plan, and its history ends before the mark."""
+    monkeypatch.setattr(surface, "LOOK_EVERY", 0.0)
+    folder, bad, seen = tmp_path / "run", int(pack.ids("train")[7]), []
+
+    def batch(raw, plan, draws):
+        made = toy.batch(raw, plan, draws)
+        seen.append(raw)
+        if len(seen) == 2:
+            control.send(folder, [], {"micro_batch_size": 8})
+        hit = (raw["id"] == bad)[:, None] & (draws is not None)
+        return {**made, "x": made["x"].masked_fill(hit, float("inf"))}
+
+    task: Any = types.SimpleNamespace(**{**vars(toy), "batch": batch})
+    run = fit(task, pack, toy.PLAN.replace(epochs=1), folder, receipt=False, progress=False)
+    assert [row["what"] for row in run.history.of("change")] == ["micro_batch_size none → 8"]
+    assert checkpoint.newest(folder)[1]["state"]["micro"] == 8
+    assert "back to step 0" in " ".join(run.events)
 
 
 def test_a_loss_that_is_always_lost_stops_with_what_to_do(tmp_path, pack):
