@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from nbtools.plan import Plan
 
 FILE = "control.json"
 ACTIONS = ("pause", "resume", "stop", "evaluate", "save")
+MOST = 100_000  # characters that a request may have
 UNFINISHED = 2.0  # seconds that a file which is no JSON yet may still be being written: `echo … > control.json`
 
 
@@ -43,8 +45,8 @@ def send(folder: str | Path, actions: Iterable[str] = (), knobs: Mapping[str, An
     Raises TrainError for an unknown action; a knob is checked by the run, which answers in its history.
     """
     path, said = Path(folder) / FILE, {}
-    if path.exists():
-        said = orders(path.read_text(errors="replace")) or {}
+    with disk.explained("asking a run", path), suppress(FileNotFoundError):  # the run takes it at any moment
+        said = orders(read(path)) or {}
     asked = [*listed(said.pop("do", [])), *actions]
     for action in asked:
         require(action)
@@ -59,14 +61,15 @@ def receive(folder: Path, wishes: Wishes, plan: Plan) -> None:
     """
     path = folder / FILE
     try:
-        found = path.stat()
-        text = path.read_text(errors="replace") if found.st_size else ""
+        text, written = read(path), path.stat().st_mtime
     except FileNotFoundError:
         return
-    said = orders(text)
-    if said is None and time.time() - found.st_mtime < UNFINISHED:
+    except OSError as error:
+        text, written = f"{error.strerror}", 0.0
+    if orders(text) is None and time.time() - written < UNFINISHED:
         return
-    disk.remove(path)
+    text = taken(path, text)
+    said = orders(text)
     if said is None:
         raise TrainError(f'{path} must be a JSON object such as {{"do": "pause", "lr": 1e-4}}, got {text[:40]!r}')
     try:
@@ -82,11 +85,29 @@ def receive(folder: Path, wishes: Wishes, plan: Plan) -> None:
         wishes.plan = wanted
 
 
+def read(path: Path) -> str:
+    """As much of the file as a request may have. Raises OSError."""
+    with path.open(errors="replace") as file:
+        return file.read(MOST)
+
+
+def taken(path: Path, text: str) -> str:
+    """Take the file away and return what it says by then: more may have been asked since it was read as `text`."""
+    mine = path.with_name(f"{path.name}.part")
+    with disk.explained("taking a request", path):
+        disk.remove(mine)
+        disk.rename(path, mine)
+        with suppress(OSError):  # a folder, or not readable: `text` says so
+            text = read(mine)
+        disk.remove(mine)
+    return text
+
+
 def orders(text: str) -> dict[str, Any] | None:
     """The object in a control file, None where it is none."""
     try:
         said = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return said if isinstance(said, dict) else None
 

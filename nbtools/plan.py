@@ -90,7 +90,7 @@ class Plan:
                 "lower it or raise epochs"
             )
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, /, **changes: Any) -> Self:
         """A copy with some knobs changed; an unknown name is an error that lists near ones."""
         return type(self).from_dict({**self.to_dict(), **changes})
 
@@ -101,7 +101,7 @@ class Plan:
         micro = min(self.micro_batch_size, resized.batch_size) if self.micro_batch_size else None
         return resized.replace(micro_batch_size=micro, lr=lr, min_lr=min(self.min_lr, lr))
 
-    def turn(self, **knobs: Any) -> Self:
+    def turn(self, /, **knobs: Any) -> Self:
         """A copy as a person turns knobs: a batch size given without an lr moves lr by `lr_rule`."""
         ruled = self.replace(lr_rule=knobs.get("lr_rule", self.lr_rule))
         return ruled.with_batch_size(knobs.get("batch_size", self.batch_size)).replace(**knobs)
@@ -190,6 +190,8 @@ def checked(name: str, value: Any, hint: Any, rule: Mapping[str, Any]) -> Any:
 
 
 def typed(name: str, value: Any, kind: type) -> Any:
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise PlanError(f"{name} must be below 2**63, got one of {value.bit_length()} bits")
     whole = isinstance(value, float) and value.is_integer() and kind is int
     if (kind is float and isinstance(value, int) and not isinstance(value, bool)) or whole:
         value = kind(value)

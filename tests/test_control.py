@@ -359,6 +359,11 @@ def test_a_batch_size_without_an_lr_moves_lr_by_the_plans_rule(pack, tmp_path):
         ('{"do": "explode"}', "pause, resume, stop, evaluate, save, profile, got 'explode'"),
         ('{"do": "stop", "lr": -1}', "Plan.lr must be > 0"),
         ("[1]", "must be a JSON object"),
+        ("[" * 100_000, "must be a JSON object"),
+        ('{"do": "' + "x" * 200_000 + '"}', "must be a JSON object"),
+        ('{"self": 1}', "no knob 'self'"),
+        (f'{{"lr": 1{"0" * 400}}}', "Plan.lr must be below 2**63, got one of 1329 bits"),
+        (f'{{"batch_size": 1{"0" * 400}, "lr_rule": "linear"}}', "Plan.batch_size must be below 2**63"),
     ],
 )
 def test_what_cannot_be_is_explained_and_changes_nothing(pack, tmp_path, untouched, monkeypatch, said, answer):
@@ -369,6 +374,47 @@ def test_what_cannot_be_is_explained_and_changes_nothing(pack, tmp_path, untouch
     assert answer in event
     assert not (folder / FILE).exists()
     assert same_weights(run, untouched)
+
+
+def test_a_folder_or_an_unreadable_file_in_its_place_is_told_once_and_costs_no_run(pack, tmp_path):
+    folder = tmp_path / "run"
+    task = Acting(at3=lambda: (folder / FILE).mkdir(), at6=lambda: (folder / FILE).symlink_to(folder / FILE))
+    run = nb.fit(task, pack, PLAN.replace(epochs=1), folder, **QUIET)
+    assert ["Is a directory" in event for event in run.events] == [True, False]
+    assert "symbolic links" in run.events[1]
+    assert not os.path.lexists(folder / FILE)
+
+
+def test_what_is_asked_while_the_run_reads_is_not_lost(tmp_path, monkeypatch):
+    wishes, real, asked = Wishes(), control.orders, []
+
+    def orders(text):
+        if not asked:
+            asked.append(text)
+            send(tmp_path, ["evaluate"])
+        return real(text)
+
+    send(tmp_path, ["save"])
+    monkeypatch.setattr(control, "orders", orders)
+    receive(tmp_path, wishes, PLAN)
+    receive(tmp_path, wishes, PLAN)
+    assert wishes == Wishes(save=True, evaluate=True)
+
+
+def test_what_the_run_takes_while_somebody_asks_for_more_stops_nobody(tmp_path, monkeypatch):
+    send(tmp_path, ["save"])
+    real = Path.open
+
+    def gone(self, *args, **kwargs):
+        self.unlink(missing_ok=True)
+        return real(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", gone)
+        send(tmp_path, ["stop"])
+    wishes = Wishes()
+    receive(tmp_path, wishes, PLAN)
+    assert wishes == Wishes(stop=True)
 
 
 def test_a_file_that_is_still_being_written_is_read_when_it_is_whole(tmp_path):
