@@ -39,16 +39,16 @@ MOST_SKIPS = 30  # steps that fp16 may leave out one after another while its sca
 class Sweep:
     """The curve of a range test. Shows as a table.
 
-    losses[k]: mean loss of the batch that came after the update with lrs[k]; start: before any. smoothed: running
-    averages from both sides, so that the curve does not lag. lost: the lr after which the loss was none, or LOST times
-    its least; None where it never was. suggestion: None where none is sensible. reason: one sentence for either.
-    skipped: steps that fp16 left out and that were made again. seconds: of the whole sweep.
+    losses[k]: mean loss of the batch that came after the update with lrs[k]; start: before any; None: no number.
+    smoothed: running averages from both sides, so that the curve does not lag. lost: the lr after which the loss was no
+    number, or LOST times its least; None where it never was. suggestion: None where none is sensible. reason: one
+    sentence for either. skipped: steps that fp16 left out and that were made again. seconds: of the whole sweep.
     """
 
     lrs: tuple[float, ...]
     losses: tuple[float, ...]
     smoothed: tuple[float, ...]
-    start: float
+    start: float | None
     lost: float | None
     suggestion: float | None
     reason: str
@@ -120,6 +120,8 @@ def lr_sweep(
     lost = lrs[len(losses)] if len(losses) < len(lrs) else None
     kept, curve = lrs[: len(losses)], smooth(losses)
     suggestion, reason = judge(kept, losses, curve, lost, (low, high))
+    if start is None:
+        lost, reason = None, "the loss was no number before any update; look at data and loss, or set amp=off"
     took = perf_counter() - begun
     values = tuple(kept), tuple(losses), tuple(curve), start, lost, suggestion, reason
     return Sweep(*values, plan.batch_size, skipped, took, machine())
@@ -133,12 +135,12 @@ def swept(
     ends: tuple[float, float],
     steps: int,
     seconds: float,
-) -> tuple[float, list[float], list[float], int]:
+) -> tuple[float | None, list[float], list[float], int]:
     """(loss before, lrs, losses, steps left out). Where the loss is lost, losses end before lrs do."""
     climb = Climb(task, pack, plan, device)
     start, begun = climb.advance(ends[0]), perf_counter()  # the first step warms the device up, and is not timed
     if not math.isfinite(start):
-        return start, list(ends), [], climb.skipped
+        return None, list(ends), [], climb.skipped
     for _ in range(WARMUP_STEPS):
         climb.advance(ends[0])
     each = (perf_counter() - begun) / WARMUP_STEPS
@@ -179,7 +181,7 @@ class Climb:
 
     def advance(self, lr: float) -> float:
         """One optimizer step with this lr; its mean loss, nan where fp16 finds no scale. A step that fp16 leaves out
-        is made again on the next batch, and its loss does not count."""
+        is made again on the next batch, and its loss does not count. Reading the loss waits for the device."""
         state = self.state
         state.plan = self.plan.replace(lr=lr)
         for _ in range(MOST_SKIPS):
