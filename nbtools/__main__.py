@@ -219,6 +219,7 @@ def run_training(options: argparse.Namespace) -> None:
     run = fit(task, pack, plan, options.run, options.keep, receipt=not options.no_receipt)
     print(run.summary().to_string())
     print(run.receipt or "no receipt")
+    print(run.verdict or "no verdict")
     print(run)
 
 

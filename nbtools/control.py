@@ -16,7 +16,7 @@ from nbtools.errors import NbtoolsError, TrainError
 from nbtools.plan import Plan
 
 FILE = "control.json"
-ACTIONS = ("pause", "resume", "stop", "evaluate", "save")
+ACTIONS = ("pause", "resume", "stop", "evaluate", "save", "profile")
 MOST = 100_000  # characters that a request may have
 UNFINISHED = 2.0  # seconds that a file which is no JSON yet may still be being written: `echo … > control.json`
 
@@ -29,6 +29,7 @@ class Wishes:
     stop: bool = False
     evaluate: bool = False
     save: bool = False
+    profile: bool = False
     plan: Plan | None = None
 
     def do(self, action: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from nbtools.advise import advise
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, TrainError
 from nbtools.folder import begin, kept_folder, only_one, restore, stored_plan
 from nbtools.history import History, Record
-from nbtools.loop import Diverged, caught_up, require_change, require_sizes, train
+from nbtools.loop import Diverged, caught_up, fixed, require_change, require_sizes, train
 from nbtools.pack import Pack
 from nbtools.plan import Plan
-from nbtools.run import PLAN, RECEIPT, Run
+from nbtools.run import PLAN, RECEIPT, VERDICT, Run
 from nbtools.stage import on_colab, release_runtime
 from nbtools.state import Task, TrainState, task_name
 from nbtools.surface import Surface
@@ -154,6 +155,9 @@ def heed(job: Job, saver: Saver, surface: Surface, record: Record) -> bool:
         if wishes.stop:
             surface.tell(f"stopped by you after step {state.step}; run it again to go on")
             return True
+        if wishes.profile:
+            wishes.profile = False
+            diagnose(job, surface)
         if wishes.evaluate:
             wishes.evaluate = False
             if state.over:
@@ -179,6 +183,23 @@ def turn(job: Job, surface: Surface) -> None:
     job.state.plan = wanted
     with disk.explained("writing the plan", job.folder):
         disk.write_atomic(job.folder / PLAN, wanted.to_json())
+
+
+def diagnose(job: Job, surface: Surface) -> None:
+    """Measure what a step of this run consists of, on a model of its own; say the verdict, and write it down."""
+    state = job.state
+    kept = fixed(state.plan)
+    surface.tell("measuring what a step consists of …", passing=True)
+    try:
+        profile = measure.step_profile(job.task, job.pack, state.plan, state.device, fixed=kept)
+        found = measure.verdict(profile, state.plan, fixed=kept)
+        disk.write_atomic(job.folder / VERDICT, json.dumps({"profile": profile.to_dict(), "verdict": found.to_dict()}))
+    except (NbtoolsError, OSError, RuntimeError) as error:  # beside the run there may be no memory for a second one
+        surface.tell(f"not measured: {type(error).__name__}: {error}")
+        return
+    surface.tell(found.sentence)
+    if surface.panel is not None:
+        surface.panel.propose(found.sentence, found.change)
 
 
 class Saver:
@@ -246,6 +267,8 @@ def finish(job: Job, surface: Surface, receipt: bool) -> None:
     surface.tell("measuring the baseline beside this run …")
     try:
         disk.write_atomic(path, measure.receipt(job.task, job.pack, job.state.plan, job.state.device).to_json())
+        if not (job.folder / VERDICT).exists():
+            diagnose(job, surface)
     except (NbtoolsError, OSError, RuntimeError) as error:  # the run is trained and saved, whatever the baseline does
         surface.tell(f"no receipt: {type(error).__name__}: {error}")
     except KeyboardInterrupt:

@@ -18,7 +18,7 @@ from nbtools import checkpoint, disk, scoring
 from nbtools import device as devices
 from nbtools.errors import CheckpointError, PackError
 from nbtools.history import History
-from nbtools.measure import Receipt
+from nbtools.measure import Receipt, StepProfile, Verdict
 from nbtools.pack import Card, Pack, collate
 from nbtools.plan import Plan
 from nbtools.state import best_metric
@@ -26,7 +26,8 @@ from nbtools.state import best_metric
 if TYPE_CHECKING:
     import pandas as pd
 
-PLAN, CARD, HISTORY, RECEIPT, PLOT = "plan.json", "card.json", "history.csv", "receipt.json", "plot.png"
+PLAN, CARD, HISTORY, PLOT = "plan.json", "card.json", "history.csv", "plot.png"
+RECEIPT, VERDICT = "receipt.json", "verdict.json"
 TABLE = ("train_loss", "val_loss", "lr", "batch_size", "epoch_time", "samples_per_s", "data_wait")
 
 
@@ -64,6 +65,18 @@ class Run:
         return Receipt.from_dict(json.loads(path.read_text())) if path.exists() else None
 
     @property
+    def profile(self) -> StepProfile | None:
+        """What a step of this run consists of; None where it was not measured."""
+        path = self.folder / VERDICT
+        return StepProfile.from_dict(json.loads(path.read_text())["profile"]) if path.exists() else None
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What this run is bound by, and the one change worth making; None where it was not measured."""
+        path = self.folder / VERDICT
+        return Verdict.from_dict(json.loads(path.read_text())["verdict"]) if path.exists() else None
+
+    @property
     def best(self) -> dict[str, Any]:
         """The epoch row of the best evaluation; {} before the first."""
         metric, sign = best_metric(self.task)
@@ -71,15 +84,20 @@ class Run:
         return max(rows, key=lambda row: sign * row[f"val_{metric}"], default={})
 
     def summary(self) -> pd.DataFrame:
-        """One row an epoch, from 1: losses, metrics, lr, batch, seconds, samples/s, share of waiting, memory in MiB."""
+        """One row an epoch, from 1: losses, metrics, lr, batch, seconds, samples/s, share of waiting, memory in MiB. It
+        shows with the verdict below, where that was measured."""
         import pandas as pd
+
+        from nbtools.summary import Summary
 
         frame = self.history.frame("epoch")
         metrics = [c for c in frame.columns if c.startswith("val_") and c != "val_loss"]
         memory = [c for c in frame.columns if "memory" in c]
         order = [*TABLE[:2], *metrics, *TABLE[2:], *memory]
         frame.index = pd.Index([row["epoch"] + 1 for row in self.history.of("epoch")], name="epoch", dtype=int)
-        return frame.loc[:, [name for name in order if name in frame.columns]]
+        summary = Summary(frame.loc[:, [name for name in order if name in frame.columns]])
+        summary.verdict = self.verdict.sentence if self.verdict is not None else ""
+        return summary
 
     def model(self, device: torch.device | str | None = None) -> nn.Module:
         """The network with the best weights, in eval mode, on the GPU where there is one."""

@@ -48,7 +48,8 @@ class Surface(View):
         super().__init__(folder, history, state.plan, pack.splits["train"], getattr(task, "BEST", "-loss"), panel, show)
         self.state = state
         self.previews = Previews(task, state, pack)
-        self.wishes, self.heeded = Wishes(), None
+        self.wishes = Wishes()
+        self.heeded: Plan | None = None
         self.messages = Messages()
         self.sampler: Sampler | None = None
         self.energy = next((row["gpu_energy"] for row in reversed(history.rows) if "gpu_energy" in row), 0.0)
@@ -133,7 +134,8 @@ class Surface(View):
                 control.receive(self.folder, wishes, self.state.plan)
             except NbtoolsError as error:
                 self.tell(f"not taken: {error}")
-        return wishes.paused or wishes.stop or wishes.save or wishes.evaluate or wishes.plan is not self.heeded
+        asked = wishes.stop or wishes.save or wishes.evaluate or wishes.profile
+        return wishes.paused or asked or wishes.plan is not self.heeded
 
     def hold(self) -> None:
         """A moment of a pause."""

@@ -94,7 +94,7 @@ class Asked:
 
     def send(self) -> None:
         wishes, actions = self.wishes, []
-        for action in ("stop", "evaluate", "save"):
+        for action in ("stop", "evaluate", "save", "profile"):
             if getattr(wishes, action):
                 actions.append(action)
                 setattr(wishes, action, False)

@@ -1,6 +1,7 @@
 """Advice that was measured: evidence beside each number, kept beside the pack, and never measured by surprise."""
 
 import dataclasses
+import html
 import json
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 import toy
 
 import nbtools as nb
+from nbtools import control, surface
 from nbtools.advise import act
+from nbtools.measure import profile
 from nbtools.measure.finder import Row
 
 SECONDS = 1.0
@@ -114,3 +117,31 @@ def test_a_search_that_a_busy_machine_cut_short_does_not_shrink_the_batch(advice
     assert not act.conclusive(dataclasses.replace(short, rows=rows), toy.PLAN.replace(batch_size=64))
     timed = (*short.rows, Row(64, 90.0, 89.0, 91.0, 3, None, 200, True))
     assert act.conclusive(dataclasses.replace(short, rows=timed), toy.PLAN.replace(batch_size=64))
+
+
+def test_a_run_asked_what_limits_it_answers_and_goes_on_bit_equal(pack, tmp_path, monkeypatch):
+    folder, steps = tmp_path / "run", []
+
+    def batch(raw, plan, draws):
+        steps.append(1) if draws is not None else None
+        if len(steps) == 5:
+            control.send(folder, ["profile"])
+        return toy.batch(raw, plan, draws)
+
+    monkeypatch.setattr(surface, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(profile, "SECONDS", 0.3)
+    plan = toy.PLAN.replace(epochs=2)
+    undisturbed = nb.fit(toy, pack, plan, tmp_path / "undisturbed", receipt=False, progress=False)
+    run = nb.fit(own(batch=batch), pack, plan, folder, receipt=False, progress=False)
+    assert run.verdict is not None
+    assert run.profile is not None
+    assert run.verdict.sentence in run.events
+    assert [row["loss"] for row in run.history.of("step")] == [row["loss"] for row in undisturbed.history.of("step")]
+
+
+def test_the_summary_shows_the_verdict_and_is_still_a_frame(pack, tmp_path):
+    run = nb.fit(toy, pack, toy.PLAN.replace(epochs=1), tmp_path / "run", progress=False)
+    assert run.verdict is not None
+    for shown in (repr(run.summary().round(3)), run.summary().round(3)._repr_html_()):
+        assert html.escape(run.verdict.sentence) in html.escape(html.unescape(shown))
+    assert list(run.summary().index) == [1]

@@ -16,6 +16,7 @@ ORDER = [
     {"view"},
     {"panel", "kernel", "preview"},
     {"plot", "run"},
+    {"summary"},
     {"advise"},
     {"measure"},
     {"loop"},

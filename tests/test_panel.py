@@ -295,14 +295,14 @@ def test_a_micro_batch_says_what_it_does_to_the_step():
 
 def test_without_a_run_every_button_is_disabled_and_says_what_it_would_do():
     made = panel()
-    found = buttons(made.controls)
-    assert list(found) == ["Pause", "Stop", "Evaluate now", "Save now"]
+    found = buttons(made.buttons.view)
+    assert list(found) == ["Pause", "Stop", "Evaluate now", "Save now", "What limits it?"]
     for button in found.values():
         assert button.disabled
         assert button.icon
         assert "no run is under way" in button.tooltip
     found["Stop"].click()
-    assert made.controls.children[-1].value == ""
+    assert made.buttons.heard.value == ""
 
 
 def test_buttons_wish_and_say_that_they_were_heard_until_it_is_granted():
@@ -318,11 +318,11 @@ def test_buttons_wish_and_say_that_they_were_heard_until_it_is_granted():
         button.click()
         assert getattr(wishes, name)
         assert button.disabled
-        assert heard in made.controls.children[-1].value
+        assert heard in made.buttons.heard.value
         setattr(wishes, name, False)
         made.refresh()
         assert not button.disabled
-        assert made.controls.children[-1].value == ""
+        assert made.buttons.heard.value == ""
 
 
 def test_pause_becomes_resume_whoever_paused():
@@ -330,15 +330,15 @@ def test_pause_becomes_resume_whoever_paused():
     wishes = running(made)
     buttons(made.controls)["Pause"].click()
     assert wishes.paused
-    assert "paused" in made.controls.children[-1].value
+    assert "paused" in made.buttons.heard.value
     buttons(made.controls)["Resume"].click()
     assert not wishes.paused
     wishes.do("pause")
     made.refresh()
-    assert "Resume" in buttons(made.controls)
+    assert "Resume" in buttons(made.buttons.view)
     wishes.do("resume")
     made.refresh()
-    assert "Pause" in buttons(made.controls)
+    assert "Pause" in buttons(made.buttons.view)
 
 
 def test_a_change_during_a_run_is_a_wish_and_shown_as_one_until_it_is_granted():
@@ -346,11 +346,11 @@ def test_a_change_during_a_run_is_a_wish_and_shown_as_one_until_it_is_granted():
     wishes = running(made)
     made.fields["lr"].value = "5e-4"
     assert wishes.plan is made.plan
-    assert "from the next step: lr 0.001 → 0.0005" in made.controls.children[-1].value
+    assert "from the next step: lr 0.001 → 0.0005" in made.buttons.heard.value
     made.refresh()
-    assert "from the next step" in made.controls.children[-1].value
+    assert "from the next step" in made.buttons.heard.value
     made.take(made.plan)
-    assert made.controls.children[-1].value == ""
+    assert made.buttons.heard.value == ""
 
 
 def test_offers_outlive_the_granting_of_the_batch_size():
@@ -369,8 +369,8 @@ def test_a_granted_plan_does_not_take_back_what_was_wished_since():
     made.fields["epochs"].value = "20"
     made.take(granted)
     assert (made.plan.lr, made.plan.epochs, made.fields["epochs"].value) == (5e-4, 20, "20")
-    assert made.controls.children[-1].value.count("→") == 1
-    assert "from the next step: epochs 10 → 20" in made.controls.children[-1].value
+    assert made.buttons.heard.value.count("→") == 1
+    assert "from the next step: epochs 10 → 20" in made.buttons.heard.value
     assert wishes.plan is made.plan
 
 
@@ -410,14 +410,14 @@ def test_a_preset_during_a_run_changes_what_may_change_and_says_what_it_kept():
     assert made.plan == Plan(lr=2e-4)
     assert wishes.plan == made.plan
     assert "kept: optimizer, feed (fixed in a started run)" in made.said.value
-    assert "from the next step: lr 0.001 → 0.0002" in made.controls.children[-1].value
+    assert "from the next step: lr 0.001 → 0.0002" in made.buttons.heard.value
 
 
 def test_many_changes_at_once_are_named_without_their_values():
     made = panel(largest=Plan(batch_size=1024, lr=4e-3, warmup_epochs=2.0, amp="bf16"))
     running(made)
     buttons(made.view)["Largest batch"].click()
-    assert "from the next step: batch_size, lr, warmup_epochs, amp<" in made.controls.children[-1].value
+    assert "from the next step: batch_size, lr, warmup_epochs, amp<" in made.buttons.heard.value
 
 
 def test_a_preset_that_the_run_refuses_changes_nothing():
@@ -436,7 +436,7 @@ def test_a_plan_that_came_from_elsewhere_is_shown_and_not_wished():
     made.take(made.plan.replace(lr=7e-4, batch_size=128))
     assert (made.plan.lr, made.fields["lr"].value, wishes.plan) == (7e-4, "0.0007", None)
     assert made.sliders["lr"].value == pytest.approx(7e-4)
-    assert made.controls.children[-1].value == ""
+    assert made.buttons.heard.value == ""
     assert offered(made) == []
     assert made.fields["epochs"].value == "no"
     assert "must be a whole number" in made.notes["epochs"].value
@@ -446,7 +446,7 @@ def test_after_a_run_the_buttons_wish_nothing():
     made = panel()
     wishes = running(made)
     made.end()
-    assert all(button.disabled for button in buttons(made.controls).values())
+    assert all(button.disabled for button in buttons(made.buttons.view).values())
     buttons(made.controls)["Stop"].click()
     made.fields["lr"].value = "0.1"
     made.refresh()
@@ -491,3 +491,42 @@ def test_without_ipywidgets_it_says_so(monkeypatch):
 
 def test_in_a_terminal_it_is_a_table_of_knobs_and_reasons():
     assert "half the guide's" in repr(panel(reasons={"lr": "half the guide's"}))
+
+
+def test_a_verdict_is_shown_with_a_button_that_makes_its_change():
+    made = panel(amp="off")
+    shown = buttons(made.buttons.view)
+    made.propose(f"Compute-bound: {EVIL}; amp = bf16 makes training 1.4× as fast", {"amp": "bf16"})
+    assert EVIL not in made.proposal.said.value
+    assert "Compute-bound" in made.proposal.said.value
+    assert made.proposal.button.description == "Make it so: amp = bf16"
+    wishes = Wishes()
+    made.begin(wishes, {}, lambda plan: None)
+    made.proposal.button.click()
+    assert wishes.plan is not None
+    assert wishes.plan.amp == made.plan.amp == "bf16"
+    assert made.proposal.view.layout.display == "none", "a change that was made is proposed no more"
+    assert {"Pause", "Stop", "Evaluate now", "Save now", "What limits it?"} <= set(shown)
+
+
+def test_a_verdict_without_a_change_has_no_button_and_a_refused_change_stays_proposed():
+    made = panel()
+    made.propose("Compute-bound: nothing worth changing", None)
+    assert made.proposal.button.layout.display == "none"
+    made.propose("Launch-bound: larger batch", {"batch_size": 10**6})
+
+    def check(plan):
+        raise PlanError("Plan.batch_size is larger than the train split")
+
+    made.begin(Wishes(), {}, check)
+    made.proposal.button.click()
+    assert made.plan.batch_size == Plan().batch_size
+    assert "larger than the train split" in made.notes["batch_size"].value
+    assert made.proposal.view.layout.display == "flex"
+
+
+def test_what_limits_it_is_a_wish():
+    made, wishes = panel(), Wishes()
+    made.begin(wishes, {}, lambda plan: None)
+    buttons(made.controls)["What limits it?"].click()
+    assert wishes.profile

@@ -1,7 +1,9 @@
-"""Pause, Stop, Evaluate now, Save now: buttons that wish, and say that they were heard until the run grants it."""
+"""Pause, Stop, Evaluate now, Save now, What limits it?: buttons that wish, and say that they were heard until the run
+grants it; and the change that a verdict proposes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from nbtools.control import Wishes
@@ -12,6 +14,7 @@ WORDS = {
     "stop": ("Stop", "stop", "Finish the step, save a checkpoint and return the run; running the cell again goes on"),
     "evaluate": ("Evaluate now", "check", "Evaluate the validation split after this step, then train on"),
     "save": ("Save now", "save", "Write a checkpoint after this step, then train on"),
+    "profile": ("What limits it?", "search", "Measure for some seconds what a step consists of, then train on"),
 }
 """action → label, icon (a name that Font Awesome 4 to 6 know), what it does."""
 RESUME = ("Resume", "play", "Go on with the very next step")
@@ -21,6 +24,7 @@ HEARD = {
     "stop": "stopping after this step: saving, then the run is returned …",
     "evaluate": "evaluating after this step …",
     "save": "saving after this step …",
+    "profile": "measuring what a step consists of, for some seconds …",
 }
 PAUSED = "paused between two steps: change what you like, then Resume"
 
@@ -58,3 +62,19 @@ class Buttons:
             made.button_style = "primary" if resume else ""
             made.tooltip = what if self.wishes else f"{what} ({NO_RUN})"
             made.disabled = self.wishes is None or wishes.stop or (action in HEARD and getattr(wishes, action))
+
+
+class Proposal:
+    """What a plan is bound by, and a button that makes the one change most worth making."""
+
+    def __init__(self, take: Callable[[], None]):
+        self.said, self.button = form.markup(), form.button("", take, "Takes effect at the next step", "arrow-right")
+        self.view = form.bar([self.said, self.button])
+        self.show("", "")
+
+    def show(self, sentence: str, change: str) -> None:
+        """change: what the button would do; no button without."""
+        self.said.value = form.styled(form.HELP, sentence)
+        self.view.layout.display = "flex" if sentence else "none"
+        self.button.description = change
+        self.button.layout.display = "inline-block" if change else "none"

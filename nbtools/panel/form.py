@@ -205,3 +205,7 @@ def button(label: str, action: Callable[[], None], tooltip: str = "", icon: str 
 def bar(children: Sequence[Any], grid_gap: str = "4px 8px", **layout: str) -> HBox:
     """Widgets in a line that breaks where the window ends."""
     return HBox(children, layout=Layout(flex_flow="row wrap", align_items="center", grid_gap=grid_gap, **layout))
+
+
+def column(children: Sequence[Any]) -> VBox:
+    return VBox(children, layout=Layout(width="100%"))

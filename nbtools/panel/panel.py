@@ -25,6 +25,9 @@ from nbtools.plan import Plan
 VIEW = "application/vnd.jupyter.widget-view+json"
 MANY = 3  # changed knobs beyond which a line names them alone
 
+SPEED = {"batch_size", "micro_batch_size", "amp", "compile", "graph", "channels_last", "feed", "workers", "prefetch"}
+"""Knobs on which depends what a step is bound by."""
+
 
 class Panel:
     """The plan of an Advice, or a Plan, to look at and to change, before the run and while it lasts.
@@ -49,12 +52,15 @@ class Panel:
         self.check: Callable[[Plan], None] = anything
         self.before: Before | None = None
         self.lock = threading.RLock()  # the run and a person may both be changing it
+        self.proposed: dict[str, Any] = {}
         self.draw(advice)
         self.show({})
+        if (verdict := getattr(advice, "verdict", None)) is not None:
+            self.propose(verdict.sentence, verdict.change)
 
     def draw(self, advice: Any) -> None:
         """Make the widgets."""
-        Form, Buttons, button = drawing()
+        Form, Buttons, Proposal, button, column = drawing()
         presets = {
             "Guide's baseline": (getattr(advice, "baseline", None), "The guide's settings, the receipt's “before”"),
             "As advised": (self.advised, "Every knob as it was advised"),
@@ -71,8 +77,8 @@ class Panel:
         self.form = Form(self.advised.to_dict(), self.rules, made, self.read, offers)
         self.fields, self.sliders, self.notes = self.form.fields, self.form.sliders, self.form.notes
         self.said, self.view = self.form.said, self.form.view
-        self.buttons = Buttons()
-        self.controls = self.buttons.view
+        self.buttons, self.proposal = Buttons(), Proposal(self.make)
+        self.controls = column([self.buttons.view, self.proposal.view])
 
     def begin(self, wishes: Wishes, fixed: Mapping[str, str], check: Callable[[Plan], None]) -> None:
         """A run starts: changes become its wishes. fixed: knob → why it cannot change now; check: raises NbtoolsError
@@ -107,6 +113,18 @@ class Panel:
             self.fixed, self.check, self.acting = {}, anything, self.plan
             self.buttons.wishes = None
             self.show({})
+
+    def propose(self, sentence: str, change: Mapping[str, Any] | None) -> None:
+        """Show what the plan is bound by, and a button for the one change worth making."""
+        with self.lock:
+            self.proposed = dict(change or {})
+            done = ", ".join(f"{name} = {table.shown(value)}" for name, value in self.proposed.items())
+            self.proposal.show(sentence, f"Make it so: {done}" if done else "")
+
+    def make(self) -> None:
+        """The change that was proposed."""
+        with self.lock:
+            self.show(self.accept(self.proposed))
 
     def reset(self) -> None:
         """Back to what was advised."""
@@ -195,6 +213,8 @@ class Panel:
     def adopt(self, plan: Plan) -> None:
         """This is the plan now; a run under way shall go on with it."""
         wishes = self.buttons.wishes
+        if SPEED & set(plan.changes_from(self.plan)):
+            self.proposal.show("", "")  # it was measured otherwise
         if plan != self.plan and wishes is not None:
             wishes.plan = plan
             self.buttons.asked = turned(self.acting, plan)
@@ -244,17 +264,17 @@ class Panel:
         return table.text(("knob", "value", "reason"), self.rows())
 
 
-def drawing() -> tuple[Any, Any, Any]:
-    """Form, Buttons and button: what needs ipywidgets, imported when a panel is made."""
+def drawing() -> tuple[Any, ...]:
+    """What needs ipywidgets, imported when a panel is made."""
     try:
-        from nbtools.panel.buttons import Buttons
-        from nbtools.panel.form import Form, button
+        from nbtools.panel.buttons import Buttons, Proposal
+        from nbtools.panel.form import Form, button, column
     except ImportError as error:
         raise MissingExtra(
             f"Panel is drawn with ipywidgets, which does not import here ({error}); %pip install ipywidgets, or change "
             "the plan in code: advice.plan.replace(lr=3e-4)"
         ) from error
-    return Form, Buttons, button
+    return Form, Buttons, Proposal, button, column
 
 
 def anything(plan: Plan) -> None:
