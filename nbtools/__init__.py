@@ -15,6 +15,7 @@ from nbtools.fit import fit
 from nbtools.gpu import Gpu, gpus
 from nbtools.history import History, Record
 from nbtools.loop import train
+from nbtools.lr_sweep import lr_sweep
 from nbtools.pack import Pack
 from nbtools.panel import Panel
 from nbtools.plan import Plan, knob
@@ -42,6 +43,7 @@ __all__ = [
     "fit",
     "gpus",
     "knob",
+    "lr_sweep",
     "stage",
     "train",
     "watch",
