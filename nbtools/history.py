@@ -48,30 +48,30 @@ class History:
         self.rows: list[dict[str, Any]] = []
         self.columns: list[str] = list(KEYS)
         self.whole = True
-        self.place = (0, 0)  # inode of the file, and its bytes that were read
+        self.place = (0, b"", 0)  # inode of the file, its header, and its bytes that were read
         if self.path is not None and self.path.exists():
-            self.reload(self.path)
-
-    def reload(self, path: Path) -> None:
-        data = path.read_bytes()
-        self.rows, self.columns, self.whole = parsed(data)
-        self.place = (path.stat().st_ino, data.rfind(b"\n") + 1)
+            self.refresh()
 
     def refresh(self) -> bool:
         """Take what another process has written to the file since; whether there was anything."""
-        if self.path is None or not self.path.exists():
+        if self.path is None:
             return False
-        now, (inode, end) = self.path.stat(), self.place
-        if now.st_ino != inode or now.st_size < end:
-            self.reload(self.path)
-            return True
-        with self.path.open("rb") as file:
-            file.seek(end)
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return False
+        with file:
+            now, header, (inode, known, end) = os.fstat(file.fileno()), file.readline(), self.place
+            same = (now.st_ino, header) == (inode, known) and now.st_size >= end  # a number is given again when free
+            file.seek(end if same else 0)
             data = file.read()
         fresh = data[: data.rfind(b"\n") + 1]
-        self.rows += rows_of(lines_of(fresh), self.columns)
-        self.place = (inode, end + len(fresh))
-        return bool(fresh)
+        if same:
+            self.rows += rows_of(lines_of(fresh), self.columns)
+        else:
+            self.rows, self.columns, self.whole = parsed(data)
+        self.place = (now.st_ino, header, (end if same else 0) + len(fresh))
+        return bool(fresh) or not same
 
     def append(self, record: Record) -> None:
         """Keep a record that carries values; bare steps are not rows. Raises DiskError."""

@@ -159,6 +159,28 @@ def test_a_reader_follows_a_file_that_another_process_writes_and_never_writes_to
     assert reader.rows[-1] == {"kind": "step", "epoch": 0, "step": 3, "samples": 48, "loss": 0.125}
 
 
+def test_a_reader_sees_new_columns_also_in_a_file_that_got_the_number_of_an_older_one(path):
+    """Two rewrites between two looks: the second new file takes the inode that the first one freed."""
+    writer, other = History(path), History(path.with_name("other.csv"))
+    for step in (1, 2):
+        writer.append(record(step, loss=1 / step))
+        other.append(record(step, loss=1 / step, lr=1e-3))
+    reader = History(path)
+    with path.open("r+b") as file:  # the same inode, and longer
+        file.write(path.with_name("other.csv").read_bytes())
+    assert reader.refresh()
+    assert reader.columns == other.columns
+    assert reader.rows == other.rows
+
+
+def test_a_reader_of_a_file_that_goes_away_keeps_what_it_read(path):
+    History(path).append(record(1, loss=0.5))
+    reader = History(path)
+    path.unlink()
+    assert not reader.refresh()
+    assert len(reader) == 1
+
+
 def test_a_reader_follows_new_columns_and_rows_cut_by_a_resume(path):
     writer, reader = History(path), History(path)
     for step in (1, 2, 3):
