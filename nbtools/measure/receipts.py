@@ -18,7 +18,7 @@ from nbtools import table
 from nbtools.feed import Resident, choose
 from nbtools.measure import rungs as ladders
 from nbtools.measure.pace import WARMUP_STEPS, Pace, Rate, machine
-from nbtools.measure.rungs import Rung, ahead, ladder
+from nbtools.measure.rungs import ALL, Rung, ahead, ladder
 from nbtools.measure.untouched import untouched
 from nbtools.pack import Pack
 from nbtools.plan import Plan
@@ -99,8 +99,7 @@ def receipt(
     with untouched(where):
         rungs, peaks, more = climbed(task, pack, (baseline, plan), where, seconds)
     notes += more
-    if not peaks:
-        peaks = {"process": devices.resident() / 2**20}
+    if "process" in peaks:
         notes.append("No GPU: the GPU's levers (mixed precision, larger batches, resident data) were not measured")
     first, last = rungs[0], rungs[-1]
     spread = last.total, last.total_least, last.total_most
@@ -110,7 +109,7 @@ def receipt(
 def climbed(
     task: Task, pack: Pack, ends: tuple[Plan, Plan], device: torch.device, seconds: float
 ) -> tuple[tuple[Rung, ...], dict[str, float], list[str]]:
-    """(rungs, peak memory of the ends, notes)."""
+    """(rungs, peak memory as in Receipt, notes)."""
     if device.type == "cuda":  # what training before this has freed counts as room for a resident pack
         gc.collect()
         torch.cuda.empty_cache()
@@ -120,17 +119,17 @@ def climbed(
     course = Course(task, pack, device)
     for name, plan in (wanted[0], wanted[-1]):
         course.enter(name, plan, shared if name in resident else None)
-    between, notes = wanted[1:-1], course.refusal(len(wanted) - 2, seconds)
-    for name, plan in () if notes else between:
+    notes = course.refusal(len(wanted) - 2, seconds)
+    for name, plan in () if notes else wanted[1:-1]:
         course.enter(name, plan, shared if name in resident else None)
     names = [name for name, _ in wanted if name in course.paces]
     for _ in range(ROUNDS):
         for name in names:
             course.turn(name, 2 * seconds / len(names))
     paces = [course.paces[name] for name in names]
-    rungs = ladders.measured(names, [p.rate() for p in paces], [[speed for speed, _ in p.rates] for p in paces])
-    sides = {"before": course.peaks.get(names[0]), "after": course.peaks.get(names[-1])}
-    return rungs, {side: peak for side, peak in sides.items() if peak is not None}, notes
+    named = [*names[:-1], ALL] if notes else names
+    rungs = ladders.measured(named, [p.rate() for p in paces], [[speed for speed, _ in p.rates] for p in paces])
+    return rungs, course.memory(names[0], names[-1]), notes
 
 
 class Course:
@@ -156,7 +155,8 @@ class Course:
         pace.advance(steps=1)
         self.step = max(self.step, perf_counter() - start)
         if cuda:
-            self.peaks[name] = (torch.cuda.max_memory_allocated(self.device) - before) / 2**20
+            peak = torch.cuda.max_memory_allocated(self.device) - before + (self.pack.bytes if feed is not None else 0)
+            self.peaks[name] = peak / 2**20
             self.held = max(self.held, torch.cuda.memory_allocated(self.device) - before)
 
     def refusal(self, number: int, seconds: float) -> list[str]:
@@ -167,6 +167,12 @@ class Course:
         if self.device.type == "cuda" and number * self.held > SHARE * torch.cuda.mem_get_info(self.device)[0]:
             return ["GPU memory has no room for more models: of the rungs only the ends were measured"]
         return []
+
+    def memory(self, first: str, last: str) -> dict[str, float]:
+        """MiB at most, as in Receipt; a shared pack counts for each that shares it."""
+        if self.peaks:
+            return {"before": self.peaks[first], "after": self.peaks[last]}
+        return {"process": devices.resident() / 2**20}
 
     def turn(self, name: str, seconds: float) -> None:
         pace = self.paces[name]

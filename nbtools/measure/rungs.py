@@ -13,17 +13,18 @@ import torch
 from nbtools.feed import choose
 from nbtools.measure.pace import Rate
 from nbtools.pack import Pack
-from nbtools.plan import Plan
+from nbtools.plan import Plan, said
 
 GROUPS = {
-    "packed feed": ("feed", "workers", "prefetch"),
-    "batch and lr": ("batch_size", "micro_batch_size"),
-    "mixed precision": ("amp",),
-    "compile, graph": ("compile", "graph", "channels_last"),
+    "+ packed feed": ("feed", "workers", "prefetch"),
+    "+ batch and lr": ("batch_size", "micro_batch_size"),
+    "+ mixed precision": ("amp",),
+    "+ compile, graph": ("compile", "graph", "channels_last"),
 }
-"""In the guide's order, each with the knobs in which plans must differ for it to be a rung; OTHERS is one more."""
+"""In the guide's order, each with the knobs in which plans must differ for it to be a rung; OTHERS is one more, and
+ALL is what a run is called that has no rungs."""
 
-OTHERS = "the rest"
+OTHERS, ALL = "+ the rest", "this run"
 SILENT = (
     *("epochs", "lr", "lr_rule", "schedule", "warmup_epochs", "min_lr", "weight_decay", "betas"),
     *("eval_every", "early_stop", "patience", "seed"),
@@ -61,7 +62,7 @@ def ladder(baseline: Plan, plan: Plan, pack: Pack, device: torch.device) -> list
     for k, (name, _) in enumerate(groups):
         above = [knob for _, knobs in groups[k + 1 :] for knob in knobs]
         found.append((name, plan.replace(**{knob: getattr(baseline, knob) for knob in above})))
-    return found if groups else [*found, ("this run", plan)]
+    return found if groups else [*found, (ALL, plan)]
 
 
 def rest(plan: Plan) -> tuple[str, ...]:
@@ -100,7 +101,7 @@ def changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """Knob → `before → now`, without those that make no difference."""
     unused = () if now["feed"] == "workers" else ("workers", "prefetch")
     differing = (name for name, value in now.items() if before.get(name) != value and name not in (*SILENT, *unused))
-    return {name: f"{before.get(name)} → {now[name]}" for name in differing}
+    return {name: f"{said(before.get(name))} → {said(now[name])}" for name in differing}
 
 
 def ahead(plan: Plan, pack: Pack, device: torch.device) -> int:
@@ -119,6 +120,6 @@ def rows(rungs: Sequence[Rung]) -> list[tuple[Any, ...]]:
         speed = f"{rung.rate.samples_per_s:,.0f} ({rung.rate.least:,.0f}–{rung.rate.most:,.0f})"
         total = f"{rung.total:.2f}× ({rung.total_least:.2f}–{rung.total_most:.2f})" if k else None
         changes = ", ".join(f"{name} {change}" for name, change in rung.changes.items())
-        name, factor = (f"+ {rung.name}", f"{rung.factor:.2f}×") if k else (rung.name, None)
-        found.append((name, speed, factor, total, f"{rung.rate.data_wait:.0%}", changes))
+        factor = f"{rung.factor:.2f}×" if k else None
+        found.append((rung.name, speed, factor, total, f"{rung.rate.data_wait:.0%}", changes))
     return found
