@@ -206,9 +206,9 @@ def show_pack(options: argparse.Namespace) -> None:
 def show_advice(options: argparse.Namespace) -> None:
     pack = packed(options, options.data)
     advice = advise(find_task(options.task), pack, measure=not options.no_measure, noise=options.noise)
-    for part in (advice.batches, advice.workers, advice.profile):
-        print("" if part is None else f"{part}\n")
-    print(advice)
+    for part in (advice.batches, advice.workers, advice.profile, advice.ladder, advice):
+        if part is not None:
+            print(part, end="\n\n")
 
 
 def run_training(options: argparse.Namespace) -> None:

@@ -145,3 +145,11 @@ def test_the_summary_shows_the_verdict_and_is_still_a_frame(pack, tmp_path):
     for shown in (repr(run.summary().round(3)), run.summary().round(3)._repr_html_()):
         assert html.escape(run.verdict.sentence) in html.escape(html.unescape(shown))
     assert list(run.summary().index) == [1]
+
+
+def test_the_ladder_has_the_advised_batch_first_and_the_largest_in_passes_of_it_last(advice):
+    first, *_, last = advice.ladder.rungs
+    assert (first.effective, first.lr) == (advice.plan.batch_size, advice.plan.lr)
+    assert last.effective == (advice.largest or advice.plan).batch_size
+    assert last.micro <= advice.plan.batch_size
+    assert last.plan(advice.plan).batch_size == last.effective

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from nbtools import table
-from nbtools.measure import Finding, StepProfile, Verdict, WorkersFinding
+from nbtools.measure import Finding, Ladder, StepProfile, Verdict, WorkersFinding
+from nbtools.measure.ladder import Reference, ladder
 from nbtools.plan import Plan
 
 
@@ -32,6 +33,18 @@ class Advice:
     workers: WorkersFinding | None = None
     profile: StepProfile | None = None
     verdict: Verdict | None = None
+
+    @property
+    def ladder(self) -> Ladder:
+        """What goes with another batch: smaller ones with lr by the optimizer's rule, and last the largest batch in as
+        many passes of the advised one as it takes."""
+        plan = self.plan
+        reference = Reference(plan.batch_size, plan.lr, "linear" if plan.optimizer == "sgd" else "sqrt")
+        sizes = dict.fromkeys(plan.batch_size * part // 4 for part in (4, 3, 2, 1))
+        wanted = (self.largest or plan).batch_size
+        return ladder(
+            reference, [size for size in sizes if size], wanted=wanted, fits=plan.micro_batch_size or plan.batch_size
+        )
 
     def rows(self) -> list[tuple[Any, ...]]:
         values = self.plan.to_dict()

@@ -44,7 +44,7 @@ class Panel:
                 f"Panel takes an Advice or a Plan, got {type(advice).__qualname__}; try Panel(nb.advise(…))"
             )
         self.plan = self.acting = self.advised  # acting: what the run goes on with until it takes a wish
-        self.reasons: dict[str, str] = getattr(advice, "reasons", {})
+        self.reasons: dict[str, str] = {**getattr(advice, "reasons", {}), **getattr(advice, "evidence", {})}
         self.presets: dict[str, Plan] = {}
         self.rules = {field.name: field for field in dataclasses.fields(self.advised)}
         self.hints = typing.get_type_hints(type(self.advised))
@@ -106,6 +106,15 @@ class Panel:
                 self.show(wrong)
             self.buttons.asked = turned(plan, self.plan)
             self.buttons.show()
+
+    def hear(self, plan: Plan) -> None:
+        """Somebody else wished this plan: show it as if it was wished here, or a click would take it back."""
+        with self.lock:
+            if plan != self.plan:
+                self.before = None
+                _, wrong = self.changes()
+                self.adopt(plan)
+                self.show(wrong)
 
     def end(self) -> None:
         """The run is over: everything may be changed again, and there is nothing to pause."""
