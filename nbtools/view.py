@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -20,24 +21,23 @@ from nbtools.run import PLOT
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 RECENT = 3  # sentences that stand beside the live picture
-SAID = "font-size:12px;line-height:1.5"
+SAID = "font-size:12px;line-height:1.5;opacity:.75"
 
 
 class View:
     """A run's history, drawn as it grows. told: every sentence so far.
 
-    count: samples an epoch. best: the metric that counts, as in `Task.BEST`. panel: the one to show; None makes one of
-    the plan, in a notebook. show: False draws nothing and tells silently.
+    count: samples an epoch. best: the metric that counts, as in `Task.BEST`. given: the panel to show, or the Advice or
+    Plan that one is made of where it can be shown. show: False draws nothing and tells silently.
     """
 
-    def __init__(
-        self, folder: Path, history: History, plan: Plan, count: int, best: str, panel: Panel | None, show: bool
-    ):
+    def __init__(self, folder: Path, history: History, plan: Plan, count: int, best: str, given: Any, show: bool):
         self.folder, self.history, self.count, self.progress = folder, history, count, show
         self.plot = LivePlot(folder.name, plan.epochs, count, best)
         self.notebook = in_notebook()
         drawn = show and self.plot.widget is not None
-        self.panel = Panel(plan) if panel is None and drawn else panel
+        self.borrowed = isinstance(given, Panel)
+        self.panel: Panel | None = given if self.borrowed else Panel(given) if drawn else None
         self.output = Output() if drawn else None
         self.told: list[str] = []
         self.drawing = True
@@ -113,11 +113,12 @@ class View:
         except Exception as error:
             self.tell(f"no picture: {type(error).__name__}: {error}")
             return
+        if self.output is not None and self.output.lives:
+            kept = (self.panel.controls, self.panel.view) if self.panel is not None and self.borrowed else ()
+            self.output.stay(picture, kept)
         if path is not None:
             with disk.explained("writing the plot", self.folder):
                 disk.write_atomic(path, picture)
-        if self.output is not None:
-            self.output.stay(picture)
 
 
 class Output:
@@ -153,18 +154,26 @@ class Output:
         if not passing:
             self.lines.append(sentence)
 
-    def stay(self, png: bytes) -> None:
-        """The picture in the place of the view, and what was said under it."""
-        if not self.lives:
-            return
+    def stay(self, png: bytes, kept: Sequence[Any]) -> None:
+        """The picture in the place of the view, and what was said under it. kept: widgets that may stand elsewhere."""
         from IPython.display import Image, display
 
         display(Image(png, retina=True), display_id=self.name, update=True)
         self.lives = False
-        self.said.close()
-        self.view.close()
+        close(self.view, kept)
         for line in self.lines:
             print(line)
+
+
+def close(widget: Any, kept: Sequence[Any]) -> None:
+    """Close a widget with all that it is made of: ipywidgets keeps each open one, and its comm, as long as the kernel.
+    A form is some 300."""
+    for child in getattr(widget, "children", ()):
+        if child not in kept:
+            close(child, kept)
+    for part in (getattr(widget, "style", None), widget.layout, widget):
+        if part is not None:
+            part.close()
 
 
 def line_of(record: Record) -> str:
