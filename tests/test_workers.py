@@ -17,8 +17,9 @@ from nbtools import gpu
 from nbtools.errors import TrainError
 from nbtools.feed import Workers
 from nbtools.loop import train
-from nbtools.measure import memory, workers
-from nbtools.measure.workers import Setting, WorkersFinding, chosen, counts, find_workers
+from nbtools.measure import loaders, memory, workers
+from nbtools.measure.loaders import Rig, Setting, counts
+from nbtools.measure.workers import WorkersFinding, chosen, find_workers
 from nbtools.pack import RawFiles
 from nbtools.plan import Plan
 from nbtools.state import TrainState
@@ -52,7 +53,7 @@ def slow(pack):
 
 @pytest.fixture
 def two_cores(monkeypatch):
-    monkeypatch.setattr(workers, "cores", lambda: 2)
+    monkeypatch.setattr(loaders, "cores", lambda: 2)
 
 
 def pids() -> set[int | None]:
@@ -134,13 +135,10 @@ def test_a_sleeping_decode_makes_more_workers_faster_and_the_finder_sees_it(slow
 
 def test_prefetched_batches_are_not_counted_as_speed(slow):
     """A window shorter than the queue would otherwise measure what was decoded before it began."""
-    state = TrainState(toy, slow, workers.still(WORKERS))
-    state.restore_rng()
-    time_before = time.perf_counter()
-    setting, weight = workers.measured(toy, slow, WORKERS.replace(workers=1, prefetch=4), state, 0.2, 0)
-    assert setting.samples_per_s < 1.2 / 0.003
-    assert weight > 2**20
-    assert time.perf_counter() - time_before < 10
+    rig = Rig(toy, slow, WORKERS, CPU, slice_s=0.1)
+    rig.read(0.0)
+    assert rig.measure(WORKERS.replace(workers=1, prefetch=4)).samples_per_s < 1.2 / 0.003
+    assert rig.weight > 2**20
 
 
 def test_a_dev_shm_too_small_is_a_reason_and_no_bus_error(pack, two_cores, monkeypatch):
@@ -155,7 +153,7 @@ def test_a_dev_shm_too_small_is_a_reason_and_no_bus_error(pack, two_cores, monke
 
 
 def test_workers_that_ram_has_no_room_for_are_not_started(pack, two_cores, monkeypatch):
-    monkeypatch.setattr(workers, "ram", lambda: memory.Room(2**20, "available RAM"))
+    monkeypatch.setattr(loaders, "ram", lambda: memory.Room(2**20, "available RAM"))
     started = []
     real = Workers.open
     monkeypatch.setattr(Workers, "open", lambda self: (started.append(self.plan.workers), real(self))[1])
@@ -170,16 +168,16 @@ def test_a_reader_of_the_notebook_itself_is_not_sent_to_processes_that_cannot_im
 
     read.__module__ = "__main__"
     own = dataclasses.replace(pack, raw=RawFiles(pack.raw.folder, pack.raw.source, read))
-    said = workers.refusal(own, WORKERS.replace(workers=2), torch.device("cuda"), 0)
+    said = loaders.refusal(own, WORKERS.replace(workers=2), torch.device("cuda"), 0)
     assert "defined in the notebook, where a forkserver process cannot import it; put it in a file" in said
-    assert workers.refusal(pack, WORKERS.replace(workers=2), torch.device("cuda"), 0) == ""
-    monkeypatch.setattr(multiprocessing, "get_start_method", lambda: "fork")
-    assert workers.refusal(own, WORKERS.replace(workers=2), CPU, 0) == ""
+    assert loaders.refusal(pack, WORKERS.replace(workers=2), torch.device("cuda"), 0) == ""
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none: "fork")
+    assert loaders.refusal(own, WORKERS.replace(workers=2), CPU, 0) == ""
 
 
 @pytest.mark.parametrize("feed", ["auto", "resident", "streamed"])
 def test_a_feed_without_workers_is_not_measured_and_the_reason_is_said(pack, feed, monkeypatch):
-    monkeypatch.setattr(workers, "TrainState", None)
+    monkeypatch.setattr(workers, "tried", None)
     found = find_workers(toy, pack, toy.PLAN.replace(feed=feed, workers=3))
     assert found.settings == ()
     assert found.workers == 3

@@ -199,10 +199,10 @@ class Climb:
         self.stream.close()  # its feed's workers end
 
 
-def endless(state: TrainState, pack: Pack, feed: Feed) -> Generator[Raw, None, None]:
+def endless(state: TrainState, pack: Pack, feed: Feed, first: int = 0) -> Generator[Raw, None, None]:
     """Batches of one epoch after another, in the order in which training sees them; moves the state's epoch."""
     ids, plan = pack.ids("train"), state.plan
     lengths = lengths_of(pack, ids)
-    for epoch in count():
+    for epoch in count(first):
         state.epoch = epoch
         yield from feed(batches_left(ids, lengths, plan.seed, epoch, [[plan.batch_size, 0]]))

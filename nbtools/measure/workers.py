@@ -1,56 +1,28 @@
-"""How many DataLoader processes pay on this machine, and how many batches ahead: measured on training itself.
-
-One setting after another, so that none has another's processes beside it; only for `feed="workers"`.
-"""
+"""How many DataLoader processes pay on this machine, and how many batches ahead: only for `feed="workers"`."""
 
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
-import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Self
 
 import torch
 
 from nbtools import device as devices
-from nbtools import disk, table
-from nbtools.errors import TrainError
-from nbtools.feed import Workers, choose, require_shared_memory
-from nbtools.gpu import cores
+from nbtools import table
+from nbtools.feed import choose
 from nbtools.loop import require_sizes
-from nbtools.measure.memory import ram
+from nbtools.measure.loaders import SLICES, Setting, tried
 from nbtools.measure.pace import machine
-from nbtools.measure.sweep import endless
-from nbtools.measure.trial import still
 from nbtools.measure.untouched import untouched
 from nbtools.pack import Pack
 from nbtools.plan import Plan
-from nbtools.state import Task, TrainState
-from nbtools.step import step
+from nbtools.state import Task
 
 SECONDS = 8.0  # of measuring, the starts of workers aside
-SLICES = 3  # of a setting's time: its spread
-DEEPER = 4  # the other prefetch that is tried, beside the plan's
 CLOSE = 0.95  # of the best rate: fewer processes that reach it are chosen
-AHEAD = 2  # times the batches made ready: drawn before the clock starts, so that none of them is timed
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a number of workers gave: samples/s as the median of slices, the share of the time that waited for data, and
-    seconds from the opening to the first batch, counted apart. skipped: why it was not tried; then all else is 0."""
-
-    workers: int
-    prefetch: int
-    samples_per_s: float = 0.0
-    least: float = 0.0
-    most: float = 0.0
-    data_wait: float = 0.0
-    start: float = 0.0
-    skipped: str = ""
 
 
 @dataclass(frozen=True)
@@ -120,112 +92,7 @@ def find_workers(
     return WorkersFinding(workers, prefetch, reason, tuple(settings), perf_counter() - begun)
 
 
-def counts(most: int) -> list[int]:
-    """0, 1, 2, 4, …, and the number of cores."""
-    return [0, *sorted({2**k for k in range(most.bit_length())} | {most})]
-
-
-def tried(task: Task, pack: Pack, plan: Plan, device: torch.device, seconds: float) -> list[Setting]:
-    """More workers until twice nothing was gained; then the best number with another prefetch."""
-    numbers = counts(cores())
-    state = TrainState(task, pack, still(plan), device)
-    devices.prepare(plan, device, many_shapes=state.card.bucket_by is not None)
-    state.restore_rng()
-    each = seconds / (len(numbers) + 1) / SLICES
-    found: list[Setting] = []
-    weight = 0  # bytes of RAM a worker, known when the first one runs
-    for number in numbers:
-        setting, weighed = measured(task, pack, plan.replace(workers=number), state, each, weight)
-        found.append(setting)
-        weight = weight or weighed
-        if number > 2 and not any(gains(found[:-k], found[-k]) for k in (1, 2)):
-            break
-    best = max(found, key=lambda setting: setting.samples_per_s)
-    if best.workers:
-        other = plan.replace(workers=best.workers, prefetch=DEEPER if plan.prefetch != DEEPER else 2)
-        found.append(measured(task, pack, other, state, each, weight)[0])
-    return found
-
-
-def gains(before: list[Setting], setting: Setting) -> bool:
-    return setting.samples_per_s * CLOSE > max(each.samples_per_s for each in before)
-
-
-def measured(task: Task, pack: Pack, plan: Plan, state: TrainState, seconds: float, weight: int) -> tuple[Setting, int]:
-    """(what a setting gave, bytes of RAM that a worker took)."""
-    refused = refusal(pack, plan, state.device, weight)
-    if refused:
-        return Setting(plan.workers, plan.prefetch, skipped=refused), 0
-    begun = perf_counter()
-    stream = endless(state, pack, Workers(pack, state.device, plan))
-    next(stream)
-    start = perf_counter() - begun
-    for _ in range(AHEAD * plan.prefetch * plan.workers):
-        next(stream)
-    step(task, state, next(stream), pack.splits["train"])
-    weight = max(map(private, multiprocessing.active_children()), default=0) if plan.workers else 0
-    slices = [timed(task, state, stream, pack, seconds) for _ in range(SLICES)]
-    stream.close()
-    speeds, waits = zip(*slices, strict=True)
-    spread = min(speeds), max(speeds), statistics.median(waits)
-    return Setting(plan.workers, plan.prefetch, statistics.median(speeds), *spread, start), weight
-
-
-def timed(task: Task, state: TrainState, stream: Any, pack: Pack, seconds: float) -> tuple[float, float]:
-    """(samples/s, share of the time that waited for data) of steps for so long, one at least."""
-    samples, waited = 0, 0.0
-    synchronize(state.device)
-    start = perf_counter()
-    while not samples or perf_counter() - start < seconds:
-        asked = perf_counter()
-        raw = next(stream)
-        waited += perf_counter() - asked
-        step(task, state, raw, pack.splits["train"])
-        samples += len(raw["id"])
-    synchronize(state.device)
-    took = perf_counter() - start
-    return samples / took, waited / took
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def refusal(pack: Pack, plan: Plan, device: torch.device, weight: int) -> str:
-    """Why a setting is not to be tried here, or ""."""
-    if not plan.workers:
-        return ""
-    method = "forkserver" if device.type == "cuda" else multiprocessing.get_start_method()
-    reader = getattr(pack.raw, "read", None)
-    if method != "fork" and getattr(reader, "__module__", "") == "__main__":
-        name = getattr(reader, "__qualname__", "the reader")
-        return f"{name} is defined in the notebook, where a {method} process cannot import it; put it in a file"
-    try:
-        require_shared_memory(pack, plan)
-    except TrainError as error:
-        return str(error)
-    room = ram()
-    batch = pack.bytes / max(len(pack), 1) * plan.batch_size
-    need = plan.workers * (weight + plan.prefetch * batch)
-    if room is not None and need > room.usable:
-        return (
-            f"{plan.workers} workers and their batches need about {disk.human(need)}, and {disk.human(room.usable)} of "
-            f"{room.source} can be had"
-        )
-    return ""
-
-
-def private(process: Any) -> int:
-    """Bytes of RAM that a process has for itself (Linux); 0 where it is not told."""
-    try:
-        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
-    except OSError:  # another system, or the process is gone
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
-
-
-def chosen(settings: list[Setting]) -> tuple[int, int, str]:
+def chosen(settings: Sequence[Setting]) -> tuple[int, int, str]:
     """(workers, prefetch, reason): pure."""
     best = max(settings, key=lambda each: each.samples_per_s)
     near = [each for each in settings if each.samples_per_s >= CLOSE * best.samples_per_s and not each.skipped]
