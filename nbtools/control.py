@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from nbtools.plan import Plan
 FILE = "control.json"
 ACTIONS = ("pause", "resume", "stop", "evaluate", "save", "profile")
 MOST = 100_000  # characters that a request may have
+REFUSED = "not taken: "  # how the row of a history begins that answers what the run cannot do
 UNFINISHED = 2.0  # seconds that a file which is no JSON yet may still be being written: `echo … > control.json`
 
 
@@ -55,10 +56,11 @@ def send(folder: str | Path, actions: Iterable[str] = (), knobs: Mapping[str, An
         return disk.write_atomic(path, json.dumps({"do": asked, **said, **(knobs or {})}))
 
 
-def receive(folder: Path, wishes: Wishes, plan: Plan) -> None:
+def receive(folder: Path, wishes: Wishes, plan: Plan, check: Callable[[Plan], None] | None = None) -> None:
     """Take control.json, if one lies in the folder, as wishes: `{"do": "pause", "lr": 1e-4}`, knobs as in the Plan.
 
-    Raises TrainError or PlanError where it breaks a rule; then nothing of it is wished. It is gone either way.
+    check: raises NbtoolsError for a plan that the run cannot go on with. Raises that, TrainError or PlanError where it
+    breaks a rule; then nothing of it is wished. It is gone either way.
     """
     path = folder / FILE
     try:
@@ -78,6 +80,8 @@ def receive(folder: Path, wishes: Wishes, plan: Plan) -> None:
         for action in actions:
             require(action)
         wanted = plan.turn(**{n: plan.parse(n, v) if isinstance(v, str) else v for n, v in said.items()})
+        if check is not None:
+            check(wanted)
     except NbtoolsError as error:
         raise type(error)(f"{path}: {error}") from None
     for action in actions:

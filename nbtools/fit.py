@@ -18,7 +18,7 @@ from nbtools.advise import advise
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, TrainError
 from nbtools.folder import begin, kept_folder, only_one, restore, stored_plan
 from nbtools.history import History, Record
-from nbtools.loop import Diverged, caught_up, fixed, require_change, require_sizes, train
+from nbtools.loop import Diverged, caught_up, fixed, require_sizes, train
 from nbtools.pack import Pack
 from nbtools.plan import Plan
 from nbtools.run import PLAN, RECEIPT, VERDICT, Run
@@ -171,14 +171,9 @@ def heed(job: Job, saver: Saver, surface: Surface, record: Record) -> bool:
 
 
 def turn(job: Job, surface: Surface) -> None:
-    """Take the plan that was wished for, and write it down; a refused one is explained and forgotten."""
+    """Take the plan that was wished for, which was checked when it was, and write it down."""
     surface.heeded = wanted = surface.wishes.plan
     if wanted is None or wanted == job.state.plan:
-        return
-    try:
-        require_change(job.state, wanted, job.pack.splits["train"])
-    except NbtoolsError as error:
-        surface.tell(f"not taken: {error}")
         return
     job.state.plan = wanted
     with disk.explained("writing the plan", job.folder):

@@ -42,10 +42,9 @@ class Surface(View):
     def __init__(
         self, folder: Path, task: Any, state: TrainState, pack: Pack, history: History, given: Any, show: bool
     ):
-        panel = given if isinstance(given, Panel) else None
-        if panel is None and getattr(given, "plan", None) is state.plan:
-            panel = Panel(given)  # of an Advice: its reasons stand beside the fields
-        super().__init__(folder, history, state.plan, pack.splits["train"], getattr(task, "BEST", "-loss"), panel, show)
+        if not isinstance(given, Panel) and getattr(given, "plan", None) is not state.plan:
+            given = state.plan  # an Advice has reasons, which stand beside the fields
+        super().__init__(folder, history, state.plan, pack.splits["train"], getattr(task, "BEST", "-loss"), given, show)
         self.state = state
         self.previews = Previews(task, state, pack)
         self.wishes = Wishes()
@@ -63,7 +62,11 @@ class Surface(View):
             stack.enter_context(Interrupt(self.wishes))
             if self.panel is not None and self.notebook:
                 stack.enter_context(self.messages)
-                self.panel.begin(self.wishes, fixed(self.state.plan), self.check)
+                with self.panel.lock:
+                    late = self.panel.plan  # what another thread turned while the run was made ready is a wish
+                    self.panel.begin(self.wishes, fixed(self.state.plan), self.check)
+                    self.panel.take(self.state.plan)
+                    self.panel.put(late)
                 stack.callback(self.panel.end)
             if self.state.device.type == "cuda" and (index := gpu.nvml_index(self.state.device.index or 0)) is not None:
                 self.sampler = stack.enter_context(Sampler(index))
@@ -131,11 +134,19 @@ class Surface(View):
         if now >= self.looked and wishes.plan is self.heeded:
             self.looked = now + LOOK_EVERY
             try:
-                control.receive(self.folder, wishes, self.state.plan)
+                control.receive(self.folder, wishes, self.state.plan, self.check)
             except NbtoolsError as error:
-                self.tell(f"not taken: {error}")
+                self.answer(f"{control.REFUSED}{error}")
+            if self.panel is not None and wishes.plan is not None and wishes.plan is not self.heeded:
+                self.panel.hear(wishes.plan)
         asked = wishes.stop or wishes.save or wishes.evaluate or wishes.profile
         return wishes.paused or asked or wishes.plan is not self.heeded
+
+    def answer(self, sentence: str) -> None:
+        """Tell it here, and in the history to whoever asked from elsewhere."""
+        state = self.state
+        self.tell(sentence)
+        self.history.append(Record("event", state.epoch, state.step, state.samples, {"what": sentence}))
 
     def hold(self) -> None:
         """A moment of a pause."""

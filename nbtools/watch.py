@@ -35,7 +35,7 @@ def watch(run: str | Path, task: Any = None, wait: float = 60.0) -> Run:
     opened = Run.open(folder, task)
     history = History(folder / HISTORY)
     best = getattr(opened.task, "BEST", "-loss")
-    view = View(folder, history, opened.plan, opened.card.splits["train"], best, None, show=True)
+    view = View(folder, history, opened.plan, opened.card.splits["train"], best, opened.plan, show=True)
     asked, interrupted, messages = Asked(folder, opened.plan), Wishes(), Messages()
     with ExitStack() as stack:
         stack.enter_context(Interrupt(interrupted))
@@ -78,9 +78,10 @@ def follow(view: View, told: int, kind: type[Plan], folder: Path) -> int:
     view.history.refresh()
     rows = view.history.rows
     for row in rows[min(told, len(rows)) :]:
-        record = Record(*(row[key] for key in KEYS), {k: v for k, v in row.items() if k not in KEYS})
+        values = {name: value for name, value in row.items() if name not in KEYS}
+        record = Record(row["kind"], row["epoch"], row["step"], row["samples"], values)
         view.advance(record)
-        if record.kind == "change":
+        if record.kind == "change" or str(record.values.get("what", "")).startswith(control.REFUSED):
             view.turned(kind.from_json((folder / PLAN).read_text()))
     return len(rows)
 
@@ -101,7 +102,7 @@ class Asked:
         if wishes.paused != self.paused:
             self.paused = wishes.paused
             actions.append("pause" if self.paused else "resume")
-        plan, knobs = wishes.plan, {}
+        (plan, wishes.plan), knobs = (wishes.plan, None), {}  # the run answers: what it does is shown, and what not
         if plan is not None and plan is not self.plan:
             knobs = {n: value for n, value in plan.to_dict().items() if value != getattr(self.plan, n)}
             self.plan = plan

@@ -307,6 +307,14 @@ def test_ctrl_c_while_the_last_picture_is_drawn_still_returns_the_run(pack, tmp_
     assert (run.folder / "plot.png").exists()
 
 
+def test_advice_is_a_plan_also_where_ipywidgets_does_not_import(pack, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    monkeypatch.delitem(sys.modules, "nbtools.panel.form", raising=False)
+    monkeypatch.delitem(sys.modules, "nbtools.panel.buttons", raising=False)
+    advice = types.SimpleNamespace(plan=PLAN.replace(epochs=1), reasons={})
+    assert len(nb.fit(toy, pack, advice, tmp_path / "run", **QUIET).summary()) == 1
+
+
 def test_an_error_between_steps_leaves_no_thread_of_the_feed_behind(pack, tmp_path, monkeypatch):
     monkeypatch.setattr(surface.Surface, "listen", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError) as kept:  # as a notebook keeps the last traceback
@@ -372,6 +380,7 @@ def test_what_cannot_be_is_explained_and_changes_nothing(pack, tmp_path, untouch
     run = nb.fit(Acting(at5=lambda: (folder / FILE).write_text(said)), pack, PLAN, folder, **QUIET)
     (event,) = [e for e in run.events if e.startswith("not taken: ")]
     assert answer in event
+    assert [row["what"] for row in run.history.of("event")] == [event], "who asked from elsewhere reads the answer"
     assert not (folder / FILE).exists()
     assert same_weights(run, untouched)
 
@@ -480,13 +489,17 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
         wait_for(lambda: history_of(elsewhere).count("step,") > 1)
         assert terminal.main(["control", str(elsewhere), "lr=0.005", "save"]) == 0
         wait_for(lambda: "lr 0.01 → 0.005" in history_of(elsewhere))
+        assert terminal.main(["control", str(elsewhere), "batch_size=100000"]) == 0
+        wait_for(lambda: "not taken: " in history_of(elsewhere))
         assert terminal.main(["control", str(elsewhere), "stop"]) == 0
 
     with beside(elsewhere, person):
         run = nb.watch(elsewhere, toy)
     assert not busy(elsewhere)
     assert run.plan.lr == 0.005
-    assert "lr 0.01 → 0.005" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "lr 0.01 → 0.005" in told
+    assert "larger than the train split" in told
 
 
 def test_an_interrupt_ends_the_looking_and_not_the_run(elsewhere, capsys):

@@ -1,0 +1,91 @@
+"""A run under its live view in the kernels of two notebook stacks, and what it leaves there when it is over."""
+
+from pathlib import Path
+
+import pytest
+from kernels import Client, started
+
+SETUP = f"""
+import sys, threading, time; sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parent.parent)!r}]
+import torch; torch.set_num_threads(1)
+import nbtools as nb, toy
+from nbtools import control, surface
+from pathlib import Path
+surface.LOOK_EVERY = 0.0
+pack = toy.make_pack(Path("toy"))
+plan = toy.PLAN.replace(epochs=1)
+"""
+TURNED_EARLY = """
+class Early:
+    PLAN, BASELINE, loss, metrics, decode = toy.PLAN, toy.BASELINE, toy.loss, toy.metrics, toy.decode
+    batch = toy.batch
+    def model(card, plan):
+        other = threading.Thread(target=setattr, args=(panel.fields["lr"], "value", "0.005"))
+        other.start(); other.join()
+        return toy.model(card, plan)
+panel = nb.Panel(plan)
+run = nb.fit(Early, pack, panel, "early", receipt=False)
+print(run.plan.lr, [row["what"] for row in run.history.of("change")], panel.plan == run.plan)
+"""
+ASKED_TWICE = """
+seen = []
+def person():
+    while not seen: time.sleep(0.01)
+    control.send("twice", ["pause"], {"lr": 0.005})
+    while panel.fields["lr"].value != "0.005" or not panel.buttons.wishes.paused: time.sleep(0.01)
+    panel.fields["clip_norm"].value = "0.5"
+    panel.buttons.made["pause"].click()
+class Watched:
+    PLAN, BASELINE, loss, metrics, decode, model = toy.PLAN, toy.BASELINE, toy.loss, toy.metrics, toy.decode, toy.model
+    def batch(raw, plan, draws):
+        seen.append(len(raw["id"]))
+        time.sleep(0.01)
+        return toy.batch(raw, plan, draws)
+panel = nb.Panel(plan.replace(epochs=20))
+thread = threading.Thread(target=person)
+thread.start()
+run = nb.fit(Watched, pack, panel, "twice", receipt=False)
+thread.join()
+print(run.plan.lr, run.plan.clip_norm)
+"""
+
+
+@pytest.fixture(scope="module", params=["colab", "newest"])
+def kernel(request, tmp_path_factory):
+    with started(request.param, tmp_path_factory.mktemp("kernel")) as client:
+        client.run(SETUP)
+        yield client
+
+
+def open_widgets(kernel: Client) -> set[str]:
+    """Those that were opened so far and not closed, as a frontend counts them."""
+    found = set()
+    for message in kernel.said:
+        if message["msg_type"] == "comm_open":
+            found.add(message["content"]["comm_id"])
+        if message["msg_type"] == "comm_close":
+            found.discard(message["content"]["comm_id"])
+    return found
+
+
+def test_a_run_leaves_no_widget_of_its_own_behind(kernel):
+    before = open_widgets(kernel)
+    assert "1 epochs" in kernel.run('print(nb.fit(toy, pack, plan, "own", receipt=False).plan.epochs, "epochs")')
+    assert len(kernel.said) > 100
+    assert open_widgets(kernel) == before
+
+
+def test_a_panel_that_a_person_made_outlives_the_run(kernel):
+    kernel.run("given = nb.Panel(plan)")
+    panel = open_widgets(kernel)
+    kernel.run('run = nb.fit(toy, pack, given, "given", receipt=False)')
+    assert open_widgets(kernel) == panel
+
+
+def test_a_knob_turned_while_the_run_is_made_ready_is_a_wish(kernel):
+    text = kernel.run(TURNED_EARLY)
+    assert "0.005 ['lr 0.01 → 0.005'] True" in text
+
+
+def test_a_click_after_another_ones_request_takes_nothing_back(kernel):
+    assert "0.005 0.5" in kernel.run(ASKED_TWICE)
