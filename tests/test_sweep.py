@@ -5,6 +5,7 @@ import json
 import math
 import sys
 import types
+import weakref
 from typing import Any
 
 import IPython.display
@@ -20,7 +21,10 @@ from nbtools.feed import Workers
 from nbtools.lr_sweep import LrSweep
 from nbtools.lr_sweep import lr_sweep as shown
 from nbtools.measure.curve import judge, smooth
+from nbtools.measure.race import time_to
+from nbtools.measure.receipts import receipt
 from nbtools.measure.sweep import Climb, Sweep, lr_sweep
+from nbtools.measure.workers import find_workers
 from nbtools.state import TrainState
 
 CPU = torch.device("cpu")
@@ -170,6 +174,29 @@ def test_everything_is_as_it_was_before(pack):
     now = state.tensors()
     assert now.keys() == kept.keys()
     assert all(torch.equal(value, kept[name]) for name, value in now.items())
+
+
+MEASURED = {
+    "sweep": lambda task, pack: lr_sweep(task, pack, toy.PLAN, steps=25),
+    "workers": lambda task, pack: find_workers(task, pack, toy.BASELINE, seconds=0.05),
+    "receipt": lambda task, pack: receipt(task, pack, toy.PLAN, seconds=0.05),
+    "race": lambda task, pack: time_to(task, pack, toy.PLAN.replace(epochs=1), target=0.1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:This DataLoader will create:UserWarning")
+@pytest.mark.parametrize("name", MEASURED)
+def test_no_model_that_was_measured_stays_in_memory(pack, name):
+    made = []
+
+    def model(card, plan):
+        found = toy.model(card, plan)
+        made.append(weakref.ref(found))
+        return found
+
+    assert MEASURED[name](task_with(model=model), pack)
+    assert made
+    assert [ref() for ref in made] == [None] * len(made)
 
 
 def pack_batch(pack) -> dict[str, torch.Tensor]:
