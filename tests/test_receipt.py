@@ -64,7 +64,7 @@ def test_the_receipt_compares_with_the_baseline_on_the_same_network_and_data(fou
 def test_the_rungs_are_the_groups_of_knobs_in_which_the_plans_differ_and_each_is_a_plan_that_trained(found):
     assert [rung.name for rung in found.rungs] == [
         *("baseline", "+ packed feed", "+ batch and lr", "+ mixed precision"),
-        "+ compile, graph",
+        "+ compile, graph, layout",
     ]
     feeds = [rung.rate.plan["feed"] for rung in found.rungs]
     sizes = [rung.rate.plan["batch_size"] for rung in found.rungs]
@@ -85,6 +85,16 @@ def test_the_factors_of_the_rungs_multiply_to_the_total(found):
     assert found.rungs[-1].total == found.ratio
     assert found.rungs[0].factor == found.rungs[0].total == 1
     assert all(rung.total_least <= rung.total <= rung.total_most for rung in found.rungs)
+    assert all(rung.factor_least <= rung.factor <= rung.factor_most for rung in found.rungs)
+
+
+def test_total_and_factors_of_known_rounds():
+    """Three rounds on a machine that slows down: the ratios are taken within rounds."""
+    rounds = [[100.0, 50.0, 25.0], [200.0, 100.0, 50.0], [300.0, 150.0, 100.0]]
+    steps = rungs.measured(["a", "b", "c"], [rate(toy.PLAN, speeds[1]) for speeds in rounds], rounds)
+    assert [(step.factor, step.total) for step in steps] == [(1.0, 1.0), (2.0, 2.0), (1.5, 3.0)]
+    assert [(step.total_least, step.total_most) for step in steps[1:]] == [(2.0, 2.0), (3.0, 4.0)]
+    assert (steps[2].factor_least, steps[2].factor_most) == (1.5, 2.0)
 
 
 def test_the_packed_feed_is_what_helps_where_decoding_is_what_takes_the_time(found):
@@ -98,7 +108,7 @@ def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors(found):
     assert headers[1:4] == ("samples/s", "over the rung before", "over the baseline")
     assert len(rows) == 5
     assert rows[1][0] == "+ packed feed"
-    assert rows[1][2] == f"{found.rungs[1].factor:.2f}×"
+    assert rows[1][2].startswith(f"{found.rungs[1].factor:.2f}× (")
     assert rows[2][5] == "batch_size 16 → 64"
     assert f"{found.rungs[4].total:.2f}× (" in str(found)
     assert found._repr_html_().count("<tr") == 1 + 5 + 2

@@ -19,7 +19,7 @@ GROUPS = {
     "+ packed feed": ("feed", "workers", "prefetch"),
     "+ batch and lr": ("batch_size", "micro_batch_size"),
     "+ mixed precision": ("amp",),
-    "+ compile, graph": ("compile", "graph", "channels_last"),
+    "+ compile, graph, layout": ("compile", "graph", "channels_last"),
 }
 """In the guide's order, each with the knobs in which plans must differ for it to be a rung; OTHERS is one more, and
 ALL is what a run is called that has no rungs."""
@@ -34,14 +34,17 @@ SILENT = (
 
 @dataclass(frozen=True)
 class Rung:
-    """One more group of knobs as the run has them. changes: knob → `before → now`. factor: samples/s over the rung
-    before; total: over the baseline, the median over rounds of what was measured in turns, with its least and most.
+    """One more group of knobs as the run has them. changes: knob → `before → now`. total: samples/s over the baseline,
+    the median over rounds of what was measured in turns, with its least and most; factor: over the rung before, so that
+    factors multiply to the total, with the least and most of the rounds.
     """
 
     name: str
     changes: dict[str, str]
     rate: Rate
     factor: float
+    factor_least: float
+    factor_most: float
     total: float
     total_least: float
     total_most: float
@@ -87,14 +90,19 @@ def source(plan: Plan, pack: Pack, device: torch.device) -> tuple[Any, ...]:
 def measured(names: Sequence[str], rates: Sequence[Rate], rounds: Sequence[Sequence[float]]) -> tuple[Rung, ...]:
     """Rungs of samples/s: rounds[k] are those of rung k. The factors of the rungs multiply to the last total."""
     found: list[Rung] = []
-    for name, rate, speeds in zip(names, rates, rounds, strict=True):
-        ratios = [now / first for now, first in zip(speeds, rounds[0], strict=True)]
+    for k, (name, rate) in enumerate(zip(names, rates, strict=True)):
+        ratios = over(rounds[k], rounds[0])
         total = statistics.median(ratios)
         before = found[-1] if found else None
         factor = total / before.total if before else 1.0
+        steps = [factor, *over(rounds[k], rounds[k - 1])] if before else [factor]  # medians may be of different rounds
         changes = changed(before.rate.plan, rate.plan) if before else {}
-        found.append(Rung(name, changes, rate, factor, total, min(ratios), max(ratios)))
+        found.append(Rung(name, changes, rate, factor, min(steps), max(steps), total, min(ratios), max(ratios)))
     return tuple(found)
+
+
+def over(speeds: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [speed / other for speed, other in zip(speeds, others, strict=True)]
 
 
 def changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
@@ -118,8 +126,8 @@ def rows(rungs: Sequence[Rung]) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     for k, rung in enumerate(rungs):
         speed = f"{rung.rate.samples_per_s:,.0f} ({rung.rate.least:,.0f}–{rung.rate.most:,.0f})"
+        factor = f"{rung.factor:.2f}× ({rung.factor_least:.2f}–{rung.factor_most:.2f})" if k else None
         total = f"{rung.total:.2f}× ({rung.total_least:.2f}–{rung.total_most:.2f})" if k else None
         changes = ", ".join(f"{name} {change}" for name, change in rung.changes.items())
-        factor = f"{rung.factor:.2f}×" if k else None
         found.append((rung.name, speed, factor, total, f"{rung.rate.data_wait:.0%}", changes))
     return found
