@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
@@ -273,6 +274,7 @@ class Workers:
             pin_memory=cuda,
             prefetch_factor=self.plan.prefetch if many else None,
             persistent_workers=many,
+            worker_init_fn=deaf,
             generator=torch.Generator(),  # its own: else every epoch draws from the stream that dropout uses
             multiprocessing_context="forkserver" if many and cuda else None,  # fork + CUDA deadlocks
         )
@@ -285,6 +287,11 @@ class Workers:
             for raw in loader:
                 yield on(self.device, raw)
         self.idle.append((loader, sampler))  # not after an error: a worker may be gone
+
+
+def deaf(worker: int) -> None:
+    """An interrupt reaches every process of a notebook or terminal: what it means, the run says and not its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def require_shared_memory(pack: Pack, plan: Plan) -> None:

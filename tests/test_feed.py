@@ -1,8 +1,10 @@
 """Feeds: every sample once an epoch whatever happens to the batch size, and the same batches from everywhere."""
 
 import dataclasses
+import multiprocessing
 import os
 import random
+import signal
 import threading
 import time
 from collections import namedtuple
@@ -154,6 +156,17 @@ def test_resident_streamed_and_workers_give_the_same_bits(pack):
                 for name, tensor in expected.items():
                     assert raw[name].dtype == tensor.dtype, (other.name, name)
                     assert torch.equal(raw[name], tensor), (other.name, name)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:This DataLoader will create:UserWarning")
+def test_an_interrupt_that_reaches_the_workers_too_ends_none_of_them(pack):
+    """As a notebook's does, and a terminal's: it goes to the whole process group."""
+    batches = batches_left(pack.ids("train"), None, 0, 0, [[3, 0]])
+    found = Workers(pack, CPU, Plan(feed="workers", workers=1))(batches)
+    ids = next(found)["id"].tolist()
+    for child in multiprocessing.active_children():
+        os.kill(child.pid or 0, signal.SIGINT)
+    assert [*ids, *(i for raw in found for i in raw["id"].tolist())] == np.concatenate(batches).tolist()
 
 
 def test_a_batch_holds_its_samples_padded_with_zeros_to_their_true_lengths(pack):
