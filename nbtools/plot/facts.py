@@ -97,10 +97,13 @@ def progress(table: Columns, about: About) -> float | None:
 
 
 def time_left(table: Columns, about: About) -> float | None:
-    """Seconds to the end: what is left of samples at the recent pace, and the evaluations at what they took so far."""
+    """Seconds to the end: what is left of samples at the recent pace, which counts anew where a knob was turned, and
+    the evaluations at what they took so far."""
     done = progress(table, about)
-    pace = table.series("step", "samples_per_s")[1][-40:]
-    pace = pace[pace > 0]
+    steps, pace = table.series("step", "samples_per_s")
+    steps, pace = steps[pace > 0][-40:], pace[pace > 0][-40:]
+    since = steps > table.changes[-1]["step"] if table.changes else np.zeros(len(steps), bool)
+    pace = pace[since] if since.any() else pace
     if done is None or not len(pace):
         return None
     epochs = (1 - done) * (about.epochs or 0)
