@@ -76,6 +76,33 @@ def test_one_that_does_not_arrive_is_named_and_gives_no_factor(pack):
     assert "out of epochs" in str(found)
 
 
+def finish(ended: str, seconds: float) -> Finish:
+    return Finish(PLAN.to_dict(), 0, ended, seconds, 1.0, 10, ((seconds, 0.5),))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("reached", "reached", "4.00× as fast as the baseline (4.00–4.00, n = 1)"),
+        (
+            "out of time",
+            "reached",
+            "more than 4.00× as fast as the baseline; the baseline did not reach it with 1 of 1",
+        ),
+        ("out of epochs", "reached", "the baseline did not reach it with 1 of 1 seeds"),
+        ("reached", "out of time", "this run did not reach it with 1 of 1 seeds"),
+        (
+            "lost the loss",
+            "lost the loss",
+            "the baseline did not reach it with 1 of 1 seeds; this run did not reach it",
+        ),
+    ],
+)
+def test_a_factor_is_claimed_only_where_seconds_prove_it(before, after, said):
+    race = Race("accuracy", 0.7, False, (finish(before, 40.0),), (finish(after, 10.0),), (), {})
+    assert race.caption().startswith(f"accuracy ≥ 0.7: {said}")
+
+
 def test_a_budget_ends_an_endless_race_within_an_epoch(pack):
     found = time_to(toy, pack, PLAN.replace(epochs=10**6), target=2.0, baseline=SLOW.replace(epochs=10**6), seconds=0.3)
     for finish in (*found.before, *found.after):

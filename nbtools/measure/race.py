@@ -77,6 +77,12 @@ class Race:
         pairs = zip(self.before, self.after, strict=True)
         return [before.seconds / after.seconds for before, after in pairs if before.reached and after.reached]
 
+    @property
+    def bounds(self) -> list[float]:
+        """What the ratio exceeds, of the seeds with which only the plan arrived before the baseline's time was out."""
+        pairs = zip(self.before, self.after, strict=True)
+        return [b.seconds / a.seconds for b, a in pairs if a.reached and b.ended == OUT_OF_TIME]
+
     def best(self, finish: Finish) -> float | None:
         values = [value for _, value in finish.curve]
         return (min(values) if self.lower else max(values)) if values else None
@@ -90,6 +96,8 @@ class Race:
             for name, side in (("the baseline", self.before), ("this run", self.after))
             if (arrived := sum(finish.reached for finish in side)) < n
         ]
+        if not ratios and self.bounds:
+            missed.insert(0, f"more than {min(self.bounds):.2f}× as fast as the baseline")
         if ratios:
             spread = f"{min(ratios):.2f}–{max(ratios):.2f}, n = {len(ratios)}"
             missed.insert(0, f"{statistics.median(ratios):.2f}× as fast as the baseline ({spread})")
