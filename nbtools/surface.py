@@ -125,8 +125,8 @@ class Surface(View):
     def listen(self) -> bool:
         """Hear clicks and control.json; whether there is something to heed."""
         self.messages.handle()
-        if self.messages.trouble not in (None, *self.told):
-            self.tell(self.messages.trouble)
+        if (trouble := self.messages.trouble) is not None and trouble not in self.told:
+            self.tell(trouble)
         now, wishes = monotonic(), self.wishes
         if self.panel is not None and now >= self.shown:
             self.panel.refresh()
