@@ -44,9 +44,12 @@ class Wishes:
 def send(folder: str | Path, actions: Iterable[str] = (), knobs: Mapping[str, Any] | None = None) -> Path:
     """Ask the process that trains in a run folder for something, beside what it has not read yet.
 
-    Raises TrainError for an unknown action; a knob is checked by the run, which answers in its history.
+    Raises TrainError for an unknown action and where there is no folder; a knob is checked by the run, which answers in
+    its history.
     """
     path, said = Path(folder) / FILE, {}
+    if not path.parent.is_dir():
+        raise TrainError(f"{folder}: not there any more, so nobody can be asked; name the folder of a run")
     with disk.explained("asking a run", path), suppress(FileNotFoundError):  # the run takes it at any moment
         said = orders(read(path)) or {}
     asked = [*listed(said.pop("do", [])), *actions]

@@ -9,7 +9,7 @@ from typing import Any
 
 from nbtools import checkpoint, control
 from nbtools.control import Wishes
-from nbtools.errors import CheckpointError
+from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.folder import busy
 from nbtools.history import KEYS, History, Record
 from nbtools.kernel import Messages
@@ -39,6 +39,7 @@ def watch(run: str | Path, task: Any = None, wait: float = 60.0) -> Run:
     asked, interrupted, messages = Asked(folder, opened.plan), Wishes(), Messages()
     with ExitStack() as stack:
         stack.enter_context(Interrupt(interrupted))
+        stack.callback(view.finish, [])
         if view.panel is not None:
             stack.enter_context(messages)
             view.panel.begin(asked.wishes, fixed(opened.plan), lambda plan: None)
@@ -47,7 +48,10 @@ def watch(run: str | Path, task: Any = None, wait: float = 60.0) -> Run:
         read, told = 0.0, len(history)
         while (trains := busy(folder)) and not interrupted.stop:
             messages.handle()
-            asked.send()
+            try:
+                asked.send()
+            except NbtoolsError as error:
+                view.tell(str(error))
             if monotonic() >= read:
                 read = monotonic() + READ_EVERY
                 told = follow(view, told, type(opened.plan), folder)
@@ -56,7 +60,6 @@ def watch(run: str | Path, task: Any = None, wait: float = 60.0) -> Run:
             view.draw("paused" if asked.wishes.paused else "")
             sleep(MOMENT)
         follow(view, told, type(opened.plan), folder)
-    view.finish([])
     if trains:
         view.tell(f"{folder} goes on; nb.watch it again, or ask it to stop: python -m nbtools control {folder} stop")
     return Run.open(folder, opened.task)
@@ -81,7 +84,8 @@ def follow(view: View, told: int, kind: type[Plan], folder: Path) -> int:
         values = {name: value for name, value in row.items() if name not in KEYS}
         record = Record(row["kind"], row["epoch"], row["step"], row["samples"], values)
         view.advance(record)
-        if record.kind == "change" or str(record.values.get("what", "")).startswith(control.REFUSED):
+        answered = record.kind == "change" or str(record.values.get("what", "")).startswith(control.REFUSED)
+        if answered and (folder / PLAN).exists():  # a folder may be removed at any moment
             view.turned(kind.from_json((folder / PLAN).read_text()))
     return len(rows)
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,12 +21,13 @@ import nbtools as nb
 from nbtools import __main__ as terminal
 from nbtools import checkpoint, control, surface
 from nbtools.control import FILE, Wishes, receive, send
-from nbtools.errors import CheckpointError
-from nbtools.folder import busy
+from nbtools.errors import CheckpointError, TrainError
+from nbtools.folder import busy, lock
 from nbtools.pack import Pack
 from nbtools.plot import live
 from nbtools.run import Run
 from nbtools.sampler import Reading, Sampler
+from nbtools.view import View
 
 QUIET: dict[str, Any] = {"receipt": False, "progress": False}
 PLAN = toy.PLAN.replace(epochs=4)
@@ -284,6 +286,7 @@ def test_a_knob_that_was_turned_in_the_step_of_the_stop_acts_and_is_marked_when_
 
 def test_a_request_that_comes_while_the_run_is_made_ready_is_heard(pack, tmp_path):
     folder = tmp_path / "run"
+    folder.mkdir()
 
     def model(card, plan):
         send(folder, ["stop"])
@@ -524,6 +527,31 @@ def test_watching_a_run_that_ended_shows_it_once(untouched, capsys):
     start = time.monotonic()
     assert len(nb.watch(untouched.folder, toy).history.of("epoch")) == 4
     assert time.monotonic() - start < 10
+
+
+def test_a_run_folder_that_loses_its_plan_while_it_is_watched_is_told(untouched, tmp_path, monkeypatch):
+    folder, drawn = tmp_path / "run", threading.Event()
+    shutil.copytree(untouched.folder, folder)
+    monkeypatch.setattr(View, "start", lambda self: drawn.set())
+
+    def person():
+        with lock(folder):
+            locked.set()
+            assert drawn.wait(LIMIT)
+            (folder / "plan.json").unlink()
+            nb.History(folder / "history.csv").append(nb.Record("change", 3, 60, 900, {"what": "lr 1 → 2"}))
+
+    locked = threading.Event()
+    with beside(folder, person):
+        assert locked.wait(LIMIT)
+        with pytest.raises(CheckpointError, match=r"plan\.json is missing"):
+            nb.watch(folder, toy)
+
+
+def test_nobody_is_asked_where_no_folder_is(tmp_path):
+    with pytest.raises(TrainError, match="name the folder of a run"):
+        send(tmp_path / "gone", ["stop"])
+    assert not (tmp_path / "gone").exists()
 
 
 def test_asking_a_run_that_nobody_trains_says_so(pack, tmp_path, capsys):
