@@ -197,6 +197,12 @@ def diagnose(job: Job, surface: Surface) -> None:
         surface.panel.propose(found.sentence, found.change)
 
 
+def judged(job: Job) -> bool:
+    """Whether the verdict that lies in the folder is of the plan that the run ended with."""
+    path = job.folder / VERDICT
+    return path.exists() and json.loads(path.read_text())["profile"]["plan"] == json.loads(job.state.plan.to_json())
+
+
 class Saver:
     """Writes a checkpoint where losing the work since the last one would cost more than writing it."""
 
@@ -262,7 +268,7 @@ def finish(job: Job, surface: Surface, receipt: bool) -> None:
     surface.tell("measuring the baseline beside this run …")
     try:
         disk.write_atomic(path, measure.receipt(job.task, job.pack, job.state.plan, job.state.device).to_json())
-        if not (job.folder / VERDICT).exists():
+        if not judged(job):
             diagnose(job, surface)
     except (NbtoolsError, OSError, RuntimeError) as error:  # the run is trained and saved, whatever the baseline does
         surface.tell(f"no receipt: {type(error).__name__}: {error}")
