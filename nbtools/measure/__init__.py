@@ -5,7 +5,9 @@ from nbtools.measure.ladder import Ladder, ladder
 from nbtools.measure.noise import Noise, noise_scale
 from nbtools.measure.pace import Pace, Rate, machine
 from nbtools.measure.profile import StepProfile, step_profile
+from nbtools.measure.race import Race, time_to
 from nbtools.measure.receipts import Receipt, receipt
+from nbtools.measure.rungs import Rung
 from nbtools.measure.sweep import Sweep
 from nbtools.measure.verdict import Verdict, verdict
 from nbtools.measure.workers import WorkersFinding, find_workers
@@ -15,8 +17,10 @@ __all__ = [
     "Ladder",
     "Noise",
     "Pace",
+    "Race",
     "Rate",
     "Receipt",
+    "Rung",
     "StepProfile",
     "Sweep",
     "Verdict",
@@ -28,5 +32,6 @@ __all__ = [
     "noise_scale",
     "receipt",
     "step_profile",
+    "time_to",
     "verdict",
 ]
