@@ -4,6 +4,7 @@ nothing outside changes, wherever memory ends."""
 import copy
 import gc
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -25,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.feed import open_feed
 from nbtools.loop import train
-from nbtools.measure.finder import Finding, choose, find_batch, hopeless
+from nbtools.measure.choice import choose, hopeless, near
+from nbtools.measure.finder import Finding, find_batch
 from nbtools.measure.memory import Line, System, out_of_memory, peak, ram, room
 from nbtools.measure.trial import Trial, still
 from nbtools.state import TrainState
@@ -89,7 +91,7 @@ def test_the_choice_is_within_5_percent_of_the_best_by_exhaustive_search(name, p
     """Which size is best is told by one half of the rounds, how near the choice comes by the other: the best of many
     noisy figures is a lucky one."""
     kind, pack = KINDS[name], packs[name]
-    found = find_batch(kind, pack, kind.PLAN, "cpu", seconds=4, most=MOST)
+    found = find_batch(kind, pack, kind.PLAN, "cpu", seconds=8, most=MOST)
     assert found.batch_size in SIZES
     rates = exhaustive(kind, pack, rounds=10)
     assert found.batch_size in rates, f"{found}\n{rates}"
@@ -127,37 +129,47 @@ def allocated(trial: Trial, size: int) -> int:
 
 
 GROWTH = """
-import resource, sys
+import sys, tempfile
 from pathlib import Path
 import torch
 from kinds import KINDS
 from nbtools.device import resident
 from nbtools.measure.memory import Line
 from nbtools.measure.trial import Trial
+
+def most():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+
 torch.set_num_threads(1)
-kind, size = KINDS["cnn"], 2048
-pack = kind.pack(Path(sys.argv[1]), size)
-trial = Trial(kind, pack, kind.PLAN, torch.device("cpu"))
-trial.warm(64)
-line = Line.through((8, trial.measure(8)[0]), (16, trial.measure(16)[0]))
-before = resident()
-trial.warm(size)
-print(line.at(size) - trial.held(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+for name, kind in KINDS.items():
+    trial = Trial(kind, kind.pack(Path(sys.argv[1]) / name, 1024), kind.PLAN, torch.device("cpu"))
+    trial.warm(64)
+    line = Line.through((8, trial.measure(8)[0]), (16, trial.measure(16)[0]))
+    before = resident()
+    Path("/proc/self/clear_refs").write_text("5")  # the most is counted anew
+    trial.warm(1024)
+    print(name, line.at(1024) - trial.held(), most() - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the resident memory that Linux tells")
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="reads the resident memory that Linux tells"
+)
 def test_predicted_memory_is_what_the_process_grows_by(tmp_path):
-    """A fresh process, and an allocator that gives every freed tensor back, so that growth is what is in use."""
-    environment = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", GROWTH, str(tmp_path / "cnn")]
-    environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    """From probes of 8 and 16 samples to a batch of 1,024, in a process whose allocator gives freed tensors back: what
+    grows is what is in use. (glibc's keeps some by default: the process then grew by 14–19 % more than predicted.)"""
+    freeing = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    environment = {**os.environ, **freeing, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", GROWTH, str(tmp_path)]
     root = Path(__file__).parent.parent
     ran = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
-    predicted, grown = map(int, ran.stdout.split())
-    assert predicted > 100e6
-    assert grown == pytest.approx(predicted, rel=0.1)
+    rows = [line.split() for line in ran.stdout.splitlines()]
+    assert [name for name, _, _ in rows] == list(KINDS)
+    for name, predicted, grown in rows:
+        assert int(predicted) > 80e6
+        assert int(grown) == pytest.approx(int(predicted), rel=0.1), name
 
 
 def test_a_peak_counts_storages_once_and_not_what_was_there_before():
@@ -355,7 +367,7 @@ def test_a_limit_in_bytes_is_kept_with_headroom(packs):
     assert chosen.measured is not None
     assert found.limit is not None
     assert chosen.measured <= found.limit == int(0.9 * 5 * 2**20)
-    assert "the limit given, 10% kept free" in found.why
+    assert "the limit given, 10 % kept free" in found.why
     assert found.micro_batch_size == found.batch_size
     assert f"the plan's 256 does not fit at once: forward passes of {found.batch_size}, lr unchanged" in found.why
     with pytest.raises(TrainError, match="not even one sample fits"):
@@ -391,7 +403,7 @@ def test_a_finding_is_plain_values_and_a_table_with_its_evidence(toys):
     assert "<table" in found._repr_html_()
 
 
-def test_a_trial_is_gone_after_the_search(toys, monkeypatch):
+def test_a_trial_is_gone_after_the_search_even_while_its_error_is_shown(toys, monkeypatch):
     kept: list[weakref.ref] = []
     init = Trial.__init__
 
@@ -401,11 +413,10 @@ def test_a_trial_is_gone_after_the_search(toys, monkeypatch):
 
     monkeypatch.setattr(Trial, "__init__", watched)
     find_batch(toy, toys, toy.PLAN, "cpu", seconds=0.2)
-    with pytest.raises(NbtoolsError):
+    with pytest.raises(NbtoolsError) as caught:
         find_batch(limited(0), toys, toy.PLAN, "cpu", seconds=0.2)
-    gc.collect()
     assert len(kept) == 2
-    assert [ref() for ref in kept] == [None, None]
+    assert [ref() for ref in kept] == [None, None], f"kept by {caught.value!r}"
 
 
 def test_a_time_limit_is_kept(toys):
@@ -424,22 +435,33 @@ def test_a_time_limit_is_kept(toys):
     ],
 )
 def test_the_smallest_within_5_percent_is_chosen(rates, chosen, best):
-    choice = choose({size: values * 5 for size, values in rates.items()})
+    choice = choose({size: values * 8 for size, values in rates.items()})
     assert (choice.batch_size, choice.best) == (chosen, best)
     assert choice.clear
 
 
 def test_ratios_are_taken_within_a_turn_and_drift_does_not_matter():
-    drift = [1.0, 0.5, 0.25, 1.0, 0.7]
+    drift = [1.0, 0.5, 0.25, 1.0, 0.7, 0.9, 0.3, 1.1]
     assert choose({4: [97 * d for d in drift], 8: [100 * d for d in drift]}).batch_size == 4
     assert hopeless({4: [70 * d for d in drift], 8: [100 * d for d in drift]}) == [4]
 
 
 def test_what_is_within_5_percent_by_luck_alone_is_not_chosen():
-    luck = [1.01, 0.8, 0.96, 0.98, 0.85]
-    choice = choose({4: [100 * x for x in luck], 8: [100.0] * 5})
+    luck = [1.01, 0.8, 0.96, 0.98, 0.85, 0.97, 0.86, 0.99]
+    choice = choose({4: [100 * x for x in luck], 8: [100.0] * 8})
     assert choice.batch_size == 8
     assert not choice.clear
+
+
+def test_sizes_are_compared_over_the_turns_that_all_of_them_had():
+    early = [10.0] * 8  # before the machine slowed down to a half
+    assert choose({4: [*early, *[5.0] * 8], 8: [5.2] * 8}).batch_size == 4
+    assert choose({4: [*early, *[4.0] * 8], 8: [5.2] * 8}).batch_size == 8
+
+
+def test_neighbours_of_the_best_at_first_sight_get_turns_whatever_it_showed():
+    assert near({4: 10.0, 8: 30.0, 16: 50.0, 32: 100.0, 64: 60.0}) == [16, 32, 64]
+    assert near({4: 80.0, 8: 100.0, 16: 20.0, 32: 90.0}) == [4, 8, 16, 32]
 
 
 def test_few_turns_are_never_clear():
@@ -467,7 +489,7 @@ def test_ram_is_what_is_available_where_no_container_limits_it(linux):
     found = ram(system)
     assert found is not None
     assert (found.bytes, found.source) == (32 * GIB, "available RAM")
-    assert found.usable == int(0.9 * 32 * GIB)
+    assert found.usable == int(0.8 * 32 * GIB)
 
 
 def test_the_limit_of_a_container_counts_less_what_it_uses_and_cannot_drop(linux):

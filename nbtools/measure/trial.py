@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from time import perf_counter, process_time
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import nn
 from nbtools.device import prepare
 from nbtools.feed import batches_left, lengths_of, open_feed
 from nbtools.measure import memory
+from nbtools.measure.clock import clock_of, finish
 from nbtools.pack import Card, Pack
 from nbtools.plan import Plan
 from nbtools.state import Batch, Task, TrainState
@@ -90,16 +90,12 @@ class Trial:
         stream = iter(self.feed([load.ids for load in loads]))
         for _ in range(self.ahead):
             self.step(next(stream))
-        self.synchronize()
+        finish(self.device)
         start = self.clock()
         for raw in stream:
             self.step(raw)
-        self.synchronize()
+        finish(self.device)
         return sum(load.samples for load in loads[self.ahead :]) / max(self.clock() - start, 1e-9)
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def recovered(self, reason: str) -> str:
         """After an out-of-memory nothing of the failed step stays: it may have ended between two tensors that the
@@ -165,11 +161,3 @@ def by_size(pack: Pack, ids: np.ndarray) -> np.ndarray:
         sizes += lengths * np.dtype(column.dtype).itemsize * np.prod(column.shape, initial=1)
     order = [*dict.fromkeys(first), *np.argsort(-sizes, kind="stable").tolist()]
     return ids[list(dict.fromkeys(order))]
-
-
-def clock_of(device: torch.device, feed: str) -> tuple[Callable[[], float], str]:
-    """CPU time where one thread does all the work: other programs then cost little. Elsewhere the clock on the wall:
-    several threads wait for each other in CPU time, and a GPU or a worker process has none."""
-    if device.type == "cpu" and torch.get_num_threads() == 1 and feed == "resident":
-        return process_time, "CPU time"
-    return perf_counter, "wall-clock time"
