@@ -36,8 +36,7 @@ class View:
         self.plot = LivePlot(folder.name, plan.epochs, count, best)
         self.notebook = in_notebook()
         drawn = show and self.plot.widget is not None
-        self.borrowed = isinstance(given, Panel)
-        self.panel: Panel | None = given if self.borrowed else Panel(given) if drawn else None
+        self.panel: Panel | None = given if isinstance(given, Panel) else Panel(given) if drawn else None
         self.output = Output() if drawn else None
         self.told: list[str] = []
         self.drawing = True
@@ -114,7 +113,7 @@ class View:
             self.tell(f"no picture: {type(error).__name__}: {error}")
             return
         if self.output is not None and self.output.lives:
-            kept = (self.panel.controls, self.panel.view) if self.panel is not None and self.borrowed else ()
+            kept = (self.panel.controls, self.panel.view) if self.panel is not None else ()
             self.output.stay(picture, kept)
         if path is not None:
             with disk.explained("writing the plot", self.folder):
@@ -155,25 +154,26 @@ class Output:
             self.lines.append(sentence)
 
     def stay(self, png: bytes, kept: Sequence[Any]) -> None:
-        """The picture in the place of the view, and what was said under it. kept: widgets that may stand elsewhere."""
+        """The picture in the place of the view, and what was said under it. kept: widgets that live on."""
         from IPython.display import Image, display
 
         display(Image(png, retina=True), display_id=self.name, update=True)
         self.lives = False
-        close(self.view, kept)
         for line in self.lines:
             print(line)
+        close(self.view, kept)
 
 
 def close(widget: Any, kept: Sequence[Any]) -> None:
     """Close a widget with all that it is made of: ipywidgets keeps each open one, and its comm, as long as the kernel.
-    A form is some 300."""
+    Not for a form: what comes after its 900 closings waits for seconds in a classic notebook."""
+    widget.close()
+    for part in (getattr(widget, "style", None), widget.layout):
+        if part is not None:
+            part.close()
     for child in getattr(widget, "children", ()):
         if child not in kept:
             close(child, kept)
-    for part in (getattr(widget, "style", None), widget.layout, widget):
-        if part is not None:
-            part.close()
 
 
 def line_of(record: Record) -> str:
