@@ -26,13 +26,13 @@ from nbtools.measure.parts import Bench, epoch_batches, memory_of, padding, typi
 from nbtools.measure.profile import StepProfile, step_profile, worth_trying
 from nbtools.measure.rates import Counts, Watch, count
 from nbtools.measure.syncs import synchronizing
-from nbtools.measure.tries import Tried, made_ready
+from nbtools.measure.tries import Tried, affordable, made_ready
 from nbtools.measure.untouched import read_switches
 from nbtools.measure.verdict import Verdict, verdict
 from nbtools.state import TrainState
 
 CPU = torch.device("cpu")
-SECONDS = 0.7  # a measurement takes about twice as long
+SECONDS = 0.5  # a measurement takes about twice as long
 TRIES = 3
 JOB = {job.name: job for job in JOBS}
 
@@ -73,21 +73,20 @@ def achieved(job: Job, packs, change: dict) -> float:
 
 
 def achieved_by_epochs(job: Job, packs, change: dict, folder) -> float:
-    """The same with all that an epoch is: its evaluation, and the checkpoint that follows it."""
-    pack, paces = job.pack(packs), []
-    epochs = change["eval_every"]
+    """The same with all that an epoch is: an evaluation, and the checkpoint that follows; epoch by epoch in turns."""
+    pack, runs = job.pack(packs), []
     for plan in (job.plan, job.plan.turn(**change)):
         state = TrainState(job, pack, plan, CPU)
-        paces.append((state, train(job, state, pack)))
+        runs.append((state, train(job, state, pack)))
     seconds = [0.0, 0.0]
-    for k in (0, 1, 1, 0):
-        state, records = paces[k]
-        start, until = perf_counter(), state.epoch + epochs
-        while state.epoch < until:
-            record = next(records)
-            if record.kind == "epoch" and "val_loss" in record.values:
+    for turn in range(2 * change["eval_every"]):
+        for k in (0, 1) if turn % 2 else (1, 0):
+            state, records = runs[k]
+            start = perf_counter()
+            record = next(record for record in records if record.kind == "epoch")
+            if "val_loss" in record.values:
                 checkpoint.write(folder, "best", state.tensors(), state.facts())
-        seconds[k] += perf_counter() - start
+            seconds[k] += perf_counter() - start
     return seconds[0] / seconds[1]
 
 
@@ -102,6 +101,8 @@ def test_the_verdict_finds_what_a_job_is_bound_by_and_its_change_brings_what_it_
         assert (tuple(found.change) if found.change else None) == job.change, (found, found.evidence)
         if found.change is None:
             assert "nothing worth changing" in found.sentence
+            if "batch_size" not in job.fixed:
+                assert achieved(job, packs, {"batch_size": 2 * job.plan.batch_size}) < 1.25
             return
         assert found.predicted is not None
         epochs = found.evidence["of"] == "epoch"
@@ -232,6 +233,31 @@ def test_evaluations_are_put_as_far_apart_as_the_run_still_chooses_among_five(me
     found = judged(measured, Plan(batch_size=8, epochs=10**4), **values)
     assert found.change == {"eval_every": 189}  # 9.9 / 189 of an epoch beside the steps: 5 % of the whole
     assert found.predicted == pytest.approx(10.9 / (1 + 9.9 / 189))
+
+
+@pytest.mark.parametrize("name", ["many tiny layers with BatchNorm", "wide linears"])
+def test_the_hosts_part_is_what_does_not_grow_with_the_batch(packs, name):
+    """Of many layers and of few: the line through the seconds of two batch sizes, at batch 0, knows it another way."""
+    job, pack = JOB[name], packs[False]
+    state, ids = TrainState(job, pack, job.plan, CPU), pack.ids("train")
+    benches = [Bench(job, state, on(CPU, gather(pack, ids[:size])), 100) for size in (8, 64)]
+    for _ in range(20):
+        for bench in benches:
+            bench.advance(0.01)
+    small, large = (bench.best for bench in benches)
+    profile = step_profile(job, pack, job.plan, CPU, SECONDS, fixed=("batch_size",))
+    assert 0.5 <= profile.host_s / ((8 * small - large) / 7) <= 2
+
+
+def test_as_much_is_tried_as_the_time_allows():
+    changes = [{"batch_size": 16}, {"batch_size": 32}]
+    assert affordable(0.1, Plan(batch_size=8), changes, 10.0) == 2
+    assert affordable(0.1, Plan(batch_size=8), changes, 2.0) == 1  # 0.3 s for the plan, 1.2 s and 2.4 s for the changes
+    assert affordable(0.1, Plan(batch_size=8), changes, 1.0) == 0
+
+
+def test_what_was_not_tried_is_told(measured):
+    assert judged(measured, Plan(batch_size=8), untried=({"amp": "bf16"},)).evidence["untried"] == [{"amp": "bf16"}]
 
 
 def test_flops_are_those_of_the_matrix_products(packs):

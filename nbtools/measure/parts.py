@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -12,18 +14,19 @@ import torch
 
 from nbtools import checkpoint
 from nbtools.draws import Draws
-from nbtools.feed import Feed, batches_left, lengths_of
+from nbtools.feed import Feed, batches_left, in_order, lengths_of
 from nbtools.measure import memory
-from nbtools.measure.rates import Counts, Rates, count, finish
-from nbtools.measure.trial import clock_of
+from nbtools.measure.clock import clock_of, finish
+from nbtools.measure.rates import Counts, Rates, count
 from nbtools.metrics import Sums
 from nbtools.pack import Pack
 from nbtools.plan import Plan
-from nbtools.scoring import evaluation
+from nbtools.scoring import score
 from nbtools.state import Batch, Task, TrainState
 from nbtools.step import step
 
-LEAST = 5  # repeats of whatever is timed
+LEAST = 5  # repeats of what is timed on CUDA
+LONG = 0.2  # seconds: a checkpoint that takes longer is written once
 
 
 class Bench:
@@ -49,18 +52,20 @@ class Bench:
         return len(self.raw["id"]) / median(self.rates)
 
     def advance(self, seconds: float) -> None:
-        begun, done, clock = perf_counter(), 0, self.clock
-        while not done or perf_counter() - begun < seconds:
-            before = clock()
+        """A round of about so long, at least a step. Steps are counted beforehand: on CUDA their launching takes less
+        time than they do."""
+        steps = max(1, round(seconds / self.mean)) if self.rates else 1
+        start = perf_counter()
+        for _ in range(steps):
+            before = self.clock()
             self.step()
-            done += 1
             if self.state.device.type == "cpu":
-                self.best = min(self.best, clock() - before)
+                self.best = min(self.best, self.clock() - before)
         finish(self.state.device)
-        took = perf_counter() - begun
-        self.rates.append(done * len(self.raw["id"]) / took)
+        took = perf_counter() - start
+        self.rates.append(steps * len(self.raw["id"]) / took)
         if self.state.device.type != "cpu":
-            self.best = min(self.best, took / done)
+            self.best = min(self.best, took / steps)
 
     def prepare(self) -> None:
         """Time `task.batch` alone, without draws and with them."""
@@ -75,7 +80,8 @@ class Bench:
 
 
 class Small(Bench):
-    """The bench's step with two samples in each forward pass: launched as often, with little to compute."""
+    """The bench's step with two samples in each forward pass: launched as often, with little to compute. Not compiled:
+    another batch size would make the compiler begin anew, for both."""
 
     def __init__(self, bench: Bench):
         state, size = bench.state, len(bench.raw["id"])
@@ -84,23 +90,27 @@ class Small(Bench):
         super().__init__(bench.task, state, raw, bench.epoch_size)
 
     def step(self) -> None:
-        micro, self.state.micro = self.state.micro, 2
-        try:
+        with self.alone():
             super().step()
-        finally:
-            self.state.micro = micro
 
     def counts(self, of: Counts) -> Counts:
         """Of its step; its arithmetic is the bench's share, by samples."""
-        flops = of.flops * len(self.raw["id"]) // of.samples
-        micro, self.state.micro = self.state.micro, 2
-        try:
+        with self.alone():
+            flops = of.flops * len(self.raw["id"]) // of.samples
             return count(self.task, self.state, self.raw, self.epoch_size, flops)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        state = self.state
+        kept = state.micro, state.network
+        state.micro, state.network = 2, state.model
+        try:
+            yield
         finally:
-            self.state.micro = micro
+            state.micro, state.network = kept
 
 
-def apart(bench: Bench, small: Small, counts: Counts, rates: Rates, seconds: float) -> tuple[float, float]:
+def host_and_device(bench: Bench, small: Small, counts: Counts, rates: Rates, seconds: float) -> tuple[float, float]:
     """(host, device) seconds of a step on the cached batch."""
     if bench.state.device.type != "cuda":
         floors = small.counts(counts).floors(rates)
@@ -151,37 +161,51 @@ def busy(bench: Bench, host: float) -> float:
     return median(times)
 
 
-def evaluation_seconds(task: Task, state: TrainState, pack: Pack, plan: Plan, feed: Feed, seconds: float) -> float:
-    """One evaluation of the validation split: some batches after the first, scaled to all samples; 0 without any."""
-    total = len(pack.ids("val"))
-    if not total:
-        return 0.0
-    rates: list[float] = []
-    started = perf_counter()
-    while len(rates) < 2 or (len(rates) < LEAST and perf_counter() - started < seconds):
-        rates += evaluated(task, state, pack, plan, feed, started + seconds)
-    return total * median(rates[1:])
+class Between:
+    """What happens between epochs: an evaluation, of which some batches stand for all, and a checkpoint, written with
+    its SHA-256 to a temporary folder."""
 
+    def __init__(self, task: Task, state: TrainState, pack: Pack, plan: Plan, feed: Feed):
+        self.task, self.state, self.plan, self.feed = task, state, plan, feed
+        ids = pack.ids("val")
+        self.total = len(ids)
+        batches = in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)
+        self.batches = [batches[i] for i in np.random.default_rng(0).permutation(len(batches))]  # in order: short first
+        self.evaluations: list[float] = []
+        self.checkpoints: list[float] = []
+        self.evaluate(0.0)  # the first batches warm up
 
-def evaluated(task: Task, state: TrainState, pack: Pack, plan: Plan, feed: Feed, until: float) -> list[float]:
-    """Seconds a sample of each batch of an evaluation, which is left when the time is up."""
-    rates, before, start = [], 0, perf_counter()
-    for done in evaluation(task, state.evaluated, pack, plan, "val", Sums(state.device), feed):
-        finish(state.device)
-        now = perf_counter()
-        rates.append((now - start) / (done - before))
-        if now > until and len(rates) > 1:
-            break
-        before, start = done, now
-    return rates
+    def advance(self, seconds: float) -> None:
+        """A round: batches for about so long, two at least; a checkpoint, unless that takes long."""
+        self.evaluations.append(self.evaluate(seconds))
+        if not self.checkpoints or self.checkpoints[0] < LONG:
+            self.checkpoints.append(self.save())
 
+    @property
+    def evaluation_s(self) -> float:
+        """Seconds of the validation split; 0 where it is empty."""
+        return median(self.evaluations)
 
-def checkpoint_seconds(state: TrainState) -> float:
-    """One checkpoint of the state, written with its SHA-256 to a temporary folder."""
-    with tempfile.TemporaryDirectory(prefix="nbtools-profile-") as folder:
-        start = perf_counter()
-        checkpoint.write(Path(folder), "profile", state.tensors(), {"state": state.facts()})
-        return perf_counter() - start
+    @property
+    def checkpoint_s(self) -> float:
+        return median(self.checkpoints)
+
+    def evaluate(self, seconds: float) -> float:
+        """Seconds of the whole split, from those of some batches to the device's end, the feed's start included."""
+        sums, start, done, took = Sums(self.state.device), perf_counter(), 0, 0.0
+        for k, raw in enumerate(self.feed(self.batches)):
+            score(self.task, self.state.evaluated, raw, self.plan, sums)
+            finish(self.state.device)
+            done, took = done + len(raw["id"]), perf_counter() - start
+            if k and took > seconds:
+                break
+        return self.total * took / max(done, 1)
+
+    def save(self) -> float:
+        with tempfile.TemporaryDirectory(prefix="nbtools-profile-") as folder:
+            start = perf_counter()
+            checkpoint.write(Path(folder), "profile", self.state.tensors(), {"state": self.state.facts()})
+            return perf_counter() - start
 
 
 def memory_of(bench: Bench) -> dict[str, float]:

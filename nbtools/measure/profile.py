@@ -27,7 +27,7 @@ from nbtools.measure.pace import Pace, machine
 from nbtools.measure.rates import Counts, Rates, count, machine_rates
 from nbtools.measure.syncs import syncs
 from nbtools.measure.trial import Apart
-from nbtools.measure.tries import ROUNDS, Tried, try_out
+from nbtools.measure.tries import LEAST_ROUNDS, ROUNDS, Tried, affordable, try_out
 from nbtools.measure.untouched import untouched
 from nbtools.pack import Pack
 from nbtools.plan import Plan
@@ -55,6 +55,7 @@ class StepProfile:
     padding: ragged column → share of its elements that are padding, over an epoch of this plan, exact.
     memory: MiB. step: the most that a step takes beyond what is held (see `measure.memory`); held: weights, gradients
     and optimizer; on CUDA allocated and reserved too, of the whole process at that step's peak.
+    trials: changes that were tried; untried: those that memory or time (a slow step) did not allow to try.
     syncs: `file:line` where a step makes the host wait (CUDA). took: seconds that all this took.
     """
 
@@ -85,6 +86,7 @@ class StepProfile:
     counts: Counts
     rates: Rates
     trials: tuple[Tried, ...]
+    untried: tuple[dict[str, Any], ...]
     syncs: tuple[str, ...]
     machine: dict[str, str]
     took: float
@@ -131,6 +133,7 @@ class StepProfile:
             "counts": Counts.from_dict(values["counts"]),
             "rates": Rates.from_dict(values["rates"]),
             "trials": tuple(Tried(**trial) for trial in values["trials"]),
+            "untried": tuple(values["untried"]),
             "syncs": tuple(values["syncs"]),
         }
         return cls(**{**values, **made})
@@ -142,7 +145,7 @@ class StepProfile:
             ("ceiling", f"{self.ceiling:,.0f} samples/s on one cached batch; {self.ceiling_ratio:.0%} of it reached"),
             (
                 "a step",
-                f"{self.step_s * 1e3:.3g} ms: data {self.wait:.0%}, host {self.host:.0%}, {self.device:.0%} device",
+                f"{duration(self.step_s)}: data {self.wait:.0%}, host {self.host:.0%}, {self.device:.0%} device",
             ),
             ("batches", f"{self.batching:.0%} of a step to prepare them, {self.augmentation:.0%} to augment them"),
             ("an epoch", f"evaluation {self.evaluation:.0%}, checkpoint {self.checkpoint:.0%}"),
@@ -164,6 +167,10 @@ def shown(change: dict[str, Any]) -> str:
     return ", ".join(f"{name} = {value}" for name, value in change.items())
 
 
+def duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
 def step_profile(
     task: Task,
     pack: Pack,
@@ -172,7 +179,8 @@ def step_profile(
     seconds: float = SECONDS,
     fixed: Collection[str] = (),
 ) -> StepProfile:
-    """Measure a plan for about two to three times `seconds`; fixed: knobs that need not be tried.
+    """Measure a plan for about two to three times `seconds`, or some 20 steps where they take longer; fixed: knobs that
+    need not be tried.
 
     Trains a model of its own; nothing outside changes, no random state, no switch (on CUDA torch's peak memory
     statistics begin anew). Raises TrainError where training could not start.
@@ -189,15 +197,20 @@ def measured(
     feed = open_feed(pack, plan, device)
     pace = Pace(task, pack, plan, device, feed)
     bench = parts.Bench(task, pace.state, on(device, gather(pack, parts.typical(pack, plan))), epoch_size)
-    small = parts.Small(bench)
-    for _ in range(ROUNDS):
+    small, between = parts.Small(bench), parts.Between(task, pace.state, pack, plan, feed)
+    begun = perf_counter()
+    for k in range(ROUNDS):
+        if k >= LEAST_ROUNDS and perf_counter() - begun > seconds:  # a step takes long
+            break
         pace.advance(seconds / 4 / ROUNDS, steps=1)
         bench.advance(seconds / 4 / ROUNDS)
         small.advance(seconds / 10 / ROUNDS)
         bench.prepare()
+        if k % 4 == 0:
+            between.advance(seconds / 40)
     rate, ratios = pace.rate(), [a[0] / b for a, b in zip(pace.rates, bench.rates, strict=True)]
     counts, rates = count(task, pace.state, bench.raw, epoch_size), machine_rates(plan, device)
-    host_s, device_s = parts.apart(bench, small, counts, rates, seconds / 20)
+    host_s, device_s = parts.host_and_device(bench, small, counts, rates, seconds / 20)
     found = StepProfile(
         plan=plan.to_dict(),
         device_type=device.type,
@@ -215,20 +228,23 @@ def measured(
         device_s=device_s,
         cached_s=bench.best,
         small_s=small.best,
-        evaluation_s=parts.evaluation_seconds(task, pace.state, pack, plan, feed, seconds / 10),
-        checkpoint_s=parts.checkpoint_seconds(pace.state),
+        evaluation_s=between.evaluation_s,
+        checkpoint_s=between.checkpoint_s,
         padding=parts.padding(pack, plan),
         memory=parts.memory_of(bench),
         counts=counts,
         rates=rates,
         trials=(),
+        untried=(),
         syncs=syncs(task, pace.state, bench.raw, epoch_size),
         machine=machine(),
         took=0.0,
     )
     changes = worth_trying(found, plan, list(pace.state.model.modules()), fixed)
-    trials = try_out(task, pack, pace, feed, changes, seconds / 2, found.memory["step"] * 2**20)
-    return dataclasses.replace(found, trials=trials, took=perf_counter() - start)
+    trying = changes[: affordable(found.step_s, plan, changes, 2 * seconds)]
+    trials = try_out(task, pack, pace, feed, trying, seconds / 2, found.memory["step"] * 2**20)
+    untried = tuple(change for change in changes if change not in [trial.change for trial in trials])
+    return dataclasses.replace(found, trials=trials, untried=untried, took=perf_counter() - start)
 
 
 def shares(bench: parts.Bench, wait: float, host_s: float, device_s: float) -> dict[str, float]:
@@ -249,8 +265,11 @@ def shares(bench: parts.Bench, wait: float, host_s: float, device_s: float) -> d
 def worth_trying(
     profile: StepProfile, plan: Plan, modules: Sequence[torch.nn.Module], fixed: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Changes whose gain no arithmetic tells, so that they are tried."""
+    """Changes whose gain no arithmetic tells, so that they are tried; none of a compiled plan, where each would be
+    compiled first."""
     changes: list[dict[str, Any]] = []
+    if plan.compile or plan.graph:
+        return changes
     if profile.wait >= WAIT_SHARE:
         changes.append(other_feed(profile, plan, fixed))
     if profile.wait >= max(profile.host, profile.device):

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
 from nbtools.device import DTYPES
-from nbtools.measure.trial import clock_of
+from nbtools.measure.clock import clock_of, finish
 from nbtools.plan import Plan
 from nbtools.state import Batch, Task, TrainState
 from nbtools.step import backward, step
@@ -182,11 +182,3 @@ def best(call: Callable[[], Any], device: torch.device) -> float:
         finish(device)
         times.append(clock() - start)
     return min(times)
-
-
-def finish(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()

@@ -5,16 +5,18 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 from nbtools.feed import Feed
 from nbtools.measure import memory
-from nbtools.measure.pace import Pace
+from nbtools.measure.pace import WARMUP_STEPS, Pace
 from nbtools.pack import Pack
 from nbtools.plan import Plan
 from nbtools.state import Task
 
 ROUNDS = 16
+LEAST_ROUNDS = 3  # where a step takes long
 AHEAD_ROUNDS = 7  # where workers are tried: a round must outlast what they made ready
 FEEDING = {"feed", "workers", "prefetch"}
 
@@ -46,12 +48,24 @@ def try_out(
         return ()
     pace.rates.clear()
     ahead = max(made_ready(other.plan) for _, other in others)
-    rounds = AHEAD_ROUNDS if ahead else ROUNDS
-    for _ in range(rounds):
+    rounds, start = AHEAD_ROUNDS if ahead else ROUNDS, perf_counter()
+    for k in range(rounds):
+        if k >= LEAST_ROUNDS and perf_counter() - start > 2 * seconds:
+            break
         for one in (pace, *(other for _, other in others)):
             one.advance(seconds / rounds / (1 + len(others)), steps=1 + 2 * made_ready(one.plan))
     whole = [(change, other) for change, other in others if other.state.micro == other.plan.micro_batch_size]
     return tuple(compared(change, pace, other) for change, other in whole)  # of the rest, steps went on in parts
+
+
+def affordable(step_s: float, plan: Plan, changes: Sequence[dict[str, Any]], seconds: float) -> int:
+    """How many of the changes can be tried in the time, with the fewest rounds; step_s: of the plan."""
+    spent = LEAST_ROUNDS * step_s  # the plan's own turns
+    for n, change in enumerate(changes):
+        spent += (WARMUP_STEPS + LEAST_ROUNDS) * step_s * plan.turn(**change).batch_size / plan.batch_size
+        if spent > seconds:
+            return n
+    return len(changes)
 
 
 def compared(change: dict[str, Any], pace: Pace, other: Pace) -> Tried:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from nbtools import table
-from nbtools.measure.profile import StepProfile, shown
+from nbtools.measure.profile import StepProfile, duration, shown
 from nbtools.plan import Plan
 
 WORTH = 1.1  # a smaller gain is within what such a measurement varies by: rule of thumb (ours)
 NEAR = 1.05  # of two changes so close the one that needs less, or leaves the training as it is, is taken
+LITTLE = 0.01  # of a step: not worth a line
 BETWEEN = 0.05  # share of an epoch that evaluations and checkpoints may take: rule of thumb (ours)
 THUMB = f"at most {BETWEEN:.0%} is a rule of thumb (ours)"
 EVALUATIONS = 5  # fewer in a run choose no best checkpoint: rule of thumb (ours)
@@ -93,6 +94,7 @@ def verdict(profile: StepProfile, plan: Plan, fixed: Collection[str] = ()) -> Ve
         "shares": {"data": profile.wait, "host": profile.host, "device": profile.device},
         "floors": profile.floors,
         "ceiling_ratio": profile.ceiling_ratio,
+        "untried": list(profile.untried),
         "options": [dataclasses.asdict(option) for option in options],
         "option": best.name if best else None,
         "of": best.of if best else None,
@@ -116,8 +118,8 @@ def bound_by(profile: StepProfile) -> str:
 
 
 def because(profile: StepProfile, bound: str) -> str:
-    step = f"of a {profile.step_s * 1e3:.3g} ms step"
-    floors = {name: 1e3 * seconds for name, seconds in profile.floors.items()}
+    step = f"of a step of {duration(profile.step_s)}"
+    floors = {name: duration(seconds) for name, seconds in profile.floors.items()}
     arithmetic = f"{profile.flops_per_s / profile.rates.matrix:.0%} of this machine's measured matrix rate"
     if bound == "data":
         return f"{profile.wait:.0%} {step} waits for data, {profile.ceiling_ratio:.0%} of the ceiling is reached"
@@ -128,7 +130,7 @@ def because(profile: StepProfile, bound: str) -> str:
         return f"the device works {profile.device:.0%} {step}, at {arithmetic}"
     return (
         f"the device works {profile.device:.0%} {step}, at {arithmetic}: moving its tensors takes at least "
-        f"{floors['memory']:.3g} ms, the arithmetic {floors['compute']:.3g} ms"
+        f"{floors['memory']}, the arithmetic {floors['compute']}"
     )
 
 
@@ -210,8 +212,10 @@ def waiting(profile: StepProfile) -> list[Option]:
 
 def augmenting(profile: StepProfile, plan: Plan) -> list[Option]:
     """Without augmentation; the knob is one of the task's own whose help speaks of it, and that 0 turns off."""
+    if profile.augmentation < LITTLE:
+        return []
     own = [f for f in dataclasses.fields(plan) if f.name not in {g.name for g in dataclasses.fields(Plan)}]
-    knobs = [f.name for f in own if "augment" in f.metadata["help"] and f.metadata["least"] == 0]
+    knobs = [f.name for f in own if "augment" in f.metadata.get("help", "") and f.metadata["least"] == 0]
     change = {name: 0.0 for name in knobs if getattr(plan, name)}
     name = shown(change).replace(" ", "") if change else "a cheaper augmentation"
     seconds = profile.step_s * (1 - profile.augmentation)
