@@ -174,7 +174,7 @@ class Keeper:
                 self.copy(index)
                 with self.change:
                     self.behind = self.wanted is not None
-            except OSError as error:
+            except Exception as error:  # whatever it is: a thread that ended would have `close` wait for ever
                 pruned = isinstance(error, FileNotFoundError) and Path(error.filename or "").parent == self.source
                 if not pruned:  # else a newer state is on its way
                     self.complaints.append(

@@ -15,7 +15,7 @@ import torch
 
 from nbtools import checkpoint, control, disk, measure
 from nbtools.advise import advise
-from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, TrainError
+from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, StageError, TrainError
 from nbtools.folder import begin, kept_folder, only_one, restore, stored_plan
 from nbtools.history import History, Record
 from nbtools.loop import Diverged, caught_up, fixed, require_sizes, train
@@ -82,7 +82,7 @@ def fit(
         found.events = surface.told
     if release_gpu and not surface.wishes.stop:
         del job, state, surface, history
-        release(keeper is None or not keeper.behind)
+        found.events += release(keeper is None or not keeper.behind)
     return found
 
 
@@ -276,10 +276,16 @@ def finish(job: Job, surface: Surface, receipt: bool) -> None:
         surface.tell("no receipt: stopped by you; run it again to measure it")
 
 
-def release(kept: bool) -> None:
-    """Free the GPU's memory; on Colab give the machine back, unless the run is on no other disk yet."""
+def release(kept: bool) -> list[str]:
+    """Free the GPU's memory; on Colab give the machine back, unless the run is on no other disk yet. Returns, and prints,
+    why that was not possible: the run is whole all the same."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    if kept:
-        release_runtime()
+    try:
+        if kept:
+            release_runtime()
+    except StageError as error:
+        print(error)
+        return [str(error)]
+    return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -13,7 +14,7 @@ from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.folder import busy
 from nbtools.history import KEYS, History, Record
 from nbtools.kernel import Messages
-from nbtools.loop import fixed
+from nbtools.loop import fixed, require_batch
 from nbtools.plan import Plan
 from nbtools.run import HISTORY, PLAN, Run
 from nbtools.surface import Interrupt
@@ -42,7 +43,7 @@ def watch(run: str | Path, task: Any = None, wait: float = 60.0) -> Run:
         stack.callback(view.finish, [])
         if view.panel is not None:
             stack.enter_context(messages)
-            view.panel.begin(asked.wishes, fixed(opened.plan), lambda plan: None)
+            view.panel.begin(asked.wishes, fixed(opened.plan), partial(require_batch, count=view.count))
             stack.callback(view.panel.end)
         view.start()
         read, told = 0.0, len(history)

@@ -530,3 +530,10 @@ def test_what_limits_it_is_a_wish():
     made.begin(wishes, {}, lambda plan: None)
     buttons(made.controls)["What limits it?"].click()
     assert wishes.profile
+
+
+def test_the_slider_of_a_small_batch_never_asks_for_none():
+    made = panel(batch_size=8)
+    assert made.sliders["batch_size"].min == 0
+    made.sliders["batch_size"].value = 1
+    assert made.plan.batch_size == 1

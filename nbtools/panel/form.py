@@ -171,7 +171,7 @@ def slider(value: float, base: float, reach: int, step: float, format: str) -> F
     return FloatLogSlider(
         value=value,
         base=base,
-        min=middle - reach,
+        min=max(middle - reach, 0) if base == 2 else middle - reach,  # no batch below one
         max=middle + reach,
         step=step,
         readout_format=format,
