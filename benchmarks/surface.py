@@ -116,7 +116,7 @@ def frame(surface: Surface) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="What the live surface costs a kernel.")
     parser.add_argument("--quick", action="store_true", help="in seconds, to see that it runs; writes no receipt")
     quick = parser.parse_args().quick
     rounds, steps = (2, 5) if quick else (15, 30)

@@ -277,7 +277,7 @@ def finish(job: Job, surface: Surface, receipt: bool) -> None:
 
 
 def release(kept: bool) -> list[str]:
-    """Free the GPU's memory; on Colab give the machine back, unless the run is on no other disk yet. Returns, and prints,
+    """Free the GPU's memory; on Colab give the machine back, unless the run is on no other disk yet. Prints and returns
     why that was not possible: the run is whole all the same."""
     gc.collect()
     if torch.cuda.is_available():

@@ -143,7 +143,7 @@ def test_the_summary_shows_the_verdict_and_is_still_a_frame(pack, tmp_path):
     run = nb.fit(toy, pack, toy.PLAN.replace(epochs=1), tmp_path / "run", progress=False)
     assert run.verdict is not None
     for shown in (repr(run.summary().round(3)), run.summary().round(3)._repr_html_()):
-        assert html.escape(run.verdict.sentence) in html.escape(html.unescape(shown))
+        assert html.escape(run.verdict.sentence) in html.escape(html.unescape(str(shown)))
     assert list(run.summary().index) == [1]
 
 

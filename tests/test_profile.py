@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import toy
-from jobs import JOBS, Job, Plan
+from jobs import JOBS, Job, Normalised, Plan
 
 from nbtools import checkpoint
 from nbtools.errors import TrainError
@@ -332,6 +332,15 @@ def test_a_run_under_way_goes_on_as_if_nobody_had_measured(packs, knobs):
     for _ in zip(range(45), train(toy, twin, packs[False]), strict=False):
         continue
     assert all(torch.equal(v, after[k]) for k, v in twin.tensors().items())
+
+
+def test_a_task_that_hands_out_the_same_model_each_time_does_not_see_it_trained(packs):
+    network = Normalised()
+    job = dataclasses.replace(JOB["many tiny layers with BatchNorm"], network=lambda: network)
+    before = copy.deepcopy(network.state_dict())
+    step_profile(job, packs[False], job.plan, CPU, 0.1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert all(parameter.grad is None for parameter in network.parameters())
 
 
 def test_measuring_that_fails_leaves_nothing_changed_either(packs):

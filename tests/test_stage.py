@@ -421,7 +421,7 @@ def test_a_machine_whose_drive_cannot_be_written_out_is_kept(colab):
     fake = colab(7)
     fake.calls += [True] * 7
     put(fake.point / "MyDrive" / "run.json")
-    with pytest.raises(errors.StageError, match="machine is kept: .*ValueError: unmount failed"):
+    with pytest.raises(errors.StageError, match=r"machine is kept: .*ValueError: unmount failed"):
         stager.release_runtime()
     assert "unassign" not in fake.calls
 

@@ -198,16 +198,7 @@ def measured(
     pace = Pace(task, pack, plan, device, feed)
     bench = parts.Bench(task, pace.state, on(device, gather(pack, parts.typical(pack, plan))), epoch_size)
     small, between = parts.Small(bench), parts.Between(task, pace.state, pack, plan, feed)
-    begun = perf_counter()
-    for k in range(ROUNDS):
-        if k >= LEAST_ROUNDS and perf_counter() - begun > seconds:  # a step takes long
-            break
-        pace.advance(seconds / 4 / ROUNDS, steps=1)
-        bench.advance(seconds / 4 / ROUNDS)
-        small.advance(seconds / 10 / ROUNDS)
-        bench.prepare()
-        if k % 4 == 0:
-            between.advance(seconds / 40)
+    take_turns(pace, bench, small, between, seconds)
     rate, ratios = pace.rate(), [a[0] / b for a, b in zip(pace.rates, bench.rates, strict=True)]
     counts, rates = count(task, pace.state, bench.raw, epoch_size), machine_rates(plan, device)
     host_s, device_s = parts.host_and_device(bench, small, counts, rates, seconds / 20)
@@ -245,6 +236,20 @@ def measured(
     trials = try_out(task, pack, pace, feed, trying, seconds / 2, found.memory["step"] * 2**20)
     untried = tuple(change for change in changes if change not in [trial.change for trial in trials])
     return dataclasses.replace(found, trials=trials, untried=untried, took=perf_counter() - start)
+
+
+def take_turns(pace: Pace, bench: parts.Bench, small: parts.Small, between: parts.Between, seconds: float) -> None:
+    """All that is timed, a little of each at a time: a machine's speed changes, and ratios are to be of one moment."""
+    start = perf_counter()
+    for k in range(ROUNDS):
+        if k >= LEAST_ROUNDS and perf_counter() - start > seconds:  # a step takes long
+            break
+        pace.advance(seconds / 4 / ROUNDS, steps=1)
+        bench.advance(seconds / 4 / ROUNDS)
+        small.advance(seconds / 10 / ROUNDS)
+        bench.prepare()
+        if k % 4 == 0:
+            between.advance(seconds / 40)
 
 
 def shares(bench: parts.Bench, wait: float, host_s: float, device_s: float) -> dict[str, float]:
