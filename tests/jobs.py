@@ -229,7 +229,7 @@ JOBS = [
     Job("wide convolutions", Convolutions, plan_of(batch_size=32, channels_last=True), "compute", None),
     Job("elementwise over much memory", Elementwise, plan_of(batch_size=16), "memory", None),
     Job("a large table", Table, plan_of(batch_size=8), "memory", ("batch_size",)),
-    Job("much augmentation", Deep, plan_of(batch_size=32, noise=0.1), DEVICE, ("noise",), draws=2**12),
+    Job("much augmentation", lambda: Deep(8), plan_of(batch_size=32, noise=0.1), DEVICE, ("noise",), draws=2**11),
     Job("much scoring", Deep, plan_of(batch_size=32, epochs=50), "launch", ("eval_every",), scoring=768),
     Job("tiny layers, batch kept", Deep, plan_of(batch_size=8), "launch", None, fixed=("batch_size",)),
 ]

@@ -21,12 +21,13 @@ from nbtools.errors import TrainError
 from nbtools.feed import batches_left, gather, lengths_of, on, open_feed
 from nbtools.gpu import cores
 from nbtools.loop import train
+from nbtools.measure.figures import StepProfile, Tried
 from nbtools.measure.pace import Pace
 from nbtools.measure.parts import Bench, epoch_batches, memory_of, padding, typical
-from nbtools.measure.profile import StepProfile, step_profile, worth_trying
+from nbtools.measure.profile import step_profile
 from nbtools.measure.rates import Counts, Watch, count
 from nbtools.measure.syncs import synchronizing
-from nbtools.measure.tries import Tried, affordable, made_ready
+from nbtools.measure.tries import affordable, made_ready, worth_trying
 from nbtools.measure.untouched import read_switches
 from nbtools.measure.verdict import Verdict, verdict
 from nbtools.state import TrainState
@@ -217,6 +218,17 @@ def test_on_cuda_a_launch_bound_step_is_told_of_graphs_at_most(measured):
     assert found.change == {"graph": True}
     assert found.predicted == pytest.approx(2.5)
     assert "up to 2.5×" in found.sentence
+
+
+def test_augmentation_is_named_with_its_share_where_no_knob_turns_it_off(measured):
+    values = {**shares(0.0, 0.1), "augmentation": 0.75}
+    found = judged(measured, Plan(batch_size=8), **values)
+    assert "a cheaper augmentation makes training up to 4×" in found.sentence
+    assert found.change is None
+    assert judged(measured, Plan(batch_size=8, noise=0.1), **values).change == {"noise": 0.0}
+    tried = judged(measured, Plan(batch_size=8, noise=0.1), **values, trials=(trial(3.0, noise=0.0),))
+    assert tried.predicted == 3.0
+    assert "changes what is learned" in tried.sentence
 
 
 def test_a_synchronisation_is_named_by_file_and_line_and_left_to_the_person(measured):

@@ -1,15 +1,19 @@
-"""Changes of a plan, each trained in turns with it: what no arithmetic tells is tried."""
+"""Changes of a plan, each trained in turns with it: what no arithmetic tells is tried, where a profile suggests it."""
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from nbtools.feed import Feed
+from nbtools.gpu import cores
 from nbtools.measure import memory
+from nbtools.measure.figures import StepProfile, Tried
 from nbtools.measure.pace import WARMUP_STEPS, Pace
 from nbtools.pack import Pack
 from nbtools.plan import Plan
@@ -18,18 +22,62 @@ from nbtools.state import Task
 ROUNDS = 16
 LEAST_ROUNDS = 3  # where a step takes long
 AHEAD_ROUNDS = 7  # where workers are tried: a round must outlast what they made ready
+WAIT_SHARE = 0.1  # of a step: from here another feed is tried
+AUGMENT_SHARE = 0.1  # of a step: from here the step is tried without augmentation
+FIXED_SHARE = 0.2  # of a step that does not grow with the batch: from here a larger batch is tried
+LEAST_STEPS = 20  # optimizer steps an epoch below which a larger batch is not tried: rule of thumb (ours)
 FEEDING = {"feed", "workers", "prefetch"}
 
 
-@dataclass(frozen=True)
-class Tried:
-    """A change of the plan. ratio: its samples/s over the plan's, the median over rounds; low, high: the quartiles."""
+def worth_trying(
+    profile: StepProfile, plan: Plan, modules: Sequence[torch.nn.Module], fixed: Collection[str]
+) -> list[dict[str, Any]]:
+    """Changes whose gain no arithmetic tells, so that they are tried; none of a compiled plan, where each would be
+    compiled first."""
+    changes: list[dict[str, Any]] = []
+    if plan.compile or plan.graph:
+        return changes
+    if profile.wait >= WAIT_SHARE:
+        changes.append(other_feed(profile, plan, fixed))
+    if profile.wait >= max(profile.host, profile.device):
+        return [change for change in changes if change]
+    if profile.small_s >= FIXED_SHARE * profile.cached_s:
+        most = profile.train_samples // LEAST_STEPS
+        larger = [{"batch_size": k * plan.batch_size} for k in (2, 4) if k * plan.batch_size <= most]
+        parted = plan.micro_batch_size is not None and plan.micro_batch_size < plan.batch_size
+        changes += [{"micro_batch_size": None}] if parted else larger
+    if profile.augmentation >= AUGMENT_SHARE:
+        changes.append(without_augmentation(plan))
+    if profile.device > profile.host:
+        convolves = any(isinstance(module, torch.nn.Conv2d) for module in modules)
+        if convolves and not plan.channels_last:
+            changes.append({"channels_last": True})
+        if plan.amp == "off" and profile.device_type == "cuda":
+            changes.append({"amp": "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"})
+    return [change for change in changes if change and not set(change) & set(fixed)]
 
-    change: dict[str, Any]
-    ratio: float
-    low: float
-    high: float
-    rounds: int
+
+def without_augmentation(plan: Plan) -> dict[str, Any]:
+    """The knobs of the task's own whose help speaks of augmentation, and that 0 turns off."""
+    own = [f for f in dataclasses.fields(plan) if f.name in own_knobs(plan)]
+    knobs = [f.name for f in own if "augment" in f.metadata.get("help", "") and f.metadata["least"] == 0]
+    return {name: 0.0 for name in knobs if getattr(plan, name)}
+
+
+def own_knobs(plan: Plan) -> set[str]:
+    """Those that the task added."""
+    return {f.name for f in dataclasses.fields(plan)} - {f.name for f in dataclasses.fields(Plan)}
+
+
+def other_feed(profile: StepProfile, plan: Plan, fixed: Collection[str]) -> dict[str, Any]:
+    """The pack instead of the files, more workers where it has to be files, or the pack by the other way; {}: none."""
+    if "feed" not in fixed:
+        if profile.feed == "workers":
+            return {"feed": profile.packed}
+        other = "streamed" if profile.feed == "resident" else profile.packed
+        return {"feed": other} if other != profile.feed else {}
+    more = profile.feed == "workers" and "workers" not in fixed and plan.workers < cores()
+    return {"workers": cores()} if more else {}
 
 
 def try_out(

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from nbtools import table
-from nbtools.measure.profile import StepProfile, duration, shown
+from nbtools.measure.figures import StepProfile, duration, shown
+from nbtools.measure.tries import own_knobs, without_augmentation
 from nbtools.plan import Plan
 
 WORTH = 1.1  # a smaller gain is within what such a measurement varies by: rule of thumb (ours)
@@ -155,12 +156,16 @@ def chosen(options: list[Option]) -> Option | None:
 def possible(profile: StepProfile, plan: Plan) -> list[Option]:
     """All that could be done, whatever it brings."""
     return [
-        *measured(profile),
+        *measured(profile, plan),
         *waiting(profile),
         *graph(profile, plan),
         *augmenting(profile, plan),
         *evaluating(profile, plan),
     ]
+
+
+def spelled(change: dict[str, Any]) -> str:
+    return shown(change).replace(" ", "")
 
 
 def step_option(profile: StepProfile, name: str, change: dict[str, Any], seconds: float, reason: str, **more) -> Option:
@@ -175,7 +180,7 @@ def of_epoch(profile: StepProfile, gain: float) -> float:
     return profile.epoch_s / (profile.epoch_s - steps + steps / gain)
 
 
-def measured(profile: StepProfile) -> list[Option]:
+def measured(profile: StepProfile, plan: Plan) -> list[Option]:
     """What was tried; of batch sizes the smallest near the best."""
     found = []
     faster = [trial for trial in profile.trials if trial.low > 1]
@@ -186,9 +191,9 @@ def measured(profile: StepProfile) -> list[Option]:
         if trial in batches and trial is not smallest:
             continue
         reason = f"tried in turns, {trial.low:.2f}–{trial.high:.2f}× in {trial.rounds} rounds"
-        same = "batch_size" not in trial.change
+        same = not set(trial.change) & {"batch_size", *own_knobs(plan)}
         whole = of_epoch(profile, trial.ratio)
-        found.append(Option(shown(trial.change).replace(" ", ""), trial.change, trial.ratio, whole, reason, same=same))
+        found.append(Option(spelled(trial.change), trial.change, trial.ratio, whole, reason, same=same))
     return found
 
 
@@ -211,16 +216,14 @@ def waiting(profile: StepProfile) -> list[Option]:
 
 
 def augmenting(profile: StepProfile, plan: Plan) -> list[Option]:
-    """Without augmentation; the knob is one of the task's own whose help speaks of it, and that 0 turns off."""
-    if profile.augmentation < LITTLE:
+    """A step whose augmentation costs nothing, where that was not tried."""
+    change = without_augmentation(plan)
+    if profile.augmentation < LITTLE or change in [trial.change for trial in profile.trials]:
         return []
-    own = [f for f in dataclasses.fields(plan) if f.name not in {g.name for g in dataclasses.fields(Plan)}]
-    knobs = [f.name for f in own if "augment" in f.metadata.get("help", "") and f.metadata["least"] == 0]
-    change = {name: 0.0 for name in knobs if getattr(plan, name)}
-    name = shown(change).replace(" ", "") if change else "a cheaper augmentation"
+    name = spelled(change) if change else "a cheaper augmentation"
     seconds = profile.step_s * (1 - profile.augmentation)
     reason = f"augmentation takes {profile.augmentation:.0%} of a step"
-    return [step_option(profile, name, change, seconds, reason, exact=bool(change), same=False)]
+    return [step_option(profile, name, change, seconds, reason, exact=False, same=False)]
 
 
 def evaluating(profile: StepProfile, plan: Plan) -> list[Option]:
