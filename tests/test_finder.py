@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.feed import open_feed
 from nbtools.loop import train
-from nbtools.measure.choice import choose, compared, hopeless, near
+from nbtools.measure.choice import between, choose, compared, hopeless, knee, near
 from nbtools.measure.finder import Finding, find_batch
 from nbtools.measure.memory import Line, System, out_of_memory, peak, ram, room
 from nbtools.measure.trial import Trial, still
@@ -469,6 +469,14 @@ def test_sizes_are_compared_over_the_turns_that_all_of_them_had():
 def test_neighbours_of_the_best_at_first_sight_get_turns_whatever_it_showed():
     assert near({4: 10.0, 8: 30.0, 16: 50.0, 32: 100.0, 64: 60.0}) == [16, 32, 64]
     assert near({4: 80.0, 8: 100.0, 16: 20.0, 32: 90.0}) == [4, 8, 16, 32]
+
+
+def test_half_way_steps_are_tried_about_the_knee_and_the_best_and_never_above_the_cap():
+    assert knee({8: 50.0, 16: 96.0, 32: 99.0, 64: 100.0}) == (16, 64)
+    assert between([8, 16, 32, 64], 16, 64, cap=1000) == [12, 24, 48, 96]
+    assert between([8, 16, 32, 64], 16, 64, cap=70) == [12, 24, 48, 70]
+    assert between([8, 16, 32, 48], 32, 48, cap=1000) == [24]
+    assert between([2], 2, 2, cap=2) == []
 
 
 def test_few_turns_are_never_clear():

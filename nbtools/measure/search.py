@@ -10,7 +10,7 @@ from time import perf_counter
 from nbtools import disk
 from nbtools.errors import TrainError
 from nbtools.feed import require_shared_memory
-from nbtools.measure.choice import LEAST_TURNS, Choice, between, choose, hopeless, near
+from nbtools.measure.choice import LEAST_TURNS, Choice, between, choose, hopeless, knee, near
 from nbtools.measure.memory import Line, Room
 from nbtools.measure.trial import Load, Trial
 from nbtools.plan import Plan
@@ -174,29 +174,37 @@ class Search:
         if not firsts:
             raise TrainError(f"memory ended while measuring ({self.ended}); free memory and try again")
         live = [self.candidates[size] for size in near(firsts)]
-        for size in between(sorted(firsts), firsts, self.cap):
-            if self.elapsed() + 2 * max(c.seconds for c in live) < self.seconds and not self.probe(size).reason:
-                live.append(self.candidates[size])
+        live += self.added(between(list(self.candidates), *knee(firsts), self.cap))
         for done in range(MOST_TURNS):
             live.sort(key=lambda c: c.batch_size)
             if done and self.elapsed() + sum(max(self.slice, c.seconds) for c in live) > self.seconds:
                 break
             live = self.turn(live, first=done % len(live))
             rates = {c.batch_size: c.rates for c in live}
-            further = self.further(rates)
-            if further is None and choose(rates).clear:
+            further = self.further(choose(rates)) if done + 1 == LEAST_TURNS else []
+            if not further and choose(rates).clear:
                 break
             out = hopeless(rates)
-            live = [c for c in live if c.batch_size not in out] + ([further] if further else [])
+            live = [c for c in live if c.batch_size not in out] + further
         self.choice = choose({c.batch_size: c.rates for c in live if c.rates})
 
-    def further(self, rates: dict[int, list[float]]) -> Candidate | None:
-        """The next larger batch size where turns show, against first sight, that throughput still rises."""
-        best, largest = choose(rates).best, max(self.candidates)
-        if len(rates[best]) != LEAST_TURNS or best < largest or self.ended != FLAT or 2 * largest > self.cap:
-            return None
-        candidate = self.probe(2 * largest)
-        return None if candidate.reason else candidate
+    def further(self, choice: Choice) -> list[Candidate]:
+        """What turns show to be worth trying, against first sight: half-way steps about another knee, and twice the
+        largest where that is the best."""
+        sizes = between(list(self.candidates), choice.batch_size, choice.best, self.cap)
+        largest = max(self.candidates)
+        if choice.best == largest and self.ended == FLAT and 2 * largest <= self.cap:
+            sizes.append(2 * largest)
+        return self.added(sizes)
+
+    def added(self, sizes: list[int]) -> list[Candidate]:
+        """New candidates, those that fit and that there is time for."""
+        longest = max((c.seconds for c in self.candidates.values()), default=0.0)
+        return [
+            self.candidates[size]
+            for size in sizes
+            if self.elapsed() + 3 * longest < self.seconds and not self.probe(size).reason
+        ]
 
     def turn(self, live: list[Candidate], first: int) -> list[Candidate]:
         """One turn each, begun by another one every time; those that still fit."""
