@@ -231,6 +231,12 @@ def test_augmentation_is_named_with_its_share_where_no_knob_turns_it_off(measure
     assert "changes what is learned" in tried.sentence
 
 
+def test_a_machine_that_was_busy_is_to_be_measured_again(measured):
+    busy, quiet = (judged(measured, Plan(batch_size=8), least=100.0, most=most) for most in (400.0, 200.0))
+    assert "varied from 100 to 400 samples/s" in busy.sentence
+    assert "varied" not in quiet.sentence
+
+
 def test_a_synchronisation_is_named_by_file_and_line_and_left_to_the_person(measured):
     values = shares(0.0, 0.6, device_type="cuda", syncs=("/home/me/task.py:12",))
     found = judged(measured, Plan(batch_size=8), **values)

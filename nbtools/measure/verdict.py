@@ -18,6 +18,7 @@ from nbtools.plan import Plan
 
 WORTH = 1.1  # a smaller gain is within what such a measurement varies by: rule of thumb (ours)
 NEAR = 1.05  # of two changes so close the one that needs less, or leaves the training as it is, is taken
+BUSY = 3.0  # the fastest round over the slowest: something else ran
 LITTLE = 0.01  # of a step: not worth a line
 BETWEEN = 0.05  # share of an epoch that evaluations and checkpoints may take: rule of thumb (ours)
 THUMB = f"at most {BETWEEN:.0%} is a rule of thumb (ours)"
@@ -103,6 +104,9 @@ def verdict(profile: StepProfile, plan: Plan, fixed: Collection[str] = ()) -> Ve
         "seconds": profile.took,
     }
     said = f"{BOUNDS[bound][0].upper()}{BOUNDS[bound][1:]}: {because(profile, bound)}; {advised(best)}"
+    if profile.most > BUSY * profile.least:
+        spread = f"{profile.least:,.0f} to {profile.most:,.0f} samples/s"
+        said += f"; rounds varied from {spread}: measure again on a quiet machine"
     if best is None:
         return Verdict(bound, said, None, None, evidence)
     return Verdict(bound, said, best.change or None, best.gain, evidence)
