@@ -59,7 +59,8 @@ def fit(
             f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {task_name(task)}.pack(source)"
         )
     with only_one(folder):
-        disk.remove(folder / control.FILE)  # meant for an earlier run
+        with disk.explained("starting a run", folder):
+            disk.remove(folder / control.FILE)  # meant for an earlier run
         restore(folder, kept)
         wanted = chosen_plan(task, pack, plan, folder)
         require_sizes(pack, wanted)
