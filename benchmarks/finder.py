@@ -99,7 +99,7 @@ def race(pack: Pack, plan: captcha.Plan, sizes: dict[str, int], turns: int) -> d
 
     def pace(size: int) -> float:
         loads = trial.typical(size, count=len(trial.ids))
-        rate, reason = trial.rate(loads, max(1, len(trial.ids) // size))
+        rate, reason = trial.rate(loads, max(1, len(trial.ids) // size), lead=1)
         assert rate is not None, reason
         return rate
 

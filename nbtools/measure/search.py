@@ -21,6 +21,9 @@ GLANCES = 3  # turns at first sight, of which the best counts: a busy machine ma
 MOST_TURNS = 60
 FLAT = "throughput no longer rises"
 PATIENCE = 1.4
+LONG = (
+    1.0  # seconds of a step; a shorter one is not timed just after another batch size, whose memory malloc still holds
+)
 CLIMB = 0.5  # of the time at most for doubling; the rest is for turns
 
 
@@ -48,7 +51,7 @@ class Search:
         self.trial, self.plan, self.free, self.seconds = trial, plan, free, seconds
         self.begin()
         self.cap, self.cap_reason = cap
-        self.slice = min(0.2, max(0.01, seconds / 400))  # seconds that a turn lasts at least
+        self.slice = min(0.2, max(0.01, seconds / 250))  # seconds that a turn lasts at least
         self.candidates: dict[int, Candidate] = {}
         self.ended = ""  # why no larger batch was tried
         self.choice: Choice | None = None
@@ -131,10 +134,10 @@ class Search:
         """samples/s of one turn; None, and the candidate is out, where memory ended."""
         if not candidate.loads:
             candidate.loads = self.trial.typical(candidate.batch_size)
-        steps = max(1, round(self.slice / max(candidate.seconds, 1e-6)))
+        steps, lead = max(1, round(self.slice / max(candidate.seconds, 1e-6))), candidate.seconds < LONG
         start = perf_counter()
-        rate, candidate.reason = self.trial.rate(candidate.loads, steps)
-        candidate.seconds = (perf_counter() - start) / (steps + self.trial.ahead)
+        rate, candidate.reason = self.trial.rate(candidate.loads, steps, int(lead))
+        candidate.seconds = (perf_counter() - start) / (steps + max(lead, self.trial.ahead))
         return rate
 
     def climb(self) -> None:

@@ -80,22 +80,24 @@ class Trial:
             return torch.cuda.memory_allocated(self.device) - self.before
         return memory.held(self.state)
 
-    def rate(self, loads: Sequence[Load], steps: int) -> tuple[float | None, str]:
-        """(samples/s, "") over so many steps through the loads in turn, to the device's end; (None, why) where memory
-        ended."""
-        found, reason = memory.tried(lambda: self.timed([loads[i % len(loads)] for i in range(steps + self.ahead)]))
+    def rate(self, loads: Sequence[Load], steps: int, lead: int) -> tuple[float | None, str]:
+        """(samples/s, "") over so many steps through the loads in turn, after `lead` untimed ones, to the device's end;
+        (None, why) where memory ended."""
+        lead = max(lead, self.ahead)
+        loads = [loads[i % len(loads)] for i in range(lead + steps)]
+        found, reason = memory.tried(lambda: self.timed(loads, lead))
         return found, self.recovered(reason)
 
-    def timed(self, loads: Sequence[Load]) -> float:
+    def timed(self, loads: Sequence[Load], lead: int) -> float:
         stream = iter(self.feed([load.ids for load in loads]))
-        for _ in range(self.ahead):
+        for _ in range(lead):
             self.step(next(stream))
         finish(self.device)
         start = self.clock()
         for raw in stream:
             self.step(raw)
         finish(self.device)
-        return sum(load.samples for load in loads[self.ahead :]) / max(self.clock() - start, 1e-9)
+        return sum(load.samples for load in loads[lead:]) / max(self.clock() - start, 1e-9)
 
     def recovered(self, reason: str) -> str:
         """After an out-of-memory nothing of the failed step stays: it may have ended between two tensors that the
