@@ -55,7 +55,12 @@ def test_a_receipt_holds_what_it_prints_and_no_place(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "headline", "unit"), [("overhead", "loop_overhead", "µs/step"), ("feed", "feed_ratio", "×")]
+    ("name", "headline", "unit"),
+    [
+        ("overhead", "loop_overhead", "µs/step"),
+        ("feed", "feed_ratio", "×"),
+        ("surface", "surface_cost", "%"),
+    ],
 )
 def test_a_benchmark_runs_and_ends_in_its_promised_line(name, headline, unit):
     command = [sys.executable, "-W", "error", "-m", f"benchmarks.{name}", "--quick"]
@@ -67,12 +72,20 @@ def test_a_benchmark_runs_and_ends_in_its_promised_line(name, headline, unit):
     assert match[2].endswith(unit)
 
 
-@pytest.mark.parametrize("name", ["loop_overhead", "feed_ratio"])
+KEPT = {"loop_overhead": lambda x: x <= 20, "feed_ratio": lambda x: x >= 100, "surface_cost": lambda x: x <= 1}
+
+
+@pytest.mark.parametrize("name", KEPT)
 def test_the_kept_receipts_keep_the_promises(name):
     receipt = json.loads((RESULTS / f"{name}.json").read_text())
-    headline = receipt["headline"]
-    assert headline["n"] >= 9
-    assert headline["value"] <= 20 if name == "loop_overhead" else headline["value"] >= 100
+    assert receipt["headline"]["n"] >= 9
+    assert KEPT[name](receipt["headline"]["value"])
+
+
+def test_one_update_of_the_plot_takes_no_more_than_promised():
+    receipt = json.loads((RESULTS / "surface_cost.json").read_text())
+    (update,) = [figure for figure in receipt["figures"] if figure["name"] == "plot_update"]
+    assert update["value"] <= 2.0
 
 
 @pytest.mark.parametrize(("scale", "acts"), [(1e-3, False), (1.0, True), (1e3, True)])

@@ -370,7 +370,7 @@ def test_knobs_turned_while_it_trains_act_at_the_next_step_and_leave_a_row(pack)
             seen.append(state.optimizer.param_groups[0]["lr"])
             if state.step == 5:
                 state.plan = state.plan.replace(lr=0.005, weight_decay=0.1, amp="bf16")
-    assert changes == ["lr 0.01 → 0.005, weight_decay 0.0 → 0.1, amp off → bf16"]
+    assert changes == ["lr 0.01 → 0.005, weight_decay 0 → 0.1, amp off → bf16"]
     assert seen[4] == 0.01
     assert seen[5] == 0.005
     assert state.optimizer.param_groups[0]["weight_decay"] == 0.1
@@ -385,7 +385,7 @@ def test_a_knob_turned_between_epochs_acts_too(pack, kind):
             state.plan = state.plan.replace(weight_decay=0.1, amp="fp16", batch_size=9)
         if record.kind == "change":
             changes.append(record.values["what"])
-    assert changes == ["batch_size 16 → 9, weight_decay 0.0 → 0.1, amp off → fp16"]
+    assert changes == ["batch_size 16 → 9, weight_decay 0 → 0.1, amp off → fp16"]
     assert state.optimizer.param_groups[0]["weight_decay"] == 0.1
     assert state.scaler is not None
 

@@ -88,7 +88,7 @@ panel
 
 # %%
 panel.put(panel.plan.replace(**CHANGES))
-run = nb.fit(captcha, pack, panel, run=RUN, keep=KEEP, release_gpu=RELEASE_GPU)
+run = nb.fit(captcha, pack, panel, run=RUN, keep=KEEP, receipt=not TINY, release_gpu=RELEASE_GPU)
 
 # %% [markdown]
 # ## What came out
