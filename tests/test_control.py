@@ -657,3 +657,14 @@ def test_samples_that_the_task_fails_to_show_are_told_and_cost_no_run(pack, tmp_
     run = nb.fit(task, pack, PLAN.replace(epochs=1), tmp_path / "run", receipt=False)
     assert "no samples are shown: ZeroDivisionError: division by zero" in run.events
     assert (run.folder / "plot.png").exists()
+
+
+def test_while_a_step_compiles_the_surface_says_so(pack, tmp_path):
+    state = nb.TrainState(toy, pack, PLAN.replace(compile=True))
+    made = surface.Surface(tmp_path / "run", toy, state, pack, nb.History(), state.plan, False)
+    assert made.status == "compiling"
+    made.update(nb.Record("step", 0, 1, 16))
+    assert made.status == ""
+    made.plot.due = time.monotonic() + 1e6
+    made.update(nb.Record("change", 0, 1, 16, {"what": "batch_size 16 → 32"}))
+    assert (made.status, made.plot.due) == ("compiling", 0.0), "another batch size is another program"
