@@ -659,6 +659,7 @@ def test_samples_that_the_task_fails_to_show_are_told_and_cost_no_run(pack, tmp_
     assert (run.folder / "plot.png").exists()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own imports
 def test_while_a_step_compiles_the_surface_says_so(pack, tmp_path):
     state = nb.TrainState(toy, pack, PLAN.replace(compile=True))
     made = surface.Surface(tmp_path / "run", toy, state, pack, nb.History(), state.plan, False)
