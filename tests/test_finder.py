@@ -297,7 +297,8 @@ def test_memory_may_end_at_any_operation(for_good, toys):
             assert ended.__context__ is None, "it would keep the tensors of the failed step"
             endings["refused"] += 1
     outside.assert_unchanged()
-    assert min(endings.values()) >= 3, endings
+    assert endings["refused"] >= 3, endings
+    assert for_good or endings["found"] >= 3, endings  # an idle machine makes more operations than the last point
 
 
 @pytest.mark.parametrize("changes", [{}, {"amp": "fp16"}, {"optimizer": "sgd"}])
