@@ -426,8 +426,12 @@ def test_a_machine_whose_drive_cannot_be_written_out_is_kept(colab):
     assert "unassign" not in fake.calls
 
 
-def test_off_colab_there_is_nothing_to_give_back():
+def test_off_colab_there_is_nothing_to_give_back(monkeypatch):
+    asked = []
+    monkeypatch.setattr(stager, "_answers", lambda mount: asked.append(mount))
+    assert not stager.on_colab()
     stager.release_runtime()
+    assert asked == [], "Drive was looked for where there is none"
 
 
 def test_drive_off_colab_names_the_variable(monkeypatch):
