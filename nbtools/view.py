@@ -106,16 +106,16 @@ class View:
         """The picture that stays, in the place of the live view; written to `path`. Raises DiskError; a picture that
         cannot be drawn is told, since the run is whole without."""
         self.bar.close()
+        picture = None
         try:
             self.plot.show(previews)
             picture = self.plot.finish(self.history)
         except Exception as error:
             self.tell(f"no picture: {type(error).__name__}: {error}")
-            return
         if self.output is not None and self.output.lives:
             kept = (self.panel.controls, self.panel.view) if self.panel is not None else ()
             self.output.stay(picture, kept)
-        if path is not None:
+        if path is not None and picture is not None:
             with disk.explained("writing the plot", self.folder):
                 disk.write_atomic(path, picture)
 
@@ -153,15 +153,18 @@ class Output:
         if not passing:
             self.lines.append(sentence)
 
-    def stay(self, png: bytes, kept: Sequence[Any]) -> None:
-        """The picture in the place of the view, and what was said under it. kept: widgets that live on."""
+    def stay(self, png: bytes | None, kept: Sequence[Any]) -> None:
+        """The picture in the place of the view, and what was said under it. None: the last frame stays while the kernel
+        lives. kept: widgets that live on."""
         from IPython.display import Image, display
 
-        display(Image(png, retina=True), display_id=self.name, update=True)
+        if png is not None:
+            display(Image(png, retina=True), display_id=self.name, update=True)
         self.lives = False
         for line in self.lines:
             print(line)
-        close(self.view, kept)
+        if png is not None:
+            close(self.view, kept)
 
 
 def close(widget: Any, kept: Sequence[Any]) -> None:

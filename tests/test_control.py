@@ -77,6 +77,19 @@ def at_once(monkeypatch):
     monkeypatch.setattr(surface, "LOOK_EVERY", 0.0)
 
 
+@pytest.fixture
+def saved(monkeypatch):
+    """The steps of which checkpoints were written."""
+    steps, real = [], checkpoint.save
+
+    def save(into, state, rows, best=False):
+        steps.append(state.step)
+        real(into, state, rows, best)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    return steps
+
+
 def weights(run: Run):
     return checkpoint.newest(run.folder)[0]
 
@@ -170,15 +183,8 @@ def test_ctrl_c_is_a_wish_to_stop(pack, tmp_path):
     assert checkpoint.place(checkpoint.names(run.folder)[0]) == (0, 5)
 
 
-def test_save_now_writes_a_checkpoint_of_that_step(pack, tmp_path, monkeypatch):
-    folder, saved = tmp_path / "run", []
-    real = checkpoint.save
-
-    def save(into, state, rows, best=False):
-        saved.append(state.step)
-        real(into, state, rows, best)
-
-    monkeypatch.setattr(checkpoint, "save", save)
+def test_save_now_writes_a_checkpoint_of_that_step(pack, tmp_path, saved):
+    folder = tmp_path / "run"
     run = nb.fit(Acting(at7=lambda: send(folder, ["save"])), pack, PLAN, folder, **QUIET)
     assert 7 in saved
     assert "saved at step 7" in run.events
@@ -216,15 +222,8 @@ def test_evaluate_now_is_answered_while_the_run_is_paused(pack, tmp_path):
     assert counts == [6], "a step was made during the pause"
 
 
-def test_looking_during_a_pause_writes_no_further_checkpoint(pack, tmp_path, monkeypatch):
-    folder, saved = tmp_path / "run", []
-    real = checkpoint.save
-
-    def save(into, state, rows, best=False):
-        saved.append(state.step)
-        real(into, state, rows, best)
-
-    monkeypatch.setattr(checkpoint, "save", save)
+def test_looking_during_a_pause_writes_no_further_checkpoint(pack, tmp_path, saved):
+    folder = tmp_path / "run"
     task = Acting(at6=lambda: send(folder, ["pause"]))
 
     def person():

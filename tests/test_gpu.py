@@ -5,9 +5,14 @@ import time
 import types
 
 import pytest
+import torch
+import toy
 
 from nbtools import gpu
 from nbtools import sampler as sampling
+from nbtools.history import History, Record
+from nbtools.state import TrainState
+from nbtools.surface import Surface
 
 GIB = 2**30
 
@@ -264,3 +269,20 @@ def test_energy_is_summed_from_power_where_there_is_no_counter():
     meter = sampling.Meter()
     assert [meter.joules(t, p, None) for t, p in ((0, 100), (1, 200), (3, 200))] == [0, 150, 550]
     assert sampling.Meter().joules(0, None, None) is None
+
+
+def test_a_run_on_a_gpu_reads_it_while_it_lasts(nvml, tmp_path):
+    nvml()
+    pack = toy.make_pack(tmp_path, count=60)
+    state = TrainState(toy, pack, toy.PLAN)
+    state.device = torch.device("cuda", 1)  # for the surface alone: nothing is trained
+    with Surface(tmp_path / "run", toy, state, pack, History(), toy.PLAN, show=False) as surface:
+        sampler = surface.sampler
+        assert sampler is not None
+        assert sampler.index == 1
+        assert sampler.period in (0.5, 1.0), "once or twice a second"
+        wait_for(lambda: sampler.latest is not None)
+        row = surface.measured(Record("step", 0, 1, 16, {"loss": 1.0}))
+    assert row.values["gpu_utilisation"] == 97
+    assert row.values["gpu_throttle"] == "power limit, too hot (driver)"
+    assert not sampler.thread.is_alive()

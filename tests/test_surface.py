@@ -76,6 +76,19 @@ def test_a_run_leaves_nothing_of_its_picture_behind(kernel):
     assert len(open_widgets(kernel)) == before + 2 * form
 
 
+def test_where_no_picture_can_be_drawn_it_is_said_and_so_is_the_rest(kernel):
+    said = kernel.run(
+        """
+from nbtools.plot import live
+real, live.picture = live.picture, lambda *rest, **more: 1 / 0
+run = nb.fit(toy, pack, plan, "unseen", receipt=False)
+live.picture = real
+"""
+    )
+    assert "no picture: ZeroDivisionError" in said
+    assert "no longer drawn" in said
+
+
 def test_a_panel_that_a_person_made_outlives_the_run(kernel):
     kernel.run("given = nb.Panel(plan)")
     panel = open_widgets(kernel)

@@ -62,9 +62,10 @@ def measured(task: Any, pack: Pack, thumb: Advice, seconds: float, noise: bool) 
     batches = find_batch(task, pack, thumb.plan, seconds=seconds, most=enough(pack.card), noise=noise)
     if "batch_size" not in suggested(task, pack.card, inspect()) and conclusive(batches, thumb.plan):
         found["batch_size"] = batches.batch_size, "the smallest within 5 % of the best rate"
+    said = batches.why if "batch_size" in found else f"not taken for its speed alone: {batches.why}"
     if batches.micro_batch_size is not None:
         found["micro_batch_size"] = batches.micro_batch_size, "the whole batch does not fit at once"
-    evidence = {"batch_size": batches.why}
+    evidence = {"batch_size": said}
     plan = by_rules(task, pack, found).plan
     crew = (
         find_workers(task, pack, plan, seconds=seconds / 3)
@@ -76,18 +77,18 @@ def measured(task: Any, pack: Pack, thumb: Advice, seconds: float, noise: bool) 
         evidence["workers"] = crew.reason
         plan = by_rules(task, pack, found).plan
     profile = step_profile(task, pack, plan, seconds=seconds / 6)
-    said = verdict(profile, plan)
-    if said.change and set(said.change) <= set(FREE):
-        found |= {name: (value, "measured faster here") for name, value in said.change.items()}
-        evidence |= dict.fromkeys(said.change, said.sentence)
+    judged = verdict(profile, plan)
+    if judged.change and set(judged.change) <= set(FREE):
+        found |= {name: (value, "measured faster here") for name, value in judged.change.items()}
+        evidence |= dict.fromkeys(judged.change, judged.sentence)
         plan = by_rules(task, pack, found).plan
         profile = step_profile(task, pack, plan, seconds=seconds / 6, fixed=FREE)
-        said = verdict(profile, plan)
+        judged = verdict(profile, plan)
     made = by_rules(task, pack, found)
     took = batches.seconds + profile.took
     note = f"Measured on {', '.join(machine().values())} in {took:.0f} s; what says rule of thumb was not."
     return dataclasses.replace(
-        made, note=note, evidence=evidence, batches=batches, workers=crew, profile=profile, verdict=said
+        made, note=note, evidence=evidence, batches=batches, workers=crew, profile=profile, verdict=judged
     )
 
 

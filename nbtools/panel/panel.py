@@ -44,7 +44,10 @@ class Panel:
                 f"Panel takes an Advice or a Plan, got {type(advice).__qualname__}; try Panel(nb.advise(…))"
             )
         self.plan = self.acting = self.advised  # acting: what the run goes on with until it takes a wish
-        self.reasons: dict[str, str] = {**getattr(advice, "reasons", {}), **getattr(advice, "evidence", {})}
+        why, measured = getattr(advice, "reasons", {}), getattr(advice, "evidence", {})
+        self.reasons = {
+            name: "; ".join(filter(None, [why.get(name), measured.get(name)])) for name in {**why, **measured}
+        }
         self.presets: dict[str, Plan] = {}
         self.rules = {field.name: field for field in dataclasses.fields(self.advised)}
         self.hints = typing.get_type_hints(type(self.advised))
