@@ -10,6 +10,7 @@ import torch
 from PIL import Image, ImageDraw
 from torch.nn import functional as F
 
+from nbtools import ctc
 from nbtools.advise import Machine, decide
 from nbtools.draws import Draws
 from nbtools.errors import MissingExtra, NbtoolsError, PackError, PlanError
@@ -17,7 +18,7 @@ from nbtools.feed import open_feed
 from nbtools.pack import Card, Column, collate
 from nbtools.scoring import evaluate
 from nbtools.tasks import captcha
-from nbtools.tasks.captcha import augment, ink, networks, task
+from nbtools.tasks.captcha import augment, ink, networks
 
 LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -220,7 +221,7 @@ def test_a_reported_line_is_one_whose_ctc_loss_is_infinite(text, columns, fits):
     steps = torch.tensor([-(-columns // 4)])
     logits = torch.zeros(int(steps), 1, 5)
     target = torch.tensor([["abc".index(c) for c in text]])
-    loss = task.ctc_loss((logits, steps), target, torch.tensor([len(text)]))
+    loss = ctc.loss((logits, steps), target, torch.tensor([len(text)]))
     assert (infeasible(text, columns) is None) == bool(torch.isfinite(loss)) == fits
 
 
@@ -395,7 +396,7 @@ def test_ctc_counts_each_lines_own_steps_and_not_the_padding():
     torch.manual_seed(0)
     logits, steps = torch.randn(12, 3, 6), torch.tensor([12, 7, 9])
     labels, lengths = torch.tensor([[0, 1, 2, 3], [4, 4, 0, 0], [2, 0, 0, 0]]), torch.tensor([4, 2, 1])
-    together = task.ctc_loss((logits, steps), labels, lengths)
+    together = ctc.loss((logits, steps), labels, lengths)
     alone = [
         F.ctc_loss(logits[:t, b].log_softmax(1), labels[b, :n] + 1, torch.tensor(t), torch.tensor(n), reduction="sum")
         for b, (t, n) in enumerate(zip(steps.tolist(), lengths.tolist(), strict=True))
@@ -406,7 +407,7 @@ def test_ctc_counts_each_lines_own_steps_and_not_the_padding():
 def test_ctc_leaves_autocast():
     logits = torch.randn(9, 1, 4).bfloat16().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = task.ctc_loss((logits, torch.tensor([9])), torch.tensor([[0, 1]]), torch.tensor([2]))
+        loss = ctc.loss((logits, torch.tensor([9])), torch.tensor([[0, 1]]), torch.tensor([2]))
     loss.backward()
     assert loss.dtype == torch.float32
     assert logits.grad is not None

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from nbtools.ctc import needed_steps
 from nbtools.errors import PackError
 from nbtools.pack import MANIFEST, Pack, Sample
 from nbtools.packing import Entry, Writer, build
@@ -155,8 +155,3 @@ def infeasible(text: str, columns: int) -> tuple[str, str, str] | None:
         return None
     rule = f"{needed_steps(text)} time steps of {STRIDE} pixels for {text!r}"
     return f"{steps} steps", rule, "pack with a larger height=, or correct the label"
-
-
-def needed_steps(text: str) -> int:
-    """The fewest time steps in which CTC can spell a text: a blank must part equal neighbours."""
-    return len(text) + sum(a == b for a, b in pairwise(text))

@@ -12,7 +12,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+
+from nbtools.recompute import again
 
 Batch = dict[str, Tensor]
 
@@ -158,27 +159,3 @@ def run(stages: nn.ModuleList, x: Tensor, recompute: bool) -> Tensor:
     for part in stages:
         x = again(part, x) if recompute else part(x)
     return x
-
-
-def again(part: nn.Module, x: Tensor) -> Tensor:
-    """`part(x)`, checkpointed: the second forward must not move the running averages of batch norm again."""
-    norms = [m for m in part.modules() if isinstance(m, nn.BatchNorm2d)]
-    passes = 0
-
-    def forward(x: Tensor) -> Tensor:
-        nonlocal passes
-        passes += 1
-        momenta = [m.momentum for m in norms]
-        for m in norms if passes > 1 else []:
-            m.momentum = 0.0
-            if m.num_batches_tracked is not None:
-                m.num_batches_tracked -= 1
-        try:
-            return part(x)
-        finally:
-            for m, momentum in zip(norms, momenta, strict=True):
-                m.momentum = momentum
-
-    result = checkpoint(forward, x, use_reentrant=False)
-    assert isinstance(result, Tensor)
-    return result

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from nbtools.pack import Pack
+from nbtools.sheet import RIGHT, WRONG, Sheet
 
 COLUMNS = 4
-WRONG = "#d55e00"  # vermilion of the colour-blind-safe palette (Okabe & Ito)
-RIGHT = "#0072b2"
-
-
-class Grid(Figure):
-    """A Figure that a notebook draws: without pyplot, IPython knows no way to show one."""
-
-    def _repr_png_(self) -> bytes:
-        file = io.BytesIO()
-        self.savefig(file, format="png")
-        return file.getvalue()
 
 
 def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] | None = None) -> Figure:
     """A grid of samples, each under its text; predictions beside it, wrong ones marked by colour and ≠."""
     ids = [int(i) for i in ids]
     rows = -(-len(ids) // COLUMNS)
-    figure = Grid(figsize=(12, 1.4 * max(rows, 1)), layout="constrained")
+    figure = Sheet(figsize=(12, 1.4 * max(rows, 1)), layout="constrained")
     for place, i in enumerate(ids):
         axes = figure.add_subplot(rows, COLUMNS, place + 1)
         axes.imshow(picture(pack, i), cmap="gray", vmin=0, vmax=255)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nbtools import ctc
 from nbtools import metrics as measures
 from nbtools.draws import Draws
 from nbtools.errors import PlanError
@@ -63,7 +63,7 @@ def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[T
     """Sum of a loss over the batch, and how many terms it has: samples, or characters for cross-entropy."""
     outputs, labels = model(batch), batch["label"]
     if isinstance(outputs, tuple):
-        return ctc_loss(outputs, labels, batch["label_length"]), len(labels)
+        return ctc.loss(outputs, labels, batch["label_length"]), len(labels)
     if plan.loss == "cross_entropy":
         return F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), reduction="sum"), labels.numel()
     wanted = F.one_hot(labels, outputs.shape[2]).float()
@@ -71,23 +71,11 @@ def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[T
     return F.multilabel_soft_margin_loss(logits.flatten(1), wanted.flatten(1), reduction="sum"), len(labels)
 
 
-def ctc_loss(outputs: tuple[Tensor, Tensor], labels: Tensor, lengths: Tensor) -> Tensor:
-    """Sum over samples; fp32 and outside autocast, which does not list CTC: bf16 raises there, fp16 gives NaN."""
-    logits, steps = outputs
-    device = logits.device
-    with torch.autocast(device.type, enabled=False):
-        given = [logits.float().log_softmax(2), labels + 1, steps, lengths]
-        if device.type == "mps":  # has no CTC; untested
-            given = [tensor.cpu() for tensor in given]
-        return F.ctc_loss(*given, blank=0, reduction="sum").to(device)
-
-
 def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
     """char_accuracy and whole_accuracy; for lines cer, ar, cr and whole_accuracy."""
     labels = batch["label"]
     if isinstance(outputs, tuple):
-        truth = [row[:n] for row, n in zip(labels.tolist(), batch["label_length"].tolist(), strict=True)]
-        return measures.text_metrics(greedy(outputs), truth)
+        return measures.text_metrics(ctc.greedy(outputs), ctc.texts(labels, batch["label_length"]))
     predicted = outputs.argmax(2)
     return {
         "char_accuracy": measures.accuracy(predicted, labels),
@@ -97,18 +85,5 @@ def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
 
 def decode(outputs: Outputs, card: Card | Pack) -> list[str]:
     """The text of each sample."""
-    places = greedy(outputs) if isinstance(outputs, tuple) else outputs.argmax(2).tolist()
+    places = ctc.greedy(outputs) if isinstance(outputs, tuple) else outputs.argmax(2).tolist()
     return ["".join(card.classes[place] for place in row) for row in places]
-
-
-def greedy(outputs: tuple[Tensor, Tensor]) -> list[list[int]]:
-    """CTC: the best class of every real time step, repeats merged, blanks dropped; places in classes."""
-    logits, steps = outputs
-    best = logits.argmax(2).t()  # (B, T)
-    new = torch.ones_like(best, dtype=torch.bool)
-    new[:, 1:] = best[:, 1:] != best[:, :-1]
-    kept = new & (best > 0) & (torch.arange(best.shape[1], device=best.device) < steps[:, None])
-    return [
-        [place - 1 for place, keep in zip(*row, strict=True) if keep]
-        for row in zip(best.tolist(), kept.tolist(), strict=True)
-    ]

@@ -1,0 +1,53 @@
+"""Connectionist temporal classification (Graves et al. 2006): loss, greedy reading, and which texts fit at all.
+
+A network's answer is logits (T, B, 1 + classes), blank 0, and the true number of time steps of each sample (B,). Labels
+are places in `classes`, (B, N) padded, with their lengths (B,). B samples, T time steps, N characters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+BLANK = 0
+
+Outputs = tuple[Tensor, Tensor]
+
+
+def loss(outputs: Outputs, labels: Tensor, lengths: Tensor) -> Tensor:
+    """Sum over samples; fp32 and outside autocast, which does not list CTC: bf16 raises there, fp16 gives NaN."""
+    logits, steps = outputs
+    device = logits.device
+    with torch.autocast(device.type, enabled=False):
+        given = [logits.float().log_softmax(2), labels + 1, steps, lengths]
+        if device.type == "mps":  # has no CTC; untested
+            given = [tensor.cpu() for tensor in given]
+        return F.ctc_loss(*given, blank=BLANK, reduction="sum").to(device)
+
+
+def greedy(outputs: Outputs) -> list[list[int]]:
+    """The best class of every real time step, repeats merged, blanks dropped; places in classes."""
+    logits, steps = outputs
+    best = logits.argmax(2).t()  # (B, T)
+    new = torch.ones_like(best, dtype=torch.bool)
+    new[:, 1:] = best[:, 1:] != best[:, :-1]
+    kept = new & (best != BLANK) & (torch.arange(best.shape[1], device=best.device) < steps[:, None])
+    return [
+        [place - 1 for place, keep in zip(*row, strict=True) if keep]
+        for row in zip(best.tolist(), kept.tolist(), strict=True)
+    ]
+
+
+def texts(labels: Tensor, lengths: Tensor) -> list[list[int]]:
+    """(B, N) and (B,) → the labels of each sample, without padding."""
+    return [row[:n] for row, n in zip(labels.tolist(), lengths.tolist(), strict=True)]
+
+
+def needed_steps(text: Sequence[Any]) -> int:
+    """The fewest time steps in which CTC can spell a text: a blank must part equal neighbours."""
+    return len(text) + sum(a == b for a, b in pairwise(text))
