@@ -30,10 +30,12 @@ from nbtools.tasks.hwdb.scan import (
     Header,
     bitmap,
     bitmap_bytes,
-    character,
     codes_of,
+    packed,
     read_header,
     row_bytes,
+    sides,
+    spelled,
     write_header,
 )
 
@@ -44,7 +46,7 @@ BOX = struct.Struct("<4i")
 SMALLEST = INT.size + BOX.size + 1  # bytes of a line: no character, one pixel
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Line:
     """A line of a page: image (H, W) uint8 grey, 255 paper. Characters that nobody could read are UNKNOWN.
 
@@ -64,7 +66,7 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Page:
-    """Sizes in pixels. illustration and code_type hold the file's bytes as latin-1."""
+    """Sizes in pixels. illustration, code_type and kind hold the header's bytes as latin-1."""
 
     height: int
     width: int
@@ -75,9 +77,12 @@ class Page:
     kind: str = "DGRL"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Place:
-    """Where a line lies in its file: found without reading a pixel, and holding nothing of the file's memory."""
+    """Where a line lies in its file: found without reading a pixel, and holding none of the file's memory.
+
+    offset: the byte where its codes begin; start: where its bitmap does.
+    """
 
     name: str
     index: int
@@ -92,22 +97,22 @@ class Place:
 
     @property
     def text(self) -> str:
-        """Raises FormatError at the first code that is none; the other lines of the page are not touched by that."""
-        found = [character(self.codes[i : i + CODE]) for i in range(0, len(self.codes), CODE)]
-        if None in found:
-            n = found.index(None)
-            code = self.codes[n * CODE : (n + 1) * CODE].hex()
+        """Raises FormatError at the first code that is none; the page's other lines can be read all the same."""
+        found = spelled(self.codes)
+        if not found.all():
+            n = CODE * int(np.flatnonzero(found == "")[0])
             raise FormatError(
-                f"0x{code} at byte {self.offset + INT.size + n * CODE:,} of {self.name}",
-                "a code is two bytes of GB18030, ASCII and a zero, or 0xFF for unknown",
+                f"0x{self.codes[n : n + CODE].hex()} at byte {self.offset + n:,} of {self.name}",
+                "a code is two bytes of GB18030, ASCII and a zero byte, or 0xFF for unknown",
                 f"leave line {self.index} out, or correct the code",
             )
-        return "".join(one for one in found if one)
+        return "".join(found)
 
     def read(self, data: Bytes) -> Line:
         """The line, from the bytes it was found in."""
+        text = self.text
         image, spare = bitmap(data, self.start, self.height, self.width, self.bits)
-        return Line(self.text, self.top, self.left, self.height, self.width, image, self.codes, spare)
+        return Line(text, self.top, self.left, self.height, self.width, image, self.codes, spare)
 
 
 def lines_of(data: Bytes, name: str = "page.dgrl") -> Iterator[Place]:
@@ -117,91 +122,109 @@ def lines_of(data: Bytes, name: str = "page.dgrl") -> Iterator[Place]:
     """
     cursor = Cursor(data, name)
     header = read_header(cursor, "DGRL")
-    _, _, count = read_size(cursor)
-    return places(cursor, count, header.bits)
-
-
-def read_size(cursor: Cursor) -> tuple[int, int, int]:
-    """(height, width, lines) of the page."""
-    at = cursor.at
-    height, width, count = cursor.ints(PAGE, "the page's size")
-    if not (1 <= height <= LONGEST and 1 <= width <= LONGEST):
-        cursor.refuse(f"a page's sides have 1 to {LONGEST:,} pixels", f"{height:,} × {width:,}", at)
-    if not 0 <= count <= cursor.rest // SMALLEST:
-        cursor.refuse(f"at most {cursor.rest // SMALLEST:,} lines fit in the file", f"{count:,}", at + 8)
-    return height, width, count
-
-
-def places(cursor: Cursor, count: int, bits: int) -> Iterator[Place]:
-    for index in range(count):
-        yield located(cursor, index, bits)
-    if cursor.rest:
-        cursor.refuse(f"the file ends after line {count - 1}", f"{cursor.rest:,} bytes more")
-
-
-def located(cursor: Cursor, index: int, bits: int) -> Place:
-    """The place of the line at the cursor, which goes past it."""
-    offset = cursor.at
-    (characters,) = cursor.ints(INT, f"line {index}")
-    if characters < 0:
-        cursor.refuse(f"line {index} has no fewer than 0 characters", f"{characters:,}", offset)
-    codes = cursor.take(characters * CODE, f"line {index}'s text")
-    at = cursor.at
-    top, left, height, width = cursor.ints(BOX, f"line {index}'s size")
-    if not (1 <= height <= LONGEST and 1 <= width <= LONGEST):
-        cursor.refuse(f"line {index}'s sides have 1 to {LONGEST:,} pixels", f"{height:,} × {width:,}", at + 8)
-    start = cursor.skip(height * row_bytes(width, bits), f"line {index}'s bitmap of {height:,} × {width:,} pixels")
-    return Place(cursor.name, index, offset, codes, top, left, height, width, start, bits)
+    _, _, count = read_size(cursor, SMALLEST)
+    yield from places(cursor, count, header.bits)
 
 
 def line_at(data: Bytes, index: int, name: str = "page.dgrl") -> Line:
     """One line of a page; of those before it only the numbers are read. Raises FormatError where there is none."""
     cursor = Cursor(data, name)
     header = read_header(cursor, "DGRL")
-    _, _, count = read_size(cursor)
+    _, _, count = read_size(cursor, SMALLEST)
     if not 0 <= index < count:
         raise FormatError(f"line {index}", f"{name} has lines 0 to {count - 1}", "name one of these")
     for n in range(index):
-        located(cursor, n, header.bits)
-    return located(cursor, index, header.bits).read(data)
+        line_place(cursor, n, header.bits)
+    return line_place(cursor, index, header.bits).read(data)
 
 
 def read_page(data: Bytes, name: str = "page.dgrl") -> Page:
     """The whole page. Raises FormatError (a PackError) naming file, byte, rule, what came, and what to do."""
     cursor = Cursor(data, name)
     header = read_header(cursor, "DGRL")
-    height, width, count = read_size(cursor)
-    lines = tuple(place.read(data) for place in list(places(cursor, count, header.bits)))
+    height, width, count = read_size(cursor, SMALLEST)
+    lines = tuple(place.read(data) for place in places(cursor, count, header.bits))
     return Page(height, width, lines, header.illustration, header.code_type, header.bits, header.kind)
 
 
 def write_page(page: Page) -> bytes:
-    """The file of a page; what `read_page` gave, byte for byte. Raises PackError naming the line that cannot be."""
-    header = write_header(Header(page.kind, page.illustration, page.code_type, page.bits))
-    size = packed(PAGE, "Page.height, width and number of lines", page.height, page.width, len(page.lines))
-    return b"".join([header, size, *(line_bytes(line, n, page.bits) for n, line in enumerate(page.lines))])
+    """The file of a page; of one that was read, the same bytes. Raises PackError naming the line that breaks a rule.
+
+    With one bit a pixel, what is darker than 128 is ink.
+    """
+    header = Header(page.kind, page.illustration, page.code_type, page.bits)
+    start = write_header(header, "DGRL") + size_bytes(page.height, page.width, len(page.lines))
+    return b"".join([start, *(line_bytes(line, n, page.bits) for n, line in enumerate(page.lines))])
+
+
+def read_size(cursor: Cursor, smallest: int) -> tuple[int, int, int]:
+    """(height, width, lines) of the page; smallest: the bytes of the least line there can be."""
+    at = cursor.at
+    height, width, count = cursor.ints(PAGE, "the page's size")
+    require_sides(cursor, "the page", height, width, at)
+    require_count(cursor, "lines", count, smallest, at + 8)
+    return height, width, count
+
+
+def require_sides(cursor: Cursor, what: str, height: int, width: int, at: int) -> None:
+    if not sides(height, width):
+        cursor.refuse(f"the sides of {what} are 1 to {LONGEST:,} pixels", f"{height:,} × {width:,}", at)
+
+
+def require_count(cursor: Cursor, what: str, count: int, smallest: int, at: int) -> None:
+    most = cursor.rest // smallest
+    if not 0 <= count <= most:
+        cursor.refuse(f"0 to {most:,} {what} fit in the rest of the file", f"{count:,}", at)
+
+
+def places(cursor: Cursor, count: int, bits: int) -> Iterator[Place]:
+    for index in range(count):
+        yield line_place(cursor, index, bits)
+    cursor.end(f"{count:,} lines")
+
+
+def line_place(cursor: Cursor, index: int, bits: int) -> Place:
+    """The place of the line at the cursor, which goes past it."""
+    at = cursor.at
+    (count,) = cursor.ints(INT, f"line {index}")
+    require_count(cursor, f"characters of line {index}", count, CODE, at)
+    codes = cursor.take(count * CODE, f"the text of line {index}")
+    return boxed(cursor, f"line {index}", BOX, index, codes, bits)
+
+
+def boxed(cursor: Cursor, what: str, layout: struct.Struct, index: int, codes: bytes, bits: int) -> Place:
+    """The place of what has its codes just before the cursor, and its box and bitmap after it."""
+    at = cursor.at
+    top, left, height, width = cursor.ints(layout, f"the box of {what}")
+    require_sides(cursor, what, height, width, at + layout.size // 2)
+    start = cursor.skip(height * row_bytes(width, bits), f"{what} of {height:,} × {width:,} pixels")
+    return Place(cursor.name, index, at - len(codes), codes, top, left, height, width, start, bits)
+
+
+def size_bytes(height: int, width: int, count: int) -> bytes:
+    if not sides(height, width):
+        raise PackError(f"the sides of a page are 1 to {LONGEST:,} pixels, got {height:,} × {width:,}")
+    return packed(PAGE, "the size of a page", height, width, count)
 
 
 def line_bytes(line: Line, n: int, bits: int) -> bytes:
+    codes, rest = line_codes(line), box_bytes(line, f"line {n}", BOX, bits)
+    return INT.pack(len(codes) // CODE) + codes + rest
+
+
+def line_codes(line: Line) -> bytes:
+    """The codes that were read where they still say the text, else those of the text."""
+    kept = len(line.codes) == CODE * len(line.text) and "".join(spelled(line.codes)) == line.text
+    return line.codes if kept else codes_of(line.text)
+
+
+def box_bytes(line: Line, what: str, layout: struct.Struct, bits: int) -> bytes:
+    """Its box and its bitmap. Raises PackError where the image is not what the box says."""
     image = line.image
-    if image.dtype != np.uint8 or image.shape != (line.height, line.width) or not image.size:
+    if image.dtype != np.uint8 or image.shape != (line.height, line.width) or not sides(*image.shape):
         raise PackError(
-            f"Page.lines[{n}].image must be uint8 ({line.height}, {line.width}), as the line's height and width say, "
-            f"got {image.dtype} {image.shape}"
+            f"the image of {what} must be uint8 ({line.height}, {line.width}), as its height and width say, and its "
+            f"sides 1 to {LONGEST:,} pixels, got {image.dtype} {image.shape}"
         )
-    codes = line.codes if same_text(line) else codes_of(line.text)
-    box = packed(BOX, f"Page.lines[{n}]'s top, left, height, width", line.top, line.left, line.height, line.width)
-    return INT.pack(len(codes) // CODE) + codes + box + bitmap_bytes(image, line.spare, bits)
-
-
-def same_text(line: Line) -> bool:
-    """Whether the codes still say what the text does; a changed text is written from its characters."""
-    pairs = (line.codes[i : i + CODE] for i in range(0, len(line.codes), CODE))
-    return len(line.codes) == CODE * len(line.text) and list(map(character, pairs)) == list(line.text)
-
-
-def packed(layout: struct.Struct, what: str, *values: int) -> bytes:
-    try:
-        return layout.pack(*values)
-    except struct.error:
-        raise PackError(f"{what} must fit in {layout.size // len(values) * 8} bits, got {values}") from None
+    box = packed(layout, f"top, left, height and width of {what}", line.top, line.left, line.height, line.width)
+    return box + bitmap_bytes(image, line.spare, bits)

@@ -6,7 +6,6 @@ A code is two bytes of GB18030, an ASCII character and a zero byte, or 0xFF for 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from mmap import mmap
@@ -19,6 +18,8 @@ from nbtools.errors import PackError
 Bytes = bytes | bytearray | memoryview | mmap
 
 UNKNOWN = "\ufffd"
+INT = struct.Struct("<i")
+SHORTS = struct.Struct("<2h")
 CODE = 2  # bytes of a character
 LONGEST = 100_000  # pixels of a side; pages scanned at 300 dots an inch have 2,000 to 4,000
 HEADER = 36  # its bytes without the illustration
@@ -58,6 +59,10 @@ class Cursor:
         start = self.skip(layout.size, what)
         return layout.unpack_from(self.data, start)
 
+    def end(self, what: str) -> None:
+        if self.rest:
+            self.refuse(f"nothing follows the {what}", f"{self.rest:,} bytes")
+
     def refuse(self, rule: str, came: str, at: int | None = None, fix: str = DAMAGED) -> NoReturn:
         raise FormatError(f"{came} at byte {self.at if at is None else at:,} of {self.name}", rule, fix)
 
@@ -94,52 +99,48 @@ def fixed(field: bytes) -> str:
     return field.rstrip(b"\0").decode("latin-1")
 
 
-def write_header(header: Header) -> bytes:
+def write_header(header: Header, kind: str) -> bytes:
+    """Raises PackError on what `read_header` would refuse."""
     try:
         illustration = header.illustration.encode("latin-1")
-        kind, code_type = (text.encode("latin-1") for text in (header.kind, header.code_type))
+        magic, code_type = (text.encode("latin-1") for text in (header.kind, header.code_type))
     except UnicodeEncodeError as error:
-        raise PackError(f"Page.illustration and code_type are latin-1, got {error.object!r}") from None
-    if len(code_type) > 20 or header.bits not in (1, 8):
+        raise PackError(f"illustration, code_type and kind of a page are latin-1, got {error.object!r}") from None
+    if magic.split(b"\0")[0] != kind.encode() or len(magic) > 8 or len(code_type) > 20 or header.bits not in (1, 8):
         raise PackError(
-            f"Page.code_type has at most 20 bytes and bits is 1 or 8, got {header.code_type!r}, {header.bits}"
+            f"a page's kind is {kind}, its code_type has at most 20 bytes, its bits are 1 or 8, got {header}"
         )
-    start = INT.pack(HEADER + len(illustration)) + kind.ljust(8, b"\0") + illustration
+    start = INT.pack(HEADER + len(illustration)) + magic.ljust(8, b"\0") + illustration
     return start + code_type.ljust(20, b"\0") + SHORTS.pack(CODE, header.bits)
 
 
-INT = struct.Struct("<i")
-SHORTS = struct.Struct("<2h")
+@lru_cache(maxsize=1)
+def characters() -> np.ndarray:
+    """(65536,) one-character strings by code, its first byte the high one; empty where there is no such code."""
+    table = np.zeros(1 << 16, "U1")
+    ascii = np.arange(0x20, 0x7F)
+    table[ascii << 8] = [chr(one) for one in ascii]
+    first, second = np.meshgrid(np.arange(0x81, 0xFF), [*range(0x40, 0x7F), *range(0x80, 0xFF)], indexing="ij")
+    codes = (first << 8 | second).ravel()
+    table[codes] = list(codes.astype(">u2").tobytes().decode("gb18030"))  # every one of these pairs is a character
+    table[0xFF00:] = UNKNOWN
+    return table
 
 
-@lru_cache(maxsize=65_536)
-def character(code: bytes) -> str | None:
-    """The character of a code, UNKNOWN for 0xFF, None for what is no code."""
-    first, second = code
-    if first == 0xFF:
-        return UNKNOWN
-    if second == 0:
-        return chr(first) if 0x20 <= first < 0x7F else None
-    try:
-        return code.decode("gb18030") if first > 0x80 else None
-    except UnicodeDecodeError:
-        return None
+def spelled(codes: bytes) -> np.ndarray:
+    """(N,) the character of each code, empty for what is none."""
+    return characters()[np.frombuffer(codes, ">u2")]
 
 
-def codes_of(text: Iterable[str]) -> bytes:
+def codes_of(text: str) -> bytes:
     """Text → codes. Raises PackError naming a character that has no code of two bytes."""
     return b"".join(map(code_of, text))
 
 
 def code_of(one: str) -> bytes:
-    if one == UNKNOWN:
-        return b"\xff\xff"
-    code = one.encode("gb18030", "replace")
-    code = code if len(code) == CODE else code + b"\0"
-    if len(code) != CODE or character(code) != one:
-        raise PackError(
-            f"text has characters with a GB18030 code of two bytes, got {one!r}; leave it out or replace it"
-        )
+    code = b"\xff\xff" if one == UNKNOWN else one.encode("gb18030", "replace").ljust(CODE, b"\0")
+    if len(code) != CODE or spelled(code)[0] != one:
+        raise PackError(f"a text's characters have two bytes in GB18030, got {one!r}; leave it out or replace it")
     return code
 
 
@@ -170,3 +171,15 @@ def bitmap_bytes(image: np.ndarray, spare: bytes, bits: int) -> bytes:
     if len(spare) == len(rows):
         rows[:, -1] |= np.frombuffer(spare, np.uint8) & (0xFF >> (image.shape[1] - 1) % 8 + 1)
     return rows.tobytes()
+
+
+def sides(height: int, width: int) -> bool:
+    """Whether a page, a line or a word can be so large."""
+    return 1 <= height <= LONGEST and 1 <= width <= LONGEST
+
+
+def packed(layout: struct.Struct, what: str, *values: int) -> bytes:
+    try:
+        return layout.pack(*values)
+    except struct.error:
+        raise PackError(f"{what} must fit in {layout.size // len(values) * 8} bits each, got {values}") from None
