@@ -5,6 +5,8 @@ import json
 import multiprocessing
 import os
 import pickle
+import signal
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +15,13 @@ import torch
 import toy
 from torch.utils.data import DataLoader
 
-from nbtools import disk
+from nbtools import disk, writer
 from nbtools.errors import DiskError, PackError, StageError
 from nbtools.pack import MANIFEST, Pack
-from nbtools.packing import Entry, Writer, build, header
+from nbtools.packing import Entry, Writer, build
 from nbtools.splits import SPLITS, split_of
 from nbtools.stage import cache
+from nbtools.writer import header
 
 
 @pytest.fixture(autouse=True)
@@ -277,14 +280,152 @@ def test_an_unwritable_target_is_refused_in_words(place, monkeypatch):
 
 
 def test_an_interrupt_while_packing_leaves_nothing(place):
-    def interrupted(path, options):
+    with pytest.raises(KeyboardInterrupt):
+        pack(vectors(place / "raw"), read=interrupted_at("30.npy"))
+    assert [path.name for path in (cache() / "packs").iterdir()] == []
+
+
+# -- a packing that was killed goes on
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(writer, "CHUNK", 8)
+
+
+def reads(place: Path) -> list[str]:
+    return (place / "reads").read_text().split()
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_killed_packing_goes_on_and_reads_nothing_twice(place, monkeypatch):
+    monkeypatch.setenv("READS", str(place / "reads"))
+    source = vectors(place / "raw")
+    (source / "3.npy").write_bytes(b"no")
+    whole = pack(source, resume=True, into=place / "whole")
+
+    def deadly(path, options):
         if path.name == "30.npy":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return counted(path, options)
+
+    assert in_process(pack, source, read=deadly, resume=True, into=place / "mine") == -signal.SIGKILL
+    before = reads(place)
+    assert not (place / "mine").exists()
+    made = pack(source, read=counted, resume=True, into=place / "mine")
+    after = reads(place)[len(before) :]
+    assert 0 < len(after) <= 40 - len(before) + writer.CHUNK  # but for the chunk that it died in
+    assert {*before, *after} == {path.name for path in source.iterdir()}
+    assert contents(made) == contents(whole)
+    assert made.bad["file"].tolist() == ["3.npy"]
+    assert sorted(path.name for path in made.folder.iterdir()) == sorted([*made.manifest["files"], MANIFEST])
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_kill_at_any_operation_on_the_disk_changes_nothing_in_the_pack(place):
+    """A write is cut in its midst: half of the bytes are there."""
+    source = vectors(place / "raw", 12)
+    (source / "3.npy").write_bytes(b"no")
+    whole = contents(pack(source, resume=True, into=place / "whole"))
+    for nth in range(200):
+        made = place / f"made {nth}"
+        if in_process(killed_at, nth, source, made) == 0:
+            break
+        assert not made.exists() or contents(Pack.open(made)) == whole
+        assert contents(pack(source, resume=True, into=made)) == whole
+    assert nth > 30
+
+
+def killed_at(nth: int, source: Path, into: Path) -> None:
+    """Pack in a process that is killed at its nth operation."""
+    count = 0
+
+    def deadly(name, real):
+        def operation(*args, **more):
+            nonlocal count
+            count += 1
+            if count > nth:
+                if name == "write":
+                    real(args[0], args[1][: len(args[1]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **more)
+
+        return operation
+
+    for name in ("create", "append", "write", "sync", "rename", "remove", "make_folder"):
+        setattr(disk, name, deadly(name, getattr(disk, name)))
+    pack(source, resume=True, into=into)
+
+
+def in_process(job, *args, **more) -> int | None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+        process = multiprocessing.get_context("fork").Process(target=job, args=args, kwargs=more)
+        process.start()
+    process.join()
+    return process.exitcode
+
+
+def contents(made: Pack) -> dict[str, str]:
+    return {name: entry["sha256"] for name, entry in made.verify().manifest["files"].items()}
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("change", ["a file", "an option", "a shorter array"])
+def test_what_was_decoded_of_something_else_is_not_used(place, change):
+    source, into = vectors(place / "raw"), place / "mine"
+    with pytest.raises(KeyboardInterrupt):
+        pack(source, read=interrupted_at("30.npy"), resume=True, into=into)
+    part = into.with_name("mine.part")
+    assert (part / "x.npy").exists()
+    options = {"scale": 2} if change == "an option" else {}
+    if change == "a file":
+        np.save(source / "1.npy", np.full(3, -1, np.float32))
+        os.utime(source / "1.npy", ns=(1, 1))
+    if change == "a shorter array":
+        os.truncate(part / "x.npy", 200)
+    made = pack(source, options, resume=True, into=into)
+    assert contents(made) == contents(pack(source, options, into=place / "anew"))
+    assert not part.exists()
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_full_disk_ends_a_resumable_packing_and_space_lets_it_go_on(place, monkeypatch):
+    monkeypatch.setenv("READS", str(place / "reads"))
+    source, real, calls = vectors(place / "raw"), disk.write, []
+
+    def filling(file, data):
+        calls.append(data)
+        if len(calls) > 40:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(file, data)
+
+    monkeypatch.setattr(disk, "write", filling)
+    with pytest.raises(DiskError, match="the disk is full"):
+        pack(source, read=counted, resume=True)
+    assert published() == []
+    before = len(reads(place))
+    monkeypatch.setattr(disk, "write", real)
+    assert len(pack(source, read=counted, resume=True)) == 40
+    assert len(reads(place)) - before < 20
+
+
+def test_data_that_cannot_be_packed_leaves_no_part_behind(place):
+    source = vectors(place / "raw", 2)
+    for path in source.iterdir():
+        path.write_bytes(b"no")
+    with pytest.raises(PackError, match="none of 2 files can be used"):
+        pack(source, resume=True, into=place / "mine")
+    assert sorted(path.name for path in place.iterdir()) == ["cache", "raw"]
+
+
+def interrupted_at(name: str):
+    def interrupted(path, options):
+        if path.name == name:
             raise KeyboardInterrupt
         return read(path, options)
 
-    with pytest.raises(KeyboardInterrupt):
-        pack(vectors(place / "raw"), read=interrupted)
-    assert published() == []
+    return interrupted
 
 
 def test_a_file_of_another_size_is_noticed_at_open(place):
