@@ -1,0 +1,203 @@
+"""What lies in a source: pages of CASIA-HWDB, or images of lines with their texts in a list, of any script.
+
+    pages   …Train/001-P16.dgrl …, as folders or as the archives they come in
+    lines   {train,val,test}/NAME.png, {train,val,test}_img_id_gt.txt with `name,text`, and perhaps chars_list.txt
+
+Archives inside a folder are staged where they are met, so a sample's name may lead through one:
+`HWDB2.0Train.zip/001-P16.dgrl#3` is the third line of a page in it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+
+from nbtools.errors import PackError
+from nbtools.stage import RECEIPT, stage
+from nbtools.tasks.hwdb.charset import CHARS_LIST
+from nbtools.tasks.hwdb.dgrl import Place, lines_of
+from nbtools.tasks.hwdb.lists import Images, rows_of
+from nbtools.tasks.hwdb.scan import FormatError
+
+LAYOUTS = ("auto", "pages", "lines")
+ARCHIVE = re.compile(r"\.(tar|tar\.gz|tgz|tar\.xz|txz|tar\.bz2|tbz2?|zip)$", re.I)
+DEEPEST = 3  # archives within archives; a zip can hold itself
+SPLIT = re.compile(r"(?<![a-z])(?:(train)(?:ing)?|(val)(?:id|idation)?|(test)(?:ing)?)(?![a-z])", re.I)
+WRITER = re.compile(r"(\d+)-P\d+")
+LINE = re.compile(r"(.+\.dgrl)#(\d+)", re.I)
+LIST = re.compile(r"(.*)_img_id_gt\.txt", re.I)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A line and its text. name: from the source on; group: what must not be parted by the splits, a writer's lines."""
+
+    name: str
+    text: str
+    split: str | None
+    group: str
+
+
+@dataclass
+class Findings:
+    """All that a source holds; bad: file, value, rule and fix of what cannot be used."""
+
+    layout: str
+    lines: list[Found] = field(default_factory=list)
+    bad: list[tuple[str, ...]] = field(default_factory=list)
+    chars_list: Path | None = None
+
+    def add(self, found: Found) -> None:
+        if found.text:
+            self.lines.append(found)
+        else:
+            self.refuse(found.name, "no characters", "a line has a text", "correct its text, or leave it out")
+
+    def refuse(self, file: str, *problem: object) -> None:
+        self.bad.append((file, *map(str, problem)))
+
+
+def survey(folder: Path, layout: str = "auto") -> Findings:
+    """What a folder holds, texts read and pictures not. Raises PackError where there is nothing to read."""
+    names = sorted(walked(folder))
+    pages = [name for name in names if name.lower().endswith((".dgrl", ".dgr"))]
+    lists = [name for name in names if LIST.fullmatch(PurePosixPath(name).name)]
+    chosen = chosen_layout(folder, layout, pages, lists)
+    if chosen == "pages":
+        return of_pages(folder, pages)
+    return of_lists(folder, lists, names)
+
+
+def chosen_layout(folder: Path, layout: str, pages: list[str], lists: list[str]) -> str:
+    found = {"pages": pages, "lines": lists}
+    if layout == "auto" and pages and lists:
+        raise PackError(
+            f'{folder}: holds pages ({pages[0]}) and lists of lines ({lists[0]}); choose layout="pages" or "lines"'
+        )
+    chosen = layout if layout != "auto" else "pages" if pages else "lines"
+    if not found[chosen]:
+        looked = {
+            "auto": "no page (.dgrl) and no list of lines (train_img_id_gt.txt)",
+            "pages": "no page (.dgrl)",
+            "lines": "no list of lines (train_img_id_gt.txt, val_… or test_…)",
+        }[layout]
+        raise PackError(f"{folder}: {looked} is in it or in its archives; give the folder that holds HWDB2.0Train")
+    return chosen
+
+
+def walked(folder: Path, prefix: str = "", depth: int = 0) -> Iterator[str]:
+    """Every file's name from the source on, those in archives too; hidden ones are none."""
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if not hidden(name))
+        way = os.path.relpath(place, folder)
+        here = prefix if way == "." else f"{prefix}{Path(way).as_posix()}/"
+        for name in names:
+            if ARCHIVE.search(name) and depth < DEEPEST:
+                yield from walked(unpacked(Path(place, name)), f"{here}{name}/", depth + 1)
+            elif not hidden(name):
+                yield here + name
+
+
+def hidden(name: str) -> bool:
+    """Left behind by systems, not by people: .DS_Store, ._name.png, __MACOSX."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
+@lru_cache(maxsize=64)
+def unpacked(archive: Path) -> Path:
+    """The folder of all that an archive holds, staged now if it was not yet; `stage` leaves an only folder out."""
+    folder = stage(archive, progress=False)
+    return folder if (folder.parent / RECEIPT).is_file() else folder.parent
+
+
+def located(path: Path) -> Path:
+    """Where a file is whose way may lead through archives."""
+    if path.exists():
+        return path
+    for above in path.parents:
+        if above.is_file():
+            return located(unpacked(above) / path.relative_to(above))
+    return path
+
+
+def split_of_way(name: str) -> str | None:
+    """What the nearest folder or archive on a file's way says: HWDB2.0Train, test, valid …"""
+    for part in reversed(PurePosixPath(name).parts[:-1]):
+        if match := SPLIT.search(part):
+            return split_word(match)
+    return None
+
+
+def split_word(match: re.Match[str]) -> str:
+    return next(word.lower() for word in match.groups() if word)
+
+
+def group_of(name: str) -> str:
+    """The writer of 001-P16.dgrl; else the file itself."""
+    match = WRITER.match(PurePosixPath(name).name)
+    return f"writer {match[1]}" if match else name
+
+
+def of_pages(folder: Path, names: list[str]) -> Findings:
+    findings = Findings("pages")
+    for name in names:
+        if name.lower().endswith(".dgr"):
+            rule = "lines with their text are in .dgrl files; a .dgr holds single words"
+            findings.refuse(name, ".dgr", rule, "give the .dgrl file of the same page")
+            continue
+        try:
+            with mapped(located(folder / name)) as data:
+                for place in lines_of(data, PurePosixPath(name).name):
+                    line_of_page(findings, name, place)
+        except FormatError as error:
+            findings.refuse(name, *error.args)
+        except (OSError, ValueError) as error:  # mmap refuses an empty file with ValueError
+            value = getattr(error, "strerror", None) or "no bytes"
+            findings.refuse(name, value, "the file can be read", "copy it again, or delete it")
+    return findings
+
+
+def line_of_page(findings: Findings, name: str, place: Place) -> None:
+    line = f"{name}#{place.index + 1}"
+    try:
+        findings.add(Found(line, place.text, split_of_way(name), group_of(name)))
+    except FormatError as error:
+        findings.refuse(line, *error.args)
+
+
+def mapped(path: Path) -> mmap.mmap:
+    """A file's bytes without reading them: one line of a page is a tenth of it."""
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def of_lists(folder: Path, lists: list[str], names: list[str]) -> Findings:
+    findings, seen, candidates = Findings("lines"), {}, dict[str, None]()
+    for name in lists:
+        way = PurePosixPath(name)
+        word = LIST.fullmatch(way.name)[1]  # pyright: ignore[reportOptionalSubscript]: it was chosen by this
+        split = match and split_word(match) if (match := SPLIT.search(word)) else None
+        images = Images(name.removesuffix(way.name), word, names)
+        candidates |= dict.fromkeys(images.names)
+        for row in rows_of(located(folder / name).read_bytes()):
+            where = f"{name}:{row.number}"
+            image = row.problem or images.find(row.name)
+            if isinstance(image, tuple):
+                findings.refuse(where, *image)
+            elif image in seen:
+                rule = f"an image stands once in the lists, and this one is in {seen[image]} already"
+                findings.refuse(where, row.name, rule, "delete one of the rows")
+            else:
+                seen[image] = where
+                findings.add(Found(image, row.text, split, group_of(image)))
+    for name in candidates:
+        if name not in seen:
+            findings.refuse(name, "no text", "an image stands in a list", "add its row name,text, or delete it")
+    short = [name for name in names if PurePosixPath(name).name == CHARS_LIST]
+    findings.chars_list = located(folder / min(short, key=lambda n: n.count("/"))) if short else None
+    return findings
