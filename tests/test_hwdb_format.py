@@ -1,5 +1,6 @@
 """`.dgrl` and `.dgr`: files made by hand from the published table, not by the writer that is under test."""
 
+import contextlib
 import mmap
 import os
 import pickle
@@ -59,7 +60,7 @@ def some_words(rng, bits, lines=3):
         parts.append(struct.pack("<i", len(codes)))
         for k, code in enumerate(codes):
             height, width = rng.randint(1, 9), rng.randint(1, 12)
-            place = (20 * n + rng.randint(-3, 3), 12 * k + rng.randint(-3, 3))
+            place = (20 * n + rng.randint(-3, 3), 6 * k + rng.randint(-3, 3))
             parts.append(word(code, *place, height, width, noise(rng, height, width, bits)))
     return b"".join(parts)
 
@@ -160,9 +161,9 @@ def test_a_code_that_is_none_is_named_with_its_byte_and_spoils_only_its_line(cod
     offset = len(header()) + 12 + (4 + 2 + 16 + 1) + 4 + 2
     assert data[offset : offset + 2] == code
     for action in (lambda: places[1].text, lambda: places[1].read(data), lambda: dgrl.read_page(data, "017-P03.dgrl")):
-        with pytest.raises(PackError, match=rf"GB18030.*0x{code.hex()} at byte {offset} of 017-P03.dgrl; leave line 1"):
+        with pytest.raises(PackError, match=rf"GB18030.*0x{code.hex()} at byte {offset} of 017-P03.dgrl; leave line 2"):
             action()
-    assert dgrl.line_at(data, 2).image.tolist() == [[2]]
+    assert places[2].read(data).image.tolist() == [[2]]
 
 
 # -- byte-exact both ways
@@ -188,6 +189,13 @@ def test_a_page_made_of_values_is_the_file_made_by_hand():
         assert dgrl.write_page(page) == by_hand
 
 
+def test_what_is_darker_than_the_middle_grey_is_ink_where_a_pixel_has_one_bit():
+    grey = np.arange(256, dtype=np.uint8)[None]
+    page = Page(9, 9, (Line("", 0, 0, 1, 256, grey),), bits=1)
+    (found,) = dgrl.read_page(dgrl.write_page(page)).lines
+    assert found.image[0].tolist() == [0] * 128 + [255] * 128
+
+
 def test_a_changed_text_is_written_and_the_codes_it_was_read_from_are_not():
     data = header() + struct.pack("<3i", 9, 9, 1) + line(b"\xff\0b\0", 0, 0, 1, 1, b"\0")
     (found,) = dgrl.read_page(data).lines
@@ -199,10 +207,10 @@ def test_a_changed_text_is_written_and_the_codes_it_was_read_from_are_not():
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"height": 3}, r"line 0 must be uint8 \(3, 3\).*got uint8 \(2, 3\)"),
+        ({"height": 3}, r"line 1 must be uint8 \(3, 3\).*got uint8 \(2, 3\)"),
         ({"image": np.zeros((2, 3), np.int64)}, "must be uint8.*got int64"),
         ({"image": np.zeros((2, 0), np.uint8), "width": 0}, "sides 1 to 100,000"),
-        ({"top": 1 << 31}, "line 0 must fit in 32 bits"),
+        ({"top": 1 << 31}, "line 1 must fit in 32 bits"),
         ({"text": "a😀"}, "two bytes in GB18030, got '😀'"),
     ],
 )
@@ -240,14 +248,12 @@ def test_lines_are_located_and_read_one_by_one_as_the_whole_page_has_them(bits, 
         for source in (data, memoryview(data), bytearray(data), mapped):
             places = list(dgrl.lines_of(source))
             assert [place.index for place in places] == list(range(6))
-            for n, (place, whole) in enumerate(zip(places, page.lines, strict=True)):
+            for place, whole in zip(places, page.lines, strict=True):
                 assert source[place.offset : place.offset + len(whole.codes)] == whole.codes
-                for one in (place.read(source), dgrl.line_at(source, n)):
-                    assert (one.text, one.top, one.left) == (whole.text, whole.top, whole.left)
-                    np.testing.assert_array_equal(one.image, whole.image)
+                one = place.read(source)
+                assert (one.text, one.top, one.left) == (whole.text, whole.top, whole.left)
+                np.testing.assert_array_equal(one.image, whole.image)
     np.testing.assert_array_equal(one.image, whole.image)  # the map is closed, and what was read from it still stands
-    with pytest.raises(PackError, match=r"x.dgrl has lines 0 to 5, got line 6; name one"):
-        dgrl.line_at(data, 6, "x.dgrl")
 
 
 def test_locating_lines_and_reading_one_costs_that_line_not_the_page():
@@ -256,7 +262,7 @@ def test_locating_lines_and_reading_one_costs_that_line_not_the_page():
     data = header(bits=1) + struct.pack("<3i", 3000, 2100, count) + one * count
     scan.characters()
     assert peak_of(lambda: list(dgrl.lines_of(data))) < 40_000  # 8 MB decoded
-    assert peak_of(lambda: dgrl.line_at(data, count - 1)) < 1.1 * height * width + 20_000
+    assert peak_of(lambda: list(dgrl.lines_of(data))[-1].read(data)) < 1.1 * height * width + 60_000
 
 
 # -- what is refused
@@ -290,15 +296,16 @@ BOX = TEXT + 4 + 4
         (with_int(42, 1 << 30), "got 90 × 1,073,741,824 at byte 38 of"),
         (with_int(46, 2), "0 to 1 lines fit in the rest of the file, got 2 at byte 46 of"),
         (with_int(46, -1), "got -1 at byte 46 of"),
-        (with_int(46, 0), "nothing follows the 0 lines, got 30 bytes at byte 50 of"),
-        (with_int(TEXT, 0x7FFFFFFF), "0 to 13 characters of line 0 fit .*, got 2,147,483,647 at byte 50 of"),
+        (with_int(46, 0), "the file ends after line 0, got 30 bytes more at byte 50 of"),
+        (with_int(TEXT, 0x7FFFFFFF), "0 to 13 characters of line 1 fit .*, got 2,147,483,647 at byte 50 of"),
         (with_int(TEXT, -2), "got -2 at byte 50 of"),
-        (with_int(TEXT, 13), "the box of line 0 takes 16 bytes, got 0 up to the end at byte 80 of"),
-        (with_int(BOX + 8, 0), "the sides of line 0 are 1 to 100,000 pixels, got 0 × 3 at byte 66 of"),
+        (with_int(TEXT, 13), "the box of line 1 takes 16 bytes, got 0 up to the end at byte 80 of"),
+        (with_int(BOX + 8, 0), "the sides of line 1 are 1 to 100,000 pixels, got 0 × 3 at byte 66 of"),
         (with_int(BOX + 12, -3), "got 2 × -3 at byte 66 of"),
-        (with_int(BOX + 8, 70_000), "line 0 of 70,000 × 3 pixels takes 210,000 bytes, got 6 up to the end"),
-        (small() + b"\0", "nothing follows the 1 lines, got 1 bytes at byte 80 of"),
+        (with_int(BOX + 8, 70_000), "line 1 of 70,000 × 3 pixels takes 210,000 bytes, got 6 up to the end"),
+        (small() + b"\0", "the file ends after line 1, got 1 bytes more at byte 80 of"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_damaged_file_is_refused_with_file_byte_rule_and_what_came(data, said):
     for action in (dgrl.read_page, lambda *args: list(dgrl.lines_of(*args))):
@@ -319,7 +326,7 @@ def test_a_file_cut_anywhere_is_refused_and_so_is_one_with_more_behind_it(made, 
     for size in range(len(data)):
         with pytest.raises(PackError, match=r"^.*, got .* at byte [\d,]+ of"):
             read(data[:size])
-    with pytest.raises(PackError, match="nothing follows"):
+    with pytest.raises(PackError, match="the file ends after line 2"):
         read(data + data)
 
 
@@ -331,7 +338,7 @@ def test_lines_up_to_the_damage_are_still_found():
         + line(b"", 0, 0, 5, 5, b"\2" * 9)
     )
     found = []
-    with pytest.raises(PackError, match="line 2 of 5 × 5 pixels takes 25 bytes, got 9"):
+    with pytest.raises(PackError, match="line 3 of 5 × 5 pixels takes 25 bytes, got 9"):
         found.extend(place.read(data) for place in dgrl.lines_of(data))
     assert [one.text for one in found] == ["a", "a"]
 
@@ -366,12 +373,11 @@ def test_as_many_lines_as_fit_take_memory_in_proportion_to_the_file():
 # -- words to lines
 
 
-def test_words_are_joined_on_blank_paper_at_their_places_the_darker_pixel_on_top():
-    rng = random.Random(4)
-    data = some_words(rng, 8, 5)
+@pytest.mark.parametrize("seed", range(8))
+def test_words_are_joined_on_blank_paper_at_their_places_the_darker_pixel_on_top(seed):
+    data = some_words(random.Random(seed), 8, 5)
     words = [found for found in dgr.read_words(data).lines if found]
     page = dgr.read_page(data)
-    assert len(words) == len(page.lines) > 2
     for parts, joined in zip(words, page.lines, strict=True):
         canvas = {}
         for part in parts:
@@ -383,20 +389,21 @@ def test_words_are_joined_on_blank_paper_at_their_places_the_darker_pixel_on_top
         for y, x in np.ndindex(joined.image.shape):
             assert joined.image[y, x] == canvas.get((joined.top + y, joined.left + x), 255)
         assert joined.text == "".join(part.text for part in parts)
-    assert dgrl.read_page(dgrl.write_page(page)).lines[0].text == page.lines[0].text
+    written = dgrl.read_page(dgrl.write_page(page))
+    assert [line.text for line in written.lines] == [line.text for line in page.lines]
 
 
 def test_two_words_a_world_apart_ask_for_no_paper_between_them():
     data = header(b"DGR") + struct.pack("<4i", 9, 9, 1, 2)
     data += word(b"a\0", -32768, -32768, 1, 1, b"\0") + word(b"b\0", 32767, 32767, 1, 1, b"\0")
     assert [one.text for one in dgr.read_words(data).lines[0]] == ["a", "b"]
-    with pytest.raises(PackError, match=r"line 0 of far.dgr spans at most 32 times its words' 2 pixels, got 65,536"):
+    with pytest.raises(PackError, match=r"line 1 of far.dgr spans at most 16 times its words' 2 pixels, got 65,536"):
         dgr.read_page(data, "far.dgr")
 
 
 def test_a_word_of_two_characters_cannot_be_written():
     blank = Line("天地", 0, 0, 1, 1, np.zeros((1, 1), np.uint8))
-    with pytest.raises(PackError, match="word 0 of line 1 must be one character, got '天地'"):
+    with pytest.raises(PackError, match="word 1 of line 2 must be one character, got '天地'"):
         dgr.write_words(dgr.WordPage(9, 9, ((), (blank,))))
 
 
@@ -443,37 +450,42 @@ def renumbered(rng, data, others):
     data[at : at + struct.calcsize(layout)] = new.to_bytes(struct.calcsize(layout), "little")
 
 
+def through(data):
+    """Read all that can be read, in every way there is, and write it back. Raises what the reader does."""
+    if data[4:8] == b"DGR\0":
+        assert dgr.write_words(dgr.read_words(data)) == data
+        dgr.read_page(data)
+    else:
+        assert all(place.read(data).text == place.text for place in dgrl.lines_of(data))
+        assert dgrl.write_page(dgrl.read_page(data)) == data
+
+
 def test_mutated_files_raise_only_our_errors_in_bounded_memory_and_what_is_read_is_written_back():
     """NBTOOLS_FUZZ=100000 for the full run (two minutes)."""
     originals = [made(random.Random(n), bits) for made in (some_page, some_words) for bits in (1, 8) for n in range(8)]
-    kept = refused = 0
-    worst = 0.0
+    kept = {b"DGRL": 0, b"DGR\0": 0}
+    worst = {b"DGRL": 0.0, b"DGR\0": 0.0}
     scan.characters()
     tracemalloc.start()
     try:
         for n in range(FUZZED):
             rng = random.Random(n)
-            data = bytearray(rng.choice(originals))
+            original = rng.choice(originals)
+            kind, mutated = original[4:8], bytearray(original)
             for _ in range(rng.choice((1, 1, 1, 2, 3))):
-                if len(data) > 8:
-                    rng.choice((flipped, cut, spliced, doubled, renumbered))(rng, data, originals)
-            data = bytes(data)
-            words = data[4:8] == b"DGR\0"
+                if len(mutated) > 8:
+                    rng.choice((flipped, cut, spliced, doubled, renumbered))(rng, mutated, originals)
+            data = bytes(mutated)
             before = tracemalloc.get_traced_memory()[0]
             tracemalloc.reset_peak()
-            try:
-                if words:
-                    dgr.read_page(data)
-                    assert dgr.write_words(dgr.read_words(data)) == data
-                else:
-                    assert all(place.read(data).text == place.text for place in dgrl.lines_of(data))
-                    assert dgrl.write_page(dgrl.read_page(data)) == data
-                kept += 1
-            except NbtoolsError:
-                refused += 1
-            worst = max(worst, (tracemalloc.get_traced_memory()[1] - before - 8_000) / (len(data) + 1))
+            with contextlib.suppress(NbtoolsError):
+                through(data)
+                kept[kind] += 1
+            peak = tracemalloc.get_traced_memory()[1] - before - 8_000  # bytes that an error and its trace may take
+            worst[kind] = max(worst[kind], peak / (len(data) + 1))
     finally:
         tracemalloc.stop()
-    print(f"{FUZZED:,} files: {kept:,} still whole, {refused:,} refused; at most 8 kB + {worst:.1f} × the file's bytes")
-    assert min(kept, refused) > FUZZED // 10
-    assert worst < 40
+    print(f"{FUZZED:,} files, read in whole: {kept}; at most 8 kB and so many times the file's bytes: {worst}")
+    assert all(FUZZED / 20 < count < FUZZED / 4 for count in kept.values())
+    assert worst[b"DGRL"] < 30
+    assert worst[b"DGR\0"] < 200  # a bit is a byte, and may take 16 more of paper when words are joined

@@ -28,7 +28,7 @@ from nbtools.tasks.hwdb.scan import CODE, INT, Bytes, Cursor, FormatError, Heade
 
 BOX = struct.Struct("<4h")
 SMALLEST = CODE + BOX.size + 1  # bytes of a word of one pixel
-SPREAD = 32  # times the pixels of its words that a line may span: a few bytes must not ask for gigabytes of paper
+SPREAD = 16  # times the pixels of its words that a line may span: a few bytes must not ask for gigabytes of paper
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,16 +50,16 @@ def read_words(data: Bytes, name: str = "page.dgr") -> WordPage:
     header = read_header(cursor, "DGR")
     height, width, count = read_size(cursor, INT.size)
     lines = tuple(tuple(place.read(data) for place in words(cursor, n, header.bits)) for n in range(count))
-    cursor.end(f"{count:,} lines")
+    cursor.end(count)
     return WordPage(height, width, lines, header.illustration, header.code_type, header.bits, header.kind)
 
 
 def words(cursor: Cursor, line: int, bits: int) -> Iterator[Place]:
     at = cursor.at
-    (count,) = cursor.ints(INT, f"line {line}")
-    require_count(cursor, f"words of line {line}", count, SMALLEST, at)
+    (count,) = cursor.ints(INT, f"line {line + 1}")
+    require_count(cursor, f"words of line {line + 1}", count, SMALLEST, at)
     for n in range(count):
-        what = f"word {n} of line {line}"
+        what = f"word {n + 1} of line {line + 1}"
         yield boxed(cursor, what, BOX, line, cursor.take(CODE, f"the code of {what}"), bits)
 
 
@@ -67,9 +67,9 @@ def write_words(page: WordPage) -> bytes:
     """The file of a page; of one that was read, the same bytes. Raises PackError naming the word that breaks a rule."""
     header = Header(page.kind, page.illustration, page.code_type, page.bits)
     parts = [write_header(header, "DGR"), size_bytes(page.height, page.width, len(page.lines))]
-    for n, line in enumerate(page.lines):
+    for n, line in enumerate(page.lines, 1):
         parts.append(packed(INT, f"the words of line {n}", len(line)))
-        for k, word in enumerate(line):
+        for k, word in enumerate(line, 1):
             parts += [one_code(word, what := f"word {k} of line {n}"), box_bytes(word, what, BOX, page.bits)]
     return b"".join(parts)
 
@@ -87,7 +87,7 @@ def read_page(data: Bytes, name: str = "page.dgr") -> Page:
     A line without words has nothing to show and is left out.
     """
     page = read_words(data, name)
-    lines = tuple(joined(line, f"line {n} of {name}") for n, line in enumerate(page.lines) if line)
+    lines = tuple(joined(line, f"line {n} of {name}") for n, line in enumerate(page.lines, 1) if line)
     return Page(page.height, page.width, lines, page.illustration, page.code_type, page.bits)
 
 

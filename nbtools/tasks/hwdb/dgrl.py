@@ -39,7 +39,7 @@ from nbtools.tasks.hwdb.scan import (
     write_header,
 )
 
-__all__ = ["UNKNOWN", "FormatError", "Line", "Page", "Place", "line_at", "lines_of", "read_page", "write_page"]
+__all__ = ["UNKNOWN", "FormatError", "Line", "Page", "Place", "lines_of", "read_page", "write_page"]
 
 PAGE = struct.Struct("<3i")
 BOX = struct.Struct("<4i")
@@ -81,7 +81,7 @@ class Page:
 class Place:
     """Where a line lies in its file: found without reading a pixel, and holding none of the file's memory.
 
-    offset: the byte where its codes begin; start: where its bitmap does.
+    index: from 0, where messages count from 1. offset: the byte where its codes begin; start: where its bitmap does.
     """
 
     name: str
@@ -104,7 +104,7 @@ class Place:
             raise FormatError(
                 f"0x{self.codes[n : n + CODE].hex()} at byte {self.offset + n:,} of {self.name}",
                 "a code is two bytes of GB18030, ASCII and a zero byte, or 0xFF for unknown",
-                f"leave line {self.index} out, or correct the code",
+                f"leave line {self.index + 1} out, or correct the code",
             )
         return "".join(found)
 
@@ -124,18 +124,6 @@ def lines_of(data: Bytes, name: str = "page.dgrl") -> Iterator[Place]:
     header = read_header(cursor, "DGRL")
     _, _, count = read_size(cursor, SMALLEST)
     yield from places(cursor, count, header.bits)
-
-
-def line_at(data: Bytes, index: int, name: str = "page.dgrl") -> Line:
-    """One line of a page; of those before it only the numbers are read. Raises FormatError where there is none."""
-    cursor = Cursor(data, name)
-    header = read_header(cursor, "DGRL")
-    _, _, count = read_size(cursor, SMALLEST)
-    if not 0 <= index < count:
-        raise FormatError(f"line {index}", f"{name} has lines 0 to {count - 1}", "name one of these")
-    for n in range(index):
-        line_place(cursor, n, header.bits)
-    return line_place(cursor, index, header.bits).read(data)
 
 
 def read_page(data: Bytes, name: str = "page.dgrl") -> Page:
@@ -180,16 +168,16 @@ def require_count(cursor: Cursor, what: str, count: int, smallest: int, at: int)
 def places(cursor: Cursor, count: int, bits: int) -> Iterator[Place]:
     for index in range(count):
         yield line_place(cursor, index, bits)
-    cursor.end(f"{count:,} lines")
+    cursor.end(count)
 
 
 def line_place(cursor: Cursor, index: int, bits: int) -> Place:
     """The place of the line at the cursor, which goes past it."""
-    at = cursor.at
-    (count,) = cursor.ints(INT, f"line {index}")
-    require_count(cursor, f"characters of line {index}", count, CODE, at)
-    codes = cursor.take(count * CODE, f"the text of line {index}")
-    return boxed(cursor, f"line {index}", BOX, index, codes, bits)
+    at, what = cursor.at, f"line {index + 1}"
+    (count,) = cursor.ints(INT, what)
+    require_count(cursor, f"characters of {what}", count, CODE, at)
+    codes = cursor.take(count * CODE, f"the text of {what}")
+    return boxed(cursor, what, BOX, index, codes, bits)
 
 
 def boxed(cursor: Cursor, what: str, layout: struct.Struct, index: int, codes: bytes, bits: int) -> Place:
@@ -208,7 +196,7 @@ def size_bytes(height: int, width: int, count: int) -> bytes:
 
 
 def line_bytes(line: Line, n: int, bits: int) -> bytes:
-    codes, rest = line_codes(line), box_bytes(line, f"line {n}", BOX, bits)
+    codes, rest = line_codes(line), box_bytes(line, f"line {n + 1}", BOX, bits)
     return INT.pack(len(codes) // CODE) + codes + rest
 
 

@@ -59,9 +59,9 @@ class Cursor:
         start = self.skip(layout.size, what)
         return layout.unpack_from(self.data, start)
 
-    def end(self, what: str) -> None:
+    def end(self, lines: int) -> None:
         if self.rest:
-            self.refuse(f"nothing follows the {what}", f"{self.rest:,} bytes")
+            self.refuse(f"the file ends after line {lines:,}", f"{self.rest:,} bytes more")
 
     def refuse(self, rule: str, came: str, at: int | None = None, fix: str = DAMAGED) -> NoReturn:
         raise FormatError(f"{came} at byte {self.at if at is None else at:,} of {self.name}", rule, fix)
