@@ -1,0 +1,251 @@
+"""The three networks of handwritten lines: sizes and lengths, and that padding changes no answer and no gradient."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nbtools import ctc
+from nbtools.errors import PlanError
+from nbtools.tasks.hwdb import crnn, hctr, masked
+from nbtools.tasks.hwdb.networks import NETWORKS, built
+
+NAMES = sorted(NETWORKS)
+LENGTHS = (97, 33, 200, 64)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small(name, height=32, classes=12, seed=0) -> Any:
+    """A narrow network whose batch norms shift and scale: one that is fresh shifts by 0, and would hide what padding
+    does."""
+    torch.manual_seed(seed)
+    network = NETWORKS[name](height, classes, width=0.25)
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.weight, 1, 0.2)
+            nn.init.normal_(module.bias)
+            assert module.running_mean is not None
+            assert module.running_var is not None
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+    return network
+
+
+def padded(lengths=LENGTHS, height=32, width=None):
+    """A batch of lines of noise, paper beyond their ends."""
+    generator = torch.Generator().manual_seed(1)
+    image = torch.zeros(len(lengths), 1, height, width or max(lengths))
+    for row, length in zip(image, lengths, strict=True):
+        row[..., :length] = 2 * torch.rand(1, height, length, generator=generator)
+    return {"image": image, "image_length": torch.tensor(lengths)}
+
+
+def alone(batch, b):
+    length = int(batch["image_length"][b])
+    return {"image": batch["image"][b : b + 1, ..., :length], "image_length": batch["image_length"][b : b + 1]}
+
+
+# -- sizes
+
+
+def rows_of(table):
+    """The rows of a table in a docstring: name, channels, (height, columns a column of the picture), parameters."""
+    found = re.findall(r"\| (\S.*?) +\| ([\d,]+) +\| (\d+) × W(?:/(\d+))? +\| +([\d,]+) \|", table)
+    number = [(name, channels, rows, columns or "1", count) for name, channels, rows, columns, count in found]
+    return [(name, *(int(cell.replace(",", "")) for cell in cells)) for name, *cells in number]
+
+
+def test_hctr_has_the_53_1_million_parameters_and_the_layers_that_its_table_says():
+    network: Any = hctr.Hctr(128, 7374).eval()
+    total = sum(p.numel() for p in network.parameters())
+    assert total == 53_104_143
+    assert "53,104,143 parameters" in (hctr.Hctr.__doc__ or "")
+    seen: dict[str, Any] = {}
+    layers: dict[str, Any] = {"stem": network.stages[0], **{f"stage {k}": network.stages[k] for k in (1, 2, 3, 4)}}
+    for name, layer in layers.items():
+        layer.register_forward_hook(
+            lambda _m, given, out, name=name: seen.update({name: (given[0].shape, out[0].shape)})
+        )
+    with torch.no_grad():
+        logits, steps = network({"image": torch.zeros(1, 1, 128, 64), "image_length": torch.tensor([64])})
+    assert (logits.shape, steps.tolist()) == ((2, 1, 7375), [2])
+    made = [
+        (name, seen[name][1][1], seen[name][0][2], 64 // seen[name][0][3], sum(p.numel() for p in layer.parameters()))
+        for name, layer in layers.items()
+    ]
+    linear = network.linear
+    made.append(("linear", linear.out_features, seen["stage 4"][1][2], 32, sum(p.numel() for p in linear.parameters())))
+    assert rows_of(hctr.Hctr.__doc__ or "") == made
+    assert linear.in_features == 2048
+    assert sum(row[-1] for row in made) == total
+
+
+def test_hctr_has_the_references_blocks_and_dropout():
+    network: Any = hctr.Hctr(128, 7374)
+    assert [len([p for p in s.parts if isinstance(p, hctr.Block)]) for s in network.stages] == [0, 2, 4, 5, 1]
+    assert [stage.dropout.p for stage in network.stages] == [0, 0.3, 0.3, 0.3, 0.9]
+    block = network.stages[2].parts[0]
+    assert block.dropout.p == 0.1
+    assert [m.weight.shape for m in block.excite.gate if isinstance(m, nn.Linear)] == [(16, 256), (256, 16)]
+    assert not [m for m in network.modules() if isinstance(m, nn.RNNBase)]
+
+
+@pytest.mark.parametrize(("name", "stride"), [("hctr", 32), ("slim", 4), ("crnn", 4)])
+@pytest.mark.parametrize("width", [1, 31, 32, 33, 64, 70, 97])
+def test_a_line_has_as_many_steps_as_strides_begun(name, stride, width):
+    network = small(name).eval()
+    batch = padded((width,))
+    with torch.no_grad():
+        logits, steps = network(batch)
+    assert steps.tolist() == [len(logits)] == [-(-width // stride)]
+    assert masked.steps_of(batch["image_length"], network.stride).tolist() == steps.tolist()
+    assert NETWORKS[name].stride == stride
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("height", [32, 45, 64, 128])
+def test_any_height_is_read(name, height):
+    logits, _ = small(name, height).eval()(padded((40, 20), height))
+    assert logits.shape[1:] == (2, 13)
+
+
+@pytest.mark.parametrize(("name", "least"), [("hctr", 32), ("slim", 16), ("crnn", 16)])
+def test_lines_too_low_for_a_network_are_refused(name, least):
+    assert built(name, least, 3)
+    rule = rf'network = "{name}" reads lines ≥ {least} pixels high, and these are {least - 1}; pack with a larger'
+    with pytest.raises(PlanError, match=rule):
+        built(name, least - 1, 3)
+
+
+def test_slim_is_small():
+    assert 0.3e6 < sum(p.numel() for p in built("slim", 32, 60).parameters()) < 1e6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plans_dropout_stands_before_the_classifier(name):
+    def share(dropout):
+        network: Any = built(name, 32, 3, dropout)
+        return (network.stages[-1].dropout if name == "hctr" else network.drop).p
+
+    assert (share(None), share(0.15), share(0.0)) == (NETWORKS[name].dropout, 0.15, 0.0)
+
+
+# -- padding
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("height", [32, 45])
+def test_a_line_gets_the_answer_in_a_padded_batch_that_it_gets_alone(name, height):
+    network, batch = small(name, height).eval(), padded(height=height, width=231)
+    with torch.no_grad():
+        logits, steps = network(batch)
+        for b in range(len(LENGTHS)):
+            own, [count] = network(alone(batch, b))
+            assert len(own) == count == steps[b]
+            assert own.abs().max() > 0.1
+            torch.testing.assert_close(logits[:count, b], own[:, 0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_of_a_line_does_not_depend_on_the_padding_beside_it(name):
+    labels, lengths = torch.tensor([[1, 5]]), torch.tensor([2])
+
+    def gradients(batch, b):
+        network = small(name).eval()
+        logits, steps = network(batch)
+        ctc.loss((logits[:, b : b + 1], steps[b : b + 1]), labels, lengths).backward()
+        return {n: p.grad for n, p in network.named_parameters()}
+
+    batch = padded()
+    together, own = gradients(batch, 0), gradients(alone(batch, 0), 0)
+    for n, gradient in own.items():
+        most = float(gradient.abs().max())
+        assert most > 0 or "gate" in n, n  # the two hidden units of a narrow gate may both be off
+        torch.testing.assert_close(together[n], gradient, rtol=0, atol=2e-5 * most, msg=n)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_costs_a_line_no_step_and_gives_it_none(name):
+    """The guide's collate gave every sample the padded length as its own."""
+    network = small(name).eval()
+    _, narrow = network(padded())
+    _, wide = network(padded(width=400))
+    assert narrow.tolist() == wide.tolist() == [-(-n // network.stride) for n in LENGTHS]
+
+
+def test_excitation_sees_the_mean_of_each_lines_own_columns():
+    torch.manual_seed(0)
+    excite, x, lengths = hctr.Excite(32), torch.randn(3, 32, 4, 20), torch.tensor([20, 7, 1])
+    blank = masked.beyond(lengths, 20)
+    found = excite(x.masked_fill(blank, 0), blank)
+    for b, length in enumerate(lengths.tolist()):
+        own = x[b, :, :, :length]
+        gate = excite.gate(own.mean((1, 2)))
+        torch.testing.assert_close(found[b, :, :, :length], own * gate[:, None, None])
+
+
+def test_both_ways_is_torchs_bidirectional_lstm_on_each_line_alone():
+    torch.manual_seed(0)
+    both, lengths = crnn.BothWays(5, 6), torch.tensor([9, 4, 1])
+    torchs = nn.LSTM(5, 6, bidirectional=True)
+    weights = {f"{n}": w for n, w in both.forth.state_dict().items()}
+    weights |= {f"{n}_reverse": w for n, w in both.back.state_dict().items()}
+    torchs.load_state_dict(weights)
+    x = torch.randn(9, 3, 5)
+    found = both(x, lengths)
+    for b, length in enumerate(lengths.tolist()):
+        torch.testing.assert_close(found[:length, b], torchs(x[:length, b])[0])
+
+
+def test_turning_a_line_round_leaves_its_padding():
+    x = torch.arange(10).view(5, 2, 1)
+    assert crnn.turned(x, torch.tensor([5, 3]))[..., 0].t().tolist() == [[8, 6, 4, 2, 0], [5, 3, 1, 7, 9]]
+
+
+# -- memory
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recomputing_activations_changes_no_gradient_and_no_running_average(name):
+    network, results = small(name), []
+    for recompute in (False, True):
+        torch.manual_seed(3)
+        again = copy.deepcopy(network).train()
+        again.recompute = recompute
+        logits, steps = again(padded((64, 40)))
+        ctc.loss((logits, steps), torch.tensor([[1], [5]]), torch.tensor([1, 1])).backward()
+        results.append([*again.buffers(), *(p.grad for p in again.parameters())])
+    for kept, recomputed in zip(*results, strict=True):
+        torch.testing.assert_close(recomputed, kept)
+
+
+def test_blanking_costs_no_activation_memory():
+    """It writes into a tensor that backward does not keep: only the mask, a bool a column, is kept beside."""
+
+    def kept(module, *inputs):
+        found = {}
+
+        def pack(tensor):
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = module(*inputs)
+        return sum(found.values()), out
+
+    unit, x = masked.ConvNorm(8, 8), torch.randn(2, 8, 16, 24, requires_grad=True)
+    blank = masked.beyond(torch.tensor([24, 10]), 24)
+    bare, _ = kept(nn.Sequential(unit.conv, unit.norm, nn.ReLU(inplace=True)), x)
+    blanked, _ = kept(unit, x, blank)
+    assert bare > 2 * x.numel() * 4
+    assert blanked <= bare + blank.untyped_storage().nbytes()
