@@ -11,9 +11,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import torch
-
 from nbtools import checkpoint, control, disk, measure
+from nbtools import device as devices
 from nbtools.advise import advise
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, StageError, TrainError
 from nbtools.folder import begin, kept_folder, only_one, restore, stored_plan
@@ -278,11 +277,10 @@ def finish(job: Job, surface: Surface, receipt: bool) -> None:
 
 
 def release(kept: bool) -> list[str]:
-    """Free the GPU's memory; on Colab give the machine back, unless the run is on no other disk yet. Prints and returns
-    why that was not possible: the run is whole all the same."""
+    """Free the memory of the GPU or the processor; on Colab give the machine back, unless the run is on no other disk
+    yet. Prints and returns why that was not possible: the run is whole all the same."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    devices.give_back(devices.pick())
     try:
         if kept:
             release_runtime()

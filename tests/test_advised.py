@@ -113,11 +113,12 @@ def test_the_tasks_own_batch_size_is_not_overruled_by_speed(tmp_path):
 
 
 def test_a_search_that_a_busy_machine_cut_short_does_not_shrink_the_batch(advice):
-    short = dataclasses.replace(advice.batches, rows=(Row(2, 10.0, 9.0, 11.0, 3, None, 100, True),))
+    short = dataclasses.replace(advice.batches, complete=False, rows=(Row(2, 10.0, 9.0, 11.0, 3, None, 100, True),))
     rows = (*short.rows, Row(64, None, None, None, 0, None, None, True))
     assert not act.conclusive(dataclasses.replace(short, rows=rows), toy.PLAN.replace(batch_size=64))
     timed = (*short.rows, Row(64, 90.0, 89.0, 91.0, 3, None, 200, True))
     assert act.conclusive(dataclasses.replace(short, rows=timed), toy.PLAN.replace(batch_size=64))
+    assert act.conclusive(dataclasses.replace(short, complete=True), toy.PLAN.replace(batch_size=64))
 
 
 def test_a_run_asked_what_limits_it_answers_and_goes_on_bit_equal(pack, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import gc
 import json
+import math
 import random
 import statistics
 import warnings
@@ -27,7 +28,7 @@ from nbtools.measure.parts import Bench, epoch_batches, memory_of, padding, typi
 from nbtools.measure.profile import step_profile
 from nbtools.measure.rates import Counts, Watch, count
 from nbtools.measure.syncs import synchronizing
-from nbtools.measure.tries import affordable, made_ready, worth_trying
+from nbtools.measure.tries import affordable, made_ready, worth_compiling, worth_trying
 from nbtools.measure.untouched import read_switches
 from nbtools.measure.verdict import Verdict, verdict
 from nbtools.state import TrainState
@@ -193,6 +194,32 @@ def test_the_pack_replaces_files_and_more_workers_do_where_it_has_to_be_files(me
     assert found.change == {"feed": "streamed"}
     assert found.predicted == 3.5
     assert "25% of the ceiling" in found.sentence
+
+
+def test_compiling_is_tried_only_where_training_lasts_long_enough_to_pay_for_it(measured):
+    seconds = measured.epoch_s
+    long, short = (Plan(epochs=math.ceil(lasting / seconds)) for lasting in (2000, 1000))
+    assert worth_compiling(measured, short, [], ()) == []
+    assert worth_compiling(measured, long, [], ()) == [{"compile": True}]
+    assert worth_compiling(measured, long, [], ("compile",)) == []
+    assert worth_compiling(measured, long, [torch.nn.GRU(2, 2)], ()) == []
+    assert worth_compiling(dataclasses.replace(measured, padding={"x": 0.1}), long, [], ()) == []
+    waiting = dataclasses.replace(measured, device_type="cuda", **shares(0.0, 0.9))
+    assert worth_compiling(waiting, long, [], ()) == [{"compile": True}, {"graph": True}]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own imports
+@pytest.mark.parametrize("compiler", [True, False])
+def test_a_compiled_step_is_tried_in_turns_with_the_plan_where_there_is_a_compiler(packs, monkeypatch, compiler):
+    torch._dynamo.reset()
+    if not compiler:
+        monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+        monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
+    plan = toy.PLAN.replace(epochs=10**7)
+    profile = step_profile(toy, packs[False], plan, CPU, 0.1, fixed=("batch_size", "feed", "noise"))
+    tried = [trial.change for trial in profile.trials]
+    assert ({"compile": True} in tried) == compiler
+    assert ({"compile": True} in profile.untried) != compiler
 
 
 def test_of_batches_nearly_as_fast_the_smallest_is_advised(measured):

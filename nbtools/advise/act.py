@@ -15,7 +15,7 @@ from nbtools.advise.advice import Advice
 from nbtools.advise.rules import decide, enough, inspect, suggested
 from nbtools.errors import DiskError
 from nbtools.feed import choose
-from nbtools.measure import find_batch, find_workers, machine, step_profile, verdict
+from nbtools.measure import Finding, find_batch, find_workers, machine, step_profile, verdict
 from nbtools.pack import Pack
 from nbtools.plan import Plan
 from nbtools.state import task_name
@@ -92,10 +92,10 @@ def measured(task: Any, pack: Pack, thumb: Advice, seconds: float, noise: bool) 
     )
 
 
-def conclusive(batches: Any, plan: Plan) -> bool:
-    """Whether the search got as far as the rules' own batch: a machine busy with other things may not let it."""
-    timed = [row.batch_size for row in batches.rows if row.n]
-    return bool(timed) and max(timed) >= min(plan.batch_size, batches.rows[-1].batch_size)
+def conclusive(batches: Finding, plan: Plan) -> bool:
+    """Whether the search ended by itself, or at least got as far as the rules' own batch: a machine busy with other
+    things may not let it."""
+    return batches.complete or max((row.batch_size for row in batches.rows if row.n), default=0) >= plan.batch_size
 
 
 def shelf(pack: Pack) -> Path:

@@ -21,7 +21,7 @@ from nbtools import disk, table
 from nbtools.errors import TrainError
 from nbtools.measure.memory import Room, room, tried
 from nbtools.measure.noise import Noise, noise_scale
-from nbtools.measure.search import LEAST, Candidate, Cap, Search
+from nbtools.measure.search import LATE, LEAST, Candidate, Cap, Search
 from nbtools.measure.trial import Trial
 from nbtools.measure.untouched import untouched
 from nbtools.pack import Pack
@@ -51,7 +51,8 @@ class Finding:
 
     micro_batch_size: samples a forward pass for the plan's own batch size where that does not fit at once, else None.
     limit: bytes that a run may take, headroom off (10 %, of RAM 20 %); None where nobody knows. seconds: what that
-    took. clock: CPU time or wall-clock time. noise: the gradient noise scale where it was asked for.
+    took. clock: CPU time or wall-clock time. complete: whether something else than the time ended the search for larger
+    sizes. noise: the gradient noise scale where it was asked for.
     """
 
     batch_size: int
@@ -62,6 +63,7 @@ class Finding:
     seconds: float
     clock: str
     why: str
+    complete: bool
     noise: Noise | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,6 +122,7 @@ def find_batch(
         raise TrainError(f"{pack.folder}: the train split has {pack.splits['train']} sample(s); pack at least 2")
     scale = noise_scale(task, pack, plan, device, seconds / 4) if noise else None
     with untouched(device):
+        devices.give_back(device)  # what an earlier run left is free, though malloc may keep it
         free = room(device) if limit is None else Room(limit, "the limit given")
         found = searched(task, pack, plan, device, free, caps(pack, most, scale), seconds)
     if isinstance(found, TrainError):
@@ -173,6 +176,7 @@ def report(search: Search, seconds: float) -> Finding:
         seconds=seconds,
         clock=search.trial.clock_name,
         why=reason_of(search, micro, seconds),
+        complete=search.ended != LATE,
     )
 
 

@@ -25,7 +25,7 @@ from nbtools.measure.pace import Pace, machine
 from nbtools.measure.rates import count, machine_rates
 from nbtools.measure.syncs import syncs
 from nbtools.measure.trial import Apart
-from nbtools.measure.tries import LEAST_ROUNDS, ROUNDS, affordable, try_out, worth_trying
+from nbtools.measure.tries import LEAST_ROUNDS, ROUNDS, affordable, try_out, worth_compiling, worth_trying
 from nbtools.measure.untouched import untouched
 from nbtools.pack import Pack
 from nbtools.plan import Plan
@@ -42,8 +42,8 @@ def step_profile(
     seconds: float = SECONDS,
     fixed: Collection[str] = (),
 ) -> StepProfile:
-    """Measure a plan for about two to three times `seconds`, or some 20 steps where they take longer; fixed: knobs that
-    need not be tried.
+    """Measure a plan for about two to three times `seconds`, or some 20 steps where they take longer, and a minute or
+    two more where training is to last so long that compiling is worth trying; fixed: knobs that need not be tried.
 
     Trains a model of its own; nothing outside changes, no random state, no switch (on CUDA torch's peak memory
     statistics begin anew). Raises TrainError where training could not start.
@@ -94,10 +94,12 @@ def measured(
         machine=machine(),
         took=0.0,
     )
-    changes = worth_trying(found, plan, list(pace.state.model.modules()), fixed)
-    trying = changes[: affordable(found.step_s, plan, changes, 2 * seconds)]
+    modules = list(pace.state.model.modules())
+    changes = worth_trying(found, plan, modules, fixed)
+    compiling = worth_compiling(found, plan, modules, fixed)
+    trying = [*changes[: affordable(found.step_s, plan, changes, 2 * seconds)], *compiling]
     trials = try_out(task, pack, pace, feed, trying, seconds / 2, found.memory["step"] * 2**20)
-    untried = tuple(change for change in changes if change not in [trial.change for trial in trials])
+    untried = tuple(change for change in [*changes, *compiling] if change not in [trial.change for trial in trials])
     return dataclasses.replace(found, trials=trials, untried=untried, took=perf_counter() - start)
 
 

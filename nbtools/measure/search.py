@@ -19,7 +19,7 @@ LEAST = 2  # BatchNorm needs two samples
 RISING = 1.03  # a doubling that gives less than this twice in a row is flat
 GLANCES = 3  # turns at first sight, of which the best counts: a busy machine makes steps slower, never faster
 MOST_TURNS = 60
-FLAT = "throughput no longer rises"
+FLAT, LATE = "throughput no longer rises", "the time was up"
 PATIENCE = 1.4
 LONG = (
     1.0  # seconds of a step; a shorter one is not timed just after another batch size, whose memory malloc still holds
@@ -168,7 +168,7 @@ class Search:
         if candidate.batch_size * 2 > self.cap:
             return self.cap_reason
         if self.elapsed() + 3 * max(self.slice, 2 * candidate.seconds) > CLIMB * self.seconds:
-            return "the time was up"
+            return LATE
         return ""
 
     def turns(self) -> None:

@@ -25,6 +25,7 @@ AHEAD_ROUNDS = 7  # where workers are tried: a round must outlast what they made
 WAIT_SHARE = 0.1  # of a step: from here another feed is tried
 AUGMENT_SHARE = 0.1  # of a step: from here the step is tried without augmentation
 FIXED_SHARE = 0.2  # of a step that does not grow with the batch: from here a larger batch is tried
+COMPILE_PAYS = 1800.0  # seconds of training planned from which compiling is tried: it took 69 s here, on two busy cores
 LEAST_STEPS = 20  # optimizer steps an epoch below which a larger batch is not tried: rule of thumb (ours)
 FEEDING = {"feed", "workers", "prefetch"}
 
@@ -55,6 +56,21 @@ def worth_trying(
         if plan.amp == "off" and profile.device_type == "cuda":
             changes.append({"amp": "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"})
     return [change for change in changes if change and not set(change) & set(fixed)]
+
+
+def worth_compiling(
+    profile: StepProfile, plan: Plan, modules: Sequence[torch.nn.Module], fixed: Collection[str]
+) -> list[dict[str, Any]]:
+    """torch.compile, and on a GPU that waits for its host a CUDA graph, where training lasts long enough to earn the
+    compiler's time back; not where every batch may have another length (each would be compiled), nor for recurrent
+    layers (they break the graph)."""
+    lasting = plan.epochs * profile.epoch_s >= COMPILE_PAYS
+    recurrent = any(isinstance(module, torch.nn.RNNBase) for module in modules)
+    if not lasting or recurrent or profile.padding or plan.compile or plan.graph:
+        return []
+    launch_bound = profile.device_type == "cuda" and profile.host >= profile.device and not profile.syncs
+    changes = [{"compile": True}, *([{"graph": True}] if launch_bound else [])]
+    return [change for change in changes if not set(change) & set(fixed)]
 
 
 def without_augmentation(plan: Plan) -> dict[str, Any]:
@@ -90,7 +106,7 @@ def try_out(
         plan = pace.plan.turn(**change)
         shared = None if FEEDING & set(change) else feed
         if fits(step * grown(pace.plan, plan), pace):
-            other, _ = memory.tried(lambda plan=plan, shared=shared: Pace(task, pack, plan, pace.state.device, shared))
+            other = begun(task, pack, plan, pace.state.device, shared)
             others += [(change, other)] if other else []
     if not others:
         return ()
@@ -104,6 +120,16 @@ def try_out(
             one.advance(seconds / rounds / (1 + len(others)), steps=1 + 2 * made_ready(one.plan))
     whole = [(change, other) for change, other in others if other.state.micro == other.plan.micro_batch_size]
     return tuple(compared(change, pace, other) for change, other in whole)  # of the rest, steps went on in parts
+
+
+def begun(task: Task, pack: Pack, plan: Plan, device: torch.device, feed: Feed | None) -> Pace | None:
+    """A plan in training; None where memory ends, or its model cannot be compiled here."""
+    try:
+        return memory.tried(lambda: Pace(task, pack, plan, device, feed))[0]
+    except RuntimeError:  # all of dynamo's and inductor's derive from it
+        if not (plan.compile or plan.graph):
+            raise
+    return None
 
 
 def affordable(step_s: float, plan: Plan, changes: Sequence[dict[str, Any]], seconds: float) -> int:

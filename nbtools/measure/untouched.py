@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from nbtools import device as devices
+
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @contextmanager
 def untouched(device: torch.device) -> Iterator[None]:
     """Whatever is trained inside, outside nothing changed: the random states of torch, NumPy and Python, determinism,
-    cuDNN's and TF32's switches; what was made inside is freed, its memory given back to the GPU."""
+    cuDNN's and TF32's switches; what was made inside is freed, its memory given back."""
     numbers = random.getstate(), np.random.get_state()
     switches, workspace = read_switches(), os.environ.get(CUBLAS)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
@@ -31,8 +33,7 @@ def untouched(device: torch.device) -> Iterator[None]:
             if workspace is None:
                 os.environ.pop(CUBLAS, None)
             gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            devices.give_back(device)
 
 
 def read_switches() -> dict[str, Any]:
