@@ -42,9 +42,9 @@ class Charset:
         return len(self.classes) - 1
 
     def encode(self, text: str) -> np.ndarray:
-        """(N,) int32 places in classes; a character of no class is UNKNOWN."""
+        """(N,) int64 places in classes; a character of no class is UNKNOWN."""
         places, unknown = self.places, self.unknown
-        return np.fromiter((places.get(character, unknown) for character in text), np.int32, len(text))
+        return np.fromiter((places.get(character, unknown) for character in text), np.int64, len(text))
 
     def outside(self, texts: Iterable[str]) -> Counter[str]:
         """Characters of no class, with how often they come; what the page itself calls unknown is none of them."""

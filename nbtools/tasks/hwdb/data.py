@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from nbtools.pack import Pack, Sample
 from nbtools.packing import Entry, Writer, build
 from nbtools.splits import require_shares
 from nbtools.tasks.hwdb.charset import Charset, from_texts, given, normalised
-from nbtools.tasks.hwdb.dgrl import lines_of
 from nbtools.tasks.hwdb.holdout import drawn
-from nbtools.tasks.hwdb.sources import LAYOUTS, LINE, located, mapped, survey
+from nbtools.tasks.hwdb.pages import LINE, SUFFIXES, image_at
+from nbtools.tasks.hwdb.sources import LAYOUTS, located, survey
 
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # all that Pillow raises on a bad file
 WIDEST = 100  # times as wide as high; lines of HWDB reach 20
@@ -110,22 +109,12 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
     Raises PackError(value, rule, fix) on what cannot be used.
     """
     if match := LINE.fullmatch(path.name):
-        grey = line_of_page(path.with_name(match[1]), int(match[2]))
-    elif path.suffix.lower() in (".dgrl", ".dgr"):
+        grey = image_at(located(path.with_name(match[1])), int(match[2]))
+    elif path.suffix.lower() in SUFFIXES:
         raise PackError(path.suffix, "a line is read, and not a whole page", f"name a line of it: {path.name}#1")
     else:
         grey = grey_of(located(path))
     return {"image": ink_of(grey, options["height"])}
-
-
-def line_of_page(path: Path, number: int) -> np.ndarray:
-    """(H, W) uint8 of a page's line, counted from 1."""
-    with mapped(located(path)) as data:
-        places = list(islice(lines_of(data, path.name), number))
-        if not 1 <= number <= len(places):
-            rule = f"{path.name} has lines 1 to {len(places)}"
-            raise PackError(f"line {number}", rule, "name one of these")
-        return places[-1].read(data).image
 
 
 def grey_of(path: Path) -> np.ndarray:

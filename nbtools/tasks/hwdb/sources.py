@@ -9,7 +9,6 @@ Archives inside a folder are staged where they are met, so a sample's name may l
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 from collections.abc import Iterator
@@ -20,8 +19,9 @@ from pathlib import Path, PurePosixPath
 from nbtools.errors import PackError
 from nbtools.stage import RECEIPT, stage
 from nbtools.tasks.hwdb.charset import CHARS_LIST
-from nbtools.tasks.hwdb.dgrl import Place, lines_of
+from nbtools.tasks.hwdb.dgrl import Line, Place
 from nbtools.tasks.hwdb.lists import Images, rows_of
+from nbtools.tasks.hwdb.pages import SUFFIXES, lines_in, mapped
 from nbtools.tasks.hwdb.scan import FormatError
 
 LAYOUTS = ("auto", "pages", "lines")
@@ -29,7 +29,6 @@ ARCHIVE = re.compile(r"\.(tar|tar\.gz|tgz|tar\.xz|txz|tar\.bz2|tbz2?|zip)$", re.
 DEEPEST = 3  # archives within archives; a zip can hold itself
 SPLIT = re.compile(r"(?<![a-z])(?:(train)(?:ing)?|(val)(?:id|idation)?|(test)(?:ing)?)(?![a-z])", re.I)
 WRITER = re.compile(r"(\d+)-P\d+")
-LINE = re.compile(r"(.+\.dgrl)#(\d+)", re.I)
 LIST = re.compile(r"(.*)_img_id_gt\.txt", re.I)
 
 
@@ -65,7 +64,7 @@ class Findings:
 def survey(folder: Path, layout: str = "auto") -> Findings:
     """What a folder holds, texts read and pictures not. Raises PackError where there is nothing to read."""
     names = sorted(walked(folder))
-    pages = [name for name in names if name.lower().endswith((".dgrl", ".dgr"))]
+    pages = [name for name in names if name.lower().endswith(SUFFIXES)]
     lists = [name for name in names if LIST.fullmatch(PurePosixPath(name).name)]
     chosen = chosen_layout(folder, layout, pages, lists)
     if chosen == "pages":
@@ -144,36 +143,26 @@ def group_of(name: str) -> str:
 
 
 def of_pages(folder: Path, names: list[str]) -> Findings:
-    findings = Findings("pages")
+    findings, listed = Findings("pages"), set(names)
     for name in names:
-        if name.lower().endswith(".dgr"):
-            rule = "lines with their text are in .dgrl files; a .dgr holds single words"
-            findings.refuse(name, ".dgr", rule, "give the .dgrl file of the same page")
+        if name.lower().endswith(".dgr") and f"{name}l" in listed:
+            rule = "a page is read once, and its lines are in the .dgrl file beside it"
+            findings.refuse(name, ".dgr", rule, "nothing: it is not needed")
             continue
         try:
             with mapped(located(folder / name)) as data:
-                for place in lines_of(data, PurePosixPath(name).name):
-                    line_of_page(findings, name, place)
-        except FormatError as error:
+                for number, line in enumerate(lines_in(data, PurePosixPath(name).name), 1):
+                    line_of_page(findings, name, number, line)
+        except PackError as error:
             findings.refuse(name, *error.args)
-        except (OSError, ValueError) as error:  # mmap refuses an empty file with ValueError
-            value = getattr(error, "strerror", None) or "no bytes"
-            findings.refuse(name, value, "the file can be read", "copy it again, or delete it")
     return findings
 
 
-def line_of_page(findings: Findings, name: str, place: Place) -> None:
-    line = f"{name}#{place.index + 1}"
+def line_of_page(findings: Findings, name: str, number: int, line: Place | Line) -> None:
     try:
-        findings.add(Found(line, place.text, split_of_way(name), group_of(name)))
+        findings.add(Found(f"{name}#{number}", line.text, split_of_way(name), group_of(name)))
     except FormatError as error:
-        findings.refuse(line, *error.args)
-
-
-def mapped(path: Path) -> mmap.mmap:
-    """A file's bytes without reading them: one line of a page is a tenth of it."""
-    with open(path, "rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        findings.refuse(f"{name}#{number}", *error.args)
 
 
 def of_lists(folder: Path, lists: list[str], names: list[str]) -> Findings:

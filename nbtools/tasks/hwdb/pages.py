@@ -1,0 +1,44 @@
+"""The lines of a page file, one at a time: `001-P16.dgrl#3` is its third line. Of the older `.dgr`, words are put
+together to lines."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from nbtools.errors import PackError
+from nbtools.tasks.hwdb import dgr
+from nbtools.tasks.hwdb.dgrl import Line, Place, lines_of
+
+SUFFIXES = (".dgrl", ".dgr")
+LINE = re.compile(r"(.+\.dgrl?)#(\d+)", re.I)
+
+
+def mapped(path: Path) -> mmap.mmap:
+    """A file's bytes without reading them: a line of a page is a tenth of it. Raises PackError(value, rule, fix)."""
+    try:
+        with open(path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        value = getattr(error, "strerror", None) or "no bytes"
+        raise PackError(value, "the file can be read", "copy it again, or delete it") from None
+
+
+def lines_in(data: mmap.mmap, name: str) -> Iterator[Place | Line]:
+    """The lines of a page in order, without their pixels where the format allows it. Raises FormatError."""
+    return iter(dgr.read_page(data, name).lines) if name.lower().endswith(".dgr") else lines_of(data, name)
+
+
+def image_at(path: Path, number: int) -> np.ndarray:
+    """(H, W) uint8 grey of a page's line, counted from 1. Raises PackError(value, rule, fix)."""
+    with mapped(path) as data:
+        lines = list(islice(lines_in(data, path.name), number or None))
+        if not 1 <= number <= len(lines):
+            raise PackError(f"line {number}", f"{path.name} has lines 1 to {len(lines)}", "name one of these")
+        line = lines[-1]
+        return line.read(data).image if isinstance(line, Place) else line.image
