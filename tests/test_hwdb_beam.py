@@ -1,0 +1,454 @@
+"""Prefix beam search and the n-gram model, against slow obvious versions: dictionaries, and all texts one by one."""
+
+import itertools
+import json
+import math
+import re
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save as packed
+
+from nbtools import ctc
+from nbtools.errors import NbtoolsError, PackError, PlanError
+from nbtools.tasks.hwdb import beam as searching
+from nbtools.tasks.hwdb import ngram
+from nbtools.tasks.hwdb.beam import beam, peaks, search
+from nbtools.tasks.hwdb.ngram import NGram
+
+UNKNOWN = "\ufffd"
+END = "\n"
+
+
+class Slow:
+    """Modified Kneser-Ney in dictionaries: the formulas of Chen & Goodman, one n-gram at a time."""
+
+    def __init__(self, lines, classes, order):
+        self.symbols, self.order = [*classes, END], order
+        seen = [Counter() for _ in range(order + 1)]
+        for line in lines:
+            for n, i in itertools.product(range(1, order + 1), range(len(line) + 1)):
+                if i - n + 1 >= -1:  # the line's start is a context, and no character
+                    seen[n][(END + line + END)[i - n + 2 : i + 2]] += 1
+        self.counts = [dict(counts) for counts in seen]
+        for n in range(1, order):
+            contexts = Counter(gram[1:] for gram in seen[n + 1])
+            opening = {gram: count for gram, count in seen[n].items() if gram[0] == END and n > 1}
+            self.counts[n] = {gram: opening.get(gram, contexts[gram]) for gram in seen[n]}
+        self.discounts = [self.estimate(counts.values()) for counts in self.counts]
+        self.followers = defaultdict(list)
+        for n in range(1, order + 1):
+            for gram in self.counts[n]:
+                self.followers[gram[:-1], n].append(gram)
+
+    @staticmethod
+    def estimate(counts):
+        n = [0, *(sum(count == k for count in counts) for k in (1, 2, 3, 4))]
+        if min(n[1:]) > 0:
+            y = n[1] / (n[1] + 2 * n[2])
+            found = [k - (k + 1) * y * n[k + 1] / n[k] for k in (1, 2, 3)]
+            if min(found) > 0:
+                return [0, *found]
+        return [0, 0.5, 1.0, 1.5]
+
+    def probability(self, context, symbol):
+        """P(symbol | context); what the context lacks to a full one is not there."""
+        n = len(context) + 1
+        lower = self.probability(context[1:], symbol) if context else 1 / len(self.symbols)
+        grams = self.followers[context, n]
+        if not grams:
+            return lower
+        counts, discounts = self.counts[n], self.discounts[n]
+        total = sum(counts[gram] for gram in grams)
+        saved = sum(discounts[min(counts[gram], 3)] for gram in grams)
+        count = counts.get(context + symbol, 0)
+        return (count - discounts[min(count, 3)] + saved * lower) / total
+
+    def line(self, text, end=True):
+        """Log-probability of a line."""
+        whole = END + text + (END if end else "")
+        pairs = [(whole[max(0, i - self.order + 1) : i], whole[i]) for i in range(1, len(whole))]
+        return sum(math.log(self.probability(*pair)) for pair in pairs)
+
+
+def slow_beam(log_probs, classes, lm, width, alpha, beta, candidates, least):
+    """Hannun et al.'s algorithm 1 for one line (T, C), a dictionary of texts a frame."""
+    beams = {"": (0.0, -math.inf)}
+
+    def rank(text, ways, end=False):
+        value = np.logaddexp(*ways) + beta * len(text)
+        return value + (alpha * lm.line(text, end) if lm else 0.0)
+
+    for frame in log_probs:
+        best = sorted(range(1, len(frame)), key=lambda c: -frame[c])[:candidates]
+        best = [c for c in best if frame[c] >= (math.log(least) if least else -math.inf)]
+        found = defaultdict(lambda: [-math.inf, -math.inf])
+        for text, (blank, char) in beams.items():
+            both = np.logaddexp(blank, char)
+            found[text][0] = np.logaddexp(found[text][0], both + frame[0])
+            for c in best:
+                character = classes[c - 1]
+                if text.endswith(character):
+                    found[text][1] = np.logaddexp(found[text][1], char + frame[c])
+                grown = blank if text.endswith(character) else both
+                found[text + character][1] = np.logaddexp(found[text + character][1], grown + frame[c])
+        live = [text for text in found if max(found[text]) > -math.inf]
+        beams = {t: found[t] for t in sorted(live, key=lambda text: -rank(text, found[text]))[:width]}
+    return max(beams, key=lambda text: rank(text, beams[text], end=True))
+
+
+def enumerated(log_probs, classes, lm, alpha, beta):
+    """The best text by adding up every one of the C^T ways."""
+    ways = defaultdict(float)
+    for path in itertools.product(range(log_probs.shape[1]), repeat=len(log_probs)):
+        text = "".join(classes[c - 1] for c, _ in itertools.groupby(path) if c)
+        ways[text] += math.exp(sum(frame[c] for frame, c in zip(log_probs, path, strict=True)))
+    score = {t: math.log(p) + beta * len(t) + (alpha * lm.line(t) if lm else 0) for t, p in ways.items()}
+    return max(score, key=lambda text: score[text])
+
+
+def answers(rng, steps, lines, classes, peak=2.0):
+    """Random log-probabilities (T, B, C); a larger peak makes clearer ones."""
+    return torch.tensor(rng.normal(0, peak, (steps, lines, classes))).log_softmax(2)
+
+
+def lines_of(rng, classes, count, longest=12):
+    weights = 1 / np.arange(1, len(classes) + 1)
+    return [
+        "".join(rng.choice(list(classes), rng.integers(1, longest), p=weights / weights.sum())) for _ in range(count)
+    ]
+
+
+def every_state(lm):
+    """(states, V) of the probabilities of all that can follow."""
+    size = len(lm.classes) + 1
+    states = np.arange(len(lm.back_off)).repeat(size)
+    return np.exp(lm.step(states, np.tile(np.arange(size), len(lm.back_off)))[0]).reshape(-1, size)
+
+
+def spelled(lm, text):
+    """Log-probabilities of a line's characters and of its end, one step after another."""
+    state, found = np.array([lm.start]), []
+    for symbol in [*(lm.classes.index(c) for c in text), lm.end]:
+        score, state = lm.step(state, np.array([symbol]))
+        found.append(score[0])
+    return found
+
+
+# -- the language model
+
+
+@pytest.mark.parametrize("order", [2, 3, 5])
+def test_the_probabilities_of_what_can_follow_any_context_sum_to_1(order):
+    lm = NGram.train(lines_of(np.random.default_rng(order), "abcdefgh", 200), "abcdefghxyz", order)
+    found = every_state(lm)
+    np.testing.assert_allclose(found.sum(1), 1, atol=1e-6)
+    assert (found > 0).all()  # nothing is impossible: x, y and z never occur in the text
+
+
+@pytest.mark.parametrize(("order", "count"), [(2, 300), (3, 300), (4, 300), (3, 5)])
+def test_every_probability_is_that_of_the_formulas_in_dictionaries(order, count):
+    rng = np.random.default_rng(order)
+    lines = lines_of(rng, "abcde", count)
+    lm, slow = NGram.train(lines, "abcde", order), Slow(lines, "abcde", order)
+    poor = [found == [0, *ngram.POOR] for found in slow.discounts[1:]]
+    assert all(poor) == ((order, count) not in [(3, 300), (4, 300)])  # both are in play: the estimates, the fallback
+    for text in ["", *lines[:5], *lines_of(rng, "edcba", 30)]:
+        assert sum(spelled(lm, text)) == pytest.approx(slow.line(text), abs=1e-5)
+
+
+def test_perplexity_is_that_of_a_walk_character_by_character():
+    rng = np.random.default_rng(0)
+    lm = NGram.train(lines_of(rng, "abcde", 100), "abcde", 4)
+    texts = lines_of(rng, "abcde", 20, longest=4)
+    scores = [score for text in texts for score in spelled(lm, text)]
+    assert lm.perplexity(texts) == pytest.approx(math.exp(-np.mean(scores)), rel=1e-9)
+
+
+def test_perplexity_comes_down_to_that_of_a_known_markov_source():
+    rng = np.random.default_rng(0)
+    chain = rng.dirichlet(np.full(9, 0.3), 9)  # from each of 8 characters and the start, to each of them and the end
+    chain[8, 8] = 0  # no blank lines
+    chain[8] /= chain[8].sum()
+
+    def text():
+        symbol, found = 8, []
+        while (symbol := rng.choice(9, p=chain[symbol])) != 8:
+            found.append("abcdefgh"[symbol])
+        return "".join(found)
+
+    fresh = [text() for _ in range(400)]
+    places = [[8, *map("abcdefgh".index, line), 8] for line in fresh]
+    scores = [math.log(chain[a, b]) for line in places for a, b in itertools.pairwise(line)]
+    truth = math.exp(-np.mean(scores))
+    few, many = ([text() for _ in range(count)] for count in (30, 3000))
+    assert NGram.train(many, "abcdefgh", 2).perplexity(fresh) == pytest.approx(truth, rel=0.02)
+    assert NGram.train(few, "abcdefgh", 2).perplexity(fresh) > 1.02 * truth
+
+
+def test_a_longer_context_is_followed_where_it_was_seen_and_only_there():
+    lm = NGram.train(["abc", "xbd"] * 50, "abcdx", 3)
+    follow = {text: np.exp(spelled(lm, text)[2]) for text in ("abc", "abd", "xbc", "xbd", "cbd", "cbc")}
+    assert min(follow["abc"], follow["xbd"]) > 0.9 > 0.1 > max(follow["abd"], follow["xbc"])
+    assert follow["cbc"] == pytest.approx(follow["cbd"])
+
+
+def test_thousands_of_classes_do_not_mix_up_contexts():
+    rng = np.random.default_rng(0)
+    classes = [chr(0x4E00 + i) for i in range(20_000)]
+    lines = ["".join(map(classes.__getitem__, row)) for row in rng.integers(0, 20_000, (7_000, 30)).tolist()]
+    lm = NGram.train(lines, classes, 3)
+    assert lm.keys[-1] > 2**32
+    states = np.array([1, lm.start, len(lm.back_off) // 2, len(lm.back_off) - 1]).repeat(20_001)
+    found = np.exp(lm.step(states, np.tile(np.arange(20_001), 4))[0]).reshape(4, -1).sum(1)
+    np.testing.assert_allclose(found, 1, atol=1e-4)
+
+
+def test_a_file_a_byte_order_mark_and_blank_lines_change_nothing(tmp_path):
+    lines = ["abc", "cab", "bb"]
+    (tmp_path / "text.txt").write_bytes("\ufeffabc\r\n\r\n  cab\r\nb\u3000b".encode())
+    read, given = NGram.train(tmp_path / "text.txt", "abc"), NGram.train(lines, "abc")
+    for name, array in given.arrays.items():
+        np.testing.assert_array_equal(read.arrays[name], array)
+    assert given.perplexity(str(tmp_path / "text.txt")) == given.perplexity(lines)
+
+
+def test_other_characters_are_the_unknown_class_or_left_out():
+    with_unknown = NGram.train(["aXb", "aYb"] * 9, ["a", "b", UNKNOWN], 2)
+    assert np.exp(spelled(with_unknown, f"a{UNKNOWN}b")).min() > 0.8
+    assert with_unknown.perplexity(["aZb"]) == with_unknown.perplexity([f"a{UNKNOWN}b"])
+    np.testing.assert_array_equal(
+        NGram.train(["aXb"], "ab").log_probs, NGram.train(["ab"], "ab").log_probs, "left out, nothing else"
+    )
+
+
+def test_a_saved_model_comes_back_bit_for_bit(tmp_path):
+    lm = NGram.train(lines_of(np.random.default_rng(0), "数学中文", 50), ["数", "学", "中", "文", UNKNOWN])
+    again = NGram.load(lm.save(tmp_path / "lm.safetensors"))
+    assert (again.order, again.classes) == (3, lm.classes)
+    for name, array in lm.arrays.items():
+        np.testing.assert_array_equal(again.arrays[name], array)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "at least one character"),
+        (b"\n \n\r\n", "at least one character"),
+        ("中文".encode("gb18030"), "byte 0xd6 at offset 0 is no UTF-8"),
+    ],
+)
+def test_a_text_that_cannot_be_used_is_named_with_the_rule(tmp_path, content, said):
+    (tmp_path / "bad.txt").write_bytes(content)
+    with pytest.raises(PackError, match=said) as caught:
+        NGram.train(tmp_path / "bad.txt", "中文")
+    assert str(caught.value).startswith(str(tmp_path / "bad.txt"))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda path: NGram.train(path / "none.txt", "ab"), "none.txt: No such file"),
+        (lambda path: NGram.train(path, "ab"), "Is a directory"),
+        (lambda _: NGram.train(["ab"], "ab", 1), "order must be from 2 to 8, got 1"),
+        (lambda _: NGram.train(["ab"], ["a", "bb"]), "single characters"),
+        (lambda _: NGram.train(["ab"], "aab"), "each once"),
+        (lambda path: NGram.load(path / "none.safetensors"), "none.safetensors: no language model"),
+    ],
+)
+def test_what_cannot_be_trained_or_loaded_says_why(tmp_path, call, said):
+    with pytest.raises(PackError, match=said):
+        call(tmp_path)
+
+
+def damaged(lm, **changes):
+    """A file of a model with other arrays, or notes, than belong together."""
+    notes = {"format": ngram.FORM, "order": "3", "classes": json.dumps(lm.classes)}
+    arrays = {name: changes.get(name, array) for name, array in lm.arrays.items()}
+    return packed(arrays, {name: changes.get(name, note) for name, note in notes.items()})
+
+
+def test_damaged_model_files_are_refused_and_none_is_believed(tmp_path):
+    lm, path = NGram.train(["abcab", "bca"], "abc"), tmp_path / "lm.safetensors"
+    size = len(lm.keys)
+    bad = [
+        damaged(lm, keys=lm.keys[::-1].copy()),
+        damaged(lm, keys=lm.keys * 1000),
+        damaged(lm, keys=lm.keys.astype(float)),
+        damaged(lm, shorter=np.arange(size, dtype=np.int32)),
+        damaged(lm, shorter=lm.shorter[:-1]),
+        damaged(lm, log_probs=np.full(size, np.nan, np.float32)),
+        damaged(lm, log_probs=-lm.log_probs),
+        damaged(lm, back_off=lm.back_off[:3]),
+        damaged(lm, classes="{"),
+        damaged(lm, classes='["a", "b"]'),
+        damaged(lm, format="another"),
+        damaged(lm)[:-1],
+        packed({"keys": lm.keys}),
+    ]
+    path.write_bytes(damaged(lm))
+    NGram.load(path)
+    for content in bad:
+        path.write_bytes(content)
+        with pytest.raises(PackError, match=re.escape(str(path))):
+            NGram.load(path)
+
+
+def test_any_changed_byte_of_a_model_file_is_refused_or_harmless(tmp_path):
+    lm, path, rng = NGram.train(["abcab", "bca"], "abc"), tmp_path / "lm.safetensors", np.random.default_rng(0)
+    whole = np.frombuffer(damaged(lm), np.uint8)
+    refused = 0
+    for _ in range(300):
+        content = whole.copy()
+        content[rng.integers(len(whole))] ^= rng.integers(1, 256).astype(np.uint8)
+        path.write_bytes(content.tobytes())
+        try:
+            every_state(NGram.load(path))  # ends, and stays inside of its arrays
+        except PackError:
+            refused += 1
+    assert refused > 50
+
+
+# -- the search
+
+
+@pytest.mark.parametrize("peak", [0.5, 2.0, 6.0])
+@pytest.mark.parametrize("with_lm", [False, True])
+def test_the_search_is_that_of_dictionaries_text_for_text(peak, with_lm):
+    rng = np.random.default_rng(7)
+    classes = "abcdef"
+    lines = lines_of(rng, classes, 60)
+    lm, slow = (NGram.train(lines, classes, 3), Slow(lines, classes, 3)) if with_lm else (None, None)
+    for width, candidates, least in [(1, 3, 0.0), (3, 6, 0.01), (5, 2, 0.05), (8, 6, 0.0)]:
+        log_probs = answers(rng, 14, 9, 7, peak)
+        steps = rng.integers(0, 15, 9)
+        settings = {"width": width, "alpha": 0.6, "beta": 0.4, "candidates": candidates, "least": least}
+        found = beam(log_probs, steps, classes, lm, **settings)
+        rows = log_probs.transpose(0, 1).numpy()
+        assert found == [slow_beam(row[:n], classes, slow, **settings) for row, n in zip(rows, steps, strict=True)]
+
+
+@pytest.mark.parametrize("classes", ["ab", "abc"])
+@pytest.mark.parametrize("with_lm", [False, True])
+def test_a_wide_beam_finds_the_best_of_all_texts(classes, with_lm):
+    rng = np.random.default_rng(3)
+    lines = lines_of(rng, classes, 20)
+    lm, slow = (NGram.train(lines, classes, 3), Slow(lines, classes, 3)) if with_lm else (None, None)
+    log_probs = answers(rng, 5, 25, len(classes) + 1, 1.0)
+    found = beam(log_probs, np.full(25, 5), classes, lm, width=400, alpha=0.5, beta=1.0, least=0)
+    assert found == [enumerated(row, classes, slow, 0.5, 1.0) for row in log_probs.transpose(0, 1).numpy()]
+    assert any(a == b for text in found for a, b in itertools.pairwise(text))  # repeats, which blanks must part
+
+
+def test_a_beam_adds_up_ways_where_greedy_takes_the_best_one():
+    """Blank is likelier at each frame, and yet a is likelier than no text: .4·.4 + 2·.4·.6 > .6·.6."""
+    log_probs = torch.tensor([[[0.6, 0.4]], [[0.6, 0.4]]]).log()
+    assert ctc.greedy((log_probs, torch.tensor([2]))) == [[]]
+    assert beam(log_probs, [2], "a") == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "frames"), [("aa", [1, 0, 1]), ("a", [1, 1]), ("aba", [1, 2, 1]), ("", [0, 0]), ("", [])]
+)
+def test_clear_answers_are_read_as_ctc_spells_them(text, frames):
+    log_probs = torch.full((4, 1, 3), -20.0)
+    for t, c in enumerate(frames):
+        log_probs[t, 0, c] = 0
+    assert beam(log_probs, torch.tensor([len(frames)]), "ab") == [text]
+
+
+def test_a_text_that_was_dropped_and_comes_back_is_one_text():
+    """Beams whose text grew out of a dropped one must meet it again when it returns: the tree has one node a text."""
+    tree = searching.Tree(2, 5)
+    [a, other] = tree.children(np.array([0, 1]), np.array([3, 3]))
+    [child] = tree.children(np.array([a]), np.array([1]))
+    again, fresh = tree.children(np.array([0, a]), np.array([3, 4]))
+    assert again == a != other
+    assert tree.texts(np.array([child, fresh, 1, other])) == [[3, 1], [3, 4], [], [3]]
+
+
+def test_logits_ndarrays_half_precision_and_batches_give_the_same_texts():
+    rng = np.random.default_rng(1)
+    log_probs, steps = answers(rng, 12, 100, 8, 4.0).float(), torch.tensor(rng.integers(0, 13, 100))
+    classes = "abcdefg"
+    lm = NGram.train(lines_of(rng, classes, 50), classes)
+    whole = beam(log_probs, steps, classes, lm)  # more lines than are searched together
+    assert beam(log_probs.numpy(), steps.numpy(), classes, lm) == whole
+    assert beam(log_probs + torch.randn(12, 100, 1), steps, classes, lm) == whole  # logits
+    assert [beam(log_probs[:, i : i + 1], steps[i : i + 1], classes, lm)[0] for i in range(100)] == whole
+    half = log_probs.bfloat16()
+    assert beam(half, steps, classes, lm) == beam(half.float(), steps, classes, lm)
+
+
+def test_what_lies_beyond_a_line_s_own_steps_is_not_read():
+    rng = np.random.default_rng(2)
+    log_probs = answers(rng, 10, 4, 5, 3.0)
+    padded = torch.cat([log_probs, torch.full((6, 4, 5), math.nan, dtype=log_probs.dtype)])
+    assert beam(padded, [10, 9, 8, 0], "abcd") == beam(log_probs, [10, 9, 8, 0], "abcd")
+
+
+def test_frames_without_a_likely_character_are_skipped_and_still_part_repeats():
+    log_probs = torch.full((7, 1, 3), 1e-7)
+    log_probs[[0, 4], 0, 1] = 1.0
+    log_probs[[1, 2, 3, 5, 6], 0, 0] = 1.0
+    found = peaks(log_probs.log(), [7])
+    assert (found.frames.tolist(), found.gap.tolist()) == ([2], [[False, True]])
+    assert search(found, "ab") == ["aa"]
+
+
+def test_the_bound_that_saves_look_ups_of_the_language_model_changes_nothing(monkeypatch):
+    rng = np.random.default_rng(4)
+    log_probs, classes = answers(rng, 20, 30, 12, 3.0), "abcdefghijk"
+    lm = NGram.train(lines_of(rng, classes, 80), classes)
+    asked, step = [], NGram.step
+    monkeypatch.setattr(
+        NGram, "step", lambda lm, states, symbols: asked.append(len(states)) or step(lm, states, symbols)
+    )
+    quick = beam(log_probs, np.full(30, 20), classes, lm, alpha=0.8, beta=1.0)
+    few = sum(asked)
+    asked.clear()
+    weighed = searching.Beams.weighed
+    monkeypatch.setattr(
+        searching.Beams, "weighed", lambda self, places, grown, floor: weighed(self, places, grown, floor - np.inf)
+    )
+    assert beam(log_probs, np.full(30, 20), classes, lm, alpha=0.8, beta=1.0) == quick
+    assert few < 0.75 * sum(asked)
+
+
+def test_alpha_and_beta_weigh_the_language_and_the_length():
+    log_probs = torch.tensor([[0.1, 0.5, 0.4]]).log()[:, None].repeat(1, 1, 1)
+    lm = NGram.train(["b"] * 30 + ["a"], "ab", 2)
+    assert [beam(log_probs, [1], "ab", lm, alpha=alpha) for alpha in (0, 1)] == [["a"], ["b"]]
+    assert [beam(log_probs, [1], "ab", beta=beta) for beta in (0, -3)] == [["a"], [""]]
+
+
+def test_where_a_line_may_end_decides_too():
+    log_probs = torch.tensor([[0.2, 0.42, 0.38]]).log()[:, None]
+    lm = NGram.train(["ac", "b"] * 20, "abc", 2)  # a is never the last
+    assert beam(torch.cat([log_probs, torch.full((1, 1, 1), -30.0)], 2), [1], "abc", lm, alpha=0.5) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda p: beam(p, [3, 3], "ab", width=0), "width must be ≥ 1"),
+        (lambda p: beam(p, [3, 3], "ab", alpha=-1), "alpha ≥ 0"),
+        (lambda p: beam(p, [3, 3], "ab", beta=math.nan), "beta a number"),
+        (lambda p: beam(p, [3, 3], "ab", candidates=0), "candidates must be ≥ 1"),
+        (lambda p: beam(p, [3, 3], "ab", least=1.0), r"least in \[0, 1\)"),
+        (lambda p: beam(p, [3, 3], "ab", NGram.train(["b"], "ba")), "train it with the pack's classes"),
+        (lambda p: beam(p, [3, 3], "abc"), "3 classes, the answers have 2"),
+        (lambda p: beam(p, [3], "ab"), r"\(4, 2, 3\) and \(1,\)"),
+        (lambda p: beam(p, [3, 5], "ab"), "steps must be from 0 to T = 4, got 3 to 5"),
+        (lambda p: beam(p[0], [3, 3], "ab"), "must be"),
+        (lambda p: beam(p * math.nan, [0, 3], "ab"), "line 1 at step 0"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused_with_the_rule(call, said):
+    with pytest.raises(NbtoolsError, match=said) as caught:
+        call(torch.zeros(4, 2, 3))
+    assert isinstance(caught.value, PlanError) == any(
+        word in said for word in ("width", "alpha", "beta", "cand", "least", "train")
+    )
