@@ -199,6 +199,8 @@ def tarred(folder: Path, path: Path, inside: str = "", mode: str = "w") -> Path:
 def archives(tmp_path) -> Path:
     """The corpus in the archives that it comes in: flat, with a folder in it, compressed, one within another."""
     raw, target = corpus(tmp_path / "raw"), tmp_path / "archives"
+    target.mkdir()
+    (target / "._HWDB2.0Train.zip").write_bytes(b"left behind by macOS")
     zipped(raw / "HWDB2.0Train", target / "HWDB2.0Train.zip")
     zipped(raw / "HWDB2.0Test", target / "HWDB2.0Test.zip", "HWDB2.0Test/")
     tarred(raw / "HWDB2.1Train", target / "HWDB2.1Train.tar.gz", "HWDB2.1Train", "w:gz")
@@ -235,12 +237,34 @@ def test_lines_in_archives_are_read_again_by_workers_and_to_predict(archives):
         np.testing.assert_array_equal(read(archives / made.names[i], made.options)["image"], made.sample(i)["image"])
 
 
+def test_an_archive_beside_its_own_folder_is_not_read_twice(tmp_path):
+    raw = corpus(tmp_path / "raw")
+    alone = packed(raw)
+    zipped(raw / "HWDB2.0Train", raw / "HWDB2.0Train.zip")
+    made = packed(raw)
+    assert lines_by_page(made) == lines_by_page(alone)
+    assert made.bad["file"].tolist() == ["HWDB2.0Train.zip"]
+
+
+def test_images_of_the_prepared_layout_may_be_in_archives_beside_their_lists(tmp_path):
+    raw = prepared(tmp_path / "raw", ROWS)
+    plain = packed(raw)
+    for split in ROWS:
+        zipped(raw / split, raw / f"{split}.zip", f"{split}/" if split == "val" else "")
+        shutil.rmtree(raw / split)
+    made = packed(raw)
+    assert lines_by_page(made) == lines_by_page(plain)
+    assert "val.zip/val/003-P16_1.png" in made.names
+
+
 def test_an_archive_that_holds_itself_ends(tmp_path):
     inner = zipped(corpus(tmp_path / "raw"), tmp_path / "deep" / "0.zip")
     for depth in range(1, 6):
         inner = zipped(inner.parent, tmp_path / f"deep{depth}" / f"{depth}.zip")
     with pytest.raises(PackError, match="no page"):
         packed(inner.parent)
+    page(inner.parent / "1-P1.dgrl", "一")
+    assert packed(inner.parent).bad["file"].tolist() == ["5.zip/4.zip/3.zip/2.zip"]
 
 
 # -- splits

@@ -84,7 +84,7 @@ def fill(
     test: float,
 ) -> None:
     """Write every usable line; the others go to the table of bad ones with the rule that they break."""
-    findings = survey(folder, layout)
+    findings = survey(folder, layout, writer.progress)
     for row in findings.bad:
         writer.reject(*row)
     clean = normalised if options["normalise"] else str

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
+from tqdm.auto import tqdm
+
 from nbtools.errors import PackError
 from nbtools.stage import RECEIPT, stage
 from nbtools.tasks.hwdb.charset import CHARS_LIST
@@ -61,15 +63,17 @@ class Findings:
         self.bad.append((file, *map(str, problem)))
 
 
-def survey(folder: Path, layout: str = "auto") -> Findings:
+def survey(folder: Path, layout: str = "auto", progress: bool = False) -> Findings:
     """What a folder holds, texts read and pictures not. Raises PackError where there is nothing to read."""
-    names = sorted(walked(folder))
+    names = sorted(walked(folder, progress))
     pages = [name for name in names if name.lower().endswith(SUFFIXES)]
     lists = [name for name in names if LIST.fullmatch(PurePosixPath(name).name)]
     chosen = chosen_layout(folder, layout, pages, lists)
-    if chosen == "pages":
-        return of_pages(folder, pages)
-    return of_lists(folder, lists, names)
+    findings = of_pages(folder, pages, progress) if chosen == "pages" else of_lists(folder, lists, names)
+    for name in filter(ARCHIVE.search, names):
+        rule = f"archives are opened where no folder of that name is beside them, and {DEEPEST} deep"
+        findings.refuse(name, "an archive", rule, "nothing, if its folder is complete; else delete the folder")
+    return findings
 
 
 def chosen_layout(folder: Path, layout: str, pages: list[str], lists: list[str]) -> str:
@@ -89,16 +93,16 @@ def chosen_layout(folder: Path, layout: str, pages: list[str], lists: list[str])
     return chosen
 
 
-def walked(folder: Path, prefix: str = "", depth: int = 0) -> Iterator[str]:
-    """Every file's name from the source on, those in archives too; hidden ones are none."""
+def walked(folder: Path, progress: bool, prefix: str = "", depth: int = 0) -> Iterator[str]:
+    """Every file's name from the source on, those in archives in place of the archives; hidden ones are none."""
     for place, folders, names in os.walk(folder, followlinks=True):
         folders[:] = sorted(name for name in folders if not hidden(name))
         way = os.path.relpath(place, folder)
         here = prefix if way == "." else f"{prefix}{Path(way).as_posix()}/"
-        for name in names:
-            if ARCHIVE.search(name) and depth < DEEPEST:
-                yield from walked(unpacked(Path(place, name)), f"{here}{name}/", depth + 1)
-            elif not hidden(name):
+        for name in (name for name in names if not hidden(name)):
+            if depth < DEEPEST and ARCHIVE.search(name) and ARCHIVE.sub("", name) not in folders:
+                yield from walked(unpacked(Path(place, name), progress), progress, f"{here}{name}/", depth + 1)
+            else:
                 yield here + name
 
 
@@ -108,9 +112,9 @@ def hidden(name: str) -> bool:
 
 
 @lru_cache(maxsize=64)
-def unpacked(archive: Path) -> Path:
+def unpacked(archive: Path, progress: bool = False) -> Path:
     """The folder of all that an archive holds, staged now if it was not yet; `stage` leaves an only folder out."""
-    folder = stage(archive, progress=False)
+    folder = stage(archive, progress=progress)
     return folder if (folder.parent / RECEIPT).is_file() else folder.parent
 
 
@@ -142,9 +146,9 @@ def group_of(name: str) -> str:
     return f"writer {match[1]}" if match else name
 
 
-def of_pages(folder: Path, names: list[str]) -> Findings:
+def of_pages(folder: Path, names: list[str], progress: bool) -> Findings:
     findings, listed = Findings("pages"), set(names)
-    for name in names:
+    for name in tqdm(names, "reading texts", unit=" pages", mininterval=0.5, disable=not progress, leave=False):
         if name.lower().endswith(".dgr") and f"{name}l" in listed:
             rule = "a page is read once, and its lines are in the .dgrl file beside it"
             findings.refuse(name, ".dgr", rule, "nothing: it is not needed")
