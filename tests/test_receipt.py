@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import shutil
 import time
 from itertools import pairwise
@@ -217,6 +218,17 @@ def test_without_the_source_files_the_receipt_says_that_data_was_not_measured(tm
     found = receipt(toy, gone, toy.PLAN, seconds=0.1)
     assert "the data part was not measured" in str(found)
     assert "+ packed feed" not in [rung.name for rung in found.rungs]
+
+
+def test_of_ragged_data_the_receipt_tells_what_is_padding_and_what_blind_batches_would_pad(tmp_path):
+    ragged = toy.make_pack(tmp_path, count=400, ragged=True)
+    found = receipt(toy, ragged, toy.PLAN, seconds=0.05)
+    (note,) = [note for note in found.notes if note.startswith("Padding")]
+    ours, blind = (float(share) / 100 for share in re.findall(r"([\d.]+)%", note))
+    lengths = ragged.lengths("x", np.random.default_rng(1).permutation(ragged.ids("train")))
+    padded = sum(64 * max(lengths[i : i + 64]) - sum(lengths[i : i + 64]) for i in range(0, len(lengths) - 63, 64))
+    assert blind == pytest.approx(padded / (padded + sum(lengths)), abs=0.05)
+    assert ours < blind / 3
 
 
 def test_random_state_is_as_it_was(pack):

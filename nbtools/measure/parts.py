@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -239,9 +239,17 @@ def epoch_batches(pack: Pack, plan: Plan) -> list[np.ndarray]:
 def padding(pack: Pack, plan: Plan) -> dict[str, float]:
     """Ragged column → share of the elements of an epoch's batches that are padding; from lengths alone."""
     batches = epoch_batches(pack, plan)
-    found = {}
-    for column in pack.offsets:
-        lengths = [pack.lengths(column, batch) for batch in batches]
-        padded = sum(int(each.max(initial=0)) * len(each) for each in lengths)
-        found[column] = 1 - sum(int(each.sum()) for each in lengths) / max(padded, 1)
-    return found
+    return {column: padded(pack, column, batches) for column in pack.offsets}
+
+
+def random_padding(pack: Pack, column: str, size: int) -> float:
+    """The same share where batches of a size are drawn blindly, as a DataLoader with shuffle=True does."""
+    ids = np.random.default_rng(0).permutation(pack.ids("train"))
+    return padded(pack, column, np.split(ids, range(size, len(ids), size)))
+
+
+def padded(pack: Pack, column: str, batches: Iterable[np.ndarray]) -> float:
+    """Share of padding: batches are as long as their longest sample."""
+    lengths = [pack.lengths(column, batch) for batch in batches]
+    total = sum(int(each.max(initial=0)) * len(each) for each in lengths)
+    return 1 - sum(int(each.sum()) for each in lengths) / max(total, 1)

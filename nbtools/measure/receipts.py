@@ -18,6 +18,7 @@ from nbtools import table
 from nbtools.feed import Resident, choose
 from nbtools.measure import rungs as ladders
 from nbtools.measure.pace import WARMUP_STEPS, Pace, Rate, machine
+from nbtools.measure.parts import padding, random_padding
 from nbtools.measure.rungs import ALL, Rung, ahead, ladder
 from nbtools.measure.untouched import untouched
 from nbtools.pack import Pack
@@ -25,6 +26,7 @@ from nbtools.plan import Plan
 from nbtools.state import Task
 
 ROUNDS, SECONDS = 3, 1.5
+BLIND = 64  # the guides' batch, for what batches that are not grouped by length would pad
 SHARE = 0.5  # of free GPU memory that the rungs between the ends may take
 
 
@@ -98,7 +100,7 @@ def receipt(
     baseline, notes = comparable(task.BASELINE, plan, pack)
     with untouched(where):
         rungs, peaks, more = climbed(task, pack, (baseline, plan), where, seconds)
-    notes += more
+    notes += [*more, *padding_of(pack, plan)]
     if "process" in peaks:
         notes.append("No GPU: the GPU's levers (mixed precision, larger batches, resident data) were not measured")
     first, last = rungs[0], rungs[-1]
@@ -178,6 +180,18 @@ class Course:
         pace = self.paces[name]
         pace.advance(steps=self.ahead[name])
         pace.advance(seconds, steps=1)
+
+
+def padding_of(pack: Pack, plan: Plan) -> list[str]:
+    """What the plan pads, and what batches drawn blindly would, of the column by whose length batches are grouped."""
+    column = pack.card.bucket_by
+    if column is None:
+        return []
+    blind = random_padding(pack, column, BLIND)
+    return [
+        f"Padding is {padding(pack, plan)[column]:.1%} of {column} at batch {plan.batch_size}, for both, since batches "
+        f"are grouped by length; random batches of {BLIND} would pad {blind:.1%}"
+    ]
 
 
 def comparable(baseline: Plan, plan: Plan, pack: Pack) -> tuple[Plan, list[str]]:
