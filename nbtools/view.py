@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
 from collections.abc import Sequence
 from html import escape
@@ -16,7 +17,7 @@ from nbtools import disk
 from nbtools.history import History, Record
 from nbtools.panel import Panel
 from nbtools.plan import Plan
-from nbtools.plot import LivePlot, Preview, in_notebook
+from nbtools.plot import LivePlot, Preview, in_notebook, terminal
 from nbtools.run import PLOT
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -81,6 +82,13 @@ class View:
                 n: v for n, v in record.values.items() if n == "loss" or (n.startswith("val_") and n != "val_loss")
             }
             self.bar.set_postfix({name: f"{value:.3f}" for name, value in shown.items()}, refresh=False)
+
+    def see(self, previews: list[Preview]) -> None:
+        """The newest samples with their answers: in the live picture, or below the terminal's bar."""
+        self.plot.show(previews)
+        if not self.bar.disable:
+            for line in terminal.text(previews, shutil.get_terminal_size((120, 24)).columns - 1):
+                self.bar.write(line)
 
     def turned(self, plan: Plan) -> None:
         """The run goes on with another plan."""

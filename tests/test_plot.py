@@ -14,13 +14,16 @@ import pytest
 from matplotlib.text import Text
 from PIL import Image
 
+from nbtools import letters
 from nbtools.gpu import REASONS
 from nbtools.history import History, Record
-from nbtools.plot import axis, cards, chart, figure, svg
+from nbtools.plot import axis, cards, chart, figure, svg, terminal
 from nbtools.plot import live as plot
 from nbtools.plot.chart import About, Preview
 from nbtools.plot.columns import Columns
+from nbtools.plot.page import MONO
 from nbtools.plot.picture import picture
+from nbtools.table import columns
 
 EVIL = '</svg><img src=x onerror="alert(1)">&'
 GPU = {"gpu_memory_allocated": 1200.0, "gpu_memory_reserved": 2300.0}
@@ -388,11 +391,18 @@ CAPTCHA, LINE = np.zeros((60, 160), np.uint8), np.zeros((48, 800), np.uint8)
 OVERLAY = np.random.default_rng(5).integers(0, 255, (360, 480, 3)).astype(np.uint8)
 
 
-def test_samples_are_equally_wide_and_a_line_of_text_is_high_enough_to_read():
-    assert cards.size(CAPTCHA) == (200, 75)
-    assert cards.size(OVERLAY) == (200, 150)
-    assert cards.size(LINE) == (667, 40)
-    assert cards.size(np.zeros((900, 30), np.uint8)) == (5, 160)
+def test_samples_are_equally_wide_unless_one_is_a_long_line_of_text_then_they_are_equally_high():
+    tall = np.zeros((900, 30), np.uint8)
+    assert cards.sizes([CAPTCHA, OVERLAY, tall]) == [(200, 75), (200, 150), (5, 160)]
+    assert cards.sizes([LINE, CAPTCHA, LINE[:24]]) == [(800, 48), (128, 48), (1600, 48)]
+
+
+def test_of_long_lines_there_are_fewer_so_that_they_take_six_rows():
+    captchas, lines = [Preview(CAPTCHA, "a", "a")] * 20, [Preview(LINE, "a", "a")] * 20
+    assert [len(cards.chosen(each)) for each in (captchas, lines, lines[:2], [])] == [12, 6, 2, 0]
+    assert len(cards.chosen([Preview(LINE[:, :400], "a", "a")] * 20)) == 12
+    assert cards.html(lines).count("<img") == 6
+    assert len(cards.Gallery(lines, 880).places) == 6
 
 
 @pytest.mark.parametrize(("image", "pixels"), [(CAPTCHA, (160, 60)), (LINE, (800, 48)), (OVERLAY, (400, 300))])
@@ -402,6 +412,14 @@ def test_a_thumbnail_has_no_more_pixels_than_the_screen_shows(image, pixels):
     with Image.open(io.BytesIO(base64.b64decode(data[0]))) as made:
         assert made.size == pixels
         assert made.mode == ("RGB" if image.ndim == 3 else "L")
+
+
+def test_the_text_of_a_short_line_has_room_below_it():
+    preview = Preview(np.zeros((48, 30), np.uint8), "手写中文", "手写")
+    assert "width:120px" in cards.html([preview, Preview(LINE)])
+    gallery = cards.Gallery([preview, Preview(LINE)], 880)
+    assert [label for label, _ in gallery.texts[0]] == ["TRU", "PRE"]
+    assert gallery.places[1] == (0.0, 1)
 
 
 def test_wrong_characters_are_underlined_and_a_right_answer_has_a_tick():
@@ -441,6 +459,47 @@ def test_the_png_shows_the_samples_below_the_charts():
     with Image.open(io.BytesIO(page.png())) as image:
         below = image.crop((0, round(2 * bare.tall), image.width, image.height)).convert("RGB")
     assert len(below.getcolors(1 << 20) or ()) > 1000  # the overlay's noise
+
+
+def test_in_the_png_a_letter_without_a_font_is_its_code_point(monkeypatch):
+    monkeypatch.setattr(letters, "system", list)
+    page = figure.draw(shown(history()), [Preview(CAPTCHA, "手a", "手b")])
+    drawn = [text.get_text() for text in page.figure.texts]
+    assert (drawn.count("62"), drawn.count("4B")) == (2, 2)
+    assert [(text.get_text(), text.get_color()) for text in page.figure.texts][-1] == ("b", cards.VERMILLION)
+    page.figure.savefig(io.BytesIO(), format="png")  # and no warning of a missing glyph
+
+
+def test_a_long_text_is_broken_below_its_image():
+    gallery, text = cards.Gallery([Preview(CAPTCHA, "手写a" * 20, "手写b" * 20)], 880), "手写a" * 20 + "手写b" * 20
+    lines = [parts for _, parts in gallery.texts[0]]
+    assert len(lines) > 8
+    assert "".join(letter for parts in lines for _, letter, _ in parts) == text
+    ends = [place + gallery.letters.columns(letter) for parts in lines for place, letter, _ in parts]
+    assert max(ends) * MONO * cards.TEXT + cards.LABEL <= 200
+
+
+def test_in_a_terminal_wrong_characters_are_marked_below_truth_and_prediction():
+    said = terminal.text([Preview(LINE, "手写中文ab", "手与文cab")], 80)
+    assert said == ["TRU 手写中文 ab", "PRE 手与  文cab", "      ^^^^  ^"]
+    assert terminal.text([Preview(LINE, "手写", "手写")], 80) == ["TRU 手写", "PRE 手写 ✓"]
+    assert terminal.text([Preview(LINE), Preview(LINE, "", "手")], 80) == ["PRE 手"]
+    assert terminal.text([Preview(LINE, "a", "")], 80) == ["TRU a", "PRE", "    ^"]
+
+
+def test_in_a_terminal_short_samples_stand_beside_each_other_and_long_ones_are_broken():
+    short, long = Preview(CAPTCHA, "ab", "ax"), Preview(LINE, "手写" * 30, "手写" * 30)
+    lines = ("TRU ab", "PRE ax", "     ^")
+    assert terminal.text([short] * 5, 25) == ["   ".join([line] * count) for count in (3, 2) for line in lines]
+    said = terminal.text([long], 60)
+    assert max(map(columns, said)) <= 60
+    assert "".join(line[4:] for line in said if line.startswith("TRU")) == "手写" * 30
+    assert len(terminal.text([Preview(LINE, "a" * 40, "b" * 40)] * 8, 60)) == 3 * terminal.ROWS
+
+
+def test_what_a_model_reads_cannot_command_a_terminal():
+    [_, read, _] = terminal.text([Preview(LINE, "a", "\x1b[2Ja")], 60)
+    assert read == r"PRE \x1b[2Ja"
 
 
 @pytest.fixture

@@ -2,8 +2,14 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import toy
 from kernels import Client, started
+
+from nbtools.history import History
+from nbtools.plot import Preview
+from nbtools.view import View
 
 SETUP = f"""
 import sys, threading, time; sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parent.parent)!r}]
@@ -103,3 +109,14 @@ def test_a_knob_turned_while_the_run_is_made_ready_is_a_wish(kernel):
 
 def test_a_click_after_another_ones_request_takes_nothing_back(kernel):
     assert "0.005 0.5" in kernel.run(ASKED_TWICE)
+
+
+def test_a_terminal_is_told_truth_and_prediction_of_the_samples(tmp_path, capsys):
+    view = View(tmp_path / "run", History(), toy.PLAN, 16, "-cer", None, show=True)
+    view.see([Preview(np.zeros((32, 400), np.uint8), "手写中文", "手与中文")])
+    view.bar.close()
+    assert "TRU 手写中文\nPRE 手与中文\n      ^^\n" in capsys.readouterr().out
+    assert view.plot.previews[0].truth == "手写中文"
+    quiet = View(tmp_path / "run", History(), toy.PLAN, 16, "-cer", None, show=False)
+    quiet.see([Preview(np.zeros((32, 400), np.uint8), "手", "手")])
+    assert capsys.readouterr().out == ""

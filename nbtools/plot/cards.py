@@ -5,18 +5,24 @@ from __future__ import annotations
 import base64
 import difflib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
+from itertools import groupby, zip_longest
 
 import numpy as np
 from PIL import Image
 
-from nbtools import table
 from nbtools.plot.chart import GREEN, VERMILLION, Preview
 from nbtools.plot.page import GREY, MONO, Page, flowed, rows
 
-MOST = 12  # samples beside each other
-WIDTH, LOW, HIGH = 200, 40, 160  # px of a sample: as wide; a long line at least so high; a tall image at most so high
+MOST, ROWS = 12, 6  # samples at most, and rows of a page
+WIDTH, HIGH = 200, 160  # px of a sample: as wide; a tall image at most so high
+LONG, LINE_HIGH, LEAST = (
+    5,
+    48,
+    120,
+)  # of lines of text: times as wide as high; px high; px that a short one's text takes
+ROOM = 880  # px of a page
 SHARP = 2  # pixels a px
 GAP, TEXT, LINE, LABEL = 16, 13, 18, 28  # px: between cards; size and height of a line of text; width of its label
 
@@ -35,16 +41,28 @@ STYLE = f"""
 """
 
 
-def size(image: np.ndarray) -> tuple[int, int]:
-    """(width, height) in px at which an image is shown: equally wide, but for lines of text and tall ones."""
-    height, width = image.shape[:2]
-    scale = min(max(WIDTH / width, LOW / height), HIGH / height)
-    return max(1, round(width * scale)), max(1, round(height * scale))
+def chosen(previews: Sequence[Preview], room: float = ROOM) -> list[tuple[Preview, tuple[int, int]]]:
+    """As many samples as fill the rows of a page, of lines fewer, each with the (width, height) in px it has there."""
+    previews = previews[:MOST]
+    found = sizes([preview.image for preview in previews])
+    places = flowed([min(max(width, LEAST), room) + GAP for width, _ in found], room + GAP)
+    return [(preview, size) for preview, size, (_, row) in zip(previews, found, places, strict=True) if row < ROWS]
 
 
-def thumbnail(image: np.ndarray) -> bytes:
+def sizes(images: Sequence[np.ndarray]) -> list[tuple[int, int]]:
+    """(width, height) in px at which images are shown: equally wide, or where one is a long line of text, equally high,
+    since the short ones among them are lines too."""
+    lines = any(image.shape[1] > LONG * image.shape[0] for image in images)
+    found = []
+    for height, width in (image.shape[:2] for image in images):
+        scale = LINE_HIGH / height if lines else min(WIDTH / width, HIGH / height)
+        found.append((max(1, round(width * scale)), max(1, round(height * scale))))
+    return found
+
+
+def thumbnail(image: np.ndarray, size: tuple[int, int]) -> bytes:
     """A PNG with no more pixels than a screen shows; a small image keeps its own, the screen enlarges it."""
-    width, height = (SHARP * side for side in size(image))
+    width, height = (SHARP * side for side in size)
     made = Image.fromarray(image)
     if made.width > width or made.height > height:
         made = made.resize((min(width, made.width), min(height, made.height)), Image.Resampling.LANCZOS)
@@ -53,13 +71,21 @@ def thumbnail(image: np.ndarray) -> bytes:
     return stream.getvalue()
 
 
+def aligned(truth: str, predicted: str) -> list[tuple[str, str]]:
+    """(character, what was read for it): "" where nothing was read, or nothing stood there."""
+    found = []
+    for _, a, b, c, d in difflib.SequenceMatcher(None, truth, predicted, autojunk=False).get_opcodes():
+        found += zip_longest(truth[a:b], predicted[c:d], fillvalue="")
+    return found
+
+
 def marked(truth: str, predicted: str) -> tuple[list[Part], list[Part]]:
     """(truth, predicted) in parts: wrong in the one is what was not read, in the other what was read amiss."""
     lines: tuple[list[Part], list[Part]] = ([], [])
-    for tag, a, b, c, d in difflib.SequenceMatcher(None, truth, predicted, autojunk=False).get_opcodes():
-        for line, part in zip(lines, (truth[a:b], predicted[c:d]), strict=True):
+    for wrong, pairs in groupby(aligned(truth, predicted), lambda pair: pair[0] != pair[1]):
+        for line, part in zip(lines, map("".join, zip(*pairs, strict=True)), strict=True):
             if part:
-                line.append((part, tag != "equal"))
+                line.append((part, wrong))
     return lines
 
 
@@ -76,16 +102,15 @@ def right(preview: Preview) -> bool:
 
 def html(previews: Sequence[Preview]) -> str:
     """The samples beside each other; beside STYLE they look right. All text is escaped."""
-    return f'<div class="nbt-cards">{"".join(map(card, previews[:MOST]))}</div>' if previews else ""
+    return f'<div class="nbt-cards">{"".join(card(*each) for each in chosen(previews))}</div>' if previews else ""
 
 
-def card(preview: Preview) -> str:
-    width, height = size(preview.image)
-    data = base64.b64encode(thumbnail(preview.image)).decode()
+def card(preview: Preview, size: tuple[int, int]) -> str:
+    data = base64.b64encode(thumbnail(preview.image, size)).decode()
     lines = "".join(line(label, parts, right(preview) and label == "PRE") for label, parts in said(preview))
     return (
-        f'<figure style="width:{width}px"><img src="data:image/png;base64,{data}" alt="" width="{width}" '
-        f'height="{height}"/>{lines}</figure>'
+        f'<figure style="width:{max(size[0], LEAST)}px"><img src="data:image/png;base64,{data}" alt="" '
+        f'width="{size[0]}" height="{size[1]}"/>{lines}</figure>'
     )
 
 
@@ -98,11 +123,17 @@ class Gallery:
     """The same on a page; tall: px that it takes there."""
 
     def __init__(self, previews: Sequence[Preview], room: float):
-        self.previews = previews[:MOST]
-        sizes = [size(preview.image) for preview in self.previews]
-        self.sizes = [(min(width, room), height * min(1.0, room / width)) for width, height in sizes]
-        self.texts = [texts(p, width) for p, (width, _) in zip(self.previews, self.sizes, strict=True)]
-        self.places = flowed([width + GAP for width, _ in self.sizes], room + GAP)
+        from nbtools.letters import Letters  # with matplotlib, which a run needs at its end only
+
+        self.previews = chosen(previews, room)
+        self.sizes = [(min(w, room), h * min(1.0, room / w)) for _, (w, h) in self.previews]
+        widths = [max(width, LEAST) for width, _ in self.sizes]
+        self.letters = Letters.of("✓ " + "".join(p.truth + p.predicted for p, _ in self.previews))
+        self.texts = [
+            texts(preview, width, self.letters.columns)
+            for (preview, _), width in zip(self.previews, widths, strict=True)
+        ]
+        self.places = flowed([width + GAP for width in widths], room + GAP)
         high = [0.0] * rows(self.places)
         for (_, row), (_, height), lines in zip(self.places, self.sizes, self.texts, strict=True):
             high[row] = max(high[row], height + 22 + LINE * len(lines))
@@ -110,7 +141,7 @@ class Gallery:
         self.tall = sum(high)
 
     def draw(self, page: Page, left: float, top: float) -> None:
-        for preview, (width, height), lines, (x, row) in zip(
+        for (preview, _), (width, height), lines, (x, row) in zip(
             self.previews, self.sizes, self.texts, self.places, strict=True
         ):
             axes = page.axes(left + x, top + self.tops[row], width, height)
@@ -119,16 +150,21 @@ class Gallery:
             for i, (label, parts) in enumerate(lines):
                 base = top + self.tops[row] + height + 15 + LINE * i
                 page.write(left + x, base, label, 11)
-                for place, text, wrong in parts:
+                for place, letter, wrong in parts:
                     spot = left + x + LABEL + MONO * TEXT * place
-                    colour = VERMILLION if wrong else GREEN if text == "✓" else GREY
-                    page.write(spot, base, text, TEXT, mono=True, color=colour, weight="bold" if wrong else "normal")
+                    colour = VERMILLION if wrong else GREEN if letter == "✓" else GREY
+                    for piece in self.letters.pieces(letter):
+                        size, lift = piece.size * TEXT, piece.rise * TEXT
+                        page.write(spot, base - lift, piece.text, size, fontproperties=piece.font, color=colour)
                     if wrong:
-                        page.rule(spot, base + 3, MONO * TEXT * table.columns(text), VERMILLION, linewidth=1.6)
+                        wide = MONO * TEXT * self.letters.columns(letter)
+                        page.rule(spot, base + 3, wide, VERMILLION, linewidth=1.6)
 
 
-def texts(preview: Preview, width: float) -> list[tuple[str, list[tuple[int, str, bool]]]]:
-    """(label, [(column, text, wrong)]) of each line below an image: broken where the width ends."""
+def texts(
+    preview: Preview, width: float, columns: Callable[[str], int]
+) -> list[tuple[str, list[tuple[int, str, bool]]]]:
+    """(label, [(column, letter, wrong)]) of each line below an image: broken where the width ends."""
     room, found = max(6, int((width - LABEL) / (MONO * TEXT))), []
     after = [(" ", False), ("✓", False)] if right(preview) else []
     for label, parts in said(preview):
@@ -136,7 +172,7 @@ def texts(preview: Preview, width: float) -> list[tuple[str, list[tuple[int, str
         column = 0
         for text, wrong in [*parts, *(after if label == "PRE" else [])]:
             for letter in text:
-                wide = table.columns(letter)
+                wide = columns(letter)
                 if column + wide > room:
                     found.append(("", []))
                     column = 0

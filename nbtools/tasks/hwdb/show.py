@@ -8,17 +8,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from nbtools.errors import PackError
+from nbtools.letters import Letters
 from nbtools.pack import Pack
 from nbtools.sheet import RIGHT, WRONG, Sheet
 from nbtools.tasks.hwdb.analysis import aligned, right
-from nbtools.tasks.hwdb.letters import Letters
+from nbtools.tasks.hwdb.glyphs import installed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,7 +52,7 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
         raise PackError(f"predicted must be one text an id, got {len(predicted)} for {len(ids)} ids")
     truths = [text_of(pack, i) for i in ids]
     read = truths if predicted is None else predicted
-    letters = Letters("".join([*truths, *read]), SIZE)
+    letters = Letters.of("".join([*truths, *read]), installed())
     columns = letters.columns
     shown = [placed(picture(pack, i), stood, said, columns) for i, stood, said in zip(ids, truths, read, strict=True)]
     rows = 1 if predicted is None else 2
@@ -130,14 +131,15 @@ def cell(axes: Axes, letters: Letters, left: int, base: int, wide: int, letter: 
         edge, face = ("none", PALE) if letter else (colour, "none")
         box = Rectangle((left + 1, base - ROW + 8), wide - 2, ROW - 4, linewidth=0.8, edgecolor=edge, facecolor=face)
         axes.add_patch(box)
-    if letter:
-        letters.draw(axes, left, base, letter, colour)
+    for piece in letters.pieces(letter) if letter else ():
+        look: dict[str, Any] = {"fontproperties": piece.font, "size": SIZE * piece.size, "parse_math": False}
+        axes.text(left, base - piece.rise * SIZE / 0.72, piece.text, color=colour, **look)
 
 
 def confused(table: pd.DataFrame, count: int = 12) -> Sheet:
     """The first rows of `analysis.confusions`: what stood, what was read for it, and how often."""
     table = table.head(count)
-    letters = Letters("".join([*table.truth, *table.read]), SIZE)
+    letters = Letters.of("".join([*table.truth, *table.read]), installed())
     top, wide, bar = MARGIN + ROW * bool(letters.note), WIDE // 2, MARGIN + 8 * CELL
     sheet, axes = canvas(wide, top + ROW * len(table) + MARGIN)
     note(axes, MARGIN, MARGIN, letters.note)
