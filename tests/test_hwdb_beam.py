@@ -13,10 +13,14 @@ from safetensors.numpy import save as packed
 
 from nbtools import ctc
 from nbtools.errors import NbtoolsError, PackError, PlanError
+from nbtools.metrics import text_metrics
+from nbtools.packing import build
 from nbtools.tasks.hwdb import beam as searching
 from nbtools.tasks.hwdb import ngram
 from nbtools.tasks.hwdb.beam import beam, peaks, search
 from nbtools.tasks.hwdb.ngram import NGram
+from nbtools.tasks.hwdb.plans import Plan
+from nbtools.tasks.hwdb.tuning import peaks_of, tune
 
 UNKNOWN = "\ufffd"
 END = "\n"
@@ -452,3 +456,107 @@ def test_what_cannot_be_searched_is_refused_with_the_rule(call, said):
     assert isinstance(caught.value, PlanError) == any(
         word in said for word in ("width", "alpha", "beta", "cand", "least", "train")
     )
+
+
+# -- a pack's lines, and the weights
+
+
+class Spelling(torch.nn.Module):
+    """Takes a picture's columns for log-probabilities: what it answers is what was drawn."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(6.0))
+
+    def forward(self, batch):
+        assert not self.training
+        return batch["image"][:, 0].permute(2, 0, 1) * self.scale, batch["image_length"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """(pack, texts, classes): 60 lines of a language of four characters, blurred, from 3 to 24 columns wide."""
+    rng, classes = np.random.default_rng(0), ["a", "b", "c", "d", UNKNOWN]
+    chain = np.array([[0, 0.9, 0.1, 0], [0, 0, 0.9, 0.1], [0.1, 0, 0, 0.9], [0.9, 0.1, 0, 0]])
+    texts, pictures = [], []
+    for length in rng.integers(1, 9, 60):
+        places = [int(rng.integers(4))]
+        while len(places) < length:
+            places.append(int(rng.choice(4, p=chain[places[-1]])))
+        picture = rng.integers(0, 120, (3 * length, 6))
+        picture[0::3, 0] = picture[2::3, 0] = 200
+        picture[np.arange(1, 3 * length, 3), np.array(places) + 1] += 60
+        texts.append("".join(classes[place] for place in places))
+        pictures.append(picture.astype(np.uint8))
+    folder = tmp_path_factory.mktemp("drawn")
+    (folder / "source").mkdir()
+    (folder / "source/lines.txt").write_text("\n".join(texts))
+
+    def fill(writer, _):
+        writer.classes = classes
+        for i, (picture, text) in enumerate(zip(pictures, texts, strict=True)):
+            writer.add(f"{i}", "val", image=picture, label=np.array([classes.index(c) for c in text]))
+
+    pack = build(
+        folder / "source",
+        "hwdb",
+        {"height": 6},
+        fill,
+        read=lambda *_: {},
+        ragged=("image", "label"),
+        bucket_by="image",
+        into=folder / "pack",
+        progress=False,
+    )
+    return pack, texts, classes
+
+
+def test_the_peaks_of_a_pack_are_those_of_each_line_alone_in_the_order_asked(drawn):
+    pack, _, classes = drawn
+    ids, model = np.array([7, 3, 59, 3, 20, 41, 0]), Spelling().train()
+    found = peaks_of(model, pack, Plan(), ids, batch_size=3)
+    assert model.training  # left as it was
+    alone = [search(peaks_of(model, pack, Plan(), [i]), classes)[0] for i in ids]
+    assert search(found, classes) == alone
+    assert len(set(alone)) > 4
+    pictures = [torch.tensor(pack.sample(i)["image"] / 255 * 12) for i in ids]
+    assert alone == [beam(picture[:, None], [len(picture)], classes)[0] for picture in pictures]
+
+
+def test_tuning_finds_the_weights_that_read_best_and_a_language_model_helps(drawn):
+    pack, texts, classes = drawn
+    lm = NGram.train(texts[:30], classes, 2)
+    found = peaks_of(Spelling(), pack, Plan(amp="bf16"), np.arange(30, 60))
+    tuned = tune(found, texts[30:], classes, lm, alphas=(0.0, 0.5, 1.0), betas=(0.0, 1.0))
+    tried = {pair: text_metrics(search(found, classes, lm, 10, *pair), texts[30:])["cer"] for pair in tuned.cers}
+    assert tuned.cers == {pair: wrong / count for pair, (wrong, count) in tried.items()}
+    assert tuned.cer == min(tuned.cers.values()) < 0.7 * tuned.cers[0.0, 0.0]
+    assert f"{100 * tuned.cer:.2f} %" in str(tuned)
+    assert [len(row) for row in tuned.rows()] == [3, 3, 3]
+    assert "beta 1" in tuned._repr_html_()
+
+
+def test_an_unknown_character_of_the_truth_is_an_error_whatever_is_read(drawn):
+    _, _, classes = drawn
+    log_probs = torch.full((1, 1, 6), -20.0)
+    log_probs[0, 0, 5] = 0
+    lm = NGram.train([UNKNOWN, "a"], classes)
+    assert tune(peaks(log_probs, [1]), [UNKNOWN], classes, lm, alphas=[0], betas=[0]).cer == 1
+    assert beam(log_probs, [1], classes) == [UNKNOWN]
+
+
+def test_tuning_on_nothing_is_refused(drawn):
+    pack, texts, classes = drawn
+    lm, found = NGram.train(texts, classes), peaks_of(Spelling(), pack, Plan(), [0, 1])
+    for wrong in (lambda: tune(found, texts, classes, lm), lambda: tune(found, texts[:2], classes, lm, alphas=[])):
+        with pytest.raises(NbtoolsError, match="a text for each line"):
+            wrong()
+    with pytest.raises(NbtoolsError, match="needs ids"):
+        peaks_of(Spelling(), pack, Plan(), pack.ids("test"))
