@@ -61,7 +61,12 @@ class Journal:
 
 
 def whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """(the lines that were written to their end, their bytes)."""
-    data = path.read_bytes() if path.exists() else b""
-    size = data.rfind(b"\n") + 1
-    return [json.loads(line) for line in data[:size].splitlines()], size
+    """(the lines up to the first that was not written to its end, their bytes)."""
+    lines, size = [], 0
+    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+        size += len(line) + 1
+    return lines, size

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from nbtools import disk, writer
 from nbtools.errors import DiskError, PackError, StageError
+from nbtools.journal import JOURNAL
 from nbtools.pack import MANIFEST, Pack
 from nbtools.packing import Entry, Writer, build
 from nbtools.splits import SPLITS, split_of
@@ -387,6 +388,22 @@ def test_what_was_decoded_of_something_else_is_not_used(place, change):
     made = pack(source, options, resume=True, into=into)
     assert contents(made) == contents(pack(source, options, into=place / "anew"))
     assert not part.exists()
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("torn", [b'{"done": 2', b"\0\n\0"])
+def test_a_torn_last_note_is_cut_off_and_a_second_kill_costs_no_more_than_the_first(place, monkeypatch, torn):
+    monkeypatch.setenv("READS", str(place / "reads"))
+    source, into = vectors(place / "raw"), place / "mine"
+    order = sorted(path.name for path in source.iterdir())
+    for at in (order[20], order[36]):
+        with pytest.raises(KeyboardInterrupt):
+            pack(source, read=interrupted_at(at), resume=True, into=into)
+        with open(into.with_name("mine.part") / JOURNAL, "ab") as file:
+            file.write(torn)
+    made = pack(source, read=counted, resume=True, into=into)
+    assert len(reads(place)) == 8
+    assert contents(made) == contents(pack(source, into=place / "anew"))
 
 
 @pytest.mark.usefixtures("small_chunks")
