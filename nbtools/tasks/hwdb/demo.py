@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +43,29 @@ class Leaf:
         return f"{folder}/{self.writer:03}-P{FIRST_PAGE + self.number}.dgrl"
 
 
+@dataclass(frozen=True)
+class Style:
+    """How lines look, whoever writes them: see `demo`. Raises PackError naming the first that breaks its rule."""
+
+    length: tuple[int, int]
+    height: int
+    variation: float
+    bits: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        require_length(self.length)
+        rules = {
+            "height must be 16 to 512 pixels": (16 <= self.height <= 512, self.height),
+            "variation must be 0 to 2": (0 <= self.variation <= 2, self.variation),
+            "bits must be 1 or 8": (self.bits in (1, 8), self.bits),
+            "seed must be 0 or more": (self.seed >= 0, self.seed),
+        }
+        for rule, (kept, value) in rules.items():
+            if not kept:
+                raise PackError(f"{rule}, got {value}")
+
+
 def demo(
     folder: str | Path,
     count: int = 2000,
@@ -66,28 +89,25 @@ def demo(
     as many train lines as characters, each occurs there. Train and test writers differ; a fifth are test writers.
     Cost: 1.5 ms of CPU time a line of default size. Raises PackError on an impossible request, DiskError.
     """
-    require(count, length, height, variation, bits)
+    style = Style(length, height, variation, bits, seed)
+    require_count(count)
     chosen = some(characters)
     codes_of(chosen)
     atlas = glyphs.atlas(characters if isinstance(characters, int) else chosen, font, height, seed)
     folder, plan = Path(folder), leaves(count)
     with disk.explained("writing demo pages", folder):
-        clear(folder)
-        for leaf, page in zip(plan, pages(plan, atlas, length, variation, bits, seed), strict=True):
-            write(folder / leaf.name, page)
+        clear(folder, (TRAIN, TEST))
+        for leaf, page in zip(plan, pages(plan, atlas, style), strict=True):
+            write(folder / leaf.name, replace(page, lines=page.lines[: leaf.lines]))
     print(f"{count:,} lines of {len(atlas.characters)} characters in {folder}, drawn with {atlas.drawn}.")
     if atlas.invented:
         print(INVENTED)
     return folder
 
 
-def require(count: int, length: tuple[int, int], height: int, variation: float, bits: int) -> None:
-    require_length(length)
-    if count < 1 or not 16 <= height <= 512 or not 0 <= variation <= 2 or bits not in (1, 8):
-        raise PackError(
-            "demo needs count ≥ 1, height 16 to 512, variation 0 to 2 and bits 1 or 8, "
-            f"got count={count}, height={height}, variation={variation}, bits={bits}"
-        )
+def require_count(count: int) -> None:
+    if count < 1:
+        raise PackError(f"count must be 1 line or more, got {count}")
 
 
 def is_held(writer: int) -> bool:
@@ -101,20 +121,17 @@ def leaves(count: int) -> list[Leaf]:
     return [Leaf(n // PAGES + 1, n % PAGES, min(LINES, count - start)) for n, start in enumerate(starts)]
 
 
-def pages(
-    plan: Sequence[Leaf], atlas: glyphs.Atlas, length: tuple[int, int], variation: float, bits: int, seed: int
-) -> Iterator[Page]:
-    """A page of each leaf. A pure function of seed and writer: a whole page is drawn even where a part is wanted."""
-    ink, spoken = torch.from_numpy(atlas.ink), language(atlas.characters, seed)
+def pages(plan: Sequence[Leaf], atlas: glyphs.Atlas, style: Style) -> Iterator[Page]:
+    """A whole page of each leaf, a pure function of seed and writer; the last leaf takes a part of its own."""
+    ink, spoken = torch.from_numpy(atlas.ink), language(atlas.characters, style.seed)
     places = {character: place for place, character in enumerate(atlas.characters)}
     for leaf in plan:
         if leaf.number == 0:
-            rng = np.random.default_rng([seed, WRITER, leaf.writer])
-            writer = hands.hand(rng, len(places), variation)
-        texts = [spoken.line(rng, length, opening(leaf, n, len(places))) for n in range(LINES)]
+            rng = np.random.default_rng([style.seed, WRITER, leaf.writer])
+            writer = hands.hand(rng, len(places), style.variation)
+        texts = [spoken.line(rng, style.length, opening(leaf, n, len(places))) for n in range(LINES)]
         drawn = hands.lines(ink, [np.array([places[one] for one in text]) for text in texts], writer, rng)
-        signature = f"{SIGNED}, seed {seed}, drawn with {atlas.drawn}"
-        yield page_of(texts[: leaf.lines], drawn[: leaf.lines], signature, bits)
+        yield page_of(texts, drawn, f"{SIGNED}, seed {style.seed}, drawn with {atlas.drawn}", style.bits)
 
 
 def opening(leaf: Leaf, line: int, count: int) -> int | None:
@@ -142,10 +159,10 @@ def black(image: np.ndarray) -> np.ndarray:
     return np.where(image < PAPER, 0, 255).astype(np.uint8)
 
 
-def clear(folder: Path) -> None:
-    """Make the two folders, without pages of an earlier demo. Raises PackError at the first page that is not a demo's:
-    HWDB's own have the same names."""
-    for name in (TRAIN, TEST):
+def clear(folder: Path, names: Iterable[str]) -> None:
+    """Make these folders, without pages of an earlier demo. Raises PackError at the first page that is not a demo's,
+    for HWDB's own have the same names."""
+    for name in names:
         disk.make_folder(folder / name)
         for path in sorted((folder / name).glob("*.dgrl")):
             with open(path, "rb") as file:
