@@ -83,6 +83,11 @@ class View:
             }
             self.bar.set_postfix({name: f"{value:.3f}" for name, value in shown.items()}, refresh=False)
 
+    @property
+    def sees(self) -> bool:
+        """Whether samples have a place where somebody looks."""
+        return self.output is not None or not self.bar.disable
+
     def see(self, previews: list[Preview]) -> None:
         """The newest samples with their answers: in the live picture, or below the terminal's bar."""
         self.plot.show(previews)

@@ -114,9 +114,11 @@ def test_a_click_after_another_ones_request_takes_nothing_back(kernel):
 def test_a_terminal_is_told_truth_and_prediction_of_the_samples(tmp_path, capsys):
     view = View(tmp_path / "run", History(), toy.PLAN, 16, "-cer", None, show=True)
     view.see([Preview(np.zeros((32, 400), np.uint8), "手写中文", "手与中文")])
-    view.bar.close()
     assert "TRU 手写中文\nPRE 手与中文\n      ^^\n" in capsys.readouterr().out
     assert view.plot.previews[0].truth == "手写中文"
+    assert view.sees
+    view.bar.close()
     quiet = View(tmp_path / "run", History(), toy.PLAN, 16, "-cer", None, show=False)
     quiet.see([Preview(np.zeros((32, 400), np.uint8), "手", "手")])
     assert capsys.readouterr().out == ""
+    assert not quiet.sees

@@ -17,11 +17,8 @@ from nbtools.plot.page import GREY, MONO, Page, flowed, rows
 
 MOST, ROWS = 12, 6  # samples at most, and rows of a page
 WIDTH, HIGH = 200, 160  # px of a sample: as wide; a tall image at most so high
-LONG, LINE_HIGH, LEAST = (
-    5,
-    48,
-    120,
-)  # of lines of text: times as wide as high; px high; px that a short one's text takes
+LONG, LINE_HIGH = 5, 48  # a line of text: so many times as wide as high at least; px high
+LEAST = 120  # px of a card, so that a short line's text has room
 ROOM = 880  # px of a page
 SHARP = 2  # pixels a px
 GAP, TEXT, LINE, LABEL = 16, 13, 18, 28  # px: between cards; size and height of a line of text; width of its label
@@ -150,15 +147,16 @@ class Gallery:
             for i, (label, parts) in enumerate(lines):
                 base = top + self.tops[row] + height + 15 + LINE * i
                 page.write(left + x, base, label, 11)
-                for place, letter, wrong in parts:
-                    spot = left + x + LABEL + MONO * TEXT * place
-                    colour = VERMILLION if wrong else GREEN if letter == "✓" else GREY
-                    for piece in self.letters.pieces(letter):
-                        size, lift = piece.size * TEXT, piece.rise * TEXT
-                        page.write(spot, base - lift, piece.text, size, fontproperties=piece.font, color=colour)
-                    if wrong:
-                        wide = MONO * TEXT * self.letters.columns(letter)
-                        page.rule(spot, base + 3, wide, VERMILLION, linewidth=1.6)
+                for column, letter, wrong in parts:
+                    self.spell(page, left + x + LABEL + MONO * TEXT * column, base, letter, wrong)
+
+    def spell(self, page: Page, left: float, base: float, letter: str, wrong: bool) -> None:
+        colour = VERMILLION if wrong else GREEN if letter == "✓" else GREY
+        for piece in self.letters.pieces(letter):
+            size, lift = piece.size * TEXT, piece.rise * TEXT
+            page.write(left, base - lift, piece.text, size, fontproperties=piece.font, color=colour)
+        if wrong:
+            page.rule(left, base + 3, MONO * TEXT * self.letters.columns(letter), VERMILLION, linewidth=1.6)
 
 
 def texts(

@@ -6,7 +6,7 @@ Places are px from the top left of a sheet of 100 dots an inch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,24 +53,17 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
     truths = [text_of(pack, i) for i in ids]
     read = truths if predicted is None else predicted
     letters = Letters.of("".join([*truths, *read]), installed())
-    columns = letters.columns
-    shown = [placed(picture(pack, i), stood, said, columns) for i, stood, said in zip(ids, truths, read, strict=True)]
-    rows = 1 if predicted is None else 2
-    tops = np.cumsum(
-        [MARGIN + ROW * bool(letters.note)] + [s.height + rows * ROW * len(s.text) + MARGIN for s in shown]
-    )
-    sheet, axes = canvas(WIDE, int(tops[-1]))
+    shown = [placed(picture(pack, i), a, b, letters) for i, a, b in zip(ids, truths, read, strict=True)]
+    below = ROW if predicted is None else 2 * ROW
+    heights = [line.height + below * len(line.text) + MARGIN for line in shown]
+    top = MARGIN + ROW * bool(letters.note)
+    sheet, axes = canvas(WIDE, top + sum(heights))
     note(axes, MARGIN, MARGIN, letters.note)
-    for line, top in zip(shown, tops[:-1].tolist(), strict=True):
-        axes.imshow(
-            line.image,
-            cmap="gray",
-            vmin=0,
-            vmax=255,
-            extent=(MARGIN, MARGIN + line.width, top + line.height, top),
-            aspect="auto",
-        )
+    for line, height in zip(shown, heights, strict=True):
+        box = (MARGIN, MARGIN + line.width, top + line.height, top)
+        axes.imshow(line.image, cmap="gray", vmin=0, vmax=255, extent=box, aspect="auto")
         spell(axes, letters, line.text, top + line.height, predicted is not None)
+        top += height
     return sheet
 
 
@@ -88,14 +81,14 @@ def text_of(pack: Pack, i: int) -> str:
     return "".join(pack.classes[place] for place in pack.sample(i)["label"])
 
 
-def placed(image: np.ndarray, truth: str, read: str, columns: Callable[[str], int]) -> Shown:
-    """An image as wide as the sheet or as high as is needed, and its text broken where the sheet ends."""
+def placed(image: np.ndarray, truth: str, read: str, letters: Letters) -> Shown:
+    """A line as wide as the sheet or TALL px high, whichever is less, and its text broken where the sheet ends."""
     height, width = image.shape
     scale = min((WIDE - 2 * MARGIN) / width, TALL / height)
     room, at = (WIDE - 2 * MARGIN - LABEL - END) // CELL, 0
     text: list[list[Cell]] = [[]]
     for stood, was_read in aligned(truth, read):
-        wide = max(columns(letter) for letter in stood + was_read)
+        wide = max(map(letters.columns, stood + was_read))
         if at + wide > room:
             at = 0
             text.append([])
@@ -109,7 +102,7 @@ def spell(axes: Axes, letters: Letters, text: list[list[Cell]], top: int, compar
     left, base = MARGIN + LABEL * compared, top + ROW - 6
     for row in text:
         for at, stood, read in row:
-            wide = CELL * max(letters.columns(letter) for letter in stood + read)
+            wide = CELL * max(map(letters.columns, stood + read))
             place, wrong = left + CELL * at, not right(stood, read)
             cell(axes, letters, place, base, wide, stood, RIGHT if wrong else INK)
             if compared:
