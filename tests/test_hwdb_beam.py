@@ -203,8 +203,8 @@ def test_thousands_of_classes_do_not_mix_up_contexts():
     rng = np.random.default_rng(0)
     classes = [chr(0x4E00 + i) for i in range(20_000)]
     lines = ["".join(map(classes.__getitem__, row)) for row in rng.integers(0, 20_000, (7_000, 30)).tolist()]
-    lm = NGram.train(lines, classes, 3)
-    assert lm.keys[-1] > 2**32
+    lm = NGram.train(lines, classes, 4)
+    assert int(lm.shorter.max()) * 20_001 > 2**31  # where a key leaves int32
     states = np.array([1, lm.start, len(lm.back_off) // 2, len(lm.back_off) - 1]).repeat(20_001)
     found = np.exp(lm.step(states, np.tile(np.arange(20_001), 4))[0]).reshape(4, -1).sum(1)
     np.testing.assert_allclose(found, 1, atol=1e-4)
@@ -213,7 +213,8 @@ def test_thousands_of_classes_do_not_mix_up_contexts():
 def test_a_file_a_byte_order_mark_and_blank_lines_change_nothing(tmp_path):
     lines = ["abc", "cab", "bb"]
     (tmp_path / "text.txt").write_bytes("\ufeffabc\r\n\r\n  cab\r\nb\u3000b".encode())
-    read, given = NGram.train(tmp_path / "text.txt", "abc"), NGram.train(lines, "abc")
+    classes = ["a", "b", "c", UNKNOWN]
+    read, given = NGram.train(tmp_path / "text.txt", classes), NGram.train(lines, classes)
     for name, array in given.arrays.items():
         np.testing.assert_array_equal(read.arrays[name], array)
     assert given.perplexity(str(tmp_path / "text.txt")) == given.perplexity(lines)
@@ -282,11 +283,14 @@ def test_damaged_model_files_are_refused_and_none_is_believed(tmp_path):
         damaged(lm, keys=lm.keys * 1000),
         damaged(lm, keys=lm.keys.astype(float)),
         damaged(lm, shorter=np.arange(size, dtype=np.int32)),
+        damaged(lm, shorter=np.maximum(np.arange(size, dtype=np.int32) - 1, lm.shorter)),
         damaged(lm, shorter=lm.shorter[:-1]),
         damaged(lm, log_probs=np.full(size, np.nan, np.float32)),
         damaged(lm, log_probs=-lm.log_probs),
         damaged(lm, back_off=lm.back_off[:3]),
         damaged(lm, classes="{"),
+        damaged(lm, classes="[1, 2, 3]"),
+        damaged(lm, order="1000000000"),
         damaged(lm, classes='["a", "b"]'),
         damaged(lm, format="another"),
         damaged(lm)[:-1],

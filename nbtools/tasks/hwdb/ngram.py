@@ -85,9 +85,7 @@ class NGram:
         asked, states = np.arange(len(states)), states.astype(np.int64)
         while len(asked):
             keys = states * (self.end + 1) + symbols[asked]
-            order = np.argsort(
-                keys
-            )  # a search in order stays in the cache: 2 to 4 times as quick for thousands of keys
+            order = np.argsort(keys)  # a search in order stays in the cache: 2 to 4 times as quick
             found = np.empty_like(keys)
             found[order] = np.minimum(np.searchsorted(self.keys, keys[order]), len(self.keys) - 1)
             hit = self.keys[found] == keys
@@ -123,7 +121,7 @@ class NGram:
                 arrays = [file.get_tensor(name) for name in ARRAYS]
             if notes["format"] != FORM:
                 raise ValueError(f"its format is {notes['format']!r}, this nbtools reads {FORM!r}")
-            found = cls(int(notes["order"]), tuple(json.loads(notes["classes"])), *arrays)
+            found = cls(int(notes["order"]), tuple("".join(json.loads(notes["classes"]))), *arrays)
         except (OSError, SafetensorError, LookupError, ValueError, TypeError) as error:
             raise PackError(f"{path}: no language model of nbtools ({error}); train it again") from None
         broken = found.broken()
@@ -137,6 +135,8 @@ class NGram:
         forms = [(array.dtype.name, array.ndim) for array in self.arrays.values()]
         if forms != [("int64", 1), ("int32", 1), ("float32", 1), ("float32", 1)]:
             return f"its arrays must be rows of int64, int32, float32 and float32, got {forms}"
+        if not ORDERS[0] <= self.order <= ORDERS[1]:
+            return f"its order must be from {ORDERS[0]} to {ORDERS[1]}, got {self.order}"
         if not size <= states - 1 <= arcs == len(self.shorter) == len(self.log_probs):
             return f"{arcs} keys, {len(self.shorter)} links and {states} states of {size} symbols do not fit together"
         if not (np.array_equal(self.keys[:size], np.arange(size)) and (np.diff(self.keys) > 0).all()):
@@ -144,7 +144,8 @@ class NGram:
         if self.keys[-1] >= states * size:
             return f"keys must be below {states * size}, got {self.keys[-1]}"
         links = self.shorter[size:]
-        if (self.shorter[:size] != -1).any() or (links < 0).any() or (links >= np.arange(size, arcs)).any():
+        above = np.minimum(np.arange(size, arcs), states - 1)
+        if (self.shorter[:size] != -1).any() or (links < 0).any() or (links >= above).any():
             return "links must lead to shorter contexts"
         if not all(np.isfinite(values).all() and (values <= 0).all() for values in (self.log_probs, self.back_off)):
             return "log-probabilities must be finite and ≤ 0"
