@@ -119,7 +119,7 @@ def test_any_height_is_read(name, height):
     assert logits.shape[1:] == (2, 13)
 
 
-@pytest.mark.parametrize(("name", "least"), [("hctr", 32), ("slim", 16), ("crnn", 16)])
+@pytest.mark.parametrize(("name", "least"), [("hctr", 64), ("slim", 16), ("crnn", 16)])
 def test_lines_too_low_for_a_network_are_refused(name, least):
     assert built(name, least, 3)
     rule = rf'network = "{name}" reads lines ≥ {least} pixels high, and these are {least - 1}; pack with a larger'
@@ -134,7 +134,7 @@ def test_slim_is_small():
 @pytest.mark.parametrize("name", NAMES)
 def test_the_plans_dropout_stands_before_the_classifier(name):
     def share(dropout):
-        network: Any = built(name, 32, 3, dropout)
+        network: Any = built(name, 64, 3, dropout)
         return (network.stages[-1].dropout if name == "hctr" else network.drop).p
 
     assert (share(None), share(0.15), share(0.0)) == (NETWORKS[name].dropout, 0.15, 0.0)

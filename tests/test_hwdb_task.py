@@ -448,8 +448,8 @@ def test_a_network_chosen_by_name_is_taken_and_refused_where_it_cannot_read(line
     model = task.model(lines, task.Plan(network="crnn", dropout=0.05, checkpoint_activations=True))
     assert isinstance(model, networks.Crnn)
     assert (model.drop.p, model.recompute) == (0.05, True)
-    with pytest.raises(PlanError, match=r'network = "hctr" reads lines ≥ 32 pixels high, and these are 24'):
-        task.model(card_of(24), task.Plan(network="hctr"))
+    with pytest.raises(PlanError, match=r'network = "hctr" reads lines ≥ 64 pixels high, and these are 32'):
+        task.model(lines, task.Plan(network="hctr"))
 
 
 def test_the_baseline_is_the_references_recipe():

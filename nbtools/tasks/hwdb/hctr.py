@@ -31,7 +31,7 @@ class Hctr(nn.Module):
     """
 
     stride = 32
-    least_height = 32
+    least_height = 64  # in lower lines a glyph, about as wide as high, has one step, too few for CTC
     dropout = STAGES[-1][2]
 
     def __init__(self, height: int, classes: int, dropout: float | None = None, width: float = 1.0):
