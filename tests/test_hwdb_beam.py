@@ -15,10 +15,10 @@ from nbtools import ctc
 from nbtools.errors import NbtoolsError, PackError, PlanError
 from nbtools.metrics import text_metrics
 from nbtools.packing import build
-from nbtools.tasks.hwdb import beam as searching
-from nbtools.tasks.hwdb import ngram
-from nbtools.tasks.hwdb.beam import beam, peaks, search
-from nbtools.tasks.hwdb.ngram import NGram
+from nbtools.tasks.hwdb.beam import Beams, Tree, beam, search
+from nbtools.tasks.hwdb.kneser_ney import POOR
+from nbtools.tasks.hwdb.ngram import FORM, NGram
+from nbtools.tasks.hwdb.peaks import peaks
 from nbtools.tasks.hwdb.plans import Plan
 from nbtools.tasks.hwdb.tuning import peaks_of, tune
 
@@ -157,7 +157,7 @@ def test_every_probability_is_that_of_the_formulas_in_dictionaries(order, count)
     rng = np.random.default_rng(order)
     lines = lines_of(rng, "abcde", count)
     lm, slow = NGram.train(lines, "abcde", order), Slow(lines, "abcde", order)
-    poor = [found == [0, *ngram.POOR] for found in slow.discounts[1:]]
+    poor = [found == [0, *POOR] for found in slow.discounts[1:]]
     assert all(poor) == ((order, count) not in [(3, 300), (4, 300)])  # both are in play: the estimates, the fallback
     for text in ["", *lines[:5], *lines_of(rng, "edcba", 30)]:
         assert sum(spelled(lm, text)) == pytest.approx(slow.line(text), abs=1e-5)
@@ -270,7 +270,7 @@ def test_what_cannot_be_trained_or_loaded_says_why(tmp_path, call, said):
 
 def damaged(lm, **changes):
     """A file of a model with other arrays, or notes, than belong together."""
-    notes = {"format": ngram.FORM, "order": "3", "classes": json.dumps(lm.classes)}
+    notes = {"format": FORM, "order": "3", "classes": json.dumps(lm.classes)}
     arrays = {name: changes.get(name, array) for name, array in lm.arrays.items()}
     return packed(arrays, {name: changes.get(name, note) for name, note in notes.items()})
 
@@ -369,7 +369,7 @@ def test_clear_answers_are_read_as_ctc_spells_them(text, frames):
 
 def test_a_text_that_was_dropped_and_comes_back_is_one_text():
     """Beams whose text grew out of a dropped one must meet it again when it returns: the tree has one node a text."""
-    tree = searching.Tree(2, 5)
+    tree = Tree(2, 5)
     [a, other] = tree.children(np.array([0, 1]), np.array([3, 3]))
     [child] = tree.children(np.array([a]), np.array([1]))
     again, fresh = tree.children(np.array([0, a]), np.array([3, 4]))
@@ -417,9 +417,9 @@ def test_the_bound_that_saves_look_ups_of_the_language_model_changes_nothing(mon
     quick = beam(log_probs, np.full(30, 20), classes, lm, alpha=0.8, beta=1.0)
     few = sum(asked)
     asked.clear()
-    weighed = searching.Beams.weighed
+    weighed = Beams.weighed
     monkeypatch.setattr(
-        searching.Beams, "weighed", lambda self, places, grown, floor: weighed(self, places, grown, floor - np.inf)
+        Beams, "weighed", lambda self, places, grown, floor: weighed(self, places, grown, floor - np.inf)
     )
     assert beam(log_probs, np.full(30, 20), classes, lm, alpha=0.8, beta=1.0) == quick
     assert few < 0.75 * sum(asked)

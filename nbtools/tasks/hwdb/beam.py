@@ -3,7 +3,8 @@
 CTC sums over all ways to spell a text; greedy reading takes the best single way. A beam holds the `width` best texts so
 far, each with the probability of all its ways that end in a blank and of those that end in its last character (Hannun
 et al. 2014, arXiv 1408.2873; Graves & Jaitly 2014). A text is ranked by log P(CTC) + alpha · log P(LM) + beta · its
-characters. All lines go through their frames together, in numpy.
+characters; one that was dropped may come back, with the ways from there on. All lines go through their frames together,
+in numpy.
 
 B lines, T time steps, C = 1 + classes, blank 0; F frames in which more than a blank is likely, K candidates, W beams.
 """
@@ -12,40 +13,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from nbtools.ctc import BLANK
 from nbtools.errors import NbtoolsError, PlanError
 from nbtools.tasks.hwdb.ngram import NGram
+from nbtools.tasks.hwdb.peaks import CANDIDATES, LEAST, Peaks, peaks
 
-CANDIDATES, LEAST = 20, 1e-5
 TOGETHER = 64  # lines searched at once: the overhead of numpy is shared, and all still fits the caches
-LOWEST = np.finfo(np.float32).min  # of a log-probability that is none of -inf
 NONE, NOWHERE = -1, -2  # a free place of a beam; the parent of an empty text
-
-
-@dataclass(frozen=True)
-class Peaks:
-    """What a search looks at: a few hundred bytes a frame, where the network's answer has tens of thousands.
-
-    places (B, F, K) int32: candidates as places in classes, the best first; log_probs (B, F, K) float32, -inf where
-    there are fewer; blank (B, F) float32; gap (B, F) bool: only blanks stand between this frame and the one before;
-    frames (B,): how many each line has; classes: of which they are places.
-    """
-
-    places: np.ndarray
-    log_probs: np.ndarray
-    blank: np.ndarray
-    gap: np.ndarray
-    frames: np.ndarray
-    classes: int
-
-    def __len__(self) -> int:
-        return len(self.frames)
 
 
 def beam(
@@ -67,61 +44,6 @@ def beam(
     return search(peaks(log_probs, steps, candidates, least), classes, lm, width, alpha, beta)
 
 
-@torch.no_grad()
-def peaks(
-    log_probs: Tensor | np.ndarray,
-    steps: Tensor | np.ndarray | Sequence[int],
-    candidates: int = CANDIDATES,
-    least: float = LEAST,
-) -> Peaks:
-    """The best classes of each frame: at most so many, none less probable than `least`; a frame without any is a blank.
-
-    What is left out counts as impossible, so that no text's probability is wrong by more than what was left out, summed
-    over the frames. log_probs (T, B, C) or logits, any float type and device; only the best ones leave the device.
-    """
-    scores, steps = torch.as_tensor(log_probs), torch.as_tensor(steps).cpu()
-    refuse(scores, steps, candidates, least)
-    found = []
-    for frame in scores:  # (B, C): one at a time stays in a CPU's cache
-        total = frame.float().logsumexp(1, keepdim=True)
-        best, places = frame[:, BLANK + 1 :].float().topk(min(candidates, frame.shape[1] - 1))
-        found.append((best - total, places.int(), frame[:, BLANK].float() - total[:, 0]))
-    best, places, blank = (torch.stack(part, 1).cpu().numpy() for part in zip(*found, strict=True))
-    there = np.arange(len(scores)) < steps.numpy()[:, None]  # (B, T)
-    if np.isnan(blank[there]).any():
-        line, frame = np.argwhere(np.isnan(blank) & there)[0]
-        raise NbtoolsError(
-            f"beam: log_probs of line {line} at step {frame} are no numbers; look for NaN in the weights"
-        )
-    usable = there[..., None] & (best >= (math.log(least) if least else LOWEST))
-    return kept(best, places, blank, usable, scores.shape[2] - 1)
-
-
-def refuse(scores: Tensor, steps: Tensor, candidates: int, least: float) -> None:
-    """Raises PlanError, or NbtoolsError on shapes."""
-    if scores.ndim != 3 or scores.shape[2] < 2 or not len(scores) or steps.shape != scores.shape[1:2]:
-        raise NbtoolsError(
-            f"beam: log_probs must be (T, B, 1 + classes) and steps (B,), got {tuple(scores.shape)} and "
-            f"{tuple(steps.shape)}"
-        )
-    if len(steps) and not 0 <= steps.min() <= steps.max() <= len(scores):
-        raise NbtoolsError(f"beam: steps must be from 0 to T = {len(scores)}, got {steps.min()} to {steps.max()}")
-    if candidates < 1 or not 0 <= least < 1:
-        raise PlanError(f"beam: candidates must be ≥ 1 and least in [0, 1), got {candidates} and {least}")
-
-
-def kept(best: np.ndarray, places: np.ndarray, blank: np.ndarray, usable: np.ndarray, classes: int) -> Peaks:
-    """Drop the frames (B, T) without a usable candidate (B, T, K)."""
-    counts = usable.sum(2)
-    frames = (counts > 0).sum(1)
-    most, widest = int(frames.max(initial=0)), int(counts.max(initial=1))
-    order = np.argsort(counts == 0, axis=1, kind="stable")[:, :most]
-    lines = np.arange(len(frames))[:, None]
-    best = np.where(usable, best, -np.inf)
-    gap = np.diff(order, axis=1, prepend=order[:, :1]) > 1
-    return Peaks(places[lines, order, :widest], best[lines, order, :widest], blank[lines, order], gap, frames, classes)
-
-
 def search(
     peaks: Peaks,
     classes: Sequence[str],
@@ -141,6 +63,7 @@ def search(
         raise NbtoolsError(
             f"beam: there are {len(classes)} classes, the answers have {peaks.classes}; give those of the pack"
         )
+    lm = lm if alpha else None
     texts = [""] * len(peaks)
     order = np.argsort(-peaks.frames, kind="stable")  # lines that end together leave together
     for start in range(0, len(order), TOGETHER):
@@ -210,7 +133,7 @@ class Beams:
         shape = (lines, width)
         self.blank, self.char, self.bonus = np.full(shape, -np.inf), np.full(shape, -np.inf), np.zeros(shape)
         self.node, self.parent, self.last = np.full(shape, NONE), np.full(shape, NOWHERE), np.full(shape, NONE)
-        self.state = np.full(shape, lm.start if lm else 0)
+        self.state = np.full(shape, 0 if lm is None else lm.start)
         self.blank[:, 0], self.node[:, 0] = 0, np.arange(lines)
 
     def step(self, places: np.ndarray, scores: np.ndarray, blank: np.ndarray, gap: np.ndarray) -> None:
@@ -259,7 +182,7 @@ class Beams:
         """
         bonus = np.repeat(self.bonus[: len(grown), :, None] + self.beta, grown.shape[2], 2)
         states = np.zeros(grown.shape, np.int64)
-        if self.lm:
+        if self.lm is not None:
             asked = np.nonzero(grown + bonus > floor[:, None, None])
             line, above, place = asked
             scores, states[asked] = self.lm.step(self.state[line, above], places[line, place])
@@ -271,7 +194,7 @@ class Beams:
     def best(self) -> list[list[int]]:
         """The places in classes of each line's best text, after its end."""
         ranks = np.logaddexp(self.blank, self.char) + self.bonus
-        if self.lm:
+        if self.lm is not None:
             ends, _ = self.lm.step(self.state.ravel(), np.full(self.state.size, self.lm.end))
             ranks += self.alpha * ends.reshape(ranks.shape)
         return self.tree.texts(self.node[np.arange(len(ranks)), ranks.argmax(1)])

@@ -13,9 +13,10 @@ from torch import nn
 from nbtools import metrics, table
 from nbtools.errors import NbtoolsError
 from nbtools.pack import Pack, collate
-from nbtools.tasks.hwdb.beam import CANDIDATES, LEAST, Peaks, peaks, search
+from nbtools.tasks.hwdb.beam import search
 from nbtools.tasks.hwdb.dgrl import UNKNOWN
 from nbtools.tasks.hwdb.ngram import NGram
+from nbtools.tasks.hwdb.peaks import CANDIDATES, LEAST, Peaks, joined, peaks
 from nbtools.tasks.hwdb.plans import Plan
 from nbtools.tasks.hwdb.task import batch
 
@@ -55,20 +56,6 @@ def peaks_of(
     finally:
         model.train(training)
     return joined(parts, chunks)
-
-
-def joined(parts: Sequence[Peaks], wheres: Sequence[np.ndarray]) -> Peaks:
-    """The peaks of several batches as one, each batch's lines at its places there."""
-    lines = sum(map(len, parts))
-    frames, many = (max(part.places.shape[axis] for part in parts) for axis in (1, 2))
-    room, flat = (lines, frames, many), (lines, frames)
-    places, log_probs = np.zeros(room, np.int32), np.full(room, -np.inf, np.float32)
-    blank, gap, counts = np.zeros(flat, np.float32), np.zeros(flat, bool), np.zeros(lines, np.int64)
-    for part, where in zip(parts, wheres, strict=True):
-        _, f, k = part.places.shape
-        places[where, :f, :k], log_probs[where, :f, :k] = part.places, part.log_probs
-        blank[where, :f], gap[where, :f], counts[where] = part.blank, part.gap, part.frames
-    return Peaks(places, log_probs, blank, gap, counts, parts[0].classes)
 
 
 @dataclass(frozen=True)
