@@ -140,11 +140,10 @@ def pages(plan: Sequence[Sheet], found: Sequence[Drawing], names: Mapping[str, s
 
 def said(count: int, folder: Path, names: Mapping[str, str], people: Mapping[int, str], told: bool) -> str:
     """What was done, in a sentence or two: above all who was held back."""
-    who = {split: [str(one) for one in sorted(people) if people[one] == split] for split in ("val", "test")}
-    held = " and ".join(
-        f"{', '.join(ones) if len(ones) <= FEW else len(ones)} for {split}" for split, ones in who.items()
-    )
-    lines = (
-        f"{count:,} lines of {len(names)} characters in {folder}, by {len(people)} drawers, held back of them {held}."
-    )
+    held = []
+    for split in ("val", "test"):
+        who = [str(one) for one in sorted(people) if people[one] == split]
+        held.append(f"{', '.join(who) if 0 < len(who) <= FEW else len(who)} for {split}")
+    lines = f"{count:,} lines of {len(names)} characters by {len(people)} drawers in {folder}; held back:"
+    lines = f"{lines} {' and '.join(held)}."
     return lines if told else f"{lines} The names tell no drawers: the k-th images of all characters count as one's."

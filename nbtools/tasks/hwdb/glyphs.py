@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -56,38 +57,36 @@ def atlas(characters: int | str, font: str | Path | None, size: int, seed: int) 
     chosen = pool()[:characters] if isinstance(characters, int) else characters
     for path in installed():
         letters = loaded(path, size)
-        if letters is not None and len(legible(letters, chosen, size)) == len(chosen):
+        if letters and all(had == one for had, one in zip_longest(legible(letters, chosen, size), chosen)):
             return Atlas(chosen, soft([written(letters, one, size) for one in chosen]), described(letters))
     return Atlas(chosen, soft([invented(one, size, seed) for one in chosen]), "strokes invented from the seed", True)
 
 
 def wanted(characters: int | str, letters: ImageFont.FreeTypeFont, font: Path, size: int) -> str:
     """The characters to draw with a person's own font: those asked for, or the first so many that it has."""
-    had = legible(letters, pool() if isinstance(characters, int) else characters, size)
-    if isinstance(characters, int) and len(had) >= characters:
-        return had[:characters]
-    if isinstance(characters, str) and len(had) == len(characters):
+    count, among = (characters, pool()) if isinstance(characters, int) else (len(characters), characters)
+    had = "".join(islice(legible(letters, among, size), count))
+    if len(had) == count:
         return had
-    if isinstance(characters, str):
-        lacks = "".join(one for one in characters if one not in had)
-        said = f"{len(lacks)} of the {len(characters)} in characters, from {lacks[:10]!r} on"
-    else:
+    if isinstance(characters, int):
         said = f"all but {len(had)} of the Chinese characters of GB 2312, and characters={characters} were asked for"
+    else:
+        lacks = "".join(one for one in characters if one not in had)
+        said = f"{len(lacks)} of the {count} in characters, from {lacks[:10]!r} on"
     raise PackError(f"font={font} lacks {said}. Choose another font, or give characters= a string of those that it has")
 
 
-def legible(letters: ImageFont.FreeTypeFont, characters: str, size: int) -> str:
+def legible(letters: ImageFont.FreeTypeFont, characters: str, size: int) -> Iterator[str]:
     """Those that a font draws, and each in its own way: a fallback font has one box for all that it does not know.
 
     A look at the pictures, not at the font's table: it needs no package, and sees tables that promise too much.
     """
-    pictures = [written(letters, character, size).tobytes() for character in (NEVER, *characters)]
-    seen, own = {pictures[0], bytes(size * size)}, []
-    for character, picture in zip(characters, pictures[1:], strict=True):
+    seen = {written(letters, NEVER, size).tobytes(), bytes(size * size)}
+    for character in characters:
+        picture = written(letters, character, size).tobytes()
         if picture not in seen:
-            own.append(character)
+            yield character
         seen.add(picture)
-    return "".join(own)
 
 
 def opened(font: Path, size: int) -> ImageFont.FreeTypeFont:
