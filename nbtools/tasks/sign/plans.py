@@ -1,0 +1,93 @@
+"""The plans of signs: the guide's before, the recommended one, and what to change for other machines."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from nbtools import plan
+from nbtools.pack import Card
+
+THUMB = "rule of thumb"
+
+
+@dataclass(frozen=True)
+class Plan(plan.Plan):
+    """The knobs of signs, beside those of every plan."""
+
+    network: str = plan.knob(
+        "auto",
+        "transformer: on keypoints; gru: on ready features; auto: transformer where there are keypoints",
+        choices=("auto", "transformer", "gru"),
+    )
+    alpha: float = plan.knob(0.5, "weight of the gloss in the loss", least=0)
+    beta: float = plan.knob(0.5, "weight of the category in the loss", least=0)
+    label_smoothing: float = plan.knob(0.0, "share of a target spread over all classes", least=0, most=0.99)
+    class_weights: str = plan.knob(
+        "none",
+        "what rare classes weigh: balanced: one over their share of training clips; sqrt: the root of that",
+        choices=("none", "balanced", "sqrt"),
+    )
+    dropout: float | None = plan.knob(
+        None, "of the network; None: its own (0.1 the Transformer's, 0.3 the GRU's)", least=0, most=0.99
+    )
+    normalise: str = plan.knob(
+        "hands",
+        "coordinates: none: of the picture; body: about the shoulders; hands: so, and fingers about their wrists",
+        choices=("none", "body", "hands"),
+    )
+    long_clips: str = plan.knob(
+        "refuse",
+        "clips of more frames than the position table: refuse, or cut into windows",
+        choices=("refuse", "windows"),
+    )
+    bucket: int = plan.knob(
+        1,
+        "frames that a batch is padded to a multiple of: compiled programs then meet few lengths",
+        least=1,
+        unit="frames",
+    )
+    time_warp: float = plan.knob(0.0, "augmentation: change of length and pace; 1: up to 30 %", least=0, most=1)
+    time_crop: float = plan.knob(0.0, "augmentation: most of a clip that is cut off its ends", least=0, most=0.9)
+    mirror: float = plan.knob(0.0, "augmentation: chance of a left-right mirror image, hands swapped", least=0, most=1)
+    move: float = plan.knob(
+        0.0, "augmentation: turn, size and shift of the body; 1: up to 0.2 rad, 15 %", least=0, most=3
+    )
+    drop_points: float = plan.knob(0.0, "augmentation: chance of each point to be missing in a clip", least=0, most=0.9)
+    drop_hand: float = plan.knob(0.0, "augmentation: chance that a hand is missing for a while", least=0, most=1)
+
+
+def network_of(plan: Plan, columns: Collection[str]) -> str:
+    """The network of a plan for data of such columns."""
+    return plan.network if plan.network != "auto" else "transformer" if "x" in columns else "gru"
+
+
+BASELINE = Plan(
+    epochs=20,
+    batch_size=32,
+    optimizer="adam",
+    lr=1e-4,
+    schedule="constant",
+    normalise="none",
+    feed="workers",
+    workers=0,
+)
+"""The guide's "before": its defaults, every clip decompressed again in the main process, no mixed precision."""
+
+PLAN = Plan(
+    epochs=100,
+    batch_size=32,
+    lr=5e-4,
+    lr_rule="sqrt",
+    warmup_epochs=5,
+    weight_decay=0.05,
+    clip_norm=1.0,
+    amp="bf16",
+    workers=8,
+)
+
+
+def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
+    """The task's knobs for a machine: field → (value, reason)."""
+    return {}
