@@ -31,7 +31,7 @@ def beam(
     classes: Sequence[str],
     lm: NGram | None = None,
     width: int = 10,
-    alpha: float = 0.5,
+    alpha: float = 0.4,
     beta: float = 0.0,
     candidates: int = CANDIDATES,
     least: float = LEAST,
@@ -49,7 +49,7 @@ def search(
     classes: Sequence[str],
     lm: NGram | None = None,
     width: int = 10,
-    alpha: float = 0.5,
+    alpha: float = 0.4,
     beta: float = 0.0,
 ) -> list[str]:
     """The best text of each line. Raises PlanError on an impossible setting, or a language model of other classes."""

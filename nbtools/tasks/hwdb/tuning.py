@@ -21,7 +21,7 @@ from nbtools.tasks.hwdb.plans import Plan
 from nbtools.tasks.hwdb.task import batch
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
-ALPHAS, BETAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), (0.0, 1.0, 2.0, 3.0)
+ALPHAS, BETAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), (0.0, 1.0, 2.0, 3.0, 4.0)
 
 
 @torch.no_grad()
