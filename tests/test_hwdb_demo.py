@@ -189,6 +189,7 @@ def test_a_demo_replaces_a_demo_but_no_page_of_another_origin(no_cjk, tmp_path):
         ({"characters": "aa"}, "each once"),
         ({"characters": "a😀"}, "two bytes in GB18030, got '😀'"),
         ({"length": (5, 4)}, "length must be"),
+        ({"length": 8}, "length must be"),
         ({"height": 8}, "height must be 16 to"),
         ({"variation": 3}, "variation must be 0 to 2, got 3"),
         ({"bits": 4}, "bits must be 1 or 8"),

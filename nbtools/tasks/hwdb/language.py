@@ -73,5 +73,5 @@ def some(characters: int | Sequence[str]) -> str:
 
 
 def require_length(length: tuple[int, int]) -> None:
-    if not 1 <= length[0] <= length[1]:
+    if isinstance(length, int) or len(length) != 2 or not 1 <= length[0] <= length[1]:
         raise PackError(f"length must be (fewest, most) characters of a line, both ≥ 1, got {length}")
