@@ -10,8 +10,10 @@ CODE := nbtools tests benchmarks notebooks
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*  ## /  make \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-18s%s\n", $$1, $$2}'
 
-demo: .venv/ready  ## the captcha notebooks from top to bottom on generated data; pages under demo/ (≤ 5 min on 2 cores)
-	@$(BIN)/python -m notebooks.execute
+TASK ?= captcha
+
+demo: .venv/ready  ## a task's notebooks from top to bottom on generated data, TASK=captcha or hwdb; pages under demo/
+	@$(BIN)/python -m notebooks.execute $(TASK)
 
 test: .venv/ready .venv-colab/ready .venv-ipykernel-7.3/ready  ## every test (≤ 15 min on 2 cores)
 	@$(BIN)/python -m pytest -q

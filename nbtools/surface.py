@@ -118,8 +118,8 @@ class Surface(View):
             self.turned(plan)
             if plan.compile or plan.graph:  # another batch size or precision is another program
                 self.status, self.plot.due = "compiling", 0.0
-        if record.kind in ("epoch", "evaluation") and self.output is not None and self.previews.due():
-            self.plot.show(self.samples())
+        if record.kind in ("epoch", "evaluation") and self.sees and self.previews.due():
+            self.see(self.samples())
         self.draw(self.status)
 
     def listen(self) -> bool:

@@ -25,6 +25,8 @@ ORDER = [
     {"feed"},
     {"schedule", "device"},
     {"packing"},
+    {"writer"},
+    {"journal"},
     {"pack"},
     {"stage"},
     {"source"},

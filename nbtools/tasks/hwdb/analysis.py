@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbtools.errors import MissingExtra, PackError
+from nbtools.metrics import text_metrics
 from nbtools.pack import Pack
 from nbtools.tasks.hwdb.dgrl import UNKNOWN
 
@@ -173,6 +174,13 @@ def range_of(size: int) -> str:
     if size == INSERTED:
         return "inserted"
     return f"{10 ** (size - 1):,}–{10**size - 1:,}" if size else "never"
+
+
+def scores(truth: Sequence[str], predicted: Sequence[str]) -> dict[str, float]:
+    """cer, ar, cr and whole_accuracy of answers that did not come from `evaluate`, by the same definitions."""
+    compared(truth, predicted, None)
+    sums = text_metrics(predicted, [text.replace(UNKNOWN, NEVER) for text in truth])
+    return {name: float(wrong) / max(float(count), 1) for name, (wrong, count) in sums.items()}
 
 
 def frequencies(pack: Pack, split: str = "train") -> dict[str, int]:

@@ -1,0 +1,102 @@
+# %% [markdown]
+# # HWDB 1 · Data
+#
+# {badge}
+#
+# Brings handwritten lines (CASIA-HWDB pages, or any folder of line images with a list of their texts) to fast local
+# disk, checks each one, and packs them scaled and as ink into a form that a GPU never waits for. 50,000 lines become a
+# handful of files. Without data of your own it writes some pages in the same format. The pack is kept on your Drive as
+# one file.
+#
+# **GPU:** none needed; reading pages is work for the processor. **Measured:** {time-1} on two cores of an Intel Xeon
+# (a cloud machine, no GPU), installation aside, with 6,000 generated lines.
+
+# {install}
+
+# %% [markdown]
+# ## Settings
+# `SOURCE` may be a folder, an archive (tar, tar.gz, tar.xz, zip), `drive:…` for a path in your Drive, or a Drive link:
+# of the folders `HWDB2.0Train` … `HWDB2.2Test` or their archives, or of `train/`, `train_img_id_gt.txt` with
+# `name,text` on each line, and `chars_list.txt`. 128 pixels of height is what the guide's network reads; 32 is enough
+# for a network that a CPU can train.
+
+# %%
+import os
+
+SOURCE = None  # "drive:datasets/hwdb_full.tar"; None: write demo pages
+HEIGHT = 32  # 128 on a GPU
+CHARACTERS = 60  # of the demo, each in its own shape
+KEEP = "drive:nbtools/hwdb.tar"  # where the pack is kept
+TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
+COUNT = 240 if TINY else 6000  # demo lines
+if "COLAB_RELEASE_TAG" not in os.environ:
+    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
+
+# %% [markdown]
+# ## A font for the demo
+# On Colab this brings a Chinese font, so that the demo writes real characters. Elsewhere the demo takes one that is
+# installed; where there is none it invents characters, strokes from a seed, and says so.
+
+# %%
+if SOURCE is None and "COLAB_RELEASE_TAG" in os.environ:
+    print("installing the font LXGW WenKai")
+    # !apt-get install -qq fonts-lxgw-wenkai > /dev/null
+
+# %% [markdown]
+# ## Bring it here
+# Staging checks free space first, resumes after a break, verifies what came, and appears all at once or not at all. A
+# second call is instant. The demo gets a page planted that is cut off, because real data has them too.
+
+# %%
+import nbtools as nb
+from nbtools.tasks import hwdb
+
+if SOURCE is None:
+    SOURCE = hwdb.demo("data/hwdb", count=COUNT, characters=CHARACTERS)
+    whole = sorted(SOURCE.rglob("*.dgrl"))[0].read_bytes()
+    (SOURCE / "HWDB2.0Train" / "999-P16.dgrl").write_bytes(whole[: len(whole) // 2])
+folder = nb.stage(SOURCE)
+folder
+
+# %% [markdown]
+# ## Pack
+# Lines are found in their pages, scaled to one height by area, turned to ink (paper is 0, and so is padding), and
+# written one after the other into flat arrays, with their texts as classes. Whole writers go to validation and test,
+# so that the score is for hands that training never saw.
+
+# %%
+pack = hwdb.pack(folder, height=HEIGHT)
+pack
+
+# %% [markdown]
+# ## What was left out
+# Nothing is dropped in silence. Each row names the file, what was found, the rule it breaks, and what to do.
+
+# %%
+pack.bad
+
+# %% [markdown]
+# ## What is in it
+# Lines, characters and widths of each split; how many lines are too narrow for CTC at each network's stride, which no
+# training can read; and characters that are only in lines to be tested on.
+
+# %%
+hwdb.report(pack)
+
+# %% [markdown]
+# ## Look at it
+# What the model will see, dark on light, with the text that it is to read.
+
+# %%
+hwdb.show(pack, pack.ids("train")[:8])
+
+# %% [markdown]
+# ## Keep it
+# One file on Drive. `hwdb.pack` of that file opens it again: no decoding, no thousands of small reads.
+
+# %%
+kept = pack.keep(KEEP)
+print(kept, f"{kept.stat().st_size / 1e6:.1f} MB")
+
+# %% [markdown]
+# Next: `2_train`.

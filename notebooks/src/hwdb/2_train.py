@@ -1,0 +1,104 @@
+# %% [markdown]
+# # HWDB 2 · Train
+#
+# {badge}
+#
+# Trains a recogniser of handwritten lines, a convolutional network with CTC, by a plan that is measured on your
+# machine: batch size, what limits a step, which one change is worth making. Truth and reading of a few lines stand
+# below the curves while it trains, errors in colour, and every knob can be turned meanwhile. It ends with a receipt:
+# how much faster than the guide's own settings, measured here, on your data.
+#
+# **GPU:** any NVIDIA GPU for the guide's network of 53 M parameters (not tested on one yet); without one a slim network
+# is chosen. **Measured:** {time-2} on two cores of an Intel Xeon (a cloud machine, no GPU), installation aside, with
+# 6,000 generated lines of 60 characters.
+
+# {install}
+
+# %% [markdown]
+# ## Settings
+# `CHANGES` is what you want otherwise than advised: `{"epochs": 20, "network": "crnn"}`.
+
+# %%
+import os
+
+RAW = "data/hwdb"  # the folder that 1_data staged, if this is the same machine
+PACK = "drive:nbtools/hwdb.tar"  # else what 1_data kept; where there is none, demo pages are written
+HEIGHT = 32  # as in 1_data
+RUN = "runs/hwdb"  # on this machine, fast
+KEEP = "drive:nbtools/runs/hwdb"  # checkpoints go there in the background
+TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
+COUNT = 240 if TINY else 6000  # demo lines
+CHANGES = {"epochs": 1, "warmup_epochs": 0.0} if TINY else {}
+if "COLAB_RELEASE_TAG" not in os.environ:
+    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
+
+# %% [markdown]
+# ## The machine
+
+# %%
+import nbtools as nb
+
+nb.gpus()
+
+# %% [markdown]
+# ## The data
+# On the machine of `1_data` its finished pack is opened at once, and the receipt below can measure the raw pages too.
+# On another machine the kept pack is copied from Drive.
+
+# %%
+from pathlib import Path
+
+from nbtools.tasks import hwdb
+
+try:
+    pack = hwdb.pack(RAW if Path(RAW).exists() else PACK, height=HEIGHT)
+except nb.NbtoolsError as problem:
+    print(f"{problem}\nWriting demo pages instead.")
+    pack = hwdb.pack(hwdb.demo("data/hwdb", count=COUNT), height=HEIGHT)
+pack
+
+# %% [markdown]
+# ## The plan
+# Measured here, on your data: which batch size is the fastest that fits, what a step spends its time on, how much of a
+# batch is padding, and which one change is worth making. It takes about a minute the first time and is kept beside the
+# pack. Every field has its reason beside it; what was not measured says whose rule of thumb it is.
+
+# %%
+advice = nb.advise(hwdb, pack, measure=not TINY)
+advice
+
+# %% [markdown]
+# Change what you like. The form needs no click: *Run all* takes the plan as it stands.
+
+# %%
+panel = nb.Panel(advice)
+panel
+
+# %% [markdown]
+# ## Train
+# CTC answers blank everywhere at first: the character error rate stays at 1 for a while, and then falls quickly. The
+# panel acts on the run; *Stop*, or the notebook's square, finishes the step, saves, and returns the run; running this
+# cell again goes on.
+
+# %%
+panel.put(panel.plan.replace(**CHANGES))
+run = nb.fit(hwdb, pack, panel, run=RUN, keep=KEEP, receipt=not TINY)
+
+# %% [markdown]
+# ## What came out
+# A row an epoch. `val_cer` is the character error rate: substituted, missing and inserted characters over all
+# characters, on writers that training never saw. `val_infeasible` is the share of lines too narrow for their text.
+
+# %%
+run.summary().round(4)
+
+# %% [markdown]
+# ## The receipt
+# The guide's settings (batch 8, every line decoded again at each access, no mixed precision) ran for a few seconds on
+# this machine and this data. This is what yours do beside them.
+
+# %%
+run.receipt
+
+# %% [markdown]
+# Next: `3_evaluate`.

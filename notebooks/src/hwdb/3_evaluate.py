@@ -1,0 +1,150 @@
+# %% [markdown]
+# # HWDB 3 · Evaluate
+#
+# {badge}
+#
+# Says how well the trained network reads writers that it has never seen: which characters it confuses, which lines are
+# worst, whether long lines or rare characters are the trouble, and what a language model of characters brings over
+# reading greedily. Without a trained run on your Drive it trains a short one first.
+#
+# **GPU:** none needed. **Measured:** {time-3} on two cores of an Intel Xeon (a cloud machine, no GPU), installation
+# aside, after `2_train`.
+
+# {install}
+
+# %% [markdown]
+# ## Settings
+# `LANGUAGE` is a text file of the language that your lines are written in, one line of text a line, for the language
+# model; without one the training lines' own texts serve.
+
+# %%
+import os
+
+PACK = "drive:nbtools/hwdb.tar"  # what 1_data kept
+RUN = "drive:nbtools/runs/hwdb"  # what 2_train kept
+LANGUAGE = None  # "drive:texts/chinese.txt"
+FILES = []  # lines of your own to read: images, or pages as "page.dgrl#3"
+TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
+COUNT, EPOCHS = (240, 1) if TINY else (3000, 4)  # of the short run, where there is no other
+if "COLAB_RELEASE_TAG" not in os.environ:
+    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
+
+# %% [markdown]
+# ## The data and the run
+# Whatever is missing on Drive is said, and made here on a small scale, so that this notebook runs by itself.
+
+# %%
+import nbtools as nb
+from nbtools.tasks import hwdb
+
+try:
+    pack, run = hwdb.pack(PACK), nb.Run.open(nb.stage(RUN))
+except nb.NbtoolsError as problem:
+    print(f"{problem}\nTraining a short run on demo pages instead.")
+    pack = hwdb.pack(hwdb.demo("data/short", count=COUNT), height=32)
+    plan = nb.advise(hwdb, pack, measure=False).plan.replace(epochs=EPOCHS, warmup_epochs=0.2)
+    run = nb.fit(hwdb, pack, plan, run="runs/short", receipt=False)
+
+# %% [markdown]
+# ## How good is it
+# On the test split: writers that neither training nor the choice of the best checkpoint has seen. `cer` counts
+# substituted, missing and inserted characters, `ar` is 1 - cer, and `cr` forgives insertions: the ICDAR competition's.
+
+# %%
+nb.evaluate(run, pack, split="test")
+
+# %% [markdown]
+# ## Truth and reading
+# The truth above each line, what was read below it, errors in colour.
+
+# %%
+ids = pack.ids("test")
+truth, read = [hwdb.text_of(pack, i) for i in ids], run.predict_pack(pack, ids)
+hwdb.show(pack, ids[:6], read[:6])
+
+# %% [markdown]
+# ## The worst lines
+# Often these say something about the data: a wrong label, a crossed-out word, a line cut in half.
+
+# %%
+worst = hwdb.worst(truth, read, ids)
+worst.head(8)
+
+# %% [markdown]
+# Here they are.
+
+# %%
+hwdb.show(pack, worst["id"][:4], worst["read"][:4])
+
+# %% [markdown]
+# ## What is taken for what
+# Characters that look alike head this table; a character that is missing often stands at a line's end.
+
+# %%
+confusions = hwdb.confusions(truth, read, ids)
+hwdb.confused(confusions)
+
+# %% [markdown]
+# ## Long lines, rare characters
+# If the error rises with the width, the network lost its place; if it falls with the frequency in training, more text
+# of the rare characters helps more than a larger network.
+
+# %%
+hwdb.by_width(truth, read, pack.lengths("image", ids))
+
+# %% [markdown]
+# Rows are by how often training shows a character.
+
+# %%
+hwdb.by_frequency(truth, read, hwdb.frequencies(pack))
+
+# %% [markdown]
+# ## A language model
+# Greedy reading takes the best class of every step by itself. A language model knows which character follows which.
+# Perplexity is how many characters it hesitates between, on lines that it has not seen; without a model that is all of
+# them.
+
+# %%
+text = nb.stage(LANGUAGE) if LANGUAGE else [hwdb.text_of(pack, i) for i in pack.ids("train")]
+lm = hwdb.NGram.train(text, pack.classes, order=3)
+print(f"perplexity on the test lines: {lm.perplexity(truth):.1f} of {len(pack.classes)} characters")
+
+# %% [markdown]
+# ## Beam search against greedy
+# The beam keeps the ten best texts so far, each with all the ways to spell it, and weighs them with the language model.
+# How much that weighs is chosen on the validation lines, never on the test lines.
+
+# %%
+val = pack.ids("val")
+peaks = hwdb.peaks_of(run.model(), pack, run.plan, val)
+tuned = hwdb.tune(peaks, [hwdb.text_of(pack, i) for i in val], pack.classes, lm)
+tuned
+
+# %% [markdown]
+# And on the test lines, all three ways to read.
+
+# %%
+import pandas as pd
+
+peaks = hwdb.peaks_of(run.model(), pack, run.plan, ids)
+ways = {
+    "greedy": read,
+    "beam": hwdb.search(peaks, pack.classes),
+    "beam + language model": hwdb.search(peaks, pack.classes, lm, alpha=tuned.alpha, beta=tuned.beta),
+}
+pd.DataFrame({name: hwdb.scores(truth, answers) for name, answers in ways.items()}).T.round(4)
+
+# %% [markdown]
+# ## Your own lines
+# `run.predict` prepares a raw line exactly as in training.
+
+# %%
+files = FILES or [f"{page}#1" for page in sorted(hwdb.demo("data/fresh", count=12, seed=0).rglob("*.dgrl"))[:3]]
+list(zip(map(str, files), run.predict(files), strict=True))
+
+# %% [markdown]
+# ## Take it away
+# The weights as safetensors, and beside them a JSON card that says how to read with them.
+
+# %%
+run.export("hwdb-model")
