@@ -22,6 +22,7 @@ from nbtools.plan import Plan, knob
 from nbtools.run import Run, evaluate
 from nbtools.stage import stage
 from nbtools.state import TrainState
+from nbtools.validate import validate
 from nbtools.watch import watch
 
 __version__ = "0.1.0"
@@ -46,5 +47,6 @@ __all__ = [
     "lr_sweep",
     "stage",
     "train",
+    "validate",
     "watch",
 ]

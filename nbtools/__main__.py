@@ -1,4 +1,5 @@
-"""The terminal: `python -m nbtools gpus | stage | demo | pack | advise | train | watch | control | evaluate | predict`.
+"""The terminal: `python -m nbtools COMMAND`, of `gpus stage demo validate pack advise train watch control evaluate
+predict`.
 
 Knobs of the task's Plan and options of its `pack` are read from their own definitions, so a new one is an option here
 by itself. Progress goes to stderr, results to stdout.
@@ -26,24 +27,25 @@ from nbtools.gpu import gpus
 from nbtools.plan import Plan
 from nbtools.run import Run, evaluate
 from nbtools.stage import stage
+from nbtools.validate import validate
 from nbtools.watch import watch
 
 BUILT_IN = "nbtools.tasks"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0 when it succeeded, 1 with a sentence on stderr when nbtools refused, 130 for Ctrl-C."""
+    """Run one command; 0 when it succeeded, 1 with a sentence on stderr when nbtools refused, or where the data that it
+    validated has errors, 130 for Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         options = parser(arguments).parse_args(arguments)
-        options.act(options)
+        return int(options.act(options) is False)
     except NbtoolsError as error:
         print(f"nbtools: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("nbtools: stopped by you", file=sys.stderr)
         return 130
-    return 0
 
 
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -68,8 +70,10 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         if name == "demo":
             one.add_argument("folder", type=Path)
             add_signature(one, getattr(task, "demo", None), skip=("folder",))
-        if name == "pack":
+        if name in ("pack", "validate"):
             one.add_argument("source", help=SOURCE)
+        if name == "validate":
+            add_signature(one, getattr(task, "validate", None), skip=("source", "progress"))
         if name in ("advise", "train", "evaluate"):
             one.add_argument("--data", required=True, metavar="SOURCE", help=SOURCE)
         if name == "advise":
@@ -191,6 +195,12 @@ def show_demo(options: argparse.Namespace) -> None:
     print(find_task(options.task).demo(options.folder, **options_of(options, "option_")))
 
 
+def show_validation(options: argparse.Namespace) -> bool:
+    report = validate(find_task(options.task), options.source, **options_of(options, "option_"))
+    print(report)
+    return report.ok
+
+
 def packed(options: argparse.Namespace, source: str) -> Any:
     pack = find_task(options.task).pack(source, **options_of(options, "option_"))
     if len(pack.bad):
@@ -273,6 +283,7 @@ def show_predictions(options: argparse.Namespace) -> None:
 SOURCE = "a folder, an archive, drive:…, a Google Drive link, or a pack"
 TASK_COMMANDS = {
     "demo": ("write a small data set in the task's raw format", show_demo),
+    "validate": ("what is wrong with a data set", show_validation),
     "pack": ("decode a data set once", show_pack),
     "advise": ("a plan for this machine and data, with reasons", show_advice),
     "train": ("train; on an existing run folder, go on", run_training),

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "nbtools"
 ORDER = [
     {"__main__"},
     {"launch"},
-    {"fit", "watch", "compare", "lr_sweep"},
+    {"fit", "watch", "compare", "lr_sweep", "validate"},
     {"surface", "folder"},
     {"view"},
     {"panel", "kernel", "preview"},
