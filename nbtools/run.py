@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from safetensors.torch import save as save_tensors
 from torch import nn
@@ -118,7 +119,7 @@ class Run:
             found += self.decoded(model, collate(samples, self.card.columns))
         return found
 
-    def predict_pack(self, pack: Pack, ids: Sequence[int], batch_size: int = 64) -> list[Any]:
+    def predict_pack(self, pack: Pack, ids: Sequence[int] | np.ndarray, batch_size: int = 64) -> list[Any]:
         """What the run reads in samples of a pack."""
         model = self.model()
         chunks = [ids[i : i + batch_size] for i in range(0, len(ids), batch_size)]

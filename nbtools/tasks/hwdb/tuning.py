@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,6 @@ from nbtools.tasks.hwdb.beam import search
 from nbtools.tasks.hwdb.dgrl import UNKNOWN
 from nbtools.tasks.hwdb.ngram import NGram
 from nbtools.tasks.hwdb.peaks import CANDIDATES, LEAST, Peaks, joined, peaks
-from nbtools.tasks.hwdb.plans import Plan
 from nbtools.tasks.hwdb.task import batch
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,7 +28,7 @@ ALPHAS, BETAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), (0.0, 1.0, 2.0, 3.0, 4.0)
 def peaks_of(
     model: nn.Module,
     pack: Pack,
-    plan: Plan,
+    plan: Any,
     ids: Sequence[int] | np.ndarray,
     batch_size: int = 64,
     candidates: int = CANDIDATES,
