@@ -663,21 +663,24 @@ def test_a_directory_that_lies_does_not_make_a_small_file_fill_the_memory(tmp_pa
     assert (row.severity, row.key, row.rule) == (ERROR, "X", "the array can be read")
 
 
+@pytest.mark.filterwarnings("default")  # of NumPy, for headers that it takes for those of older versions
 def test_no_mutation_of_a_clip_is_anything_but_rows(tmp_path):
     """And what passes has the right form: a checksum guards the numbers, but not the names around them."""
     draw = np.random.default_rng(0)
     path = tmp_path / "a.npz"
-    whole = clip(path, frames=2, without=("X2048",)).read_bytes()
+    packed_up = clip(path, frames=2, without=("X2048",)).read_bytes()
+    np.savez(path, **{key: value for key, value in arrays(frames=8).items() if key != "X2048"})
+    stored = path.read_bytes()  # in its first 192 bytes lies the header of X, read before the checksum is known
     refused = 0
-    for _ in range(400):
-        data = bytearray(whole)
-        for place in draw.integers(0, len(data), draw.integers(1, 6)):
-            data[place] = draw.integers(256)
-        path.write_bytes(data[: draw.integers(len(data)) if draw.random() < 0.2 else None])
+    for k in range(400):
+        data = bytearray((packed_up, stored)[k % 2])
+        for place in draw.integers(0, (len(data), 192)[k % 2], draw.integers(1, 6)):
+            data[place] = draw.integers(128)
+        path.write_bytes(data[: draw.integers(len(data)) if draw.random() < 0.1 else None])
         found = examined(path, Keys())
         refused += bool(found.errors)
         if not found.errors:
-            assert found.arrays["x"].shape == (2, 156)
+            assert found.arrays["x"].shape == ((2, 8)[k % 2], 156)
     assert refused > 200
 
 

@@ -7,6 +7,7 @@ import contextlib
 import lzma
 import math
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections import Counter
@@ -25,7 +26,7 @@ DAMAGED = "copy the file again from its origin, or delete it"
 PLAIN = "save it as plain numbers, or text, with np.savez_compressed"
 STRAY = (  # what zipfile, its decompressors and NumPy's header parser let escape on damaged input; found by mutation
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError, ValueError, RuntimeError),
-    *(LookupError, TypeError, SyntaxError, ArithmeticError, MemoryError),
+    *(LookupError, TypeError, SyntaxError, tokenize.TokenError, ArithmeticError, MemoryError),
 )
 
 
