@@ -1,0 +1,290 @@
+"""The two networks of signs: their sizes, that padding and missing points change no result, clips beyond the table."""
+
+import copy
+import math
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nbtools.errors import PlanError
+from nbtools.tasks.sign import gru, transformer
+from nbtools.tasks.sign.landmarks import LEFT, POINTS, RIGHT
+from nbtools.tasks.sign.transformer import POSITIONS, Transformer
+
+LENGTHS = (13, 1, 30, 7)
+NAMES = ("transformer", "gru")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small(name="transformer", **options) -> Any:
+    torch.manual_seed(0)
+    if name == "gru":
+        return gru.Gru(20, 7, 3, **options)
+    return Transformer(2 * POINTS, 7, 3, **{"width": 32, "layers": 2, **options})
+
+
+def clips(lengths=LENGTHS, frames=None, garbage=0.0) -> dict[str, torch.Tensor]:
+    """A batch for either network; beyond the clips' ends stands garbage."""
+    generator = torch.Generator().manual_seed(1)
+    frames = frames or max(lengths)
+    x = torch.full((len(lengths), frames, 2 * POINTS), garbage)
+    features = torch.full((len(lengths), frames, 20), garbage)
+    mask = torch.zeros(len(lengths), frames, POINTS, dtype=torch.bool)
+    for b, length in enumerate(lengths):
+        x[b, :length] = torch.randn(length, 2 * POINTS, generator=generator)
+        features[b, :length] = torch.randn(length, 20, generator=generator)
+        mask[b, :length] = torch.rand(length, POINTS, generator=generator) < 0.9
+    length = torch.tensor(lengths)
+    return {"x": x, "mask": mask, "x_length": length, "features": features, "features_length": length}
+
+
+def alone(batch, b):
+    length = int(batch["x_length"][b])
+    return {n: t[b : b + 1, :length] if t.dim() > 1 else t[b : b + 1] for n, t in batch.items()}
+
+
+def loss(outputs):
+    """Any function of all logits that is a sum over clips."""
+    gloss, category = outputs
+    return gloss.square().sum() + 2 * category.log_softmax(1)[:, 0].sum()
+
+
+# -- sizes
+
+
+def parameters(module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def test_the_transformer_has_the_guides_3_28_million_parameters_and_the_parts_that_its_table_says():
+    network = Transformer(156, 105, 10)
+    said = [int(n.replace(",", "")) for n in re.findall(r"\|\s+([\d,]+) \|", Transformer.__doc__ or "")]
+    parts = (network.embed, network.norm, network.layers, network.gloss, network.category)
+    assert said == [parameters(part) for part in parts]
+    assert parameters(network) == sum(said) == 3_280_371
+    assert "3,280,371 parameters" in (Transformer.__doc__ or "")
+    assert [m.p for m in network.modules() if isinstance(m, nn.Dropout)] == [0.1] * (1 + 2 * 4 + 2)
+
+
+def test_the_gru_has_the_guides_0_10_million_parameters_and_nothing_that_sees_pictures():
+    network = gru.Gru(2048, 105, 10)
+    assert parameters(network) == 101_743
+    assert "101,743 parameters" in (gru.Gru.__doc__ or "")
+    assert [(m.input_size, m.hidden_size) for m in network.modules() if isinstance(m, nn.GRU)] == [(2048, 16), (16, 12)]
+    assert not [m for m in network.modules() if isinstance(m, nn.Conv2d)]
+    assert network.drop.p == 0.3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dropout_is_the_callers(name):
+    assert {m.p for m in small(name, dropout=0.45).modules() if isinstance(m, nn.Dropout)} == {0.45}
+
+
+# -- beside torch's own
+
+
+def test_a_layer_is_torchs_pre_ln_encoder_layer():
+    ours: Any = small().layers[0]
+    theirs = nn.TransformerEncoderLayer(32, 8, 128, 0.0, batch_first=True, norm_first=True)
+    copies = {
+        theirs.self_attn.in_proj_weight: ours.attention.qkv.weight,
+        theirs.self_attn.in_proj_bias: ours.attention.qkv.bias,
+        theirs.self_attn.out_proj.weight: ours.attention.out.weight,
+        theirs.self_attn.out_proj.bias: ours.attention.out.bias,
+        theirs.linear1.weight: ours.feed[1].weight,
+        theirs.linear1.bias: ours.feed[1].bias,
+        theirs.linear2.weight: ours.feed[4].weight,
+        theirs.linear2.bias: ours.feed[4].bias,
+    }
+    assert sum(p.numel() for p in copies) + 4 * 32 == parameters(ours)
+    with torch.no_grad():
+        for to, weight in copies.items():
+            to.copy_(weight)
+    x, keys = torch.randn(2, 9, 32), torch.tensor([[True] * 9, [True] * 5 + [False] * 4])
+    found = ours.eval()(x, keys[:, None, None])
+    expected = theirs.train()(x, src_key_padding_mask=~keys)  # in eval mode it takes another path and zeroes padding
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_positions_are_the_papers():
+    found = transformer.sinusoids(POSITIONS, 256)
+    for place, column in ((0, 0), (1, 0), (1, 1), (7, 20), (299, 255)):
+        angle = place / 10000 ** ((column - column % 2) / 256)
+        expected = math.cos(angle) if column % 2 else math.sin(angle)
+        assert float(found[place, column]) == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_gru_gives_what_packed_sequences_give():
+    network, batch = small("gru").eval(), clips()
+    packed = pack_padded_sequence(batch["features"], batch["features_length"], batch_first=True, enforce_sorted=False)
+    hidden = network.second(network.first(packed)[0])[1][-1]
+    torch.testing.assert_close(network(batch)[0], network.gloss(hidden), atol=1e-6, rtol=1e-5)
+
+
+# -- padding and what is missing
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_clip_alone_and_in_a_padded_batch_agree_within_1e_5(name):
+    network, batch = small(name).eval(), clips(frames=41, garbage=9.0)
+    with torch.no_grad():
+        together = network(batch)
+        for b in range(len(LENGTHS)):
+            for logits, single in zip(together, network(alone(batch, b)), strict=True):
+                torch.testing.assert_close(logits[b], single[0], atol=1e-5, rtol=0)
+
+
+def test_the_whole_transformer_agrees_with_itself_within_1e_5():
+    torch.manual_seed(0)
+    network, batch = Transformer(156, 105, 10).eval(), clips((25, 60), frames=64, garbage=9.0)
+    with torch.no_grad():
+        together = network(batch)
+        for b in range(2):
+            for logits, single in zip(together, network(alone(batch, b)), strict=True):
+                torch.testing.assert_close(logits[b], single[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradients_of_a_padded_batch_are_those_of_its_clips_alone(name):
+    network, batch = small(name, dropout=0.0), clips(frames=41, garbage=9.0)
+    loss(network(batch)).backward()
+    together = [p.grad.clone() for p in network.parameters()]
+    network.zero_grad()
+    for b in range(len(LENGTHS)):
+        loss(network(alone(batch, b))).backward()
+    for gradient, parameter in zip(together, network.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_frames_that_show_nothing_are_neither_looked_at_nor_averaged():
+    network, batch = small().eval(), clips((12,))
+    batch["mask"][0, 5:9] = False
+    blind = {**batch, "x": batch["x"].clone()}
+    blind["x"][0, 5:9] = 1e3
+    with torch.no_grad():
+        torch.testing.assert_close(network(blind)[0], network(batch)[0])
+        everything = network({**batch, "mask": torch.ones_like(batch["mask"])})[0]
+    assert not torch.allclose(everything, network(batch)[0])
+
+
+@pytest.mark.parametrize("missing", ["left hand", "both hands", "every frame of one clip", "everything"])
+def test_what_is_missing_gives_no_nan_and_no_nan_gradient(missing):
+    network, batch = small(), clips((9, 4))
+    for hand in {"left hand": [LEFT], "both hands": [LEFT, RIGHT]}.get(missing, []):
+        batch["mask"][:, :, hand] = False
+        batch["x"].view(2, 9, POINTS, 2)[:, :, hand] = 0
+    if missing.startswith("every"):
+        batch["mask"][: 2 if missing == "everything" else 1] = False
+    outputs = network(batch)
+    loss(outputs).backward()
+    assert all(torch.isfinite(t).all() for t in outputs)
+    assert all(torch.isfinite(p.grad).all() for p in network.parameters())
+
+
+def test_without_a_mask_every_frame_of_a_clip_counts():
+    network, batch = small().eval(), clips()
+    bare = {name: batch[name] for name in ("x", "x_length")}
+    with torch.no_grad():
+        torch.testing.assert_close(network(bare), network({**bare, "mask": torch.ones_like(batch["mask"])}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_clip_of_no_frame_in_a_batch_gives_no_nan_and_changes_nobody(name):
+    network, batch = small(name).eval(), clips((5, 0))
+    with torch.no_grad():
+        logits = network(batch)[0]
+        torch.testing.assert_close(logits[0], network(alone(batch, 0))[0][0], atol=1e-6, rtol=1e-5)
+    assert torch.isfinite(logits).all()
+
+
+# -- clips beyond the table
+
+
+def test_clips_as_long_as_the_table_are_read_and_longer_ones_refused_with_the_way_out():
+    network = small(layers=1).eval()
+    with torch.no_grad():
+        assert network(clips((POSITIONS,)))[0].shape == (1, 7)
+        with pytest.raises(PlanError, match=r'a clip has 301 frames.* 300; set Plan\.long_clips = "windows"'):
+            network(clips((POSITIONS + 1,)))
+
+
+def test_windows_are_averaged_by_their_frames():
+    """Against the slow way: each window through the network alone, what it pools weighted by the frames it has."""
+    network, batch = small(layers=1, windows=True).eval(), clips((650, 120, 301))
+    pooled, kept = [], {}
+    network.drop.register_forward_hook(lambda _m, _given, out: kept.update(pooled=out))
+    with torch.no_grad():
+        found = network(batch)[0]
+        for b, length in enumerate((650, 120, 301)):
+            total = torch.zeros(32)
+            for start in range(0, length, POSITIONS):
+                end = min(start + POSITIONS, length)
+                part = {n: batch[n][b : b + 1, start:end] for n in ("x", "mask")}
+                network({**part, "x_length": torch.tensor([end - start])})
+                total += kept["pooled"][0] * int(part["mask"].any(2).sum())
+            pooled.append(total / int(batch["mask"][b].any(1).sum()))
+        expected = network.gloss(torch.stack(pooled))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_windows_change_nothing_for_clips_within_the_table():
+    batch = clips()
+    with torch.no_grad():
+        torch.testing.assert_close(small(windows=True).eval()(batch), small().eval()(batch))
+
+
+# -- cost
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations that launch a kernel: all but views and allocations."""
+
+    VIEWS = ("view", "reshape", "permute", "transpose", "expand", "slice", "select", "unsqueeze", "squeeze", "detach")
+
+    def __init__(self):
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name not in (*self.VIEWS, "_unsafe_view", "t", "unbind", "alias", "empty", "empty_like", "new_empty"):
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_launches_few_operations():
+    """The guide's took 280–400 kernels, forward, backward and optimizer; this 186 for the first two. Counted without
+    dropout, which is one kernel on a GPU and three on a CPU."""
+    counts = []
+    for layers in (1, 2):
+        network, batch = small(layers=layers, dropout=0.0), clips((16, 12))
+        with Counted() as counted:
+            loss(network({name: batch[name] for name in ("x", "mask", "x_length")})).backward()
+        counts.append(sum(counted.found.values()))
+    first, more = counts[0], counts[1] - counts[0]
+    assert first + 3 * more <= 186
+
+
+def test_recomputing_activations_changes_no_gradient():
+    network, batch, results = small(dropout=0.2), clips(), []
+    for recompute in (False, True):
+        torch.manual_seed(3)
+        again = copy.deepcopy(network)
+        again.recompute = recompute
+        loss(again(batch)).backward()
+        results.append([p.grad for p in again.parameters()])
+    for kept, recomputed in zip(*results, strict=True):
+        torch.testing.assert_close(recomputed, kept)

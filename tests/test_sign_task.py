@@ -1,0 +1,613 @@
+"""The sign task: what its knobs do to batches, loss and metrics, and the faults of the guide's scripts."""
+
+import math
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from nbtools import loop
+from nbtools.advise import Machine, decide
+from nbtools.draws import Draws
+from nbtools.errors import PlanError
+from nbtools.feed import open_feed
+from nbtools.pack import Card, Column, collate
+from nbtools.packing import Entry, build
+from nbtools.state import TrainState
+from nbtools.tasks.sign import augment, landmarks, networks, plans
+from nbtools.tasks.sign import task as sign
+from nbtools.tasks.sign.landmarks import FACE, FACE_MESH, LEFT, MIRROR, POINTS, POSE, RIGHT, Keypoints
+from nbtools.tasks.sign.plans import BASELINE, PLAN, Plan
+from nbtools.tasks.sign.transformer import Transformer
+
+TASK: Any = SimpleNamespace(
+    PLAN=PLAN,
+    BASELINE=BASELINE,
+    BEST=sign.BEST,
+    Plan=Plan,
+    suggest=plans.suggest,
+    model=sign.model,
+    batch=sign.batch,
+    loss=sign.loss,
+    metrics=sign.metrics,
+    decode=sign.decode,
+)
+GLOSSES, CATEGORIES = 6, 3
+KNOBS: dict[str, dict[str, Any]] = {
+    "time_warp": {"time_warp": 1.0},
+    "time_crop": {"time_crop": 0.4},
+    "mirror": {"mirror": 0.5},
+    "move": {"move": 1.0},
+    "drop_points": {"drop_points": 0.3},
+    "drop_hand": {"drop_hand": 1.0},
+}
+ALL: dict[str, Any] = {name: value for knob in KNOBS.values() for name, value in knob.items()}
+READS: Counter[str] = Counter()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def person(rng, frames, lift=0.0):
+    """(frames, 78, 2): a body that stands and a right hand that rises, in picture coordinates."""
+    points = rng.uniform(0.35, 0.65, (POINTS, 2)) + rng.normal(0, 0.002, (frames, POINTS, 2))
+    points[:, 11], points[:, 12] = (0.6, 0.5), (0.4, 0.5)
+    points[:, RIGHT] -= np.linspace(0, lift, frames)[:, None, None] * (0, 1)
+    return np.clip(points, 0.01, 1).astype(np.float32)
+
+
+def write(folder: Path, count=24, seed=0) -> Path:
+    """Clips `GLOSS_n.npz` of 5–14 frames, gloss 0–5 told by how far a hand rises; some without the left hand."""
+    rng = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    for i in range(count):
+        gloss, frames = i % GLOSSES, int(rng.integers(5, 15))
+        points = person(rng, frames, lift=0.05 * gloss)
+        if i % 4 == 0:
+            points[:, LEFT] = 0
+        features = rng.normal(size=(frames, 20)).astype(np.float32) + np.eye(20)[gloss].astype(np.float32)
+        np.savez_compressed(folder / f"{gloss}_{i}.npz", X=points.reshape(frames, -1), X2048=features)
+    return folder
+
+
+def read(path, options):
+    READS[str(path)] += 1
+    with np.load(path) as file:
+        x = file["X"]
+        return {"x": x, "mask": (x.reshape(len(x), POINTS, 2) != 0).any(2), "features": file["X2048"]}
+
+
+def make_pack(folder: Path, count=24, keypoints=True):
+    options = {
+        "categories": ["up", "down", "on"],
+        "train_counts": {"gloss": [4, 2, 1, 0, 1, 4], "category": [8, 2, 2]},
+    }
+
+    def fill(writer, source):
+        writer.classes = list("abcdef")
+        files = sorted(source.glob("*.npz"), key=lambda path: int(path.stem.split("_")[1]))
+        entries = [Entry(path.name, path, "val" if i % 6 == 5 else "train") for i, path in enumerate(files)]
+        for entry, arrays in writer.decode(entries, read, options):
+            gloss = int(entry.name[0])
+            kept = arrays if keypoints else {"features": arrays["features"]}
+            writer.add(entry.name, entry.split, **kept, label=np.array([gloss, gloss % CATEGORIES], np.int64))
+
+    columns = ("x", "mask", "features")
+    bucket = "x" if keypoints else "features"
+    return build(
+        write(folder / "raw", count),
+        "sign",
+        options,
+        fill,
+        read=read,
+        ragged=columns,
+        bucket_by=bucket,
+        into=folder / "pack",
+        progress=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    return make_pack(tmp_path_factory.mktemp("sign"))
+
+
+def raw_batch(pack, ids):
+    raw = collate([pack.sample(i) for i in ids], pack.columns)
+    return {**raw, "id": torch.tensor(list(ids))}
+
+
+def narrow(monkeypatch):
+    """The same network, small: what is claimed here does not depend on its size."""
+    monkeypatch.setattr(networks, "Transformer", partial(Transformer, width=32, layers=1))
+
+
+def keypoints(raw, plan=None, draws=None):
+    points = raw["x"].unflatten(2, (-1, 2))
+    return sign.prepared(Keypoints(points, raw["mask"], raw["x_length"]), plan or Plan(normalise="none"), draws)
+
+
+# -- learning
+
+
+@pytest.mark.parametrize(("network", "lr", "steps"), [("transformer", 1e-3, 15), ("gru", 3e-2, 60)])
+def test_each_network_overfits_one_batch(pack, network, lr, steps):
+    torch.manual_seed(0)
+    plan = Plan(network=network, dropout=0.0)
+    model = sign.model(pack, plan)
+    optimizer = torch.optim.Adam(model.parameters(), lr)
+    batch = sign.batch(raw_batch(pack, range(8)), plan, None)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_sum, count = sign.loss(model, batch, plan)
+        (loss_sum / count).backward()
+        optimizer.step()
+    found = sign.metrics(model.eval()(batch), batch)
+    assert found["gloss_accuracy"] == (8, 8)
+    assert found["cat_accuracy"] == (8, 8)
+    assert sign.decode(model(batch), pack) == [pack.classes[i % GLOSSES] for i in range(8)]
+
+
+def test_a_few_epochs_through_the_loop_learn_what_rises(pack, monkeypatch):
+    narrow(monkeypatch)
+    state = TrainState(TASK, pack, Plan(epochs=14, batch_size=8, lr=1e-2), "cpu")
+    records = [r.values for r in loop.train(TASK, state, pack) if r.kind == "epoch"]
+    assert records[-1]["train_loss"] < 0.4 * records[0]["train_loss"]
+    assert {"val_loss", "val_gloss_accuracy", "val_cat_accuracy", "val_top5"} <= records[-1].keys()
+
+
+def test_auto_reads_keypoints_where_there_are_any_and_else_features(pack, tmp_path):
+    bare = make_pack(tmp_path, 6, keypoints=False)
+    for of, name, network in ((pack, "x", networks.Transformer), (bare, "features", networks.Gru)):
+        assert isinstance(sign.model(of, Plan()), network)
+        assert name in sign.batch(raw_batch(of, [0, 1]), Plan(), None)
+    with pytest.raises(PlanError, match=r'network = "transformer" reads \'x\', and this data has features, label'):
+        sign.model(bare, Plan(network="transformer"))
+
+
+def test_a_card_is_enough_to_build_the_guides_networks():
+    columns = {"x": Column("ragged", "<f4", (156,)), "features": Column("ragged", "<f4", (2048,))}
+    card = Card("sign", [str(i) for i in range(105)], {"categories": list("0123456789")}, columns, {})
+    sizes = {n: sum(p.numel() for p in sign.model(card, Plan(network=n)).parameters()) for n in ("transformer", "gru")}
+    assert sizes == {"transformer": 3_280_371, "gru": 101_743}
+
+
+# -- loss and metrics
+
+
+def outputs_of(model, batch):
+    with torch.no_grad():
+        return model.eval()(batch)
+
+
+def test_the_loss_is_the_sum_of_both_heads_by_alpha_and_beta_against_torchs_own(pack):
+    plan = Plan(alpha=0.7, beta=0.2, label_smoothing=0.1)
+    model, batch = sign.model(pack, plan), sign.batch(raw_batch(pack, range(7)), plan, None)
+    gloss, category = outputs_of(model, batch)
+    labels = batch["label"]
+    expected = 0.0
+    for b in range(7):
+        for logits, place, factor in ((gloss, 0, 0.7), (category, 1, 0.2)):
+            p = logits[b].log_softmax(0)
+            expected += factor * -(0.9 * p[labels[b, place]] + 0.1 * p.mean())
+    with torch.no_grad():
+        loss_sum, count = sign.loss(model, batch, plan)
+    assert (count, float(loss_sum)) == (7, pytest.approx(float(expected), rel=1e-5))
+
+
+@pytest.mark.parametrize(
+    ("alpha", "beta", "trained", "idle"), [(1, 0, "gloss", "category"), (0, 1, "category", "gloss")]
+)
+def test_a_head_without_weight_learns_nothing(pack, alpha, beta, trained, idle):
+    plan = Plan(alpha=alpha, beta=beta)
+    model = sign.model(pack, plan)
+    sign.loss(model, sign.batch(raw_batch(pack, range(4)), plan, None), plan)[0].backward()
+    sizes = {n: getattr(model, n)[3].weight.grad.abs().sum() for n in (trained, idle)}
+    assert sizes[trained] > 0
+    assert sizes[idle] == 0
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("balanced", [0.6, 1.2, 2.4, 0, 2.4, 0.6]), ("sqrt", None)])
+def test_class_weights_come_from_the_training_clips_and_leave_the_loss_its_size(pack, kind, expected):
+    plan = Plan(class_weights=kind)
+    weights = networks.class_weights(pack.card, kind, "gloss")
+    assert weights is not None
+    counts = torch.tensor(pack.options["train_counts"]["gloss"], dtype=torch.float32)
+    assert float((weights * counts).sum()) == pytest.approx(float(counts.sum()))
+    assert weights[3] == 0
+    if expected:
+        assert weights.tolist() == pytest.approx(expected)
+    else:
+        assert float(weights[2] / weights[0]) == pytest.approx(2.0)
+    model, batch = sign.model(pack, plan).eval(), sign.batch(raw_batch(pack, range(6)), plan, None)
+    gloss, category = outputs_of(model, batch)
+    of_category = networks.class_weights(pack.card, kind, "category")
+    expected_loss = 0.5 * F.cross_entropy(gloss, batch["label"][:, 0], weights, reduction="sum")
+    expected_loss += 0.5 * F.cross_entropy(category, batch["label"][:, 1], of_category, reduction="sum")
+    torch.testing.assert_close(sign.loss(model, batch, plan)[0], expected_loss)
+
+
+def test_the_loss_of_an_evaluation_is_not_weighted(pack):
+    plan = Plan(class_weights="balanced")
+    model, batch = sign.model(pack, plan), sign.batch(raw_batch(pack, range(6)), plan, None)
+    outputs = outputs_of(model, batch)
+    plain = sum(0.5 * F.cross_entropy(o, batch["label"][:, k], reduction="sum") for k, o in enumerate(outputs))
+    torch.testing.assert_close(sign.loss(lambda _batch: outputs, batch, plan)[0], plain)
+
+
+def test_class_weights_without_counts_say_what_to_do():
+    columns = {"x": Column("ragged", "<f4", (156,))}
+    card = Card("sign", ["a"], {"categories": ["b"]}, columns, {})
+    with pytest.raises(PlanError, match=r'class_weights = "sqrt" needs .* pack again, or choose "none"'):
+        sign.model(card, Plan(class_weights="sqrt"))
+
+
+def test_class_weights_are_no_part_of_a_checkpoint(pack):
+    plain, weighted = (sign.model(pack, Plan(class_weights=kind)) for kind in ("none", "balanced"))
+    assert plain.state_dict().keys() == weighted.state_dict().keys()
+
+
+@pytest.mark.parametrize("classes", [3, 9])
+def test_metrics_are_the_obvious_counts(classes):
+    torch.manual_seed(0)
+    gloss, category = torch.randn(40, classes), torch.randn(40, 4)
+    labels = torch.stack([torch.randint(classes, (40,)), torch.randint(4, (40,))], 1)
+    found = sign.metrics((gloss, category), {"label": labels})
+    ranks = [
+        sorted(range(classes), key=lambda c, row=row: -row[c]).index(int(t))
+        for row, t in zip(gloss, labels[:, 0], strict=True)
+    ]
+    assert found["gloss_accuracy"] == (sum(r == 0 for r in ranks), 40)
+    assert found["top5"] == (sum(r < 5 for r in ranks), 40)
+    assert found["cat_accuracy"] == ((category.argmax(1) == labels[:, 1]).sum(), 40)
+    assert (found["top5"][0] == 40) == (classes == 3)
+
+
+# -- coordinates
+
+
+def test_without_normalising_a_batch_is_the_pack_with_zeros_for_what_was_not_seen(pack):
+    raw = raw_batch(pack, range(5))
+    raw["mask"] = raw["mask"].clone()
+    raw["mask"][1, :3, 7] = False
+    batch = sign.batch(raw, BASELINE, None)
+    expected = raw["x"].clone()
+    expected[1, :3, 14:16] = 0
+    assert torch.equal(batch["x"], expected)
+
+
+@pytest.mark.parametrize("kind", ["body", "hands"])
+def test_where_a_body_stands_and_how_large_it_is_changes_nothing(pack, kind):
+    plan, raw = Plan(normalise=kind), raw_batch(pack, range(5))
+    nearer = {**raw, "x": torch.where(raw["x"] != 0, raw["x"] * 0.7 + 0.11, 0)}
+    torch.testing.assert_close(sign.batch(nearer, plan, None)["x"], sign.batch(raw, plan, None)["x"], atol=2e-4, rtol=0)
+
+
+def test_about_the_body_shoulders_are_one_apart_and_around_the_origin(pack):
+    x = sign.batch(raw_batch(pack, range(3)), Plan(normalise="body"), None)["x"].unflatten(2, (-1, 2))
+    shoulders = x[0, :3, landmarks.SHOULDERS]
+    torch.testing.assert_close(shoulders[:, 0] + shoulders[:, 1], torch.zeros(3, 2), atol=1e-4, rtol=0)
+    torch.testing.assert_close((shoulders[:, 0] - shoulders[:, 1]).norm(dim=1), torch.ones(3), atol=1e-4, rtol=0)
+
+
+def test_a_hand_that_moves_as_a_whole_moves_its_wrist_alone(pack):
+    plan, raw = Plan(normalise="hands"), raw_batch(pack, [1])
+    x = raw["x"].unflatten(2, (-1, 2)).clone()
+    x[:, :, RIGHT] += 0.05
+    change = sign.batch({**raw, "x": x.flatten(2)}, plan, None)["x"] - sign.batch(raw, plan, None)["x"]
+    places = change.unflatten(2, (-1, 2)).abs().sum((0, 1, 3)) > 1e-3
+    assert places.nonzero().flatten().tolist() == [RIGHT.start]
+
+
+@pytest.mark.parametrize("kind", ["none", "body", "hands"])
+def test_without_shoulders_or_any_point_nothing_is_nan(pack, kind):
+    for places in (landmarks.SHOULDERS, slice(0, POINTS)):
+        raw = raw_batch(pack, range(3))
+        raw["mask"] = raw["mask"].clone()
+        raw["mask"][:, :, places] = False
+        batch = sign.batch(raw, Plan(normalise=kind), None)
+        assert torch.isfinite(batch["x"]).all()
+        assert torch.isfinite(sign.loss(sign.model(pack, Plan()), batch, Plan())[0])
+
+
+# -- augmentation
+
+
+def test_the_mirror_table_swaps_hands_and_what_is_left_and_right_of_body_and_face():
+    table = list(MIRROR)
+    assert sorted(table) == list(range(POINTS))
+    assert [table[table[i]] for i in range(POINTS)] == list(range(POINTS))
+    assert table[LEFT] == list(range(*RIGHT.indices(POINTS)))
+    fixed = [i for i in range(POINTS) if table[i] == i]
+    assert fixed == [0, *(FACE.start + FACE_MESH.index(mesh) for mesh in (1, 199, 4))]
+    left_of_pose = [1, 2, 3, 7, 9, *range(11, 25, 2)]
+    right_of_pose = [4, 5, 6, 8, 10, *range(12, 25, 2)]
+    assert [table[i] for i in left_of_pose] == right_of_pose
+    assert sorted([0, *left_of_pose, *right_of_pose]) == list(range(*POSE.indices(POINTS)))
+
+
+def test_the_mirror_image_of_a_mirror_image_is_the_clip(pack):
+    raw = raw_batch(pack, range(6))
+    clips = keypoints(raw)
+    everyone = torch.ones(6, dtype=torch.bool)
+    once = augment.mirrored(clips, everyone)
+    twice = augment.mirrored(once, everyone)
+    torch.testing.assert_close(twice.points, clips.points, atol=1e-6, rtol=0)
+    assert torch.equal(twice.seen, clips.seen)
+    assert torch.equal(once.seen[:, :, RIGHT], clips.seen[:, :, LEFT])
+    torch.testing.assert_close(once.points[..., RIGHT, 0], 1 - clips.points[..., LEFT, 0])
+    assert torch.equal(once.points[..., RIGHT, 1], clips.points[..., LEFT, 1])
+
+
+@pytest.mark.parametrize("knob", KNOBS)
+def test_each_augmentation_changes_training_batches_and_nothing_else(pack, knob):
+    raw = raw_batch(pack, range(8))
+    plain = sign.batch(raw, Plan(), None)
+    plan = Plan(**KNOBS[knob])
+    assert torch.equal(sign.batch(raw, plan, None)["x"], plain["x"])
+    changed, other = (sign.batch(raw, plan, Draws(0, epoch, raw["id"])) for epoch in (0, 1))
+    frames = min(plain["x"].shape[1], changed["x"].shape[1])
+    assert (changed["x"][:, :frames] - plain["x"][:, :frames]).abs().mean() > 1e-3
+    assert not torch.equal(changed["x"][:, :5], other["x"][:, :5])
+    assert torch.equal(changed["label"], raw["label"])
+
+
+def test_the_baseline_and_a_plan_of_no_strength_augment_nothing(pack):
+    raw = raw_batch(pack, range(8))
+    for plan in (BASELINE, Plan()):
+        assert torch.equal(sign.batch(raw, plan, Draws(0, 0, raw["id"]))["x"], sign.batch(raw, plan, None)["x"])
+
+
+@pytest.mark.parametrize("knobs", [*KNOBS.values(), ALL], ids=[*KNOBS, "all"])
+def test_what_augmentation_makes_of_a_clip_does_not_depend_on_its_batch(pack, knobs):
+    plan = Plan(**knobs)
+    together, alone = raw_batch(pack, range(12)), raw_batch(pack, [3])
+    assert together["x"].shape[1] > alone["x"].shape[1]
+    a, b = (sign.batch(raw, plan, Draws(1, 2, raw["id"])) for raw in (together, alone))
+    assert a["x_length"][3] == b["x_length"][0]
+    frames = int(b["x_length"][0])
+    torch.testing.assert_close(a["x"][3, :frames], b["x"][0, :frames], atol=1e-5, rtol=1e-4)
+    assert torch.equal(a["mask"][3, :frames], b["mask"][0, :frames])
+    assert not a["mask"][3, frames:].any()
+
+
+def test_a_warped_clip_keeps_its_ends_and_its_order():
+    """A point that only moves to the right still does, from where it began to where it stopped."""
+    line = torch.linspace(0.1, 0.9, 20)[None, :, None, None].expand(3, 20, POINTS, 2)
+    clips = Keypoints(line, torch.ones(3, 20, POINTS, dtype=torch.bool), torch.tensor([20, 20, 11]))
+    points, seen, lengths = augment.retimed(clips, Draws(0, 0, torch.arange(3)), 1.0, 0.0, longest=300)
+    for b, (length, last) in enumerate(zip(lengths.tolist(), (0.9, 0.9, float(line[0, 10, 0, 0])), strict=True)):
+        own = points[b, :length, 0, 0]
+        assert (own.diff() > 0).all()
+        assert own[[0, -1]].tolist() == pytest.approx([0.1, last], abs=1e-5)
+        assert seen[b, :length].all()
+        assert not seen[b, length:].any()
+    assert lengths.tolist() != [20, 20, 11]
+
+
+def test_a_cropped_clip_is_a_stretch_of_it_at_its_own_pace():
+    line = torch.arange(20.0)[None, :, None, None].expand(4, 20, POINTS, 2)
+    clips = Keypoints(line, torch.ones(4, 20, POINTS, dtype=torch.bool), torch.full((4,), 20))
+    points, _, lengths = augment.retimed(clips, Draws(0, 0, torch.arange(4)), 0.0, 0.5, longest=300)
+    assert all(10 <= n <= 20 for n in lengths.tolist())
+    for b, length in enumerate(lengths.tolist()):
+        assert points[b, :length, 0, 0].diff().tolist() == pytest.approx([1.0] * (length - 1), abs=0.08)
+
+
+def test_no_clip_grows_beyond_the_position_table():
+    clips = Keypoints(torch.rand(4, 290, POINTS, 2), torch.ones(4, 290, POINTS).bool(), torch.full((4,), 290))
+    for epoch in range(5):
+        points, _, lengths = augment.retimed(clips, Draws(0, epoch, torch.arange(4)), 1.0, 0.0, longest=300)
+        assert points.shape[1] == 300
+        assert lengths.max() <= 300
+
+
+def test_between_two_frames_a_point_seen_in_one_stands_there():
+    points = torch.tensor([0.0, 1.0]).view(1, 2, 1, 1).expand(1, 2, 3, 2)
+    seen = torch.tensor([[[True, True, False], [True, False, True]]])
+    mixed, shown = augment.between(points, seen, torch.tensor([[0.25, 0.75]]))
+    assert mixed[0, :, :, 0].tolist() == [[0.25, 0.0, 1.0], [0.75, 0.0, 1.0]]
+    assert shown[0].tolist() == [[True, True, False], [True, False, True]]
+
+
+def test_a_lost_hand_is_gone_for_at_most_half_of_a_clip_and_nothing_else_is():
+    clips = Keypoints(torch.rand(64, 20, POINTS, 2), torch.ones(64, 20, POINTS).bool(), torch.full((64,), 20))
+    seen = augment.hidden(clips, Draws(0, 0, torch.arange(64)), 1.0, 0.0).seen
+    gone = {hand: (~seen[:, :, place]).all(2).sum(1) for hand, place in (("left", LEFT), ("right", RIGHT))}
+    assert all(0 < int((g > 0).sum()) < 64 and int(g.max()) <= 11 for g in gone.values())
+    assert not ((gone["left"] > 0) & (gone["right"] > 0)).any()
+    assert seen[:, :, POSE].all()
+    assert seen[:, :, FACE].all()
+
+
+# -- batches on a GPU: few shapes, no waiting
+
+
+@pytest.mark.parametrize("network", ["transformer", "gru"])
+@pytest.mark.parametrize(("frames", "bucket", "padded"), [(9, 8, 16), (16, 8, 16), (5, 1, 5), (290, 32, 300)])
+def test_a_bucket_pads_time_to_its_multiples_and_changes_no_result(pack, network, frames, bucket, padded):
+    torch.manual_seed(0)
+    raw = {
+        "x": torch.rand(2, frames, 156),
+        "features": torch.rand(2, frames, 20),
+        "mask": torch.ones(2, frames, POINTS, dtype=torch.bool),
+        "x_length": torch.tensor([frames, frames - 3]),
+        "features_length": torch.tensor([frames, frames - 3]),
+    }
+    plans = Plan(network=network), Plan(network=network, bucket=bucket)
+    plain, wide = (sign.batch(raw, plan, None) for plan in plans)
+    name = "x" if network == "transformer" else "features"
+    assert wide[name].shape[1] == (padded if network == "transformer" else -(-frames // bucket) * bucket)
+    if frames < 20:
+        model = sign.model(pack, plans[0]).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(model(wide), model(plain), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("network", ["transformer", "gru"])
+def test_a_training_step_never_asks_the_device_for_a_value(pack, network, monkeypatch):
+    """Fake tensors have none: `.item()`, a boolean index or a shape that depends on data raises."""
+    narrow(monkeypatch)
+    plan = Plan(network=network, bucket=8, class_weights="balanced", label_smoothing=0.1, **ALL)
+    raw = raw_batch(pack, range(6))
+    model = sign.model(pack, plan)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with pytest.raises(RuntimeError):
+            torch.ones(1).item()
+        fake: dict[str, Any] = {name: mode.from_tensor(tensor) for name, tensor in raw.items()}
+        loss_sum, count = sign.loss(model, sign.batch(fake, plan, Draws(0, 0, fake["id"])), plan)
+        (loss_sum / count).backward()
+        sign.metrics(model(sign.batch(fake, plan, None)), fake)
+    assert loss_sum.shape == ()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
+def test_compiled_in_one_graph_the_seeded_loss_is_the_same(pack, monkeypatch):
+    narrow(monkeypatch)
+    plan = Plan(epochs=2, batch_size=4, dropout=0.0, bucket=16)
+    model = sign.model(pack, plan)
+    torch._dynamo.reset()
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for ids in ([0, 1, 2], [3, 4, 5]):
+        batch = sign.batch(raw_batch(pack, ids), plan, None)
+        torch.testing.assert_close(sign.loss(whole, batch, plan)[0], sign.loss(model, batch, plan)[0])
+
+
+# -- the guide's faults
+
+
+def steps_of(pack, plan, monkeypatch):
+    """(samples of each step, state) of an epoch."""
+    narrow(monkeypatch)
+    state = TrainState(TASK, pack, plan, "cpu")
+    before, sizes = 0, []
+    for record in loop.train(TASK, state, pack):
+        if record.kind == "step":
+            sizes.append(record.samples - before)
+            before = record.samples
+    return sizes, state
+
+
+def test_the_advised_batch_size_is_the_one_that_the_feed_gives(pack, monkeypatch):
+    """The guide computed it after its loaders were built."""
+    for cores, asked in ((2, None), (2, 5)):
+        found = {"batch_size": (asked, "measured")} if asked else None
+        plan = decide(TASK, pack.card, Machine("cpu", "x", cores=cores), found).plan.replace(epochs=1, warmup_epochs=0)
+        sizes, _ = steps_of(pack, plan, monkeypatch)
+        assert sizes[0] == plan.batch_size
+        assert sum(sizes) == pack.splits["train"]
+    assert plan.batch_size == 5
+
+
+def test_leftover_accumulation_is_a_step_too(pack, monkeypatch):
+    """20 clips in batches of 8 out of micro batches of 4: 8, 8, and the 4 that the guide dropped."""
+    sizes, state = steps_of(pack, Plan(epochs=1, batch_size=8, micro_batch_size=4), monkeypatch)
+    assert (sorted(sizes), state.step) == ([4, 8, 8], 3)
+
+
+@pytest.mark.parametrize("network", ["transformer", "gru"])
+def test_accumulated_gradients_are_those_of_one_big_batch(pack, network, monkeypatch):
+    narrow(monkeypatch)
+    weights = []
+    for micro in (None, 3):
+        plan = Plan(
+            network=network, epochs=1, batch_size=10, micro_batch_size=micro, dropout=0.0, optimizer="sgd", **ALL
+        )
+        state = TrainState(TASK, pack, plan, "cpu")
+        list(loop.train(TASK, state, pack))
+        weights.append([p.detach() for p in state.model.parameters()])
+    for whole, parts in zip(*weights, strict=True):
+        torch.testing.assert_close(parts, whole, atol=1e-6, rtol=1e-5)
+
+
+def test_a_pack_decompresses_each_clip_once_and_the_guides_way_at_every_access(tmp_path, monkeypatch):
+    READS.clear()
+    pack = make_pack(tmp_path, 12)
+    assert set(READS.values()) == {1}
+    plan = Plan(epochs=2, batch_size=5)
+    steps_of(pack, plan, monkeypatch)
+    assert set(READS.values()) == {1}
+    steps_of(pack, plan.replace(feed="workers"), monkeypatch)
+    train = [str(tmp_path / "raw" / pack.names[i]) for i in pack.ids("train")]
+    assert {READS[name] for name in train} == {3}
+
+
+def test_ready_features_need_no_inceptionv3():
+    assert "torchvision" not in sys.modules
+
+
+def test_the_feed_groups_clips_of_like_length(pack):
+    feed = open_feed(pack, PLAN, torch.device("cpu"))
+    ids = pack.ids("train")
+    batches = loop.batches_left(ids, loop.lengths_of(pack, ids), 0, 0, [[5, 0]])
+    grouped = sum(raw["x"].shape[1] * len(raw["id"]) for raw in feed(batches))
+    mixed = sum(raw["x"].shape[1] * len(raw["id"]) for raw in feed(np.array_split(ids, 4)))
+    assert grouped < mixed
+
+
+# -- plans
+
+
+def test_the_baseline_is_the_guides():
+    said = {
+        "epochs": 20,
+        "batch_size": 32,
+        "optimizer": "adam",
+        "lr": 1e-4,
+        "weight_decay": 0.0,
+        "schedule": "constant",
+    }
+    said |= {"alpha": 0.5, "beta": 0.5, "amp": "off", "feed": "workers", "workers": 0, "normalise": "none"}
+    assert {name: getattr(BASELINE, name) for name in said} == said
+    assert BASELINE.clip_norm is None
+
+
+@pytest.mark.parametrize("accelerator", ["cuda", "mps", "cpu"])
+@pytest.mark.parametrize("columns", [("x", "mask"), ("features",)])
+@pytest.mark.parametrize("train", [3, 160, 1704])
+def test_advice_fits_the_data_and_gives_every_number_a_reason(accelerator, columns, train):
+    shapes = {"x": 156, "mask": 78, "features": 2048}
+    card = Card(
+        "sign",
+        list("abcde"),
+        {"categories": list("xy")},
+        {c: Column("ragged", "<f4", (shapes[c],)) for c in columns},
+        {"train": train, "val": 1, "test": 0},
+    )
+    advice = decide(TASK, card, Machine(accelerator, "x", 40 if accelerator == "cuda" else 0, 1, 2, (8, 0)))
+    assert isinstance(advice.plan, Plan)
+    assert advice.plan.batch_size <= train
+    assert all(advice.reasons.values())
+    sign.model(card, advice.plan)
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [("alpha", -1), ("label_smoothing", 1.0), ("network", "lstm"), ("bucket", 0), ("mirror", 1.5), ("dropout", 1.0)],
+)
+def test_a_knob_outside_its_rule_is_refused_by_name(knob, value):
+    with pytest.raises(PlanError, match=rf"Plan\.{knob} must be"):
+        Plan(**{knob: value})
+
+
+def test_loss_stays_exact_in_bfloat16(pack):
+    """Cross-entropy is computed in float32, whatever precision the logits come in."""
+    plan = Plan()
+    logits = torch.randn(2, 6).bfloat16(), torch.randn(2, 3).bfloat16()
+    batch = {"label": torch.tensor([[1, 2], [5, 0]])}
+    loss_sum, _ = sign.loss(lambda _batch: logits, batch, plan)
+    assert loss_sum.dtype == torch.float32
+    assert math.isfinite(float(loss_sum))
