@@ -210,14 +210,15 @@ def test_thousands_of_classes_do_not_mix_up_contexts():
     np.testing.assert_allclose(found, 1, atol=1e-4)
 
 
-def test_a_file_a_byte_order_mark_and_blank_lines_change_nothing(tmp_path):
+def test_a_file_a_byte_order_mark_and_blank_lines_change_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path))
     lines = ["abc", "cab", "bb"]
     (tmp_path / "text.txt").write_bytes("\ufeffabc\r\n\r\n  cab\r\nb\u3000b".encode())
     classes = ["a", "b", "c", UNKNOWN]
     read, given = NGram.train(tmp_path / "text.txt", classes), NGram.train(lines, classes)
     for name, array in given.arrays.items():
         np.testing.assert_array_equal(read.arrays[name], array)
-    assert given.perplexity(str(tmp_path / "text.txt")) == given.perplexity(lines)
+    assert given.perplexity("drive:text.txt") == given.perplexity(lines)
 
 
 def test_other_characters_are_the_unknown_class_or_left_out():

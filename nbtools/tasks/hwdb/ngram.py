@@ -24,6 +24,7 @@ from safetensors.numpy import save as packed
 
 from nbtools import disk
 from nbtools.errors import PackError
+from nbtools.stage import drive_path
 from nbtools.tasks.hwdb.dgrl import UNKNOWN
 from nbtools.tasks.hwdb.kneser_ney import counted, smoothed
 
@@ -51,7 +52,7 @@ class NGram:
 
     @classmethod
     def train(cls, texts: Texts, classes: Sequence[str], order: int = 3) -> Self:
-        """Count a text: lines, or the path of a UTF-8 file, with a byte order mark or without.
+        """Count a text: lines, or the path (or drive:…) of a UTF-8 file, with a byte order mark or without.
 
         Lines are independent, and should be as long as those to be read: where they end counts too. Blank lines, and
         white space that is no class, are left out. Other characters that are no class count as UNKNOWN; where that is
@@ -164,7 +165,7 @@ def symbols_of(texts: Texts, classes: Sequence[str]) -> np.ndarray:
     places[[code for code in range(0x3001) if chr(code).isspace()]] = -1
     places[[ord(c) for c in classes]] = np.arange(end)
     places[ord("\n")] = end
-    text = read(Path(texts)) if isinstance(texts, (str, Path)) else "\n".join(texts)
+    text = read(drive_path(texts)) if isinstance(texts, (str, Path)) else "\n".join(texts)
     symbols = places[np.frombuffer(f"\n{text}\n".encode("utf-32-le", "surrogatepass"), "<u4")]
     symbols = symbols[symbols >= 0]
     symbols = symbols[np.append(True, (symbols[1:] != end) | (symbols[:-1] != end))]

@@ -105,7 +105,7 @@ hwdb.by_frequency(truth, read, hwdb.frequencies(pack))
 # them.
 
 # %%
-text = nb.stage(LANGUAGE) if LANGUAGE else [hwdb.text_of(pack, i) for i in pack.ids("train")]
+text = LANGUAGE or [hwdb.text_of(pack, i) for i in pack.ids("train")]
 lm = hwdb.NGram.train(text, pack.classes, order=3)
 print(f"perplexity on the test lines: {lm.perplexity(truth):.1f} of {len(pack.classes)} characters")
 
