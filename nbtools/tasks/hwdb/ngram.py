@@ -165,7 +165,7 @@ def symbols_of(texts: Texts, classes: Sequence[str]) -> np.ndarray:
     places[[code for code in range(0x3001) if chr(code).isspace()]] = -1
     places[[ord(c) for c in classes]] = np.arange(end)
     places[ord("\n")] = end
-    text = read(drive_path(texts)) if isinstance(texts, (str, Path)) else "\n".join(texts)
+    text = read(texts) if isinstance(texts, (str, Path)) else "\n".join(texts)
     symbols = places[np.frombuffer(f"\n{text}\n".encode("utf-32-le", "surrogatepass"), "<u4")]
     symbols = symbols[symbols >= 0]
     symbols = symbols[np.append(True, (symbols[1:] != end) | (symbols[:-1] != end))]
@@ -175,8 +175,9 @@ def symbols_of(texts: Texts, classes: Sequence[str]) -> np.ndarray:
     return symbols
 
 
-def read(path: Path) -> str:
+def read(source: str | Path) -> str:
     """Raises PackError naming the file, and the byte that is no UTF-8."""
+    path = drive_path(source) if str(source).startswith("drive:") else Path(source)
     try:
         return path.read_text("utf-8-sig")
     except OSError as error:
