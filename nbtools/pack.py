@@ -4,7 +4,7 @@
     <column>.npy            fixed: (n, *shape); ragged: (sum of lengths, *shape)
     <column>.offsets.npy    ragged only: (n + 1,) int64; sample i is rows offsets[i]:offsets[i + 1]
     split.npy               (n,) uint8: 0 train, 1 val, 2 test
-    names.json              the sample's file, relative to the source
+    names.json              the sample's file, relative to the source, be that a folder or an archive
     bad.csv                 what was left out, and why
 
 A line of text is ragged along its width, so it is stored (W, H) or (W, H, C).
@@ -88,7 +88,10 @@ class Pack:
 
     @classmethod
     def open(cls, folder: str | Path, *, source: Path | None = None, read: Reader | None = None) -> Self:
-        """Open a finished pack. Raises PackError where it is missing, of another version, or a file's size differs."""
+        """Open a finished pack. source: the folder or archive that it was made from.
+
+        Raises PackError where it is missing, of another version, or a file's size differs.
+        """
         folder = Path(folder)
         try:
             manifest = json.loads((folder / MANIFEST).read_bytes())
@@ -108,8 +111,8 @@ class Pack:
                     f"{path}: {came}, the manifest says {entry['size']} bytes; delete the folder and pack again"
                 )
         pack = cls(folder, Card.from_dict(manifest["card"]), manifest)
-        if read is not None and source is not None and source.is_dir():
-            return dataclasses.replace(pack, raw=RawFiles(folder, source, read))
+        if read is not None and source is not None and source.exists():
+            return dataclasses.replace(pack, raw=RawFiles(folder, source / manifest.get("top", ""), read))
         return pack
 
     def verify(self) -> Self:
@@ -222,6 +225,7 @@ class RawFiles(Dataset):
     """The source files of a pack, decoded anew at each access, as a DataLoader reads them: for comparison, and for
     data that cannot be packed. Item i is the same sample, with the same values, as the pack's.
 
+    source: the folder of the files, or a way into an archive that `read` follows.
     Picklable for workers of any start method: arrays are opened in the process that reads them.
     """
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nbtools import disk
+from nbtools import disk, members
 from nbtools.errors import PackError
 from nbtools.journal import JOURNAL, Journal
 from nbtools.pack import MANIFEST, VERSION, Pack, Reader
@@ -20,6 +20,8 @@ from nbtools.stage import cache, stage
 from nbtools.writer import Entry, Writer
 
 __all__ = ["Entry", "Writer", "build"]
+
+FEW = 100  # files of a pack
 
 
 def build(
@@ -37,6 +39,7 @@ def build(
     progress: bool = True,
     chosen: Mapping[str, Any] | None = None,
     resume: bool = False,
+    in_place: bool = False,
 ) -> Pack:
     """The pack of a source: the finished one if there is one, else made by `fill(writer, folder)` and published whole.
 
@@ -44,10 +47,12 @@ def build(
     pack's own; by default one under the cache, named by task, options and the source's files.
     chosen: what else makes it this pack, but is no preprocessing that another pack must share. resume: what was decoded
     outlives a kill, or a full disk, in the .part folder; `fill` then adds nothing but what one `decode` yields.
+    in_place: an archive stays one file; `fill` and `read` get names that lead through it, `lines.tar/train/1.png`, its
+    only folder left out, and read them with `members`.
     Raises PackError where nothing can be packed, DiskError where it cannot be written; nothing else is left behind.
     """
     require_shares(val, test)
-    folder = stage(source, progress=progress)
+    folder = stage(source, extract=holds_pack if in_place else True, progress=progress)
     if (folder / MANIFEST).is_file():
         return of_task(Pack.open(folder), task)
     with disk.explained(f"looking at {folder}", folder):
@@ -69,10 +74,11 @@ def build(
         disk.make_folder(part)
         writer = Writer(part, ragged, val, test, progress, journal)
         try:
-            fill(writer, folder)
+            top = members.index(folder).top if folder.is_file() else ""
+            fill(writer, folder / top)
             if not writer.names:
                 raise PackError(nothing(folder, writer.bad))
-            writer.finish(task, options, bucket_by, {"key": key, "source": str(folder)})
+            writer.finish(task, options, bucket_by, {"key": key, "source": str(folder), "top": top})
             disk.remove(part / JOURNAL)
             disk.publish_folder(part, target)
         except BaseException as error:
@@ -83,6 +89,11 @@ def build(
             if not kept:
                 disk.remove(part)
     return Pack.open(target, source=folder, read=read)
+
+
+def holds_pack(archive: Path) -> bool:
+    """Whether an archive is what `Pack.keep` wrote: a few large files, which are mapped and so must be unpacked."""
+    return any(name.removeprefix(f"{name.partition('/')[0]}/") == MANIFEST for name in members.first(archive, FEW))
 
 
 def of_task(pack: Pack, task: str) -> Pack:
@@ -114,6 +125,9 @@ def fingerprint(task: str, folder: Path, options: Mapping[str, Any]) -> str:
 
 
 def listing(folder: Path) -> Iterable[tuple[str, os.stat_result]]:
+    if folder.is_file():
+        yield "", folder.stat()
+        return
     stack = [folder]
     while stack:
         with os.scandir(stack.pop()) as found:

@@ -4,14 +4,18 @@ import difflib
 import hashlib
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from nbtools import archive, disk, fetch
+from nbtools import disk, entries, fetch
 from nbtools.errors import ArchiveError, StageError
 
 COLAB_MOUNT = Path("/content/drive")
 SUFFIXES = r"\.(tar|tar\.gz|tgz|tar\.xz|txz|tar\.bz2|tbz2?|zip)$"
+
+IN_PLACE = ("tar", "zip")  # files can be read from these where they lie
+WHOLE = "\0whole"  # part of an origin that may be staged as one file: it is published beside its unpacked folder
 
 
 @dataclass(frozen=True)
@@ -33,19 +37,24 @@ class Decision:
         return self.target.name.rpartition("-")[0]
 
 
-def decide(source: str, path: Path | None, root: Path, use: bool = True) -> Decision:
+def decide(
+    source: str, path: Path | None, root: Path, use: bool = True, extract: Callable[[Path], bool] | None = None
+) -> Decision:
     """Choose what to do with a source that is at `path`, or with an address; raises StageError for nothing usable.
 
-    root: below which it is to be put. use: whether a folder on local disk may be used as it is.
+    root: below which it is to be put. use: whether what is on local disk may be used as it is. extract: whether an
+    archive is to be unpacked; None unpacks each.
     """
     if path is None:
         if link := fetch.drive_link(source):
             kind, name = link
             target = _target(root, f"drive-{name[:8]}", name)
+            if kind == "file" and extract:
+                target = _target(root, f"drive-{name[:8]}", f"{name}{WHOLE}")
             return Decision(f"drive {kind}", "a Drive link is downloaded", source, name, target)
-        target = _target(root, PurePosixPath(source.split("?")[0]).name, source)
+        target = _target(root, PurePosixPath(source.split("?")[0]).name, f"{source}{WHOLE if extract else ''}")
         return Decision("url", "an address is downloaded", source, source, target)
-    target, is_far = _target(root, path.name, str(path)), _is_far(path)
+    target, is_far = _target(root, path.name, str(path)), _is_far(path) and not path.is_relative_to(root)
     if path.is_dir():
         if not any(names for _, _, names in os.walk(path)):
             raise StageError(f"{source}: {path} holds no files. Is it the right folder?")
@@ -54,7 +63,11 @@ def decide(source: str, path: Path | None, root: Path, use: bool = True) -> Deci
         why = "it is not on local disk" if is_far else "a copy was asked for"
         version = hashlib.sha256(repr(sorted(listing(path).items())).encode("utf-8", "surrogateescape"))
         return Decision("folder", why, source, str(path), target, version.hexdigest()[:16])
-    require_archive(path, source)
+    form = require_archive(path, source)
+    if extract and (is_far or not extract(path)):
+        if use and not is_far and form in IN_PLACE:
+            return Decision("use", "files are read from a plain tar or a zip on local disk", source, str(path), path)
+        target = _target(root, path.name, f"{path}{WHOLE}")
     how, why = ("copied archive", "one big read is the fast way") if is_far else ("archive", "it is on local disk")
     seen = path.stat()
     version = f"{seen.st_size}-{seen.st_mtime_ns}"
@@ -94,9 +107,11 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
     return files
 
 
-def require_archive(path: Path, source: str) -> None:
-    """Raise ArchiveError for a file that is none by its first bytes, with what a web page in its place says."""
-    if archive.kind(path) is None:
+def require_archive(path: Path, source: str) -> str:
+    """The kind of an archive. Raises ArchiveError for a file that is none by its first bytes, with what a web page in
+    its place says."""
+    form = entries.kind(path)
+    if form is None:
         with open(path, "rb") as file:
             head = disk.read(file, 100_000)
         if re.match(rb"(?i)\s*(\xef\xbb\xbf)?\s*(<!doctype html|<html|<head)", head):
@@ -104,3 +119,4 @@ def require_archive(path: Path, source: str) -> None:
         raise ArchiveError(
             f"{source}: not an archive: it begins with {head[:16]!r}. Give a folder, tar (plain, gz, xz, bz2) or zip."
         )
+    return form

@@ -1,10 +1,10 @@
 """Bring a data set to fast local disk, whole or not at all, and once.
 
-`source.decide` looks and chooses, `stage` acts. On disk, for a source called `digits.tar`:
+`source.decide` looks and chooses, `bring` fetches, `stage` publishes. On disk, for a source called `digits.tar`:
 
     <cache>/digits-1f3a5b7c/             appears at once, by one rename
         .stage.json                      the receipt: source, version, size, mtime, sha256
-        digits/…                         the data
+        digits/…                         the data; or digits.tar, with extract=False
     <cache>/digits-1f3a5b7c.part/        all that is unfinished; the next call resumes or replaces it
     <cache>/locks/                       so that of many processes one copies and the others wait
 """
@@ -16,18 +16,16 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
-from tqdm import tqdm
-
-from nbtools import archive, disk, fetch
+from nbtools import disk, fetch
+from nbtools.bring import bring, checked
 from nbtools.errors import ArchiveError, StageError
-from nbtools.source import COLAB_MOUNT, Decision, decide, listing, missing, require_archive
+from nbtools.source import COLAB_MOUNT, Decision, decide, missing
 
 RECEIPT = ".stage.json"  # no archive can give its folder this name
-MANY = 1000  # files: Drive gives about 50 kB/s on small ones
 
 
 @dataclass(frozen=True)
@@ -44,29 +42,39 @@ class Receipt:
 
 
 def stage(
-    source: str | Path, into: str | Path | None = None, *, sha256: str | None = None, progress: bool = True
+    source: str | Path,
+    into: str | Path | None = None,
+    *,
+    extract: bool | Callable[[Path], bool] = True,
+    sha256: str | None = None,
+    progress: bool = True,
 ) -> Path:
     """A folder on local disk with the files of a source, which is copied only if it must be.
 
     source: a folder, an archive (tar, tar.gz, tar.xz, tar.bz2, zip), `drive:path/in/My Drive`, a Drive link, or the
     http(s) address of an archive. into: the folder below which it is put, else $NBTOOLS_CACHE or nbtools in the
-    temporary folder. sha256: what the archive must have.
+    temporary folder. extract: False leaves an archive one file, a plain tar or a zip, which `members` reads where it
+    lies: 50,000 images are not written one by one; a function of the archive may choose. sha256: what the archive must
+    have.
     Raises StageError, ArchiveError among them, or DiskError when that cannot be; then nothing is published.
     """
     sha256 = sha256.lower() if sha256 else None
     with disk.explained(f"looking at {source}", Path(source)):
         path = None if re.match("https?://", str(source)) else drive_path(source)
         root = cache() if into is None else Path(into).expanduser().absolute()
-        decision = decide(str(source), path, root, use=into is None)
-    if decision.how == "use":
-        return Path(decision.origin)
+        chosen = extract if callable(extract) else None if extract else lambda archive: False
+        decision = decide(str(source), path, root, into is None, chosen)
+        if decision.how == "use":
+            if sha256 and path is not None and path.is_file():
+                checked(path, str(source), sha256)
+            return Path(decision.origin)
     if found := _staged(decision, sha256):
         return found
     lock = hashlib.sha256(str(decision.target).encode()).hexdigest()[:16]
     with disk.explained(f"staging {source}", decision.target):
         disk.make_folder(decision.target.parent)
         with disk.Lock(cache() / "locks" / f"stage-{lock}.lock"):
-            return _staged(decision, sha256) or _act(decision, sha256, progress)
+            return _staged(decision, sha256) or _act(decision, chosen, sha256, progress)
 
 
 def cache() -> Path:
@@ -145,18 +153,18 @@ def _answers(mount: Path) -> bool:
 
 
 def _staged(decision: Decision, sha256: str | None) -> Path | None:
-    """The folder that an earlier call made from the same version of the source."""
+    """What an earlier call made from the same version of the source."""
     try:
         receipt = Receipt(**json.loads((decision.target / RECEIPT).read_text()))
     except (OSError, ValueError, TypeError):
         return None
-    folder = decision.target / receipt.folder
+    data = decision.target / receipt.folder
     same = decision.version in ("", receipt.version) and sha256 in (None, receipt.sha256)
-    return folder if same and folder.is_dir() else None
+    return data if same and data.exists() else None
 
 
-def _act(decision: Decision, sha256: str | None, progress: bool) -> Path:
-    """Copy, check, extract and publish; the caller holds the lock."""
+def _act(decision: Decision, extract: Callable[[Path], bool] | None, sha256: str | None, progress: bool) -> Path:
+    """Copy, check, extract if it is to be, and publish; the caller holds the lock."""
     if sha256 and decision.how in ("folder", "drive folder"):
         raise StageError(f"{decision.source}: sha256 is that of an archive, and this is a folder. Leave it out.")
     remote = None
@@ -168,11 +176,11 @@ def _act(decision: Decision, sha256: str | None, progress: bool) -> Path:
     part = decision.target.with_name(f"{decision.target.name}.part")
     new = _workplace(part, version) / "new"
     try:
-        folder, size, digest = _bring(decision, remote, new / decision.name, sha256, progress)
+        data, size, digest = bring(decision, remote, new / decision.name, extract, sha256, progress)
     except ArchiveError:
         disk.remove(part)  # else the next call would resume a bad copy
         raise
-    relative = folder.relative_to(new).as_posix()
+    relative = data.relative_to(new).as_posix()
     receipt = Receipt(decision.source, decision.origin, version, size, decision.mtime, digest, relative)
     disk.write_atomic(new / RECEIPT, json.dumps(asdict(receipt), indent=2) + "\n")
     disk.remove(decision.target)  # an older version of the source
@@ -182,22 +190,6 @@ def _act(decision: Decision, sha256: str | None, progress: bool) -> Path:
     return decision.target / relative
 
 
-def _bring(
-    decision: Decision, remote: fetch.Remote | None, data: Path, sha256: str | None, progress: bool
-) -> tuple[Path, int, str | None]:
-    """Put the files of a source into `data` → (the folder that holds them, bytes of the source, SHA-256)."""
-    if decision.how == "folder":
-        return data, _copy_folder(decision, data, progress), None
-    if decision.how == "drive folder":
-        return data, _download_folder(decision, data, progress), None
-    path = _fetch_archive(decision, remote, data.parent.with_name("archive"), progress)
-    size, digest = path.stat().st_size, _checked(path, decision.source, sha256)
-    folder = _extract(path, data, progress)
-    if decision.how != "archive":
-        disk.remove(path)
-    return folder, size, digest
-
-
 def _workplace(part: Path, version: str) -> Path:
     """The place for one version of a source; what is left of others goes."""
     disk.make_folder(part / version)
@@ -205,82 +197,3 @@ def _workplace(part: Path, version: str) -> Path:
         if other.name != version:
             disk.remove(other)
     return part / version
-
-
-def _copy_folder(decision: Decision, data: Path, progress: bool) -> int:
-    origin = Path(decision.origin)
-    files = sorted(listing(origin).items())
-    total = sum(size for _, (size, _) in files)
-    if progress and len(files) > MANY:
-        tqdm.write(f"{origin}: {len(files)} files, which is slow there. One tar of them copies many times faster.")
-    disk.require_space(data, total - sum(size for size, _ in listing(data).values()))
-    with _bar(total, f"copy {decision.name}", progress) as moved:
-        for name, (size, _) in files:
-            fetch.copy(origin / name, data / name, size, moved)
-    return total
-
-
-def _download_folder(decision: Decision, data: Path, progress: bool) -> int:
-    listed = fetch.drive_folder(decision.origin)
-    files = {name: file_id for file_id, name in listed}
-    if len(files) < len(listed):
-        raise StageError(f"{decision.source}: two files in this Drive folder have the same name. Rename one.")
-    with _bar(0, f"download {decision.name}", progress) as moved:
-        for name, file_id in files.items():
-            target = data.joinpath(*archive.safe_parts(name))
-            if not target.exists():
-                remote = fetch.drive_file(file_id)
-                part = data.parent.with_name(f"{file_id}-{remote.version}")
-                disk.require_space(data, remote.size or 0)
-                fetch.download(remote, part, moved)
-                disk.make_folder(target.parent)
-                disk.rename(part, target)
-    return sum(size for size, _ in listing(data).values())
-
-
-def _fetch_archive(decision: Decision, remote: fetch.Remote | None, copy: Path, progress: bool) -> Path:
-    """The archive on local disk: where it is, or its copy."""
-    if decision.how == "archive":
-        return Path(decision.origin)
-    total = (remote.size or 0) if remote else decision.size
-    here = copy.stat().st_size if copy.exists() else 0
-    disk.require_space(copy, 2 * total - here)  # itself, and at least as much again unpacked
-    with _bar(total, f"{'download' if remote else 'copy'} {decision.name}", progress) as moved:
-        if remote:
-            fetch.download(remote, copy, moved)
-        else:
-            fetch.copy(Path(decision.origin), copy, total, moved)
-    return copy
-
-
-def _checked(path: Path, source: str, sha256: str | None) -> str:
-    """An archive's SHA-256, which must be the expected one if there is one."""
-    require_archive(path, source)
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if sha256 not in (None, digest):
-        raise ArchiveError(
-            f"{source}: its SHA-256 is {digest}, not {sha256}. Copy it again, or ask who gave the number."
-        )
-    return digest
-
-
-def _extract(path: Path, data: Path, progress: bool) -> Path:
-    """Unpack into `data`; return it, or the only folder in it."""
-    size = archive.unpacked_size(path)
-    disk.remove(data.parent)
-    disk.require_space(data, size)
-    disk.make_folder(data.parent)
-    with _bar(size, f"extract {data.name}", progress) as moved:
-        archive.extract(path, data, progress=moved)
-    top = list(data.iterdir())
-    return top[0] if len(top) == 1 and top[0].is_dir() else data
-
-
-@contextlib.contextmanager
-def _bar(total: int, doing: str, progress: bool) -> Iterator[Callable[[int], object]]:
-    """MB/s and time left, at most four times a second: more updates hang a Colab tab (lightning#2517)."""
-    with tqdm(
-        total=total or None, desc=doing, unit="B", unit_scale=True, mininterval=0.25, disable=not progress
-    ) as bar:
-        yield bar.update

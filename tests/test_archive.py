@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nbtools import archive, disk, errors
+from nbtools import archive, disk, entries, errors
 
 FILES = {"data/labels.csv": b"file,label\n", "data/images/a.png": bytes(range(256)) * 20, "data/empty": b""}
 PACKERS = {"tar": bytes, "tar.gz": gzip.compress, "tar.xz": lzma.compress, "tar.bz2": bz2.compress}
@@ -65,7 +65,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("form", [*PACKERS, "zip"])
 def test_every_format_comes_out_as_it_went_in(tmp_path, form):
     assert tree(extract(tmp_path, whole(form))) == FILES
-    assert archive.kind(tmp_path / "some.archive") == form
+    assert entries.kind(tmp_path / "some.archive") == form
 
 
 def test_old_tars_without_magic_are_tars(tmp_path):
@@ -217,7 +217,7 @@ def test_empty_archives_are_refused(tmp_path, data):
 
 def test_bombs_stop_at_the_budget(tmp_path, monkeypatch):
     for name, value in {"ENTRIES": 3, "RATIO": 2, "FLOOR": 1000}.items():
-        monkeypatch.setattr(archive, name, value)
+        monkeypatch.setattr(entries, name, value)
     for number, data in enumerate(
         [
             gzip.compress(tar_bytes(("a", bytes(1_000_000)))),

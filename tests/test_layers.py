@@ -29,8 +29,10 @@ ORDER = [
     {"journal"},
     {"pack"},
     {"stage"},
+    {"bring"},
     {"source"},
-    {"archive", "fetch"},
+    {"archive", "members", "fetch"},
+    {"entries"},
 ]
 """From top to bottom. A layer imports layers below it; siblings do not import each other."""
 
@@ -43,7 +45,7 @@ GROUND = [
 ]
 """Imported by all, importing only ground below itself."""
 
-DATA = {"pack", "packing", "stage", "archive", "splits", "disk"}
+DATA = {"pack", "packing", "stage", "archive", "members", "splits", "disk"}
 TASKS = DATA | {"metrics", "ctc", "recompute", "sheet", "letters", "plan", "draws", "table", "errors"}
 """What a task may import (stage: to look at a source before it chooses how to read it).
 Nobody imports a task: it is reached by name."""

@@ -81,14 +81,19 @@ def given(classes: str | Path | Sequence[str], normalise: bool = False) -> Chars
 
 
 def read_list(path: Path) -> list[str]:
+    try:
+        return characters_of(path.read_bytes(), path)
+    except OSError as error:
+        raise PackError(f"{path}: {error.strerror}; name a file with one character a line") from None
+
+
+def characters_of(data: bytes, path: Path) -> list[str]:
     """The characters of a `chars_list.txt`, one a line. A line may be a blank: it is the space.
 
     Raises PackError naming the line that is not one character.
     """
     try:
-        lines = path.read_bytes().decode("utf-8-sig").split("\n")
-    except OSError as error:
-        raise PackError(f"{path}: {error.strerror}; name a file with one character a line") from None
+        lines = data.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise PackError(f"{path}: byte {error.start:,} is not UTF-8; save it as UTF-8") from None
     found = [line.removesuffix("\r") for line in lines]

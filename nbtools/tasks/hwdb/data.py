@@ -4,6 +4,7 @@ the darkest); label (N,) int64, places in the classes.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,8 @@ from nbtools.splits import require_shares
 from nbtools.tasks.hwdb.charset import Charset, from_texts, given, normalised
 from nbtools.tasks.hwdb.holdout import drawn
 from nbtools.tasks.hwdb.pages import LINE, SUFFIXES, image_at
-from nbtools.tasks.hwdb.sources import LAYOUTS, located, survey
+from nbtools.tasks.hwdb.sources import LAYOUTS, survey
+from nbtools.tasks.hwdb.ways import sample_bytes
 
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # all that Pillow raises on a bad file
 WIDEST = 100  # times as wide as high; lines of HWDB reach 20
@@ -38,7 +40,7 @@ def pack(
     progress: bool = True,
 ) -> Pack:
     """The pack of pages (.dgrl) or of images of lines, from a folder, archive or link; a second call opens it. A call
-    that was killed is gone on with by the next one.
+    that was killed is gone on with by the next one. Archives stay one file each and are read in place.
 
     height: pixels that every line is scaled to. layout: `pages`, `lines`, or `auto`, which looks.
     classes: the characters to know, as a string, a list, or a file with one a line; what they leave out is UNKNOWN. By
@@ -71,6 +73,7 @@ def pack(
         progress=progress,
         chosen=chosen,
         resume=True,
+        in_place=True,
     )
 
 
@@ -90,8 +93,8 @@ def fill(
     clean = normalised if options["normalise"] else str
     texts = [clean(one.text) for one in findings.lines]
     if charset is None:
-        listed = findings.chars_list
-        charset = given(listed, options["normalise"]) if listed else from_texts(texts)
+        listed = findings.characters
+        charset = from_texts(texts) if listed is None else given(listed, options["normalise"])
     writer.classes = list(charset.classes)
     writer.facts = {"layout": findings.layout, "outside": dict(charset.outside(texts).most_common())}
     splits = drawn(findings.lines, val, test)
@@ -104,23 +107,25 @@ def fill(
 
 
 def read(path: Path, options: Mapping[str, Any]) -> Sample:
-    """One line → {"image": …} as the pack holds it: an image file, or `page.dgrl#3`, a page's third line.
+    """One line → {"image": …} as the pack holds it: an image file, or `page.dgrl#3`, a page's third line; either may
+    lie in an archive, `HWDB2.0Train.zip/001-P16.dgrl#3`.
 
     Raises PackError(value, rule, fix) on what cannot be used.
     """
     if match := LINE.fullmatch(path.name):
-        grey = image_at(located(path.with_name(match[1])), int(match[2]))
+        grey = image_at(path.with_name(match[1]), int(match[2]))
     elif path.suffix.lower() in SUFFIXES:
         raise PackError(path.suffix, "a line is read, and not a whole page", f"name a line of it: {path.name}#1")
     else:
-        grey = grey_of(located(path))
+        grey = grey_of(path)
     return {"image": ink_of(grey, options["height"])}
 
 
 def grey_of(path: Path) -> np.ndarray:
     """(H, W) uint8 of an image file; what is transparent is white paper, where a plain conversion shows hidden ink."""
+    file = io.BytesIO(sample_bytes(path))
     try:
-        with Image.open(path) as image:
+        with Image.open(file) as image:
             if image.mode.startswith(("I", "F")):
                 raise PackError(f"mode {image.mode}", "an image has 8 bits a channel", "convert it to 8-bit grey")
             if "A" in image.mode or "transparency" in image.info:
@@ -129,7 +134,7 @@ def grey_of(path: Path) -> np.ndarray:
                 return np.asarray(paper.convert("L"))
             return np.asarray(image.convert("L"))
     except UNREADABLE as error:
-        value = str(error).replace(str(path), path.name)
+        value = str(error).replace(repr(file), repr(path.name))
         raise PackError(value, "the file is a whole image", "delete it, or copy it again from its origin") from None
 
 

@@ -3,6 +3,7 @@ together to lines."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import re
 from collections.abc import Iterator
@@ -14,9 +15,22 @@ import numpy as np
 from nbtools.errors import PackError
 from nbtools.tasks.hwdb import dgr
 from nbtools.tasks.hwdb.dgrl import Line, Place, lines_of
+from nbtools.tasks.hwdb.scan import Bytes
+from nbtools.tasks.hwdb.ways import PAGES, sample_bytes, way
 
 SUFFIXES = (".dgrl", ".dgr")
 LINE = re.compile(r"(.+\.dgrl?)#(\d+)", re.I)
+
+
+@contextlib.contextmanager
+def page_at(path: Path) -> Iterator[Bytes]:
+    """The bytes of a page's file, or of one in an archive. Raises PackError(value, rule, fix)."""
+    file, name = way(path)
+    if name:
+        yield PAGES.get((file, name, file.stat().st_mtime_ns), lambda: sample_bytes(path))
+    else:
+        with mapped(file) as data:
+            yield data
 
 
 def mapped(path: Path) -> mmap.mmap:
@@ -29,14 +43,14 @@ def mapped(path: Path) -> mmap.mmap:
         raise PackError(value, "the file can be read", "copy it again, or delete it") from None
 
 
-def lines_in(data: mmap.mmap, name: str) -> Iterator[Place | Line]:
+def lines_in(data: Bytes, name: str) -> Iterator[Place | Line]:
     """The lines of a page in order, without their pixels where the format allows it. Raises FormatError."""
     return iter(dgr.read_page(data, name).lines) if name.lower().endswith(".dgr") else lines_of(data, name)
 
 
 def image_at(path: Path, number: int) -> np.ndarray:
     """(H, W) uint8 grey of a page's line, counted from 1. Raises PackError(value, rule, fix)."""
-    with mapped(path) as data:
+    with page_at(path) as data:
         lines = list(islice(lines_in(data, path.name), number or None))
         if not 1 <= number <= len(lines):
             raise PackError(f"line {number}", f"{path.name} has lines 1 to {len(lines)}", "name one of these")

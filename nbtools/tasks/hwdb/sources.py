@@ -3,32 +3,29 @@
     pages   …Train/001-P16.dgrl …, as folders or as the archives they come in
     lines   {train,val,test}/NAME.png, {train,val,test}_img_id_gt.txt with `name,text`, and perhaps chars_list.txt
 
-Archives inside a folder are staged where they are met, so a sample's name may lead through one:
+The source may be an archive or have archives in it, which are read in place; a sample's name may lead through one:
 `HWDB2.0Train.zip/001-P16.dgrl#3` is the third line of a page in it.
 """
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
 from tqdm.auto import tqdm
 
 from nbtools.errors import PackError
-from nbtools.stage import RECEIPT, stage
-from nbtools.tasks.hwdb.charset import CHARS_LIST
+from nbtools.tasks.hwdb.charset import CHARS_LIST, characters_of
 from nbtools.tasks.hwdb.dgrl import Line, Place
 from nbtools.tasks.hwdb.lists import Images, rows_of
-from nbtools.tasks.hwdb.pages import SUFFIXES, lines_in, mapped
+from nbtools.tasks.hwdb.pages import SUFFIXES, lines_in, page_at
 from nbtools.tasks.hwdb.scan import FormatError
+from nbtools.tasks.hwdb.ways import ARCHIVE, DEEPEST, content, hidden, walked
+
+__all__ = ["LAYOUTS", "Findings", "Found", "group_of", "hidden", "survey"]
 
 LAYOUTS = ("auto", "pages", "lines")
-ARCHIVE = re.compile(r"\.(tar|tar\.gz|tgz|tar\.xz|txz|tar\.bz2|tbz2?|zip)$", re.I)
-DEEPEST = 3  # archives within archives; a zip can hold itself
 SPLIT = re.compile(r"(?<![a-z])(?:(train)(?:ing)?|(val)(?:id|idation)?|(test)(?:ing)?)(?![a-z])", re.I)
 WRITER = re.compile(r"(\d+)-P\d+")
 LIST = re.compile(r"(.*)_img_id_gt\.txt", re.I)
@@ -51,7 +48,7 @@ class Findings:
     layout: str
     lines: list[Found] = field(default_factory=list)
     bad: list[tuple[str, ...]] = field(default_factory=list)
-    chars_list: Path | None = None
+    characters: list[str] | None = None  # those that the source's own list names
 
     def add(self, found: Found) -> None:
         if found.text:
@@ -64,7 +61,8 @@ class Findings:
 
 
 def survey(folder: Path, layout: str = "auto", progress: bool = False) -> Findings:
-    """What a folder holds, texts read and pictures not. Raises PackError where there is nothing to read."""
+    """What a folder holds, or an archive, texts read and pictures not. Raises PackError where there is nothing to
+    read."""
     names = sorted(walked(folder, progress))
     pages = [name for name in names if name.lower().endswith(SUFFIXES)]
     lists = [name for name in names if LIST.fullmatch(PurePosixPath(name).name)]
@@ -93,41 +91,6 @@ def chosen_layout(folder: Path, layout: str, pages: list[str], lists: list[str])
     return chosen
 
 
-def walked(folder: Path, progress: bool, prefix: str = "", depth: int = 0) -> Iterator[str]:
-    """Every file's name from the source on, those in archives in place of the archives; hidden ones are none."""
-    for place, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = sorted(name for name in folders if not hidden(name))
-        way = os.path.relpath(place, folder)
-        here = prefix if way == "." else f"{prefix}{Path(way).as_posix()}/"
-        for name in (name for name in names if not hidden(name)):
-            if depth < DEEPEST and ARCHIVE.search(name) and ARCHIVE.sub("", name) not in folders:
-                yield from walked(unpacked(Path(place, name), progress), progress, f"{here}{name}/", depth + 1)
-            else:
-                yield here + name
-
-
-def hidden(name: str) -> bool:
-    """Left behind by systems, not by people: .DS_Store, ._name.png, __MACOSX."""
-    return name.startswith(".") or name == "__MACOSX"
-
-
-@lru_cache(maxsize=64)
-def unpacked(archive: Path, progress: bool = False) -> Path:
-    """The folder of all that an archive holds, staged now if it was not yet; `stage` leaves an only folder out."""
-    folder = stage(archive, progress=progress)
-    return folder if (folder.parent / RECEIPT).is_file() else folder.parent
-
-
-def located(path: Path) -> Path:
-    """Where a file is whose way may lead through archives."""
-    if path.exists():
-        return path
-    for above in path.parents:
-        if above.is_file():
-            return located(unpacked(above) / path.relative_to(above))
-    return path
-
-
 def split_of_way(name: str) -> str | None:
     """What the nearest folder or archive on a file's way says: HWDB2.0Train, test, valid …"""
     for part in reversed(PurePosixPath(name).parts[:-1]):
@@ -154,7 +117,7 @@ def of_pages(folder: Path, names: list[str], progress: bool) -> Findings:
             findings.refuse(name, ".dgr", rule, "nothing: it is not needed")
             continue
         try:
-            with mapped(located(folder / name)) as data:
+            with page_at(folder / name) as data:
                 for number, line in enumerate(lines_in(data, PurePosixPath(name).name), 1):
                     line_of_page(findings, name, number, line)
         except PackError as error:
@@ -177,7 +140,7 @@ def of_lists(folder: Path, lists: list[str], names: list[str]) -> Findings:
         split = match and split_word(match) if (match := SPLIT.search(word)) else None
         images = Images(name.removesuffix(way.name), word, names)
         candidates |= dict.fromkeys(images.names)
-        for row in rows_of(located(folder / name).read_bytes()):
+        for row in rows_of(content(folder / name)):
             where = f"{name}:{row.number}"
             image = row.problem or images.find(row.name)
             if isinstance(image, tuple):
@@ -192,5 +155,7 @@ def of_lists(folder: Path, lists: list[str], names: list[str]) -> Findings:
         if name not in seen:
             findings.refuse(name, "no text", "an image stands in a list", "add its row name,text, or delete it")
     short = [name for name in names if PurePosixPath(name).name == CHARS_LIST]
-    findings.chars_list = located(folder / min(short, key=lambda n: n.count("/"))) if short else None
+    if short:
+        nearest = min(short, key=lambda n: n.count("/"))
+        findings.characters = characters_of(content(folder / nearest), folder / nearest)
     return findings
