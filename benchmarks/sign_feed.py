@@ -75,7 +75,7 @@ class Case:
 
 
 def write_clips(folder: Path, count: int) -> Path:
-    """Points that swing about their places, a hand missing in some frames; half of the features 0, as a network's are."""
+    """Points that swing about their places, a hand missing in some frames; half of the features are 0."""
     draw = np.random.default_rng(0)
     rows = ["file,gloss,cat"]
     for k in range(count):

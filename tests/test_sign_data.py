@@ -42,7 +42,7 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
 
 
-def arrays(seed: int = 0, frames: int = T) -> dict[str, np.ndarray]:
+def arrays(seed: int = 0, frames: int = T) -> dict[str, Any]:
     """A clip as the origin writes it: what was not seen is 0 or filled in, the mask tells which."""
     draw = np.random.default_rng(seed)
     seen = draw.random((frames, 78)) < 0.6
@@ -432,6 +432,13 @@ CLIPS = {
     "meta is no JSON": (changed(meta=np.array("{video:")), WARNING, "meta", "meta is JSON", "'{video:'"),
     "meta is a number": (changed(meta=np.arange(3)), WARNING, "meta", "meta is JSON", "int64"),
     "meta is a list": (changed(meta=np.array("[1, 2]")), WARNING, "meta", "meta is a JSON object", "[1, 2]"),
+    "meta is no text": (
+        changed(meta=np.full(3, 0x110000, "<u4").view("<U3")),
+        WARNING,
+        "meta",
+        "meta is JSON",
+        "U00110000",
+    ),
     "meta nests too deep": (changed(meta=np.array("[" * 50_000)), WARNING, "meta", "meta is JSON", "[[["),
     "points are in another order": (
         changed(meta=np.array('{"order": "face11,pose25"}')),
@@ -618,6 +625,13 @@ def test_a_clip_that_is_there_twice_is_found_whatever_it_is_called(tmp_path):
     (row,) = checked(source).rows
     assert (row.severity, row.file, row.value) == (WARNING, "val/c.npz", "the same as train/a.npz")
     assert "both are trained and judged on" in row.rule
+
+
+def test_clips_that_cannot_be_read_are_not_taken_for_the_same(tmp_path):
+    source = corpus(tmp_path / "raw")
+    for name in ("train/a", "val/c"):
+        clip(source / f"{name}.npz", X=np.full((T, 156), np.nan, "f4"))
+    assert {row.rule for row in checked(source).rows} == {"numbers are finite"}
 
 
 def test_clips_whose_names_differ_by_case_only_are_warned_of(tmp_path):

@@ -21,7 +21,11 @@ from nbtools.tasks.sign.rules import ERROR, FEATURES, POINTS, WARNING, WIDTH, Re
 
 MASK, TIMES, META = "mask", "timestamps_ms", "meta"
 TEXT = 1_000_000  # bytes of meta at most
-UNREAD = {MASK: "nothing: points that are not 0 count as seen", TIMES: "nothing: no model reads it"}
+UNREAD = {  # what to do where it is missing
+    MASK: "nothing: points that are not 0 count as seen",
+    TIMES: "nothing: no model reads it",
+    META: "nothing: no model reads it",
+}
 
 
 @dataclass(frozen=True)
@@ -110,14 +114,22 @@ def examined(path: Path, keys: Keys, whole: bool = True) -> Clip:
     except Refused as refusal:
         rows.append(refusal.row)
     rows += unequal(arrays, dict(parts(keys, whole)))
-    digest = hashlib.blake2b(next(iter(arrays.values())).tobytes(), digest_size=16).hexdigest() if arrays else ""
-    return Clip(arrays, tuple(rows), digest if whole else "")
+    shows = arrays.get("features" if keys.x is None else "x")
+    return Clip(arrays, tuple(rows), "" if shows is None or not whole else digest_of(shows))
+
+
+def digest_of(values: np.ndarray) -> str:
+    return hashlib.blake2b(values.tobytes(), digest_size=16).hexdigest()
 
 
 def examined_part(npz: Npz, part: Part) -> tuple[np.ndarray | None, list[Row]]:
     """(values, or None where a rule makes them useless; the rules that they break, up to the first error)."""
     if part.key not in npz.entries:
-        return None, [absent(npz, part)]
+        option = "kp_key" if part.width == WIDTH else "feature_key"
+        fix = f"name it by {option}= if it is one of these, or extract it"
+        if part.absent == WARNING:
+            fix = UNREAD.get(part.key, "nothing, unless a model is to read it: then extract it")
+        return None, [absent(npz, part.key, fix, part.absent)]
     rows: list[Row] = []
     values = None
     try:
@@ -137,20 +149,13 @@ def broken(part: Part, values: np.ndarray) -> Iterator[Row]:
     yield from part.rule(part.key, values)
 
 
-def absent(npz: Npz, part: Part) -> Row:
-    there = ", ".join(npz.keys[:8]) or "nothing"
-    fix = UNREAD.get(part.key, "nothing, unless a model is to read it: then extract it")
-    if part.absent == ERROR:
-        option = "kp_key" if part.width == WIDTH else "feature_key"
-        fix = f"name it by {option}= if it is one of these, or extract it"
-    return Row(part.key, f"a clip has {part.key}", f"it has {there}", fix, part.absent)
+def absent(npz: Npz, key: str, fix: str, severity: str) -> Row:
+    return Row(key, f"a clip has {key}", f"it has {', '.join(npz.keys[:8])}", fix, severity)
 
 
 def examined_meta(npz: Npz) -> list[Row]:
     if META not in npz.entries:
-        return [
-            Row(META, "a clip has meta", f"it has {', '.join(npz.keys[:8])}", "nothing: no model reads it", WARNING)
-        ]
+        return [absent(npz, META, UNREAD[META], WARNING)]
     try:
         return list(rules.meta(META, npz.array(META, TEXT)))
     except Refused as refusal:
@@ -164,7 +169,8 @@ def unequal(arrays: dict[str, np.ndarray], looked_at: dict[str, Part]) -> Iterat
     head, *others = arrays
     count = len(arrays[head])
     if count == 0:
-        yield Row(looked_at[head].key, "a clip has frames", "none", "extract the clip again, or delete it")
+        part, fix = looked_at[head], "extract the clip again, or delete it"
+        yield Row(part.key, "a clip has frames", "none", fix, part.severity)
         return
     for column in others:
         part = looked_at[column]

@@ -17,11 +17,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from nbtools import disk
 from nbtools.errors import PackError
 from nbtools.tasks.sign.labels import LABELS, REFERENCE, Names, is_list, read_names
 from nbtools.tasks.sign.matching import SUFFIX, Told
 from nbtools.tasks.sign.rules import WARNING, Row
 
+HEAD = 4096  # bytes of a CSV that tell whether it is a list
 SPLIT = re.compile(r"(?<![a-z])(?:(train)(?:ing)?|(val)(?:id|idation)?|(test)(?:ing)?)(?![a-z])", re.I)
 
 
@@ -50,20 +52,22 @@ class Survey:
 
 
 def surveyed(folder: Path) -> Survey:
-    """Look at names and lists, not into clips. Raises PackError where there is no clip."""
+    """Look at names and lists, not into clips. Raises PackError where there is no clip, DiskError for a list that
+    cannot be read."""
     names = sorted(walked(folder))
     clips = [name for name in names if name.lower().endswith(SUFFIX)]
     if not clips:
         there = f"; it has {', '.join(names[:3])}" if names else "; it is empty"
         raise PackError(f"{folder}: no clips ({SUFFIX}){there}. Give the folder that holds train/ and val/")
     told = Told(rows=list(near_names(clips)))
-    lists = list(found_lists(folder, names))
+    with disk.explained(f"reading the labels of {folder}", folder):
+        lists = list(found_lists(folder, names))
+        reference, rows = found_names(folder, names)
     for name, data in lists:
         told.listen(name, data, clips)
     told.agree()
     told.rows += unlabelled(told, clips) if lists else [no_list()]
     splits = {clip: split_of(clip) for clip in clips}
-    reference, rows = found_names(folder, names)
     told.rows += [*rows, *gaps(told, lists), *untrained(told, splits)]
     found = [Found(clip, splits[clip], told.labels.get(clip)) for clip in clips]
     return Survey(found, told.rows, *called(told, reference))
@@ -95,9 +99,10 @@ def found_lists(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, bytes
     for name in names:
         last = PurePosixPath(name).name.lower()
         if last.endswith(".csv") and last != REFERENCE:
-            data = (folder / name).read_bytes()
-            if last == LABELS or is_list(data):
-                yield name, data
+            with open(folder / name, "rb") as file:
+                head = disk.read(file, HEAD)
+                if last == LABELS or is_list(head):
+                    yield name, head + file.read()
 
 
 def found_names(folder: Path, names: Iterable[str]) -> tuple[Names, list[Row]]:

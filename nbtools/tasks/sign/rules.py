@@ -133,12 +133,13 @@ def times(key: str, ms: np.ndarray) -> Iterator[Row]:
 
 def meta(key: str, text: np.ndarray) -> Iterator[Row]:
     """One text of JSON; nothing that is read depends on it, so all is a warning."""
-    fix = "save it as json.dumps(meta)"
+    fix, said = "save it as json.dumps(meta)", str(text.dtype)
     try:
         value = text.item()
+        said = repr(value)[:40]
         found = json.loads(value if isinstance(value, (str, bytes)) else "")
     except (ValueError, RecursionError):
-        yield Row(key, "meta is JSON", f"{text.dtype} {str(text)[:40]!r}", fix, WARNING)
+        yield Row(key, "meta is JSON", said, fix, WARNING)
         return
     if not isinstance(found, dict):
         yield Row(key, "meta is a JSON object", str(found)[:40], fix, WARNING)
