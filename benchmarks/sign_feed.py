@@ -2,17 +2,16 @@
 
     python -m benchmarks.sign_feed [--quick]
 
-CPU time of the whole process, its threads and its workers, a clip. Clips in the exact format, 122 frames at the median
-as the original ones have. Two cases: `keypoints`, what the Transformer reads (X and mask; the DataLoader opens nothing
-else of a file), and `features`, what the GRU reads (X2048). Same batches of 32 in the same order for all, padded to
-their longest, and the same values, which is checked first. `task_reader` is a DataLoader over the pack's own raw files:
-it looks at every rule of the format besides.
+CPU time of the whole process, its threads and its workers, a clip. Clips of `sign.demo`, with 122 frames on average as
+the originals have. Two cases: `keypoints`, what the Transformer reads (X and mask; the DataLoader opens nothing else
+of a file), and `features`, what the GRU reads (X2048). Same batches of 32 in the same order for all, padded to their
+longest, and the same values, which is checked first. `task_reader` is a DataLoader over the pack's own raw files: it
+looks at every rule of the format besides.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -30,9 +29,10 @@ from benchmarks.paired import Figure, Receipt, in_turns, on_one_core, times
 from nbtools.feed import Resident, Streamed, batches_left, lengths_of
 from nbtools.pack import Pack, Sample, collate
 from nbtools.tasks.sign.data import pack
+from nbtools.tasks.sign.demo import demo
 
-ROUNDS, COUNT, BATCH, GLOSSES = 9, 320, 32, 10
-FRAMES = (100, 145)  # the original clips have 119 to 146, and most of them 122
+ROUNDS, COUNT, BATCH = 9, 320, 32
+FRAMES = (100, 145)
 CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "features": ({"kp_key": None}, {"features": "X2048"}),
     "keypoints": ({"feature_key": None}, {"x": "X", "mask": "mask"}),
@@ -74,33 +74,9 @@ class Case:
         return DataLoader(dataset, batch_sampler=order, num_workers=workers, collate_fn=columns)
 
 
-def write_clips(folder: Path, count: int) -> Path:
-    """Points that swing about their places, a hand missing in some frames; half of the features are 0."""
-    draw = np.random.default_rng(0)
-    rows = ["file,gloss,cat"]
-    for k in range(count):
-        frames = int(draw.integers(*FRAMES))
-        clock = np.arange(frames)[:, None] / 30
-        swing = np.sin(clock * draw.uniform(1, 6, 156) + draw.uniform(0, 6, 156)) * draw.uniform(0, 0.2, 156)
-        seen = np.ones((frames, 78), bool)
-        seen[draw.random(frames) < 0.3, 25:46] = False
-        x = (0.5 + swing + draw.normal(0, 0.002, swing.shape)).clip(0, 1).astype(np.float32)
-        np.savez_compressed(
-            folder / f"clip_{k:04}.npz",
-            X=x * seen.repeat(2, 1),
-            X2048=draw.normal(0, 0.4, (frames, 2048)).clip(0).astype(np.float32),
-            mask=seen,
-            timestamps_ms=np.arange(frames) * 1000 // 30,
-            meta=np.array(json.dumps({"target_fps": 30})),
-        )
-        rows.append(f"clip_{k:04},{k % GLOSSES},{k % GLOSSES % 3}")
-    (folder / "labels.csv").write_text("\n".join(rows) + "\n")
-    return folder
-
-
 def prepare(name: str, source: Path, folder: Path) -> Case:
     options, keys = CASES[name]
-    made = pack(source, val=0, test=0, into=folder / f"{name}.pack", progress=False, **options)
+    made = pack(source, into=folder / f"{name}.pack", progress=False, **options)
     return Case(name, made, Npzs([source / name for name in made.names], keys))
 
 
@@ -143,9 +119,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="This DataLoader will create 2 worker")  # two on the one core: CPU time
     rounds, count, passes = (1, 64, 2) if quick else (ROUNDS, COUNT, 5)
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "clips")
-        source.mkdir()
-        write_clips(source, count)
+        source = demo(Path(folder, "clips"), count, frames=FRAMES, features=True)
         cases = [prepare(name, source, Path(folder)) for name in CASES]
         *others, last = [f for c in cases for f in figures(c.name, in_turns(contestants(c, passes), rounds))]
     headline = Figure("sign_feed_ratio", last.unit, last.value, last.n, last.least, last.most)
