@@ -21,7 +21,8 @@ from nbtools.pack import Card, Pack
 from nbtools.packing import Writer
 from nbtools.scoring import evaluate
 from nbtools.state import TrainState
-from nbtools.tasks.hwdb import augment, data, demo, networks, plans, task
+from nbtools.tasks import hwdb
+from nbtools.tasks.hwdb import augment, networks, plans, task
 from nbtools.tasks.hwdb.dgrl import UNKNOWN
 
 LETTERS = [chr(0x4E00 + k) for k in range(9)]
@@ -74,14 +75,7 @@ def narrow(card, plan):
     return networks.NETWORKS[name](card.options["height"], len(card.classes), plan.dropout, width=0.25)
 
 
-NAMES = ("Plan", "loss", "batch", "metrics", "decode", "BEST")
-TASK: Any = SimpleNamespace(
-    **{name: getattr(task, name) for name in NAMES},
-    model=narrow,
-    PLAN=plans.PLAN,
-    BASELINE=plans.BASELINE,
-    suggest=plans.suggest,
-)
+TASK: Any = SimpleNamespace(**{name: getattr(hwdb, name) for name in hwdb.__all__} | {"model": narrow})
 
 
 # -- batches
@@ -417,16 +411,19 @@ def test_bf16_training_gives_no_nan(lines, network):
     assert all(torch.isfinite(p).all() for p in state.model.parameters())
 
 
-def test_demo_pages_are_packed_trained_on_and_read(tmp_path, monkeypatch):
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+def test_demo_pages_are_packed_trained_on_and_read(tmp_path, monkeypatch, amp):
     monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
-    folder = demo.demo(tmp_path / "pages", 40, characters=12, height=32)
-    pack = data.pack(folder, height=32, val=6, into=tmp_path / "pack", progress=False)
-    plan = task.Plan(network="slim", epochs=3, batch_size=8, lr=3e-3, augment=0.5, clip_norm=5.0)
-    state = TrainState(TASK, pack, plan, CPU)
-    losses = [r.values["train_loss"] for r in train(TASK, state, pack) if r.kind == "epoch"]
+    folder = hwdb.demo(tmp_path / "pages", 40, characters=12, height=32)
+    pack = hwdb.pack(folder, height=32, val=6, into=tmp_path / "pack", progress=False)
+    plan = hwdb.Plan(epochs=3, batch_size=8, lr=3e-3, augment=0.5, clip_norm=5.0, amp=amp)
+    state = TrainState(hwdb, pack, plan, CPU)
+    losses = [r.values["train_loss"] for r in train(hwdb, state, pack) if r.kind == "epoch"]
     assert losses[-1] < losses[0]
-    assert evaluate(TASK, state.model, pack, plan, "test")["infeasible"] == 0
-    [raw] = open_feed(pack, plans.BASELINE, CPU)([pack.ids("train")[:8]])
+    found = evaluate(hwdb, state.model, pack, plan, "test")
+    assert found["infeasible"] == 0
+    assert np.isfinite(list(found.values())).all()
+    [raw] = open_feed(pack, hwdb.BASELINE, CPU)([pack.ids("train")[:8]])
     for row, i, length in zip(raw["image"], raw["id"].tolist(), raw["image_length"].tolist(), strict=True):
         assert np.array_equal(row[:length].numpy(), pack.sample(i)["image"])
 
