@@ -26,6 +26,7 @@ from nbtools.folder import busy, kept_folder, restore, stored_plan
 from nbtools.gpu import gpus
 from nbtools.plan import Plan
 from nbtools.run import Run, evaluate
+from nbtools.smoke import smoke
 from nbtools.stage import stage
 from nbtools.validate import validate
 from nbtools.watch import watch
@@ -74,13 +75,14 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             one.add_argument("source", help=SOURCE)
         if name == "validate":
             add_signature(one, getattr(task, "validate", None), skip=("source", "progress"))
+        needed = "--smoke-test" not in arguments
         if name in ("advise", "train", "evaluate"):
-            one.add_argument("--data", required=True, metavar="SOURCE", help=SOURCE)
+            one.add_argument("--data", required=needed, metavar="SOURCE", help=SOURCE)
         if name == "advise":
             one.add_argument("--no-measure", action="store_true", help="rules of thumb, and what was measured before")
             one.add_argument("--noise", action="store_true", help="cap the batch by the gradient noise scale too")
         if name in ("train", "evaluate", "predict"):
-            one.add_argument("--run", required=True, type=Path, metavar="FOLDER", help="the run folder")
+            one.add_argument("--run", required=needed, type=Path, metavar="FOLDER", help="the run folder")
         if name == "evaluate":
             one.add_argument("--split", default="test", choices=("train", "val", "test"))
         if name == "predict":
@@ -112,6 +114,8 @@ def add_signature(one: argparse.ArgumentParser, function: Any, skip: Sequence[st
 
 def add_training(one: argparse.ArgumentParser, task: Any) -> None:
     one.add_argument("--keep", metavar="FOLDER", help="second folder for copies of the run, e.g. drive:runs/captcha")
+    one.add_argument("--smoke-test", action="store_true", help="no data: one step of demo samples, saved and loaded")
+    one.add_argument("--processes", type=int, default=1, metavar="N", help="several are not there yet")
     one.add_argument("--no-receipt", action="store_true", help="do not measure the baseline at the end")
     one.add_argument(
         "--from",
@@ -223,6 +227,11 @@ def show_advice(options: argparse.Namespace) -> None:
 
 def run_training(options: argparse.Namespace) -> None:
     task = find_task(options.task)
+    if options.processes != 1:
+        raise NbtoolsError("several processes are not there yet: leave --processes out, and one device trains")
+    if options.smoke_test:
+        print(smoke(task, **given(task.PLAN, options)))
+        return
     restore(options.run, kept_folder(options.keep))
     pack = packed(options, options.data)
     plan = plan_of(task, pack, options)
@@ -246,13 +255,18 @@ def plan_of(task: Any, pack: Any, options: argparse.Namespace) -> Plan:
             "advised": lambda: advise(task, pack, measure=False).plan,
         }
         plan = made[options.base]()
-    knobs = options_of(options, "knob_")
-    given = {name: plan.parse(name, value) if isinstance(value, str) else value for name, value in knobs.items()}
-    turned = plan.turn(**given)
-    if turned.lr != plan.lr and "lr" not in given:
+    knobs = given(plan, options)
+    turned = plan.turn(**knobs)
+    if turned.lr != plan.lr and "lr" not in knobs:
         moved = f"lr {plan.lr:g} → {turned.lr:g} for batch {plan.batch_size} → {turned.batch_size}"
         print(f"{moved} ({turned.lr_rule} rule)", file=sys.stderr)
     return turned
+
+
+def given(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
+    """The knobs on the command line."""
+    knobs = options_of(options, "knob_")
+    return {name: plan.parse(name, value) if isinstance(value, str) else value for name, value in knobs.items()}
 
 
 def show_run(options: argparse.Namespace) -> None:

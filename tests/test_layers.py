@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "nbtools"
 ORDER = [
     {"__main__"},
     {"launch"},
-    {"fit", "watch", "compare", "lr_sweep", "validate"},
+    {"fit", "watch", "compare", "lr_sweep", "validate", "smoke"},
     {"surface", "folder"},
     {"view"},
     {"panel", "kernel", "preview"},
