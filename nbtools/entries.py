@@ -149,7 +149,7 @@ def in_tar(stream: Forward, names: Names) -> Iterator[tuple[tuple[str, ...], tar
         parts = names.take(member.name, is_file)
         if not (is_file or member.isdir()):
             raise ArchiveError(
-                "is a link, a device or sparse: only plain files and folders are extracted. Make the archive again "
+                "is a link, a device or sparse: only plain files and folders are read. Make the archive again "
                 "with tar --dereference --hard-dereference"
             )
         if parts is not None and is_file:
@@ -174,7 +174,7 @@ def in_zip(
         mode = stat.S_IFMT(info.external_attr >> 16)
         parts = names.take(info.orig_filename, not info.is_dir())
         if mode not in (0, stat.S_IFREG, stat.S_IFDIR) or info.flag_bits & 1:
-            raise ArchiveError("is a link, a device or encrypted: only plain files and folders are extracted")
+            raise ArchiveError("is a link, a device or encrypted: only plain files and folders are read")
         if info.compress_type not in METHODS:
             raise ArchiveError(
                 f"is compressed by method {info.compress_type}, and entries are stored or deflated. Make the zip again "

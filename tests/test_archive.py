@@ -8,12 +8,16 @@ import os
 import random
 import struct
 import tarfile
+import tracemalloc
+import warnings
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
-from nbtools import archive, disk, entries, errors
+from nbtools import archive, disk, entries, errors, members
 
 FILES = {"data/labels.csv": b"file,label\n", "data/images/a.png": bytes(range(256)) * 20, "data/empty": b""}
 PACKERS = {"tar": bytes, "tar.gz": gzip.compress, "tar.xz": lzma.compress, "tar.bz2": bz2.compress}
@@ -56,6 +60,13 @@ def extract(tmp_path: Path, data: bytes) -> Path:
     folder.parent.mkdir(exist_ok=True)
     archive.extract(path, folder)
     return folder
+
+
+def in_place(tmp_path: Path, data: bytes) -> dict[str, bytes]:
+    """All files of an archive, read where they lie."""
+    path = tmp_path / "some.archive"
+    path.write_bytes(data)
+    return {name: members.read(path, name) for name in members.index(path).files}
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -314,3 +325,127 @@ def test_a_full_disk_passes_as_the_disks_own_error(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "write", full)
     with pytest.raises(OSError, match="No space left"):
         extract(tmp_path, whole("tar"))
+
+
+@pytest.mark.parametrize("form", ["tar", "zip"])
+def test_files_read_in_place_are_those_that_come_out_and_nothing_is_written(tmp_path, form):
+    assert in_place(tmp_path, whole(form)) == FILES
+    assert members.index(tmp_path / "some.archive").top == "data"
+    assert members.first(tmp_path / "some.archive", 2) == list(FILES)[:2]
+    assert os.listdir(tmp_path) == ["some.archive"]
+
+
+def test_the_first_names_of_a_tar_are_told_without_reading_on(tmp_path):
+    (tmp_path / "some.archive").write_bytes(whole("tar")[: 512 * 4])
+    assert members.first(tmp_path / "some.archive", 1) == ["data/labels.csv"]
+    with pytest.raises(errors.ArchiveError):
+        members.index(tmp_path / "some.archive")
+
+
+@pytest.mark.parametrize("form", ["tar.gz", "tar.xz", "tar.bz2"])
+def test_a_compressed_tar_has_no_places_until_it_is_a_plain_one(tmp_path, form):
+    with pytest.raises(errors.ArchiveError, match="no plain tar, and no zip"):
+        in_place(tmp_path, whole(form))
+    archive.plain(tmp_path / "some.archive", tmp_path / "plain.tar")
+    assert (tmp_path / "plain.tar").read_bytes() == whole("tar")
+
+
+HOSTILE = {f"tar {name}": tar_bytes(*found) for name, found in HOSTILE_TARS.items()}
+HOSTILE |= {f"zip {name}": data for name, data in HOSTILE_ZIPS.items()}
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
+def test_what_is_not_unpacked_is_not_read_in_place_either(tmp_path, data):
+    with pytest.raises(errors.ArchiveError, match=r"some\.archive: entry '"):
+        in_place(tmp_path, data)
+
+
+@pytest.mark.parametrize("form", ["tar", "zip"])
+def test_every_truncation_is_refused_in_place(tmp_path, form):
+    data = whole(form)
+    end = len(data) - 1 if form == "zip" else len(data.rstrip(b"\0")) + 1024
+    for cut in range(0, end, max(1, end // 200)):
+        with pytest.raises(errors.ArchiveError):
+            in_place(tmp_path, data[:cut])
+
+
+@pytest.mark.parametrize("form", ["tar", "zip"])
+def test_mutated_archives_read_in_place_give_files_or_an_nbtools_error(tmp_path, form):
+    chance, data, refused = random.Random(form), whole(form), 0
+    for _ in range(200):
+        try:
+            in_place(tmp_path, mutated(data, chance))
+        except errors.NbtoolsError:
+            refused += 1
+    assert refused > 60
+
+
+@pytest.mark.parametrize("form", ["tar", "zip"])
+def test_an_archive_that_changed_is_looked_at_again(tmp_path, form):
+    in_place(tmp_path, whole(form))
+    other = {"data/other.png": b"other"}
+    assert in_place(tmp_path, tar_bytes(*other.items()) if form == "tar" else zip_bytes(*other.items())) == other
+    with pytest.raises(errors.ArchiveError, match=r"some\.archive: entry 'data/empty' is not in it"):
+        members.read(tmp_path / "some.archive", "data/empty")
+
+
+def lying(size: int) -> bytes:
+    """A zip of a MB of zeros that says, in both its directories, that they are `size` bytes."""
+    return zip_bytes(("a", bytes(1_000_000))).replace(struct.pack("<I", 1_000_000), struct.pack("<I", size))
+
+
+@pytest.mark.parametrize("size", [10, 90_000_000])
+def test_a_size_that_lies_is_refused_in_the_memory_that_it_says_or_that_there_is(tmp_path, size):
+    tracemalloc.start()
+    with pytest.raises(errors.ArchiveError, match="entry 'a' "):
+        in_place(tmp_path, lying(size))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4_000_000 + min(size, 3_000_000)
+
+
+def test_an_entry_that_its_archive_does_not_justify_is_not_read(tmp_path, monkeypatch):
+    data = zip_bytes(("a", bytes(1_000_000)), ("b", os.urandom(100_000)))
+    monkeypatch.setattr(entries, "FLOOR", 1000)
+    assert len(in_place(tmp_path, zip_bytes(("b", os.urandom(100_000))))["b"]) == 100_000
+    with pytest.raises(errors.ArchiveError, match=r"entry 'a' has 1\.0 MB, and at most .* are read at once"):
+        in_place(tmp_path, data)
+    monkeypatch.setattr(members, "LARGEST", 50_000)
+    with pytest.raises(errors.ArchiveError, match=r"entry 'b' has 100 kB, and at most 50\.0 kB"):
+        in_place(tmp_path, zip_bytes(("b", os.urandom(100_000))))
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_zip_with_another_compression_is_refused_since_nothing_bounds_it(tmp_path, method):
+    with pytest.raises(errors.ArchiveError, match=rf"entry 'a' is compressed by method {method}"):
+        extract(tmp_path, zip_bytes(("a", b"1" * 1000), method=method))
+
+
+MANY = {f"many/{number:03}.png": random.Random(number).randbytes(2000 + number) for number in range(120)}
+
+
+def read_many(path: Path, seed: int) -> bool:
+    names = sorted(MANY, key=lambda name: hash((seed, name)))
+    return all(members.read(path, name) == MANY[name] for name in names)
+
+
+def read_or_die(path: Path, seed: int) -> None:
+    if not read_many(path, seed):
+        os._exit(1)
+
+
+@pytest.mark.parametrize("form", ["tar", "zip"])
+def test_threads_and_forked_processes_read_at_once_without_disturbing_each_other(tmp_path, form):
+    path = tmp_path / "some.archive"
+    path.write_bytes(tar_bytes(*MANY.items()) if form == "tar" else zip_bytes(*MANY.items()))
+    members.index(path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+        forked = [get_context("fork").Process(target=read_or_die, args=(path, seed)) for seed in range(4)]
+        for process in forked:
+            process.start()
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda seed: read_many(path, seed), range(16)))
+    for process in forked:
+        process.join()
+    assert [process.exitcode for process in forked] == [0] * 4

@@ -2,12 +2,16 @@
 
 import os
 import pickle
+import re
 import shutil
 import signal
 import tarfile
+import threading
+import time
 import unicodedata
 import warnings
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,12 +21,12 @@ import pytest
 import torch
 from PIL import Image
 
-from nbtools import ctc, packing, writer
-from nbtools.errors import PackError
+from nbtools import ctc, disk, members, packing, writer
+from nbtools.errors import ArchiveError, PackError
 from nbtools.feed import in_order, open_feed
 from nbtools.pack import Pack, collate
 from nbtools.plan import Plan
-from nbtools.tasks.hwdb import charset, data, dgr, holdout, sources
+from nbtools.tasks.hwdb import charset, data, dgr, holdout, sources, ways
 from nbtools.tasks.hwdb.charset import UNKNOWN
 from nbtools.tasks.hwdb.data import pack, read
 from nbtools.tasks.hwdb.dgrl import Line, Page, write_page
@@ -62,7 +66,7 @@ def corpus(folder: Path) -> Path:
     return folder
 
 
-def packed(source: Path, height: int = HEIGHT, **more) -> Pack:
+def packed(source: str | Path, height: int = HEIGHT, **more) -> Pack:
     return pack(source, height=height, progress=False, **more)
 
 
@@ -265,6 +269,144 @@ def test_an_archive_that_holds_itself_ends(tmp_path):
         packed(inner.parent)
     page(inner.parent / "1-P1.dgrl", "一")
     assert packed(inner.parent).bad["file"].tolist() == ["5.zip/4.zip/3.zip/2.zip"]
+
+
+def made_from(folder: Path, form: str, target: Path) -> Path:
+    """The one archive of a folder, which is the only one in it."""
+    if form == "zip":
+        return zipped(folder, target / "all.zip", "hwdb/")
+    return tarred(folder, target / f"all.{form}", "hwdb", f"w:{form.partition('.')[2]}")
+
+
+@pytest.mark.parametrize("form", ["tar", "zip", "tar.gz", "tar.xz"])
+@pytest.mark.parametrize("far", [True, False])
+@pytest.mark.parametrize("layout", ["pages", "lines"])
+def test_a_folder_and_its_archive_make_the_same_pack(tmp_path, monkeypatch, form, far, layout):
+    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
+    raw = corpus(tmp_path / "raw") if layout == "pages" else prepared(tmp_path / "raw", ROWS)
+    first = next(raw.rglob("*.dgrl" if layout == "pages" else "*.png"))
+    first.write_bytes(first.read_bytes()[:50])
+    plain = packed(raw)
+    archive = made_from(raw, form, tmp_path / ("drive" if far else "near"))
+    made = packed(f"drive:{archive.name}" if far else archive)
+    assert made.card == plain.card
+    assert made.raw is not None
+    raw_ = pickle.loads(pickle.dumps(made.raw))
+    for i in (0, len(made) - 1):
+        np.testing.assert_array_equal(raw_[i]["image"], made.sample(i)["image"])
+    again = packed(f"drive:{archive.name}" if far else archive)
+    assert (again.folder, again.raw and again.raw.source) == (made.folder, made.raw.source)
+
+
+def files_below(*folders: Path) -> list[Path]:
+    return [path for folder in folders for path in folder.rglob("*") if path.is_file() and "locks" not in path.parts]
+
+
+@pytest.fixture
+def most_files(tmp_path, monkeypatch):
+    """The most files that lay below cache and pack, part folders too, at any time a file was made."""
+    most, create = [0], disk.create
+
+    def counting(path):
+        made = create(path)
+        most[0] = max(most[0], len(files_below(tmp_path / "cache", *tmp_path.glob("pack*"))))
+        return made
+
+    monkeypatch.setattr(disk, "create", counting)
+    return most
+
+
+@pytest.mark.parametrize("form", ["tar", "zip", "tar.gz"])
+def test_two_thousand_lines_in_an_archive_are_packed_without_a_file_for_each(tmp_path, monkeypatch, most_files, form):
+    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
+    raw = tmp_path / "raw"
+    (raw / "train").mkdir(parents=True)
+    for n in range(2000):
+        Image.fromarray(grey(16, 20, n)).save(raw / "train" / f"{n:04}.png", compress_level=0)
+    (raw / "train_img_id_gt.txt").write_text("".join(f"{n:04},一\n" for n in range(2000)))
+    made_from(raw, form, tmp_path / "drive")
+    shutil.rmtree(raw)
+    made = packed(f"drive:all.{form}", into=tmp_path / "pack")
+    assert len(made) == 2000
+    assert 0 < most_files[0] <= 12
+    assert len(files_below(tmp_path / "cache")) == 2  # the archive and its receipt
+    np.testing.assert_array_equal(made.sample(1999)["image"], slowly(grey(16, 20, int(made.names[1999][6:10]))))
+
+
+def test_archives_in_a_folder_are_not_unpacked_but_those_within_another_taken_out(archives, tmp_path):
+    made = packed(archives, into=tmp_path / "pack")
+    assert len(made) == 6 * (2 + 3 + 4)
+    kept = [path for path in files_below(tmp_path / "cache") if path.name != ".stage.json"]
+    assert sorted(path.suffix for path in kept) == [".ZIP", ".tar", ".tar"]  # the last two were compressed
+
+
+def test_a_page_in_a_zip_is_inflated_once_for_all_its_lines(tmp_path, monkeypatch):
+    page(tmp_path / "raw" / "1-P1.dgrl", *"一二三四五六七八九十")
+    page(tmp_path / "raw" / "2-P1.dgrl", *"一二三四五六七八九十")
+    read_ = members.read
+    seen = []
+    monkeypatch.setattr(members, "read", lambda path, name: seen.append(name) or read_(path, name))
+    monkeypatch.setattr(writer, "cores", lambda: 8)
+    assert len(packed(zipped(tmp_path / "raw", tmp_path / "raw.zip"))) == 20
+    assert sorted(seen) == ["1-P1.dgrl", "2-P1.dgrl"]
+
+
+def test_a_content_that_cannot_be_made_is_an_error_for_all_that_wait_and_made_anew_for_the_next():
+    recent, calls, entered = ways.Recent(2), [], threading.Barrier(2)
+
+    def fails() -> bytes:
+        entered.wait(10)
+        calls.append(1)
+        raise PackError("value", "rule", "fix")
+
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(recent.get, "a", fails)]
+        while not recent.kept:
+            time.sleep(0.001)
+        asked.append(pool.submit(recent.get, "a", fails))
+        time.sleep(0.05)
+        entered.wait(10)
+        assert [type(one.exception()) for one in asked] == [PackError, PackError]
+    assert len(calls) == 1
+    assert [recent.get(key, key.encode) for key in "aabc"] == [b"a", b"a", b"b", b"c"]
+    assert list(recent.kept) == ["b", "c"]
+
+
+def test_a_bad_file_in_an_archive_is_listed_with_both_names_and_the_others_stay(tmp_path):
+    raw = prepared(tmp_path / "raw", {"train": dict.fromkeys("abc", "一")})
+    archive = tmp_path / "all.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        for path in sorted(raw.rglob("*.*")):
+            file.write(path, path.relative_to(raw))
+    image = (raw / "train" / "b.png").read_bytes()
+    archive.write_bytes(archive.read_bytes().replace(image, image[:-20] + bytes(20)))
+    made = packed(archive, val=0, test=0)
+    assert made.names == ["train/a.png", "train/c.png"]
+    [row] = made.bad.to_dict("records")
+    assert row["file"] == "train/b.png"
+    assert re.match(r"all\.zip: entry 'train/b\.png' is damaged: .*CRC", row["value"])
+
+
+def test_a_damaged_or_hostile_archive_is_refused_by_its_name_and_the_entrys(tmp_path):
+    raw = corpus(tmp_path / "raw")
+    whole = tarred(raw, tmp_path / "all.tar").read_bytes()
+    (tmp_path / "all.tar").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ArchiveError, match=r"all\.tar: entry '\./HWDB2.*' is damaged"):
+        packed(tmp_path / "all.tar")
+    (raw / "link.dgrl").symlink_to("/etc/passwd")
+    with pytest.raises(ArchiveError, match=r"in\.tar: entry './link\.dgrl' is a link"):
+        packed(tarred(raw, tmp_path / "folder" / "in.tar").parent)
+    assert not files_below(tmp_path / "cache")
+
+
+def test_lines_of_an_archive_feed_forked_workers(tmp_path):
+    made = packed(zipped(corpus(tmp_path / "raw"), tmp_path / "all.zip"))
+    ids = [np.array([0, 5, 9]), np.array([1, 2]), np.array([7])]
+    feeds = [open_feed(made, Plan(feed=f, workers=2), torch.device("cpu")) for f in ("resident", "workers")]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+        for one, two in zip(*(feed(ids) for feed in feeds), strict=True):
+            assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 # -- splits
@@ -614,9 +756,12 @@ def test_a_second_call_looks_at_no_page(tmp_path, monkeypatch):
     assert packed(tmp_path / "raw").card == first.card
 
 
-def test_a_kept_pack_opens_in_the_next_session(tmp_path):
+@pytest.mark.parametrize("where", ["drive:kept", "near"])
+def test_a_kept_pack_opens_in_the_next_session(tmp_path, monkeypatch, where):
+    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
     made = packed(corpus(tmp_path / "raw"))
-    again = pack(made.keep(tmp_path / "kept"), progress=False)
+    kept = made.keep(where if where.startswith("drive:") else tmp_path / where)
+    again = pack("drive:kept.tar" if where.startswith("drive:") else kept, progress=False)
     assert again.card == made.card
     assert lines_by_page(again) == lines_by_page(made)
 
@@ -629,9 +774,12 @@ def test_another_choice_is_another_pack(tmp_path, other):
     assert packed(tmp_path / "raw", **other).folder != made.folder
 
 
-def test_a_killed_packing_goes_on_where_it_was(tmp_path, monkeypatch):
+@pytest.mark.parametrize("form", ["folder", "tar", "zip", "tar.gz"])
+def test_a_killed_packing_goes_on_where_it_was(tmp_path, monkeypatch, form):
     monkeypatch.setattr(writer, "CHUNK", 4)
-    whole = packed(corpus(tmp_path / "raw"), into=tmp_path / "whole")
+    source = corpus(tmp_path / "raw")
+    source = source if form == "folder" else made_from(source, form, tmp_path)
+    whole = packed(source, into=tmp_path / "whole")
 
     def dying():
         def deadly(path, options):
@@ -640,7 +788,7 @@ def test_a_killed_packing_goes_on_where_it_was(tmp_path, monkeypatch):
             return read(path, options)
 
         data.read = deadly
-        packed(tmp_path / "raw", into=tmp_path / "mine")
+        packed(source, into=tmp_path / "mine")
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
@@ -650,7 +798,7 @@ def test_a_killed_packing_goes_on_where_it_was(tmp_path, monkeypatch):
     assert process.exitcode == -signal.SIGKILL
     seen = []
     monkeypatch.setattr(data, "read", lambda path, options: seen.append(path) or read(path, options))
-    made = packed(tmp_path / "raw", into=tmp_path / "mine")
+    made = packed(source, into=tmp_path / "mine")
     assert 0 < len(seen) < len(made) - writer.CHUNK
     assert made.card == whole.card
 

@@ -60,7 +60,7 @@ ONLY = {
 }
 """Outside packages that only these modules import."""
 
-STANDARD = {"plan", "archive", "disk", "errors", "splits", "table"}
+STANDARD = {"plan", "archive", "members", "entries", "disk", "errors", "splits", "table"}
 """These import nothing that does not come with Python."""
 
 ROOMS = {".".join(path.parent.relative_to(PACKAGE.parent).parts) for path in PACKAGE.rglob("__init__.py")}

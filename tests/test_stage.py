@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gzip
 import hashlib
 import http.server
 import io
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from nbtools import archive, disk, errors, fetch, source
+from nbtools import archive, disk, errors, fetch, members, source
 from nbtools.stage import RECEIPT, cache, drive_path, stage
 
 stager = sys.modules["nbtools.stage"]  # nbtools.stage is the function
@@ -52,6 +53,14 @@ def tar_bytes(files: dict[str, bytes] = FILES) -> bytes:
             info = tarfile.TarInfo(name)
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def zip_bytes(files: dict[str, bytes] = FILES) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
 
 
@@ -219,6 +228,117 @@ def test_a_part_of_an_older_version_is_not_resumed(place):
     decision = source.decide("drive:digits.tar", path, cache())
     put(cache() / f"{decision.target.name}.part" / f"{seen.st_size}-1" / "archive", b"older" * 100)
     assert tree(stage("drive:digits.tar", progress=False)) == INSIDE
+
+
+def only(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and "locks" not in path.parts]
+
+
+@pytest.mark.parametrize("name", ["digits.tar", "digits.zip"])
+def test_a_local_archive_that_is_to_stay_one_file_is_used_where_it_lies(place, name):
+    path = put(place / name, tar_bytes() if name.endswith("tar") else zip_bytes())
+    assert stage(path, extract=False) == path
+    assert not cache().exists()
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert stage(path, extract=False, sha256=digest) == path
+    with pytest.raises(errors.ArchiveError, match=f"SHA-256 is {digest}, not abc"):
+        stage(path, extract=False, sha256="abc")
+
+
+@pytest.mark.parametrize("name", ["digits.tar", "digits.zip", "digits.tar.gz"])
+def test_an_archive_on_drive_is_brought_as_one_file_once(place, monkeypatch, name):
+    data = {"digits.tar": tar_bytes(), "digits.zip": zip_bytes(), "digits.tar.gz": gzip.compress(tar_bytes())}[name]
+    put(place / "drive" / name, data)
+    path = stage(f"drive:{name}", extract=False, progress=False)
+    assert path.read_bytes() == (zip_bytes() if name.endswith("zip") else tar_bytes())
+    assert {member: members.read(path, member) for member in members.index(path).files} == FILES
+    assert {found.name for found in only(cache())} == {path.name, RECEIPT}
+    receipt = json.loads((path.parent / RECEIPT).read_text())
+    assert (receipt["size"], receipt["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
+    for operation in disk.OPERATIONS:
+        if operation != "read":
+            monkeypatch.setattr(disk, operation, lambda *_, **__: pytest.fail("touched the disk"))
+    assert stage(f"drive:{name}", extract=False, progress=False) == path
+
+
+@pytest.mark.parametrize("name", ["digits.tar", "digits.zip", "digits.tar.gz"])
+def test_one_file_may_be_put_below_a_place_that_is_named(place, name):
+    data = {"digits.tar": tar_bytes(), "digits.zip": zip_bytes(), "digits.tar.gz": gzip.compress(tar_bytes())}[name]
+    path = stage(put(place / name, data), place / "fast", extract=False, progress=False)
+    assert path.is_relative_to(place / "fast")
+    assert members.read(path, "digits/2.png") == b"2"
+    assert (place / name).read_bytes() == data
+
+
+def test_the_archive_and_its_folder_can_both_be_staged(place):
+    put(place / "drive" / "digits.tar")
+    path = stage("drive:digits.tar", extract=False, progress=False)
+    folder = stage("drive:digits.tar", progress=False)
+    assert tree(folder) == INSIDE
+    assert stage("drive:digits.tar", extract=False, progress=False) == path
+    assert stage("drive:digits.tar", progress=False) == folder
+
+
+@pytest.mark.parametrize("far", [True, False])
+def test_a_function_of_the_archive_may_choose(place, far):
+    for name, wanted in (("a", True), ("b", False)):
+        path = put(place / ("drive" if far else "near") / f"{name}.tar", tar_bytes({f"{name}/x": b"x", "y": b"y"}))
+        source_ = f"drive:{name}.tar" if far else path
+        staged = stage(source_, extract=lambda path: members.first(path, 1) == ["a/x"], progress=False)
+        assert staged.is_dir() == wanted
+        assert stage(source_, extract=lambda path: members.first(path, 1) == ["a/x"], progress=False) == staged
+
+
+@pytest.mark.parametrize("data", [tar_bytes()[:4000], gzip.compress(tar_bytes())[:-9], tar_bytes({"../evil": b""})])
+def test_a_bad_archive_is_not_published_as_one_file_either(place, data):
+    put(place / "drive" / "digits.tar", data)
+    with pytest.raises(errors.ArchiveError):
+        stage("drive:digits.tar", extract=False, progress=False)
+    assert published(cache()) == []
+    assert not list(cache().glob("*.part"))
+
+
+def test_a_killed_copy_of_one_file_is_resumed(place, monkeypatch):
+    put(place / "drive" / "digits.tar", tar_bytes({"digits/a": os.urandom(3_500_000)}))
+    killed = KILLED.replace("progress=False", "extract=False, progress=False")
+    assert subprocess.run([sys.executable, "-c", killed], cwd=Path(disk.__file__).parents[1]).returncode == -9
+    [part] = cache().glob("*.part/*/archive")
+    kept, moved, copy = part.stat().st_size, [], fetch.copy
+    monkeypatch.setattr(fetch, "copy", lambda path, part, size, _: copy(path, part, size, moved.append))
+    path = stage("drive:digits.tar", extract=False, progress=False)
+    assert moved[0] == kept > 2_000_000
+    assert path.read_bytes() == (place / "drive" / "digits.tar").read_bytes()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("name", ["digits.tar", "digits.tar.gz"])
+def test_each_disk_operation_that_fails_leaves_no_half_of_one_file(place, monkeypatch, code, name):
+    data = tar_bytes({"digits/a": b"a" * 5000})
+    put(place / "drive" / name, data if name.endswith("tar") else gzip.compress(data))
+    calls, fatal = [0], [0]
+
+    def faulty(operation):
+        def run(*arguments, **options):
+            calls[0] += 1
+            if calls[0] == fatal[0]:
+                raise OSError(code, os.strerror(code))
+            return operation(*arguments, **options)
+
+        return run
+
+    for operation in disk.OPERATIONS:
+        monkeypatch.setattr(disk, operation, faulty(getattr(disk, operation)))
+    stage(f"drive:{name}", into=place / "count", extract=False, progress=False)
+    total = calls[0]
+    assert total > 15
+    for number in range(1, total + 1):
+        calls[0], fatal[0] = 0, number
+        with contextlib.suppress(errors.NbtoolsError):
+            stage(f"drive:{name}", into=place / f"into-{number}", extract=False, progress=False)
+        fatal[0] = 0
+        path = stage(f"drive:{name}", into=place / f"into-{number}", extract=False, progress=False)
+        assert path.read_bytes() == data
+        assert len(published(place / f"into-{number}")) == 1
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
