@@ -89,7 +89,7 @@ def projected(points: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     detector loses. Rounded to 8 bits behind the point, for which files are half as large."""
     weights, bias = backbone()
     flat = (points.reshape(len(points), -1) - 0.5).astype(np.float32)
-    found = flat @ weights + bias + 0.1 * rng.standard_normal((len(points), FEATURES), np.float32)
+    found = flat @ weights + bias + 0.05 * rng.standard_normal((len(points), FEATURES), np.float32)
     return np.round(np.maximum(found, 0) * 256) / 256
 
 
@@ -99,4 +99,4 @@ def backbone() -> tuple[np.ndarray, np.ndarray]:
     clips: about 0.35 in the mean, seldom above 3."""
     rng = np.random.default_rng(BACKBONE)
     weights = rng.standard_normal((2 * POINTS, FEATURES), np.float32)
-    return weights * np.float32(0.25), rng.uniform(-0.4, 0.6, FEATURES).astype(np.float32)
+    return weights * np.float32(0.3), rng.uniform(-0.4, 0.6, FEATURES).astype(np.float32)
