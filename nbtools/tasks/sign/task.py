@@ -33,7 +33,11 @@ def model(card: Card | Pack, plan: Plan) -> nn.Module:
 
 def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:
     """What the network reads: x (B, T, 156), mask (B, T, P) and x_length, or features (B, T, D) and features_length;
-    label (B, 2), gloss and category, where there is one. Keypoints are augmented given draws."""
+    label (B, 2), gloss and category, where there is one. Keypoints are augmented given draws.
+
+    mask says which points are seen; without one those are that are not 0. The others are 0 in x, so that the network
+    knows of them only that they are missing.
+    """
     kept = {name: raw[name] for name in ("label", "id") if name in raw}
     if network_of(plan, raw) == "gru":
         return {**kept, "features": padded(raw["features"], plan.bucket), "features_length": raw["features_length"]}
