@@ -20,11 +20,11 @@ from matplotlib import font_manager
 from PIL import Image, ImageDraw
 
 from nbtools.errors import NbtoolsError, PackError
-from nbtools.tasks.hwdb import glyphs, hands
-from nbtools.tasks.hwdb.compose import compose, held_back
-from nbtools.tasks.hwdb.demo import demo
-from nbtools.tasks.hwdb.dgrl import read_page
-from nbtools.tasks.hwdb.language import demo_text, language
+from nbtools.tasks.hwdb.formats.dgrl import read_page
+from nbtools.tasks.hwdb.writing import glyphs, hands
+from nbtools.tasks.hwdb.writing.compose import compose, held_back
+from nbtools.tasks.hwdb.writing.demo import demo
+from nbtools.tasks.hwdb.writing.language import demo_text, language
 
 DATA = os.environ.get("NBTOOLS_REAL_DATA", "")
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from nbtools.errors import NbtoolsError, PackError
-from nbtools.tasks.hwdb import dgr, dgrl, scan
-from nbtools.tasks.hwdb.dgrl import UNKNOWN, Line, Page
+from nbtools.tasks.hwdb.formats import dgr, dgrl, scan
+from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN, Line, Page
 
 FUZZED = int(os.environ.get("NBTOOLS_FUZZ", "4000"))
 NOTE = b"#CASIA-HWDB2.x page, labelled by line\0"

@@ -10,8 +10,7 @@ from torch import nn
 
 from nbtools import ctc
 from nbtools.errors import PlanError
-from nbtools.tasks.hwdb import crnn, hctr, masked
-from nbtools.tasks.hwdb.networks import NETWORKS, built
+from nbtools.tasks.hwdb.networks import NETWORKS, built, crnn, hctr, masked
 
 NAMES = sorted(NETWORKS)
 LENGTHS = (97, 33, 200, 64)

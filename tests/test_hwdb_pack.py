@@ -26,12 +26,13 @@ from nbtools.errors import ArchiveError, PackError
 from nbtools.feed import in_order, open_feed
 from nbtools.pack import Pack, collate
 from nbtools.plan import Plan
-from nbtools.tasks.hwdb import charset, data, dgr, holdout, sources, ways
-from nbtools.tasks.hwdb.charset import UNKNOWN
-from nbtools.tasks.hwdb.data import pack, read
-from nbtools.tasks.hwdb.dgrl import Line, Page, write_page
-from nbtools.tasks.hwdb.report import STRIDES, report
-from nbtools.tasks.hwdb.sources import Found
+from nbtools.tasks.hwdb.formats import dgr
+from nbtools.tasks.hwdb.formats.dgrl import Line, Page, write_page
+from nbtools.tasks.hwdb.lines import charset, data, holdout, sources, ways
+from nbtools.tasks.hwdb.lines.charset import UNKNOWN
+from nbtools.tasks.hwdb.lines.data import pack, read
+from nbtools.tasks.hwdb.lines.report import STRIDES, report
+from nbtools.tasks.hwdb.lines.sources import Found
 
 HEIGHT = 16
 TEXTS = ("一二三，四", "五六", "七八九十", "一,一")

@@ -17,9 +17,10 @@ from PIL import Image
 from nbtools import letters, metrics
 from nbtools.errors import MissingExtra, PackError
 from nbtools.sheet import RIGHT, WRONG
-from nbtools.tasks.hwdb import analysis, show, task
-from nbtools.tasks.hwdb.data import pack as pack_lines
-from nbtools.tasks.hwdb.dgrl import UNKNOWN
+from nbtools.tasks.hwdb import task
+from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN
+from nbtools.tasks.hwdb.lines.data import pack as pack_lines
+from nbtools.tasks.hwdb.looking import analysis, show
 
 LETTERS = "手写中文行ab"
 TEXTS = {"train": ["手写中文", "文文行a", "中"], "val": ["手写b", "写文"], "test": ["行行中", "手写中文行ab"]}
@@ -302,6 +303,13 @@ def test_confusions_and_bars_are_drawn_as_the_tables_say(fonts):
     assert [bar.get_height() for bar in drawn.patches if isinstance(bar, Rectangle)] == pytest.approx([0, 100])
     assert [label.get_text() for label in drawn.get_xticklabels()] == ["never", "1–9"]
     show.bars(analysis.by_width(["手写"], ["手"], [40]))._repr_png_()
+
+
+def test_scores_of_other_answers_are_those_of_an_evaluation():
+    found = analysis.scores(["手写中文", "手\ufffd", "文"], ["手中文a", "手\ufffd", "文"])
+    assert found == {"cer": 3 / 7, "ar": 4 / 7, "cr": 5 / 7, "whole_accuracy": 1 / 3}
+    with pytest.raises(PackError, match="belong together line by line"):
+        analysis.scores(["手"], [])
 
 
 def test_a_broken_font_and_one_of_boxes_are_passed_over(tmp_path):

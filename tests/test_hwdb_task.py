@@ -23,7 +23,7 @@ from nbtools.scoring import evaluate
 from nbtools.state import TrainState
 from nbtools.tasks import hwdb
 from nbtools.tasks.hwdb import augment, networks, plans, task
-from nbtools.tasks.hwdb.dgrl import UNKNOWN
+from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN
 
 LETTERS = [chr(0x4E00 + k) for k in range(9)]
 CPU = torch.device("cpu")

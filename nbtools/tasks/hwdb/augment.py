@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nbtools.draws import Draws
-from nbtools.tasks.hwdb.masked import beyond
+from nbtools.tasks.hwdb.networks.masked import beyond
 
 STRETCH, SLANT = 0.08, 0.2  # largest change of a line's length; columns a row leans by
 SPOTS = 3

@@ -17,11 +17,11 @@ from nbtools.errors import PackError
 from nbtools.pack import Pack, Sample
 from nbtools.packing import Entry, Writer, build
 from nbtools.splits import require_shares
-from nbtools.tasks.hwdb.charset import Charset, from_texts, given, normalised
-from nbtools.tasks.hwdb.holdout import drawn
-from nbtools.tasks.hwdb.pages import LINE, SUFFIXES, image_at
-from nbtools.tasks.hwdb.sources import LAYOUTS, survey
-from nbtools.tasks.hwdb.ways import sample_bytes
+from nbtools.tasks.hwdb.lines.charset import Charset, from_texts, given, normalised
+from nbtools.tasks.hwdb.lines.holdout import drawn
+from nbtools.tasks.hwdb.lines.pages import LINE, SUFFIXES, image_at
+from nbtools.tasks.hwdb.lines.sources import LAYOUTS, survey
+from nbtools.tasks.hwdb.lines.ways import sample_bytes
 
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # all that Pillow raises on a bad file
 WIDEST = 100  # times as wide as high; lines of HWDB reach 20

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from nbtools.errors import PackError
 from nbtools.splits import SPLITS, is_count, position, split_of
-from nbtools.tasks.hwdb.sources import Found
+from nbtools.tasks.hwdb.lines.sources import Found
 
 FEW = 3  # writers: one for each split
 

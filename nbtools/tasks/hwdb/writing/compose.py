@@ -18,11 +18,11 @@ from nbtools import disk
 from nbtools.errors import PackError
 from nbtools.splits import SPLITS, is_count, position, require_shares
 from nbtools.stage import stage
-from nbtools.tasks.hwdb import hands
-from nbtools.tasks.hwdb.demo import LINES, SIGNED, Style, clear, page_of, require_count, write
-from nbtools.tasks.hwdb.dgrl import Page
-from nbtools.tasks.hwdb.drawings import Drawing, cells, drawings, named
-from nbtools.tasks.hwdb.language import language
+from nbtools.tasks.hwdb.formats.dgrl import Page
+from nbtools.tasks.hwdb.writing import hands
+from nbtools.tasks.hwdb.writing.demo import LINES, SIGNED, Style, clear, page_of, require_count, write
+from nbtools.tasks.hwdb.writing.drawings import Drawing, cells, drawings, named
+from nbtools.tasks.hwdb.writing.language import language
 
 NAMES = "names.json"
 COMPOSED = 4  # the stream of random numbers of composed pages

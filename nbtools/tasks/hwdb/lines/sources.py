@@ -16,12 +16,12 @@ from pathlib import Path, PurePosixPath
 from tqdm.auto import tqdm
 
 from nbtools.errors import PackError
-from nbtools.tasks.hwdb.charset import CHARS_LIST, characters_of
-from nbtools.tasks.hwdb.dgrl import Line, Place
-from nbtools.tasks.hwdb.lists import Images, rows_of
-from nbtools.tasks.hwdb.pages import SUFFIXES, lines_in, page_at
-from nbtools.tasks.hwdb.scan import FormatError
-from nbtools.tasks.hwdb.ways import ARCHIVE, DEEPEST, content, hidden, walked
+from nbtools.tasks.hwdb.formats.dgrl import Line, Place
+from nbtools.tasks.hwdb.formats.scan import FormatError
+from nbtools.tasks.hwdb.lines.charset import CHARS_LIST, characters_of
+from nbtools.tasks.hwdb.lines.lists import Images, rows_of
+from nbtools.tasks.hwdb.lines.pages import SUFFIXES, lines_in, page_at
+from nbtools.tasks.hwdb.lines.ways import ARCHIVE, DEEPEST, content, hidden, walked
 
 __all__ = ["LAYOUTS", "Findings", "Found", "group_of", "hidden", "survey"]
 

@@ -18,8 +18,8 @@ import numpy as np
 from torch import Tensor
 
 from nbtools.errors import NbtoolsError, PlanError
-from nbtools.tasks.hwdb.ngram import NGram
-from nbtools.tasks.hwdb.peaks import CANDIDATES, LEAST, Peaks, peaks
+from nbtools.tasks.hwdb.reading.ngram import NGram
+from nbtools.tasks.hwdb.reading.peaks import CANDIDATES, LEAST, Peaks, peaks
 
 TOGETHER = 64  # lines searched at once: the overhead of numpy is shared, and all still fits the caches
 NONE, NOWHERE = -1, -2  # a free place of a beam; the parent of an empty text

@@ -14,10 +14,10 @@ from torch import nn
 from nbtools import metrics, table
 from nbtools.errors import NbtoolsError
 from nbtools.pack import Pack, collate
-from nbtools.tasks.hwdb.beam import search
-from nbtools.tasks.hwdb.dgrl import UNKNOWN
-from nbtools.tasks.hwdb.ngram import NGram
-from nbtools.tasks.hwdb.peaks import CANDIDATES, LEAST, Peaks, joined, peaks
+from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN
+from nbtools.tasks.hwdb.reading.beam import search
+from nbtools.tasks.hwdb.reading.ngram import NGram
+from nbtools.tasks.hwdb.reading.peaks import CANDIDATES, LEAST, Peaks, joined, peaks
 from nbtools.tasks.hwdb.task import batch
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from nbtools.errors import PackError
-from nbtools.tasks.hwdb import dgr
-from nbtools.tasks.hwdb.dgrl import Line, Place, lines_of
-from nbtools.tasks.hwdb.scan import Bytes
-from nbtools.tasks.hwdb.ways import PAGES, sample_bytes, way
+from nbtools.tasks.hwdb.formats import dgr
+from nbtools.tasks.hwdb.formats.dgrl import Line, Place, lines_of
+from nbtools.tasks.hwdb.formats.scan import Bytes
+from nbtools.tasks.hwdb.lines.ways import PAGES, sample_bytes, way
 
 SUFFIXES = (".dgrl", ".dgr")
 LINE = re.compile(r"(.+\.dgrl?)#(\d+)", re.I)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nbtools.errors import PackError
-from nbtools.tasks.hwdb.glyphs import pool
+from nbtools.tasks.hwdb.writing.glyphs import pool
 
 HEAD = 8  # added to a rank of Zipf's law: the rarest of 60 characters still comes once in 500
 FOLLOWERS = 5  # characters that mostly come after a given one

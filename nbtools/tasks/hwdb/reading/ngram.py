@@ -25,8 +25,8 @@ from safetensors.numpy import save as packed
 from nbtools import disk
 from nbtools.errors import PackError
 from nbtools.stage import drive_path
-from nbtools.tasks.hwdb.dgrl import UNKNOWN
-from nbtools.tasks.hwdb.kneser_ney import counted, smoothed
+from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN
+from nbtools.tasks.hwdb.reading.kneser_ney import counted, smoothed
 
 FORM = "nbtools n-gram 1"
 ARRAYS = ("keys", "shorter", "log_probs", "back_off")

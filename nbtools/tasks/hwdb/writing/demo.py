@@ -11,10 +11,10 @@ import torch
 
 from nbtools import disk
 from nbtools.errors import PackError
-from nbtools.tasks.hwdb import glyphs, hands
-from nbtools.tasks.hwdb.dgrl import Line, Page, write_page
-from nbtools.tasks.hwdb.language import language, require_length, some
-from nbtools.tasks.hwdb.scan import codes_of
+from nbtools.tasks.hwdb.formats.dgrl import Line, Page, write_page
+from nbtools.tasks.hwdb.formats.scan import codes_of
+from nbtools.tasks.hwdb.writing import glyphs, hands
+from nbtools.tasks.hwdb.writing.language import language, require_length, some
 
 TRAIN, TEST = "HWDB2.0Train", "HWDB2.0Test"
 LINES, PAGES = 6, 2  # of a page, and of a writer: many writers, since new ones are what has to be read

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nbtools.errors import PackError
-from nbtools.tasks.hwdb.dgrl import (
+from nbtools.tasks.hwdb.formats.dgrl import (
     Line,
     Page,
     Place,
@@ -24,7 +24,17 @@ from nbtools.tasks.hwdb.dgrl import (
     require_count,
     size_bytes,
 )
-from nbtools.tasks.hwdb.scan import CODE, INT, Bytes, Cursor, FormatError, Header, packed, read_header, write_header
+from nbtools.tasks.hwdb.formats.scan import (
+    CODE,
+    INT,
+    Bytes,
+    Cursor,
+    FormatError,
+    Header,
+    packed,
+    read_header,
+    write_header,
+)
 
 BOX = struct.Struct("<4h")
 SMALLEST = CODE + BOX.size + 1  # bytes of a word of one pixel

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nbtools.errors import PackError
-from nbtools.tasks.hwdb.scan import (
+from nbtools.tasks.hwdb.formats.scan import (
     CODE,
     INT,
     LONGEST,

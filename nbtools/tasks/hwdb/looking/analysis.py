@@ -16,7 +16,7 @@ import numpy as np
 from nbtools.errors import MissingExtra, PackError
 from nbtools.metrics import text_metrics
 from nbtools.pack import Pack
-from nbtools.tasks.hwdb.dgrl import UNKNOWN
+from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from nbtools.errors import PackError
-from nbtools.tasks.hwdb.scan import UNKNOWN
+from nbtools.tasks.hwdb.formats.scan import UNKNOWN
 
 CHARS_LIST = "chars_list.txt"
 HALF_WIDTH = {0xFF01 + n: 0x21 + n for n in range(94)} | {0x3000: 0x20}

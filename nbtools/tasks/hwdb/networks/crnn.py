@@ -8,7 +8,7 @@ from itertools import islice, pairwise
 import torch
 from torch import Tensor, nn
 
-from nbtools.tasks.hwdb.masked import Batch, ConvNorm, Fold, Pair, Stage, beyond
+from nbtools.tasks.hwdb.networks.masked import Batch, ConvNorm, Fold, Pair, Stage, beyond
 
 STAGES: tuple[tuple[tuple[int, ...], Pair], ...] = (
     ((64,), (2, 2)),

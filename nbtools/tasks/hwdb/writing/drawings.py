@@ -16,9 +16,9 @@ import numpy as np
 from PIL import Image
 
 from nbtools.errors import PackError
-from nbtools.tasks.hwdb.data import grey_of
-from nbtools.tasks.hwdb.glyphs import EM, pool, soft
-from nbtools.tasks.hwdb.sources import hidden
+from nbtools.tasks.hwdb.lines.data import grey_of
+from nbtools.tasks.hwdb.lines.sources import hidden
+from nbtools.tasks.hwdb.writing.glyphs import EM, pool, soft
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 DRAWER = re.compile(r"_(\d+)$")

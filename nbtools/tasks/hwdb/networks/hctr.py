@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from nbtools.tasks.hwdb.masked import Batch, ConvNorm, Stage
+from nbtools.tasks.hwdb.networks.masked import Batch, ConvNorm, Stage
 
 STAGES = ((128, 2, 0.3), (256, 4, 0.3), (512, 5, 0.3), (512, 1, 0.9))  # channels, blocks, dropout
 

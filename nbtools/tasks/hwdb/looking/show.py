@@ -18,8 +18,8 @@ from nbtools.errors import PackError
 from nbtools.letters import Letters
 from nbtools.pack import Pack
 from nbtools.sheet import RIGHT, WRONG, Sheet
-from nbtools.tasks.hwdb.analysis import aligned, right
-from nbtools.tasks.hwdb.glyphs import installed
+from nbtools.tasks.hwdb.looking.analysis import aligned, right
+from nbtools.tasks.hwdb.writing.glyphs import installed
 
 if TYPE_CHECKING:
     import pandas as pd
