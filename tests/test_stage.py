@@ -632,6 +632,17 @@ def test_an_address_is_downloaded_once(web):
     assert len(Web.requests) == asked
 
 
+@pytest.mark.parametrize("address", ["{web}/digits.tar?x=1", f"https://drive.google.com/open?id={FILE_ID}"])
+def test_a_download_may_stay_one_file(web, address):
+    path = stage(address.format(web=web), extract=False, progress=False)
+    assert path.read_bytes() == tar_bytes()
+    assert len(only(cache())) == 2  # it and its receipt
+    asked = len(Web.requests)
+    assert stage(address.format(web=web), extract=False, progress=False) == path
+    assert len(Web.requests) == asked
+    assert tree(stage(address.format(web=web), progress=False)) == INSIDE
+
+
 @pytest.mark.parametrize("ranges", [True, False])
 def test_dropped_connections_are_resumed_where_the_server_can(web, ranges):
     Web.ranges, Web.drop = ranges, 700_000
