@@ -340,6 +340,8 @@ def test_the_mirror_table_swaps_hands_and_what_is_left_and_right_of_body_and_fac
     assert [table[table[i]] for i in range(POINTS)] == list(range(POINTS))
     assert table[LEFT] == list(range(*RIGHT.indices(POINTS)))
     fixed = [i for i in range(POINTS) if table[i] == i]
+    face = {mesh: FACE_MESH[table[FACE.start + i] - FACE.start] for i, mesh in enumerate(FACE_MESH)}
+    assert [face[right] for right in (33, 133, 61, 105)] == [263, 362, 291, 334]  # eye out and in, mouth, brow
     assert fixed == [0, *(FACE.start + FACE_MESH.index(mesh) for mesh in (1, 199, 4))]
     left_of_pose = [1, 2, 3, 7, 9, *range(11, 25, 2)]
     right_of_pose = [4, 5, 6, 8, 10, *range(12, 25, 2)]
@@ -439,6 +441,13 @@ def test_a_lost_hand_is_gone_for_at_most_half_of_a_clip_and_nothing_else_is():
     assert not ((gone["left"] > 0) & (gone["right"] > 0)).any()
     assert seen[:, :, POSE].all()
     assert seen[:, :, FACE].all()
+
+
+def test_a_dropped_point_is_missing_in_all_of_a_clip_and_as_often_as_asked():
+    clips = Keypoints(torch.rand(50, 9, POINTS, 2), torch.ones(50, 9, POINTS).bool(), torch.full((50,), 9))
+    seen = augment.hidden(clips, Draws(0, 0, torch.arange(50)), 0.0, 0.25).seen
+    assert torch.equal(seen.any(1), seen.all(1))
+    assert float((~seen).double().mean()) == pytest.approx(0.25, abs=0.02)
 
 
 # -- batches on a GPU: few shapes, no waiting
