@@ -37,7 +37,7 @@ def main() -> None:
     machine = on_one_core()
     pack = sign.pack(nb.stage(Path(data) / "isl-keypoints.tar"))
     advice = nb.advise(sign, pack, measure=False)
-    plan = advice.plan
+    plan = sign.Plan.from_dict(advice.plan.to_dict())
     print(pack, advice, sep="\n\n")
     neighbours = {
         "nearest neighbour": nearest(pack, sign.Plan(normalise="none")),
