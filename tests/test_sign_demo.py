@@ -28,8 +28,8 @@ def clips(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def packed(clips):
-    return pack_signs(clips, into=clips.parent / "pack", progress=False)
+def packed(clips, tmp_path_factory):
+    return pack_signs(clips, into=tmp_path_factory.mktemp("packed"), progress=False)
 
 
 def files(folder):
@@ -226,6 +226,8 @@ def test_a_family_shows_the_same_postures_each_time_in_another_order(seed):
         nearest = np.linalg.norm(postures[::10, None] - sequence, axis=2).min(1)
         assert nearest.max() < 0.05, "no posture of the movement is left out"
         assert np.allclose(sequence.mean(0), postures.mean(0), atol=0.06)
+        assert (sequence >= postures.min(0) - 1e-9).all(), "and there are no others"
+        assert (sequence <= postures.max(0) + 1e-9).all()
     for one, other in itertools.combinations(sequences, 2):
         assert np.abs(one - other).max() > 0.25
 
@@ -305,6 +307,16 @@ def test_what_is_not_seen_is_zero_and_hands_are_seen_whole_or_not_at_all(packed)
         hidden["frame"] += (~seen.any(1)).any()
     assert all(times > 20 for times in (hidden["left"], hidden["right"], hidden["frame"])), hidden
     assert hidden["face"] > 5
+
+
+@pytest.mark.parametrize("left_handed", [False, True])
+def test_the_hand_that_does_not_sign_is_often_never_found(left_handed):
+    x = np.full((30, 78, 2), 0.5)
+    masks = [detector.seen(x, True, left_handed, np.random.default_rng(n)) for n in range(100)]
+    never = [np.mean([not mask[:, hand].any() for mask in masks]) for hand in HANDS]
+    signing, idle = never if left_handed else never[::-1]
+    assert signing < 0.05
+    assert 0.25 < idle < 0.55
 
 
 def test_clips_are_as_long_as_people_are_slow(packed):

@@ -12,11 +12,24 @@ from PIL import Image, ImageSequence
 
 from nbtools.errors import DiskError, PackError
 from nbtools.sheet import RIGHT, WRONG
-from nbtools.tasks.sign import analysis, charts, drawing, show
+from nbtools.tasks.sign import analysis, charts, drawing, motions, signers
 from nbtools.tasks.sign.data import pack as pack_signs
 from nbtools.tasks.sign.demo import demo
 from nbtools.tasks.sign.landmarks import FACE, LEFT, POSE
 from nbtools.tasks.sign.landmarks import RIGHT as RIGHT_HAND
+from nbtools.tasks.sign.show import (
+    CELL,
+    LIVE,
+    MARGIN,
+    MOMENTS,
+    animate,
+    category_of,
+    keypoints,
+    preview,
+    show,
+    strip,
+    text_of,
+)
 
 COUNT = 40
 WHOLE = drawing.View(0.0, 0.0, 1.0)
@@ -28,17 +41,16 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pack(folder):
-    return pack_signs(folder, into=folder.parent / "pack", progress=False)
+def pack(folder, tmp_path_factory):
+    return pack_signs(folder, into=tmp_path_factory.mktemp("packed"), progress=False)
 
 
 @pytest.fixture(scope="module")
-def person(pack):
-    """(points (78, 2), all seen) of the frame of all clips that shows most."""
-    frames = [show.keypoints(pack, i) for i in range(COUNT)]
-    points, seen = max(((p[t], s[t]) for p, s in frames for t in range(len(p))), key=lambda one: one[1].sum())
-    assert seen.all()
-    return points, seen
+def person():
+    """(points (78, 2), all seen) of somebody with both hands up."""
+    gloss = next(gloss for gloss in motions.lexicon(60, 1, 0) if gloss.hands == "both")
+    points = signers.signed(signers.signer(0, 0), gloss, np.ones(3), np.linspace(0, 1, 3), np.random.default_rng(0))
+    return points[0], np.ones(78, bool)
 
 
 def inked(image, colour):
@@ -94,7 +106,7 @@ def test_each_point_of_a_body_is_drawn():
 
 
 def test_a_view_holds_all_that_is_seen_in_a_square_and_nothing_else_matters(pack):
-    points, seen = show.keypoints(pack, 0)
+    points, seen = keypoints(pack, 0)
     view = drawing.view_of(points, seen)
     placed = view.placed(points, 100)[seen]
     assert placed.min() > 0
@@ -109,8 +121,8 @@ def test_a_view_holds_all_that_is_seen_in_a_square_and_nothing_else_matters(pack
 
 
 def test_a_strip_shows_the_first_and_the_last_frame_and_some_between(pack):
-    points, seen = show.keypoints(pack, 1)
-    image = show.strip(points, seen, size=40, count=5)
+    points, seen = keypoints(pack, 1)
+    image = strip(points, seen, size=40, count=5)
     assert image.shape == (40, 200, 3)
     view = drawing.view_of(points, seen)
     for place, t in ((0, 0), (4, -1)):
@@ -120,16 +132,16 @@ def test_a_strip_shows_the_first_and_the_last_frame_and_some_between(pack):
 
 def test_show_says_gloss_category_and_frames_and_marks_what_is_wrong(pack):
     ids = [0, 5, 9]
-    truth = [show.text_of(pack, i) for i in ids]
+    truth = [text_of(pack, i) for i in ids]
     assert truth == [pack.classes[pack.sample(i)["label"][0]] for i in ids]
-    [axes] = show.show(pack, ids).axes
+    [axes] = show(pack, ids).axes
     said = [text.get_text() for text in axes.texts]
     frames = [len(pack.sample(i)["x"]) for i in ids]
     assert said[::2] == truth
-    assert said[1::2] == [f"{show.category_of(pack, i)} · {n} frames" for i, n in zip(ids, frames, strict=True)]
+    assert said[1::2] == [f"{category_of(pack, i)} · {n} frames" for i, n in zip(ids, frames, strict=True)]
     assert len(axes.images) == 3
     other = next(name for name in pack.classes if name != truth[1])
-    [axes] = show.show(pack, np.array(ids), [truth[0], other, truth[2]]).axes
+    [axes] = show(pack, np.array(ids), [truth[0], other, truth[2]]).axes
     assert [(text.get_text(), text.get_color()) for text in axes.texts[::2]] == [
         (truth[0], RIGHT),
         (f"{truth[1]} ≠ {other}", WRONG),
@@ -139,26 +151,26 @@ def test_show_says_gloss_category_and_frames_and_marks_what_is_wrong(pack):
 
 def test_a_sheet_of_clips_is_a_png_and_no_clips_are_no_error(pack):
     for ids in ([0, 1], []):
-        image = Image.open(io.BytesIO(show.show(pack, ids)._repr_png_()))
+        image = Image.open(io.BytesIO(show(pack, ids)._repr_png_()))
         assert image.format == "PNG"
-        assert image.width == 2 * show.MARGIN + show.MOMENTS * show.CELL
+        assert image.width == 2 * MARGIN + MOMENTS * CELL
 
 
 @pytest.mark.parametrize("name", ["$\\alpha", "a_b$c$", "<b>&", "_", "%d"])
 def test_any_name_is_drawn_as_it_is(pack, name):
-    shown = show.show(pack, [0], [name])
+    shown = show(pack, [0], [name])
     assert name in shown.axes[0].texts[0].get_text()
     shown._repr_png_()
 
 
 def test_predictions_belong_to_ids(pack):
     with pytest.raises(PackError, match="one gloss an id, got 1 for 2 ids"):
-        show.show(pack, [0, 1], ["x"])
+        show(pack, [0, 1], ["x"])
 
 
 def test_an_animation_is_a_png_with_every_frame_at_30_a_second(pack):
-    points, seen = show.keypoints(pack, 2)
-    movie = show.animate(pack, 2, size=64)
+    points, seen = keypoints(pack, 2)
+    movie = animate(pack, 2, size=64)
     assert len(movie.frames) == len(points)
     data = movie._repr_png_()
     assert data.startswith(b"\x89PNG")
@@ -174,13 +186,13 @@ def test_an_animation_is_a_png_with_every_frame_at_30_a_second(pack):
 
 @pytest.mark.parametrize(("name", "form"), [("clip.png", "PNG"), ("clip.GIF", "GIF")])
 def test_an_animation_is_saved_where_asked(pack, tmp_path, name, form):
-    path = show.animate(pack, 2, size=32).save(tmp_path / name)
+    path = animate(pack, 2, size=32).save(tmp_path / name)
     with Image.open(path) as image:
         assert (image.format, getattr(image, "n_frames", 1) > 10) == (form, True)
 
 
 def test_other_files_and_folders_that_are_not_there_are_refused(pack, tmp_path):
-    movie = show.animate(pack, 2, size=16)
+    movie = animate(pack, 2, size=16)
     with pytest.raises(PackError, match=r"saved as \.png or \.gif, got 'clip\.mp4'"):
         movie.save(tmp_path / "clip.mp4")
     (tmp_path / "file").touch()
@@ -191,10 +203,10 @@ def test_other_files_and_folders_that_are_not_there_are_refused(pack, tmp_path):
 def test_the_live_picture_shows_the_ways_of_the_hands(pack):
     images = []
     for i in range(4):
-        image, truth, answer = show.preview(pack, i, "answer")
-        assert (image.dtype, image.shape, answer) == (np.uint8, (2 * show.LIVE, 2 * show.LIVE, 3), "answer")
-        assert truth == show.text_of(pack, i)
-        _, seen = show.keypoints(pack, i)
+        image, truth, answer = preview(pack, i, "answer")
+        assert (image.dtype, image.shape, answer) == (np.uint8, (2 * LIVE, 2 * LIVE, 3), "answer")
+        assert truth == text_of(pack, i)
+        _, seen = keypoints(pack, i)
         for hand, ink in ((LEFT, drawing.LEFT_INK), (RIGHT_HAND, drawing.RIGHT_INK)):
             assert inked(image, ink) == seen[:, hand].any()
         images.append(image.tobytes())
@@ -204,7 +216,7 @@ def test_the_live_picture_shows_the_ways_of_the_hands(pack):
 def test_a_pack_of_features_alone_says_that_there_is_nothing_to_draw(folder, tmp_path):
     alone = pack_signs(folder, kp_key=None, into=tmp_path / "pack", progress=False)
     with pytest.raises(PackError, match="no keypoints to draw"):
-        show.animate(alone, 0)
+        animate(alone, 0)
     assert charts.lengths(alone).axes[0].patches
 
 
