@@ -284,7 +284,7 @@ def test_the_confusions_of_categories_are_those_of_their_glosses_together(seed):
     for stood, read in itertools.product("xyz", repeat=2):
         parts = [fine.loc[a, b] for a, b in itertools.product(fine.index, repeat=2) if (of[a], of[b]) == (stood, read)]
         assert coarse.loc[stood, read] == sum(parts)
-    rows = columns(analysis.by_class(truth, predicted), "gloss", "right")
+    rows = columns(analysis.by_class(truth, predicted), "class", "right")
     assert all(right == fine.loc[gloss, gloss] for gloss, right in rows)
 
 
@@ -296,7 +296,7 @@ def test_classes_that_no_clip_has_get_a_row_of_zeros_and_strange_ones_an_error()
     with pytest.raises(PackError, match="got 1 and 2"):
         analysis.by_class(["a"], ["a", "b"])
     empty = analysis.by_class([], [])
-    assert (len(empty), next(iter(empty))) == (0, "gloss")
+    assert (len(empty), next(iter(empty))) == (0, "class")
 
 
 def test_a_pack_tells_the_category_of_each_gloss_in_their_order(pack):

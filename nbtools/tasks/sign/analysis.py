@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 def by_class(
     truth: Sequence[str], predicted: Sequence[str], categories: Mapping[str, str] | None = None
 ) -> pd.DataFrame:
-    """A row for each class that clips have, the worst first: gloss, category, clips, right, accuracy, confused (what it
+    """A row for each gloss that clips have, the worst first: gloss, category, clips, right, accuracy, confused (what it
     was taken for most often, "" where never) and times. clips and right add up to those of all.
 
-    categories: gloss → category; without it, as for lists of categories, that column is missing.
+    categories: gloss → category; without it, as for lists of categories, the first column is `class` alone.
     """
     import pandas as pd
 
@@ -34,9 +34,9 @@ def by_class(
         other, times = min(read.items(), key=lambda item: (-item[1], item[0]), default=("", 0))
         about = (name,) if categories is None else (name, categories[name])
         rows.append((*about, clips, right, right / clips, other, times))
-    first = ("gloss",) if categories is None else ("gloss", "category")
+    first = ("class",) if categories is None else ("gloss", "category")
     table = pd.DataFrame(rows, columns=[*first, "clips", "right", "accuracy", "confused", "times"])
-    return table.sort_values(["accuracy", "clips", "gloss"], ascending=[True, False, True], ignore_index=True)
+    return table.sort_values(["accuracy", "clips", first[0]], ascending=[True, False, True], ignore_index=True)
 
 
 def confusion(truth: Sequence[str], predicted: Sequence[str], classes: Iterable[str] | None = None) -> pd.DataFrame:
