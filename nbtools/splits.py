@@ -49,7 +49,8 @@ def assigned(names: Sequence[str], splits: Sequence[str | None], val: float, tes
 
 def require_shares(val: float, test: float) -> None:
     shares = [x for x in (val, test) if not is_count(x)]
-    if min(val, test) < 0 or sum(shares) >= 1:
+    numbers = all(isinstance(x, (int, float)) for x in (val, test))
+    if not numbers or not min(val, test) >= 0 or not sum(shares) < 1:
         raise PackError(f"val and test must be whole numbers of samples, or shares ≥ 0 and below 1, got {val}, {test}")
 
 

@@ -569,6 +569,7 @@ def test_bad_rows_and_images_are_listed_with_their_place(tmp_path):
     }
     assert made.names == ["test/t.png", "train/d.png"]
     assert all(made.bad["fix"])
+    assert all(made.bad["value"])
     assert str(raw) not in "".join(made.bad["value"])
 
 
@@ -633,6 +634,19 @@ def test_unknown_characters_have_the_last_class_and_are_counted(tmp_path):
     assert [(tally.split, tally.unknown) for tally in counted.splits] == [("train", 3), ("test", 1), ("all", 4)]
 
 
+def test_a_class_list_of_other_data_is_warned_of_at_once_and_one_that_lacks_little_is_not(tmp_path, capsys):
+    page(tmp_path / "raw" / "1-P1.dgrl", "一二" * 15, "一二三三一")
+    packed(tmp_path / "raw", classes="一二")  # progress=False is silent
+    pack(tmp_path / "raw", height=HEIGHT, classes="一三")
+    assert re.search(
+        r"16 of 35 characters are in no class, '二' above all, .* is it the right chars_list", capsys.readouterr().out
+    )
+    pack(tmp_path / "raw", height=HEIGHT, classes="一二三")
+    page(tmp_path / "raw" / "2-P1.dgrl", *["一二" * 15] * 3)
+    pack(tmp_path / "raw", height=HEIGHT, classes="一二")
+    assert "no class" not in capsys.readouterr().out
+
+
 def test_classes_from_the_data_hold_what_only_a_test_line_has(tmp_path):
     """As UNKNOWN it could be called right; as itself it is an error, which it is."""
     page(tmp_path / "raw" / "HWDB2.0Train" / "1-P1.dgrl", "二一")
@@ -686,7 +700,13 @@ def test_classes_that_are_none_are_refused(tmp_path, classes, said):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [(b"\xff\n", "byte 0 is not UTF-8"), ("一\n二三\n".encode(), ":2: a line holds")]
+    ("text", "said"),
+    [
+        (b"\xff\n", "byte 0 is not UTF-8"),
+        ("一\n二三\n".encode(), ":2: a line holds"),
+        ("一\n二\n一\n".encode(), ":3: a character stands there once, and '一' is in line 1"),
+        (b"\n", "it must have a character on each line, got none"),
+    ],
 )
 def test_a_list_of_characters_that_is_none_names_the_place(tmp_path, text, said):
     (tmp_path / "chars.txt").write_bytes(text)
@@ -842,7 +862,13 @@ def test_what_is_no_line_is_refused_with_value_rule_and_fix(tmp_path, name, said
     ("wrong", "said"),
     [
         ({"layout": "grid"}, "layout must be one of auto, pages, lines, got 'grid'"),
-        ({"height": 8}, "height must be ≥ 16, got 8"),
+        ({"height": 8}, "height must be a whole number of pixels from 16 to 512, got 8"),
+        ({"height": 1_000_000}, "from 16 to 512, got 1000000"),
+        ({"height": "abc"}, "got 'abc'"),
+        ({"height": 32.0}, "got 32.0"),
+        ({"normalise": "yes"}, "normalise must be true or false, got 'yes'"),
+        ({"classes": 12}, "classes must be a string, a list, or a file of characters, got 12"),
+        ({"val": "all"}, "shares ≥ 0 and below 1, got all, 0.1"),
     ],
 )
 def test_a_wrong_option_is_named(tmp_path, wrong, said):

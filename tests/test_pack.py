@@ -561,7 +561,7 @@ def test_whole_numbers_are_exact_counts(place):
         pack(place / "raw", val=30, test=20)
 
 
-@pytest.mark.parametrize(("val", "test"), [(-0.1, 0.1), (0.5, 0.5), (0.1, 1.5)])
+@pytest.mark.parametrize(("val", "test"), [(-0.1, 0.1), (0.5, 0.5), (0.1, 1.5), ("x", 0.1), (0.1, float("nan"))])
 def test_shares_that_leave_no_training_data_are_refused(place, val, test):
     with pytest.raises(PackError, match=r"val and test must be whole numbers of samples, or shares ≥ 0 and below 1"):
         pack(vectors(place / "raw"), val=val, test=test)

@@ -68,6 +68,8 @@ def given(classes: str | Path | Sequence[str], normalise: bool = False) -> Chars
     normalise: the list as normalised texts need it, without the doubles that this makes.
     Raises PackError for what is no character, or comes twice.
     """
+    if not isinstance(classes, (str, Path, Sequence)):
+        raise PackError(f"classes must be a string, a list, or a file of characters, got {classes!r}")
     if isinstance(classes, Path) or (isinstance(classes, str) and classes.endswith(".txt")):
         return given(read_list(Path(classes)), normalise)
     listed = [character for character in classes if character != UNKNOWN]
@@ -90,14 +92,22 @@ def read_list(path: Path) -> list[str]:
 def characters_of(data: bytes, path: Path) -> list[str]:
     """The characters of a `chars_list.txt`, one a line. A line may be a blank: it is the space.
 
-    Raises PackError naming the line that is not one character.
+    Raises PackError naming the line that is not one character, or one that stands there already.
     """
     try:
         lines = data.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise PackError(f"{path}: byte {error.start:,} is not UTF-8; save it as UTF-8") from None
-    found = [line.removesuffix("\r") for line in lines]
-    for number, line in enumerate(found, 1):
+    numbers: dict[str, int] = {}
+    for number, line in enumerate((line.removesuffix("\r") for line in lines), 1):
         if len(line) > 1:
             raise PackError(f"{path}:{number}: a line holds one character, got {line!r}; correct it")
-    return [line for line in found if line]
+        if line in numbers:
+            raise PackError(
+                f"{path}:{number}: a character stands there once, and {line!r} is in line {numbers[line]}; delete one"
+            )
+        if line:
+            numbers[line] = number
+    if not numbers:
+        raise PackError(f"{path}: it must have a character on each line, got none; fill it, or delete it")
+    return list(numbers)

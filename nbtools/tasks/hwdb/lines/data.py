@@ -5,6 +5,7 @@ the darkest); label (N,) int64, places in the classes.
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from tqdm.auto import tqdm
 
 from nbtools.errors import PackError
 from nbtools.pack import Pack, Sample
@@ -24,6 +26,8 @@ from nbtools.tasks.hwdb.lines.sources import LAYOUTS, survey
 from nbtools.tasks.hwdb.lines.ways import sample_bytes
 
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # all that Pillow raises on a bad file
+HEIGHTS = 16, 512  # pixels: the networks halve it several times; no line is scanned with more
+FOREIGN = 0.05  # of all characters in no class: of HWDB's own list's it is none
 WIDEST = 100  # times as wide as high; lines of HWDB reach 20
 
 
@@ -51,10 +55,7 @@ def pack(
     Train, Val or Test and the names of lists come first.
     Raises PackError where nothing can be used.
     """
-    if layout not in LAYOUTS:
-        raise PackError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    if height < 16:
-        raise PackError(f"height must be ≥ 16, got {height}: the networks halve it several times")
+    require_options(height, layout, normalise)
     require_shares(val, test)
     charset = None if classes is None else given(classes, normalise)
     chosen = {"layout": layout, "classes": charset and "".join(charset.classes), "val": val, "test": test}
@@ -77,6 +78,18 @@ def pack(
     )
 
 
+def require_options(height: int, layout: str, normalise: bool) -> None:
+    if layout not in LAYOUTS:
+        raise PackError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if type(height) is not int or not HEIGHTS[0] <= height <= HEIGHTS[1]:
+        raise PackError(
+            f"height must be a whole number of pixels from {HEIGHTS[0]} to {HEIGHTS[1]}, got {height!r}; "
+            "128 is the reference's, 32 is for CPUs"
+        )
+    if not isinstance(normalise, bool):
+        raise PackError(f"normalise must be true or false, got {normalise!r}")
+
+
 def fill(
     writer: Writer,
     folder: Path,
@@ -96,7 +109,10 @@ def fill(
         listed = findings.characters
         charset = from_texts(texts) if listed is None else given(listed, options["normalise"])
     writer.classes = list(charset.classes)
-    writer.facts = {"layout": findings.layout, "outside": dict(charset.outside(texts).most_common())}
+    outside = charset.outside(texts)
+    writer.facts = {"layout": findings.layout, "outside": dict(outside.most_common())}
+    if writer.progress and outside.total() > FOREIGN * sum(map(len, texts)):
+        tqdm.write(foreign(outside, sum(map(len, texts))))
     splits = drawn(findings.lines, val, test)
     entries = [
         Entry(one.name, folder / one.name, split, text)
@@ -104,6 +120,15 @@ def fill(
     ]
     for entry, arrays in writer.decode(entries, read, options):
         writer.add(entry.name, entry.split, **arrays, label=charset.encode(entry.label))
+
+
+def foreign(outside: Counter[str], characters: int) -> str:
+    """A warning of a class list that is another data set's."""
+    common = "".join(character for character, _ in outside.most_common(10))
+    return (
+        f"{outside.total():,} of {characters:,} characters are in no class, {common!r} above all, and no network will "
+        "read them: is it the right chars_list.txt, or classes=?"
+    )
 
 
 def read(path: Path, options: Mapping[str, Any]) -> Sample:

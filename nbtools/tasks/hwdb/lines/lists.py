@@ -40,7 +40,7 @@ def row_of(number: int, line: bytes) -> Row:
         value = f"{line[error.start : error.start + 8]!r} at byte {error.start} of the row"
         return Row(number, problem=(value, "a list is UTF-8", "save it as UTF-8"))
     if not comma or not name.strip():
-        return Row(number, problem=(name, "a row is name,text", "correct the row"))
+        return Row(number, problem=(f"{name}{comma}{text}", "a row is name,text", "correct the row"))
     return Row(number, name.strip(), text)
 
 
