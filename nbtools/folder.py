@@ -17,7 +17,7 @@ from nbtools import checkpoint, control, disk
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.history import History
 from nbtools.loop import caught_up, refuse_fixed
-from nbtools.pack import Pack
+from nbtools.pack import Card, Pack
 from nbtools.plan import Plan
 from nbtools.run import CARD, HISTORY, PLAN
 from nbtools.stage import cache, drive_path
@@ -109,7 +109,7 @@ def begin(folder: Path, task: Any, pack: Pack, state: TrainState) -> tuple[Histo
 
 
 def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[str]]:
-    if json.loads((folder / CARD).read_text()) != json.loads(json.dumps(pack.card.to_dict())):
+    if Card.from_dict(json.loads((folder / CARD).read_text())) != pack.card:
         raise CheckpointError(
             f"{folder}: this run was trained on another pack (its card.json is not that of {pack.folder}); "
             "give the same data and options, or name another run folder"

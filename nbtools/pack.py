@@ -56,7 +56,8 @@ class Card:
     """What a model needs to know of a data set: enough to build it, feed it and read its answers. Travels with a run.
 
     options: the preprocessing; splits: samples a split; bucket_by: the ragged column whose length groups batches;
-    digest: of all that the pack holds, so that a run goes on with the very same data only.
+    digest: of all that the pack holds, so that a run goes on with the very same data only. counts: train samples of
+    each class, by what they are classes of, where the task counted them.
     """
 
     task: str
@@ -66,6 +67,7 @@ class Card:
     splits: dict[str, int]
     bucket_by: str | None = None
     digest: str = ""
+    counts: dict[str, list[int]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -73,7 +75,7 @@ class Card:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         columns = {k: Column(c["kind"], c["dtype"], tuple(c["shape"])) for k, c in values["columns"].items()}
-        known = {f.name: values[f.name] for f in dataclasses.fields(cls)}
+        known = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
         return cls(**{**known, "columns": columns})
 
 

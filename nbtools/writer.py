@@ -69,6 +69,7 @@ class Writer:
         self.splits: list[str | None] = []
         self.bad: list[dict[str, str]] = []
         self.classes: list[str] = []
+        self.counts: dict[str, list[int]] = {}
         self.facts: dict[str, Any] = {}  # what the manifest says beside the rest
         self.noted = 0, 0  # names and bad samples that the journal has
 
@@ -192,7 +193,7 @@ class Writer:
             file.close()
             if column in self.ragged:
                 self.save(f"{column}.offsets.npy", npy(np.array(self.offsets[column], np.int64)))
-        splits = assigned(self.names, self.splits, self.val, self.test)
+        splits = self.assigned()
         self.save("split.npy", npy(np.array([SPLITS.index(s) for s in splits], np.uint8)))
         self.save("names.json", json.dumps(self.names).encode())
         self.save("bad.csv", bad_csv(self.bad))
@@ -200,11 +201,15 @@ class Writer:
         kept = sorted(path for path in self.folder.iterdir() if path.name != JOURNAL)
         files = {path.name: described(path) for path in kept}
         digest = hashlib.sha256("".join(entry["sha256"] for entry in files.values()).encode()).hexdigest()
-        card = Card(task, list(self.classes), dict(options), self.columns, counts, bucket_by, digest)
+        card = Card(task, list(self.classes), dict(options), self.columns, counts, bucket_by, digest, self.counts)
         manifest = {"version": VERSION, "card": card.to_dict(), "bad": len(self.bad), "files": files}
         manifest |= {**self.facts, **facts}
         self.save(MANIFEST, json.dumps(manifest, indent=1).encode())
         return card
+
+    def assigned(self) -> list[str]:
+        """The split of each sample so far."""
+        return assigned(self.names, self.splits, self.val, self.test)
 
     def save(self, name: str, data: bytes) -> None:
         with disk.create(self.folder / name) as file:

@@ -20,6 +20,7 @@ from nbtools.feed import in_order, open_feed
 from nbtools.pack import Column, Pack
 from nbtools.plan import Plan
 from nbtools.stage import stage
+from nbtools.tasks.sign import networks
 from nbtools.tasks.sign.clips import Keys, examined
 from nbtools.tasks.sign.data import pack, read
 from nbtools.tasks.sign.rules import ERROR, WARNING
@@ -110,6 +111,16 @@ def test_a_clip_in_the_exact_format_passes_and_is_packed_as_it_is(tmp_path):
         for column, key in (("x", "X"), ("mask", "mask"), ("features", "X2048")):
             np.testing.assert_array_equal(sample[column], raw[key])
         assert sample["label"].tolist() == [k % 2, k % 2]
+
+
+def test_the_card_counts_the_training_clips_of_each_class_for_their_weights(tmp_path):
+    source = corpus(tmp_path / "raw")
+    listed(source / "labels_reference.csv", "0,A,0,X", "1,B,1,Y", "2,C,1,Y", head="gloss_id,label,cat_id,category")
+    made = packed(source)
+    assert made.card.counts == {"gloss": [1, 1, 0], "category": [1, 1]}
+    weighted = networks.class_weights(made.card, "balanced", "gloss")
+    assert weighted is not None
+    assert weighted.tolist() == [1, 1, 0]
 
 
 def test_ids_are_the_classes_until_a_reference_names_them(tmp_path):

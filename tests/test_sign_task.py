@@ -91,13 +91,11 @@ def read(path, options):
 
 
 def make_pack(folder: Path, count=24, keypoints=True):
-    options = {
-        "categories": ["up", "down", "on"],
-        "train_counts": {"gloss": [4, 2, 1, 0, 1, 4], "category": [8, 2, 2]},
-    }
+    options = {"categories": ["up", "down", "on"]}
 
     def fill(writer, source):
         writer.classes = list("abcdef")
+        writer.counts = {"gloss": [4, 2, 1, 0, 1, 4], "category": [8, 2, 2]}
         files = sorted(source.glob("*.npz"), key=lambda path: int(path.stem.split("_")[1]))
         entries = [Entry(path.name, path, "val" if i % 6 == 5 else "train") for i, path in enumerate(files)]
         for entry, arrays in writer.decode(entries, read, options):
@@ -233,7 +231,7 @@ def test_class_weights_come_from_the_training_clips_and_leave_the_loss_its_size(
     plan = Plan(class_weights=kind)
     weights = networks.class_weights(pack.card, kind, "gloss")
     assert weights is not None
-    counts = torch.tensor(pack.options["train_counts"]["gloss"], dtype=torch.float32)
+    counts = torch.tensor(pack.card.counts["gloss"], dtype=torch.float32)
     assert float((weights * counts).sum()) == pytest.approx(float(counts.sum()))
     assert weights[3] == 0
     if expected:

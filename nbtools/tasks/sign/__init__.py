@@ -1,1 +1,42 @@
 """Sign language: clips of keypoints or features to a gloss and its category, by a Transformer or a GRU."""
+
+from nbtools.tasks.sign.analysis import by_class, categories_of, confusion, grouped
+from nbtools.tasks.sign.charts import classes, confused, lengths
+from nbtools.tasks.sign.data import pack, read
+from nbtools.tasks.sign.demo import demo
+from nbtools.tasks.sign.plans import BASELINE, PLAN, Plan, suggest, with_gru
+from nbtools.tasks.sign.show import animate, preview, show, text_of
+from nbtools.tasks.sign.streaming import latency, stream
+from nbtools.tasks.sign.task import BEST, batch, decode, loss, metrics, model
+from nbtools.tasks.sign.validate import validate
+
+__all__ = [
+    "BASELINE",
+    "BEST",
+    "PLAN",
+    "Plan",
+    "animate",
+    "batch",
+    "by_class",
+    "categories_of",
+    "classes",
+    "confused",
+    "confusion",
+    "decode",
+    "demo",
+    "grouped",
+    "latency",
+    "lengths",
+    "loss",
+    "metrics",
+    "model",
+    "pack",
+    "preview",
+    "read",
+    "show",
+    "stream",
+    "suggest",
+    "text_of",
+    "validate",
+    "with_gru",
+]

@@ -113,3 +113,15 @@ def fill(writer: Writer, folder: Path, survey: Survey, options: Mapping[str, Any
     entries = [Entry(clip.name, folder / clip.name, clip.split, clip.label) for clip in survey.labelled]
     for entry, arrays in writer.decode(entries, read, options):
         writer.add(entry.name, entry.split, **arrays, label=np.array(entry.label, np.int64))
+    writer.counts = counted(writer, survey)
+
+
+def counted(writer: Writer, survey: Survey) -> dict[str, list[int]]:
+    """Training clips of each gloss and each category, for the weights of classes."""
+    labels = {clip.name: clip.label for clip in survey.labelled}
+    train = [labels[name] for name, split in zip(writer.names, writer.assigned(), strict=True) if split == "train"]
+    glosses, categories = np.array(train, np.int64).reshape(-1, 2).T
+    return {
+        "gloss": np.bincount(glosses, minlength=len(survey.classes)).tolist(),
+        "category": np.bincount(categories, minlength=len(survey.categories)).tolist(),
+    }

@@ -46,7 +46,7 @@ def class_weights(card: Card, kind: str, head: str) -> Tensor | None:
     """
     if kind == "none":
         return None
-    counts: Sequence[int] | None = card.options.get("train_counts", {}).get(head)
+    counts: Sequence[int] | None = card.counts.get(head)
     if counts is None:
         raise PlanError(
             f'Plan.class_weights = "{kind}" needs the number of training clips of each {head}, and this pack does not '

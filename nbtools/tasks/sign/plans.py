@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbtools import plan
-from nbtools.pack import Card
+from nbtools.pack import Card, Pack
 
 THUMB = "rule of thumb"
 SHOWN = 480  # clips of a gloss to train on, all epochs together: more taught ten signs nothing (measured)
@@ -141,6 +141,15 @@ def for_gru(card: Card) -> dict[str, tuple[Any, str]]:
         "warmup_epochs": (round(epochs * 0.1, 1), f"10 % of the run, {THUMB}"),
         "weight_decay": (0.0, "16 and 12 units have little to overfit with"),
     }
+
+
+def with_gru(plan: Plan, card: Card | Pack) -> Plan:
+    """The same plan for the GRU on the same data: the network, and the knobs that it learns better with."""
+    return plan.replace(**{name: value for name, (value, _) in for_gru(of(card)).items()})
+
+
+def of(card: Card | Pack) -> Card:
+    return card.card if isinstance(card, Pack) else card
 
 
 def rounds(card: Card, shown: int) -> int:

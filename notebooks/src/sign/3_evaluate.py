@@ -1,0 +1,100 @@
+# %% [markdown]
+# # Sign 3 · Evaluate
+#
+# {badge}
+#
+# Says which signs are recognised and which are taken for another, how long one answer takes, and what the model says
+# while somebody is still signing. Without a trained run on your Drive it trains a short one first.
+#
+# **GPU:** none needed. **Measured:** 15 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation aside,
+# after `2_train`.
+
+# {install}
+
+# %% [markdown]
+# ## Settings
+
+# %%
+import os
+
+PACK = "drive:nbtools/sign.tar"  # what 1_data kept
+RUN = "drive:nbtools/runs/sign"  # what 2_train kept; "…/sign-gru" is the other model
+SPLIT = "val"  # "test" where there is one
+TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
+COUNT, GLOSSES, EPOCHS = (60, 6, 1) if TINY else (400, 12, 20)  # of the short run, where there is no other
+if "COLAB_RELEASE_TAG" not in os.environ:
+    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
+
+# %% [markdown]
+# ## The data and the run
+# Whatever is missing on Drive is said, and made here on a small scale, so that this notebook runs by itself.
+
+# %%
+import nbtools as nb
+from nbtools.tasks import sign
+
+try:
+    pack, run = sign.pack(PACK), nb.Run.open(nb.stage(RUN))
+except nb.NbtoolsError as problem:
+    print(f"{problem}\nTraining a short run on demo clips instead.")
+    pack = sign.pack(sign.demo("data/short", count=COUNT, glosses=GLOSSES))
+    plan = nb.advise(sign, pack, measure=False).plan.replace(epochs=EPOCHS, warmup_epochs=0.5)
+    run = nb.fit(sign, pack, plan, run="runs/short", receipt=False)
+
+# %% [markdown]
+# ## How good is it
+# Signers that training never saw: the share of clips whose gloss, whose category is right, and those whose gloss is
+# among the five likeliest.
+
+# %%
+nb.evaluate(run, pack, split=SPLIT)
+
+# %% [markdown]
+# ## Gloss by gloss
+# The worst first, with what it is taken for most often.
+
+# %%
+ids = pack.ids(SPLIT)
+truth, read = [sign.text_of(pack, i) for i in ids], run.predict_pack(pack, ids)
+categories = sign.categories_of(pack)
+sign.by_class(truth, read, categories)
+
+# %% [markdown]
+# ## What is taken for what
+# Glosses in the order of their categories: what lies near the diagonal stays within its category.
+
+# %%
+sign.confused(sign.confusion(truth, read, list(categories)))
+
+# %% [markdown]
+# ## Look at the wrong ones
+
+# %%
+wrong = [place for place in range(len(ids)) if read[place] != truth[place]][:4]
+sign.show(pack, ids[wrong], [read[place] for place in wrong])
+
+# %% [markdown]
+# ## How long does one answer take
+# One clip alone, from its arrays to the gloss: what somebody waits for who signs into a camera.
+
+# %%
+clips = [pack.sample(i) for i in ids[:40]]
+sign.latency(run.model(), pack, run.plan, clips)
+
+# %% [markdown]
+# ## While somebody is still signing
+# The same model on a window that slides over a clip: an answer every five frames. It becomes sure when it has seen what
+# tells this sign from the others.
+
+# %%
+import pandas as pd
+
+answers = sign.stream(run.model(), pack, run.plan, clips[0], window=45, every=5)
+print("truth:", truth[0])
+pd.DataFrame(answers).round({"probability": 3, "seconds": 4})
+
+# %% [markdown]
+# ## Take it away
+
+# %%
+run.export("sign-model")
