@@ -1,0 +1,173 @@
+"""The network that makes features of frames: torchvision's InceptionV3 without its classifier, frozen or to be trained.
+
+Nothing here imports torchvision before `inception` is called: whoever has ready features never needs it.
+N frames of H × W pixels, D = 2048 numbers a frame.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from nbtools.errors import CheckpointError, MissingExtra, PackError, StageError
+from nbtools.tasks.sign.rules import FEATURES
+
+SIDE, SHORT = 299, 342  # pixels that the network reads, and of the shorter side before torchvision's own cut
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+IMAGENET = "imagenet"
+STEM = "Conv2d_1a_3x3.conv.weight"  # the first entry: what stands before it in a file stands before all
+CLASSIFIERS = ("AuxLogits.", "fc.")
+
+
+class Backbone(nn.Module):
+    """frames (N, 3, H, W) uint8 → features (N, D) float32, by a network that reads (N, 3, 299, 299), normalised.
+
+    A frame is squeezed into the square whole, as by the extractor of the published clips; crop=True cuts its middle out
+    as the published weights' own transform does, which loses hands at the sides of a wide picture.
+    frozen: nothing of it is trained. Otherwise all is but the statistics of its batch norms where it is `settled`
+    (pretrained): the frames of a clip are near copies of each other, and would spoil them.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, *, frozen: bool = True, settled: bool = True, crop: bool = False):
+        super().__init__()
+        self.network, self.frozen, self.settled, self.crop = network, frozen, settled, crop
+        for name, values in (("mean", MEAN), ("std", STD)):
+            self.register_buffer(name, torch.tensor(values).view(3, 1, 1), persistent=False)
+        for parameter in network.parameters():
+            parameter.requires_grad_(not frozen)
+        self.train(not frozen)
+
+    @property
+    def device(self) -> torch.device:
+        return self.mean.device
+
+    def train(self, mode: bool = True) -> Backbone:
+        super().train(mode and not self.frozen)
+        if self.settled:
+            for module in self.network.modules():
+                if isinstance(module, _BatchNorm):
+                    module.eval()
+        return self
+
+    def forward(self, frames: Tensor) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            features = self.network(self.prepared(frames))
+        if not isinstance(features, Tensor) or features.shape != (len(frames), FEATURES):
+            came = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
+            raise PackError(
+                f"network must make ({len(frames)}, {FEATURES}) of ({len(frames)}, 3, {SIDE}, {SIDE}), got {came}; "
+                "take what it has before its classifier, pooled over the picture"
+            )
+        return features.float()
+
+    def prepared(self, frames: Tensor) -> Tensor:
+        """(N, 3, 299, 299) float32, normalised as ImageNet's pictures."""
+        pictures = frames.float() / 255
+        pictures = middle(pictures) if self.crop else F.interpolate(pictures, (SIDE, SIDE), mode="bilinear")
+        return (pictures - self.mean) / self.std
+
+
+def middle(pictures: Tensor) -> Tensor:
+    """The square in the middle of pictures whose shorter side is brought to 342 pixels."""
+    height, width = pictures.shape[2:]
+    size = [int(SHORT * side / min(height, width)) for side in (height, width)]
+    pictures = F.interpolate(pictures, size, mode="bilinear", antialias=True)
+    top, left = (round((side - SIDE) / 2) for side in size)
+    return pictures[:, :, top : top + SIDE, left : left + SIDE]
+
+
+def inception(weights: str | Path | None = IMAGENET, seed: int = 0) -> nn.Module:
+    """torchvision's InceptionV3 up to its pooled features (N, D).
+
+    weights: "imagenet" (torchvision's, 104 MB, downloaded once), a file (.safetensors, .pth), or None: drawn by a seed.
+    Raises MissingExtra without torchvision, CheckpointError for a file that does not fit, StageError where the
+    download fails.
+    """
+    models = torchvision_models()
+    state = None if weights is None else published(models) if weights == IMAGENET else read_weights(Path(weights))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        network = models.inception_v3(weights=None, init_weights=state is None, transform_input=True)
+    network.aux_logits, network.AuxLogits, network.fc = False, None, nn.Identity()
+    if state is not None:
+        load(network, stripped(state, str(weights)), str(weights))
+    return network
+
+
+def torchvision_models() -> ModuleType:
+    try:
+        from torchvision import models  # pyright: ignore[reportMissingImports]
+    except (ImportError, RuntimeError, AttributeError, OSError) as error:  # all seen with a build that does not fit
+        raise MissingExtra(
+            f"features of frames need torchvision, which does not import here ({error}): install nbtools[features], or "
+            "beside a CPU build of torch, the torchvision of the index it came from. Ready features need no torchvision"
+        ) from error
+    return models
+
+
+def published(models: ModuleType) -> dict[str, Tensor]:
+    try:
+        return models.Inception_V3_Weights.IMAGENET1K_V1.get_state_dict(progress=False, check_hash=True)
+    except (OSError, RuntimeError) as error:
+        url = models.Inception_V3_Weights.IMAGENET1K_V1.url
+        raise StageError(
+            f"the weights of InceptionV3 could not be downloaded from {url} ({error}); fetch the file elsewhere and "
+            "give it as weights=, or weights=None for a network that has learned nothing"
+        ) from error
+
+
+def read_weights(path: Path) -> dict[str, Any]:
+    """What a file holds; nothing but plain tensors is unpickled. Raises CheckpointError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load lets escape whatever its unpickler meets
+        kind = "a .safetensors" if isinstance(error, SafetensorError) else "a file of weights"
+        said = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"weights: {path} cannot be read as {kind}: {said}; copy it again from its origin"
+        ) from error
+
+
+def load(network: nn.Module, state: Mapping[str, Any], origin: str | Path) -> None:
+    """Raises CheckpointError where the weights are not of this network."""
+    try:
+        network.load_state_dict(state)
+    except (RuntimeError, AttributeError, TypeError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"weights: {origin} does not fit the network: {said}; give another file") from error
+
+
+def stripped(state: Mapping[str, Any], origin: str | Path) -> dict[str, Tensor]:
+    """InceptionV3's own weights without classifiers: of torchvision's file, or of a network that contains it under any
+    name. Raises CheckpointError where there are none."""
+    for inner in (state, *(value for value in state.values() if isinstance(value, Mapping))):
+        before = next((name.removesuffix(STEM) for name in inner if name.endswith(STEM)), None)
+        if before is not None:
+            own = {name[len(before) :]: value for name, value in inner.items() if name.startswith(before)}
+            return {name: value for name, value in own.items() if not name.startswith(CLASSIFIERS)}
+    raise CheckpointError(f"weights: {origin} is of no InceptionV3: it has no {STEM}; give another file")
+
+
+def mark(backbone: Backbone) -> str:
+    """A short name of the weights and of how frames are cut: equal for what makes the same features."""
+    digest = hashlib.blake2b(f"crop={backbone.crop}".encode(), digest_size=8)
+    for name, tensor in backbone.network.state_dict().items():
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
