@@ -62,10 +62,10 @@ def demo(
 ) -> Path:
     """Write `count` clips of invented signs; returns the folder, with train/, val/ and the names of the ids.
 
-    Six glosses each show the same postures in other orders, so that whatever forgets the order of frames is right at
-    every sixth of their clips. frames: fewest and most of a clip; the guide's have about 122, at 30 a second.
+    Up to six glosses of a category show the same postures in other orders: a linear model on the mean frame names 29 to
+    44 % of the default's (three seeds), a Transformer 96 % of 12 glosses after 14 epochs of 600 clips (one seed).
+    frames: fewest and most of a clip; the guide's have about 122, at 30 a second.
     features: also write X2048, what a frozen network might make of the frames.
-
     The same seed gives the same files, byte for byte, and 100 clips are the first of 1,000. As soon as there are as
     many train clips as glosses, each occurs there. Train and val signers differ; a fifth are val signers.
     Cost: 2 ms of CPU time a clip and 11 kB; 7.5 ms and 120 kB with features.

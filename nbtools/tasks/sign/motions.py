@@ -1,8 +1,8 @@
 """Movements of the demo's glosses: signs that nobody signs, drawn from a seed, with the ambiguity of real ones.
 
 Glosses of a category come in families of six that show the same postures in other orders: a movement that begins with
-its first, second or third part and goes on to the other two, and each of these backwards. So nothing that forgets the
-order of frames, as their mean and spread do, can tell the six apart.
+its first, second or third part and goes on to the other two, and each of these backwards. So what forgets the order of
+frames, as their mean and spread do, has little to tell the six apart by.
 
 The unit is the width of the shoulders, the origin between them; x to the right of the picture, y down, z to the camera.
 A sign is described as of a right hand, which is in the left of the picture. T moments.
