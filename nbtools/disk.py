@@ -147,6 +147,23 @@ def require_space(path: Path, need: int) -> None:
         )
 
 
+def walk(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """All that is below a folder and is no folder, through links to folders too, but never round in a circle."""
+    stack: list[tuple[str, frozenset[tuple[int, int]]]] = [(os.fspath(folder), frozenset())]
+    while stack:
+        place, above = stack.pop()
+        seen = os.stat(place)
+        if (seen.st_dev, seen.st_ino) in above:
+            continue
+        above |= {(seen.st_dev, seen.st_ino)}
+        with os.scandir(place) as found:
+            for item in found:
+                if item.is_dir():
+                    stack.append((item.path, above))
+                else:
+                    yield item
+
+
 def is_slow(path: Path) -> bool:
     """Whether a path lies on FUSE (Drive), NFS or SMB, as far as Linux tells."""
     mounts = Path("/proc/self/mountinfo")

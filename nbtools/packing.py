@@ -128,11 +128,6 @@ def listing(folder: Path) -> Iterable[tuple[str, os.stat_result]]:
     if folder.is_file():
         yield "", folder.stat()
         return
-    stack = [folder]
-    while stack:
-        with os.scandir(stack.pop()) as found:
-            for item in found:
-                if item.is_dir():
-                    stack.append(Path(item.path))
-                elif item.is_file():  # no dangling links: reading one is refused by name
-                    yield os.path.relpath(item.path, folder), item.stat()
+    for item in disk.walk(folder):
+        if item.is_file():  # no dangling links: reading one is refused by name
+            yield os.path.relpath(item.path, folder), item.stat()

@@ -4,7 +4,7 @@ import difflib
 import hashlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -56,7 +56,7 @@ def decide(
         return Decision("url", "an address is downloaded", source, source, target)
     target, is_far = _target(root, path.name, str(path)), _is_far(path) and not path.is_relative_to(root)
     if path.is_dir():
-        if not any(names for _, _, names in os.walk(path)):
+        if not any(True for _ in disk.walk(path)):
             raise StageError(f"{source}: {path} holds no files. Is it the right folder?")
         if use and not is_far:
             return Decision("use", "a folder on local disk is used as it is", source, str(path), path)
@@ -80,9 +80,24 @@ def _target(root: Path, name: str, origin: str) -> Path:
 
 
 def _is_far(path: Path) -> bool:
-    """Whether a path lies on Drive, or what stands for it, or on another slow mount."""
+    """Whether a path lies on Drive, or what stands for it, or on another slow mount; a link lies where it leads to, and
+    so does a folder with one."""
     roots = [COLAB_MOUNT, *([Path(folder)] if (folder := os.environ.get("NBTOOLS_DRIVE")) else [])]
-    return any(path.resolve().is_relative_to(root.resolve()) for root in roots) or disk.is_slow(path)
+    roots = [root.resolve() for root in roots]
+    return any(any(map(real.is_relative_to, roots)) or disk.is_slow(real) for real in _places(path))
+
+
+def _places(path: Path) -> Iterator[Path]:
+    """Where a path really lies, then the folders that links below it lead to, each once."""
+    yield path.resolve()
+    seen = set()
+    for base, folders, names in os.walk(path):
+        for link in (link for name in (*folders, *names) if os.path.islink(link := os.path.join(base, name))):
+            real = Path(os.path.realpath(link))
+            place = real if real.is_dir() else real.parent
+            if place not in seen:
+                seen.add(place)
+                yield place
 
 
 def missing(source: str, path: Path) -> StageError:
@@ -99,12 +114,8 @@ def missing(source: str, path: Path) -> StageError:
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
     """Relative path → (size, mtime in ns) of the files below a folder."""
-    files = {}
-    for base, _, names in os.walk(folder):
-        for name in names:
-            seen = os.stat(os.path.join(base, name))
-            files[os.path.relpath(os.path.join(base, name), folder)] = seen.st_size, seen.st_mtime_ns
-    return files
+    seen = {os.path.relpath(item.path, folder): item.stat() for item in disk.walk(folder)} if folder.is_dir() else {}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in seen.items()}
 
 
 def require_archive(path: Path, source: str) -> str:

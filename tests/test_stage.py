@@ -113,6 +113,40 @@ def test_an_archive_of_several_entries_comes_out_at_the_folder_that_holds_them(p
     assert tree(folder) == {"a": b"1", "b/c": b"2"}
 
 
+@pytest.mark.parametrize("link", ["itself", "a folder in it", "a file in it"])
+def test_a_link_to_drive_is_still_drive(place, link):
+    """The guide linked its data folder to Drive, and read Drive at each access."""
+    put(place / "drive" / "digits" / "train" / "1.png", b"1")
+    if link == "itself":
+        (place / "data").symlink_to(place / "drive" / "digits")
+    else:
+        (place / "data").mkdir()
+        target = place / "drive" / "digits" / "train"
+        if link == "a folder in it":
+            (place / "data" / "train").symlink_to(target)
+        else:
+            (place / "data" / "train").mkdir()
+            (place / "data" / "train" / "1.png").symlink_to(target / "1.png")
+    folder = stage(place / "data", progress=False)
+    assert tree(folder) == {"train/1.png": b"1"}
+    assert not folder.resolve().is_relative_to(place / "drive")
+    assert not any(path.is_symlink() for path in folder.rglob("*"))
+
+
+def test_a_link_to_another_folder_on_local_disk_is_read_where_it_leads(place):
+    put(place / "elsewhere" / "1.png", b"1")
+    (place / "data").mkdir()
+    (place / "data" / "train").symlink_to(place / "elsewhere")
+    assert stage(place / "data", progress=False) == place / "data"
+
+
+def test_links_that_go_round_in_a_circle_are_walked_once(place):
+    put(place / "drive" / "digits" / "1.png", b"1")
+    for name in "abc":
+        (place / "drive" / "digits" / name).symlink_to(place / "drive" / "digits")
+    assert tree(stage("drive:digits", progress=False)) == {"1.png": b"1"}
+
+
 def test_a_pack_on_drive_is_copied_as_a_folder(place):
     put(place / "drive" / "pack" / "manifest.json", b"{}")
     put(place / "drive" / "pack" / "images.npy", b"\x93NUMPY")

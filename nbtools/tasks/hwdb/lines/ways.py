@@ -44,11 +44,9 @@ def walked(root: Path, progress: bool, prefix: str = "", depth: int = 0) -> Iter
             yield prefix + name
 
 
-def on_disk(folder: Path) -> Iterator[str]:
-    for place, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = sorted(name for name in folders if not hidden(name))
-        below = Path(os.path.relpath(place, folder))
-        yield from ((below / name).as_posix() for name in names if not hidden(name))
+def on_disk(folder: Path) -> Iterable[str]:
+    names = (os.path.relpath(item.path, folder) for item in disk.walk(folder))
+    return (name for name in names if not any(map(hidden, name.split("/"))))
 
 
 def in_archive(archive: Path, top: str) -> Iterable[str]:
