@@ -8,30 +8,24 @@ by itself. Progress goes to stderr, results to stdout.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import importlib
-import inspect
 import json
 import sys
-import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nbtools import control
 from nbtools.advise import advise
+from nbtools.arguments import add_signature, add_training, find_task, given, options_of, plan_of
 from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.fit import fit
-from nbtools.folder import busy, kept_folder, restore, stored_plan
+from nbtools.folder import busy, kept_folder, restore
 from nbtools.gpu import gpus
-from nbtools.plan import Plan
 from nbtools.run import Run, evaluate
 from nbtools.smoke import smoke
 from nbtools.stage import stage
 from nbtools.validate import validate
 from nbtools.watch import watch
-
-BUILT_IN = "nbtools.tasks"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,93 +94,6 @@ def command(commands: Any, name: str, text: str, act: Any) -> argparse.ArgumentP
     return one
 
 
-def add_signature(one: argparse.ArgumentParser, function: Any, skip: Sequence[str]) -> None:
-    """The keyword parameters of a function as options."""
-    group = one.add_argument_group("the task's options of " + getattr(function, "__name__", "packing"))
-    for name, parameter in inspect.signature(function).parameters.items() if function else ():
-        if name not in skip and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            default = f"default {parameter.default}" if parameter.default is not None else "default: by the data"
-            text, dest = default.replace("%", "%%"), f"option_{name}"
-            group.add_argument(
-                flag(name), dest=dest, metavar="VALUE", type=literal, help=text, default=argparse.SUPPRESS
-            )
-
-
-def add_training(one: argparse.ArgumentParser, task: Any) -> None:
-    one.add_argument("--keep", metavar="FOLDER", help="second folder for copies of the run, e.g. drive:runs/captcha")
-    one.add_argument("--smoke-test", action="store_true", help="no data: one step of demo samples, saved and loaded")
-    one.add_argument("--processes", type=int, default=1, metavar="N", help="several are not there yet")
-    one.add_argument("--no-receipt", action="store_true", help="do not measure the baseline at the end")
-    one.add_argument(
-        "--from",
-        dest="base",
-        choices=("advised", "plan", "baseline"),
-        default="advised",
-        help="where knobs not given come from",
-    )
-    kind = type(task.PLAN) if task else Plan
-    group = one.add_argument_group("knobs of the Plan")
-    hints = typing.get_type_hints(kind)
-    for field in dataclasses.fields(kind):
-        choices, text = field.metadata.get("choices"), field.metadata.get("help", "")
-        shown = (f"{text} ({', '.join(map(str, choices))})" if choices else text).replace("%", "%%")
-        if hints[field.name] is bool:
-            group.add_argument(
-                flag(field.name),
-                dest=f"knob_{field.name}",
-                action=argparse.BooleanOptionalAction,
-                help=shown,
-                default=argparse.SUPPRESS,
-            )
-        else:
-            group.add_argument(
-                flag(field.name),
-                dest=f"knob_{field.name}",
-                metavar="VALUE",
-                help=shown,
-                default=argparse.SUPPRESS,
-            )
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def literal(text: str) -> Any:
-    """A typed option as a plain value: a number, true, false, none, several of them with commas, else text."""
-    if "," in text:
-        return tuple(literal(part) for part in text.split(","))
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text) if not (kind is int and text != str(int(text))) else text  # "0123": a text of digits
-        except ValueError:
-            continue
-    return text
-
-
-def find_task(name: str) -> Any:
-    """A built-in task by its short name, or any importable module. Raises NbtoolsError naming what there is."""
-    for module in (f"{BUILT_IN}.{name}", name) if all(map(str.isidentifier, name.split("."))) else ():
-        try:
-            return importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
-                raise
-    import pkgutil
-
-    import nbtools.tasks as tasks
-
-    known = ", ".join(sorted(m.name for m in pkgutil.iter_modules(tasks.__path__)))
-    raise NbtoolsError(f"no task {name!r}: there are {known}, and any module of yours that can be imported from here")
-
-
-def options_of(options: argparse.Namespace, prefix: str) -> dict[str, Any]:
-    return {name.removeprefix(prefix): value for name, value in vars(options).items() if name.startswith(prefix)}
-
-
 def show_gpus(options: argparse.Namespace) -> None:
     print(gpus())
 
@@ -240,33 +147,6 @@ def run_training(options: argparse.Namespace) -> None:
     print(run.receipt or "no receipt")
     print(run.verdict or "no verdict")
     print(run)
-
-
-def plan_of(task: Any, pack: Any, options: argparse.Namespace) -> Plan:
-    """The started run's plan, else the one that --from names; with the knobs given on the command line.
-
-    Another batch size without an lr moves lr by the plan's lr_rule, and says so.
-    """
-    plan = stored_plan(task, options.run)
-    if plan is None:
-        made = {
-            "plan": lambda: task.PLAN,
-            "baseline": lambda: task.BASELINE,
-            "advised": lambda: advise(task, pack, measure=False).plan,
-        }
-        plan = made[options.base]()
-    knobs = given(plan, options)
-    turned = plan.turn(**knobs)
-    if turned.lr != plan.lr and "lr" not in knobs:
-        moved = f"lr {plan.lr:g} → {turned.lr:g} for batch {plan.batch_size} → {turned.batch_size}"
-        print(f"{moved} ({turned.lr_rule} rule)", file=sys.stderr)
-    return turned
-
-
-def given(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
-    """The knobs on the command line."""
-    knobs = options_of(options, "knob_")
-    return {name: plan.parse(name, value) if isinstance(value, str) else value for name, value in knobs.items()}
 
 
 def show_run(options: argparse.Namespace) -> None:

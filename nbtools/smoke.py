@@ -48,7 +48,7 @@ HEADERS = ("step", "seconds", "")
 def smoke(task: Any, device: torch.device | str | None = None, **knobs: Any) -> Smoke:
     """A random batch of the task's demo data through forward, backward, optimizer, checkpoint and back, in seconds.
 
-    knobs: of the plan, beside those that the rules advise for this machine; the batch is of 4. Writes to a temporary
+    A task whose networks do not all read what its `demo` writes by default names the options in SMOKE. knobs: of the plan, beside those that the rules advise for this machine; the batch is of 4. Writes to a temporary
     folder only. Raises TrainError where a loss is no number, or the loaded weights answer otherwise, and whatever a
     part that does not work raises.
     """
@@ -63,7 +63,9 @@ def smoke(task: Any, device: torch.device | str | None = None, **knobs: Any) -> 
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        pack = task.pack(task.demo(folder / "raw", COUNT), into=folder / "pack", progress=False)
+        pack = task.pack(
+            task.demo(folder / "raw", COUNT, **getattr(task, "SMOKE", {})), into=folder / "pack", progress=False
+        )
         done("data", f"{len(pack)} samples written and packed")
         plan = advise(task, pack, measure=False).plan.turn(**knobs)
         plan = plan.replace(batch_size=min(BATCH, pack.splits["train"]), micro_batch_size=None)

@@ -6,7 +6,8 @@ import json
 import pytest
 import toy
 
-from nbtools.__main__ import literal, main
+from nbtools.__main__ import main
+from nbtools.arguments import literal
 from nbtools.plan import knob
 
 

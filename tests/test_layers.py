@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "nbtools"
 
 ORDER = [
     {"__main__"},
+    {"arguments"},
     {"launch"},
     {"fit", "watch", "compare", "lr_sweep", "validate", "smoke"},
     {"surface", "folder"},
@@ -113,7 +114,7 @@ def arrow(top: str, module: str, target: list[str]) -> str | None:
     if top == "__init__":
         return None if to in LAYER else "nothing imports a task; it is reached by name"
     if to == "tasks":
-        if top == "__main__" and len(target) == 1:
+        if top == "arguments" and len(target) == 1:
             return None  # the folder, to list what there is
         same = top == "tasks" and target[:2] == module.split(".")[:2]
         return None if same else "nothing imports a task; it is reached by name"

@@ -10,10 +10,14 @@ from nbtools.tasks.sign.streaming import latency, stream
 from nbtools.tasks.sign.task import BEST, batch, decode, loss, metrics, model
 from nbtools.tasks.sign.validate import validate
 
+SMOKE = {"features": True}
+"""Options of `demo` for the smoke test: clips that both networks read."""
+
 __all__ = [
     "BASELINE",
     "BEST",
     "PLAN",
+    "SMOKE",
     "Plan",
     "animate",
     "batch",

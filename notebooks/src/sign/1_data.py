@@ -36,7 +36,7 @@ import nbtools as nb
 from nbtools.tasks import sign
 
 if SOURCE is None:
-    SOURCE = sign.demo("data/sign", count=COUNT, glosses=GLOSSES, features=True)
+    SOURCE = sign.demo("data/sign", count=COUNT, glosses=GLOSSES, categories=2, features=True)
     first = sorted((SOURCE / "train").glob("*.npz"))[0]
     (SOURCE / "train" / "cut-off.npz").write_bytes(first.read_bytes()[:2000])
     with open(SOURCE / "train" / "labels.csv", "a") as labels:

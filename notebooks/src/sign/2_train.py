@@ -41,7 +41,7 @@ try:
     pack = sign.pack(RAW if Path(RAW).exists() else PACK)
 except nb.NbtoolsError as problem:
     print(f"{problem}\nMaking demo clips instead.")
-    pack = sign.pack(sign.demo("data/sign", count=COUNT, glosses=GLOSSES, features=True))
+    pack = sign.pack(sign.demo("data/sign", count=COUNT, glosses=GLOSSES, categories=2, features=True))
 pack
 
 # %% [markdown]

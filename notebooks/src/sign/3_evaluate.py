@@ -37,7 +37,7 @@ try:
     pack, run = sign.pack(PACK), nb.Run.open(nb.stage(RUN))
 except nb.NbtoolsError as problem:
     print(f"{problem}\nTraining a short run on demo clips instead.")
-    pack = sign.pack(sign.demo("data/short", count=COUNT, glosses=GLOSSES))
+    pack = sign.pack(sign.demo("data/short", count=COUNT, glosses=GLOSSES, categories=2))
     plan = nb.advise(sign, pack, measure=False).plan.replace(epochs=EPOCHS, warmup_epochs=0.5)
     run = nb.fit(sign, pack, plan, run="runs/short", receipt=False)
 

@@ -1,0 +1,146 @@
+"""Every option of the guide's script has a place here, and does what it says."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from nbtools.__main__ import main, parser
+from nbtools.tasks import sign
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = """
+--amp --compile-model --auto-workers --auto-batch-size --enable-parallel --gradient-accumulation-steps --num-workers
+--pin-memory --weight-decay --grad-clip --scheduler --scheduler-patience --early-stop --resume --alpha --beta --kp-key
+--feature-key --smoke-test --no-pretrained-backbone --log-csv
+"""
+COLUMNS = ["epoch", "train_loss", "val_loss", "val_gloss_acc", "val_cat_acc", "lr", "epoch_time"]
+ON_A_GPU = ["gpu_memory_allocated", "gpu_memory_reserved"]
+
+
+def table() -> list[tuple[str, str]]:
+    """(the script's options, ours) of the README's table."""
+    section = (ROOT / "README.md").read_text().split("the sign-language guide's script")[1].split("\n## ")[0]
+    return [(a.strip(), b.strip()) for a, b in re.findall(r"^\| (`.*?) \| (.*) \|$", section, re.M)]
+
+
+def options(cell: str) -> list[str]:
+    """The command lines in a cell."""
+    return [found for found in re.findall(r"`([^`]*)`", cell) if found.startswith("--")]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return sign.demo(tmp_path_factory.mktemp("raw"), 40, glosses=4, features=True, frames=(10, 16))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.getbasetemp() / "cache-of-options"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def train(data, run, *more: str) -> int:
+    quick = ["--no-receipt", "--network", "gru", "--warmup-epochs", "0"]
+    return main(["train", "sign", "--data", str(data), "--run", str(run), *quick, *more])
+
+
+def rows(run) -> pd.DataFrame:
+    found = pd.read_csv(run / "history.csv")
+    return found[found.kind == "epoch"]
+
+
+def test_the_readme_has_a_place_for_each_option_of_the_script():
+    there = " ".join(theirs for theirs, _ in table())
+    assert [option for option in SCRIPT.split() if not re.search(rf"{option}(?![\w-])", there)] == []
+
+
+@pytest.mark.parametrize("line", [line for _, ours in table() for line in options(ours)])
+def test_what_the_readme_names_is_an_option_here(line):
+    words = shlex.split(line.replace("FOLDER", "there"))
+    given = ["train", "sign", "--data", "x", *([] if "--run" in words else ["--run", "y"]), *words]
+    parser(given).parse_args(given + (["0.5"] if words[-1] == "--lr-rule" else []))
+
+
+def test_the_column_names_of_the_log_are_the_scripts_but_for_two(data, tmp_path):
+    assert train(data, tmp_path / "run", "--epochs", "2") == 0
+    found = rows(tmp_path / "run").rename(
+        columns={"val_gloss_accuracy": "val_gloss_acc", "val_cat_accuracy": "val_cat_acc"}
+    )
+    assert set(COLUMNS) <= set(found.columns)
+    if torch.cuda.is_available():
+        assert set(ON_A_GPU) <= set(found.columns)
+    assert found["epoch"].tolist() == [0, 1]
+
+
+def test_an_automatic_batch_size_reaches_the_loader(data, tmp_path, capsys):
+    assert train(data, tmp_path / "run", "--epochs", "1", "--batch-size", "auto", "--feed", "workers") == 0
+    said = capsys.readouterr().err
+    chosen = json.loads((tmp_path / "run" / "plan.json").read_text())["batch_size"]
+    assert f"batch {chosen}: " in said
+    history = pd.read_csv(tmp_path / "run" / "history.csv")
+    steps = int(rows(tmp_path / "run")["step"].iloc[-1])
+    assert steps == -(-32 // chosen)  # 32 train clips
+    assert set(history[history.kind == "step"]["batch_size"]) <= {chosen}
+
+
+def test_automatic_workers_are_measured_where_the_feed_has_any(data, tmp_path, capsys):
+    assert train(data, tmp_path / "run", "--epochs", "1", "--workers", "auto") == 0
+    assert "resident" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["workers"] >= 0
+
+
+def test_a_plateau_lowers_the_lr_and_an_early_stop_stops(data, tmp_path, capsys):
+    flat = ["--lr", "1e-9", "--lr-rule", "none", "--schedule", "plateau", "--patience", "1"]
+    assert train(data, tmp_path / "run", "--epochs", "9", *flat, "--early-stop", "4") == 0
+    found = rows(tmp_path / "run")
+    assert len(found) < 9
+    assert found["lr"].iloc[-1] < 0.2 * found["lr"].iloc[0]
+
+
+def test_a_run_that_is_resumed_ends_where_one_that_was_not_does(data, tmp_path):
+    same = ["--schedule", "constant"]
+    assert train(data, tmp_path / "whole", "--epochs", "3", *same) == 0
+    assert train(data, tmp_path / "parts", "--epochs", "1", *same) == 0
+    assert train(data, tmp_path / "parts", "--epochs", "3", *same) == 0
+    whole, parts = rows(tmp_path / "whole"), rows(tmp_path / "parts")
+    for column in ("train_loss", "val_loss", "val_gloss_accuracy"):
+        assert whole[column].tolist() == parts[column].tolist()
+
+
+def test_alpha_and_beta_weigh_the_two_losses(data, tmp_path):
+    for name, weights in {"gloss": ("1", "0"), "category": ("0", "1"), "both": ("1", "1")}.items():
+        more = ["--epochs", "1", "--alpha", weights[0], "--beta", weights[1], "--lr", "1e-12", "--lr-rule", "none"]
+        assert train(data, tmp_path / name, *more) == 0
+    loss = {name: float(rows(tmp_path / name)["val_loss"].iloc[0]) for name in ("gloss", "category", "both")}
+    assert loss["both"] == pytest.approx(loss["gloss"] + loss["category"], rel=1e-5)
+
+
+def test_the_keys_choose_what_is_read(data, tmp_path, capsys):
+    assert main(["pack", "sign", str(data), "--feature-key", "none", "--into", str(tmp_path / "keypoints")]) == 0
+    assert "features" not in capsys.readouterr().out
+    assert main(["pack", "sign", str(data), "--kp-key", "nothing", "--into", str(tmp_path / "wrong")]) == 1
+    assert "nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("network", ["transformer", "gru"])
+def test_the_smoke_test_needs_no_data(network, capsys):
+    assert main(["train", "sign", "--smoke-test", "--network", network]) == 0
+    assert "equal answers" in capsys.readouterr().out
+
+
+def test_parallel_says_in_one_sentence_that_it_is_not_there_yet(data, tmp_path, capsys):
+    assert train(data, tmp_path / "run", "--processes", "2") == 1
+    assert "several processes are not there yet" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
