@@ -26,6 +26,7 @@ from nbtools.errors import ArchiveError, PackError
 from nbtools.feed import in_order, open_feed
 from nbtools.pack import Pack, collate
 from nbtools.plan import Plan
+from nbtools.tasks import hwdb
 from nbtools.tasks.hwdb.formats import dgr
 from nbtools.tasks.hwdb.formats.dgrl import Line, Page, write_page
 from nbtools.tasks.hwdb.lines import charset, data, holdout, sources, ways
@@ -318,20 +319,23 @@ def most_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["tar", "zip", "tar.gz"])
-def test_two_thousand_lines_in_an_archive_are_packed_without_a_file_for_each(tmp_path, monkeypatch, most_files, form):
+def test_more_lines_than_are_read_at_once_are_packed_from_an_archive_without_a_file_for_each(
+    tmp_path, monkeypatch, most_files, form
+):
     monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
     raw = tmp_path / "raw"
     (raw / "train").mkdir(parents=True)
-    for n in range(2000):
+    for n in range(600):
         Image.fromarray(grey(16, 20, n)).save(raw / "train" / f"{n:04}.png", compress_level=0)
-    (raw / "train_img_id_gt.txt").write_text("".join(f"{n:04},一\n" for n in range(2000)))
+    (raw / "train_img_id_gt.txt").write_text("".join(f"{n:04},一\n" for n in range(600)))
+    assert writer.CHUNK < 600
     made_from(raw, form, tmp_path / "drive")
     shutil.rmtree(raw)
     made = packed(f"drive:all.{form}", into=tmp_path / "pack")
-    assert len(made) == 2000
+    assert len(made) == 600
     assert 0 < most_files[0] <= 12
     assert len(files_below(tmp_path / "cache")) == 2  # the archive and its receipt
-    np.testing.assert_array_equal(made.sample(1999)["image"], slowly(grey(16, 20, int(made.names[1999][6:10]))))
+    np.testing.assert_array_equal(made.sample(599)["image"], slowly(grey(16, 20, int(made.names[599][6:10]))))
 
 
 def test_archives_in_a_folder_are_not_unpacked_but_those_within_another_taken_out(archives, tmp_path):
@@ -893,7 +897,7 @@ def test_a_source_without_lines_says_what_was_looked_for(tmp_path):
 
 @pytest.mark.real
 @pytest.mark.skipif(not DATA, reason="NBTOOLS_REAL_DATA names no folder of real data")
-def test_real_lines_of_the_prepared_layout_are_read():
+def test_real_lines_of_the_prepared_layout_are_read_and_go_through_a_network():
     made = pack(Path(DATA) / "scut-lines.tar", progress=False)
     assert (len(made), made.splits["test"], len(made.bad)) == (5, 5, 0)
     found_ = texts(made)
@@ -902,3 +906,11 @@ def test_real_lines_of_the_prepared_layout_are_read():
     counted = report(made)
     assert counted.splits[0].characters == sum(map(len, found_.values())) == 99
     assert not any(counted.narrow.values())
+    torch.manual_seed(0)
+    plan = hwdb.Plan(network="slim")
+    batch = hwdb.batch(collate([made.sample(i) for i in range(5)], made.columns), plan, None)
+    with torch.no_grad():
+        logits, steps = hwdb.model(made, plan).eval()(batch)
+    assert logits.isfinite().all()
+    assert steps.tolist() == [879, 227, 594, 479, 122]
+    assert len(hwdb.decode((logits, steps), made)) == 5

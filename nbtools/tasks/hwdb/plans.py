@@ -9,11 +9,8 @@ from nbtools import plan
 from nbtools.pack import Card
 
 THUMB = "rule of thumb"
-HCTR_HEIGHT = (
-    96  # pixels from which the reference's network is taken, made for 128: below it has a step a glyph or less
-)
+HCTR_HEIGHT = 96  # pixels from which the reference's network is taken: below, it has a step a glyph or less
 LINES_A_CLASS = 150  # to train on, all epochs together: they read the demo's new writers with CER 0.02 (measured)
-
 SHORT = 12  # epochs up to which augmentation stays mild
 
 
@@ -52,7 +49,8 @@ PLAN = Plan(
     augment=1.0,
 )
 """For a GPU with bfloat16: the guide's batch, the reference's lr by the √ rule, and the guide's clipping from the start
-where it waits for a NaN. `nb.advise` fits it to the machine and the data."""
+where it waits for a NaN. AdamW, where the reference has SGD at that lr: slim was measured with it (3e-3 on a CPU), hctr
+was not. `nb.advise` fits it to the machine and the data."""
 
 
 def network_of(card: Card, plan: Plan) -> str:
