@@ -7,6 +7,7 @@ import errno
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from nbtools import disk
 from nbtools.errors import CheckpointError, DiskError, MissingExtra, PackError
 from nbtools.tasks.sign.clips import has_features
 from nbtools.tasks.sign.data import pack
+from nbtools.tasks.sign.gru import Gru
 from nbtools.tasks.sign.inception import backbone as backbones
 from nbtools.tasks.sign.inception.backbone import IMAGENET, STEM, Backbone, inception, mark, stripped
 from nbtools.tasks.sign.inception.extraction import TUNED, features
-from nbtools.tasks.sign.inception.finetuning import taught
+from nbtools.tasks.sign.inception.finetuning import Taught, lost, taught
 from nbtools.tasks.sign.inception.frames import found
 from nbtools.tasks.sign.validate import validate
 
@@ -257,7 +259,14 @@ def test_features_of_two_backbones_do_not_mix(tmp_path):
         with pytest.raises(PackError, match=r"a\.npz has features of the backbone .*do not mix"):
             made(tmp_path / "raw", into, **other)
     assert not (into / "b.npz").exists()
-    assert made(tmp_path / "raw", into, network=network(seed=1), overwrite=True).written == ("a.npz", "b.npz")
+    with pytest.raises(KeyboardInterrupt):
+        made(tmp_path / "raw", into, network=Interrupted(network(seed=1), at=2), overwrite=True)
+    made(tmp_path / "raw", tmp_path / "before")
+    (tmp_path / "before" / "b.npz").replace(into / "b.npz")
+    with pytest.raises(PackError, match=r"features of several backbones: .*do not mix"):
+        made(tmp_path / "raw", into)
+    result = made(tmp_path / "raw", into, network=network(seed=1), overwrite=True)
+    assert (result.written, result.ready) == (("b.npz",), ("a.npz",))
     again = made(tmp_path / "raw", into, network=network(seed=1), overwrite=True)
     assert (again.written, again.ready) == ((), ("a.npz", "b.npz"))
 
@@ -320,8 +329,10 @@ def test_a_folder_without_frames_is_refused_with_what_to_do(tmp_path, files, sai
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ({"finetune": -1}, "finetune must be 0 epochs or more, got -1"),
-        ({"batch_size": 0}, "batch_size must be 1 frame or more, got 0"),
+        ({"finetune": -1}, "finetune must be a whole number of epochs, 0 or more, got -1"),
+        ({"finetune": 1.5}, "finetune must be a whole number of epochs, 0 or more, got 1.5"),
+        ({"device": "gpu"}, "device must be one that torch has here, as cpu or cuda, got 'gpu'"),
+        ({"batch_size": 0}, "batch_size must be a whole number of frames, 1 or more, got 0"),
         ({"lr": 0}, "lr must be above 0, got 0"),
         ({"feature_key": "mask"}, "feature_key must be the name of an array of numbers, got 'mask'"),
     ],
@@ -370,7 +381,21 @@ def test_a_network_that_has_learned_nothing_learns_its_statistics_too(tmp_path):
     assert {"2.running_mean", "2.running_var"} <= changed(before, untrained)
 
 
-def test_so_many_frames_at_once_change_memory_and_no_result(tmp_path):
+def test_fine_tuning_keeps_no_activations_of_frames(tmp_path):
+    filmed(tmp_path / "hello", frames=8)
+    clip, kept = Taught(found(tmp_path)[0][0], (0, 0)), {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with ThreadPoolExecutor() as pool, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        large = nn.Sequential(nn.Conv2d(3, 3, 1), network())  # a convolution keeps what it reads
+        lost(Backbone(large, frozen=False), Gru(2048, 2, 2), clip, 2, pool).backward()
+    assert 0 < sum(kept.values()) < 3 * 299 * 299 * 4, "less than one frame as the network reads it"
+
+
+def test_how_many_frames_at_once_changes_no_loss(tmp_path):
     source = corpus(tmp_path / "raw")
     runs = [made(source, tmp_path / f"{n}", finetune=2, batch_size=n).losses for n in (1, 100)]
     np.testing.assert_allclose(runs[0], runs[1], rtol=1e-5)
@@ -496,12 +521,13 @@ def test_a_file_that_holds_no_weights_is_refused_and_runs_no_code(tmp_path, monk
     assert not (tmp_path / "harmed").exists()
 
 
-def test_the_mark_tells_weights_and_cut_apart_and_nothing_else():
+def test_the_mark_tells_weights_and_cut_apart_and_no_more():
     marks = [
         mark(Backbone(network(seed), crop=crop, frozen=frozen))
         for seed, crop, frozen in ((0, False, True), (0, False, False), (1, False, True), (0, True, True))
     ]
-    assert marks[0] == marks[1]
+    turned = network().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    assert marks[0] == marks[1] == mark(Backbone(turned))
     assert len(set(marks)) == 3
 
 

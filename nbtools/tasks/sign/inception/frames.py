@@ -43,7 +43,7 @@ class Film:
 def found(folder: Path) -> tuple[list[Film], list[Row]]:
     """The clips below a folder, and what cannot be one. Frames are in the order of the numbers in their names."""
     images, rows = defaultdict(list), []
-    for name in walked(folder):
+    for name in sorted(walked(folder)):
         way = PurePosixPath(name)
         if way.suffix.lower() in (*STILLS, *FILMS):
             images[way.parent].append(name)
