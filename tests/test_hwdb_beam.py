@@ -259,7 +259,8 @@ def test_a_text_that_cannot_be_used_is_named_with_the_rule(tmp_path, content, sa
     [
         (lambda path: NGram.train(path / "none.txt", "ab"), "none.txt: No such file"),
         (lambda path: NGram.train(path, "ab"), "Is a directory"),
-        (lambda _: NGram.train(["ab"], "ab", 1), "order must be from 2 to 8, got 1"),
+        (lambda _: NGram.train(["ab"], "ab", 1), "order must be a whole number from 2 to 8, got 1"),
+        (lambda _: NGram.train(["ab"], "ab", "3"), "from 2 to 8, got '3'"),  # pyright: ignore[reportArgumentType]
         (lambda _: NGram.train(["ab"], ["a", "bb"]), "single characters"),
         (lambda _: NGram.train(["ab"], "aab"), "each once"),
         (lambda path: NGram.load(path / "none.safetensors"), "none.safetensors: no language model"),

@@ -183,17 +183,23 @@ def test_a_demo_replaces_a_demo_but_no_page_of_another_origin(no_cjk, tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"count": 0}, "count must be 1"),
+        ({"count": 0}, "count must be a whole number of lines, 1 or more, got 0"),
+        ({"count": "5"}, "count must be a whole number of lines, 1 or more, got '5'"),
+        ({"characters": 6.5}, "characters must be .*, got 6.5"),
         ({"characters": 1}, "characters must be 2 to"),
         ({"characters": 9999}, "characters must be 2 to"),
         ({"characters": "aa"}, "each once"),
         ({"characters": "a😀"}, "two bytes in GB18030, got '😀'"),
         ({"length": (5, 4)}, "length must be"),
         ({"length": 8}, "length must be"),
-        ({"height": 8}, "height must be 16 to"),
-        ({"variation": 3}, "variation must be 0 to 2, got 3"),
+        ({"length": ("a", "b")}, "length must be"),
+        ({"height": 8}, "height must be a whole number of pixels from 16 to 512, got 8"),
+        ({"height": 32.5}, "got 32.5"),
+        ({"variation": 3}, "variation must be a number from 0 to 2, got 3"),
+        ({"variation": "x"}, "variation must be a number from 0 to 2, got 'x'"),
         ({"bits": 4}, "bits must be 1 or 8"),
-        ({"seed": -1}, "seed must be 0 or more"),
+        ({"seed": -1}, "seed must be a whole number, 0 or more, got -1"),
+        ({"seed": 0.5}, "seed must be a whole number, 0 or more, got 0.5"),
     ],
 )
 def test_the_demo_refuses_an_impossible_request(tmp_path, wrong, said):
@@ -446,7 +452,7 @@ def test_a_line_is_of_one_alphabet_and_every_character_is_trained_on(characters,
 
 
 def test_alphabets_are_selected_by_name(characters, tmp_path):
-    folder = compose(characters, tmp_path / "runes", 24, alphabets=["Runes"], height=32)
+    folder = compose(characters, tmp_path / "runes", 24, alphabets="Runes", height=32)
     assert all("/Runes/" in place for place in json.loads((folder / "names.json").read_text("utf-8")).values())
     with pytest.raises(PackError, match="alphabets must be some of Latin, Runes, got Klingon"):
         compose(characters, tmp_path / "never", 24, alphabets=["Klingon"])

@@ -849,8 +849,8 @@ def test_workers_and_the_pack_feed_the_same_batches(tmp_path):
     ("name", "said"),
     [
         ("1-P1.dgrl", ("a line is read, and not a whole page", "name a line of it: 1-P1.dgrl#1")),
-        ("1-P1.dgrl#3", ("1-P1.dgrl has lines 1 to 2", "name one of these")),
-        ("1-P1.dgrl#0", ("1-P1.dgrl has lines 1 to 2", "name one of these")),
+        ("1-P1.dgrl#3", ("1-P1.dgrl has lines 1 to 2", "name one that is there")),
+        ("1-P1.dgrl#0", ("1-P1.dgrl has lines 1 to 2", "name one that is there")),
         ("2-P1.dgrl#1", ("the file can be read", "copy it again, or delete it")),
         ("a.png", ("the file can be read", "copy it again, or delete it")),
     ],
@@ -860,6 +860,12 @@ def test_what_is_no_line_is_refused_with_value_rule_and_fix(tmp_path, name, said
     with pytest.raises(PackError) as error:
         read(tmp_path / name, {"height": HEIGHT})
     assert error.value.args[1:] == said
+
+
+def test_a_line_of_a_page_without_lines_is_refused(tmp_path):
+    page(tmp_path / "1-P1.dgrl")
+    with pytest.raises(PackError, match=r"1-P1\.dgrl has no lines"):
+        read(tmp_path / "1-P1.dgrl#1", {"height": HEIGHT})
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def image_at(path: Path, number: int) -> np.ndarray:
     with page_at(path) as data:
         lines = list(islice(lines_in(data, path.name), number or None))
         if not 1 <= number <= len(lines):
-            raise PackError(f"line {number}", f"{path.name} has lines 1 to {len(lines)}", "name one of these")
+            there = f"lines 1 to {len(lines)}" if lines else "no lines"
+            raise PackError(f"line {number}", f"{path.name} has {there}", "name one that is there")
         line = lines[-1]
         return line.read(data).image if isinstance(line, Place) else line.image

@@ -58,8 +58,8 @@ class NGram:
         white space that is no class, are left out. Other characters that are no class count as UNKNOWN; where that is
         no class either, they are left out. Raises PackError.
         """
-        if not ORDERS[0] <= order <= ORDERS[1]:
-            raise PackError(f"NGram.train: order must be from {ORDERS[0]} to {ORDERS[1]}, got {order}")
+        if not isinstance(order, int) or not ORDERS[0] <= order <= ORDERS[1]:
+            raise PackError(f"NGram.train: order must be a whole number from {ORDERS[0]} to {ORDERS[1]}, got {order!r}")
         symbols = symbols_of(texts, classes)
         size = len(classes) + 1
         keys, shorter, counts, starts = counted(symbols, order, size)

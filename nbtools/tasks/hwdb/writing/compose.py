@@ -49,7 +49,7 @@ def compose(
     folder: str | Path,
     count: int = 2000,
     *,
-    alphabets: Sequence[str] | None = None,
+    alphabets: str | Sequence[str] | None = None,
     length: tuple[int, int] = (4, 12),
     height: int = 64,
     variation: float = 0.5,

@@ -14,7 +14,7 @@ from nbtools.errors import PackError
 from nbtools.tasks.hwdb.formats.dgrl import Line, Page, write_page
 from nbtools.tasks.hwdb.formats.scan import codes_of
 from nbtools.tasks.hwdb.writing import glyphs, hands
-from nbtools.tasks.hwdb.writing.language import language, require_length, some
+from nbtools.tasks.hwdb.writing.language import language, require_length, some, whole
 
 TRAIN, TEST = "HWDB2.0Train", "HWDB2.0Test"
 LINES, PAGES = 6, 2  # of a page, and of a writer: many writers, since new ones are what has to be read
@@ -56,14 +56,17 @@ class Style:
     def __post_init__(self) -> None:
         require_length(self.length)
         rules = {
-            "height must be 16 to 512 pixels": (16 <= self.height <= 512, self.height),
-            "variation must be 0 to 2": (0 <= self.variation <= 2, self.variation),
+            "height must be a whole number of pixels from 16 to 512": (whole(self.height, 16, 512), self.height),
+            "variation must be a number from 0 to 2": (
+                isinstance(self.variation, (int, float)) and 0 <= self.variation <= 2,
+                self.variation,
+            ),
             "bits must be 1 or 8": (self.bits in (1, 8), self.bits),
-            "seed must be 0 or more": (self.seed >= 0, self.seed),
+            "seed must be a whole number, 0 or more": (whole(self.seed, 0), self.seed),
         }
         for rule, (kept, value) in rules.items():
             if not kept:
-                raise PackError(f"{rule}, got {value}")
+                raise PackError(f"{rule}, got {value!r}")
 
 
 def demo(
@@ -107,8 +110,8 @@ def demo(
 
 
 def require_count(count: int) -> None:
-    if count < 1:
-        raise PackError(f"count must be 1 line or more, got {count}")
+    if not whole(count, 1):
+        raise PackError(f"count must be a whole number of lines, 1 or more, got {count!r}")
 
 
 def is_held(writer: int) -> bool:

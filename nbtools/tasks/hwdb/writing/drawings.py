@@ -38,12 +38,13 @@ class Drawing:
     drawer: int
 
 
-def drawings(folder: Path, alphabets: Sequence[str] | None) -> tuple[list[Drawing], bool]:
+def drawings(folder: Path, alphabets: str | Sequence[str] | None) -> tuple[list[Drawing], bool]:
     """The images of a folder, and whether their names tell who drew them.
 
     Where they do not, the k-th image of every character counts as drawn by drawer k. Raises PackError where there are
     none, or not in one of `alphabets`.
     """
+    alphabets = [alphabets] if isinstance(alphabets, str) else alphabets
     files = (path.relative_to(folder) for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     ways = sorted(way for way in files if len(way.parts) > 1 and not any(map(hidden, way.parts)))
     there = sorted({alphabet_of(way, folder) for way in ways})

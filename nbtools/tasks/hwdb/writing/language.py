@@ -3,6 +3,7 @@ language model trained on its text helps to read it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,11 +68,22 @@ def some(characters: int | Sequence[str]) -> str:
         if not 2 <= characters <= len(pool()):
             raise PackError(f"characters must be 2 to {len(pool()):,}, or a string of them, got {characters}")
         return pool()[:characters]
-    if len(characters) < 2 or len(set(characters)) != len(characters) or any(len(one) != 1 for one in characters):
+    if (
+        not isinstance(characters, Sequence)
+        or len(characters) < 2
+        or len(set(characters)) != len(characters)
+        or any(len(one) != 1 for one in characters)
+    ):
         raise PackError(f"characters must be 2 or more single characters, each once, got {characters!r}")
     return "".join(characters)
 
 
 def require_length(length: tuple[int, int]) -> None:
-    if isinstance(length, int) or len(length) != 2 or not 1 <= length[0] <= length[1]:
-        raise PackError(f"length must be (fewest, most) characters of a line, both ≥ 1, got {length}")
+    pair = isinstance(length, (tuple, list)) and len(length) == 2
+    if not (pair and whole(length[0], 1) and whole(length[1], length[0])):
+        raise PackError(f"length must be (fewest, most) characters of a line, both whole and ≥ 1, got {length!r}")
+
+
+def whole(value: object, least: int, most: float = math.inf) -> bool:
+    """Whether a value, of whatever type a caller gave, is a whole number in a range."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
