@@ -98,7 +98,10 @@ def inception(weights: str | Path | None = IMAGENET, seed: int = 0) -> nn.Module
     state = None if weights is None else published(models) if weights == IMAGENET else read_weights(Path(weights))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        network = models.inception_v3(weights=None, init_weights=state is None, transform_input=True)
+        network = models.inception_v3(weights=None, init_weights=False, transform_input=True)
+        for module in network.modules() if state is None else ():
+            if isinstance(module, nn.Conv2d):  # torchvision's start makes features of 10¹¹, torch's of 10⁻⁸
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
     network.aux_logits, network.AuxLogits, network.fc = False, None, nn.Identity()
     if state is not None:
         load(network, stripped(state, str(weights)), str(weights))
