@@ -28,8 +28,8 @@ from benchmarks.feed import cost
 from benchmarks.paired import Figure, Receipt, in_turns, on_one_core, times
 from nbtools.feed import Resident, Streamed, batches_left, lengths_of
 from nbtools.pack import Pack, Sample, collate
-from nbtools.tasks.sign.data import pack
-from nbtools.tasks.sign.demo import demo
+from nbtools.tasks.sign.acting.demo import demo
+from nbtools.tasks.sign.clips.data import pack
 
 ROUNDS, COUNT, BATCH = 9, 320, 32
 FRAMES = (100, 145)

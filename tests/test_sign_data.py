@@ -21,10 +21,10 @@ from nbtools.pack import Column, Pack
 from nbtools.plan import Plan
 from nbtools.stage import stage
 from nbtools.tasks.sign import networks
-from nbtools.tasks.sign.clips import Keys, examined
-from nbtools.tasks.sign.data import pack, read
-from nbtools.tasks.sign.rules import ERROR, WARNING
-from nbtools.tasks.sign.validate import validate
+from nbtools.tasks.sign.clips.clip import Keys, examined
+from nbtools.tasks.sign.clips.data import pack, read
+from nbtools.tasks.sign.clips.rules import ERROR, WARNING
+from nbtools.tasks.sign.clips.validate import validate
 
 T = 5
 DATA = os.environ.get("NBTOOLS_REAL_DATA", "")

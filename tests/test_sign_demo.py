@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from nbtools.errors import PackError
-from nbtools.tasks.sign import detector, motions, signers
-from nbtools.tasks.sign.data import pack as pack_signs
-from nbtools.tasks.sign.demo import demo, takes
+from nbtools.tasks.sign.acting import detector, motions, signers
+from nbtools.tasks.sign.acting.demo import demo, takes
+from nbtools.tasks.sign.clips.data import pack as pack_signs
+from nbtools.tasks.sign.clips.validate import validate
 from nbtools.tasks.sign.landmarks import FACE, HANDS, LEFT, POSE, RIGHT
-from nbtools.tasks.sign.validate import validate
 
 DATA = os.environ.get("NBTOOLS_REAL_DATA", "")
 COUNT, GLOSSES, CATEGORIES = 300, 10, 2

@@ -21,15 +21,15 @@ from torch.nn import functional as F
 import nbtools
 from nbtools import disk
 from nbtools.errors import CheckpointError, DiskError, MissingExtra, PackError
-from nbtools.tasks.sign.clips import has_features
-from nbtools.tasks.sign.data import pack
-from nbtools.tasks.sign.gru import Gru
+from nbtools.tasks.sign.clips.clip import has_features
+from nbtools.tasks.sign.clips.data import pack
+from nbtools.tasks.sign.clips.validate import validate
 from nbtools.tasks.sign.inception import backbone as backbones
 from nbtools.tasks.sign.inception.backbone import IMAGENET, STEM, Backbone, inception, mark, stripped
 from nbtools.tasks.sign.inception.extraction import TUNED, features
 from nbtools.tasks.sign.inception.finetuning import Taught, lost, taught
 from nbtools.tasks.sign.inception.frames import found
-from nbtools.tasks.sign.validate import validate
+from nbtools.tasks.sign.networks.gru import Gru
 
 H, W = 12, 18
 
@@ -470,10 +470,11 @@ def test_no_network_is_built_and_no_torchvision_imported_for_ready_features(tmp_
     made(source, source)
     script = f"""
 import torch
-from nbtools.tasks.sign import data, task
+from nbtools.tasks.sign import task
+from nbtools.tasks.sign.clips import data
 from nbtools.tasks.sign.inception.extraction import features
 from nbtools.tasks.sign.plans import Plan
-from nbtools.tasks.sign.validate import validate
+from nbtools.tasks.sign.clips.validate import validate
 source = {str(source)!r}
 assert features(source, source, progress=False).written == ()
 assert validate(source, kp_key=None, progress=False).ok

@@ -13,9 +13,9 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbtools.errors import PlanError
-from nbtools.tasks.sign import gru, transformer
 from nbtools.tasks.sign.landmarks import LEFT, POINTS, RIGHT
-from nbtools.tasks.sign.transformer import POSITIONS, Transformer
+from nbtools.tasks.sign.networks import gru, transformer
+from nbtools.tasks.sign.networks.transformer import POSITIONS, Transformer
 
 LENGTHS = (13, 1, 30, 7)
 NAMES = ("transformer", "gru")

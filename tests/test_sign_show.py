@@ -12,12 +12,13 @@ from PIL import Image, ImageSequence
 
 from nbtools.errors import DiskError, PackError
 from nbtools.sheet import RIGHT, WRONG
-from nbtools.tasks.sign import analysis, charts, drawing, motions, signers
-from nbtools.tasks.sign.data import pack as pack_signs
-from nbtools.tasks.sign.demo import demo
+from nbtools.tasks.sign.acting import motions, signers
+from nbtools.tasks.sign.acting.demo import demo
+from nbtools.tasks.sign.clips.data import pack as pack_signs
 from nbtools.tasks.sign.landmarks import FACE, LEFT, POSE
 from nbtools.tasks.sign.landmarks import RIGHT as RIGHT_HAND
-from nbtools.tasks.sign.show import (
+from nbtools.tasks.sign.looking import analysis, charts, drawing
+from nbtools.tasks.sign.looking.show import (
     CELL,
     LIVE,
     MARGIN,

@@ -25,8 +25,8 @@ from nbtools.state import TrainState
 from nbtools.tasks.sign import augment, landmarks, networks, plans
 from nbtools.tasks.sign import task as sign
 from nbtools.tasks.sign.landmarks import FACE, FACE_MESH, LEFT, MIRROR, POINTS, POSE, RIGHT, Keypoints
+from nbtools.tasks.sign.networks.transformer import Transformer
 from nbtools.tasks.sign.plans import BASELINE, PLAN, Plan
-from nbtools.tasks.sign.transformer import Transformer
 
 TASK: Any = SimpleNamespace(
     PLAN=PLAN,

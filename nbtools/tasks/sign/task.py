@@ -17,8 +17,8 @@ from nbtools.pack import Card, Pack
 from nbtools.tasks.sign import augment
 from nbtools.tasks.sign.landmarks import Keypoints, about_wrists, body
 from nbtools.tasks.sign.networks import HEADS, built
+from nbtools.tasks.sign.networks.transformer import POSITIONS
 from nbtools.tasks.sign.plans import Plan, network_of
-from nbtools.tasks.sign.transformer import POSITIONS
 
 Batch = dict[str, Tensor]
 Outputs = tuple[Tensor, Tensor]

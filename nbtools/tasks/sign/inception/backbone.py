@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nbtools.errors import CheckpointError, MissingExtra, PackError, StageError
-from nbtools.tasks.sign.rules import FEATURES
+from nbtools.tasks.sign.clips.rules import FEATURES
 
 SIDE, SHORT = 299, 342  # pixels that the network reads, and of the shorter side before torchvision's own cut
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet

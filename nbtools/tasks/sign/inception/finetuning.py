@@ -18,13 +18,13 @@ from tqdm.auto import tqdm
 from nbtools.errors import PackError
 from nbtools.recompute import again
 from nbtools.tasks.sign import task
-from nbtools.tasks.sign.files import found_lists, split_of, walked
-from nbtools.tasks.sign.gru import Gru
+from nbtools.tasks.sign.clips.files import found_lists, split_of, walked
+from nbtools.tasks.sign.clips.matching import Told
+from nbtools.tasks.sign.clips.rules import FEATURES, Refused
 from nbtools.tasks.sign.inception.backbone import Backbone
 from nbtools.tasks.sign.inception.frames import Film, chunks
-from nbtools.tasks.sign.matching import Told
+from nbtools.tasks.sign.networks.gru import Gru
 from nbtools.tasks.sign.plans import Plan
-from nbtools.tasks.sign.rules import FEATURES, Refused
 
 STEP = 8  # clips an optimizer step
 FASTER = 10  # times the GRU's lr is the backbone's: it begins with nothing

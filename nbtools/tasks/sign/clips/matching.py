@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from nbtools.tasks.sign.labels import Label, read_labels
-from nbtools.tasks.sign.rules import WARNING, Row
+from nbtools.tasks.sign.clips.labels import Label, read_labels
+from nbtools.tasks.sign.clips.rules import WARNING, Row
 
 SUFFIX = ".npz"
 

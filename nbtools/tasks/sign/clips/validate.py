@@ -14,10 +14,10 @@ from tqdm.auto import tqdm
 
 from nbtools import table
 from nbtools.stage import stage
-from nbtools.tasks.sign.clips import Keys, examined
-from nbtools.tasks.sign.data import decided
-from nbtools.tasks.sign.files import Found, surveyed
-from nbtools.tasks.sign.rules import ERROR, WARNING, Row
+from nbtools.tasks.sign.clips.clip import Keys, examined
+from nbtools.tasks.sign.clips.data import decided
+from nbtools.tasks.sign.clips.files import Found, surveyed
+from nbtools.tasks.sign.clips.rules import ERROR, WARNING, Row
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -18,11 +18,11 @@ import numpy as np
 
 from nbtools import disk
 from nbtools.errors import PackError
-from nbtools.tasks.sign.detector import FPS, Clip, filmed
-from nbtools.tasks.sign.labels import COLUMNS, LABELS, NAMES, REFERENCE
+from nbtools.tasks.sign.acting.detector import FPS, Clip, filmed
+from nbtools.tasks.sign.acting.motions import PLACES, Gloss, lexicon
+from nbtools.tasks.sign.acting.signers import signer
+from nbtools.tasks.sign.clips.labels import COLUMNS, LABELS, NAMES, REFERENCE
 from nbtools.tasks.sign.landmarks import FACE_MESH, POINTS
-from nbtools.tasks.sign.motions import PLACES, Gloss, lexicon
-from nbtools.tasks.sign.signers import signer
 
 TRAIN, VAL = "train", "val"
 TAKES = 10  # clips of a signer

@@ -15,9 +15,9 @@ from nbtools import disk
 from nbtools.errors import PackError
 from nbtools.pack import Pack
 from nbtools.sheet import RIGHT, WRONG, Sheet
-from nbtools.tasks.sign.drawing import LEFT_INK, RIGHT_INK, dot, frame, view_of
 from nbtools.tasks.sign.landmarks import LEFT, POINTS
 from nbtools.tasks.sign.landmarks import RIGHT as RIGHT_HAND
+from nbtools.tasks.sign.looking.drawing import LEFT_INK, RIGHT_INK, dot, frame, view_of
 
 MOMENTS = 9  # frames of a strip
 CELL, TITLE, MARGIN = 120, 26, 8  # px: a frame; a line of text; at the sides

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from nbtools.errors import PlanError
 from nbtools.pack import Card
-from nbtools.tasks.sign.gru import Gru
+from nbtools.tasks.sign.networks.gru import Gru
+from nbtools.tasks.sign.networks.transformer import Transformer
 from nbtools.tasks.sign.plans import Plan, network_of
-from nbtools.tasks.sign.transformer import Transformer
 
 COLUMN = {"transformer": "x", "gru": "features"}
 HEADS = ("gloss", "category")  # the columns of a label

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from nbtools.errors import PackError
-from nbtools.tasks.sign import rules
-from nbtools.tasks.sign.npz import Npz, opened
-from nbtools.tasks.sign.rules import ERROR, FEATURES, POINTS, WARNING, WIDTH, Refused, Row
+from nbtools.tasks.sign.clips import rules
+from nbtools.tasks.sign.clips.npz import Npz, opened
+from nbtools.tasks.sign.clips.rules import ERROR, FEATURES, POINTS, WARNING, WIDTH, Refused, Row
 
 MASK, TIMES, META = "mask", "timestamps_ms", "meta"
 TEXT = 1_000_000  # bytes of meta at most

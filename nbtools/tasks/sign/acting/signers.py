@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nbtools.tasks.sign.acting.motions import PLACES, RELAXED, SHAPES, Gloss
 from nbtools.tasks.sign.landmarks import FACE, LEFT, MIRROR, POINTS, RIGHT
-from nbtools.tasks.sign.motions import PLACES, RELAXED, SHAPES, Gloss
 
 SIGNER = 2  # the stream of random numbers of signers
 LEFT_HANDED = 0.12  # of people, about

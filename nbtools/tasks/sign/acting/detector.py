@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nbtools.tasks.sign.acting.motions import Gloss
+from nbtools.tasks.sign.acting.signers import Signer, signed
 from nbtools.tasks.sign.landmarks import FACE, HANDS, POINTS
-from nbtools.tasks.sign.motions import Gloss
-from nbtools.tasks.sign.signers import Signer, signed
 
 FPS = 30
 FEATURES = 2048

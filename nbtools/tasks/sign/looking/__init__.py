@@ -1,0 +1,1 @@
+"""Clips and answers as pictures and tables."""
