@@ -5,6 +5,7 @@ import shutil
 import socket
 
 import pytest
+import torch
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -24,6 +25,15 @@ def chromium():
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     assert found, f"none of {', '.join(BROWSERS)} is installed, and CI must not skip browser tests"
     return found
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Tests train on a few small images: not worth sharing, and threads that wait starve on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

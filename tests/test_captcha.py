@@ -21,6 +21,7 @@ from nbtools.tasks import captcha
 from nbtools.tasks.captcha import augment, ink, networks
 
 LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,15 +29,6 @@ def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Batches of four images are too small to share, and threads that wait for each other starve on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

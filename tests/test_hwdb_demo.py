@@ -29,15 +29,7 @@ from nbtools.tasks.hwdb.writing.language import demo_text, language
 DATA = os.environ.get("NBTOOLS_REAL_DATA", "")
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 LATIN = FONTS / "DejaVuSans.ttf"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Pages of 50 small characters are not worth sharing, and threads that wait starve on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

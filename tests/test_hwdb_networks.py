@@ -14,14 +14,7 @@ from nbtools.tasks.hwdb.networks import NETWORKS, built, crnn, hctr, masked
 
 NAMES = sorted(NETWORKS)
 LENGTHS = (97, 33, 200, 64)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def small(name, height=32, classes=12, seed=0) -> Any:

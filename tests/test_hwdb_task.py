@@ -27,14 +27,7 @@ from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN
 
 LETTERS = [chr(0x4E00 + k) for k in range(9)]
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def glyph(letter, height=32, width=40):
