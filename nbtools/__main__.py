@@ -1,5 +1,5 @@
-"""The terminal: `python -m nbtools COMMAND`, of `gpus stage demo validate pack advise train watch control evaluate
-predict`.
+"""The terminal: `python -m nbtools COMMAND`, of `gpus stage demo validate features pack advise train watch control
+evaluate predict`.
 
 Knobs of the task's Plan and options of its `pack` are read from their own definitions, so a new one is an option here
 by itself. Progress goes to stderr, results to stdout.
@@ -65,8 +65,11 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         if name == "demo":
             one.add_argument("folder", type=Path)
             add_signature(one, getattr(task, "demo", None), skip=("folder",))
-        if name in ("pack", "validate"):
+        if name in ("pack", "validate", "features"):
             one.add_argument("source", help=SOURCE)
+        if name == "features":
+            one.add_argument("into", type=Path, help="folder of the clips that get them; may be the source")
+            add_signature(one, getattr(task, "features", None), skip=("source", "into", "network", "progress"))
         if name == "validate":
             add_signature(one, getattr(task, "validate", None), skip=("source", "progress"))
         needed = "--smoke-test" not in arguments
@@ -110,6 +113,15 @@ def show_validation(options: argparse.Namespace) -> bool:
     report = validate(find_task(options.task), options.source, **options_of(options, "option_"))
     print(report)
     return report.ok
+
+
+def show_features(options: argparse.Namespace) -> bool:
+    make = getattr(find_task(options.task), "features", None)
+    if make is None:
+        raise NbtoolsError(f"{options.task} makes no features of frames; sign does")
+    made = make(options.source, options.into, **options_of(options, "option_"))
+    print(made)
+    return made.ok
 
 
 def packed(options: argparse.Namespace, source: str) -> Any:
@@ -178,6 +190,7 @@ SOURCE = "a folder, an archive, drive:…, a Google Drive link, or a pack"
 TASK_COMMANDS = {
     "demo": ("write a small data set in the task's raw format", show_demo),
     "validate": ("what is wrong with a data set", show_validation),
+    "features": ("make features of filmed clips by a pretrained network", show_features),
     "pack": ("decode a data set once", show_pack),
     "advise": ("a plan for this machine and data, with reasons", show_advice),
     "train": ("train; on an existing run folder, go on", run_training),

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 def again(part: nn.Module, *inputs: Any) -> Tensor:
     """`part(*inputs)`, whose activations are computed a second time in backward instead of being kept; that second
     forward must not move the running averages of batch norm again."""
-    norms = [m for m in part.modules() if isinstance(m, _BatchNorm)]
+    norms = [m for m in part.modules() if isinstance(m, _BatchNorm) and m.training]
     passes = 0
 
     def forward(*inputs: Any) -> Tensor:

@@ -48,8 +48,9 @@ HEADERS = ("step", "seconds", "")
 def smoke(task: Any, device: torch.device | str | None = None, **knobs: Any) -> Smoke:
     """A random batch of the task's demo data through forward, backward, optimizer, checkpoint and back, in seconds.
 
-    A task whose networks do not all read what its `demo` writes by default names the options in SMOKE. knobs: of the plan, beside those that the rules advise for this machine; the batch is of 4. Writes to a temporary
-    folder only. Raises TrainError where a loss is no number, or the loaded weights answer otherwise, and whatever a
+    A task whose networks do not all read what its `demo` writes by default names the options in SMOKE. knobs: of the
+    plan, beside those that the rules advise for this machine; the batch is of 4. Writes to a temporary folder only.
+    Raises TrainError where a loss is no number, or the loaded weights answer otherwise, and whatever a
     part that does not work raises.
     """
     where = torch.device(device) if device is not None else devices.pick()

@@ -4,6 +4,9 @@ import ast
 import itertools
 import json
 import re
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +14,11 @@ from notebooks import build, execute
 
 ADDRESS = build.repository()
 NAMES = build.names()
-CHAINS = {"captcha": ("1234_cut-off.png", "screenshot.png", "whole_accuracy"), "hwdb": ("999-P16.dgrl", "cer")}
+CHAINS = {
+    "captcha": ("1234_cut-off.png", "screenshot.png", "whole_accuracy"),
+    "hwdb": ("999-P16.dgrl", "cer"),
+    "sign": ("cut-off.npz", "never-filmed", "gloss_accuracy"),
+}
 """Folder → what its notebooks, run one after the other, must have said: the planted bad files, and the score."""
 PARTS = ("1_data", "2_train", "3_evaluate")
 
@@ -80,27 +87,52 @@ def test_cells_are_short_with_prose_between_and_define_nothing(name):
             assert not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)), "this belongs in the package"
 
 
+@pytest.fixture(scope="module")
+def pool():
+    """Two notebooks at a time, each in a process of its own: nbclient leaves its event loop open in a thread."""
+    with ProcessPoolExecutor(2, get_context("spawn")) as processes:
+        yield processes
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, pool):
+    """Every notebook but the first of each chain, executed on a machine and a Drive of its own."""
+    names = [name for name in NAMES if not name.endswith(PARTS[0])]
+    return {name: pool.submit(machine, name, tmp_path_factory.mktemp(name.replace("/", "-"))) for name in names}
+
+
+def machine(name: str, folder: Path):
+    (folder / "drive").mkdir()
+    return execute.execute(name, folder, folder / "drive", tiny=True)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith(PARTS[0])])
-def test_it_stands_alone_on_a_fresh_machine(name, tmp_path):
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    ran = execute.execute(name, tmp_path, drive, tiny=True)
+def test_it_stands_alone_on_a_fresh_machine(name, alone):
+    ran = alone[name].result()
     assert all(cell.execution_count for cell in ran.cells if cell.cell_type == "code" and cell.source)
 
 
-@pytest.mark.parametrize("task", CHAINS)
-def test_what_one_hands_to_the_next_lies_on_drive(task, tmp_path):
-    drive = tmp_path / "drive"
-    drive.mkdir()
+@pytest.fixture(scope="module")
+def chains(tmp_path_factory, pool):
+    """Task → the texts of its notebooks, each run on a new machine: only Drive is common."""
+    return {task: pool.submit(chain, task, tmp_path_factory.mktemp(task)) for task in CHAINS}
+
+
+def chain(task: str, folder: Path) -> list[str]:
+    (folder / "drive").mkdir()
     outputs = []
-    for part in PARTS:  # a new machine each: only Drive is common
-        machine = tmp_path / part
-        machine.mkdir()
-        outputs.append(text(execute.execute(f"{task}/{part}", machine, drive, tiny=True)))
-    *bad, score = CHAINS[task]
+    for part in PARTS:
+        (folder / part).mkdir()
+        outputs.append(text(execute.execute(f"{task}/{part}", folder / part, folder / "drive", tiny=True)))
+    return outputs
+
+
+@pytest.mark.parametrize("task", CHAINS)
+def test_what_one_hands_to_the_next_lies_on_drive(task, chains):
+    outputs, (*bad, score) = chains[task].result(), CHAINS[task]
     assert all(name in outputs[0] for name in bad)
-    assert "instead" not in outputs[1], "the pack that 1_data kept was not found"
-    assert "instead" not in outputs[2], "the run that 2_train kept was not found"
+    assert "instead.\n" not in outputs[1], "the pack that 1_data kept was not found"
+    assert "instead.\n" not in outputs[2], "the run that 2_train kept was not found"
     assert score in outputs[2]
 
 

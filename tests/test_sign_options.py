@@ -3,11 +3,13 @@
 import json
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+from PIL import Image
 
 from nbtools.__main__ import main, parser
 from nbtools.tasks import sign
@@ -138,6 +140,16 @@ def test_the_keys_choose_what_is_read(data, tmp_path, capsys):
 def test_the_smoke_test_needs_no_data(network, capsys):
     assert main(["train", "sign", "--smoke-test", "--network", network]) == 0
     assert "equal answers" in capsys.readouterr().out
+
+
+def test_features_without_torchvision_and_of_another_task_are_refused_in_a_sentence(tmp_path, capsys):
+    (tmp_path / "clip").mkdir()
+    Image.new("RGB", (32, 24)).save(tmp_path / "clip" / "0.png")
+    done = main(["features", "sign", str(tmp_path), str(tmp_path / "into"), "--weights", "none"])
+    said = capsys.readouterr()
+    assert done == 0 if find_spec("torchvision") else "need torchvision" in said.err
+    assert main(["features", "captcha", str(tmp_path), str(tmp_path / "into")]) == 1
+    assert "captcha makes no features of frames" in capsys.readouterr().err
 
 
 def test_parallel_says_in_one_sentence_that_it_is_not_there_yet(data, tmp_path, capsys):

@@ -3,6 +3,7 @@
 from nbtools.tasks.sign.acting.demo import demo
 from nbtools.tasks.sign.clips.data import pack, read
 from nbtools.tasks.sign.clips.validate import validate
+from nbtools.tasks.sign.inception.extraction import features
 from nbtools.tasks.sign.looking.analysis import by_class, categories_of, confusion, grouped
 from nbtools.tasks.sign.looking.charts import classes, confused, lengths
 from nbtools.tasks.sign.looking.show import animate, preview, show, text_of
@@ -28,6 +29,7 @@ __all__ = [
     "confusion",
     "decode",
     "demo",
+    "features",
     "grouped",
     "latency",
     "lengths",
