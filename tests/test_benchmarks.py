@@ -63,6 +63,7 @@ def test_a_receipt_holds_what_it_prints_and_no_place(tmp_path):
         ("feed", "feed_ratio", "×"),
         ("surface", "surface_cost", "%"),
         ("padding", "hwdb_padding", "%"),
+        ("sign_feed", "sign_feed_ratio", "×"),
         pytest.param(
             "finder", "finder_ratio", "×", marks=pytest.mark.skipif(LONELY, reason="make bench installs Lightning")
         ),
@@ -83,6 +84,7 @@ KEPT = {
     "feed_ratio": lambda x: x >= 100,
     "surface_cost": lambda x: x <= 1,
     "hwdb_padding": lambda x: x <= 10,
+    "sign_feed_ratio": lambda x: x >= 10,
     "finder_ratio": lambda x: x >= 0.95,  # of the speed of Lightning's choice
 }
 
