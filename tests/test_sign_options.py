@@ -60,7 +60,7 @@ def train(data, run, *more: str) -> int:
 
 def rows(run) -> pd.DataFrame:
     found = pd.read_csv(run / "history.csv")
-    return found[found.kind == "epoch"]
+    return found.loc[found.kind == "epoch"]
 
 
 def test_the_readme_has_a_place_for_each_option_of_the_script():

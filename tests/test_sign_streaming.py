@@ -48,7 +48,7 @@ def test_an_answer_is_the_models_likeliest_gloss_on_the_window_so_far(pack, netw
 
 def test_a_clip_shorter_than_the_pace_gets_one_answer(pack, network):
     clip = {name: values[:3] for name, values in pack.sample(0).items() if name != "label"}
-    assert [one.frame for one in sign.stream(*network[:1], pack, network[1], clip, every=5)] == [3]
+    assert [one.frame for one in sign.stream(network[0], pack, network[1], clip, every=5)] == [3]
 
 
 def test_latency_is_of_so_many_answers_to_single_clips(pack, network):
