@@ -377,6 +377,29 @@ def test_a_content_that_cannot_be_made_is_an_error_for_all_that_wait_and_made_an
     assert list(recent.kept) == ["b", "c"]
 
 
+def test_a_forked_process_waits_for_no_thread_of_its_parent():
+    recent, begun, go = ways.Recent(2), threading.Event(), threading.Event()
+
+    def slow() -> bytes:
+        begun.set()
+        go.wait(60)
+        return b"a"
+
+    with ThreadPoolExecutor(1) as pool, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+        asked = pool.submit(recent.get, "a", slow)
+        begun.wait(10)
+        process = get_context("fork").Process(target=recent.get, args=("a", lambda: b"a"))
+        with recent.lock:
+            process.start()
+        process.join(20)
+        ended = process.exitcode
+        process.kill()
+        go.set()
+        assert asked.result() == b"a"
+    assert ended == 0
+
+
 def test_a_bad_file_in_an_archive_is_listed_with_both_names_and_the_others_stay(tmp_path):
     raw = prepared(tmp_path / "raw", {"train": dict.fromkeys("abc", "一")})
     archive = tmp_path / "all.zip"
