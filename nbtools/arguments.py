@@ -8,7 +8,7 @@ import importlib
 import inspect
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nbtools.advise import advise
@@ -113,22 +113,41 @@ def options_of(options: argparse.Namespace, prefix: str) -> dict[str, Any]:
 def plan_of(task: Any, pack: Pack, options: argparse.Namespace) -> Plan:
     """The started run's plan, else the one that --from names; with the knobs given on the command line.
 
-    Another batch size without an lr moves lr by the plan's lr_rule, and says so.
+    What follows from them is said on stderr: another batch size without an lr moves lr by the plan's lr_rule, and in a
+    new run fewer epochs shorten the warmup.
     """
     plan = stored_plan(task, options.run)
+    knobs: dict[str, Any] = {}
     if plan is None:
-        made = {
-            "plan": lambda: task.PLAN,
-            "baseline": lambda: task.BASELINE,
-            "advised": lambda: advise(task, pack, measure=False).plan,
-        }
-        plan = made[options.base]()
-    knobs = given(plan, options)
+        plan = based(task, pack, options)
+        knobs = shortened(plan, given(plan, options))
+    knobs |= given(plan, options)
     turned = measured(task, pack, plan.turn(**knobs), options)
-    if turned.lr != plan.lr and "lr" not in knobs:
-        moved = f"lr {plan.lr:g} → {turned.lr:g} for batch {plan.batch_size} → {turned.batch_size}"
-        print(f"{moved} ({turned.lr_rule} rule)", file=sys.stderr)
+    moved = turned.changes_from(plan)
+    for name in sorted(moved.keys() - options_of(options, "knob_").keys()):
+        ruled = name == "lr" and "batch_size" in moved
+        why = f" for batch {moved['batch_size']} ({turned.lr_rule} rule)" if ruled else ""
+        print(f"{name} {moved[name]}{why}", file=sys.stderr)
     return turned
+
+
+def based(task: Any, pack: Pack, options: argparse.Namespace) -> Plan:
+    """The plan that --from names. An advised one is advised for the network asked for: a task tells what another one
+    than the advised learns better with by `with_network(plan, card, network) -> Plan`."""
+    if options.base != "advised":
+        return task.PLAN if options.base == "plan" else task.BASELINE
+    plan = advise(task, pack, measure=False).plan
+    network = given(plan, options).get("network")
+    return task.with_network(plan, pack, network) if network and hasattr(task, "with_network") else plan
+
+
+def shortened(plan: Plan, knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """The warmup's share of fewer epochs, where no warmup is given: --epochs 3 is no reason to refuse a plan of 100
+    with 10 of warmup, nor to spend the three on it."""
+    epochs = knobs.get("epochs", plan.epochs)
+    if "warmup_epochs" in knobs or not plan.warmup_epochs or not 0 < epochs < plan.epochs:
+        return {}
+    return {"warmup_epochs": round(plan.warmup_epochs * epochs / plan.epochs, 2)}
 
 
 def given(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
+from nbtools import arguments
 from nbtools.__main__ import main, parser
+from nbtools.errors import PlanError
 from nbtools.tasks import sign
 
 ROOT = Path(__file__).parent.parent
@@ -86,14 +89,15 @@ def test_the_column_names_of_the_log_are_the_scripts_but_for_two(data, tmp_path)
     assert found["epoch"].tolist() == [0, 1]
 
 
-def test_an_automatic_batch_size_reaches_the_loader(data, tmp_path, capsys):
+def test_an_automatic_batch_size_reaches_the_loader(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(arguments, "find_batch", partial(arguments.find_batch, seconds=1.0))
     assert train(data, tmp_path / "run", "--epochs", "1", "--batch-size", "auto", "--feed", "workers") == 0
     said = capsys.readouterr().err
     chosen = json.loads((tmp_path / "run" / "plan.json").read_text())["batch_size"]
     assert f"batch {chosen}: " in said
     history = pd.read_csv(tmp_path / "run" / "history.csv")
     steps = int(rows(tmp_path / "run")["step"].iloc[-1])
-    assert steps == -(-32 // chosen)  # 32 train clips
+    assert steps == -(-len(list((data / "train").glob("*.npz"))) // chosen)
     assert set(history[history.kind == "step"]["batch_size"]) <= {chosen}
 
 
@@ -119,6 +123,29 @@ def test_a_run_that_is_resumed_ends_where_one_that_was_not_does(data, tmp_path):
     whole, parts = rows(tmp_path / "whole"), rows(tmp_path / "parts")
     for column in ("train_loss", "val_loss", "val_gloss_accuracy"):
         assert whole[column].tolist() == parts[column].tolist()
+
+
+def test_few_epochs_have_little_warmup_and_the_gru_the_lr_that_it_learns_at(data, tmp_path, capsys):
+    run = tmp_path / "run"
+    asked = ["--data", str(data), "--run", str(run), "--network", "gru", "--no-receipt"]
+    assert main(["train", "sign", *asked, "--epochs", "2"]) == 0
+    plan = json.loads((run / "plan.json").read_text())
+    assert (plan["lr"], plan["epochs"], plan["warmup_epochs"]) == (3e-3, 2, 0.2)
+    assert "warmup_epochs 20 → 0.2" in capsys.readouterr().err
+    assert main(["train", "sign", *asked, "--epochs", "3"]) == 0  # a run that goes on keeps its own
+    assert json.loads((run / "plan.json").read_text())["warmup_epochs"] == 0.2
+
+
+def test_the_guides_settings_stay_whatever_network_is_asked_for(data, tmp_path):
+    run = tmp_path / "run"
+    more = ["--from", "baseline", "--epochs", "1", "--batch-size", "16", "--lr-rule", "none"]
+    assert train(data, run, *more) == 0
+    assert json.loads((run / "plan.json").read_text())["lr"] == sign.BASELINE.lr
+
+
+def test_a_loss_of_nothing_is_refused():
+    with pytest.raises(PlanError, match=r"Plan\.alpha and Plan\.beta must not both be 0"):
+        sign.Plan(alpha=0, beta=0)
 
 
 def test_alpha_and_beta_weigh_the_two_losses(data, tmp_path):

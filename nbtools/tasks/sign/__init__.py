@@ -7,7 +7,7 @@ from nbtools.tasks.sign.inception.extraction import features
 from nbtools.tasks.sign.looking.analysis import by_class, categories_of, confusion, grouped
 from nbtools.tasks.sign.looking.charts import classes, confused, lengths
 from nbtools.tasks.sign.looking.show import animate, preview, show, text_of
-from nbtools.tasks.sign.plans import BASELINE, PLAN, Plan, suggest, with_gru
+from nbtools.tasks.sign.plans import BASELINE, PLAN, Plan, suggest, with_gru, with_network
 from nbtools.tasks.sign.streaming import latency, stream
 from nbtools.tasks.sign.task import BEST, batch, decode, loss, metrics, model
 
@@ -45,4 +45,5 @@ __all__ = [
     "text_of",
     "validate",
     "with_gru",
+    "with_network",
 ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbtools import plan
+from nbtools.errors import PlanError
 from nbtools.pack import Card, Pack
 
 THUMB = "rule of thumb"
@@ -62,6 +63,11 @@ class Plan(plan.Plan):
     )
     drop_points: float = plan.knob(0.0, "augmentation: chance of each point to be missing in a clip", least=0, most=0.9)
     drop_hand: float = plan.knob(0.0, "augmentation: chance that a hand is missing for a while", least=0, most=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alpha == self.beta == 0:
+            raise PlanError("Plan.alpha and Plan.beta must not both be 0, or nothing is learned; raise one of them")
 
 
 def network_of(plan: Plan, columns: Collection[str]) -> str:
@@ -147,6 +153,12 @@ def for_gru(card: Card) -> dict[str, tuple[Any, str]]:
 def with_gru(plan: Plan, card: Card | Pack) -> Plan:
     """The same plan for the GRU on the same data: the network, and the knobs that it learns better with."""
     return plan.replace(**{name: value for name, (value, _) in for_gru(of(card)).items()})
+
+
+def with_network(plan: Plan, card: Card | Pack, network: str) -> Plan:
+    """An advised plan for the network that a person names instead; raises PlanError for one that there is not."""
+    named = plan.replace(network=network)
+    return with_gru(named, card) if network == "gru" else named
 
 
 def of(card: Card | Pack) -> Card:
