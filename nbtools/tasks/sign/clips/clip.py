@@ -46,7 +46,7 @@ class Keys:
         if self.needed and self.features is None:
             raise PackError("require_x2048 needs feature_key, got None; name it, as X2048")
         for name, key in (("kp_key", self.x), ("feature_key", self.features)):
-            if key in (MASK, TIMES, META, ""):
+            if key in (MASK, TIMES, META, "") or not isinstance(key, str | None):
                 raise PackError(f"{name} must be the name of an array of numbers, got {key!r}; as X or X2048")
         if self.x == self.features:
             raise PackError(
@@ -150,7 +150,7 @@ def broken(part: Part, values: np.ndarray) -> Iterator[Row]:
 
 
 def absent(npz: Npz, key: str, fix: str, severity: str) -> Row:
-    return Row(key, f"a clip has {key}", f"it has {', '.join(npz.keys[:8])}", fix, severity)
+    return Row(key, f"a clip has {key}", ", ".join(npz.keys[:8]), fix, severity)
 
 
 def examined_meta(npz: Npz) -> list[Row]:

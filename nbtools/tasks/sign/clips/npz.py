@@ -82,7 +82,12 @@ def opened(path: Path) -> Iterator[Npz]:
             head = disk.read(file, 6)
             if not head.startswith(b"PK"):
                 fix = "save it with np.savez_compressed" if head == np.lib.format.MAGIC_PREFIX else DAMAGED
-                refuse("", "a clip is a .npz archive", f"it begins with {head!r}" if head else "an empty file", fix)
+                refuse(
+                    "",
+                    "a clip is a .npz archive",
+                    f"a file that begins with {head!r}" if head else "an empty file",
+                    fix,
+                )
             npz = Npz(file)
             if not npz.entries:
                 refuse("", "a clip holds arrays", "an empty archive", DAMAGED)

@@ -24,6 +24,7 @@ import numpy as np
 
 from nbtools.errors import PackError
 from nbtools.tasks.sign.landmarks import POINTS
+from nbtools.tasks.sign.networks.transformer import POSITIONS
 
 WIDTH = 2 * POINTS
 FEATURES = 2048
@@ -72,8 +73,11 @@ def form(key: str, shape: Shape, dtype: np.dtype, width: int, kinds: str) -> Ite
         came, name = str(dtype), {"f": "float32", "b": "bool", "i": "int64"}[kinds[0]]
         yield Row(key, f"{key} is {name}", came, f"convert it: {key}.astype(np.{name})")
     elif len(shape) != 1 + bool(width) or shape[1:] != ((width,) if width else ()):
-        fits = shape == (*shape[:1], POINTS, 2) and width == WIDTH
-        fix = f"save {key}.reshape(len({key}), -1)" if fits else f"extract the clip again as {wanted}"
+        fix = f"extract the clip again as {wanted}"
+        if width == WIDTH and shape == (*shape[:1], POINTS, 2):
+            fix = f"save {key}.reshape(len({key}), -1)"
+        elif width == WIDTH and shape == (*shape[:1], FEATURES):
+            fix = f"these are features: read them by feature_key={key}, with kp_key=None or that of the keypoints"
         yield Row(key, f"{key} is {wanted}", str(shape), fix)
 
 
@@ -89,7 +93,7 @@ def floats(key: str, values: np.ndarray) -> Iterator[Row]:
 
 
 def points(key: str, x: np.ndarray) -> Iterator[Row]:
-    """(T, 156): inside of the picture, and something to be seen."""
+    """(T, 156): inside of the picture, something to be seen, and no longer than the Transformer reads."""
     yield from floats(key, x)
     outside = (x < 0) | (x > 1)
     if outside.any():
@@ -101,6 +105,9 @@ def points(key: str, x: np.ndarray) -> Iterator[Row]:
         else:
             fix = "nothing: the point has left the picture; or np.clip(X, 0, 1)"
             yield Row(key, "coordinates are in [0, 1]", value, fix, WARNING)
+    if len(x) > POSITIONS:
+        fix = 'train the Transformer with long_clips="windows", or cut or thin out the clip'
+        yield Row(key, f"a clip has at most {POSITIONS} frames, the Transformer's positions", str(len(x)), fix, WARNING)
     if len(x) and not x.any():
         yield Row(key, "some point is seen", "all are 0", "extract the clip again, or delete it", WARNING)
 
