@@ -61,7 +61,7 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     one.add_argument("wishes", nargs="+", metavar="WISH", help=f"{', '.join(control.ACTIONS)}, or KNOB=VALUE: lr=1e-4")
     for name, (text, act) in TASK_COMMANDS.items():
         one = command(commands, name, text, act)
-        one.add_argument("task", help="captcha, or the dotted name of a module of yours")
+        one.add_argument("task", help="captcha, hwdb, sign, or the dotted name of a module of yours")
         if name == "demo":
             one.add_argument("folder", type=Path)
             add_signature(one, getattr(task, "demo", None), skip=("folder",))

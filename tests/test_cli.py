@@ -140,3 +140,12 @@ def test_gpus_says_what_there_is(capsys):
 def test_literals():
     texts = ["3", "0.5", "true", "None", "a", "4,8", "0123", "1e-3"]
     assert list(map(literal, texts)) == [3, 0.5, True, None, "a", (4, 8), "0123", 0.001]
+
+
+def test_few_epochs_shorten_the_warmup_of_a_plan_and_that_is_said(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(toy, "PLAN", toy.PLAN.replace(epochs=30, warmup_epochs=6.0))
+    command = ["train", "toy", "--data", str(data), "--run", str(tmp_path / "run"), "--from", "plan", "--no-receipt"]
+    assert main([*command, "--epochs", "2"]) == 0
+    assert "warmup_epochs 6 → 0.4" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["warmup_epochs"] == 0.4
+    assert main([*command[:5], str(tmp_path / "other"), *command[6:], "--epochs", "2", "--warmup-epochs", "3"]) == 1

@@ -136,10 +136,11 @@ pd.DataFrame({name: hwdb.scores(truth, answers) for name, answers in ways.items(
 
 # %% [markdown]
 # ## Your own lines
-# `run.predict` prepares a raw line exactly as in training.
+# `run.predict` prepares a raw line exactly as in training; without files of yours, some of a writer held back.
 
 # %%
-files = FILES or [f"{page}#1" for page in sorted(hwdb.demo("data/fresh", count=12, seed=0).rglob("*.dgrl"))[:3]]
+pages = sorted(hwdb.demo("data/fresh", count=24).rglob("HWDB2.0Test/*.dgrl"))
+files = FILES or [f"{page}#{line}" for page in pages for line in (1, 2)]
 list(zip(map(str, files), run.predict(files), strict=True))
 
 # %% [markdown]
