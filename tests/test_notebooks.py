@@ -17,7 +17,7 @@ NAMES = build.names()
 CHAINS = {
     "captcha": ("1234_cut-off.png", "screenshot.png", "whole_accuracy"),
     "hwdb": ("999-P16.dgrl", "cer"),
-    "sign": ("cut-off.npz", "never-filmed", "gloss_accuracy"),
+    "sign": ("damaged.npz", "never-filmed", "gloss_accuracy"),
 }
 """Folder → what its notebooks, run one after the other, must have said: the planted bad files, and the score."""
 PARTS = ("1_data", "2_train", "3_evaluate")

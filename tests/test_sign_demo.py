@@ -127,6 +127,18 @@ def test_a_new_demo_replaces_an_old_one(tmp_path):
     assert len(rows(tmp_path, "val")) == 0
 
 
+def test_the_notebook_can_be_run_again(tmp_path, monkeypatch):
+    """It damages one of the demo's clips, which the next demo must know for its own."""
+    source = (Path(__file__).parent.parent / "notebooks/src/sign/1_data.py").read_text()
+    (plant,) = (cell for cell in source.split("# %%") if "sign.demo(" in cell)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+    for _ in range(2):
+        exec(plant, {"SOURCE": None, "COUNT": 6, "GLOSSES": 2})
+        report = validate("data/sign", progress=False)
+        assert [row.rule for row in report.rows] == ["the array can be read", "the clip of a row is there"]
+
+
 @pytest.mark.parametrize("content", [b"", b"PK", b"clip"])
 def test_a_clip_that_no_demo_wrote_is_not_lost(tmp_path, content):
     demo(tmp_path, 2)

@@ -29,7 +29,8 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 
 # %% [markdown]
 # ## Bring it here
-# The demo gets two faults planted, because real data has them too: a clip that is cut off, and a label without a clip.
+# The demo gets two faults planted, because real data has them too: a clip with a few wrong bytes, and a label without a
+# clip.
 
 # %%
 import nbtools as nb
@@ -37,10 +38,10 @@ from nbtools.tasks import sign
 
 if SOURCE is None:
     SOURCE = sign.demo("data/sign", count=COUNT, glosses=GLOSSES, categories=2, features=True)
-    first = sorted((SOURCE / "train").glob("*.npz"))[0]
-    (SOURCE / "train" / "cut-off.npz").write_bytes(first.read_bytes()[:2000])
+    whole = sorted((SOURCE / "train").glob("*.npz"))[0].read_bytes()
+    (SOURCE / "train" / "damaged.npz").write_bytes(whole[:500] + b"?" * 9 + whole[509:])
     with open(SOURCE / "train" / "labels.csv", "a") as labels:
-        labels.write("cut-off,0,0\nnever-filmed,0,0\n")
+        labels.write("damaged,0,0\nnever-filmed,0,0\n")
 folder = nb.stage(SOURCE)
 folder
 
