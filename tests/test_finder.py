@@ -3,6 +3,7 @@ nothing outside changes, wherever memory ends."""
 
 import copy
 import gc
+import importlib
 import json
 import os
 import random
@@ -24,6 +25,7 @@ import toy
 from kinds import KINDS
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nbtools.advise import advise
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.feed import open_feed
 from nbtools.loop import train
@@ -245,6 +247,29 @@ def test_everything_outside_is_bit_for_bit_as_before(changes, toys):
     found = find_batch(outside.task, toys, toy.PLAN.replace(**changes), "cpu", seconds=0.3, most=32)
     assert 2 <= found.batch_size <= 32
     outside.assert_unchanged()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "packing"),
+    [
+        ("captcha", {"count": 48}, {}),
+        ("hwdb", {"count": 48}, {"height": 32}),
+        ("sign", {"count": 40, "glosses": 4}, {}),
+    ],
+)
+def test_each_task_is_searched_in_time_and_everything_is_as_before(name, options, packing, tmp_path, monkeypatch):
+    """Asked for two seconds, with what a first step costs; at the default of 20 all three stay below 30."""
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+    task: Any = importlib.import_module(f"nbtools.tasks.{name}")
+    pack = task.pack(task.demo(tmp_path / "raw", 48, **options), progress=False, **packing)
+    plan = advise(task, pack, measure=False).plan
+    before, tensors = (torch.get_rng_state(), random.getstate(), str(np.random.get_state())), alive()
+    found = find_batch(task, pack, plan, "cpu", seconds=2.0)
+    assert found.seconds < 1.4 * 2.0 + 8 * max(plan.batch_size / row.samples_per_s for row in found.rows if row.n)
+    assert pack.splits["train"] >= found.batch_size >= 2
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), str(np.random.get_state())) == before[1:]
+    assert alive() <= tensors + 8, "tensors were left behind"
 
 
 class Ends(TorchDispatchMode):
