@@ -39,8 +39,10 @@ def evaluation(
     """
     ids = pack.ids(split)
     if not len(ids):
+        there = ", ".join(f"{name}: {count:,}" for name, count in pack.splits.items() if count)
         raise TrainError(
-            f"{pack.folder}: the {split} split is empty; pack with {split}= a larger share, or more samples"
+            f"{pack.folder}: the {split} split is empty; choose one that is not ({there}), or pack with {split}= a "
+            "larger share, a folder for it, or more samples"
         )
     feed, done = feed or open_feed(pack, plan, sums.device), 0
     for raw in feed(in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)):

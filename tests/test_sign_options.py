@@ -143,6 +143,12 @@ def test_the_guides_settings_stay_whatever_network_is_asked_for(data, tmp_path):
     assert json.loads((run / "plan.json").read_text())["lr"] == sign.BASELINE.lr
 
 
+def test_a_split_that_is_not_there_is_named_beside_those_that_are(data, tmp_path, capsys):
+    assert train(data, tmp_path / "run", "--epochs", "1") == 0
+    assert main(["evaluate", "sign", "--data", str(data), "--run", str(tmp_path / "run")]) == 1
+    assert "the test split is empty; choose one that is not (train: 30, val: 10)" in capsys.readouterr().err
+
+
 def test_a_loss_of_nothing_is_refused():
     with pytest.raises(PlanError, match=r"Plan\.alpha and Plan\.beta must not both be 0"):
         sign.Plan(alpha=0, beta=0)
