@@ -20,7 +20,7 @@ class Previews:
     """The same few samples each time, evenly spaced over the split; none where the task shows no samples.
 
     A task shows them by `preview(pack, i, answer) -> (image (H, W) or (H, W, 3) uint8, truth, predicted)`, the answer
-    being one of those that its `decode` returns.
+    being one of those that its `decode` returns; with True as a fourth where answers are names, right or wrong as such.
     """
 
     def __init__(self, task: Any, state: TrainState, pack: Pack):

@@ -487,6 +487,13 @@ def test_in_a_terminal_wrong_characters_are_marked_below_truth_and_prediction():
     assert terminal.text([Preview(LINE, "a", "")], 80) == ["TRU a", "PRE", "    ^"]
 
 
+def test_a_name_is_wrong_as_a_whole_however_many_letters_it_shares():
+    taken = Preview(LINE, "number 1a", "number 1b", whole=True)
+    assert terminal.text([taken], 80) == ["TRU number 1a", "PRE number 1b", "    ^^^^^^^^^"]
+    assert cards.said(taken) == [("TRU", [("number 1a", True)]), ("PRE", [("number 1b", True)])]
+    assert terminal.text([Preview(LINE, "number 1a", "number 1a", whole=True)], 80)[1] == "PRE number 1a ✓"
+
+
 def test_in_a_terminal_short_samples_stand_beside_each_other_and_long_ones_are_broken():
     short, long = Preview(CAPTCHA, "ab", "ax"), Preview(LINE, "手写" * 30, "手写" * 30)
     lines = ("TRU ab", "PRE ax", "     ^")

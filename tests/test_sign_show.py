@@ -204,7 +204,8 @@ def test_other_files_and_folders_that_are_not_there_are_refused(pack, tmp_path):
 def test_the_live_picture_shows_the_ways_of_the_hands(pack):
     images = []
     for i in range(4):
-        image, truth, answer = preview(pack, i, "answer")
+        image, truth, answer, whole = preview(pack, i, "answer")
+        assert whole
         assert (image.dtype, image.shape, answer) == (np.uint8, (2 * LIVE, 2 * LIVE, 3), "answer")
         assert truth == text_of(pack, i)
         _, seen = keypoints(pack, i)

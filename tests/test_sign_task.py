@@ -1,7 +1,6 @@
 """The sign task: what its knobs do to batches, loss and metrics, and the faults of the guide's scripts."""
 
 import math
-import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -558,10 +557,6 @@ def test_a_pack_decompresses_each_clip_once_and_the_guides_way_at_every_access(t
     steps_of(pack, plan.replace(feed="workers"), monkeypatch)
     train = [str(tmp_path / "raw" / pack.names[i]) for i in pack.ids("train")]
     assert {READS[name] for name in train} == {3}
-
-
-def test_ready_features_need_no_inceptionv3():
-    assert "torchvision" not in sys.modules
 
 
 def test_the_feed_groups_clips_of_like_length(pack):

@@ -68,18 +68,20 @@ def thumbnail(image: np.ndarray, size: tuple[int, int]) -> bytes:
     return stream.getvalue()
 
 
-def aligned(truth: str, predicted: str) -> list[tuple[str, str]]:
-    """(character, what was read for it): "" where nothing was read, or nothing stood there."""
+def aligned(truth: str, predicted: str, whole: bool = False) -> list[tuple[str, str]]:
+    """(character, what was read for it): "" where nothing was read, or nothing stood there. whole: one pair of all."""
+    if whole:
+        return [(truth, predicted)]
     found = []
     for _, a, b, c, d in difflib.SequenceMatcher(None, truth, predicted, autojunk=False).get_opcodes():
         found += zip_longest(truth[a:b], predicted[c:d], fillvalue="")
     return found
 
 
-def marked(truth: str, predicted: str) -> tuple[list[Part], list[Part]]:
+def marked(truth: str, predicted: str, whole: bool = False) -> tuple[list[Part], list[Part]]:
     """(truth, predicted) in parts: wrong in the one is what was not read, in the other what was read amiss."""
     lines: tuple[list[Part], list[Part]] = ([], [])
-    for wrong, pairs in groupby(aligned(truth, predicted), lambda pair: pair[0] != pair[1]):
+    for wrong, pairs in groupby(aligned(truth, predicted, whole), lambda pair: pair[0] != pair[1]):
         for line, part in zip(lines, map("".join, zip(*pairs, strict=True)), strict=True):
             if part:
                 line.append((part, wrong))
@@ -90,7 +92,7 @@ def said(preview: Preview) -> list[tuple[str, list[Part]]]:
     """(label, parts) of the lines below an image; without a truth, nothing is wrong."""
     if not preview.truth:
         return [("PRE", [(preview.predicted, False)])] if preview.predicted else []
-    return list(zip(("TRU", "PRE"), marked(preview.truth, preview.predicted), strict=True))
+    return list(zip(("TRU", "PRE"), marked(preview.truth, preview.predicted, preview.whole), strict=True))
 
 
 def right(preview: Preview) -> bool:

@@ -30,11 +30,13 @@ class About:
 
 @dataclass(frozen=True)
 class Preview:
-    """One sample with its right answer and the model's. image: (H, W) or (H, W, 3) uint8 of any size."""
+    """One sample with its right answer and the model's. image: (H, W) or (H, W, 3) uint8 of any size. whole: answers
+    are names, right or wrong as such, and not letter by letter."""
 
     image: np.ndarray
     truth: str = ""
     predicted: str = ""
+    whole: bool = False
 
 
 @dataclass(frozen=True)

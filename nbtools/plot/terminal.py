@@ -39,7 +39,8 @@ def block(preview: Preview, room: int) -> list[str]:
     if not preview.truth:
         return [LABELS[1] + plain(preview.predicted)]
     found, tick = [], " ✓" if right(preview) else ""
-    for pairs in broken([(plain(a), plain(b)) for a, b in aligned(preview.truth, preview.predicted)], room - 6):
+    read = aligned(preview.truth, preview.predicted, preview.whole)
+    for pairs in broken([(plain(a), plain(b)) for a, b in read], room - 6):
         lines: list[str] = [*LABELS]
         for pair in pairs:
             wide = max(map(columns, pair))

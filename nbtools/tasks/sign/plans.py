@@ -131,7 +131,7 @@ def for_transformer(card: Card) -> dict[str, tuple[Any, str]]:
 
 def on_gpu(card: Card) -> dict[str, tuple[Any, str]]:
     return {
-        "batch_size": (at_most(32, card), "the guide's; a step is bound by its launches"),
+        "batch_size": (at_most(32, card), "the guide's 32, or all that there are; a step is bound by its launches"),
         "lr": (7e-4, f"the CPU's 5e-4 at batch 16 by the sqrt rule, {THUMB}"),
         "bucket": (16, "so that compiled programs meet few lengths"),
     }
@@ -142,7 +142,7 @@ def for_gru(card: Card) -> dict[str, tuple[Any, str]]:
     epochs = rounds(card, 5 * SHOWN)
     return {
         "network": ("gru", "there are features and no keypoints"),
-        "batch_size": (at_most(32, card), "the guide's"),
+        "batch_size": (at_most(32, card), "the guide's 32, or all that there are"),
         "lr": (3e-3, "with warmup and cosine; with 1e-2 66 % instead of 70 % of the demo's (measured)"),
         "epochs": (epochs, f"{5 * SHOWN} clips a gloss in all: small units need many steps, and steps are quick"),
         "warmup_epochs": (round(epochs * 0.1, 1), f"10 % of the run, {THUMB}"),

@@ -90,9 +90,9 @@ def animate(pack: Pack, i: int, *, size: int = 240, fps: float = FPS) -> Animati
     return Animation(drawn, 1000 / fps)
 
 
-def preview(pack: Pack, i: int, answer: str) -> tuple[np.ndarray, str, str]:
-    """(image (H, W, 3) uint8, truth, answer) of one clip for the live picture."""
-    return picture(pack, i), text_of(pack, i), answer
+def preview(pack: Pack, i: int, answer: str) -> tuple[np.ndarray, str, str, bool]:
+    """(image (H, W, 3) uint8, truth, answer, and that these are names) of one clip for the live picture."""
+    return picture(pack, i), text_of(pack, i), answer, True
 
 
 def text_of(pack: Pack, i: int) -> str:
