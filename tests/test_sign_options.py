@@ -1,8 +1,11 @@
 """Every option of the guide's script has a place here, and does what it says."""
 
 import json
+import pkgutil
 import re
 import shlex
+import subprocess
+import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,8 +15,9 @@ import pytest
 import torch
 from PIL import Image
 
+import nbtools.tasks
 from nbtools import arguments
-from nbtools.__main__ import main, parser
+from nbtools.__main__ import TASK_COMMANDS, main, parser
 from nbtools.errors import PlanError
 from nbtools.tasks import sign
 
@@ -183,6 +187,39 @@ def test_features_without_torchvision_and_of_another_task_are_refused_in_a_sente
     assert done == 0 if find_spec("torchvision") else "need torchvision" in said.err
     assert main(["features", "captcha", str(tmp_path), str(tmp_path / "into")]) == 1
     assert "captcha makes no features of frames" in capsys.readouterr().err
+
+
+TASKS = sorted(module.name for module in pkgutil.iter_modules(nbtools.tasks.__path__))
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("command", TASK_COMMANDS)
+def test_no_option_is_there_twice(command, task, capsys):
+    """The script stopped at its start: two of its options had one name."""
+    with pytest.raises(SystemExit) as end:
+        main([command, task, "--help"])
+    assert end.value.code == 0
+    assert f"usage: python -m nbtools {command}" in capsys.readouterr().out
+
+
+def test_the_allocators_settings_are_the_users_until_cuda_starts_and_it_starts_late():
+    """The script made them when CUDA was up, where they do nothing. Here nobody makes any, and neither importing all
+    nor reading a command line starts CUDA: what a notebook sets before it trains counts."""
+    code = """
+import os, torch
+before = dict(os.environ)
+def started(*_): raise SystemExit("CUDA is started")
+torch.cuda._lazy_init = started
+import nbtools
+from nbtools.__main__ import parser
+from nbtools.tasks import captcha, hwdb, sign
+given = ["train", "sign", "--data", "x", "--run", "y", "--amp", "bf16"]
+parser(given).parse_args(given)
+sign.PLAN.replace(network="gru")
+assert {k: v for k, v in os.environ.items() if "ALLOC" in k} == {k: v for k, v in before.items() if "ALLOC" in k}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_parallel_says_in_one_sentence_that_it_is_not_there_yet(data, tmp_path, capsys):
