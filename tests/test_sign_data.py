@@ -17,9 +17,10 @@ import torch
 
 from nbtools.errors import PackError
 from nbtools.feed import in_order, open_feed
-from nbtools.pack import Column, Pack
+from nbtools.pack import Card, Column, Pack, collate
 from nbtools.plan import Plan
 from nbtools.stage import stage
+from nbtools.tasks import sign
 from nbtools.tasks.sign import networks
 from nbtools.tasks.sign.clips.clip import Keys, examined
 from nbtools.tasks.sign.clips.data import pack, read
@@ -769,6 +770,27 @@ def test_a_report_without_rows_is_its_summary(tmp_path):
 
 
 # -- real clips
+
+
+@pytest.mark.real
+@pytest.mark.skipif(not DATA, reason="NBTOOLS_REAL_DATA names no folder of real data")
+@pytest.mark.parametrize("network", ["transformer", "gru"])
+def test_the_six_original_clips_go_through_both_models_alone_and_together(network):
+    folder = stage(Path(DATA) / "fsl-clips.tar", progress=False)
+    options = {"kp_key": "X", "feature_key": "X2048"}
+    clips = [read(path, options) for path in sorted(folder.glob("*.npz"))]
+    columns = {name: Column("ragged", values.dtype.str, values.shape[1:]) for name, values in clips[0].items()}
+    card = Card("sign", ["hello", "thanks"], {"categories": ["greeting"]}, columns, {})
+    torch.manual_seed(0)
+    plan = sign.Plan(network=network)
+    model = sign.model(card, plan).eval()
+    with torch.no_grad():
+        together = model(sign.batch(collate(clips, columns), plan, None))
+        for i, one in enumerate(clips):
+            alone = model(sign.batch(collate([one], columns), plan, None))
+            for logits, single in zip(together, alone, strict=True):
+                assert torch.isfinite(logits).all()
+                torch.testing.assert_close(logits[i], single[0], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("needed", [False, True])
