@@ -46,6 +46,14 @@ def test_an_answer_is_the_models_likeliest_gloss_on_the_window_so_far(pack, netw
         assert one.seconds > 0
 
 
+def test_what_the_model_does_not_read_is_not_brought_to_it(pack, network):
+    model, plan = network
+    clip, unread = dict(pack.sample(0)), {"transformer": "features", "gru": "x"}[plan.network]
+    clip[unread] = np.full((2, 3), "never a tensor")
+    (found,) = sign.stream(model, pack, plan, clip, window=99, every=len(clip["mask"]))
+    assert found.frame == len(clip["mask"])
+
+
 def test_a_clip_shorter_than_the_pace_gets_one_answer(pack, network):
     clip = {name: values[:3] for name, values in pack.sample(0).items() if name != "label"}
     assert [one.frame for one in sign.stream(network[0], pack, network[1], clip, every=5)] == [3]

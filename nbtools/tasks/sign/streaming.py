@@ -57,9 +57,11 @@ HEADERS = ("device", "frames (median)", "answers", "median", "95 %")
 
 @torch.no_grad()
 def answer(model: nn.Module, card: Card, plan: Any, clip: Sample) -> Answer:
-    """What a model in eval mode says of one clip: arrays as `pack.sample` and `read` give them."""
+    """What a model in eval mode says of one clip: arrays as `pack.sample` and `read` give them. Only what it reads is
+    brought to the device: features are 13 times as large as keypoints."""
     device, began = next(model.parameters()).device, perf_counter()
-    columns = {name: clip[name] for name in card.columns if name in clip and name != "label"}
+    read = ("features",) if read_column(plan, clip) == "features" else ("x", "mask")
+    columns = {name: clip[name] for name in read if name in clip}
     raw = {name: tensor.to(device) for name, tensor in collate([columns], card.columns).items()}
     glosses, _ = model(batch(raw, plan, None))
     best = glosses[0].float().softmax(0).max(0)  # a read of the values waits for the device
