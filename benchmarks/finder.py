@@ -31,7 +31,7 @@ from nbtools.state import Task, build_optimizer
 from nbtools.tasks import captcha
 
 TASK, CPU = cast(Task, captcha), torch.device("cpu")
-ROUNDS, TURNS, COUNT, SECONDS = 5, 3, 1024, 20.0
+ROUNDS, TURNS, COUNT, SECONDS = 9, 3, 1024, 20.0
 UNITS = {"seconds": "s", "batch": "samples", "rate": "samples/s"}
 FIRST = 8  # batch size that a Lightning model begins with; its finder then begins with 2
 

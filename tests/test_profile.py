@@ -210,11 +210,13 @@ def test_compiling_is_tried_only_where_training_lasts_long_enough_to_pay_for_it(
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own imports
 @pytest.mark.parametrize("compiler", [True, False])
-def test_a_compiled_step_is_tried_in_turns_with_the_plan_where_there_is_a_compiler(packs, monkeypatch, compiler):
+def test_a_compiled_step_is_tried_in_turns_with_the_plan_where_there_is_a_compiler(
+    packs, monkeypatch, tmp_path, compiler
+):
     torch._dynamo.reset()
     if not compiler:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what was compiled before is not there
         monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
-        monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
     plan = toy.PLAN.replace(epochs=10**7)
     profile = step_profile(toy, packs[False], plan, CPU, 0.1, fixed=("batch_size", "feed", "noise"))
     tried = [trial.change for trial in profile.trials]
