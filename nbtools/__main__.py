@@ -77,6 +77,7 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             one.add_argument("--data", required=needed, metavar="SOURCE", help=SOURCE)
         if name == "advise":
             one.add_argument("--no-measure", action="store_true", help="rules of thumb, and what was measured before")
+            one.add_argument("--compile", action="store_true", help="try compiled steps too: a minute or two more")
             one.add_argument("--noise", action="store_true", help="cap the batch by the gradient noise scale too")
         if name in ("train", "evaluate", "predict"):
             one.add_argument("--run", required=needed, type=Path, metavar="FOLDER", help="the run folder")
@@ -138,7 +139,8 @@ def show_pack(options: argparse.Namespace) -> None:
 
 def show_advice(options: argparse.Namespace) -> None:
     pack = packed(options, options.data)
-    advice = advise(find_task(options.task), pack, measure=not options.no_measure, noise=options.noise)
+    asked = {"noise": options.noise, "compiling": options.compile}
+    advice = advise(find_task(options.task), pack, measure=not options.no_measure, **asked)
     for part in (advice.batches, advice.workers, advice.profile, advice.ladder, advice):
         if part is not None:
             print(part, end="\n\n")

@@ -112,6 +112,15 @@ def test_the_tasks_own_batch_size_is_not_overruled_by_speed(tmp_path):
     assert "measured" in advice.evidence["batch_size"]
 
 
+def test_what_was_asked_for_in_particular_is_found_again_without_asking(tmp_path):
+    pack = toy.make_pack(tmp_path, count=200)
+    asked = nb.advise(toy, pack, seconds=0.3, noise=True)
+    assert asked.batches.noise is not None
+    assert json.dumps(nb.advise(toy, pack, measure=False).to_dict()) == json.dumps(asked.to_dict())
+    plain = nb.advise(toy, pack, seconds=0.3)
+    assert plain.batches.noise is None
+
+
 def test_a_search_that_a_busy_machine_cut_short_does_not_shrink_the_batch(advice):
     short = dataclasses.replace(advice.batches, complete=False, rows=(Row(2, 10.0, 9.0, 11.0, 3, None, 100, True),))
     rows = (*short.rows, Row(64, None, None, None, 0, None, None, True))

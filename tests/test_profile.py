@@ -24,13 +24,14 @@ from nbtools.gpu import cores
 from nbtools.loop import train
 from nbtools.measure.figures import StepProfile, Tried
 from nbtools.measure.pace import Pace
-from nbtools.measure.parts import Bench, epoch_batches, memory_of, padding, typical
+from nbtools.measure.parts import Bench, epoch_batches, memory_of, padding, shapes, typical
 from nbtools.measure.profile import step_profile
 from nbtools.measure.rates import Counts, Watch, count
 from nbtools.measure.syncs import synchronizing
 from nbtools.measure.tries import affordable, made_ready, worth_compiling, worth_trying
 from nbtools.measure.untouched import read_switches
 from nbtools.measure.verdict import Verdict, verdict
+from nbtools.plan import knob
 from nbtools.state import TrainState
 
 CPU = torch.device("cpu")
@@ -203,7 +204,9 @@ def test_compiling_is_tried_only_where_training_lasts_long_enough_to_pay_for_it(
     assert worth_compiling(measured, long, [], ()) == [{"compile": True}]
     assert worth_compiling(measured, long, [], ("compile",)) == []
     assert worth_compiling(measured, long, [torch.nn.GRU(2, 2)], ()) == []
-    assert worth_compiling(dataclasses.replace(measured, padding={"x": 0.1}), long, [], ()) == []
+    assert worth_compiling(measured, short, [], (), asked=True) == [{"compile": True}]
+    assert worth_compiling(dataclasses.replace(measured, shapes=9), long, [], ()) == []
+    assert worth_compiling(dataclasses.replace(measured, shapes=8), long, [], ()) == [{"compile": True}]
     waiting = dataclasses.replace(measured, device_type="cuda", **shares(0.0, 0.9))
     assert worth_compiling(waiting, long, [], ()) == [{"compile": True}, {"graph": True}]
 
@@ -346,6 +349,18 @@ def test_padding_is_the_share_of_zeros_that_batches_bring(packs, batch_size):
     elements = sum(raw["x"].shape[0] * raw["x"].shape[1] for raw in raws)
     assert padding(pack, plan) == {"x": pytest.approx(1 - sum(int(raw["x_length"].sum()) for raw in raws) / elements)}
     assert padding(packs[False], plan) == {}
+
+
+def test_a_bucket_makes_the_lengths_of_batches_few(packs):
+    @dataclasses.dataclass(frozen=True)
+    class Bucketed(toy.Plan):
+        bucket: int = knob(1, "", least=1)
+
+    batches = epoch_batches(packs[True], Bucketed(batch_size=8))
+    lengths = [int(packs[True].lengths("x", batch).max()) for batch in batches]
+    assert shapes(packs[True], Bucketed(batch_size=8)) == len(set(lengths)) > 8
+    assert shapes(packs[True], Bucketed(batch_size=8, bucket=8)) == len({-(-n // 8) for n in lengths}) <= 3
+    assert shapes(packs[False], Bucketed(batch_size=8)) == 1
 
 
 def test_the_cached_batch_is_a_whole_one_of_middling_length(packs):

@@ -6,6 +6,8 @@ import dataclasses
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +28,32 @@ FREE = ("feed", "workers", "prefetch", "channels_last", "compile", "graph", "amp
 the precision of its arithmetic."""
 
 
-def advise(task: Any, pack: Pack, measure: bool = True, seconds: float = SECONDS, noise: bool = False) -> Advice:
+def advise(
+    task: Any,
+    pack: Pack,
+    measure: bool = True,
+    seconds: float = SECONDS,
+    noise: bool = False,
+    compiling: bool = False,
+) -> Advice:
     """The plan to start from, each field with its reason and, where it was measured here, the evidence.
 
     Measuring takes about two to three times `seconds`, once for a machine, a pack and a task: what was found is kept
     beside the pack. measure=False: what was found before, else rules of thumb alone, at once. noise: cap the batch by
-    the gradient noise scale too. Raises TrainError where not even one sample fits.
+    the gradient noise scale too. compiling: try torch.compile and CUDA graphs however short training is; a minute or
+    two more. Raises TrainError where not even one sample fits.
     """
     thumb = by_rules(task, pack, {})
-    place, key = shelf(pack), label(task, pack, thumb, noise)
-    found = kept(place, key, type(task.PLAN))
+    place, asked = shelf(pack), (noise, compiling)
+    wanted = [asked] if measure else list(product((True, False), repeat=2))  # else whatever was found, the most first
+    labels = {given: label(task, pack, thumb, given) for given in wanted}
+    found = next(filter(None, (kept(place, key, type(task.PLAN)) for key in labels.values())), None)
     if found is not None or not measure:
         return found or thumb
     print(f"measuring {task_name(task)} on this machine, about {2.5 * seconds:.0f} s …", file=sys.stderr)
-    made = measured(task, pack, thumb, seconds, noise)
+    made = measured(task, pack, thumb, seconds, noise, compiling)
     try:
-        keep(place, key, made)
+        keep(place, labels[asked], made)
     except DiskError as error:  # a pack may lie where nobody may write
         made = dataclasses.replace(made, note=f"{made.note} Not kept for the next time: {error}")
     return made
@@ -56,7 +68,7 @@ def by_rules(task: Any, pack: Pack, found: dict[str, tuple[Any, str]]) -> Advice
     return dataclasses.replace(advice, reasons={**advice.reasons, "feed": f"{name}: {why}"})
 
 
-def measured(task: Any, pack: Pack, thumb: Advice, seconds: float, noise: bool) -> Advice:
+def measured(task: Any, pack: Pack, thumb: Advice, seconds: float, noise: bool, compiling: bool) -> Advice:
     """The batch first, since all else depends on it; then what a step consists of, and the changes that it suggests."""
     found: dict[str, tuple[Any, str]] = {}
     batches = find_batch(task, pack, thumb.plan, seconds=seconds, most=enough(pack.card), noise=noise)
@@ -76,7 +88,7 @@ def measured(task: Any, pack: Pack, thumb: Advice, seconds: float, noise: bool) 
         found |= {"workers": (crew.workers, crew.reason), "prefetch": (crew.prefetch, crew.reason)}
         evidence["workers"] = crew.reason
         plan = by_rules(task, pack, found).plan
-    profile = step_profile(task, pack, plan, seconds=seconds / 6)
+    profile = step_profile(task, pack, plan, seconds=seconds / 6, compiling=compiling)
     judged = verdict(profile, plan)
     if judged.change and set(judged.change) <= set(FREE):
         found |= {name: (value, "measured faster here") for name, value in judged.change.items()}
@@ -103,9 +115,9 @@ def shelf(pack: Pack) -> Path:
     return pack.folder.with_name(f"{pack.folder.name}.advice.json")
 
 
-def label(task: Any, pack: Pack, thumb: Advice, noise: bool) -> str:
+def label(task: Any, pack: Pack, thumb: Advice, asked: Sequence[bool]) -> str:
     """Changes with whatever the measurements depend on: machine and versions, data, task and its plan."""
-    parts = [machine(), pack.card.digest, task_name(task), thumb.plan.to_dict(), noise]
+    parts = [machine(), pack.card.digest, task_name(task), thumb.plan.to_dict(), asked]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 

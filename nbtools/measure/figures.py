@@ -38,7 +38,8 @@ class StepProfile:
     memory: MiB. step: the most that a step takes beyond what is held (see `measure.memory`); held: weights, gradients
     and optimizer; on CUDA allocated and reserved too, of the whole process at that step's peak.
     trials: changes that were tried; untried: those that memory or time (a slow step) did not allow to try.
-    syncs: `file:line` where a step makes the host wait (CUDA). took: seconds that all this took.
+    syncs: `file:line` where a step makes the host wait (CUDA). took: seconds that all this took. shapes: different
+    lengths of an epoch's batches, after Plan.bucket where a task has that knob; 1 where samples are of one size.
     """
 
     plan: dict[str, Any]
@@ -72,6 +73,7 @@ class StepProfile:
     syncs: tuple[str, ...]
     machine: dict[str, str]
     took: float
+    shapes: int = 1
 
     @property
     def step_s(self) -> float:

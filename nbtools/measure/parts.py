@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -240,6 +241,14 @@ def padding(pack: Pack, plan: Plan) -> dict[str, float]:
     """Ragged column → share of the elements of an epoch's batches that are padding; from lengths alone."""
     batches = epoch_batches(pack, plan)
     return {column: padded(pack, column, batches) for column in pack.offsets}
+
+
+def shapes(pack: Pack, plan: Plan) -> int:
+    """Different lengths of an epoch's batches, in units of Plan.bucket where a task has that knob."""
+    if pack.card.bucket_by is None:
+        return 1
+    lengths, unit = partial(pack.lengths, pack.card.bucket_by), getattr(plan, "bucket", 1)
+    return len({-(-int(lengths(batch).max(initial=0)) // unit) for batch in epoch_batches(pack, plan)})
 
 
 def random_padding(pack: Pack, column: str, size: int) -> float:

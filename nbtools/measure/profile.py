@@ -41,20 +41,22 @@ def step_profile(
     device: torch.device | None = None,
     seconds: float = SECONDS,
     fixed: Collection[str] = (),
+    compiling: bool = False,
 ) -> StepProfile:
     """Measure a plan for about two to three times `seconds`, or some 20 steps where they take longer, and a minute or
-    two more where training is to last so long that compiling is worth trying; fixed: knobs that need not be tried.
+    two more where training is to last so long that compiling is worth trying, or that is asked for by `compiling`;
+    fixed: knobs that need not be tried.
 
     Trains a model of its own; nothing outside changes, no random state, no switch (on CUDA torch's peak memory
     statistics begin anew). Raises TrainError where training could not start.
     """
     device = device or devices.pick()
     with untouched(device):
-        return measured(cast(Task, Apart(task)), pack, plan, device, seconds, fixed)
+        return measured(cast(Task, Apart(task)), pack, plan, device, seconds, fixed, compiling)
 
 
 def measured(
-    task: Task, pack: Pack, plan: Plan, device: torch.device, seconds: float, fixed: Collection[str]
+    task: Task, pack: Pack, plan: Plan, device: torch.device, seconds: float, fixed: Collection[str], compiling: bool
 ) -> StepProfile:
     start, epoch_size = perf_counter(), pack.splits["train"]
     feed = open_feed(pack, plan, device)
@@ -93,13 +95,14 @@ def measured(
         syncs=syncs(task, pace.state, bench.raw, epoch_size),
         machine=machine(),
         took=0.0,
+        shapes=parts.shapes(pack, plan),
     )
     modules = list(pace.state.model.modules())
     changes = worth_trying(found, plan, modules, fixed)
-    compiling = worth_compiling(found, plan, modules, fixed)
-    trying = [*changes[: affordable(found.step_s, plan, changes, 2 * seconds)], *compiling]
+    programs = worth_compiling(found, plan, modules, fixed, asked=compiling)
+    trying = [*changes[: affordable(found.step_s, plan, changes, 2 * seconds)], *programs]
     trials = try_out(task, pack, pace, feed, trying, seconds / 2, found.memory["step"] * 2**20)
-    untried = tuple(change for change in [*changes, *compiling] if change not in [trial.change for trial in trials])
+    untried = tuple(change for change in [*changes, *programs] if change not in [trial.change for trial in trials])
     return dataclasses.replace(found, trials=trials, untried=untried, took=perf_counter() - start)
 
 

@@ -26,6 +26,7 @@ WAIT_SHARE = 0.1  # of a step: from here another feed is tried
 AUGMENT_SHARE = 0.1  # of a step: from here the step is tried without augmentation
 FIXED_SHARE = 0.2  # of a step that does not grow with the batch: from here a larger batch is tried
 COMPILE_PAYS = 1800.0  # seconds of training planned from which compiling is tried: it took 69 s here, on two busy cores
+SHAPES = 8  # programs of one function that dynamo keeps before it gives up
 LEAST_STEPS = 20  # optimizer steps an epoch below which a larger batch is not tried: rule of thumb (ours)
 FEEDING = {"feed", "workers", "prefetch"}
 
@@ -59,14 +60,14 @@ def worth_trying(
 
 
 def worth_compiling(
-    profile: StepProfile, plan: Plan, modules: Sequence[torch.nn.Module], fixed: Collection[str]
+    profile: StepProfile, plan: Plan, modules: Sequence[torch.nn.Module], fixed: Collection[str], asked: bool = False
 ) -> list[dict[str, Any]]:
-    """torch.compile, and on a GPU that waits for its host a CUDA graph, where training lasts long enough to earn the
-    compiler's time back; not where every batch may have another length (each would be compiled), nor for recurrent
-    layers (they break the graph)."""
-    lasting = plan.epochs * profile.epoch_s >= COMPILE_PAYS
+    """torch.compile, and on a GPU that waits for its host a CUDA graph, where that is asked for, or training lasts long
+    enough to earn the compiler's time back; not for more shapes than dynamo compiles (a task's `bucket` makes them
+    few), nor for recurrent layers, which break the graph."""
+    lasting = asked or plan.epochs * profile.epoch_s >= COMPILE_PAYS
     recurrent = any(isinstance(module, torch.nn.RNNBase) for module in modules)
-    if not lasting or recurrent or profile.padding or plan.compile or plan.graph:
+    if not lasting or recurrent or profile.shapes > SHAPES or plan.compile or plan.graph:
         return []
     launch_bound = profile.device_type == "cuda" and profile.host >= profile.device and not profile.syncs
     changes = [{"compile": True}, *([{"graph": True}] if launch_bound else [])]
