@@ -62,13 +62,16 @@ def test_what_was_found_is_kept_beside_the_pack_and_comes_back_the_same(advice, 
 
 def test_another_machine_pack_or_task_is_measured_anew(advice, pack, monkeypatch):
     thumb = nb.advise(toy, pack, measure=False)
-    mine = act.label(toy, pack, thumb, False)
-    assert act.label(own(), pack, thumb, False) != mine
+    mine = act.label(toy, pack, thumb, (False, False))
+    assert act.label(own(), pack, thumb, (False, False)) != mine
     assert (
-        act.label(toy, dataclasses.replace(pack, card=dataclasses.replace(pack.card, digest="x")), thumb, False) != mine
+        act.label(
+            toy, dataclasses.replace(pack, card=dataclasses.replace(pack.card, digest="x")), thumb, (False, False)
+        )
+        != mine
     )
     monkeypatch.setattr(act, "machine", lambda: {"device": "another"})
-    assert act.label(toy, pack, thumb, False) != mine
+    assert act.label(toy, pack, thumb, (False, False)) != mine
 
 
 def test_rules_alone_when_nothing_was_measured_before(tmp_path, no_measuring):
@@ -115,9 +118,11 @@ def test_the_tasks_own_batch_size_is_not_overruled_by_speed(tmp_path):
 def test_what_was_asked_for_in_particular_is_found_again_without_asking(tmp_path):
     pack = toy.make_pack(tmp_path, count=200)
     asked = nb.advise(toy, pack, seconds=0.3, noise=True)
+    assert asked.batches is not None
     assert asked.batches.noise is not None
     assert json.dumps(nb.advise(toy, pack, measure=False).to_dict()) == json.dumps(asked.to_dict())
     plain = nb.advise(toy, pack, seconds=0.3)
+    assert plain.batches is not None
     assert plain.batches.noise is None
 
 
