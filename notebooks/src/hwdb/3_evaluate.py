@@ -7,7 +7,7 @@
 # worst, whether long lines or rare characters are the trouble, and what a language model of characters brings over
 # reading greedily. Without a trained run on your Drive it trains a short one first.
 #
-# **GPU:** none needed. **Measured:** 30 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation
+# **GPU:** none needed. **Measured:** 16 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation
 # aside, after `2_train`.
 
 # {install}
