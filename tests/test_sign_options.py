@@ -79,7 +79,8 @@ def test_the_readme_has_a_place_for_each_option_of_the_script():
 def test_what_the_readme_names_is_an_option_here(line):
     words = shlex.split(line.replace("FOLDER", "there"))
     given = ["train", "sign", "--data", "x", *([] if "--run" in words else ["--run", "y"]), *words]
-    parser(given).parse_args(given + (["0.5"] if words[-1] == "--lr-rule" else []))
+    parsed = parser(given).parse_args(given + (["sqrt"] if words[-1] == "--lr-rule" else []))
+    assert parsed.task == "sign"
 
 
 def test_the_column_names_of_the_log_are_the_scripts_but_for_two(data, tmp_path):

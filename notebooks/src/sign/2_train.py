@@ -7,7 +7,7 @@
 # by a plan with a reason for every number. Both answer twice, with the gloss and with its category. The receipt says
 # how much faster that is than the guide's own settings on this machine.
 #
-# **GPU:** any NVIDIA GPU (not tested on one yet); the steps are small, and a CPU will do. **Measured:** 2 min 31 s on
+# **GPU:** any NVIDIA GPU (not tested on one yet); the steps are small, and a CPU will do. **Measured:** 2 min 40 s on
 # two cores of an Intel Xeon (a cloud machine, no GPU), installation aside, with 600 generated clips of 12 signs.
 
 # {install}

@@ -6,7 +6,7 @@
 # Says which signs are recognised and which are taken for another, how long one answer takes, and what the model says
 # while somebody is still signing. Without a trained run on your Drive it trains a short one first.
 #
-# **GPU:** none needed. **Measured:** 6 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation aside,
+# **GPU:** none needed. **Measured:** 7 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation aside,
 # after `2_train`.
 
 # {install}
