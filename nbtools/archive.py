@@ -57,9 +57,9 @@ def plain(path: Path, target: Path, progress: Callable[[int], object] = lambda c
     Its files are not looked at."""
     with entries.refusals(path), open(path, "rb") as raw, OPENERS.get(kind(path) or "", OPENERS["tar"])(raw) as file:
         stream = Forward(raw, file, entries.budget(path.stat().st_size), progress)
-        with disk.create(target) as plain:
+        with disk.create(target) as unpacked:
             while data := stream.read(CHUNK):
-                disk.write(plain, data)
+                disk.write(unpacked, data)
 
 
 def write(folder: Path, path: Path) -> Path:

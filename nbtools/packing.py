@@ -7,7 +7,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,20 +61,13 @@ def build(
     target = (Path(into) if into is not None else cache() / "packs" / f"{task}-{key}").absolute()
     lock = hashlib.blake2b(str(target).encode(errors="surrogateescape"), digest_size=8).hexdigest()
     with disk.explained(f"packing {folder}", target), disk.Lock(cache() / "locks" / f"pack-{lock}.lock"):
-        if (target / MANIFEST).is_file():
-            pack = of_task(Pack.open(target, source=folder, read=read), task)
-            if pack.manifest.get("key") == key:
-                return pack
-            raise PackError(f"{target} holds a pack of other files or options; delete it, or choose another folder")
-        if target.exists() and not (target.is_dir() and not os.listdir(target)):
-            raise PackError(f"{target} is no pack and not empty; choose a new folder for the pack")
-        part, kept = target.with_name(f"{target.name}.part"), False
-        journal = Journal(part, key) if resume else None
-        if journal is None or not journal.path.exists():
-            disk.remove(part)
-        disk.make_folder(part)
-        writer = Writer(part, ragged, val, test, progress, journal)
-        try:
+        if (pack := finished(target, folder, task, key, read)) is not None:
+            return pack
+        part = target.with_name(f"{target.name}.part")
+        with (
+            unfinished(part, key, resume) as journal,
+            closing(Writer(part, ragged, val, test, progress, journal)) as writer,
+        ):
             top = members.index(folder).top if folder.is_file() else ""
             fill(writer, folder / top)
             if not writer.names:
@@ -81,14 +75,37 @@ def build(
             writer.finish(task, options, bucket_by, {"key": key, "source": str(folder), "top": top})
             disk.remove(part / JOURNAL)
             disk.publish_folder(part, target)
-        except BaseException as error:
-            kept = resume and not isinstance(error, PackError)
-            raise
-        finally:
-            writer.close()
-            if not kept:
-                disk.remove(part)
     return Pack.open(target, source=folder, read=read)
+
+
+def finished(target: Path, folder: Path, task: str, key: str, read: Reader) -> Pack | None:
+    """The pack that is there already. Raises PackError where something else is."""
+    if (target / MANIFEST).is_file():
+        pack = of_task(Pack.open(target, source=folder, read=read), task)
+        if pack.manifest.get("key") == key:
+            return pack
+        raise PackError(f"{target} holds a pack of other files or options; delete it, or choose another folder")
+    if target.exists() and not (target.is_dir() and not os.listdir(target)):
+        raise PackError(f"{target} is no pack and not empty; choose a new folder for the pack")
+    return None
+
+
+@contextmanager
+def unfinished(part: Path, key: str, resume: bool) -> Iterator[Journal | None]:
+    """A pack's folder while it is made. It is gone in the end, published or not; with resume it outlives what is no
+    fault of the data, and its journal says how far it is."""
+    journal, kept = Journal(part, key) if resume else None, False
+    if journal is None or not journal.path.exists():
+        disk.remove(part)
+    disk.make_folder(part)
+    try:
+        yield journal
+    except BaseException as error:
+        kept = resume and not isinstance(error, PackError)
+        raise
+    finally:
+        if not kept:
+            disk.remove(part)
 
 
 def holds_pack(archive: Path) -> bool:
