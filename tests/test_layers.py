@@ -39,7 +39,7 @@ ORDER = [
 
 GROUND = [
     {"sampler", "control"},
-    {"plan", "history", "gpu", "metrics", "ctc", "recompute", "sheet", "letters"},
+    {"plan", "history", "gpu", "metrics", "ctc", "recompute", "sheet", "letters", "report"},
     {"draws"},
     {"table", "disk", "splits"},
     {"errors"},
@@ -47,7 +47,7 @@ GROUND = [
 """Imported by all, importing only ground below itself."""
 
 DATA = {"pack", "packing", "stage", "archive", "members", "splits", "disk"}
-TASKS = DATA | {"metrics", "ctc", "recompute", "sheet", "letters", "plan", "draws", "table", "errors"}
+TASKS = DATA | {"metrics", "ctc", "recompute", "sheet", "letters", "report", "plan", "draws", "table", "errors"}
 """What a task may import (stage: to look at a source before it chooses how to read it).
 Nobody imports a task: it is reached by name."""
 

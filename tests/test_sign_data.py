@@ -19,12 +19,12 @@ from nbtools.errors import PackError
 from nbtools.feed import in_order, open_feed
 from nbtools.pack import Card, Column, Pack, collate
 from nbtools.plan import Plan
+from nbtools.report import ERROR, WARNING
 from nbtools.stage import stage
 from nbtools.tasks import sign
 from nbtools.tasks.sign import networks
 from nbtools.tasks.sign.clips.clip import Keys, examined
 from nbtools.tasks.sign.clips.data import pack, read
-from nbtools.tasks.sign.clips.rules import ERROR, WARNING
 from nbtools.tasks.sign.clips.validate import validate
 
 T = 5

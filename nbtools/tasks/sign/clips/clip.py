@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from nbtools.errors import PackError
+from nbtools.report import ERROR, WARNING, Refused, Row
 from nbtools.tasks.sign.clips import rules
 from nbtools.tasks.sign.clips.npz import Npz, opened
-from nbtools.tasks.sign.clips.rules import ERROR, FEATURES, POINTS, WARNING, WIDTH, Refused, Row
+from nbtools.tasks.sign.clips.rules import FEATURES, POINTS, WIDTH
 
 MASK, TIMES, META = "mask", "timestamps_ms", "meta"
 TEXT = 1_000_000  # bytes of meta at most

@@ -16,11 +16,11 @@ import numpy as np
 from nbtools.errors import PackError
 from nbtools.pack import MANIFEST, Pack, Sample
 from nbtools.packing import Entry, Writer, build
+from nbtools.report import ERROR
 from nbtools.stage import stage
 from nbtools.tasks.sign.clips.clip import Keys, examined, has_features, sample
 from nbtools.tasks.sign.clips.files import Survey, surveyed
 from nbtools.tasks.sign.clips.labels import LABELS
-from nbtools.tasks.sign.clips.rules import ERROR
 
 
 def pack(

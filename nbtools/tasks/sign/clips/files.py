@@ -19,9 +19,9 @@ from pathlib import Path, PurePosixPath
 
 from nbtools import disk
 from nbtools.errors import PackError
+from nbtools.report import WARNING, Row
 from nbtools.tasks.sign.clips.labels import LABELS, REFERENCE, Names, is_list, read_names
 from nbtools.tasks.sign.clips.matching import SUFFIX, Told
-from nbtools.tasks.sign.clips.rules import WARNING, Row
 
 HEAD = 4096  # bytes of a CSV that tell whether it is a list
 SPLIT = re.compile(r"(?<![a-z])(?:(train)(?:ing)?|(val)(?:id|idation)?|(test)(?:ing)?)(?![a-z])", re.I)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
+from nbtools.report import WARNING, Row
 from nbtools.tasks.sign.clips.labels import Label, read_labels
-from nbtools.tasks.sign.clips.rules import WARNING, Row
 
 SUFFIX = ".npz"
 

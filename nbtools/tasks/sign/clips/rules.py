@@ -14,15 +14,12 @@ point is that has left it; beyond it they are no shares of a picture at all.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
-from nbtools.errors import PackError
+from nbtools.report import ERROR, WARNING, Row
 from nbtools.tasks.sign.landmarks import POINTS
 from nbtools.tasks.sign.networks.transformer import POSITIONS
 
@@ -30,40 +27,8 @@ WIDTH = 2 * POINTS
 FEATURES = 2048
 ORDER = "pose25,left_hand21,right_hand21,face11"
 SLACK = 0.5  # hips of a person shown to the waist lie about so far below the picture
-ERROR, WARNING = "error", "warning"
 
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A rule that something breaks. key: the array, or the column of a CSV; value: what came; file: where."""
-
-    key: str
-    rule: str
-    value: str
-    fix: str
-    severity: str = ERROR
-    file: str = ""
-
-    def at(self, file: str) -> Self:
-        return dataclasses.replace(self, file=file)
-
-    def warned(self) -> Self:
-        return dataclasses.replace(self, severity=WARNING)
-
-    @property
-    def reasons(self) -> tuple[str, str, str]:
-        """(value, rule, fix) as a pack's table has them, where there is no column for the key."""
-        return self.value, self.rule if self.key in self.rule else f"{self.key}: {self.rule}", self.fix
-
-
-class Refused(PackError):
-    """A clip cannot be used; the row says why. Its args are a row of a pack's table of bad samples."""
-
-    def __init__(self, row: Row):
-        super().__init__(*row.reasons)
-        self.row = row
 
 
 def form(key: str, shape: Shape, dtype: np.dtype, width: int, kinds: str) -> Iterator[Row]:

@@ -15,11 +15,11 @@ from tqdm.auto import tqdm
 
 from nbtools import disk, table
 from nbtools.errors import PackError
+from nbtools.report import Refused, Row
 from nbtools.stage import stage
 from nbtools.tasks.sign.clips.clip import Keys
 from nbtools.tasks.sign.clips.files import found_lists, walked
 from nbtools.tasks.sign.clips.labels import REFERENCE
-from nbtools.tasks.sign.clips.rules import Refused, Row
 from nbtools.tasks.sign.inception.backbone import IMAGENET, Backbone, inception, load, mark, read_weights
 from nbtools.tasks.sign.inception.finetuning import Tuning, taught
 from nbtools.tasks.sign.inception.finetuning import finetune as finetune_on

@@ -17,10 +17,11 @@ from tqdm.auto import tqdm
 
 from nbtools.errors import PackError
 from nbtools.recompute import again
+from nbtools.report import Refused
 from nbtools.tasks.sign import task
 from nbtools.tasks.sign.clips.files import found_lists, split_of, walked
 from nbtools.tasks.sign.clips.matching import Told
-from nbtools.tasks.sign.clips.rules import FEATURES, Refused
+from nbtools.tasks.sign.clips.rules import FEATURES
 from nbtools.tasks.sign.inception.backbone import Backbone
 from nbtools.tasks.sign.inception.frames import Film, chunks
 from nbtools.tasks.sign.networks.gru import Gru

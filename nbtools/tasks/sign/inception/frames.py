@@ -20,9 +20,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from nbtools.report import Refused, Row
 from nbtools.tasks.sign.clips.files import walked
 from nbtools.tasks.sign.clips.matching import SUFFIX
-from nbtools.tasks.sign.clips.rules import Refused, Row
 
 STILLS = (".jpg", ".jpeg", ".bmp")
 FILMS = (".gif", ".webp", ".png", ".apng", ".tif", ".tiff")  # may hold one image, or many

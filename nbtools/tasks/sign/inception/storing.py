@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from nbtools import disk
+from nbtools.report import Refused, Row
 from nbtools.tasks.sign.clips.clip import MASK, TEXT, TIMES, Keys, has_features
 from nbtools.tasks.sign.clips.npz import opened
-from nbtools.tasks.sign.clips.rules import Refused, Row
 
 MAKER = "{}_backbone"  # the array of text beside the features that names the backbone
 FRAMEWISE = (Keys().x, MASK, TIMES)

@@ -1,0 +1,1 @@
+"""Segmentation: images to a class of each pixel, by BiSeNetV2 with a boundary-aware loss."""
