@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from nbtools import checkpoint, control, disk, measure
+from nbtools import checkpoint, control, disk, measure, scoring
 from nbtools import device as devices
 from nbtools.advise import advise
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, StageError, TrainError
@@ -20,7 +20,7 @@ from nbtools.history import History, Record
 from nbtools.loop import Diverged, caught_up, fixed, require_sizes, train
 from nbtools.pack import Pack
 from nbtools.plan import Plan
-from nbtools.run import PLAN, RECEIPT, VERDICT, Run
+from nbtools.run import EVALUATION, PLAN, RECEIPT, VERDICT, Run
 from nbtools.stage import on_colab, release_runtime
 from nbtools.state import Task, TrainState, task_name
 from nbtools.surface import Surface
@@ -259,9 +259,11 @@ def resilient(job: Job) -> Generator[Record, None, None]:
 
 
 def finish(job: Job, surface: Surface, receipt: bool) -> None:
-    """What is left to say, and the receipt."""
+    """What is left to say, the evaluation that training left to its end, and the receipt."""
     if job.state.stopped:
         surface.tell(f"{job.state.stopped}; to go on, change the plan")
+    if job.state.over and scoring.is_partial(job.state.plan, job.pack.splits["val"]):
+        evaluate_all(job, surface)
     path = job.folder / RECEIPT
     if not receipt or path.exists():
         return
@@ -274,6 +276,25 @@ def finish(job: Job, surface: Surface, receipt: bool) -> None:
         surface.tell(f"no receipt: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
         surface.tell("no receipt: stopped by you; run it again to measure it")
+
+
+def evaluate_all(job: Job, surface: Surface) -> None:
+    """Judge the best weights on the whole validation split, with all scales and the like, and keep what comes."""
+    run, path = Run.open(job.folder, job.task), job.folder / EVALUATION
+    judged = {"epoch": run.best.get("epoch"), "plan": json.loads(run.plan.to_json())}
+    if not job.pack.splits["val"] or {name: run.final.get(name) for name in judged} == judged:
+        return
+    surface.tell("evaluating the best weights on the whole validation split …")
+    start = monotonic()
+    try:
+        found = scoring.evaluate(job.task, run.model(job.state.device), job.pack, job.state.plan, "val")
+    except KeyboardInterrupt:
+        surface.tell("no evaluation: stopped by you; run it again for it")
+        return
+    seconds = monotonic() - start
+    disk.write_atomic(path, json.dumps({**judged, "values": found, "seconds": seconds}, indent=1))
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+    surface.tell(f"all {job.pack.splits['val']:,} validation samples, in {seconds:.0f} s: {shown}")
 
 
 def release(kept: bool) -> list[str]:

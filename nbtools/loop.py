@@ -162,9 +162,9 @@ def due(state: TrainState) -> bool:
 
 
 def evaluated(task: Task, state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, float]]:
-    """Loss and metrics of the validation split."""
-    sums = Sums(state.device)
-    for _ in evaluation(task, state.evaluated, pack, state.plan, "val", sums, feed):
+    """Loss and metrics of the validation split, or of as many of its samples as the plan looks at while it trains."""
+    sums, plan = Sums(state.device), state.plan.while_training()
+    for _ in evaluation(task, state.evaluated, pack, plan, "val", sums, feed, plan.eval_samples):
         yield record(state, "evaluating", {})
     return sums.read()
 
@@ -235,7 +235,7 @@ def changes(state: TrainState, epoch_size: int) -> Iterator[Record]:
         if "amp" in differing:
             state.scaler = torch.amp.GradScaler(state.device.type) if new.amp == "fp16" else None
         for group in state.optimizer.param_groups:
-            group["weight_decay"] = new.weight_decay
+            group["weight_decay"] = new.weight_decay if group.get("decays", True) else 0.0
             group.update({"momentum": new.betas[0]} if new.optimizer == "sgd" else {"betas": new.betas})
         state.applied = new
         if differing:
@@ -264,7 +264,8 @@ def told(differing: Mapping[str, str]) -> str:
 
 def fixed(plan: Plan) -> dict[str, str]:
     """The knobs that a run keeps while it trains, each with the reason."""
-    own = {field.name for field in dataclasses.fields(plan)} - {field.name for field in dataclasses.fields(Plan)}
+    knobs = {field.name for field in dataclasses.fields(plan) if not field.metadata.get("live")}
+    own = knobs - {field.name for field in dataclasses.fields(Plan)}
     return {
         **dict.fromkeys((*FIXED, *sorted(own)), "fixed in a started run: its model and optimizer are built on it"),
         **dict.fromkeys(AT_START, "fixed while it trains: batches are on their way; stop, change it, and go on"),

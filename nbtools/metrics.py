@@ -1,6 +1,6 @@
 """Metrics as (numerator, denominator): sums that add up over batches and processes to the same number as one big batch.
 
-B samples, T time steps, N positions.
+B samples, T time steps, N positions, K classes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from nbtools.errors import MissingExtra
 
 Pair = tuple[Tensor | float, Tensor | float]
+"""Two numbers; or two tensors (K,) of a mean over classes, as mIoU is: each class is summed by itself."""
 
 
 def accuracy(predicted: Tensor, target: Tensor) -> Pair:
@@ -62,13 +63,13 @@ class Sums:
 
     def __init__(self, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
-        self.names: list[str] = []
-        self.totals: dict[str, Tensor] = {}  # name → (2,) float64, float32 on MPS
+        self.totals: dict[str, Tensor] = {}  # name → (2,) or (2, K) float64, float32 on MPS
 
     def add(self, pairs: Mapping[str, Pair]) -> None:
         for name, (numerator, denominator) in pairs.items():
             if name not in self.totals:
-                self.totals[name] = torch.zeros(2, dtype=self.dtype, device=self.device)
+                shape = numerator.shape if isinstance(numerator, Tensor) else ()
+                self.totals[name] = torch.zeros((2, *shape), dtype=self.dtype, device=self.device)
             total = self.totals[name]
             total[0] += numerator
             total[1] += denominator
@@ -78,8 +79,13 @@ class Sums:
         return torch.float32 if self.device.type == "mps" else torch.float64
 
     def read(self) -> dict[str, float]:
-        """name → numerator / denominator, 0 where nothing was counted."""
+        """name → numerator / denominator, 0 where nothing was counted; of classes the mean of those that were."""
         if not self.totals:
             return {}
-        values = torch.stack(list(self.totals.values())).tolist()
-        return {name: n / d if d else 0.0 for name, (n, d) in zip(self.totals, values, strict=True)}
+        flat = torch.cat([total.view(2, -1) for total in self.totals.values()], 1).tolist()
+        found, start = {}, 0
+        for name, total in self.totals.items():
+            stop = start + total[0].numel()
+            ratios = [n / d for n, d in zip(*(row[start:stop] for row in flat), strict=True) if d]
+            found[name], start = sum(ratios) / max(len(ratios), 1), stop
+        return found

@@ -30,9 +30,11 @@ def knob(
     above: float | None = None,
     most: float | None = None,
     unit: str = "",
+    live: bool = False,
 ) -> Any:
-    """A Plan field: its default, one sentence of help, and the rule a value must obey (≥ least, > above, ≤ most)."""
-    rule = {"choices": choices, "least": least, "above": above, "most": most}
+    """A Plan field: its default, one sentence of help, and the rule a value must obey (≥ least, > above, ≤ most). live:
+    of a task's knob, that a started run may change it, for neither model nor optimizer is built on it."""
+    rule = {"choices": choices, "least": least, "above": above, "most": most, "live": live}
     return dataclasses.field(default=default, metadata={"help": help, "unit": unit, **rule})
 
 
@@ -64,6 +66,7 @@ class Plan:
     prefetch: int = knob(2, "batches made ready ahead (a worker, or the streaming ring)", least=1)
     feed: str = knob("auto", "where batches come from", choices=("auto", "resident", "streamed", "workers"))
     eval_every: int = knob(1, "epochs between evaluations of the validation split", least=1, unit="epochs")
+    eval_samples: int | None = knob(None, "validation samples of an evaluation while it trains; None: all", least=1)
     early_stop: int | None = knob(None, "stop after so many evaluations without a better metric; None: never", least=1)
     patience: int = knob(5, "evaluations without improvement before plateau multiplies lr by 0.1", least=1)
     ema: float | None = knob(
@@ -105,6 +108,11 @@ class Plan:
         """A copy as a person turns knobs: a batch size given without an lr moves lr by `lr_rule`."""
         ruled = self.replace(lr_rule=knobs.get("lr_rule", self.lr_rule))
         return ruled.with_batch_size(knobs.get("batch_size", self.batch_size)).replace(**knobs)
+
+    def while_training(self) -> Self:
+        """The plan of evaluations amid training. A task whose evaluation has costly options overrides it, to leave them
+        to the end."""
+        return self
 
     def changes_from(self, old: Plan) -> dict[str, str]:
         """What differs from another plan: field → `0.001 → 0.0005`."""

@@ -41,7 +41,7 @@ class Previews:
         start, state = monotonic(), self.state
         raw = collate([self.pack.sample(i) for i in self.ids], self.pack.columns)
         raw = {name: tensor.to(state.device) for name, tensor in raw.items()}
-        _, outputs = scoring.forward(self.task, state.evaluated, raw, state.plan, state.device)
+        _, outputs = scoring.forward(self.task, state.evaluated, raw, state.plan.while_training(), state.device)
         answers = self.task.decode(outputs, state.card)
         found = [Preview(*self.task.preview(self.pack, i, a)) for i, a in zip(self.ids, answers, strict=True)]
         end = monotonic()

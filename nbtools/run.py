@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PLAN, CARD, HISTORY, PLOT = "plan.json", "card.json", "history.csv", "plot.png"
-RECEIPT, VERDICT = "receipt.json", "verdict.json"
+RECEIPT, VERDICT, EVALUATION = "receipt.json", "verdict.json", "evaluation.json"
 TABLE = ("train_loss", "val_loss", "lr", "batch_size", "epoch_time", "samples_per_s", "data_wait")
 
 
@@ -64,6 +64,13 @@ class Run:
         """How much faster than the task's baseline on the machine that trained; None where it was not measured."""
         path = self.folder / RECEIPT
         return Receipt.from_dict(json.loads(path.read_text())) if path.exists() else None
+
+    @property
+    def final(self) -> dict[str, Any]:
+        """The best weights on the whole validation split with all that the plan asks for, where evaluations amid
+        training did less: metric → value, seconds and epoch; else {}."""
+        path = self.folder / EVALUATION
+        return json.loads(path.read_text()) if path.exists() else {}
 
     @property
     def profile(self) -> StepProfile | None:
@@ -171,8 +178,10 @@ class Run:
         return f"Run {self.folder}: {done} of {self.plan.epochs} epochs{best}"
 
 
-def evaluate(run: Any, pack: Pack, split: str = "test") -> dict[str, float]:
-    """Metric → value of a run's best model (or of a TrainState as it is) over a split of a pack.
+def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[str, float]:
+    """Metric → value of a run's best model (or of a TrainState as it is) over a whole split of a pack.
+
+    knobs: of the plan, otherwise than it was trained with: `eval_scales=(0.5, 1.0)`.
 
     Raises PackError where the pack was made with other classes or preprocessing than the run's: its answers would be
     wrong without a word.
@@ -185,7 +194,7 @@ def evaluate(run: Any, pack: Pack, split: str = "test") -> dict[str, float]:
                 f"{getattr(ours, name)}); pack the data again with the run's options"
             )
     model = run.model() if isinstance(run, Run) else run.evaluated
-    return scoring.evaluate(run.task, model, pack, run.plan, split)
+    return scoring.evaluate(run.task, model, pack, run.plan.replace(**knobs), split)
 
 
 def import_task(name: str, where: Path | str) -> Any:

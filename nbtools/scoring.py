@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -25,15 +26,24 @@ def forward(task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.
     try:
         batch = task.batch(raw, plan, None)
         with autocast(plan, device):
-            return batch, model(batch)
+            infer = getattr(task, "infer", None)
+            return batch, infer(model, batch, plan) if infer is not None else model(batch)
     finally:
         model.train(training)
 
 
 def evaluation(
-    task: Task, model: nn.Module, pack: Pack, plan: Plan, split: str, sums: Sums, feed: Feed | None = None
+    task: Task,
+    model: nn.Module,
+    pack: Pack,
+    plan: Plan,
+    split: str,
+    sums: Sums,
+    feed: Feed | None = None,
+    most: int | None = None,
 ) -> Iterator[int]:
-    """Add loss and metrics of a split to sums; yields the samples done after every batch.
+    """Add loss and metrics of a split to sums; yields the samples done after every batch. most: so many samples, the
+    same ones each time, evenly spaced over the split.
 
     Raises TrainError where the split is empty.
     """
@@ -44,6 +54,8 @@ def evaluation(
             f"{pack.folder}: the {split} split is empty; choose one that is not ({there}), or pack with {split}= a "
             "larger share, a folder for it, or more samples"
         )
+    if most is not None and most < len(ids):
+        ids = ids[np.linspace(0, len(ids) - 1, most).round().astype(int)]
     feed, done = feed or open_feed(pack, plan, sums.device), 0
     for raw in feed(in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)):
         score(task, model, raw, plan, sums)
@@ -80,3 +92,8 @@ def evaluate(task: Task, model: nn.Module, pack: Pack, plan: Plan, split: str = 
     for _ in evaluation(task, model, pack, plan, split, sums):
         continue
     return sums.read()
+
+
+def is_partial(plan: Plan, samples: int) -> bool:
+    """Whether evaluations amid training look at less than a whole split of so many samples, or less closely."""
+    return plan.while_training() != plan or (plan.eval_samples or samples) < samples

@@ -3,6 +3,7 @@ an interrupt is a pause."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, Protocol
@@ -41,6 +42,10 @@ class Task(Protocol):
     def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch: ...
     def loss(self, model: Any, batch: Batch, plan: Any) -> tuple[Tensor, Tensor | float]: ...
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]: ...
+
+    # A task may bring `groups(model, plan) -> [{"params": [...], "lr_scale": 10.0, "decays": False}, ...]`, parameters
+    # whose lr is a multiple of the plan's, or that weight decay leaves alone; and `infer(model, batch, plan) ->
+    # outputs`, the answers of evaluation and prediction where they are more than `model(batch)`.
 
 
 def best_metric(task: Task) -> tuple[str, float]:
@@ -85,7 +90,7 @@ class TrainState:
             raise TrainError(
                 f"{type(model).__name__} has no parameter that requires a gradient; unfreeze what is to learn"
             )
-        self.optimizer = build_optimizer(self.parameters, plan)
+        self.optimizer = build_optimizer(grouped(task, model, plan), plan)
         self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
         self.ema = (
             AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(plan.ema), use_buffers=True) if plan.ema else None
@@ -201,8 +206,27 @@ def load_module(module: nn.Module, tensors: dict[str, Tensor], prefix: str) -> N
         raise CheckpointError(f"the weights are of another model: {error}; use the run's own task and plan") from None
 
 
-def build_optimizer(parameters: list[nn.Parameter], plan: Plan) -> torch.optim.Optimizer:
-    """The fused form: 4 kernels a step instead of hundreds."""
+def grouped(task: Any, model: nn.Module, plan: Plan) -> list[dict[str, Any]]:
+    """The task's parameter groups, else one of all. Raises TrainError unless each that learns is in just one."""
+    learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not hasattr(task, "groups"):
+        return [{"params": list(learning.values())}]
+    groups = [{**group, "params": list(group["params"])} for group in task.groups(model, plan)]
+    placed = Counter(id(p) for group in groups for p in group["params"])
+    for name, parameter in learning.items():
+        if placed.pop(id(parameter), 0) != 1:
+            raise TrainError(f"{name} must be in just one of the groups of the task; correct its groups(model, plan)")
+    if placed:
+        raise TrainError(f"{len(placed)} parameters of the task's groups(model, plan) do not learn; leave them out")
+    for group in groups:
+        group.setdefault("lr_scale", 1.0)
+        group.setdefault("decays", True)
+        group.update({} if group["decays"] else {"weight_decay": 0.0})
+    return groups
+
+
+def build_optimizer(parameters: list[Any], plan: Plan) -> torch.optim.Optimizer:
+    """The fused form: 4 kernels a step and group instead of hundreds. parameters, or groups of them."""
     if plan.optimizer == "sgd":
         return torch.optim.SGD(
             parameters, plan.lr, momentum=plan.betas[0], weight_decay=plan.weight_decay, nesterov=False, fused=True

@@ -51,7 +51,7 @@ def attempt(task: Task, state: TrainState, raw: Batch, epoch_size: int) -> tuple
     middle = (state.samples - state.skipped + size / 2) / epoch_size  # at its start a warmup, at its end a cosine is 0
     state.lr = lr_at(plan, middle, state.drops)
     for group in optimizer.param_groups:
-        group["lr"] = state.lr
+        group["lr"] = state.lr * group.get("lr_scale", 1.0)
     update(state, size)
     return loss_sum, count
 

@@ -126,6 +126,23 @@ def test_nothing_counted_is_zero_and_not_nan():
     assert sums.read() == {"miou": 0.0}
 
 
+@pytest.mark.parametrize("size", [1, 3, 10])
+def test_a_mean_over_classes_is_of_exact_sums_and_of_those_that_were_there(size):
+    right, all_of = torch.randint(5, (10, 4)), torch.randint(5, 9, (10, 4))
+    right[:, 2] = all_of[:, 2] = 0  # a class that nobody has
+    sums = Sums()
+    for n, d in zip(right.split(size), all_of.split(size), strict=True):
+        sums.add({"accuracy": (int(n.sum()), int(d.sum())), "miou": (n.sum(0), d.sum(0))})
+    exact = [int(right[:, k].sum()) / int(all_of[:, k].sum()) for k in (0, 1, 3)]
+    assert sums.read() == {"accuracy": int(right.sum()) / int(all_of.sum()), "miou": sum(exact) / 3}
+
+
+def test_classes_of_which_none_was_there_are_zero_and_not_nan():
+    sums = Sums()
+    sums.add({"miou": (torch.zeros(3), torch.zeros(3))})
+    assert sums.read() == {"miou": 0.0}
+
+
 def test_sums_stay_exact_where_float32_would_stop_counting():
     sums = Sums()
     sums.add({"accuracy": (2**24, 2**24)})
