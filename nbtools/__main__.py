@@ -16,7 +16,17 @@ from typing import Any
 
 from nbtools import control
 from nbtools.advise import advise
-from nbtools.arguments import add_signature, add_training, find_task, given, options_of, plan_of
+from nbtools.arguments import (
+    add_knobs,
+    add_signature,
+    add_training,
+    answering,
+    find_task,
+    given,
+    kind_of,
+    options_of,
+    plan_of,
+)
 from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.fit import fit
 from nbtools.folder import busy, kept_folder, restore
@@ -83,6 +93,7 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             one.add_argument("--run", required=needed, type=Path, metavar="FOLDER", help="the run folder")
         if name == "evaluate":
             one.add_argument("--split", default="test", choices=("train", "val", "test"))
+            add_knobs(one, kind_of(task), answering(kind_of(task)))
         if name == "predict":
             one.add_argument("files", nargs="+", type=Path)
         if name in ("pack", "advise", "train", "evaluate"):
@@ -179,7 +190,7 @@ def ask_run(options: argparse.Namespace) -> None:
 
 def show_evaluation(options: argparse.Namespace) -> None:
     run = Run.open(options.run, find_task(options.task))
-    print(json.dumps(evaluate(run, packed(options, options.data), options.split)))
+    print(json.dumps(evaluate(run, packed(options, options.data), options.split, **given(run.plan, options))))
 
 
 def show_predictions(options: argparse.Namespace) -> None:

@@ -46,10 +46,19 @@ def add_training(one: argparse.ArgumentParser, task: Any) -> None:
         default="advised",
         help="where knobs not given come from",
     )
-    kind = type(task.PLAN) if task else Plan
+    add_knobs(one, kind_of(task), dataclasses.fields(kind_of(task)))
+
+
+def kind_of(task: Any) -> type[Plan]:
+    """The Plan whose knobs a command takes; without a task, what every task has."""
+    return type(task.PLAN) if task else Plan
+
+
+def add_knobs(one: argparse.ArgumentParser, kind: type[Plan], fields: Sequence[dataclasses.Field[Any]]) -> None:
+    """Fields of a Plan as options."""
     group = one.add_argument_group("knobs of the Plan")
     hints = typing.get_type_hints(kind)
-    for field in dataclasses.fields(kind):
+    for field in fields:
         choices, text = field.metadata.get("choices"), field.metadata.get("help", "")
         shown = (f"{text} ({', '.join(map(str, choices))})" if choices else text).replace("%", "%%")
         shown += "; auto: measured here" if (field.name, "auto") in MEASURED else ""
@@ -148,6 +157,11 @@ def shortened(plan: Plan, knobs: Mapping[str, Any]) -> dict[str, Any]:
     if "warmup_epochs" in knobs or not plan.warmup_epochs or not 0 < epochs < plan.epochs:
         return {}
     return {"warmup_epochs": round(plan.warmup_epochs * epochs / plan.epochs, 2)}
+
+
+def answering(kind: type[Plan]) -> list[dataclasses.Field[Any]]:
+    """The knobs that only change how a task answers: a trained run may be evaluated with others."""
+    return [field for field in dataclasses.fields(kind) if field.metadata.get("live")]
 
 
 def given(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:

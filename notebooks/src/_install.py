@@ -11,4 +11,4 @@ COPY = Path("/content/drive/MyDrive/nbtools")
 if find_spec("nbtools") is None:
     ADDRESS = COPY.as_uri() if COPY.exists() else "git+{repository}"
     print("installing from", ADDRESS)
-    # %pip install -q "nbtools[captcha,text] @ {ADDRESS}"
+    # %pip install -q "nbtools[captcha,segment,text] @ {ADDRESS}"
