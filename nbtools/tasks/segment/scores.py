@@ -65,17 +65,17 @@ def boundary_f(
     if not 0 <= tolerance <= FARTHEST:
         raise PlanError(f"boundary_f: tolerance must be from 0 to {FARTHEST} px, got {tolerance:g}; packs know no more")
     labels, predicted = labels.to(torch.uint8), predicted.to(torch.uint8)  # an eighth of the bytes to go through
-    true, found = boundaries(labels), boundaries(predicted.where(labels != IGNORE, IGNORE))
+    valid = labels != IGNORE
+    true, found = boundaries(labels, valid), boundaries(predicted, valid)
     precision = share(found & (distance <= tolerance), found)
     recall = share(true & near(found, tolerance), true)
     f = 2 * precision * recall / (precision + recall).clamp_min(1e-9)
     return f.sum(), (true | found).flatten(1).any(1).sum()
 
 
-def boundaries(labels: Tensor) -> Tensor:
-    """(B, H, W) bool: pixels with a neighbour, above, below, left or right, of another class."""
-    edge = torch.zeros_like(labels, dtype=torch.bool)
-    valid = labels != IGNORE
+def boundaries(labels: Tensor, valid: Tensor) -> Tensor:
+    """(B, H, W) bool: pixels with a neighbour, above, below, left or right, of another class, both valid."""
+    edge = torch.zeros_like(valid)
     for axis in (1, 2):
         last = labels.shape[axis] - 1
         one, other = labels.narrow(axis, 0, last), labels.narrow(axis, 1, last)
@@ -115,7 +115,8 @@ def disk(radius: float) -> list[int]:
 
 def share(part: Tensor, whole: Tensor) -> Tensor:
     """(B,) float: of what is marked in an image, the part; 0 where nothing is."""
-    return part.flatten(1).sum(1) / whole.flatten(1).sum(1).clamp_min(1)
+    marked, of = (mask.flatten(1).sum(1, dtype=torch.int32) for mask in (part, whole))  # int64 takes twice as long
+    return marked / of.clamp_min(1)
 
 
 def likeliest(logits: Tensor) -> Tensor:
