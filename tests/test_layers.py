@@ -13,6 +13,7 @@ ORDER = [
     {"arguments"},
     {"launch"},
     {"fit", "watch", "compare", "lr_sweep", "validate", "smoke"},
+    {"findings"},
     {"surface", "folder"},
     {"view"},
     {"panel", "kernel", "preview"},

@@ -1,0 +1,91 @@
+"""What a run finds out about itself: what limits it, how good it is where all of validation is looked at, and its
+receipt."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+from nbtools import disk, measure, scoring
+from nbtools.errors import NbtoolsError
+from nbtools.history import History
+from nbtools.loop import fixed
+from nbtools.pack import Pack
+from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run
+from nbtools.state import Task, TrainState
+from nbtools.surface import Surface
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run under way."""
+
+    task: Task
+    pack: Pack
+    folder: Path
+    state: TrainState
+    history: History
+
+
+def finish(job: Job, surface: Surface, receipt: bool) -> None:
+    """What is left to say, the evaluation that training left to its end, and the receipt."""
+    if job.state.stopped:
+        surface.tell(f"{job.state.stopped}; to go on, change the plan")
+    if job.state.over and scoring.is_partial(job.state.plan, job.pack.splits["val"]):
+        evaluate_all(job, surface)
+    path = job.folder / RECEIPT
+    if not receipt or path.exists():
+        return
+    surface.tell("measuring the baseline beside this run …")
+    try:
+        disk.write_atomic(path, measure.receipt(job.task, job.pack, job.state.plan, job.state.device).to_json())
+        if not judged(job):
+            diagnose(job, surface)
+    except (NbtoolsError, OSError, RuntimeError) as error:  # the run is trained and saved, whatever the baseline does
+        surface.tell(f"no receipt: {type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        surface.tell("no receipt: stopped by you; run it again to measure it")
+
+
+def evaluate_all(job: Job, surface: Surface) -> None:
+    """Judge the best weights on the whole validation split, with all scales and the like, and keep what comes."""
+    run, path = Run.open(job.folder, job.task), job.folder / EVALUATION
+    judged = {"epoch": run.best.get("epoch"), "plan": json.loads(run.plan.to_json())}
+    if not job.pack.splits["val"] or {name: run.final.get(name) for name in judged} == judged:
+        return
+    surface.tell("evaluating the best weights on the whole validation split …")
+    start = monotonic()
+    try:
+        found = scoring.evaluate(job.task, run.model(job.state.device), job.pack, job.state.plan, "val")
+    except KeyboardInterrupt:
+        surface.tell("no evaluation: stopped by you; run it again for it")
+        return
+    seconds = monotonic() - start
+    disk.write_atomic(path, json.dumps({**judged, "values": found, "seconds": seconds}, indent=1))
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+    surface.tell(f"all {job.pack.splits['val']:,} validation samples, in {seconds:.0f} s: {shown}")
+
+
+def diagnose(job: Job, surface: Surface) -> None:
+    """Measure what a step of this run consists of, on a model of its own; say the verdict, and write it down."""
+    state = job.state
+    kept = fixed(state.plan)
+    surface.tell("measuring what a step consists of …", passing=True)
+    try:
+        profile = measure.step_profile(job.task, job.pack, state.plan, state.device, fixed=kept)
+        found = measure.verdict(profile, state.plan, fixed=kept)
+        disk.write_atomic(job.folder / VERDICT, json.dumps({"profile": profile.to_dict(), "verdict": found.to_dict()}))
+    except (NbtoolsError, OSError, RuntimeError) as error:  # beside the run there may be no memory for a second one
+        surface.tell(f"not measured: {type(error).__name__}: {error}")
+        return
+    surface.tell(found.sentence)
+    if surface.panel is not None:
+        surface.panel.propose(found.sentence, found.change)
+
+
+def judged(job: Job) -> bool:
+    """Whether the verdict that lies in the folder is of the plan that the run ended with."""
+    path = job.folder / VERDICT
+    return path.exists() and json.loads(path.read_text())["profile"]["plan"] == json.loads(job.state.plan.to_json())
