@@ -1,0 +1,129 @@
+"""The plans of segmentation: the guide's before, the recommended one, and what to change for other machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from nbtools import plan
+from nbtools.errors import PlanError
+
+THUMB = "rule of thumb"
+ALL_SCALES = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)  # the reference's (CoinCheung/BiSeNet, bisenetv2_city.py)
+
+
+@dataclass(frozen=True)
+class Plan(plan.Plan):
+    """The knobs of segmentation, beside those of every plan."""
+
+    network: str = plan.knob(
+        "auto",
+        "bisenetv2: the guide's; slim: the same with few channels, for CPUs; auto: bisenetv2",
+        choices=("auto", "bisenetv2", "slim"),
+    )
+    dropout: float | None = plan.knob(None, "in the heads; None: the network's own, 0.1", least=0, most=0.9)
+    crop: int | None = plan.knob(
+        None,
+        "height and width of training crops, best multiples of 32; None: the whole picture",
+        least=32,
+        unit="px",
+        live=True,
+    )
+    scale_low: float = plan.knob(
+        1.0, "augmentation: the least zoom of a training picture", least=0.25, most=4, live=True
+    )
+    scale_high: float = plan.knob(
+        1.0, "augmentation: the largest zoom of a training picture", least=0.25, most=4, live=True
+    )
+    flip: float = plan.knob(0.0, "augmentation: chance of a left-right mirror image", least=0, most=1, live=True)
+    jitter: float = plan.knob(
+        0.0, "augmentation: brightness, contrast and saturation times 1 ± this", least=0, most=0.9, live=True
+    )
+    ohem_threshold: float = plan.knob(
+        0.7, "pixels count whose class is given less than this probability", above=0, most=1, live=True
+    )
+    ohem_least: float = plan.knob(
+        1 / 16, "share of a picture's pixels, the hardest, that counts in any case", above=0, most=1, live=True
+    )
+    aux_weight: float = plan.knob(1.0, "weight of each auxiliary head in the loss; 0: they learn nothing", least=0)
+    edge_factor: float = plan.knob(2.0, "weight of the boundary term in the loss; 0: none", least=0, live=True)
+    edge_weight: float = plan.knob(
+        10.0, "what a pixel on a boundary weighs in that term, against 1 far off", least=1, live=True
+    )
+    edge_width: float = plan.knob(
+        2.0, "distance from a boundary at which closeness has fallen to 1/e", above=0, unit="px", live=True
+    )
+    edge_threshold: float = plan.knob(0.3, "closeness below this counts as none", least=0, most=1, live=True)
+    head_lr: float = plan.knob(10.0, "lr of the heads, times that of the rest", above=0)
+    eval_scales: tuple[float, ...] = plan.knob(
+        (1.0,), "zooms whose answers are averaged in evaluation", above=0, most=4, live=True
+    )
+    eval_flip: bool = plan.knob(False, "average with the answer to the mirror image, too: twice the time", live=True)
+    eval_window: int | None = plan.knob(
+        None,
+        "side of windows that an evaluation slides over a picture; None: all of it at once",
+        least=32,
+        unit="px",
+        live=True,
+    )
+    eval_full: bool = plan.knob(False, "all scales and mirror images in the evaluations while training, too", live=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scale_low > self.scale_high:
+            raise PlanError(
+                f"Plan.scale_low must be ≤ scale_high ({self.scale_high:g}), got {self.scale_low:g}; "
+                "lower it or raise scale_high"
+            )
+        if not self.eval_scales:
+            raise PlanError("Plan.eval_scales must name at least one zoom, got none; 1.0 is the picture as it is")
+
+    def while_training(self) -> Self:
+        """Evaluations amid training look once at each picture, as it is: six scales and their mirror images are 17
+        times the pixels."""
+        plan = super().while_training()
+        return plan if self.eval_full else plan.replace(eval_scales=(1.0,), eval_flip=False)
+
+
+def network_of(plan: Plan) -> str:
+    """The network of a plan."""
+    return "bisenetv2" if plan.network == "auto" else plan.network
+
+
+BASELINE = Plan(
+    epochs=100,
+    batch_size=32,
+    optimizer="sgd",
+    lr=5e-3,
+    schedule="poly",
+    warmup_epochs=5,
+    weight_decay=1e-4,
+    crop=384,
+    scale_low=0.25,
+    scale_high=2.0,
+    flip=0.5,
+    jitter=0.4,
+    eval_every=5,
+    eval_scales=ALL_SCALES,
+    eval_flip=True,
+    eval_full=True,
+    feed="workers",
+    workers=0,
+)
+"""The guide's "before": every picture decoded again in the main process, no mixed precision, and every fifth epoch an
+evaluation with all scales and mirror images. Its warmup counted 1,000 steps of epochs, and never ended: here 5."""
+
+PLAN = BASELINE.replace(
+    lr_rule="linear",
+    amp="bf16",
+    channels_last=True,
+    eval_every=1,
+    eval_full=False,
+    eval_scales=(1.0,),
+    eval_flip=False,
+    feed="auto",
+    workers=8,
+    prefetch=2,
+)
+"""For a GPU with bfloat16: the reference's recipe (SGD with momentum, heads ten times the lr, warmup, poly), and
+evaluations that take one look at a picture. `nb.advise` fits it to the machine and the data."""
