@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbtools.errors import PlanError
 from nbtools.metrics import Sums
@@ -96,11 +97,21 @@ def test_a_gpus_way_of_counting_gives_the_same():
     assert torch.equal(scattered(places, minlength=26), places.bincount(minlength=26))
 
 
-def test_no_score_reads_a_value_so_none_waits_for_the_device(seen):
-    labels, logits, distance, _ = (tensor.to("meta") for tensor in seen)  # tensors without values: a read would raise
-    found = metrics_of((logits, ()), {"label": labels, "distance": distance})
-    shapes = [[torch.as_tensor(part).shape for part in pair] for pair in found.values()]
-    assert shapes == [[(CLASSES,)] * 2, [()] * 2, [()] * 2]
+class Unread(TorchDispatchMode):
+    """Refuses what must know values before it can go on, and so would wait for a GPU."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_score_reads_a_value_so_none_waits_for_the_device(seen, monkeypatch):
+    labels, logits, distance, _ = seen
+    monkeypatch.setattr(torch, "bincount", scattered)  # as on a GPU
+    with Unread():
+        found = metrics_of((logits, ()), {"label": labels, "distance": distance})
+        with pytest.raises(AssertionError, match="_local_scalar_dense"):
+            torch.as_tensor(found["boundary_f"][0]).item()
 
 
 def test_iou_and_accuracy_are_their_definitions_without_one_more_in_the_denominator(seen):

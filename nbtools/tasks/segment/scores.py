@@ -13,10 +13,10 @@ from torch import Tensor
 
 from nbtools.errors import PlanError
 from nbtools.metrics import Pair
+from nbtools.tasks.segment.masks.classes import IGNORE
+from nbtools.tasks.segment.masks.distance import FAR, PER_PIXEL
 
-IGNORE = 255
-PER_PIXEL = 8  # distances come in eighths of a pixel
-FARTHEST = 31.75  # px; a stored distance of 31.875 means "there, or anywhere beyond"
+FARTHEST = (FAR - 1) / PER_PIXEL  # px; a stored distance of FAR means "there, or anywhere beyond"
 TOLERANCE = 0.0075  # of the diagonal (Csurka et al., BMVC 2013; MATLAB's bfscore)
 COPIES = 64  # of a table of counts on a GPU, whose additions to one address take turns
 
@@ -126,11 +126,15 @@ def likeliest(logits: Tensor) -> Tensor:
 
 def metrics_of(outputs: tuple[Tensor, tuple[Tensor, ...]], batch: Mapping[str, Tensor]) -> dict[str, Pair]:
     """miou, pixel_accuracy and boundary_f of logits (B, K, H, W) and label, distance (B, H, W)."""
-    logits, labels = outputs[0], batch["label"]
-    predicted = likeliest(logits)
-    counts = confusion(predicted, labels, logits.shape[1])
+    logits = outputs[0]
+    return pairs(likeliest(logits), batch["label"], batch["distance"], logits.shape[1])
+
+
+def pairs(predicted: Tensor, labels: Tensor, distance: Tensor, classes: int) -> dict[str, Pair]:
+    """The same of class maps (B, H, W)."""
+    counts = confusion(predicted, labels, classes)
     return {
         "miou": intersection_union(counts),
         "pixel_accuracy": pixel_accuracy(counts),
-        "boundary_f": boundary_f(predicted, labels, batch["distance"]),
+        "boundary_f": boundary_f(predicted, labels, distance),
     }
