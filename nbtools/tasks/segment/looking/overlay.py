@@ -1,0 +1,110 @@
+"""Labels drawn over pictures with NumPy and Pillow alone: class colours, crisp boundaries, ignored pixels hatched.
+
+H × W pixels, C = 3 or 4 channels, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+from nbtools.pack import Card, Pack
+from nbtools.sheet import WRONG
+from nbtools.tasks.segment.scores import IGNORE
+
+ALPHA, FAINT = 0.6, 0.15  # of a class's colour over the picture; of a background's
+BACKGROUNDS = {"background", "_background_", "bg"}
+LINE = np.array((255, 255, 255))  # of the boundary between two classes
+EDGE = np.array((20, 20, 20))  # beside it, so that the line is seen on white, too
+HATCH, GREY, DARK = 8, 0.5, 0.35  # px from stripe to stripe; of the picture in an ignored pixel, and in a stripe
+DIMMED = 0.35  # of the picture where only errors have colour
+INK = np.array([int(WRONG[i : i + 2], 16) for i in (1, 3, 5)])
+
+
+def colours_of(card: Card | Pack) -> np.ndarray:
+    """(K, 3) uint8: the colour of each class, the same in every picture of a data set."""
+    return np.array(card.options["colours"], np.uint8).reshape(-1, 3)
+
+
+def alphas_of(card: Card | Pack) -> np.ndarray:
+    """(K,): how strongly each class is coloured; what is called a background, barely."""
+    return np.array([FAINT if name.casefold() in BACKGROUNDS else ALPHA for name in card.classes])
+
+
+def overlay(
+    image: np.ndarray, label: np.ndarray, colours: np.ndarray, alpha: float | Sequence[float] | np.ndarray = ALPHA
+) -> np.ndarray:
+    """image (H, W, C) and label (H, W) uint8, colours (K, 3) → (H, W, 3) uint8: classes in colour, a line between two,
+    ignored pixels grey with stripes.
+
+    alpha: of all colours, or of each class (K,). A class beyond K is drawn as if it were ignored.
+    """
+    known = label < len(colours)
+    place = np.where(known, label, 0)
+    strength = np.broadcast_to(np.asarray(alpha, float), len(colours))[place][..., None]
+    seen = opaque(image).astype(float)
+    drawn = (1 - strength) * seen + strength * colours[place]
+    drawn = np.where(known[..., None], drawn, hatched(seen))
+    return lined(drawn, label).round().astype(np.uint8)
+
+
+def errors(image: np.ndarray, label: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+    """image (H, W, C), label and predicted (H, W) → (H, W, 3) uint8: what is wrong in vermilion on the picture in pale
+    grey, ignored pixels with stripes; there nothing is wrong."""
+    seen = opaque(image).astype(float)
+    drawn = 255 - DIMMED * (255 - grey(seen))
+    wrong = (predicted != label) & (label != IGNORE)
+    drawn = np.where(wrong[..., None], 0.15 * seen + 0.85 * INK, drawn)
+    return np.where((label == IGNORE)[..., None], hatched(seen), drawn).round().astype(np.uint8)
+
+
+def lined(drawn: np.ndarray, label: np.ndarray) -> np.ndarray:
+    """The picture (H, W, 3) with a light line on the boundary's one side, and a dark one on its other."""
+    light, dark = sides(label)
+    drawn = np.where(dark[..., None], 0.5 * drawn + 0.5 * EDGE, drawn)
+    return np.where(light[..., None], 0.15 * drawn + 0.85 * LINE, drawn)
+
+
+def sides(label: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(before, behind) (H, W) bool: pixels whose right or lower neighbour has another label, and those neighbours that
+    are not `before` themselves."""
+    before, behind = np.zeros(label.shape, bool), np.zeros(label.shape, bool)
+    across, down = label[:, 1:] != label[:, :-1], label[1:] != label[:-1]
+    before[:, :-1] |= across
+    before[:-1] |= down
+    behind[:, 1:] |= across
+    behind[1:] |= down
+    return before, behind & ~before
+
+
+def hatched(seen: np.ndarray) -> np.ndarray:
+    """A picture (H, W, 3) in pale grey with dark stripes from the lower left to the upper right."""
+    rows, columns = np.indices(seen.shape[:2])
+    share = np.where((rows + columns) % HATCH < 2, DARK, GREY)[..., None]
+    ground = np.where(share == DARK, 60.0, 225.0)
+    return np.broadcast_to(share * grey(seen) + (1 - share) * ground, seen.shape)
+
+
+def grey(seen: np.ndarray) -> np.ndarray:
+    """(H, W, 3) → the luma (H, W, 1) of ITU-R BT.601."""
+    return seen @ np.array([[0.299], [0.587], [0.114]])
+
+
+def opaque(image: np.ndarray) -> np.ndarray:
+    """(H, W, 3) uint8: a picture with alpha on white."""
+    if image.shape[2] == 3:
+        return image
+    share = image[..., 3:] / 255
+    return (share * image[..., :3] + (1 - share) * 255).round().astype(np.uint8)
+
+
+def fitted(image: np.ndarray, width: int, height: int) -> np.ndarray:
+    """A picture (H, W, 3 or 4) at another size, averaged."""
+    return np.asarray(Image.fromarray(opaque(image)).resize((width, height), Image.Resampling.LANCZOS))
+
+
+def nearest(label: np.ndarray, width: int, height: int) -> np.ndarray:
+    """A label (H, W) at another size: classes have no averages."""
+    return np.asarray(Image.fromarray(label).resize((width, height), Image.Resampling.NEAREST))
