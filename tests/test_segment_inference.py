@@ -184,9 +184,11 @@ def test_a_mirrored_picture_has_the_mirrored_answer(network, batch):
 
 
 @torch.no_grad()
-def test_no_look_is_larger_than_a_window_of_every_image(network, batch):
+def test_no_look_takes_more_memory_than_the_whole_image_and_none_is_larger_than_a_window(network, batch):
     infer(network, batch, looks((0.5, 1.0, 2.0), True, 32))
-    assert all(b == 3 and h <= 32 and w <= 32 for b, _, h, w in network.seen)
+    assert all(h <= 32 and w <= 32 for _, _, h, w in network.seen)
+    assert max(b * h * w for b, _, h, w in network.seen) <= 3 * (2 * 47) * (2 * 75)
+    assert len(network.seen) < sum(len(windows(scaled((47, 75), scale), 32)) for scale in (0.5, 1.0, 2.0)) * 2
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 30), (31, 33), (64, 64), (65, 97)])
@@ -207,7 +209,7 @@ def test_cost_counts_the_pixels_that_the_network_sees(network, batch):
         network.seen.clear()
         with torch.no_grad():
             infer(network, batch, plan)
-        pixels = sum(h * w for _, _, h, w in network.seen) / (47 * 75)
+        pixels = sum(b * h * w for b, _, h, w in network.seen) / (3 * 47 * 75)
         assert eval_cost(plan, (47, 75)) == pytest.approx(pixels)
     assert eval_cost(looks((0.5, 1.0, 2.0), True)) == 2 * (0.25 + 1 + 4)
 

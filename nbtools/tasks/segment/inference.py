@@ -17,6 +17,7 @@ from nbtools.tasks.segment.plans import Plan
 Batch = dict[str, Tensor]
 Outputs = tuple[Tensor, tuple[Tensor, ...]]
 Look = Callable[[Tensor], Tensor]
+Window = tuple[slice, slice]  # rows, columns
 
 
 def infer(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> Outputs:
@@ -24,7 +25,7 @@ def infer(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> Output
 
     One look at the whole image is the model's own logits. More are the mean of their probabilities, bilinear at full
     size, each scale with the same weight; what comes back is its logarithm, which cross-entropy and argmax take as
-    logits. One scale, one direction, one window of every image at a time: the largest scale says what memory it needs.
+    logits. One scale and one direction at a time: the largest scale says what memory it needs.
     """
     if is_single(plan):
         return model(batch)
@@ -51,28 +52,31 @@ def of_scale(look: Look, image: Tensor, plan: Plan) -> Tensor:
     found = in_windows(look, image, plan.eval_window)
     if not plan.eval_flip:
         return found
-    return (found + in_windows(look, image.flip(3), plan.eval_window).flip(3)) / 2
+    return found.add_(in_windows(look, image.flip(3), plan.eval_window).flip(3)).div_(2)
 
 
 def in_windows(look: Look, image: Tensor, window: int | None) -> Tensor:
-    """Probabilities (B, K, h, w): the mean of all windows that see a pixel; the whole where it fits into one."""
+    """Probabilities (B, K, h, w): the mean of all windows that see a pixel; the whole where it fits into one. So many
+    windows at a time as together have no more pixels than the image."""
     places = windows(size_of(image), window)
     if len(places) == 1:
         return look(image)
-    total = None
-    seen = image.new_zeros(size_of(image), dtype=torch.float32)
-    for rows, columns in places:
-        found = look(image[:, :, rows, columns])
+    total, seen = None, image.new_zeros(size_of(image), dtype=torch.float32)
+    many = max(1, math.prod(size_of(image)) // area(places[0]))
+    for start in range(0, len(places), many):
+        some = places[start : start + many]
+        found = look(torch.cat([image[:, :, rows, columns] for rows, columns in some]))
         if total is None:
-            total = found.new_zeros((*found.shape[:2], *size_of(image)))
-        total[:, :, rows, columns] += found
-        seen[rows, columns] += 1
+            total = found.new_zeros((len(image), found.shape[1], *size_of(image)))
+        for (rows, columns), part in zip(some, found.split(len(image)), strict=True):
+            total[:, :, rows, columns] += part
+            seen[rows, columns] += 1
     assert total is not None, "there is at least one window"
     return total.div_(seen)
 
 
-def windows(size: tuple[int, int], side: int | None) -> list[tuple[slice, slice]]:
-    """(rows, columns) of windows that cover an image, all of one size; the last ones end at its border."""
+def windows(size: tuple[int, int], side: int | None) -> list[Window]:
+    """Windows that cover an image, all of one size; the last ones end at its border."""
     rows, columns = (spans(length, side or length) for length in size)
     return [(row, column) for row in rows for column in columns]
 
@@ -103,8 +107,12 @@ def eval_cost(plan: Plan, size: tuple[int, int] | None = None) -> float:
     size windows are not counted, whose overlaps may double it."""
     if size is None:
         return sum(scale**2 for scale in plan.eval_scales) * (1 + plan.eval_flip)
-    areas = []
-    for scale in plan.eval_scales:
-        places = windows(scaled(size, scale), plan.eval_window)
-        areas += [(rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in places]
-    return sum(areas) * (1 + plan.eval_flip) / math.prod(size)
+    pixels = sum(
+        map(area, (one for scale in plan.eval_scales for one in windows(scaled(size, scale), plan.eval_window)))
+    )
+    return pixels * (1 + plan.eval_flip) / math.prod(size)
+
+
+def area(window: Window) -> int:
+    rows, columns = window
+    return (rows.stop - rows.start) * (columns.stop - columns.start)
