@@ -91,12 +91,7 @@ def pairs(pack: Pack, i: int, answer: np.ndarray) -> dict[str, Pair]:
     """What `metrics` returns, of the class map (H, W) of one image."""
     predicted, labels = (torch.from_numpy(np.array(x[None], np.int64)) for x in (answer, pack.arrays["label"][i]))
     distance = torch.from_numpy(pack.arrays["distance"][i][None] / np.float32(scores.PER_PIXEL))
-    counts = scores.confusion(predicted, labels, len(pack.classes))
-    return {
-        "miou": scores.intersection_union(counts),
-        "pixel_accuracy": scores.pixel_accuracy(counts),
-        "boundary_f": scores.boundary_f(predicted, labels, distance),
-    }
+    return scores.pairs(predicted, labels, distance, len(pack.classes))
 
 
 def counted(pack: Pack, ids: Ids, predicted: Sequence[np.ndarray]) -> Tensor:
@@ -128,4 +123,4 @@ def matched(pack: Pack, ids: Ids, predicted: Sequence[np.ndarray]) -> Iterator[t
 
 def ratio(part: Tensor, whole: Tensor) -> np.ndarray:
     """NaN where the whole is 0."""
-    return np.where(whole > 0, part / whole.clamp_min(1), np.nan)
+    return np.where(whole > 0, part.double() / whole.clamp_min(1), np.nan)

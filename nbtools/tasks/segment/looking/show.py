@@ -6,7 +6,8 @@ A class map is (H, W) uint8, as `decode` and `run.predict_pack` give it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -45,11 +46,12 @@ def judged(pack: Pack, i: int, answer: np.ndarray) -> list[Panel]:
     """An image, its truth, what was predicted, and what of that is wrong."""
     image, label, predicted = in_cell(*image_and_label(pack, i), answer)
     found = image_metrics(pack, i, answer)
+    wrong = 0.0 if math.isnan(found["miou"]) else 1 - found["pixel_accuracy"]
     return [
         Panel(image, titled(pack, i)),
         Panel(drawn(pack, image, label), "truth", label=label),
-        Panel(drawn(pack, image, predicted), f"predicted · mIoU {found['miou']:.2f}", RIGHT, predicted),
-        Panel(errors(image, label, predicted), f"wrong · {1 - found['pixel_accuracy']:.1%} of pixels", WRONG),
+        Panel(drawn(pack, image, predicted), f"predicted · {said(found)}", RIGHT, predicted),
+        Panel(errors(image, label, predicted), f"wrong · {wrong:.1%} of pixels", WRONG),
     ]
 
 
@@ -79,7 +81,12 @@ def preview(pack: Pack, i: int, answer: np.ndarray) -> tuple[np.ndarray, str, st
     small = fitted(image, *size)
     truth, predicted = (drawn(pack, small, nearest(each, *size)) for each in (label, answer))
     paper = np.full((size[1], PAPER, 3), 255, np.uint8)
-    return np.concatenate([truth, paper, predicted], 1), "", f"mIoU {image_metrics(pack, i, answer)['miou']:.2f}"
+    return np.concatenate([truth, paper, predicted], 1), "", said(image_metrics(pack, i, answer))
+
+
+def said(found: Mapping[str, float]) -> str:
+    """The mIoU among the metrics of an image, or that it has none."""
+    return "no labels" if math.isnan(found["miou"]) else f"mIoU {found['miou']:.2f}"
 
 
 def text_of(pack: Pack, i: int) -> str:
