@@ -1,0 +1,314 @@
+"""BiSeNetV2: the published sizes, images of any size, and what must change no answer."""
+
+import copy
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from nbtools.pack import Card, Column
+from nbtools.tasks.segment import networks
+from nbtools.tasks.segment.losses import loss_of
+from nbtools.tasks.segment.networks.bisenetv2 import PUBLISHED, SLIM, BiSeNetV2
+from nbtools.tasks.segment.networks.blocks import Gather, Norm, enlarged, initialise
+from nbtools.tasks.segment.plans import Plan
+
+CLASSES = 5
+KINDS = ("bisenetv2", "slim")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small(kind="slim", **options) -> Any:
+    torch.manual_seed(0)
+    return BiSeNetV2(CLASSES, sizes=networks.SIZES[kind], **options)
+
+
+def batch_of(count=2, height=40, width=56, channels=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    label = torch.randint(0, CLASSES, (count, height // 8, width // 8), generator=generator)
+    return {
+        "image": torch.randn(count, channels, height, width, generator=generator),
+        "label": label.repeat_interleave(8, 1).repeat_interleave(8, 2),
+        "distance": torch.rand(count, height, width, generator=generator) * 6,
+    }
+
+
+def flat(outputs):
+    return outputs[0], *outputs[1]
+
+
+def shapes_of(network, *image) -> dict[str, tuple[int, ...]]:
+    """Name → the shape that a part returns, without a computation."""
+    network, found = network.to("meta"), {}
+    for name, part in network.named_modules():
+        part.register_forward_hook(
+            lambda _m, _i, out, name=name: found.update({name: tuple(out.shape)}) if torch.is_tensor(out) else None
+        )
+    logits, auxiliary = network({"image": torch.empty(image, device="meta")})
+    return {**found, "logits": tuple(logits.shape), **{f"logits {i}": tuple(x.shape) for i, x in enumerate(auxiliary)}}
+
+
+# -- sizes
+
+
+@pytest.mark.parametrize(("height", "width"), [(512, 1024), (384, 384)])
+def test_every_stage_has_the_published_channels_and_strides(height, width):
+    found = shapes_of(BiSeNetV2(19), 2, 3, height, width)
+    stages = {
+        **{f"detail.0.{i}": (64, 2) for i in range(2)},
+        **{f"detail.1.{i}": (64, 4) for i in range(3)},
+        **{f"detail.2.{i}": (128, 8) for i in range(3)},
+        "stem.conv": (16, 2),
+        "stem": (16, 4),
+        **{f"semantic.0.{i}": (32, 8) for i in range(2)},
+        **{f"semantic.1.{i}": (64, 16) for i in range(2)},
+        **{f"semantic.2.{i}": (128, 32) for i in range(4)},
+        "semantic.2.3.body.1": (6 * 128, 32),
+        "context": (128, 32),
+        "aggregation": (128, 8),
+        "head.conv": (1024, 8),
+        "head.classify": (19, 8),
+        **{f"auxiliary.{i}.conv": (128, 4 * 2**i) for i in range(4)},
+        **dict.fromkeys(("logits", "logits 0", "logits 1", "logits 2", "logits 3"), (19, 1)),
+    }
+    assert {name: found[name] for name in stages} == {
+        name: (2, channels, height // stride, width // stride) for name, (channels, stride) in stages.items()
+    }
+    names = set(found)
+    assert not {"detail.0.2", "detail.1.3", "detail.2.3", "semantic.0.2", "semantic.1.2", "semantic.2.4"} & names
+
+
+def weights(inputs, outputs, kernel=3, groups=1) -> int:
+    """Of a convolution without bias and its batch norm."""
+    return inputs // groups * outputs * kernel**2 + 2 * outputs
+
+
+def gather(inputs, outputs, stride) -> int:
+    wide = 6 * inputs
+    body = weights(inputs, inputs) + weights(inputs, wide, groups=inputs) + weights(wide, outputs, 1)
+    if stride == 1:
+        return body
+    shortcut = weights(inputs, inputs, groups=inputs) + weights(inputs, outputs, 1)
+    return body + weights(wide, wide, groups=wide) + shortcut
+
+
+def head(inputs, middle, classes=19) -> int:
+    return weights(inputs, middle) + middle * classes + classes
+
+
+REFERENCE = {  # layer by layer from the listing of CoinCheung's BiSeNet, bisenetv2/bisenetv2.py, for 19 classes
+    "detail": weights(3, 64) + 4 * weights(64, 64) + weights(64, 128) + 2 * weights(128, 128),
+    "stem": weights(3, 16) + weights(16, 8, 1) + weights(8, 16) + weights(32, 16),
+    "semantic": (gather(16, 32, 2) + gather(32, 32, 1) + gather(32, 64, 2) + gather(64, 64, 1))
+    + (gather(64, 128, 2) + 3 * gather(128, 128, 1)),
+    "context": 2 * 128 + weights(128, 128, 1) + weights(128, 128),
+    "aggregation": 2 * (weights(128, 128, groups=128) + 128 * 128) + 3 * weights(128, 128),
+    "head": head(128, 1024),
+    "auxiliary": sum(head(channels, 128) for channels in (16, 32, 64, 128)),
+}
+
+
+def parameters(module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def test_each_part_has_as_many_parameters_as_the_references_and_as_the_table_says():
+    network = BiSeNetV2(19)
+    found = {name: parameters(part) for name, part in network.named_children()}
+    table = re.findall(r"\| (\w+) .*\|\s+([\d,]+) \|", BiSeNetV2.__doc__ or "")
+    assert found == REFERENCE == {name: int(count.replace(",", "")) for name, count in table}
+    assert parameters(network) - found["auxiliary"] == 3_358_627
+    later = sum(  # its later auxiliary heads: a second convolution to as many channels as the stride's square
+        weights(channels, 128) + weights(128, stride**2) + 19 * stride**2 + 19
+        for channels, stride in ((16, 4), (32, 8), (64, 16), (128, 32))
+    )
+    assert all(f"{count:,}" in (BiSeNetV2.__doc__ or "") for count in (3_358_627, later))
+
+
+def test_its_convolutions_do_24_6_billion_multiplications_for_an_image_of_512_1024():
+    network = BiSeNetV2(19).to("meta").eval()
+    with FlopCounterMode(display=False) as counter:
+        network({"image": torch.empty(1, 3, 512, 1024, device="meta")})
+    assert counter.get_flop_counts()["Global"][torch.ops.aten.convolution] / 2e9 == pytest.approx(24.6, abs=0.05)
+
+
+def test_slim_has_as_many_parameters_as_it_says_and_its_auxiliary_heads_the_sizes_of_their_stages():
+    network = BiSeNetV2(11, sizes=SLIM)
+    heads = parameters(network.auxiliary)
+    assert f"{parameters(network) - heads:,} and {heads:,} for 11 classes" in " ".join(
+        (BiSeNetV2.__doc__ or "").split()
+    )
+    found = shapes_of(network, 1, 3, 180, 240)
+    assert [found[f"logits {i}"][2:] for i in range(4)] == [(45, 60), (23, 30), (12, 15), (6, 8)]
+
+
+@pytest.mark.parametrize(("kind", "channels"), [("bisenetv2", 3), ("slim", 4)])
+def test_logits_have_the_size_of_any_image_and_strides_round_up(kind, channels):
+    network = small(kind, channels=channels)
+    for size in ((180, 240), (360, 480), (33, 47), (1, 95)):
+        found = shapes_of(network, 2, channels, *size)
+        assert found["logits"] == (2, CLASSES, *size)
+        assert found["aggregation"][2:] == tuple(math.ceil(n / 8) for n in size)
+        assert found["context"][2:] == tuple(math.ceil(n / 32) for n in size)
+
+
+@pytest.mark.parametrize("factor", [4, 8, 32])
+def test_enlarging_is_torchs_bilinear_without_corners_cut_to_the_size(factor):
+    x = torch.randn(2, 3, 3, 5, requires_grad=True)
+    size = 3 * factor - 3, 5 * factor - 1
+    expected = F.interpolate(x, scale_factor=factor, mode="bilinear", align_corners=False)[:, :, : size[0], : size[1]]
+    found, gradient = enlarged(x, factor, size), torch.randn(2, 3, *size)
+    assert torch.allclose(found, expected, atol=1e-6)
+    pair = [torch.autograd.grad(y, x, gradient)[0] for y in (found, expected)]
+    assert torch.allclose(*pair, rtol=1e-4, atol=1e-4)
+
+
+def test_a_card_and_a_plan_say_classes_channels_network_dropout_and_recomputing():
+    columns = {"image": Column("fixed", "uint8", (48, 64, 4))}
+    card = Card("segment", ["shirt", "ground"], {}, columns, {"train": 1})
+    plan = Plan(network="slim", dropout=0.3, checkpoint_activations=True)
+    network: Any = networks.built(card, plan)
+    assert network.stem.conv.conv.in_channels == network.detail[0][0].conv.in_channels == 4
+    assert network.head.classify.out_channels == 2
+    assert {m.p for m in network.modules() if isinstance(m, nn.Dropout)} == {0.3}
+    assert network.recompute
+    full = networks.built(card, Plan())
+    assert full.head.conv.conv.out_channels == PUBLISHED.head
+    assert {m.p for m in full.modules() if isinstance(m, nn.Dropout)} == {0.1}
+    assert not full.recompute
+
+
+# -- the start
+
+
+def test_a_gather_and_expansion_layer_begins_as_its_shortcut():
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 9, 7)
+    for layer in (Gather(8, 8, 1, 6), Gather(8, 16, 2, 6)):
+        initialise(layer)
+        assert torch.equal(layer(x), layer.shortcut(x).relu())
+        assert any(p.any() for p in layer.last.conv.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_output_begins_at_log_k(kind):
+    batch, plan = batch_of(), Plan(edge_factor=2.0)
+    loss, count = loss_of(small(kind)(batch), batch, plan)
+    assert (loss / count).item() == pytest.approx((5 + plan.edge_factor) * math.log(CLASSES), rel=0.02)
+
+
+# -- training and evaluation
+
+
+def test_in_evaluation_the_auxiliary_heads_compute_nothing():
+    network = small()
+    called = []
+    for part in network.auxiliary:
+        part.register_forward_hook(lambda *_: called.append(1))
+    assert len(network(batch_of())[1]) == len(called) == 4
+    logits, auxiliary = network.eval()(batch_of())
+    assert (auxiliary, len(called)) == ((), 4)
+    assert logits.shape == (2, CLASSES, 40, 56)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_image_in_a_batch_gets_the_answer_that_it_gets_alone(kind):
+    network = small(kind)
+    network(batch_of(4, seed=1))  # running averages of something
+    network.eval()
+    batch = batch_of(3)
+    with torch.no_grad():
+        together = network(batch)[0]
+        for b in range(3):
+            assert torch.allclose(network({"image": batch["image"][b : b + 1]})[0], together[b : b + 1], atol=1e-5)
+
+
+def test_recomputing_activations_changes_neither_loss_nor_gradient_nor_running_averages():
+    plain = small("slim", dropout=0.2)
+    again = copy.deepcopy(plain)
+    again.recompute = True
+    batch, found = batch_of(), []
+    for network in (plain, again):
+        torch.manual_seed(3)
+        loss, _ = loss_of(network(batch), batch, Plan())
+        loss.backward()
+        found.append([loss, *(p.grad for p in network.parameters()), *network.buffers()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_micro_batch_of_one_image_trains_and_its_pooled_norms_keep_their_averages():
+    network = small()
+    batch = batch_of(1)
+    pooled = [m for m in network.context.pooled.modules() if isinstance(m, Norm)]
+    before = [{k: v.clone() for k, v in m.state_dict().items()} for m in pooled]
+    loss, _ = loss_of(network(batch), batch, Plan())
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
+    assert all(m.bias.grad is not None and m.bias.grad.any() for m in pooled)
+    after = [m.state_dict() for m in pooled]
+    assert len(pooled) == 2
+    assert all(torch.equal(a[k], b[k]) for a, b in zip(after, before, strict=True) for k in a)
+
+
+def test_norms_of_more_than_one_value_are_torchs():
+    torch.manual_seed(0)
+    ours, torchs = Norm(3), nn.BatchNorm2d(3)
+    for x in (torch.randn(2, 3, 1, 1), torch.randn(1, 3, 2, 1)):
+        assert torch.equal(ours(x), torchs(x))
+    one = torch.randn(1, 3, 1, 1)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        copy.deepcopy(torchs)(one)
+    assert torch.equal(ours(one), torchs.eval()(one))  # with the running averages
+    assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), torchs.buffers(), strict=True))
+
+
+def test_parameter_groups_hold_each_parameter_once_heads_apart_and_norms_and_biases_without_decay():
+    network = small()
+    groups = networks.groups(network, Plan(head_lr=7.0))
+    assert sorted((g["lr_scale"], g["decays"]) for g in groups) == [(1, False), (1, True), (7, False), (7, True)]
+    placed = [id(p) for g in groups for p in g["params"]]
+    assert sorted(placed) == sorted(id(p) for p in network.parameters())
+    heads = {id(p) for part in (network.head, network.auxiliary) for p in part.parameters()}
+    flat = {id(p) for m in network.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()}
+    flat |= {id(part.classify.bias) for part in (network.head, *network.auxiliary)}
+    for group in groups:
+        for parameter in group["params"]:
+            assert (id(parameter) in heads) == (group["lr_scale"] == 7)
+            assert (id(parameter) in flat) == (not group["decays"])
+
+
+def test_the_network_in_training_compiles_as_one_graph():
+    sizes = replace(SLIM, detail=((4,), (4,), (8,)), stem=4, semantic=((4, 1), (4, 1), (8, 2)), head=4, auxiliary=4)
+    torch.manual_seed(0)
+    network = BiSeNetV2(CLASSES, sizes=sizes)
+    expected = copy.deepcopy(network)({"image": batch_of()["image"]})
+    found = torch.compile(network, backend="eager", fullgraph=True)({"image": batch_of()["image"]})
+    assert len(found[1]) == 4
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(flat(found), flat(expected), strict=True))
+
+
+@pytest.mark.parametrize(("kind", "steps", "lr"), [("slim", 24, 2e-2), ("bisenetv2", 12, 3e-3)])
+def test_one_batch_is_overfitted(kind, steps, lr):
+    network = small(kind, dropout=0.0)
+    batch, plan = batch_of(2, 32, 48), Plan(network=kind)
+    optimizer = torch.optim.AdamW(network.parameters(), lr)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss, count = loss_of(network(batch), batch, plan)
+        (loss / count).backward()
+        optimizer.step()
+    right = (network(batch)[0].argmax(1) == batch["label"]).float().mean()
+    assert right > 0.93  # squares of 8 pixels, of any class; their edges are the rest
