@@ -111,8 +111,10 @@ def evaluated(pack, ids, answers):
 def test_a_class_is_its_colour_over_the_picture_as_strongly_as_asked():
     image = np.random.default_rng(1).integers(0, 256, (6, 8, 3), dtype=np.uint8)
     label = np.full((6, 8), 1, np.uint8)
+    luma = image @ [[0.299], [0.587], [0.114]]
     for alpha in (0.0, 0.4, 1.0):
-        expected = np.round((1 - alpha) * image + alpha * SEVEN[1])
+        below = (1 - alpha) * image + alpha * luma
+        expected = np.round((1 - alpha) * below + alpha * SEVEN[1])
         assert (drawing.overlay(image, label, SEVEN, alpha) == expected).all()
     label[:, 4:] = 2
     found = drawing.overlay(image, label, SEVEN[:3], [1, 0, 1])
@@ -208,9 +210,21 @@ def test_show_hangs_each_picture_beside_its_classes_and_names_those_that_are_see
     assert np.asarray(swatch.get_array())[0, 0].tolist() == SEVEN[seen[0]].tolist()
 
 
+def test_a_picture_fills_its_cell_however_tall_or_flat_or_small_it_is():
+    for (height, width), size in {
+        (24, 32): (218, 290),
+        (384, 288): (340, 255),
+        (10, 900): (3, 290),
+        (1, 1): (290, 290),
+    }.items():
+        picture, label = panels.in_cell(np.zeros((height, width, 3), np.uint8), np.zeros((height, width), np.uint8))
+        assert picture.shape == (*size, 3)
+        assert label.shape == size
+
+
 def test_with_predictions_each_row_says_the_images_miou_and_what_share_is_wrong(pack, answers):
     ids = [1, 7]
-    sheet = show.show(pack, ids, [answers[i] for i in ids])
+    sheet = show.show(pack, ids, [answers[i].astype(np.int64) for i in ids])
     table = analysis.image_scores(pack, ids, [answers[i] for i in ids])
     said = [(text.get_text(), text.get_color()) for text in sheet.axes[0].texts]
     for miou, accuracy in zip(table.miou, table.pixel_accuracy, strict=True):
@@ -273,7 +287,8 @@ def test_without_ids_a_sheet_is_empty_and_no_error(pack):
         ([], "got 0 for 1 ids"),
         ([np.zeros((HEIGHT, WIDTH), np.uint8)] * 2, "got 2 for 1 ids"),
         ([np.zeros((WIDTH, HEIGHT), np.uint8)], r"got \(32, 24\)"),
-        ([np.full((HEIGHT, WIDTH), 3, np.uint8)], "numbers below 3, got .* up to 3 for id 0"),
+        ([np.full((HEIGHT, WIDTH), 3, np.uint8)], "numbers below 3, got .* from 0 to 3 for id 0"),
+        ([np.full((HEIGHT, WIDTH), -1)], "numbers below 3, got .* from -1 to 0 for id 0"),
     ],
 )
 def test_predictions_that_do_not_belong_to_the_ids_are_refused(pack, predicted, said):
@@ -282,7 +297,7 @@ def test_predictions_that_do_not_belong_to_the_ids_are_refused(pack, predicted, 
             refused(pack, [0], predicted)
 
 
-def test_the_live_picture_is_the_truth_beside_the_prediction_and_marks_nothing_as_wrong(pack, answers):
+def test_the_live_picture_is_the_prediction_beside_the_truth_and_marks_nothing_as_wrong(pack, answers):
     for i in (0, 7):
         image, truth, said = show.preview(pack, i, answers[i])
         miou = analysis.image_scores(pack, [i], [answers[i]]).miou[0]
@@ -291,7 +306,7 @@ def test_the_live_picture_is_the_truth_beside_the_prediction_and_marks_nothing_a
         assert image.shape[1] <= show.LIVE[0]
         half = (image.shape[1] - show.PAPER) // 2
         picture = drawing.fitted(pack.arrays["image"][i], half, len(image))
-        for part, label in ((image[:, :half], pack.arrays["label"][i]), (image[:, -half:], answers[i])):
+        for part, label in ((image[:, :half], answers[i]), (image[:, -half:], pack.arrays["label"][i])):
             expected = show.drawn(pack, picture, drawing.nearest(label, half, len(image)))
             assert (part == expected).all()
         page = cards.html([Preview(image, truth, said)])

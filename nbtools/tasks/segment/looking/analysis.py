@@ -113,12 +113,13 @@ def matched(pack: Pack, ids: Ids, predicted: Sequence[np.ndarray]) -> Iterator[t
         )
     shape, classes = pack.columns["label"].shape, len(pack.classes)
     for i, answer in zip(map(int, ids), predicted, strict=True):
-        if answer.shape != shape or answer.max(initial=0) >= classes:
+        least, most = answer.min(initial=0), answer.max(initial=0)
+        if answer.shape != shape or least < 0 or most >= classes:
             raise PackError(
-                f"predicted must be class maps {shape} of numbers below {classes}, got {answer.shape} up to "
-                f"{answer.max(initial=0)} for id {i}; predict with a run of this pack"
+                f"predicted must be class maps {shape} of numbers below {classes}, got {answer.shape} from {least} to "
+                f"{most} for id {i}; predict with a run of this pack"
             )
-        yield i, answer
+        yield i, np.asarray(answer, np.uint8)
 
 
 def ratio(part: Tensor, whole: Tensor) -> np.ndarray:

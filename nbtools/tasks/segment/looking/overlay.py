@@ -12,10 +12,10 @@ from PIL import Image
 
 from nbtools.pack import Card, Pack
 from nbtools.sheet import WRONG
+from nbtools.tasks.segment.masks.classes import BACKGROUND
 from nbtools.tasks.segment.scores import IGNORE
 
 ALPHA, FAINT = 0.6, 0.15  # of a class's colour over the picture; of a background's
-BACKGROUNDS = {"background", "_background_", "bg"}
 LINE = np.array((255, 255, 255))  # of the boundary between two classes
 EDGE = np.array((20, 20, 20))  # beside it, so that the line is seen on white, too
 HATCH, GREY, DARK = 8, 0.5, 0.35  # px from stripe to stripe; of the picture in an ignored pixel, and in a stripe
@@ -30,7 +30,7 @@ def colours_of(card: Card | Pack) -> np.ndarray:
 
 def alphas_of(card: Card | Pack) -> np.ndarray:
     """(K,): how strongly each class is coloured; what is called a background, barely."""
-    return np.array([FAINT if name.casefold() in BACKGROUNDS else ALPHA for name in card.classes])
+    return np.array([FAINT if name.casefold() in BACKGROUND else ALPHA for name in card.classes])
 
 
 def overlay(
@@ -39,13 +39,15 @@ def overlay(
     """image (H, W, C) and label (H, W) uint8, colours (K, 3) → (H, W, 3) uint8: classes in colour, a line between two,
     ignored pixels grey with stripes.
 
-    alpha: of all colours, or of each class (K,). A class beyond K is drawn as if it were ignored.
+    alpha: of all colours, or of each class (K,). The picture below loses its own colours as much, or red on yellow
+    would be the orange of another class. What is beyond K is drawn as ignored.
     """
     known = label < len(colours)
     place = np.where(known, label, 0)
     strength = np.broadcast_to(np.asarray(alpha, float), len(colours))[place][..., None]
     seen = opaque(image).astype(float)
-    drawn = (1 - strength) * seen + strength * colours[place]
+    faded = (1 - strength) * seen + strength * grey(seen)
+    drawn = (1 - strength) * faded + strength * colours[place]
     drawn = np.where(known[..., None], drawn, hatched(seen))
     return lined(drawn, label).round().astype(np.uint8)
 

@@ -18,7 +18,8 @@ from nbtools.tasks.segment.looking.marking import spots
 from nbtools.tasks.segment.looking.overlay import fitted, nearest
 
 COLUMNS, TITLE = 4, 22  # pictures of a row; px of the text above one
-CELL = (legend.WIDE - (COLUMNS + 1) * legend.MARGIN) // COLUMNS  # px of a picture's longer side
+CELL = (legend.WIDE - (COLUMNS + 1) * legend.MARGIN) // COLUMNS  # px: as wide is a picture
+TALL = 340  # px: unless it were higher than that
 NUMBER: dict[str, Any] = {"ha": "center", "va": "center", "color": "white", "size": 7}
 OUTLINE = 2  # points of black about a number
 
@@ -37,7 +38,7 @@ class Panel:
 def in_cell(image: np.ndarray, *labels: np.ndarray) -> list[np.ndarray]:
     """image (H, W, C) and labels (H, W) as large as they are shown, so that lines drawn on them are one pixel wide."""
     height, width = image.shape[:2]
-    scale = CELL / max(height, width)
+    scale = min(CELL / width, TALL / height)
     size = max(1, round(scale * width)), max(1, round(scale * height))
     return [fitted(image, *size), *(nearest(label, *size) for label in labels)]
 

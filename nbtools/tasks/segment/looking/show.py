@@ -72,16 +72,16 @@ def training_views(pack: Pack, ids: Ids, plan: Plan, epoch: int = 0) -> Sheet:
 
 
 def preview(pack: Pack, i: int, answer: np.ndarray) -> tuple[np.ndarray, str, str]:
-    """(image (h, w, 3) uint8, "", text) for the live picture: the truth beside what is predicted now, and its mIoU.
-    There is no text to compare, so nothing is marked wrong."""
+    """(image (h, w, 3) uint8, "", text) for the live picture: what is predicted now, on its right the truth, and the
+    image's mIoU. There is no text to compare, so nothing is marked wrong."""
     image, label = image_and_label(pack, i)
     height, width = label.shape
     scale = min((LIVE[0] - PAPER) / (2 * width), LIVE[1] / height)
     size = max(1, round(scale * width)), max(1, round(scale * height))
     small = fitted(image, *size)
-    truth, predicted = (drawn(pack, small, nearest(each, *size)) for each in (label, answer))
+    predicted, truth = (drawn(pack, small, nearest(each, *size)) for each in (answer, label))
     paper = np.full((size[1], PAPER, 3), 255, np.uint8)
-    return np.concatenate([truth, paper, predicted], 1), "", said(image_metrics(pack, i, answer))
+    return np.concatenate([predicted, paper, truth], 1), "", said(image_metrics(pack, i, answer))
 
 
 def said(found: Mapping[str, float]) -> str:
