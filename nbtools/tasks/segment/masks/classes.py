@@ -27,10 +27,12 @@ FILES = ("classes.txt", "labelmap.txt")
 Colour = tuple[int, int, int]
 Given = str | Path | Mapping[int, str] | Sequence[str]
 
-PALETTE: tuple[Colour, ...] = (  # Okabe and Ito's without black, then Tol's "muted": told apart by the colour-blind
+# Okabe and Ito's, then each the farthest from all before it and from black in CIELAB, also as protanopes and
+# deuteranopes see them (Machado et al. 2009).
+PALETTE: tuple[Colour, ...] = (
     *((230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (0, 114, 178), (213, 94, 0), (204, 121, 167)),
-    *((51, 34, 136), (136, 204, 238), (17, 119, 51), (153, 153, 51), (221, 204, 119), (204, 102, 119)),
-    *((136, 34, 85), (170, 68, 153), (68, 170, 153)),
+    *((0, 0, 255), (0, 0, 102), (255, 255, 204), (102, 102, 255), (102, 51, 0), (153, 255, 255), (102, 51, 102)),
+    *((0, 204, 102), (102, 153, 255)),
 )
 BACKGROUND = ("background", "_background_", "bg")  # black, and what no drawn shape covers
 NUMBERED = re.compile(r"\s*(\d+)\s*,\s*([^,]+?)\s*(?:,\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*)?")
@@ -82,8 +84,7 @@ class Table:
 
     @property
     def options(self) -> dict[str, Any]:
-        """As a pack's card has it. names, ids, colours: of each class; given: those of `colours` that nobody chose
-        here."""
+        """As a pack's card has it. names, ids, colours: of each class; table: all that `of` needs."""
         every = (*self.classes, *self.ignored)
         return {
             "names": self.names,

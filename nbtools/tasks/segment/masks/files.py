@@ -10,28 +10,24 @@ An image's label is the one that a list names, else the label image of its name,
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable, Iterable, Iterator
+import dataclasses
+import os.path
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from nbtools import disk
 from nbtools.errors import PackError
 from nbtools.report import WARNING, Refused, Row
+from nbtools.splits import SPLITS
 from nbtools.tasks.segment.masks import cvat, lists
 from nbtools.tasks.segment.masks.classes import FILES
 from nbtools.tasks.segment.masks.images import SUFFIXES
+from nbtools.tasks.segment.masks.ways import Way, deep, head_of, split_named, walked, way_of
 
 LABELS = ("auto", "lists", "images", "cvat")
-HEAD = 4096  # bytes of a text file that tell what it is
-FOLDER = re.compile(
-    r"(?P<split>train|val|test)?(?:ing|id|idation)?[_-]?"
-    r"(?:(?P<image>images?|imgs?|jpegimages)|(?P<label>labels?|masks?|annot(?:ation)?s?|segmentationclass|gt))?"
-    r"(?:[_-](?P<after>train|val|test)(?:ing|id|idation)?)?",
-    re.I,
-)
-MARK = re.compile(r"[_-](?:mask|label|seg|gt)s?$", re.I)  # at the end of a label's name: a_mask.png is a.jpg's
 
 
 @dataclass(frozen=True)
@@ -68,16 +64,6 @@ class Survey:
             self.rows.append(Row("image", rule, f"{found.name}: {said[0]}, before: {said[1]}", fix, file=where))
 
 
-@dataclass(frozen=True)
-class Way:
-    """A file's name in parts. key: (split, folders that say neither split nor kind, stem): a pair's are equal."""
-
-    name: str
-    split: str | None
-    is_label: bool
-    key: tuple[str | None, str, str]
-
-
 def surveyed(folder: Path, labels: str = "auto") -> Survey:
     """Look at names, lists and XML, not into images. labels: where they are, `auto` looks everywhere.
 
@@ -87,59 +73,56 @@ def surveyed(folder: Path, labels: str = "auto") -> Survey:
     survey = Survey(table=next((n for n in sorted(names, key=deep) if PurePosixPath(n).name.lower() in FILES), None))
     ways = [way_of(name) for name in names if name.lower().endswith(SUFFIXES)]
     with disk.explained(f"reading the lists of {folder}", folder):
-        texts = [(name, head_of(folder / name)) for name in names if name.lower().endswith((".txt", ".csv", ".xml"))]
-        if labels in ("auto", "lists"):
-            listed(folder, [name for name, head in texts if lists.is_list(name, head)], names, survey)
+        texts = [(name, head_of(folder / name)) for name in names if name.lower().endswith((*lists.ENDINGS, ".xml"))]
+        source = lists.Source(set(names), stems(ways))
+        lines = listed(folder, [name for name, head in texts if lists.is_list(name, head, source)], source, survey)
+    if labels in ("auto", "lists"):
+        for line in lines:
+            if line.label is not None:
+                survey.add(Found(line.image, line.split, line.label), line.where)
     if labels in ("auto", "images"):
         beside(ways, survey)
-    documents = [name for name, head in texts if name.lower().endswith(".xml") and cvat.is_cvat(head)]
     if labels in ("auto", "cvat"):
-        for name in documents:
-            annotated(folder, name, set(names), survey)
+        for name in (name for name, head in texts if name.lower().endswith(".xml") and cvat.is_cvat(head)):
+            annotated(folder, name, source.names, survey)
+    divide(survey, [line for line in lines if line.label is None or labels in ("images", "cvat")])
+    complete(folder, ways, names, survey)
+    return survey
+
+
+def stems(ways: Iterable[Way]) -> dict[str, str]:
+    """Stem → the one image that has it."""
+    images = [way.name for way in ways if not way.is_label]
+    count = Counter(PurePosixPath(name).stem for name in images)
+    return {stem: name for name in images if count[stem := PurePosixPath(name).stem] == 1}
+
+
+def divide(survey: Survey, lines: Iterable[lists.Line]) -> None:
+    """Give the images of lists without labels their splits."""
+    said: dict[str, str | None] = {}
+    for line in lines:
+        if line.image not in survey.pairs:
+            fix = "write its label behind a comma, or put one of its name into labels/"
+            survey.rows.append(Row("label", lists.RULE, PurePosixPath(line.image).name, fix, file=line.where))
+        elif said.setdefault(line.image, line.split) != line.split:
+            rule, fix = "an image has one label and one split", "delete the wrong one; the first is read"
+            value = f"{line.image}: {line.split}, before: {said[line.image]}"
+            survey.rows.append(Row("image", rule, value, fix, file=line.where))
+        elif line.split is not None:
+            survey.pairs[line.image] = dataclasses.replace(survey.pairs[line.image], split=line.split)
+
+
+def complete(folder: Path, ways: Iterable[Way], names: list[str], survey: Survey) -> None:
+    """Count the images, and tell of those without a label. Raises PackError where there is none."""
     labelled = {found.label for found in survey.pairs.values()}
     images = [way.name for way in ways if not way.is_label and way.name not in labelled]
     survey.images = len({*images, *survey.pairs})
     if not survey.images:
         there = f"; it has {', '.join(names[:3])}" if names else "; it is empty"
         raise PackError(f"{folder}: no images ({', '.join(SUFFIXES[:5])} …){there}. Give the folder above images/")
+    known = survey.pairs.keys() | {row.file for row in survey.rows}
     fix = "annotate it, add it to a list, or delete it"
-    alone = (Row("label", "an image has a label", "none", fix, file=n) for n in images if n not in survey.pairs)
-    survey.rows += alone
-    return survey
-
-
-def deep(name: str) -> tuple[int, str]:
-    return name.count("/"), name
-
-
-def walked(folder: Path) -> Iterator[str]:
-    """Every file's name from the folder on; hidden ones, which systems leave behind, are none."""
-    for place, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not hidden(name)]
-        way = Path(place).relative_to(folder)
-        yield from ((way / name).as_posix() for name in names if not hidden(name))
-
-
-def hidden(name: str) -> bool:
-    return name.startswith(".") or name == "__MACOSX"
-
-
-def head_of(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        return disk.read(file, HEAD)
-
-
-def way_of(name: str) -> Way:
-    """What the folders on a file's way say of it."""
-    way, split, is_label, rest = PurePosixPath(name), None, False, []
-    for part in way.parts[:-1]:
-        if match := FOLDER.fullmatch(part):
-            split = (match["split"] or match["after"] or split or "").lower() or None
-            is_label = is_label or match["label"] is not None
-        else:
-            rest.append(part)
-    stem = MARK.sub("", way.stem) if is_label else way.stem
-    return Way(name, split, is_label, (split, "/".join(rest), stem))
+    survey.rows += [Row("label", "an image has a label", "none", fix, file=n) for n in images if n not in known]
 
 
 def beside(ways: Iterable[Way], survey: Survey) -> None:
@@ -152,35 +135,36 @@ def beside(ways: Iterable[Way], survey: Survey) -> None:
             key = "label" if way.is_label else "image"
             fix = "rename or delete one of them: labels are found by the image's name"
             survey.rows.append(Row(key, f"names of {key}s differ", f"beside {other.name}", fix, file=way.name))
+    listed = {found.label for found in survey.pairs.values()}
     for key, label in labels.items():
         if key in images:
             image = images[key]
             if image.name not in survey.pairs:
                 survey.add(Found(image.name, image.split, label.name), label.name)
-        elif label.name not in {found.label for found in survey.pairs.values()}:
+        elif label.name not in listed:
             fix = f"copy its image too, called {key[2]}, or delete it"
             survey.rows.append(Row("image", "a label has an image", "none of its name", fix, file=label.name))
 
 
-def listed(folder: Path, files: Iterable[str], names: Iterable[str], survey: Survey) -> None:
-    known = set(names)
+def listed(folder: Path, files: Iterable[str], source: lists.Source, survey: Survey) -> list[lists.Line]:
+    """The lines of all lists; what is wrong with others becomes rows."""
+    lines = []
     for name in files:
         match = lists.NAME.fullmatch(PurePosixPath(name).stem)
         said = match[1].lower() if match else ""
-        split = said if said in ("train", "val", "test") else way_of(name).split
+        split = said if said in SPLITS else way_of(name).split
         try:
             text = (folder / name).read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             survey.rows.append(Row("", "a list is text in UTF-8", str(error)[:80], "save it as UTF-8", file=name))
             continue
-        for line in lists.read_list(text, name, known):
-            if isinstance(line, Row):
-                survey.rows.append(line)
-            else:
-                survey.add(Found(line.image, split, line.label), line.where)
+        found = list(lists.read_list(text, name, split, source))
+        survey.rows += [one for one in found if isinstance(one, Row)]
+        lines += [one for one in found if isinstance(one, lists.Line)]
+    return lines
 
 
-def annotated(folder: Path, name: str, names: set[str], survey: Survey) -> None:
+def annotated(folder: Path, name: str, names: AbstractSet[str], survey: Survey) -> None:
     """The images of one CVAT file, those that no list and no label image speaks for."""
     try:
         document = cvat.parsed(folder / name, name)
@@ -198,17 +182,15 @@ def annotated(folder: Path, name: str, names: set[str], survey: Survey) -> None:
         elif image in survey.pairs and survey.pairs[image].drawing is None:
             unread += 1
         else:
-            split = FOLDER.fullmatch(drawing.subset)
-            survey.add(
-                Found(image, ((split and split["split"]) or "").lower() or way_of(image).split, name, drawing), name
-            )
+            split = split_named(drawing.subset) or way_of(image).split
+            survey.add(Found(image, split, name, drawing), name)
     if unread:
         rule, fix = "an image has one label", 'nothing; or labels="cvat" reads the shapes'
         survey.rows.append(Row("", rule, f"{unread} images have label images, which are read", fix, WARNING, name))
 
 
-def image_of(drawing: cvat.Drawing, folder: str, names: set[str]) -> str | None:
+def image_of(drawing: cvat.Drawing, folder: str, names: AbstractSet[str]) -> str | None:
     """The file of an annotated image: below images/ or beside the XML, in a folder of its subset or not."""
-    below: Callable[..., str] = lambda *parts: os.path.normpath("/".join((folder, *parts)))  # noqa: E731
     ways = (("images", drawing.name), (drawing.name,), ("images", drawing.subset, drawing.name))
-    return next((way for parts in ways if (way := below(*parts)) in names), None)
+    found = (os.path.normpath("/".join((folder, *parts))) for parts in ways)
+    return next((name for name in found if name in names), None)

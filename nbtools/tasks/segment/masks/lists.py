@@ -1,13 +1,14 @@
 """Lists of samples: text files of lines `image,label`, or of two names with a blank between as SegNet's; a header is
 allowed. A way leads from the list's folder on, or from any folder on it that the source has: ways of other machines,
-/SegNet/CamVid/train/1.png, are found by their ends.
+/SegNet/CamVid/train/1.png, are found by their ends. A line of one name, or stem as Pascal VOC's, tells the split only.
 """
 
 from __future__ import annotations
 
 import os.path
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -17,25 +18,48 @@ from nbtools.tasks.segment.masks.images import SUFFIXES
 NAME = re.compile(r"(?:.*[^a-z])?(train|val|test|list|pairs|all)(?:ing|id|idation)?", re.I)
 HEADS = ("image", "images", "file", "img", "image_path")
 ENDINGS = (".txt", ".csv")
+LOOKED_AT = 20  # lines that tell whether a file is a list
+RULE = "a line is image,label, or names an image whose label has its name"
 
 
 @dataclass(frozen=True)
 class Line:
-    """where: `train.txt:14`; image, label: names from the source on."""
+    """where: `train.txt:14`; image, label: names from the source on, label None where the line has none."""
 
     where: str
+    split: str | None
     image: str
-    label: str
+    label: str | None
 
 
-def is_list(name: str, head: bytes) -> bool:
-    """Whether a text file is a list, by a line of two images; or by its name, so that a broken one is told of."""
+@dataclass(frozen=True)
+class Source:
+    """names: every file; stems: those that one image alone has, with its name."""
+
+    names: AbstractSet[str]
+    stems: Mapping[str, str]
+
+    def find(self, way: str, folder: str) -> str | None:
+        """The file that a way in a list of this folder names, without ever leaving the source."""
+        parts = [part for part in way.replace("\\", "/").split("/") if part]
+        for first in range(len(parts)):
+            rest = "/".join(parts[first:])
+            for base in (folder, "."):
+                if (name := os.path.normpath(f"{base}/{rest}")) in self.names:
+                    return name
+        return None
+
+
+def is_list(name: str, head: bytes, source: Source) -> bool:
+    """Whether a text file is a list, by a line of two images; or by its name and a line of one, or its stem."""
     way = PurePosixPath(name)
     if way.suffix.lower() not in ENDINGS:
         return False
-    lines = head.decode("utf-8-sig", "replace").splitlines()
-    return any(None not in (found := cells(line)) and all(map(is_image, found)) for line in lines[:20]) or (
-        NAME.fullmatch(way.stem) is not None and any(is_image(cell) for line in lines for cell in cells(line) if cell)
+    found = [cells(line) for line in head.decode("utf-8-sig", "replace").splitlines()[:LOOKED_AT]]
+    if any(is_image(image) and is_image(label) for image, label in found):
+        return True
+    return NAME.fullmatch(way.stem) is not None and any(
+        is_image(image) or is_image(label) or image in source.stems for image, label in found
     )
 
 
@@ -52,32 +76,23 @@ def cells(line: str) -> tuple[str, str | None]:
     return first.strip().strip('"'), rest.strip().strip('"') or None
 
 
-def read_list(text: str, name: str, names: Collection[str]) -> Iterator[Line | Row]:
-    """Every line of a list, or what is wrong with it. names: the files of the source."""
+def read_list(text: str, name: str, split: str | None, source: Source) -> Iterator[Line | Row]:
+    """Every line of a list, or what is wrong with it."""
+    folder = str(PurePosixPath(name).parent)
     for i, line in enumerate(text.splitlines(), 1):
         image, label = cells(line)
         where = f"{name}:{i}"
         if not line.strip() or (i == 1 and image.casefold() in HEADS):
             continue
+        ways = {"image": image, "label": label}
+        found = {key: source.find(way, folder) for key, way in ways.items() if way is not None}
         if label is None:
-            rule, fix = "a line is image,label", "write both names, with a comma between"
-            yield Row("line", rule, image[:80], fix, file=where)
-            continue
-        found = [found_at(way, str(PurePosixPath(name).parent), names) for way in (image, label)]
-        for key, way, there in zip(("image", "label"), (image, label), found, strict=True):
+            stem = PurePosixPath(image).stem if is_image(image) else image
+            found["image"] = found["image"] or source.stems.get(stem)
+        for key, there in found.items():
             if there is None:
                 fix = "copy the file too, correct the line, or delete it"
-                yield Row(key, f"the {key} of a line is there", way[:120], fix, file=where)
-        if found[0] and found[1]:
-            yield Line(where, found[0], found[1])
-
-
-def found_at(way: str, folder: str, names: Collection[str]) -> str | None:
-    """The file of the source that a way names, without ever leaving the source."""
-    parts = [part for part in way.replace("\\", "/").split("/") if part]
-    for first in range(len(parts)):
-        rest = "/".join(parts[first:])
-        for base in (folder, "."):
-            if (name := os.path.normpath(f"{base}/{rest}")) in names:
-                return name
-    return None
+                rule = f"the {key} of a line is there" if label else RULE
+                yield Row(key, rule, (ways[key] or "")[:120], fix, file=where)
+        if found["image"] and (label is None or found["label"]):
+            yield Line(where, split, found["image"], found.get("label"))
