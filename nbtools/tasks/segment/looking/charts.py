@@ -19,7 +19,7 @@ from nbtools.tasks.segment.scores import IGNORE
 if TYPE_CHECKING:
     import pandas as pd
 
-INKS = RIGHT, "#e69f00", "#009e73"  # of train, val, test
+INKS = "#4d4d4d", "#999999", "#cccccc"  # of train, val, test: colours are those of classes
 GREY = "#6b6b6b"
 LONGEST = 260  # px of a name
 WRITTEN = 24  # classes up to which a confusion picture writes its shares
@@ -78,7 +78,15 @@ def bars(axes: Axes, parts: Mapping[str, np.ndarray], title: str) -> None:
 def swatches(axes: Axes, colours: np.ndarray) -> None:
     """Each class's colour between its name and its bars."""
     places = np.arange(len(colours))
-    look = {"marker": "s", "s": 60, "clip_on": False, "zorder": 3, "transform": axes.get_yaxis_transform()}
+    look = {
+        "marker": "s",
+        "s": 60,
+        "clip_on": False,
+        "zorder": 3,
+        "edgecolors": GREY,
+        "linewidths": 0.5,
+        "transform": axes.get_yaxis_transform(),
+    }
     axes.scatter(np.full(len(colours), -0.025), places, c=colours / 255, **look)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 
 from nbtools.pack import Card, Pack
 from nbtools.sheet import Sheet
@@ -69,6 +70,8 @@ def draw(axes: Axes, pack: Card | Pack, items: list[Item], letters: Lettering, t
         high = top + ROW * item.row + (ROW - BOX) / 2
         box = hatched(np.full((BOX, BOX, 3), 200.0)) / 255 if item.place == IGNORE else colours[[[item.place]]]
         axes.imshow(box, extent=(item.left, item.left + BOX, high + BOX, high), aspect="auto", interpolation="none")
+        edge = Rectangle((item.left, high), BOX, BOX, fill=False, edgecolor=GREY, linewidth=0.5)
+        axes.add_patch(edge)  # a colour may be the paper's
         text = letters.plain(item.text)
         axes.text(item.left + BOX + 6, high + BOX - 3, text, color="black", **letters.look(SIZE))
 
