@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from nbtools import writer
 from nbtools.errors import PackError
 from nbtools.feed import open_feed
 from nbtools.pack import Column, Pack
@@ -19,6 +20,7 @@ from nbtools.tasks.segment.masks.data import pack
 from nbtools.tasks.segment.masks.distance import PER_PIXEL, distance_map
 from nbtools.tasks.segment.masks.pairs import read
 from nbtools.tasks.segment.masks.validate import Report, validate
+from nbtools.writer import Writer
 
 pytest.importorskip("scipy")
 
@@ -132,6 +134,28 @@ def test_the_source_files_give_the_very_values_of_the_pack_also_in_another_proce
         for column, value in made.sample(i).items():
             np.testing.assert_array_equal(raw[i][column], value)
             np.testing.assert_array_equal(batch[column][i].numpy(), value)
+
+
+def test_a_pack_that_was_killed_goes_on_where_it_was(tmp_path, monkeypatch):
+    source = corpus(tmp_path / "raw", 6)
+    whole = packed(source, into=tmp_path / "whole")
+    read_by, add = [], Writer.add
+
+    def killed(self, name, *args, **arrays):
+        if len(read_by) == 4:
+            raise KeyboardInterrupt
+        read_by.append(name)
+        add(self, name, *args, **arrays)
+
+    monkeypatch.setattr(writer, "CHUNK", 2)
+    monkeypatch.setattr(Writer, "add", killed)
+    with pytest.raises(KeyboardInterrupt):
+        packed(source, into=tmp_path / "part")
+    monkeypatch.setattr(Writer, "add", lambda *args, **arrays: (read_by.append(args[1]), add(*args, **arrays))[1])
+    again = packed(source, into=tmp_path / "part")
+    assert read_by == whole.names
+    assert again.card.digest == whole.card.digest
+    assert again.card.counts == whole.card.counts
 
 
 def test_a_prediction_reads_an_image_as_the_pack_did(tmp_path):
@@ -719,6 +743,10 @@ def test_label_images_come_before_shapes_unless_these_are_asked_for(tmp_path):
         ('<box label="shirt" xtl="1" ytl="1" xbr="9"></box>', "box", "finite numbers", "shirt"),
         ('<mask label="shirt" rle="3,4" left="0" top="0" width="9" height="9"></mask>', "mask", "finite", "7 pixels"),
         ('<mask label="shirt" rle="81" left="0" top="0" width="1e99" height="9"></mask>', "mask", "finite", "width"),
+        (
+            '<mask label="shirt" rle="810000000000" left="0" top="0" width="900000" height="900000"></mask>',
+            *("mask", "finite", "810000000000 pixels"),
+        ),
     ],
 )
 def test_a_shape_that_cannot_be_drawn_leaves_its_image_out(tmp_path, shapes, key, rule, value):

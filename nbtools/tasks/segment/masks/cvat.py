@@ -26,6 +26,7 @@ AREAS = ("polygon", "box", "ellipse", "mask")
 OTHERS = ("polyline", "points", "tag", "cuboid", "skeleton")  # these have no area
 HEAD = 4096  # bytes that tell whether an XML file is CVAT's: another root, as Pascal VOC's <annotation>, is not
 ROOT = re.compile(rb"<annotations[\s>]")
+FARTHEST = 1e6  # pixels: no image is larger, and Pillow draws in 32-bit integers
 HEX = re.compile(r"#([0-9a-fA-F]{2})([0-9a-fA-F]{2})([0-9a-fA-F]{2})")
 
 
@@ -41,9 +42,9 @@ class Shape:
         return self.attributes.get("label", "")
 
     def number(self, name: str, default: str | None = None) -> float:
-        """Raises ValueError for an attribute that is absent, or no finite number."""
+        """Raises ValueError for an attribute that is absent, or no number that can be a coordinate."""
         value = float(self.attributes.get(name, default) or "nothing")
-        if not abs(value) < 1e9:
+        if not abs(value) < FARTHEST:
             raise ValueError(f"{name}={value}")
         return value
 
@@ -120,7 +121,7 @@ class Reader:
         drawings = self.document.drawings
         if tag == "image" and len(self.way) == 2:
             size = (attributes.get("height", ""), attributes.get("width", ""))
-            whole = (int(size[0]), int(size[1])) if all(side.isdecimal() for side in size) else None
+            whole = (int(size[0]), int(size[1])) if all(side.isdecimal() and len(side) < 7 for side in size) else None
             drawings.append(Drawing(attributes.get("name", ""), attributes.get("subset", ""), whole))
         elif self.way[1:2] == ["image"] and tag in AREAS:
             drawings[-1].shapes.append(Shape(tag, attributes))

@@ -14,12 +14,13 @@ from PIL import Image, ImageDraw
 
 from nbtools.report import WARNING, Refused, Row
 from nbtools.tasks.segment.masks.classes import IGNORE
-from nbtools.tasks.segment.masks.cvat import Drawing, Shape
+from nbtools.tasks.segment.masks.cvat import FARTHEST, Drawing, Shape
 from nbtools.tasks.segment.masks.images import Recipe, Size, shown
 from nbtools.tasks.segment.masks.labels import Mask, require_size, require_some
 
 FINE = 4
 ARCS = 128  # corners of an ellipse
+MOST = 1 << 27  # pixels of a mask: runs of a few bytes could stand for any number
 SLACK = 1.0  # pixels that a shape may reach out of the image without a word: rounding does that
 
 Points = np.ndarray
@@ -92,8 +93,8 @@ def height_of(shape: Shape) -> float:
 def polygon(shape: Shape) -> Points:
     pairs = [pair.split(",") for pair in shape.attributes.get("points", "").split(";") if pair.strip()]
     points = np.array([(float(x), float(y)) for x, y in pairs], np.float64).reshape(-1, 2)
-    if not (np.abs(points) < 1e9).all():
-        raise ValueError("points are not finite")
+    if not (np.abs(points) < FARTHEST).all():
+        raise ValueError(f"points beyond {FARTHEST:g}, or not finite")
     return points
 
 
@@ -127,7 +128,7 @@ def runs(shape: Shape) -> np.ndarray:
     """(height, width) bool of a mask: lengths of runs row by row, the first of them outside."""
     height, width = int(shape.number("height")), int(shape.number("width"))
     lengths = [int(text) for text in shape.attributes.get("rle", "").split(",") if text.strip()]
-    if min(lengths, default=-1) < 0 or sum(lengths) != height * width:
+    if min(lengths, default=-1) < 0 or sum(lengths) != height * width or sum(lengths) > MOST:
         raise ValueError(f"runs of {sum(lengths)} pixels for {width} × {height}")
     return np.repeat(np.arange(len(lengths)) % 2 == 1, lengths).reshape(height, width)
 
