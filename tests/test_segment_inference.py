@@ -264,8 +264,9 @@ def test_costs_are_the_miou_of_each_way_and_the_pixels_it_looks_at(network, pack
     assert found.images == 5
 
 
-def test_costs_of_some_ids_only(network, pack):
-    assert costs(network, pack, PLAN, settings={"one": {}}, ids=[0, 3]).images == 2
+def test_costs_of_some_ids_only_and_the_first_look_of_each_way_is_not_timed(network, pack):
+    assert costs(network, pack, PLAN, settings={"one": {}}, ids=[0, 3, 4], batch_size=2).images == 3
+    assert [images for images, *_ in network.seen] == [2, 2, 1]
 
 
 def test_gain_and_time_are_against_the_first_way_and_time_batch_by_batch():

@@ -1,6 +1,6 @@
 """How good a segmentation is, in exact sums that stay on the device and never wait for it.
 
-B images, H × W pixels, K classes. A label that is no class, 255 above all, is ignored everywhere.
+B images, H × W pixels, K classes. Pixels whose label is 255 are ignored everywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COPIES = 64  # of a table of counts on a GPU, whose additions to one address tak
 def confusion(predicted: Tensor, labels: Tensor, classes: int) -> Tensor:
     """(K, K) int64: how many pixels of a class (row) were taken for a class (column); both inputs (B, H, W)."""
     size = classes * classes + 1
-    place = (labels * classes + predicted).where(labels < classes, size - 1).flatten()
+    place = (labels * classes + predicted).where(labels != IGNORE, size - 1).flatten()
     count = torch.bincount if place.device.type == "cpu" else scattered
     return count(place, minlength=size)[:-1].view(classes, classes)
 
