@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from PIL import Image
 
 from nbtools import writer
-from nbtools.errors import PackError
+from nbtools.errors import MissingExtra, PackError
 from nbtools.feed import open_feed
 from nbtools.pack import Column, Pack
 from nbtools.plan import Plan
@@ -21,8 +22,6 @@ from nbtools.tasks.segment.masks.distance import PER_PIXEL, distance_map
 from nbtools.tasks.segment.masks.pairs import read
 from nbtools.tasks.segment.masks.validate import Report, validate
 from nbtools.writer import Writer
-
-pytest.importorskip("scipy")
 
 H, W = 36, 48
 NAMES = ["ground", "shirt", "shoe"]
@@ -354,6 +353,12 @@ def test_what_is_ignored_makes_no_boundary():
     label[:, 5:] = 1
     assert (distance_map(label) == 255).all()
     assert distance_map(np.array([[0, 0, 1, 1]], np.uint8)).tolist() == [[8, 0, 0, 8]]
+
+
+def test_without_scipy_packing_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.ndimage", None)
+    with pytest.raises(MissingExtra, match=r"nbtools\[segment\]"):
+        packed(corpus(tmp_path / "raw"))
 
 
 # -- class tables
