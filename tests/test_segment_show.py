@@ -74,7 +74,7 @@ def patches(seed, classes=3, ignored=0.1):
 
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory):
-    labels = {"train": [patches(n) for n in range(6)], "val": [*(patches(n, ignored=0.3) for n in range(6, 11)), 255]}
+    labels = {"train": [patches(n) for n in range(6)], "val": [*(patches(n, ignored=0.3) for n in range(6, 10)), 255]}
     return packed(tmp_path_factory.mktemp("show"), labels)
 
 

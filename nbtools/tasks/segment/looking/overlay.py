@@ -57,8 +57,7 @@ def errors(image: np.ndarray, label: np.ndarray, predicted: np.ndarray) -> np.nd
     grey, ignored pixels with stripes; there nothing is wrong."""
     seen = opaque(image).astype(float)
     drawn = 255 - DIMMED * (255 - grey(seen))
-    wrong = (predicted != label) & (label != IGNORE)
-    drawn = np.where(wrong[..., None], 0.15 * seen + 0.85 * INK, drawn)
+    drawn = np.where((predicted != label)[..., None], 0.15 * seen + 0.85 * INK, drawn)
     return np.where((label == IGNORE)[..., None], hatched(seen), drawn).round().astype(np.uint8)
 
 
