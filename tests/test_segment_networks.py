@@ -203,11 +203,12 @@ def test_a_gather_and_expansion_layer_begins_as_its_shortcut():
         assert any(p.any() for p in layer.last.conv.parameters())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_output_begins_at_log_k(kind):
-    batch, plan = batch_of(), Plan(edge_factor=2.0)
-    loss, count = loss_of(small(kind)(batch), batch, plan)
-    assert (loss / count).item() == pytest.approx((5 + plan.edge_factor) * math.log(CLASSES), rel=0.02)
+def test_weights_begin_as_the_references_by_fan_out():
+    for layer in (m for m in small("bisenetv2").modules() if isinstance(m, nn.Conv2d)):
+        expected = math.sqrt(2 / (layer.out_channels * layer.kernel_size[0] ** 2))
+        spread = 4 * expected / math.sqrt(2 * layer.weight.numel())  # of a standard deviation, four of its own
+        assert layer.weight.std().item() == pytest.approx(expected, abs=spread)
+        assert layer.bias is None or not layer.bias.any()
 
 
 # -- training and evaluation

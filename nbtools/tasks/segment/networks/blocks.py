@@ -153,16 +153,15 @@ def mixing(places: int, factor: int, pixels: int, like: Tensor) -> Tensor:
 
 
 def initialise(network: nn.Module) -> None:
-    """As the reference: Kaiming's normal weights by fan-out, norms 1 and biases 0, the norm that ends a gather-and-
-    expansion layer 0. But classifiers start near 0 (mmsegmentation's 0.01) and so the loss at log K an output: by fan-
-    out, which is K here, the 1,024 channels of a head begin with logits of ±7."""
+    """As the reference: Kaiming's normal weights by fan-out, biases 0, the norm that ends gathering and expansion 0.
+
+    Classifiers so begin with logits far from 0. Starting them near it (0.01, as mmsegmentation does) was no better:
+    slim, 40 epochs of 80 street scenes at 180 × 240, mIoU 0.35 and 0.36 (two seeds) instead of 0.37, 0.39 and 0.41.
+    """
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-    for module in network.modules():
-        if isinstance(module, Gather):
+        elif isinstance(module, Gather):
             nn.init.zeros_(module.last.norm.weight)
-        elif isinstance(module, Head):
-            nn.init.normal_(module.classify.weight, std=0.01)
