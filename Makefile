@@ -12,7 +12,7 @@ help:  ## this list
 
 TASK ?= captcha
 
-demo: .venv/ready  ## a task's notebooks from top to bottom on generated data, TASK=captcha, hwdb or sign; pages under demo/
+demo: .venv/ready  ## a task's notebooks from top to bottom on generated data, TASK=captcha, hwdb, sign or segment; pages under demo/
 	@$(BIN)/python -m notebooks.execute $(TASK)
 
 test: .venv/ready .venv-colab/ready .venv-ipykernel-7.3/ready  ## every test (≤ 15 min on 2 cores)

@@ -71,7 +71,7 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     one.add_argument("wishes", nargs="+", metavar="WISH", help=f"{', '.join(control.ACTIONS)}, or KNOB=VALUE: lr=1e-4")
     for name, (text, act) in TASK_COMMANDS.items():
         one = command(commands, name, text, act)
-        one.add_argument("task", help="captcha, hwdb, sign, or the dotted name of a module of yours")
+        one.add_argument("task", help="captcha, hwdb, sign, segment, or the dotted name of a module of yours")
         if name == "demo":
             one.add_argument("folder", type=Path)
             add_signature(one, getattr(task, "demo", None), skip=("folder",))
@@ -96,6 +96,8 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             add_knobs(one, kind_of(task), answering(kind_of(task)))
         if name == "predict":
             one.add_argument("files", nargs="+", type=Path)
+            if hasattr(task, "save"):
+                one.add_argument("--into", required=True, type=Path, metavar="FOLDER", help="where answers are written")
         if name in ("pack", "advise", "train", "evaluate"):
             add_signature(one, getattr(task, "pack", None), skip=("source", "progress"))
         if name == "train":
@@ -194,9 +196,10 @@ def show_evaluation(options: argparse.Namespace) -> None:
 
 
 def show_predictions(options: argparse.Namespace) -> None:
-    answers = Run.open(options.run, find_task(options.task)).predict(options.files)
-    for file, answer in zip(options.files, answers, strict=True):
-        print(f"{file}\t{answer}")
+    run = Run.open(options.run, find_task(options.task))
+    for file, answer in zip(options.files, run.predict(options.files), strict=True):
+        said = run.task.save(answer, file, options.into, run.card) if hasattr(run.task, "save") else answer
+        print(f"{file}\t{said}")
 
 
 SOURCE = "a folder, an archive, drive:…, a Google Drive link, or a pack"

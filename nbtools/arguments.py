@@ -160,8 +160,8 @@ def shortened(plan: Plan, knobs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answering(kind: type[Plan]) -> list[dataclasses.Field[Any]]:
-    """The knobs that only change how a task answers: a trained run may be evaluated with others."""
-    return [field for field in dataclasses.fields(kind) if field.metadata.get("live")]
+    """The knobs of how a task answers, called eval_…: a trained run may be evaluated with others."""
+    return [f for f in dataclasses.fields(kind) if f.metadata.get("live") and f.name.startswith("eval_")]
 
 
 def given(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:

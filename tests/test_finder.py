@@ -251,10 +251,10 @@ def test_everything_outside_is_bit_for_bit_as_before(changes, toys):
 
 @pytest.mark.parametrize(
     ("name", "options", "packing"),
-    [("captcha", {}, {}), ("hwdb", {}, {"height": 32}), ("sign", {"glosses": 4}, {})],
+    [("captcha", {}, {}), ("hwdb", {}, {"height": 32}), ("sign", {"glosses": 4}, {}), ("segment", {}, {"size": 64})],
 )
 def test_each_task_is_searched_in_time_and_everything_is_as_before(name, options, packing, tmp_path, monkeypatch):
-    """Asked for two seconds, with what a first step costs; at the default of 20 all three stay below 30."""
+    """Asked for two seconds, with what a first step costs; at the default of 20 all stay below 30."""
     monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
     task: Any = importlib.import_module(f"nbtools.tasks.{name}")
     pack = task.pack(task.demo(tmp_path / "raw", 48, **options), progress=False, **packing)

@@ -1,0 +1,44 @@
+"""Answers as files: a class map at the size of the picture it answers to, as a PNG whose colours are the classes'."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from nbtools import disk
+from nbtools.pack import Card, Pack
+from nbtools.report import Refused
+from nbtools.tasks.segment.masks.images import Recipe, Size, opened, size_of
+from nbtools.tasks.segment.masks.pairs import told
+
+
+def save(answer: np.ndarray, picture: str | Path, folder: str | Path, card: Card | Pack) -> Path:
+    """Write the class map (h, w) uint8 predicted for a picture as `folder/NAME.png`, as large as the picture: a palette
+    PNG, whose numbers are places in card.classes and whose colours are the classes'.
+
+    Raises PackError where the picture cannot be read, DiskError where the file cannot be written.
+    """
+    picture, target = Path(picture), Path(folder) / f"{Path(picture).stem}.png"
+    try:
+        with opened(picture, "image") as image:
+            size = size_of(image)
+        found = Image.fromarray(restored(answer, size, Recipe.of(card.options)), "L")
+    except Refused as refusal:
+        raise told(refusal.row, picture.name) from None
+    found.putpalette([value for colour in card.options["colours"] for value in colour])
+    content = io.BytesIO()
+    found.save(content, "png")
+    with disk.explained("writing an answer", target):
+        disk.make_folder(target.parent)
+        disk.write_atomic(target, content.getvalue())
+    return target
+
+
+def restored(answer: np.ndarray, size: Size, recipe: Recipe) -> np.ndarray:
+    """(h, w) uint8 at the packed size → at the picture's (height, width), by the nearest pixel, without the padding."""
+    place = recipe.place(size)
+    inner = Image.fromarray(np.ascontiguousarray(answer[place.rows, place.columns]))
+    return np.asarray(inner.resize((size[1], size[0]), Image.Resampling.NEAREST))

@@ -1,0 +1,84 @@
+"""Segmentation from the terminal: data to class maps on disk, with the options that are its own."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from nbtools.__main__ import main
+from nbtools.errors import PackError
+from nbtools.tasks import segment
+
+OPTIONS = ["--size", "64"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def test_demo_validate_train_evaluate_predict_in_a_row(tmp_path, capsys):
+    raw, run = tmp_path / "raw", tmp_path / "run"
+    assert main(["demo", "segment", str(raw), "--count", "21", "--size", "96,72"]) == 0
+    assert main(["validate", "segment", str(raw), *OPTIONS]) == 0
+    assert "0 errors" in capsys.readouterr().out
+    data = ["--data", str(raw), "--run", str(run), *OPTIONS]
+    train = ["--epochs", "1", "--batch-size", "5", "--no-receipt", "--eval-scales", "0.5,1", "--eval-samples", "2"]
+    assert main(["train", "segment", *data, *train]) == 0
+    final = json.loads((run / "evaluation.json").read_text())
+    assert final["plan"]["eval_scales"] == [0.5, 1.0]
+    capsys.readouterr()
+    found = {}
+    for name, more in {"as planned": [], "flipped": ["--eval-flip"], "one": ["--eval-scales", "1"]}.items():
+        assert main(["evaluate", "segment", *data, "--split", "val", *more]) == 0
+        found[name] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["as planned"] == final["values"]
+    assert len({values["loss"] for values in found.values()}) == 3
+    assert {"miou", "pixel_accuracy", "boundary_f"} <= found["one"].keys()
+    files = sorted(map(str, (raw / "images" / "test").glob("*.jpg")))[:2]
+    assert main(["predict", "segment", "--run", str(run), *files, "--into", str(tmp_path / "masks")]) == 0
+    said = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [file for file, _ in said] == files
+    for _, path in said:
+        with Image.open(path) as image:
+            assert (image.size, image.mode) == ((72, 96), "P")
+            assert set(np.unique(np.asarray(image))) <= {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("command", "words"), [("train", ["--eval-window", "--edge-factor"]), ("evaluate", ["--eval-flip"])]
+)
+def test_its_knobs_are_options(command, words, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "segment", "--help"])
+    said = capsys.readouterr().out
+    assert all(word in said for word in words)
+    assert command == "train" or "--edge-factor" not in said
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A pack of pictures twice as wide as high, on squares."""
+    folder = tmp_path_factory.mktemp("wide")
+    source = segment.demo(folder / "raw", 7, size=(48, 96))
+    return segment.pack(source, size=40, into=folder / "pack", progress=False)
+
+
+def test_answers_to_padded_pictures_are_cut_back_to_them(wide, tmp_path):
+    answer = np.zeros((40, 40), np.uint8)
+    answer[10:30, :20] = 1  # the left half of where the picture stands
+    Image.new("RGB", (200, 100)).save(tmp_path / "picture.jpg")
+    with Image.open(segment.save(answer, tmp_path / "picture.jpg", tmp_path / "new" / "folder", wide)) as found:
+        ids, colours = np.asarray(found), found.getpalette()
+    assert ids.shape == (100, 200)
+    assert (ids[:, :100] == 1).all()
+    assert (ids[:, 100:] == 0).all()
+    assert colours is not None
+    assert colours[3:6] == wide.options["colours"][1]
+
+
+def test_a_picture_that_cannot_be_read_is_named(wide, tmp_path):
+    (tmp_path / "empty.jpg").write_bytes(b"")
+    with pytest.raises(PackError, match="an empty file"):
+        segment.save(np.zeros((40, 40), np.uint8), tmp_path / "empty.jpg", tmp_path, wide)
