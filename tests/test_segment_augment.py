@@ -79,6 +79,7 @@ def slowly(image, label, crop, b, size, pyramid):
 CROPS = [
     (1.0, 3, 5, False),
     (1.71, 11, 2, True),
+    (1.83, 0, 0, False),
     (0.93, -2, -1, False),
     (0.61, -4, -3, True),
     (0.49, -9, -7, True),
@@ -108,10 +109,10 @@ def test_zoomed_to_twice_the_size_a_picture_is_torchs_own():
 
 @pytest.mark.parametrize("parts", [2, 4])
 def test_down_to_a_quarter_of_the_size_every_pixel_of_a_picture_counts(parts):
-    raw = raw_batch(1, size=(24, 32))
-    image, _ = cropped(raw, crop_of((1 / parts, 0, 0, False)), (24 // parts, 32 // parts))
+    raw, scale = raw_batch(1, size=(32 * parts, 32 * parts)), 1 / parts
+    found = augment.augmented(raw, Plan(crop=32, scale_low=scale, scale_high=scale), Draws(0, 0, raw["id"]))
     means = F.avg_pool2d(raw["image"].permute(0, 3, 1, 2).float(), parts)
-    torch.testing.assert_close(image, means, atol=0.02, rtol=0)
+    torch.testing.assert_close(found["image"], means, atol=0.02, rtol=0)
 
 
 def test_the_mirror_image_of_a_whole_picture_is_its_columns_backwards():

@@ -422,9 +422,11 @@ def test_advice_fits_the_data_and_gives_every_number_a_reason(accelerator, size,
 
 
 def test_another_network_comes_with_the_knobs_that_it_learns_better_with(pack):
-    plan = PLAN.replace(batch_size=8, lr=1e-2)
+    plan = PLAN.replace(batch_size=8, crop=64)
     slim = plans.with_network(plan, pack, "slim")
-    assert (slim.network, slim.batch_size) == ("slim", 8)
+    assert (slim.network, slim.optimizer, slim.head_lr, slim.batch_size, slim.crop) == ("slim", "adamw", 1.0, 8, 64)
+    guides = plans.with_network(slim, pack, "bisenetv2")
+    assert (guides.network, guides.optimizer, guides.lr, guides.head_lr) == ("bisenetv2", "sgd", 2.5e-3, 10.0)
     with pytest.raises(PlanError, match=r"Plan\.network must be one of auto, bisenetv2, slim, got 'unet'"):
         plans.with_network(plan, pack, "unet")
 
