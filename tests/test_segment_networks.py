@@ -16,7 +16,7 @@ from nbtools.pack import Card, Column
 from nbtools.tasks.segment import networks
 from nbtools.tasks.segment.losses import loss_of
 from nbtools.tasks.segment.networks.bisenetv2 import PUBLISHED, SLIM, BiSeNetV2
-from nbtools.tasks.segment.networks.blocks import Gather, Norm, enlarged, initialise
+from nbtools.tasks.segment.networks.blocks import ConvNorm, Gather, Norm, enlarged, initialise
 from nbtools.tasks.segment.plans import Plan
 
 CLASSES = 5
@@ -203,6 +203,16 @@ def test_a_gather_and_expansion_layer_begins_as_its_shortcut():
         assert any(p.any() for p in layer.last.conv.parameters())
 
 
+def test_of_the_depthwise_convolutions_all_have_a_relu_but_the_one_that_strides():
+    single, strided = Gather(8, 8, 1, 6), Gather(8, 16, 2, 6)
+    kinds = [
+        [(m.conv.groups > 1, m.relu) for m in layer.modules() if isinstance(m, ConvNorm)] for layer in (single, strided)
+    ]
+    assert kinds[0] == [(False, True), (True, True), (False, False)]
+    shortcut = [(True, False), (False, False)]
+    assert kinds[1] == [(False, True), (True, False), (True, True), *shortcut, (False, False)]
+
+
 def test_weights_begin_as_the_references_by_fan_out():
     for layer in (m for m in small("bisenetv2").modules() if isinstance(m, nn.Conv2d)):
         expected = math.sqrt(2 / (layer.out_channels * layer.kernel_size[0] ** 2))
@@ -241,13 +251,19 @@ def test_recomputing_activations_changes_neither_loss_nor_gradient_nor_running_a
     plain = small("slim", dropout=0.2)
     again = copy.deepcopy(plain)
     again.recompute = True
-    batch, found = batch_of(), []
+    batch, found, passes = batch_of(), [], []
     for network in (plain, again):
+        computed = []
+        for part in network.modules():
+            if isinstance(part, nn.Conv2d):
+                part.register_forward_hook(lambda *_, computed=computed: computed.append(1))
         torch.manual_seed(3)
         loss, _ = loss_of(network(batch), batch, Plan())
         loss.backward()
+        passes.append(len(computed))
         found.append([loss, *(p.grad for p in network.parameters()), *network.buffers()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert passes[1] > 1.5 * passes[0]  # not all twice: what backward does not need is left out
 
 
 def test_a_micro_batch_of_one_image_trains_and_its_pooled_norms_keep_their_averages():
