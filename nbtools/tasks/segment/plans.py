@@ -171,10 +171,10 @@ def on_cpu(card: Card) -> dict[str, tuple[Any, str]]:
 def recipe(network: str, batch: int) -> dict[str, tuple[Any, str]]:
     """What each network learns well with, at a batch size."""
     if network == "slim":
-        why = "in 90 CPU seconds mIoU 0.455 of CamVid at 120 × 160, and 0.390 with the reference's SGD (measured)"
+        why = "after 100 CPU seconds mIoU of CamVid at 120 × 160 was 0.47; with lr 2e-3 0.45, with SGD 0.42 (measured)"
         return {
             "optimizer": ("adamw", why),
-            "lr": (2e-3, why),
+            "lr": (5e-3, why),
             "lr_rule": ("sqrt", "AdamW's, arXiv 2205.10287"),
             "weight_decay": (1e-2, f"for a small set, {THUMB}"),
             "head_lr": (1.0, "AdamW's steps are of one size everywhere"),
@@ -195,6 +195,7 @@ def course(card: Card, pictures: int, batch: int, why: str) -> dict[str, tuple[A
     """How long to train and to warm up, and when to evaluate, for so many pictures shown in all."""
     train = max(card.splits["train"], 1)
     epochs = min(1000, max(10, round(pictures / train)))
+    why += "" if 10 < epochs < 1000 else ", but from 10 to 1,000 epochs"
     warmup = round(min(epochs / 10, 1000 * batch / train), 1)
     return {
         "epochs": (epochs, why),
