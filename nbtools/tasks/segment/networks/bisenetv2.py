@@ -50,11 +50,13 @@ SLIM = Sizes(
     enlarged=False,
     dropout=0.0,
 )
+"""For CPUs: forward, loss and backward of an image of 180 × 240 and 11 classes take 22 ms on one core of a Xeon with
+AVX-512, where PUBLISHED takes 160; channels_last (27 and 185 without), medians of 5 and 2 steps on a busy machine."""
 
 
 class BiSeNetV2(nn.Module):
-    """image (B, C, H, W) → logits (B, K, H, W), and in training those of the auxiliary heads: of the input's size as
-    published, of their stage's where `enlarged` is not wanted. Any H and W will do.
+    """batch["image"] (B, C, H, W) → logits (B, K, H, W), and in training those of the auxiliary heads, else none: of
+    the input's size as published, of their stage's where Sizes.enlarged is False. Any H and W will do.
 
     As published 3,358,627 parameters for 3 channels and 19 classes, and 287,308 of auxiliary heads in training:
 
