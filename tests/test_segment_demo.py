@@ -88,15 +88,15 @@ def test_the_polygons_of_the_xml_are_the_labels(folder):
     assert labels == [(name, "#{:02x}{:02x}{:02x}".format(*rgb)) for name, rgb in CLASSES["kinds"].items()]
     names, wrong, hidden = [name for name, _ in labels], 0, 0
     for image in document.iterfind("image"):
-        height, width = int(image.get("height")), int(image.get("width"))
+        name, height, width = image.attrib["name"], int(image.attrib["height"]), int(image.attrib["width"])
         drawn = np.zeros((height, width), np.uint8)
-        for polygon in sorted(image.iterfind("polygon"), key=lambda one: int(one.get("z_order"))):
-            points = np.array([pair.split(",") for pair in polygon.get("points").split(";")], float)
+        for polygon in sorted(image.iterfind("polygon"), key=lambda one: int(one.attrib["z_order"])):
+            points = np.array([pair.split(",") for pair in polygon.attrib["points"].split(";")], float)
             assert (points >= 0).all()
             assert (points <= (width, height)).all(), "as CVAT keeps shapes inside of the frame"
-            hidden += polygon.get("label") == "background" and drawn[covered(points, height, width)].any()
-            drawn[covered(points, height, width)] = names.index(polygon.get("label"))
-        label = np.asarray(Image.open((folder / "labels" / image.get("name")).with_suffix(".png")))
+            hidden += polygon.attrib["label"] == "background" and drawn[covered(points, height, width)].any()
+            drawn[covered(points, height, width)] = names.index(polygon.attrib["label"])
+        label = np.asarray(Image.open((folder / "labels" / name).with_suffix(".png")))
         wrong += (drawn != label).sum()
     assert wrong / (28 * 128 * 96) < 5e-3, "Pillow also fills what a polygon touches, to an eighth of a pixel"
     assert hidden > 5, "arms, bags and hangers lie on garments"
@@ -176,8 +176,8 @@ def test_neither_colour_nor_place_nor_both_tell_a_garment(pictures):
 def test_neither_brightness_nor_smoothness_tell_a_garment(pictures, around):
     images, labels = pictures
     grey = images.mean(-1, dtype=np.float32)
-    mean = uniform_filter(grey, (0, around, around))
-    spread = np.sqrt(np.maximum(uniform_filter(grey**2, (0, around, around)) - mean**2, 0))
+    mean = uniform_filter(grey, around, axes=(1, 2))
+    spread = np.sqrt(np.maximum(uniform_filter(grey**2, around, axes=(1, 2)) - mean**2, 0))
     key = 24 * ranked(mean) + ranked(spread)
     counts, hits = (np.bincount(key[:SEEN].ravel(), w, 24 * 24) for w in (None, labels[:SEEN].ravel()))
     assert unseen(((hits + 1) / (counts + 3))[key], labels) < 0.55
@@ -201,7 +201,7 @@ def test_pictures_have_garments_anywhere_and_of_any_size(pictures):
     assert shares.min() < 0.15
     assert shares.max() > 0.5
     assert 0.2 < labels.mean() < 0.45
-    assert 0.01 < labels.mean(0).min() < labels.mean(0).max() < 0.8
+    assert 0 < labels.mean(0).min() < labels.mean(0).max() < 0.8
 
 
 # Outlines

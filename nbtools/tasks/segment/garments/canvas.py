@@ -21,7 +21,7 @@ Slopes = Callable[[Field, Field], Field]
 
 FINE = 3  # steps of coverage a pixel, either way
 COARSE = 4  # pixels to one of a shadow, either way
-RIMS = {"flat": None, "edged": (0.025, 0.68, 0.36), "round": (0.15, 0.5, 0.62)}
+RIMS = {"flat": (0.0, 1.0, 0.0), "edged": (0.025, 0.68, 0.36), "round": (0.15, 0.5, 0.62)}
 """How the rim of a thing is shaded: its width in extents of the thing, the tone at its very edge, the gain inwards."""
 
 
@@ -56,10 +56,9 @@ class Canvas:
         if slopes is not None:
             slope = halved(slopes, box)
             shade, x, y = np.exp(0.4 * np.clip(slope, -2, 1.2)), x + 3 * slope, y + 2 * slope
-        if RIMS[rim]:
+        if rim != "flat":
             width, edge, gain = RIMS[rim]
-            extent = np.sqrt(np.ptp(outline, axis=0).prod())
-            shade = shade * (edge + gain * soft(outline, box, width * extent))
+            shade = shade * (edge + gain * soft(outline, box, width * extent(outline)))
         colours = cloth.at(x, y) * shade[..., None]
         if cloth.weave:
             colours += (cloth.weave * ((x + y) % 3 - 1))[..., None]
@@ -73,6 +72,11 @@ class Canvas:
             box = self.box(outline)
             if box is not None:
                 self.pixels[box] *= 1 + (factor - 1) * coverage(outline, box)[..., None]
+
+
+def extent(outline: np.ndarray) -> float:
+    """Pixels over which it extends, either way."""
+    return float(np.sqrt(np.ptp(outline, axis=0).prod()))
 
 
 def points(box: Box) -> tuple[Field, Field]:

@@ -100,7 +100,7 @@ def palette(rng: Rng, count: int) -> np.ndarray:
     """Colours that go together: (count, 3)."""
     base, spread = rng.random(), rng.choice([0.05, 0.15, 0.5])
     apart = np.array([colour(rng, base + spread * rng.normal()) for _ in range(count)])
-    return apart[0] + rng.uniform(0.15, 0.8) * (apart - apart[0])
+    return apart[0] + rng.uniform(0.12, 0.7) * (apart - apart[0])
 
 
 def colour(rng: Rng, hue: float | None = None) -> np.ndarray:

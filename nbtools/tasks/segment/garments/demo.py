@@ -56,7 +56,7 @@ class Shot:
 
 def demo(
     folder: str | Path,
-    count: int = 700,
+    count: int = 1400,
     *,
     size: tuple[int, int] = (384, 288),
     classes: str = "garment",

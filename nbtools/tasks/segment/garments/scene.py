@@ -1,7 +1,7 @@
 """A picture of garments among other things, and the outlines that an annotator would have drawn in it.
 
-Garments, walls and things have cloth of one distribution; things throw shadows too, and some walls and things lie in
-folds. What tells a garment is its cut, its seams and how it is draped.
+Garments, walls and things have cloth of one distribution; things are round and throw shadows too, light falls unevenly,
+and some walls are hung with cloth in folds. What tells a garment is its cut, its seams and how it is draped.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image, ImageFilter
 
 from nbtools.tasks.segment.garments import shapes, things
-from nbtools.tasks.segment.garments.canvas import Canvas
-from nbtools.tasks.segment.garments.cloth import Rng, cloth, folds, skin
+from nbtools.tasks.segment.garments.canvas import RIMS, Canvas, Slopes, extent
+from nbtools.tasks.segment.garments.cloth import Cloth, Rng, cloth, folds, skin
 from nbtools.tasks.segment.garments.outlines import within
 
 SLIVER = 4  # square pixels below which an annotator draws nothing
@@ -36,7 +36,7 @@ def scene(rng: Rng, height: int, width: int) -> tuple[np.ndarray, tuple[Annotati
     light = rng.uniform(0.7, 1.2) * np.array([np.cos(angle), np.sin(angle)])
     canvas = Canvas(np.zeros((height, width, 3), np.float32), light)
     ground(rng, canvas)
-    litter(rng, canvas, int(rng.integers(3, 9)))
+    litter(rng, canvas, int(rng.integers(2, 7)))
     drawn: list[tuple[str, np.ndarray]] = []
     count = 1 + int(rng.choice(len(COUNTS), p=COUNTS))
     for _ in range(count):
@@ -49,11 +49,11 @@ def scene(rng: Rng, height: int, width: int) -> tuple[np.ndarray, tuple[Annotati
 
 
 def ground(rng: Rng, canvas: Canvas) -> None:
-    """A wall, a floor or table below it in most pictures, and a sheet with folds in some."""
+    """A wall, hung with cloth in folds in some pictures, and a floor or table below it in most."""
     height, width = canvas.pixels.shape[:2]
     frame = np.array([(-9, -9), (width + 9, -9), (width + 9, height + 9), (-9, height + 9)], float)
-    draped = bool(rng.random() < 0.04)
-    canvas.lay(frame, cloth(rng, width), draping(rng, frame, np.zeros((0, 2))) if draped else None, "flat")
+    hung = folds(rng, np.zeros((0, 2)), extent(frame), rng.uniform(0, np.pi)) if rng.random() < 0.04 else None
+    canvas.lay(frame, cloth(rng, width), hung, "flat")
     if rng.random() < 0.55:
         left, right = rng.uniform(0.2, 0.9) * height + rng.normal(0, 0.1 * height, 2)
         floor = np.array([(-9, left), (width + 9, right), (width + 9, height + 9), (-9, height + 9)])
@@ -62,25 +62,20 @@ def ground(rng: Rng, canvas: Canvas) -> None:
 
 
 def litter(rng: Rng, canvas: Canvas, count: int) -> None:
-    """Things of cloth that lie about, flat, round or in folds as garments do."""
+    """Things of cloth that lie about, flat or round."""
     height, width = canvas.pixels.shape[:2]
     for _ in range(count):
         size = np.sqrt(height * width) * np.exp(rng.uniform(-2, -0.8))
         outline = things.thing(rng, size, rng.uniform(0, 1, 2) * (width, height))
-        put(rng, canvas, outline, cloth(rng, size), None, str(rng.choice(["flat", "edged", "round"])))
+        put(rng, canvas, outline, cloth(rng, size))
 
 
-def put(rng: Rng, canvas: Canvas, outline: np.ndarray, fabric, slopes, rim: str) -> None:
-    """Lay a thing down on its shadow."""
+def put(
+    rng: Rng, canvas: Canvas, outline: np.ndarray, fabric: Cloth, rim: str | None = None, slopes: Slopes | None = None
+) -> None:
+    """Lay a thing down on its shadow; rim: any where none is given."""
     canvas.shadow(outline, rng.uniform(2, 7), rng.uniform(0.15, 0.6))
-    canvas.lay(outline, fabric, slopes, rim)
-
-
-def draping(rng: Rng, outline: np.ndarray, origins: np.ndarray, along: float | None = None):
-    """The folds of a piece of cloth, one function of points for all its pixels."""
-    angle = rng.uniform(0, np.pi) if along is None else along
-    size = float(np.sqrt(np.ptp(outline, axis=0).prod()))
-    return folds(rng, origins[rng.permutation(len(origins))[:6]], size, angle)
+    canvas.lay(outline, fabric, slopes, rim or str(rng.choice(list(RIMS))))
 
 
 def garment(rng: Rng, canvas: Canvas, count: int) -> list[tuple[str, np.ndarray]]:
@@ -93,14 +88,14 @@ def garment(rng: Rng, canvas: Canvas, count: int) -> list[tuple[str, np.ndarray]
     pose = shapes.pose(rng, np.sqrt(share * height * width / shapes.area(flat.outline)), at)
     worn = flat.placed(pose)
     size = float(np.sqrt(share * height * width))
-    slopes = draping(rng, worn.outline, worn.origins, pose.angle)
-    put(rng, canvas, worn.outline, cloth(rng, size), slopes, "edged")
+    slopes = folds(rng, worn.origins, extent(worn.outline), pose.angle)
+    put(rng, canvas, worn.outline, cloth(rng, size), "edged", slopes)
     tone = float(rng.choice([rng.uniform(0.6, 0.85), rng.uniform(1.1, 1.2)]))
     for seam in worn.seams:
         canvas.sew(seam, max(0.008 * size, 1.0), tone)
     metal = cloth(rng, 0.2 * size)
     for part in worn.hooks:
-        put(rng, canvas, part, metal, None, "edged")
+        put(rng, canvas, part, metal, "edged")
     return [(kind, worn.outline), *((HIDING, part) for part in worn.hooks)]
 
 
@@ -115,14 +110,14 @@ def hiding(rng: Rng, canvas: Canvas, drawn: list[tuple[str, np.ndarray]]) -> lis
         size, what = np.sqrt(height * width), rng.random()
         if what < 0.45:
             frm = outside(rng, at, height, width)
-            put(rng, canvas, limb := things.arm(rng, size * rng.uniform(0.05, 0.09), frm, at), skin(rng), None, "round")
+            put(rng, canvas, limb := things.arm(rng, size * rng.uniform(0.05, 0.09), frm, at), skin(rng), "round")
             found.append((HIDING, limb))
             continue
-        extent = size * np.exp(rng.uniform(-1.9, -0.9))
-        parts = things.bag(rng, extent, at) if what < 0.7 else [things.thing(rng, extent, at)]
-        fabric = cloth(rng, extent)
+        large = size * np.exp(rng.uniform(-1.9, -0.9))
+        parts = things.bag(rng, large, at) if what < 0.7 else [things.thing(rng, large, at)]
+        fabric = cloth(rng, large)
         for part in parts:
-            put(rng, canvas, part, fabric, None, str(rng.choice(["flat", "edged", "round"])))
+            put(rng, canvas, part, fabric)
             found.append((HIDING, part))
     return found
 
@@ -140,9 +135,9 @@ def photographed(rng: Rng, pixels: np.ndarray) -> np.ndarray:
     y, x = np.linspace(-1, 1, height, dtype=np.float32)[:, None], np.linspace(-1, 1, width, dtype=np.float32)
     slope = rng.normal(0, 0.15, 2)
     light = 1 + np.float32(slope[0]) * x + np.float32(slope[1]) * y - np.float32(rng.uniform(0, 0.12)) * (x * x + y * y)
-    if rng.random() < 0.4:
-        beam = rng.normal(0, 1, 2) @ np.array([x + 0 * y, y + 0 * x]).reshape(2, -1)
-        light *= 1 + np.float32(rng.uniform(0.1, 0.3)) * np.tanh(8 * beam.reshape(light.shape) + rng.normal(0, 3))
+    if rng.random() < 0.3:
+        across, down, at = (np.float32(8 * z) for z in rng.normal(0, (1, 1, 0.4)))
+        light *= 1 + np.float32(rng.uniform(0.1, 0.3)) * np.tanh(across * x + down * y + at)
     tint = rng.uniform(0.92, 1.08, 3).astype(np.float32)
     grain = rng.uniform(1, 6) * rng.standard_normal((height, width), np.float32)
     seen = pixels * light[..., None] * tint + grain[..., None]
