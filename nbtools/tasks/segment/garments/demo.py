@@ -72,6 +72,9 @@ def demo(
     then takes one by its own `labels`.
     The same seed gives the same files, byte for byte, and 100 pictures are the first of 1,000. No two show the same
     garment or cloth, so those of val and test are unseen.
+    mIoU on 456 unseen pictures after 1,144 seen ones, at 128 × 96 pixels: a histogram of colours 0.38, with the place
+    0.48, the slim network 0.80 after 90 s of one core and 0.86 after 210 s (one seed).
+    Cost: 30 ms of CPU time a picture and 20 kB.
     Raises PackError on an impossible request, DiskError.
     """
     require(count, size, classes, form, seed)
