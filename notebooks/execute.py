@@ -1,4 +1,4 @@
-"""Run a task's notebooks from top to bottom on generated data: `make demo`, or `make demo TASK=hwdb` (or sign).
+"""Run a task's notebooks from top to bottom on generated data: `make demo`, or `make demo TASK=hwdb` (sign, segment).
 
 Writes the executed notebooks and an HTML page of each under demo/, then prints the run's summary and its receipt, and
 fails where the score on unseen samples is less than promised.
@@ -28,6 +28,7 @@ PROMISED = {  # task → (split, metric, +1 or -1 where lower is better, value, 
     "captcha": ("test", "whole_accuracy", 1, 0.80, "whole captchas read right, of those never seen"),
     "hwdb": ("test", "cer", -1, 0.15, "characters read wrong, of writers never seen"),
     "sign": ("val", "gloss_accuracy", 1, 0.90, "signs recognised, of signers never trained on"),
+    "segment": ("test", "miou", 1, 0.75, "mIoU of garment and background, in pictures never seen"),
 }
 WIDGET = "application/vnd.jupyter.widget-view+json"
 

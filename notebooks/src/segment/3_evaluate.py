@@ -1,0 +1,98 @@
+# %% [markdown]
+# # Segment 3 · Evaluate
+#
+# {badge}
+#
+# Says which classes are found and which are taken for another, which images are worst, what several scales and mirror
+# images bring and what they cost, and how long one answer takes. Without a trained run on your Drive it trains a short
+# one first.
+#
+# **GPU:** none needed. **Measured:** 20 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation aside,
+# after `2_train`.
+
+# {install}
+
+# %% [markdown]
+# ## Settings
+
+# %%
+import os
+
+PACK = "drive:nbtools/segment.tar"  # what 1_data kept
+RUN = "drive:nbtools/runs/segment"  # what 2_train kept
+SPLIT = "test"  # "val" where there is no test split
+TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
+COUNT, SIDES, EPOCHS = (28, (48, 48), 1) if TINY else (700, (128, 96), 12)  # of the short run, where there is no other
+if "COLAB_RELEASE_TAG" not in os.environ:
+    os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
+
+# %% [markdown]
+# ## The data and the run
+# Whatever is missing on Drive is said, and made here on a small scale, so that this notebook runs by itself.
+
+# %%
+import nbtools as nb
+from nbtools.tasks import segment
+
+try:
+    pack, run = segment.pack(PACK), nb.Run.open(nb.stage(RUN))
+except nb.NbtoolsError as problem:
+    print(f"{problem}\nTraining a short run on demo images instead.")
+    pack = segment.pack(segment.demo("data/short", count=COUNT, size=SIDES))
+    plan = nb.advise(segment, pack, measure=False).plan.replace(epochs=EPOCHS, warmup_epochs=0.5)
+    run = nb.fit(segment, pack, plan, run="runs/short", receipt=False)
+
+# %% [markdown]
+# ## How good is it
+# Images that training never saw. mIoU: what prediction and truth have in common of what either has, a class at a time,
+# over the whole set. boundary_f: how much of the class boundaries lies where it should.
+
+# %%
+found = nb.evaluate(run, pack, split=SPLIT)
+found
+
+# %% [markdown]
+# Beside it what the place of a pixel alone says: the most frequent class there in training.
+
+# %%
+segment.position_prior(pack, SPLIT)
+
+# %% [markdown]
+# ## Class by class
+
+# %%
+ids = pack.ids(SPLIT)
+read = run.predict_pack(pack, ids, batch_size=16)
+segment.by_class(pack, ids, read)
+
+# %% [markdown]
+# What is taken for what.
+
+# %%
+segment.confused(segment.confusion(pack, ids, read))
+
+# %% [markdown]
+# ## The worst images
+
+# %%
+worst = segment.worst(pack, ids, read, 4)
+segment.show(pack, worst, run.predict_pack(pack, worst))
+
+# %% [markdown]
+# ## What several looks cost, and what they bring
+# Each image at more scales and mirrored, the answers averaged. The gain is in mIoU, the cost in seconds here.
+
+# %%
+segment.costs(run.model(), pack, run.plan, split=SPLIT, ids=ids[:40])
+
+# %% [markdown]
+# ## How long does one answer take
+
+# %%
+segment.latency(run.model(), pack, run.plan, ids[:20])
+
+# %% [markdown]
+# ## Take it away
+
+# %%
+run.export("segment-model")
