@@ -33,7 +33,7 @@ def finish(job: Job, surface: Surface, receipt: bool) -> None:
     """What is left to say, the evaluation that training left to its end, and the receipt."""
     if job.state.stopped:
         surface.tell(f"{job.state.stopped}; to go on, change the plan")
-    if job.state.over and scoring.is_partial(job.state.plan, job.pack.splits["val"]):
+    if job.state.over and not surface.wishes.stop and scoring.is_partial(job.state.plan, job.pack.splits["val"]):
         evaluate_all(job, surface)
     path = job.folder / RECEIPT
     if not receipt or path.exists():
@@ -52,18 +52,21 @@ def finish(job: Job, surface: Surface, receipt: bool) -> None:
 def evaluate_all(job: Job, surface: Surface) -> None:
     """Judge the best weights on the whole validation split, with all scales and the like, and keep what comes."""
     run, path = Run.open(job.folder, job.task), job.folder / EVALUATION
-    judged = {"epoch": run.best.get("epoch"), "plan": json.loads(run.plan.to_json())}
-    if not job.pack.splits["val"] or {name: run.final.get(name) for name in judged} == judged:
+    asked = {"epoch": run.best.get("epoch"), "plan": json.loads(run.plan.to_json())}
+    if not job.pack.splits["val"] or {name: run.final.get(name) for name in asked} == asked:
         return
     surface.tell("evaluating the best weights on the whole validation split …")
     start = monotonic()
     try:
         found = scoring.evaluate(job.task, run.model(job.state.device), job.pack, job.state.plan, "val")
-    except KeyboardInterrupt:
-        surface.tell("no evaluation: stopped by you; run it again for it")
+        seconds = monotonic() - start
+        disk.write_atomic(path, json.dumps({**asked, "values": found, "seconds": seconds}, indent=1))
+    except (NbtoolsError, OSError, RuntimeError) as error:  # six scales may need memory that training did not
+        surface.tell(f"no last evaluation: {type(error).__name__}: {error}")
         return
-    seconds = monotonic() - start
-    disk.write_atomic(path, json.dumps({**judged, "values": found, "seconds": seconds}, indent=1))
+    except KeyboardInterrupt:
+        surface.tell("no last evaluation: stopped by you; run it again for it")
+        return
     shown = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
     surface.tell(f"all {job.pack.splits['val']:,} validation samples, in {seconds:.0f} s: {shown}")
 

@@ -19,6 +19,7 @@ from nbtools import checkpoint, disk, scoring
 from nbtools import device as devices
 from nbtools.errors import CheckpointError, PackError
 from nbtools.history import History
+from nbtools.loop import refuse_fixed
 from nbtools.measure import Receipt, StepProfile, Verdict
 from nbtools.pack import Card, Pack, collate
 from nbtools.plan import Plan
@@ -68,9 +69,11 @@ class Run:
     @property
     def final(self) -> dict[str, Any]:
         """The best weights on the whole validation split with all that the plan asks for, where evaluations amid
-        training did less: metric → value, seconds and epoch; else {}."""
+        training did less: values (metric → value), seconds, epoch and plan. {} where they did not, or since then other
+        weights became the best."""
         path = self.folder / EVALUATION
-        return json.loads(path.read_text()) if path.exists() else {}
+        found = json.loads(path.read_text()) if path.exists() else {}
+        return found if found.get("epoch") == self.best.get("epoch") else {}
 
     @property
     def profile(self) -> StepProfile | None:
@@ -184,7 +187,7 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[st
     knobs: of the plan, otherwise than it was trained with: `eval_scales=(0.5, 1.0)`.
 
     Raises PackError where the pack was made with other classes or preprocessing than the run's: its answers would be
-    wrong without a word.
+    wrong without a word; PlanError for a knob that there is not, TrainError for one on which the model was built.
     """
     ours, theirs = run.card, pack.card
     for name in ("task", "classes", "options", "columns"):
@@ -193,8 +196,10 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[st
                 f"{pack.folder}: the pack's {name} are not those the run was trained with ({getattr(theirs, name)} and "
                 f"{getattr(ours, name)}); pack the data again with the run's options"
             )
+    plan = run.plan.replace(**knobs)
+    refuse_fixed(plan.changes_from(run.plan), plan, resumed=True)
     model = run.model() if isinstance(run, Run) else run.evaluated
-    return scoring.evaluate(run.task, model, pack, run.plan.replace(**knobs), split)
+    return scoring.evaluate(run.task, model, pack, plan, split)
 
 
 def import_task(name: str, where: Path | str) -> Any:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import shutil
+import signal
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from nbtools import plan, scoring
-from nbtools.errors import TrainError
+from nbtools import loop, plan, scoring
+from nbtools.errors import NbtoolsError, TrainError
 from nbtools.feed import batches_left, open_feed
 from nbtools.fit import fit
 from nbtools.loop import train
 from nbtools.metrics import Sums
+from nbtools.pack import Pack
 from nbtools.run import Run, evaluate
 from nbtools.state import TrainState
 from tests import toy
@@ -156,6 +159,80 @@ def test_the_last_evaluation_is_not_made_twice_nor_where_nothing_was_left_out(tm
     assert plain.final == {}
 
 
+def test_other_best_weights_or_other_knobs_are_evaluated_again_and_what_was_found_before_is_no_longer_told(
+    tmp_path, pack, costly
+):
+    folder, plan = tmp_path / "run", costly.PLAN.replace(lr=1e-6)
+    first = fit(costly, pack, plan, run=folder, receipt=False, progress=False)
+    before = first.final
+    costly.infer = lambda model, batch, plan: interrupted(infer(model, batch, plan), plan)
+    more = plan.replace(epochs=4, lr=0.03)
+    longer = fit(costly, pack, more, run=folder, receipt=False, progress=False)
+    assert longer.best["epoch"] != before["epoch"]
+    assert longer.final == {}
+    assert longer.events[-1] == "no last evaluation: stopped by you; run it again for it"
+    costly.infer = infer
+    again = fit(costly, pack, more, run=folder, receipt=False, progress=False)
+    assert again.final["epoch"] == again.best["epoch"]
+
+
+def interrupted(outputs, plan):
+    if plan.passes == 3:
+        raise KeyboardInterrupt
+    return outputs
+
+
+@pytest.mark.parametrize("trouble", [TrainError("out of memory"), OSError("no space"), RuntimeError("no kernel")])
+def test_a_last_evaluation_that_fails_costs_neither_the_run_nor_its_receipt(tmp_path, pack, costly, trouble):
+    def failing(model, batch, plan):
+        if plan.passes == 3:
+            raise trouble
+        return model(batch)
+
+    costly.infer = failing
+    run = fit(costly, pack, costly.PLAN, run=tmp_path / "run", receipt=False, progress=False)
+    assert run.final == {}
+    assert f"no last evaluation: {type(trouble).__name__}: {trouble}" in run.events
+
+
+def test_who_stops_a_run_waits_for_no_last_evaluation(tmp_path, pack, costly, monkeypatch):
+    folder, end_epoch = tmp_path / "run", loop.end_epoch
+    monkeypatch.setattr(loop, "end_epoch", lambda *given: signal.raise_signal(signal.SIGINT) or end_epoch(*given))
+    plan = costly.PLAN.replace(epochs=1)
+    stopped = fit(costly, pack, plan, run=folder, receipt=False, progress=False)
+    assert len(stopped.history.of("epoch")) == 1
+    assert 3 not in CALLS
+    assert stopped.final == {}
+    assert fit(costly, pack, plan, run=folder, receipt=False, progress=False).final
+
+
+def test_early_stop_too_ends_with_the_whole_split(tmp_path, pack, costly):
+    plan = costly.PLAN.replace(epochs=30, early_stop=1)
+    run = fit(costly, pack, plan, run=tmp_path / "run", receipt=False, progress=False)
+    assert len(run.history.of("epoch")) < 30
+    assert run.final["epoch"] == run.best["epoch"]
+
+
+def test_without_a_validation_split_nothing_is_evaluated_at_the_end(tmp_path, pack, costly, monkeypatch):
+    ids = Pack.ids
+    monkeypatch.setattr(Pack, "ids", lambda self, split: ids(self, split)[: None if split == "train" else 0])
+    pack = dataclasses.replace(pack, card=dataclasses.replace(pack.card, splits={**pack.splits, "val": 0}))
+    run = fit(costly, pack, costly.PLAN, run=tmp_path / "run", receipt=False, progress=False)
+    assert run.final == {}
+    assert CALLS == []
+
+
+def test_the_last_evaluation_is_kept_and_comes_back_with_its_run(tmp_path, pack, costly):
+    folder, kept = tmp_path / "run", tmp_path / "kept"
+    run = fit(costly, pack, costly.PLAN, run=folder, keep=kept, receipt=False, progress=False)
+    shutil.rmtree(folder)
+    CALLS.clear()
+    back = fit(costly, pack, costly.PLAN, run=folder, keep=kept, receipt=False, progress=False)
+    assert back.final == run.final
+    assert back.final
+    assert CALLS == []
+
+
 def test_a_live_knob_of_the_task_may_change_in_a_started_run(tmp_path, pack, costly):
     fit(costly, pack, costly.PLAN, run=tmp_path / "run", receipt=False, progress=False)
     more = costly.PLAN.replace(epochs=3, passes=2)
@@ -171,6 +248,16 @@ def test_a_run_is_evaluated_with_other_knobs_than_it_was_trained_with(tmp_path, 
     evaluate(run, pack, "test", passes=7)
     assert set(CALLS) == {7}
     assert Run.open(tmp_path / "run", costly).plan == costly.PLAN
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [({"pases": 7}, "pases.*passes"), ({"hidden": 8}, "Plan.hidden"), ({"optimizer": "sgd"}, "Plan.optimizer")],
+)
+def test_a_knob_that_there_is_not_or_that_answers_cannot_follow_is_refused(tmp_path, pack, costly, knobs, said):
+    state = TrainState(costly, pack, costly.PLAN)
+    with pytest.raises(NbtoolsError, match=said):
+        evaluate(state, pack, "val", **knobs)
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 11])
