@@ -101,7 +101,7 @@ class Table:
         return cls(tuple(every[:count]), tuple(every[count:]))
 
 
-def table_of(entries: Iterable[Class], ignore: Iterable[int | str] | None = None) -> Table:
+def table_of(entries: Iterable[Class], ignore: Sequence[int | str] = ()) -> Table:
     """The table of these classes without what is ignored, by raw id or name.
 
     Raises PackError where the classes cannot be told apart, are fewer than 2 or more than 254.
@@ -115,9 +115,9 @@ def table_of(entries: Iterable[Class], ignore: Iterable[int | str] | None = None
     classes = tuple(one for one in entries if one.id not in ignored)
     if not 2 <= len(classes) <= MOST_CLASSES:
         raise PackError(
-            f"a class table has 2 to {MOST_CLASSES} classes, got {len(classes)}: "
-            f"{', '.join(one.name for one in classes[:8])}; a mask of 0 and 255 is read by "
-            "classes={0: 'background', 255: 'object'}"
+            f"a class table has 2 to {MOST_CLASSES} classes, got {len(classes)} beside those ignored "
+            f"({', '.join(one.name for one in classes[:8]) or 'none'}); give classes=, names or a file of them. A mask "
+            "of 0 and 255 is read by classes={0: 'background', 255: 'object'}"
         )
     return Table(classes, tuple(known.get(i, Class(i, "")) for i in dict.fromkeys(ignored)))
 
@@ -134,28 +134,31 @@ def require_different(entries: Sequence[Class]) -> None:
             raise PackError(f"classes: each {what} stands once, got {twice!r} twice; rename one, or delete its line")
 
 
-def ignored_ids(entries: Sequence[Class], ignore: Iterable[int | str] | None) -> list[int]:
+def ignored_ids(entries: Sequence[Class], ignore: Sequence[int | str]) -> list[int]:
     names = {one.name: one.id for one in entries}
-    found = []
-    for one in [] if ignore is None else [ignore] if isinstance(ignore, int | str) else ignore:
-        raw = names.get(one, -1) if isinstance(one, str) else one
-        if not isinstance(raw, int) or not 0 <= raw <= MOST_ID:
+    found = [names.get(one, -1) if isinstance(one, str) else one for one in ignore]
+    for one, raw in zip(ignore, found, strict=True):
+        if not 0 <= raw <= MOST_ID:
             known = ", ".join(names)
             raise PackError(f"ignore holds raw ids from 0 to {MOST_ID}, or names of classes ({known}), got {one!r}")
-        found.append(int(raw))
     return found
 
 
 def given(classes: Given) -> list[Class]:
-    """The classes of a list of names, a mapping id → name, or a file."""
+    """The classes of a list of names, a mapping id → name, or a file. Raises PackError where it is none of them."""
     if isinstance(classes, str | Path):
         path = Path(classes).expanduser()
         try:
             return list(parsed(path.read_text("utf-8-sig"), path.name))
-        except (OSError, UnicodeDecodeError) as error:
-            raise PackError(f"classes: {path} cannot be read ({error}); give a list of names, or a file") from None
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise PackError(
+                f"classes: {path} cannot be read ({why}); give two names or more, or a text file of them in UTF-8"
+            ) from None
     if isinstance(classes, Mapping):
-        return [Class(i, name) for i, name in classes.items()]
+        return [Class(int(i) if isinstance(i, np.integer) else i, name) for i, name in classes.items()]
+    if not isinstance(classes, Iterable):
+        raise PackError(f"classes must be names, a mapping id → name, or a file of them, got {classes!r}")
     return [Class(i, name) for i, name in enumerate(classes)]
 
 

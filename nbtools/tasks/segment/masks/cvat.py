@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from xml.parsers import expat
 
@@ -25,6 +25,7 @@ from nbtools.tasks.segment.masks.classes import BACKGROUND, Class, Colour
 AREAS = ("polygon", "box", "ellipse", "mask")
 OTHERS = ("polyline", "points", "tag", "cuboid", "skeleton")  # these have no area
 HEAD = 4096  # bytes that tell whether an XML file is CVAT's: another root, as Pascal VOC's <annotation>, is not
+NAME = "annotations.xml"
 ROOT = re.compile(rb"<annotations[\s>]")
 FARTHEST = 1e6  # pixels: no image is larger, and Pillow draws in 32-bit integers
 HEX = re.compile(r"#([0-9a-fA-F]{2})([0-9a-fA-F]{2})([0-9a-fA-F]{2})")
@@ -62,10 +63,11 @@ class Drawing:
 
 @dataclass
 class Document:
-    """labels: name and colour, as the file lists them."""
+    """labels: name and colour, as the file lists them. tracks: of CVAT for video, which names no images."""
 
     labels: list[tuple[str, Colour | None]] = field(default_factory=list)
     drawings: list[Drawing] = field(default_factory=list)
+    tracks: int = 0
 
     @property
     def classes(self) -> list[Class]:
@@ -79,8 +81,9 @@ class Document:
         return [Class(0, *first), *(Class(i, rest[i - 1][0], colours[i - 1]) for i in range(1, len(rest) + 1))]
 
 
-def is_cvat(head: bytes) -> bool:
-    return ROOT.search(head) is not None
+def is_cvat(name: str, head: bytes) -> bool:
+    """By its root; or by CVAT's own name, where it is empty or damaged. Windows tools write UTF-16."""
+    return PurePosixPath(name).name.lower() == NAME or ROOT.search(head.replace(b"\0", b"")) is not None
 
 
 def parsed(path: Path, name: str) -> Document:
@@ -97,6 +100,10 @@ def parsed(path: Path, name: str) -> Document:
         raise Refused(Row("", rule, error.strerror or str(error), fix, file=name)) from None
     except PackError as error:
         raise Refused(Row("", *error.args, file=name)) from None
+    if not reader.document.drawings:
+        value = f"none, but {reader.document.tracks} tracks of a video" if reader.document.tracks else "no <image>"
+        fix = "export it as CVAT for images 1.1, with the images"
+        raise Refused(Row("", "annotations name images", value, fix, file=name))
     return reader.document
 
 
@@ -123,6 +130,8 @@ class Reader:
             size = (attributes.get("height", ""), attributes.get("width", ""))
             whole = (int(size[0]), int(size[1])) if all(side.isdecimal() and len(side) < 7 for side in size) else None
             drawings.append(Drawing(attributes.get("name", ""), attributes.get("subset", ""), whole))
+        elif tag == "track" and len(self.way) == 2:
+            self.document.tracks += 1
         elif self.way[1:2] == ["image"] and tag in AREAS:
             drawings[-1].shapes.append(Shape(tag, attributes))
         elif self.way[1:2] == ["image"] and tag in OTHERS and len(self.way) == 3:

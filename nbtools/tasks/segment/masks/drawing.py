@@ -42,7 +42,7 @@ def drawn(drawing: Drawing, recipe: Recipe, size: Size) -> Mask:
     canvas = Image.new("L", (place.width * FINE, place.height * FINE), recipe.table.background)
     scale = np.array(canvas.size) / (size[1], size[0])
     for shape, points in sorted(areas, key=lambda area: height_of(area[0])):
-        fill(canvas, shape, points * scale, int(lookup[known[shape.label]]))
+        fill(canvas, shape, points, scale, int(lookup[known[shape.label]]))
     label = np.full(recipe.size, IGNORE, np.uint8)
     label[place.rows, place.columns] = np.asarray(canvas.resize((place.width, place.height), Image.Resampling.NEAREST))
     require_some(label)
@@ -66,7 +66,7 @@ def outline(shape: Shape, known: dict[str, int]) -> Points:
         height_of(shape)
         points = CORNERS[shape.kind](shape)
     except (ValueError, OverflowError) as error:
-        rule = f"a {shape.kind} is given in finite numbers"
+        rule = "shapes are given in finite numbers"
         raise Refused(Row(shape.kind, rule, f"{shape.label}: {error}"[:80], "draw it again, or delete it")) from None
     if len(points) < 3:
         rule, fix = "a polygon has 3 points at least", "draw it again, or delete it"
@@ -136,12 +136,23 @@ def runs(shape: Shape) -> np.ndarray:
 CORNERS = {"polygon": polygon, "box": box, "ellipse": ellipse, "mask": frame}
 
 
-def fill(canvas: Image.Image, shape: Shape, points: Points, value: int) -> None:
-    """Draw a shape, with its corners in pixels of the canvas."""
-    if shape.kind != "mask":
-        ImageDraw.Draw(canvas).polygon([tuple(point) for point in points.tolist()], fill=value)
-        return
-    low, high = np.rint(points.min(0)).astype(int), np.rint(points.max(0)).astype(int)
-    inside = Image.fromarray(runs(shape).astype(np.uint8) * 255)
-    width, height = np.maximum(high - low, 1).tolist()
-    canvas.paste(value, (int(low[0]), int(low[1])), inside.resize((width, height), Image.Resampling.NEAREST))
+def fill(canvas: Image.Image, shape: Shape, points: Points, scale: np.ndarray, value: int) -> None:
+    """Draw a shape of these corners; scale: pixels of the canvas to one of the image, in x and y."""
+    if shape.kind == "mask":
+        stamp(canvas, runs(shape), points[0], scale, value)
+    else:
+        ImageDraw.Draw(canvas).polygon([tuple(point) for point in (points * scale).tolist()], fill=value)
+
+
+def stamp(canvas: Image.Image, inside: np.ndarray, corner: np.ndarray, scale: np.ndarray, value: int) -> None:
+    """Fill what lies inside of a mask (h, w) bool, whose upper left corner is this. Costs no more than the canvas,
+    however large the mask is."""
+    at = []
+    for axis, side in enumerate(canvas.size):
+        place = np.floor(np.arange(side) / scale[axis] - corner[axis]).astype(int)
+        at.append(np.flatnonzero((place >= 0) & (place < inside.shape[1 - axis])))
+        at.append(place[at[-1]])
+    columns, x, rows, y = at
+    if len(columns) and len(rows):
+        shape = Image.fromarray(inside[np.ix_(y, x)].astype(np.uint8) * 255)
+        canvas.paste(value, (int(columns[0]), int(rows[0])), shape)

@@ -25,7 +25,7 @@ from nbtools.splits import SPLITS
 from nbtools.tasks.segment.masks import cvat, lists
 from nbtools.tasks.segment.masks.classes import FILES
 from nbtools.tasks.segment.masks.images import SUFFIXES
-from nbtools.tasks.segment.masks.ways import Way, deep, head_of, split_named, walked, way_of
+from nbtools.tasks.segment.masks.ways import APART, Way, deep, head_of, split_named, walked, way_of, ways_of
 
 LABELS = ("auto", "lists", "images", "cvat")
 
@@ -60,8 +60,9 @@ class Survey:
             self.rows.append(Row("image", rule, found.name, fix, WARNING, where))
         else:
             said = [f"{one.label} for {one.split or 'no split'}" for one in (found, other)]
+            value = f"{said[0]}, before: {said[1]}" if said[0] != said[1] else "other shapes, before"
             rule, fix = "an image has one label and one split", "delete the wrong one; the first is read"
-            self.rows.append(Row("image", rule, f"{found.name}: {said[0]}, before: {said[1]}", fix, file=where))
+            self.rows.append(Row("image", rule, f"{found.name}: {value}", fix, file=where))
 
 
 def surveyed(folder: Path, labels: str = "auto") -> Survey:
@@ -69,11 +70,13 @@ def surveyed(folder: Path, labels: str = "auto") -> Survey:
 
     Raises PackError where there is no image, DiskError for a list that cannot be read.
     """
-    names = sorted(walked(folder))
+    with disk.explained(f"looking at {folder}", folder):
+        names = sorted(walked(folder))
     survey = Survey(table=next((n for n in sorted(names, key=deep) if PurePosixPath(n).name.lower() in FILES), None))
-    ways = [way_of(name) for name in names if name.lower().endswith(SUFFIXES)]
+    ways = ways_of(name for name in names if name.lower().endswith(SUFFIXES))
+    others = [n for n in names if n.lower().endswith((*lists.ENDINGS, ".xml")) and not APART.fullmatch(n)]
     with disk.explained(f"reading the lists of {folder}", folder):
-        texts = [(name, head_of(folder / name)) for name in names if name.lower().endswith((*lists.ENDINGS, ".xml"))]
+        texts = [(name, head_of(folder / name)) for name in others]
         source = lists.Source(set(names), stems(ways))
         lines = listed(folder, [name for name, head in texts if lists.is_list(name, head, source)], source, survey)
     if labels in ("auto", "lists"):
@@ -83,7 +86,7 @@ def surveyed(folder: Path, labels: str = "auto") -> Survey:
     if labels in ("auto", "images"):
         beside(ways, survey)
     if labels in ("auto", "cvat"):
-        for name in (name for name, head in texts if name.lower().endswith(".xml") and cvat.is_cvat(head)):
+        for name in (name for name, head in texts if name.lower().endswith(".xml") and cvat.is_cvat(name, head)):
             annotated(folder, name, source.names, survey)
     divide(survey, [line for line in lines if line.label is None or labels in ("images", "cvat")])
     complete(folder, ways, names, survey)
@@ -91,10 +94,15 @@ def surveyed(folder: Path, labels: str = "auto") -> Survey:
 
 
 def stems(ways: Iterable[Way]) -> dict[str, str]:
-    """Stem → the one image that has it."""
-    images = [way.name for way in ways if not way.is_label]
-    count = Counter(PurePosixPath(name).stem for name in images)
-    return {stem: name for name in images if count[stem := PurePosixPath(name).stem] == 1}
+    """Stem → the one image that has it; where there are several, the one that has a label."""
+    ways = list(ways)
+    labels = {way.key for way in ways if way.is_label}
+    images = [way for way in ways if not way.is_label]
+    found: dict[str, str] = {}
+    for some in (images, [way for way in images if way.key in labels]):
+        count = Counter(PurePosixPath(way.name).stem for way in some)
+        found |= {stem: way.name for way in some if count[stem := PurePosixPath(way.name).stem] == 1}
+    return found
 
 
 def divide(survey: Survey, lines: Iterable[lists.Line]) -> None:
@@ -133,8 +141,9 @@ def beside(ways: Iterable[Way], survey: Survey) -> None:
         other = (labels if way.is_label else images).setdefault(way.key, way)
         if other is not way:
             key = "label" if way.is_label else "image"
-            fix = "rename or delete one of them: labels are found by the image's name"
-            survey.rows.append(Row(key, f"names of {key}s differ", f"beside {other.name}", fix, file=way.name))
+            fix = "rename or delete one of them; labels lie in labels/, or are called a_mask.png beside a.jpg"
+            rule = f"{key}s differ in more than their endings"
+            survey.rows.append(Row(key, rule, f"{other.name} beside it", fix, file=way.name))
     listed = {found.label for found in survey.pairs.values()}
     for key, label in labels.items():
         if key in images:
@@ -191,6 +200,7 @@ def annotated(folder: Path, name: str, names: AbstractSet[str], survey: Survey) 
 
 def image_of(drawing: cvat.Drawing, folder: str, names: AbstractSet[str]) -> str | None:
     """The file of an annotated image: below images/ or beside the XML, in a folder of its subset or not."""
-    ways = (("images", drawing.name), (drawing.name,), ("images", drawing.subset, drawing.name))
+    called = drawing.name.replace("\\", "/")
+    ways = (("images", called), (called,), ("images", drawing.subset, called))
     found = (os.path.normpath("/".join((folder, *parts))) for parts in ways)
     return next((name for name in found if name in names), None)

@@ -18,7 +18,7 @@ from nbtools.report import WARNING, Refused, Row
 from nbtools.tasks.segment.masks.classes import Table
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)  # what Pillow raises on damage
+UNREADABLE = (OSError, SyntaxError, ValueError, EOFError)  # what Pillow raises on damage
 FITS = ("same", "pad", "stretch")
 ORIENTATION = 0x0112  # EXIF
 TURNS = {
@@ -102,14 +102,18 @@ def opened(path: Path, key: str) -> Iterator[Image.Image]:
             raise Refused(Row(key, f"the {key} is an image", "an empty file", "copy it again, or delete it"))
         with Image.open(path) as image:
             yield image
+    except Image.DecompressionBombError:
+        rule = f"the {key} has at most {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels"
+        raise Refused(Row(key, rule, "more", "cut it into pieces, or make it smaller")) from None
     except UNREADABLE as error:
         value = str(getattr(error, "strerror", None) or error).replace(str(path), path.name)
         raise Refused(Row(key, f"the {key} is a whole image", value, "copy it again from its origin")) from None
 
 
 def orientation(image: Image.Image) -> int:
-    """As EXIF has it, 1 to 8. A PNG tells it only after it was decoded, unless it stands in front."""
-    if image.format == "PNG" and "exif" not in image.info:
+    """As EXIF has it, 1 to 8, where it is left to do. A PNG tells it only after it was decoded, unless it stands in
+    front; a TIFF is turned by Pillow itself."""
+    if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return 1
     turn = image.getexif().get(ORIENTATION, 1)
     return turn if turn in TURNS else 1

@@ -1,7 +1,7 @@
 """One label image → (H, W) uint8 places of the classes, at the packed size.
 
-A pixel's value is its id: of grey images of 1 to 16 bits, and of a palette's its index, whatever the colour. Images of
-colours are read where the class table has them.
+A pixel's value is its id: of grey images of 1 to 16 bits, and of a palette's its index. Images of colours, and palettes
+of which every colour in use is a class's, are read by their colours where the class table has them.
 """
 
 from __future__ import annotations
@@ -93,6 +93,8 @@ def ids_of(file: Image.Image, table: Table | None, rows: list[Row]) -> Image.Ima
     """An image of one channel of ids. table: None where only ids are wanted, and colours are none."""
     if file.mode == "1":
         return Image.fromarray(np.asarray(file).astype(np.uint8))
+    if file.mode == "P" and table is not None and coloured(file, table):
+        return by_colour(file.convert("RGB"), table)
     if file.mode in ("L", "P", *WIDE):
         file.load()
         return file
@@ -111,6 +113,12 @@ def ids_of(file: Image.Image, table: Table | None, rows: list[Row]) -> Image.Ima
     rule, fix = "a label has one channel", "nothing: the three are equal, and read as one"
     rows.append(Row("label", rule, "RGB", fix, WARNING))
     return red
+
+
+def coloured(file: Image.Image, table: Table) -> bool:
+    """Whether all colours of a palette that the pixels use are classes': programs number them as they please."""
+    palette = np.array(file.getpalette("RGB") or []).reshape(-1, 3).tolist()
+    return all(i < len(palette) and tuple(palette[i]) in table.by_colour for i in counted(file))
 
 
 def opaque(file: Image.Image, rows: list[Row]) -> Image.Image:

@@ -5,6 +5,7 @@ allowed. A way leads from the list's folder on, or from any folder on it that th
 
 from __future__ import annotations
 
+import codecs
 import os.path
 import re
 from collections.abc import Iterator, Mapping
@@ -55,7 +56,8 @@ def is_list(name: str, head: bytes, source: Source) -> bool:
     way = PurePosixPath(name)
     if way.suffix.lower() not in ENDINGS:
         return False
-    found = [cells(line) for line in head.decode("utf-8-sig", "replace").splitlines()[:LOOKED_AT]]
+    coding = "utf-16" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"  # PowerShell's >
+    found = [cells(line) for line in head.decode(coding, "replace").splitlines()[:LOOKED_AT]]
     if any(is_image(image) and is_image(label) for image, label in found):
         return True
     return NAME.fullmatch(way.stem) is not None and any(
@@ -93,6 +95,6 @@ def read_list(text: str, name: str, split: str | None, source: Source) -> Iterat
             if there is None:
                 fix = "copy the file too, correct the line, or delete it"
                 rule = f"the {key} of a line is there" if label else RULE
-                yield Row(key, rule, (ways[key] or "")[:120], fix, file=where)
+                yield Row(key, rule, (ways[key] or "nothing")[:120], fix, file=where)
         if found["image"] and (label is None or found["label"]):
             yield Line(where, split, found["image"], found.get("label"))

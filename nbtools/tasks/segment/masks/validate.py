@@ -15,8 +15,8 @@ from tqdm.auto import tqdm
 from nbtools import report
 from nbtools.report import WARNING, Refused, Row, counted, ordered
 from nbtools.stage import stage
+from nbtools.tasks.segment.masks.choices import Choices
 from nbtools.tasks.segment.masks.classes import BACKGROUND, IGNORE, Given, Table
-from nbtools.tasks.segment.masks.data import options_of, require_options
 from nbtools.tasks.segment.masks.files import Found, Survey, surveyed
 from nbtools.tasks.segment.masks.images import Recipe
 from nbtools.tasks.segment.masks.pairs import examined
@@ -50,7 +50,7 @@ def validate(
     fit: str = "auto",
     channels: int = 3,
     classes: Given | None = None,
-    ignore: Iterable[int | str] | None = None,
+    ignore: int | str | Iterable[int | str] | None = None,
     labels: str = "auto",
     progress: bool = True,
 ) -> Report:
@@ -59,10 +59,10 @@ def validate(
     Options as for `pack`: an error is what a pack with the same ones leaves out. Raises PackError where there is no
     image with a label, or no class table.
     """
-    require_options(size, fit, channels, labels)
+    choices = Choices.of(size, fit, channels, classes, ignore, labels)
     folder = stage(source, progress=progress)
     survey = surveyed(folder, labels)
-    recipe = Recipe.of(options_of(folder, survey, size, fit, channels, classes, ignore))
+    recipe = Recipe.of(choices.decided(folder, survey))
     pixels, ids = np.zeros(IGNORE + 1, np.int64), Counter[int]()
     rows = list(survey.rows)
     with ThreadPoolExecutor() as pool:
@@ -92,6 +92,8 @@ def looked(folder: Path, recipe: Recipe, found: Found) -> Looked:
 
 def remarks(survey: Survey, table: Table, pixels: np.ndarray, ids: Mapping[int, int]) -> Iterator[Row]:
     """What only all labels together show."""
+    if not pixels.any():
+        return
     for k, one in enumerate(table.classes):
         if pixels[k] == 0:
             fix = "nothing, or annotate some; or leave it out of classes="

@@ -1,0 +1,98 @@
+"""Small folders of images and labels, as people have them, and what packing and validating say of them."""
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from nbtools.pack import Pack
+from nbtools.report import ERROR, Row
+from nbtools.tasks.segment.masks.data import pack
+from nbtools.tasks.segment.masks.validate import Report, validate
+
+H, W = 36, 48
+NAMES = ["ground", "shirt", "shoe"]
+
+
+def ids(seed: int = 0, height: int = H, width: int = W) -> np.ndarray:
+    """A label of three classes, in blocks with corners."""
+    label = np.zeros((height, width), np.uint8)
+    draw = np.random.default_rng(seed)
+    for value in (1, 2):
+        top, left = draw.integers(0, height // 2), draw.integers(0, width // 2)
+        label[top : top + height // 3, left : left + width // 3] = value
+    return label
+
+
+def photo(seed: int = 0, height: int = H, width: int = W, channels: int = 3) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, channels), np.uint8)
+
+
+def saved(path: Path, array: np.ndarray | Image.Image, **more) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = array if isinstance(array, Image.Image) else Image.fromarray(array)
+    image.save(path, **more)
+    return path
+
+
+def corpus(folder: Path, count: int = 4) -> Path:
+    """images/ and labels/: the first half trains, the last image tests."""
+    for k in range(count):
+        split = "train" if k < count // 2 else "test" if k == count - 1 else "val"
+        saved(folder / "images" / split / f"{k}.png", photo(k))
+        saved(folder / "labels" / split / f"{k}.png", ids(k))
+    return folder
+
+
+def labelled(folder: Path, label: np.ndarray | Image.Image, name: str = "a.png", **more) -> Path:
+    """A folder of one image with such a label, and a good one beside it."""
+    for k in ("a", "b"):
+        saved(folder / "images" / f"{k}.png", photo())
+    saved(folder / "labels" / "b.png", ids())
+    saved(folder / "labels" / name, label, **more)
+    return folder
+
+
+def xml(folder: Path, shapes: str, labels: str = "shirt shoe", size: tuple[int, int] = (H, W), head: str = "") -> Path:
+    """CVAT's file with one image, beside it."""
+    saved(folder / "a.png", photo())
+    found = "".join(
+        f"<label><name>{name}</name><color>#0000{k:02x}</color></label>" for k, name in enumerate(labels.split(), 1)
+    )
+    (folder / "annotations.xml").write_text(
+        f'<?xml version="1.0" encoding="utf-8"?>{head}<annotations><version>1.1</version><meta><task><labels>{found}'
+        f'</labels></task></meta><image id="0" name="a.png" width="{size[1]}" height="{size[0]}">{shapes}</image>'
+        "</annotations>"
+    )
+    return folder
+
+
+def polygon(points: str, label: str = "shirt", z: int = 0) -> str:
+    return f'<polygon label="{label}" points="{points}" z_order="{z}"></polygon>'
+
+
+def packed(source: Path, **more) -> Pack:
+    return pack(source, progress=False, **more)
+
+
+def checked(source: Path, **more) -> Report:
+    return validate(source, progress=False, **more)
+
+
+def only(report: Report) -> Row:
+    """The one row of a report, shown too."""
+    [row] = report.rows
+    assert row.rule in str(report)
+    return row
+
+
+def faults(report: Report) -> list[Row]:
+    return [row for row in report.rows if row.severity == ERROR]
+
+
+def sample(made: Pack, name: str) -> dict[str, np.ndarray]:
+    return made.sample(made.names.index(name))
+
+
+def label_of(source: Path, **more) -> np.ndarray:
+    return packed(source, val=0, test=0, **more).sample(0)["label"]
