@@ -82,3 +82,35 @@ def test_a_picture_that_cannot_be_read_is_named(wide, tmp_path):
     (tmp_path / "empty.jpg").write_bytes(b"")
     with pytest.raises(PackError, match="an empty file"):
         segment.save(np.zeros((40, 40), np.uint8), tmp_path / "empty.jpg", tmp_path, wide)
+
+
+def test_an_answer_replaces_the_one_before_it_and_no_other_file(wide, tmp_path):
+    answer = np.zeros((40, 40), np.uint8)
+    for name in ("a/1.png", "b/1.jpg"):
+        (tmp_path / name).parent.mkdir()
+        Image.new("RGB", (20, 10)).save(tmp_path / name)
+    made = segment.save(answer, tmp_path / "a/1.png", tmp_path / "masks", wide)
+    assert segment.save(answer + 1, tmp_path / "a/1.png", tmp_path / "masks", wide) == made
+    with Image.open(made) as image:
+        assert np.unique(np.asarray(image)).tolist() == [1]
+    for picture, folder in (("b/1.jpg", "masks"), ("a/1.png", "a"), ("b/1.jpg", "a")):
+        before = (tmp_path / folder / "1.png").read_bytes()
+        with pytest.raises(PackError, match=r"1\.png is no answer to .*choose another folder"):
+            segment.save(answer, tmp_path / picture, tmp_path / folder, wide)
+        assert (tmp_path / folder / "1.png").read_bytes() == before
+
+
+def test_ids_and_names_from_the_terminal_are_those_of_the_class_table(tmp_path, capsys):
+    raw = segment.demo(tmp_path / "raw", 7, size=(48, 48), classes="kinds")
+    (raw / "classes.txt").unlink()
+    (raw / "names.txt").write_text("ground\nshirt\ntrousers\ndress\nskirt\n")
+    one = ["pack", "segment", str(raw)]
+    assert main([*one, "--ignore", "3"]) == 0
+    assert "4: class 0 class 1 class 2 class 4" in capsys.readouterr().out
+    assert main([*one, "--classes", "a,b,c,d,e", "--ignore", "b,3"]) == 0
+    assert "3: a c e" in capsys.readouterr().out
+    assert main([*one, "--classes", str(raw / "names.txt"), "--ignore", "dress"]) == 0
+    assert "4: ground shirt trousers skirt" in capsys.readouterr().out
+    for wrong in (["--classes", "sky"], ["--classes", "7"], ["--ignore", "1.5"], ["--ignore", "void"]):
+        assert main([*one, *wrong]) == 1
+        assert capsys.readouterr().err.startswith(f"nbtools: {wrong[0][2:]}")

@@ -130,7 +130,8 @@ def test_a_new_demo_replaces_an_old_one_and_nobody_elses_files(tmp_path):
     demo(tmp_path, 9, size=SIZE, form="both")
     demo(tmp_path, 3, size=SIZE)
     assert len(contents(tmp_path)) == 7
-    for name, data in (("labels/val/mine.png", b"drawn by hand"), ("annotations.xml", b"<annotations/>")):
+    mine = {"labels/val/mine.png": b"drawn by hand", "annotations.xml": b"<annotations/>", "classes.txt": b"0,a\n1,b\n"}
+    for name, data in mine.items():
         path = tmp_path / name
         path.write_bytes(data)
         with pytest.raises(PackError, match=f"{path.name} was not written by this demo"):
@@ -148,6 +149,9 @@ def test_a_new_demo_replaces_an_old_one_and_nobody_elses_files(tmp_path):
         ({"classes": "shoes"}, "classes must be one of garment, kinds, got 'shoes'"),
         ({"form": "coco"}, "form must be one of labels, cvat, both, got 'coco'"),
         ({"seed": -1}, "seed must be 0 or more"),
+        ({"count": "many"}, "count must be 1 picture or more, got 'many'"),
+        ({"size": (96.5, 96)}, "size must be"),
+        ({"seed": None}, "seed must be 0 or more, got None"),
     ],
 )
 def test_an_impossible_request_is_refused_before_anything_is_written(tmp_path, options, said):

@@ -87,21 +87,22 @@ def demo(
             entries += [entry(shot, colours) for shot in chunk]
         if form != "labels":
             write(folder / XML, document(entries, colours))
-        lines = [f"{i},{name},{r},{g},{b}\n" for i, (name, (r, g, b)) in enumerate(colours.items())]
-        write(folder / NAMED, "".join(lines).encode())
+        write(folder / NAMED, named(colours))
     return folder
 
 
 def require(count: int, size: tuple[int, int], classes: str, form: str, seed: int) -> None:
     rules = {
-        "count must be 1 picture or more": (count >= 1, count),
+        "count must be 1 picture or more": (type(count) is int and count >= 1, count),
         "size must be (height, width), from 32 to 4,096 pixels": (
-            isinstance(size, (tuple, list)) and len(size) == 2 and all(32 <= side <= 4096 for side in size),
+            isinstance(size, (tuple, list))
+            and len(size) == 2
+            and all(type(s) is int and 32 <= s <= 4096 for s in size),
             size,
         ),
         f"classes must be one of {', '.join(CLASSES)}": (classes in CLASSES, classes),
         f"form must be one of {', '.join(FORMS)}": (form in FORMS, form),
-        "seed must be 0 or more": (seed >= 0, seed),
+        "seed must be 0 or more": (type(seed) is int and seed >= 0, seed),
     }
     for rule, (kept, value) in rules.items():
         if not kept:
@@ -171,6 +172,11 @@ def document(entries: list[str], colours) -> bytes:
     return "".join([head, *entries, "</annotations>\n"]).encode()
 
 
+def named(colours) -> bytes:
+    """The class table: id,name,r,g,b."""
+    return "".join(f"{i},{name},{r},{g},{b}\n" for i, (name, (r, g, b)) in enumerate(colours.items())).encode()
+
+
 def write(path: Path, data: bytes) -> None:
     """Not fsynced: demo data is made anew in seconds."""
     disk.remove(path)
@@ -182,7 +188,7 @@ def clear(folder: Path, form: str) -> None:
     """Make the folders, without files of an earlier demo. Raises PackError at the first file that is not a demo's."""
     below = [folder / top / split for top in (IMAGES, LABELS) for split in dict.fromkeys(SPLITS)]
     old = [path for name in below for path in sorted(name.glob("*")) if path.is_file()]
-    for path in [*old, *filter(Path.exists, [folder / XML])]:
+    for path in [*old, *filter(Path.exists, [folder / XML, folder / NAMED])]:
         if not is_demo(path):
             raise PackError(f"{path} was not written by this demo, and would be lost: choose another folder")
     for path in [*old, folder / XML]:
@@ -193,6 +199,8 @@ def clear(folder: Path, form: str) -> None:
 
 
 def is_demo(path: Path) -> bool:
+    if path.name == NAMED:
+        return path.read_bytes() in map(named, CLASSES.values())
     if path.name == XML:
         with open(path, "rb") as file:
             return f"<name>{SIGNED}</name>".encode() in disk.read(file, 300)

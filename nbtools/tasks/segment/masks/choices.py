@@ -113,7 +113,8 @@ def unlabelled(folder: Path, survey: Survey) -> str:
             return f"{folder}: no image has a label. The first fault: {row.file}: {rule}, got {value}; {fix}"
     return (
         f"{folder}: {survey.images} images and no label: put label images of the same names into labels/ beside "
-        "images/, or write train.txt of lines image,label, or export CVAT for images 1.1 as annotations.xml"
+        "images/, or a_mask.png beside a.jpg, or write train.txt of lines image,label, or export CVAT for images 1.1 "
+        "as annotations.xml"
     )
 
 

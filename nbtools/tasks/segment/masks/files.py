@@ -1,7 +1,10 @@
 """What a folder of images holds: which label belongs to which image, their splits, and what is wrong with that.
 
     images/a.jpg  labels/a.png                     or masks/; train/, val/ and test/ above or below either
+    a.jpg         a_mask.png                       or a_label.png, beside each other
     train/a.png   trainannot/a.png                 CamVid's and SegNet's
+    JPEGImages/a.jpg  SegmentationClass/a.png      Pascal VOC's, with ImageSets/Segmentation/train.txt
+    leftImg8bit/…     gtFine/…                     Cityscapes', by its train ids where they were made
     train.txt     of lines image,label             any names; see `lists`
     annotations.xml                                CVAT for images, beside the images or images/; see `cvat`
 
