@@ -263,6 +263,7 @@ def test_camvids_void_is_ignored_and_places_are_without_gaps():
         ("ground\nshirt\n\n", [(0, "ground", None), (1, "shirt", None)]),
         ("id,name\n3,ground\n7, a shirt\n", [(3, "ground", None), (7, "a shirt", None)]),
         ("0,ground,0,0,0\n1,shirt,255,0,9", [(0, "ground", (0, 0, 0)), (1, "shirt", (255, 0, 9))]),
+        ("name, r, g, b\nground,0,0,0\na shirt,255,0,9", [(0, "ground", (0, 0, 0)), (1, "a shirt", (255, 0, 9))]),
         (
             "# label:color_rgb:parts:actions\nbackground:0,0,0::\nshirt:250,50,83::\n",
             [(0, "background", (0, 0, 0)), (1, "shirt", (250, 50, 83))],

@@ -1,6 +1,6 @@
 """The class table: which raw id, name and colour of the labels is which class, and which are ignored.
 
-classes.txt     one name a line, ids from 0; or `id,name` or `id,name,r,g,b` on each
+classes.txt     one name a line, ids from 0; or `id,name`, `id,name,r,g,b` or `name,r,g,b` on each; also class_dict.csv
 labelmap.txt    as CVAT writes it: name:r,g,b:parts:actions
 """
 
@@ -22,7 +22,7 @@ IGNORE = 255  # in packed labels
 UNKNOWN = 254  # in a look-up only: an id that is in no table
 MOST_CLASSES = 254  # what a byte holds beside the two
 MOST_ID = 65_535  # of 16-bit labels
-FILES = ("classes.txt", "labelmap.txt")
+FILES = ("classes.txt", "labelmap.txt", "class_dict.csv")
 
 Colour = tuple[int, int, int]
 Given = str | Path | Mapping[int, str] | Sequence[str]
@@ -36,7 +36,16 @@ PALETTE: tuple[Colour, ...] = (
 )
 BACKGROUND = ("background", "_background_", "bg")  # black, and what no drawn shape covers
 NUMBERED = re.compile(r"\s*(\d+)\s*,\s*([^,]+?)\s*(?:,\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*)?")
+COLOURED = re.compile(r"\s*([^,]+?)\s*,\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*")
 MAPPED = re.compile(r"\s*([^:]+?)\s*:\s*(?:(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*)?:[^:]*:[^:]*")
+
+
+FORMS = (  # a line's form, and (id, name, colour) of the kth such line
+    (MAPPED, lambda k, match: (k, match[1], match.groups()[1:])),
+    (NUMBERED, lambda k, match: (int(match[1]), match[2], match.groups()[2:])),
+    (COLOURED, lambda k, match: (k, match[1], match.groups()[1:])),
+)
+HEADS = ("id,name", "name,r,g,b")
 
 
 @dataclass(frozen=True)
@@ -165,10 +174,9 @@ def given(classes: Given) -> list[Class]:
 def parsed(text: str, name: str) -> Iterator[Class]:
     """The classes of a file. Raises PackError, with the line, where it has two forms."""
     lines = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip() and not line.startswith("#")]
-    if lines and lines[0][1].replace(" ", "").casefold().startswith("id,name"):
+    if lines and lines[0][1].replace(" ", "").casefold().startswith(HEADS):
         lines = lines[1:]
-    forms = (MAPPED, lambda k, m: (k, m[1], m.groups()[1:])), (NUMBERED, lambda k, m: (int(m[1]), m[2], m.groups()[2:]))
-    for form, parts in forms:
+    for form, parts in FORMS:
         if lines and form.fullmatch(lines[0][1]):
             for k, (i, line) in enumerate(lines):
                 if (match := form.fullmatch(line)) is None:

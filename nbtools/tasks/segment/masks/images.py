@@ -72,7 +72,7 @@ class Recipe:
         """Where a picture of a size comes to stand: in the middle where it is scaled to fit inside."""
         (height, width), (rows, columns) = self.size, size
         if self.fit == "same" and size != self.size:
-            fix = 'give size=, so that all are scaled; or fit="pad"'
+            fix = 'pack with size=, or with fit="pad": then all are scaled'
             raise Refused(Row("image", f"images have {shown(self.size)}", shown(size), fix))
         if self.fit != "pad":
             return Place(0, 0, height, width)
