@@ -37,21 +37,18 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 # a number that no class has.
 
 # %%
+from PIL import Image
+
 import nbtools as nb
 from nbtools.tasks import segment
 
 if SOURCE is None:
-    from PIL import Image
-
     SOURCE = segment.demo("data/segment", count=COUNT, size=SIDES)
-    images, labels = SOURCE / "images" / "train", SOURCE / "labels" / "train"
-    first, second = sorted(images.glob("*.jpg"))[:2]
-    (images / "cut-off.jpg").write_bytes(first.read_bytes()[:2000])
-    Image.open(labels / f"{first.stem}.png").save(labels / "cut-off.png")
-    (images / "odd.jpg").write_bytes(second.read_bytes())
-    Image.open(labels / f"{second.stem}.png").point(lambda id: 7 * id).save(labels / "odd.png")
+    images, labels = SOURCE / "images/train", SOURCE / "labels/train"
+    for name, end in {"cut-off": 2000, "odd": None}.items():
+        (images / f"{name}.jpg").write_bytes((images / "00000.jpg").read_bytes()[:end])
+        Image.new("L", SIDES[::-1], 7).save(labels / f"{name}.png")
 folder = nb.stage(SOURCE)
-folder
 
 # %% [markdown]
 # ## Validate
