@@ -18,7 +18,7 @@ CHAINS = {
     "captcha": ("1234_cut-off.png", "screenshot.png", "whole_accuracy"),
     "hwdb": ("999-P16.dgrl", "cer"),
     "sign": ("damaged.npz", "never-filmed", "gloss_accuracy"),
-    "segment": ("cut-off.jpg", "odd.jpg", "miou"),
+    "segment": ("cut-off.jpg", "odd.png", "miou"),
 }
 """Folder → what its notebooks, run one after the other, must have said: the planted bad files, and the score."""
 PARTS = ("1_data", "2_train", "3_evaluate")
