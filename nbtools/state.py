@@ -168,6 +168,7 @@ class TrainState:
             saved = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             if saved:
                 self.optimizer.state[parameter] = {k: like(v, parameter) for k, v in saved.items()}
+        at_rest(self.optimizer)
         for name in FACTS:
             setattr(self, name, facts[name])
         count = facts["count"]
@@ -228,11 +229,19 @@ def grouped(task: Any, model: nn.Module, plan: Plan) -> list[dict[str, Any]]:
 def build_optimizer(parameters: list[Any], plan: Plan) -> torch.optim.Optimizer:
     """The fused form: 4 kernels a step and group instead of hundreds. parameters, or groups of them."""
     if plan.optimizer == "sgd":
-        return torch.optim.SGD(
-            parameters, plan.lr, momentum=plan.betas[0], weight_decay=plan.weight_decay, nesterov=False, fused=True
-        )
+        momentum, decay = plan.betas[0], plan.weight_decay
+        return at_rest(torch.optim.SGD(parameters, plan.lr, momentum=momentum, weight_decay=decay, fused=True))
     kind = torch.optim.AdamW if plan.optimizer == "adamw" else torch.optim.Adam
     return kind(parameters, plan.lr, betas=plan.betas, weight_decay=plan.weight_decay, fused=True)
+
+
+def at_rest(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """SGD with every momentum there is not yet at 0. Fused, it makes them in its first step without values, which stay
+    where that step overflows in fp16 (torch 2.6 to 2.13): the next one would follow what the memory happened to hold."""
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+        for parameter in group["params"]:
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+    return optimizer
 
 
 def compiled(model: nn.Module, plan: Plan) -> Any:

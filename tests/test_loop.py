@@ -1,6 +1,7 @@
 """The loop: one generator, exact sums, and the field's own results."""
 
 import copy
+import json
 import math
 import types
 from typing import Any
@@ -269,6 +270,22 @@ def test_out_of_memory_in_evaluation_takes_the_batch_in_halves(pack):
     assert halved == pytest.approx(whole, abs=1e-6)
     with pytest.raises(TrainError, match="out of memory evaluating one sample"):
         evaluate(hungry(0), state.model, pack, toy.PLAN, "val")
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_sgd_whose_first_steps_overflow_in_fp16_begins_without_momentum(pack, resumed):
+    plan = toy.PLAN.replace(amp="fp16", optimizer="sgd", epochs=1)
+    state = TrainState(toy, pack, plan)
+    if resumed:  # from before the first step, by a version that saved no momenta
+        saved = {k: v for k, v in state.tensors().items() if not k.startswith("optimizer.")}
+        state.load(saved, json.loads(json.dumps(state.facts())))
+    state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    assert len(state.optimizer.state) == len(state.parameters)
+    for _ in train(toy, state, pack):
+        if state.skipped == state.samples:
+            assert all(not buffer["momentum_buffer"].any() for buffer in state.optimizer.state.values())
+    assert 0 < state.skipped < state.samples
+    assert all(torch.isfinite(p).all() for p in state.parameters)
 
 
 def test_fp16_finds_its_scale_where_each_step_is_checked(pack):
