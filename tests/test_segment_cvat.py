@@ -113,6 +113,8 @@ def test_label_images_come_before_shapes_unless_these_are_asked_for(tmp_path):
         (polygon("1,1;20,nan;3,3"), "polygon", "finite numbers", "not finite"),
         (polygon("1,1;20,20;3,3", "hat"), "label", "in the class table", "hat"),
         ('<box label="shirt" xtl="1" ytl="1" xbr="9"></box>', "box", "finite numbers", "shirt"),
+        ('<box label="shirt" xtl="1" ytl="nan" xbr="9" ybr="9"></box>', "box", "finite numbers", "ytl=nan"),
+        ('<ellipse label="shirt" cx="1" cy="1" rx="1e308" ry="9"></ellipse>', "ellipse", "finite numbers", "rx=1e+308"),
         ('<mask label="shirt" rle="3,4" left="0" top="0" width="9" height="9"></mask>', "mask", "finite", "7 pixels"),
         ('<mask label="shirt" rle="81" left="0" top="0" width="1e99" height="9"></mask>', "mask", "finite", "width"),
         (
@@ -138,6 +140,23 @@ def test_what_is_partly_outside_is_cut_off_with_a_warning(tmp_path):
     expected = np.zeros((H, W), np.uint8)
     expected[:18, :24] = 1
     np.testing.assert_array_equal(label_of(source), expected)
+
+
+@pytest.mark.parametrize("points", ["-9,2;24,2;24,18", "2,-9;24,2;24,18", "2,2;57,2;24,18", "2,2;24,2;24,45"])
+def test_what_crosses_one_border_is_told_and_what_rounding_put_there_is_not(tmp_path, points):
+    rows = [row for row in checked(xml(tmp_path / "far", polygon(points))).rows if row.key == "polygon"]
+    assert [(row.severity, row.rule) for row in rows] == [(WARNING, "a shape lies inside of the image")]
+    near = points.replace("-9", "-0.9").replace("57", "48.9").replace("45", "36.9")
+    assert not [row for row in checked(xml(tmp_path / "near", polygon(near))).rows if row.key == "polygon"]
+
+
+def test_labels_of_one_colour_get_others_and_an_image_in_the_head_is_none(tmp_path):
+    source = xml(tmp_path / "raw", polygon("1,1;30,1;30,30"))
+    path = source / "annotations.xml"
+    path.write_text(path.read_text().replace("#000002", "#000001").replace("</meta>", '<image name="b.png"/></meta>'))
+    made = packed(source, val=0, test=0)
+    assert len({tuple(colour) for colour in made.options["colours"]}) == 3
+    assert not faults(checked(source))
 
 
 def test_an_image_without_shapes_is_background_with_a_warning(tmp_path):

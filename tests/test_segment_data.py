@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from masks import NAMES, H, W, checked, corpus, faults, ids, only, packed, photo, sample, saved, xml
-from PIL import Image
+from PIL import Image, ImageOps
 
 from nbtools import writer
 from nbtools.errors import MissingExtra, PackError
@@ -17,8 +17,10 @@ from nbtools.feed import open_feed
 from nbtools.pack import Column
 from nbtools.plan import Plan
 from nbtools.report import WARNING
-from nbtools.tasks.segment.masks.classes import Class, colours, given, palette, table_of
+from nbtools.tasks.segment.masks.choices import size_for
+from nbtools.tasks.segment.masks.classes import Class, colours, palette, table_of
 from nbtools.tasks.segment.masks.distance import PER_PIXEL, distance_map
+from nbtools.tasks.segment.masks.naming import given
 from nbtools.tasks.segment.masks.pairs import read
 from nbtools.writer import Writer
 
@@ -166,6 +168,21 @@ def test_images_of_many_sizes_are_scaled_to_fit_and_what_is_left_is_ignored(tmp_
         np.testing.assert_array_equal(found["label"] == 255, ~mask)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({(360, 480): 9}, (360, 480)),
+        ({(360, 480): 9, (480, 360): 1}, (384, 384)),
+        ({(1024, 2048): 9}, (1024, 2048)),
+        ({(2048, 2048): 9}, (384, 384)),
+        ({(31, 480): 9}, (384, 384)),
+        ({}, (384, 384)),
+    ],
+)
+def test_images_keep_their_size_where_all_have_one_that_a_network_can_use(sizes, expected):
+    assert size_for(sizes) == expected
+
+
 def test_stretched_images_fill_the_size(tmp_path):
     saved(tmp_path / "raw/images/a.png", photo(0, 40, 80))
     saved(tmp_path / "raw/labels/a.png", ids(0, 40, 80))
@@ -189,6 +206,17 @@ def test_a_large_jpeg_is_decoded_small_and_looks_the_same(tmp_path):
     found = packed(tmp_path / "raw", size=(75, 100), val=0, test=0).sample(0)["image"]
     exact = np.asarray(smooth.resize((100, 75), Image.Resampling.BOX))
     assert np.abs(found.astype(int) - exact).mean() < 2
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_every_orientation_is_what_pillow_makes_of_it(tmp_path, turn):
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    path = saved(tmp_path / "raw/images/a.png", photo(0, 36, 48), exif=exif)
+    with Image.open(path) as image:
+        upright = np.asarray(ImageOps.exif_transpose(image))
+    saved(tmp_path / "raw/labels/a.png", ids(0, *upright.shape[:2]))
+    np.testing.assert_array_equal(packed(tmp_path / "raw", val=0, test=0).sample(0)["image"], upright)
 
 
 def test_a_picture_is_turned_as_its_camera_says_and_its_label_is_of_the_turned_one(tmp_path):
@@ -323,6 +351,22 @@ def test_options_that_cannot_be_are_refused(tmp_path, more, said):
             make(source, **more)
 
 
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("0,ground\n0,shirt\n1,shoe\n", "each id stands once, got 0 twice"),
+        ("0,ground\n1,ground\n2,shoe\n", "each name stands once, got 'ground' twice"),
+        ("0,ground,0,0,0\n1,shirt,0,0,0\n2,shoe,1,1,1\n", r"each colour stands once, got \(0, 0, 0\) twice"),
+        ("0,ground,0,0,0\n1,shirt,0,256,0\n", r"classes\.txt:2: a colour .* from 0 to 255, got 0, 256, 0"),
+    ],
+)
+def test_classes_that_cannot_be_told_apart_are_refused(tmp_path, lines, said):
+    source = corpus(tmp_path / "raw")
+    (source / "classes.txt").write_text(lines)
+    with pytest.raises(PackError, match=said):
+        packed(source)
+
+
 def test_a_line_of_another_form_is_named(tmp_path):
     source = corpus(tmp_path / "raw")
     (source / "classes.txt").write_text("0,ground\nshirt\n")
@@ -333,12 +377,14 @@ def test_a_line_of_another_form_is_named(tmp_path):
 def test_a_mask_of_0_and_255_is_told_how_to_be_read(tmp_path):
     saved(tmp_path / "raw/images/a.png", photo())
     saved(tmp_path / "raw/labels/a.png", np.where(ids() > 0, 255, 0).astype(np.uint8))
-    with pytest.raises(PackError, match=r"nothing to tell apart.*255: 'object'"):
+    with pytest.raises(PackError, match=r"nothing to tell apart.*255: 'object'.* lines 0,background and 255,object"):
         packed(tmp_path / "raw")
     row = only(checked(tmp_path / "raw", classes=["background", "object"]))
     assert (row.severity, row.value, "255: 'object'" in row.fix) == (WARNING, "1 object: none", True)
-    made = packed(tmp_path / "raw", classes={0: "background", 255: "object"}, val=0, test=0)
-    np.testing.assert_array_equal(made.sample(0)["label"], (ids() > 0).astype(np.uint8))
+    (tmp_path / "two.txt").write_text("0,background\n255,object\n")
+    for classes in ({0: "background", 255: "object"}, tmp_path / "two.txt"):
+        made = packed(tmp_path / "raw", classes=classes, val=0, test=0)
+        np.testing.assert_array_equal(made.sample(0)["label"], (ids() > 0).astype(np.uint8))
 
 
 def test_labels_that_are_pictures_make_no_class_table(tmp_path):

@@ -26,6 +26,8 @@ def own_cache(tmp_path, monkeypatch):
         ("train_images/a.jpg", "train_masks/a.gif"),
         ("train/a.jpg", "train/a_mask.png"),
         ("a.jpg", "a-label.png"),
+        ("train/a.png", "train_labels/a_L.png"),
+        ("image/a.jpg", "segmentation/a.png"),
         ("Images/a.jpg", "GroundTruth/a.png"),
         ("JPEGImages/a.jpg", "SegmentationClassPNG/a.png"),
     ],

@@ -106,3 +106,22 @@ def test_a_palette_of_the_classes_colours_is_read_by_them_however_it_is_numbered
     image.putpalette([250, 50, 83, 9, 200, 9, 0, 0, 1])  # one colour is no class's: the index counts
     saved(source / "labels/a.png", image)
     np.testing.assert_array_equal(sample(packed(source), "images/a.png")["label"], np.array([2, 0, 1], np.uint8)[ids()])
+
+
+def test_a_label_with_one_transparent_pixel_is_left_out(tmp_path):
+    alpha = np.full((H, W), 255, np.uint8)
+    alpha[3, 4] = 254
+    row = only(checked(labelled(tmp_path / "raw", np.dstack([ids()] * 3 + [alpha]))))
+    assert (row.severity, row.rule) == (ERROR, "a label has no transparency")
+
+
+def test_ids_below_0_are_told(tmp_path):
+    label = ids().astype(np.int32)
+    label[0, 0] = -1
+    row = only(checked(labelled(tmp_path / "raw", label, "a.tif"), classes=NAMES))
+    assert (row.rule, row.value) == ("ids are from 0 to 65535", "-1 to 2")
+
+
+def test_a_label_of_three_channels_of_which_the_last_differs_is_no_grey_one(tmp_path):
+    row = only(checked(labelled(tmp_path / "raw", np.dstack([ids(), ids(), ids() + 1])), classes=NAMES))
+    assert (row.severity, row.value) == (ERROR, "RGB, and the table has no colours")

@@ -13,10 +13,11 @@ from typing import Any, Self
 
 from nbtools.errors import PackError
 from nbtools.report import ERROR
-from nbtools.tasks.segment.masks.classes import IGNORE, MOST_CLASSES, Class, Given, Table, given, table_of
+from nbtools.tasks.segment.masks.classes import IGNORE, MOST_CLASSES, OF_TWO, Class, Table, table_of
 from nbtools.tasks.segment.masks.files import LABELS, Survey
 from nbtools.tasks.segment.masks.images import FITS, Size, opened, size_of
 from nbtools.tasks.segment.masks.labels import raw_ids
+from nbtools.tasks.segment.masks.naming import Given, given
 
 MIXED = 384, 384  # pixels that images of many sizes are brought to: the guide's
 LARGEST = 1024 * 2048  # pixels of images that are packed as they are: Cityscapes'
@@ -160,7 +161,7 @@ def found_ids(folder: Path, survey: Survey) -> list[int]:
     if len(known) < 2:
         raise PackError(
             f"{folder}: labels have {len(known)} different ids beside {IGNORE}, which is ignored"
-            f"{f': {known[0]}' if known else ''}; there is nothing to tell apart. A mask of 0 and 255 is read by "
-            "classes={0: 'background', 255: 'object'}, labels of colours by classes= a file of names and colours"
+            f"{f': {known[0]}' if known else ''}; there is nothing to tell apart. {OF_TWO}; labels of "
+            "colours by classes= a file of names and colours"
         )
     return known

@@ -1,17 +1,11 @@
-"""The class table: which raw id, name and colour of the labels is which class, and which are ignored.
-
-classes.txt     one name a line, ids from 0; or `id,name`, `id,name,r,g,b` or `name,r,g,b` on each; also class_dict.csv
-labelmap.txt    as CVAT writes it: name:r,g,b:parts:actions
-"""
+"""The class table: which raw id, name and colour of the labels is which class, and which are ignored."""
 
 from __future__ import annotations
 
 import colorsys
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -22,10 +16,13 @@ IGNORE = 255  # in packed labels
 UNKNOWN = 254  # in a look-up only: an id that is in no table
 MOST_CLASSES = 254  # what a byte holds beside the two
 MOST_ID = 65_535  # of 16-bit labels
-FILES = ("classes.txt", "labelmap.txt", "class_dict.csv")
+
+OF_TWO = (
+    "A mask of 0 and 255 is read by classes={0: 'background', 255: 'object'}, or a file of the lines 0,background and "
+    "255,object"
+)
 
 Colour = tuple[int, int, int]
-Given = str | Path | Mapping[int, str] | Sequence[str]
 
 # Okabe and Ito's, then each the farthest from all before it and from black in CIELAB, also as protanopes and
 # deuteranopes see them (Machado et al. 2009).
@@ -35,17 +32,6 @@ PALETTE: tuple[Colour, ...] = (
     *((0, 204, 102), (102, 153, 255)),
 )
 BACKGROUND = ("background", "_background_", "bg")  # black, and what no drawn shape covers
-NUMBERED = re.compile(r"\s*(\d+)\s*,\s*([^,]+?)\s*(?:,\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*)?")
-COLOURED = re.compile(r"\s*([^,]+?)\s*,\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*")
-MAPPED = re.compile(r"\s*([^:]+?)\s*:\s*(?:(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*)?:[^:]*:[^:]*")
-
-
-FORMS = (  # a line's form, and (id, name, colour) of the kth such line
-    (MAPPED, lambda k, match: (k, match[1], match.groups()[1:])),
-    (NUMBERED, lambda k, match: (int(match[1]), match[2], match.groups()[2:])),
-    (COLOURED, lambda k, match: (k, match[1], match.groups()[1:])),
-)
-HEADS = ("id,name", "name,r,g,b")
 
 
 @dataclass(frozen=True)
@@ -123,10 +109,10 @@ def table_of(entries: Iterable[Class], ignore: Sequence[int | str] = ()) -> Tabl
     known = {one.id: one for one in entries}
     classes = tuple(one for one in entries if one.id not in ignored)
     if not 2 <= len(classes) <= MOST_CLASSES:
+        some = ", ".join(one.name for one in classes[:8]) or "none"
         raise PackError(
-            f"a class table has 2 to {MOST_CLASSES} classes, got {len(classes)} beside those ignored "
-            f"({', '.join(one.name for one in classes[:8]) or 'none'}); give classes=, names or a file of them. A mask "
-            "of 0 and 255 is read by classes={0: 'background', 255: 'object'}"
+            f"a class table has 2 to {MOST_CLASSES} classes, got {len(classes)} beside those ignored ({some}); "
+            f"give classes=, names or a file of them. {OF_TWO}"
         )
     return Table(classes, tuple(known.get(i, Class(i, "")) for i in dict.fromkeys(ignored)))
 
@@ -139,8 +125,8 @@ def require_different(entries: Sequence[Class]) -> None:
             raise PackError(f"classes: a class has a name, got {one.name!r} for id {one.id}")
     for what in ("id", "name", "colour"):
         values = [value for one in entries if (value := getattr(one, what)) is not None]
-        if twice := next((value for value in values if values.count(value) > 1), None):
-            raise PackError(f"classes: each {what} stands once, got {twice!r} twice; rename one, or delete its line")
+        if twice := [value for value in values if values.count(value) > 1]:
+            raise PackError(f"classes: each {what} stands once, got {twice[0]!r} twice; rename one, or delete its line")
 
 
 def ignored_ids(entries: Sequence[Class], ignore: Sequence[int | str]) -> list[int]:
@@ -151,47 +137,6 @@ def ignored_ids(entries: Sequence[Class], ignore: Sequence[int | str]) -> list[i
             known = ", ".join(names)
             raise PackError(f"ignore holds raw ids from 0 to {MOST_ID}, or names of classes ({known}), got {one!r}")
     return found
-
-
-def given(classes: Given) -> list[Class]:
-    """The classes of a list of names, a mapping id → name, or a file. Raises PackError where it is none of them."""
-    if isinstance(classes, str | Path):
-        path = Path(classes).expanduser()
-        try:
-            return list(parsed(path.read_text("utf-8-sig"), path.name))
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise PackError(
-                f"classes: {path} cannot be read ({why}); give two names or more, or a text file of them in UTF-8"
-            ) from None
-    if isinstance(classes, Mapping):
-        return [Class(int(i) if isinstance(i, np.integer) else i, name) for i, name in classes.items()]
-    if not isinstance(classes, Iterable):
-        raise PackError(f"classes must be names, a mapping id → name, or a file of them, got {classes!r}")
-    return [Class(i, name) for i, name in enumerate(classes)]
-
-
-def parsed(text: str, name: str) -> Iterator[Class]:
-    """The classes of a file. Raises PackError, with the line, where it has two forms."""
-    lines = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip() and not line.startswith("#")]
-    if lines and lines[0][1].replace(" ", "").casefold().startswith(HEADS):
-        lines = lines[1:]
-    for form, parts in FORMS:
-        if lines and form.fullmatch(lines[0][1]):
-            for k, (i, line) in enumerate(lines):
-                if (match := form.fullmatch(line)) is None:
-                    raise PackError(f"{name}:{i}: a line is like the first, {lines[0][1]!r}, got {line!r}")
-                raw, called, colour = parts(k, match)
-                yield Class(raw, called, None if colour[0] is None else triple(colour, f"{name}:{i}"))
-            return
-    yield from (Class(k, line.strip()) for k, (_, line) in enumerate(lines))
-
-
-def triple(parts: Sequence[str], where: str) -> Colour:
-    red, green, blue = map(int, parts)
-    if max(red, green, blue) > 255:
-        raise PackError(f"{where}: a colour is three numbers from 0 to 255, got {red}, {green}, {blue}")
-    return red, green, blue
 
 
 def colours(classes: Sequence[Class]) -> list[Colour]:

@@ -17,7 +17,8 @@ from nbtools.packing import Entry, Writer, build
 from nbtools.report import ERROR
 from nbtools.stage import stage
 from nbtools.tasks.segment.masks.choices import Choices
-from nbtools.tasks.segment.masks.classes import IGNORE, Given
+from nbtools.tasks.segment.masks.classes import IGNORE
+from nbtools.tasks.segment.masks.naming import Given
 from nbtools.tasks.segment.masks.pairs import Pairs, read
 
 

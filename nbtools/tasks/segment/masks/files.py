@@ -26,8 +26,8 @@ from nbtools.errors import PackError
 from nbtools.report import WARNING, Refused, Row
 from nbtools.splits import SPLITS
 from nbtools.tasks.segment.masks import cvat, lists
-from nbtools.tasks.segment.masks.classes import FILES
 from nbtools.tasks.segment.masks.images import SUFFIXES
+from nbtools.tasks.segment.masks.naming import FILES
 from nbtools.tasks.segment.masks.ways import APART, Way, deep, head_of, split_named, walked, way_of, ways_of
 
 LABELS = ("auto", "lists", "images", "cvat")
@@ -154,7 +154,7 @@ def beside(ways: Iterable[Way], survey: Survey) -> None:
             if image.name not in survey.pairs:
                 survey.add(Found(image.name, image.split, label.name), label.name)
         elif label.name not in listed:
-            fix = f"copy its image too, called {key[2]}, or delete it"
+            fix = f"copy its image too, called {key[2]}; or write a list of lines image,label; or delete it"
             survey.rows.append(Row("image", "a label has an image", "none of its name", fix, file=label.name))
 
 

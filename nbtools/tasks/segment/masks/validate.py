@@ -16,9 +16,10 @@ from nbtools import report
 from nbtools.report import WARNING, Refused, Row, counted, ordered
 from nbtools.stage import stage
 from nbtools.tasks.segment.masks.choices import Choices
-from nbtools.tasks.segment.masks.classes import BACKGROUND, IGNORE, Given, Table
+from nbtools.tasks.segment.masks.classes import BACKGROUND, IGNORE, Table
 from nbtools.tasks.segment.masks.files import Found, Survey, surveyed
 from nbtools.tasks.segment.masks.images import Recipe
+from nbtools.tasks.segment.masks.naming import Given
 from nbtools.tasks.segment.masks.pairs import examined
 
 

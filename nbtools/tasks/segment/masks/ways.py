@@ -15,11 +15,12 @@ HEAD = 4096  # bytes of a text file that tell what it is
 FOLDER = re.compile(
     r"(?P<split>train|val|test)?(?:ing|id|idation)?[_-]?"
     r"(?:(?P<image>images?|imgs?|jpegimages|leftimg8bit)"
-    r"|(?P<label>labels?|masks?|annot(?:ation)?s?|segmentationclass(?:png)?|gt(?:fine|coarse)?|ground[_-]?truths?))?"
+    r"|(?P<label>labels?|masks?|annot(?:ation)?s?|segmentations?|segmentationclass(?:png)?|gt(?:fine|coarse)?"
+    r"|ground[_-]?truths?))?"
     r"(?:[_-](?P<after>train|val|test)(?:ing|id|idation)?)?",
     re.I,
 )
-MARK = re.compile(r"[_-](?:mask|label|seg|gt)s?$|_gt(?:fine|coarse)_label(?:train)?ids$", re.I)  # a_mask.png: a.jpg's
+MARK = re.compile(r"[_-](?:mask|label|seg|gt|l)s?$|_gt(?:fine|coarse)_label(?:train)?ids$", re.I)  # a_mask.png: a.jpg's
 IMAGE_MARK = re.compile(r"_leftimg8bit$", re.I)  # Cityscapes'
 TRAIN_IDS, ALL_IDS = "_labeltrainids.png", "_labelids.png"  # its 19 classes, where they were made, and all 34
 # What Pascal VOC's, CVAT's, labelme's and Cityscapes' folders have beside images and labels of classes
