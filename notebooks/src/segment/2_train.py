@@ -14,8 +14,8 @@
 
 # %% [markdown]
 # ## Settings
-# `CHANGES` is what you want otherwise than advised. Here it is for the demo, which is to take minutes instead of half an
-# hour: write `{}` for data of your own.
+# `CHANGES` is what you want otherwise than advised. Here it is for the demo, which takes minutes and not half an hour;
+# write `{}` for data of your own.
 
 # %%
 import os
