@@ -236,8 +236,9 @@ def build_optimizer(parameters: list[Any], plan: Plan) -> torch.optim.Optimizer:
 
 
 def at_rest(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """SGD with every momentum there is not yet at 0. Fused, it makes them in its first step without values, which stay
-    where that step overflows in fp16 (torch 2.6 to 2.13): the next one would follow what the memory happened to hold."""
+    """SGD with every momentum there is not yet at 0. Fused, it makes them in its first step without values, and where
+    that step overflows in fp16 it writes none (torch 2.13): the next one would follow what the memory happened to hold.
+    """
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
         for parameter in group["params"]:
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))

@@ -238,7 +238,7 @@ def test_with_predictions_each_row_says_the_images_miou_and_what_share_is_wrong(
 def test_of_an_image_without_labels_no_miou_is_said_and_nothing_is_wrong(pack, answers):
     i = int(pack.ids("val")[-1])
     assert {"predicted · no labels", "wrong · 0.0% of pixels"} <= set(texts(show.show(pack, [i], [answers[i]])))
-    assert show.preview(pack, i, answers[i])[1:] == ("", "no labels")
+    assert show.preview(pack, i, answers[i])[1:] == ("", "no labels | truth")
 
 
 def test_pictures_lie_on_whole_pixels_so_that_lines_stay_crisp(pack):
@@ -301,7 +301,7 @@ def test_the_live_picture_is_the_prediction_beside_the_truth_and_marks_nothing_a
     for i in (0, 7):
         image, truth, said = show.preview(pack, i, answers[i])
         miou = analysis.image_scores(pack, [i], [answers[i]]).miou[0]
-        assert (truth, said) == ("", f"mIoU {miou:.2f}")
+        assert (truth, said) == ("", f"mIoU {miou:.2f} | truth")
         assert image.dtype == np.uint8
         assert image.shape[1] <= show.LIVE[0]
         half = (image.shape[1] - show.PAPER) // 2

@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nbtools.draws import Draws
+from nbtools.tasks.segment.masks.classes import IGNORE
+from nbtools.tasks.segment.masks.distance import FAR
 from nbtools.tasks.segment.plans import Plan
 
 GREY = 127.5  # about which contrast changes, and what lies outside of a picture
-OUTSIDE = 255  # of class ids: ignored; of distances: as far as they are told
+OUTSIDE = IGNORE | FAR  # both are 255: no class there, and as far from a boundary as distances are told
 HALF = 0.5  # scale below which the picture of half the size is read: bilinear weights reach no further than 2 pixels
 
 Raw = dict[str, Tensor]

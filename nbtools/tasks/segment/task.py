@@ -15,6 +15,7 @@ from nbtools.draws import Draws
 from nbtools.metrics import Pair
 from nbtools.pack import Card, Pack
 from nbtools.tasks.segment import augment, inference, losses, networks, scores
+from nbtools.tasks.segment.masks.distance import PER_PIXEL
 from nbtools.tasks.segment.plans import Plan
 
 Batch = dict[str, Tensor]
@@ -22,7 +23,6 @@ Outputs = tuple[Tensor, tuple[Tensor, ...]]
 
 BEST = "miou"
 MEAN, SPREAD = 127.5, 63.75  # of pixel values; the only place that knows, for training and for answers
-PER_PIXEL = 8  # packed distances are eighths of a pixel
 
 
 def model(card: Card | Pack, plan: Plan) -> nn.Module:

@@ -17,6 +17,8 @@ from nbtools.errors import PackError
 from nbtools.metrics import Pair, Sums
 from nbtools.pack import Pack
 from nbtools.tasks.segment import scores
+from nbtools.tasks.segment.masks.classes import IGNORE
+from nbtools.tasks.segment.masks.distance import PER_PIXEL
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -73,7 +75,7 @@ def image_scores(pack: Pack, ids: Ids, predicted: Sequence[np.ndarray]) -> pd.Da
 
 def image_metrics(pack: Pack, i: int, answer: np.ndarray) -> dict[str, float]:
     """miou, pixel_accuracy and boundary_f of one image; NaN where every pixel is ignored."""
-    if (pack.arrays["label"][i] == scores.IGNORE).all():
+    if (pack.arrays["label"][i] == IGNORE).all():
         return dict.fromkeys(("miou", "pixel_accuracy", "boundary_f"), np.nan)
     sums = Sums()
     sums.add(pairs(pack, i, answer))
@@ -90,7 +92,7 @@ def worst(pack: Pack, ids: Ids, predicted: Sequence[np.ndarray], count: int | No
 def pairs(pack: Pack, i: int, answer: np.ndarray) -> dict[str, Pair]:
     """What `metrics` returns, of the class map (H, W) of one image."""
     predicted, labels = (torch.from_numpy(np.array(x[None], np.int64)) for x in (answer, pack.arrays["label"][i]))
-    distance = torch.from_numpy(pack.arrays["distance"][i][None] / np.float32(scores.PER_PIXEL))
+    distance = torch.from_numpy(pack.arrays["distance"][i][None] / np.float32(PER_PIXEL))
     return scores.pairs(predicted, labels, distance, len(pack.classes))
 
 

@@ -14,7 +14,7 @@ from nbtools.sheet import RIGHT, WRONG, Sheet
 from nbtools.splits import SPLITS
 from nbtools.tasks.segment.looking.lettering import Lettering
 from nbtools.tasks.segment.looking.overlay import colours_of
-from nbtools.tasks.segment.scores import IGNORE
+from nbtools.tasks.segment.masks.classes import IGNORE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,6 +104,7 @@ def confused(table: pd.DataFrame) -> Sheet:
     side = min(max(4.5, 0.32 * len(table) + 2.5), 16)
     sheet = Sheet(figsize=(side, side), layout="constrained")
     axes = sheet.add_subplot(xlabel="predicted", ylabel="truth")
+    axes.set_title("per cent of each true class's pixels", fontsize=8, color=GREY, loc="right")
     axes.imshow(coloured(shares), interpolation="nearest")
     axes.set_xticks([])
     axes.set_yticks([])

@@ -14,7 +14,7 @@ from nbtools.pack import Card, Pack
 from nbtools.sheet import Sheet
 from nbtools.tasks.segment.looking.lettering import INCH, Lettering
 from nbtools.tasks.segment.looking.overlay import colours_of, hatched
-from nbtools.tasks.segment.scores import IGNORE
+from nbtools.tasks.segment.masks.classes import IGNORE
 
 WIDE, MARGIN = 1200, 8  # px: of a sheet; at its sides and between pictures
 BOX, ROW, GAP, LONGEST = 14, 22, 18, 300  # px: a class's colour; a row; between two classes; a name, at most

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbtools.tasks.segment.scores import IGNORE
+from nbtools.tasks.segment.masks.classes import IGNORE
 
 ROOM = 7, 5  # px to either side of a number's middle, above and below it
 

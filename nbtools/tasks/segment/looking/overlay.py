@@ -12,8 +12,7 @@ from PIL import Image
 
 from nbtools.pack import Card, Pack
 from nbtools.sheet import WRONG
-from nbtools.tasks.segment.masks.classes import BACKGROUND
-from nbtools.tasks.segment.scores import IGNORE
+from nbtools.tasks.segment.masks.classes import BACKGROUND, IGNORE
 
 ALPHA, FAINT = 0.6, 0.15  # of a class's colour over the picture; of a background's
 LINE = np.array((255, 255, 255))  # of the boundary between two classes

@@ -72,8 +72,8 @@ def training_views(pack: Pack, ids: Ids, plan: Plan, epoch: int = 0) -> Sheet:
 
 
 def preview(pack: Pack, i: int, answer: np.ndarray) -> tuple[np.ndarray, str, str]:
-    """(image (h, w, 3) uint8, "", text) for the live picture: what is predicted now, on its right the truth, and the
-    image's mIoU. There is no text to compare, so nothing is marked wrong."""
+    """(image (h, w, 3) uint8, "", text) for the live picture: what is predicted now, on its right the truth, and below
+    them the image's mIoU and what is on the right. There is no text to compare, so nothing is marked wrong."""
     image, label = image_and_label(pack, i)
     height, width = label.shape
     scale = min((LIVE[0] - PAPER) / (2 * width), LIVE[1] / height)
@@ -81,7 +81,7 @@ def preview(pack: Pack, i: int, answer: np.ndarray) -> tuple[np.ndarray, str, st
     small = fitted(image, *size)
     predicted, truth = (drawn(pack, small, nearest(each, *size)) for each in (answer, label))
     paper = np.full((size[1], PAPER, 3), 255, np.uint8)
-    return np.concatenate([predicted, paper, truth], 1), "", said(image_metrics(pack, i, answer))
+    return np.concatenate([predicted, paper, truth], 1), "", f"{said(image_metrics(pack, i, answer))} | truth"
 
 
 def said(found: Mapping[str, float]) -> str:

@@ -71,8 +71,8 @@ class BiSeNetV2(nn.Module):
     | auxiliary    | 128 each            | 4–32    |    287,308 |
 
     These are the counts of CoinCheung's BiSeNet, in its first version as for the auxiliary heads; later ones have a
-    second convolution there, to stride² channels: 1,872,860. The paper gives no count of parameters, and 21.15 GFLOPs
-    for 512 × 1024, where these convolutions do 24.6 · 10⁹ multiplications: it does not say how wide its head is.
+    second convolution there, to stride² channels: 1,872,860. For 512 × 1024 these convolutions do 24.6 · 10⁹
+    multiplications; the paper's figure is 21.15 GFLOPs (as MaybeShewill-CV/bisenetv2-tensorflow#24 quotes it).
 
     SLIM has 352,355 and 36,268 for 11 classes.
     """
