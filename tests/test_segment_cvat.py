@@ -95,6 +95,21 @@ def test_images_of_a_project_are_found_in_their_subset_which_is_their_split(tmp_
     assert (made.names, made.splits["val"]) == (["images/Validation/a.png"], 1)
 
 
+@pytest.mark.parametrize(("subset", "split"), [("Train", "train"), ("val_images", "val"), ("Test", "test")])
+def test_a_subset_is_a_split_wherever_its_images_lie(tmp_path, subset, split):
+    source = xml(tmp_path / "raw", polygon("1,1;30,1;30,30"))
+    path = source / "annotations.xml"
+    path.write_text(path.read_text().replace('name="a.png"', f'name="a.png" subset="{subset}"'))
+    assert packed(source).splits == {**dict.fromkeys(("train", "val", "test"), 0), split: 1}
+
+
+def test_a_shape_far_larger_than_a_tiny_image_covers_it(tmp_path):
+    far = polygon("-900000,-900000;900000,-900000;900000,900000;-900000,900000")
+    source = xml(tmp_path / "raw", far, size=(1, 1))
+    saved(source / "a.png", photo(0, 1, 1))
+    assert (label_of(source, size=2048) == 1).all()
+
+
 def test_label_images_come_before_shapes_unless_these_are_asked_for(tmp_path):
     source = xml(tmp_path / "raw", '<box label="shirt" xtl="0" ytl="0" xbr="48" ybr="36"></box>', "background shirt")
     saved(source / "labels" / "a.png", ids())

@@ -75,6 +75,31 @@ def test_lists_of_stems_give_the_splits_of_images_whose_labels_have_their_names(
     assert found == {"val.txt:2": "d", "val.txt:3": "JPEGImages/a.jpg: val, before: train"}
 
 
+def test_a_list_of_pairs_gives_the_splits_also_where_labels_are_found_by_their_names(tmp_path):
+    folder = tmp_path / "raw"
+    for k, name in enumerate(("a", "b")):
+        saved(folder / "images" / f"{name}.png", photo(k))
+        saved(folder / "labels" / f"{name}.png", ids(k))
+        saved(folder / "better" / f"{name}.png", ids(k + 5))
+    (folder / "train.txt").write_text("images/a.png,better/a.png\n")
+    (folder / "test.txt").write_text("images/b.png,better/b.png\n")
+    listed, named = packed(folder), packed(folder, labels="images")
+    for made, first in ((listed, 5), (named, 0)):
+        assert made.splits == {"train": 1, "val": 0, "test": 1}
+        for k, name in enumerate(("a", "b")):
+            np.testing.assert_array_equal(sample(made, f"images/{name}.png")["label"], ids(k + first))
+    assert not faults(checked(folder))
+
+
+def test_an_image_whose_name_could_be_a_heading_is_read_below_the_first_line(tmp_path):
+    folder = tmp_path / "raw"
+    for name in ("image", "file"):
+        saved(folder / "images" / f"{name}.png", photo())
+        saved(folder / "labels" / f"{name}.png", ids())
+    (folder / "test.txt").write_text("image\nfile\nimage\n")
+    assert packed(folder, val=0, test=0).splits == {"train": 0, "val": 0, "test": 2}
+
+
 def test_a_way_out_of_the_source_is_not_followed(tmp_path):
     saved(tmp_path / "secret.png", ids())
     saved(tmp_path / "raw" / "a.png", photo())
@@ -157,6 +182,7 @@ def test_lines_of_a_list_that_cannot_be_used_are_told_with_their_numbers(tmp_pat
         "p/b.png": (ERROR, "an image has a label"),
         "q/b.png": (ERROR, "an image has a label"),
     }
+    assert set(packed(folder).bad.file) == {file for file, (severity, _) in found.items() if severity == ERROR}
 
 
 def test_a_folder_without_images_or_without_labels_is_refused(tmp_path):

@@ -27,7 +27,7 @@ OTHERS = ("polyline", "points", "tag", "cuboid", "skeleton")  # these have no ar
 HEAD = 4096  # bytes that tell whether an XML file is CVAT's: another root, as Pascal VOC's <annotation>, is not
 NAME = "annotations.xml"
 ROOT = re.compile(rb"<annotations[\s>]")
-FARTHEST = 1e6  # pixels: no image is larger, and Pillow draws in 32-bit integers
+FARTHEST = 1e6  # pixels: no image is larger
 HEX = re.compile(r"#([0-9a-fA-F]{2})([0-9a-fA-F]{2})([0-9a-fA-F]{2})")
 
 

@@ -21,6 +21,7 @@ from nbtools.tasks.segment.masks.labels import Mask, require_size, require_some
 FINE = 4
 ARCS = 128  # corners of an ellipse
 MOST = 1 << 27  # pixels of a mask: runs of a few bytes could stand for any number
+FARTHEST_DRAWN = 1 << 30  # pixels of a canvas: Pillow reckons in 32-bit integers
 SLACK = 1.0  # pixels that a shape may reach out of the image without a word: rounding does that
 
 Points = np.ndarray
@@ -141,7 +142,8 @@ def fill(canvas: Image.Image, shape: Shape, points: Points, scale: np.ndarray, v
     if shape.kind == "mask":
         stamp(canvas, runs(shape), points[0], scale, value)
     else:
-        ImageDraw.Draw(canvas).polygon([tuple(point) for point in (points * scale).tolist()], fill=value)
+        corners = np.clip(points * scale, -FARTHEST_DRAWN, FARTHEST_DRAWN)
+        ImageDraw.Draw(canvas).polygon([tuple(point) for point in corners.tolist()], fill=value)
 
 
 def stamp(canvas: Image.Image, inside: np.ndarray, corner: np.ndarray, scale: np.ndarray, value: int) -> None:
