@@ -41,10 +41,27 @@ def test_layouts_pair_images_with_labels(tmp_path, image, label):
 
 
 @pytest.mark.parametrize(
+    "way", ["val/{}/a.png", "{}/val/a.png", "{}/validation/x/a.png", "val_{}/a.png", "{}_val/a.png"]
+)
+def test_a_folder_above_below_or_beside_says_the_split(tmp_path, way):
+    saved(tmp_path / "raw" / way.format("images"), photo())
+    saved(tmp_path / "raw" / way.format("masks"), ids())
+    assert packed(tmp_path / "raw").splits == {"train": 0, "val": 1, "test": 0}
+
+
+def test_a_marked_name_without_its_image_is_an_image(tmp_path):
+    source = corpus(tmp_path / "raw")
+    saved(source / "images/train/9_mask.png", photo())
+    row = only(checked(source))
+    assert (row.file, row.rule) == ("images/train/9_mask.png", "an image has a label")
+
+
+@pytest.mark.parametrize(
     "lines",
     [
         "p/a.png,q/a.png\n",
         "\ufeffimage,label\r\np/a.png , q/a.png\r\n",
+        '"p/a.png", "q/a.png"\n',
         "p/a.png q/a.png\n",
         "/SegNet/CamVid/p/a.png /SegNet/CamVid/q/a.png\n",
     ],
@@ -202,6 +219,9 @@ def test_the_summary_says_the_balance_and_the_ids(tmp_path):
     assert report.balance["class 1"] == pytest.approx((every == 1).mean())
     assert f"class 1 {(every == 1).mean():.1%}" in report.summary
     assert (report.ok, report.images, report.labelled) == (True, 4, 4)
+    without = checked(corpus(tmp_path / "raw"), ignore=[2])
+    assert without.balance["class 1"] == pytest.approx((every == 1).sum() / (every != 2).sum())
+    assert f"ignored {(every == 2).mean():.1%}" in without.summary
 
 
 def test_pascal_vocs_lists_split_its_classes_and_what_is_of_other_tasks_is_left_alone(tmp_path):
@@ -379,5 +399,5 @@ def test_what_leaves_a_sample_out_is_one_row_that_says_what_to_do(tmp_path, brok
     made = packed(source, classes=NAMES)
     assert made.names == ["images/b.png"]
     assert made.bad.loc[0, "file"] == "images/a.png"
-    assert made.bad.loc[0, "value"].endswith(row.value)
+    assert made.bad.loc[0, "value"] == (f"{row.file}: {row.value}" if row.key == "label" else row.value)
     assert (made.bad.loc[0, "rule"].endswith(row.rule), made.bad.loc[0, "fix"]) == (True, row.fix)
