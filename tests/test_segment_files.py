@@ -117,6 +117,16 @@ def test_an_image_whose_name_could_be_a_heading_is_read_below_the_first_line(tmp
     assert packed(folder, val=0, test=0).splits == {"train": 0, "val": 0, "test": 2}
 
 
+def test_ways_of_a_list_lead_from_any_folder_above_it(tmp_path):
+    voc = tmp_path / "raw" / "VOC2012"
+    saved(voc / "JPEGImages" / "a.jpg", photo())
+    saved(voc / "SegmentationClassAug" / "a.png", ids())
+    (voc / "ImageSets" / "Segmentation").mkdir(parents=True)
+    (voc / "ImageSets" / "Segmentation" / "val.txt").write_text("/JPEGImages/a.jpg /SegmentationClassAug/a.png\n")
+    made = packed(voc.parent)
+    assert (made.names, made.splits["val"]) == (["VOC2012/JPEGImages/a.jpg"], 1)
+
+
 def test_a_way_out_of_the_source_is_not_followed(tmp_path):
     saved(tmp_path / "secret.png", ids())
     saved(tmp_path / "raw" / "a.png", photo())

@@ -43,7 +43,7 @@ def pack(
     fit: `pad` scales to fit inside and leaves the rest 0, and ignored; `stretch` scales each side by itself; `same`
     takes images of exactly this size; `auto` is `same` where no size was given and all have one, else `pad`.
     channels: 3 (transparency lies on white) or 4 (RGBA). classes: names, in order of their ids from 0; or a mapping
-    id → name; or a file, `classes.txt` or `labelmap.txt`, which one in the source is without being named; else the
+    id → name; or a file, see `naming`, which one called `classes.txt` in the source is without being named; else the
     labels of CVAT's file, else the ids that the label images have. ignore: raw ids, or names, that are no class, beside
     255, which is none unless `classes` names it. labels: `lists`, `images` or `cvat` where a source has several.
     val, test: shares, or whole numbers for exactly so many; the source's own folders and lists come first.

@@ -1,5 +1,5 @@
 """Lists of samples: text files of lines `image,label`, or of two names with a blank between as SegNet's; a header is
-allowed. A way leads from the list's folder on, or from any folder on it that the source has: ways of other machines,
+allowed. A way leads from the list's folder on, or from one above it; ways of other machines,
 /SegNet/CamVid/train/1.png, are found by their ends. A line of one name, or stem as Pascal VOC's, tells the split only.
 """
 
@@ -41,11 +41,12 @@ class Source:
     stems: Mapping[str, str]
 
     def find(self, way: str, folder: str) -> str | None:
-        """The file that a way in a list of this folder names, without ever leaving the source."""
+        """The file that a way in a list of this folder names, from there or from above, never outside the source."""
+        bases = (folder, *map(str, PurePosixPath(folder).parents))
         parts = [part for part in way.replace("\\", "/").split("/") if part]
         for first in range(len(parts)):
             rest = "/".join(parts[first:])
-            for base in (folder, "."):
+            for base in bases:
                 if (name := os.path.normpath(f"{base}/{rest}")) in self.names:
                     return name
         return None
