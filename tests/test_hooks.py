@@ -140,8 +140,11 @@ def costly():
 
 
 def test_costly_answers_are_left_to_the_end_where_the_best_weights_see_all_of_them(tmp_path, pack, costly):
+    looked: list[int] = []
+    costly.infer = lambda model, batch, plan: looked.append(len(batch["x"])) or infer(model, batch, plan)
     plan = costly.PLAN.replace(eval_samples=5)
     run = fit(costly, pack, plan, run=tmp_path / "run", receipt=False, progress=False)
+    assert looked == [5, 5, pack.splits["val"]]
     amid = len(CALLS) - CALLS[::-1].index(1)
     assert set(CALLS[:amid]) == {1}
     assert set(CALLS[amid:]) == {3}
@@ -274,3 +277,8 @@ def test_a_part_of_a_split_is_the_same_samples_each_time_evenly_spaced(pack, mos
     assert seen[0] == seen[1]
     assert len(set(seen[0])) == min(most, pack.splits["val"])
     assert set(seen[0]) <= set(pack.ids("val").tolist())
+
+
+@pytest.mark.parametrize(("most", "partial"), [(None, False), (1, True), (9, True), (10, False), (11, False)])
+def test_evaluations_of_some_samples_are_partial_for_a_task_without_costly_answers_too(most, partial):
+    assert scoring.is_partial(toy.PLAN.replace(eval_samples=most), 10) == partial

@@ -269,6 +269,18 @@ def test_costs_of_some_ids_only_and_the_first_look_of_each_way_is_not_timed(netw
     assert [images for images, *_ in network.seen] == [2, 2, 1]
 
 
+@pytest.mark.parametrize(("amp", "dtype"), [("off", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_costs_and_latency_are_in_the_precision_of_the_plan_and_leave_the_mode_of_the_model(network, pack, amp, dtype):
+    seen: list[torch.dtype | None] = []
+    network.eval().register_forward_pre_hook(
+        lambda *_: seen.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
+    )
+    costs(network, pack, PLAN.replace(amp=amp), settings={"one": {}}, ids=[0])
+    latency(network, pack, PLAN.replace(amp=amp), [0])
+    assert set(seen) == {dtype}
+    assert not network.training
+
+
 def test_gain_and_time_are_against_the_first_way_and_time_batch_by_batch():
     ways = {"one": Plan(), "two": Plan(eval_flip=True)}
     seconds = {"one": [1.0, 10.0, 2.0], "two": [2.0, 30.0, 2.2]}  # a machine that slows down in between

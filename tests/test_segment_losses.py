@@ -152,6 +152,11 @@ def test_a_pixel_on_a_boundary_weighs_ten_and_one_where_closeness_is_below_the_t
     assert float(found) == pytest.approx(weight)
 
 
+def test_a_threshold_of_one_leaves_the_boundarys_own_pixels_their_weight():
+    found = losses.boundary_weights(torch.tensor([0.0, 0.125, 5.0]), 10.0, 2.0, 1.0)
+    assert found.tolist() == [10, 1, 1]
+
+
 def test_a_batch_without_a_valid_pixel_adds_nothing_and_its_gradient_is_zero_not_nan():
     torch.manual_seed(0)
     network = BiSeNetV2(CLASSES, sizes=SLIM)

@@ -267,6 +267,23 @@ def test_batch_norm_learns_on_after_an_evaluation(pack):
         assert torch.equal(before, after) == (kind != "step")
 
 
+def test_crop_colours_and_hardness_turned_while_it_trains_act_at_the_next_step(pack):
+    seen: list[tuple[tuple[int, ...], float]] = []
+
+    def loss(model, batch, plan):
+        if isinstance(model, nn.Module):  # an evaluation hands over what the model said
+            seen.append((tuple(batch["image"].shape), plan.ohem_threshold))
+        return segment.loss(model, batch, plan)
+
+    plan, task = Plan(**{**SLIM, **AUGMENT, "epochs": 1, "crop": 32}), task_of(loss=loss)
+    state = TrainState(task, pack, plan, "cpu")
+    for record in loop.train(task, state, pack):
+        if record.kind == "step" and state.step == 1:
+            state.plan = plan.replace(crop=48, ohem_threshold=0.5, jitter=0.0)
+    assert [side for (*_, side), _ in seen] == [32, 48, 48]
+    assert [threshold for _, threshold in seen] == [0.7, 0.5, 0.5]
+
+
 def test_validation_is_neither_augmented_nor_cropped_nor_shuffled(pack):
     seen = []
 
