@@ -19,6 +19,7 @@ from nbtools.fit import fit
 from nbtools.loop import train
 from nbtools.metrics import Sums
 from nbtools.pack import Pack
+from nbtools.preview import Previews
 from nbtools.run import Run, evaluate
 from nbtools.state import TrainState
 from tests import toy
@@ -282,3 +283,9 @@ def test_a_part_of_a_split_is_the_same_samples_each_time_evenly_spaced(pack, mos
 @pytest.mark.parametrize(("most", "partial"), [(None, False), (1, True), (9, True), (10, False), (11, False)])
 def test_evaluations_of_some_samples_are_partial_for_a_task_without_costly_answers_too(most, partial):
     assert scoring.is_partial(toy.PLAN.replace(eval_samples=most), 10) == partial
+
+
+def test_the_live_picture_waits_for_no_costly_answers(pack, costly):
+    costly.preview = toy.preview
+    assert Previews(costly, TrainState(costly, pack, costly.PLAN), pack).now()
+    assert CALLS == [1]
