@@ -99,10 +99,10 @@ def test_a_list_of_pairs_gives_the_splits_also_where_labels_are_found_by_their_n
         saved(folder / "labels" / f"{name}.png", ids(k))
         saved(folder / "better" / f"{name}.png", ids(k + 5))
     (folder / "train.txt").write_text("images/a.png,better/a.png\n")
-    (folder / "test.txt").write_text("images/b.png,better/b.png\n")
+    (folder / "val.txt").write_text("images/b.png,better/b.png\n")
     listed, named = packed(folder), packed(folder, labels="images")
     for made, first in ((listed, 5), (named, 0)):
-        assert made.splits == {"train": 1, "val": 0, "test": 1}
+        assert made.splits == {"train": 1, "val": 1, "test": 0}
         for k, name in enumerate(("a", "b")):
             np.testing.assert_array_equal(sample(made, f"images/{name}.png")["label"], ids(k + first))
     assert not faults(checked(folder))
