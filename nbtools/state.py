@@ -229,16 +229,14 @@ def grouped(task: Any, model: nn.Module, plan: Plan) -> list[dict[str, Any]]:
 def build_optimizer(parameters: list[Any], plan: Plan) -> torch.optim.Optimizer:
     """The fused form: 4 kernels a step and group instead of hundreds. parameters, or groups of them."""
     if plan.optimizer == "sgd":
-        momentum, decay = plan.betas[0], plan.weight_decay
-        return at_rest(torch.optim.SGD(parameters, plan.lr, momentum=momentum, weight_decay=decay, fused=True))
+        return at_rest(torch.optim.SGD(parameters, plan.lr, plan.betas[0], weight_decay=plan.weight_decay, fused=True))
     kind = torch.optim.AdamW if plan.optimizer == "adamw" else torch.optim.Adam
     return kind(parameters, plan.lr, betas=plan.betas, weight_decay=plan.weight_decay, fused=True)
 
 
 def at_rest(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """SGD with every momentum there is not yet at 0. Fused, it makes them in its first step without values, and where
-    that step overflows in fp16 it writes none (torch 2.13): the next one would follow what the memory happened to hold.
-    """
+    """SGD with every momentum there is not yet at 0. Fused, it makes them without values, and keeps what the memory
+    happened to hold where its first step overflows in fp16 (torch 2.13)."""
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
         for parameter in group["params"]:
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
