@@ -45,7 +45,7 @@ from nbtools.tasks import segment
 if SOURCE is None:
     SOURCE = segment.demo("data/segment", count=COUNT, size=SIDES)
     images, labels = SOURCE / "images/train", SOURCE / "labels/train"
-    for name, end in {"cut-off": 2000, "odd": None}.items():
+    for name, end in {"cut-off": 900, "odd": None}.items():
         (images / f"{name}.jpg").write_bytes((images / "00000.jpg").read_bytes()[:end])
         Image.new("L", SIDES[::-1], 7).save(labels / f"{name}.png")
 folder = nb.stage(SOURCE)
