@@ -64,6 +64,7 @@ def test_a_receipt_holds_what_it_prints_and_no_place(tmp_path):
         ("surface", "surface_cost", "%"),
         ("padding", "hwdb_padding", "%"),
         ("sign_feed", "sign_feed_ratio", "×"),
+        ("segment_feed", "segment_feed_ratio", "×"),
         pytest.param(
             "finder", "finder_ratio", "×", marks=pytest.mark.skipif(LONELY, reason="make bench installs Lightning")
         ),
@@ -85,6 +86,7 @@ KEPT = {
     "surface_cost": lambda x: x <= 1,
     "hwdb_padding": lambda x: x <= 10,
     "sign_feed_ratio": lambda x: x >= 10,
+    "segment_feed_ratio": lambda x: x >= 20,
     "finder_ratio": lambda x: x >= 0.95,  # of the speed of Lightning's choice
 }
 
@@ -100,6 +102,22 @@ def test_one_update_of_the_plot_takes_no_more_than_promised():
     receipt = json.loads((RESULTS / "surface_cost.json").read_text())
     (update,) = [figure for figure in receipt["figures"] if figure["name"] == "plot_update"]
     assert update["value"] <= 2.0
+
+
+def test_augmenting_whole_batches_was_never_slower_than_picture_by_picture():
+    receipt = json.loads((RESULTS / "segment_feed_ratio.json").read_text())
+    (ratio,) = [figure for figure in receipt["figures"] if figure["name"] == "augmented_packed_ratio"]
+    assert ratio["n"] >= 9
+    assert ratio["least"] >= 1
+
+
+def test_the_recorded_run_on_street_scenes_is_clearly_above_the_place_alone():
+    receipt = json.loads((RESULTS / "segment_camvid.json").read_text())
+    found = {figure["name"]: figure["value"] for figure in receipt["figures"]}
+    assert found["slim, single scale: miou"] > 2 * found["place alone: miou"]
+    assert found["last epoch"] > 2 * found["place alone: miou"]
+    assert found["cpu"] <= 60
+    assert (RESULTS / "segment_camvid.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(("scale", "acts"), [(1e-3, False), (1.0, True), (1e3, True)])
