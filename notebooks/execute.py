@@ -45,6 +45,7 @@ def execute(
         "NBTOOLS_CACHE": str(folder / "cache"),
         "NBTOOLS_DRIVE": str(drive),
         "NBTOOLS_TINY": "1" if tiny else "",
+        **({"OMP_NUM_THREADS": "1"} if tiny else {}),  # tests run several at once, and torch's threads would only wait
     }
     client = NotebookClient(
         build.notebook(name, build.repository()),
