@@ -7,7 +7,7 @@
 # distance map, augmentation of whole batches on the device, and a plan with a reason for every number. Predictions are
 # drawn while it trains. The receipt says how much faster that is than the guide's own settings on this machine.
 #
-# **GPU:** any NVIDIA GPU (not tested on one yet). **Measured:** 2 min 30 s on two cores of an Intel Xeon (a cloud
+# **GPU:** any NVIDIA GPU (not tested on one yet). **Measured:** 3 min on two cores of an Intel Xeon (a cloud
 # machine, no GPU), installation aside, with 1,400 generated images.
 
 # {install}
