@@ -9,9 +9,9 @@ from pathlib import Path
 from time import monotonic
 
 from nbtools import disk, measure, scoring
+from nbtools.bounds import fixed
 from nbtools.errors import NbtoolsError
 from nbtools.history import History
-from nbtools.loop import fixed
 from nbtools.pack import Pack
 from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run
 from nbtools.state import Task, TrainState

@@ -12,11 +12,12 @@ from typing import Any
 from nbtools import checkpoint, control, disk
 from nbtools import device as devices
 from nbtools.advise import advise
+from nbtools.bounds import require_sizes
 from nbtools.errors import CheckpointError, PackError, PlanError, StageError, TrainError
 from nbtools.findings import Job, diagnose, finish
 from nbtools.folder import begin, kept_folder, only_one, restore, stored_plan
 from nbtools.history import Record
-from nbtools.loop import Diverged, caught_up, require_sizes, train
+from nbtools.loop import Diverged, caught_up, train
 from nbtools.pack import Pack
 from nbtools.plan import Plan
 from nbtools.run import PLAN, Run

@@ -14,9 +14,10 @@ from typing import Any
 from uuid import uuid4
 
 from nbtools import checkpoint, control, disk
+from nbtools.bounds import refuse_fixed
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.history import History
-from nbtools.loop import caught_up, refuse_fixed
+from nbtools.loop import caught_up
 from nbtools.pack import Card, Pack
 from nbtools.plan import Plan
 from nbtools.run import CARD, HISTORY, PLAN

@@ -9,7 +9,6 @@ plot, clock, a person's own code) is simply code in the body of a `for`.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Generator, Iterator, Mapping
 from time import perf_counter
@@ -18,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from nbtools.device import memory, prepare, require
+from nbtools.bounds import require_change, require_sizes
+from nbtools.device import memory, prepare
 from nbtools.errors import TrainError
 from nbtools.feed import Feed, batches_left, lengths_of, open_feed
 from nbtools.history import Record
@@ -26,10 +26,8 @@ from nbtools.metrics import Sums
 from nbtools.pack import Pack
 from nbtools.plan import Plan
 from nbtools.scoring import evaluation
-from nbtools.state import FIXED, Task, TrainState, best_metric
+from nbtools.state import Task, TrainState, best_metric
 from nbtools.step import step
-
-AT_START = ("feed", "workers", "prefetch")  # a run may be resumed with others, but they do not change under way
 
 
 class Diverged(TrainError):
@@ -251,51 +249,8 @@ def caught_up(state: TrainState, saved: Plan) -> Iterator[Record]:
         yield record(state, "change", {"what": told(differing)})
 
 
-def require_change(state: TrainState, new: Plan, epoch_size: int) -> None:
-    """Raise TrainError for a plan that this run cannot take over where it stands."""
-    refuse_fixed(new.changes_from(state.applied), new)
-    require(new, state.device)
-    require_batch(new, epoch_size)
-
-
 def told(differing: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {change}" for name, change in differing.items())
-
-
-def fixed(plan: Plan) -> dict[str, str]:
-    """The knobs that a run keeps while it trains, each with the reason."""
-    knobs = {field.name for field in dataclasses.fields(plan) if not field.metadata.get("live")}
-    own = knobs - {field.name for field in dataclasses.fields(Plan)}
-    return {
-        **dict.fromkeys((*FIXED, *sorted(own)), "fixed in a started run: its model and optimizer are built on it"),
-        **dict.fromkeys(AT_START, "fixed while it trains: batches are on their way; stop, change it, and go on"),
-    }
-
-
-def refuse_fixed(differing: Mapping[str, str], plan: Plan, resumed: bool = False) -> None:
-    """Raise TrainError for a knob that a run keeps; one that is resumed may have those of AT_START otherwise."""
-    for name in fixed(plan):
-        if name in differing and not (resumed and name in AT_START):
-            raise TrainError(
-                f"Plan.{name} cannot change in a started run, and was asked to: {differing[name]}; keep the value, or "
-                "start another run folder"
-            )
-
-
-def require_sizes(pack: Pack, plan: Plan) -> None:
-    count = len(pack.ids("train"))
-    if count < 2:
-        raise TrainError(
-            f"{pack.folder}: the train split has {count} sample(s), training needs at least 2; pack more data"
-        )
-    require_batch(plan, count)
-
-
-def require_batch(plan: Plan, count: int) -> None:
-    if plan.batch_size > count:
-        raise TrainError(
-            f"Plan.batch_size {plan.batch_size} is larger than the train split ({count} samples); take at most {count}"
-        )
 
 
 def log_interval(samples: int, batch_size: int) -> int:

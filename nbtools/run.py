@@ -17,9 +17,9 @@ from torch import nn
 
 from nbtools import checkpoint, disk, scoring
 from nbtools import device as devices
+from nbtools.bounds import refuse_fixed
 from nbtools.errors import CheckpointError, PackError
 from nbtools.history import History
-from nbtools.loop import refuse_fixed
 from nbtools.measure import Receipt, StepProfile, Verdict
 from nbtools.pack import Card, Pack, collate
 from nbtools.plan import Plan

@@ -12,11 +12,11 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from nbtools import control, gpu
+from nbtools.bounds import fixed, require_change
 from nbtools.control import Wishes
 from nbtools.errors import NbtoolsError
 from nbtools.history import History, Record
 from nbtools.kernel import Messages
-from nbtools.loop import fixed, require_change
 from nbtools.pack import Pack
 from nbtools.panel import Panel
 from nbtools.plan import Plan

@@ -9,12 +9,12 @@ from time import monotonic, sleep
 from typing import Any
 
 from nbtools import checkpoint, control
+from nbtools.bounds import fixed, require_batch
 from nbtools.control import Wishes
 from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.folder import busy
 from nbtools.history import KEYS, History, Record
 from nbtools.kernel import Messages
-from nbtools.loop import fixed, require_batch
 from nbtools.plan import Plan
 from nbtools.run import HISTORY, PLAN, Run
 from nbtools.surface import Interrupt

@@ -22,7 +22,7 @@ ORDER = [
     {"advise"},
     {"measure"},
     {"loop"},
-    {"step", "checkpoint", "scoring"},
+    {"step", "checkpoint", "scoring", "bounds"},
     {"state"},
     {"feed"},
     {"schedule", "device"},

@@ -18,9 +18,9 @@ import torch
 
 from nbtools import device as devices
 from nbtools import table
+from nbtools.bounds import require_sizes
 from nbtools.errors import TrainError
 from nbtools.feed import Feed, Raw, batches_left, lengths_of, open_feed
-from nbtools.loop import require_sizes
 from nbtools.measure.curve import KEPT, LEAST_STEPS, judge, smooth
 from nbtools.measure.pace import machine
 from nbtools.measure.untouched import untouched

@@ -12,8 +12,8 @@ import torch
 
 from nbtools import device as devices
 from nbtools import table
+from nbtools.bounds import require_sizes
 from nbtools.feed import choose
-from nbtools.loop import require_sizes
 from nbtools.measure.loaders import SLICES, Setting, tried
 from nbtools.measure.pace import machine
 from nbtools.measure.untouched import untouched
