@@ -17,7 +17,7 @@ from nbtools.plot import figure, in_notebook
 from nbtools.plot.axis import Scale, number
 from nbtools.plot.chart import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Chart, Line, Picture, extent, thinned
 from nbtools.plot.columns import XS, Columns, Series, along, spent, taken
-from nbtools.plot.picture import calmed, decade, decades, falling, shares, train_loss
+from nbtools.plot.picture import calmed, decade, falling, rates, shares, train_loss
 from nbtools.run import Run
 from nbtools.state import best_metric
 
@@ -58,8 +58,10 @@ class Comparison:
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """A row a run: its best metrics, last losses, what was done and what it took, and each knob of the plan in
-        which the runs differ. Memory in MiB, energy in Wh."""
+        """A row a run: its best metrics, losses, what was done and what it took, and each knob of the plan in which the
+        runs differ. epochs: counted, those that ended; `planned epochs` where the plans differ. train_loss: the mean
+        over the last epoch, see `Columns.train_loss`. val_loss: of the newest evaluation. Memory in MiB, energy in Wh.
+        """
         import pandas as pd
 
         rows = [{**outcome(run), **knobs} for run, knobs in zip(self.runs, differing(self.runs), strict=True)]
@@ -145,7 +147,7 @@ def outcome(run: Run) -> dict[str, Any]:
     return {
         f"best_{metric}": best.get(f"val_{metric}"),
         "best_epoch": best["epoch"] + 1 if best else None,
-        "train_loss": columns.newest("loss") or columns.newest("train_loss"),
+        "train_loss": columns.train_loss,
         "val_loss": float(losses[-1]) if len(losses) else None,
         "epochs": len(columns.series("epoch", "epoch")[0]),
         "steps": ended.get("step", 0),
@@ -157,11 +159,14 @@ def outcome(run: Run) -> dict[str, Any]:
 
 
 def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Of each run's plan, the knobs that are not the same in all; None where a task has no such knob."""
+    """Of each run's plan, the knobs that are not the same in all; None where a task has no such knob. `planned` stands
+    before the name of one that `outcome` reports as well: what was asked for is not what was done."""
     plans = [run.plan.to_dict() for run in runs]
     every = {name: None for plan in plans for name in plan}
     names = [name for name in every if len({repr(plan.get(name)) for plan in plans}) > 1]
-    return [{name: plan.get(name) for name in names} for plan in plans]
+    known = set().union(*map(outcome, runs))
+    columns = {name: f"planned_{name}" if name in known else name for name in names}
+    return [{column: plan.get(name) for name, column in columns.items()} for plan in plans]
 
 
 def shown(name: str, value: Any) -> Any:
@@ -183,7 +188,7 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
             (name, lambda columns, name=name: thinned(*columns.evaluated(f"val_{name}")), shares, "points")
             for name in metrics
         ),
-        ("learning rate", lambda columns: thinned(*decades(*columns.either("lr"))), decade, "line"),
+        ("learning rate", lambda columns: thinned(*rates(columns)), decade, "line"),
         ("samples/s", lambda columns: calmed(*columns.either("samples_per_s")), from_zero, "line"),
     ]
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import csv
 import io
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtools import disk
+from nbtools import disk, table
 
 if TYPE_CHECKING:
     import pandas as pd
 
 KEYS = ("kind", "epoch", "step", "samples")  # the first columns of every row
+LAST = 10  # rows that a notebook shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class Record:
     kind: `step` (an optimizer step; values only on log steps), `evaluating` (one batch of it), `epoch` (a row of the
     epoch table), `evaluation` (asked for between steps), `change` (a knob was turned), `event` (out of memory, a bad
     step, a rollback).
+    Among the values, `loss` of a log step is the mean since the log step before it; `train_loss` of an epoch the mean
+    over all of its samples, which is the one that is called the train loss wherever a run is shown.
     epoch counts from 0, step and samples from the start of the run.
     """
 
@@ -131,6 +135,18 @@ class History:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def __repr__(self) -> str:
+        kinds = Counter(row["kind"] for row in self.rows)
+        counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+        upto = f" up to step {self.rows[-1]['step']:,}: {counts}" if self.rows else ""
+        return f"History{f' {self.path}' if self.path else ''}: {table.counted(len(self), 'row')}{upto}"
+
+    def _repr_html_(self) -> str:
+        rows = self.rows[-LAST:]
+        columns = [name for name in self.columns if any(name in row for row in rows)]
+        caption = f"{self!r}{f'; the last {LAST}, frame() has all' if len(self) > LAST else ''}"
+        return table.html(columns, [[row.get(name) for name in columns] for row in rows], caption)
 
 
 def parsed(data: bytes) -> tuple[list[dict[str, Any]], list[str], bool]:

@@ -82,7 +82,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        return f"{self.about}: {counted(self.errors, ERROR)} and {counted(self.warnings, WARNING)}"
+        return f"{self.about}: {table.counted(self.errors, ERROR)} and {table.counted(self.warnings, WARNING)}"
 
     def shown(self) -> list[list[str | None]]:
         return [[getattr(row, name) or None for name in COLUMNS] for row in gathered(self.rows)]
@@ -97,10 +97,6 @@ class Report:
 def ordered(rows: Iterable[Row]) -> tuple[Row, ...]:
     """Errors first, then by file."""
     return tuple(sorted(rows, key=lambda row: (row.severity != ERROR, row.file)))
-
-
-def counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def gathered(rows: Sequence[Row]) -> Iterator[Row]:

@@ -6,6 +6,7 @@ Cells are any values: None shows as a dash, a column of numbers stands at the ri
 from __future__ import annotations
 
 import html as markup
+import math
 import re
 import shutil
 import textwrap
@@ -64,12 +65,26 @@ def text(headers: Sequence[str], rows: Sequence[Sequence[Any]], width: int | Non
 
 
 def shown(value: Any) -> str:
-    """A value as a person reads it: yes and no, six digits at most of a float, a dash for what is not known."""
+    """A value as the user reads it: yes and no, a float in `digits`, a dash for what is not known."""
     if value is None:
         return EMPTY
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return digits(value) if isinstance(value, float) else str(value)
+
+
+def digits(value: float) -> str:
+    """A float for display only: as it is where five digits say it exactly, like most of what people type, else in
+    three or as a whole number. An lr of 0.002828427 shows as 0.00283."""
+    short = f"{value:.5g}"
+    if float(short) == value or not math.isfinite(value):
+        return short
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 thread`, `2 threads`, `1,300 steps`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def numeric(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:

@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import shutil
 from typing import Any
 
 import IPython.display
@@ -14,7 +15,9 @@ import nbtools as nb
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.history import History, Record
 from nbtools.plot import chart
+from nbtools.plot.axis import number
 from nbtools.plot.columns import XS, Columns, along
+from nbtools.plot.picture import picture
 from nbtools.run import Run
 
 compare = importlib.import_module("nbtools.compare")  # nb.compare is the function of that name
@@ -40,14 +43,67 @@ def test_the_frame_has_a_row_a_run_with_its_outcome_and_the_knobs_that_differ(ru
     assert frame.loc["slow", "best_accuracy"] == slow.best["val_accuracy"]
     assert frame.loc["slow", "best_epoch"] == slow.best["epoch"] + 1
     assert frame.loc["slow", "val_loss"] == slow.summary()["val_loss"].iloc[-1]
-    assert frame.loc["slow", "train_loss"] == slow.history.of("step")[-1]["loss"]
     assert list(frame["epochs"]) == [3, 2]
+    assert list(frame["planned_epochs"]) == [3, 2]
     assert frame.loc["slow", "steps"] == slow.history.rows[-1]["step"]
     assert frame.loc["slow", "minutes"] == pytest.approx(slow.summary()["epoch_time"].sum() / 60)
     assert frame.loc["slow", "memory"] == max(row["memory"] for row in slow.history.of("step"))
     assert list(frame["batch_size"]) == [16, 32]
     assert "lr" not in frame.columns  # the same in both
     assert "energy" not in frame.columns  # known of none
+
+
+def test_epochs_are_those_that_ended_whatever_the_plan_asks_for(runs, tmp_path):
+    """A run of 3 epochs whose plan was changed to 1 afterwards, beside one of 2."""
+    folder = shutil.copytree(runs[0].folder, tmp_path / "lowered")
+    (folder / "plan.json").write_text(runs[0].plan.replace(epochs=1).to_json())
+    compared = nb.compare(folder, runs[1])
+    assert list(compared.frame["epochs"]) == [3, 2]
+    rows = [line.split() for line in str(compared).splitlines()]
+    assert ["epochs", "3", "2"] in rows
+    assert ["planned", "epochs", "1", "2"] in rows
+
+
+def test_the_train_loss_is_one_number_in_summary_comparison_and_picture(runs):
+    """The last epoch's mean: the last log window and the smoothed curve end elsewhere."""
+    slow = runs[0]
+    loss = slow.summary()["train_loss"].iloc[-1]
+    assert loss != slow.history.of("step")[-1]["loss"], "the toy run cannot tell the two apart"
+    assert nb.compare(slow).frame["train_loss"].tolist() == [loss]
+    [line] = [line for line in picture(Columns(slow.history)).charts[0].lines if line.name.startswith("train")]
+    assert (line.name, line.value) == ("train, last epoch", number(loss))
+
+
+def test_before_the_first_epoch_ends_the_train_loss_is_that_of_the_last_log_step(runs, tmp_path):
+    folder = shutil.copytree(runs[0].folder, tmp_path / "young")
+    steps = [row for row in runs[0].history.rows if row["epoch"] == 0 and row["kind"] == "step"]
+    (folder / "history.csv").unlink()
+    young = History(folder / "history.csv")
+    for row in steps:
+        young.append(Record("step", 0, row["step"], row["samples"], {"loss": row["loss"], "lr": row["lr"]}))
+    assert nb.compare(folder).frame["train_loss"].tolist() == [steps[-1]["loss"]]
+    [line] = [line for line in picture(Columns(young)).charts[0].lines if line.name]
+    assert (line.name, line.value) == ("train", number(steps[-1]["loss"]))
+
+
+def test_an_lr_of_a_thousand_leaves_the_rest_of_its_history_in_the_chart(runs, tmp_path):
+    folder = shutil.copytree(runs[0].folder, tmp_path / "typo")
+    (folder / "history.csv").unlink()
+    found = History(folder / "history.csv")
+    for step in range(1, 101):
+        if step in (51, 53):
+            what = "lr 0.002 → 1000" if step == 51 else "clip_norm 1 → 2, lr 1000 → 0.002"
+            found.append(Record("change", 0, step - 1, 16 * step, {"what": what}))
+        found.append(Record("step", 0, step, 16 * step, {"loss": 1.0, "lr": 1000.0 if step in (51, 52) else 2e-3}))
+    [chart] = [chart for chart in nb.compare(folder).picture().charts if chart.title == "learning rate"]
+    [line] = chart.lines
+    assert (line.x[0], line.x[-1]) == (1, 100)
+    assert {*line.y.tolist()} == {2e-3, 1000.0}
+    assert not line.dotted
+    assert chart.scale.log
+    heights = chart.scale.heights(line.y)
+    assert 0 < heights.min() < 0.2
+    assert 0.8 < heights.max() < 1
 
 
 def test_runs_and_their_folders_compare_alike(runs):
@@ -73,8 +129,8 @@ def test_the_x_axis_can_be_samples_or_minutes_of_training(runs):
     assert over["samples"].last == last["samples"]
     assert over["minutes"].last == pytest.approx(compare.compare(*runs).frame["minutes"].max())
     assert over["minutes"].x == "minutes"
-    for picture in over.values():
-        [validation] = [each for each in picture.charts if each.title == "validation loss"]
+    for drawn in over.values():
+        [validation] = [each for each in drawn.charts if each.title == "validation loss"]
         assert (validation.lines[0].y == [row["val_loss"] for row in slow.history.of("epoch")]).all()
     ends = [row["samples"] for row in slow.history.of("epoch")]
     [validation] = [each for each in over["samples"].charts if each.title == "validation loss"]

@@ -161,6 +161,37 @@ def test_a_finished_run_says_what_it_took_instead():
     assert "time left" not in facts
 
 
+def turned(lrs, changes):
+    """A run that logs these lrs, one a step, and the steps after which lr was changed."""
+    found = History()
+    for step, lr in enumerate(lrs, 1):
+        found.append(Record("step", 0, step, step, {"loss": 1.0, "lr": lr}))
+        if step in changes:
+            found.append(Record("change", 0, step, step, {"what": f"lr {lr} → {lrs[step]}"}))
+    return found
+
+
+@pytest.mark.parametrize("set_to", [1000.0, 1e-9])
+def test_the_chart_of_lr_shows_all_of_it_however_far_a_change_goes(set_to):
+    lrs = [2e-3] * 300 + [set_to] * 3 + [2e-3] * 300
+    [chart] = [each for each in shown(turned(lrs, (300, 303))).charts if each.title == "learning rate"]
+    [line] = chart.lines
+    assert (line.x[0], line.x[-1], {*line.y.tolist()}) == (1, 603, {2e-3, set_to})
+    assert not line.dotted
+    low, high = chart.scale.heights(np.array(sorted((2e-3, set_to))))
+    assert 0 < low < 0.2 < 0.8 < high < 1
+
+
+def test_a_schedule_that_ends_at_zero_takes_four_decades_of_the_chart_of_lr():
+    steps = np.arange(1, 2001) / 2000
+    [chart] = [
+        each
+        for each in shown(turned((1e-3 * np.cos(steps * np.pi / 2) ** 2).tolist(), ())).charts
+        if each.title == "learning rate"
+    ]
+    assert 1e3 < chart.scale.high / chart.scale.low < 1e5
+
+
 def test_the_lowest_is_best_for_an_error_rate_and_its_point_is_ringed():
     made = shown(history(metric="cer"), About(best="-cer"))
     [line] = made.charts[1].lines

@@ -1,5 +1,7 @@
 """Tables: nothing in a cell is markup, columns line up, what is unknown is a dash."""
 
+import math
+
 import pytest
 
 from nbtools import table
@@ -50,3 +52,29 @@ def test_a_table_without_rows_still_shows_its_headers():
 def test_numbers_with_units_stand_right_and_file_names_left():
     rows = [("0001.png", "1.5 GB", "97 %", 1e-6, "24.3×"), ("2.png", "12 GB", "8 %", None, "9×")]
     assert table.numeric(["file", "size", "use", "lr", "ratio"], rows) == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.002 * 2**0.5, "0.00283"),
+        (0.1 + 0.2, "0.3"),
+        (3e-4, "0.0003"),
+        (0.99995, "0.99995"),
+        (1000.0, "1000"),
+        (123456.789, "123457"),
+        (2 / 3 * 1e-9, "6.67e-10"),
+        (math.inf, "inf"),
+    ],
+)
+def test_a_float_is_shown_as_it_was_typed_and_a_computed_one_in_three_digits(value, text):
+    assert table.shown(value) == text
+
+
+def test_a_count_and_its_noun_agree():
+    assert [table.counted(n, "thread") for n in (0, 1, 2, 1300)] == [
+        "0 threads",
+        "1 thread",
+        "2 threads",
+        "1,300 threads",
+    ]

@@ -73,6 +73,13 @@ class Columns:
         _, values = self.found.get(("step", name)) or self.found.get(("epoch", name)) or EMPTY
         return values[-1] if values else None
 
+    @property
+    def train_loss(self) -> float | None:
+        """The train loss of a run, one number wherever it is shown: the mean over the samples of the last epoch that
+        ended, each as it was when it was trained on. Before the first epoch ends: the mean since the last log step."""
+        _, epochs = self.series("epoch", "train_loss")
+        return float(epochs[-1]) if len(epochs) else self.newest("loss")
+
     def evaluated(self, name: str) -> Series:
         """A metric at the ends of epochs, and where a person asked for it between them."""
         x, y = self.series("epoch", name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from nbtools.plot.axis import Scale, number, scientific
@@ -28,6 +30,7 @@ from nbtools.plot.marks import marks
 
 METRIC_COLOURS = (GREEN, PURPLE, ORANGE, SKY, BLUE, VERMILLION)
 DECADES = 4  # of a logarithmic axis at most: a cosine that ends at 0 would else go on for ever
+LR = re.compile(r"(^|, )lr ")  # among the knobs that a change names
 
 
 def picture(table: Columns, about: About | None = None, status: str = "", over: bool = False) -> Picture:
@@ -49,12 +52,14 @@ def picture(table: Columns, about: About | None = None, status: str = "", over: 
 
 
 def loss(table: Columns) -> Chart | None:
-    """Train loss as logged (faint) and smoothed, and the validation's; logarithmic when it falls a lot."""
+    """Train loss as logged (faint) and smoothed, and the validation's; logarithmic when it falls a lot. The number in
+    the legend is that of the last epoch, as everywhere, and not the end of the smoothed curve."""
     x, y = train_loss(table)
     at, smooth = calmed(x, y, 1 / 20)
     lines = [Line("", *thinned(x, y), BLUE, "faint")] if len(x) > 8 else []
     if len(x):
-        lines.append(Line("train", at, smooth, BLUE, value=number(smooth[-1])))
+        label = "train, last epoch" if ("epoch", "train_loss") in table.found else "train"
+        lines.append(Line(label, at, smooth, BLUE, value=number(table.train_loss or 0.0)))
     vx, vy = table.evaluated("val_loss")
     if len(vx):
         lines.append(Line("validation", *thinned(vx, vy), VERMILLION, "points", number(vy[-1])))
@@ -95,17 +100,23 @@ def shares(low: float, high: float) -> Scale:
 
 def rate(table: Columns) -> Chart | None:
     """The learning rate over at least one decade, so that a constant one is no picture of rounding."""
-    x, y = decades(*table.either("lr"))
+    x, y = rates(table)
     if not len(x):
         return None
     last = table.newest("lr")
-    line = Line("lr", *averaged(x, y), VERMILLION, value=scientific(last) if last else "0")
+    line = Line("lr", *thinned(x, y), VERMILLION, value=scientific(last) if last else "0")
     return Chart("learning rate", (line,), decade(float(y.min()), float(y.max())))
 
 
-def decades(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The points that a logarithmic axis shows."""
-    shown = y > y.max(initial=0) / 10**DECADES
+def rates(table: Columns) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, lr) that a logarithmic axis shows. A schedule may end at 0, so the axis ends DECADES below its highest
+    lr; a schedule lasts from one change of lr to the next, so however large or small a value somebody sets, what came
+    before and after it stays in the picture."""
+    x, y = table.either("lr")
+    turned = sorted(row["step"] for row in table.changes if LR.search(str(row.get("what", ""))))
+    highest = np.zeros(len(turned) + 1)
+    np.maximum.at(highest, np.searchsorted(turned, x), y)
+    shown = y > highest[highest > 0].min(initial=np.inf) / 10**DECADES
     return x[shown], y[shown]
 
 

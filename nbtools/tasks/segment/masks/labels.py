@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from nbtools.report import WARNING, Refused, Row
-from nbtools.report import counted as quantity
+from nbtools.table import counted as quantity
 from nbtools.tasks.segment.masks.classes import IGNORE, MOST_ID, UNKNOWN, Table
 from nbtools.tasks.segment.masks.images import Recipe, Size, opened, shown
 

@@ -13,8 +13,9 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from nbtools import report
-from nbtools.report import WARNING, Refused, Row, counted, ordered
+from nbtools.report import WARNING, Refused, Row, ordered
 from nbtools.stage import stage
+from nbtools.table import counted
 from nbtools.tasks.segment.masks.choices import Choices
 from nbtools.tasks.segment.masks.classes import BACKGROUND, IGNORE, Table
 from nbtools.tasks.segment.masks.files import Found, Survey, surveyed

@@ -11,8 +11,9 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from nbtools import report
-from nbtools.report import WARNING, Row, counted, ordered
+from nbtools.report import WARNING, Row, ordered
 from nbtools.stage import stage
+from nbtools.table import counted
 from nbtools.tasks.sign.clips.clip import Keys, examined
 from nbtools.tasks.sign.clips.data import decided
 from nbtools.tasks.sign.clips.files import Found, surveyed
