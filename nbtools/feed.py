@@ -156,14 +156,19 @@ def longest_of(lengths: np.ndarray, sizes: Sequence[int]) -> list[int]:
 
 
 class Streamed:
-    """One thread gathers batches from the memory map ahead of training; on CUDA through a ring of pinned buffers and a
-    copy stream of its own, so that neither the copy nor the gather waits in the step."""
+    """One thread a call gathers batches from the memory map ahead of training; on CUDA through a ring of pinned buffers
+    and a copy stream, so that neither the copy nor the gather waits in the step.
+
+    The ring belongs to the call: an evaluation within an epoch would otherwise refill buffers that the epoch's copies
+    still read. A new one costs little, since torch keeps the pinned memory that the last one freed. The stream belongs
+    to the feed: torch's allocator keeps freed GPU memory by stream, and each new stream would start without any.
+    """
 
     name = "streamed"
 
     def __init__(self, pack: Pack, device: torch.device, prefetch: int):
         self.pack, self.device, self.prefetch = pack, device, prefetch
-        self.ring = [Slot(device) for _ in range(prefetch + 1)] if device.type == "cuda" else []
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batches: Sequence[np.ndarray]) -> Generator[Raw, None, None]:
         ready: queue.Queue[Any] = queue.Queue(maxsize=self.prefetch)
@@ -189,22 +194,22 @@ class Streamed:
 
     def produce(self, batches: Sequence[np.ndarray], ready: queue.Queue, stop: threading.Event) -> None:
         try:
+            ring = [Slot(self.device, self.stream) for _ in range(self.prefetch + 1)] if self.stream else []
             for k, ids in enumerate(batches):
                 if stop.is_set():
                     return
                 raw = gather(self.pack, ids)
-                ready.put(self.ring[k % len(self.ring)].send(raw) if self.ring else (on(self.device, raw), None))
+                ready.put(ring[k % len(ring)].send(raw) if ring else (on(self.device, raw), None))
         except BaseException as error:  # handed to the training thread, which raises it
             ready.put((error, None))
 
 
 class Slot:
-    """Pinned buffers for one batch on its way to the GPU; pinned once, reused when the last copy is through."""
+    """Pinned buffers for one batch on its way to the GPU; reused when the last copy is through."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream):
+        self.device, self.stream = device, stream
         self.buffers: dict[str, Tensor] = {}
-        self.stream = torch.cuda.Stream(device)
         self.copied = torch.cuda.Event()
 
     def send(self, raw: Raw) -> tuple[Raw, torch.cuda.Event]:

@@ -1,5 +1,6 @@
 """Feeds: every sample once an epoch whatever happens to the batch size, and the same batches from everywhere."""
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -16,7 +17,7 @@ import toy
 
 from nbtools import feed
 from nbtools.errors import TrainError
-from nbtools.feed import Resident, Streamed, Workers, batches_left, choose, in_order, lengths_of, open_feed
+from nbtools.feed import Resident, Streamed, Workers, batches_left, choose, gather, in_order, lengths_of, open_feed
 from nbtools.pack import RawFiles
 from nbtools.plan import Plan
 
@@ -214,6 +215,73 @@ def test_samples_without_any_length_are_fed_as_padding(tmp_path, monkeypatch):
 
 def feed_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "nbtools-feed"]
+
+
+class LateCopies:
+    """What `torch.cuda` does for the streamed feed, on a CPU: a copy from a pinned buffer reads it only when somebody
+    waits for the copy's event, as late as a busy GPU may, so that a buffer filled again too early shows."""
+
+    def __init__(self) -> None:
+        self.lock, self.here = threading.Lock(), threading.local()
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        to, empty = torch.Tensor.to, torch.empty
+        late = self
+
+        class Stream:
+            def __init__(self, device=None):
+                self.pending: list = []
+
+            def wait_event(self, event):
+                event.synchronize()
+
+        class Event:
+            stream, copies = None, 0
+
+            def record(self, stream):
+                self.stream, self.copies = stream, len(stream.pending)
+
+            def synchronize(self):
+                with late.lock:
+                    for k in range(self.copies):
+                        target, source = self.stream.pending[k]
+                        if source is not None:
+                            target.copy_(source)
+                            self.stream.pending[k] = (target, None)
+
+        @contextlib.contextmanager
+        def stream(one):
+            late.here.stream = one
+            yield
+
+        def copied_later(tensor, *where, **more):
+            if not where or getattr(where[0], "type", None) != "cuda":
+                return to(tensor, *where, **more)
+            target = torch.full_like(tensor, 99)
+            late.here.stream.pending.append((target, tensor))
+            time.sleep(0.0005)  # the other call's thread has its turn
+            return target
+
+        for name, value in {"Stream": Stream, "Event": Event, "stream": stream}.items():
+            patch.setattr(torch.cuda, name, value)
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
+        patch.setattr(torch, "empty", lambda *shape, pin_memory=False, **more: empty(*shape, **more))
+        patch.setattr(torch.Tensor, "to", copied_later)
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+
+
+def test_two_calls_of_the_streamed_feed_at_once_give_each_its_own_batches(pack, monkeypatch):
+    """As an evaluation amid an epoch makes them, on an emulated GPU."""
+    train, val = ([ids[i : i + 4] for i in range(0, 40, 4)] for ids in (np.arange(40), np.arange(40, 80)))
+    LateCopies().install(monkeypatch)
+    feed = open_feed(pack, Plan(feed="streamed"), torch.device("cuda"))
+    wrong = 0
+    for _ in range(4):
+        for batches in zip(zip(train, feed(train), strict=True), zip(val, feed(val), strict=True), strict=True):
+            for ids, raw in batches:
+                true = gather(pack, ids)
+                wrong += not all(torch.equal(raw[name], tensor) for name, tensor in true.items())
+    assert wrong == 0, f"{wrong} of 80 batches hold the samples of another call"
 
 
 def test_the_streams_thread_ends_at_once_when_the_consumer_leaves_early(pack, monkeypatch):
