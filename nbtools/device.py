@@ -14,6 +14,11 @@ import torch
 from nbtools.errors import TrainError
 from nbtools.plan import Plan
 
+# torch reads it once, at the process's first matrix product on CUDA, and without it refuses all of them under
+# Plan.deterministic (Context.cpp, alertCuBLASConfigNotDeterministic). cuBLAS's workspace takes 32 MiB then instead of 8
+# (on Hopper 32 in any case).
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT = ((TRIM_THRESHOLD, 2**31 - 1, 2**31 - 1), (MMAP_THRESHOLD, 2**30, 2**25))  # the last where glibc allows no more
@@ -36,19 +41,15 @@ def require(plan: Plan, device: torch.device) -> None:
 
 def prepare(plan: Plan, device: torch.device, many_shapes: bool) -> None:
     """Set determinism, on CUDA cuDNN's autotuner (few shapes only) and TF32, on a CPU how malloc frees."""
-    if plan.deterministic and device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses every matrix product
     torch.use_deterministic_algorithms(plan.deterministic)
     if device.type == "cpu":
         keep_freed()
     if device.type != "cuda":
         return
     torch.backends.cudnn.benchmark = not plan.deterministic and not many_shapes
-    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch ≥ 2.9; not to be mixed with the older flags
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
-        torch.backends.cudnn.conv.fp32_precision = "tf32"  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        torch.set_float32_matmul_precision("high")
+    # In all versions. The newer `fp32_precision` alone makes torch.get_float32_matmul_precision() raise, which inductor
+    # calls (pytorch#166387). Convolutions take TF32 by default.
+    torch.set_float32_matmul_precision("high")
 
 
 @cache

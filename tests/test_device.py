@@ -1,4 +1,4 @@
-"""Claims about the device: how malloc is told to keep what tensors free."""
+"""Claims about the device: how malloc keeps what tensors free, and the switches that training on a GPU sets."""
 
 import ast
 import os
@@ -6,8 +6,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from nbtools import device
+from nbtools.measure.untouched import untouched
+from nbtools.plan import Plan
+
+CUDA = torch.device("cuda")  # a name: nothing is put there
 
 STEPS = """
 import resource, sys, torch
@@ -59,3 +64,68 @@ def ran(folder, settings):
     )
     assert done.returncode == 0, done.stderr
     return ast.literal_eval(done.stdout)
+
+
+@pytest.fixture
+def switches():
+    """Lets a test set torch's process-wide switches."""
+    with untouched(torch.device("cpu")):
+        yield
+
+
+def readings() -> dict:
+    """What torch answers about the precision of products: other libraries and the compiler ask all of these."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    found = {}
+    for name, read in {
+        "precision": torch.get_float32_matmul_precision,
+        "matmul": lambda: matmul.allow_tf32,
+        "convolution": lambda: cudnn.allow_tf32,
+        "backend": lambda: getattr(matmul, "fp32_precision", None),
+    }.items():
+        try:
+            found[name] = read()
+        except RuntimeError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.usefixtures("switches")
+def test_preparing_a_gpu_for_training_takes_tf32_and_every_library_can_still_ask():
+    device.prepare(Plan(), CUDA, many_shapes=False)
+    found = readings()
+    assert found.pop("backend") in ("tf32", None)  # None: torch < 2.9
+    assert found == {"precision": "high", "matmul": True, "convolution": True}
+
+
+@pytest.mark.usefixtures("switches")
+@pytest.mark.parametrize("chosen", ["highest", "high", "medium", "fp32_precision"])
+def test_measuring_on_a_gpu_gives_the_users_precision_back(chosen):
+    """fp32_precision: by the newer switch alone, after which torch refuses to answer for the older ones."""
+    matmul = torch.backends.cuda.matmul
+    if chosen != "fp32_precision":
+        torch.set_float32_matmul_precision(chosen)
+    elif hasattr(matmul, chosen):
+        torch.set_float32_matmul_precision("highest")
+        matmul.fp32_precision = "tf32"
+    before = readings()
+    with untouched(torch.device("cpu")):
+        device.prepare(Plan(deterministic=True), CUDA, many_shapes=False)
+    if chosen == "fp32_precision":  # the older switches may answer now
+        assert readings()["backend"] == before["backend"]
+    else:
+        assert readings() == before
+
+
+@pytest.mark.parametrize("own", [None, ":16:8"])
+def test_importing_nbtools_settles_cublas_workspace_before_any_product(own):
+    """torch asks for it at the process's first product, and not again; a user's own setting stays."""
+    env = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import os, nbtools; print(os.environ.get('CUBLAS_WORKSPACE_CONFIG'))"],
+        env=env if own is None else {**env, "CUBLAS_WORKSPACE_CONFIG": own},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.strip() == (own or ":4096:8"), done.stderr

@@ -236,7 +236,7 @@ class LateCopies:
                 event.synchronize()
 
         class Event:
-            stream, copies = None, 0
+            stream, copies = Stream(), 0
 
             def record(self, stream):
                 self.stream, self.copies = stream, len(stream.pending)
