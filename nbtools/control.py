@@ -24,7 +24,8 @@ UNFINISHED = 2.0  # seconds that a file which is no JSON yet may still be being 
 
 @dataclass
 class Wishes:
-    """Wishes that wait to be granted. plan: the last one that was wished for, None where no knob was turned yet."""
+    """Wishes that wait to be granted. plan: the last one that was wished for, None where no knob was turned yet.
+    stopper: who asked for the stop, as the run tells it."""
 
     paused: bool = False
     stop: bool = False
@@ -32,6 +33,7 @@ class Wishes:
     save: bool = False
     profile: bool = False
     plan: Plan | None = None
+    stopper: str = "you"
 
     def do(self, action: str) -> None:
         """Wish one of ACTIONS."""

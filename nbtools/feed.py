@@ -295,8 +295,17 @@ class Workers:
 
 
 def deaf(worker: int) -> None:
-    """An interrupt reaches every process of a notebook or terminal: what it means, the run says and not its workers."""
+    """An interrupt reaches every process of a notebook or terminal: what it means, the run says and not its workers.
+    Nor does SIGTERM end one at once: a kernel that shuts down sends it to all its children, and the death of a worker
+    raises in the midst of the step that is to be finished and saved."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, end_soon)
+
+
+def end_soon(*_: Any) -> None:
+    """Live on for the seconds that a kernel is given; for good, and a process that waits for this one would hang."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.alarm(5)
 
 
 def require_shared_memory(pack: Pack, plan: Plan) -> None:

@@ -23,7 +23,7 @@ from nbtools.plan import Plan
 from nbtools.run import PLAN, Run
 from nbtools.stage import on_colab, release_runtime
 from nbtools.state import Task, TrainState, task_name
-from nbtools.surface import Surface
+from nbtools.surface import Surface, Termination
 
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
 SAVE_SHARE = 0.05  # of the time that checkpoints at the ends of quick epochs may take, the best ones aside
@@ -49,7 +49,8 @@ def fit(
     end free the GPU's memory, and on Colab give the machine back, with what is on its disk, so that it costs no more.
 
     While it trains, buttons and fields in the notebook act on it, and so does `control.json` in its folder (see
-    `nbtools.control`). Stop, Ctrl-C or the notebook's own stop button finish the step, save, and return the run.
+    `nbtools.control`). Stop, Ctrl-C or the notebook's own stop button finish the step, save, and return the run; so do
+    the shutdown of the kernel and SIGTERM, after which the process ends.
     Raises TrainError, PlanError or CheckpointError; the checkpoints stay whole.
     """
     folder, kept = places(run, keep, release_gpu)
@@ -69,15 +70,16 @@ def fit(
         keeper = checkpoint.Keeper(folder, kept) if kept is not None else None
         surface = Surface(folder, task, state, pack, history, plan, progress)
         surface.tell_all(complaints)
-        try:
-            with surface:
-                follow(job, keeper, surface)
-            finish(job, surface, receipt and not surface.wishes.stop)
-        finally:
-            if keeper is not None:
-                keeper.keep()
-                keeper.close()
-                surface.tell_all(keeper.complaints)
+        with Termination(surface.wishes):
+            try:
+                with surface:
+                    follow(job, keeper, surface)
+                finish(job, surface, receipt and not surface.wishes.stop)
+            finally:
+                if keeper is not None:
+                    keeper.keep()
+                    keeper.close()
+                    surface.tell_all(keeper.complaints)
         found = Run.open(folder, task)
         found.events = surface.told
     if release_gpu and not surface.wishes.stop:
@@ -142,7 +144,7 @@ def heed(job: Job, saver: Saver, surface: Surface, record: Record) -> bool:
             if asked:
                 surface.tell(f"saved at step {state.step}" if saved else "not saved: the loss is no longer a number")
         if wishes.stop:
-            surface.tell(f"stopped by you after step {state.step}; run it again to go on")
+            surface.tell(f"stopped by {wishes.stopper} after step {state.step}; run it again to go on")
             return True
         if wishes.profile:
             wishes.profile = False

@@ -74,7 +74,7 @@ class Messages:
 
     def __exit__(self, *_) -> None:
         box, self._inbox, self._due = self._inbox, None, math.inf
-        if box:
+        if box and not closing(self._kernel):
             with HeldInterrupt():
                 box.close()
 
@@ -85,11 +85,15 @@ class Messages:
         """
         if time.perf_counter() < self._due:
             return 0
+        if closing(self._kernel):
+            self.__exit__()
+            return 0
         self._due = time.perf_counter() + self._pause
         try:
             return self._handle_pending()
         except Exception as error:
-            self.trouble = sentence(error)
+            if not closing(self._kernel):
+                self.trouble = sentence(error)
             self.__exit__()
             return 0
 
@@ -248,6 +252,12 @@ def running_kernel() -> Any:
     """The kernel whose cell this is; None in a terminal, a script or a test."""
     ipython = sys.modules.get("IPython")
     return getattr(ipython.get_ipython(), "kernel", None) if ipython else None
+
+
+def closing(kernel: Any) -> bool:
+    """Whether a kernel was asked to shut down. Its other threads then close the shell's sockets, in ipykernel 7 while
+    the cell still runs, and use of a socket that another thread closes may end the process: they are left alone."""
+    return bool(getattr(getattr(kernel, "shell", None), "exit_now", False))
 
 
 def inbox(kernel: Any) -> Queued | Received | None:

@@ -16,7 +16,7 @@ from nbtools.bounds import fixed, require_change
 from nbtools.control import Wishes
 from nbtools.errors import NbtoolsError
 from nbtools.history import History, Record
-from nbtools.kernel import Messages
+from nbtools.kernel import Messages, closing, flush, running_kernel
 from nbtools.pack import Pack
 from nbtools.panel import Panel
 from nbtools.plan import Plan
@@ -123,8 +123,10 @@ class Surface(View):
         self.draw(self.status)
 
     def listen(self) -> bool:
-        """Hear clicks and control.json; whether there is something to heed."""
+        """Hear clicks, control.json and the kernel's shutdown; whether there is something to heed."""
         self.messages.handle()
+        if closing(running_kernel()):
+            self.wishes.stop, self.wishes.stopper = True, "the shutdown of the kernel"
         if (trouble := self.messages.trouble) is not None and trouble not in self.told:
             self.tell(trouble)
         now, wishes = monotonic(), self.wishes
@@ -176,3 +178,40 @@ class Interrupt:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.before is not None:
             signal.signal(signal.SIGINT, self.before)
+
+
+class Termination:
+    """Turns the first SIGTERM into a request to stop, and delivers it when the block has ended; a second one is
+    delivered at once. Off the main thread it does nothing.
+
+    Schedulers send it, and jupyter_client to a kernel that has not shut down after half of `shutdown_wait_time`
+    (2.5 of 5 s), when SIGKILL follows.
+    """
+
+    def __init__(self, wishes: Wishes) -> None:
+        self.wishes = wishes
+        self.came = False
+        self.before: Any = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self.before = signal.signal(signal.SIGTERM, self.ask) or signal.SIG_DFL
+        return self
+
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        if self.came:
+            self.deliver()
+        self.came = self.wishes.stop = True
+        self.wishes.stopper = "SIGTERM"
+
+    def deliver(self) -> None:
+        signal.signal(signal.SIGTERM, self.before)
+        signal.raise_signal(signal.SIGTERM)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.before is None:
+            return
+        signal.signal(signal.SIGTERM, self.before)
+        if self.came and error is None:  # an error has to be shown, which ends a process in a terminal as well
+            flush()
+            signal.raise_signal(signal.SIGTERM)

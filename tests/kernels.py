@@ -12,6 +12,7 @@ import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import KernelManager
+from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 
 ROOT = Path(__file__).parent.parent
 STACKS = {"colab": ROOT / ".venv-colab", "ipykernel-7.3": ROOT / ".venv-ipykernel-7.3", "newest": Path(sys.prefix)}
@@ -90,6 +91,13 @@ class Client:
         return [
             m["content"]["execution_state"] for m in self.said if m["msg_type"] == "status" and parent(m) == request
         ]
+
+    def ended(self) -> int:
+        """Waits for the end of the process; its exit code."""
+        provisioner = self.manager.provisioner
+        assert isinstance(provisioner, LocalProvisioner)
+        assert provisioner.process is not None
+        return provisioner.process.wait(PATIENCE)
 
     def run(self, code: str) -> str:
         """Runs a cell to its end; its text."""

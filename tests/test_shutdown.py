@@ -1,0 +1,200 @@
+"""A process that is asked to end while it trains: kernels that are shut down, and SIGTERM. What was trained is kept."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import Empty
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import toy
+from kernels import PATIENCE, Client, parent, started
+from serving import until
+
+import nbtools as nb
+
+QUIET: dict[str, Any] = {"receipt": False, "progress": False}
+PLAN = toy.PLAN.replace(epochs=4)
+TRAIN = f"""
+import sys, time; sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch; torch.set_num_threads(1)
+import nbtools as nb, toy
+from pathlib import Path
+pack = toy.make_pack(Path("toy"), count=60)
+class Held:
+    PLAN, BASELINE, BEST, loss, metrics = toy.PLAN, toy.BASELINE, toy.BEST, toy.loss, toy.metrics
+    decode, model, preview = toy.decode, toy.model, toy.preview
+    def batch(raw, plan, draws):
+        if draws is not None:
+            with open("steps", "a") as file:
+                file.write("step\\n")
+            while Path("steps").stat().st_size >= 25 and not Path("go").exists():
+                time.sleep(0.01)
+        return toy.batch(raw, plan, draws)
+print("ready", flush=True)
+run = nb.fit(Held, pack, toy.PLAN.replace(epochs=4, {{knobs}}), "run", receipt=False)
+"""
+"""A cell whose fifth step lasts until a file `go` is there; every step is noted in a file `steps`."""
+
+
+def as_jupyter_does(kernel: Client, finish_step: Callable[[], None]) -> None:
+    """What jupyter_client's shutdown_kernel sends, SIGKILL aside: the step under way outlasts all of it."""
+    kernel.manager.interrupt_kernel()
+    kernel.client.shutdown()
+    kernel.client.get_control_msg(timeout=PATIENCE)
+    kernel.manager.signal_kernel(signal.SIGTERM)
+    finish_step()
+
+
+def by_message_alone(kernel: Client, finish_step: Callable[[], None]) -> None:
+    kernel.client.shutdown()
+    kernel.client.get_control_msg(timeout=PATIENCE)
+    finish_step()
+
+
+WAYS = {
+    "colab-jupyter": ("colab", as_jupyter_does, ""),
+    "colab-message": ("colab", by_message_alone, ""),
+    "ipykernel-7.3-message": ("ipykernel-7.3", by_message_alone, ""),
+    "newest-jupyter-workers": ("newest", as_jupyter_does, "feed='workers', workers=1"),
+}
+
+
+@pytest.fixture(params=list(WAYS.values()), ids=list(WAYS))
+def ended(request, tmp_path):
+    """A kernel that was asked to end in the midst of a run's fifth step, and what it said until it had ended."""
+    stack, shut_down, knobs = request.param
+    with started(stack, tmp_path) as kernel:
+        cell = kernel.client.execute(TRAIN.format(knobs=knobs))
+        kernel.printed("ready")
+        until(lambda: steps(tmp_path) == 5, "the fifth step")
+        shut_down(kernel, (tmp_path / "go").touch)
+        code = kernel.ended()
+        said = list(pending(kernel))
+        yield SimpleNamespace(folder=tmp_path, code=code, said=said, cell=cell)
+
+
+def steps(folder: Path) -> int:
+    return (folder / "steps").read_text().count("step\n") if (folder / "steps").exists() else 0
+
+
+def pending(kernel: Client):
+    """What the kernel published and nobody has read yet."""
+    while True:
+        try:
+            yield kernel.client.get_iopub_msg(timeout=0.2)
+        except Empty:
+            return
+
+
+def last_saved(folder: Path) -> int:
+    """The step of a run's newest checkpoint."""
+    return int(json.loads((folder / "run.json").read_text())["last"].split("-")[1])
+
+
+def test_a_kernel_shut_down_finishes_the_step_saves_and_ends(ended, one_thread):
+    assert ended.code in (0, -signal.SIGTERM)
+    assert last_saved(ended.folder / "run") == steps(ended.folder) == 5
+    text = "".join(m["content"]["text"] for m in ended.said if m["msg_type"] == "stream" and parent(m) == ended.cell)
+    assert "after step 5; run it again to go on" in text
+    assert [m["content"]["ename"] for m in ended.said if m["msg_type"] == "error"] == []
+    assert "nbtools" not in (ended.folder / "stderr").read_text()  # ipykernel 7 has complaints of its own
+    goes_on_bit_equal(nb.Pack.open(ended.folder / "toy" / "pack"), ended.folder)
+
+
+def goes_on_bit_equal(pack: nb.Pack, folder: Path) -> None:
+    """Whether the run in a folder, run again, becomes the one that was never ended."""
+    whole = nb.fit(toy, pack, PLAN, folder / "whole", **QUIET)
+    again = nb.fit(toy, pack, PLAN, folder / "run", **QUIET)
+    assert log(again) == log(whole)
+    assert len(again.history.of("epoch")) == PLAN.epochs
+    for name, value in again.model("cpu").state_dict().items():
+        assert torch.equal(value, whole.model("cpu").state_dict()[name])
+
+
+def log(run: nb.Run) -> list[Any]:
+    return [(row["step"], row.get("loss"), row.get("val_loss")) for row in run.history.rows if row["kind"] != "change"]
+
+
+def test_jupyters_own_shutdown_saves_long_before_it_kills(tmp_path):
+    with started("newest", tmp_path) as kernel:
+        kernel.manager.shutdown_wait_time = 5.0  # jupyter_client's own
+        (tmp_path / "go").touch()
+        kernel.client.execute(TRAIN.format(knobs="epochs=100_000").replace("epochs=4, ", ""))
+        until(lambda: steps(tmp_path) > 5, "steps")
+        asked = time.time()
+        kernel.manager.shutdown_kernel()
+    assert last_saved(tmp_path / "run") == steps(tmp_path)
+    assert (tmp_path / "run" / "run.json").stat().st_mtime - asked < 2.5
+
+
+@pytest.fixture
+def terminated():
+    """SIGTERMs that came through to whoever handles them in this process."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    yield came
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_is_a_request_to_stop_and_comes_through_when_the_run_is_saved(tmp_path, terminated, one_thread):
+    pack, seen = toy.make_pack(tmp_path, count=60), []
+
+    def batch(raw, plan, draws):
+        if draws is not None:
+            seen.append(list(terminated))
+            if len(seen) == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return toy.batch(raw, plan, draws)
+
+    task: Any = SimpleNamespace(**{**vars(toy), "batch": batch})
+    run = nb.fit(task, pack, PLAN, tmp_path / "run", keep=tmp_path / "kept", **QUIET)
+    assert run.events == ["stopped by SIGTERM after step 5; run it again to go on"]
+    assert last_saved(tmp_path / "run") == last_saved(tmp_path / "kept") == 5
+    assert seen == [[]] * 5
+    assert terminated == [signal.SIGTERM]
+    goes_on_bit_equal(pack, tmp_path)
+    assert terminated == [signal.SIGTERM]
+
+
+def test_a_second_sigterm_comes_through_at_once(tmp_path, terminated):
+    seen = []
+
+    def batch(raw, plan, draws):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+        seen.append(list(terminated))
+        return toy.batch(raw, plan, draws)
+
+    task: Any = SimpleNamespace(**{**vars(toy), "batch": batch})
+    nb.fit(task, toy.make_pack(tmp_path, count=60), PLAN, tmp_path / "run", **QUIET)
+    assert seen[0] == [signal.SIGTERM]
+
+
+def test_kill_ends_training_in_a_terminal_with_nothing_lost(tmp_path):
+    data = toy.demo(tmp_path / "raw", count=60)
+    command = [sys.executable, "-m", "nbtools", "train", "toy", "--data", str(data), "--run", str(tmp_path / "run")]
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": paths, "NBTOOLS_CACHE": str(tmp_path / "cache")}
+    process = subprocess.Popen(
+        [*command, "--no-receipt", "--epochs", "100000", "--from", "plan"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    history = tmp_path / "run" / "history.csv"
+    until(lambda: history.exists() and len(history.read_text().splitlines()) > 20, "rows")
+    process.terminate()
+    said = process.communicate(timeout=PATIENCE)[1]
+    assert process.returncode == -signal.SIGTERM, said
+    assert f"stopped by SIGTERM after step {last_saved(tmp_path / 'run')}; run it again to go on" in said
+    assert "Traceback" not in said
