@@ -34,6 +34,7 @@ from nbtools.gpu import gpus
 from nbtools.run import Run, evaluate
 from nbtools.smoke import smoke
 from nbtools.stage import stage
+from nbtools.table import plural
 from nbtools.validate import validate
 from nbtools.watch import watch
 
@@ -141,7 +142,7 @@ def show_features(options: argparse.Namespace) -> bool:
 def packed(options: argparse.Namespace, source: str) -> Any:
     pack = find_task(options.task).pack(source, **options_of(options, "option_"))
     if len(pack.bad):
-        print(f"{len(pack.bad)} files left out, listed in {pack.folder / 'bad.csv'}:", file=sys.stderr)
+        print(f"{plural(len(pack.bad), 'file')} left out, listed in {pack.folder / 'bad.csv'}:", file=sys.stderr)
         print(pack.bad.head(10).to_string(index=False), file=sys.stderr)
     return pack
 

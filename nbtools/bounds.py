@@ -10,6 +10,7 @@ from nbtools.errors import TrainError
 from nbtools.pack import Pack
 from nbtools.plan import Plan
 from nbtools.state import FIXED, TrainState
+from nbtools.table import plural
 
 AT_START = ("feed", "workers", "prefetch")  # a run may be resumed with others, but they do not change under way
 
@@ -46,7 +47,8 @@ def require_sizes(pack: Pack, plan: Plan) -> None:
 def require_batch(plan: Plan, count: int) -> None:
     if plan.batch_size > count:
         raise TrainError(
-            f"Plan.batch_size {plan.batch_size} is larger than the train split ({count} samples); take at most {count}"
+            f"Plan.batch_size {plan.batch_size} is larger than the train split ({plural(count, 'sample')}); take at "
+            f"most {count}"
         )
 
 

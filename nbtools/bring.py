@@ -13,6 +13,7 @@ from tqdm import tqdm
 from nbtools import archive, disk, entries, fetch, members
 from nbtools.errors import ArchiveError, StageError
 from nbtools.source import IN_PLACE, Decision, listing, require_archive
+from nbtools.table import plural
 
 MANY = 1000  # files: Drive gives about 50 kB/s on small ones
 
@@ -44,7 +45,9 @@ def _copy_folder(decision: Decision, data: Path, progress: bool) -> int:
     files = sorted(listing(origin).items())
     total = sum(size for _, (size, _) in files)
     if progress and len(files) > MANY:
-        tqdm.write(f"{origin}: {len(files)} files, which is slow there. One tar of them copies many times faster.")
+        tqdm.write(
+            f"{origin}: {plural(len(files), 'file')}, which is slow there. One tar of them copies many times faster."
+        )
     disk.require_space(data, total - sum(size for size, _ in listing(data).values()))
     with _bar(total, f"copy {decision.name}", progress) as moved:
         for name, (size, _) in files:

@@ -16,6 +16,7 @@ from nbtools.pack import Pack
 from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run
 from nbtools.state import Task, TrainState
 from nbtools.surface import Surface
+from nbtools.table import plural
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def evaluate_all(job: Job, surface: Surface) -> None:
         surface.tell("no last evaluation: stopped by you; run it again for it")
         return
     shown = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
-    surface.tell(f"all {job.pack.splits['val']:,} validation samples, in {seconds:.0f} s: {shown}")
+    surface.tell(f"all {plural(job.pack.splits['val'], 'validation sample')}, in {seconds:.0f} s: {shown}")
 
 
 def diagnose(job: Job, surface: Surface) -> None:

@@ -273,7 +273,7 @@ def pair(now: float | None, limit: float | None, unit: str, scale: int = 1) -> s
 
 def without_nvidia(why: str) -> str:
     """One line for machines without NVIDIA: what will do the work, and where a GPU can be had."""
-    machine = f"{cpu_name()}, {table.counted(cores(), 'core')}"
+    machine = f"{cpu_name()}, {table.plural(cores(), 'core')}"
     if apple():
         return f"No NVIDIA GPU. Training uses Apple's GPU (MPS); the CPU is {machine}."
     hint = " On Colab: Runtime, Change runtime type, T4 GPU." if "google.colab" in sys.modules else ""

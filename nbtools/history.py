@@ -140,7 +140,7 @@ class History:
         kinds = Counter(row["kind"] for row in self.rows)
         counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
         upto = f" up to step {self.rows[-1]['step']:,}: {counts}" if self.rows else ""
-        return f"History{f' {self.path}' if self.path else ''}: {table.counted(len(self), 'row')}{upto}"
+        return f"History{f' {self.path}' if self.path else ''}: {table.plural(len(self), 'row')}{upto}"
 
     def _repr_html_(self) -> str:
         rows = self.rows[-LAST:]

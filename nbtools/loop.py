@@ -28,6 +28,7 @@ from nbtools.plan import Plan
 from nbtools.scoring import evaluation
 from nbtools.state import Task, TrainState, best_metric
 from nbtools.step import step
+from nbtools.table import plural
 
 
 class Diverged(TrainError):
@@ -195,7 +196,7 @@ def evaluate_epoch(task: Task, state: TrainState, feed: Feed, pack: Pack) -> Gen
     if state.plan.schedule == "plateau" and state.stale and state.stale % state.plan.patience == 0:
         state.drops += 1
     if state.plan.early_stop is not None and state.stale >= state.plan.early_stop:
-        state.stopped = f"early stop: {metric} did not improve in {state.stale} evaluations"
+        state.stopped = f"early stop: {metric} did not improve in {plural(state.stale, 'evaluation')}"
     return {**validation(found), "eval_time": perf_counter() - start}
 
 

@@ -18,6 +18,7 @@ from nbtools.journal import JOURNAL, Journal
 from nbtools.pack import MANIFEST, VERSION, Pack, Reader
 from nbtools.splits import require_shares
 from nbtools.stage import cache, stage
+from nbtools.table import plural
 from nbtools.writer import Entry, Writer
 
 __all__ = ["Entry", "Writer", "build"]
@@ -126,7 +127,7 @@ def nothing(folder: Path, bad: Sequence[Mapping[str, str]]) -> str:
         return f"{folder}: no samples found; is this the right folder?"
     first = bad[0]
     return (
-        f"{folder}: none of {len(bad)} files can be used. The first: {first['file']}: {first['rule']}, "
+        f"{folder}: 0 of {plural(len(bad), 'file')} can be used. The first: {first['file']}: {first['rule']}, "
         f"got {first['value']}; {first['fix']}"
     )
 

@@ -82,7 +82,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        return f"{self.about}: {table.counted(self.errors, ERROR)} and {table.counted(self.warnings, WARNING)}"
+        return f"{self.about}: {table.plural(self.errors, ERROR)} and {table.plural(self.warnings, WARNING)}"
 
     def shown(self) -> list[list[str | None]]:
         return [[getattr(row, name) or None for name in COLUMNS] for row in gathered(self.rows)]

@@ -24,6 +24,7 @@ from nbtools.measure import Receipt, StepProfile, Verdict
 from nbtools.pack import Card, Pack, collate
 from nbtools.plan import Plan
 from nbtools.state import best_metric
+from nbtools.table import plural
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -178,7 +179,7 @@ class Run:
             if self.best
             else ""
         )
-        return f"Run {self.folder}: {done} of {self.plan.epochs} epochs{best}"
+        return f"Run {self.folder}: {done} of {plural(self.plan.epochs, 'epoch')}{best}"
 
 
 def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[str, float]:

@@ -11,9 +11,24 @@ RIGHT = "#0072b2"
 
 
 class Sheet(Figure):
-    """A Figure without pyplot, whose state leaks from cell to cell: IPython alone knows no way to show one."""
+    """A Figure without pyplot, whose state leaks from cell to cell: IPython alone knows no way to show one. note: the
+    sentence that a notebook shows where there is nothing to draw, in place of an empty strip of paper."""
 
-    def _repr_png_(self) -> bytes:
+    note = ""
+
+    def __repr__(self) -> str:
+        return self.note or super().__repr__()
+
+    def _repr_png_(self) -> bytes | None:
+        if self.note:
+            return None  # IPython then shows the text
         file = io.BytesIO()
         self.savefig(file, format="png")
         return file.getvalue()
+
+
+def blank(note: str = "No samples to show: the list of ids is empty.") -> Sheet:
+    """The sheet of nothing, as of the wrong answers where none was wrong."""
+    sheet = Sheet(figsize=(4, 0.5))
+    sheet.note = note
+    return sheet

@@ -67,7 +67,7 @@ def smoke(task: Any, device: torch.device | str | None = None, **knobs: Any) -> 
         pack = task.pack(
             task.demo(folder / "raw", COUNT, **getattr(task, "SMOKE", {})), into=folder / "pack", progress=False
         )
-        done("data", f"{len(pack)} samples written and packed")
+        done("data", f"{table.plural(len(pack), 'sample')} written and packed")
         plan = advise(task, pack, measure=False).plan.turn(**knobs)
         plan = plan.replace(batch_size=min(BATCH, pack.splits["train"]), micro_batch_size=None)
         state, twin = (TrainState(task, pack, plan, where) for _ in range(2))

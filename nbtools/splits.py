@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Sequence
 
 from nbtools.errors import PackError
+from nbtools.table import plural
 
 SPLITS = ("train", "val", "test")
 
@@ -38,7 +39,9 @@ def assigned(names: Sequence[str], splits: Sequence[str | None], val: float, tes
     if is_count(val) or is_count(test):
         ends = [int(x) if is_count(x) else round(x * len(order)) for x in (test, val)]
         if sum(ends) >= len(order):
-            raise PackError(f"val={val} and test={test} leave none of {len(order)} samples to train on; lower them")
+            raise PackError(
+                f"val={val} and test={test} leave none of {plural(len(order), 'sample')} to train on; lower them"
+            )
         for rank, (_, i) in enumerate(order):
             result[i] = "test" if rank < ends[0] else "val" if rank < sum(ends) else "train"
     else:

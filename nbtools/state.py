@@ -18,6 +18,7 @@ from nbtools.errors import CheckpointError, TrainError
 from nbtools.metrics import Pair
 from nbtools.pack import Card, Pack
 from nbtools.plan import Plan
+from nbtools.table import plural
 
 Batch = dict[str, Tensor]
 
@@ -218,7 +219,9 @@ def grouped(task: Any, model: nn.Module, plan: Plan) -> list[dict[str, Any]]:
         if placed.pop(id(parameter), 0) != 1:
             raise TrainError(f"{name} must be in just one of the groups of the task; correct its groups(model, plan)")
     if placed:
-        raise TrainError(f"{len(placed)} parameters of the task's groups(model, plan) do not learn; leave them out")
+        raise TrainError(
+            f"{plural(len(placed), 'parameter')} of the task's groups(model, plan) do not learn; leave them out"
+        )
     for group in groups:
         group.setdefault("lr_scale", 1.0)
         group.setdefault("decays", True)

@@ -82,9 +82,16 @@ def digits(value: float) -> str:
     return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
-def counted(count: int, noun: str) -> str:
-    """`1 thread`, `2 threads`, `1,300 steps`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def sized(height: int, width: int) -> str:
+    """`96 × 128 pixels (height × width)`: the order of tensors and of every `size=`, wherever a size is shown; viewers
+    and Pillow say the width first, hence the words."""
+    return f"{height:,} × {width:,} pixels (height × width)"
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 thread`, `2 threads`, `1,300 batches`."""
+    ending = "" if count == 1 else "es" if noun.endswith(("s", "tch")) else "s"
+    return f"{count:,} {noun}{ending}"
 
 
 def numeric(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from IPython.core.formatters import DisplayFormatter
 from PIL import Image, ImageDraw
 from torch.nn import functional as F
 
@@ -183,8 +184,8 @@ def test_every_bad_file_is_in_the_table_with_its_rule_and_the_rest_is_packed(fix
     assert rules.pop("1111_t.png")[1] == rules.pop("2222_n.png")[1] == "the file is a whole image"
     assert rules.pop("notes.txt")[1].startswith("images end in .png")
     assert rules.pop("3333_s.png") == (
-        "24×65 pixels",
-        "images are 24×64 pixels",
+        "24 × 65 pixels (height × width)",
+        "images are 24 × 64 pixels (height × width)",
         'resize it, or pack with layout="lines"',
     )
     assert rules.pop("44O4_u.png")[:2] == ("O", "characters are in classes")
@@ -227,10 +228,10 @@ def test_an_empty_folder_names_itself_and_what_was_looked_for(tmp_path):
 
 def test_a_folder_where_nothing_is_usable_says_why(tmp_path):
     (tmp_path / "1234.png").write_text("")
-    with pytest.raises(PackError, match=r"the first of 1 files is 1234\.png.* give label="):
+    with pytest.raises(PackError, match=r"the first of 1 file is 1234\.png.* give label="):
         captcha.pack(tmp_path, progress=False)
     (tmp_path / "1234_1.png").write_text("no image")
-    with pytest.raises(PackError, match="none of 1 files is a readable image"):
+    with pytest.raises(PackError, match="none of 1 file is a readable image"):
         captcha.pack(tmp_path, progress=False)
 
 
@@ -523,3 +524,9 @@ def test_show_draws_truth_and_marks_what_was_misread(fixed, lines, tmp_path):
         assert len({axes.title.get_color() for axes in figure.axes}) == 2
         figure.savefig(tmp_path / "figure.png")
         assert [axes.get_title() for axes in captcha.show(pack, np.array([1])).axes] == [truth[1]]
+
+
+def test_where_nothing_is_wrong_a_notebook_shows_a_sentence_and_no_empty_strip(fixed):
+    for sheet in (captcha.show(fixed, []), captcha.show(fixed, [], [])):
+        shown, _ = DisplayFormatter().format(sheet)
+        assert shown == {"text/plain": "No samples to show: the list of ids is empty."}

@@ -161,7 +161,7 @@ def test_without_a_working_driver_the_list_is_empty_and_one_line_names_the_cpu(n
     assert "\n" not in str(found)
     assert "Not Supported" in str(found)
     assert gpu.cpu_name() in str(found)
-    assert table.counted(gpu.cores(), "core") in str(found)
+    assert table.plural(gpu.cores(), "core") in str(found)
     assert gpu.html.escape(found.note) in found._repr_html_()
 
 

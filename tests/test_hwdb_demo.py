@@ -470,7 +470,7 @@ def test_a_folder_named_by_a_character_is_that_and_without_drawers_images_are_he
             lambda folder: (folder / "A" / "a_01.png").write_bytes(b"not a picture"),
             "a_01.png: the file is a whole image",
         ),
-        (lambda folder: figure(0, 1).save(folder / "A" / "a_01.png"), "leave none of 1 drawers to train on"),
+        (lambda folder: figure(0, 1).save(folder / "A" / "a_01.png"), "leave none of 1 drawer to train on"),
     ],
 )
 def test_what_cannot_be_composed_is_said_so(tmp_path, make, said):

@@ -292,7 +292,7 @@ BOX = TEXT + 4 + 4
         (with_int(0, -1), "got -1 at byte 0 of"),
         (with_int(34, 4, "<h"), "a character's code has 2 bytes, got 4 at byte 34 of"),
         (with_int(36, 24, "<h"), "a pixel has 1 or 8 bits, got 24 at byte 36 of"),
-        (with_int(38, 0), "the sides of the page are 1 to 100,000 pixels, got 0 × 80 at byte 38 of"),
+        (with_int(38, 0), "height and width of the page are 1 to 100,000 pixels, got 0 × 80 at byte 38 of"),
         (with_int(42, 1 << 30), "got 90 × 1,073,741,824 at byte 38 of"),
         (with_int(46, 2), "0 to 1 lines fit in the rest of the file, got 2 at byte 46 of"),
         (with_int(46, -1), "got -1 at byte 46 of"),
@@ -300,9 +300,9 @@ BOX = TEXT + 4 + 4
         (with_int(TEXT, 0x7FFFFFFF), "0 to 13 characters of line 1 fit .*, got 2,147,483,647 at byte 50 of"),
         (with_int(TEXT, -2), "got -2 at byte 50 of"),
         (with_int(TEXT, 13), "the box of line 1 takes 16 bytes, got 0 up to the end at byte 80 of"),
-        (with_int(BOX + 8, 0), "the sides of line 1 are 1 to 100,000 pixels, got 0 × 3 at byte 66 of"),
+        (with_int(BOX + 8, 0), "height and width of line 1 are 1 to 100,000 pixels, got 0 × 3 at byte 66 of"),
         (with_int(BOX + 12, -3), "got 2 × -3 at byte 66 of"),
-        (with_int(BOX + 8, 70_000), "line 1 of 70,000 × 3 pixels takes 210,000 bytes, got 6 up to the end"),
+        (with_int(BOX + 8, 70_000), r"line 1 of 70,000 × 3 pixels .height × width. takes 210,000 bytes, got 6 up to"),
         (small() + b"\0", "the file ends after line 1, got 1 bytes more at byte 80 of"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -338,7 +338,7 @@ def test_lines_up_to_the_damage_are_still_found():
         + line(b"", 0, 0, 5, 5, b"\2" * 9)
     )
     found = []
-    with pytest.raises(PackError, match="line 3 of 5 × 5 pixels takes 25 bytes, got 9"):
+    with pytest.raises(PackError, match=r"line 3 of 5 × 5 pixels \(height × width\) takes 25 bytes, got 9"):
         found.extend(place.read(data) for place in dgrl.lines_of(data))
     assert [one.text for one in found] == ["a", "a"]
 

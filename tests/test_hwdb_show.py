@@ -10,6 +10,7 @@ import pytest
 import torch
 from fontTools.fontBuilder import FontBuilder
 from fontTools.pens.ttGlyphPen import TTGlyphPen
+from IPython.core.formatters import DisplayFormatter
 from matplotlib.colors import same_color, to_rgba
 from matplotlib.patches import Rectangle
 from PIL import Image
@@ -17,6 +18,7 @@ from PIL import Image
 from nbtools import letters, metrics
 from nbtools.errors import MissingExtra, PackError
 from nbtools.sheet import RIGHT, WRONG
+from nbtools.tasks import hwdb
 from nbtools.tasks.hwdb import task
 from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN
 from nbtools.tasks.hwdb.lines.data import pack as pack_lines
@@ -215,7 +217,7 @@ def test_without_lines_tables_are_empty_and_add_up_to_nothing():
 
 def test_lists_that_do_not_belong_together_are_refused(pack):
     for refused in (analysis.confusions, analysis.worst):
-        with pytest.raises(PackError, match="got 2 truths, 1 predictions"):
+        with pytest.raises(PackError, match="got 2 truths, 1 prediction"):
             refused(["手", "写"], ["手"])
         with pytest.raises(PackError, match="1 truths, 1 predictions and 2 ids"):
             refused(["手"], ["手"], [1, 2])
@@ -292,12 +294,23 @@ def test_lines_are_shown_as_they_are_read_dark_on_light(pack):
     assert (right - left) / (bottom - top) == pytest.approx(60 / 32, rel=0.02)
 
 
+def test_where_nothing_is_wrong_a_notebook_shows_a_sentence_and_no_empty_strip(pack):
+    said = {
+        hwdb.show(pack, []): "No samples to show: the list of ids is empty.",
+        hwdb.show(pack, [], []): "No samples to show: the list of ids is empty.",
+        hwdb.confused(hwdb.confusions(["手"], ["手"])): (
+            "Nothing was taken for anything else: the table of confusions is empty."
+        ),
+    }
+    for sheet, sentence in said.items():
+        assert DisplayFormatter().format(sheet)[0] == {"text/plain": sentence}
+
+
 def test_confusions_and_bars_are_drawn_as_the_tables_say(fonts):
     table = analysis.confusions(["手写中文"] * 3 + ["写"], ["手中文"] * 3 + ["写a"])
     sheet = show.confused(table)
     assert {"3 missing", "1 inserted", fonts("写"), "a", "→"} <= set(written(sheet))
     sheet._repr_png_()
-    show.confused(analysis.confusions([], []))._repr_png_()
     table = analysis.by_frequency(["手写", "文"], ["手", "a文"], {"写": 5})
     drawn = show.bars(table).axes[0]
     assert [bar.get_height() for bar in drawn.patches if isinstance(bar, Rectangle)] == pytest.approx([0, 100])

@@ -42,7 +42,8 @@ GROUND = [
     {"sampler", "control"},
     {"plan", "history", "gpu", "metrics", "ctc", "recompute", "sheet", "letters", "report"},
     {"draws"},
-    {"table", "disk", "splits"},
+    {"disk", "splits"},
+    {"table"},
     {"errors"},
 ]
 """Imported by all, importing only ground below itself."""

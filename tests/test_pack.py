@@ -178,9 +178,7 @@ def test_nothing_usable_says_what_the_first_file_lacks(place):
     source = vectors(place / "raw", 2)
     for path in source.iterdir():
         path.write_bytes(b"no")
-    with pytest.raises(
-        PackError, match=r"none of 2 files can be used. The first: 0.npy: the file can be read, got .*; "
-    ):
+    with pytest.raises(PackError, match=r"0 of 2 files can be used. The first: 0.npy: the file can be read, got .*; "):
         pack(source)
     assert published() == []
 
@@ -431,7 +429,7 @@ def test_data_that_cannot_be_packed_leaves_no_part_behind(place):
     source = vectors(place / "raw", 2)
     for path in source.iterdir():
         path.write_bytes(b"no")
-    with pytest.raises(PackError, match="none of 2 files can be used"):
+    with pytest.raises(PackError, match="0 of 2 files can be used"):
         pack(source, resume=True, into=place / "mine")
     assert sorted(path.name for path in place.iterdir()) == ["cache", "raw"]
 

@@ -15,6 +15,7 @@ import torch
 import toy
 
 import nbtools as nb
+from nbtools import measure
 from nbtools.feed import Resident
 from nbtools.measure import receipts, rungs
 from nbtools.measure.pace import Pace, Rate
@@ -47,6 +48,18 @@ def slow(pack):
 @pytest.fixture(scope="module")
 def found(slow) -> Receipt:
     return receipt(toy, slow, FASTER.replace(hidden=24), seconds=0.6)
+
+
+def test_the_machine_of_one_thread_has_1_thread():
+    before = torch.get_num_threads()
+    try:
+        said = []
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            said.append(measure.machine()["cores"].split(", ")[1])
+    finally:
+        torch.set_num_threads(before)
+    assert said == ["1 thread", "2 threads"]
 
 
 def test_the_receipt_compares_with_the_baseline_on_the_same_network_and_data(found):

@@ -7,6 +7,7 @@ from PIL import Image
 
 from nbtools.errors import PackError
 from nbtools.report import ERROR, WARNING
+from nbtools.tasks import segment
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,9 @@ def test_a_folder_above_below_or_beside_says_the_split(tmp_path, way):
     saved(tmp_path / "raw" / way.format("images"), photo())
     saved(tmp_path / "raw" / way.format("masks"), ids())
     assert packed(tmp_path / "raw").splits == {"train": 0, "val": 1, "test": 0}
+
+
+OTHER_SIZE = "40 × 50 pixels (height × width), the image has 36 × 48 pixels (height × width)"
 
 
 def test_a_marked_name_without_its_image_is_an_image(tmp_path):
@@ -144,7 +148,7 @@ def test_without_splits_of_its_own_a_source_is_split_by_names(tmp_path):
 
 def test_a_label_of_another_size_is_told_with_both(tmp_path):
     row = only(checked(labelled(tmp_path / "raw", ids(0, 40, 50))))
-    assert (row.file, row.value) == ("labels/a.png", "50 × 40 pixels, the image has 48 × 36 pixels")
+    assert (row.file, row.value) == ("labels/a.png", OTHER_SIZE)
 
 
 def test_a_label_without_a_class_anywhere_is_left_out(tmp_path):
@@ -218,8 +222,15 @@ def test_a_folder_without_images_or_without_labels_is_refused(tmp_path):
     with pytest.raises(PackError, match=r"no images .*a\.doc"):
         packed(tmp_path / "none")
     saved(tmp_path / "raw" / "a.png", photo())
-    with pytest.raises(PackError, match=r"1 images and no label: .*train\.txt"):
+    with pytest.raises(PackError, match=r"1 image and no label: .*train\.txt"):
         packed(tmp_path / "raw")
+
+
+def test_a_size_is_height_first_as_it_was_given_and_says_so(tmp_path):
+    raw = segment.demo(tmp_path / "raw", count=7, size=(48, 64))
+    report = segment.validate(raw, size=(40, 56), progress=False)
+    assert "packed at 40 × 56 pixels (height × width)" in report.summary
+    assert segment.pack(raw, size=(40, 56), progress=False).arrays["image"].shape[1:3] == (40, 56)
 
 
 def test_the_summary_says_the_balance_and_the_ids(tmp_path):
@@ -355,7 +366,7 @@ COPY = "copy it again from its origin"
             {"labels/a.png": ids(0, 40, 50)},
             (
                 *("labels/a.png", "label", "a label is as large as its image"),
-                *("50 × 40 pixels, the image has 48 × 36 pixels", "export it again from the image as it is"),
+                *(OTHER_SIZE, "export it again from the image as it is"),
             ),
         ),
         (

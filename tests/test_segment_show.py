@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from IPython.core.formatters import DisplayFormatter
 from matplotlib.colors import to_rgb
 from PIL import Image
 
@@ -17,6 +18,7 @@ from nbtools.metrics import Sums
 from nbtools.pack import collate
 from nbtools.plot import Preview, cards
 from nbtools.sheet import RIGHT, WRONG
+from nbtools.tasks import segment
 from nbtools.tasks.segment import task
 from nbtools.tasks.segment.looking import analysis, baseline, charts, legend, lettering, marking, panels, show
 from nbtools.tasks.segment.looking import overlay as drawing
@@ -27,7 +29,7 @@ NAMES = ("background", "shirt", "trousers")
 SEVEN = np.array([[230, 159, 0], [86, 180, 233], [0, 158, 115], [240, 228, 66], [0, 114, 178], [213, 94, 0], [9, 9, 9]])
 
 
-def packed(folder, labels, names=NAMES, channels=3):
+def packed(folder, labels, names=NAMES, channels=3, colours=None):
     """A pack of labels by split, (H, W) or one number for all pixels; its pictures are noise."""
     rng = np.random.default_rng(0)
 
@@ -38,7 +40,7 @@ def packed(folder, labels, names=NAMES, channels=3):
             image = rng.integers(0, 256, (*label.shape, channels), dtype=np.uint8)
             writer.add(f"{split}/{n}.png", split, image=image, label=label, distance=distance(label))
 
-    options = {"colours": [SEVEN[k % 7].tolist() for k in range(len(names))], "channels": channels}
+    options = {"colours": colours or [SEVEN[k % 7].tolist() for k in range(len(names))], "channels": channels}
     (folder / "raw").mkdir()
     (folder / "raw" / "some.png").touch()
     return packing.build(
@@ -228,7 +230,7 @@ def test_with_predictions_each_row_says_the_images_miou_and_what_share_is_wrong(
     table = analysis.image_scores(pack, ids, [answers[i] for i in ids])
     said = [(text.get_text(), text.get_color()) for text in sheet.axes[0].texts]
     for miou, accuracy in zip(table.miou, table.pixel_accuracy, strict=True):
-        assert (f"predicted · mIoU {miou:.2f}", RIGHT) in said
+        assert (f"predicted · mIoU {miou:.2f}", "black") in said
         assert (f"wrong · {1 - accuracy:.1%} of pixels", WRONG) in said
     picture, label, answer = panels.in_cell(pack.arrays["image"][7], pack.arrays["label"][7], answers[7])
     shown = np.asarray(sheet.axes[0].images[7].get_array())
@@ -275,17 +277,70 @@ def test_every_picture_is_drawn_without_warnings_and_inside_its_sheet(tmp_path, 
             assert -2 <= box.y0 <= box.y1 <= height
 
 
-def test_without_ids_a_sheet_is_empty_and_no_error(pack):
-    for sheet in (show.show(pack, []), show.show(pack, [], []), show.training_views(pack, [], Plan())):
-        assert texts(sheet) == []
+def test_without_ids_a_notebook_shows_a_sentence_and_no_empty_strip(pack):
+    for sheet in (segment.show(pack, []), segment.show(pack, [], []), segment.training_views(pack, [], Plan())):
+        shown, _ = DisplayFormatter().format(sheet)
+        assert shown == {"text/plain": "No samples to show: the list of ids is empty."}
         sheet.savefig(io.BytesIO(), format="raw")
+
+
+MACHADO = {  # Machado et al. 2009, table 1, severity 1
+    "normal": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+}
+
+
+def oklab(colour, vision):
+    """Björn Ottosson's OKLab of an sRGB colour of 0 to 255, as somebody with that vision sees it."""
+    share = np.asarray(colour, float) / 255
+    linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+    linear = np.clip(np.array(MACHADO[vision]) @ linear, 0, 1)
+    cones = np.cbrt(
+        np.array([[0.41222, 0.53633, 0.05145], [0.21190, 0.68070, 0.10740], [0.08830, 0.28172, 0.62998]]) @ linear
+    )
+    return np.array([[0.21045, 0.79362, -0.00407], [1.97800, -2.42859, 0.45060], [0.02590, 0.78277, -0.80868]]) @ cones
+
+
+def wrong_of(pack):
+    """The colour (0 to 255) of what is wrong in the pack's first image where everything is taken for background; the
+    title's, which the pixels below it have too."""
+    sheet = segment.show(pack, [0], [np.zeros(pack.columns["label"].shape, np.uint8)])
+    [title] = [text for text in sheet.axes[0].texts if text.get_text().startswith("wrong")]
+    ink = np.array(to_rgb(title.get_color())) * 255
+    pixels = np.asarray(sheet.axes[0].images[3].get_array()).reshape(-1, 3).astype(float)
+    assert (abs(pixels - ink) <= 0.15 * 255 + 1).all(1).mean() > 0.02, "no pixels in the colour of the title"
+    return ink
+
+
+@pytest.mark.parametrize("vision", MACHADO)
+@pytest.mark.parametrize(
+    "colours",
+    [[(213, 94, 0)], [(230, 159, 0), (86, 180, 233), (0, 158, 115)], SEVEN[:6].tolist()],
+    ids=["vermilion", "orange, sky, green", "six of Okabe and Ito's"],
+)
+def test_what_is_wrong_has_a_colour_that_no_class_has(tmp_path, colours, vision):
+    """As the colour-blind see them, too; 0.1 in OKLab is five times what is just seen."""
+    names = ("background", *(f"class {n}" for n in range(len(colours))))
+    made = packed(tmp_path, {"train": [patches(1, len(names))]}, names, colours=[(0, 0, 0), *colours])
+    wrong = oklab(wrong_of(made), vision)
+    assert min(np.linalg.norm(wrong - oklab(colour, vision)) for colour in colours) > 0.1
+
+
+@pytest.mark.parametrize("classes", ["garment", "kinds"])
+def test_in_the_demo_a_garment_and_an_error_have_different_colours(tmp_path, classes):
+    raw = segment.demo(tmp_path / "raw", count=7, size=(48, 48), classes=classes)
+    made = segment.pack(raw, into=tmp_path / "pack", progress=False)
+    wrong, colours = wrong_of(made), made.options["colours"][1:]
+    for vision in MACHADO:
+        assert min(np.linalg.norm(oklab(wrong, vision) - oklab(colour, vision)) for colour in colours) > 0.1
 
 
 @pytest.mark.parametrize(
     ("predicted", "said"),
     [
-        ([], "got 0 for 1 ids"),
-        ([np.zeros((HEIGHT, WIDTH), np.uint8)] * 2, "got 2 for 1 ids"),
+        ([], "got 0 for 1 id;"),
+        ([np.zeros((HEIGHT, WIDTH), np.uint8)] * 2, "got 2 for 1 id;"),
         ([np.zeros((WIDTH, HEIGHT), np.uint8)], r"got \(32, 24\)"),
         ([np.full((HEIGHT, WIDTH), 3, np.uint8)], "numbers below 3, got .* from 0 to 3 for id 0"),
         ([np.full((HEIGHT, WIDTH), -1)], "numbers below 3, got .* from -1 to 0 for id 0"),

@@ -238,7 +238,7 @@ def test_one_folder_is_split_by_a_hash_of_the_names(tmp_path):
 
 def test_a_pack_without_labels_says_what_can_be_done(tmp_path):
     clip(tmp_path / "raw" / "a.npz")
-    with pytest.raises(PackError, match=r"1 clips and no labels\.csv.*write one with the columns file,gloss,cat"):
+    with pytest.raises(PackError, match=r"1 clip and no labels\.csv.*write one with the columns file,gloss,cat"):
         packed(tmp_path / "raw")
 
 
@@ -816,7 +816,7 @@ class TestReal:
         report = checked(source, require_x2048=needed)
         assert (report.clips, report.labelled, report.errors) == (200, 200, 200 * needed)
         if needed:
-            with pytest.raises(PackError, match="none of 200 files can be used"):
+            with pytest.raises(PackError, match="0 of 200 files can be used"):
                 packed(source, require_x2048=True)
         else:
             made = packed(source)

@@ -292,7 +292,10 @@ def test_what_cannot_be_used_is_told_and_the_rest_is_made(tmp_path):
     told = {row.file: (row.rule, row.value) for row in result.rows}
     assert told["talk.MOV"] == ("frames are images: decoding videos takes ffmpeg or PyAV", ".MOV")
     assert told["poster.jpg"] == ("frames lie in a folder of their own", "1 beside folders of frames")
-    assert told["sizes.npz"] == ("all frames of a clip have one size", "19×12 after 18×12")
+    assert told["sizes.npz"] == (
+        "all frames of a clip have one size",
+        "12 × 19 pixels (height × width) after 12 × 18 pixels (height × width)",
+    )
     assert told["short.npz"] == ("there are as many frames as in X, 4", "3")
     assert told["torn.npz"][0] == "a frame can be decoded"
     assert told["torn.npz"][1].startswith("frame_2.png: ")

@@ -7,11 +7,13 @@ import random
 import numpy as np
 import pandas as pd
 import pytest
+from IPython.core.formatters import DisplayFormatter
 from matplotlib.colors import to_rgb
 from PIL import Image, ImageSequence
 
 from nbtools.errors import DiskError, PackError
 from nbtools.sheet import RIGHT, WRONG
+from nbtools.tasks import sign
 from nbtools.tasks.sign.acting import motions, signers
 from nbtools.tasks.sign.acting.demo import demo
 from nbtools.tasks.sign.clips.data import pack as pack_signs
@@ -150,11 +152,21 @@ def test_show_says_gloss_category_and_frames_and_marks_what_is_wrong(pack):
     ]
 
 
-def test_a_sheet_of_clips_is_a_png_and_no_clips_are_no_error(pack):
-    for ids in ([0, 1], []):
-        image = Image.open(io.BytesIO(show(pack, ids)._repr_png_()))
-        assert image.format == "PNG"
-        assert image.width == 2 * MARGIN + MOMENTS * CELL
+def test_a_sheet_of_clips_is_a_png_and_one_of_none_a_sentence(pack):
+    image = Image.open(io.BytesIO(show(pack, [0, 1])._repr_png_() or b""))
+    assert image.format == "PNG"
+    assert image.width == 2 * MARGIN + MOMENTS * CELL
+    for nothing in (sign.show(pack, []), sign.show(pack, [], [])):
+        shown, _ = DisplayFormatter().format(nothing)
+        assert shown == {"text/plain": "No samples to show: the list of ids is empty."}
+
+
+def test_hands_have_neither_the_colour_of_right_nor_of_wrong(person):
+    points, seen = person
+    image = drawing.frame(points, seen, WHOLE, 300)
+    assert inked(image, drawing.RIGHT_INK)
+    for said in (RIGHT, WRONG):
+        assert not inked(image, said)
 
 
 @pytest.mark.parametrize("name", ["$\\alpha", "a_b$c$", "<b>&", "_", "%d"])

@@ -72,7 +72,8 @@ def test_a_float_is_shown_as_it_was_typed_and_a_computed_one_in_three_digits(val
 
 
 def test_a_count_and_its_noun_agree():
-    assert [table.counted(n, "thread") for n in (0, 1, 2, 1300)] == [
+    assert [table.plural(2, noun) for noun in ("batch", "class", "epoch")] == ["2 batches", "2 classes", "2 epochs"]
+    assert [table.plural(n, "thread") for n in (0, 1, 2, 1300)] == [
         "0 threads",
         "1 thread",
         "2 threads",

@@ -24,6 +24,7 @@ from nbtools.pack import Pack
 from nbtools.plan import Plan
 from nbtools.state import Task, TrainState
 from nbtools.step import step
+from nbtools.table import plural
 
 SLICES = 3  # of a setting's time: its spread
 READ = 0.2  # of the time goes before all settings, to read files that the first one would else read for the others
@@ -148,8 +149,8 @@ def refusal(pack: Pack, plan: Plan, device: torch.device, weight: int) -> str:
     need = plan.workers * (weight + plan.prefetch * batch)
     if room is not None and need > room.usable:
         return (
-            f"{plan.workers} workers and their batches need about {disk.human(need)}, and {disk.human(room.usable)} of "
-            f"{room.source} can be had"
+            f"the batches of {plural(plan.workers, 'worker')} need about {disk.human(need)}, and "
+            f"{disk.human(room.usable)} of {room.source} can be had"
         )
     return ""
 

@@ -16,6 +16,7 @@ from nbtools.loop import train
 from nbtools.pack import Pack
 from nbtools.plan import Plan
 from nbtools.state import Task, TrainState
+from nbtools.table import plural
 
 WARMUP_STEPS = 3
 
@@ -82,7 +83,7 @@ def machine() -> dict[str, str]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else gpu.cpu_name()
     return {
         "device": device,
-        "cores": f"{gpu.cores()} CPU cores, {torch.get_num_threads()} threads",
+        "cores": f"{plural(gpu.cores(), 'CPU core')}, {plural(torch.get_num_threads(), 'thread')}",
         "torch": f"torch {torch.__version__}",
         "python": f"Python {platform.python_version()}",
         "system": f"{platform.system()} {platform.machine()}",

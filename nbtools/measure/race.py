@@ -92,7 +92,7 @@ class Race:
         goal = f"{self.metric} {'≤' if self.lower else '≥'} {self.target:g}"
         n, ratios = len(self.after), self.ratios
         missed = [
-            f"{name} did not reach it with {n - arrived} of {n} seeds"
+            f"{name} did not reach it with {n - arrived} of {table.plural(n, 'seed')}"
             for name, side in (("the baseline", self.before), ("this run", self.after))
             if (arrived := sum(finish.reached for finish in side)) < n
         ]

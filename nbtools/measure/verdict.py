@@ -129,7 +129,7 @@ def because(profile: StepProfile, bound: str) -> str:
     if bound == "data":
         return f"{profile.wait:.0%} {step} waits for data, {profile.ceiling_ratio:.0%} of the ceiling is reached"
     if bound == "launch":
-        ops = f"{profile.counts.ops:,} operations"
+        ops = table.plural(profile.counts.ops, "operation")
         return f"{profile.host:.0%} {step} is launching {ops}, the device works {profile.device:.0%}"
     if bound == "compute":
         return f"the device works {profile.device:.0%} {step}, at {arithmetic}"

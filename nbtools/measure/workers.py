@@ -103,4 +103,8 @@ def chosen(settings: Sequence[Setting]) -> tuple[int, int, str]:
         return 0, pick.prefetch, f"no workers: {none:,.0f} samples/s without them is {share}"
     gain = f"{pick.samples_per_s:,.0f} samples/s is {share}, {pick.samples_per_s / none:.1f}× that without workers"
     wait = f"training still waits {pick.data_wait:.0%} of the time for data"
-    return pick.workers, pick.prefetch, f"{pick.workers} workers, {pick.prefetch} batches ahead of each: {gain}; {wait}"
+    return (
+        pick.workers,
+        pick.prefetch,
+        f"{table.plural(pick.workers, 'worker')}, {table.plural(pick.prefetch, 'batch')} ahead of each: {gain}; {wait}",
+    )

@@ -19,6 +19,7 @@ from nbtools.errors import PackError
 from nbtools.pack import MANIFEST, Pack, Sample
 from nbtools.packing import Entry, Writer, build
 from nbtools.stage import stage
+from nbtools.table import plural, sized
 from nbtools.tasks.captcha.files import SUFFIXES, UNREADABLE, Found, listed, pattern_of, survey
 from nbtools.tasks.captcha.ink import line_of
 from nbtools.tasks.captcha.networks import STRIDE
@@ -95,8 +96,8 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
         return {"image": line_of(np.asarray(image), options["height"])}
     grey = np.asarray(image.convert("L"))
     if grey.shape != tuple(options["size"]):
-        rule = "images are {}×{} pixels".format(*options["size"])
-        raise PackError("{}×{} pixels".format(*grey.shape), rule, 'resize it, or pack with layout="lines"')
+        rule = f"images are {sized(*options['size'])}"
+        raise PackError(sized(*grey.shape), rule, 'resize it, or pack with layout="lines"')
     return {"image": grey}
 
 
@@ -143,7 +144,7 @@ def refusal(one: Found, options: Mapping[str, Any]) -> tuple[str, str, str] | No
     if unknown:
         return "".join(unknown), "characters are in classes", "correct the name, or add them to classes="
     if options["layout"] == "fixed" and len(one.text) != options["length"]:
-        rule = f"labels have {options['length']} characters"
+        rule = f"labels have {plural(options['length'], 'character')}"
         return one.text, rule, 'correct the name, or pack with layout="lines"'
     return None
 
@@ -153,5 +154,5 @@ def infeasible(text: str, columns: int) -> tuple[str, str, str] | None:
     steps = -(-columns // STRIDE)
     if steps >= needed_steps(text):
         return None
-    rule = f"{needed_steps(text)} time steps of {STRIDE} pixels for {text!r}"
-    return f"{steps} steps", rule, "pack with a larger height=, or correct the label"
+    rule = f"{plural(needed_steps(text), 'time step')} of {STRIDE} pixels for {text!r}"
+    return plural(steps, "step"), rule, "pack with a larger height=, or correct the label"

@@ -13,6 +13,7 @@ from typing import Any
 from PIL import Image
 
 from nbtools.errors import PackError
+from nbtools.table import plural
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 FOLDERS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
@@ -69,7 +70,7 @@ def survey(folder: Path, found: Sequence[Found], layout: str, height: int) -> di
     """The layout's options, by a look at some of the files. Raises PackError where there is nothing to look at."""
     usable = [one for one in found if one.text and one.is_image]
     if not usable:
-        example = f"; the first of {len(found)} files is {found[0].name}" if found else "; it is empty"
+        example = f"; the first of {plural(len(found), 'file')} is {found[0].name}" if found else "; it is empty"
         raise PackError(
             f"{folder}: no image ({', '.join(SUFFIXES)}) whose name holds its text{example}. "
             "Name the files LABEL_1.png, or give label= the separator or a regular expression"
@@ -80,7 +81,8 @@ def survey(folder: Path, found: Sequence[Found], layout: str, height: int) -> di
     (length, same_length), (size, same_size) = lengths.most_common(1)[0], (sizes.most_common(1) or [(None, 0)])[0]
     if size is None:
         raise PackError(
-            f"{folder}: none of {len(some)} files is a readable image, from {some[0].name} on; copy them again"
+            f"{folder}: none of {plural(len(some), 'file')} is a readable image, from {some[0].name} on; copy them "
+            "again"
         )
     if layout == "fixed" or (layout == "auto" and min(same_length, same_size) >= ALIKE * len(some)):
         return {"layout": "fixed", "size": list(size), "length": length}

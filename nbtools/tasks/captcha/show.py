@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from nbtools.pack import Pack
-from nbtools.sheet import RIGHT, WRONG, Sheet
+from nbtools.sheet import RIGHT, WRONG, Sheet, blank
 
 COLUMNS = 4
 
@@ -16,8 +16,10 @@ COLUMNS = 4
 def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] | None = None) -> Figure:
     """A grid of samples, each under its text; predictions beside it, wrong ones marked by colour and ≠."""
     ids = [int(i) for i in ids]
+    if not ids:
+        return blank()
     rows = -(-len(ids) // COLUMNS)
-    figure = Sheet(figsize=(12, 1.4 * max(rows, 1)), layout="constrained")
+    figure = Sheet(figsize=(12, 1.4 * rows), layout="constrained")
     for place, i in enumerate(ids):
         axes = figure.add_subplot(rows, COLUMNS, place + 1)
         axes.imshow(picture(pack, i), cmap="gray", vmin=0, vmax=255)

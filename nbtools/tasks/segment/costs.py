@@ -60,7 +60,7 @@ class Costs:
 
     @property
     def caption(self) -> str:
-        return f"{self.images:,} images on {self.device}"
+        return f"{table.plural(self.images, 'image')} on {self.device}"
 
 
 HEADERS = ("evaluation", "mIoU", "gain", "an image", "time", "pixels")
@@ -157,7 +157,7 @@ class Latency:
         return table.html(LATENCY_HEADERS, [self.row()])
 
 
-LATENCY_HEADERS = ("device", "image", "answers", "median", "least", "most")
+LATENCY_HEADERS = ("device", "height × width", "answers", "median", "least", "most")
 
 
 def latency(model: nn.Module, pack: Pack, plan: Plan, ids: Ids) -> Latency:

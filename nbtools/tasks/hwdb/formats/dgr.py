@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nbtools.errors import PackError
+from nbtools.table import sized
 from nbtools.tasks.hwdb.formats.dgrl import (
     Line,
     Page,
@@ -109,7 +110,7 @@ def joined(line: Sequence[Line], what: str) -> Line:
     pixels = sum(word.image.size for word in line)
     if height * width > SPREAD * pixels:
         rule = f"{what} spans at most {SPREAD} times its words' {pixels:,} pixels"
-        raise FormatError(f"{height:,} × {width:,}", rule, "leave the file out, or correct where its words lie")
+        raise FormatError(sized(height, width), rule, "leave the file out, or correct where its words lie")
     image = np.full((height, width), 255, np.uint8)
     for word in line:
         y, x = word.top - top, word.left - left

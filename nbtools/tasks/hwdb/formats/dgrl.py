@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nbtools.errors import PackError
+from nbtools.table import sized
 from nbtools.tasks.hwdb.formats.scan import (
     CODE,
     INT,
@@ -156,7 +157,7 @@ def read_size(cursor: Cursor, smallest: int) -> tuple[int, int, int]:
 
 def require_sides(cursor: Cursor, what: str, height: int, width: int, at: int) -> None:
     if not sides(height, width):
-        cursor.refuse(f"the sides of {what} are 1 to {LONGEST:,} pixels", f"{height:,} × {width:,}", at)
+        cursor.refuse(f"height and width of {what} are 1 to {LONGEST:,} pixels", f"{height:,} × {width:,}", at)
 
 
 def require_count(cursor: Cursor, what: str, count: int, smallest: int, at: int) -> None:
@@ -185,13 +186,13 @@ def boxed(cursor: Cursor, what: str, layout: struct.Struct, index: int, codes: b
     at = cursor.at
     top, left, height, width = cursor.ints(layout, f"the box of {what}")
     require_sides(cursor, what, height, width, at + layout.size // 2)
-    start = cursor.skip(height * row_bytes(width, bits), f"{what} of {height:,} × {width:,} pixels")
+    start = cursor.skip(height * row_bytes(width, bits), f"{what} of {sized(height, width)}")
     return Place(cursor.name, index, at - len(codes), codes, top, left, height, width, start, bits)
 
 
 def size_bytes(height: int, width: int, count: int) -> bytes:
     if not sides(height, width):
-        raise PackError(f"the sides of a page are 1 to {LONGEST:,} pixels, got {height:,} × {width:,}")
+        raise PackError(f"height and width of a page are 1 to {LONGEST:,} pixels, got {height:,} × {width:,}")
     return packed(PAGE, "the size of a page", height, width, count)
 
 

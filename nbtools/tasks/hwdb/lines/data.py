@@ -19,6 +19,7 @@ from nbtools.errors import PackError
 from nbtools.pack import Pack, Sample
 from nbtools.packing import Entry, Writer, build
 from nbtools.splits import require_shares
+from nbtools.table import sized
 from nbtools.tasks.hwdb.lines.charset import Charset, from_texts, given, normalised
 from nbtools.tasks.hwdb.lines.holdout import drawn
 from nbtools.tasks.hwdb.lines.pages import LINE, SUFFIXES, image_at
@@ -168,8 +169,9 @@ def ink_of(grey: np.ndarray, height: int) -> np.ndarray:
     rows, columns = grey.shape
     width = max(1, round(columns * height / rows))
     if width > WIDEST * height:
-        value = f"{columns} × {rows} pixels"
-        raise PackError(value, f"a line is at most {WIDEST} times as wide as high", "cut it into shorter lines")
+        raise PackError(
+            sized(rows, columns), f"a line is at most {WIDEST} times as wide as high", "cut it into shorter lines"
+        )
     way = Image.Resampling.BOX if rows > height else Image.Resampling.BILINEAR
     scaled = Image.fromarray(grey).resize((width, height), way)
     return np.ascontiguousarray(~np.asarray(scaled).T)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from nbtools.errors import PackError
 from nbtools.splits import SPLITS, is_count, position, split_of
+from nbtools.table import plural
 from nbtools.tasks.hwdb.lines.sources import Found
 
 FEW = 3  # writers: one for each split
@@ -51,7 +52,9 @@ def held_out(sizes: Mapping[str, int], val: float, test: float) -> dict[str, str
         if share and split not in result.values() and len(training) > 1:
             result[training[0]] = split
     if "train" not in result.values():
-        raise PackError(f"val={val} and test={test} leave none of {sum(sizes.values())} lines to train on; lower them")
+        raise PackError(
+            f"val={val} and test={test} leave none of {plural(sum(sizes.values()), 'line')} to train on; lower them"
+        )
     return result
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from nbtools import table
 from nbtools.pack import Pack
 from nbtools.splits import SPLITS
+from nbtools.table import plural
 
 STRIDES = (4, 8, 16, 32)  # columns a time step of the networks
 WIDTHS = 12  # rows of the histogram
@@ -66,7 +67,7 @@ class Report:
             said.append(("never trained", f"{len(self.untrained):,}, only in val or test: {shortened(self.untrained)}"))
         if self.outside:
             count = sum(self.outside.values())
-            said.append(("in no class", f"{count:,} characters, now unknown: {shortened(self.outside)}"))
+            said.append(("in no class", f"{plural(count, 'character')}, now unknown: {shortened(self.outside)}"))
         for stride, names in self.narrow.items():
             if names:
                 said.append((f"too narrow at stride {stride}", f"{len(names):,}: {shortened(names, 3, ', ')}"))

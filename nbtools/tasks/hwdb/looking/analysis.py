@@ -16,6 +16,7 @@ import numpy as np
 from nbtools.errors import MissingExtra, PackError
 from nbtools.metrics import text_metrics
 from nbtools.pack import Pack
+from nbtools.table import plural
 from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN
 
 if TYPE_CHECKING:
@@ -65,10 +66,10 @@ def compared(
     """(id, pairs) of each line; without ids, its place. Raises PackError where the lists are not equally long."""
     names = list(range(len(truth)) if ids is None else ids)
     if not len(truth) == len(predicted) == len(names):
-        given = "" if ids is None else f" and {len(names)} ids"
+        given = "" if ids is None else f" and {plural(len(names), 'id')}"
         raise PackError(
-            f"truth, predicted and ids belong together line by line, got {len(truth)} truths, {len(predicted)} "
-            f"predictions{given}; take all three from the same ids"
+            f"truth, predicted and ids belong together line by line, got {plural(len(truth), 'truth')}, "
+            f"{plural(len(predicted), 'prediction')}{given}; take all three from the same ids"
         )
     return [(name, aligned(*texts)) for name, *texts in zip(names, truth, predicted, strict=True)]
 
@@ -129,7 +130,7 @@ def by_width(
     """
     table, widths = lines(truth, predicted), np.asarray(widths)
     if len(widths) != len(table):
-        raise PackError(f"widths must be one number a line, got {len(widths)} for {len(table)} lines")
+        raise PackError(f"widths must be one number a line, got {len(widths)} for {plural(len(table), 'line')}")
     if isinstance(bins, int):
         edges = np.quantile(widths, np.arange(1, bins) / bins) if len(widths) else np.empty(0)
     else:

@@ -17,7 +17,8 @@ from matplotlib.patches import Rectangle
 from nbtools.errors import PackError
 from nbtools.letters import Letters
 from nbtools.pack import Pack
-from nbtools.sheet import RIGHT, WRONG, Sheet
+from nbtools.sheet import RIGHT, WRONG, Sheet, blank
+from nbtools.table import plural
 from nbtools.tasks.hwdb.looking.analysis import aligned, right
 from nbtools.tasks.hwdb.writing.glyphs import installed
 
@@ -49,7 +50,9 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
     """
     ids = [int(i) for i in ids]
     if predicted is not None and len(predicted) != len(ids):
-        raise PackError(f"predicted must be one text an id, got {len(predicted)} for {len(ids)} ids")
+        raise PackError(f"predicted must be one text an id, got {len(predicted)} for {plural(len(ids), 'id')}")
+    if not ids:
+        return blank()
     truths = [text_of(pack, i) for i in ids]
     read = truths if predicted is None else predicted
     letters = Letters.of("".join([*truths, *read]), installed())
@@ -132,6 +135,8 @@ def cell(axes: Axes, letters: Letters, left: int, base: int, wide: int, letter: 
 def confused(table: pd.DataFrame, count: int = 12) -> Sheet:
     """The first rows of `analysis.confusions`: what stood, what was read for it, and how often."""
     table = table.head(count)
+    if table.empty:
+        return blank("Nothing was taken for anything else: the table of confusions is empty.")
     letters = Letters.of("".join([*table.truth, *table.read]), installed())
     top, wide, bar = MARGIN + ROW * bool(letters.note), WIDE // 2, MARGIN + 8 * CELL
     sheet, axes = canvas(wide, top + ROW * len(table) + MARGIN)
@@ -150,6 +155,8 @@ def confused(table: pd.DataFrame, count: int = 12) -> Sheet:
 def bars(table: pd.DataFrame) -> Sheet:
     """CER of each row of `analysis.by_width` or `by_frequency` that has characters, with how many there are."""
     title, rows = table.columns[0], table[table.characters > 0]
+    if rows.empty:
+        return blank("No characters to count: the table has none.")
     sheet = Sheet(figsize=(8, 3), layout="constrained")
     axes = sheet.add_subplot(xlabel={"width": "px wide", "seen": "times seen in training"}[title], ylabel="CER, %")
     drawn = axes.bar(rows[title], 100 * rows.cer, color=RIGHT)

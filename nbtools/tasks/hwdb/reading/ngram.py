@@ -25,6 +25,7 @@ from safetensors.numpy import save as packed
 from nbtools import disk
 from nbtools.errors import PackError
 from nbtools.stage import drive_path
+from nbtools.table import plural
 from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN
 from nbtools.tasks.hwdb.reading.kneser_ney import counted, smoothed
 
@@ -152,7 +153,9 @@ class NGram:
         return None
 
     def __repr__(self) -> str:
-        return f"NGram of order {self.order}: {len(self.keys):,} n-grams of {len(self.classes):,} classes"
+        return (
+            f"NGram of order {self.order}: {plural(len(self.keys), 'n-gram')} of {plural(len(self.classes), 'class')}"
+        )
 
 
 def symbols_of(texts: Texts, classes: Sequence[str]) -> np.ndarray:

@@ -18,6 +18,7 @@ from nbtools import disk
 from nbtools.errors import PackError
 from nbtools.splits import SPLITS, is_count, position, require_shares
 from nbtools.stage import stage
+from nbtools.table import plural
 from nbtools.tasks.hwdb.formats.dgrl import Page
 from nbtools.tasks.hwdb.writing import hands
 from nbtools.tasks.hwdb.writing.demo import LINES, SIGNED, Style, clear, page_of, require_count, write
@@ -92,7 +93,9 @@ def held_back(numbers: set[int], val: float, test: float) -> dict[int, str]:
     order = sorted(numbers, key=lambda number: position(f"drawer {number}"))
     ends = [share if is_count(share) or not share else max(1, round(share * len(order))) for share in (test, val)]
     if sum(ends) >= len(order):
-        raise PackError(f"val={val} and test={test} leave none of {len(order)} drawers to train on; lower them")
+        raise PackError(
+            f"val={val} and test={test} leave none of {plural(len(order), 'drawer')} to train on; lower them"
+        )
     return {
         number: "test" if rank < ends[0] else "val" if rank < sum(ends) else "train"
         for rank, number in enumerate(order)
@@ -144,6 +147,6 @@ def said(count: int, folder: Path, names: Mapping[str, str], people: Mapping[int
     for split in ("val", "test"):
         who = [str(one) for one in sorted(people) if people[one] == split]
         held.append(f"{', '.join(who) if 0 < len(who) <= FEW else len(who)} for {split}")
-    lines = f"{count:,} lines of {len(names)} characters by {len(people)} drawers in {folder}; held back:"
-    lines = f"{lines} {' and '.join(held)}."
+    lines = f"{plural(count, 'line')} of {plural(len(names), 'character')} by {plural(len(people), 'drawer')}"
+    lines = f"{lines} in {folder}; held back: {' and '.join(held)}."
     return lines if told else f"{lines} The names tell no drawers: the k-th images of all characters count as one's."

@@ -11,6 +11,7 @@ import torch
 
 from nbtools import disk
 from nbtools.errors import PackError
+from nbtools.table import plural
 from nbtools.tasks.hwdb.formats.dgrl import Line, Page, write_page
 from nbtools.tasks.hwdb.formats.scan import codes_of
 from nbtools.tasks.hwdb.writing import glyphs, hands
@@ -103,7 +104,10 @@ def demo(
         clear(folder, (TRAIN, TEST))
         for leaf, page in zip(plan, pages(plan, atlas, style), strict=True):
             write(folder / leaf.name, replace(page, lines=page.lines[: leaf.lines]))
-    print(f"{count:,} lines of {len(atlas.characters)} characters in {folder}, drawn with {atlas.drawn}.")
+    print(
+        f"{plural(count, 'line')} of {plural(len(atlas.characters), 'character')} in {folder}, drawn with "
+        f"{atlas.drawn}."
+    )
     if atlas.invented:
         print(INVENTED)
     return folder

@@ -16,6 +16,7 @@ from torch import Tensor
 from nbtools.errors import PackError
 from nbtools.metrics import Pair, Sums
 from nbtools.pack import Pack
+from nbtools.table import plural
 from nbtools.tasks.segment import scores
 from nbtools.tasks.segment.masks.classes import IGNORE
 from nbtools.tasks.segment.masks.distance import PER_PIXEL
@@ -111,7 +112,8 @@ def matched(pack: Pack, ids: Ids, predicted: Sequence[np.ndarray]) -> Iterator[t
     its classes alone."""
     if len(predicted) != len(ids):
         raise PackError(
-            f"predicted must be one class map an id, got {len(predicted)} for {len(ids)} ids; take both from the same"
+            f"predicted must be one class map an id, got {len(predicted)} for {plural(len(ids), 'id')}; take both from "
+            "the same"
         )
     shape, classes = pack.columns["label"].shape, len(pack.classes)
     for i, answer in zip(map(int, ids), predicted, strict=True):

@@ -19,7 +19,16 @@ LINE = np.array((255, 255, 255))  # of the boundary between two classes
 EDGE = np.array((20, 20, 20))  # beside it, so that the line is seen on white, too
 HATCH, GREY, DARK = 8, 0.5, 0.35  # px from stripe to stripe; of the picture in an ignored pixel, and in a stripe
 DIMMED = 0.35  # of the picture where only errors have colour
-INK = np.array([int(WRONG[i : i + 2], 16) for i in (1, 3, 5)])
+INKS = np.array([[int(WRONG[i : i + 2], 16) for i in (1, 3, 5)], (110, 0, 190), (0, 0, 0)], np.uint8)
+"""Of what is wrong, as preferred: vermilion as elsewhere, violet, black; all of them dark on a pale picture."""
+APART = 30.0  # in CIELAB; beside each other 2 is just seen, and these lie in different pictures
+VISIONS = np.array(
+    [
+        np.eye(3),
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    ]
+)  # of linear RGB: as it is, and as protanopes and deuteranopes see it (Machado et al. 2009)
 
 
 def colours_of(card: Card | Pack) -> np.ndarray:
@@ -30,6 +39,25 @@ def colours_of(card: Card | Pack) -> np.ndarray:
 def alphas_of(card: Card | Pack) -> np.ndarray:
     """(K,): how strongly each class is coloured; what is called a background, barely."""
     return np.array([FAINT if name.casefold() in BACKGROUND else ALPHA for name in card.classes])
+
+
+def wrong_ink(card: Card | Pack) -> np.ndarray:
+    """(3,) uint8: the colour of what is wrong beside these classes. It is none of theirs, with any colour vision, where
+    there is such a one; else the one that is farthest from them."""
+    classes = colours_of(card)[alphas_of(card) > FAINT]
+    apart = np.linalg.norm(seen_as(INKS)[:, :, None] - seen_as(classes)[:, None], axis=-1).min((0, 2), initial=np.inf)
+    return INKS[int((apart >= APART).argmax() if (apart >= APART).any() else apart.argmax())]
+
+
+def seen_as(colours: np.ndarray) -> np.ndarray:
+    """(n, 3) uint8 sRGB → (3, n, 3) CIELAB (D65) in each of VISIONS."""
+    share = colours / 255
+    linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+    linear = np.clip(np.einsum("vij,nj->vni", VISIONS, linear), 0, 1)
+    xyz = linear @ np.array([[0.4339, 0.2126, 0.0178], [0.3762, 0.7152, 0.1095], [0.1899, 0.0722, 0.8727]])
+    root = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    x, y, z = np.moveaxis(root, -1, 0)
+    return np.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)], -1)
 
 
 def overlay(
@@ -51,12 +79,12 @@ def overlay(
     return lined(drawn, label).round().astype(np.uint8)
 
 
-def errors(image: np.ndarray, label: np.ndarray, predicted: np.ndarray) -> np.ndarray:
-    """image (H, W, C), label and predicted (H, W) → (H, W, 3) uint8: what is wrong in vermilion on the picture in pale
+def errors(image: np.ndarray, label: np.ndarray, predicted: np.ndarray, ink: np.ndarray = INKS[0]) -> np.ndarray:
+    """image (H, W, C), label and predicted (H, W) → (H, W, 3) uint8: what is wrong in `ink` on the picture in pale
     grey, ignored pixels with stripes; there nothing is wrong."""
     seen = opaque(image).astype(float)
     drawn = 255 - DIMMED * (255 - grey(seen))
-    drawn = np.where((predicted != label)[..., None], 0.15 * seen + 0.85 * INK, drawn)
+    drawn = np.where((predicted != label)[..., None], 0.15 * seen + 0.85 * ink, drawn)
     return np.where((label == IGNORE)[..., None], hatched(seen), drawn).round().astype(np.uint8)
 
 

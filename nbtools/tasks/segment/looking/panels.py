@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
 
 from nbtools.pack import Pack
-from nbtools.sheet import Sheet
+from nbtools.sheet import Sheet, blank
 from nbtools.tasks.segment.looking import legend
 from nbtools.tasks.segment.looking.lettering import Lettering
 from nbtools.tasks.segment.looking.marking import spots
@@ -44,12 +44,14 @@ def in_cell(image: np.ndarray, *labels: np.ndarray) -> list[np.ndarray]:
 
 
 def laid(pack: Pack, panels: Sequence[Panel]) -> Sheet:
-    """The sheet of these; with none of them an empty one."""
+    """The sheet of these."""
+    if not panels:
+        return blank()
     seen = sorted({int(place) for panel in panels if panel.label is not None for place in np.unique(panel.label)})
     names = {place: legend.named(pack, place) for place in seen}
     letters = Lettering.of([*names.values(), *(panel.title for panel in panels)])
     items = legend.placed(names, letters)
-    tall = max((panel.image.shape[0] for panel in panels), default=0) + TITLE
+    tall = max(panel.image.shape[0] for panel in panels) + TITLE
     below = -(-len(panels) // COLUMNS) * tall + legend.MARGIN
     sheet, axes = legend.canvas(below + legend.rows(items) * legend.ROW + legend.MARGIN)
     for n, panel in enumerate(panels):

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from matplotlib.colors import to_hex
 
 from nbtools.draws import Draws
 from nbtools.pack import Pack, collate
-from nbtools.sheet import RIGHT, WRONG, Sheet
+from nbtools.sheet import Sheet
 from nbtools.tasks.segment import task
 from nbtools.tasks.segment.looking.analysis import Ids, image_metrics, matched
-from nbtools.tasks.segment.looking.overlay import alphas_of, colours_of, errors, fitted, nearest, overlay
+from nbtools.tasks.segment.looking.overlay import alphas_of, colours_of, errors, fitted, nearest, overlay, wrong_ink
 from nbtools.tasks.segment.looking.panels import Panel, in_cell, laid
 from nbtools.tasks.segment.plans import Plan
 
@@ -43,15 +44,16 @@ def labelled(pack: Pack, i: int) -> list[Panel]:
 
 
 def judged(pack: Pack, i: int, answer: np.ndarray) -> list[Panel]:
-    """An image, its truth, what was predicted, and what of that is wrong."""
+    """An image, its truth, what was predicted, and what of that is wrong, in a colour that no class has."""
     image, label, predicted = in_cell(*image_and_label(pack, i), answer)
     found = image_metrics(pack, i, answer)
     wrong = 0.0 if math.isnan(found["miou"]) else 1 - found["pixel_accuracy"]
+    ink = wrong_ink(pack)
     return [
         Panel(image, titled(pack, i)),
         Panel(drawn(pack, image, label), "truth", label=label),
-        Panel(drawn(pack, image, predicted), f"predicted · {said(found)}", RIGHT, predicted),
-        Panel(errors(image, label, predicted), f"wrong · {wrong:.1%} of pixels", WRONG),
+        Panel(drawn(pack, image, predicted), f"predicted · {said(found)}", label=predicted),
+        Panel(errors(image, label, predicted, ink), f"wrong · {wrong:.1%} of pixels", to_hex(ink / 255)),
     ]
 
 

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from nbtools.errors import PackError
 from nbtools.report import ERROR
+from nbtools.table import plural
 from nbtools.tasks.segment.masks.classes import IGNORE, MOST_CLASSES, OF_TWO, Class, Table, table_of
 from nbtools.tasks.segment.masks.files import LABELS, Survey
 from nbtools.tasks.segment.masks.images import FITS, Size, opened, size_of
@@ -113,9 +114,9 @@ def unlabelled(folder: Path, survey: Survey) -> str:
             value, rule, fix = row.reasons
             return f"{folder}: no image has a label. The first fault: {row.file}: {rule}, got {value}; {fix}"
     return (
-        f"{folder}: {survey.images} images and no label: put label images of the same names into labels/ beside "
-        "images/, or a_mask.png beside a.jpg, or write train.txt of lines image,label, or export CVAT for images 1.1 "
-        "as annotations.xml"
+        f"{folder}: {plural(survey.images, 'image')} and no label: put label images of the same names into labels/ "
+        "beside images/, or a_mask.png beside a.jpg, or write train.txt of lines image,label, or export CVAT for "
+        "images 1.1 as annotations.xml"
     )
 
 

@@ -20,6 +20,7 @@ from xml.parsers import expat
 
 from nbtools.errors import PackError
 from nbtools.report import Refused, Row
+from nbtools.table import plural
 from nbtools.tasks.segment.masks.classes import BACKGROUND, Class, Colour
 
 AREAS = ("polygon", "box", "ellipse", "mask")
@@ -101,7 +102,11 @@ def parsed(path: Path, name: str) -> Document:
     except PackError as error:
         raise Refused(Row("", *error.args, file=name)) from None
     if not reader.document.drawings:
-        value = f"none, but {reader.document.tracks} tracks of a video" if reader.document.tracks else "no <image>"
+        value = (
+            f"none, but {plural(reader.document.tracks, 'track')} of a video"
+            if reader.document.tracks
+            else "no <image>"
+        )
         fix = "export it as CVAT for images 1.1, with the images"
         raise Refused(Row("", "annotations name images", value, fix, file=name))
     return reader.document

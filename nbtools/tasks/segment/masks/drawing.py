@@ -13,9 +13,10 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from nbtools.report import WARNING, Refused, Row
+from nbtools.table import sized
 from nbtools.tasks.segment.masks.classes import IGNORE
 from nbtools.tasks.segment.masks.cvat import FARTHEST, Drawing, Shape
-from nbtools.tasks.segment.masks.images import Recipe, Size, shown
+from nbtools.tasks.segment.masks.images import Recipe, Size
 from nbtools.tasks.segment.masks.labels import Mask, require_size, require_some
 
 FINE = 4
@@ -78,7 +79,7 @@ def outline(shape: Shape, known: dict[str, int]) -> Points:
 def outside(shape: Shape, points: Points, size: Size) -> Iterator[Row]:
     """A warning for what is cut off. Raises Refused where nothing is left."""
     low, high, edge = points.min(0), points.max(0), np.array([size[1], size[0]])
-    value = f"{shape.label}: x {low[0]:g} to {high[0]:g}, y {low[1]:g} to {high[1]:g} in {shown(size)}"
+    value = f"{shape.label}: x {low[0]:g} to {high[0]:g}, y {low[1]:g} to {high[1]:g} in {sized(*size)}"
     if (high <= 0).any() or (low >= edge).any():
         fix = "draw it again, or delete it; were the images scaled after they were annotated?"
         raise Refused(Row(shape.kind, "a shape lies inside of the image", value, fix))
@@ -130,7 +131,7 @@ def runs(shape: Shape) -> np.ndarray:
     height, width = int(shape.number("height")), int(shape.number("width"))
     lengths = [int(text) for text in shape.attributes.get("rle", "").split(",") if text.strip()]
     if min(lengths, default=-1) < 0 or sum(lengths) != height * width or sum(lengths) > MOST:
-        raise ValueError(f"runs of {sum(lengths)} pixels for {width} × {height}")
+        raise ValueError(f"runs of {sum(lengths)} pixels for {sized(height, width)}")
     return np.repeat(np.arange(len(lengths)) % 2 == 1, lengths).reshape(height, width)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from nbtools.report import WARNING, Refused, Row
+from nbtools.table import sized
 from nbtools.tasks.segment.masks.classes import Table
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -73,7 +74,7 @@ class Recipe:
         (height, width), (rows, columns) = self.size, size
         if self.fit == "same" and size != self.size:
             fix = 'pack with size=, or with fit="pad": then all are scaled'
-            raise Refused(Row("image", f"images have {shown(self.size)}", shown(size), fix))
+            raise Refused(Row("image", f"images have {sized(*self.size)}", sized(*size), fix))
         if self.fit != "pad":
             return Place(0, 0, height, width)
         scale = min(height / rows, width / columns)
@@ -88,10 +89,6 @@ class Picture:
     pixels: np.ndarray
     size: Size
     rows: tuple[Row, ...]
-
-
-def shown(size: Size) -> str:
-    return f"{size[1]} × {size[0]} pixels"
 
 
 @contextlib.contextmanager

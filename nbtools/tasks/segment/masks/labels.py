@@ -14,9 +14,9 @@ import numpy as np
 from PIL import Image
 
 from nbtools.report import WARNING, Refused, Row
-from nbtools.table import counted as quantity
+from nbtools.table import plural, sized
 from nbtools.tasks.segment.masks.classes import IGNORE, MOST_ID, UNKNOWN, Table
-from nbtools.tasks.segment.masks.images import Recipe, Size, opened, shown
+from nbtools.tasks.segment.masks.images import Recipe, Size, opened
 
 LOSSY = ("JPEG", "MPO")
 WIDE = ("I;16", "I;16L", "I;16B", "I;16N", "I")  # what Pillow calls 16 bits, by version and file
@@ -71,13 +71,13 @@ def require_size(label: Size, image: Size) -> None:
         rule, fix = "a label is as large as its image", "export it again from the image as it is"
         if label == image[::-1]:
             fix = "turn one of them: the image may have an EXIF orientation that its label does not know of"
-        raise Refused(Row("label", rule, f"{shown(label)}, the image has {shown(image)}", fix))
+        raise Refused(Row("label", rule, f"{sized(*label)}, the image has {sized(*image)}", fix))
 
 
 def require_known(found: Mapping[int, int], table: Table) -> None:
     unknown = {i: count for i, count in sorted(found.items()) if table.lookup[i] == UNKNOWN}
     if unknown:
-        some = ", ".join(f"{i} ({quantity(count, 'pixel')})" for i, count in list(unknown.items())[:SHOWN])
+        some = ", ".join(f"{i} ({plural(count, 'pixel')})" for i, count in list(unknown.items())[:SHOWN])
         value = some + (f" and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else "")
         fix = "add them to classes=, or to ignore=; or correct the label"
         raise Refused(Row("label", "ids are in the class table", value, fix))
@@ -135,7 +135,7 @@ def by_colour(file: Image.Image, table: Table) -> Image.Image:
     found = {colour: count for count, colour in every or []}
     unknown = [colour for colour in found if colour not in table.by_colour]
     if unknown or every is None:
-        some = ", ".join(f"{colour} ({quantity(found[colour], 'pixel')})" for colour in sorted(unknown)[:SHOWN])
+        some = ", ".join(f"{colour} ({plural(found[colour], 'pixel')})" for colour in sorted(unknown)[:SHOWN])
         fix = "correct the colours of the class table; or save labels without smoothing, as PNG"
         value = some + (f" and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else "")
         raise Refused(Row("label", "colours are in the class table", value or f"more than {MOST_ID:,}", fix))

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from nbtools import report
 from nbtools.report import WARNING, Refused, Row, ordered
 from nbtools.stage import stage
-from nbtools.table import counted
+from nbtools.table import plural, sized
 from nbtools.tasks.segment.masks.choices import Choices
 from nbtools.tasks.segment.masks.classes import BACKGROUND, IGNORE, Table
 from nbtools.tasks.segment.masks.files import Found, Survey, surveyed
@@ -110,5 +110,5 @@ def remarks(survey: Survey, table: Table, pixels: np.ndarray, ids: Mapping[int, 
 
 def described(survey: Survey, recipe: Recipe, balance: Mapping[str, float], ignored: float) -> str:
     shares = ", ".join(f"{name} {share:.1%}" for name, share in balance.items())
-    found = f"{counted(survey.images, 'image')}, {len(survey.pairs):,} with a label"
-    return f"{found}, packed at {recipe.size[1]} × {recipe.size[0]}; {shares}; ignored {ignored:.1%}"
+    found = f"{plural(survey.images, 'image')}, {len(survey.pairs):,} with a label"
+    return f"{found}, packed at {sized(*recipe.size)}; {shares}; ignored {ignored:.1%}"

@@ -18,6 +18,7 @@ from nbtools.pack import MANIFEST, Pack, Sample
 from nbtools.packing import Entry, Writer, build
 from nbtools.report import ERROR
 from nbtools.stage import stage
+from nbtools.table import plural
 from nbtools.tasks.sign.clips.clip import Keys, examined, has_features, sample
 from nbtools.tasks.sign.clips.files import Survey, surveyed
 from nbtools.tasks.sign.clips.labels import LABELS
@@ -82,8 +83,8 @@ def unlabelled(folder: Path, survey: Survey) -> str:
             f"{folder}: no clip has a label that can be used. The first fault: {row.file}: {rule}, got {value}; {fix}"
         )
     return (
-        f"{folder}: {len(survey.clips)} clips and no {LABELS}, so there is nothing to train on; write one with the "
-        "columns file,gloss,cat. Clips without labels can be validated, and read by run.predict(files)"
+        f"{folder}: {plural(len(survey.clips), 'clip')} and no {LABELS}, so there is nothing to train on; write one "
+        "with the columns file,gloss,cat. Clips without labels can be validated, and read by run.predict(files)"
     )
 
 

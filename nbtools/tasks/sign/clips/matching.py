@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from nbtools.report import WARNING, Row
+from nbtools.table import plural
 from nbtools.tasks.sign.clips.labels import Label, read_labels
 
 SUFFIX = ".npz"
@@ -70,7 +71,7 @@ class Told:
         for clip, (gloss, cat) in list(self.labels.items()):
             most, times = counts[gloss].most_common(1)[0]
             if cat != most:
-                rule = f"a gloss is of one category: {gloss} is of {most} in {times} rows"
+                rule = f"a gloss is of one category: {gloss} is of {most} in {plural(times, 'row')}"
                 self.refuse(clip, Row("cat", rule, str(cat), "correct gloss or cat", file=self.places[clip]))
 
 

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from nbtools import report
 from nbtools.report import WARNING, Row, ordered
 from nbtools.stage import stage
-from nbtools.table import counted
+from nbtools.table import plural
 from nbtools.tasks.sign.clips.clip import Keys, examined
 from nbtools.tasks.sign.clips.data import decided
 from nbtools.tasks.sign.clips.files import Found, surveyed
@@ -49,7 +49,7 @@ def validate(
         seen = list(found)
     rows = [*survey.rows, *(row for _, broken in seen for row in broken)]
     rows += repeated(zip(survey.clips, (digest for digest, _ in seen), strict=True))
-    about = f"{counted(len(survey.clips), 'clip')}, {len(survey.labelled):,} with a label"
+    about = f"{plural(len(survey.clips), 'clip')}, {len(survey.labelled):,} with a label"
     return Report(ordered(rows), about, len(survey.clips), len(survey.labelled))
 
 

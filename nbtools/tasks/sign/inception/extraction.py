@@ -48,8 +48,8 @@ class Extracted:
 
     @property
     def summary(self) -> str:
-        counts = f"{len(self.written)} clips got features, {len(self.ready)} had them"
-        return f"{self.folder}: {counts}, {len(self.rows)} files could not be used"
+        counts = f"{table.plural(len(self.written), 'clip')} got features, {len(self.ready):,} had them"
+        return f"{self.folder}: {counts}, {table.plural(len(self.rows), 'file')} could not be used"
 
     def shown(self) -> list[list[str]]:
         return [[row.file, row.rule, row.value, row.fix] for row in self.rows]

@@ -21,6 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from nbtools.report import Refused, Row
+from nbtools.table import sized
 from nbtools.tasks.sign.clips.files import walked
 from nbtools.tasks.sign.clips.matching import SUFFIX
 
@@ -109,7 +110,7 @@ def chunks(film: Film, size: int, pool: ThreadPoolExecutor) -> Iterator[Tensor]:
         first = part[0] if first is None else first
         other = next((frame for frame in part if frame.shape != first.shape), first)
         if other is not first and other.shape != first.shape:
-            value = f"{other.shape[1]}×{other.shape[0]} after {first.shape[1]}×{first.shape[0]}"
+            value = f"{sized(*other.shape[:2])} after {sized(*first.shape[:2])}"
             raise Refused(Row("", "all frames of a clip have one size", value, "extract them again at one size"))
         yield torch.from_numpy(np.stack(part)).permute(0, 3, 1, 2)
 

@@ -14,7 +14,8 @@ from PIL import Image, ImageDraw
 from nbtools import disk
 from nbtools.errors import PackError
 from nbtools.pack import Pack
-from nbtools.sheet import RIGHT, WRONG, Sheet
+from nbtools.sheet import RIGHT, WRONG, Sheet, blank
+from nbtools.table import plural
 from nbtools.tasks.sign.landmarks import LEFT, POINTS
 from nbtools.tasks.sign.landmarks import RIGHT as RIGHT_HAND
 from nbtools.tasks.sign.looking.drawing import LEFT_INK, RIGHT_INK, dot, frame, view_of
@@ -62,7 +63,9 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
     """
     ids = [int(i) for i in ids]
     if predicted is not None and len(predicted) != len(ids):
-        raise PackError(f"predicted must be one gloss an id, got {len(predicted)} for {len(ids)} ids")
+        raise PackError(f"predicted must be one gloss an id, got {len(predicted)} for {plural(len(ids), 'id')}")
+    if not ids:
+        return blank()
     width, height = MOMENTS * CELL + 2 * MARGIN, len(ids) * (CELL + TITLE) + MARGIN
     sheet = Sheet(figsize=(width / 100, height / 100), dpi=100, facecolor="white")
     axes = sheet.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0), autoscale_on=False)
@@ -77,7 +80,7 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
             right = predicted[place] == truth
             said, colour = (truth, RIGHT) if right else (f"{truth} ≠ {predicted[place]}", WRONG)
         axes.text(MARGIN, top - 7, said, color=colour, weight="bold", **look)
-        about = f"{category_of(pack, i)} · {pack.lengths('x', np.array([i]))[0]} frames"
+        about = f"{category_of(pack, i)} · {plural(pack.lengths('x', np.array([i]))[0], 'frame')}"
         axes.text(width - MARGIN, top - 7, about, color=GREY, ha="right", **look)
     return sheet
 
