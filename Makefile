@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 CODE := nbtools tests benchmarks notebooks
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench notebooks check
+.PHONY: help demo test full bench notebooks check
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*  ## /  make \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-18s%s\n", $$1, $$2}'
@@ -18,12 +18,15 @@ demo: .venv/ready  ## a task's notebooks from top to bottom on generated data, T
 test: .venv/ready .venv-colab/ready .venv-ipykernel-7.3/ready  ## every test (≤ 15 min on 2 cores)
 	@$(BIN)/python -m pytest -q
 
+full: .venv/ready .venv-colab/ready .venv-ipykernel-7.3/ready  ## make test, and what takes too long for every change
+	@$(BIN)/python -m pytest -q -m ''
+
 bench: .venv/ready-bench  ## benchmarks one after another; receipts under benchmarks/results/
 	@for name in $$(grep -l __main__ benchmarks/*.py | xargs -n1 basename -s .py); do \
 	    echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
-notebooks: .venv/ready  ## write notebooks/**/*.ipynb and the README's table from notebooks/src/
-	@$(BIN)/python -m notebooks.build
+notebooks: .venv/ready  ## write notebooks/**/*.ipynb and the README's tables; REPOSITORY=https://… sets a fork's address
+	@$(BIN)/python -m notebooks.build $(if $(REPOSITORY),--repository '$(REPOSITORY)')
 
 check: .venv/ready  ## format, lint, types, layers, notebooks up to date
 	@$(BIN)/ruff format --check -q $(CODE) || { echo "to format: $(BIN)/ruff format $(CODE)"; exit 1; }

@@ -20,7 +20,7 @@ from nbtools.pack import Pack
 from nbtools.panel import Panel
 from nbtools.plan import Plan, knob
 from nbtools.run import Run, evaluate
-from nbtools.stage import stage
+from nbtools.stage import kept, stage
 from nbtools.state import TrainState
 from nbtools.validate import validate
 from nbtools.watch import watch
@@ -43,6 +43,7 @@ __all__ = [
     "evaluate",
     "fit",
     "gpus",
+    "kept",
     "knob",
     "lr_sweep",
     "stage",

@@ -17,6 +17,10 @@ class StageError(NbtoolsError):
     """A data set could not be brought to local disk."""
 
 
+class DriveRefused(StageError):
+    """The dialog in which Colab asks for access to Drive was declined."""
+
+
 class ArchiveError(StageError):
     """An archive is damaged, hostile, or of an unknown format."""
 

@@ -84,7 +84,7 @@ def fit(
         found.events = surface.told
     if release_gpu and not surface.wishes.stop:
         del job, state, surface, history
-        found.events += release(keeper is None or not keeper.behind)
+        found.events += release(keeper is not None and not keeper.behind)
     return found
 
 
@@ -227,8 +227,8 @@ def resilient(job: Job) -> Generator[Record, None, None]:
 
 
 def release(kept: bool) -> list[str]:
-    """Free the memory of the GPU or the processor; on Colab give the machine back, unless the run is on no other disk
-    yet. Prints and returns why that was not possible: the run is whole all the same."""
+    """Free the memory of the GPU or the processor; on Colab give the machine back if the run is `kept` on another disk.
+    Prints and returns why that was not possible: the run is whole all the same."""
     gc.collect()
     devices.give_back(devices.pick())
     try:

@@ -21,7 +21,7 @@ from nbtools.loop import caught_up
 from nbtools.pack import Card, Pack
 from nbtools.plan import Plan
 from nbtools.run import CARD, HISTORY, PLAN
-from nbtools.stage import cache, drive_path
+from nbtools.stage import cache, existing, place_to_keep
 from nbtools.state import TrainState, task_name
 
 
@@ -64,9 +64,12 @@ def stored_plan(task: Any, folder: Path) -> Plan | None:
 
 
 def kept_folder(keep: str | Path | None) -> Path | None:
+    """Where a run is kept: where it is already, else a new place; None where nothing is to be kept, or Drive was
+    refused."""
     if keep is None:
         return None
-    return drive_path(keep, create=True) if str(keep).startswith("drive:") else Path(keep)
+    place = place_to_keep(keep)
+    return existing(str(keep)) or place if place and str(keep).startswith("drive:") else place
 
 
 def restore(folder: Path, kept: Path | None) -> None:

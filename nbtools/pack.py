@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 from nbtools import archive, disk, table
 from nbtools.errors import PackError
 from nbtools.splits import SPLITS
-from nbtools.stage import drive_path
+from nbtools.stage import place_to_keep
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -191,9 +191,12 @@ class Pack:
             found[name] = np.asarray(self.arrays[name][rows])
         return found
 
-    def keep(self, where: str | Path) -> Path:
-        """Write the pack as one tar, to `drive:…` or a path; `task.pack` of that file opens it in the next session."""
-        target = drive_path(str(where), create=True) if str(where).startswith("drive:") else Path(where)
+    def keep(self, where: str | Path) -> Path | None:
+        """Write the pack as one tar, to `drive:…` or a path; `task.pack` of that file opens it in the next session.
+        None, and a sentence, where the dialog in which Colab asks for Drive was declined."""
+        target = place_to_keep(where)
+        if target is None:
+            return None
         target = target if target.suffix == ".tar" else target.with_name(target.name + ".tar")
         archive.write(self.folder, target)
         return target

@@ -56,9 +56,10 @@ def build(
     require_shares(val, test)
     folder = stage(source, extract=holds_pack if in_place else True, progress=progress)
     if (folder / MANIFEST).is_file():
-        return of_task(Pack.open(folder), task)
+        return Pack.open(folder, source=source_of(of_task(Pack.open(folder), task)), read=read)
+    keyed = {**options, "val": val, "test": test, **(chosen or {})}
     with disk.explained(f"looking at {folder}", folder):
-        key = fingerprint(task, folder, {**options, "val": val, "test": test, **(chosen or {})})
+        key = fingerprint(task, folder, keyed)
     target = (Path(into) if into is not None else cache() / "packs" / f"{task}-{key}").absolute()
     lock = hashlib.blake2b(str(target).encode(errors="surrogateescape"), digest_size=8).hexdigest()
     with disk.explained(f"packing {folder}", target), disk.Lock(cache() / "locks" / f"pack-{lock}.lock"):
@@ -73,7 +74,7 @@ def build(
             fill(writer, folder / top)
             if not writer.names:
                 raise PackError(nothing(folder, writer.bad))
-            writer.finish(task, options, bucket_by, {"key": key, "source": str(folder), "top": top})
+            writer.finish(task, options, bucket_by, {"key": key, "keyed": keyed, "source": str(folder), "top": top})
             disk.remove(part / JOURNAL)
             disk.publish_folder(part, target)
     return Pack.open(target, source=folder, read=read)
@@ -89,6 +90,16 @@ def finished(target: Path, folder: Path, task: str, key: str, read: Reader) -> P
     if target.exists() and not (target.is_dir() and not os.listdir(target)):
         raise PackError(f"{target} is no pack and not empty; choose a new folder for the pack")
     return None
+
+
+def source_of(pack: Pack) -> Path | None:
+    """What a kept pack was made from, where that is still on this machine and unchanged: the receipt can then measure
+    the raw files, which no other machine has."""
+    made = pack.manifest
+    source = Path(made.get("source", ""))
+    with disk.explained(f"looking at {source}", source):
+        same = "keyed" in made and source.exists() and fingerprint(pack.card.task, source, made["keyed"]) == made["key"]
+    return source if same else None
 
 
 @contextmanager

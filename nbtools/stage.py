@@ -22,10 +22,13 @@ from pathlib import Path, PurePosixPath
 
 from nbtools import disk, fetch
 from nbtools.bring import bring, checked
-from nbtools.errors import ArchiveError, StageError
+from nbtools.errors import ArchiveError, DriveRefused, StageError
 from nbtools.source import COLAB_MOUNT, Decision, decide, missing
 
 RECEIPT = ".stage.json"  # no archive can give its folder this name
+KEPT, FORMER = "drive:nbtools-data/", "drive:nbtools/"  # where notebooks keep packs and runs, and where they once did
+
+_refused = False  # whether Colab's dialog was declined: it is not shown a second time
 
 
 @dataclass(frozen=True)
@@ -86,25 +89,81 @@ def drive_path(path: str | Path, create: bool = False) -> Path:
     """The local path of `drive:path/in/My Drive`; other paths as they are. With `create` the folder above it is made,
     without it the path must exist. Drive is $NBTOOLS_DRIVE where that is set, else Colab's mount."""
     text = str(path)
-    inside = PurePosixPath(text.removeprefix("drive:").lstrip("/"))
-    if text.startswith("drive:") and ".." in inside.parts:
-        raise StageError(f"{text}: a drive: path stays inside My Drive and holds no `..`.")
-    local = _drive_root() / inside if text.startswith("drive:") else Path(text).expanduser().absolute()
-    if create:
-        with disk.explained(f"making a place for {text}", local):
-            disk.make_folder(local.parent)
-    elif not local.exists():
-        raise missing(text, local)
+    if not create:
+        if found := existing(text):
+            return found
+        raise missing(text, _local(text))
+    local = _local(text)
+    with disk.explained(f"making a place for {text}", local):
+        disk.make_folder(local.parent)
     return local
 
 
+def existing(text: str) -> Path | None:
+    """The local path of what is there, or None. What lies in the notebooks' former folder on Drive is found too, and
+    named."""
+    former = text.replace(KEPT, FORMER, 1) if text.startswith(KEPT) else text
+    for name in dict.fromkeys((text, former)):
+        if _is_there(local := _local(name)):
+            if name != text:
+                print(f"{text} is not there yet; using {name}, where notebooks used to keep it.")
+            return local
+    return None
+
+
+def kept(place: str, instead: str = "demo data") -> Path | None:
+    """What a notebook kept at a `drive:` place; None where nothing is there yet, or the dialog that asks for Drive was
+    declined. A sentence names the place and what is used instead.
+
+    Raises StageError or DiskError where Drive cannot be read: a fault is not an empty place.
+    """
+    try:
+        with disk.explained(f"looking at {place}", Path(place)):
+            found = existing(place)
+            if found and not (found.is_dir() and not any(found.iterdir())):
+                return found
+        reason = f"Nothing is kept at {place} yet"
+    except DriveRefused as refusal:
+        reason = str(refusal)
+    print(f"{reason}: using {instead} instead.")
+    return None
+
+
+def place_to_keep(where: str | Path) -> Path | None:
+    """The local path at which to write what outlives this machine, with the folder above it where it is on Drive. None,
+    and a sentence, where the dialog that asks for Drive was declined."""
+    try:
+        return drive_path(where, create=True) if str(where).startswith("drive:") else Path(where)
+    except DriveRefused as refusal:
+        print(f"{refusal}: nothing is kept at {where}, and this session's work is lost with its machine.")
+        return None
+
+
+def _local(text: str) -> Path:
+    inside = PurePosixPath(text.removeprefix("drive:").lstrip("/"))
+    if text.startswith("drive:") and ".." in inside.parts:
+        raise StageError(f"{text}: a drive: path stays inside My Drive and holds no `..`.")
+    return _drive_root() / inside if text.startswith("drive:") else Path(text).expanduser().absolute()
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.stat()
+    except FileNotFoundError:  # of other errors Path.exists() makes a False too, from Python 3.14 on
+        return False
+    return True
+
+
 def _drive_root() -> Path:
+    global _refused
     if folder := os.environ.get("NBTOOLS_DRIVE"):
         return Path(folder).absolute()
     reason = "it does not answer"
     for force in (False, True):  # a stale mount needs the second try
         if _answers(COLAB_MOUNT):
             return COLAB_MOUNT / "MyDrive"
+        if _refused:
+            break
         try:
             from google.colab import drive  # pyright: ignore[reportMissingImports]
 
@@ -114,9 +173,12 @@ def _drive_root() -> Path:
                 "drive: is Colab's Drive, and this is not Colab. Set NBTOOLS_DRIVE to a folder that stands for it."
             ) from None
         except Exception as error:  # colab raises ValueError, RuntimeError and its own MessageError, by version
+            _refused = type(error).__name__ == "MessageError"  # the browser's answer, when access is not granted
             reason = f"{type(error).__name__}: {error}"
-    if _answers(COLAB_MOUNT):
+    if _answers(COLAB_MOUNT, bare=True):
         return COLAB_MOUNT / "MyDrive"
+    if _refused:
+        raise DriveRefused("Drive was not allowed in Colab's dialog (restart the session to be asked again)")
     raise StageError(f"Drive is not mounted: {reason}. Allow access in Colab's dialog; else restart the runtime.")
 
 
@@ -144,10 +206,11 @@ def release_runtime() -> None:
     runtime.unassign()
 
 
-def _answers(mount: Path) -> bool:
-    """Whether Drive can be read: a folder called MyDrive also stands there when the mount is gone."""
+def _answers(mount: Path, bare: bool = False) -> bool:
+    """Whether Drive can be read: a folder called MyDrive also stands there when the mount is gone. bare: one without
+    any file counts too, as on a new account."""
     try:
-        return os.path.ismount(mount) and bool(os.listdir(mount / "MyDrive"))
+        return os.path.ismount(mount) and (bool(os.listdir(mount / "MyDrive")) or bare)
     except OSError:
         return False
 

@@ -1,6 +1,7 @@
 """Sources under notebooks/src/ → notebooks/**/*.ipynb and the README's tables: `python -m notebooks.build`.
 
-The repository's address stands in pyproject.toml alone; `{badge}` and `{repository}` in a source become it. A line
+The repository's address is that of pyproject.toml; `{badge}` and `{repository}` in a source become it, and
+`--repository` sets another one, as a fork needs. A line
 `# {install}` becomes the cells of notebooks/src/_install.py. Two builds of one source give the same bytes: no outputs,
 no widget metadata, and a cell's id is a hash of its text.
 """
@@ -35,6 +36,19 @@ def repository() -> str:
     """The address of the repository, without a slash at its end."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return project["urls"]["Repository"].rstrip("/")
+
+
+def move(address: str) -> None:
+    """Write another address of the repository into pyproject.toml and README.md.
+
+    Raises ValueError for one that is not on GitHub: from there Colab opens a notebook.
+    """
+    address = address.rstrip("/").removesuffix(".git")
+    if not re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+", address):
+        raise ValueError(f"REPOSITORY must be https://github.com/OWNER/NAME, got {address}")
+    former = repository()
+    for path in (ROOT / "pyproject.toml", ROOT / "README.md"):
+        path.write_text(path.read_text().replace(former, address))
 
 
 def names() -> list[str]:
@@ -115,7 +129,14 @@ def stale() -> list[Path]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Generate the notebooks and the README's tables.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file differs from its source")
-    if parser.parse_args().check:
+    parser.add_argument("--repository", help="first change the address of the repository, as a fork needs")
+    options = parser.parse_args()
+    if options.repository:
+        try:
+            move(options.repository)
+        except ValueError as error:
+            parser.error(str(error))
+    if options.check:
         different = [path.relative_to(ROOT).as_posix() for path in stale()]
         if different:
             print(f"not what notebooks/src/ says: {', '.join(different)}; run: make notebooks", file=sys.stderr)

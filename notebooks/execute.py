@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
+from jupyter_client.kernelspec import KernelSpec
 from nbclient import NotebookClient
 from nbconvert import HTMLExporter
 from nbformat import NotebookNode
@@ -47,14 +48,27 @@ def execute(
         "NBTOOLS_TINY": "1" if tiny else "",
         **({"OMP_NUM_THREADS": "1"} if tiny else {}),  # tests run several at once, and torch's threads would only wait
     }
+    return run(build.notebook(name, build.repository()), folder, environment, say=say)
+
+
+def run(
+    notebook: NotebookNode,
+    folder: Path,
+    environment: dict[str, str],
+    python: str | Path = sys.executable,
+    say: Callable[[str], None] | None = None,
+) -> NotebookNode:
+    """Run a notebook's cells in a kernel of a Python; the notebook gets the outputs, also where a cell fails."""
     client = NotebookClient(
-        build.notebook(name, build.repository()),
+        notebook,
         timeout=LIMIT,
         kernel_name="python3",
         extra_arguments=["--log-level=ERROR"],  # it warns of unencrypted TCP, which stays on this machine
         resources={"metadata": {"path": str(folder)}},
         on_cell_start=lambda cell, cell_index: announce(cell, say) if say else None,
     )
+    launch = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    client.create_kernel_manager()._kernel_spec = KernelSpec(argv=launch, display_name="Python 3", language="python")
     return client.execute(env=environment)
 
 
@@ -111,7 +125,7 @@ def report(task: str, tiny: bool) -> int:
     import nbtools as nb
 
     run = nb.Run.open(DEMO / "runs" / task)
-    pack = importlib.import_module(f"nbtools.tasks.{task}").pack(f"drive:nbtools/{task}.tar", progress=False)
+    pack = importlib.import_module(f"nbtools.tasks.{task}").pack(f"drive:nbtools-data/{task}.tar", progress=False)
     print(f"\n{run.summary().to_string()}\n\n{run.receipt}\n")
     split, metric, sign, promised, words = PROMISED[task]
     score = nb.evaluate(run, pack, split)[metric]

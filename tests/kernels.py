@@ -120,12 +120,22 @@ def python(stack: str) -> Path:
 
 
 @contextmanager
-def started(stack: str, folder: Path) -> Iterator[Client]:
-    """A kernel of a stack, until the block ends; its complaints are in folder/stderr."""
+def started(
+    stack: str, folder: Path, interpreter: Path | None = None, environment: dict[str, str] | None = None
+) -> Iterator[Client]:
+    """A kernel of a stack, or of another interpreter and environment, until the block ends; its complaints are in
+    folder/stderr."""
     manager = KernelManager(connection_file=str(folder / "connection.json"), shutdown_wait_time=1)
-    launch = [str(python(stack)), "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    launch = [
+        str(interpreter or python(stack)),
+        "-Xfrozen_modules=off",
+        "-m",
+        "ipykernel_launcher",
+        "-f",
+        "{connection_file}",
+    ]
     manager._kernel_spec = KernelSpec(argv=launch, display_name=stack, language="python")
-    environment = os.environ | {"IPYTHONDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    environment = (environment or dict(os.environ)) | {"IPYTHONDIR": str(folder), "OMP_NUM_THREADS": "1"}
     with (folder / "stderr").open("w") as stderr:
         manager.start_kernel(cwd=str(folder), env=environment, stderr=stderr)
     client = manager.blocking_client()

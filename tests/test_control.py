@@ -570,6 +570,13 @@ class Colab(types.ModuleType):
     def unassign(self) -> None:
         self.given_back += 1
 
+    def mount(self, point: str, force_remount: bool) -> None:
+        raise MessageError("Error: credential propagation was unsuccessful")
+
+
+class MessageError(Exception):
+    """What Colab raises where access to Drive is not granted."""
+
 
 @pytest.fixture
 def colab(monkeypatch, tmp_path):
@@ -609,6 +616,28 @@ def test_release_gpu_is_refused_where_the_run_would_go_with_the_machine(pack, tm
         with pytest.raises(CheckpointError, match="name a folder that stays: keep="):
             nb.fit(toy, pack, PLAN, tmp_path / "run", keep, release_gpu=True, **QUIET)
     assert not (tmp_path / "run").exists()
+
+
+def test_where_drive_is_declined_a_run_ends_and_its_machine_is_not_given_back(
+    pack, tmp_path, colab, monkeypatch, capsys
+):
+    monkeypatch.delenv("NBTOOLS_DRIVE")
+    monkeypatch.setattr(sys.modules["nbtools.stage"], "_refused", False)
+    run = nb.fit(toy, pack, PLAN.replace(epochs=1), tmp_path / "run", "drive:kept", release_gpu=True, **QUIET)
+    assert run.history.of("epoch")
+    assert "nothing is kept at drive:kept" in capsys.readouterr().out
+    assert colab.given_back == 0, "the run was only there"
+
+
+def test_a_run_kept_in_the_notebooks_former_folder_goes_on_there(pack, tmp_path, colab, capsys):
+    plan = PLAN.replace(epochs=2)
+    nb.fit(toy, pack, plan.replace(epochs=1), tmp_path / "first", "drive:nbtools/runs/toy", **QUIET)
+    again = nb.fit(toy, pack, plan, tmp_path / "second", "drive:nbtools-data/runs/toy", **QUIET)
+    assert [row["epoch"] for row in again.history.of("epoch")] == [0, 1]
+    assert "using drive:nbtools/runs/toy, where notebooks used to keep it" in capsys.readouterr().out
+    assert len(Run.open(tmp_path / "nbtools" / "runs" / "toy", toy).history.of("epoch")) == 2
+    nb.fit(toy, pack, plan, tmp_path / "third", "drive:nbtools-data/runs/new", **QUIET)
+    assert Run.open(tmp_path / "nbtools-data" / "runs" / "new", toy)
 
 
 def test_gpu_readings_become_columns_and_energy_goes_on_over_sessions(pack, tmp_path):

@@ -809,6 +809,7 @@ def test_a_kept_pack_opens_in_the_next_session(tmp_path, monkeypatch, where):
     monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
     made = packed(corpus(tmp_path / "raw"))
     kept = made.keep(where if where.startswith("drive:") else tmp_path / where)
+    assert kept
     again = pack("drive:kept.tar" if where.startswith("drive:") else kept, progress=False)
     assert again.card == made.card
     assert lines_by_page(again) == lines_by_page(made)

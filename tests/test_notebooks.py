@@ -1,27 +1,25 @@
 """The notebooks are what their sources say, keep the house rules, and run from top to bottom on a fresh machine."""
 
 import ast
+import importlib
 import itertools
 import json
+import os
 import re
+import tarfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
+import nbtools as nb
 from notebooks import build, execute
+from tests import fresh
 
 ADDRESS = build.repository()
 NAMES = build.names()
-CHAINS = {
-    "captcha": ("1234_cut-off.png", "screenshot.png", "whole_accuracy"),
-    "hwdb": ("999-P16.dgrl", "cer"),
-    "sign": ("damaged.npz", "never-filmed", "gloss_accuracy"),
-    "segment": ("cut-off.jpg", "odd.png", "miou"),
-}
-"""Folder → what its notebooks, run one after the other, must have said: the planted bad files, and the score."""
-PARTS = ("1_data", "2_train", "3_evaluate")
+CHAINS = [task for task in fresh.SAID if task != "captcha"]  # which tests/test_install.py runs, on new machines
 
 
 def cells(name: str, kind: str) -> list[str]:
@@ -68,14 +66,13 @@ def test_a_notebook_carries_no_outputs_and_no_widget_state(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_first_cells_are_promise_install_and_settings(name):
-    first, install, settings, *_ = cells(name, "markdown")
+    first, install, *texts = cells(name, "markdown")
     assert re.match(r"# .+\n\n\[!\[Open in Colab\].+\n\n\S", first)
     assert "**GPU:**" in first
     assert re.search(r"\*\*Measured:\*\* .*\d+ (s|min)\b.*\bon\s", first, re.S), "a time, with its machine"
     assert install.startswith("## Install")
-    assert settings.startswith("## Settings")
-    assert f"git+{ADDRESS}" in cells(name, "code")[0]
-    assert re.search(r"^    %pip install -q ", cells(name, "code")[0], re.M)
+    assert next(text for text in texts if text.startswith("## ")).startswith("## Settings")
+    assert f'SOURCE = "{ADDRESS}"' in cells(name, "code")[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -98,7 +95,7 @@ def pool():
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, pool):
     """Every notebook but the first of each chain, executed on a machine and a Drive of its own."""
-    names = [name for name in NAMES if not name.endswith(PARTS[0])]
+    names = [name for name in NAMES if not name.endswith(fresh.PARTS[0])]
     return {name: pool.submit(machine, name, tmp_path_factory.mktemp(name.replace("/", "-"))) for name in names}
 
 
@@ -107,7 +104,7 @@ def machine(name: str, folder: Path):
     return execute.execute(name, folder, folder / "drive", tiny=True)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith(PARTS[0])])
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith(fresh.PARTS[0])])
 def test_it_stands_alone_on_a_fresh_machine(name, alone):
     ran = alone[name].result()
     assert all(cell.execution_count for cell in ran.cells if cell.cell_type == "code" and cell.source)
@@ -122,25 +119,113 @@ def chains(tmp_path_factory, pool):
 def chain(task: str, folder: Path) -> list[str]:
     (folder / "drive").mkdir()
     outputs = []
-    for part in PARTS:
+    for part in fresh.PARTS:
         (folder / part).mkdir()
-        outputs.append(text(execute.execute(f"{task}/{part}", folder / part, folder / "drive", tiny=True)))
+        outputs.append(fresh.text(execute.execute(f"{task}/{part}", folder / part, folder / "drive", tiny=True)))
     return outputs
 
 
 @pytest.mark.parametrize("task", CHAINS)
 def test_what_one_hands_to_the_next_lies_on_drive(task, chains):
-    outputs, (*bad, score) = chains[task].result(), CHAINS[task]
-    assert all(name in outputs[0] for name in bad)
-    assert "instead.\n" not in outputs[1], "the pack that 1_data kept was not found"
-    assert "instead.\n" not in outputs[2], "the run that 2_train kept was not found"
-    assert score in outputs[2]
+    fresh.check_chain(task, chains[task].result())
 
 
-def text(notebook) -> str:
-    """All that a notebook printed or showed as text."""
-    found = []
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            found += [output.get("text", ""), output.get("data", {}).get("text/plain", "")]
-    return "\n".join(found)
+@pytest.fixture
+def machine_of_mine(tmp_path, monkeypatch):
+    """A machine with a Drive, in this process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLAB_RELEASE_TAG", raising=False)
+    for name, value in {"NBTOOLS_TINY": "1", "NBTOOLS_CACHE": "cache", "NBTOOLS_DRIVE": "drive"}.items():
+        monkeypatch.setenv(name, value if name.endswith("TINY") else str(tmp_path / value))
+    return tmp_path
+
+
+def with_data(name: str, **settings: object) -> dict:
+    """The names in a notebook after its cell that opens the pack, with other settings."""
+    made = fresh.with_settings(build.notebook(name, ADDRESS), **settings)
+    code = [cell.source for cell in made.cells if cell.cell_type == "code"]
+    first = next(place for place, source in enumerate(code) if "TINY = " in source)
+    last = next(place for place, source in enumerate(code) if "\npack = " in source)
+    names: dict = {}
+    for source in code[first : last + 1]:
+        exec(compile(source, name, "exec"), names)
+    return names
+
+
+def demo(task: str, folder: Path) -> Path:
+    module = importlib.import_module(f"nbtools.tasks.{task}")
+    sizes = {"captcha": {"count": 40}, "hwdb": {"count": 60}, "segment": {"count": 12, "size": (48, 48)}}
+    return module.demo(folder, **sizes.get(task, {"count": 24, "glosses": 3, "categories": 2}))
+
+
+def wrong(task: str) -> list[tuple[str, dict[str, str], str]]:
+    """(notebook, settings, words of the error)."""
+    tar = f"{task}-typo.tar"
+    train = [({"RAW": f"drive:{tar}"}, tar), ({"PACK": f"drive:{tar}"}, tar), ({"RAW": "no/such/folder"}, "no/such")]
+    train += [({"PACK": "drive:damaged.tar"}, "damaged.tar"), ({"RAW": "https://127.0.0.1:9/x.tar"}, "127.0.0.1")]
+    evaluate = [({"PACK": f"drive:{tar}"}, tar), ({"RUN": "drive:runs/typo"}, "runs/typo")]
+    return [(f"{task}/2_train", *one) for one in train] + [(f"{task}/3_evaluate", *one) for one in evaluate]
+
+
+@pytest.mark.parametrize(("name", "settings", "words"), [one for task in fresh.SAID for one in wrong(task)], ids=str)
+def test_a_wrong_setting_stops_with_its_reason_and_no_demo_data_is_made(name, settings, words, machine_of_mine, capsys):
+    (machine_of_mine / "drive").mkdir()
+    (machine_of_mine / "drive" / "damaged.tar").write_bytes(b"not a tar")
+    with pytest.raises(nb.NbtoolsError, match=words):
+        with_data(name, **settings)
+    assert not (machine_of_mine / "runs").exists()
+    if "RUN" not in settings:  # the pack is the default then, and nothing is kept yet
+        assert not (machine_of_mine / "data").exists()
+        assert "instead" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", ["2_train", "3_evaluate"])
+@pytest.mark.parametrize("task", fresh.SAID)
+def test_a_kept_pack_that_is_damaged_or_cannot_be_reached_is_an_error(task, part, machine_of_mine):
+    place = machine_of_mine / "drive" / "nbtools-data"
+    place.mkdir(parents=True)
+    (place / f"{task}.tar").write_bytes(b"not a tar")
+    with pytest.raises(nb.NbtoolsError, match=rf"{task}\.tar"):
+        with_data(f"{task}/{part}")
+    (place / f"{task}.tar").unlink()
+    place.rmdir()
+    place.write_text("a file where the folder should be")
+    with pytest.raises(nb.NbtoolsError, match="nbtools-data"):
+        with_data(f"{task}/{part}")
+    assert not (machine_of_mine / "data").exists()
+
+
+@pytest.mark.parametrize("task", fresh.SAID)
+def test_demo_data_comes_where_nothing_is_kept_and_the_output_says_so(task, machine_of_mine, capsys):
+    names = with_data(f"{task}/2_train")
+    assert len(names["pack"]) > 0
+    said = capsys.readouterr().out
+    assert f"Nothing is kept at drive:nbtools-data/{task}.tar yet: using demo data instead." in said
+
+
+@pytest.mark.parametrize("form", ["drive", "archive", "folder"])
+@pytest.mark.parametrize("task", fresh.SAID)
+def test_raw_data_of_ones_own_is_trained_on_and_the_receipt_can_measure_it(task, form, machine_of_mine):
+    folder = demo(task, machine_of_mine / "mine")
+    place = {"drive": "drive/mine.tar", "archive": "mine.tar", "folder": "mine"}[form]
+    if form != "folder":
+        (machine_of_mine / "drive").mkdir()
+        with tarfile.open(machine_of_mine / place, "w") as archive:
+            archive.add(folder, "mine")
+    pack = with_data(f"{task}/2_train", RAW=place.replace("drive/", "drive:"))["pack"]
+    assert pack.raw is not None
+    assert len(pack.raw) == len(pack)
+    assert not (machine_of_mine / "data").exists()
+
+
+def test_signs_without_features_skip_the_gru_and_are_still_compared(tmp_path):
+    demo("sign", tmp_path / "mine")
+    notebook = fresh.with_settings(build.notebook("sign/2_train", ADDRESS), RAW=str(tmp_path / "mine"), KEEP=None)
+    tiny = {**os.environ, "NBTOOLS_TINY": "1", "NBTOOLS_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        ran = process.submit(execute.run, notebook, tmp_path, tiny).result()
+    assert "The GRU is skipped" in fresh.text(ran)
+    assert "these clips have keypoints only" in fresh.text(ran)
+    [compared] = [cell for cell in ran.cells if "nb.compare" in cell.source]
+    assert any("gloss accuracy" in output.get("data", {}).get("text/html", "") for output in compared.outputs)
+    assert not (tmp_path / "None").exists()

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import warnings
 from pathlib import Path
@@ -493,16 +494,29 @@ def test_a_kept_pack_is_one_tar_that_build_opens(place, where, monkeypatch):
     monkeypatch.setenv("READS", str(place / "reads"))
     made = pack(vectors(place / "raw"), read=counted)
     kept = made.keep(where if where.startswith("drive:") else place / "kept")
+    assert kept
     assert kept.suffix == ".tar"
     assert kept.is_file()
     decoded = (place / "reads").read_text()
     again = pack(f"{where}.tar" if where.startswith("drive:") else kept, read=counted)
     assert (place / "reads").read_text() == decoded
     assert again.card == made.card
-    assert again.raw is None
     assert again.names == made.names
     np.testing.assert_array_equal(again.arrays["x"], made.arrays["x"])
     again.verify()
+
+
+def test_a_kept_pack_has_its_raw_files_where_they_still_are(place):
+    source = vectors(place / "raw")
+    kept = pack(source).keep(place / "kept")
+    assert kept
+    raw = pack(kept).raw
+    assert raw is not None
+    np.testing.assert_array_equal(raw[3]["x"], pack(source).sample(3)["x"])
+    next(source.glob("*.npy")).touch()
+    assert pack(kept).raw is None, "the source changed, so it is no longer what was packed"
+    shutil.rmtree(source)
+    assert pack(kept).raw is None
 
 
 def test_a_pack_of_another_task_is_refused(place):

@@ -68,6 +68,13 @@ def test_versions_are_plain_and_no_index_is_named():
         assert "--" not in text
 
 
+def test_every_extra_that_a_message_names_is_one():
+    named = [set(re.findall(r"nbtools\[([\w,]+)\]", path.read_text())) for path in texts() if path.suffix == ".py"]
+    extras = {extra for found in named for group in found for extra in group.split(",")}
+    assert extras
+    assert extras <= PROJECT["optional-dependencies"].keys()
+
+
 def test_conda_gets_the_same_pythons_and_packages():
     text = (ROOT / "environment.yml").read_text()
     [versions] = re.findall(r"- python(\S+)", text)
@@ -126,7 +133,7 @@ def test_the_readmes_tree_is_complete():
 def test_make_alone_explains_every_target():
     said = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "MAKEFLAGS": ""})
     assert said.returncode == 0
-    for target in ("demo", "test", "bench", "notebooks", "check", "help"):
+    for target in ("demo", "test", "full", "bench", "notebooks", "check", "help"):
         assert re.search(rf"^  make {target}\s+\S", said.stdout, re.M), target
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+import nbtools as nb
 from nbtools import archive, disk, errors, fetch, members, source
 from nbtools.stage import RECEIPT, cache, drive_path, stage
 
@@ -508,8 +509,14 @@ def test_drive_path_makes_room_or_requires_the_file(place):
         drive_path("drive:new/pack.tar")
 
 
+class MessageError(Exception):
+    """What Colab raises where the browser answers that access was not granted."""
+
+
 class FakeColab(types.ModuleType):
     """google.colab.drive whose mount works at the given call; a mount that is gone leaves its folders behind."""
+
+    declined = False
 
     def __init__(self, mount: Path, works_at: int) -> None:
         super().__init__("google.colab")
@@ -518,6 +525,8 @@ class FakeColab(types.ModuleType):
     def mount(self, point: str, force_remount: bool) -> None:
         assert point == str(self.point)
         self.calls.append(force_remount)
+        if self.declined:
+            raise MessageError("Error: credential propagation was unsuccessful")
         if len(self.calls) < self.works_at:
             raise ValueError("mount failed")
         put(self.point / "MyDrive" / "digits.tar")
@@ -545,6 +554,7 @@ def colab(place, monkeypatch):
         monkeypatch.setattr(os.path, "ismount", lambda path: path == fake.point and len(fake.calls) >= works_at)
         monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
         monkeypatch.setitem(sys.modules, "google.colab", fake)
+        monkeypatch.setattr(stager, "_refused", False)
         return fake
 
     return start
@@ -586,6 +596,62 @@ def test_off_colab_there_is_nothing_to_give_back(monkeypatch):
     assert not stager.on_colab()
     stager.release_runtime()
     assert asked == [], "Drive was looked for where there is none"
+
+
+@pytest.fixture
+def declined(colab) -> FakeColab:
+    fake = colab(1)
+    fake.declined = True
+    return fake
+
+
+def test_where_drive_is_declined_nothing_counts_as_kept_and_the_dialog_comes_once(declined, capsys):
+    assert nb.kept("drive:nbtools-data/captcha.tar") is None
+    assert nb.kept("drive:nbtools-data/runs/captcha", "a short run") is None
+    said = capsys.readouterr().out
+    assert said.count("Drive was not allowed in Colab's dialog") == 2
+    assert "using demo data instead.\n" in said
+    assert "using a short run instead.\n" in said
+    assert declined.calls == [False], "a person was asked again"
+
+
+def test_what_is_asked_of_a_declined_drive_by_name_is_an_error(declined):
+    with pytest.raises(errors.NbtoolsError, match="not allowed in Colab's dialog"):
+        stage("drive:datasets/captcha.tar")
+
+
+def test_drive_that_was_allowed_by_hand_after_all_is_used(declined):
+    assert nb.kept("drive:digits.tar") is None
+    put(declined.point / "MyDrive" / "digits.tar")
+    assert nb.kept("drive:digits.tar") == declined.point / "MyDrive" / "digits.tar"
+
+
+def test_a_drive_that_fails_to_mount_is_not_an_empty_place(colab):
+    colab(9)
+    with pytest.raises(errors.NbtoolsError, match="mount failed"):
+        nb.kept("drive:nbtools-data/captcha.tar")
+
+
+def test_a_drive_without_any_file_is_an_empty_place(colab, monkeypatch):
+    fake = colab(1)
+    monkeypatch.setattr(fake, "mount", lambda *_, **__: (fake.point / "MyDrive").mkdir(parents=True, exist_ok=True))
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == fake.point and (fake.point / "MyDrive").exists())
+    assert nb.kept("drive:nbtools-data/captcha.tar") is None
+
+
+@pytest.mark.parametrize("name", ["captcha.tar", "runs/captcha"])
+def test_what_lies_in_the_notebooks_former_folder_is_found_and_named(place, capsys, name):
+    put(place / "drive" / "nbtools" / name)
+    assert nb.kept(f"drive:nbtools-data/{name}") == place / "drive" / "nbtools" / name
+    assert f"using drive:nbtools/{name}, where notebooks used to keep it" in capsys.readouterr().out
+    assert stage(f"drive:nbtools-data/{name}", progress=False)
+    put(place / "drive" / "nbtools-data" / name)
+    assert nb.kept(f"drive:nbtools-data/{name}") == place / "drive" / "nbtools-data" / name, "the new one comes first"
+
+
+def test_a_folder_without_files_keeps_nothing(place):
+    (place / "drive" / "nbtools-data" / "runs" / "captcha").mkdir(parents=True)
+    assert nb.kept("drive:nbtools-data/runs/captcha") is None
 
 
 def test_drive_off_colab_names_the_variable(monkeypatch):

@@ -1,14 +1,50 @@
 # %% [markdown]
 # ## Install
-# Skipped where nbtools is there already. A copy of the repository on your Drive is used when Drive is mounted (the
-# folder symbol at the left); nothing of Colab's own is replaced.
+# `SOURCE` says where nbtools comes from: the address of its repository, or of your fork, or a copy on your Drive,
+# `"drive:nbtools-main.zip"` as GitHub gives it, a folder, or a wheel.
 
 # %%
-from importlib.util import find_spec
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
-COPY = Path("/content/drive/MyDrive/nbtools")
-if find_spec("nbtools") is None:
-    ADDRESS = COPY.as_uri() if COPY.exists() else "git+{repository}"
-    print("installing from", ADDRESS)
-    # %pip install -q "nbtools[captcha,segment,text] @ {ADDRESS}"
+SOURCE = "{repository}"
+MISSING = importlib.util.find_spec("nbtools") is None
+print(f"nbtools comes from {SOURCE}" if MISSING else "nbtools is installed already")
+
+# %% [markdown]
+# A copy on Drive is looked at first; Colab asks for your permission here.
+
+# %%
+COPY, PROBLEM = Path(SOURCE).expanduser(), ""
+if MISSING and SOURCE.startswith("drive:"):
+    try:
+        from google.colab import drive
+
+        drive.mount("/content/drive")
+    except Exception as error:  # declined, or this is not Colab
+        PROBLEM = f"Drive cannot be opened ({error})"
+    COPY = Path(os.environ.get("NBTOOLS_DRIVE", "/content/drive/MyDrive"), SOURCE.removeprefix("drive:"))
+if not (PROBLEM or "://" in SOURCE or COPY.is_file() or (COPY / "pyproject.toml").is_file()):
+    PROBLEM = f"{SOURCE} {'holds packs and runs, no copy of nbtools' if COPY.is_dir() else 'is not there'}"
+
+# %% [markdown]
+# Nothing of Colab's own is replaced. Where installing fails, one sentence says why, and *Run all* ends here.
+
+# %%
+if MISSING and not PROBLEM:
+    if COPY.is_dir():  # a build writes beside its sources, which a shared folder on Drive does not take
+        COPY = Path(shutil.copytree(COPY, tempfile.mkdtemp(), ignore=shutil.ignore_patterns(".*"), dirs_exist_ok=True))
+    address = SOURCE if SOURCE.endswith((".zip", ".whl")) else f"git+{SOURCE}"
+    wanted = f"nbtools[captcha,segment,text] @ {COPY.resolve().as_uri() if COPY.exists() else address}"
+    pip = subprocess.run([sys.executable, "-m", "pip", "install", "-q", wanted], capture_output=True, text=True)
+    said = [line.strip() for line in pip.stderr.splitlines() if "ERROR" in line or "fatal" in line]
+    PROBLEM = (said or ["pip failed"])[0] if pip.returncode else ""
+if MISSING and PROBLEM:
+    stop = RuntimeError(f"nbtools was not installed: {PROBLEM}. Correct SOURCE above, then Run all again.")
+    stop._render_traceback_ = [str(stop)].copy  # shown without a traceback
+    raise stop

@@ -94,7 +94,7 @@ def seeded_captcha() -> Iterator[tuple[type, Seeded]]:
         from captcha import image as module
     except ImportError:
         raise MissingExtra(
-            "demo captchas need the package captcha: pip install captcha, or nbtools[demo]. "
+            "demo captchas need the package captcha: pip install captcha, or nbtools[captcha]. "
             "Images of your own need no extra package"
         ) from None
     name = "secrets" if hasattr(module, "secrets") else "random"

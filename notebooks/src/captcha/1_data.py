@@ -14,14 +14,14 @@
 
 # %% [markdown]
 # ## Settings
-# `SOURCE` may be a folder, an archive (tar, tar.gz, tar.xz, zip), `drive:…` for a path in your Drive, or a Drive link.
+# `RAW` may be a folder, an archive (tar, tar.gz, tar.xz, zip), `drive:…` for a path in your Drive, or a Drive link.
 # An image's text is its file name up to the first `_`: `7402_a.png` reads 7402.
 
 # %%
 import os
 
-SOURCE = None  # "drive:datasets/captcha.tar"; None: make demo images
-KEEP = "drive:nbtools/captcha.tar"  # where the pack is kept
+RAW = None  # "drive:datasets/captcha.tar"; None: make demo images
+KEEP = "drive:nbtools-data/captcha.tar"  # where the pack is kept; None: nowhere
 TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
 COUNT = 300 if TINY else 6000  # demo images
 if "COLAB_RELEASE_TAG" not in os.environ:
@@ -36,11 +36,11 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 import nbtools as nb
 from nbtools.tasks import captcha
 
-if SOURCE is None:
-    SOURCE = captcha.demo("data/captcha", count=COUNT)
-    (SOURCE / "1234_cut-off.png").write_bytes(b"\x89PNG\r\n\x1a\n, and then nothing")
-    (SOURCE / "screenshot.png").write_bytes(next(SOURCE.glob("*_1.png")).read_bytes())
-folder = nb.stage(SOURCE)
+if RAW is None:
+    RAW = captcha.demo("data/captcha", count=COUNT)
+    (RAW / "1234_cut-off.png").write_bytes(b"\x89PNG\r\n\x1a\n, and then nothing")
+    (RAW / "screenshot.png").write_bytes(next(RAW.glob("*_1.png")).read_bytes())
+folder = nb.stage(RAW)
 folder
 
 # %% [markdown]
@@ -82,8 +82,8 @@ captcha.show(pack, pack.ids("train")[:12])
 # One file on Drive. `captcha.pack` of that file opens it again: no decoding, no thousands of small reads.
 
 # %%
-kept = pack.keep(KEEP)
-print(kept, f"{kept.stat().st_size / 1e6:.1f} MB")
+kept = pack.keep(KEEP) if KEEP else None
+kept
 
 # %% [markdown]
 # Next: `2_train`.

@@ -20,10 +20,10 @@
 # %%
 import os
 
-RAW = "data/captcha"  # the folder that 1_data staged, if this is the same machine
-PACK = "drive:nbtools/captcha.tar"  # else what 1_data kept; where there is none, demo images are made
+RAW = None  # your data as in 1_data: "drive:datasets/captcha.tar", a folder, an archive or a link
+PACK = None  # else a pack of yours; None: what 1_data kept, and where that is nothing, demo images
 RUN = "runs/captcha"  # on this machine, fast
-KEEP = "drive:nbtools/runs/captcha"  # checkpoints go there in the background
+KEEP = "drive:nbtools-data/runs/captcha"  # checkpoints go there in the background; None: nowhere
 RELEASE_GPU = False  # True: on Colab give the machine back when training ends, so that it costs no more
 TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
 COUNT = 300 if TINY else 6000  # demo images
@@ -41,19 +41,14 @@ nb.gpus()
 
 # %% [markdown]
 # ## The data
-# On the machine of `1_data` its finished pack is opened at once, and the receipt below can measure the raw files too.
-# On another machine the kept pack is copied from Drive.
+# The pack that `1_data` kept is copied from Drive. On the same machine, or where `RAW` names your data, the receipt
+# below measures the raw files too.
 
 # %%
-from pathlib import Path
-
 from nbtools.tasks import captcha
 
-try:
-    pack = captcha.pack(RAW if Path(RAW).exists() else PACK)
-except nb.NbtoolsError as problem:
-    print(f"{problem}\nMaking demo images instead.")
-    pack = captcha.pack(captcha.demo("data/captcha", count=COUNT))
+data = RAW or PACK or nb.kept("drive:nbtools-data/captcha.tar")
+pack = captcha.pack(data or captcha.demo("data/captcha", count=COUNT))
 pack
 
 # %% [markdown]

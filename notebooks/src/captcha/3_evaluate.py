@@ -17,8 +17,8 @@
 # %%
 import os
 
-PACK = "drive:nbtools/captcha.tar"  # what 1_data kept
-RUN = "drive:nbtools/runs/captcha"  # what 2_train kept
+PACK = None  # another pack than the one that 1_data kept
+RUN = None  # another run than the one that 2_train kept
 FILES = []  # images of your own to read, e.g. ["mine.png"]; empty: a few fresh demo images
 EXPORT = "captcha-model"
 TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
@@ -34,13 +34,13 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 import nbtools as nb
 from nbtools.tasks import captcha
 
-try:
-    pack, run = captcha.pack(PACK), nb.Run.open(nb.stage(RUN))
-except nb.NbtoolsError as problem:
-    print(f"{problem}\nTraining a short run on demo images instead.")
-    pack = captcha.pack(captcha.demo("data/short", count=COUNT))
+data = PACK or nb.kept("drive:nbtools-data/captcha.tar")
+pack = captcha.pack(data or captcha.demo("data/short", count=COUNT))
+trained = RUN or (data and nb.kept("drive:nbtools-data/runs/captcha", "a short run"))
+if not trained:
     plan = nb.advise(captcha, pack, measure=False).plan.replace(epochs=EPOCHS, warmup_epochs=0.0)
-    run = nb.fit(captcha, pack, plan, run="runs/short", receipt=False)
+    trained = nb.fit(captcha, pack, plan, run="runs/short", receipt=False).folder
+run = nb.Run.open(nb.stage(trained))
 
 # %% [markdown]
 # ## How good is it

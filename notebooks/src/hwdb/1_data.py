@@ -15,7 +15,7 @@
 
 # %% [markdown]
 # ## Settings
-# `SOURCE` may be a folder, an archive (tar, tar.gz, tar.xz, zip), `drive:…` for a path in your Drive, or a Drive link:
+# `RAW` may be a folder, an archive (tar, tar.gz, tar.xz, zip), `drive:…` for a path in your Drive, or a Drive link:
 # of the folders `HWDB2.0Train` … `HWDB2.2Test` or their archives, or of `train/`, `train_img_id_gt.txt` with
 # `name,text` on each line, and `chars_list.txt`. 128 pixels of height is what the guide's network reads; 32 is enough
 # for a network that a CPU can train.
@@ -23,10 +23,10 @@
 # %%
 import os
 
-SOURCE = None  # "drive:datasets/hwdb_full.tar"; None: write demo pages
+RAW = None  # "drive:datasets/hwdb_full.tar"; None: write demo pages
 HEIGHT = 32  # 128 on a GPU
 CHARACTERS = 60  # of the demo, each in its own shape
-KEEP = "drive:nbtools/hwdb.tar"  # where the pack is kept
+KEEP = "drive:nbtools-data/hwdb.tar"  # where the pack is kept; None: nowhere
 TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
 COUNT = 240 if TINY else 6000  # demo lines
 if "COLAB_RELEASE_TAG" not in os.environ:
@@ -38,7 +38,7 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 # installed; where there is none it invents characters, strokes from a seed, and says so.
 
 # %%
-if SOURCE is None and "COLAB_RELEASE_TAG" in os.environ:
+if RAW is None and "COLAB_RELEASE_TAG" in os.environ:
     print("installing the font LXGW WenKai")
     # !apt-get install -qq fonts-lxgw-wenkai > /dev/null
 
@@ -51,11 +51,11 @@ if SOURCE is None and "COLAB_RELEASE_TAG" in os.environ:
 import nbtools as nb
 from nbtools.tasks import hwdb
 
-if SOURCE is None:
-    SOURCE = hwdb.demo("data/hwdb", count=COUNT, characters=CHARACTERS)
-    whole = sorted(SOURCE.rglob("*.dgrl"))[0].read_bytes()
-    (SOURCE / "HWDB2.0Train" / "999-P16.dgrl").write_bytes(whole[: len(whole) // 2])
-folder = nb.stage(SOURCE)
+if RAW is None:
+    RAW = hwdb.demo("data/hwdb", count=COUNT, characters=CHARACTERS)
+    whole = sorted(RAW.rglob("*.dgrl"))[0].read_bytes()
+    (RAW / "HWDB2.0Train" / "999-P16.dgrl").write_bytes(whole[: len(whole) // 2])
+folder = nb.stage(RAW)
 folder
 
 # %% [markdown]
@@ -95,8 +95,8 @@ hwdb.show(pack, pack.ids("train")[:8])
 # One file on Drive. `hwdb.pack` of that file opens it again: no decoding, no thousands of small reads.
 
 # %%
-kept = pack.keep(KEEP)
-print(kept, f"{kept.stat().st_size / 1e6:.1f} MB")
+kept = pack.keep(KEEP) if KEEP else None
+kept
 
 # %% [markdown]
 # Next: `2_train`.

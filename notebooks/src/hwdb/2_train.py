@@ -21,11 +21,11 @@
 # %%
 import os
 
-RAW = "data/hwdb"  # the folder that 1_data staged, if this is the same machine
-PACK = "drive:nbtools/hwdb.tar"  # else what 1_data kept; where there is none, demo pages are written
+RAW = None  # your data as in 1_data: "drive:datasets/hwdb_full.tar", a folder, an archive or a link
+PACK = None  # else a pack of yours; None: what 1_data kept, and where that is nothing, demo pages
 HEIGHT = 32  # as in 1_data
 RUN = "runs/hwdb"  # on this machine, fast
-KEEP = "drive:nbtools/runs/hwdb"  # checkpoints go there in the background
+KEEP = "drive:nbtools-data/runs/hwdb"  # checkpoints go there in the background; None: nowhere
 TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
 COUNT = 240 if TINY else 6000  # demo lines
 CHANGES = {"epochs": 1, "warmup_epochs": 0.0} if TINY else {}
@@ -42,19 +42,14 @@ nb.gpus()
 
 # %% [markdown]
 # ## The data
-# On the machine of `1_data` its finished pack is opened at once, and the receipt below can measure the raw pages too.
-# On another machine the kept pack is copied from Drive.
+# The pack that `1_data` kept is copied from Drive. On the same machine, or where `RAW` names your data, the receipt
+# below measures the raw pages too.
 
 # %%
-from pathlib import Path
-
 from nbtools.tasks import hwdb
 
-try:
-    pack = hwdb.pack(RAW if Path(RAW).exists() else PACK, height=HEIGHT)
-except nb.NbtoolsError as problem:
-    print(f"{problem}\nWriting demo pages instead.")
-    pack = hwdb.pack(hwdb.demo("data/hwdb", count=COUNT), height=HEIGHT)
+data = RAW or PACK or nb.kept("drive:nbtools-data/hwdb.tar")
+pack = hwdb.pack(data or hwdb.demo("data/hwdb", count=COUNT), height=HEIGHT)
 pack
 
 # %% [markdown]

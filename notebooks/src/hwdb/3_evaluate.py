@@ -20,8 +20,8 @@
 # %%
 import os
 
-PACK = "drive:nbtools/hwdb.tar"  # what 1_data kept
-RUN = "drive:nbtools/runs/hwdb"  # what 2_train kept
+PACK = None  # another pack than the one that 1_data kept
+RUN = None  # another run than the one that 2_train kept
 LANGUAGE = None  # "drive:texts/chinese.txt"
 FILES = []  # lines of your own to read: images, or pages as "page.dgrl#3"
 TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
@@ -37,13 +37,13 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 import nbtools as nb
 from nbtools.tasks import hwdb
 
-try:
-    pack, run = hwdb.pack(PACK), nb.Run.open(nb.stage(RUN))
-except nb.NbtoolsError as problem:
-    print(f"{problem}\nTraining a short run on demo pages instead.")
-    pack = hwdb.pack(hwdb.demo("data/short", count=COUNT), height=32)
+data = PACK or nb.kept("drive:nbtools-data/hwdb.tar")
+pack = hwdb.pack(data or hwdb.demo("data/short", count=COUNT), height=32)
+trained = RUN or (data and nb.kept("drive:nbtools-data/runs/hwdb", "a short run"))
+if not trained:
     plan = nb.advise(hwdb, pack, measure=False).plan.replace(epochs=EPOCHS, warmup_epochs=0.2)
-    run = nb.fit(hwdb, pack, plan, run="runs/short", receipt=False)
+    trained = nb.fit(hwdb, pack, plan, run="runs/short", receipt=False).folder
+run = nb.Run.open(nb.stage(trained))
 
 # %% [markdown]
 # ## How good is it

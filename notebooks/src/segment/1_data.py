@@ -15,7 +15,7 @@
 
 # %% [markdown]
 # ## Settings
-# `SOURCE` may be a folder, an archive, `drive:…` for a path in your Drive, or a Drive link: of `images/` and `labels/`,
+# `RAW` may be a folder, an archive, `drive:…` for a path in your Drive, or a Drive link: of `images/` and `labels/`,
 # of `train/` and `trainannot/`, of lists with `image,label` lines, or of images with CVAT's `annotations.xml`.
 # `OPTIONS` says what the labels' numbers mean, and how large the packed images are, where the source does not:
 # `{"classes": ["background", "garment"], "ignore": [2], "size": (384, 384)}`.
@@ -23,9 +23,9 @@
 # %%
 import os
 
-SOURCE = None  # "drive:datasets/garments.tar"; None: make demo images
+RAW = None  # "drive:datasets/garments.tar"; None: make demo images
 OPTIONS = {}
-KEEP = "drive:nbtools/segment.tar"  # where the pack is kept
+KEEP = "drive:nbtools-data/segment.tar"  # where the pack is kept; None: nowhere
 TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
 COUNT, SIDES = (28, (48, 48)) if TINY else (1400, (128, 96))  # demo images, and their height and width in pixels
 if "COLAB_RELEASE_TAG" not in os.environ:
@@ -42,13 +42,13 @@ from PIL import Image
 import nbtools as nb
 from nbtools.tasks import segment
 
-if SOURCE is None:
-    SOURCE = segment.demo("data/segment", count=COUNT, size=SIDES)
-    images, labels = SOURCE / "images/train", SOURCE / "labels/train"
+if RAW is None:
+    RAW = segment.demo("data/segment", count=COUNT, size=SIDES)
+    images, labels = RAW / "images/train", RAW / "labels/train"
     for name, end in {"cut-off": 900, "odd": None}.items():
         (images / f"{name}.jpg").write_bytes((images / "00000.jpg").read_bytes()[:end])
         Image.new("L", SIDES[::-1], 7).save(labels / f"{name}.png")
-folder = nb.stage(SOURCE)
+folder = nb.stage(RAW)
 
 # %% [markdown]
 # ## Validate
@@ -90,8 +90,8 @@ segment.position_prior(pack, "val")
 # ## Keep it
 
 # %%
-kept = pack.keep(KEEP)
-print(kept, f"{kept.stat().st_size / 1e6:.1f} MB")
+kept = pack.keep(KEEP) if KEEP else None
+kept
 
 # %% [markdown]
 # Next: `2_train`.

@@ -20,11 +20,12 @@
 # %%
 import os
 
-RAW = "data/segment"  # the folder that 1_data staged, if this is the same machine
-PACK = "drive:nbtools/segment.tar"  # else what 1_data kept; where there is none, demo images are made
-RUN, KEEP = "runs/segment", "drive:nbtools/runs/segment"  # on this machine, fast; and where checkpoints are kept
+RAW = None  # your data as in 1_data: "drive:datasets/garments.tar", a folder, an archive or a link
+PACK = None  # else a pack of yours; None: what 1_data kept, and where that is nothing, demo images
+RUN, KEEP = "runs/segment", "drive:nbtools-data/runs/segment"  # on this machine, fast; and where checkpoints are kept
 TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
 COUNT, SIDES = (28, (48, 48)) if TINY else (1400, (128, 96))  # demo images, and their height and width in pixels
+OPTIONS = {}  # of your data, as in 1_data
 CHANGES = {"epochs": 14, "warmup_epochs": 1.0, "scale_low": 0.8, "scale_high": 1.25, "jitter": 0.2}
 CHANGES |= {"epochs": 1, "warmup_epochs": 0.0} if TINY else {}
 if "COLAB_RELEASE_TAG" not in os.environ:
@@ -34,16 +35,11 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 # ## The data
 
 # %%
-from pathlib import Path
-
 import nbtools as nb
 from nbtools.tasks import segment
 
-try:
-    pack = segment.pack(RAW if Path(RAW).exists() else PACK)
-except nb.NbtoolsError as problem:
-    print(f"{problem}\nMaking demo images instead.")
-    pack = segment.pack(segment.demo("data/segment", count=COUNT, size=SIDES))
+data = RAW or PACK or nb.kept("drive:nbtools-data/segment.tar")
+pack = segment.pack(data or segment.demo("data/segment", count=COUNT, size=SIDES), **OPTIONS)
 pack
 
 # %% [markdown]

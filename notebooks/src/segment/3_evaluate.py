@@ -18,8 +18,8 @@
 # %%
 import os
 
-PACK = "drive:nbtools/segment.tar"  # what 1_data kept
-RUN = "drive:nbtools/runs/segment"  # what 2_train kept
+PACK = None  # another pack than the one that 1_data kept
+RUN = None  # another run than the one that 2_train kept
 SPLIT = "test"  # "val" where there is no test split
 TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
 COUNT, SIDES, EPOCHS = (28, (48, 48), 1) if TINY else (700, (128, 96), 12)  # of the short run, where there is no other
@@ -34,13 +34,13 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 import nbtools as nb
 from nbtools.tasks import segment
 
-try:
-    pack, run = segment.pack(PACK), nb.Run.open(nb.stage(RUN))
-except nb.NbtoolsError as problem:
-    print(f"{problem}\nTraining a short run on demo images instead.")
-    pack = segment.pack(segment.demo("data/short", count=COUNT, size=SIDES))
+data = PACK or nb.kept("drive:nbtools-data/segment.tar")
+pack = segment.pack(data or segment.demo("data/short", count=COUNT, size=SIDES))
+trained = RUN or (data and nb.kept("drive:nbtools-data/runs/segment", "a short run"))
+if not trained:
     plan = nb.advise(segment, pack, measure=False).plan.replace(epochs=EPOCHS, warmup_epochs=0.5)
-    run = nb.fit(segment, pack, plan, run="runs/short", receipt=False)
+    trained = nb.fit(segment, pack, plan, run="runs/short", receipt=False).folder
+run = nb.Run.open(nb.stage(trained))
 
 # %% [markdown]
 # ## How good is it

@@ -14,14 +14,14 @@
 
 # %% [markdown]
 # ## Settings
-# `SOURCE` may be a folder, an archive, `drive:…` for a path in your Drive, or a Drive link: of `train/` and `val/` with
+# `RAW` may be a folder, an archive, `drive:…` for a path in your Drive, or a Drive link: of `train/` and `val/` with
 # `.npz` clips and a `labels.csv` (`file,gloss,cat`) each.
 
 # %%
 import os
 
-SOURCE = None  # "drive:datasets/signs.tar"; None: make demo clips
-KEEP = "drive:nbtools/sign.tar"  # where the pack is kept
+RAW = None  # "drive:datasets/signs.tar"; None: make demo clips
+KEEP = "drive:nbtools-data/sign.tar"  # where the pack is kept; None: nowhere
 TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
 COUNT, GLOSSES = (60, 6) if TINY else (600, 12)  # demo clips, of so many signs
 if "COLAB_RELEASE_TAG" not in os.environ:
@@ -36,13 +36,13 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 import nbtools as nb
 from nbtools.tasks import sign
 
-if SOURCE is None:
-    SOURCE = sign.demo("data/sign", count=COUNT, glosses=GLOSSES, categories=2, features=True)
-    whole = sorted((SOURCE / "train").glob("*.npz"))[0].read_bytes()
-    (SOURCE / "train" / "damaged.npz").write_bytes(whole[:500] + b"?" * 9 + whole[509:])
-    with open(SOURCE / "train" / "labels.csv", "a") as labels:
+if RAW is None:
+    RAW = sign.demo("data/sign", count=COUNT, glosses=GLOSSES, categories=2, features=True)
+    whole = sorted((RAW / "train").glob("*.npz"))[0].read_bytes()
+    (RAW / "train" / "damaged.npz").write_bytes(whole[:500] + b"?" * 9 + whole[509:])
+    with open(RAW / "train" / "labels.csv", "a") as labels:
         labels.write("damaged,0,0\nnever-filmed,0,0\n")
-folder = nb.stage(SOURCE)
+folder = nb.stage(RAW)
 folder
 
 # %% [markdown]
@@ -90,8 +90,8 @@ sign.classes(pack)
 # ## Keep it
 
 # %%
-kept = pack.keep(KEEP)
-print(kept, f"{kept.stat().st_size / 1e6:.1f} MB")
+kept = pack.keep(KEEP) if KEEP else None
+kept
 
 # %% [markdown]
 # Next: `2_train`.

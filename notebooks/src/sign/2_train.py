@@ -19,9 +19,10 @@
 # %%
 import os
 
-RAW = "data/sign"  # the folder that 1_data staged, if this is the same machine
-PACK = "drive:nbtools/sign.tar"  # else what 1_data kept; where there is none, demo clips are made
-RUNS, KEEP = "runs", "drive:nbtools/runs"  # on this machine, fast; and where checkpoints are kept
+RAW = None  # your data as in 1_data: "drive:datasets/signs.tar", a folder, an archive or a link
+PACK = None  # else a pack of yours; None: what 1_data kept, and where that is nothing, demo clips
+RUNS = "runs"  # on this machine, fast
+KEEP = "drive:nbtools-data/runs"  # checkpoints go there in the background; None: nowhere
 TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
 COUNT, GLOSSES = (60, 6) if TINY else (600, 12)  # demo clips, of so many signs
 CHANGES = {"epochs": 1, "warmup_epochs": 0.0} if TINY else {}
@@ -33,16 +34,11 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 # ## The data
 
 # %%
-from pathlib import Path
-
 import nbtools as nb
 from nbtools.tasks import sign
 
-try:
-    pack = sign.pack(RAW if Path(RAW).exists() else PACK)
-except nb.NbtoolsError as problem:
-    print(f"{problem}\nMaking demo clips instead.")
-    pack = sign.pack(sign.demo("data/sign", count=COUNT, glosses=GLOSSES, categories=2, features=True))
+data = RAW or PACK or nb.kept("drive:nbtools-data/sign.tar")
+pack = sign.pack(data or sign.demo("data/sign", count=COUNT, glosses=GLOSSES, categories=2, features=True))
 pack
 
 # %% [markdown]
@@ -67,21 +63,28 @@ panel
 
 # %%
 panel.put(panel.plan.replace(**{**MORE, **CHANGES}))
-run = nb.fit(sign, pack, panel, run=f"{RUNS}/sign", keep=f"{KEEP}/sign", receipt=not TINY)
+run = nb.fit(sign, pack, panel, run=f"{RUNS}/sign", keep=KEEP and f"{KEEP}/sign", receipt=not TINY)
 
 # %% [markdown]
 # ## Train the GRU
 # It reads 2,048 numbers a frame, what an image network makes of it, one frame after the other; 0.1 million weights.
 
 # %%
-plan = sign.with_gru(panel.plan, pack).replace(**CHANGES)
-gru = nb.fit(sign, pack, plan, run=f"{RUNS}/sign-gru", keep=f"{KEEP}/sign-gru", receipt=False)
+runs = [run]
+if {"x", "features"} <= set(pack.columns):
+    plan = sign.with_gru(panel.plan, pack).replace(**CHANGES)
+    runs.append(nb.fit(sign, pack, plan, f"{RUNS}/sign-gru", KEEP and f"{KEEP}/sign-gru", receipt=False))
+else:
+    only = "keypoints" if "x" in pack.columns else "features"
+    print(
+        f"The GRU is skipped: beside the Transformer it needs keypoints and features, and these clips have {only} only."
+    )
 
 # %% [markdown]
 # ## Side by side
 
 # %%
-nb.compare(run, gru)
+nb.compare(*runs)
 
 # %% [markdown]
 # ## The receipt

@@ -17,8 +17,8 @@
 # %%
 import os
 
-PACK = "drive:nbtools/sign.tar"  # what 1_data kept
-RUN = "drive:nbtools/runs/sign"  # what 2_train kept; "…/sign-gru" is the other model
+PACK = None  # another pack than the one that 1_data kept
+RUN = None  # another run than the one that 2_train kept: "drive:nbtools-data/runs/sign-gru"
 SPLIT = "val"  # "test" where there is one
 TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
 COUNT, GLOSSES, EPOCHS = (60, 6, 1) if TINY else (400, 12, 20)  # of the short run, where there is no other
@@ -33,13 +33,13 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 import nbtools as nb
 from nbtools.tasks import sign
 
-try:
-    pack, run = sign.pack(PACK), nb.Run.open(nb.stage(RUN))
-except nb.NbtoolsError as problem:
-    print(f"{problem}\nTraining a short run on demo clips instead.")
-    pack = sign.pack(sign.demo("data/short", count=COUNT, glosses=GLOSSES, categories=2))
+data = PACK or nb.kept("drive:nbtools-data/sign.tar")
+pack = sign.pack(data or sign.demo("data/short", count=COUNT, glosses=GLOSSES, categories=2))
+trained = RUN or (data and nb.kept("drive:nbtools-data/runs/sign", "a short run"))
+if not trained:
     plan = nb.advise(sign, pack, measure=False).plan.replace(epochs=EPOCHS, warmup_epochs=0.5)
-    run = nb.fit(sign, pack, plan, run="runs/short", receipt=False)
+    trained = nb.fit(sign, pack, plan, run="runs/short", receipt=False).folder
+run = nb.Run.open(nb.stage(trained))
 
 # %% [markdown]
 # ## How good is it

@@ -1,0 +1,124 @@
+"""A machine as Colab hands it out: Python with a notebook stack and nbtools' requirements, but without nbtools; a Drive
+on which a copy of the repository may lie; and a stand-in of `google.colab`, in tests/colab."""
+
+import os
+import re
+import subprocess
+import sysconfig
+import venv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbformat import NotebookNode
+
+from notebooks import build, execute
+from tests.kernels import python
+
+COLAB = Path(__file__).parent / "colab"
+PARTS = ("1_data", "2_train", "3_evaluate")
+SAID = {
+    "captcha": ("1234_cut-off.png", "screenshot.png", "whole_accuracy"),
+    "hwdb": ("999-P16.dgrl", "cer"),
+    "sign": ("damaged.npz", "never-filmed", "gloss_accuracy"),
+    "segment": ("cut-off.jpg", "odd.png", "miou"),
+}
+"""Folder → what its notebooks, run one after the other, must have said: the planted bad files, and the score."""
+OURS = re.compile(r"nbtools\b|nbtools-|__editable__")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One that nobody has used. `drive`: the folder behind Colab's dialog; None: the dialog is declined."""
+
+    folder: Path
+    python: Path
+    drive: Path | None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of its kernel. pip may reach no index: all that nbtools needs is there already, as on Colab."""
+        inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "NBTOOLS_DRIVE", "COLAB_DRIVE")}
+        return inherited | {
+            "COLAB_RELEASE_TAG": "release-colab_stand-in",
+            **({"COLAB_DRIVE": str(self.drive)} if self.drive else {}),
+            "NBTOOLS_CACHE": str(self.folder / "cache"),
+            "NBTOOLS_TINY": "1",
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{COLAB / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(COLAB),
+            "PIP_NO_INDEX": "1",
+            "PIP_NO_BUILD_ISOLATION": "0",  # pip's own way to say "without isolation" (pypa/pip#5229)
+            "PIP_CONFIG_FILE": os.devnull,
+        }
+
+    def run(self, notebook: NotebookNode) -> NotebookNode:
+        return execute.run(notebook, self.folder, self.environment, self.python)
+
+    def installed(self) -> dict[str, str]:
+        """Package → version, as pip sees them."""
+        command = [self.python, "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check"]
+        said = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=True).stdout
+        return dict(line.split("==") for line in said.splitlines())
+
+
+def machine(folder: Path, drive: Path | None, stack: str = "colab") -> Machine:
+    """A new machine in a new folder. Its packages are links to those of a stack: torch lies on the disk once."""
+    packages = folder / "packages"
+    packages.mkdir(parents=True)
+    mine = Path(sysconfig.get_path("purelib"))
+    theirs = next(python(stack).parent.parent.glob("lib/python*/site-packages"))
+    taken: set[str] = set()
+    for place in dict.fromkeys((theirs, mine)):
+        found = [entry for entry in place.iterdir() if not OURS.match(entry.name) and name(entry) not in taken]
+        for entry in found:
+            (packages / entry.name).symlink_to(entry)
+        taken |= {name(entry) for entry in found}
+    venv.create(folder / "venv", with_pip=False)
+    [purelib] = (folder / "venv").glob("lib/python*/site-packages")
+    (purelib / "packages.pth").write_text(f"{packages}\n")
+    return Machine(folder, folder / "venv" / "bin" / "python", drive)
+
+
+def name(entry: Path) -> str:
+    """What an entry of site-packages belongs to: a stack's ipykernel-6.17.1.dist-info hides the other's 7.4.0."""
+    return entry.name.partition("-")[0].lower() if entry.name.endswith(".dist-info") else entry.name
+
+
+def repository_zip(path: Path) -> Path:
+    """The working tree as GitHub's "Download ZIP" gives a branch: below one folder, nbtools-main/."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=build.ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in filter(None, names):
+            if (build.ROOT / file).is_file():
+                archive.write(build.ROOT / file, f"nbtools-main/{file}")
+    return path
+
+
+def text(notebook: NotebookNode) -> str:
+    """All that a notebook printed or showed as text."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "\n".join(output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs)
+
+
+def check_chain(task: str, said: list[str]) -> None:
+    """What a task's three notebooks said, each on a machine of its own: one found what the other had kept."""
+    *bad, score = SAID[task]
+    assert all(name in said[0] for name in bad)
+    assert "instead.\n" not in said[1], "the pack that 1_data kept was not found"
+    assert "instead.\n" not in said[2], "the run that 2_train kept was not found"
+    assert score in said[2]
+
+
+def with_settings(notebook: NotebookNode, **settings: object) -> NotebookNode:
+    """The notebook with other values in its settings, as a user types them."""
+    for setting, value in settings.items():
+        pattern, count = re.compile(rf"^{setting} = .*$", re.M), 0
+        for cell in notebook.cells:
+            if cell.cell_type == "code":
+                cell.source, found = pattern.subn(lambda _, s=setting, v=value: f"{s} = {v!r}", cell.source)
+                count += found
+        assert count == 1, f"{setting} is set {count} times"
+    return notebook

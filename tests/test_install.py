@@ -1,0 +1,197 @@
+"""Run all on a machine as Colab hands it out: the install cells bring nbtools, or stop in one sentence."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from notebooks import build
+from tests import fresh
+from tests.kernels import started
+
+ZIP = "nbtools-main.zip"
+ADDRESS = build.repository()
+full = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Two machines at a time, each driven by a process of its own: nbclient leaves its event loop open in a thread."""
+    with ProcessPoolExecutor(2, get_context("spawn")) as processes:
+        yield processes
+
+
+def run_all(name: str, folder: Path, drive: Path | None, stack: str, source: str) -> tuple[str, dict[str, str]]:
+    """(what a notebook said, packages that it installed) on a new machine. Fails where pip replaced one."""
+    machine = fresh.machine(folder, drive, stack)
+    before = machine.installed()
+    ran = machine.run(fresh.with_settings(build.notebook(name, ADDRESS), SOURCE=source))
+    assert all(cell.execution_count for cell in ran.cells if cell.cell_type == "code" and cell.source)
+    after = machine.installed()
+    assert before.items() <= after.items(), "a package of the machine's own was replaced"
+    return fresh.text(ran), {package: after[package] for package in after.keys() - before.keys()}
+
+
+def chain(names: list[str], top: Path, stack: str) -> list[str]:
+    """What notebooks say one after the other, each on a new machine: only Drive is common."""
+    fresh.repository_zip(top / "drive" / ZIP)
+    said = []
+    for number, name in enumerate(names):
+        found, brought = run_all(name, top / str(number), top / "drive", stack, f"drive:{ZIP}")
+        assert set(brought) == {"nbtools"}
+        assert "Mounted at /content/drive" in found
+        said.append(found)
+    return said
+
+
+CHAINS = [("start", "colab", ()), ("captcha", "colab", ())] + [
+    (task, stack, full)
+    for task in ("start", *fresh.SAID)
+    for stack in ("colab", "ipykernel-7.3", "newest")
+    if (task, stack) not in (("start", "colab"), ("captcha", "colab"))
+]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("task", "stack"), [pytest.param(*two, marks=marks) for *two, marks in CHAINS])
+def test_run_all_on_a_new_machine_installs_from_githubs_zip_and_runs_to_the_end(task, stack, tmp_path, pool):
+    names = ["0_start_here"] if task == "start" else [f"{task}/{part}" for part in fresh.PARTS]
+    said = pool.submit(chain, names, tmp_path, stack).result()
+    if task != "start":
+        fresh.check_chain(task, said)
+
+
+def declined(name: str, top: Path) -> tuple[str, list[str]]:
+    """(what a notebook said where the dialog is declined, files that it left on no machine)."""
+    top.mkdir()
+    source = fresh.repository_zip(top / ZIP)
+    said, _ = run_all(name, top / "machine", None, "colab", str(source))
+    return said, [path.name for path in (top / "machine").rglob("nbtools-data")]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "name", [name if name == "captcha/2_train" else pytest.param(name, marks=full) for name in build.names()]
+)
+def test_where_drive_is_declined_run_all_goes_on_and_nothing_is_kept(name, tmp_path, pool):
+    said, kept = pool.submit(declined, name, tmp_path / "top").result()
+    assert kept == []
+    assert said.count("asking for Drive") == (name != "0_start_here"), "the dialog comes once"
+    if not name.startswith("0"):
+        assert "Drive was not allowed in Colab's dialog" in said
+    if name.endswith("2_train"):
+        assert "using demo data instead" in said
+        assert "nothing is kept at drive:nbtools-data/runs" in said
+
+
+def installing(source: str) -> list[str]:
+    """The install cells of a notebook with a SOURCE, and one more."""
+    made = fresh.with_settings(build.notebook("0_start_here", ADDRESS), SOURCE=source)
+    code = [cell.source for cell in made.cells if cell.cell_type == "code"]
+    last = next(place for place, source in enumerate(code) if "pip" in source and "subprocess.run" in source)
+    return [*code[: last + 1], "import nbtools; print('went on with', nbtools.__file__)"]
+
+
+STOPS = {  # SOURCE → the reason in the sentence
+    "drive:packs": "drive:packs holds packs and runs, no copy of nbtools",
+    "drive:missing.zip": "drive:missing.zip is not there",
+    "drive:other.zip": "does not appear to be a Python project",
+    "missing/nbtools": "missing/nbtools is not there",
+    "https://127.0.0.1:9/me/nbtools": "fatal: unable to access",
+    "drive:declined.zip": "Drive cannot be opened (Error: credential propagation was unsuccessful)",
+}
+
+
+@pytest.mark.parametrize("stack", ["colab", "newest"])
+def test_where_installing_fails_one_sentence_says_why_and_run_all_stops(stack, tmp_path):
+    (tmp_path / "drive" / "packs" / "runs").mkdir(parents=True)
+    (tmp_path / "drive" / "other.zip").write_bytes(b"PK\5\6" + bytes(18))
+    machine = fresh.machine(tmp_path / "machine", tmp_path / "drive", stack)
+    for source, words in STOPS.items() if stack == "colab" else list(STOPS.items())[-2:]:
+        environment = machine.environment
+        if "declined" in source:
+            del environment["COLAB_DRIVE"]
+        with started(stack, machine.folder, machine.python, environment) as kernel:
+            requests = [kernel.client.execute(code) for code in installing(source)]  # queued, as Run all does
+            replies = [kernel.reply(request)["content"] for request in requests]
+            statuses = [reply["status"] for reply in replies]
+            assert statuses[-1] == "aborted", f"{source}: Run all went on"
+            [failed] = [reply for reply in replies if reply["status"] == "error"]
+            assert len(failed["traceback"]) == 1, "one sentence, no traceback"
+            [sentence] = failed["traceback"]
+            assert "\n" not in sentence
+            assert words in sentence
+            assert sentence.startswith("nbtools was not installed: ")
+            assert sentence.endswith("Correct SOURCE above, then Run all again.")
+
+
+def copies(top: Path) -> dict[str, str]:
+    """SOURCE → where it lies, for each form that a copy may have; made from GitHub's zip."""
+    drive = top / "drive"
+    archive = fresh.repository_zip(drive / "copies" / ZIP)
+    archive.with_name("nbtools-main (1).zip").write_bytes(archive.read_bytes())
+    unpack = [sys.executable, "-m", "zipfile", "-e", str(archive), str(drive / "copies")]
+    subprocess.run(unpack, check=True)
+    (drive / "copies" / "nbtools-main").chmod(0o555)
+    build_wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(drive)]
+    subprocess.run([*build_wheel, str(archive)], check=True)
+    [wheel] = drive.glob("*.whl")
+    work = top / "work"
+    subprocess.run([sys.executable, "-m", "zipfile", "-e", str(archive), str(work)], check=True)
+    git = ["git", "-C", str(work / "nbtools-main"), "-c", "user.name=n", "-c", "user.email=n@example.org"]
+    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "a fork"]):
+        subprocess.run([*git, *arguments], check=True)
+    return {
+        "a zip downloaded twice": "drive:copies/nbtools-main (1).zip",
+        "a folder": "drive:copies/nbtools-main",
+        "a wheel": f"drive:{wheel.name}",
+        "a repository": (work / "nbtools-main").as_uri(),
+        "a path": str(archive),
+    }
+
+
+@full
+@pytest.mark.timeout(900)
+def test_every_form_of_a_copy_installs_and_a_folder_stays_as_it_was(tmp_path):
+    sources = copies(tmp_path)
+    folder = tmp_path / "drive" / "copies" / "nbtools-main"
+    before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    for number, (form, source) in enumerate(sources.items()):
+        machine = fresh.machine(tmp_path / str(number), tmp_path / "drive", "colab")
+        with started("colab", machine.folder, machine.python, machine.environment) as kernel:
+            said = "".join(map(kernel.run, installing(source)))
+        assert re.search(rf"went on with {re.escape(str(machine.folder))}/venv/.*site-packages", said), (form, said)
+    assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
+    folder.chmod(0o755)
+
+
+def test_a_fork_gets_its_address_everywhere_and_its_own_check_holds(tmp_path):
+    copy = fresh.repository_zip(tmp_path / ZIP)
+    subprocess.run([sys.executable, "-m", "zipfile", "-e", str(copy), str(tmp_path)], check=True)
+    tree, fork = tmp_path / "nbtools-main", "https://github.com/somebody/my-nbtools"
+
+    def generate(*arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "notebooks.build", *arguments]
+        return subprocess.run(
+            command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, text=True, capture_output=True
+        )
+
+    said = generate("--repository", "git@github.com:somebody/my-nbtools.git")
+    assert said.returncode == 2
+    assert "REPOSITORY must be https://github.com/OWNER/NAME" in said.stderr
+    assert generate("--repository", f"{fork}.git/").returncode == 0
+    assert generate("--check").returncode == 0
+    for path in [tree / "pyproject.toml", tree / "README.md", *tree.glob("notebooks/**/*.ipynb")]:
+        written = path.read_text()
+        assert ADDRESS not in written, path
+        assert fork.removeprefix("https://") in written or path.name == "README.md", path
+    cells = json.loads((tree / "notebooks" / "captcha" / "2_train.ipynb").read_text())["cells"]
+    assert any(f'SOURCE = "{fork}"' in "".join(cell["source"]) for cell in cells)
+    [recipe] = re.findall(r"^notebooks:.*\n\t(.*)", (tree / "Makefile").read_text(), re.M)
+    assert "--repository '$(REPOSITORY)'" in recipe
