@@ -5,11 +5,16 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map
 
 from nbtools.errors import TrainError
 from nbtools.plan import Plan
@@ -20,6 +25,8 @@ from nbtools.plan import Plan
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FP16_DEVICES = ("cuda", "mps")
+"""Where amp="fp16" may train. On a CPU most of its kernels are not vectorised, or emulated: a step took 14 s."""
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT = ((TRIM_THRESHOLD, 2**31 - 1, 2**31 - 1), (MMAP_THRESHOLD, 2**30, 2**25))  # the last where glibc allows no more
 
@@ -35,6 +42,11 @@ def require(plan: Plan, device: torch.device) -> None:
     """Refuse what the device cannot do. Raises TrainError."""
     if plan.graph and device.type != "cuda":
         raise TrainError(f"Plan.graph replays CUDA graphs, and this device is {device.type}; set graph=False")
+    if plan.amp == "fp16" and device.type not in FP16_DEVICES:
+        raise TrainError(
+            f"Plan.amp = fp16 needs a GPU, and this device is {device.type}, where a step would take many times as "
+            "long as in float32; use amp=bf16 or amp=off"
+        )
     if plan.amp == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise TrainError("Plan.amp = bf16 is only emulated on this GPU, slower than fp32; use amp=fp16")
 
@@ -79,9 +91,73 @@ def give_back(device: torch.device) -> None:
         library.malloc_trim(0)
 
 
-def autocast(plan: Plan, device: torch.device) -> AbstractContextManager:
-    """Mixed precision around a forward pass. To be left within a step: a generator must not yield inside."""
-    return nullcontext() if plan.amp == "off" else torch.autocast(device.type, DTYPES[plan.amp])
+def reduced(device: torch.device) -> str:
+    """Plan.amp that may be faster than float32 on the device, to be measured; "off" where none was ever tried (MPS)."""
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return "bf16" if device.type == "cpu" else "off"
+
+
+@contextmanager
+def autocast(plan: Plan, device: torch.device, model: nn.Module) -> Iterator[None]:
+    """Mixed precision around a forward pass of the model. To be left within a step: a generator must not yield inside.
+
+    fp16 where it may not train (`FP16_DEVICES`) is float32: evaluations and predictions of a run that a GPU trained.
+    """
+    if plan.amp == "off" or (plan.amp == "fp16" and device.type not in FP16_DEVICES):
+        yield
+    else:
+        with recurrent_in_float32(plan, device, model), torch.autocast(device.type, DTYPES[plan.amp]):
+            yield
+
+
+@contextmanager
+def recurrent_in_float32(plan: Plan, device: torch.device, model: nn.Module) -> Iterator[None]:
+    """Inside, under bf16, the model's LSTM, GRU and RNN layers leave autocast: forward, backward and recomputation.
+
+    On CUDA autocast runs cuDNN's in fp16, whatever its dtype (`_cudnn_rnn_cast_reflatten` casts to kHalf,
+    aten/src/ATen/cudnn/AutocastRNN.cpp), and bf16 trains without the loss scaling that fp16 needs. Outside nothing is
+    left on the layers.
+    """
+    layers = recurrent(model) if plan.amp == "bf16" else []
+    before = [layer.__dict__.get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = float32_forward(layer, device)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+
+
+def recurrent(model: nn.Module) -> list[nn.RNNBase]:
+    """The LSTM, GRU and RNN layers. `model.modules()` finds the same in four times as long, at every forward pass."""
+    found, left = {}, [model]
+    while left:
+        module = left.pop()
+        if isinstance(module, nn.RNNBase):
+            found[id(module)] = module
+        left += filter(None, module._modules.values())
+    return list(found.values())
+
+
+def float32_forward(layer: nn.RNNBase, device: torch.device) -> Callable[..., Any]:
+    """The layer's forward outside autocast."""
+    forward = layer.forward
+
+    def widened(value: Any) -> Any:
+        floating = isinstance(value, (Tensor, PackedSequence)) and value.data.is_floating_point()
+        return value.float() if floating else value
+
+    def run(*given: Any, **named: Any) -> Any:
+        given, named = tree_map(widened, (given, named))
+        with torch.autocast(device.type, enabled=False):
+            return forward(*given, **named)
+
+    return run
 
 
 def memory(device: torch.device) -> dict[str, float]:

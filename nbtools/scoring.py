@@ -25,7 +25,7 @@ def forward(task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.
     model.eval()
     try:
         batch = task.batch(raw, plan, None)
-        with autocast(plan, device):
+        with autocast(plan, device, model):
             infer = getattr(task, "infer", None)
             return batch, infer(model, batch, plan) if infer is not None else model(batch)
     finally:
@@ -68,7 +68,7 @@ def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> N
     reason, found = "", None
     try:
         batch, outputs = forward(task, model, raw, plan, sums.device)
-        with torch.no_grad(), autocast(plan, sums.device):
+        with torch.no_grad(), autocast(plan, sums.device, model):
             loss = task.loss(lambda _batch: outputs, batch, plan)  # one forward serves both
         found = {"loss": loss, **task.metrics(outputs, batch)}
     except torch.OutOfMemoryError as error:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nbtools.device import autocast
+from nbtools.device import DTYPES, autocast, recurrent_in_float32
 from nbtools.draws import Draws
 from nbtools.errors import TrainError
 from nbtools.schedule import lr_at
@@ -66,12 +66,18 @@ def backward(
         batch = {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in batch.items()}
     if plan.amp == "off":
         loss_sum, count = task.loss(state.network, batch, plan)
+        differentiate(state, loss_sum, denominator or count)
     else:
-        with autocast(plan, state.device):
-            loss_sum, count = task.loss(state.network, batch, plan)
-    loss = loss_sum / (denominator or at_least_one(count))
-    (loss if state.scaler is None else state.scaler.scale(loss)).backward()
+        with recurrent_in_float32(plan, state.device, state.model):  # backward may compute activations again
+            with torch.autocast(state.device.type, DTYPES[plan.amp]):
+                loss_sum, count = task.loss(state.network, batch, plan)
+            differentiate(state, loss_sum, denominator or count)
     return loss_sum.detach(), count
+
+
+def differentiate(state: TrainState, loss_sum: Tensor, denominator: Tensor | float) -> None:
+    loss = loss_sum / at_least_one(denominator)
+    (loss if state.scaler is None else state.scaler.scale(loss)).backward()
 
 
 def accumulate(task: Task, state: TrainState, raw: Batch) -> tuple[Tensor, Tensor | float]:
@@ -160,7 +166,7 @@ def first_bad(task: Task, state: TrainState, raw: Batch, loss_sum: Tensor) -> st
         for name, module in state.model.named_modules()
         if name and not list(module.children())
     ]
-    with torch.no_grad(), autocast(state.plan, state.device):
+    with torch.no_grad(), autocast(state.plan, state.device, state.model):
         task.loss(state.model, batch, state.plan)
     for hook in hooks:
         hook.remove()

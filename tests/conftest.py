@@ -7,6 +7,8 @@ import socket
 import pytest
 import torch
 
+from nbtools import device
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -34,6 +36,13 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fp16_on_cpu(monkeypatch):
+    """Lift the rule that fp16 trains on a GPU only: the loss scaler's bookkeeping is the same anywhere, and toys are
+    small enough."""
+    monkeypatch.setattr(device, "FP16_DEVICES", ("cuda", "mps", "cpu"))
 
 
 @pytest.fixture(autouse=True)

@@ -320,6 +320,7 @@ def test_memory_may_end_at_any_operation(for_good, toys):
     assert for_good or endings["found"] >= 3, endings  # an idle machine makes more operations than the last point
 
 
+@pytest.mark.usefixtures("fp16_on_cpu")
 @pytest.mark.parametrize("changes", [{}, {"amp": "fp16"}, {"optimizer": "sgd"}])
 def test_every_step_may_end_between_any_two_operations_and_the_next_one_goes_on(changes, toys):
     """A trial after an out-of-memory anywhere in a step does the next step as if nothing had been."""

@@ -49,8 +49,20 @@ GROUND = [
 """Imported by all, importing only ground below itself."""
 
 DATA = {"pack", "packing", "stage", "archive", "members", "splits", "disk"}
-TASKS = DATA | {"metrics", "ctc", "recompute", "sheet", "letters", "report", "plan", "draws", "table", "errors"}
-"""What a task may import (stage: to look at a source before it chooses how to read it).
+TASKS = DATA | {
+    "metrics",
+    "ctc",
+    "device",
+    "recompute",
+    "sheet",
+    "letters",
+    "report",
+    "plan",
+    "draws",
+    "table",
+    "errors",
+}
+"""What a task may import (stage: to look at a source before it chooses how to read it; device: for its `autocast`).
 Nobody imports a task: it is reached by name."""
 
 ONLY = {

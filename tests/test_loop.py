@@ -193,6 +193,7 @@ def test_optimizers_are_the_fused_ones(pack, optimizer, kind):
     assert all(math.isfinite(x) for x in losses(state, pack))
 
 
+@pytest.mark.usefixtures("fp16_on_cpu")
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_mixed_precision_trains_to_about_the_same_loss(pack, amp):
     plain = TrainState(toy, pack, toy.PLAN)
@@ -215,6 +216,7 @@ def test_autocast_and_no_grad_do_not_leak_into_the_code_between_steps(pack):
         assert not torch.is_inference_mode_enabled()
 
 
+@pytest.mark.usefixtures("fp16_on_cpu")
 def test_a_step_that_fp16_refuses_does_not_advance_the_schedule(pack):
     plan = toy.PLAN.replace(amp="fp16", epochs=1)
     state = TrainState(toy, pack, plan)
@@ -272,6 +274,7 @@ def test_out_of_memory_in_evaluation_takes_the_batch_in_halves(pack):
         evaluate(hungry(0), state.model, pack, toy.PLAN, "val")
 
 
+@pytest.mark.usefixtures("fp16_on_cpu")
 @pytest.mark.parametrize("resumed", [False, True])
 def test_sgd_whose_first_steps_overflow_in_fp16_begins_without_momentum(pack, resumed):
     plan = toy.PLAN.replace(amp="fp16", optimizer="sgd", epochs=1)
@@ -288,6 +291,7 @@ def test_sgd_whose_first_steps_overflow_in_fp16_begins_without_momentum(pack, re
     assert all(torch.isfinite(p).all() for p in state.parameters)
 
 
+@pytest.mark.usefixtures("fp16_on_cpu")
 def test_fp16_finds_its_scale_where_each_step_is_checked(pack):
     """Gradients that overflow are the scaler's business and no reason to give up; a lost loss is."""
     state = TrainState(task_with(loss=nan_once(5)), pack, toy.PLAN.replace(amp="fp16", epochs=1))
@@ -393,6 +397,7 @@ def test_knobs_turned_while_it_trains_act_at_the_next_step_and_leave_a_row(pack)
     assert state.optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
+@pytest.mark.usefixtures("fp16_on_cpu")
 @pytest.mark.parametrize("kind", ["evaluating", "epoch"])
 def test_a_knob_turned_between_epochs_acts_too(pack, kind):
     state = TrainState(toy, pack, toy.PLAN)

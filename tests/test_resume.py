@@ -69,6 +69,7 @@ def same(a, b):
         assert torch.equal(ours[name], theirs[name]), name
 
 
+@pytest.mark.usefixtures("fp16_on_cpu")
 @pytest.mark.parametrize("name", PLANS)
 def test_resumed_after_any_record_equals_uninterrupted(tmp_path, pack, name):
     plan = PLANS[name].replace(epochs=2)

@@ -269,6 +269,7 @@ def test_costs_of_some_ids_only_and_the_first_look_of_each_way_is_not_timed(netw
     assert [images for images, *_ in network.seen] == [2, 2, 1]
 
 
+@pytest.mark.usefixtures("fp16_on_cpu")
 @pytest.mark.parametrize(("amp", "dtype"), [("off", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_costs_and_latency_are_in_the_precision_of_the_plan_and_leave_the_mode_of_the_model(network, pack, amp, dtype):
     seen: list[torch.dtype | None] = []

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import toy
 from kernels import Client, started
 
@@ -53,6 +54,19 @@ thread.start()
 run = nb.fit(Watched, pack, panel, "twice", receipt=False)
 thread.join()
 print(run.plan.lr, run.plan.clip_norm)
+"""
+
+ASKED_FOR_FP16 = """
+class Clicked:
+    PLAN, BASELINE, loss, metrics, decode, model = toy.PLAN, toy.BASELINE, toy.loss, toy.metrics, toy.decode, toy.model
+    def batch(raw, plan, draws):
+        if draws is not None and not notes:
+            panel.fields["amp"].value = "fp16"
+            notes.append(panel.notes["amp"].value)
+        return toy.batch(raw, plan, draws)
+notes, panel = [], nb.Panel(plan)
+run = nb.fit(Clicked, pack, panel, "fp16", receipt=False)
+print(notes, run.plan.amp, len(run.history.of("epoch")), "epoch")
 """
 
 
@@ -109,6 +123,13 @@ def test_a_knob_turned_while_the_run_is_made_ready_is_a_wish(kernel):
 
 def test_a_click_after_another_ones_request_takes_nothing_back(kernel):
     assert "0.005 0.5" in kernel.run(ASKED_TWICE)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU trains in fp16")
+def test_fp16_chosen_in_the_panel_of_a_run_on_a_cpu_is_answered_beside_the_field_and_the_run_goes_on(kernel):
+    text = kernel.run(ASKED_FOR_FP16)
+    assert "Plan.amp = fp16 needs a GPU" in text
+    assert text.strip().endswith("off 1 epoch")
 
 
 def test_a_terminal_is_told_truth_and_prediction_of_the_samples(tmp_path, capsys):

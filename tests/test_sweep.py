@@ -119,6 +119,7 @@ class Flat(nn.Module):
         return self.layer(batch["x"])
 
 
+@pytest.mark.usefixtures("fp16_on_cpu")
 def test_a_step_that_fp16_leaves_out_does_not_raise_the_lr_and_counts_once(pack):
     climb = Climb(toy, pack, toy.PLAN.replace(amp="fp16"), CPU)
     climb.state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)  # overflows at once, then finds its scale
@@ -131,6 +132,7 @@ def test_a_step_that_fp16_leaves_out_does_not_raise_the_lr_and_counts_once(pack)
     assert any(not torch.equal(before[name], value) for name, value in climb.state.model.named_parameters())
 
 
+@pytest.mark.usefixtures("fp16_on_cpu")
 def test_left_out_steps_leave_the_lrs_and_the_number_of_losses_as_they_are(pack, monkeypatch):
     plan = toy.PLAN.replace(amp="fp16")
     smooth_way = lr_sweep(toy, pack, plan, steps=30)
@@ -143,6 +145,7 @@ def test_left_out_steps_leave_the_lrs_and_the_number_of_losses_as_they_are(pack,
     assert f"{found.skipped} that fp16 left out" in str(found)
 
 
+@pytest.mark.usefixtures("fp16_on_cpu")
 def test_a_scale_that_is_never_found_ends_the_sweep(pack):
     def loss(model, batch, plan):
         total, count = toy.loss(model, batch, plan)

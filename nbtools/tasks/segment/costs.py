@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from nbtools import table
+from nbtools.device import autocast
 from nbtools.errors import PlanError
 from nbtools.metrics import Sums
 from nbtools.pack import Pack, collate
@@ -22,7 +23,6 @@ from nbtools.tasks.segment.inference import eval_cost
 from nbtools.tasks.segment.plans import ALL_SCALES, Plan
 
 WARM = 3  # answers before the clock counts: the first ones load libraries and choose kernels
-DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Ids = Sequence[int] | np.ndarray
 
@@ -194,7 +194,7 @@ def timed(model: nn.Module, batch: task.Batch, plan: Plan) -> tuple[float, task.
     device = batch["image"].device
     wait(device)
     began = perf_counter()
-    with torch.autocast(device.type, DTYPES[plan.amp], enabled=plan.amp != "off"):
+    with autocast(plan, device, model):
         outputs = task.infer(model, batch, plan)
     wait(device)
     return perf_counter() - began, outputs

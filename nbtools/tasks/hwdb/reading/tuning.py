@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from nbtools import metrics, table
+from nbtools.device import autocast
 from nbtools.errors import NbtoolsError
 from nbtools.pack import Pack, collate
 from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN
@@ -20,7 +21,6 @@ from nbtools.tasks.hwdb.reading.ngram import NGram
 from nbtools.tasks.hwdb.reading.peaks import CANDIDATES, LEAST, Peaks, joined, peaks
 from nbtools.tasks.hwdb.task import batch
 
-AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ALPHAS, BETAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), (0.0, 1.0, 2.0, 3.0, 4.0)
 
 
@@ -50,7 +50,7 @@ def peaks_of(
         for chunk in chunks:
             raw = collate([pack.sample(int(ids[i])) for i in chunk], pack.columns)
             raw = {name: tensor.to(device) for name, tensor in raw.items()}
-            with torch.autocast(device.type, AMP.get(plan.amp), enabled=plan.amp != "off"):
+            with autocast(plan, device, model):
                 logits, steps = model(batch(raw, plan, None))
             parts.append(peaks(logits, steps, candidates, least))
     finally:
