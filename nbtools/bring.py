@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from nbtools import archive, disk, entries, fetch, members
 from nbtools.errors import ArchiveError, StageError
+from nbtools.progress import bar
 from nbtools.source import IN_PLACE, Decision, listing, require_archive
 from nbtools.table import plural
 
@@ -135,7 +136,7 @@ def _whole(path: Path, data: Path, copied: bool, progress: bool) -> Path:
 @contextlib.contextmanager
 def _bar(total: int, doing: str, progress: bool) -> Iterator[Callable[[int], object]]:
     """MB/s and time left, at most four times a second: more updates hang a Colab tab (lightning#2517)."""
-    with tqdm(
+    with bar(
         total=total or None, desc=doing, unit="B", unit_scale=True, mininterval=0.25, disable=not progress
-    ) as bar:
-        yield bar.update
+    ) as shown:
+        yield shown.update

@@ -252,6 +252,9 @@ class RawFiles(Dataset):
             "id": np.asarray(i, np.int64),
         }  # labels are the pack's; its images stay unread
 
+    def __repr__(self) -> str:
+        return f"RawFiles {self.source}: {table.plural(len(self), 'sample')} of the pack {self.folder}"
+
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "source": self.source, "read": self.read}
 

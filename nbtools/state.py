@@ -115,6 +115,10 @@ class TrainState:
         self.events: list[str] = []
         self.evaluate_next = False
 
+    def __repr__(self) -> str:
+        done = f"{self.epoch:,} of {plural(self.plan.epochs, 'epoch')}"
+        return f"TrainState of {task_name(self.task)}: {plural(self.step, 'step')}, {done} done, on {self.device}"
+
     @property
     def over(self) -> bool:
         """Whether there is nothing left to train."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from nbtools import disk
 from nbtools.history import History, Record

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm.auto import tqdm
 
-from nbtools import disk
+from nbtools import disk, progress
 from nbtools.errors import PackError
 from nbtools.gpu import cores
 from nbtools.journal import JOURNAL, Journal
@@ -131,7 +130,7 @@ class Writer:
 
         done = self.take_up(entries)
         known = {"total": len(entries), "initial": done, "unit": " samples"}
-        bar = tqdm(desc="packing", **known, mininterval=0.5, disable=not self.progress, leave=False)
+        bar = progress.bar(desc="packing", **known, mininterval=0.5, disable=not self.progress, leave=False)
         with bar, ThreadPoolExecutor(max_workers=cores()) as pool:
             source = islice(entries, done, None)
             while chunk := list(islice(source, CHUNK)):

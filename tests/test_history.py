@@ -6,7 +6,9 @@ import struct
 import numpy as np
 import pandas as pd
 import pytest
+import toy
 
+import nbtools as nb
 from nbtools.history import KEYS, History, Record
 
 
@@ -207,3 +209,15 @@ def test_it_shows_what_it_holds_and_its_last_rows_as_a_table(path):
     for part in ("train_loss", "0.333", "&lt;b&gt;idle", "13 rows", "the last 10, frame() has all"):
         assert part in page
     assert "<b>" not in page
+
+
+def test_what_a_person_looks_at_in_a_cell_says_what_it_is(tmp_path):
+    pack = toy.make_pack(tmp_path, count=20)
+    run = nb.fit(toy, pack, toy.PLAN.replace(epochs=1, batch_size=7), tmp_path / "run", receipt=False, progress=False)
+    state = nb.TrainState(toy, pack, toy.PLAN, "cpu")
+    for shown in (run, run.history, run.summary(), nb.compare(run), pack, pack.raw, state):
+        assert " at 0x" not in repr(shown)
+    assert "History" in repr(run.history)
+    assert "<table" in run.history._repr_html_()
+    assert repr(state) == "TrainState of toy: 0 steps, 0 of 3 epochs done, on cpu"
+    assert repr(pack.raw).startswith(f"RawFiles {tmp_path / 'raw'}: 20 samples of the pack")

@@ -219,9 +219,9 @@ def test_lists_that_do_not_belong_together_are_refused(pack):
     for refused in (analysis.confusions, analysis.worst):
         with pytest.raises(PackError, match="got 2 truths, 1 prediction"):
             refused(["手", "写"], ["手"])
-        with pytest.raises(PackError, match="1 truths, 1 predictions and 2 ids"):
+        with pytest.raises(PackError, match="1 truth, 1 prediction and 2 ids"):
             refused(["手"], ["手"], [1, 2])
-    with pytest.raises(PackError, match="got 3 for 1 lines"):
+    with pytest.raises(PackError, match="got 3 for 1 line"):
         analysis.by_width(["手"], ["手"], [1, 2, 3])
     with pytest.raises(PackError, match="got 1 for 2 ids"):
         show.show(pack, [0, 1], ["手"])

@@ -43,7 +43,7 @@ GROUND = [
     {"plan", "history", "gpu", "metrics", "ctc", "recompute", "sheet", "letters", "report"},
     {"draws"},
     {"disk", "splits"},
-    {"table"},
+    {"table", "progress"},
     {"errors"},
 ]
 """Imported by all, importing only ground below itself."""
@@ -60,6 +60,7 @@ TASKS = DATA | {
     "plan",
     "draws",
     "table",
+    "progress",
     "errors",
 }
 """What a task may import (stage: to look at a source before it chooses how to read it; device: for its `autocast`).

@@ -8,6 +8,7 @@ in `browser.SHOTS`.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import subprocess
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ CELLS = (
 import nbtools as nb, watched
 raw = watched.demo("raw", {{count}}, alphabet="{ALPHABET}", size=(32, 84))
 (raw / "{SCRIPT}_1.png").write_bytes(b"no image")
-pack = watched.pack(raw, into="pack", progress=False)
+pack = watched.pack(raw, into="pack")
 plan = watched.PLAN.replace(
     network="small", loss="cross_entropy", amp="off", channels_last=False, epochs={{epochs}}, batch_size=32,
     warmup_epochs=0, schedule="constant", eval_every={{eval_every}})
@@ -275,6 +276,12 @@ def test_the_saved_notebook_is_valid_and_holds_the_final_picture_and_no_widget(s
 
 
 @pytest.mark.browser
+def test_the_saved_bar_of_a_finished_pack_says_that_it_is_finished(seen):
+    for notebook in (seen.saved, seen.resumed):
+        check_packed(notebook)
+
+
+@pytest.mark.browser
 def test_opened_anew_without_a_kernel_it_shows_the_final_picture(seen):
     assert seen.picture
     assert "stopped by you" in seen.reopened
@@ -318,6 +325,7 @@ def test_the_same_notebook_ends_without_anybody_clicking(executor, tmp_path):
         notebook = json.loads((work[stack] / "done.ipynb").read_text())
         assert text(notebook, ASKED).split() == ["second", "third", "asked"]
         check_saved(notebook)
+        check_packed(notebook)
 
 
 def execute(stack: Stack, script: str, work: Path) -> subprocess.Popen[str]:
@@ -342,6 +350,16 @@ def check_saved(notebook: dict[str, Any]) -> None:
     assert WIDGET not in shown
     widgets = notebook["metadata"].get("widgets")
     assert widgets is None or widgets["application/vnd.jupyter.widget-state+json"]["state"]
+
+
+def check_packed(notebook: dict[str, Any]) -> None:
+    """The bar of packing is one line of text, and says what it said last."""
+    outputs = notebook["cells"][0]["outputs"]
+    assert not [output for output in outputs if WIDGET in output.get("data", {})]
+    said = ["".join(output.get("data", {}).get("text/plain", "")) for output in outputs]
+    [packing] = [line for line in said if line.startswith("packing")]
+    assert re.match(r"packing: 100%\|.*samples/s\]$", packing), packing
+    assert "0%|" not in text(notebook, 0)
 
 
 def text(notebook: dict[str, Any], cell: int) -> str:

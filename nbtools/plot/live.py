@@ -7,7 +7,6 @@ saving; so the last frame is a PNG, which GitHub and every reader of notebooks s
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from nbtools.plot import cards, figure, svg
 from nbtools.plot.chart import About, Preview
 from nbtools.plot.columns import Columns
 from nbtools.plot.picture import picture
+from nbtools.progress import in_notebook
 
 PERIOD = 0.25  # seconds between frames: quicker ones hang a Colab tab (lightning#2517)
 COST = 0.006  # share of the time that drawing may take, of the 0.01 that the whole surface may
@@ -69,13 +69,6 @@ class LivePlot:
 
 
 STYLE = f"<style>{svg.STYLE}{cards.STYLE}</style>"
-
-
-def in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this: a terminal's IPython has no kernel."""
-    core = sys.modules.get("IPython")
-    shell = core.get_ipython() if core is not None else None
-    return getattr(shell, "kernel", None) is not None
 
 
 def html_widget(value: str = "") -> Any:

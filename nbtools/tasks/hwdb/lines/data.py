@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from nbtools.errors import PackError
 from nbtools.pack import Pack, Sample

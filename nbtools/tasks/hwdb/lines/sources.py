@@ -13,9 +13,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from tqdm.auto import tqdm
-
 from nbtools.errors import PackError
+from nbtools.progress import bar
 from nbtools.tasks.hwdb.formats.dgrl import Line, Place
 from nbtools.tasks.hwdb.formats.scan import FormatError
 from nbtools.tasks.hwdb.lines.charset import CHARS_LIST, characters_of
@@ -111,7 +110,7 @@ def group_of(name: str) -> str:
 
 def of_pages(folder: Path, names: list[str], progress: bool) -> Findings:
     findings, listed = Findings("pages"), set(names)
-    for name in tqdm(names, "reading texts", unit=" pages", mininterval=0.5, disable=not progress, leave=False):
+    for name in bar(names, "reading texts", unit=" pages", mininterval=0.5, disable=not progress, leave=False):
         if name.lower().endswith(".dgr") and f"{name}l" in listed:
             rule = "a page is read once, and its lines are in the .dgrl file beside it"
             findings.refuse(name, ".dgr", rule, "nothing: it is not needed")

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from nbtools import report
+from nbtools.progress import bar
 from nbtools.report import WARNING, Refused, Row, ordered
 from nbtools.stage import stage
 from nbtools.table import plural, sized
@@ -69,7 +69,7 @@ def validate(
     rows = list(survey.rows)
     with ThreadPoolExecutor() as pool:
         look = pool.map(partial(looked, folder, recipe), survey.pairs.values())
-        for one in tqdm(look, "validating", len(survey.pairs), leave=False, disable=not progress):
+        for one in bar(look, "validating", len(survey.pairs), leave=False, disable=not progress):
             rows += one.rows
             pixels += one.pixels
             ids.update(one.ids)

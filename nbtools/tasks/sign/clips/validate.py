@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tqdm.auto import tqdm
-
 from nbtools import report
+from nbtools.progress import bar
 from nbtools.report import WARNING, Row, ordered
 from nbtools.stage import stage
 from nbtools.table import plural
@@ -45,7 +44,7 @@ def validate(
     survey = surveyed(folder)
     look = partial(looked, folder, decided(keys, folder, survey))
     with ThreadPoolExecutor() as pool:
-        found = tqdm(pool.map(look, survey.clips), "validating", len(survey.clips), leave=False, disable=not progress)
+        found = bar(pool.map(look, survey.clips), "validating", len(survey.clips), leave=False, disable=not progress)
         seen = list(found)
     rows = [*survey.rows, *(row for _, broken in seen for row in broken)]
     rows += repeated(zip(survey.clips, (digest for digest, _ in seen), strict=True))

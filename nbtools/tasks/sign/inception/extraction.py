@@ -11,10 +11,10 @@ import numpy as np
 import safetensors.torch
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from nbtools import disk, table
 from nbtools.errors import PackError
+from nbtools.progress import bar
 from nbtools.report import Refused, Row
 from nbtools.stage import stage
 from nbtools.tasks.sign.clips.clip import Keys
@@ -187,7 +187,7 @@ def copy_lists(folder: Path, into: Path) -> None:
 def filled(into: Path, key: str, films: list[Film], backbone: Backbone, own: str, how: Tuning) -> Iterator[Row]:
     """Write the features of each clip; what could not be used."""
     with ThreadPoolExecutor() as pool:
-        for film in tqdm(films, "features", disable=not how.progress, leave=False):
+        for film in bar(films, "features", disable=not how.progress, leave=False):
             path = into / film.name
             try:
                 rest = others(path, key)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from nbtools.errors import PackError
+from nbtools.progress import bar
 from nbtools.recompute import again
 from nbtools.report import Refused
 from nbtools.tasks.sign import task
@@ -81,7 +81,7 @@ def finetune(backbone: Backbone, clips: list[Taught], how: Tuning) -> tuple[floa
             [{"params": backbone.parameters(), "lr": how.lr}, {"params": gru.parameters(), "lr": how.lr * FASTER}]
         )
         backbone.train()
-        for _ in (bar := tqdm(range(how.epochs), "fine-tuning", disable=not how.progress, leave=False)):
+        for _ in (shown := bar(range(how.epochs), "fine-tuning", disable=not how.progress, leave=False)):
             order = torch.randperm(len(clips)).tolist()
             total = torch.zeros((), device=device)
             for at in range(0, len(clips), STEP):
@@ -93,7 +93,7 @@ def finetune(backbone: Backbone, clips: list[Taught], how: Tuning) -> tuple[floa
                     total += loss.detach()
                 optimizer.step()
             losses.append(float(total) / len(clips))
-            bar.set_postfix(loss=f"{losses[-1]:.3f}")
+            shown.set_postfix(loss=f"{losses[-1]:.3f}")
         backbone.eval()
     return tuple(losses)
 
