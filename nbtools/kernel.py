@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-COMMS = frozenset({"comm_open", "comm_msg", "comm_close"})
-"""What widgets send. All else waits for the end of the cell."""
+COMMS = frozenset({"comm_open", "comm_msg", "comm_close", "comm_info_request", "kernel_info_request"})
+"""What widgets send, and what a page that was loaded anew asks before it shows them. All else waits for the cell."""
 
 NEEDED = ("session", "shell_handlers", "set_parent", "get_parent", "_parent_ident", "_publish_status")
 """What handling a message uses of a kernel."""
 
-EVENTS, POLLIN = 15, 1
-"""zmq.EVENTS and zmq.POLLIN, without importing zmq where there is no kernel."""
+EVENTS, POLLIN, POLLOUT = 15, 1, 2
+"""zmq.EVENTS, zmq.POLLIN and zmq.POLLOUT, without importing zmq where there is no kernel."""
 
 
 class Unknown(Exception):
@@ -105,11 +105,11 @@ class Messages:
             box.fetch()
             while box.comms:
                 # In a context of its own: the cell's own variables (its parent header among them) stay as they are.
-                contextvars.copy_context().run(self._answer, box.comms.popleft(), interrupt)
+                contextvars.copy_context().run(self._answer, box.comms.popleft(), box, interrupt)
                 count += 1
         return count
 
-    def _answer(self, message: list, interrupt: "HeldInterrupt") -> None:
+    def _answer(self, message: list, box: "Queued | Received", interrupt: "HeldInterrupt") -> None:
         """What Kernel.dispatch_shell does, for one comm message in the middle of a cell.
 
         Frontends wait for the busy and idle of each message before they send a slider's next value, and recognise the
@@ -125,7 +125,7 @@ class Messages:
         try:
             kernel._publish_status("busy", "shell")
             with interrupt.let_through():
-                kernel.shell_handlers[msg["header"]["msg_type"]](None, idents, msg)
+                box.handle(kernel.shell_handlers[msg["header"]["msg_type"]], idents, msg)
         except Exception:
             traceback.print_exc()
         finally:
@@ -160,6 +160,10 @@ class Queued:
                 self._queue.put_nowait(item)
         self._waiting = self._queue.qsize()
 
+    def handle(self, handler: Callable[..., Any], idents: list, message: dict) -> None:
+        done(handler(self._stream, idents, message))
+        self._stream.flush(POLLOUT)
+
     def close(self) -> None:
         """Puts back in front what nobody handled."""
         rest = [self._queue.get_nowait() for _ in range(self._queue.qsize())]
@@ -177,10 +181,10 @@ class Received:
     the event loop between two cells of *Run all*, is out of reach and waits for the end of the cell.
     """
 
-    def __init__(self, kernel: Any, stream: Any) -> None:
+    def __init__(self, kernel: Any, stream: Any, replies: Any) -> None:
         self.comms: deque[list] = deque()
         self._kept: list[list] = []
-        self._session, self._stream = kernel.session, stream
+        self._session, self._stream, self._replies = kernel.session, stream, replies
         self._cell = asyncio.current_task(stream.io_loop.asyncio_loop)
         self._receiver: Callable[[list], Any] = stream._recv_callback
         self._closed = False
@@ -198,6 +202,9 @@ class Received:
 
     def fetch(self) -> None:
         self._stream.flush(POLLIN)
+
+    def handle(self, handler: Callable[..., Any], idents: list, message: dict) -> None:
+        done(handler(self._replies, idents, message))
 
     def close(self) -> None:
         """Gives the stream back. Tasks are made at once, so that nothing read later can come before what was kept."""
@@ -276,10 +283,22 @@ def inbox(kernel: Any) -> Queued | Received | None:
             subshell = threads.manager.subshell_id_from_thread_id(threading.get_ident())
         except RuntimeError:
             return None
-        return Received(kernel, threads.manager.get_shell_channel_to_subshell_pair(subshell).to_stream)
+        stream = threads.manager.get_shell_channel_to_subshell_pair(subshell).to_stream
+        return Received(kernel, stream, threads.manager.get_subshell_to_shell_channel_socket(subshell))
     if threading.current_thread() is not threading.main_thread():
         return None
-    return Queued(kernel) if hasattr(kernel, "msg_queue") else Received(kernel, kernel.shell_stream)
+    return (
+        Queued(kernel) if hasattr(kernel, "msg_queue") else Received(kernel, kernel.shell_stream, kernel.shell_stream)
+    )
+
+
+def done(result: Any) -> None:
+    """Run a handler that is a coroutine, to its end: those of COMMS wait for nothing."""
+    if inspect.iscoroutine(result):
+        with suppress(StopIteration):
+            result.send(None)
+            result.close()
+            raise Unknown("its handlers wait for something")
 
 
 def is_comm(session: Any, message: list) -> bool:

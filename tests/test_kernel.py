@@ -351,6 +351,20 @@ print(len(seen))
         assert kernel.text(cell) == "1\n"
 
 
+def test_a_page_that_is_loaded_anew_gets_its_widgets_while_the_cell_runs(kernel):
+    """It asks which widgets there are before it shows any, and the classic notebook first whose kernel it is."""
+    cell, slider = begin(kernel, train(1))
+    asked = [kernel.client.kernel_info(), kernel.client.comm_info("jupyter.widget")]
+    info, comms = map(kernel.reply, asked)
+    assert info["content"]["language_info"]["name"] == "python"
+    assert slider in comms["content"]["comms"]
+    assert "end" not in kernel.text(cell)
+    slide(kernel, slider, 1)
+    kernel.end(cell)
+    assert "end [1] None" in kernel.text(cell)
+    assert [kernel.states(request) for request in asked] == [["busy", "idle"]] * 2
+
+
 def test_events_that_come_over_a_subshell_are_handled_too(kernel):
     """As JupyterLab ≥ 4.4 sends them: 7.3 handles them in the subshell's thread, 7.4 may put them back to ours."""
     control, session = kernel.client.control_channel, kernel.client.session

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import sys
 import threading
+import types
 from dataclasses import dataclass
 
 import pytest
@@ -476,11 +477,29 @@ def test_a_person_on_another_thread_is_not_lost_while_the_run_fills_the_fields()
 def test_a_page_without_a_kernel_shows_the_plan_as_a_table():
     made = panel(reasons={"lr": f"because {EVIL}"})
     bundle = made._repr_mimebundle_()
-    assert bundle[VIEW]["model_id"] == made.view.model_id
+    assert bundle[VIEW]["model_id"] == made.whole.model_id
     assert "because &lt;img" in bundle["text/html"]
     assert "<img" not in bundle["text/html"]
     for shown in (bundle["text/html"], bundle["text/plain"]):
         assert all(name in shown for name in made.fields)
+
+
+def test_the_panels_own_cell_has_the_buttons_while_a_run_is_under_way():
+    """fit's output, which has them too, is gone once its cell was run again or the page loaded anew."""
+    made = panel()
+    assert "Pause" not in buttons(visible(made.whole))
+    wishes = running(made)
+    buttons(visible(made.whole))["Pause"].click()
+    assert wishes.paused
+    assert "Resume" in buttons(visible(made.whole))
+    made.end()
+    assert "Pause" not in buttons(visible(made.whole))
+
+
+def visible(widget):
+    """A widget with what is displayed of its children."""
+    shown = [child for child in widget.children if child.layout.display != "none"]
+    return types.SimpleNamespace(children=shown)
 
 
 def test_without_ipywidgets_it_says_so(monkeypatch):

@@ -82,6 +82,11 @@ class Panel:
         self.said, self.view = self.form.said, self.form.view
         self.buttons, self.proposal = Buttons(), Proposal(self.make)
         self.controls = column([self.buttons.view, self.proposal.view])
+        self.acts = column([self.buttons.view])
+        self.whole = column(
+            [self.acts, self.view]
+        )  # of the panel's own cell: fit's output goes where its cell runs again
+        self.acts.layout.display = "none"
 
     def begin(self, wishes: Wishes, fixed: Mapping[str, str], check: Callable[[Plan], None]) -> None:
         """A run starts: changes become its wishes. fixed: knob → why it cannot change now; check: raises NbtoolsError
@@ -90,6 +95,7 @@ class Panel:
             self.fixed = {name: why for name, why in fixed.items() if name in self.fields}
             self.check, self.acting = check, self.plan
             self.buttons.wishes, self.buttons.asked = wishes, ""
+            self.acts.layout.display = "flex"
             self.show({})
 
     def refresh(self) -> None:
@@ -124,6 +130,7 @@ class Panel:
         with self.lock:
             self.fixed, self.check, self.acting = {}, anything, self.plan
             self.buttons.wishes = None
+            self.acts.layout.display = "none"
             self.show({})
 
     def propose(self, sentence: str, change: Mapping[str, Any] | None) -> None:
@@ -260,9 +267,10 @@ class Panel:
         return self.rules[name].metadata.get("help", ""), reason
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        """The form where there is a kernel; the table of the plan in a page that has none."""
+        """The form where there is a kernel, below the buttons while a run is under way; the table of the plan in a page
+        that has none."""
         bundle: dict[str, Any] = {"text/plain": repr(self), "text/html": self._repr_html_()}
-        if (model := self.view.model_id) is not None:
+        if (model := self.whole.model_id) is not None:
             bundle[VIEW] = {"version_major": 2, "version_minor": 0, "model_id": model}
         return bundle
 
