@@ -4,6 +4,7 @@ receipt."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -43,7 +44,7 @@ def finish(job: Job, surface: Surface, receipt: bool) -> None:
     try:
         disk.write_atomic(path, measure.receipt(job.task, job.pack, job.state.plan, job.state.device).to_json())
         if not judged(job):
-            diagnose(job, surface)
+            diagnose(job, surface, surface.tell)
     except (NbtoolsError, OSError, RuntimeError) as error:  # the run is trained and saved, whatever the baseline does
         surface.tell(f"no receipt: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
@@ -72,7 +73,7 @@ def evaluate_all(job: Job, surface: Surface) -> None:
     surface.tell(f"all {plural(job.pack.splits['val'], 'validation sample')}, in {seconds:.0f} s: {shown}")
 
 
-def diagnose(job: Job, surface: Surface) -> None:
+def diagnose(job: Job, surface: Surface, say: Callable[[str], None]) -> None:
     """Measure what a step of this run consists of, on a model of its own; say the verdict, and write it down."""
     state = job.state
     kept = fixed(state.plan)
@@ -82,9 +83,9 @@ def diagnose(job: Job, surface: Surface) -> None:
         found = measure.verdict(profile, state.plan, fixed=kept)
         disk.write_atomic(job.folder / VERDICT, json.dumps({"profile": profile.to_dict(), "verdict": found.to_dict()}))
     except (NbtoolsError, OSError, RuntimeError) as error:  # beside the run there may be no memory for a second one
-        surface.tell(f"not measured: {type(error).__name__}: {error}")
+        say(f"not measured: {type(error).__name__}: {error}")
         return
-    surface.tell(found.sentence)
+    say(found.sentence)
     if surface.panel is not None:
         surface.panel.propose(found.sentence, found.change)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Generator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -142,17 +143,18 @@ def heed(job: Job, saver: Saver, surface: Surface, record: Record) -> bool:
         if asked or wishes.stop or (wishes.paused and not saver.done):  # a paused notebook may lose its machine
             saved = saver.save(best=record.kind == "epoch" and state.improved)
             if asked:
-                surface.tell(f"saved at step {state.step}" if saved else "not saved: the loss is no longer a number")
+                said = f"saved at step {state.step}" if saved else "not saved: the loss is no longer a number"
+                surface.answer(said, "save")
         if wishes.stop:
-            surface.tell(f"stopped by {wishes.stopper} after step {state.step}; run it again to go on")
+            surface.answer(f"stopped by {wishes.stopper} after step {state.step}; run it again to go on", "stop")
             return True
         if wishes.profile:
             wishes.profile = False
-            diagnose(job, surface)
+            diagnose(job, surface, partial(surface.answer, asked="profile"))
         if wishes.evaluate:
             wishes.evaluate = False
             if state.over:
-                surface.tell("nothing new to evaluate: the last epoch ended with an evaluation")
+                surface.answer("nothing new to evaluate: the last epoch ended with an evaluation", "evaluate")
             else:
                 state.evaluate_next = surface.looking = True
         if not wishes.paused or surface.looking:

@@ -172,7 +172,9 @@ def evaluate_between(task: Task, state: TrainState, feed: Feed, pack: Pack) -> I
     """Evaluate in the middle of an epoch. It counts for nothing: the run goes on as if nobody had looked."""
     state.evaluate_next = False
     if not len(pack.ids("val")):
-        yield record(state, "event", {"what": "nothing to evaluate: the validation split is empty"})
+        yield record(
+            state, "event", {"what": "nothing to evaluate: the validation split is empty", "asked": "evaluate"}
+        )
         return
     start = perf_counter()
     values = validation((yield from evaluated(task, state, feed, pack)))

@@ -144,11 +144,12 @@ class Surface(View):
         asked = wishes.stop or wishes.save or wishes.evaluate or wishes.profile
         return wishes.paused or asked or wishes.plan is not self.heeded
 
-    def answer(self, sentence: str) -> None:
-        """Tell it here, and in the history to whoever asked from elsewhere."""
-        state = self.state
+    def answer(self, sentence: str, asked: str = "") -> None:
+        """Show a message here and, through the history, wherever else the run is watched. asked: the action of
+        `control.ACTIONS` that it answers."""
+        state, values = self.state, {"what": sentence, **({"asked": asked} if asked else {})}
         self.tell(sentence)
-        self.history.append(Record("event", state.epoch, state.step, state.samples, {"what": sentence}))
+        self.history.append(Record("event", state.epoch, state.step, state.samples, values))
 
     def hold(self) -> None:
         """A moment of a pause."""

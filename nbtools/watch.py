@@ -22,14 +22,16 @@ from nbtools.view import View
 
 MOMENT = 0.05  # seconds between two looks at the person
 READ_EVERY = 0.5  # seconds between two looks at the history
+ANSWERED = ("stop", "evaluate", "save", "profile")  # actions that the run answers in its history
 
 
 def watch(run: str | Path, task: Any = None, wait: float = 60.0) -> Run:
     """Draw a run of another process of this machine until it ends; returns the Run.
 
-    Buttons and fields ask that process through `control.json`. An interrupt ends the looking, not the run. wait:
-    seconds for it to begin. A run that nobody trains any more is drawn once. task: only for one that cannot be imported
-    by name. Raises CheckpointError where there is no run.
+    Buttons and fields ask that process through `control.json`, and its answers come back through the history: where it
+    saved, what limits it. An interrupt ends the looking, not the run. wait: seconds for it to begin. A run that nobody
+    trains any more is drawn once. task: only for one that cannot be imported by name. Raises CheckpointError where
+    there is no run.
     """
     folder = Path(run)
     await_start(folder, wait)
@@ -55,12 +57,12 @@ def watch(run: str | Path, task: Any = None, wait: float = 60.0) -> Run:
                 view.tell(str(error))
             if monotonic() >= read:
                 read = monotonic() + READ_EVERY
-                told = follow(view, told, type(opened.plan), folder)
+                told = follow(view, told, opened, asked)
             if view.panel is not None:
                 view.panel.refresh()
             view.draw("paused" if asked.wishes.paused else "")
             sleep(MOMENT)
-        follow(view, told, type(opened.plan), folder)
+        follow(view, told, opened, asked)
     if trains:
         view.tell(f"{folder} goes on; nb.watch it again, or ask it to stop: python -m nbtools control {folder} stop")
     return Run.open(folder, opened.task)
@@ -77,7 +79,7 @@ def await_start(folder: Path, wait: float) -> None:
         sleep(MOMENT)
 
 
-def follow(view: View, told: int, kind: type[Plan], folder: Path) -> int:
+def follow(view: View, told: int, run: Run, asked: Asked) -> int:
     """Read what the other process wrote, and say it; returns how many rows are told."""
     view.history.refresh()
     rows = view.history.rows
@@ -85,25 +87,30 @@ def follow(view: View, told: int, kind: type[Plan], folder: Path) -> int:
         values = {name: value for name, value in row.items() if name not in KEYS}
         record = Record(row["kind"], row["epoch"], row["step"], row["samples"], values)
         view.advance(record)
-        answered = record.kind == "change" or str(record.values.get("what", "")).startswith(control.REFUSED)
-        if answered and (folder / PLAN).exists():  # a folder may be removed at any moment
-            view.turned(kind.from_json((folder / PLAN).read_text()))
+        refused = str(values.get("what", "")).startswith(control.REFUSED)
+        asked.answered(record, refused)
+        if (refused or record.kind == "change") and (run.folder / PLAN).exists():  # it may be removed at any moment
+            view.turned(type(run.plan).from_json((run.folder / PLAN).read_text()))
+        if values.get("asked") == "profile" and view.panel is not None:
+            verdict = run.verdict
+            if verdict is not None and verdict.sentence == values["what"]:  # not an older one's, where it failed
+                view.panel.propose(verdict.sentence, verdict.change)
     return len(rows)
 
 
 class Asked:
-    """Wishes for another process: sent on as they come."""
+    """Requests to another process: sent on once as they come, and pending until the history answers them, so that
+    their buttons say so meanwhile."""
 
     def __init__(self, folder: Path, plan: Plan):
         self.folder, self.plan = folder, plan
         self.wishes, self.paused = Wishes(), False
+        self.pending: set[str] = set()
 
     def send(self) -> None:
-        wishes, actions = self.wishes, []
-        for action in ("stop", "evaluate", "save", "profile"):
-            if getattr(wishes, action):
-                actions.append(action)
-                setattr(wishes, action, False)
+        wishes = self.wishes
+        actions = [each for each in ANSWERED if getattr(wishes, each) and each not in self.pending]
+        self.pending |= {*actions}
         if wishes.paused != self.paused:
             self.paused = wishes.paused
             actions.append("pause" if self.paused else "resume")
@@ -113,3 +120,11 @@ class Asked:
             self.plan = plan
         if actions or knobs:
             control.send(self.folder, actions, knobs)
+
+    def answered(self, record: Record, refused: bool) -> None:
+        """Take back what a row of the history answers; refused: all that was asked for with it."""
+        evaluated = record.kind in ("epoch", "evaluation") and any(name.startswith("val_") for name in record.values)
+        for action in [*self.pending]:
+            if refused or record.values.get("asked") == action or (evaluated and action == "evaluate"):
+                self.pending.discard(action)
+                setattr(self.wishes, action, False)

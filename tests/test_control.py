@@ -504,6 +504,24 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
     assert "larger than the train split" in told
 
 
+def test_who_watches_is_answered_where_it_saved_and_what_limits_it(elsewhere, capsys):
+    def person():
+        wait_for(lambda: history_of(elsewhere).count("step,") > 1)
+        for action, answer in (("save", "saved at step"), ("profile", ",profile"), ("stop", "stopped by")):
+            assert terminal.main(["control", str(elsewhere), action]) == 0
+            wait_for(lambda answer=answer: answer in history_of(elsewhere))
+
+    with beside(elsewhere, person):
+        run = nb.watch(elsewhere, toy)
+    told = capsys.readouterr().err
+    [step] = {int(step) for step in re.findall(r"saved at step (\d+)", told)}
+    assert 0 < step <= run.history.rows[-1]["step"]
+    assert run.verdict is not None
+    assert run.verdict.sentence in told
+    assert re.search(r"stopped by .* after step \d+", told)
+    assert [row.get("asked") for row in run.history.of("event")] == ["save", "profile", "stop"]
+
+
 def test_an_interrupt_ends_the_looking_and_not_the_run(elsewhere, capsys):
     def person():
         wait_for(lambda: history_of(elsewhere))
