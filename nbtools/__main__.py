@@ -31,7 +31,8 @@ from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.fit import fit
 from nbtools.folder import busy, kept_folder, restore
 from nbtools.gpu import gpus
-from nbtools.run import Run, evaluate
+from nbtools.plan import doubts
+from nbtools.run import Run, advised, evaluate
 from nbtools.smoke import smoke
 from nbtools.stage import stage
 from nbtools.table import plural
@@ -67,9 +68,10 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     one.add_argument("--into", help="folder to put it in")
     one = command(commands, "watch", "follow a run that another process trains", show_run)
     one.add_argument("run", type=Path, metavar="FOLDER", help="the run folder")
-    one = command(commands, "control", "ask a run under way to pause, resume, stop, evaluate or save", ask_run)
+    one = command(commands, "control", "ask a run under way for something, or change its settings", ask_run)
     one.add_argument("run", type=Path, metavar="FOLDER", help="the run folder")
     one.add_argument("wishes", nargs="+", metavar="WISH", help=f"{', '.join(control.ACTIONS)}, or KNOB=VALUE: lr=1e-4")
+    one.add_argument("--force", action="store_true", help="also what a run asks about once more, such as a tenfold lr")
     for name, (text, act) in TASK_COMMANDS.items():
         one = command(commands, name, text, act)
         one.add_argument("task", help="captcha, hwdb, sign, segment, or the dotted name of a module of yours")
@@ -187,8 +189,11 @@ def ask_run(options: argparse.Namespace) -> None:
         raise CheckpointError(f"{options.run}: no process of this machine trains here; python -m nbtools train goes on")
     pairs = [wish.partition("=") for wish in options.wishes]
     knobs = {name: run.plan.parse(name, value) for name, equals, value in pairs if equals}
-    run.plan.turn(**knobs)  # raises for what no plan allows; the run itself answers for what it cannot change
-    control.send(options.run, [name for name, equals, _ in pairs if not equals], knobs)
+    wanted = run.plan.turn(**knobs)  # raises for what no plan allows; the run answers for what it cannot change
+    if not options.force and (asks := doubts(run.plan, wanted, advised(options.run, run.plan))):
+        command = f"python -m nbtools control {options.run} {' '.join(options.wishes)} --force"
+        raise NbtoolsError(f"{'; '.join(asks.values())}; to apply it all the same: {command}")
+    control.send(options.run, [name for name, equals, _ in pairs if not equals], knobs, options.force)
 
 
 def show_evaluation(options: argparse.Namespace) -> None:

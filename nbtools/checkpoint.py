@@ -7,7 +7,11 @@ A run folder holds, beside plan.json and history.csv:
     0003-00000141.json          position, plan, SHA-256 of the tensors; written after them, so that it vouches for them
     0003-00000150.weights.safetensors   the evaluated weights alone, of the best epoch
 
-A file is never written in place: a crash leaves the older ones as they were, and `load` takes the newest whole one.
+The last checkpoint and OLDER ones before it are kept, the best epoch's, and the anchor: the one from before a change of
+settings that is still on watch (see `nbtools.rollback`).
+
+A file is never written in place: a crash leaves the older ones as they were, and `load` takes the newest whole one that
+is not beyond the last.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from nbtools.state import TrainState
 INDEX = "run.json"
 NAME = r"\d{4,}-\d{8,}"
 FILE = re.compile(NAME + r"(\.weights)?\.(safetensors|json)(\..+\.part)?")
+WEIGHTS = ".weights"  # at the end of the name of weights alone
 OLDER = 2  # checkpoints kept behind the last: a copy on Drive may turn out not to have arrived
 
 
@@ -39,18 +44,56 @@ def save(folder: Path, state: TrainState, rows: int, best: bool = False) -> None
 
     rows: of the history so far; a resume cuts what lies beyond. Raises DiskError, the older checkpoints untouched.
     """
-    name = f"{state.epoch:04d}-{state.step:08d}"
+    name = name_of(state)
     with disk.explained(f"saving checkpoint {name}", folder):
         index = read_index(folder)
         facts = {"rows": rows, "plan": state.applied.to_dict(), "state": state.facts()}  # not what waits to be applied
         write(folder, name, state.tensors(), facts)
         index["last"] = name
         if best:
-            weights = f"{name}.weights"
+            weights = name + WEIGHTS
             write(folder, weights, state.evaluated.state_dict(), {"best": state.best, "epoch": state.epoch})
             index["best"] = weights
         disk.write_atomic(folder / INDEX, json.dumps(index, indent=1))
         prune(folder, index)
+
+
+def name_of(state: TrainState) -> str:
+    """The name of a checkpoint of the state as it is."""
+    return f"{state.epoch:04d}-{state.step:08d}"
+
+
+def rewind(folder: Path, last: str, **entries: Any) -> None:
+    """Give up all checkpoints beyond this one, which becomes the last. entries: others of the index.
+
+    They go once the index no longer names them: a run that is killed meanwhile does not resume from them.
+    """
+    mark(folder, last=last, **entries)
+    with disk.explained(f"going back to checkpoint {last}", folder):
+        prune(folder, read_index(folder))
+
+
+def mark(folder: Path, **entries: Any) -> None:
+    """Write entries into the index; None removes one."""
+    index = {**read_index(folder), **entries}
+    with disk.explained("writing the index", folder):
+        named = {name: value for name, value in index.items() if value is not None}
+        disk.write_atomic(folder / INDEX, json.dumps(named, indent=1))
+
+
+def best_of(folder: Path) -> str | None:
+    """The name of the best epoch's checkpoint; None before the first, and where only its weights were kept."""
+    name = read_index(folder).get("best", "").removesuffix(WEIGHTS)
+    return name if name and (folder / f"{name}.json").exists() else None
+
+
+def facts_of(folder: Path, name: str) -> dict[str, Any]:
+    """The plain part of a checkpoint: rows of the history, plan, position. Raises CheckpointError where it cannot be
+    read."""
+    try:
+        return json.loads((folder / f"{name}.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / name}.json: cannot be read ({error})") from None
 
 
 def write(folder: Path, name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -81,13 +124,14 @@ def load(folder: Path, state: TrainState) -> tuple[dict[str, Any], list[str]]:
     return facts, complaints
 
 
-def newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
-    """(tensors, facts, complaints about newer, damaged ones) of the newest whole checkpoint.
+def newest(folder: Path, last: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
+    """(tensors, facts, complaints about newer, damaged ones) of the newest whole checkpoint that is not beyond the
+    last; None: that of the index.
 
     Raises CheckpointError where there is none.
     """
     complaints: list[str] = []
-    for name in names(folder):
+    for name in reached(folder, last or read_index(folder).get("last")):
         try:
             tensors, facts = read(folder, name)
         except CheckpointError as error:
@@ -103,6 +147,11 @@ def names(folder: Path) -> list[str]:
     return sorted(found, key=place, reverse=True)
 
 
+def reached(folder: Path, last: str | None) -> list[str]:
+    """Those not beyond the last, newest first; what lies beyond was given up, or is another run's."""
+    return [name for name in names(folder) if last is None or place(name) <= place(last)]
+
+
 def place(name: str) -> tuple[int, ...]:
     """(epoch, step) of a checkpoint's name."""
     return tuple(map(int, name.split("-")))
@@ -113,7 +162,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
     best = read_index(folder).get("best")
     if best is not None:
         return read(folder, best)[0]
-    for name in names(folder):
+    for name in reached(folder, read_index(folder).get("last")):
         tensors, _ = read(folder, name)
         prefix = "ema.module." if any(k.startswith("ema.module.") for k in tensors) else "model."
         return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
@@ -131,13 +180,20 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def prune(folder: Path, index: dict[str, Any]) -> None:
-    """Keep the last, the ones before it, and the best; what lies after it is damaged or another run's, and goes, as
-    does what a crash left half-written."""
-    reached = [name for name in names(folder) if place(name) <= place(index["last"])]
-    kept = {index.get("best"), *reached[: 1 + OLDER]}
+    """Keep what the index names and those before the last; what lies beyond is given up, damaged or another run's, and
+    goes, as does what a crash left half-written."""
+    kept = {*named(index), *reached(folder, index["last"])[: 1 + OLDER]}
     for path in folder.iterdir():
         if FILE.fullmatch(path.name) and (path.suffix == ".part" or path.stem not in kept):
             disk.remove(path)
+
+
+def named(index: dict[str, Any]) -> list[str]:
+    """The checkpoints and weights that an index names, the last at the end."""
+    anchor = index.get("anchor", {})
+    bests = filter(None, (anchor.get("best"), index.get("best")))
+    found = [name for best in bests for name in (best, best.removesuffix(WEIGHTS))]
+    return list(dict.fromkeys([*found, *filter(None, (anchor.get("name"), index.get("last")))]))
 
 
 class Keeper:
@@ -186,12 +242,16 @@ class Keeper:
                     self.change.notify_all()
 
     def copy(self, index: bytes) -> None:
-        """The best and the last checkpoint where they are not there yet, all other files, and the index at the end: it
-        must not name what is not there."""
+        """The checkpoints that the index names where they are not there yet, all other files, and the index at the end:
+        it must not name what is not there."""
         disk.make_folder(self.target)
-        named = json.loads(index)
-        for name in filter(None, (named.get("best"), named.get("last"))):
+        facts = json.loads(index)
+        wanted = named(facts)
+        for name in wanted:
             vouching = f"{name}.json"
+            alone = name + WEIGHTS in wanted and name not in (facts["last"], facts.get("anchor", {}).get("name"))
+            if alone and not (self.source / vouching).exists():
+                continue  # an older nbtools kept the best weights alone
             data = (self.source / vouching).read_bytes()
             if not (self.target / vouching).exists() or (self.target / vouching).read_bytes() != data:
                 self.put(f"{name}.safetensors", (self.source / f"{name}.safetensors").read_bytes())
@@ -201,7 +261,7 @@ class Keeper:
             if path.is_file() and not left:
                 self.put(path.name, path.read_bytes())
         self.put(INDEX, index)
-        prune(self.target, named)
+        prune(self.target, facts)
 
     def put(self, name: str, data: bytes) -> None:
         copied = disk.write_atomic(self.target / name, data)

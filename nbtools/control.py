@@ -13,10 +13,10 @@ from typing import Any
 
 from nbtools import disk
 from nbtools.errors import NbtoolsError, TrainError
-from nbtools.plan import Plan
+from nbtools.plan import Plan, doubts
 
 FILE = "control.json"
-ACTIONS = ("pause", "resume", "stop", "evaluate", "save", "profile")
+ACTIONS = ("pause", "resume", "stop", "evaluate", "save", "profile", "best", "undo")
 MOST = 100_000  # characters that a request may have
 REFUSED = "not taken: "  # how the row of a history begins that answers what the run cannot do
 UNFINISHED = 2.0  # seconds that a file which is no JSON yet may still be being written: `echo … > control.json`
@@ -32,6 +32,8 @@ class Wishes:
     evaluate: bool = False
     save: bool = False
     profile: bool = False
+    best: bool = False
+    undo: bool = False
     plan: Plan | None = None
     stopper: str = "you"
 
@@ -43,11 +45,13 @@ class Wishes:
             setattr(self, action, True)
 
 
-def send(folder: str | Path, actions: Iterable[str] = (), knobs: Mapping[str, Any] | None = None) -> Path:
+def send(
+    folder: str | Path, actions: Iterable[str] = (), knobs: Mapping[str, Any] | None = None, force: bool = False
+) -> Path:
     """Ask the process that trains in a run folder for something, beside what it has not read yet.
 
-    Raises TrainError for an unknown action and where there is no folder; a knob is checked by the run, which answers in
-    its history.
+    force: apply knobs that the run would ask about once more (see `nbtools.plan.doubts`). Raises TrainError for an
+    unknown action and where there is no folder; a knob is checked by the run, which answers in its history.
     """
     path, said = Path(folder) / FILE, {}
     if not path.parent.is_dir():
@@ -57,15 +61,26 @@ def send(folder: str | Path, actions: Iterable[str] = (), knobs: Mapping[str, An
     asked = [*listed(said.pop("do", [])), *actions]
     for action in asked:
         require(action)
+    before = said.pop("force", False)
+    if said:
+        force = before and (force or not knobs)  # nobody forces what somebody else asked for
     with disk.explained("asking a run", path):
-        return disk.write_atomic(path, json.dumps({"do": asked, **said, **(knobs or {})}))
+        forced = {"force": True} if force else {}
+        return disk.write_atomic(path, json.dumps({"do": asked, **said, **(knobs or {}), **forced}))
 
 
-def receive(folder: Path, wishes: Wishes, plan: Plan, check: Callable[[Plan], None] | None = None) -> None:
+def receive(
+    folder: Path,
+    wishes: Wishes,
+    plan: Plan,
+    check: Callable[[Plan], None] | None = None,
+    advised: Plan | None = None,
+) -> None:
     """Take control.json, if one lies in the folder, as wishes: `{"do": "pause", "lr": 1e-4}`, knobs as in the Plan.
 
-    check: raises NbtoolsError for a plan that the run cannot go on with. Raises that, TrainError or PlanError where it
-    breaks a rule; then nothing of it is wished. It is gone either way.
+    check: raises NbtoolsError for a plan that the run cannot go on with. advised: the plan that values are compared
+    with; None: the present one. Raises what check raises, TrainError or PlanError where it breaks a rule or must be
+    forced (`"force": true`); then nothing of it is wished. It is gone either way.
     """
     path = folder / FILE
     try:
@@ -81,12 +96,19 @@ def receive(folder: Path, wishes: Wishes, plan: Plan, check: Callable[[Plan], No
     if said is None:
         raise TrainError(f'{path} must be a JSON object such as {{"do": "pause", "lr": 1e-4}}, got {text[:40]!r}')
     try:
-        actions = listed(said.pop("do", []))
+        actions, force = listed(said.pop("do", [])), said.pop("force", False)
         for action in actions:
             require(action)
+        if not isinstance(force, bool):
+            raise TrainError(f'"force" must be true or false, got {force!r}')
         wanted = plan.turn(**{n: plan.parse(n, v) if isinstance(v, str) else v for n, v in said.items()})
         if check is not None:
             check(wanted)
+        if not force and (asks := doubts(plan, wanted, advised or plan)):
+            raise TrainError(
+                f'{"; ".join(asks.values())}; to apply it all the same add "force": true here, or --force to '
+                f"python -m nbtools control {folder} …"
+            )
     except NbtoolsError as error:
         raise type(error)(f"{path}: {error}") from None
     for action in actions:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -14,13 +13,13 @@ from nbtools import checkpoint, control, disk
 from nbtools import device as devices
 from nbtools.advise import advise
 from nbtools.bounds import require_sizes
-from nbtools.errors import CheckpointError, PackError, PlanError, StageError, TrainError
+from nbtools.errors import CheckpointError, PackError, PlanError, StageError
 from nbtools.findings import Job, diagnose, finish
 from nbtools.folder import begin, kept_folder, only_one, restore, stored_plan
 from nbtools.history import Record
-from nbtools.loop import Diverged, caught_up, train
 from nbtools.pack import Pack
-from nbtools.plan import Plan
+from nbtools.plan import Plan, beyond
+from nbtools.rollback import Guard, resilient
 from nbtools.run import PLAN, Run
 from nbtools.stage import on_colab, release_runtime
 from nbtools.state import Task, TrainState, task_name
@@ -28,7 +27,6 @@ from nbtools.surface import Surface, Termination
 
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
 SAVE_SHARE = 0.05  # of the time that checkpoints at the ends of quick epochs may take, the best ones aside
-ROLLBACKS = 2  # returns to a checkpoint because of a lost loss; the next time the run stops
 
 
 def fit(
@@ -66,11 +64,11 @@ def fit(
         wanted = chosen_plan(task, pack, plan, folder)
         require_sizes(pack, wanted)
         state = TrainState(task, pack, wanted)
-        history, complaints = begin(folder, task, pack, state)
+        history, complaints = begin(folder, task, pack, state, advice_in(plan))
         job = Job(task, pack, folder, state, history)
         keeper = checkpoint.Keeper(folder, kept) if kept is not None else None
         surface = Surface(folder, task, state, pack, history, plan, progress)
-        surface.tell_all(complaints)
+        surface.tell_all([*complaints, *beyond(wanted, surface.advised).values(), *filter(None, [ending(state)])])
         with Termination(surface.wishes):
             try:
                 with surface:
@@ -104,6 +102,11 @@ def places(run: str | Path, keep: str | Path | None, release_gpu: bool) -> tuple
     return Path(run), kept_folder(keep)
 
 
+def advice_in(plan: Any) -> Plan | None:
+    """The advised plan in what was given as a plan; None for a plain one, which may be anybody's."""
+    return getattr(plan, "advised", getattr(plan, "plan", None))
+
+
 def chosen_plan(task: Any, pack: Pack, plan: Any, folder: Path) -> Plan:
     if plan is None:
         plan = stored_plan(task, folder) or advise(task, pack, measure=False)
@@ -120,28 +123,37 @@ def chosen_plan(task: Any, pack: Pack, plan: Any, folder: Path) -> Plan:
 def follow(job: Job, keeper: checkpoint.Keeper | None, surface: Surface) -> None:
     """The loop and its watchers: rows, picture, checkpoints, and what the person asks for."""
     saver = Saver(job, keeper, surface)
-    with closing(resilient(job)) as records:  # now and not with the traceback, which keeps the feed and its threads
+    guard = Guard(job, surface, surface.advised, saver.save)
+    with closing(
+        resilient(job, guard)
+    ) as records:  # now and not with the traceback, which keeps the feed and its threads
         for record in records:
             record = surface.measured(record)
             job.history.append(record)
             surface.update(record)
-            if surface.listen() and heed(job, saver, surface, record):
+            if surface.listen() and heed(job, saver, guard, surface, record):
                 return
             saver.watch(record)
     if not saver.done:
         saver.save()
 
 
-def heed(job: Job, saver: Saver, surface: Surface, record: Record) -> bool:
+def heed(job: Job, saver: Saver, guard: Guard, surface: Surface, record: Record) -> bool:
     """Grant what the person asked for, and hold the run while they pause it; True where they stop it."""
     state, wishes = job.state, surface.wishes
+    best = record.kind == "epoch" and state.improved
     while True:
         if wishes.plan is not surface.heeded:
-            turn(job, surface)
+            turn(job, saver, guard, surface, best)
+        if wishes.undo:
+            undo(job, saver, guard, surface, best)
+        if wishes.best and not surface.able("best"):
+            wishes.best = False
+            surface.answer(f"{control.REFUSED}there is no best checkpoint yet; an evaluation chooses it", asked="best")
         if asked := wishes.save:
             wishes.save = False
         if asked or wishes.stop or (wishes.paused and not saver.done):  # a paused notebook may lose its machine
-            saved = saver.save(best=record.kind == "epoch" and state.improved)
+            saved = saver.save(best and state.improved)
             if asked:
                 said = f"saved at step {state.step}" if saved else "not saved: the loss is no longer a number"
                 surface.answer(said, "save")
@@ -157,20 +169,47 @@ def heed(job: Job, saver: Saver, surface: Surface, record: Record) -> bool:
                 surface.answer("nothing new to evaluate: the last epoch ended with an evaluation", "evaluate")
             else:
                 state.evaluate_next = surface.looking = True
-        if not wishes.paused or surface.looking:
+        if not wishes.paused or surface.looking or wishes.best:
             return False
         surface.hold()
         surface.listen()
 
 
-def turn(job: Job, surface: Surface) -> None:
-    """Take the plan that was wished for, which was checked when it was, and write it down."""
+def turn(job: Job, saver: Saver, guard: Guard, surface: Surface, best: bool) -> None:
+    """Apply the plan that was asked for, which was checked when it was, from the next step on, and write it down. best:
+    whether the run as it is now is the best so far, should it have to be saved."""
     surface.heeded = wanted = surface.wishes.plan
     if wanted is None or wanted == job.state.plan:
         return
+    guard.change(wanted, lambda: saver.done or saver.save(best and job.state.improved))
+    surface.undoable.append(job.state.plan)
     job.state.plan = wanted
     with disk.explained("writing the plan", job.folder):
         disk.write_atomic(job.folder / PLAN, wanted.to_json())
+    if sentence := ending(job.state):
+        surface.answer(sentence)
+
+
+def undo(job: Job, saver: Saver, guard: Guard, surface: Surface, best: bool) -> None:
+    """Take back the last change."""
+    surface.wishes.undo = False
+    if not surface.undoable:
+        surface.answer(f"{control.REFUSED}there is no change to undo", asked="undo")
+        return
+    surface.request(surface.undoable.pop())
+    turn(job, saver, guard, surface, best)
+    surface.undoable.pop()  # what was undone is no change to undo
+    surface.answer("the last change is undone", asked="undo")
+
+
+def ending(state: TrainState) -> str:
+    """What to say of a plan of fewer epochs than have begun."""
+    epochs, present = state.plan.epochs, state.epoch + 1
+    if state.segments and epochs < present:
+        return f"epochs {epochs} is below the present epoch {present}: training ends after this epoch"
+    if epochs < state.epoch:
+        return f"epochs {epochs} is below the {state.epoch} epochs done: there is nothing left to train"
+    return ""
 
 
 class Saver:
@@ -207,25 +246,6 @@ class Saver:
         self.saved = monotonic()
         self.cost = self.saved - start
         return worth
-
-
-def resilient(job: Job) -> Generator[Record, None, None]:
-    """The loop; where the loss is lost, back to the last checkpoint and again, each step checked before it counts."""
-    state = job.state
-    for rollback in range(ROLLBACKS + 1):
-        try:
-            yield from train(job.task, state, job.pack)
-            return
-        except Diverged as error:
-            trouble = error.with_traceback(None)  # its frames hold the feed, on a GPU a second copy of the pack
-        if rollback == ROLLBACKS:
-            raise TrainError(f"{trouble}, for the third time; lower Plan.lr, set Plan.clip_norm, or look at the data")
-        facts, _ = checkpoint.load(job.folder, state)
-        job.history.cut(facts["rows"])
-        state.careful_until = trouble.steps[1] + 1
-        what = f"{trouble}; back to step {state.step}, and each step checked from there"
-        yield Record("event", state.epoch, state.step, state.samples, {"what": what})
-        yield from caught_up(state, type(state.plan).from_dict(facts["plan"]))
 
 
 def release(kept: bool) -> list[str]:

@@ -96,9 +96,16 @@ def restore(folder: Path, kept: Path | None) -> None:
         disk.publish_folder(part, folder)
 
 
-def begin(folder: Path, task: Any, pack: Pack, state: TrainState) -> tuple[History, list[str]]:
-    """A new run folder, or the old one and the state of its last checkpoint; and what was wrong with newer ones."""
+def begin(
+    folder: Path, task: Any, pack: Pack, state: TrainState, advised: Plan | None = None
+) -> tuple[History, list[str]]:
+    """A new run folder, or the old one and the state of its last checkpoint; and what was wrong with newer ones.
+
+    advised: the plan that values are compared with; None: that of the old run, or the one it starts with.
+    """
     if checkpoint.names(folder):
+        if advised is not None:
+            checkpoint.mark(folder, advised=advised.to_dict())
         return resume(folder, pack, state)
     with disk.explained("starting a run", folder):
         disk.make_folder(folder)
@@ -108,6 +115,7 @@ def begin(folder: Path, task: Any, pack: Pack, state: TrainState) -> tuple[Histo
         disk.write_atomic(
             folder / checkpoint.INDEX, json.dumps({"version": 1, "id": uuid4().hex, "task": task_name(task)})
         )
+    checkpoint.mark(folder, advised=(advised or state.plan).to_dict())
     checkpoint.save(folder, state, rows=0)
     return History(folder / HISTORY), []
 

@@ -27,19 +27,11 @@ from nbtools.pack import Pack
 from nbtools.plan import Plan
 from nbtools.scoring import evaluation
 from nbtools.state import Task, TrainState, best_metric
-from nbtools.step import step
+from nbtools.step import Diverged, step
 from nbtools.table import plural
 
 
-class Diverged(TrainError):
-    """The loss is no longer a number. steps: the first and last of the steps among which it happened."""
-
-    def __init__(self, message: str, steps: tuple[int, int]):
-        super().__init__(message)
-        self.steps = steps
-
-
-def train(task: Task, state: TrainState, pack: Pack, feed: Feed | None = None) -> Iterator[Record]:
+def train(task: Task, state: TrainState, pack: Pack, feed: Feed | None = None) -> Generator[Record, None, None]:
     """Train until the plan's last epoch, `state.stopped`, or the caller leaves the `for`; calling it again goes on.
 
     Yields Record `step` after every step (with values on log steps only: reading a value waits for the device),
@@ -231,16 +223,22 @@ def changes(state: TrainState, epoch_size: int) -> Iterator[Record]:
         except TrainError:
             state.plan = old
             raise
-        if "micro_batch_size" in differing or "batch_size" in differing:
-            state.micro = new.micro_batch_size
-        if "amp" in differing:
-            state.scaler = torch.amp.GradScaler(state.device.type) if new.amp == "fp16" else None
-        for group in state.optimizer.param_groups:
-            group["weight_decay"] = new.weight_decay if group.get("decays", True) else 0.0
-            group.update({"momentum": new.betas[0]} if new.optimizer == "sgd" else {"betas": new.betas})
-        state.applied = new
+        adopt(state, new)
         if differing:
             yield record(state, "change", {"what": told(differing)})
+
+
+def adopt(state: TrainState, new: Plan) -> None:
+    """Make model and optimizer follow a plan."""
+    differing = new.changes_from(state.applied)
+    if "micro_batch_size" in differing or "batch_size" in differing:
+        state.micro = new.micro_batch_size
+    if "amp" in differing:
+        state.scaler = torch.amp.GradScaler(state.device.type) if new.amp == "fp16" else None
+    for group in state.optimizer.param_groups:
+        group["weight_decay"] = new.weight_decay if group.get("decays", True) else 0.0
+        group.update({"momentum": new.betas[0]} if new.optimizer == "sgd" else {"betas": new.betas})
+    state.applied = new
 
 
 def caught_up(state: TrainState, saved: Plan) -> Iterator[Record]:

@@ -20,6 +20,8 @@ from typing import Any, Self
 from nbtools import table
 from nbtools.errors import PlanError
 
+MANY = 3  # knobs changed at once beyond which a run under way asks once more
+
 
 def knob(
     default: Any,
@@ -31,10 +33,12 @@ def knob(
     most: float | None = None,
     unit: str = "",
     live: bool = False,
+    asks_beyond: float | None = None,
 ) -> Any:
     """A Plan field: its default, one sentence of help, and the rule a value must obey (≥ least, > above, ≤ most). live:
-    of a task's knob, that a started run may change it, for neither model nor optimizer is built on it."""
-    rule = {"choices": choices, "least": least, "above": above, "most": most, "live": live}
+    of a task's knob, that a started run may change it, for neither model nor optimizer is built on it. asks_beyond: so
+    many times the advised value is taken for a typo, and a run under way asks once more before it applies it."""
+    rule = {"choices": choices, "least": least, "above": above, "most": most, "live": live, "asks_beyond": asks_beyond}
     return dataclasses.field(default=default, metadata={"help": help, "unit": unit, **rule})
 
 
@@ -45,13 +49,13 @@ class Plan:
     epochs: int = knob(10, "passes over the training split", least=1)
     batch_size: int = knob(64, "samples an optimizer step, all processes together", least=1)
     micro_batch_size: int | None = knob(None, "samples a forward pass; None: the batch size", least=1)
-    lr: float = knob(1e-3, "peak learning rate", above=0)
+    lr: float = knob(1e-3, "peak learning rate", above=0, asks_beyond=10)
     lr_rule: str = knob("none", "what a change of batch size does to lr", choices=("none", "sqrt", "linear"))
     schedule: str = knob("cosine", "lr after the warmup", choices=("constant", "cosine", "poly", "plateau"))
     warmup_epochs: float = knob(0.0, "linear rise of lr, step by step", least=0, unit="epochs")
     min_lr: float = knob(0.0, "lr at the end of cosine, poly and plateau", least=0)
     optimizer: str = knob("adamw", "update rule, fused", choices=("adamw", "adam", "sgd"))
-    weight_decay: float = knob(0.0, "decoupled for adamw, an L2 term for adam and sgd", least=0)
+    weight_decay: float = knob(0.0, "decoupled for adamw, an L2 term for adam and sgd", least=0, asks_beyond=10)
     betas: tuple[float, float] = knob(
         (0.9, 0.999), "moments of adam; the first is sgd's momentum", least=0, most=0.99999
     )
@@ -152,6 +156,37 @@ class Plan:
         if name not in hints:
             raise unknown(cls, name)
         return parsed(f"{cls.__qualname__}.{name}", text, hints[name])
+
+
+def doubts(old: Plan, new: Plan, advised: Plan) -> dict[str, str]:
+    """What a run under way asks once more about before it goes from the old plan to the new one: knob → a sentence.
+
+    A knob that rises beyond `asks_beyond` times the advised value: lr and weight_decay, which scale every update. A
+    large batch is no typo that costs a run: a smaller micro batch follows where memory ends. Under "" stands that more
+    than MANY knobs change at once, as by a click on a preset.
+    """
+    changed = new.changes_from(old)
+    found = {n: why for n, why in beyond(new, advised).items() if getattr(new, n) > getattr(old, n)}
+    if len(changed) > MANY:
+        listed = ", ".join(f"{name} {change}" for name, change in changed.items())
+        found[""] = f"{len(changed)} settings change at once: {listed}"
+    return found
+
+
+def beyond(plan: Plan, advised: Plan) -> dict[str, str]:
+    """The knobs that lie beyond `asks_beyond` times the advised value: knob → a sentence."""
+    found = {}
+    for field in dataclasses.fields(plan):
+        name, factor = field.name, field.metadata.get("asks_beyond")
+        value, usual = getattr(plan, name), getattr(advised, name)
+        if factor is not None and usual and value > factor * usual * (1 + 1e-9):
+            found[name] = f"{name} {said(value)} is {times(value / usual)} the advised {said(usual)}"
+    return found
+
+
+def times(ratio: float) -> str:
+    """A ratio as it stands in a sentence: 2.5×, 500,000×."""
+    return f"{ratio:,.0f}×" if ratio >= 10 else f"{ratio:.2g}×"
 
 
 def said(value: Any) -> str:

@@ -179,7 +179,7 @@ class Run:
             if self.best
             else ""
         )
-        return f"Run {self.folder}: {done} of {plural(self.plan.epochs, 'epoch')}{best}"
+        return f"Run {self.folder}: {done} of {plural(max(done, self.plan.epochs), 'epoch')}{best}"
 
 
 def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[str, float]:
@@ -201,6 +201,13 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[st
     refuse_fixed(plan.changes_from(run.plan), plan, resumed=True)
     model = run.model() if isinstance(run, Run) else run.evaluated
     return scoring.evaluate(run.task, model, pack, plan, split)
+
+
+def advised(folder: Path, plan: Plan) -> Plan:
+    """The plan that was advised for the run in a folder, else the one it was started with; plan, where that is not
+    known."""
+    values = checkpoint.read_index(folder).get("advised", {})
+    return plan.replace(**{name: value for name, value in values.items() if name in plan.to_dict()})
 
 
 def import_task(name: str, where: Path | str) -> Any:

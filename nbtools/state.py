@@ -121,8 +121,8 @@ class TrainState:
 
     @property
     def over(self) -> bool:
-        """Whether there is nothing left to train."""
-        return self.stopped is not None or self.epoch >= self.plan.epochs
+        """Whether there is nothing left to train: an epoch that has begun is ended, also where fewer were asked for."""
+        return self.stopped is not None or (self.epoch >= self.plan.epochs and not self.segments)
 
     @property
     def careful(self) -> bool:

@@ -15,6 +15,21 @@ from nbtools.errors import TrainError
 from nbtools.schedule import lr_at
 from nbtools.state import Batch, Task, TrainState
 
+LEFT_OUT = 3  # steps whose loss is lost that a run leaves out: more are no accident
+
+
+class Diverged(TrainError):
+    """The loss is no longer a number. steps: the first and last of the steps among which it happened. A notebook shows
+    the sentence alone: no line of anybody's code is at fault."""
+
+    def __init__(self, message: str, steps: tuple[int, int]):
+        super().__init__(message)
+        self.steps = steps
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in the place of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 def step(task: Task, state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor | float]:
     """Train on one raw batch; returns its (loss sum, count), still on the device.
@@ -182,14 +197,18 @@ def finite(tensor: Any) -> bool:
 
 
 def refuse(state: TrainState, raw: Batch, bad: str) -> None:
-    """Leave a bad step out, and say so; more than three of them are no accident."""
+    """Leave a bad step out, and say so; more than three of them are no accident.
+
+    The samples are named where the batch, the loss or a gradient is the first that is bad. Where a weight or a layer
+    is, training has diverged, and any sample would do the same.
+    """
     clear_gradients(state.parameters)
     state.refused += 1
-    ids = raw["id"].tolist()
-    shown = ", ".join(map(str, ids[:16])) + (" …" if len(ids) > 16 else "")
-    state.events.append(f"step {state.step + 1} left out: {bad} is not finite (sample ids {shown})")
-    if state.refused > 3:
-        raise TrainError(
-            f"four steps had to be left out, the last: {state.events[-1]}; look at these samples, or lower Plan.lr "
-            f"({state.plan.lr:g}), set Plan.clip_norm, or amp=off"
+    ids = raw["id"].tolist() if bad.startswith(("batch[", "loss", "gradient")) else []
+    shown = f" (sample ids {', '.join(map(str, ids[:16]))}{' …' if len(ids) > 16 else ''})" if ids else ""
+    state.events.append(f"step {state.step + 1} left out: {bad} is not finite{shown}")
+    if state.refused > LEFT_OUT:
+        raise Diverged(
+            f"four steps had to be left out, the last: {state.events[-1]}{'; look at these samples' if ids else ''}",
+            (state.step, state.step),
         )

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from nbtools import control, gpu
 from nbtools.bounds import fixed, require_change
+from nbtools.checkpoint import best_of
 from nbtools.control import Wishes
 from nbtools.errors import NbtoolsError
 from nbtools.history import History, Record
@@ -22,7 +23,7 @@ from nbtools.panel import Panel
 from nbtools.plan import Plan
 from nbtools.plot import Preview
 from nbtools.preview import Previews
-from nbtools.run import PLOT
+from nbtools.run import PLOT, advised
 from nbtools.sampler import Sampler
 from nbtools.state import TrainState
 from nbtools.view import View
@@ -36,7 +37,8 @@ class Surface(View):
     """A View whose buttons and fields act on the run; GPU readings; `control.json`; Ctrl-C.
 
     Enter it while the run lasts. `listen` hears what is asked, `wishes` is what waits to be granted, `heeded` the plan
-    of the last wish that was looked at.
+    of the last wish that was looked at, `undoable` the plans before each change, `advised` the plan that values are
+    compared with.
     """
 
     def __init__(
@@ -49,6 +51,8 @@ class Surface(View):
         self.previews = Previews(task, state, pack)
         self.wishes = Wishes()
         self.heeded: Plan | None = None
+        self.undoable: list[Plan] = []
+        self.advised = advised(folder, state.plan)
         self.messages = Messages()
         self.sampler: Sampler | None = None
         self.energy = next((row["gpu_energy"] for row in reversed(history.rows) if "gpu_energy" in row), 0.0)
@@ -64,7 +68,7 @@ class Surface(View):
                 stack.enter_context(self.messages)
                 with self.panel.lock:
                     late = self.panel.plan  # what another thread turned while the run was made ready is a wish
-                    self.panel.begin(self.wishes, fixed(self.state.plan), self.check)
+                    self.panel.begin(self.wishes, fixed(self.state.plan), self.check, self.advised, self.able)
                     self.panel.take(self.state.plan)
                     self.panel.put(late)
                 stack.callback(self.panel.end)
@@ -95,6 +99,23 @@ class Surface(View):
     def check(self, plan: Plan) -> None:
         """Raise NbtoolsError for a plan that the run cannot take over."""
         require_change(self.state, plan, self.count)
+
+    def able(self, action: str) -> bool:
+        """Whether there is anything to do for an action."""
+        return bool(self.undoable) if action == "undo" else action != "best" or best_of(self.folder) is not None
+
+    def request(self, plan: Plan) -> None:
+        """Ask for a plan, and show it in the panel as if it was asked for there."""
+        self.wishes.plan = plan
+        if self.panel is not None:
+            self.panel.hear(plan)
+
+    def returned(self, plan: Plan) -> None:
+        """The run goes on with the plan of an earlier checkpoint: what was asked for since is void."""
+        self.undoable.clear()
+        self.request(plan)
+        self.heeded = self.wishes.plan
+        self.turned(plan)
 
     def measured(self, record: Record) -> Record:
         """The record with the GPU's newest reading, where it is a row and there is one. Energy goes on from the rows of
@@ -136,12 +157,12 @@ class Surface(View):
         if now >= self.looked and wishes.plan is self.heeded:
             self.looked = now + LOOK_EVERY
             try:
-                control.receive(self.folder, wishes, self.state.plan, self.check)
+                control.receive(self.folder, wishes, self.state.plan, self.check, self.advised)
             except NbtoolsError as error:
                 self.answer(f"{control.REFUSED}{error}")
             if self.panel is not None and wishes.plan is not None and wishes.plan is not self.heeded:
                 self.panel.hear(wishes.plan)
-        asked = wishes.stop or wishes.save or wishes.evaluate or wishes.profile
+        asked = wishes.stop or wishes.save or wishes.evaluate or wishes.profile or wishes.best or wishes.undo
         return wishes.paused or asked or wishes.plan is not self.heeded
 
     def answer(self, sentence: str, asked: str = "") -> None:

@@ -34,7 +34,7 @@ class View:
 
     def __init__(self, folder: Path, history: History, plan: Plan, count: int, best: str, given: Any, show: bool):
         self.folder, self.history, self.count, self.progress = folder, history, count, show
-        self.plot = LivePlot(folder.name, plan.epochs, count, best)
+        self.plot = LivePlot(folder.name, self.epochs(plan), count, best)
         self.notebook = in_notebook()
         drawn = show and self.plot.widget is not None
         self.panel: Panel | None = given if isinstance(given, Panel) else Panel(given) if drawn else None
@@ -42,13 +42,18 @@ class View:
         self.told: list[str] = []
         self.drawing = True
         self.bar = tqdm(
-            total=count * plan.epochs,
+            total=count * self.epochs(plan),
             initial=history.rows[-1]["samples"] if history.rows else 0,
             unit=" samples",
             disable=not show or self.notebook,
             mininterval=0.5,
             dynamic_ncols=True,
         )
+
+    def epochs(self, plan: Plan) -> int:
+        """Of how many epochs to speak: those that the plan asks for, or have begun."""
+        begun = self.history.rows[-1]["epoch"] + 1 if self.history.rows else 0
+        return max(plan.epochs, begun)
 
     def start(self, status: str = "") -> None:
         """Put the live view into the output of the running cell."""
@@ -97,8 +102,9 @@ class View:
 
     def turned(self, plan: Plan) -> None:
         """The run goes on with another plan."""
-        self.plot.about = dataclasses.replace(self.plot.about, epochs=plan.epochs)
-        self.bar.total = self.count * plan.epochs
+        epochs = self.epochs(plan)
+        self.plot.about = dataclasses.replace(self.plot.about, epochs=epochs)
+        self.bar.total = self.count * epochs
         if self.panel is not None:
             self.panel.take(plan)
 

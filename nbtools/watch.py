@@ -16,13 +16,13 @@ from nbtools.folder import busy
 from nbtools.history import KEYS, History, Record
 from nbtools.kernel import Messages
 from nbtools.plan import Plan
-from nbtools.run import HISTORY, PLAN, Run
+from nbtools.run import HISTORY, PLAN, Run, advised
 from nbtools.surface import Interrupt
 from nbtools.view import View
 
 MOMENT = 0.05  # seconds between two looks at the person
 READ_EVERY = 0.5  # seconds between two looks at the history
-ANSWERED = ("stop", "evaluate", "save", "profile")  # actions that the run answers in its history
+ANSWERED = ("stop", "evaluate", "save", "profile", "best", "undo")  # actions that the run answers in its history
 
 
 def watch(run: str | Path, task: Any = None, wait: float = 60.0) -> Run:
@@ -45,7 +45,8 @@ def watch(run: str | Path, task: Any = None, wait: float = 60.0) -> Run:
         stack.callback(view.finish, [])
         if view.panel is not None:
             stack.enter_context(messages)
-            view.panel.begin(asked.wishes, fixed(opened.plan), partial(require_batch, count=view.count))
+            check, able = partial(require_batch, count=view.count), partial(possible, folder, history)
+            view.panel.begin(asked.wishes, fixed(opened.plan), check, advised(folder, opened.plan), able)
             stack.callback(view.panel.end)
         view.start()
         read, told = 0.0, len(history)
@@ -79,18 +80,33 @@ def await_start(folder: Path, wait: float) -> None:
         sleep(MOMENT)
 
 
+def possible(folder: Path, history: History, action: str) -> bool:
+    """Whether there is anything to do for an action, as far as the folder says."""
+    return (
+        bool(history.of("change")) if action == "undo" else action != "best" or checkpoint.best_of(folder) is not None
+    )
+
+
 def follow(view: View, told: int, run: Run, asked: Asked) -> int:
     """Read what the other process wrote, and say it; returns how many rows are told."""
+    before = view.history.rows
     view.history.refresh()
     rows = view.history.rows
-    for row in rows[min(told, len(rows)) :]:
+    if rows is not before:  # the run went back to a checkpoint, and wrote other rows from there
+        told = next(
+            (i for i, (a, b) in enumerate(zip(before[:told], rows, strict=False)) if a != b), min(told, len(rows))
+        )
+    for row in rows[told:]:
         values = {name: value for name, value in row.items() if name not in KEYS}
         record = Record(row["kind"], row["epoch"], row["step"], row["samples"], values)
         view.advance(record)
         refused = str(values.get("what", "")).startswith(control.REFUSED)
         asked.answered(record, refused)
-        if (refused or record.kind == "change") and (run.folder / PLAN).exists():  # it may be removed at any moment
-            view.turned(type(run.plan).from_json((run.folder / PLAN).read_text()))
+        if record.kind in ("change", "event") and (path := run.folder / PLAN).exists():  # it may go at any moment
+            plan = type(run.plan).from_json(path.read_text())
+            if refused or record.kind == "change" or plan != asked.applied:  # as after going back to a checkpoint
+                asked.plan = asked.applied = plan
+                view.turned(plan)
         if values.get("asked") == "profile" and view.panel is not None:
             verdict = run.verdict
             if verdict is not None and verdict.sentence == values["what"]:  # not an older one's, where it failed
@@ -103,7 +119,7 @@ class Asked:
     their buttons say so meanwhile."""
 
     def __init__(self, folder: Path, plan: Plan):
-        self.folder, self.plan = folder, plan
+        self.folder, self.plan, self.applied = folder, plan, plan  # as asked for last, as the run said last
         self.wishes, self.paused = Wishes(), False
         self.pending: set[str] = set()
 
@@ -119,7 +135,7 @@ class Asked:
             knobs = {n: value for n, value in plan.to_dict().items() if value != getattr(self.plan, n)}
             self.plan = plan
         if actions or knobs:
-            control.send(self.folder, actions, knobs)
+            control.send(self.folder, actions, knobs, force=bool(knobs))  # the panel has asked once more
 
     def answered(self, record: Record, refused: bool) -> None:
         """Take back what a row of the history answers; refused: all that was asked for with it."""

@@ -137,6 +137,11 @@ class Person:
         names = until(lambda: [n for n in checkpoint.names(self.run) if checkpoint.place(n)[1] == step], "its file")
         self.noted("Save now", clicked, (self.run / f"{names[0]}.safetensors").stat().st_mtime)
 
+    def advised(self) -> float:
+        """All that was advised: more than three changes, which are asked about once more."""
+        self.notebook.click("As advised")
+        return self.notebook.click(r"Apply \d+ changes: .*")
+
     def stopped(self) -> None:
         clicked = self.notebook.click("Stop")
         self.notebook.wait_for_prompt(self.cell, r"\d+")
@@ -149,9 +154,7 @@ class Person:
             lambda: self.typed("weight_decay", "0.01", 0.01),
             lambda: self.typed("early_stop", "77", 77),
             lambda: self.typed("clip_norm", "none", None),
-            lambda: self.turned(
-                "As advised", lambda: self.notebook.click("As advised"), lambda row: row["weight_decay"] != 0.01
-            ),
+            lambda: self.turned("As advised", self.advised, lambda row: row["weight_decay"] != 0.01),
         )
         for turn, odd in enumerate(last):
             self.typed("lr", f"{turn + 1}e-3", (turn + 1) * 1e-3)

@@ -366,8 +366,15 @@ def test_a_batch_size_without_an_lr_moves_lr_by_the_plans_rule(pack, tmp_path):
         ('{"batch_size": 100000}', "larger than the train split"),
         ('{"lr": -1}', "Plan.lr must be > 0, got -1"),
         ('{"lrr": 1}', "did you mean lr"),
-        ('{"do": "explode"}', "pause, resume, stop, evaluate, save, profile, got 'explode'"),
+        ('{"do": "explode"}', "pause, resume, stop, evaluate, save, profile, best, undo, got 'explode'"),
         ('{"do": "stop", "lr": -1}', "Plan.lr must be > 0"),
+        ('{"lr": 1000}', 'lr 1000 is 100,000× the advised 0.01; to apply it all the same add "force": true'),
+        ('{"do": "stop", "lr": 1000, "force": false}', "lr 1000 is 100,000× the advised 0.01"),
+        ('{"lr": 1000, "force": "yes"}', "\"force\" must be true or false, got 'yes'"),
+        (
+            '{"lr": 0.02, "clip_norm": null, "weight_decay": 0.1, "patience": 3}',
+            "4 settings change at once: lr 0.01 → 0.02, weight_decay 0 → 0.1, clip_norm 1 → none, patience 5 → 3; to",
+        ),
         ("[1]", "must be a JSON object"),
         ("[" * 100_000, "must be a JSON object"),
         ('{"do": "' + "x" * 200_000 + '"}', "must be a JSON object"),
@@ -493,15 +500,29 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
         wait_for(lambda: "lr 0.01 → 0.005" in history_of(elsewhere))
         assert terminal.main(["control", str(elsewhere), "batch_size=100000"]) == 0
         wait_for(lambda: "not taken: " in history_of(elsewhere))
+        assert terminal.main(["control", str(elsewhere), "lr=1000"]) == 1
+        assert terminal.main(["control", str(elsewhere), "lr=1000", "--force"]) == 0
+        wait_for(lambda: "Training diverged" in history_of(elsewhere))
+        several = ["clip_norm=none", "weight_decay=0.1", "patience=3", "early_stop=99"]
+        assert terminal.main(["control", str(elsewhere), *several]) == 1
+        assert terminal.main(["control", str(elsewhere), *several, "--force"]) == 0
+        wait_for(lambda: "patience 5 → 3" in history_of(elsewhere))
+        assert terminal.main(["control", str(elsewhere), "undo"]) == 0
+        wait_for(lambda: "patience 3 → 5" in history_of(elsewhere))
         assert terminal.main(["control", str(elsewhere), "stop"]) == 0
 
     with beside(elsewhere, person):
         run = nb.watch(elsewhere, toy)
     assert not busy(elsewhere)
     assert run.plan.lr == 0.005
+    assert run.plan.early_stop is None
     told = capsys.readouterr().err
     assert "lr 0.01 → 0.005" in told
     assert "larger than the train split" in told
+    assert "Training diverged at lr 1000, 100,000× the advised 0.01; back at step" in told
+    assert "with 0.005" in told
+    assert f"python -m nbtools control {elsewhere} lr=1000 --force" in told
+    assert "4 settings change at once: weight_decay 0 → 0.1, clip_norm 1 → none" in told
 
 
 def test_who_watches_is_answered_where_it_saved_and_what_limits_it(elsewhere, capsys):
@@ -681,7 +702,7 @@ def test_gpu_readings_become_columns_and_energy_goes_on_over_sessions(pack, tmp_
 def test_asking_for_what_is_no_wish_names_the_wishes(elsewhere, capsys):
     wait_for(lambda: history_of(elsewhere))
     assert terminal.main(["control", str(elsewhere), "stopp"]) == 1
-    assert "pause, resume, stop, evaluate, save, profile, got 'stopp'" in capsys.readouterr().err
+    assert "pause, resume, stop, evaluate, save, profile, best, undo, got 'stopp'" in capsys.readouterr().err
     assert terminal.main(["control", str(elsewhere), "lr=fast"]) == 1
     assert "Plan.lr must be a number, got 'fast'" in capsys.readouterr().err
     assert terminal.main(["control", str(elsewhere), "stop"]) == 0

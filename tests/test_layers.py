@@ -13,6 +13,7 @@ ORDER = [
     {"arguments"},
     {"launch"},
     {"fit", "watch", "compare", "lr_sweep", "validate", "smoke"},
+    {"rollback"},
     {"findings"},
     {"surface", "folder"},
     {"view"},

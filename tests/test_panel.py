@@ -299,7 +299,7 @@ def test_a_micro_batch_says_what_it_does_to_the_step():
 def test_without_a_run_every_button_is_disabled_and_says_what_it_would_do():
     made = panel()
     found = buttons(made.buttons.view)
-    assert list(found) == ["Pause", "Stop", "Evaluate now", "Save now", "What limits it?"]
+    assert list(found) == ["Pause", "Stop", "Evaluate now", "Save now", "What limits it?", "Back to best", "Undo"]
     for button in found.values():
         assert button.disabled
         assert button.icon
@@ -416,11 +416,102 @@ def test_a_preset_during_a_run_changes_what_may_change_and_says_what_it_kept():
     assert "from the next step: lr 0.001 → 0.0002" in made.buttons.heard.value
 
 
-def test_many_changes_at_once_are_named_without_their_values():
+def test_a_preset_that_changes_more_than_three_settings_of_a_run_asks_once():
     made = panel(largest=Plan(batch_size=1024, lr=4e-3, warmup_epochs=2.0, amp="bf16"))
-    running(made)
+    wishes = running(made)
     buttons(made.view)["Largest batch"].click()
+    assert (wishes.plan, made.plan) == (None, made.advised)
+    assert "4 settings change at once: batch_size 64 → 1024, lr 0.001 → 0.004" in made.said.value
+    buttons(made.view)["Apply 4 changes: batch_size, lr, warmup_epochs, amp"].click()
+    assert wishes.plan == made.presets["Largest batch"]
+    assert not [label for label in buttons(made.view) if label.startswith("Apply")]
     assert "from the next step: batch_size, lr, warmup_epochs, amp<" in made.buttons.heard.value
+
+
+def test_a_preset_that_changes_three_settings_or_no_run_does_not_ask():
+    three = panel(largest=Plan(batch_size=1024, lr=4e-3, warmup_epochs=2.0))
+    wishes = running(three)
+    buttons(three.view)["Largest batch"].click()
+    assert wishes.plan == three.presets["Largest batch"]
+    many = panel(largest=Plan(batch_size=1024, lr=4e-3, warmup_epochs=2.0, amp="bf16"))
+    buttons(many.view)["Largest batch"].click()
+    assert many.plan == many.presets["Largest batch"]
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "usual", "ratio"),
+    [("lr", "1000", {"lr": 0.002}, "500,000"), ("weight_decay", "2", {"weight_decay": 0.1}, "20")],
+)
+def test_a_value_beyond_ten_times_the_advised_asks_once_more_beside_its_field(name, typed, usual, ratio):
+    made = panel(**usual)
+    wishes = running(made)
+    made.fields[name].value = typed
+    assert (wishes.plan, made.plan) == (None, made.advised)
+    assert f"{name} {typed} is {ratio}× the advised {usual[name]}" in made.notes[name].value
+    assert made.fields[name].value == typed
+    row = made.form.rows[name]
+    assert list(buttons(row)) == [f"Apply {name} = {typed}"]
+    buttons(row)[f"Apply {name} = {typed}"].click()
+    assert wishes.plan is made.plan
+    assert getattr(made.plan, name) == float(typed)
+    assert not buttons(row)
+    assert "Not" not in made.said.value
+
+
+def test_what_is_asked_about_is_forgotten_when_another_value_is_typed_or_chosen():
+    made = panel(lr=0.002)
+    wishes = running(made)
+    made.fields["lr"].value = "1000"
+    made.fields["epochs"].value = "20"
+    assert (made.plan.epochs, made.plan.lr, wishes.plan) == (20, 0.002, made.plan), "a question holds nothing else up"
+    assert buttons(made.form.rows["lr"])
+    made.fields["lr"].value = "0.004"
+    assert (made.plan.lr, buttons(made.form.rows["lr"])) == (0.004, {})
+    made.sliders["lr"].value = 0.1
+    assert (made.plan.lr, list(buttons(made.form.rows["lr"]))) == (0.004, ["Apply lr = 0.1"])
+    made.reset()
+    assert (made.plan, buttons(made.form.rows["lr"])) == (made.advised, {})
+    assert made.fields["lr"].value == "0.002"
+
+
+def test_up_to_ten_times_the_advised_and_on_the_way_down_nothing_is_asked():
+    made = panel(lr=0.002)
+    wishes = running(made)
+    made.fields["lr"].value = "0.02"
+    assert (made.plan.lr, wishes.plan) == (0.02, made.plan)
+    made.fields["lr"].value = "1000"
+    made.insist()
+    made.fields["lr"].value = "1"
+    assert made.plan.lr == 1.0
+
+
+def test_before_a_run_nothing_is_asked():
+    made = panel(lr=0.002)
+    made.fields["lr"].value = "1000"
+    assert made.plan.lr == 1000
+
+
+def test_the_advised_is_that_of_the_run_where_it_knows_another():
+    made = panel(lr=1.0)
+    wishes = Wishes()
+    made.begin(wishes, {}, lambda plan: None, advised=Plan(lr=0.002))
+    made.fields["lr"].value = "2"
+    assert wishes.plan is None
+    assert "lr 2 is 1,000× the advised 0.002" in made.notes["lr"].value
+
+
+def test_back_to_best_and_undo_are_disabled_while_there_is_nothing_to_go_back_to():
+    made, able, wishes = panel(), set(), Wishes()
+    made.begin(wishes, {}, lambda plan: None, able=lambda action: action in able or action not in ("best", "undo"))
+    found = buttons(made.controls)
+    assert [found[label].disabled for label in ("Back to best", "Undo", "Save now")] == [True, True, False]
+    able |= {"best", "undo"}
+    made.refresh()
+    found["Back to best"].click()
+    found["Undo"].click()
+    assert (wishes.best, wishes.undo) == (True, True)
+    assert "going back to the best checkpoint after this step" in made.buttons.heard.value
+    assert "undoing the last change after this step" in made.buttons.heard.value
 
 
 def test_a_preset_that_the_run_refuses_changes_nothing():

@@ -1,5 +1,5 @@
-"""Pause, Stop, Evaluate now, Save now, What limits it?: buttons that wish, and say that they were heard until the run
-grants it; and the change that a verdict proposes."""
+"""Pause, Stop, Evaluate now, Save now, What limits it?, Back to best, Undo: buttons that ask, and say that they were
+heard until the run has done it; and the change that a verdict proposes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ WORDS = {
     "evaluate": ("Evaluate now", "check", "Evaluate the validation split after this step, then train on"),
     "save": ("Save now", "save", "Write a checkpoint after this step, then train on"),
     "profile": ("What limits it?", "search", "Measure for some seconds what a step consists of, then train on"),
+    "best": ("Back to best", "history", "Go back to the best checkpoint and train on from there with these settings"),
+    "undo": ("Undo", "undo", "Take back the last change of settings"),
 }
 """action → label, icon (a name that Font Awesome 4 to 6 know), what it does."""
 RESUME = ("Resume", "play", "Go on with the very next step")
@@ -25,17 +27,20 @@ HEARD = {
     "evaluate": "evaluating after this step …",
     "save": "saving after this step …",
     "profile": "measuring what a step consists of, for some seconds …",
+    "best": "going back to the best checkpoint after this step …",
+    "undo": "undoing the last change after this step …",
 }
 PAUSED = "paused between two steps: change what you like, then Resume"
 
 
 class Buttons:
     """The buttons of one panel. wishes: those of the run under way, None where there is none. asked: a change of the
-    plan that waits for the next step."""
+    plan that waits for the next step. able: whether there is anything to do for an action."""
 
     def __init__(self) -> None:
         self.wishes: Wishes | None = None
         self.asked = ""
+        self.able: Callable[[str], bool] = lambda _: True
         self.made = {action: form.button("", partial(self.click, action)) for action in WORDS}
         self.heard = form.markup()
         self.view = form.bar([*self.made.values(), self.heard])
@@ -61,7 +66,8 @@ class Buttons:
             made.description, made.icon, what = RESUME if resume else WORDS[action]
             made.button_style = "primary" if resume else ""
             made.tooltip = what if self.wishes else f"{what} ({NO_RUN})"
-            made.disabled = self.wishes is None or wishes.stop or (action in HEARD and getattr(wishes, action))
+            heard = action in HEARD and getattr(wishes, action)
+            made.disabled = self.wishes is None or wishes.stop or heard or not self.able(action)
 
 
 class Proposal:

@@ -48,6 +48,7 @@ class Form:
     """The widgets of one panel: fields and sliders to change, notes to read.
 
     read: called with knob and value when a person changed a field. presets: label → button. offers: lr_rule → button.
+    confirm: the button that applies what is asked about once more.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class Form:
         presets: Mapping[str, Button],
         read: Callable[..., None],
         offers: Mapping[str, Button],
+        confirm: Button,
     ):
-        self.presets, self.offers = presets, offers
+        self.presets, self.offers, self.confirm = presets, offers, confirm
         self.fields = {name: field(values[name], rule, name in SPANS) for name, rule in rules.items()}
         self.sliders = {name: slider(values[name], *SPANS[name]) for name in SPANS}
         self.notes = {name: markup() for name in rules}
@@ -70,8 +72,9 @@ class Form:
             made.observe(lambda change, n=name: read(n, change.new) if self.by_person() else None, names="value")
         for name, made in self.sliders.items():
             made.observe(lambda change, n=name: self.slid(n, change.new) if self.by_person() else None, names="value")
-        rows = {name: self.row(name, rule) for name, rule in rules.items()}
-        self.view = self.arrange(rows)
+        self.rows = {name: self.row(name, rule) for name, rule in rules.items()}
+        self.view = self.arrange(self.rows)
+        self.ask("", "")
 
     def slid(self, name: str, value: float) -> None:
         """A person let a slider go: its field says where, a power of two or two digits."""
@@ -124,6 +127,16 @@ class Form:
             made.description = offers.get(rule, "")
             made.layout.display = "inline-block" if rule in offers else "none"
 
+    def ask(self, place: str, label: str) -> None:
+        """Put the button that confirms into the row of a knob, or beside the presets where there is no such; no label:
+        take it away."""
+        at = self.rows.get(place, self.top) if label else None
+        self.confirm.description = label
+        for bar in (self.top, *self.rows.values()):
+            others = tuple(child for child in bar.children if child is not self.confirm)
+            if (here := (*others, self.confirm) if bar is at else others) != bar.children:
+                bar.children = here
+
     def row(self, name: str, rule: Field[Any]) -> HBox:
         unit, help = rule.metadata.get("unit", ""), rule.metadata.get("help", "")
         title = f"{name} ({unit})" if unit and unit not in f"{name} {help}" else name
@@ -142,8 +155,8 @@ class Form:
         more = Accordion(children=[hidden], selected_index=None, layout=Layout(margin="8px 0 0"))
         more.set_title(0, f"More: {len(hidden.children)} knobs")
         style = HTML(STYLE, layout=Layout(display="none"))
-        top = bar([*self.presets.values(), self.said], margin="0 0 6px")
-        form = VBox([style, top, *in_view, more], layout=Layout(width="100%", max_width="1100px"))
+        self.top = bar([*self.presets.values(), self.said], margin="0 0 6px")
+        form = VBox([style, self.top, *in_view, more], layout=Layout(width="100%", max_width="1100px"))
         form.add_class("nbtools-form")
         return form
 

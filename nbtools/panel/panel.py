@@ -12,6 +12,7 @@ import re
 import threading
 import typing
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,9 +25,25 @@ from nbtools.plan import Plan
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 MANY = 3  # changed knobs beyond which a line names them alone
+SHOWN = 5  # names of changed knobs on a button
 
 SPEED = {"batch_size", "micro_batch_size", "amp", "compile", "graph", "channels_last", "feed", "workers", "prefetch"}
 """Knobs on which depends what a step is bound by."""
+
+
+def always(action: str) -> bool:
+    """What can be asked of a run that does not say."""
+    return True
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked about once more. knob: beside which it stands, else "" for beside the presets; label: of the button
+    that applies it."""
+
+    knob: str
+    label: str
+    apply: Callable[[], None]
 
 
 class Panel:
@@ -56,6 +73,7 @@ class Panel:
         self.before: Before | None = None
         self.lock = threading.RLock()  # the run and a person may both be changing it
         self.proposed: dict[str, Any] = {}
+        self.question: Question | None = None
         self.draw(advice)
         self.show({})
         if (verdict := getattr(advice, "verdict", None)) is not None:
@@ -77,7 +95,8 @@ class Panel:
             if plan is not None:
                 self.presets[label] = plan
         offers = {rule: button("", partial(self.follow, rule), why) for rule, (_, why) in RULES.items()}
-        self.form = Form(self.advised.to_dict(), self.rules, made, self.read, offers)
+        confirm = button("", self.insist, "Applies it all the same", "exclamation-triangle")
+        self.form = Form(self.advised.to_dict(), self.rules, made, self.read, offers, confirm)
         self.fields, self.sliders, self.notes = self.form.fields, self.form.sliders, self.form.notes
         self.said, self.view = self.form.said, self.form.view
         self.buttons, self.proposal = Buttons(), Proposal(self.make)
@@ -88,13 +107,23 @@ class Panel:
         )  # of the panel's own cell: fit's output goes where its cell runs again
         self.acts.layout.display = "none"
 
-    def begin(self, wishes: Wishes, fixed: Mapping[str, str], check: Callable[[Plan], None]) -> None:
+    def begin(
+        self,
+        wishes: Wishes,
+        fixed: Mapping[str, str],
+        check: Callable[[Plan], None],
+        advised: Plan | None = None,
+        able: Callable[[str], bool] = always,
+    ) -> None:
         """A run starts: changes become its wishes. fixed: knob → why it cannot change now; check: raises NbtoolsError
-        for a plan that this run cannot go on with."""
+        for a plan that this run cannot go on with; advised: for this run, where that is not this panel's; able: whether
+        there is anything to do for one of `control.ACTIONS`."""
         with self.lock:
             self.fixed = {name: why for name, why in fixed.items() if name in self.fields}
-            self.check, self.acting = check, self.plan
-            self.buttons.wishes, self.buttons.asked = wishes, ""
+            self.check, self.acting, self.question = check, self.plan, None
+            if advised is not None:
+                self.advised = self.presets["As advised"] = advised
+            self.buttons.wishes, self.buttons.asked, self.buttons.able = wishes, "", able
             self.acts.layout.display = "flex"
             self.show({})
 
@@ -110,7 +139,7 @@ class Panel:
             waits = wishes is not None and wishes.plan is self.plan and self.plan != self.acting
             self.acting = plan
             if plan != self.plan and not waits:
-                self.plan, self.before = plan, None
+                self.plan, self.before, self.question = plan, None, None
                 _, wrong = self.changes()
                 self.show(wrong)
             self.buttons.asked = turned(plan, self.plan)
@@ -120,7 +149,7 @@ class Panel:
         """Somebody else wished this plan: show it as if it was wished here, or a click would take it back."""
         with self.lock:
             if plan != self.plan:
-                self.before = None
+                self.before = self.question = None
                 _, wrong = self.changes()
                 self.adopt(plan)
                 self.show(wrong)
@@ -128,8 +157,8 @@ class Panel:
     def end(self) -> None:
         """The run is over: everything may be changed again, and there is nothing to pause."""
         with self.lock:
-            self.fixed, self.check, self.acting = {}, anything, self.plan
-            self.buttons.wishes = None
+            self.fixed, self.check, self.acting, self.question = {}, anything, self.plan, None
+            self.buttons.wishes, self.buttons.able = None, always
             self.acts.layout.display = "none"
             self.show({})
 
@@ -152,15 +181,22 @@ class Panel:
     def preset(self, label: str) -> None:
         self.put(self.presets[label])
 
-    def put(self, plan: Plan) -> None:
-        """Take a plan, and show it in the fields; a started run keeps what is fixed in it."""
+    def put(self, plan: Plan, sure: bool = False) -> None:
+        """Take a plan, and show it in the fields; a started run keeps what is fixed in it, and asks once more unless
+        the person is sure."""
         with self.lock:
+            self.question = None
             kept = [name for name in self.fixed if getattr(plan, name) != getattr(self.plan, name)]
             try:
                 wanted = plan.replace(**{name: getattr(self.plan, name) for name in kept})
                 self.check(wanted)
             except NbtoolsError as error:
+                self.form.ask("", "")
                 self.form.say(f"Not taken: {error}", wrong=True)
+                return
+            if not sure and (asks := self.doubts(wanted)):
+                self.question = Question("", changing(self.plan, wanted), partial(self.put, plan, sure=True))
+                self.show({}, "; ".join(asks.values()))
                 return
             self.before = None
             self.adopt(wanted)
@@ -179,6 +215,7 @@ class Panel:
         name, said: what a person just changed, which the run may have written over since.
         """
         with self.lock:
+            self.question = None
             self.form.fill({}, {name: said} if name else {})
             changed, wrong = self.changes()
             self.show({**wrong, **self.accept(changed)})
@@ -209,8 +246,24 @@ class Panel:
         value = kind.parse(name, said.strip()) if isinstance(said, str) else said
         return plans.checked(label, value, self.hints[name], self.rules[name].metadata)
 
-    def accept(self, changed: dict[str, Any]) -> dict[str, str]:
-        """Take the changes; those that break a rule between fields, or the run's, are returned with the rule."""
+    def doubts(self, plan: Plan) -> dict[str, str]:
+        """What to ask once more: nothing while no run is under way."""
+        return {} if self.buttons.wishes is None else plans.doubts(self.plan, plan, self.advised)
+
+    def insist(self) -> None:
+        """Apply what was asked about once more."""
+        with self.lock:
+            if (question := self.question) is not None:
+                self.question = None
+                question.apply()
+
+    def force(self, name: str, value: Any) -> None:
+        """Take a change without asking once more."""
+        self.show(self.accept({name: value}, sure=True))
+
+    def accept(self, changed: dict[str, Any], sure: bool = False) -> dict[str, str]:
+        """Take the changes; those that break a rule between fields, or the run's, are returned with the rule, and those
+        to ask about once more with the question, unless the person is sure."""
         changed, wrong = dict(changed), {}
         while changed:
             try:
@@ -220,6 +273,12 @@ class Panel:
                 name = blamed(str(error), changed)
                 wrong[name] = str(error)
                 del changed[name]
+                continue
+            if not sure and (asks := self.doubts(plan)):
+                name = blamed(" ".join(asks), changed)
+                value = changed.pop(name)
+                wrong[name] = "; ".join(asks.values())
+                self.question = Question(name, f"Apply {name} = {table.shown(value)}", partial(self.force, name, value))
                 continue
             if "lr" in changed:
                 self.before = None
@@ -247,10 +306,14 @@ class Panel:
             self.form.note(name, *self.help(name), wrong.get(name, ""))
         changed = list(self.plan.changes_from(self.advised))
         summary = f"Changed: {', '.join(changed)}" if changed else ""
-        if wrong:
-            summary = f"Not taken: {', '.join(wrong)}; the plan keeps its last valid value."
+        asked = self.question.knob if self.question is not None else ""
+        if refused := [name for name in wrong if name != asked]:
+            summary = f"Not taken: {', '.join(refused)}; the plan keeps its last valid value."
+        elif asked:
+            summary = f"Not applied yet: {asked}"
         self.form.mark([label for label, plan in self.presets.items() if plan == self.plan])
-        self.form.say(" · ".join(filter(None, (summary, said))), bool(wrong))
+        self.form.say(" · ".join(filter(None, (summary, said))), bool(wrong) or self.question is not None)
+        self.form.ask(asked, self.question.label if self.question is not None else "")
         self.form.offer(*(self.before.words(self.plan) if self.before else ("", {})))
         self.buttons.show()
 
@@ -307,6 +370,13 @@ def turned(old: Plan, new: Plan) -> str:
     if len(names) > MANY:
         return ", ".join(names)
     return ", ".join(f"{n} {table.shown(getattr(old, n))} → {table.shown(getattr(new, n))}" for n in names)
+
+
+def changing(old: Plan, new: Plan) -> str:
+    """What a button that makes several changes says."""
+    names = list(new.changes_from(old))
+    listed = ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
+    return f"Apply {len(names)} changes: {listed}"
 
 
 def passes(plan: Plan) -> str:

@@ -1,0 +1,253 @@
+"""Back to an earlier checkpoint: where training diverged after a change of settings, where it diverged by itself, and
+where the user asks for the best one.
+
+A change that acts on training is on watch for WATCHED log steps. The anchor is a checkpoint from before it: going back
+to it undoes the change, and every other one since. History, `run.json` and the kept copy follow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbtools import checkpoint, disk
+from nbtools.findings import Job
+from nbtools.history import Record
+from nbtools.loop import adopt, caught_up, train
+from nbtools.plan import Plan, beyond, said, times
+from nbtools.run import PLAN
+from nbtools.state import best_metric
+from nbtools.step import LEFT_OUT, Diverged
+from nbtools.surface import Surface
+
+WATCHED = 20  # log steps: those before a change say how high the loss may be, those after it are compared with them
+FACTOR = 3.0  # times the highest of them
+NOISE = 0.01  # of the run's first loss: where all is learned, noise alone is many times the highest
+RETRIES = 2  # returns to a checkpoint where the loss was lost without a change; the next time the run stops
+
+UNWATCHED = {"lr_rule", "micro_batch_size", "eval_every", "eval_samples", "early_stop"}
+"""Settings on which no gradient depends, the statistics of BatchNorm aside."""
+OWN = {field.name for field in dataclasses.fields(Plan)}
+"""Settings of every task. The others belong to a task and may define its loss (a weight of one of its terms): their
+change may raise it by any factor, and only a lost loss says that training diverged."""
+
+
+@dataclass
+class Anchor:
+    """The checkpoint from before a change that is on watch.
+
+    name: of the checkpoint; facts: its own, which a later one of the same step would replace; best: the name of the
+    best weights then. limit: the loss above which training has diverged; None:
+    only a lost one says so. tried: the settings since, of lr the highest. age: log steps since the anchor; left: log
+    steps until the last change is off watch.
+    """
+
+    name: str
+    facts: dict[str, Any]
+    best: str | None
+    limit: float | None
+    tried: dict[str, Any] = field(default_factory=dict)
+    age: int = 0
+    left: int = WATCHED
+
+
+class Guard:
+    """Watches the changes of a run, and brings it back. advised: the plan that lr is compared with. save: write a
+    checkpoint of the run as it is."""
+
+    def __init__(self, job: Job, surface: Surface, advised: Plan, save: Callable[[], object]):
+        self.job, self.surface, self.advised, self.save = job, surface, advised, save
+        self.returns = 0
+        index, state = checkpoint.read_index(job.folder), job.state
+        self.anchor = Anchor(**index["anchor"]) if "anchor" in index else None
+        if self.anchor is None:
+            self.resumed(checkpoint.name_of(state))
+
+    def change(self, new: Plan, save: Callable[[], object]) -> None:
+        """Put a change that is about to be applied on watch. save: make the last checkpoint one of this moment; it is
+        called once while a slider is dragged."""
+        names = acting(self.job.state.plan, new)
+        if not names:
+            return
+        if self.anchor is None or self.anchor.age >= WATCHED:
+            save()
+            self.anchor = self.anchored(checkpoint.read_index(self.job.folder)["last"])
+        self.watch(self.anchor, names, new)
+
+    def resumed(self, name: str) -> None:
+        """Put what differs from the plan of the checkpoint that the run goes on from on watch."""
+        anchor, new = self.anchored(name), self.job.state.plan
+        if names := acting(type(new).from_dict(anchor.facts["plan"]), new):
+            self.watch(anchor, names, new)
+
+    def anchored(self, name: str) -> Anchor:
+        """A checkpoint as an anchor."""
+        best = checkpoint.read_index(self.job.folder).get("best")
+        return Anchor(name, checkpoint.facts_of(self.job.folder, name), best, self.limit())
+
+    def watch(self, anchor: Anchor, names: Iterable[str], new: Plan) -> None:
+        for name in names:
+            value = getattr(new, name)
+            anchor.tried[name] = max(value, anchor.tried.get(name, value)) if name == "lr" else value
+        anchor.limit = anchor.limit if OWN.issuperset(names) else None
+        anchor.left, self.anchor = WATCHED, anchor
+        checkpoint.mark(self.job.folder, anchor=dataclasses.asdict(anchor))
+
+    def limit(self) -> float | None:
+        """The loss above which the run has diverged, should a change be made now."""
+        state, (_, losses) = self.job.state, self.job.history.series("loss", "step")
+        count = float(state.count) - state.logged[1]
+        if count > 0:  # steps since the last log step; a checkpoint was just written, so the device waits already
+            losses.append((float(state.loss_sum) - state.logged[0]) / count)
+        return highest(losses)
+
+    def risen(self, record: Record) -> bool:
+        """Whether a log step's loss says that training has diverged since the change on watch."""
+        loss, anchor = record.values.get("loss"), self.anchor
+        if anchor is None or record.kind != "step" or loss is None:
+            return False
+        anchor.age, anchor.left = anchor.age + 1, anchor.left - 1
+        if anchor.limit is not None and loss > anchor.limit:
+            return True
+        if not anchor.left:
+            self.anchor = None
+            checkpoint.mark(self.job.folder, anchor=None)
+        return False
+
+    def undo(self, anchor: Anchor) -> Generator[Record, None, None]:
+        """Back to before the change on watch, which is undone with all since."""
+        job, state, self.anchor = self.job, self.job.state, None
+        tensors, facts, damaged = checkpoint.newest(job.folder, anchor.name)
+        facts = facts if damaged else anchor.facts
+        old = type(state.plan).from_dict(facts["plan"])
+        tried = {name: value for name, value in anchor.tried.items() if value != getattr(old, name)} or anchor.tried
+        adopt(state, old)  # first: a scaler takes over its saved state
+        state.load(tensors, facts["state"])
+        state.plan = state.applied  # the loop finds nothing left to apply
+        checkpoint.rewind(job.folder, checkpoint.name_of(state), best=anchor.best, anchor=None)
+        with disk.explained("writing the plan", job.folder):
+            disk.write_atomic(job.folder / PLAN, old.to_json())
+        self.surface.returned(old)
+        now = ", ".join(
+            f"{name} {said(getattr(old, name))}" if len(tried) > 1 else said(getattr(old, name)) for name in tried
+        )
+        what = f"Training diverged at {self.described(tried)}; back at step {state.step:,} with {now}"
+        yield from self.going_on(facts, what)
+
+    def to_best(self) -> Generator[Record, None, None]:
+        """Back to the best checkpoint, the settings as they are."""
+        job, state = self.job, self.job.state
+        tensors, facts, _ = checkpoint.newest(job.folder, checkpoint.best_of(job.folder))
+        state.load(tensors, facts["state"])
+        name, old = checkpoint.name_of(state), type(state.plan).from_dict(facts["plan"])
+        job.history.cut(facts["rows"])
+        kept = self.anchor is not None and checkpoint.place(self.anchor.name) <= checkpoint.place(name)
+        checkpoint.rewind(job.folder, name, **({} if kept else {"anchor": None}))
+        if not kept:
+            self.anchor = None
+            self.resumed(name)
+        metric, _ = best_metric(job.task)
+        what = f"back at step {state.step:,}, the best checkpoint: {metric} {state.best:.4g} after epoch {state.epoch}"
+        yield from self.going_on(facts, what, old, asked="best")
+
+    def retry(self, trouble: Diverged) -> Generator[Record, None, None]:
+        """Back to the last checkpoint and again, each step checked before it counts. Raises Diverged where that would
+        not help: the lr is far beyond the advised one, steps were left out in vain, or it happened too often."""
+        job, state = self.job, self.job.state
+        self.returns += 1
+        if beyond(state.plan, self.advised) or state.refused > LEFT_OUT or self.returns > RETRIES:
+            often = ", for the third time" if state.refused <= LEFT_OUT and self.returns > RETRIES else ""
+            last = checkpoint.place(checkpoint.read_index(job.folder)["last"])[1]
+            raise Diverged(
+                f"Training diverged at {self.described({'lr': state.plan.lr})}: {trouble}{often}. "
+                f"To go on from step {last:,}, lower Plan.lr, for instance by plan.replace(lr={self.lower():g}), set "
+                "Plan.clip_norm or amp=off, and run it again.",
+                trouble.steps,
+            )
+        facts, _ = checkpoint.load(job.folder, state)
+        state.careful_until = trouble.steps[1] + 1
+        what = f"{trouble}; back to step {state.step}, and each step checked from there"
+        yield from self.going_on(facts, what, type(state.plan).from_dict(facts["plan"]))
+
+    def going_on(
+        self, facts: dict[str, Any], what: str, old: Plan | None = None, **answer: str
+    ) -> Generator[Record, None, None]:
+        """The rows of what was given up go, one says why, and one which settings the checkpoint did not have (old: its
+        plan); a checkpoint keeps them. answer: further values of the first."""
+        state = self.job.state
+        state.improved = False
+        state.events.clear()
+        self.job.history.cut(facts["rows"])
+        yield Record("event", state.epoch, state.step, state.samples, {"what": what, **answer})
+        if old is not None:
+            yield from caught_up(state, old)
+        self.save()
+
+    def described(self, tried: dict[str, Any]) -> str:
+        """Settings in a sentence, the lr with its ratio to the advised one."""
+        parts = []
+        for name, value in tried.items():
+            usual = getattr(self.advised, name)
+            ratio = f", {times(value / usual)} the advised {said(usual)}" if name == "lr" and value > usual else ""
+            parts.append(f"{name} {said(value)}{ratio}")
+        return " and ".join(parts)
+
+    def lower(self) -> float:
+        """An lr worth trying after one that was too high."""
+        lr = self.job.state.plan.lr
+        return self.advised.lr if self.advised.lr < lr else lr / 10
+
+
+def acting(old: Plan, new: Plan) -> list[str]:
+    """The settings that differ and act on training."""
+    return [name for name in new.changes_from(old) if name not in UNWATCHED]
+
+
+def highest(losses: Sequence[float]) -> float | None:
+    """The loss above which training has diverged: FACTOR times the highest of the last WATCHED ones; None without any.
+
+    A loss may be negative, where a factor says nothing: what counts is the distance from the highest, twice the
+    largest magnitude among them, which is the same for positive ones. Close to 0, where all is learned, it may be
+    NOISE of the first loss of the run at least.
+    """
+    known = [loss for loss in losses if math.isfinite(loss)]
+    if not known:
+        return None
+    last = known[-WATCHED:]
+    return max(last) + max((FACTOR - 1) * max(map(abs, last)), NOISE * abs(known[0]))
+
+
+def resilient(job: Job, guard: Guard) -> Generator[Record, None, None]:
+    """The loop, brought back where training diverged or the user asks for it."""
+    while True:
+        ended = yield from stretch(job, guard)
+        if ended is None:
+            return
+        if ended == "best":
+            yield from guard.to_best()
+        elif guard.anchor is not None:
+            yield from guard.undo(guard.anchor)
+        elif isinstance(ended, Diverged):
+            yield from guard.retry(ended)
+
+
+def stretch(job: Job, guard: Guard) -> Generator[Record, None, Diverged | str | None]:
+    """Train until the end (None), until training diverged, or the user asks for the best checkpoint."""
+    records = train(job.task, job.state, job.pack)
+    wishes = guard.surface.wishes
+    try:
+        for record in records:
+            if guard.risen(record):
+                return "risen"
+            yield record
+            if wishes.best:
+                wishes.best = False
+                return "best"
+    except Diverged as error:
+        return error.with_traceback(None)  # its frames hold the feed, on a GPU a second copy of the pack
+    finally:
+        records.close()
+    return None
