@@ -145,7 +145,7 @@ def with_data(name: str, **settings: object) -> dict:
     made = fresh.with_settings(build.notebook(name, ADDRESS), **settings)
     code = [cell.source for cell in made.cells if cell.cell_type == "code"]
     first = next(place for place, source in enumerate(code) if "TINY = " in source)
-    last = next(place for place, source in enumerate(code) if "\npack = " in source)
+    last = next(place for place, source in enumerate(code) if ".pack(" in source)
     names: dict = {}
     for source in code[first : last + 1]:
         exec(compile(source, name, "exec"), names)
@@ -216,6 +216,15 @@ def test_raw_data_of_ones_own_is_trained_on_and_the_receipt_can_measure_it(task,
     assert pack.raw is not None
     assert len(pack.raw) == len(pack)
     assert not (machine_of_mine / "data").exists()
+
+
+@pytest.mark.parametrize("task", fresh.SAID)
+def test_a_kept_pack_on_the_machine_that_made_it_still_has_its_raw_data(task, machine_of_mine):
+    made = importlib.import_module(f"nbtools.tasks.{task}").pack(demo(task, machine_of_mine / "mine"), progress=False)
+    assert made.keep(f"drive:nbtools-data/{task}.tar")
+    pack = with_data(f"{task}/2_train")["pack"]
+    assert pack.card == made.card
+    assert pack.raw is not None
 
 
 def test_signs_without_features_skip_the_gru_and_are_still_compared(tmp_path):

@@ -4,6 +4,8 @@
 # `"drive:nbtools-main.zip"` as GitHub gives it, a folder, or a wheel.
 
 # %%
+SOURCE = "{repository}"
+
 import importlib.util
 import os
 import shutil
@@ -12,7 +14,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-SOURCE = "{repository}"
 MISSING = importlib.util.find_spec("nbtools") is None
 print(f"nbtools comes from {SOURCE}" if MISSING else "nbtools is installed already")
 
