@@ -1,10 +1,13 @@
 """Run all on a machine as Colab hands it out: the install cells bring nbtools, or stop in one sentence."""
 
+import functools
+import http.server
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -131,14 +134,23 @@ def test_where_installing_fails_one_sentence_says_why_and_run_all_stops(stack, t
             assert sentence.endswith("Correct SOURCE above, then Run all again.")
 
 
-def copies(top: Path) -> dict[str, str]:
-    """SOURCE → where it lies, for each form that a copy may have; made from GitHub's zip."""
+@pytest.fixture
+def web(tmp_path):
+    """The address of what lies in a folder called web."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path / "web")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def copies(top: Path, web: str) -> dict[str, str]:
+    """Form → SOURCE, for each form that a copy may have; all made from GitHub's zip."""
     drive = top / "drive"
     archive = fresh.repository_zip(drive / "copies" / ZIP)
     archive.with_name("nbtools-main (1).zip").write_bytes(archive.read_bytes())
     unpack = [sys.executable, "-m", "zipfile", "-e", str(archive), str(drive / "copies")]
     subprocess.run(unpack, check=True)
-    (drive / "copies" / "nbtools-main").chmod(0o555)
     build_wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(drive)]
     subprocess.run([*build_wheel, str(archive)], check=True)
     [wheel] = drive.glob("*.whl")
@@ -147,19 +159,21 @@ def copies(top: Path) -> dict[str, str]:
     git = ["git", "-C", str(work / "nbtools-main"), "-c", "user.name=n", "-c", "user.email=n@example.org"]
     for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "a fork"]):
         subprocess.run([*git, *arguments], check=True)
+    subprocess.run([*git, "clone", "-q", "--bare", ".", str(top / "web" / "nbtools.git")], check=True)
+    subprocess.run(["git", "-C", str(top / "web" / "nbtools.git"), "update-server-info"], check=True)
     return {
         "a zip downloaded twice": "drive:copies/nbtools-main (1).zip",
         "a folder": "drive:copies/nbtools-main",
         "a wheel": f"drive:{wheel.name}",
-        "a repository": (work / "nbtools-main").as_uri(),
+        "a repository": f"{web}/nbtools.git",
         "a path": str(archive),
     }
 
 
 @full
 @pytest.mark.timeout(900)
-def test_every_form_of_a_copy_installs_and_a_folder_stays_as_it_was(tmp_path):
-    sources = copies(tmp_path)
+def test_every_form_of_a_copy_installs_and_a_folder_stays_as_it_was(tmp_path, web):
+    sources = copies(tmp_path, web)
     folder = tmp_path / "drive" / "copies" / "nbtools-main"
     before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
     for number, (form, source) in enumerate(sources.items()):
@@ -168,7 +182,6 @@ def test_every_form_of_a_copy_installs_and_a_folder_stays_as_it_was(tmp_path):
             said = "".join(map(kernel.run, installing(source)))
         assert re.search(rf"went on with {re.escape(str(machine.folder))}/venv/.*site-packages", said), (form, said)
     assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
-    folder.chmod(0o755)
 
 
 def test_a_fork_gets_its_address_everywhere_and_its_own_check_holds(tmp_path):
