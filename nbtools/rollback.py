@@ -40,9 +40,8 @@ class Anchor:
     """The checkpoint from before a change that is on watch.
 
     name: of the checkpoint; facts: its own, which a later one of the same step would replace; best: the name of the
-    best weights then. limit: the loss above which training has diverged; None:
-    only a lost one says so. tried: the settings since, of lr the highest. age: log steps since the anchor; left: log
-    steps until the last change is off watch.
+    best weights then. limit: the loss above which training has diverged; None: only a lost one says so. tried: the
+    settings since, of lr the highest. age: log steps since the anchor; left: those until the last change is off watch.
     """
 
     name: str
@@ -63,7 +62,9 @@ class Guard:
         self.returns = 0
         index, state = checkpoint.read_index(job.folder), job.state
         self.anchor = Anchor(**index["anchor"]) if "anchor" in index else None
-        if self.anchor is None:
+        if index.get("diverged"):  # by itself: the settings of then are none to go back to
+            checkpoint.mark(job.folder, diverged=None)
+        else:
             self.resumed(checkpoint.name_of(state))
 
     def change(self, new: Plan, save: Callable[[], object]) -> None:
@@ -79,9 +80,10 @@ class Guard:
 
     def resumed(self, name: str) -> None:
         """Put what differs from the plan of the checkpoint that the run goes on from on watch."""
-        anchor, new = self.anchored(name), self.job.state.plan
-        if names := acting(type(new).from_dict(anchor.facts["plan"]), new):
-            self.watch(anchor, names, new)
+        new = self.job.state.plan
+        old = type(new).from_dict(checkpoint.facts_of(self.job.folder, name)["plan"])
+        if names := acting(old, new):
+            self.watch(self.anchor or self.anchored(name), names, new)
 
     def anchored(self, name: str) -> Anchor:
         """A checkpoint as an anchor."""
@@ -120,8 +122,9 @@ class Guard:
     def undo(self, anchor: Anchor) -> Generator[Record, None, None]:
         """Back to before the change on watch, which is undone with all since."""
         job, state, self.anchor = self.job, self.job.state, None
-        tensors, facts, damaged = checkpoint.newest(job.folder, anchor.name)
-        facts = facts if damaged else anchor.facts
+        tensors, facts, _ = checkpoint.newest(job.folder, anchor.name)
+        if all(facts["state"][name] == anchor.facts["state"][name] for name in ("epoch", "step")):  # else it is damaged
+            facts = anchor.facts
         old = type(state.plan).from_dict(facts["plan"])
         tried = {name: value for name, value in anchor.tried.items() if value != getattr(old, name)} or anchor.tried
         adopt(state, old)  # first: a scaler takes over its saved state
@@ -146,9 +149,8 @@ class Guard:
         job.history.cut(facts["rows"])
         kept = self.anchor is not None and checkpoint.place(self.anchor.name) <= checkpoint.place(name)
         checkpoint.rewind(job.folder, name, **({} if kept else {"anchor": None}))
-        if not kept:
-            self.anchor = None
-            self.resumed(name)
+        self.anchor = self.anchor if kept else None
+        self.resumed(name)
         metric, _ = best_metric(job.task)
         what = f"back at step {state.step:,}, the best checkpoint: {metric} {state.best:.4g} after epoch {state.epoch}"
         yield from self.going_on(facts, what, old, asked="best")
@@ -161,6 +163,7 @@ class Guard:
         if beyond(state.plan, self.advised) or state.refused > LEFT_OUT or self.returns > RETRIES:
             often = ", for the third time" if state.refused <= LEFT_OUT and self.returns > RETRIES else ""
             last = checkpoint.place(checkpoint.read_index(job.folder)["last"])[1]
+            checkpoint.mark(job.folder, diverged=True)
             raise Diverged(
                 f"Training diverged at {self.described({'lr': state.plan.lr})}: {trouble}{often}. "
                 f"To go on from step {last:,}, lower Plan.lr, for instance by plan.replace(lr={self.lower():g}), set "

@@ -1,5 +1,6 @@
 """A person acts on a run while it trains, here through control.json; buttons and Ctrl-C set the same wishes."""
 
+import json
 import os
 import re
 import shutil
@@ -736,3 +737,49 @@ def test_while_a_step_compiles_the_surface_says_so(pack, tmp_path):
     made.plot.due = time.monotonic() + 1e6
     made.update(nb.Record("change", 0, 1, 16, {"what": "batch_size 16 → 32"}))
     assert (made.status, made.plot.due) == ("compiling", 0.0), "another batch size is another program"
+
+
+def test_epochs_below_the_present_one_end_the_run_after_it_and_count_what_was_done(pack, tmp_path, untouched):
+    folder, steps = tmp_path / "run", untouched.history.of("epoch")[1]["step"]
+    run = nb.fit(Acting(**{f"at{steps + 3}": lambda: send(folder, [], {"epochs": 1})}), pack, PLAN, folder, **QUIET)
+    (event,) = run.history.of("event")
+    assert event["what"] == "epochs 1 is below the present epoch 3: training ends after this epoch"
+    assert event["step"] == steps + 3, "said before it ends"
+    assert [row["what"] for row in run.history.of("change")] == ["epochs 4 → 1"]
+    assert len(run.history.of("epoch")) == len(run.summary()) == 3
+    assert "3 of 3 epochs" in repr(run)
+    assert run.plan.epochs == json.loads((folder / "plan.json").read_text())["epochs"] == 1
+
+
+def test_a_run_that_was_stopped_in_an_epoch_beyond_its_epochs_ends_that_epoch(pack, tmp_path, untouched):
+    """Stopped or not, it ends at the same step with the same weights."""
+    steps, ended = untouched.history.of("epoch")[1]["step"], []
+    for name in ("whole", "stopped"):
+        folder = tmp_path / name
+        actions = {f"at{steps + 3}": lambda folder=folder: send(folder, [], {"epochs": 1})}
+        if name == "stopped":
+            actions[f"at{steps + 5}"] = lambda folder=folder: send(folder, ["stop"])
+        run = nb.fit(Acting(**actions), pack, PLAN, folder, **QUIET)
+        ended.append(nb.fit(toy, pack, None, folder, **QUIET) if name == "stopped" else run)
+    assert losses(ended[0]) == losses(ended[1])
+    assert same_weights(*ended)
+
+
+def test_fit_with_fewer_epochs_than_were_done_returns_the_run_with_a_sentence(pack, tmp_path, untouched):
+    folder = tmp_path / "run"
+    shutil.copytree(untouched.folder, folder)
+    run = nb.fit(toy, pack, PLAN.replace(epochs=2), folder, **QUIET)
+    assert run.events == ["epochs 2 is below the 4 epochs done: there is nothing left to train"]
+    assert "4 of 4 epochs" in repr(run)
+    assert run.plan.epochs == 2
+    assert same_weights(run, untouched)
+
+
+def test_the_live_picture_counts_the_epochs_that_were_begun(tmp_path):
+    history = nb.History()
+    history.append(nb.Record("step", 25, 500, 8000, {"loss": 1.0}))
+    view = View(tmp_path / "run", history, PLAN.replace(epochs=30), 320, "-loss", None, show=False)
+    view.turned(PLAN.replace(epochs=3))
+    assert (view.plot.about.epochs, view.bar.total) == (26, 26 * 320)
+    again = View(tmp_path / "run", history, PLAN.replace(epochs=3), 320, "-loss", None, show=False)
+    assert (again.plot.about.epochs, again.bar.total) == (26, 26 * 320)

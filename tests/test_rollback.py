@@ -282,6 +282,12 @@ def test_diverging_without_advice_names_the_lr_and_blames_no_sample(pack, tmp_pa
     assert "sample" not in str(caught.value)
 
 
+def test_a_lower_lr_that_still_diverges_is_the_one_that_is_named(pack, tmp_path):
+    for lr in (1e30, 1e25):
+        with pytest.raises(TrainError, match=rf"^Training diverged at lr 1e\+{f'{lr:g}'[-2:]}"):
+            nb.fit(toy, pack, PLAN.replace(lr=lr), tmp_path / "run", **QUIET)
+
+
 def test_a_run_that_starts_far_beyond_the_advice_says_so(pack, tmp_path):
     run = nb.fit(toy, pack, advised(1.0), tmp_path / "run", **QUIET)
     assert run.events[0] == "lr 1 is 100× the advised 0.01"
@@ -298,6 +304,20 @@ def test_back_to_best_goes_on_from_the_best_checkpoint_with_the_settings_of_now(
     assert [row["what"] for row in run.history.of("change")] == ["eval_every 1 → 2"]
     assert run.plan.eval_every == 2
     assert losses(run) == losses(untouched)
+
+
+def test_settings_that_ruin_training_are_on_watch_also_after_going_back_to_best(pack, tmp_path):
+    """Asked for between the change and the first loss that shows it: the settings of now are the ruinous ones."""
+    whole = nb.fit(toy, pack, SLOW, tmp_path / "untouched", **QUIET)
+    folder, best = tmp_path / "run", whole.history.of("epoch")[0]["step"]
+    metrics = {"metrics": lambda outputs, batch: {"accuracy": (1, 2)}}
+    actions = {best + 13: asking(folder, force=True, lr=1000), best + 15: asking(folder, ("best",))}
+    run = nb.fit(acting(actions, **metrics), pack, SLOW, folder, **QUIET)
+    assert [row["what"] for row in run.history.of("event")] == [
+        f"Training diverged at lr 1000, 100,000× the advised 0.01; back at step {best} with 0.01"
+    ]
+    assert run.plan == SLOW
+    assert losses(run) == losses(whole)
 
 
 def test_back_to_best_while_paused_stays_paused(pack, tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import toy
-from kernels import Client, started
+from kernels import Client, parent, started
 
 from nbtools.history import History
 from nbtools.plot import Preview
@@ -130,6 +130,16 @@ def test_fp16_chosen_in_the_panel_of_a_run_on_a_cpu_is_answered_beside_the_field
     text = kernel.run(ASKED_FOR_FP16)
     assert "Plan.amp = fp16 needs a GPU" in text
     assert text.strip().endswith("off 1 epoch")
+
+
+def test_training_that_diverges_is_a_sentence_in_the_notebook_and_no_page_of_traceback(kernel):
+    request = kernel.client.execute('nb.fit(toy, pack, plan.replace(lr=1e30), "ruined", receipt=False)')
+    kernel.end(request)
+    (error,) = [m["content"] for m in kernel.said if m["msg_type"] == "error" and parent(m) == request]
+    assert error["ename"] == "Diverged"
+    (line,) = error["traceback"]
+    assert line.startswith("Diverged: Training diverged at lr 1e+30: ")
+    assert "1 epochs" in kernel.run('print(len(nb.fit(toy, pack, plan, "ruined", receipt=False).summary()), "epochs")')
 
 
 def test_a_terminal_is_told_truth_and_prediction_of_the_samples(tmp_path, capsys):
