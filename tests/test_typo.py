@@ -114,7 +114,7 @@ def back(notebook: Notebook, log: Log, seen: Seen, name: str) -> None:
         seen.undone.append(log.steps()[-1]["lr"])
     until(notebook.button("Back to best").is_enabled, "a best checkpoint")
     notebook.click("Back to best")
-    told = notebook.output(FIT).get_by_text("the best checkpoint")
+    told = notebook.output(FIT).get_by_text("the best checkpoint:")
     until(told.count, "the best checkpoint")
     seen.best = told.first.inner_text()
     for knob, words in (("lr", "0.001"), ("clip_norm", "0.5"), ("early_stop", "77"), ("eval_every", "2")):
@@ -135,6 +135,7 @@ def end(notebook: Notebook, seen: Seen, name: str) -> None:
     """Fewer epochs than have begun."""
     notebook.type("epochs", "1")
     notebook.wait_for_prompt(RESULT, r"\d+")
+    until(lambda: "epochs 1 is below" in notebook.output(FIT).inner_text(), "why it ended")
     seen.ending = notebook.output(FIT).inner_text()
     seen.result = notebook.output(RESULT).inner_text()
     notebook.shot(f"{name}-typo-ended")
