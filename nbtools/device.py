@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,16 @@ from nbtools.plan import Plan
 # Plan.deterministic (Context.cpp, alertCuBLASConfigNotDeterministic). cuBLAS's workspace takes 32 MiB then instead of 8
 # (on Hopper 32 in any case).
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+FULL = (  # what torch says in a plain RuntimeError where memory ended
+    "DefaultCPUAllocator: can't allocate",
+    "DefaultCPUAllocator: not enough memory",
+    "CUDA error: out of memory",  # outside torch's allocator: a kernel's code, a pinned buffer
+    "MPS backend out of memory",
+    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN 8
+    "ALLOCATION_FAILED",  # cuDNN 9
+)
+T = TypeVar("T")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_DEVICES = ("cuda", "mps")
@@ -40,6 +50,11 @@ def pick() -> torch.device:
 
 def require(plan: Plan, device: torch.device) -> None:
     """Refuse what the device cannot do. Raises TrainError."""
+    if plan.graph and plan.parted:
+        raise TrainError(
+            f"Plan.graph needs micro_batch_size ≥ batch_size ({plan.batch_size}), got {plan.micro_batch_size}: a "
+            "graph's replay overwrites the gradients of the one before; set graph=False or micro_batch_size=None"
+        )
     if plan.graph and device.type != "cuda":
         raise TrainError(f"Plan.graph replays CUDA graphs, and this device is {device.type}; set graph=False")
     if plan.amp == "fp16" and device.type not in FP16_DEVICES:
@@ -62,6 +77,24 @@ def prepare(plan: Plan, device: torch.device, many_shapes: bool) -> None:
     # In all versions. The newer `fp32_precision` alone makes torch.get_float32_matmul_precision() raise, which inductor
     # calls (pytorch#166387). Convolutions take TF32 by default.
     torch.set_float32_matmul_precision("high")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory ended: torch's own error, or what a CPU, MPS, cuBLAS and cuDNN raise instead."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)
+
+
+def within_memory(act: Callable[[], T]) -> tuple[T | None, str]:
+    """(its result, ""), or (None, why) where memory ended. The error is gone by then, and with it the frames that would
+    keep the tensors of the failed try."""
+    try:
+        return act(), ""
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        return None, str(error).split(". ")[0] or "out of memory"
 
 
 @cache

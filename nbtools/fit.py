@@ -63,7 +63,9 @@ def fit(
         restore(folder, kept)
         wanted = chosen_plan(task, pack, plan, folder)
         require_sizes(pack, wanted)
-        state = TrainState(task, pack, wanted)
+        state, reason = devices.within_memory(lambda: TrainState(task, pack, wanted))
+        if state is None:
+            raise TrainError(f"out of memory before the first step ({reason}); take a smaller network, or free memory")
         history, complaints = begin(folder, task, pack, state, advice_in(plan))
         job = Job(task, pack, folder, state, history)
         keeper = checkpoint.Keeper(folder, kept) if kept is not None else None

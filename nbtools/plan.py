@@ -97,6 +97,11 @@ class Plan:
                 "lower it or raise epochs"
             )
 
+    @property
+    def parted(self) -> bool:
+        """Whether a batch takes several forward passes."""
+        return self.micro_batch_size is not None and self.micro_batch_size < self.batch_size
+
     def replace(self, /, **changes: Any) -> Self:
         """A copy with some knobs changed; an unknown name is an error that lists near ones."""
         return type(self).from_dict({**self.to_dict(), **changes})

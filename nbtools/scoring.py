@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from nbtools.device import autocast
+from nbtools.device import autocast, within_memory
 from nbtools.errors import TrainError
 from nbtools.feed import Feed, in_order, lengths_of, open_feed
-from nbtools.metrics import Sums
+from nbtools.metrics import Pair, Sums
 from nbtools.pack import Pack
 from nbtools.plan import Plan
 from nbtools.state import Batch, Task
@@ -65,18 +65,10 @@ def evaluation(
 
 def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:
     """Add loss and metrics of a batch; out of memory, of its halves. Raises TrainError where one sample is too much."""
-    reason, found = "", None
-    try:
-        batch, outputs = forward(task, model, raw, plan, sums.device)
-        with torch.no_grad(), autocast(plan, sums.device, model):
-            loss = task.loss(lambda _batch: outputs, batch, plan)  # one forward serves both
-        found = {"loss": loss, **task.metrics(outputs, batch)}
-    except torch.OutOfMemoryError as error:
-        reason = str(error).split(". ")[0]
+    found, reason = within_memory(lambda: judged(task, model, raw, plan, sums.device))
     if found is not None:
         sums.add(found)
         return
-    batch = outputs = loss = None  # what the failed pass holds must go before the next one
     if sums.device.type == "cuda":
         torch.cuda.empty_cache()
     half = len(raw["id"]) // 2
@@ -84,6 +76,14 @@ def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> N
         raise TrainError(f"out of memory evaluating one sample ({reason}); take a smaller network or smaller samples")
     for part in (slice(half), slice(half, None)):
         score(task, model, {name: tensor[part] for name, tensor in raw.items()}, plan, sums)
+
+
+def judged(task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.device) -> dict[str, Pair]:
+    """Loss and metrics of a batch; one forward pass serves both."""
+    batch, outputs = forward(task, model, raw, plan, device)
+    with torch.no_grad(), autocast(plan, device, model):
+        loss = task.loss(lambda _batch: outputs, batch, plan)
+    return {"loss": loss, **task.metrics(outputs, batch)}
 
 
 def evaluate(task: Task, model: nn.Module, pack: Pack, plan: Plan, split: str = "test") -> dict[str, float]:

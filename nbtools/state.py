@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from nbtools import device as devices
 from nbtools.draws import Draws
@@ -70,7 +70,8 @@ class TrainState:
     step fp16 refused. best: of the metric that `best_metric` names; stale: evaluations since; drops: of a plateau.
     loss_sum, count: this epoch's so far, on the device; logged: them at the last log step. seconds, waited: training
     time of this epoch, and the part of it that waited for data. lr: of the last step. events: what there is to tell
-    at the next yield. evaluate_next: ask for an evaluation before the next step.
+    at the next yield. evaluate_next: ask for an evaluation before the next step. proven: (plan, elements of the largest
+    raw batch that memory sufficed for under it).
     """
 
     def __init__(self, task: Task, pack: Pack | Card, plan: Plan, device: torch.device | str | None = None):
@@ -93,11 +94,10 @@ class TrainState:
             )
         self.optimizer = build_optimizer(grouped(task, model, plan), plan)
         self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
-        self.ema = (
-            AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(plan.ema), use_buffers=True) if plan.ema else None
-        )
+        self.ema = AveragedModel(model, use_buffers=True) if plan.ema else None  # the step updates it, see step.average
         self.network = compiled(model, plan)
         self.micro = plan.micro_batch_size
+        self.proven: tuple[Plan | None, int] = None, 0
         self.epoch = self.step = self.samples = self.skipped = 0
         self.segments: list[list[int]] = []
         self.best: float | None = None
@@ -133,6 +133,18 @@ class TrainState:
     def evaluated(self) -> nn.Module:
         """The weights that evaluation and `run.model()` use: the moving average where the plan keeps one."""
         return self.ema.module if self.ema is not None else self.model
+
+    def take_parts(self, micro: int | None) -> None:
+        """Set the samples of a forward pass, without CUDA graphs where that makes parts of a batch: the replay of a
+        part overwrites the gradients of the part before, and neither clones nor marked steps prevent it
+        (pytorch#169545)."""
+        self.micro = micro
+        if micro is not None and micro < self.plan.batch_size and self.plan.graph and self.network is not self.model:
+            self.network = self.model
+            torch.compiler.reset()  # else the graphs keep their memory; whatever else is compiled is compiled anew
+            self.events.append(
+                "graph off: CUDA graphs need the whole batch in one forward pass; the model runs eagerly"
+            )
 
     def lost(self) -> bool:
         """Whether the loss or a weight is no longer a number: not to be saved. Waits for the device."""
@@ -176,6 +188,7 @@ class TrainState:
         at_rest(self.optimizer)
         for name in FACTS:
             setattr(self, name, facts[name])
+        self.take_parts(self.micro)
         count = facts["count"]
         self.count = int(count) if float(count).is_integer() else count  # a float plus an int64 tensor is a float32
         self.logged = (facts["logged"][0], facts["logged"][1])
@@ -238,15 +251,22 @@ def build_optimizer(parameters: list[Any], plan: Plan) -> torch.optim.Optimizer:
     if plan.optimizer == "sgd":
         return at_rest(torch.optim.SGD(parameters, plan.lr, plan.betas[0], weight_decay=plan.weight_decay, fused=True))
     kind = torch.optim.AdamW if plan.optimizer == "adamw" else torch.optim.Adam
-    return kind(parameters, plan.lr, betas=plan.betas, weight_decay=plan.weight_decay, fused=True)
+    return at_rest(kind(parameters, plan.lr, betas=plan.betas, weight_decay=plan.weight_decay, fused=True))
 
 
 def at_rest(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """SGD with every momentum there is not yet at 0. Fused, it makes them without values, and keeps what the memory
-    happened to hold where its first step overflows in fp16 (torch 2.13)."""
-    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
-        for parameter in group["params"]:
-            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+    """The optimizer with all that it keeps for each parameter, at 0, which torch makes in the first step only. There
+    memory could end between two of these tensors, or after another group of parameters was updated; made before, an
+    update allocates nothing. And fused SGD makes its momentum without values, and keeps what the memory happened to
+    hold where the first step overflows in fp16 (torch 2.13)."""
+    sgd = isinstance(optimizer, torch.optim.SGD)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        kept = optimizer.state[parameter]
+        if not sgd:
+            kept.setdefault("step", torch.zeros((), device=parameter.device))
+        for name in ("momentum_buffer",) if sgd else ("exp_avg", "exp_avg_sq"):
+            if name not in kept:
+                kept[name] = torch.zeros_like(parameter)
     return optimizer
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
-from nbtools.device import DTYPES, autocast, recurrent_in_float32
+from nbtools.device import DTYPES, autocast, recurrent_in_float32, within_memory
 from nbtools.draws import Draws
 from nbtools.errors import TrainError
 from nbtools.schedule import lr_at
@@ -35,14 +36,41 @@ def step(task: Task, state: TrainState, raw: Batch, epoch_size: int) -> tuple[Te
     """Train on one raw batch; returns its (loss sum, count), still on the device.
 
     The gradient is that of sum / count over the whole batch, in however many micro-batches. Out of memory: the micro
-    batch is halved and the same batch tried again; effective batch and lr stay, and `state.events` says so.
+    batch is halved and the same batch tried again; effective batch and lr stay, and `state.events` says so. Whatever a
+    step allocates, it allocates before its first change of a weight, so that nothing is applied twice.
+
+    The first pass under a plan, and each larger than all before it, is where memory ends if it does: there random
+    states and buffers are kept, so that a failed pass leaves no trace in them. Where it ends at a later one, since
+    another process took memory, dropout draws other numbers, and BatchNorm's statistics count some samples twice.
     """
+    elements = sum(tensor.numel() for tensor in raw.values())
+    proven = state.proven[0] is state.plan and elements <= state.proven[1]
+    kept = None if proven else within_memory(lambda: Kept(state))[0]
     while True:
-        try:
-            return attempt(task, state, raw, epoch_size)
-        except torch.OutOfMemoryError as error:
-            reason = str(error).split(". ")[0]
-        halve(state, len(raw["id"]), reason)  # outside the except: the exception pins the tensors of the failed pass
+        done, reason = within_memory(lambda: attempt(task, state, raw, epoch_size))
+        if done is not None:
+            if not proven:
+                state.proven = state.plan, elements
+            return done
+        halve(state, len(raw["id"]), reason)
+        if kept is not None:
+            kept.restore(state)
+
+
+class Kept:
+    """What a forward pass changes: random states, and the model's buffers."""
+
+    def __init__(self, state: TrainState):
+        self.buffers = [buffer.clone() for buffer in state.model.buffers()]
+        self.rng = torch.get_rng_state()
+        self.cuda_rng = torch.cuda.get_rng_state(state.device) if state.device.type == "cuda" else None
+
+    def restore(self, state: TrainState) -> None:
+        for buffer, kept in zip(state.model.buffers(), self.buffers, strict=True):
+            buffer.copy_(kept)
+        torch.set_rng_state(self.rng)
+        if self.cuda_rng is not None:
+            torch.cuda.set_rng_state(self.cuda_rng, state.device)
 
 
 def attempt(task: Task, state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor | float]:
@@ -147,7 +175,29 @@ def update(state: TrainState, size: int) -> None:
             state.skipped += size
             return
     if state.ema is not None:
-        state.ema.update_parameters(state.model)
+        average(state.ema, state.model, state.plan.ema or 0.0)
+
+
+@torch.no_grad()
+def average(ema: AveragedModel, model: nn.Module, decay: float) -> None:
+    """Update the moving average after the weights; buffers that are no floats, as counters, are copied.
+
+    `AveragedModel.update_parameters` with `get_ema_multi_avg_fn` gives the same bits of the floats. But it allocates
+    for the counters, where memory could end after the weights were updated, and copies a counter of its own to the GPU,
+    which makes the host wait in every step.
+    """
+    first = not ema.n_averaged
+    means, values = [], []
+    ours, theirs = [*ema.module.parameters(), *ema.module.buffers()], [*model.parameters(), *model.buffers()]
+    for mean, value in zip(ours, theirs, strict=True):
+        if first or not mean.is_floating_point():
+            mean.copy_(value)
+        else:
+            means.append(mean)
+            values.append(value)
+    if means:
+        torch._foreach_lerp_(means, values, 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
+    ema.n_averaged += 1
 
 
 def halve(state: TrainState, size: int, reason: str) -> None:
@@ -157,12 +207,22 @@ def halve(state: TrainState, size: int, reason: str) -> None:
         raise TrainError(
             f"out of memory with one sample at a time ({reason}); take a smaller network or smaller samples"
         )
-    state.micro = max(1, now // 2)
+    half = max(1, now // 2)
+    state.events.append(f"out of memory: micro batch {now} → {half}; effective batch and lr unchanged")
+    state.take_parts(half)
+    release(state)
+
+
+def release(state: TrainState) -> None:
+    """Let go of what a step that failed left: gradients, and what the scaler knows of them."""
     clear_gradients(state.parameters)
+    if state.scaler is not None:  # it may stand between unscaling and update, and take no second unscaling
+        scaler = torch.amp.GradScaler(state.device.type)
+        scaler.load_state_dict(state.scaler.state_dict())
+        state.scaler = scaler
     gc.collect()
     if state.device.type == "cuda":
         torch.cuda.empty_cache()
-    state.events.append(f"out of memory: micro batch {now} → {state.micro}; effective batch and lr unchanged")
 
 
 def first_bad(task: Task, state: TrainState, raw: Batch, loss_sum: Tensor) -> str | None:
@@ -181,10 +241,12 @@ def first_bad(task: Task, state: TrainState, raw: Batch, loss_sum: Tensor) -> st
         for name, module in state.model.named_modules()
         if name and not list(module.children())
     ]
-    with torch.no_grad(), autocast(state.plan, state.device, state.model):
-        task.loss(state.model, batch, state.plan)
-    for hook in hooks:
-        hook.remove()
+    try:
+        with torch.no_grad(), autocast(state.plan, state.device, state.model):
+            task.loss(state.model, batch, state.plan)
+    finally:
+        for hook in hooks:
+            hook.remove()
     inputs = [(f"batch[{name!r}]", tensor) for name, tensor in batch.items()]
     weights = [(f"weight {n}", p) for n, p in state.model.named_parameters()]
     return next(

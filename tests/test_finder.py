@@ -26,12 +26,13 @@ from kinds import KINDS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbtools.advise import advise
+from nbtools.device import out_of_memory
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.feed import open_feed
 from nbtools.loop import train
 from nbtools.measure.choice import between, choose, compared, hopeless, knee, near
 from nbtools.measure.finder import Finding, find_batch
-from nbtools.measure.memory import Line, System, out_of_memory, peak, ram, room
+from nbtools.measure.memory import Line, System, peak, ram, room
 from nbtools.measure.trial import Trial, still
 from nbtools.state import TrainState
 from nbtools.step import attempt
@@ -327,7 +328,6 @@ def test_every_step_may_end_between_any_two_operations_and_the_next_one_goes_on(
     trial = Trial(toy, toys, toy.PLAN.replace(**changes), CPU)
     at, ended = 1, True
     while ended:
-        trial.state.optimizer.state.clear()
         with Ends(at) as ends:
             ended = trial.warm(4)
         assert bool(ended) == (ends.count >= at)

@@ -68,6 +68,8 @@ def decide(task: Any, card: Card, machine: Machine, found: Mapping[str, tuple[An
         advised["min_lr"] = chosen("lr"), f"the task's {chosen('min_lr'):g} is above the advised lr"
     if "micro_batch_size" not in advised and plan.micro_batch_size is not None:
         advised["micro_batch_size"] = None, "the whole batch at once; training halves it where memory ends"
+    if chosen("graph") and (chosen("micro_batch_size") or batch) < batch:
+        advised["graph"] = False, "CUDA graphs need the whole batch in one forward pass"
     made = plan.replace(**{name: value for name, (value, _) in advised.items()})
     reasons = {name: advised[name][1] for name in made.to_dict() if name in advised}
     size = f"{machine.gigabytes:.0f} GB" if machine.gigabytes else f"{machine.cores} cores"

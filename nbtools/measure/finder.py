@@ -19,7 +19,7 @@ import torch
 from nbtools import device as devices
 from nbtools import disk, table
 from nbtools.errors import TrainError
-from nbtools.measure.memory import Room, room, tried
+from nbtools.measure.memory import Room, room
 from nbtools.measure.noise import Noise, noise_scale
 from nbtools.measure.search import LATE, LEAST, Candidate, Cap, Search
 from nbtools.measure.trial import Trial
@@ -136,7 +136,7 @@ def searched(
     """The finding or why there is none: an error that was raised would keep the trial and its memory for as long as a
     notebook shows it."""
     began = perf_counter()
-    trial, reason = tried(lambda: Trial(task, pack, plan, device))
+    trial, reason = devices.within_memory(lambda: Trial(task, pack, plan, device))
     if trial is None:
         return TrainError(f"out of memory before the first step ({reason}); take a smaller network, or free memory")
     try:

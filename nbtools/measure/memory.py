@@ -7,11 +7,10 @@ autograd saves for backward is most of that, but not all (of the guide's captcha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,14 +21,11 @@ from nbtools.state import TrainState
 
 HEADROOM = 0.1  # of the limit that is left free: found sizes fail later, in fragments and to neighbours
 HEADROOM_RAM = 0.2  # glibc's malloc keeps freed memory: processes grew by 14–19 % more than was in use
-FULL = ("DefaultCPUAllocator: can't allocate", "DefaultCPUAllocator: not enough memory", "_STATUS_ALLOC_FAILED")
 CGROUP, MEMINFO, OWN = Path("/sys/fs/cgroup"), Path("/proc/meminfo"), Path("/proc/self/cgroup")
 FILES = {  # limit, in use, the line of memory.stat with what the kernel can drop
     "": ("memory.max", "memory.current", "inactive_file"),  # cgroup v2
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # v1
 }
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,24 +43,6 @@ class Line:
 
     def at(self, batch_size: int) -> int:
         return round(self.fixed + self.per_sample * batch_size)
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """CUDA's own error, or what a CPU, cuBLAS and cuDNN raise instead."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)
-
-
-def tried(act: Callable[[], T]) -> tuple[T | None, str]:
-    """(what it gave, ""), or (None, why) where memory ended. The error is gone by then, and with it the frames that
-    would keep the tensors of the failed try."""
-    try:
-        return act(), ""
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        return None, str(error).split(". ")[0]
 
 
 @dataclass

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from nbtools import device as devices
 from nbtools.errors import TrainError
-from nbtools.measure.memory import tried
 from nbtools.measure.trial import Trial
 from nbtools.measure.untouched import untouched
 from nbtools.pack import Pack
@@ -84,10 +83,10 @@ def noise_scale(
     device = torch.device(device) if device is not None else state.device if state is not None else devices.pick()
     plan = plan.replace(amp="off") if plan.amp == "fp16" else plan
     with untouched(device):
-        found, reason = tried(lambda: Gradients(task, pack, plan, device, state, seed))
+        found, reason = devices.within_memory(lambda: Gradients(task, pack, plan, device, state, seed))
         pairs: list[tuple[float, float]] = []
         while found is not None and not enough(pairs, perf_counter() - began, seconds):
-            pair, reason = tried(found.pair)
+            pair, reason = devices.within_memory(found.pair)
             if pair is None:
                 break
             pairs.append(pair)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,14 +11,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from nbtools.device import prepare
+from nbtools.device import prepare, within_memory
 from nbtools.feed import batches_left, lengths_of, open_feed
 from nbtools.measure import memory
 from nbtools.measure.clock import clock_of, finish
 from nbtools.pack import Card, Pack
 from nbtools.plan import Plan
 from nbtools.state import Batch, Task, TrainState
-from nbtools.step import attempt, clear_gradients
+from nbtools.step import attempt, clear_gradients, release
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Trial:
 
     def warm(self, batch_size: int) -> str:
         """A step with the largest shapes; what it said where memory ended, else nothing."""
-        _, reason = memory.tried(lambda: self.run([self.largest(batch_size)]))
+        _, reason = within_memory(lambda: self.run([self.largest(batch_size)]))
         return self.recovered(reason)
 
     def measure(self, batch_size: int) -> tuple[int | None, str]:
@@ -66,7 +65,7 @@ class Trial:
         (None, why) where memory ended."""
         clear_gradients(self.state.parameters)
         kept = self.held()
-        found, reason = memory.tried(lambda: self.peak(batch_size))
+        found, reason = within_memory(lambda: self.peak(batch_size))
         return (None if found is None else kept + found), self.recovered(reason)
 
     def peak(self, batch_size: int) -> int:
@@ -85,7 +84,7 @@ class Trial:
         (None, why) where memory ended."""
         lead = max(lead, self.ahead)
         loads = [loads[i % len(loads)] for i in range(lead + steps)]
-        found, reason = memory.tried(lambda: self.timed(loads, lead))
+        found, reason = within_memory(lambda: self.timed(loads, lead))
         return found, self.recovered(reason)
 
     def timed(self, loads: Sequence[Load], lead: int) -> float:
@@ -100,16 +99,9 @@ class Trial:
         return sum(load.samples for load in loads[lead:]) / max(self.clock() - start, 1e-9)
 
     def recovered(self, reason: str) -> str:
-        """After an out-of-memory nothing of the failed step stays: it may have ended between two tensors that the
-        optimizer makes for a weight, or between the scaler's unscaling and its update."""
+        """After an out-of-memory nothing of the failed step stays."""
         if reason:
-            state = self.state
-            clear_gradients(state.parameters)
-            state.optimizer.state.clear()
-            state.scaler = None if state.scaler is None else torch.amp.GradScaler(self.device.type)
-            gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            release(self.state)
         return reason
 
     def largest(self, batch_size: int) -> np.ndarray:

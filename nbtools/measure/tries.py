@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nbtools.device import within_memory
 from nbtools.feed import Feed
 from nbtools.gpu import cores
 from nbtools.measure import memory
@@ -46,8 +47,7 @@ def worth_trying(
     if profile.small_s >= FIXED_SHARE * profile.cached_s:
         most = profile.train_samples // LEAST_STEPS
         larger = [{"batch_size": k * plan.batch_size} for k in (2, 4) if k * plan.batch_size <= most]
-        parted = plan.micro_batch_size is not None and plan.micro_batch_size < plan.batch_size
-        changes += [{"micro_batch_size": None}] if parted else larger
+        changes += [{"micro_batch_size": None}] if plan.parted else larger
     if profile.augmentation >= AUGMENT_SHARE:
         changes.append(without_augmentation(plan))
     if profile.device > profile.host:
@@ -70,7 +70,7 @@ def worth_compiling(
     if not lasting or recurrent or profile.shapes > SHAPES or plan.compile or plan.graph:
         return []
     launch_bound = profile.device_type == "cuda" and profile.host >= profile.device and not profile.syncs
-    changes = [{"compile": True}, *([{"graph": True}] if launch_bound else [])]
+    changes = [{"compile": True}, *([{"graph": True}] if launch_bound and not plan.parted else [])]
     return [change for change in changes if not set(change) & set(fixed)]
 
 
@@ -126,7 +126,7 @@ def try_out(
 def begun(task: Task, pack: Pack, plan: Plan, device: torch.device, feed: Feed | None) -> Pace | None:
     """A plan in training; None where memory ends, or its model cannot be compiled here."""
     try:
-        return memory.tried(lambda: Pace(task, pack, plan, device, feed))[0]
+        return within_memory(lambda: Pace(task, pack, plan, device, feed))[0]
     except RuntimeError:  # all of dynamo's and inductor's derive from it
         if not (plan.compile or plan.graph):
             raise

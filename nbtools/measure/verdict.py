@@ -203,7 +203,7 @@ def measured(profile: StepProfile, plan: Plan) -> list[Option]:
 
 def graph(profile: StepProfile, plan: Plan) -> list[Option]:
     """Replayed as a graph, the model costs the host nothing; the optimizer and the batch still do."""
-    if profile.device_type != "cuda" or plan.graph or profile.syncs:  # a graph cannot hold a synchronisation
+    if profile.device_type != "cuda" or plan.graph or plan.parted or profile.syncs:  # a graph holds no synchronisation
         return []
     seconds = profile.step_s * (1 - profile.host)
     reason = f"the device has nothing to do in {profile.host:.0%} of a step"
