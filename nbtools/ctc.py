@@ -14,15 +14,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from nbtools.errors import TrainError
+
 BLANK = 0
 
 Outputs = tuple[Tensor, Tensor]
 
 
 def loss(outputs: Outputs, labels: Tensor, lengths: Tensor) -> Tensor:
-    """Sum over samples; fp32 and outside autocast, which does not list CTC: bf16 raises there, fp16 gives NaN."""
+    """Sum over samples; fp32 and outside autocast, which does not list CTC: bf16 raises there, fp16 gives NaN.
+
+    Raises TrainError where it would be trained deterministically on CUDA: torch has no such kernel (LossCTC.cu).
+    """
     logits, steps = outputs
     device = logits.device
+    if device.type == "cuda" and torch.is_grad_enabled() and torch.get_deterministic_debug_mode() == 2:
+        raise TrainError(
+            "Plan.deterministic is True, and CTC has no deterministic gradient on CUDA; set deterministic=False, "
+            "or train on a CPU"
+        )
     with torch.autocast(device.type, enabled=False):
         given = [logits.float().log_softmax(2), labels + 1, steps, lengths]
         if device.type == "mps":  # has no CTC; untested

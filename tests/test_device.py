@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from nbtools import device
+from nbtools.errors import TrainError
 from nbtools.measure.untouched import untouched
 from nbtools.plan import Plan
+from nbtools.tasks import captcha, hwdb
 
 CUDA = torch.device("cuda")  # a name: nothing is put there
 
@@ -129,3 +131,22 @@ def test_importing_nbtools_settles_cublas_workspace_before_any_product(own):
         timeout=120,
     )
     assert done.stdout.strip() == (own or ":4096:8"), done.stderr
+
+
+class OnCuda:
+    """Logits that say they lie on a GPU."""
+
+    device = CUDA
+
+    def index_select(self, dim, index):
+        return self
+
+
+@pytest.mark.usefixtures("switches")
+@pytest.mark.parametrize("task", [captcha, hwdb], ids=["captcha", "hwdb"])
+def test_ctc_is_refused_in_a_sentence_where_training_on_a_gpu_is_to_be_deterministic(task):
+    """torch would refuse in the middle of backward, with advice about switches that nbtools sets."""
+    device.prepare(Plan(deterministic=True), CUDA, many_shapes=True)
+    batch = {"label": torch.tensor([[0, 1]]), "label_length": torch.tensor([2])}
+    with pytest.raises(TrainError, match=r"Plan\.deterministic .* CTC .* deterministic=False"):
+        task.loss(lambda _batch: (OnCuda(), torch.tensor([9])), batch, task.PLAN)
