@@ -13,7 +13,7 @@ from nbtools import checkpoint, control, disk
 from nbtools import device as devices
 from nbtools.advise import advise
 from nbtools.bounds import require_sizes
-from nbtools.errors import CheckpointError, PackError, PlanError, StageError
+from nbtools.errors import CheckpointError, PackError, PlanError, StageError, TrainError
 from nbtools.findings import Job, diagnose, finish
 from nbtools.folder import begin, kept_folder, only_one, restore, stored_plan
 from nbtools.history import Record

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nbtools as nb
 from nbtools.errors import TrainError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "fp16_on_cpu")
 
 ENDS = (
     (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB."),
