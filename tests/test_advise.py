@@ -1,6 +1,7 @@
 """Advice: a table of machines and data sets, and a reason for everything that differs from the task's own plan."""
 
 import dataclasses
+import math
 import re
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import toy
 
+import nbtools as nb
 from nbtools import device
 from nbtools.advise import Machine, advise, decide, inspect
 from nbtools.advise.rules import LEAST_STEPS, MOST_K, batch_size, learning_rate, warmup
@@ -213,3 +215,25 @@ def test_the_largest_batch_goes_on_from_the_lr_that_the_task_measured():
     assert (advice.largest.batch_size, advice.largest.lr) == (128, 4e-3)
     assert advice.largest.warmup_epochs == 3
     assert "0.002 at batch 32, times 2 by the sqrt rule" in advice.largest_reason
+
+
+def test_lr_is_rounded_where_it_is_read_and_exact_where_it_is_used(tmp_path):
+    """lr by the square root rule has seventeen digits; nobody reads more than three of them."""
+    pack = toy.make_pack(tmp_path)
+    advice = nb.advise(toy, pack, measure=False)
+    plan = advice.plan.replace(lr=0.002, lr_rule="sqrt", min_lr=0.0).with_batch_size(2 * advice.plan.batch_size)
+    assert plan.lr == 0.002 * math.sqrt(2)
+    shown = dataclasses.replace(advice, plan=plan, reasons={**advice.reasons, "lr": "as it was"})
+    panel = nb.Panel(shown)
+    panel.fields["epochs"].value = "7"
+    assert (panel.plan.lr, panel.plan.epochs) == (plan.lr, 7)
+    for text in (str(shown), shown._repr_html_(), str(shown.ladder), str(panel), panel.fields["lr"].value):
+        assert "0.00283" in text
+        assert "0.002828" not in text
+
+
+def test_a_machine_of_one_core_has_1_core(tmp_path):
+    pack = toy.make_pack(tmp_path)
+    shown = str(decide(toy, pack.card, Machine("cpu", "CPU", cores=1)))
+    assert "CPU (1 core)" in shown
+    assert "1 cores" not in shown

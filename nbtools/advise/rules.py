@@ -14,6 +14,7 @@ from nbtools.advise.advice import Advice
 from nbtools.gpu import cores
 from nbtools.pack import Card
 from nbtools.plan import Plan, lr_factor
+from nbtools.table import digits, plural
 
 TIERS = ((40, 512), (24, 256), (12, 128), (0, 64))  # GB of GPU memory → batch (guide 2)
 NEARLY = 0.98  # torch sees a little less than is sold: 39.4 GiB (42.3 GB) of "40 GB", 22.0 GiB (23.7 GB) of "24 GB"
@@ -65,14 +66,14 @@ def decide(task: Any, card: Card, machine: Machine, found: Mapping[str, tuple[An
     if chosen("graph") and machine.accelerator != "cuda":
         advised["graph"] = False, f"CUDA graphs need CUDA, and this is {machine.name}"
     if chosen("min_lr") > chosen("lr"):
-        advised["min_lr"] = chosen("lr"), f"the task's {chosen('min_lr'):g} is above the advised lr"
+        advised["min_lr"] = chosen("lr"), f"the task's {digits(chosen('min_lr'))} is above the advised lr"
     if "micro_batch_size" not in advised and plan.micro_batch_size is not None:
         advised["micro_batch_size"] = None, "the whole batch at once; training halves it where memory ends"
     if chosen("graph") and (chosen("micro_batch_size") or batch) < batch:
         advised["graph"] = False, "CUDA graphs need the whole batch in one forward pass"
     made = plan.replace(**{name: value for name, (value, _) in advised.items()})
     reasons = {name: advised[name][1] for name in made.to_dict() if name in advised}
-    size = f"{machine.gigabytes:.0f} GB" if machine.gigabytes else f"{machine.cores} cores"
+    size = f"{machine.gigabytes:.0f} GB" if machine.gigabytes else plural(machine.cores, "core")
     note = f"For {machine.name} ({size}); nothing here was measured on it yet, it is what to start from."
     largest, why = largest_batch(made, base, card, machine)
     return Advice(made, reasons, base, note, largest, why)
@@ -128,7 +129,7 @@ def largest_batch(plan: Plan, base: Plan, card: Card, machine: Machine) -> tuple
     lr, why_lr = learning_rate(plan, plan.optimizer, batch)
     warm = max(warmup(batch / base.batch_size, plan.epochs)[0], plan.warmup_epochs)
     changed = plan.replace(batch_size=batch, micro_batch_size=micro, lr=lr, warmup_epochs=warm)
-    return changed, f"{reason}; lr {lr:g} from {why_lr}. Whether it is faster here, nobody has measured yet"
+    return changed, f"{reason}; lr {digits(lr)} from {why_lr}. Whether it is faster here, nobody has measured yet"
 
 
 def learning_rate(base: Plan, optimizer: str, batch: int) -> tuple[float, str]:
@@ -136,19 +137,20 @@ def learning_rate(base: Plan, optimizer: str, batch: int) -> tuple[float, str]:
     rule, source = ("linear", "arXiv 1706.02677") if optimizer == "sgd" else ("sqrt", "arXiv 2205.10287")
     k = batch / base.batch_size
     factor = lr_factor(rule, min(k, MOST_K))
-    why = f"{base.lr:g} at batch {base.batch_size}, times {factor:.3g} by the {rule} rule, {THUMB} ({source})"
+    why = f"{digits(base.lr)} at batch {base.batch_size}, times {factor:.3g} by the {rule} rule, {THUMB} ({source})"
     return float(f"{base.lr * factor:.3g}"), why + (f"; no more beyond {MOST_K} × the batch" if k > MOST_K else "")
 
 
 def warmup(k: float, epochs: int) -> tuple[float, str]:
     found = next((e for bound, e in WARMUP if k <= bound), WARMUP[-1][1])
     capped = min(float(found), epochs / 5)
-    why = f"{found} epochs for a batch {k:.3g} times the baseline's, {THUMB} (guide 3)"
-    return capped, why + (f"; capped to a fifth of {epochs} epochs" if capped < found else "")
+    why = f"{plural(found, 'epoch')} for a batch {k:.3g} times the baseline's, {THUMB} (guide 3)"
+    return capped, why + (f"; capped to a fifth of {plural(epochs, 'epoch')}" if capped < found else "")
 
 
 def workers(machine: Machine) -> tuple[int, str]:
-    why = f'min(4 a GPU, {machine.cores} cores, 16), {THUMB} (guide 2); used by feed="workers" alone'
+    cores = plural(machine.cores, "core")
+    why = f'min(4 a GPU, {cores}, 16), {THUMB} (guide 2); used by feed="workers" alone'
     return min(4 * max(machine.gpus, 1), machine.cores, 16), why
 
 

@@ -38,7 +38,7 @@ class Rung:
         return resized.replace(lr=self.lr, min_lr=min(plan.min_lr, self.lr))
 
     def row(self) -> tuple[Any, ...]:
-        return (self.micro, self.accumulation, self.processes, self.effective, f"{self.lr:g}", self.note)
+        return (self.micro, self.accumulation, self.processes, self.effective, table.digits(self.lr), self.note)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Reference:
         k = effective / self.batch_size
         if self.rule == "none" or k == 1:
             return "lr stays" if k != 1 else "the reference"
-        factor, base = lr_factor(self.rule, k), f"{self.lr:g} at batch {self.batch_size}"
+        factor, base = lr_factor(self.rule, k), f"{table.digits(self.lr)} at batch {self.batch_size}"
         return f"{base}, times {factor:.3g} by the {self.rule} rule, rule of thumb ({SOURCES[self.rule]})"
 
 
