@@ -6,6 +6,7 @@ by the clock that the kernel's log has too.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from abc import ABC, abstractmethod
@@ -214,3 +215,23 @@ class Classic(Notebook):
 
 
 OPENED: dict[str, type[Notebook]] = {"lab": Lab, "classic": Classic}
+
+
+def saved(notebook: Notebook, path: Path) -> dict[str, Any]:
+    """Save; the file, once it is a later one."""
+    before = path.stat().st_mtime_ns
+    notebook.save()
+    until(lambda: path.stat().st_mtime_ns > before, "the saved notebook")
+    return until(lambda: parsed(path), "a whole saved notebook")
+
+
+def parsed(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text())
+    except ValueError:
+        return None  # being written
+
+
+def text(notebook: dict[str, Any], cell: int) -> str:
+    """What a cell printed."""
+    return "".join("".join(output.get("text", "")) for output in notebook["cells"][cell]["outputs"])

@@ -21,7 +21,7 @@ import nbformat
 import pytest
 import serving
 import watched
-from browser import Notebook
+from browser import Notebook, saved, text
 from person import Act, Log, Person
 from serving import CLASSIC, LAB, Stack, until
 
@@ -150,21 +150,6 @@ def hack(notebook: Notebook, person: Person, seen: Seen) -> None:
 
 def hacked(notebook: Notebook) -> bool:
     return notebook.page.evaluate("window.hacked !== undefined")
-
-
-def saved(notebook: Notebook, path: Path) -> dict[str, Any]:
-    """Save; the file, once it is a later one."""
-    before = path.stat().st_mtime_ns
-    notebook.save()
-    until(lambda: path.stat().st_mtime_ns > before, "the saved notebook")
-    return until(lambda: parsed(path), "a whole saved notebook")
-
-
-def parsed(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_text())
-    except ValueError:
-        return None  # being written
 
 
 def again(notebook: Notebook, seen: Seen) -> None:
@@ -360,8 +345,3 @@ def check_packed(notebook: dict[str, Any]) -> None:
     [packing] = [line for line in said if line.startswith("packing")]
     assert re.match(r"packing: 100%\|.*samples/s\]$", packing), packing
     assert "0%|" not in text(notebook, 0)
-
-
-def text(notebook: dict[str, Any], cell: int) -> str:
-    """What a cell printed."""
-    return "".join("".join(output.get("text", "")) for output in notebook["cells"][cell]["outputs"])

@@ -21,9 +21,8 @@ import browser
 import pytest
 import serving
 import toy
-from browser import Notebook
+from browser import Notebook, saved, text
 from serving import CLASSIC, LAB, Stack, until
-from test_live import saved, text
 
 import nbtools as nb
 from nbtools.history import History
