@@ -241,6 +241,8 @@ class Saver:
         if worth:
             checkpoint.save(self.job.folder, self.job.state, len(self.job.history), best)
             self.job.state.improved = False
+            if not self.surface.wishes.stop:  # else the last picture comes next, and seconds count in a shutdown
+                self.surface.keep_still()
             if self.keeper is not None:
                 self.keeper.keep()
                 self.surface.tell_all(self.keeper.complaints)

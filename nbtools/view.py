@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -21,6 +23,16 @@ from nbtools.plot import LivePlot, Preview, in_notebook, terminal
 from nbtools.run import PLOT
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
+STILL_EVERY, STILL_COST = 60.0, 0.004  # seconds between PNGs of a run under way; share of the time they may take
+LIVE = "nbtools-live"
+STILL = f"""<style>
+:is(.jp-OutputArea, .output):has(.{LIVE}) :is(.jp-OutputArea-child, .output_area):has(.nbtools-still)
+  + :is(.jp-OutputArea-child, .output_area) {{ display: none }}
+:is(.jp-OutputArea, .output):has(.nbtools-still)
+  :is(.jp-OutputArea-output.jupyter-widgets, .jupyter-widgets-view):not(:has(*)) {{ display: none }}
+</style><div class="nbtools-still"></div>"""
+"""Has JupyterLab 4 and the classic notebook show the PNG that follows it only where the live view is not, and nothing
+where they would say that a widget's model was not found."""
 RECENT = 3  # sentences that stand beside the live picture
 SAID = "font-size:12px;line-height:1.5;opacity:.75"
 
@@ -41,6 +53,7 @@ class View:
         self.output = Output() if drawn else None
         self.told: list[str] = []
         self.drawing = True
+        self.next_still = 0.0
         self.bar = tqdm(
             total=count * self.epochs(plan),
             initial=history.rows[-1]["samples"] if history.rows else 0,
@@ -70,6 +83,22 @@ class View:
         except Exception as error:
             self.drawing = False
             self.tell(f"the picture is no longer drawn ({type(error).__name__}: {error}); the run goes on")
+
+    def keep_still(self) -> None:
+        """The picture as PNG, where it is time to: in the run folder, and in the output for whoever opens the notebook
+        when this kernel is gone. One that fails is told, and the run goes on without."""
+        if time.monotonic() < self.next_still:
+            return
+        start = time.thread_time()
+        try:
+            png = self.plot.finish(self.history, self.folder / PLOT, over=False)
+            if self.output is not None and self.output.lives:
+                self.output.still(png)
+        except Exception as error:
+            self.next_still = math.inf
+            self.tell(f"no picture until the end: {type(error).__name__}: {error}")
+            return
+        self.next_still = time.monotonic() + max(STILL_EVERY, (time.thread_time() - start) / STILL_COST)
 
     def advance(self, record: Record) -> None:
         """What a record brings to say, and the terminal's bar. What was turned stands in the picture: it is not said
@@ -154,6 +183,7 @@ class Output:
         self.recent: list[str] = []
         self.said: Any = None
         self.view: Any = None
+        self.stills: list[str] = []  # display ids of what stands for the view when the kernel is gone
 
     def live(self, panel: Panel | None, plot: Any, text: str) -> None:
         """Display buttons, sentences, picture and form below one another; text: for readers without widgets."""
@@ -163,6 +193,7 @@ class Output:
         self.said = HTML(layout=Layout(width="100%", margin="0"))
         parts = [self.said, plot] if panel is None else [panel.controls, self.said, plot, panel.view]
         self.view, self.lives = VBox(parts, layout=Layout(width="100%")), True
+        self.view.add_class(LIVE)
         shown = {WIDGET: {"version_major": 2, "version_minor": 0, "model_id": self.view.model_id}, "text/plain": text}
         display(shown, raw=True, display_id=self.name)
 
@@ -172,13 +203,27 @@ class Output:
         if not passing:
             self.lines.append(sentence)
 
+    def still(self, png: bytes) -> None:
+        """A PNG below the view, seen only where the view is not. In an output of its own: a change of the view's would
+        have Jupyter draw all its widgets again."""
+        from IPython.display import HTML, Image, display
+
+        if not self.stills:
+            self.stills = [f"{self.name}-style", f"{self.name}-still"]
+            display(HTML(STILL), display_id=self.stills[0])
+            display(Image(png, retina=True), display_id=self.stills[1])
+        else:
+            display(Image(png, retina=True), display_id=self.stills[1], update=True)
+
     def stay(self, png: bytes | None, kept: Sequence[Any]) -> None:
         """The picture in the place of the view, and what was said under it. None: the last frame stays while the kernel
         lives. kept: widgets that live on."""
-        from IPython.display import Image, display
+        from IPython.display import HTML, Image, display
 
         if png is not None:
             display(Image(png, retina=True), display_id=self.name, update=True)
+            for name in self.stills:
+                display(HTML(""), display_id=name, update=True)
         self.lives = False
         for line in self.lines:
             print(line)

@@ -379,3 +379,33 @@ def test_quick_epochs_that_are_not_the_best_do_not_each_write_a_checkpoint(pack,
     assert len(run.summary()) == 20
     assert len(saves) < 10  # the first state, the first best, the last, and few between
     assert json.loads((run.folder / "run.json").read_text())["last"].startswith("0020-")
+
+
+def test_the_picture_lies_in_both_folders_from_the_first_checkpoint_on_and_is_drawn_once_a_minute(pack, tmp_path):
+    drawn = []
+
+    def batch(raw, plan, draws):
+        pictures = [tmp_path / folder / "plot.png" for folder in ("run", "kept")]
+        index = json.loads((tmp_path / "run" / "run.json").read_text())
+        if draws is not None and index.get("best"):  # a checkpoint that training wrote
+            drawn.append([path.stat().st_mtime_ns for path in pictures if path.exists()])
+            time.sleep(0.05)
+        return toy.batch(raw, plan, draws)
+
+    task: Any = types.SimpleNamespace(**{**vars(toy), "batch": batch})
+    nb.fit(task, pack, toy.PLAN, tmp_path / "run", keep=tmp_path / "kept", **QUIET)
+    assert all(drawn)
+    assert len(drawn[-1]) == 2, "not kept within the epochs that followed"
+    assert len({times[0] for times in drawn}) == 1
+
+
+def test_a_picture_that_cannot_be_drawn_ends_no_run(pack, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    def savefig(*_, **__):
+        raise ZeroDivisionError("no ink")
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    run = nb.fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET)
+    assert len(run.summary()) == 3
+    assert "no picture until the end: ZeroDivisionError: no ink" in run.events

@@ -60,9 +60,9 @@ class LivePlot:
         if self.samples is not None:
             self.samples.value = cards.html(self.previews)
 
-    def finish(self, history: History, path: str | os.PathLike[str] | None = None) -> bytes:
-        """The last frame and samples as PNG, also written to `path`. Raises OSError."""
-        image = figure.draw(picture(self.table.follow(history), self.about, over=True), self.previews).png()
+    def finish(self, history: History, path: str | os.PathLike[str] | None = None, over: bool = True) -> bytes:
+        """The frame and samples as PNG, also written to `path`; over: whether it is the run's last. Raises OSError."""
+        image = figure.draw(picture(self.table.follow(history), self.about, over=over), self.previews).png()
         if path is not None:
             disk.write_atomic(Path(path), image)
         return image
