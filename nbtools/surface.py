@@ -57,6 +57,7 @@ class Surface(View):
         self.sampler: Sampler | None = None
         self.energy = next((row["gpu_energy"] for row in reversed(history.rows) if "gpu_energy" in row), 0.0)
         self.looked = self.shown = 0.0
+        self.seconds = 0.0  # of the epoch's steps so far
         self.looking = False  # at an evaluation that was asked for: a pause lets it end
         self.status = "compiling" if state.plan.compile or state.plan.graph else ""
         self.entered = ExitStack()
@@ -132,6 +133,9 @@ class Surface(View):
         """Show what a record brings, where it is time to."""
         self.advance(record)
         self.looking = self.looking and (self.state.evaluate_next or record.kind == "evaluating")
+        if record.kind == "step" and self.panel is not None:
+            self.panel.buttons.pace = self.state.seconds - self.seconds
+        self.seconds = self.state.seconds
         if record.kind in ("step", "evaluating"):
             self.status = "evaluating" if record.kind == "evaluating" else ""
         if record.kind == "change":

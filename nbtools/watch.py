@@ -60,6 +60,7 @@ def watch(run: str | Path, task: Any = None, wait: float = 60.0) -> Run:
                 read = monotonic() + READ_EVERY
                 told = follow(view, told, opened, asked)
             if view.panel is not None:
+                view.panel.buttons.unread = (folder / control.FILE).exists()
                 view.panel.refresh()
             view.draw("paused" if asked.wishes.paused else "")
             sleep(MOMENT)

@@ -151,10 +151,10 @@ class Person:
         """Five rounds of ten. look: what to do in the first pause."""
         last = (
             lambda: self.typed("clip_norm", "0.5", 0.5),
-            lambda: self.typed("weight_decay", "0.01", 0.01),
+            lambda: self.typed("weight_decay", "0.001", 0.001),
             lambda: self.typed("early_stop", "77", 77),
             lambda: self.typed("clip_norm", "none", None),
-            lambda: self.turned("As advised", self.advised, lambda row: row["weight_decay"] != 0.01),
+            lambda: self.turned("As advised", self.advised, lambda row: row["weight_decay"] != 0.001),
         )
         for turn, odd in enumerate(last):
             self.typed("lr", f"{turn + 1}e-3", (turn + 1) * 1e-3)

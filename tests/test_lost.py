@@ -111,18 +111,7 @@ def stills(notebook: Notebook, stack: Stack, seen: Seen) -> None:
     seen.stills = [images.nth(i).is_visible() for i in range(images.count())]
     seen.redrawn = notebook.page.evaluate("window.live.isConnected ? window.drawn : 99")
     notebook.shot(f"{stack.name}-stills")
-    path = seen.work / "toy.ipynb"
-    before = path.stat().st_mtime_ns
-    notebook.save()
-    until(lambda: path.stat().st_mtime_ns > before and parsed(path), "the saved notebook")
-    seen.saved = json.loads(path.read_text())
-
-
-def parsed(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_text())
-    except ValueError:
-        return None  # being written
+    seen.saved = browser.saved(notebook, seen.work / "toy.ipynb")
 
 
 def again(notebook: Notebook, stack: Stack, seen: Seen) -> None:
@@ -139,10 +128,7 @@ def reload(notebook: Notebook, stack: Stack, seen: Seen) -> None:
     """Pause, save, load the page anew, and resume."""
     own(notebook, "Pause").click()
     until(own(notebook, "Resume").is_visible, "Resume")
-    path = seen.work / "toy.ipynb"
-    before = path.stat().st_mtime_ns
-    notebook.save()
-    until(lambda: path.stat().st_mtime_ns > before and parsed(path), "the saved notebook")
+    browser.saved(notebook, seen.work / "toy.ipynb")
     notebook.page.reload()
     until(lambda: own(notebook, "Resume").count() and own(notebook, "Resume").is_visible(), "Resume on the new page")
     notebook.shot(f"{stack.name}-reloaded")

@@ -349,9 +349,9 @@ def test_a_change_during_a_run_is_a_wish_and_shown_as_one_until_it_is_granted():
     wishes = running(made)
     made.fields["lr"].value = "5e-4"
     assert wishes.plan is made.plan
-    assert "from the next step: lr 0.001 → 0.0005" in made.buttons.heard.value
+    assert "after this step: lr 0.001 → 0.0005" in made.buttons.heard.value
     made.refresh()
-    assert "from the next step" in made.buttons.heard.value
+    assert "after this step" in made.buttons.heard.value
     made.take(made.plan)
     assert made.buttons.heard.value == ""
 
@@ -373,7 +373,7 @@ def test_a_granted_plan_does_not_take_back_what_was_wished_since():
     made.take(granted)
     assert (made.plan.lr, made.plan.epochs, made.fields["epochs"].value) == (5e-4, 20, "20")
     assert made.buttons.heard.value.count("→") == 1
-    assert "from the next step: epochs 10 → 20" in made.buttons.heard.value
+    assert "after this step: epochs 10 → 20" in made.buttons.heard.value
     assert wishes.plan is made.plan
 
 
@@ -413,7 +413,7 @@ def test_a_preset_during_a_run_changes_what_may_change_and_says_what_it_kept():
     assert made.plan == Plan(lr=2e-4)
     assert wishes.plan == made.plan
     assert "kept: optimizer, feed (fixed in a started run)" in made.said.value
-    assert "from the next step: lr 0.001 → 0.0002" in made.buttons.heard.value
+    assert "after this step: lr 0.001 → 0.0002" in made.buttons.heard.value
 
 
 def test_a_preset_that_changes_more_than_three_settings_of_a_run_asks_once():
@@ -425,7 +425,7 @@ def test_a_preset_that_changes_more_than_three_settings_of_a_run_asks_once():
     buttons(made.view)["Apply 4 changes: batch_size, lr, warmup_epochs, amp"].click()
     assert wishes.plan == made.presets["Largest batch"]
     assert not [label for label in buttons(made.view) if label.startswith("Apply")]
-    assert "from the next step: batch_size, lr, warmup_epochs, amp<" in made.buttons.heard.value
+    assert "after this step: batch_size, lr, warmup_epochs, amp<" in made.buttons.heard.value
 
 
 def test_a_preset_that_changes_three_settings_or_no_run_does_not_ask():

@@ -70,6 +70,70 @@ print(notes, run.plan.amp, len(run.history.of("epoch")), "epoch")
 """
 
 
+ASKED_AMID_AN_EVALUATION = """
+class Clicked:
+    PLAN, BASELINE, loss, metrics, decode, model = toy.PLAN, toy.BASELINE, toy.loss, toy.metrics, toy.decode, toy.model
+    def batch(raw, plan, draws):
+        if draws is None and not notes:
+            panel.fields["lr"].value = "0.005"
+            notes.append(panel.buttons.heard.value)
+        return toy.batch(raw, plan, draws)
+notes, panel = [], nb.Panel(plan.replace(epochs=2))
+run = nb.fit(Clicked, pack, panel, "amid", receipt=False)
+print(notes, [row["what"] for row in run.history.of("change")], repr(panel.buttons.heard.value))
+"""
+SLOW_STEPS = """
+class Slow:
+    PLAN, BASELINE, loss, metrics, decode, model = toy.PLAN, toy.BASELINE, toy.loss, toy.metrics, toy.decode, toy.model
+    def batch(raw, plan, draws):
+        if draws is not None and len(notes) < 3:
+            notes.append(panel.buttons.heard.value)
+            time.sleep(1.2)
+        return toy.batch(raw, plan, draws)
+notes, panel = [], nb.Panel(plan)
+run = nb.fit(Slow, pack, panel, "slow", receipt=False)
+print(notes, repr(panel.buttons.heard.value))
+"""
+ASKED_ELSEWHERE = """
+go, notes, watching, begin = threading.Event(), [], [], nb.Panel.begin
+nb.Panel.begin = lambda self, *given: (begin(self, *given), watching.append(self))
+class Held:
+    PLAN, BASELINE, loss, metrics, decode, model = toy.PLAN, toy.BASELINE, toy.loss, toy.metrics, toy.decode, toy.model
+    def batch(raw, plan, draws):
+        go.wait()
+        time.sleep(0.01)
+        return toy.batch(raw, plan, draws)
+def said(words):
+    while words not in panel.buttons.heard.value: time.sleep(0.01)
+    notes.append(words)
+def person():
+    global panel
+    while not watching: time.sleep(0.01)
+    [panel] = watching
+    panel.fields["lr"].value = "0.005"
+    said("after this step: lr 0.01 → 0.005")
+    while not Path("held/control.json").exists(): time.sleep(0.01)
+    panel.buttons.made["pause"].click()
+    said("pausing after this step")
+    time.sleep(1)
+    said("pausing after this step")
+    said("after this step: lr 0.01 → 0.005")
+    go.set()
+    said("paused between two steps")
+    panel.buttons.made["pause"].click()
+    while panel.acting.lr != 0.005: time.sleep(0.01)
+    notes.append("after this step" in panel.buttons.heard.value)
+    panel.buttons.made["stop"].click()
+given = (Held, pack, plan.replace(epochs=1000), "held", None, False, False)
+threads = [threading.Thread(target=nb.fit, args=given), threading.Thread(target=person)]
+for thread in threads: thread.start()
+nb.watch("held", toy)
+for thread in threads: thread.join()
+nb.Panel.begin = begin
+print(*notes, sep="|")
+"""
+
+
 @pytest.fixture(scope="module", params=["colab", "newest"])
 def kernel(request, tmp_path_factory):
     with started(request.param, tmp_path_factory.mktemp("kernel")) as client:
@@ -140,6 +204,25 @@ def test_training_that_diverges_is_a_sentence_in_the_notebook_and_no_page_of_tra
     (line,) = error["traceback"]
     assert line.startswith("Diverged: Training diverged at lr 1e+30: ")
     assert "1 epochs" in kernel.run('print(len(nb.fit(toy, pack, plan, "ruined", receipt=False).summary()), "epochs")')
+
+
+def test_a_change_that_waits_for_the_end_of_an_evaluation_says_so_at_once(kernel):
+    text = kernel.run(ASKED_AMID_AN_EVALUATION)
+    assert "after this step: lr 0.01 → 0.005<" in text
+    assert text.endswith("['lr 0.01 → 0.005'] ''\n")
+
+
+def test_where_a_step_takes_seconds_it_is_said_before_anybody_waits_for_an_answer(kernel):
+    """Clicks are read between steps: while one lasts nothing can answer them."""
+    notes, after = kernel.run(SLOW_STEPS).rsplit("] ", 1)
+    assert notes.count("a step takes 1 s; what you ask for is read when it ends") == 2
+    assert after == "''\n"
+
+
+def test_a_request_that_another_process_has_not_read_yet_says_so(kernel):
+    changing, pausing = "after this step: lr 0.01 → 0.005", "pausing after this step"
+    said = [changing, pausing, pausing, changing, "paused between two steps", "False"]
+    assert "|".join(said) in kernel.run(ASKED_ELSEWHERE)
 
 
 def test_a_terminal_is_told_truth_and_prediction_of_the_samples(tmp_path, capsys):

@@ -31,16 +31,20 @@ HEARD = {
     "undo": "undoing the last change after this step …",
 }
 PAUSED = "paused between two steps: change what you like, then Resume"
+PAUSING = "pausing after this step …"
+SLOW = 1.0  # seconds of a step from which it is said beforehand that clicks are read only when it ends
 
 
 class Buttons:
     """The buttons of one panel. wishes: those of the run under way, None where there is none. asked: a change of the
-    plan that waits for the next step. able: whether there is anything to do for an action."""
+    plan that waits for the end of this step. able: whether there is anything to do for an action. pace: seconds that a
+    step takes. unread: whether the run has yet to read what was asked for, as another process has."""
 
     def __init__(self) -> None:
         self.wishes: Wishes | None = None
         self.asked = ""
         self.able: Callable[[str], bool] = lambda _: True
+        self.pace, self.unread = 0.0, False
         self.made = {action: form.button("", partial(self.click, action)) for action in WORDS}
         self.heard = form.markup()
         self.view = form.bar([*self.made.values(), self.heard])
@@ -57,9 +61,11 @@ class Buttons:
         wishes = self.wishes or Wishes()
         said = [sentence for action, sentence in HEARD.items() if getattr(wishes, action)]
         if wishes.paused and not wishes.stop:
-            said.insert(0, PAUSED)
+            said.insert(0, PAUSING if self.unread else PAUSED)
         if self.asked:
-            said.append(f"from the next step: {self.asked}")
+            said.append(f"after this step: {self.asked}")
+        if not said and self.wishes and self.pace >= SLOW:
+            said.append(f"a step takes {self.pace:.0f} s; what you ask for is read when it ends")
         self.heard.value = form.styled(form.HELP, " · ".join(said))
         for action, made in self.made.items():
             resume = action == "pause" and wishes.paused
