@@ -38,7 +38,7 @@ def no_measuring(monkeypatch):
     def surprise(*_args, **_more):
         raise AssertionError("it measured")
 
-    for name in ("find_batch", "step_profile", "find_workers"):
+    for name in ("find_batch", "find_precision", "step_profile", "find_workers"):
         monkeypatch.setattr(act, name, surprise)
 
 
@@ -98,7 +98,8 @@ def test_a_file_of_an_older_version_is_measured_again_and_replaced(tmp_path):
     shelved[key]["older"] = 1
     act.shelf(pack).write_text(json.dumps(shelved))
     again = nb.advise(toy, pack, seconds=0.3)
-    assert json.loads(act.shelf(pack).read_text()) == {key: json.loads(json.dumps(again.to_dict()))}
+    found = json.loads(act.shelf(pack).read_text())
+    assert found == {key: {"version": act.VERSION, **json.loads(json.dumps(again.to_dict()))}}
 
 
 def test_where_nothing_can_be_kept_the_advice_says_so(tmp_path, monkeypatch):
@@ -163,9 +164,40 @@ def test_the_summary_shows_the_verdict_and_is_still_a_frame(pack, tmp_path):
     assert list(run.summary().index) == [1]
 
 
-def test_the_ladder_has_the_advised_batch_first_and_the_largest_in_passes_of_it_last(advice):
-    first, *_, last = advice.ladder.rungs
-    assert (first.effective, first.lr) == (advice.plan.batch_size, advice.plan.lr)
-    assert last.effective == (advice.largest or advice.plan).batch_size
-    assert last.micro <= advice.plan.batch_size
-    assert last.plan(advice.plan).batch_size == last.effective
+def laddered(advice, *rows: tuple[int, bool]):
+    """The ladder of an advised batch of 16 and a largest of 64, where (batch size, whether it fits) was measured."""
+    plan = advice.plan.replace(batch_size=16, lr=1e-3, micro_batch_size=None, optimizer="adamw")
+    tried = tuple(Row(size, 100.0 if fits else None, 90.0, 110.0, 3 * fits, None, 100, fits) for size, fits in rows)
+    batches = dataclasses.replace(advice.batches, batch_size=16, rows=tried)
+    return dataclasses.replace(advice, plan=plan, largest=plan.replace(batch_size=64, lr=2e-3), batches=batches).ladder
+
+
+@pytest.mark.parametrize(
+    ("rows", "first"),
+    [
+        (((16, True), (32, True), (64, True)), (64, 1, "by the sqrt rule, rule of thumb (arXiv 2205.10287)")),
+        (((16, True), (32, True), (64, False)), (32, 2, "; in 2 passes: 64 does not fit at once")),
+        (((16, True), (32, True)), (32, 2, "; in 2 passes: more than 32 at once was not tried")),
+    ],
+    ids=["timed", "too large", "not tried"],
+)
+def test_the_ladder_says_of_each_batch_what_was_measured_from_the_largest_down(advice, rows, first):
+    found = laddered(advice, *rows).rungs
+    assert [rung.effective for rung in found] == [64, 16, 12, 8, 4]
+    assert (found[0].micro, found[0].accumulation) == first[:2]
+    assert found[0].note.endswith(first[2])
+    assert found[0].lr == pytest.approx(2e-3)
+    assert "lr stays" not in found[0].note
+    assert found[1].note == "the reference"
+    assert all(rung.accumulation == 1 for rung in found[1:])
+
+
+def test_the_ladder_of_advice_as_measured_is_sorted_and_makes_plans(advice):
+    found = advice.ladder.rungs
+    sizes = [rung.effective for rung in found]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == (advice.largest or advice.plan).batch_size
+    assert (advice.plan.batch_size, advice.plan.lr) in [(rung.effective, rung.lr) for rung in found]
+    timed = {row.batch_size for row in advice.batches.rows if row.n}
+    assert not [rung.note for rung in found if rung.effective in timed and rung.accumulation > 1]
+    assert all(rung.plan(advice.plan).batch_size == rung.effective for rung in found)

@@ -3,9 +3,12 @@ measured to be faster and to learn the same. Public names alone; no claim depend
 
 import copy
 import io
+import json
 import os
+import re
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -16,7 +19,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import nbtools as nb
-from nbtools import control, surface
+from nbtools import control, measure, surface
+from nbtools.measure import Tried, choose_precision
 from nbtools.tasks import captcha
 
 
@@ -199,3 +203,130 @@ def test_a_run_that_a_gpu_trained_in_fp16_is_read_on_a_cpu_in_float32(pack, tmp_
     finally:
         hooked.remove()
     assert set(dtypes) == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "drift", "amp", "why"),
+    [
+        (1.9, 1.85, 0.001, "bf16", "1.90× as fast as float32"),
+        (1.03, 1.02, None, "off", "taken where 5% faster"),
+        (1.3, 0.9, 0.001, "off", "taken where 5% faster"),  # not beyond what rounds differ by
+        (1.9, 1.85, 0.3, "off", "its loss differs by 30%"),
+        (1.9, 1.85, float("inf"), "off", "its loss is no number"),
+    ],
+)
+def test_bf16_is_taken_where_it_is_clearly_faster_and_learns_the_same(ratio, low, drift, amp, why):
+    found = choose_precision(Tried({"amp": "bf16"}, ratio, low, ratio * 1.1, 16, drift))
+    assert found[0] == amp
+    assert why in found[1]
+
+
+def pretending(slow: str, factor: float = 1.0, a_sample: bool = False, seen: list | None = None) -> Any:
+    """A task whose steps take long in one precision, on any machine, and whose loss is a multiple in bf16."""
+
+    def loss(model, batch, plan):
+        if isinstance(model, nn.Module) and torch.is_grad_enabled():
+            seen.append((plan.amp, len(batch["x"]))) if seen is not None else None
+            time.sleep(1e-3 * (len(batch["x"]) if a_sample else 16) * (1.0 if plan.amp == slow else 0.1))
+        total, count = toy.loss(model, batch, plan)
+        return total * (factor if plan.amp == "bf16" else 1.0), count
+
+    return own(loss=loss)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize(
+    ("slow", "factor", "amp"),
+    [("off", 1.0, "bf16"), ("bf16", 1.0, "off"), ("off", 1.5, "off"), ("off", torch.nan, "off")],
+)
+def test_advice_takes_the_precision_that_was_measured_to_be_faster(tmp_path, slow, factor, amp):
+    pack = toy.make_pack(tmp_path, count=400)
+    advice = nb.advise(pretending(slow, factor), pack, seconds=0.5)
+    assert advice.plan.amp == amp
+    assert re.search(r"bf16 \d.\d\d× as fast as float32|fails \(the loss became nan", advice.evidence["amp"])
+    assert ("its loss differs" in advice.evidence["amp"]) == (factor == 1.5)
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_model_that_cannot_be_trained_in_bf16_is_advised_in_float32_and_says_why(tmp_path):
+    def loss(model, batch, plan):
+        if plan.amp == "bf16":
+            raise RuntimeError("\"ctc_loss\" not implemented for 'BFloat16'")
+        return toy.loss(model, batch, plan)
+
+    advice = nb.advise(own(loss=loss), toy.make_pack(tmp_path, count=200), seconds=0.5)
+    assert advice.plan.amp == "off"
+    assert "fails (\"ctc_loss\" not implemented for 'BFloat16')" in advice.evidence["amp"]
+
+
+@pytest.mark.usefixtures("cpu")
+def test_the_batch_is_searched_in_the_precision_that_was_chosen(tmp_path):
+    pack, seen = toy.make_pack(tmp_path, count=400), []
+    advice = nb.advise(pretending("off", seen=seen), pack, seconds=0.5)
+    precisions = {amp for amp, size in seen if size in (2, 4)}  # sizes that the search alone tries
+    assert advice.plan.amp == "bf16"
+    assert precisions == {"bf16"}
+
+
+@pytest.mark.usefixtures("cpu")
+def test_advice_of_an_older_version_is_measured_again(tmp_path):
+    pack, task = toy.make_pack(tmp_path, count=200), pretending("off")
+    nb.advise(task, pack, seconds=0.3)
+    (shelf,) = pack.folder.parent.glob("*.advice.json")
+    kept = json.loads(shelf.read_text())
+    for older in kept.values():  # as it was when bf16 was never tried on a CPU
+        del older["version"], older["precision"]
+        older["plan"]["amp"], older["note"] = "off", "older"
+    shelf.write_text(json.dumps(kept))
+    assert nb.advise(task, pack, measure=False).evidence == {}
+    again = nb.advise(task, pack, seconds=0.3)
+    assert (again.plan.amp, again.note != "older") == ("bf16", True)
+    assert json.dumps(nb.advise(task, pack, measure=False).to_dict()) == json.dumps(again.to_dict())
+
+
+def limits(task: Any, pack: nb.Pack, folder, monkeypatch) -> Any:
+    """The verdict of a run that was asked what limits it."""
+    steps, batch = [], task.batch
+
+    def asking(raw, plan, draws):
+        steps.append(1) if draws is not None else None
+        if len(steps) == 5:
+            control.send(folder, ["profile"])
+        return batch(raw, plan, draws)
+
+    monkeypatch.setattr(surface, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr("nbtools.measure.profile.SECONDS", 0.5)
+    task.batch = staticmethod(asking)
+    run = nb.fit(task, pack, toy.PLAN.replace(epochs=2), folder, receipt=False, progress=False)
+    assert run.verdict is not None
+    assert run.verdict.sentence in run.events
+    return run.verdict
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_run_asked_what_limits_it_proposes_the_faster_precision(pack, tmp_path, monkeypatch):
+    found = limits(pretending("off", a_sample=True), pack, tmp_path / "run", monkeypatch)
+    assert found.change == {"amp": "bf16"}
+    assert "amp=bf16 makes training" in found.sentence
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize(
+    ("slow", "factor", "why"),
+    [("bf16", 1.0, r"amp=bf16 0\.\d\d×"), ("off", 1.5, r"amp=bf16 \d.*its loss differs by 50%")],
+)
+def test_where_no_change_is_worth_it_those_that_were_tried_are_named(pack, tmp_path, monkeypatch, slow, factor, why):
+    found = limits(pretending(slow, factor, a_sample=True), pack, tmp_path / "run", monkeypatch)
+    assert found.change is None
+    assert re.search(rf"tried was (not )?10 % faster: .*{why}", found.sentence), found.sentence
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_precision_is_measured_without_a_trace(pack):
+    before = torch.get_rng_state()
+    found = measure.find_precision(pretending("off"), pack, toy.PLAN, seconds=0.5)
+    assert found is not None
+    assert found.low > 1
+    assert found.drift is not None
+    assert 0 <= found.drift < 0.02
+    assert torch.equal(torch.get_rng_state(), before)

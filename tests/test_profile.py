@@ -55,7 +55,8 @@ def packs(tmp_path_factory):
 
 
 def profiled(job, packs) -> StepProfile:
-    return step_profile(job, job.pack(packs), job.plan, CPU, SECONDS, fixed=job.fixed)
+    """All but the precision tried: whether that is faster depends on the CPU."""
+    return step_profile(job, job.pack(packs), job.plan, CPU, SECONDS, fixed=(*job.fixed, "amp"))
 
 
 def achieved(job: Job, packs, change: dict) -> float:
@@ -103,7 +104,7 @@ def test_the_verdict_finds_what_a_job_is_bound_by_and_its_change_brings_what_it_
         assert found.bound in job.bound, (found, found.evidence)
         assert (tuple(found.change) if found.change else None) == job.change, (found, found.evidence)
         if found.change is None:
-            assert "nothing worth changing" in found.sentence
+            assert "tried" in found.sentence
             if "batch_size" not in job.fixed:
                 assert achieved(job, packs, {"batch_size": 2 * job.plan.batch_size}) < 1.25
             return
@@ -181,7 +182,41 @@ def test_a_plan_without_any_gain_is_told_to_stay(measured):
     found = judged(measured, Plan(batch_size=8), **shares(0.0, 0.1), trials=(trial(1.05, batch_size=16),))
     assert found.change is None
     assert found.predicted is None
-    assert "nothing worth changing" in found.sentence
+    assert "the one change tried was not 10 % faster: batch_size=16 1.05×" in found.sentence
+    assert "no change of a setting was tried" in judged(measured, Plan(batch_size=8), **shares(0.0, 0.1)).sentence
+
+
+def test_a_plan_without_any_gain_names_what_was_tried(measured):
+    tried = (trial(1.03, amp="bf16"), trial(0.9, channels_last=True), trial(1.3, low=0.8, batch_size=16))
+    found = judged(measured, Plan(batch_size=8), **shares(0.0, 0.1), trials=tried, untried=({"compile": True},))
+    assert (
+        "none of the 3 changes tried was 10 % faster: amp=bf16 1.03×, channels_last=True 0.90×, batch_size=16 1.30× "
+        "(but 0.80–1.43); for want of time or memory not tried: compile=True"
+    ) in found.sentence
+
+
+def test_a_faster_precision_whose_loss_is_another_is_not_proposed(measured):
+    tried = (dataclasses.replace(trial(1.9, amp="bf16"), drift=0.4),)
+    found = judged(measured, Plan(batch_size=8), **shares(0.0, 0.1), trials=tried)
+    assert found.change is None
+    assert "amp=bf16 1.90×, but its loss differs by 40%" in found.sentence
+
+
+@pytest.mark.parametrize(("amp", "other"), [("off", "bf16"), ("bf16", "off")])
+def test_the_other_precision_is_tried_on_a_cpu_too_unless_data_are_late(measured, amp, other):
+    profile = dataclasses.replace(measured, **shares(0.0, 0.1), small_s=0.0, augmentation=0.0)
+    plan = Plan(batch_size=8, amp=amp)
+    assert worth_trying(profile, plan, [], ()) == [{"amp": other}]
+    assert worth_trying(profile, plan, [], ("amp",)) == []
+    assert {"amp": other} not in worth_trying(dataclasses.replace(profile, **shares(0.8, 0.1)), plan, [], ())
+
+
+def test_the_other_layout_is_tried_where_there_are_convolutions(measured):
+    profile = dataclasses.replace(measured, **shares(0.0, 0.1), small_s=0.0, augmentation=0.0)
+    layers = [torch.nn.Conv2d(1, 1, 1)]
+    for layout in (False, True):
+        plan = Plan(batch_size=8, channels_last=layout)
+        assert worth_trying(profile, plan, layers, ("amp",)) == [{"channels_last": not layout}]
 
 
 def test_the_pack_replaces_files_and_more_workers_do_where_it_has_to_be_files(measured):

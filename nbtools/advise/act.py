@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from nbtools import device as devices
@@ -17,11 +18,24 @@ from nbtools.advise.advice import Advice
 from nbtools.advise.rules import decide, enough, inspect, suggested
 from nbtools.errors import DiskError
 from nbtools.feed import choose
-from nbtools.measure import Finding, find_batch, find_workers, machine, step_profile, verdict
+from nbtools.measure import (
+    Finding,
+    StepProfile,
+    Verdict,
+    choose_precision,
+    find_batch,
+    find_precision,
+    find_workers,
+    machine,
+    step_profile,
+    verdict,
+)
 from nbtools.pack import Pack
 from nbtools.plan import Plan
 from nbtools.state import task_name
 
+VERSION = 2  # of what is measured; kept beside packs, so that older advice is measured again (1: no bf16 on a CPU)
+TURNS = 2  # changes of the measured plan, each made on a profile of its own
 SECONDS = 20.0  # of looking for the batch size; a third of it for the profile, which takes two to three times its own
 FREE = ("feed", "workers", "prefetch", "channels_last", "compile", "graph", "amp")
 """Knobs that advice turns by itself where that was measured faster: they leave the course of training as it is, but for
@@ -69,15 +83,23 @@ def by_rules(task: Any, pack: Pack, found: dict[str, tuple[Any, str]]) -> Advice
 
 
 def measured(task: Any, pack: Pack, thumb: Advice, seconds: float, noise: bool, compiling: bool) -> Advice:
-    """The batch first, since all else depends on it; then what a step consists of, and the changes that it suggests."""
+    """The precision first, at the rules' batch, then the batch in that precision, since all else depends on it; then
+    what a step consists of, and the changes that it suggests."""
+    own, start = suggested(task, pack.card, inspect()), perf_counter()
     found: dict[str, tuple[Any, str]] = {}
-    batches = find_batch(task, pack, thumb.plan, seconds=seconds, most=enough(pack.card), noise=noise)
-    if "batch_size" not in suggested(task, pack.card, inspect()) and conclusive(batches, thumb.plan):
+    evidence: dict[str, str] = {}
+    precision = None if "amp" in own else find_precision(task, pack, thumb.plan, seconds=seconds / 6)
+    if precision is not None:
+        amp, evidence["amp"] = choose_precision(precision)
+        found["amp"] = amp, "the faster of the two that learn the same, measured here"
+    plan = by_rules(task, pack, found).plan
+    batches = find_batch(task, pack, plan, seconds=seconds, most=enough(pack.card), noise=noise)
+    if "batch_size" not in own and conclusive(batches, plan):
         found["batch_size"] = batches.batch_size, "the smallest within 5 % of the best rate"
     said = batches.why if "batch_size" in found else f"not taken for its speed alone: {batches.why}"
     if batches.micro_batch_size is not None:
         found["micro_batch_size"] = batches.micro_batch_size, "the whole batch does not fit at once"
-    evidence = {"batch_size": said}
+    evidence["batch_size"] = said
     plan = by_rules(task, pack, found).plan
     crew = (
         find_workers(task, pack, plan, seconds=seconds / 3)
@@ -87,21 +109,36 @@ def measured(task: Any, pack: Pack, thumb: Advice, seconds: float, noise: bool, 
     if crew is not None:
         found |= {"workers": (crew.workers, crew.reason), "prefetch": (crew.prefetch, crew.reason)}
         evidence["workers"] = crew.reason
+    fixed = ["amp"] if precision is not None and not precision.agrees else []
+    profile, judged = settled(task, pack, found, evidence, fixed, seconds / 6, compiling)
+    made = by_rules(task, pack, found)
+    took = perf_counter() - start
+    note = f"Measured on {', '.join(machine().values())} in {took:.0f} s; what says rule of thumb was not."
+    measurements = {"precision": precision, "batches": batches, "workers": crew, "profile": profile, "verdict": judged}
+    return dataclasses.replace(made, note=note, evidence=evidence, **measurements)
+
+
+def settled(
+    task: Any,
+    pack: Pack,
+    found: dict[str, tuple[Any, str]],
+    evidence: dict[str, str],
+    fixed: list[str],
+    seconds: float,
+    compiling: bool,
+) -> tuple[StepProfile, Verdict]:
+    """Profile the plan and make the change that its verdict names, until it names none that advice makes by itself;
+    the changes go into found and evidence. Returns the last plan's profile and verdict."""
+    for turn in range(TURNS + 1):
         plan = by_rules(task, pack, found).plan
-    profile = step_profile(task, pack, plan, seconds=seconds / 6, compiling=compiling)
-    judged = verdict(profile, plan)
-    if judged.change and set(judged.change) <= set(FREE):
+        profile = step_profile(task, pack, plan, seconds=seconds, fixed=fixed, compiling=compiling and not turn)
+        judged = verdict(profile, plan)
+        if turn == TURNS or not judged.change or not set(judged.change) <= set(FREE):
+            break
         found |= {name: (value, "measured faster here") for name, value in judged.change.items()}
         evidence |= dict.fromkeys(judged.change, judged.sentence)
-        plan = by_rules(task, pack, found).plan
-        profile = step_profile(task, pack, plan, seconds=seconds / 6, fixed=FREE)
-        judged = verdict(profile, plan)
-    made = by_rules(task, pack, found)
-    took = batches.seconds + profile.took
-    note = f"Measured on {', '.join(machine().values())} in {took:.0f} s; what says rule of thumb was not."
-    return dataclasses.replace(
-        made, note=note, evidence=evidence, batches=batches, workers=crew, profile=profile, verdict=judged
-    )
+        fixed = [*fixed, *judged.change, "compile", "graph"]  # compiled once is a minute; it gained less than this did
+    return profile, judged
 
 
 def conclusive(batches: Finding, plan: Plan) -> bool:
@@ -122,10 +159,11 @@ def label(task: Any, pack: Pack, thumb: Advice, asked: Sequence[bool]) -> str:
 
 
 def kept(place: Path, key: str, kind: type[Plan]) -> Advice | None:
-    """What was found before; None where nothing was, or the file is of an older version."""
+    """What was found before; None where nothing was, or it was measured by an older version."""
     try:
-        return Advice.from_dict(json.loads(place.read_text())[key], kind)
-    except (OSError, ValueError, KeyError, TypeError):
+        found = json.loads(place.read_text())[key]
+        return Advice.from_dict(found, kind) if found.pop("version", 1) == VERSION else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -136,4 +174,4 @@ def keep(place: Path, key: str, advice: Advice) -> None:
     except (OSError, ValueError):
         shelved = {}
     with disk.explained("keeping the advice", place):
-        disk.write_atomic(place, json.dumps({**shelved, key: advice.to_dict()}))
+        disk.write_atomic(place, json.dumps({**shelved, key: {"version": VERSION, **advice.to_dict()}}))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from nbtools import table
-from nbtools.measure import Finding, Ladder, StepProfile, Verdict, WorkersFinding
-from nbtools.measure.ladder import Reference, ladder
+from nbtools.measure import Finding, Ladder, StepProfile, Tried, Verdict, WorkersFinding
+from nbtools.measure.ladder import Reference, moved
 from nbtools.plan import Plan
 
 
@@ -18,8 +18,8 @@ class Advice:
     """A plan, one reason a field, and the evidence of those that were measured. Shows as a table.
 
     The panel's presets: baseline, the guide's "before", and largest, the largest batch that the rules allow, None where
-    `largest_reason` says that there is none larger. batches, workers, profile: the measurements, None where there was
-    none; verdict: what this plan is bound by here.
+    `largest_reason` says that there is none larger. precision, batches, workers, profile: the measurements, None where
+    there was none; verdict: what this plan is bound by here.
     """
 
     plan: Plan
@@ -29,6 +29,7 @@ class Advice:
     largest: Plan | None = None
     largest_reason: str = ""
     evidence: dict[str, str] = field(default_factory=dict)
+    precision: Tried | None = None
     batches: Finding | None = None
     workers: WorkersFinding | None = None
     profile: StepProfile | None = None
@@ -36,15 +37,22 @@ class Advice:
 
     @property
     def ladder(self) -> Ladder:
-        """What goes with another batch: smaller ones with lr by the optimizer's rule, and last the largest batch in as
-        many passes of the advised one as it takes."""
+        """What goes with another batch, from the largest down: lr by the optimizer's rule, and as many forward passes
+        as it takes where a size does not fit at once, or nobody knows."""
         plan = self.plan
         reference = Reference(plan.batch_size, plan.lr, "linear" if plan.optimizer == "sgd" else "sqrt")
-        sizes = dict.fromkeys(plan.batch_size * part // 4 for part in (4, 3, 2, 1))
-        wanted = (self.largest or plan).batch_size
-        return ladder(
-            reference, [size for size in sizes if size], wanted=wanted, fits=plan.micro_batch_size or plan.batch_size
-        )
+        sizes = {(self.largest or plan).batch_size, *(plan.batch_size * part // 4 for part in (4, 3, 2, 1))} - {0}
+        fits, why = self.at_once()
+        return Ladder(tuple(moved(reference, size, fits, why) for size in sorted(sizes, reverse=True)))
+
+    def at_once(self) -> tuple[int, str]:
+        """(samples that one forward pass takes, why not more): as measured, else by the rules."""
+        if self.batches is None or not any(row.fits for row in self.batches.rows):
+            largest = self.largest or self.plan
+            return largest.micro_batch_size or largest.batch_size, "rule of thumb for this GPU's memory (guide 2)"
+        most = max(row.batch_size for row in self.batches.rows if row.fits)
+        beyond = [row.batch_size for row in self.batches.rows if not row.fits]
+        return most, f"{min(beyond)} does not fit at once" if beyond else f"more than {most} at once was not tried"
 
     def rows(self) -> list[tuple[Any, ...]]:
         values = self.plan.to_dict()
@@ -80,4 +88,5 @@ class Advice:
                 ("verdict", Verdict),
             )
         }
-        return cls(**{**values, **plans, **found})
+        tried = values["precision"] and Tried(**values["precision"])
+        return cls(**{**values, **plans, **found, "precision": tried})

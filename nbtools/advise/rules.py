@@ -155,8 +155,10 @@ def workers(machine: Machine) -> tuple[int, str]:
 
 
 def precision(machine: Machine) -> tuple[str, str]:
+    if machine.accelerator == "cpu":
+        return "off", f"only some CPUs (AMX, AVX512-BF16) are faster in bf16: float32 until that is measured, {THUMB}"
     if machine.accelerator != "cuda" or machine.capability is None:
-        return "off", f"mixed precision is for tensor cores; on {machine.accelerator} it was not measured"
+        return "off", f"mixed precision was never tried on {machine.accelerator}"
     shown = ".".join(map(str, machine.capability))
     if machine.capability >= (8, 0):
         return "bf16", f"compute capability {shown} has bfloat16 in hardware; it needs no loss scaling"

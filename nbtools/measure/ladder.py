@@ -111,6 +111,14 @@ def kept(effective: int, lr: float, fits: int, processes: int = 1) -> Rung:
     return Rung(effective, micro, accumulation, processes, lr, note)
 
 
+def moved(reference: Reference, effective: int, fits: int, why: str) -> Rung:
+    """An effective batch with lr by the reference's rule, in the fewest forward passes of at most `fits` samples; why
+    not of more, where one is not enough."""
+    micro, accumulation = split(effective, fits)
+    passes = f"; in {accumulation} passes: {why}" if accumulation > 1 else ""
+    return Rung(effective, micro, accumulation, 1, reference.at(effective), reference.note(effective) + passes)
+
+
 def changed(reference: Reference, micro: int, processes: int = 1, accumulation: int = 1) -> Rung:
     """Another effective batch, its lr by the reference's rule."""
     effective = micro * accumulation * processes

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from nbtools import table
-from nbtools.measure.figures import StepProfile, duration, shown
+from nbtools.measure.figures import StepProfile, Tried, apart, duration, shown
 from nbtools.measure.tries import own_knobs, without_augmentation
 from nbtools.plan import Plan
 
@@ -103,7 +103,7 @@ def verdict(profile: StepProfile, plan: Plan, fixed: Collection[str] = ()) -> Ve
         "exact": best.exact if best else None,
         "seconds": profile.took,
     }
-    said = f"{BOUNDS[bound][0].upper()}{BOUNDS[bound][1:]}: {because(profile, bound)}; {advised(best)}"
+    said = f"{BOUNDS[bound][0].upper()}{BOUNDS[bound][1:]}: {because(profile, bound)}; {advised(best, profile)}"
     if profile.most > BUSY * profile.least:
         spread = f"{profile.least:,.0f} to {profile.most:,.0f} samples/s"
         said += f"; rounds varied from {spread}: measure again on a quiet machine"
@@ -139,13 +139,33 @@ def because(profile: StepProfile, bound: str) -> str:
     )
 
 
-def advised(option: Option | None) -> str:
+def advised(option: Option | None, profile: StepProfile) -> str:
     if option is None:
-        return f"nothing worth changing (no change of those known brings {WORTH - 1:.0%})"
+        return nothing(profile)
     most = "" if option.exact else "up to "
     what = "an epoch" if option.of == "epoch" else "training"
     otherwise = "" if option.same else "; it changes what is learned"
     return f"{option.name} makes {what} {most}{option.gain:.2g}× as fast ({option.reason}){otherwise}"
+
+
+def nothing(profile: StepProfile) -> str:
+    """Which changes were tried where none is worth it, and what each brought."""
+    bar, count = f"{100 * (WORTH - 1):.0f} % faster", len(profile.trials)
+    named = ", ".join(map(outcome, profile.trials))
+    tried = {
+        0: "no change of a setting was tried",
+        1: f"the one change tried was not {bar}: {named}",
+    }.get(count, f"none of the {count} changes tried was {bar}: {named}")
+    left = ", ".join(spelled(change) for change in profile.untried)
+    return tried + (f"; for want of time or memory not tried: {left}" if left else "")
+
+
+def outcome(trial: Tried) -> str:
+    """A change that was tried, how much faster it was, and why a ratio that looks worth it is not."""
+    if trial.failed:
+        return f"{spelled(trial.change)}{apart(trial)}"
+    spread = f" (but {trial.low:.2f}–{trial.high:.2f})" if trial.ratio >= WORTH and trial.low <= 1 else ""
+    return f"{spelled(trial.change)} {trial.ratio:.2f}×{apart(trial)}{spread}"
 
 
 def chosen(options: list[Option]) -> Option | None:
@@ -187,7 +207,7 @@ def of_epoch(profile: StepProfile, gain: float) -> float:
 def measured(profile: StepProfile, plan: Plan) -> list[Option]:
     """What was tried; of batch sizes the smallest near the best."""
     found = []
-    faster = [trial for trial in profile.trials if trial.low > 1]
+    faster = [trial for trial in profile.trials if trial.low > 1 and trial.agrees]
     batches = [t for t in faster if "batch_size" in t.change]
     best = max((t.ratio for t in batches), default=0.0)
     smallest = min((t for t in batches if t.ratio * NEAR >= best), key=lambda t: t.change["batch_size"], default=None)

@@ -1,0 +1,159 @@
+"""The advised plan against every single change of a knob of speed, on each task's demo: does the advice miss anything?
+
+    python -m benchmarks.knobs [--task captcha] [--rounds 7] [--quick]
+
+Each change is trained in turns with the plan, in one process on one thread: the other precisions, the other layout, the
+other feeds, twice and half the batch. A ratio is of samples/s within a round; what the device refuses is listed as
+refused. Where mixed precision is advised, three seeds train 50 steps in it and in float32: the difference of their mean
+losses over the spread of float32's seeds says whether it learns the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import statistics
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+import torch
+
+import nbtools as nb
+from benchmarks.paired import Figure, Receipt, in_turns, times
+from nbtools import measure
+from nbtools.errors import NbtoolsError
+from nbtools.feed import open_feed
+from nbtools.gpu import cores
+from nbtools.measure.pace import Pace
+from nbtools.measure.tries import losses_of, made_ready
+from nbtools.measure.untouched import untouched
+from nbtools.pack import Pack
+from nbtools.plan import Plan
+
+COUNTS = {"captcha": 2000, "hwdb": 400, "sign": 240, "segment": 160}
+"""Samples of each task's demo."""
+ROUNDS, SECONDS, ADVISING = 7, 0.5, 20.0
+STEPS, LAST, WARMUP, SEEDS = 50, 10, 10, (0, 1, 2)
+PRECISIONS, FEEDS = ("off", "bf16", "fp16"), ("resident", "streamed", "workers")
+
+
+def single_changes(plan: Plan, feed: str, train: int) -> dict[str, dict[str, Any]]:
+    """Name → knobs that differ from the plan. feed: the one it has; train: samples there are."""
+    found: dict[str, dict[str, Any]] = {f"amp={amp}": {"amp": amp} for amp in PRECISIONS if amp != plan.amp}
+    found[f"channels_last={not plan.channels_last}"] = {"channels_last": not plan.channels_last}
+    for name in FEEDS:
+        if name != feed:
+            found[f"feed={name}"] = {"feed": name, **({"workers": cores()} if name == "workers" else {})}
+    if 2 * plan.batch_size <= train:
+        found["batch × 2"] = {"batch_size": 2 * plan.batch_size}
+    if plan.batch_size >= 4:
+        found["batch ÷ 2"] = {"batch_size": plan.batch_size // 2}
+    return found
+
+
+class Turns:
+    """A plan in training; each call trains for a while and returns samples/s, `cpu` keeps those of the CPU's time (of
+    this process: not of DataLoader workers)."""
+
+    def __init__(self, task: Any, pack: Pack, plan: Plan, device: torch.device, seconds: float):
+        self.pace, self.seconds = Pace(task, pack, plan, device), seconds
+        self.steps = 2 + 2 * made_ready(plan)
+        self.cpu: list[float] = []
+
+    def __call__(self) -> float:
+        began, samples = process_time(), self.pace.state.samples
+        self.pace.advance(self.seconds, self.steps)
+        self.cpu.append((self.pace.state.samples - samples) / (process_time() - began))
+        return self.pace.rates[-1][0]
+
+
+def changed(task: Any, pack: Pack, plan: Plan, rounds: int, seconds: float) -> tuple[list[Figure], dict[str, str]]:
+    """(the ratio of every change to the plan, change → why the device refuses it)."""
+    name, device = task.__name__.rpartition(".")[2], nb.TrainState(task, pack, plan).device
+    turns, refused = {"advised": Turns(task, pack, plan, device, seconds)}, {}
+    for change, knobs in single_changes(plan, open_feed(pack, plan, device).name, pack.splits["train"]).items():
+        try:
+            turns[change] = Turns(task, pack, plan.replace(**knobs), device, seconds)
+        except NbtoolsError as error:
+            refused[change] = str(error)
+    found = in_turns(turns, rounds)
+    cpu = {change: turn.cpu for change, turn in turns.items()}
+    figures = [Figure.of(f"{name}: advised", "samples/s", found["advised"])]
+    for change in list(turns)[1:]:
+        figures.append(Figure.of(f"{name}: {change}", "×", times(found, change, "advised")))
+        if "workers" not in change:
+            figures.append(Figure.of(f"{name}: {change}, CPU time", "×", times(cpu, change, "advised")))
+    return figures, refused
+
+
+def learned(task: Any, pack: Pack, plan: Plan, steps: int) -> list[Figure]:
+    """Losses at the end of a short run in the advised precision and in float32, a value each seed."""
+    if plan.amp == "off":
+        return []
+    name, device = task.__name__.rpartition(".")[2], nb.TrainState(task, pack, plan).device
+    epoch = math.ceil(pack.splits["train"] / plan.batch_size)
+    short = plan.replace(
+        epochs=math.ceil(steps / epoch), warmup_epochs=min(WARMUP, steps) / epoch / 2, eval_every=10**6, early_stop=None
+    )
+    losses: dict[str, list[float]] = {}
+    for amp in (plan.amp, "off"):
+        runs = [losses_of(task, pack, short.replace(amp=amp, seed=seed), device, steps=steps) for seed in SEEDS]
+        losses[amp] = [statistics.mean(run[-LAST:]) for run in runs]
+    far = abs(statistics.mean(losses[plan.amp]) - statistics.mean(losses["off"]))
+    spread = max(losses["off"]) - min(losses["off"])
+    return [
+        Figure.of(f"{name}: loss after {steps} steps, {plan.amp}", "", losses[plan.amp]),
+        Figure.of(f"{name}: loss after {steps} steps, float32", "", losses["off"]),
+        Figure.of(f"{name}: difference of mean losses", "of the seeds' spread", [far / spread]),
+    ]
+
+
+def judged(name: str, folder: Path, count: int, options: argparse.Namespace) -> tuple[list[Figure], dict[str, Any]]:
+    """(figures, conditions) of a task."""
+    task = import_module(f"nbtools.tasks.{name}")
+    pack = task.pack(task.demo(folder / name, count=count), into=folder / f"{name}-pack", progress=False)
+    advice = nb.advise(task, pack, seconds=0.5 if options.quick else ADVISING)
+    plan = advice.plan.replace(compile=False, graph=False)
+    with untouched(torch.device("cpu")):
+        figures, refused = changed(task, pack, plan, options.rounds, 0.05 if options.quick else SECONDS)
+        figures += learned(task, pack, plan, 4 if options.quick else STEPS)
+    print("\n".join(map(str, figures)), flush=True)
+    default = task.PLAN.to_dict()
+    knobs = {k: v for k, v in plan.to_dict().items() if v != default[k]}
+    return figures, {"samples": count, "advised": {"amp": plan.amp, **knobs}, "refused": refused, "note": advice.note}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="the advised plan against every single change of a knob of speed")
+    parser.add_argument("--task", choices=list(COUNTS), help="this one only; its receipt is named after it")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--quick", action="store_true", help="in seconds, to see that it runs; writes no receipt")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    counts = {"captcha": 64} if options.quick else COUNTS
+    if options.quick:
+        options.rounds = 2
+    figures: list[Figure] = []
+    conditions: dict[str, Any] = {"rounds": options.rounds, "seconds_a_turn": SECONDS}
+    with tempfile.TemporaryDirectory() as place:
+        for name in [options.task] if options.task else counts:
+            found, conditions[name] = judged(name, Path(place), counts[name], options)
+            figures += found
+    ratios = [figure for figure in figures if figure.unit == "×" and "CPU time" not in figure.name]
+    best = max(ratios, key=lambda figure: figure.value)
+    conditions["best"] = best.name
+    headline = Figure(
+        "_".join(filter(None, ["knobs_gain", options.task])), "×", best.value, best.n, best.least, best.most
+    )
+    receipt = Receipt(headline, tuple(figures), conditions, measure.machine())
+    if not options.quick:
+        receipt.write()
+    print(f"fastest single change: {best.name}\n{headline}")
+
+
+if __name__ == "__main__":
+    main()
