@@ -146,9 +146,8 @@ def main() -> None:
     ratios = [figure for figure in figures if figure.unit == "×" and "CPU time" not in figure.name]
     best = max(ratios, key=lambda figure: figure.value)
     conditions["best"] = best.name
-    headline = Figure(
-        "_".join(filter(None, ["knobs_gain", options.task])), "×", best.value, best.n, best.least, best.most
-    )
+    name = f"knobs_gain_{options.task}" if options.task else "knobs_gain"
+    headline = dataclasses.replace(best, name=name)
     receipt = Receipt(headline, tuple(figures), conditions, measure.machine())
     if not options.quick:
         receipt.write()
