@@ -88,7 +88,7 @@ def test_a_turned_weight_decay_leaves_alone_what_does_not_decay(pack):
     [
         (lambda model, plan: [{"params": list(model.parameters())[:-1]}], "layers.4.bias must be in just one"),
         (lambda model, plan: [{"params": model.parameters()}, {"params": [model.layers[0].weight]}], "layers.0.weight"),
-        (lambda model, plan: [{"params": [*model.parameters(), nn.Parameter(torch.ones(1))]}], "1 parameters"),
+        (lambda model, plan: [{"params": [*model.parameters(), nn.Parameter(torch.ones(1))]}], "1 parameter of"),
     ],
 )
 def test_groups_that_forget_or_repeat_a_parameter_are_refused_by_its_name(pack, groups, said):

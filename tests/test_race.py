@@ -72,7 +72,7 @@ def test_one_that_does_not_arrive_is_named_and_gives_no_factor(pack):
     assert found.before[0].ended == "out of epochs"
     assert len(found.before[0].curve) == 2
     assert found.ratios == []
-    assert found.caption() == "accuracy ≥ 0.7: the baseline did not reach it with 1 of 1 seeds"
+    assert found.caption() == "accuracy ≥ 0.7: the baseline did not reach it with 1 of 1 seed"
     assert "out of epochs" in str(found)
 
 
@@ -89,12 +89,12 @@ def finish(ended: str, seconds: float) -> Finish:
             "reached",
             "more than 4.00× as fast as the baseline; the baseline did not reach it with 1 of 1",
         ),
-        ("out of epochs", "reached", "the baseline did not reach it with 1 of 1 seeds"),
-        ("reached", "out of time", "this run did not reach it with 1 of 1 seeds"),
+        ("out of epochs", "reached", "the baseline did not reach it with 1 of 1 seed"),
+        ("reached", "out of time", "this run did not reach it with 1 of 1 seed"),
         (
             "lost the loss",
             "lost the loss",
-            "the baseline did not reach it with 1 of 1 seeds; this run did not reach it",
+            "the baseline did not reach it with 1 of 1 seed; this run did not reach it",
         ),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_lost_loss_is_an_end_too(pack):
     lost = PLAN.replace(optimizer="sgd", lr=1e30, clip_norm=None)
     found = time_to(toy, pack, lost, target=0.7, baseline=SLOW.replace(epochs=1), seconds=30)
     assert found.after[0].ended == "lost the loss"
-    assert "this run did not reach it with 1 of 1 seeds" in found.caption()
+    assert "this run did not reach it with 1 of 1 seed" in found.caption()
 
 
 def test_a_metric_that_shall_fall_is_reached_from_above(pack):
