@@ -9,7 +9,10 @@ import math
 import random
 import statistics
 import warnings
+from pathlib import Path
 from time import perf_counter, process_time, thread_time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +27,8 @@ from nbtools.gpu import cores
 from nbtools.loop import train
 from nbtools.measure.figures import StepProfile, Tried
 from nbtools.measure.pace import Pace
-from nbtools.measure.parts import Bench, epoch_batches, memory_of, padding, shapes, typical
+from nbtools.measure.parts import Bench, epoch_batches, host_and_device, memory_of, padding, shapes, typical
+from nbtools.measure.profile import shares as split
 from nbtools.measure.profile import step_profile
 from nbtools.measure.rates import Counts, Watch, count
 from nbtools.measure.syncs import synchronizing
@@ -285,6 +289,51 @@ def test_on_cuda_a_launch_bound_step_is_told_of_graphs_at_most(measured):
     assert found.change == {"graph": True}
     assert found.predicted == pytest.approx(2.5)
     assert "up to 2.5×" in found.sentence
+
+
+def traced(every: float, launches: int = 2000, steps: int = 5) -> list[dict]:
+    """What the profiler writes of steps whose kernels of 2 µs begin every so many µs: beside them the host's part,
+    copies on a second stream, and the span of the optimizer's step over all."""
+    kernels = [{"ph": "X", "cat": "kernel", "ts": 50 + every * k, "dur": 2.0} for k in range(launches * steps)]
+    copies = [{"ph": "X", "cat": "gpu_memcpy", "ts": kernel["ts"] + 1, "dur": 0.5} for kernel in kernels[::100]]
+    host = [{"ph": "X", "cat": "cuda_runtime", "ts": every * k, "dur": every} for k in range(launches * steps)]
+    span = {"ph": "X", "cat": "gpu_user_annotation", "ts": 50, "dur": every * launches * steps}
+    return [{"ph": "M", "name": "process_name"}, *host, *kernels, *copies, span]
+
+
+@pytest.mark.parametrize(("every", "bound", "share"), [(10.0, "launch", 0.8), (2.0, "compute", 0.0)])
+def test_on_cuda_the_devices_part_is_the_time_of_its_kernels_however_many_are_launched(
+    measured, monkeypatch, every, bound, share
+):
+    """2,000 launches a step, twice as many as CUDA's queue holds; a step of 2,000 times `every` µs."""
+
+    class Profiler:
+        def __init__(self, **options):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def export_chrome_trace(self, path):
+            Path(path).write_text(json.dumps({"traceEvents": traced(every)}))
+
+    monkeypatch.setattr(torch.profiler, "profile", Profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    bench: Any = SimpleNamespace(
+        state=SimpleNamespace(device=torch.device("cuda")),
+        step=lambda: None,
+        **dict.fromkeys(("mean", "best", "plain", "drawn"), 2000 * every / 1e6),
+    )
+    host_s, device_s = host_and_device(bench, bench, measured.counts, measured.rates, 0.0)
+    assert device_s == pytest.approx(2000 * 2e-6)
+    found = split(bench, 0.0, host_s, device_s)
+    assert found["host"] == pytest.approx(share)
+    arithmetic = dataclasses.replace(measured.counts, flops=10**15)
+    profile = dataclasses.replace(measured, device_type="cuda", counts=arithmetic, **found)
+    assert verdict(profile, Plan(batch_size=8)).bound == bound
 
 
 def test_augmentation_is_named_with_its_share_where_no_knob_turns_it_off(measured):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +29,7 @@ from nbtools.state import Batch, Task, TrainState
 from nbtools.step import step
 
 LEAST = 5  # repeats of what is timed on CUDA
+WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what occupies the device in a trace
 LONG = 0.2  # seconds: a checkpoint that takes longer is written once
 
 
@@ -119,8 +122,7 @@ def host_and_device(bench: Bench, small: Small, counts: Counts, rates: Rates, se
         most = max(small.best - max(floors["compute"], floors["memory"]), least)
         host = min((least + most) / 2, bench.best)
         return host, bench.best - host
-    host = launching(bench, seconds)
-    return host, busy(bench, host)
+    return launching(bench, seconds), busy(bench)
 
 
 def launching(bench: Bench, seconds: float) -> float:
@@ -135,31 +137,32 @@ def launching(bench: Bench, seconds: float) -> float:
     return median(times)
 
 
-def busy(bench: Bench, host: float) -> float:
-    """Seconds that the device works for a step: its kernels queued behind a long product, so that none is awaited.
+def busy(bench: Bench) -> float:
+    """Seconds that the device works for a step, by the clock of its own that the profiler reads.
 
-    A step that synchronises empties the queue, and then the host's part shows in it too.
+    Events around a step that is queued behind long products would tell as much of a short step only: beyond about 1,000
+    launches the queue is full, the host waits, and its launching counts as the device's work.
     """
-    device = bench.state.device
-    a = torch.randn(4096, 4096, device=device)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.mm(a, a)
-    start.record()
-    torch.mm(a, a)
-    end.record()
-    end.synchronize()
-    products = 1 + int(2 * host / (start.elapsed_time(end) / 1e3))
-    times = []
-    for _ in range(LEAST):
-        finish(device)
-        for _ in range(products):
-            torch.mm(a, a)
-        start.record()
-        bench.step()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return median(times)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(LEAST):
+            bench.step()
+        finish(bench.state.device)
+    with tempfile.TemporaryDirectory(prefix="nbtools-profile-") as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        worked = device_seconds(json.loads(path.read_text())["traceEvents"])
+    return worked / LEAST or bench.mean  # nothing traced, as where another profiler runs: taken as all the device's
+
+
+def device_seconds(events: Iterable[dict[str, Any]]) -> float:
+    """Seconds in which at least one kernel, copy or fill of a trace runs (Kineto's format: ts and dur in µs); they
+    overlap where there are several streams. A gpu_user_annotation spans the gaps between its kernels, and is none."""
+    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in WORK)
+    total, end = 0.0, float("-inf")
+    for start, stop in spans:
+        total += max(stop - max(start, end), 0.0)
+        end = max(end, stop)
+    return total / 1e6
 
 
 class Between:

@@ -1,10 +1,10 @@
 """Where the time of a training step goes on this machine, and what could be gained: measured, in seconds.
 
-On CUDA the host runs ahead of the device, and events tell the two apart: `host` is the share in which the device had
-nothing to do because the host had not launched it yet. On a CPU both are one thread, and no clock separates them.
-There the host's part is enclosed from two sides, and the middle is taken: at least the operations of the step, counted,
-times what one costs here (`Rates.dispatch`), at most what the same step takes with two samples, less the arithmetic and
-memory traffic that are left in that.
+On CUDA the host runs ahead of the device, and a trace of its kernels tells the two apart: `host` is the share in which
+the device had nothing to do because the host had not launched it yet. On a CPU both are one thread, and no clock
+separates them. There the host's part is enclosed from two sides, and the middle is taken: at least the operations of
+the step, counted, times what one costs here (`Rates.dispatch`), at most what the same step takes with two samples, less
+the arithmetic and memory traffic that are left in that.
 """
 
 from __future__ import annotations
