@@ -42,7 +42,16 @@ KEPT = ((TRIM_THRESHOLD, 2**31 - 1, 2**31 - 1), (MMAP_THRESHOLD, 2**30, 2**25)) 
 
 
 def pick() -> torch.device:
-    """CUDA, else Apple's MPS, else the CPU."""
+    """What the environment variable NBTOOLS_DEVICE names; else CUDA, else Apple's MPS, else the CPU.
+
+    Raises TrainError for one that torch does not have here.
+    """
+    if name := os.environ.get("NBTOOLS_DEVICE"):
+        try:
+            return torch.empty(0, device=name).device
+        except (RuntimeError, AssertionError) as error:
+            said = str(error).splitlines()[0]
+        raise TrainError(f"NBTOOLS_DEVICE must be a device that torch has here, as cpu or cuda:0, got {name!r}: {said}")
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")

@@ -1,4 +1,8 @@
-"""What all tests share: no network, and browsers only where there is one."""
+"""What all tests share: a stated device, no network, and browsers only where there is one.
+
+Tests train on the CPU, also where there is a GPU, in processes and kernels that they start too; those marked `cuda`
+train on the GPU.
+"""
 
 import os
 import shutil
@@ -12,8 +16,19 @@ from nbtools import device
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
+os.environ.setdefault("NBTOOLS_DEVICE", "cpu")
+
+
+def pytest_report_header():
+    found = torch.cuda.get_device_name() if torch.cuda.is_available() else "skipped, no GPU here"
+    return f"device: {os.environ['NBTOOLS_DEVICE']} (NBTOOLS_DEVICE); tests marked cuda: {found}"
+
+
 def pytest_collection_modifyitems(items):
-    """A person without a browser skips its tests; in CI a missing browser is a failure, never a silent skip."""
+    """Without a GPU or a browser its tests are skipped; in CI a missing browser is a failure, never a silent skip."""
+    for item in items:
+        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
     if os.environ.get("CI") == "true" or any(shutil.which(name) for name in BROWSERS):
         return
     for item in items:
@@ -43,6 +58,13 @@ def fp16_on_cpu(monkeypatch):
     """Lift the rule that fp16 trains on a GPU only: the loss scaler's bookkeeping is the same anywhere, and toys are
     small enough."""
     monkeypatch.setattr(device, "FP16_DEVICES", ("cuda", "mps", "cpu"))
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu(request, monkeypatch):
+    """Tests marked `cuda` train there, and so do the processes that they start."""
+    if request.node.get_closest_marker("cuda"):
+        monkeypatch.setenv("NBTOOLS_DEVICE", "cuda")
 
 
 @pytest.fixture(autouse=True)

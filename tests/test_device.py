@@ -4,12 +4,18 @@ import ast
 import os
 import subprocess
 import sys
+import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import toy
 
+import nbtools as nb
 from nbtools import device
 from nbtools.errors import TrainError
+from nbtools.measure.syncs import syncs
 from nbtools.measure.untouched import untouched
 from nbtools.plan import Plan
 from nbtools.tasks import captcha, hwdb
@@ -131,6 +137,29 @@ def test_importing_nbtools_settles_cublas_workspace_before_any_product(own):
         timeout=120,
     )
     assert done.stdout.strip() == (own or ":4096:8"), done.stderr
+
+
+def test_training_goes_to_the_device_that_the_environment_names(tmp_path, monkeypatch):
+    """These tests name the CPU: on a machine with a GPU they would move there in silence."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    pack = toy.make_pack(tmp_path, 40)
+    assert nb.TrainState(toy, pack, toy.PLAN).device.type == os.environ["NBTOOLS_DEVICE"] == "cpu"
+    monkeypatch.setenv("NBTOOLS_DEVICE", "gpu")
+    with pytest.raises(TrainError, match=r"NBTOOLS_DEVICE must be a device that torch has here, .* got 'gpu'"):
+        nb.TrainState(toy, pack, toy.PLAN)
+
+
+def test_a_step_is_searched_for_synchronizations_without_torchs_warning_about_the_search(tmp_path, monkeypatch):
+    """torch warns once a process that the mode is a prototype; warnings are errors here, and noise to a user."""
+
+    def set_mode(mode):
+        warnings.warn("Synchronization debug mode does not yet detect all synchronizing operations", stacklevel=2)
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: set_mode(mode) if mode == "warn" else None)
+    monkeypatch.setattr("nbtools.measure.syncs.step", lambda *given: None)
+    state: Any = SimpleNamespace(device=CUDA)
+    assert syncs(toy, state, {}, 1) == ()
 
 
 class OnCuda:

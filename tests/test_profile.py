@@ -551,7 +551,7 @@ def test_a_warning_from_within_torch_is_laid_to_its_caller():
     assert place.startswith(f"{__file__}:")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 def test_on_cuda_a_step_that_reads_its_loss_is_traced(packs):
     class Reading(Job):
         def loss(self, model, batch, plan):
@@ -564,7 +564,7 @@ def test_on_cuda_a_step_that_reads_its_loss_is_traced(packs):
     assert {"step", "held", "allocated", "reserved"} == profile.memory.keys()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 def test_on_cuda_many_tiny_layers_are_launch_bound(packs):
     job = JOB["many tiny layers"]
     assert verdict(step_profile(job, packs[False], job.plan, seconds=1.0), job.plan).bound == "launch"

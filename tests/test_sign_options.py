@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 import nbtools.tasks
-from nbtools import arguments
+from nbtools import arguments, device
 from nbtools.__main__ import TASK_COMMANDS, main, parser
 from nbtools.errors import PlanError
 from nbtools.tasks import sign
@@ -89,7 +89,7 @@ def test_the_column_names_of_the_log_are_the_scripts_but_for_two(data, tmp_path)
         columns={"val_gloss_accuracy": "val_gloss_acc", "val_cat_accuracy": "val_cat_acc"}
     )
     assert set(COLUMNS) <= set(found.columns)
-    if torch.cuda.is_available():
+    if device.pick().type == "cuda":
         assert set(ON_A_GPU) <= set(found.columns)
     assert found["epoch"].tolist() == [0, 1]
 

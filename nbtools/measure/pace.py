@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nbtools import device as devices
 from nbtools import gpu
 from nbtools.feed import Feed
 from nbtools.loop import train
@@ -80,9 +81,9 @@ class Pace:
 
 def machine() -> dict[str, str]:
     """What a figure is worth nothing without: device, cores, versions."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else gpu.cpu_name()
+    device = devices.pick()
     return {
-        "device": device,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else gpu.cpu_name(),
         "cores": f"{plural(gpu.cores(), 'CPU core')}, {plural(torch.get_num_threads(), 'thread')}",
         "torch": f"torch {torch.__version__}",
         "python": f"Python {platform.python_version()}",

@@ -22,7 +22,9 @@ def syncs(task: Task, state: TrainState, raw: Batch, epoch_size: int) -> tuple[s
         return ()
     before = torch.cuda.get_sync_debug_mode()
     try:
-        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings():  # torch warns, once a process, that the mode may miss a synchronizing operation
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("warn")
         return synchronizing(lambda: step(task, state, raw, epoch_size))
     finally:
         torch.cuda.set_sync_debug_mode(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -141,7 +142,10 @@ def nothing(folder: Path, rows: list[Row]) -> str:
 
 
 def place(device: str | None) -> torch.device:
-    """The device of that name, or the fastest one. Raises PackError where there is no such device."""
+    """The device of that name, else the one that NBTOOLS_DEVICE names, else the fastest. Raises PackError where there
+    is no such device."""
+    if device is None:
+        device = os.environ.get("NBTOOLS_DEVICE")
     if device is None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return found or torch.device("cpu")
