@@ -55,6 +55,7 @@ def train(task: Task, state: TrainState, pack: Pack, feed: Feed | None = None) -
             if len(pack.ids("val")) and due(state):
                 values = yield from evaluate_epoch(task, state, feed, pack)
             yield end_epoch(state, values, len(ids))
+        yield from changes(state, len(ids))  # asked for since the last step, such as fewer epochs
     finally:
         state.capture_rng()
         state.training = False

@@ -65,8 +65,10 @@ class View:
 
     def epochs(self, plan: Plan) -> int:
         """Of how many epochs to speak: those that the plan asks for, or have begun."""
-        begun = self.history.rows[-1]["epoch"] + 1 if self.history.rows else 0
-        return max(plan.epochs, begun)
+        rows = self.history.rows
+        ended = next((row for row in reversed(rows) if row["kind"] == "epoch"), {"epoch": -1, "samples": 0})
+        begun = rows[-1]["epoch"] + (rows[-1]["samples"] > ended["samples"]) if rows else 0
+        return max(plan.epochs, ended["epoch"] + 1, begun)
 
     def start(self, status: str = "") -> None:
         """Put the live view into the output of the running cell."""

@@ -751,6 +751,25 @@ def test_epochs_below_the_present_one_end_the_run_after_it_and_count_what_was_do
     assert run.plan.epochs == json.loads((folder / "plan.json").read_text())["epochs"] == 1
 
 
+def test_epochs_below_the_present_one_asked_for_in_its_last_step_are_marked_and_pictured(pack, tmp_path, untouched):
+    folder, pictured = tmp_path / "run", []
+    steps, finish = untouched.history.of("epoch")[1]["step"], View.finish
+
+    def noted(view, *rest):
+        pictured.append(view.plot.about.epochs)
+        finish(view, *rest)
+
+    task = Acting(**{f"at{steps}": lambda: send(folder, [], {"epochs": 1})})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(View, "finish", noted)
+        run = nb.fit(task, pack, PLAN, folder, **QUIET)
+    assert [row["what"] for row in run.history.of("event")] == [
+        "epochs 1 is below the present epoch 2: training ends after this epoch"
+    ]
+    assert [row["what"] for row in run.history.of("change")] == ["epochs 4 → 1"]
+    assert (pictured, len(run.history.of("epoch"))) == ([2], 2)
+
+
 def test_a_run_that_was_stopped_in_an_epoch_beyond_its_epochs_ends_that_epoch(pack, tmp_path, untouched):
     """Stopped or not, it ends at the same step with the same weights."""
     steps, ended = untouched.history.of("epoch")[1]["step"], []

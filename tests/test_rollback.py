@@ -53,7 +53,7 @@ def acting(actions: dict[int, Callable[[], Any]], **more: Any) -> Any:
 
 
 def asking(folder: Path, do: tuple[str, ...] = (), force: bool = False, **knobs: Any) -> Callable[[], Any]:
-    return lambda: send(folder, do, knobs, force)
+    return lambda: send(folder, do, knobs, **({"force": True} if force else {}))
 
 
 def losses(run: nb.Run) -> list[tuple[int, float]]:

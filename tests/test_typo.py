@@ -137,7 +137,7 @@ def end(notebook: Notebook, seen: Seen, name: str) -> None:
     notebook.wait_for_prompt(RESULT, r"\d+")
     until(lambda: "epochs 1 is below" in notebook.output(FIT).inner_text(), "why it ended")
     seen.ending = notebook.output(FIT).inner_text()
-    seen.result = notebook.output(RESULT).inner_text()
+    seen.result = until(notebook.output(RESULT).inner_text, "the run")
     notebook.shot(f"{name}-typo-ended")
 
 
