@@ -157,7 +157,7 @@ class Person:
             lambda: self.turned("As advised", self.advised, lambda row: row["weight_decay"] != 0.001),
         )
         for turn, odd in enumerate(last):
-            self.typed("lr", f"{turn + 1}e-3", (turn + 1) * 1e-3)
+            self.typed("lr", f"{turn + 1}e-4", float(f"{turn + 1}e-4"))  # what the rules offer stays below 10× advised
             self.chosen("amp", "off" if turn % 2 else "bf16")
             self.paused(look if turn == 0 else lambda: None)
             self.typed("batch_size", str(20 + 4 * turn), 20 + 4 * turn)
