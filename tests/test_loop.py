@@ -46,7 +46,7 @@ def test_training_lowers_the_loss_and_equals_a_plain_loop(tmp_path, pack):
     )
     for record in train(spied, state, pack):
         assert record.epoch < 2
-    optimizer = torch.optim.Adam(model.parameters(), plan.lr, betas=plan.betas)
+    optimizer = torch.optim.Adam(model.parameters(), plan.lr, betas=plan.betas, fused=True)
     x, label = torch.from_numpy(pack.arrays["x"]), torch.from_numpy(pack.arrays["label"])[:, 0]
     model.train()
     for ids in order:
