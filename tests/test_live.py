@@ -161,6 +161,8 @@ def again(notebook: Notebook, seen: Seen) -> None:
     until(lambda: len(log.steps()) > before + 40, "steps of the run that goes on")
     notebook.interrupt()
     until(lambda: notebook.prompt(THIRD) == str(len(CELLS) + 4), "the cells behind an interrupted one")
+    for cell, words in ((FIT, "stopped by you"), (THIRD, "whole_accuracy")):  # what is printed may come after a prompt
+        until(lambda cell=cell, words=words: words in notebook.output(cell).inner_text(), words)
     seen.resumed = saved(notebook, seen.work / "captcha.ipynb")
 
 
