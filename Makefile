@@ -15,11 +15,15 @@ TASK ?= captcha
 demo: .venv/ready  ## a task's notebooks from top to bottom on generated data, TASK=captcha, hwdb, sign or segment; pages under demo/
 	@$(BIN)/python -m notebooks.execute $(TASK)
 
+# As many tests at once as there are cores; then, each by itself, those that read a clock or drive a browser.
 test: .venv/ready .venv-colab/ready .venv-ipykernel-7.3/ready  ## every test (≤ 15 min on 2 cores)
-	@$(BIN)/python -m pytest -q
+	@result=0; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile -m 'not alone and not full' || result=$$?; \
+	$(BIN)/python -m pytest -q -m 'alone and not full' || result=$$?; \
+	exit $$result
 
-full: .venv/ready .venv-colab/ready .venv-ipykernel-7.3/ready  ## make test, and what takes too long for every change
-	@$(BIN)/python -m pytest -q -m ''
+full: test  ## make test, and what takes too long for every change
+	@$(BIN)/python -m pytest -q -m full
 
 bench: .venv/ready-bench  ## benchmarks one after another; receipts under benchmarks/results/
 	@for name in $$(grep -l __main__ benchmarks/*.py | xargs -n1 basename -s .py); do \

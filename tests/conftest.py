@@ -24,9 +24,12 @@ def pytest_report_header():
     return f"device: {os.environ['NBTOOLS_DEVICE']} (NBTOOLS_DEVICE); tests marked cuda: {found}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
     """Without a GPU or a browser its tests are skipped; in CI a missing browser is a failure, never a silent skip."""
     for item in items:
+        if item.get_closest_marker("browser"):
+            item.add_marker(pytest.mark.alone)
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
     if os.environ.get("CI") == "true" or any(shutil.which(name) for name in BROWSERS):

@@ -37,6 +37,8 @@ from nbtools.measure.trial import Trial, still
 from nbtools.state import TrainState
 from nbtools.step import attempt
 
+pytestmark = pytest.mark.alone  # measures rates
+
 CPU = torch.device("cpu")
 COUNT, MOST = 384, 128  # samples; every size tried divides them, so that no last batch is smaller
 SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)

@@ -15,6 +15,8 @@ from nbclient import NotebookClient
 
 from nbtools.kernel import Messages
 
+pytestmark = pytest.mark.alone  # measures latencies
+
 EVENTS = 16
 
 LOOPS = {"counting": "time.sleep(0.001)", "torch": "(net(x) ** 2).mean().backward()"}

@@ -24,6 +24,8 @@ from nbtools import control, measure, surface
 from nbtools.measure import Tried, choose_precision
 from nbtools.tasks import captcha
 
+pytestmark = pytest.mark.alone  # measures rates
+
 
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory):

@@ -38,6 +38,8 @@ from nbtools.measure.verdict import Verdict, verdict
 from nbtools.plan import knob
 from nbtools.state import TrainState
 
+pytestmark = pytest.mark.alone  # measures rates
+
 CPU = torch.device("cpu")
 SECONDS = 0.5  # a measurement takes about twice as long
 TRIES = 3

@@ -20,6 +20,8 @@ from serving import until
 
 import nbtools as nb
 
+pytestmark = pytest.mark.alone  # a kernel has seconds to end
+
 QUIET: dict[str, Any] = {"receipt": False, "progress": False}
 PLAN = toy.PLAN.replace(epochs=4)
 TRAIN = f"""
