@@ -101,6 +101,15 @@ def installing(source: str) -> list[str]:
     return [*code[: last + 1], "import nbtools; print('went on with', nbtools.__file__)"]
 
 
+def test_a_clone_in_the_working_folder_is_not_taken_for_an_installed_nbtools(tmp_path):
+    (tmp_path / "nbtools" / "nbtools").mkdir(parents=True)
+    (tmp_path / "nbtools" / "nbtools" / "__init__.py").touch()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-S", "-c", installing("nbtools")[0]]  # without site-packages, and so without nbtools
+    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    assert said == "nbtools comes from nbtools\n"
+
+
 STOPS = {  # SOURCE → the reason in the sentence
     "drive:packs": "drive:packs holds packs and runs, no copy of nbtools",
     "drive:missing.zip": "drive:missing.zip is not there",

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-MISSING = importlib.util.find_spec("nbtools") is None
+MISSING = getattr(importlib.util.find_spec("nbtools"), "origin", None) is None  # a folder of that name has none
 print(f"nbtools comes from {SOURCE}" if MISSING else "nbtools is installed already")
 
 # %% [markdown]
