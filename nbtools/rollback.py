@@ -13,7 +13,8 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtools import checkpoint, disk
+from nbtools import checkpoint, control, disk
+from nbtools.errors import CheckpointError
 from nbtools.findings import Job
 from nbtools.history import Record
 from nbtools.loop import adopt, caught_up, train
@@ -141,15 +142,20 @@ class Guard:
         yield from self.going_on(facts, what)
 
     def to_best(self) -> Generator[Record, None, None]:
-        """Back to the best checkpoint, the settings as they are."""
+        """Back to the best checkpoint, the settings as they are; refused where it is damaged."""
         job, state = self.job, self.job.state
-        tensors, facts, _ = checkpoint.newest(job.folder, checkpoint.best_of(job.folder))
+        name = str(checkpoint.best_of(job.folder))
+        try:
+            tensors, facts = checkpoint.read(job.folder, name)
+        except CheckpointError as error:
+            self.surface.answer(f"{control.REFUSED}{error}", asked="best")
+            return
         state.load(tensors, facts["state"])
-        name, old = checkpoint.name_of(state), type(state.plan).from_dict(facts["plan"])
-        job.history.cut(facts["rows"])
+        old = type(state.plan).from_dict(facts["plan"])
         kept = self.anchor is not None and checkpoint.place(self.anchor.name) <= checkpoint.place(name)
         checkpoint.rewind(job.folder, name, **({} if kept else {"anchor": None}))
         self.anchor = self.anchor if kept else None
+        job.history.cut(facts["rows"])  # after the index: a run killed between them resumes with all of its rows
         self.resumed(name)
         metric, _ = best_metric(job.task)
         what = f"back at step {state.step:,}, the best checkpoint: {metric} {state.best:.4g} after epoch {state.epoch}"

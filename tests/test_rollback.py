@@ -351,6 +351,37 @@ def test_without_a_best_checkpoint_going_back_is_refused_in_a_sentence(pack, tmp
     assert same(run, untouched)
 
 
+def test_a_damaged_best_checkpoint_is_refused_in_a_sentence_and_training_goes_on(pack, tmp_path, untouched):
+    folder, (first, second, *_) = tmp_path / "run", untouched.history.of("epoch")
+    best = first["step"]
+
+    def damage():
+        (folder / f"0001-{best:08d}.safetensors").write_bytes(b"")
+        send(folder, ["best"])
+
+    metrics = {"metrics": lambda outputs, batch: {"accuracy": (1, 2)}}  # the first epoch is the best, and stays it
+    run = nb.fit(acting({second["step"] + 5: damage}, **metrics), pack, PLAN, folder, **QUIET)
+    (event,) = [row["what"] for row in run.history.of("event")]
+    assert event.startswith("not taken: ")
+    assert f"0001-{best:08d}.safetensors: 0 bytes that are not the" in event
+    assert losses(run) == losses(untouched)
+
+
+def test_a_run_killed_on_its_way_back_to_best_resumes_with_all_of_its_rows(pack, tmp_path, untouched, monkeypatch):
+    folder, best = tmp_path / "run", untouched.history.of("epoch")[0]["step"]
+    metrics = {"metrics": lambda outputs, batch: {"accuracy": (1, 2)}}
+    task = acting({best + 12: asking(folder, ("save",)), best + 13: asking(folder, ("best",))}, **metrics)
+
+    def killed(*_, **__):
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "rewind", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            nb.fit(task, pack, PLAN, folder, **QUIET)
+    assert losses(nb.fit(acting({}, **metrics), pack, PLAN, folder, **QUIET)) == losses(untouched)
+
+
 def test_undo_takes_the_last_changes_back_one_by_one(pack, tmp_path):
     folder = tmp_path / "run"
     actions = {
