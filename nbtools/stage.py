@@ -101,13 +101,16 @@ def drive_path(path: str | Path, create: bool = False) -> Path:
 
 def existing(text: str) -> Path | None:
     """The local path of what is there, or None. What lies in the notebooks' former folder on Drive is found too, and
-    named."""
+    named. Raises StageError or DiskError where that cannot be read."""
     former = text.replace(KEPT, FORMER, 1) if text.startswith(KEPT) else text
     for name in dict.fromkeys((text, former)):
-        if _is_there(local := _local(name)):
-            if name != text:
-                print(f"{text} is not there yet; using {name}, where notebooks used to keep it.")
-            return local
+        local = _local(name)
+        with disk.explained(f"looking at {name}", local):
+            if not _is_there(local):
+                continue
+        if name != text:
+            print(f"{text} is not there yet; using {name}, where notebooks used to keep it.")
+        return local
     return None
 
 

@@ -519,6 +519,21 @@ def test_a_kept_pack_has_its_raw_files_where_they_still_are(place):
     assert pack(kept).raw is None
 
 
+def test_a_kept_pack_opens_where_its_source_cannot_be_looked_at(place, monkeypatch):
+    source = vectors(place / "raw")
+    kept = pack(source).keep(place / "kept")
+    assert kept
+    exists = Path.exists
+
+    def forbidden(path: Path, **options: bool) -> bool:
+        if path == source:
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path, **options)
+
+    monkeypatch.setattr(Path, "exists", forbidden)
+    assert pack(kept).raw is None
+
+
 def test_a_pack_of_another_task_is_refused(place):
     made = pack(vectors(place / "raw"))
     with pytest.raises(PackError, match="is a pack of the task 'plain', not of 'other'"):

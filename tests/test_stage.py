@@ -23,6 +23,7 @@ import pytest
 
 import nbtools as nb
 from nbtools import archive, disk, errors, fetch, members, source
+from nbtools.folder import kept_folder
 from nbtools.stage import RECEIPT, cache, drive_path, stage
 
 stager = sys.modules["nbtools.stage"]  # nbtools.stage is the function
@@ -647,6 +648,13 @@ def test_what_lies_in_the_notebooks_former_folder_is_found_and_named(place, caps
     assert stage(f"drive:nbtools-data/{name}", progress=False)
     put(place / "drive" / "nbtools-data" / name)
     assert nb.kept(f"drive:nbtools-data/{name}") == place / "drive" / "nbtools-data" / name, "the new one comes first"
+
+
+def test_a_run_is_not_kept_at_a_place_that_cannot_be_looked_at_and_a_sentence_says_so(place):
+    (place / "drive").mkdir(exist_ok=True)
+    (place / "drive" / "nbtools").write_bytes(b"a file")
+    with pytest.raises(errors.DiskError, match=r"looking at drive:nbtools/runs/captcha: .*a file is where a folder"):
+        kept_folder("drive:nbtools-data/runs/captcha")
 
 
 def test_a_folder_without_files_keeps_nothing(place):
