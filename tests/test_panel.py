@@ -428,6 +428,13 @@ def test_a_preset_that_changes_more_than_three_settings_of_a_run_asks_once():
     assert "after this step: batch_size, lr, warmup_epochs, amp<" in made.buttons.heard.value
 
 
+def test_a_preset_far_beyond_the_advised_asks_once_and_counts_one_change():
+    made = panel(baseline=Plan(lr=0.5))
+    running(made)
+    buttons(made.view)["Guide's baseline"].click()
+    assert [label for label in buttons(made.view) if label.startswith("Apply")] == ["Apply 1 change: lr"]
+
+
 def test_a_preset_that_changes_three_settings_or_no_run_does_not_ask():
     three = panel(largest=Plan(batch_size=1024, lr=4e-3, warmup_epochs=2.0))
     wishes = running(three)

@@ -102,7 +102,7 @@ def receipt(
         rungs, peaks, more = climbed(task, pack, (baseline, plan), where, seconds)
     notes += [*more, *padding_of(pack, plan)]
     if "process" in peaks:
-        notes.append("No GPU: the GPU's levers (mixed precision, larger batches, resident data) were not measured")
+        notes.append("No GPU: what mixed precision, larger batches and resident data bring on one was not measured")
     first, last = rungs[0], rungs[-1]
     spread = last.total, last.total_least, last.total_most
     return Receipt(first.rate, last.rate, *spread, peaks, machine(), tuple(notes), rungs)

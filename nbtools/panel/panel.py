@@ -373,10 +373,10 @@ def turned(old: Plan, new: Plan) -> str:
 
 
 def changing(old: Plan, new: Plan) -> str:
-    """What a button that makes several changes says."""
+    """What a button that makes all changes of a preset says."""
     names = list(new.changes_from(old))
     listed = ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
-    return f"Apply {len(names)} changes: {listed}"
+    return f"Apply {table.plural(len(names), 'change')}: {listed}"
 
 
 def passes(plan: Plan) -> str:
