@@ -245,7 +245,7 @@ def test_of_an_image_without_labels_no_miou_is_said_and_nothing_is_wrong(pack, a
 
 def test_pictures_lie_on_whole_pixels_so_that_lines_stay_crisp(pack):
     sheet = show.show(pack, [0])
-    image = np.asarray(Image.open(io.BytesIO(sheet._repr_png_())).convert("RGB"))
+    image = np.asarray(Image.open(io.BytesIO(sheet._repr_png_() or b"")).convert("RGB"))
     assert image.shape[1] == legend.WIDE
     drawn = sheet.axes[0].images[0]
     left, right, bottom, top = (round(x) for x in drawn.get_extent())

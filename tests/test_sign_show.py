@@ -340,7 +340,7 @@ def test_a_confusion_picture_of_any_size_is_drawn(count):
     names = [f"gloss ${n}_" for n in range(count)]
     table = pd.DataFrame(np.eye(count, dtype=int), names, names)
     shown = charts.confused(table)
-    assert len(Image.open(io.BytesIO(shown._repr_png_())).getbands()) >= 3
+    assert len(Image.open(io.BytesIO(shown._repr_png_() or b"")).getbands()) >= 3
     assert max(shown.get_size_inches()) <= 16
 
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from matplotlib.colors import to_hex
 
 from nbtools.draws import Draws
 from nbtools.pack import Pack, collate
@@ -53,7 +52,9 @@ def judged(pack: Pack, i: int, answer: np.ndarray) -> list[Panel]:
         Panel(image, titled(pack, i)),
         Panel(drawn(pack, image, label), "truth", label=label),
         Panel(drawn(pack, image, predicted), f"predicted · {said(found)}", label=predicted),
-        Panel(errors(image, label, predicted, ink), f"wrong · {wrong:.1%} of pixels", to_hex(ink / 255)),
+        Panel(
+            errors(image, label, predicted, ink), f"wrong · {wrong:.1%} of pixels", "#{:02x}{:02x}{:02x}".format(*ink)
+        ),
     ]
 
 
