@@ -134,7 +134,7 @@ def test_the_notebook_can_be_run_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
     for _ in range(2):
-        exec(plant, {"SOURCE": None, "COUNT": 6, "GLOSSES": 2})
+        exec(plant, {"RAW": None, "COUNT": 6, "GLOSSES": 2})
         report = validate("data/sign", progress=False)
         assert [row.rule for row in report.rows] == ["the array can be read", "the clip of a row is there"]
 
