@@ -94,9 +94,8 @@ def follow(view: View, told: int, run: Run, asked: Asked) -> int:
     view.history.refresh()
     rows = view.history.rows
     if rows is not before:  # the run went back to a checkpoint, and wrote other rows from there
-        told = next(
-            (i for i, (a, b) in enumerate(zip(before[:told], rows, strict=False)) if a != b), min(told, len(rows))
-        )
+        pairs = zip(map(repr, before[:told]), map(repr, rows), strict=False)  # a NaN is unequal to itself, its text not
+        told = next((i for i, (a, b) in enumerate(pairs) if a != b), min(told, len(rows)))
     for row in rows[told:]:
         values = {name: value for name, value in row.items() if name not in KEYS}
         record = Record(row["kind"], row["epoch"], row["step"], row["samples"], values)

@@ -1,6 +1,7 @@
 """A person acts on a run while it trains, here through control.json; buttons and Ctrl-C set the same wishes."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -24,11 +25,14 @@ from nbtools import checkpoint, control, surface
 from nbtools.control import FILE, Wishes, receive, send
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.folder import busy, lock
+from nbtools.history import History, Record
 from nbtools.pack import Pack
 from nbtools.plot import live
 from nbtools.run import Run
 from nbtools.sampler import Reading, Sampler
 from nbtools.view import View
+
+watching = sys.modules["nbtools.watch"]  # nbtools.watch is the function
 
 QUIET: dict[str, Any] = {"receipt": False, "progress": False}
 PLAN = toy.PLAN.replace(epochs=4)
@@ -133,6 +137,18 @@ def beside(folder: Path, person: Callable[[], None]):
     yield
     thread.join()
     assert not troubles, troubles
+
+
+def test_what_was_told_of_a_watched_run_is_not_told_again_where_a_metric_is_no_number(tmp_path):
+    history, told = History(tmp_path / "history.csv"), []
+    for kind, values in (("event", {"what": "one"}), ("epoch", {"val_miou": math.nan}), ("event", {"what": "two"})):
+        history.append(Record(kind, 0, 1, 1, values))
+    view: Any = types.SimpleNamespace(history=History(tmp_path / "history.csv"), advance=told.append, panel=None)
+    run: Any = types.SimpleNamespace(folder=tmp_path, plan=toy.PLAN)
+    known = watching.follow(view, 0, run, watching.Asked(tmp_path, toy.PLAN))
+    history.append(Record("event", 0, 2, 2, {"what": "three", "asked": "save"}))  # a new column: all is written anew
+    watching.follow(view, known, run, watching.Asked(tmp_path, toy.PLAN))
+    assert [record.values.get("what") for record in told] == ["one", None, "two", "three"]
 
 
 def test_pause_stops_the_steps_and_resume_goes_on_bit_equal(pack, tmp_path, untouched):
