@@ -60,7 +60,7 @@ class Plan:
         (0.9, 0.999), "moments of adam; the first is sgd's momentum", least=0, most=0.99999
     )
     clip_norm: float | None = knob(None, "largest gradient norm; None: no clipping", above=0)
-    amp: str = knob("off", "mixed precision of forward and backward", choices=("off", "bf16", "fp16"))
+    amp: str = knob("off", "mixed precision of forward and backward; fp16 needs a GPU", choices=("off", "bf16", "fp16"))
     compile: bool = knob(False, "torch.compile the model: a slow first step, faster ones after")
     graph: bool = knob(False, "replay the model as a CUDA graph (needs CUDA; implies compile)")
     channels_last: bool = knob(False, "NHWC weights and activations for convolutions")
