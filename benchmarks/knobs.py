@@ -1,4 +1,4 @@
-"""The advised plan against every single change of a knob of speed, on each task's demo: does the advice miss anything?
+"""The advised plan against each single change of a setting for speed, on every task's demo: is anything missed?
 
     python -m benchmarks.knobs [--task captcha] [--rounds 7] [--quick]
 
@@ -128,7 +128,7 @@ def judged(name: str, folder: Path, count: int, options: argparse.Namespace) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="the advised plan against every single change of a knob of speed")
+    parser = argparse.ArgumentParser(description="the advised plan against every single change of a setting for speed")
     parser.add_argument("--task", choices=list(COUNTS), help="this one only; its receipt is named after it")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--quick", action="store_true", help="in seconds, to see that it runs; writes no receipt")

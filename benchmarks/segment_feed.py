@@ -3,7 +3,7 @@
     python -m benchmarks.segment_feed [--quick]
 
 CPU time of the whole process, its threads and its workers, an image. Pictures of `segment.demo` in two forms: `png`,
-480 × 360 as CamVid's are, packed at that size; and `photos`, JPEGs of 1920 × 1080 with CVAT polygons, packed at 384²,
+360 × 480 as CamVid's are, packed at that size; and `photos`, JPEGs of 1080 × 1920 with CVAT polygons, packed at 384²,
 which the DataLoader decodes whole and draws at every access, as the guide does (`task_reader`, over the pack's own raw
 files, decodes a photograph at less than its size). Same batches in the same order, and the same values where they can
 be, which is checked first. Packed batches have the distance to the boundary besides.

@@ -68,10 +68,12 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     one.add_argument("--into", help="folder to put it in")
     one = command(commands, "watch", "follow a run that another process trains", show_run)
     one.add_argument("run", type=Path, metavar="FOLDER", help="the run folder")
-    one = command(commands, "control", "ask a run under way for something, or change its settings", ask_run)
+    one = command(commands, "control", "send requests to a run, or change its settings", ask_run)
     one.add_argument("run", type=Path, metavar="FOLDER", help="the run folder")
     one.add_argument("wishes", nargs="+", metavar="WISH", help=f"{', '.join(control.ACTIONS)}, or KNOB=VALUE: lr=1e-4")
-    one.add_argument("--force", action="store_true", help="also what a run asks about once more, such as a tenfold lr")
+    one.add_argument(
+        "--force", action="store_true", help="apply what would be asked about once more, such as a much larger lr"
+    )
     for name, (text, act) in TASK_COMMANDS.items():
         one = command(commands, name, text, act)
         one.add_argument("task", help="captcha, hwdb, sign, segment, or the dotted name of a module of yours")
@@ -192,7 +194,7 @@ def ask_run(options: argparse.Namespace) -> None:
     wanted = run.plan.turn(**knobs)  # raises for what no plan allows; the run answers for what it cannot change
     if not options.force and (asks := doubts(run.plan, wanted, advised(options.run, run.plan))):
         command = f"python -m nbtools control {options.run} {' '.join(options.wishes)} --force"
-        raise NbtoolsError(f"{'; '.join(asks.values())}; to apply it all the same: {command}")
+        raise NbtoolsError(f"{'; '.join(asks.values())}; to apply it anyway: {command}")
     control.send(options.run, [name for name, equals, _ in pairs if not equals], knobs, options.force)
 
 

@@ -8,10 +8,10 @@ A run folder holds, beside plan.json and history.csv:
     0003-00000150.weights.safetensors   the evaluated weights alone, of the best epoch
 
 The last checkpoint and OLDER ones before it are kept, the best epoch's, and the anchor: the one from before a change of
-settings that is still on watch (see `nbtools.rollback`).
+settings that is still being watched (see `nbtools.rollback`).
 
-A file is never written in place: a crash leaves the older ones as they were, and `load` takes the newest whole one that
-is not beyond the last.
+A file is never written in place: a crash leaves the older ones as they were, and `load` takes the newest whole one up
+to the last.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def name_of(state: TrainState) -> str:
 
 
 def rewind(folder: Path, last: str, **entries: Any) -> None:
-    """Give up all checkpoints beyond this one, which becomes the last. entries: others of the index.
+    """Discard all checkpoints after this one, which becomes the last. entries: others of the index.
 
-    They go once the index no longer names them: a run that is killed meanwhile does not resume from them.
+    They are deleted after the index has stopped naming them: a run killed in between does not resume from them.
     """
     mark(folder, last=last, **entries)
     with disk.explained(f"going back to checkpoint {last}", folder):
@@ -125,8 +125,8 @@ def load(folder: Path, state: TrainState) -> tuple[dict[str, Any], list[str]]:
 
 
 def newest(folder: Path, last: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
-    """(tensors, facts, complaints about newer, damaged ones) of the newest whole checkpoint that is not beyond the
-    last; None: that of the index.
+    """(tensors, facts, complaints about newer, damaged ones) of the newest whole checkpoint up to the last; None:
+    that of the index.
 
     Raises CheckpointError where there is none.
     """
@@ -148,7 +148,7 @@ def names(folder: Path) -> list[str]:
 
 
 def reached(folder: Path, last: str | None) -> list[str]:
-    """Those not beyond the last, newest first; what lies beyond was given up, or is another run's."""
+    """Those up to the last, newest first; later ones were discarded, or are another run's."""
     return [name for name in names(folder) if last is None or place(name) <= place(last)]
 
 
@@ -180,8 +180,8 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def prune(folder: Path, index: dict[str, Any]) -> None:
-    """Keep what the index names and those before the last; what lies beyond is given up, damaged or another run's, and
-    goes, as does what a crash left half-written."""
+    """Keep what the index names and those before the last; later ones were discarded, are damaged
+    or another run's, and are deleted, as is what a crash left half-written."""
     kept = {*named(index), *reached(folder, index["last"])[: 1 + OLDER]}
     for path in folder.iterdir():
         if FILE.fullmatch(path.name) and (path.suffix == ".part" or path.stem not in kept):

@@ -24,8 +24,8 @@ UNFINISHED = 2.0  # seconds that a file which is no JSON yet may still be being 
 
 @dataclass
 class Wishes:
-    """Wishes that wait to be granted. plan: the last one that was wished for, None where no knob was turned yet.
-    stopper: who asked for the stop, as the run tells it."""
+    """Pending requests. plan: the last one requested, None where no knob was turned yet. stopper: who or what asked for
+    the stop, as the message names it."""
 
     paused: bool = False
     stop: bool = False
@@ -50,7 +50,7 @@ def send(
 ) -> Path:
     """Ask the process that trains in a run folder for something, beside what it has not read yet.
 
-    force: apply knobs that the run would ask about once more (see `nbtools.plan.doubts`). Raises TrainError for an
+    force: apply values that the run would ask about once more (see `nbtools.plan.doubts`). Raises TrainError for an
     unknown action and where there is no folder; a knob is checked by the run, which answers in its history.
     """
     path, said = Path(folder) / FILE, {}
@@ -63,7 +63,7 @@ def send(
         require(action)
     before = said.pop("force", False)
     if said:
-        force = before and (force or not knobs)  # nobody forces what somebody else asked for
+        force = before and (force or not knobs)  # force must not extend to requests of somebody else
     with disk.explained("asking a run", path):
         forced = {"force": True} if force else {}
         return disk.write_atomic(path, json.dumps({"do": asked, **said, **(knobs or {}), **forced}))
@@ -78,9 +78,9 @@ def receive(
 ) -> None:
     """Take control.json, if one lies in the folder, as wishes: `{"do": "pause", "lr": 1e-4}`, knobs as in the Plan.
 
-    check: raises NbtoolsError for a plan that the run cannot go on with. advised: the plan that values are compared
-    with; None: the present one. Raises what check raises, TrainError or PlanError where it breaks a rule or must be
-    forced (`"force": true`); then nothing of it is wished. It is gone either way.
+    check: raises NbtoolsError for a plan that the run cannot continue with. advised: the plan that values are compared
+    with; None: the present one. Raises what check raises, TrainError or PlanError where the request breaks a rule or
+    must be forced (`"force": true`); then none of it applies. The file is removed either way.
     """
     path = folder / FILE
     try:
@@ -106,7 +106,7 @@ def receive(
             check(wanted)
         if not force and (asks := doubts(plan, wanted, advised or plan)):
             raise TrainError(
-                f'{"; ".join(asks.values())}; to apply it all the same add "force": true here, or --force to '
+                f'{"; ".join(asks.values())}; to apply it anyway add "force": true here, or --force to '
                 f"python -m nbtools control {folder} …"
             )
     except NbtoolsError as error:

@@ -24,7 +24,7 @@ Outputs = tuple[Tensor, Tensor]
 def loss(outputs: Outputs, labels: Tensor, lengths: Tensor) -> Tensor:
     """Sum over samples; fp32 and outside autocast, which does not list CTC: bf16 raises there, fp16 gives NaN.
 
-    Raises TrainError where it would be trained deterministically on CUDA: torch has no such kernel (LossCTC.cu).
+    Raises TrainError for deterministic training on CUDA: torch has no deterministic kernel (LossCTC.cu).
     """
     logits, steps = outputs
     device = logits.device

@@ -24,7 +24,7 @@ from nbtools.plan import Plan
 # (on Hopper 32 in any case).
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-FULL = (  # what torch says in a plain RuntimeError where memory ended
+FULL = (  # what torch says in a plain RuntimeError when memory runs out
     "DefaultCPUAllocator: can't allocate",
     "DefaultCPUAllocator: not enough memory",
     "CUDA error: out of memory",  # outside torch's allocator: a kernel's code, a pinned buffer
@@ -51,7 +51,9 @@ def pick() -> torch.device:
             return torch.empty(0, device=name).device
         except (RuntimeError, AssertionError) as error:
             said = str(error).splitlines()[0]
-        raise TrainError(f"NBTOOLS_DEVICE must be a device that torch has here, as cpu or cuda:0, got {name!r}: {said}")
+        raise TrainError(
+            f"NBTOOLS_DEVICE must be a device that torch has here, such as cpu or cuda:0, got {name!r}: {said}"
+        )
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
@@ -89,15 +91,15 @@ def prepare(plan: Plan, device: torch.device, many_shapes: bool) -> None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether memory ended: torch's own error, or what a CPU, MPS, cuBLAS and cuDNN raise instead."""
+    """Whether memory ran out: torch's own error, or what a CPU, MPS, cuBLAS and cuDNN raise instead."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)
 
 
 def within_memory(act: Callable[[], T]) -> tuple[T | None, str]:
-    """(its result, ""), or (None, why) where memory ended. The error is gone by then, and with it the frames that would
-    keep the tensors of the failed try."""
+    """(its result, ""), or (None, why) where memory ran out. The error has been dropped by then, and with it the
+    frames that would keep the tensors of the failed attempt."""
     try:
         return act(), ""
     except (RuntimeError, MemoryError) as error:
@@ -142,7 +144,7 @@ def reduced(device: torch.device) -> str:
 
 @contextmanager
 def autocast(plan: Plan, device: torch.device, model: nn.Module) -> Iterator[None]:
-    """Mixed precision around a forward pass of the model. To be left within a step: a generator must not yield inside.
+    """Mixed precision around a forward pass of the model. Exit it within a step: a generator must not yield inside.
 
     fp16 where it may not train (`FP16_DEVICES`) is float32: evaluations and predictions of a run that a GPU trained.
     """
@@ -158,8 +160,8 @@ def recurrent_in_float32(plan: Plan, device: torch.device, model: nn.Module) -> 
     """Inside, under bf16, the model's LSTM, GRU and RNN layers leave autocast: forward, backward and recomputation.
 
     On CUDA autocast runs cuDNN's in fp16, whatever its dtype (`_cudnn_rnn_cast_reflatten` casts to kHalf,
-    aten/src/ATen/cudnn/AutocastRNN.cpp), and bf16 trains without the loss scaling that fp16 needs. Outside nothing is
-    left on the layers.
+    aten/src/ATen/cudnn/AutocastRNN.cpp), and bf16 trains without the loss scaling that fp16 needs. On exit the layers
+    are as before.
     """
     layers = recurrent(model) if plan.amp == "bf16" else []
     before = [layer.__dict__.get("forward") for layer in layers]
@@ -176,7 +178,7 @@ def recurrent_in_float32(plan: Plan, device: torch.device, model: nn.Module) -> 
 
 
 def recurrent(model: nn.Module) -> list[nn.RNNBase]:
-    """The LSTM, GRU and RNN layers. `model.modules()` finds the same in four times as long, at every forward pass."""
+    """The LSTM, GRU and RNN layers. `model.modules()` takes four times as long, at every forward pass."""
     found, left = {}, [model]
     while left:
         module = left.pop()

@@ -205,7 +205,7 @@ class Streamed:
 
 
 class Slot:
-    """Pinned buffers for one batch on its way to the GPU; reused when the last copy is through."""
+    """Pinned buffers for one batch on its way to the GPU; reused when the last copy is done."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream):
         self.device, self.stream = device, stream
@@ -295,15 +295,15 @@ class Workers:
 
 
 def deaf(worker: int) -> None:
-    """An interrupt reaches every process of a notebook or terminal: what it means, the run says and not its workers.
-    Nor does SIGTERM end one at once: a kernel that shuts down sends it to all its children, and the death of a worker
-    raises in the midst of the step that is to be finished and saved."""
+    """An interrupt reaches every process of a notebook or terminal: the run decides what it means, not its workers.
+    Nor does SIGTERM end one at once: a kernel that shuts down sends it to all its children, and a dead worker raises in
+    the middle of the step that is to be finished and saved."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, end_soon)
 
 
 def end_soon(*_: Any) -> None:
-    """Live on for the seconds that a kernel is given; for good, and a process that waits for this one would hang."""
+    """Stay alive as long as a kernel may take, but no longer: a process that waits for this one would hang."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.alarm(5)
 

@@ -105,7 +105,7 @@ def places(run: str | Path, keep: str | Path | None, release_gpu: bool) -> tuple
 
 
 def advice_in(plan: Any) -> Plan | None:
-    """The advised plan in what was given as a plan; None for a plain one, which may be anybody's."""
+    """The advised plan in what was given as a plan; None for a plain plan, which may come from anywhere."""
     return getattr(plan, "advised", getattr(plan, "plan", None))
 
 
@@ -160,7 +160,7 @@ def heed(job: Job, saver: Saver, guard: Guard, surface: Surface, record: Record)
                 said = f"saved at step {state.step}" if saved else "not saved: the loss is no longer a number"
                 surface.answer(said, "save")
         if wishes.stop:
-            surface.answer(f"stopped by {wishes.stopper} after step {state.step}; run it again to go on", "stop")
+            surface.answer(f"stopped by {wishes.stopper} after step {state.step}; run it again to continue", "stop")
             return True
         if wishes.profile:
             wishes.profile = False
@@ -178,8 +178,8 @@ def heed(job: Job, saver: Saver, guard: Guard, surface: Surface, record: Record)
 
 
 def turn(job: Job, saver: Saver, guard: Guard, surface: Surface, best: bool) -> None:
-    """Apply the plan that was asked for, which was checked when it was, from the next step on, and write it down. best:
-    whether the run as it is now is the best so far, should it have to be saved."""
+    """Apply the plan that was asked for, already checked, from the next step on, and write it down. best: whether
+    the run as it is now is the best so far, in case it has to be saved."""
     surface.heeded = wanted = surface.wishes.plan
     if wanted is None or wanted == job.state.plan:
         return
@@ -200,12 +200,12 @@ def undo(job: Job, saver: Saver, guard: Guard, surface: Surface, best: bool) -> 
         return
     surface.request(surface.undoable.pop())
     turn(job, saver, guard, surface, best)
-    surface.undoable.pop()  # what was undone is no change to undo
+    surface.undoable.pop()  # an undo is not a change to undo
     surface.answer("the last change is undone", asked="undo")
 
 
 def ending(state: TrainState) -> str:
-    """What to say of a plan of fewer epochs than have begun."""
+    """What to say about a plan with fewer epochs than have begun."""
     epochs, present = state.plan.epochs, state.epoch + 1
     if state.segments and epochs < present:
         return f"epochs {epochs} is below the present epoch {present}: training ends after this epoch"
@@ -254,7 +254,7 @@ class Saver:
 
 def release(kept: bool) -> list[str]:
     """Free the memory of the GPU or the processor; on Colab give the machine back if the run is `kept` on another disk.
-    Prints and returns why that was not possible: the run is whole all the same."""
+    Prints and returns why that was not possible: the run is complete either way."""
     gc.collect()
     devices.give_back(devices.pick())
     try:

@@ -28,7 +28,7 @@ class Record:
     epoch table), `evaluation` (asked for between steps), `change` (a knob was turned), `event` (out of memory, a bad
     step, a rollback, the answer to what was `asked`).
     Among the values, `loss` of a log step is the mean since the log step before it; `train_loss` of an epoch the mean
-    over all of its samples, which is the one that is called the train loss wherever a run is shown.
+    over all of its samples, which is what the train loss is wherever a run is shown.
     epoch counts from 0, step and samples from the start of the run.
     """
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 COMMS = frozenset({"comm_open", "comm_msg", "comm_close", "comm_info_request", "kernel_info_request"})
-"""What widgets send, and what a page that was loaded anew asks before it shows them. All else waits for the cell."""
+"""What widgets send, and what a reloaded page asks before it shows them. Everything else waits for the cell."""
 
 NEEDED = ("session", "shell_handlers", "set_parent", "get_parent", "_parent_ident", "_publish_status")
 """What handling a message uses of a kernel."""
@@ -293,7 +293,7 @@ def inbox(kernel: Any) -> Queued | Received | None:
 
 
 def done(result: Any) -> None:
-    """Run a handler that is a coroutine, to its end: those of COMMS wait for nothing."""
+    """Run a coroutine handler to its end: those of COMMS wait for nothing."""
     if inspect.iscoroutine(result):
         with suppress(StopIteration):
             result.send(None)

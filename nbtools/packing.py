@@ -94,7 +94,7 @@ def finished(target: Path, folder: Path, task: str, key: str, read: Reader) -> P
 
 def source_of(pack: Pack) -> Path | None:
     """What a kept pack was made from, where that is still on this machine and unchanged: the receipt can then measure
-    the raw files, which no other machine has."""
+    the raw files too."""
     made = pack.manifest
     source = Path(made.get("source", ""))
     try:

@@ -36,8 +36,8 @@ def knob(
     asks_beyond: float | None = None,
 ) -> Any:
     """A Plan field: its default, one sentence of help, and the rule a value must obey (≥ least, > above, ≤ most). live:
-    of a task's knob, that a started run may change it, for neither model nor optimizer is built on it. asks_beyond: so
-    many times the advised value is taken for a typo, and a run under way asks once more before it applies it."""
+    of a task's knob, that a started run may change it, for neither model nor optimizer is built on it. asks_beyond: a
+    value more than so many times the advised one may be a typo: a run under way asks once more before applying it."""
     rule = {"choices": choices, "least": least, "above": above, "most": most, "live": live, "asks_beyond": asks_beyond}
     return dataclasses.field(default=default, metadata={"help": help, "unit": unit, **rule})
 
@@ -164,11 +164,11 @@ class Plan:
 
 
 def doubts(old: Plan, new: Plan, advised: Plan) -> dict[str, str]:
-    """What a run under way asks once more about before it goes from the old plan to the new one: knob → a sentence.
+    """What a run under way asks about once more before it changes from the old plan to the new: knob → a sentence.
 
     A knob that rises beyond `asks_beyond` times the advised value: lr and weight_decay, which scale every update. A
-    large batch is no typo that costs a run: a smaller micro batch follows where memory ends. Under "" stands that more
-    than MANY knobs change at once, as by a click on a preset.
+    batch size too large does not ruin a run: where memory runs out the micro-batch shrinks. Under "": that more than
+    MANY knobs change at once, as by a click on a preset.
     """
     changed = new.changes_from(old)
     found = {n: why for n, why in beyond(new, advised).items() if getattr(new, n) > getattr(old, n)}
@@ -190,7 +190,7 @@ def beyond(plan: Plan, advised: Plan) -> dict[str, str]:
 
 
 def times(ratio: float) -> str:
-    """A ratio as it stands in a sentence: 2.5×, 500,000×."""
+    """A ratio as written in a sentence: 2.5×, 500,000×."""
     return f"{ratio:,.0f}×" if ratio >= 10 else f"{ratio:.2g}×"
 
 

@@ -1,7 +1,7 @@
 """Progress bars: tqdm's own in a terminal, and in a notebook one line of text in an output of its own.
 
-tqdm's bar for notebooks is a widget. A saved notebook keeps of it what it said first, `packing: 0%`, whether the cell
-ended or not; a display that is updated in place is saved as it was last.
+tqdm's bar for notebooks is a widget. A saved notebook keeps its first text, `packing: 0%`, whether the cell
+ended or not; a display that is updated in place is saved in its last state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LEAST = 0.25  # seconds between two updates: quicker ones hang a Colab tab (ligh
 
 def bar(*arguments: Any, **options: Any) -> tqdm:
     """A tqdm bar; arguments and options are tqdm's. In a notebook its last line stays, whatever `leave` says: an output
-    cannot be taken away again without a trace."""
+    cannot be removed without a trace."""
     options["mininterval"] = max(LEAST, options.get("mininterval", LEAST))
     if in_notebook() and not options.get("disable"):
         options |= {"file": Line(), "leave": True, "position": 0, "dynamic_ncols": False}

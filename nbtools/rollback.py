@@ -1,7 +1,7 @@
 """Back to an earlier checkpoint: where training diverged after a change of settings, where it diverged by itself, and
 where the user asks for the best one.
 
-A change that acts on training is on watch for WATCHED log steps. The anchor is a checkpoint from before it: going back
+A change that affects training is watched for WATCHED log steps. The anchor is a checkpoint from before it: going back
 to it undoes the change, and every other one since. History, `run.json` and the kept copy follow.
 """
 
@@ -25,24 +25,24 @@ from nbtools.step import LEFT_OUT, Diverged
 from nbtools.surface import Surface
 
 WATCHED = 20  # log steps: those before a change say how high the loss may be, those after it are compared with them
-FACTOR = 3.0  # times the highest of them
-NOISE = 0.01  # of the run's first loss: where all is learned, noise alone is many times the highest
-RETRIES = 2  # returns to a checkpoint where the loss was lost without a change; the next time the run stops
+FACTOR = 3.0  # times the highest of those before it
+NOISE = 0.01  # of the run's first loss: where everything is learned, noise alone is many times the highest loss
+RETRIES = 2  # returns to a checkpoint where training diverged without a change; the next time the run stops
 
 UNWATCHED = {"lr_rule", "micro_batch_size", "eval_every", "eval_samples", "early_stop"}
-"""Settings on which no gradient depends, the statistics of BatchNorm aside."""
+"""Settings that no gradient depends on, BatchNorm's statistics aside."""
 OWN = {field.name for field in dataclasses.fields(Plan)}
-"""Settings of every task. The others belong to a task and may define its loss (a weight of one of its terms): their
-change may raise it by any factor, and only a lost loss says that training diverged."""
+"""Settings of every task. The others belong to a task and may define its loss (a weight of one of its terms): a
+change may raise it by any factor, and only a loss that is not a number says that training diverged."""
 
 
 @dataclass
 class Anchor:
-    """The checkpoint from before a change that is on watch.
+    """The checkpoint from before a change that is being watched.
 
     name: of the checkpoint; facts: its own, which a later one of the same step would replace; best: the name of the
-    best weights then. limit: the loss above which training has diverged; None: only a lost one says so. tried: the
-    settings since, of lr the highest. age: log steps since the anchor; left: those until the last change is off watch.
+    best weights then. limit: the loss above which training has diverged; None: only NaN or infinity says so. tried: the
+    settings since, of lr the highest. age: log steps since the anchor; left: those until the watch ends.
     """
 
     name: str
@@ -63,14 +63,14 @@ class Guard:
         self.returns = 0
         index, state = checkpoint.read_index(job.folder), job.state
         self.anchor = Anchor(**index["anchor"]) if "anchor" in index else None
-        if index.get("diverged"):  # by itself: the settings of then are none to go back to
+        if index.get("diverged"):  # by itself: the settings of that time are not worth going back to
             checkpoint.mark(job.folder, diverged=None)
         else:
             self.resumed(checkpoint.name_of(state))
 
     def change(self, new: Plan, save: Callable[[], object]) -> None:
-        """Put a change that is about to be applied on watch. save: make the last checkpoint one of this moment; it is
-        called once while a slider is dragged."""
+        """Watch a change that is about to be applied. save: make the last checkpoint one of this moment; it
+        is called once while a slider is dragged."""
         names = acting(self.job.state.plan, new)
         if not names:
             return
@@ -80,7 +80,7 @@ class Guard:
         self.watch(self.anchor, names, new)
 
     def resumed(self, name: str) -> None:
-        """Put what differs from the plan of the checkpoint that the run goes on from on watch."""
+        """Watch what differs from the plan of the checkpoint that the run continues from."""
         new = self.job.state.plan
         old = type(new).from_dict(checkpoint.facts_of(self.job.folder, name)["plan"])
         if names := acting(old, new):
@@ -100,7 +100,7 @@ class Guard:
         checkpoint.mark(self.job.folder, anchor=dataclasses.asdict(anchor))
 
     def limit(self) -> float | None:
-        """The loss above which the run has diverged, should a change be made now."""
+        """The loss above which the run has diverged after a change made now."""
         state, (_, losses) = self.job.state, self.job.history.series("loss", "step")
         count = float(state.count) - state.logged[1]
         if count > 0:  # steps since the last log step; a checkpoint was just written, so the device waits already
@@ -108,7 +108,7 @@ class Guard:
         return highest(losses)
 
     def risen(self, record: Record) -> bool:
-        """Whether a log step's loss says that training has diverged since the change on watch."""
+        """Whether a log step's loss says that training has diverged since the watched change."""
         loss, anchor = record.values.get("loss"), self.anchor
         if anchor is None or record.kind != "step" or loss is None:
             return False
@@ -121,7 +121,7 @@ class Guard:
         return False
 
     def undo(self, anchor: Anchor) -> Generator[Record, None, None]:
-        """Back to before the change on watch, which is undone with all since."""
+        """Back to before the watched change, which is undone with all since."""
         job, state, self.anchor = self.job, self.job.state, None
         tensors, facts, _ = checkpoint.newest(job.folder, anchor.name)
         if all(facts["state"][name] == anchor.facts["state"][name] for name in ("epoch", "step")):  # else it is damaged
@@ -162,8 +162,8 @@ class Guard:
         yield from self.going_on(facts, what, old, asked="best")
 
     def retry(self, trouble: Diverged) -> Generator[Record, None, None]:
-        """Back to the last checkpoint and again, each step checked before it counts. Raises Diverged where that would
-        not help: the lr is far beyond the advised one, steps were left out in vain, or it happened too often."""
+        """Back to the last checkpoint, and from there with each step checked before it counts. Raises Diverged where
+        that would not help: lr is far beyond the advised one, leaving steps out did not help, or too many returns."""
         job, state = self.job, self.job.state
         self.returns += 1
         if beyond(state.plan, self.advised) or state.refused > LEFT_OUT or self.returns > RETRIES:
@@ -172,8 +172,8 @@ class Guard:
             checkpoint.mark(job.folder, diverged=True)
             raise Diverged(
                 f"Training diverged at {self.described({'lr': state.plan.lr})}: {trouble}{often}. "
-                f"To go on from step {last:,}, lower Plan.lr, for instance by plan.replace(lr={self.lower():g}), set "
-                "Plan.clip_norm or amp=off, and run it again.",
+                f"To continue from step {last:,}, lower Plan.lr, for instance by plan.replace(lr={self.lower():g}), "
+                "set Plan.clip_norm or amp=off, and run it again.",
                 trouble.steps,
             )
         facts, _ = checkpoint.load(job.folder, state)
@@ -184,8 +184,8 @@ class Guard:
     def going_on(
         self, facts: dict[str, Any], what: str, old: Plan | None = None, **answer: str
     ) -> Generator[Record, None, None]:
-        """The rows of what was given up go, one says why, and one which settings the checkpoint did not have (old: its
-        plan); a checkpoint keeps them. answer: further values of the first."""
+        """Remove the rows of what was discarded; yield one that says why, and one for the settings that the checkpoint
+        did not have (old: its plan); save a checkpoint with them. answer: further values of the first row."""
         state = self.job.state
         state.improved = False
         state.events.clear()
@@ -211,7 +211,7 @@ class Guard:
 
 
 def acting(old: Plan, new: Plan) -> list[str]:
-    """The settings that differ and act on training."""
+    """The settings that differ and affect training."""
     return [name for name in new.changes_from(old) if name not in UNWATCHED]
 
 
@@ -219,8 +219,8 @@ def highest(losses: Sequence[float]) -> float | None:
     """The loss above which training has diverged: FACTOR times the highest of the last WATCHED ones; None without any.
 
     A loss may be negative, where a factor says nothing: what counts is the distance from the highest, twice the
-    largest magnitude among them, which is the same for positive ones. Close to 0, where all is learned, it may be
-    NOISE of the first loss of the run at least.
+    largest magnitude among them, which is the same for positive ones. Close to 0, where everything is learned, the
+    distance is at least NOISE of the run's first loss.
     """
     known = [loss for loss in losses if math.isfinite(loss)]
     if not known:
@@ -230,7 +230,7 @@ def highest(losses: Sequence[float]) -> float | None:
 
 
 def resilient(job: Job, guard: Guard) -> Generator[Record, None, None]:
-    """The loop, brought back where training diverged or the user asks for it."""
+    """The loop; goes back to a checkpoint where training diverged or the user asks for it."""
     while True:
         ended = yield from stretch(job, guard)
         if ended is None:

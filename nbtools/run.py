@@ -204,7 +204,7 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[st
 
 
 def advised(folder: Path, plan: Plan) -> Plan:
-    """The plan that was advised for the run in a folder, else the one it was started with; plan, where that is not
+    """The plan that was advised for the run in a folder, else the one it was started with; `plan` where neither is
     known."""
     values = checkpoint.read_index(folder).get("advised", {})
     return plan.replace(**{name: value for name, value in values.items() if name in plan.to_dict()})

@@ -12,7 +12,7 @@ RIGHT = "#0072b2"
 
 class Sheet(Figure):
     """A Figure without pyplot, whose state leaks from cell to cell: IPython alone knows no way to show one. note: the
-    sentence that a notebook shows where there is nothing to draw, in place of an empty strip of paper."""
+    sentence that a notebook shows in place of an empty strip where there is nothing to draw."""
 
     note = ""
 
@@ -28,7 +28,7 @@ class Sheet(Figure):
 
 
 def blank(note: str = "No samples to show: the list of ids is empty.") -> Sheet:
-    """The sheet of nothing, as of the wrong answers where none was wrong."""
+    """The sheet for no samples, for instance of wrong answers where none is wrong."""
     sheet = Sheet(figsize=(4, 0.5))
     sheet.note = note
     return sheet

@@ -26,7 +26,7 @@ from nbtools.errors import ArchiveError, DriveRefused, StageError
 from nbtools.source import COLAB_MOUNT, Decision, decide, missing
 
 RECEIPT = ".stage.json"  # no archive can give its folder this name
-KEPT, FORMER = "drive:nbtools-data/", "drive:nbtools/"  # where notebooks keep packs and runs, and where they once did
+KEPT, FORMER = "drive:nbtools-data/", "drive:nbtools/"  # where notebooks keep packs and runs, and where they used to
 
 _refused = False  # whether Colab's dialog was declined: it is not shown a second time
 
@@ -100,8 +100,8 @@ def drive_path(path: str | Path, create: bool = False) -> Path:
 
 
 def existing(text: str) -> Path | None:
-    """The local path of what is there, or None. What lies in the notebooks' former folder on Drive is found too, and
-    named. Raises StageError or DiskError where that cannot be read."""
+    """The local path of what exists, or None. Files in the notebooks' former folder on Drive are found too, and a
+    sentence names them. Raises StageError or DiskError where that cannot be read."""
     former = text.replace(KEPT, FORMER, 1) if text.startswith(KEPT) else text
     for name in dict.fromkeys((text, former)):
         local = _local(name)
@@ -118,7 +118,7 @@ def kept(place: str, instead: str = "demo data") -> Path | None:
     """What a notebook kept at a `drive:` place; None where nothing is there yet, or the dialog that asks for Drive was
     declined. A sentence names the place and what is used instead.
 
-    Raises StageError or DiskError where Drive cannot be read: a fault is not an empty place.
+    Raises StageError or DiskError where Drive cannot be read: that does not mean that nothing is kept.
     """
     try:
         with disk.explained(f"looking at {place}", Path(place)):
@@ -133,12 +133,12 @@ def kept(place: str, instead: str = "demo data") -> Path | None:
 
 
 def place_to_keep(where: str | Path) -> Path | None:
-    """The local path at which to write what outlives this machine, with the folder above it where it is on Drive. None,
-    and a sentence, where the dialog that asks for Drive was declined."""
+    """The local path to write what should outlive this machine to; on Drive its folder is made. None, and a sentence,
+    where the dialog that asks for Drive was declined."""
     try:
         return drive_path(where, create=True) if str(where).startswith("drive:") else Path(where)
     except DriveRefused as refusal:
-        print(f"{refusal}: nothing is kept at {where}, and this session's work is lost with its machine.")
+        print(f"{refusal}: nothing is kept at {where}, and the work of this session is lost when its machine goes.")
         return None
 
 
@@ -152,7 +152,7 @@ def _local(text: str) -> Path:
 def _is_there(path: Path) -> bool:
     try:
         path.stat()
-    except FileNotFoundError:  # of other errors Path.exists() makes a False too, from Python 3.14 on
+    except FileNotFoundError:  # Path.exists() returns False on other errors too, from Python 3.14 on
         return False
     return True
 
@@ -181,7 +181,7 @@ def _drive_root() -> Path:
     if _answers(COLAB_MOUNT, bare=True):
         return COLAB_MOUNT / "MyDrive"
     if _refused:
-        raise DriveRefused("Drive was not allowed in Colab's dialog (restart the session to be asked again)")
+        raise DriveRefused("Access to Drive was declined in Colab's dialog (restart the session to be asked again)")
     raise StageError(f"Drive is not mounted: {reason}. Allow access in Colab's dialog; else restart the runtime.")
 
 
@@ -210,8 +210,8 @@ def release_runtime() -> None:
 
 
 def _answers(mount: Path, bare: bool = False) -> bool:
-    """Whether Drive can be read: a folder called MyDrive also stands there when the mount is gone. bare: one without
-    any file counts too, as on a new account."""
+    """Whether Drive can be read: a folder called MyDrive may remain when the mount is gone. bare: an empty Drive counts
+    too, as of a new account."""
     try:
         return os.path.ismount(mount) and (bool(os.listdir(mount / "MyDrive")) or bare)
     except OSError:

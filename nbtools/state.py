@@ -71,7 +71,7 @@ class TrainState:
     loss_sum, count: this epoch's so far, on the device; logged: them at the last log step. seconds, waited: training
     time of this epoch, and the part of it that waited for data. lr: of the last step. events: what there is to tell
     at the next yield. evaluate_next: ask for an evaluation before the next step. proven: (plan, elements of the largest
-    raw batch that memory sufficed for under it).
+    raw batch that fit into memory under it).
     """
 
     def __init__(self, task: Task, pack: Pack | Card, plan: Plan, device: torch.device | str | None = None):
@@ -121,7 +121,7 @@ class TrainState:
 
     @property
     def over(self) -> bool:
-        """Whether there is nothing left to train: an epoch that has begun is ended, also where fewer were asked for."""
+        """Whether there is nothing left to train: an epoch that has begun is finished, even if fewer were requested."""
         return self.stopped is not None or (self.epoch >= self.plan.epochs and not self.segments)
 
     @property
@@ -141,7 +141,7 @@ class TrainState:
         self.micro = micro
         if micro is not None and micro < self.plan.batch_size and self.plan.graph and self.network is not self.model:
             self.network = self.model
-            torch.compiler.reset()  # else the graphs keep their memory; whatever else is compiled is compiled anew
+            torch.compiler.reset()  # else the graphs keep their memory; anything else compiled is compiled again
             self.events.append(
                 "graph off: CUDA graphs need the whole batch in one forward pass; the model runs eagerly"
             )
@@ -256,9 +256,9 @@ def build_optimizer(parameters: list[Any], plan: Plan) -> torch.optim.Optimizer:
 
 def at_rest(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer with all that it keeps for each parameter, at 0, which torch makes in the first step only. There
-    memory could end between two of these tensors, or after another group of parameters was updated; made before, an
-    update allocates nothing. And fused SGD makes its momentum without values, and keeps what the memory happened to
-    hold where the first step overflows in fp16 (torch 2.13)."""
+    memory could run out between two of these tensors, or after another group of parameters was updated; with these made
+    in advance an update allocates nothing. Besides, fused SGD leaves its momentum uninitialised, and keeps what the
+    memory happened to hold where the first step overflows in fp16 (torch 2.13)."""
     sgd = isinstance(optimizer, torch.optim.SGD)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         kept = optimizer.state[parameter]

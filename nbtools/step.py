@@ -16,19 +16,19 @@ from nbtools.errors import TrainError
 from nbtools.schedule import lr_at
 from nbtools.state import Batch, Task, TrainState
 
-LEFT_OUT = 3  # steps whose loss is lost that a run leaves out: more are no accident
+LEFT_OUT = 3  # steps with a loss that is not finite that a run leaves out: more are no accident
 
 
 class Diverged(TrainError):
     """The loss is no longer a number. steps: the first and last of the steps among which it happened. A notebook shows
-    the sentence alone: no line of anybody's code is at fault."""
+    the sentence without a traceback: no line of code is at fault."""
 
     def __init__(self, message: str, steps: tuple[int, int]):
         super().__init__(message)
         self.steps = steps
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows in the place of a traceback."""
+        """What IPython shows instead of a traceback."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -36,8 +36,8 @@ def step(task: Task, state: TrainState, raw: Batch, epoch_size: int) -> tuple[Te
     """Train on one raw batch; returns its (loss sum, count), still on the device.
 
     The gradient is that of sum / count over the whole batch, in however many micro-batches. Out of memory: the micro
-    batch is halved and the same batch tried again; effective batch and lr stay, and `state.events` says so. Whatever a
-    step allocates, it allocates before its first change of a weight, so that nothing is applied twice.
+    batch is halved and the same batch tried again; effective batch and lr stay, and `state.events` says so. A step
+    allocates all that it needs before it changes the first weight, so that nothing is applied twice.
 
     The first pass under a plan, and each larger than all before it, is where memory ends if it does: there random
     states and buffers are kept, so that a failed pass leaves no trace in them. Where it ends at a later one, since
@@ -180,11 +180,11 @@ def update(state: TrainState, size: int) -> None:
 
 @torch.no_grad()
 def average(ema: AveragedModel, model: nn.Module, decay: float) -> None:
-    """Update the moving average after the weights; buffers that are no floats, as counters, are copied.
+    """Update the moving average after the weights; buffers that are not floats, such as counters, are copied.
 
     `AveragedModel.update_parameters` with `get_ema_multi_avg_fn` gives the same bits of the floats. But it allocates
-    for the counters, where memory could end after the weights were updated, and copies a counter of its own to the GPU,
-    which makes the host wait in every step.
+    for the counters, where memory could run out after the weights were updated, and copies a counter of its own to the
+    GPU, which makes the host wait in every step.
     """
     first = not ema.n_averaged
     means, values = [], []
@@ -214,7 +214,7 @@ def halve(state: TrainState, size: int, reason: str) -> None:
 
 
 def release(state: TrainState) -> None:
-    """Let go of what a step that failed left: gradients, and what the scaler knows of them."""
+    """Free what a failed step left: gradients, and what the scaler knows about them."""
     clear_gradients(state.parameters)
     if state.scaler is not None:  # it may stand between unscaling and update, and take no second unscaling
         scaler = torch.amp.GradScaler(state.device.type)

@@ -106,13 +106,13 @@ class Surface(View):
         return bool(self.undoable) if action == "undo" else action != "best" or best_of(self.folder) is not None
 
     def request(self, plan: Plan) -> None:
-        """Ask for a plan, and show it in the panel as if it was asked for there."""
+        """Request a plan, and show it in the panel as if it had been requested there."""
         self.wishes.plan = plan
         if self.panel is not None:
             self.panel.hear(plan)
 
     def returned(self, plan: Plan) -> None:
-        """The run goes on with the plan of an earlier checkpoint: what was asked for since is void."""
+        """The run continues with the plan of an earlier checkpoint: requests since then are void."""
         self.undoable.clear()
         self.request(plan)
         self.heeded = self.wishes.plan
@@ -148,7 +148,7 @@ class Surface(View):
         self.draw(self.status)
 
     def listen(self) -> bool:
-        """Hear clicks, control.json and the kernel's shutdown; whether there is something to heed."""
+        """Read clicks, control.json and the kernel's shutdown; whether there is something to apply."""
         self.messages.handle()
         if closing(running_kernel()):
             self.wishes.stop, self.wishes.stopper = True, "the shutdown of the kernel"
@@ -170,8 +170,8 @@ class Surface(View):
         return wishes.paused or asked or wishes.plan is not self.heeded
 
     def answer(self, sentence: str, asked: str = "") -> None:
-        """Show a message here and, through the history, wherever else the run is watched. asked: the action of
-        `control.ACTIONS` that it answers."""
+        """Show a message here and, through the history, wherever else the run is watched. asked: which of
+        `control.ACTIONS` it answers."""
         state, values = self.state, {"what": sentence, **({"asked": asked} if asked else {})}
         self.tell(sentence)
         self.history.append(Record("event", state.epoch, state.step, state.samples, values))

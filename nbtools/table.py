@@ -74,8 +74,8 @@ def shown(value: Any) -> str:
 
 
 def digits(value: float) -> str:
-    """A float for display only: as it is where five digits say it exactly, like most of what people type, else in
-    three or as a whole number. An lr of 0.002828427 shows as 0.00283."""
+    """A float for display only: in full where five digits are exact, as for most of what people type, else in three
+    digits or as a whole number. An lr of 0.002828427 shows as 0.00283."""
     short = f"{value:.5g}"
     if float(short) == value or not math.isfinite(value):
         return short
@@ -84,7 +84,7 @@ def digits(value: float) -> str:
 
 def sized(height: int, width: int) -> str:
     """`96 × 128 pixels (height × width)`: the order of tensors and of every `size=`, wherever a size is shown; viewers
-    and Pillow say the width first, hence the words."""
+    and Pillow put the width first, hence the words."""
     return f"{height:,} × {width:,} pixels (height × width)"
 
 

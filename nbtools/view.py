@@ -31,8 +31,8 @@ STILL = f"""<style>
 :is(.jp-OutputArea, .output):has(.nbtools-still)
   :is(.jp-OutputArea-output.jupyter-widgets, .jupyter-widgets-view):not(:has(*)) {{ display: none }}
 </style><div class="nbtools-still"></div>"""
-"""Has JupyterLab 4 and the classic notebook show the PNG that follows it only where the live view is not, and nothing
-where they would say that a widget's model was not found."""
+"""Makes JupyterLab 4 and the classic notebook show the PNG after it only where the live view is not, and nothing where
+they would report that a widget's model was not found."""
 RECENT = 3  # sentences that stand beside the live picture
 SAID = "font-size:12px;line-height:1.5;opacity:.75"
 
@@ -64,7 +64,7 @@ class View:
         )
 
     def epochs(self, plan: Plan) -> int:
-        """Of how many epochs to speak: those that the plan asks for, or have begun."""
+        """How many epochs to show: those of the plan, or those that have begun where these are more."""
         rows = self.history.rows
         ended = next((row for row in reversed(rows) if row["kind"] == "epoch"), {"epoch": -1, "samples": 0})
         begun = rows[-1]["epoch"] + (rows[-1]["samples"] > ended["samples"]) if rows else 0
@@ -87,8 +87,8 @@ class View:
             self.tell(f"the picture is no longer drawn ({type(error).__name__}: {error}); the run goes on")
 
     def keep_still(self) -> None:
-        """The picture as PNG, where it is time to: in the run folder, and in the output for whoever opens the notebook
-        when this kernel is gone. One that fails is told, and the run goes on without."""
+        """The picture as PNG, when it is time: in the run folder, and in the output for whoever opens the notebook when
+        this kernel is gone. Where drawing fails a message says so, and the run continues without."""
         if time.monotonic() < self.next_still:
             return
         start = time.thread_time()
@@ -206,8 +206,8 @@ class Output:
             self.lines.append(sentence)
 
     def still(self, png: bytes) -> None:
-        """A PNG below the view, seen only where the view is not. In an output of its own: a change of the view's would
-        have Jupyter draw all its widgets again."""
+        """A PNG below the view, visible only where the view is not. In an output of its own: updating the view's would
+        make Jupyter draw all its widgets again."""
         from IPython.display import HTML, Image, display
 
         if not self.stills:

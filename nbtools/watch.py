@@ -28,10 +28,10 @@ ANSWERED = ("stop", "evaluate", "save", "profile", "best", "undo")  # actions th
 def watch(run: str | Path, task: Any = None, wait: float = 60.0) -> Run:
     """Draw a run of another process of this machine until it ends; returns the Run.
 
-    Buttons and fields ask that process through `control.json`, and its answers come back through the history: where it
-    saved, what limits it. An interrupt ends the looking, not the run. wait: seconds for it to begin. A run that nobody
-    trains any more is drawn once. task: only for one that cannot be imported by name. Raises CheckpointError where
-    there is no run.
+    Buttons and fields send requests to that process through `control.json`, and its answers come back through the
+    history: where it saved, what limits it. An interrupt ends the watching, not the run. wait: seconds for it to begin.
+    A run that is no longer training is drawn once. task: only for one that cannot be imported by name. Raises
+    CheckpointError where there is no run.
     """
     folder = Path(run)
     await_start(folder, wait)
@@ -119,7 +119,7 @@ class Asked:
     their buttons say so meanwhile."""
 
     def __init__(self, folder: Path, plan: Plan):
-        self.folder, self.plan, self.applied = folder, plan, plan  # as asked for last, as the run said last
+        self.folder, self.plan, self.applied = folder, plan, plan  # as last requested, as the run last reported
         self.wishes, self.paused = Wishes(), False
         self.pending: set[str] = set()
 
@@ -135,10 +135,10 @@ class Asked:
             knobs = {n: value for n, value in plan.to_dict().items() if value != getattr(self.plan, n)}
             self.plan = plan
         if actions or knobs:
-            control.send(self.folder, actions, knobs, force=bool(knobs))  # the panel has asked once more
+            control.send(self.folder, actions, knobs, force=bool(knobs))  # the panel has asked already
 
     def answered(self, record: Record, refused: bool) -> None:
-        """Take back what a row of the history answers; refused: all that was asked for with it."""
+        """Clear the requests that a row of the history answers; refused: all that were sent with it."""
         evaluated = record.kind in ("epoch", "evaluation") and any(name.startswith("val_") for name in record.values)
         for action in [*self.pending]:
             if refused or record.values.get("asked") == action or (evaluated and action == "evaluate"):

@@ -186,7 +186,7 @@ def test_a_paused_run_is_saved_at_once_since_its_machine_may_be_taken(pack, tmp_
 def test_stop_leaves_a_usable_run_that_goes_on_bit_equal(pack, tmp_path, untouched):
     folder = tmp_path / "run"
     stopped = nb.fit(Acting(at12=lambda: send(folder, ["stop"])), pack, PLAN, folder, **QUIET)
-    assert stopped.events[-1] == "stopped by you after step 12; run it again to go on"
+    assert stopped.events[-1] == "stopped by you after step 12; run it again to continue"
     assert set(nb.evaluate(stopped, pack)) == {"loss", "accuracy"}
     gone_on = nb.fit(toy, pack, PLAN, folder, **QUIET)
     assert losses(gone_on) == losses(untouched)
@@ -311,7 +311,7 @@ def test_a_request_that_comes_while_the_run_is_made_ready_is_heard(pack, tmp_pat
     task = Acting()
     task.model = model
     run = nb.fit(task, pack, PLAN, folder, **QUIET)
-    assert run.events == ["stopped by you after step 1; run it again to go on"]
+    assert run.events == ["stopped by you after step 1; run it again to continue"]
 
 
 def test_ctrl_c_while_the_last_picture_is_drawn_still_returns_the_run(pack, tmp_path, monkeypatch):
@@ -385,7 +385,7 @@ def test_a_batch_size_without_an_lr_moves_lr_by_the_plans_rule(pack, tmp_path):
         ('{"lrr": 1}', "did you mean lr"),
         ('{"do": "explode"}', "pause, resume, stop, evaluate, save, profile, best, undo, got 'explode'"),
         ('{"do": "stop", "lr": -1}', "Plan.lr must be > 0"),
-        ('{"lr": 1000}', 'lr 1000 is 100,000× the advised 0.01; to apply it all the same add "force": true'),
+        ('{"lr": 1000}', 'lr 1000 is 100,000× the advised 0.01; to apply it anyway add "force": true'),
         ('{"do": "stop", "lr": 1000, "force": false}', "lr 1000 is 100,000× the advised 0.01"),
         ('{"lr": 1000, "force": "yes"}', "\"force\" must be true or false, got 'yes'"),
         (

@@ -87,7 +87,7 @@ def test_where_drive_is_declined_run_all_goes_on_and_nothing_is_kept(name, tmp_p
     assert kept == []
     assert said.count("asking for Drive") == (name != "0_start_here"), "the dialog comes once"
     if not name.startswith("0"):
-        assert "Drive was not allowed in Colab's dialog" in said
+        assert "Access to Drive was declined in Colab's dialog" in said
     if name.endswith("2_train"):
         assert "using demo data instead" in said
         assert "nothing is kept at drive:nbtools-data/runs" in said
@@ -111,10 +111,10 @@ def test_a_clone_in_the_working_folder_is_not_taken_for_an_installed_nbtools(tmp
 
 
 STOPS = {  # SOURCE → the reason in the sentence
-    "drive:packs": "drive:packs holds packs and runs, no copy of nbtools",
-    "drive:missing.zip": "drive:missing.zip is not there",
+    "drive:packs": "drive:packs holds packs and runs, not a copy of nbtools",
+    "drive:missing.zip": "drive:missing.zip does not exist",
     "drive:other.zip": "does not appear to be a Python project",
-    "missing/nbtools": "missing/nbtools is not there",
+    "missing/nbtools": "missing/nbtools does not exist",
     "https://127.0.0.1:9/me/nbtools": "fatal: unable to access",
     "drive:declined.zip": "Drive cannot be opened (Error: credential propagation was unsuccessful)",
 }

@@ -212,10 +212,10 @@ def test_a_run_that_a_gpu_trained_in_fp16_is_read_on_a_cpu_in_float32(pack, tmp_
     ("ratio", "low", "drift", "amp", "why"),
     [
         (1.9, 1.85, 0.001, "bf16", "1.90× as fast as float32"),
-        (1.03, 1.02, None, "off", "taken where 5% faster"),
-        (1.3, 0.9, 0.001, "off", "taken where 5% faster"),  # not beyond what rounds differ by
+        (1.03, 1.02, None, "off", "used where reliably 5% faster"),
+        (1.3, 0.9, 0.001, "off", "used where reliably 5% faster"),  # not beyond what rounds differ by
         (1.9, 1.85, 0.3, "off", "its loss differs by 30%"),
-        (1.9, 1.85, float("inf"), "off", "its loss is no number"),
+        (1.9, 1.85, float("inf"), "off", "its loss is not a number"),
     ],
 )
 def test_bf16_is_taken_where_it_is_clearly_faster_and_learns_the_same(ratio, low, drift, amp, why):
@@ -282,7 +282,7 @@ def test_the_batch_is_searched_in_the_precision_that_was_chosen(tmp_path):
     """Of batches of 4 samples, which the search alone tries, none is of the other precision."""
     pack, seen = toy.make_pack(tmp_path, count=400), []
     advice = nb.advise(pretending("off", seen=seen), pack, seconds=0.5)
-    chosen = "off" if "taken where" in advice.evidence["amp"] else "bf16"  # a busy machine may hide any gain
+    chosen = "off" if "used where" in advice.evidence["amp"] else "bf16"  # a busy machine may hide any gain
     assert {amp for amp, size in seen if size == 4} == {chosen}
 
 

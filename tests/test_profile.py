@@ -197,7 +197,7 @@ def test_a_plan_without_any_gain_names_what_was_tried(measured):
     found = judged(measured, Plan(batch_size=8), **shares(0.0, 0.1), trials=tried, untried=({"compile": True},))
     assert (
         "none of the 3 changes tried was 10 % faster: amp=bf16 1.03×, channels_last=True 0.90×, batch_size=16 1.30× "
-        "(but 0.80–1.43); for want of time or memory not tried: compile=True"
+        "(but 0.80–1.43); not tried for lack of time or memory: compile=True"
     ) in found.sentence
 
 

@@ -105,7 +105,7 @@ def test_a_kernel_shut_down_finishes_the_step_saves_and_ends(ended, one_thread):
     assert ended.code in (0, -signal.SIGTERM)
     assert last_saved(ended.folder / "run") == steps(ended.folder) == 5
     text = "".join(m["content"]["text"] for m in ended.said if m["msg_type"] == "stream" and parent(m) == ended.cell)
-    assert "after step 5; run it again to go on" in text
+    assert "after step 5; run it again to continue" in text
     assert [m["content"]["ename"] for m in ended.said if m["msg_type"] == "error"] == []
     assert "nbtools" not in (ended.folder / "stderr").read_text()  # ipykernel 7 has complaints of its own
     goes_on_bit_equal(nb.Pack.open(ended.folder / "toy" / "pack"), ended.folder)
@@ -158,7 +158,7 @@ def test_sigterm_is_a_request_to_stop_and_comes_through_when_the_run_is_saved(tm
 
     task: Any = SimpleNamespace(**{**vars(toy), "batch": batch})
     run = nb.fit(task, pack, PLAN, tmp_path / "run", keep=tmp_path / "kept", **QUIET)
-    assert run.events == ["stopped by SIGTERM after step 5; run it again to go on"]
+    assert run.events == ["stopped by SIGTERM after step 5; run it again to continue"]
     assert last_saved(tmp_path / "run") == last_saved(tmp_path / "kept") == 5
     assert seen == [[]] * 5
     assert terminated == [signal.SIGTERM]
@@ -198,5 +198,5 @@ def test_kill_ends_training_in_a_terminal_with_nothing_lost(tmp_path):
     process.terminate()
     said = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == -signal.SIGTERM, said
-    assert f"stopped by SIGTERM after step {last_saved(tmp_path / 'run')}; run it again to go on" in said
+    assert f"stopped by SIGTERM after step {last_saved(tmp_path / 'run')}; run it again to continue" in said
     assert "Traceback" not in said

@@ -334,7 +334,7 @@ def test_a_folder_without_frames_is_refused_with_what_to_do(tmp_path, files, sai
     [
         ({"finetune": -1}, "finetune must be a whole number of epochs, 0 or more, got -1"),
         ({"finetune": 1.5}, "finetune must be a whole number of epochs, 0 or more, got 1.5"),
-        ({"device": "gpu"}, "device must be one that torch has here, as cpu or cuda, got 'gpu'"),
+        ({"device": "gpu"}, "device must be one that torch has here, such as cpu or cuda, got 'gpu'"),
         ({"batch_size": 0}, "batch_size must be a whole number of frames, 1 or more, got 0"),
         ({"lr": 0}, "lr must be above 0, got 0"),
         ({"feature_key": "mask"}, "feature_key must be the name of an array of numbers, got 'mask'"),

@@ -610,14 +610,14 @@ def test_where_drive_is_declined_nothing_counts_as_kept_and_the_dialog_comes_onc
     assert nb.kept("drive:nbtools-data/captcha.tar") is None
     assert nb.kept("drive:nbtools-data/runs/captcha", "a short run") is None
     said = capsys.readouterr().out
-    assert said.count("Drive was not allowed in Colab's dialog") == 2
+    assert said.count("Access to Drive was declined in Colab's dialog") == 2
     assert "using demo data instead.\n" in said
     assert "using a short run instead.\n" in said
     assert declined.calls == [False], "a person was asked again"
 
 
 def test_what_is_asked_of_a_declined_drive_by_name_is_an_error(declined):
-    with pytest.raises(errors.NbtoolsError, match="not allowed in Colab's dialog"):
+    with pytest.raises(errors.NbtoolsError, match="declined in Colab's dialog"):
         stage("drive:datasets/captcha.tar")
 
 

@@ -34,8 +34,8 @@ from nbtools.pack import Pack
 from nbtools.plan import Plan
 from nbtools.state import task_name
 
-VERSION = 2  # of what is measured; kept beside packs, so that older advice is measured again (1: no bf16 on a CPU)
-TURNS = 2  # changes of the measured plan, each made on a profile of its own
+VERSION = 2  # of what is measured; stored with the advice, so that older advice is measured again (1: no bf16 on a CPU)
+TURNS = 2  # changes to the measured plan, each based on a profile of its own
 SECONDS = 20.0  # of looking for the batch size; a third of it for the profile, which takes two to three times its own
 FREE = ("feed", "workers", "prefetch", "channels_last", "compile", "graph", "amp")
 """Knobs that advice turns by itself where that was measured faster: they leave the course of training as it is, but for
@@ -91,7 +91,7 @@ def measured(task: Any, pack: Pack, thumb: Advice, seconds: float, noise: bool, 
     precision = None if "amp" in own else find_precision(task, pack, thumb.plan, seconds=seconds / 6)
     if precision is not None:
         amp, evidence["amp"] = choose_precision(precision)
-        found["amp"] = amp, "the faster of the two that learn the same, measured here"
+        found["amp"] = amp, "the faster one that learns the same, measured here"
     plan = by_rules(task, pack, found).plan
     batches = find_batch(task, pack, plan, seconds=seconds, most=enough(pack.card), noise=noise)
     if "batch_size" not in own and conclusive(batches, plan):
@@ -137,7 +137,7 @@ def settled(
             break
         found |= {name: (value, "measured faster here") for name, value in judged.change.items()}
         evidence |= dict.fromkeys(judged.change, judged.sentence)
-        fixed = [*fixed, *judged.change, "compile", "graph"]  # compiled once is a minute; it gained less than this did
+        fixed = [*fixed, *judged.change, "compile", "graph"]  # compiling takes a minute, and gained less than this
     return profile, judged
 
 

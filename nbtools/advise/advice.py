@@ -38,7 +38,7 @@ class Advice:
     @property
     def ladder(self) -> Ladder:
         """What goes with another batch, from the largest down: lr by the optimizer's rule, and as many forward passes
-        as it takes where a size does not fit at once, or nobody knows."""
+        as it takes where a size does not fit at once, or was not tried."""
         plan = self.plan
         reference = Reference(plan.batch_size, plan.lr, "linear" if plan.optimizer == "sgd" else "sqrt")
         sizes = {(self.largest or plan).batch_size, *(plan.batch_size * part // 4 for part in (4, 3, 2, 1))} - {0}

@@ -18,8 +18,8 @@ class Tried:
     """A change of the plan. ratio: its samples/s over the plan's, the median over rounds; low, high: the quartiles.
 
     drift: of a faster precision, how far its first losses are from float32's, relative (see `tries.drift`), infinite
-    where one of them is no number; None where they were not compared. failed: why it cannot be trained with at all,
-    and the ratio is 0.
+    where one of them is not a number; None where they were not compared. failed: why the model cannot be trained with
+    it at all; the ratio is then 0.
     """
 
     change: dict[str, Any]
@@ -32,7 +32,7 @@ class Tried:
 
     @property
     def agrees(self) -> bool:
-        """Whether it learns the same, as far as that was looked at."""
+        """Whether it learns the same, as far as that was checked."""
         return not self.failed and (self.drift is None or self.drift <= AGREES)
 
 
@@ -165,12 +165,12 @@ class StepProfile:
 
 
 def apart(trial: Tried) -> str:
-    """What speaks against a precision, however fast it is."""
+    """The reason not to take a precision, however fast it is."""
     if trial.failed:
         return f", it fails ({trial.failed})"
     if trial.agrees or trial.drift is None:
         return ""
-    far = f"differs by {trial.drift:.0%}" if math.isfinite(trial.drift) else "is no number"
+    far = f"differs by {trial.drift:.0%}" if math.isfinite(trial.drift) else "is not a number"
     return f", but its loss {far}"
 
 

@@ -140,8 +140,8 @@ def launching(bench: Bench, seconds: float) -> float:
 def busy(bench: Bench) -> float:
     """Seconds that the device works for a step, by the clock of its own that the profiler reads.
 
-    Events around a step that is queued behind long products would tell as much of a short step only: beyond about 1,000
-    launches the queue is full, the host waits, and its launching counts as the device's work.
+    Events around a step queued behind long products would serve for short steps only: beyond about 1,000 launches the
+    queue is full, the host waits, and its launching counts as the device's work.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(LEAST):
@@ -151,12 +151,13 @@ def busy(bench: Bench) -> float:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
         worked = device_seconds(json.loads(path.read_text())["traceEvents"])
-    return worked / LEAST or bench.mean  # nothing traced, as where another profiler runs: taken as all the device's
+    return worked / LEAST or bench.mean  # nothing traced, as when another profiler runs: count all as the device's
 
 
 def device_seconds(events: Iterable[dict[str, Any]]) -> float:
     """Seconds in which at least one kernel, copy or fill of a trace runs (Kineto's format: ts and dur in µs); they
-    overlap where there are several streams. A gpu_user_annotation spans the gaps between its kernels, and is none."""
+    overlap where there are several streams. A gpu_user_annotation also spans the gaps between its kernels, and does not
+    count."""
     spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in WORK)
     total, end = 0.0, float("-inf")
     for start, stop in spans:

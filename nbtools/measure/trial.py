@@ -99,7 +99,7 @@ class Trial:
         return sum(load.samples for load in loads[lead:]) / max(self.clock() - start, 1e-9)
 
     def recovered(self, reason: str) -> str:
-        """After an out-of-memory nothing of the failed step stays."""
+        """After running out of memory, keep nothing of the failed step."""
         if reason:
             release(self.state)
         return reason

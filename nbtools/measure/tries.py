@@ -34,7 +34,7 @@ AUGMENT_SHARE = 0.1  # of a step: from here the step is tried without augmentati
 FIXED_SHARE = 0.2  # of a step that does not grow with the batch: from here a larger batch is tried
 COMPILE_PAYS = 1800.0  # seconds of training planned from which compiling is tried: it took 69 s here, on two busy cores
 SHAPES = 8  # programs of one function that dynamo keeps before it gives up
-FASTER = 1.05  # lower quartile of the ratio to float32 from which mixed precision is taken
+FASTER = 1.05  # lower quartile of the ratio to float32 from which mixed precision is used
 LOSSES = 10  # steps whose losses are compared
 RAMP = 30  # steps in which lr rises to the plan's while they are
 LEAST_STEPS = 20  # optimizer steps an epoch below which a larger batch is not tried: rule of thumb (ours)
@@ -131,12 +131,12 @@ def try_out(
         failed += take_turns(pace, others, seconds)
     whole = [(change, other) for change, other in others if other.state.micro == other.plan.micro_batch_size]
     whole = [pair for pair in whole if pair[0] not in [trial.change for trial in failed]]
-    found = [compared(change, pace, other) for change, other in whole]  # of the rest, steps went on in parts
+    found = [compared(change, pace, other) for change, other in whole]  # the rest continued with smaller micro-batches
     return (*(checked(trial, task, pack, pace, feed) for trial in found), *failed)
 
 
 def failure(change: dict[str, Any], error: Exception) -> Tried:
-    """A precision that a model cannot be trained in: bfloat16 lacks some operations (CTC), or loses the loss."""
+    """A precision that a model cannot be trained in: bfloat16 lacks some operations (CTC), or makes the loss NaN."""
     if change.get("amp", "off") == "off":
         raise error
     return Tried(change, 0.0, 0.0, 0.0, 0, failed=str(error).split("\n")[0].split(". ")[0])
@@ -170,16 +170,16 @@ def checked(trial: Tried, task: Task, pack: Pack, pace: Pace, feed: Feed) -> Tri
 
 def drift(task: Task, pack: Pack, plan: Plan, amp: str, device: torch.device, feed: Feed) -> float:
     """How far the plan's first losses in a precision are from those in float32: the mean difference over the mean loss,
-    infinite where one is no number."""
+    infinite where one is not a number."""
     base, losses = (first_losses(task, pack, plan.replace(amp=name), device, feed) for name in ("off", amp))
     far = sum(abs(a - b) for a, b in zip(base, losses, strict=True)) / max(sum(map(abs, base)), 1e-12)
     return far if math.isfinite(far) else math.inf
 
 
 def first_losses(task: Task, pack: Pack, plan: Plan, device: torch.device, feed: Feed) -> list[float]:
-    """Those of the first ten steps. lr rises to the plan's within RAMP steps, and so to a third of it: with all of it
-    at once fresh weights go astray in any precision (over ten steps fp32 and bf16 were 13 % apart on one task, with
-    this 0.6 %)."""
+    """Those of the first ten steps. lr rises to the plan's within RAMP steps, and so to a third of it: with all of
+    it at once, fresh weights diverge in any precision (over ten steps fp32 and bf16 were 13 % apart on one task, with
+    the ramp 0.6 %)."""
     ramp = RAMP * plan.batch_size / pack.splits["train"]
     endless = plan.replace(epochs=10**6, eval_every=10**6, early_stop=None, schedule="constant", min_lr=0.0)
     return losses_of(task, pack, endless.replace(warmup_epochs=ramp), device, feed, LOSSES)
@@ -188,8 +188,8 @@ def first_losses(task: Task, pack: Pack, plan: Plan, device: torch.device, feed:
 def losses_of(
     task: Task, pack: Pack, plan: Plan, device: torch.device, feed: Feed | None = None, steps: int = LOSSES
 ) -> list[float]:
-    """The mean loss of each of the first steps from the plan's seed; NaN from where it was lost. Reading them waits for
-    the device."""
+    """The mean loss of each of the first steps from the plan's seed; NaN from where training diverged. Reading them
+    waits for the device."""
     state = TrainState(task, pack, plan, device)
     losses, before = [], (0.0, 0.0)
     try:
@@ -209,8 +209,8 @@ def find_precision(
     task: Task, pack: Pack, plan: Plan, device: torch.device | None = None, seconds: float = 3.0
 ) -> Tried | None:
     """The plan's mixed precision, or the one that may be faster on this device, against float32: trained in turns for
-    about so many seconds; where it is faster, 20 steps more that compare losses. None where there is none to try, or
-    memory ended. Nothing outside changes."""
+    about so many seconds; where it is faster, 20 more steps compare losses. None where there is nothing to try, or
+    memory ran out. Nothing outside changes."""
     device = device or devices.pick()
     base = plan.replace(amp="off", compile=False, graph=False)
     change = {"amp": plan.amp} if plan.amp != "off" else other_precision(base, device)
@@ -231,7 +231,7 @@ def choose_precision(tried: Tried) -> tuple[str, str]:
         return "off", f"{amp}{apart(tried)}"
     said = f"{amp} {tried.ratio:.2f}× as fast as float32 ({tried.low:.2f}–{tried.high:.2f} in {tried.rounds} rounds)"
     if tried.low < FASTER:
-        return "off", f"{said}; taken where {FASTER - 1:.0%} faster"
+        return "off", f"{said}; used where reliably {FASTER - 1:.0%} faster"
     if not tried.agrees:
         return "off", said + apart(tried)
     same = "" if tried.drift is None else f"; losses of {LOSSES} steps within {tried.drift:.2%}"

@@ -32,8 +32,8 @@ def untouched(device: torch.device) -> Iterator[None]:
 
 
 def read_switches() -> dict[str, Any]:
-    """Those that `nbtools.device.prepare` sets. precision: None where torch will not say, since the user chose by
-    `fp32_precision` (torch ≥ 2.9), which is then kept instead."""
+    """Those that `nbtools.device.prepare` sets. precision: None where torch does not tell it because the user set
+    `fp32_precision` (torch ≥ 2.9), which is kept instead."""
     try:
         precision, backends = torch.get_float32_matmul_precision(), []
     except RuntimeError:

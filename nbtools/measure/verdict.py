@@ -149,7 +149,7 @@ def advised(option: Option | None, profile: StepProfile) -> str:
 
 
 def nothing(profile: StepProfile) -> str:
-    """Which changes were tried where none is worth it, and what each brought."""
+    """Where no change is worth it: which ones were tried, and what each brought."""
     bar, count = f"{100 * (WORTH - 1):.0f} % faster", len(profile.trials)
     named = ", ".join(map(outcome, profile.trials))
     tried = {
@@ -157,11 +157,11 @@ def nothing(profile: StepProfile) -> str:
         1: f"the one change tried was not {bar}: {named}",
     }.get(count, f"none of the {count} changes tried was {bar}: {named}")
     left = ", ".join(spelled(change) for change in profile.untried)
-    return tried + (f"; for want of time or memory not tried: {left}" if left else "")
+    return tried + (f"; not tried for lack of time or memory: {left}" if left else "")
 
 
 def outcome(trial: Tried) -> str:
-    """A change that was tried, how much faster it was, and why a ratio that looks worth it is not."""
+    """A change that was tried, how much faster it was, and why it is not worth it despite its ratio."""
     if trial.failed:
         return f"{spelled(trial.change)}{apart(trial)}"
     spread = f" (but {trial.low:.2f}–{trial.high:.2f})" if trial.ratio >= WORTH and trial.low <= 1 else ""

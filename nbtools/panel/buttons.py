@@ -1,5 +1,5 @@
-"""Pause, Stop, Evaluate now, Save now, What limits it?, Back to best, Undo: buttons that ask, and say that they were
-heard until the run has done it; and the change that a verdict proposes."""
+"""Pause, Stop, Evaluate now, Save now, What limits it?, Back to best, Undo: buttons that send
+requests and show them as pending until the run has answered; and the change that a verdict proposes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ HEARD = {
 }
 PAUSED = "paused between two steps: change what you like, then Resume"
 PAUSING = "pausing after this step …"
-SLOW = 1.0  # seconds of a step from which it is said beforehand that clicks are read only when it ends
+SLOW = 1.0  # seconds a step; from here on the panel says beforehand that clicks are read when it ends
 
 
 class Buttons:
     """The buttons of one panel. wishes: those of the run under way, None where there is none. asked: a change of the
     plan that waits for the end of this step. able: whether there is anything to do for an action. pace: seconds that a
-    step takes. unread: whether the run has yet to read what was asked for, as another process has."""
+    step takes. unread: whether the run, in another process, has yet to read the requests."""
 
     def __init__(self) -> None:
         self.wishes: Wishes | None = None
@@ -65,7 +65,7 @@ class Buttons:
         if self.asked:
             said.append(f"after this step: {self.asked}")
         if not said and self.wishes and self.pace >= SLOW:
-            said.append(f"a step takes {self.pace:.0f} s; what you ask for is read when it ends")
+            said.append(f"a step takes {self.pace:.0f} s; requests are read when it ends")
         self.heard.value = form.styled(form.HELP, " · ".join(said))
         for action, made in self.made.items():
             resume = action == "pause" and wishes.paused

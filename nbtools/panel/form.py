@@ -48,7 +48,7 @@ class Form:
     """The widgets of one panel: fields and sliders to change, notes to read.
 
     read: called with knob and value when a person changed a field. presets: label → button. offers: lr_rule → button.
-    confirm: the button that applies what is asked about once more.
+    confirm: the button that applies what was asked about once more.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class Form:
             made.layout.display = "inline-block" if rule in offers else "none"
 
     def ask(self, place: str, label: str) -> None:
-        """Put the button that confirms into the row of a knob, or beside the presets where there is no such; no label:
-        take it away."""
+        """Show the confirming button in the row of a knob, or next to the presets where there is no such row; no label:
+        remove it."""
         at = self.rows.get(place, self.top) if label else None
         self.confirm.description = label
         for bar in (self.top, *self.rows.values()):

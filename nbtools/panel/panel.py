@@ -32,14 +32,14 @@ SPEED = {"batch_size", "micro_batch_size", "amp", "compile", "graph", "channels_
 
 
 def always(action: str) -> bool:
-    """What can be asked of a run that does not say."""
+    """Whether an action is possible, for a run that does not say."""
     return True
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about once more. knob: beside which it stands, else "" for beside the presets; label: of the button
-    that applies it."""
+    """What is asked about once more. knob: the row that it is shown in, "" for the presets'; label: of the button that
+    applies it."""
 
     knob: str
     label: str
@@ -95,7 +95,7 @@ class Panel:
             if plan is not None:
                 self.presets[label] = plan
         offers = {rule: button("", partial(self.follow, rule), why) for rule, (_, why) in RULES.items()}
-        confirm = button("", self.insist, "Applies it all the same", "exclamation-triangle")
+        confirm = button("", self.insist, "Apply it anyway", "exclamation-triangle")
         self.form = Form(self.advised.to_dict(), self.rules, made, self.read, offers, confirm)
         self.fields, self.sliders, self.notes = self.form.fields, self.form.sliders, self.form.notes
         self.said, self.view = self.form.said, self.form.view
@@ -183,7 +183,7 @@ class Panel:
 
     def put(self, plan: Plan, sure: bool = False) -> None:
         """Take a plan, and show it in the fields; a started run keeps what is fixed in it, and asks once more unless
-        the person is sure."""
+        the user is sure."""
         with self.lock:
             self.question = None
             kept = [name for name in self.fixed if getattr(plan, name) != getattr(self.plan, name)]
@@ -263,7 +263,7 @@ class Panel:
 
     def accept(self, changed: dict[str, Any], sure: bool = False) -> dict[str, str]:
         """Take the changes; those that break a rule between fields, or the run's, are returned with the rule, and those
-        to ask about once more with the question, unless the person is sure."""
+        to ask about once more with the question, unless the user is sure."""
         changed, wrong = dict(changed), {}
         while changed:
             try:

@@ -75,8 +75,8 @@ class Columns:
 
     @property
     def train_loss(self) -> float | None:
-        """The train loss of a run, one number wherever it is shown: the mean over the samples of the last epoch that
-        ended, each as it was when it was trained on. Before the first epoch ends: the mean since the last log step."""
+        """The train loss of a run, the same number wherever it is shown: the mean over the samples of the last epoch
+        that ended, each when it was trained on. Before the first epoch ends: the mean since the last log step."""
         _, epochs = self.series("epoch", "train_loss")
         return float(epochs[-1]) if len(epochs) else self.newest("loss")
 

@@ -110,8 +110,8 @@ def rate(table: Columns) -> Chart | None:
 
 def rates(table: Columns) -> tuple[np.ndarray, np.ndarray]:
     """(steps, lr) that a logarithmic axis shows. A schedule may end at 0, so the axis ends DECADES below its highest
-    lr; a schedule lasts from one change of lr to the next, so however large or small a value somebody sets, what came
-    before and after it stays in the picture."""
+    lr; a schedule lasts from one change of lr to the next, so whatever value the user sets, what came before and
+    after it stays in the picture."""
     x, y = table.either("lr")
     turned = sorted(row["step"] for row in table.changes if LR.search(str(row.get("what", ""))))
     highest = np.zeros(len(turned) + 1)

@@ -1,7 +1,7 @@
 # %% [markdown]
 # ## Install
-# `SOURCE` says where nbtools comes from: the address of its repository, or of your fork, or a copy on your Drive,
-# `"drive:nbtools-main.zip"` as GitHub gives it, a folder, or a wheel.
+# `SOURCE` says where nbtools comes from: the address of its repository or of your fork, or a copy on your Drive: a
+# folder, a wheel, or `"drive:nbtools-main.zip"` as downloaded from GitHub.
 
 # %%
 SOURCE = "{repository}"
@@ -18,7 +18,7 @@ MISSING = getattr(importlib.util.find_spec("nbtools"), "origin", None) is None  
 print(f"nbtools comes from {SOURCE}" if MISSING else "nbtools is installed already")
 
 # %% [markdown]
-# A copy on Drive is looked at first; Colab asks for your permission here.
+# If `SOURCE` is a copy on Drive, Colab asks for your permission here.
 
 # %%
 COPY, PROBLEM = Path(SOURCE).expanduser(), ""
@@ -31,14 +31,14 @@ if MISSING and SOURCE.startswith("drive:"):
         PROBLEM = f"Drive cannot be opened ({error})"
     COPY = Path(os.environ.get("NBTOOLS_DRIVE", "/content/drive/MyDrive"), SOURCE.removeprefix("drive:"))
 if not (PROBLEM or "://" in SOURCE or COPY.is_file() or (COPY / "pyproject.toml").is_file()):
-    PROBLEM = f"{SOURCE} {'holds packs and runs, no copy of nbtools' if COPY.is_dir() else 'is not there'}"
+    PROBLEM = f"{SOURCE} {'holds packs and runs, not a copy of nbtools' if COPY.is_dir() else 'does not exist'}"
 
 # %% [markdown]
-# Nothing of Colab's own is replaced. Where installing fails, one sentence says why, and *Run all* ends here.
+# No package that came with Colab is replaced. If installing fails, one sentence says why, and *Run all* ends here.
 
 # %%
 if MISSING and not PROBLEM:
-    if COPY.is_dir():  # a build writes beside its sources, which a shared folder on Drive does not take
+    if COPY.is_dir():  # a build writes next to its sources, which a shared folder on Drive does not allow
         COPY = Path(shutil.copytree(COPY, tempfile.mkdtemp(), ignore=shutil.ignore_patterns(".*"), dirs_exist_ok=True))
     address = SOURCE if SOURCE.endswith((".zip", ".whl")) else f"git+{SOURCE}"
     wanted = f"nbtools[captcha,segment,text] @ {COPY.resolve().as_uri() if COPY.exists() else address}"

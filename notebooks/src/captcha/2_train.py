@@ -21,7 +21,7 @@
 import os
 
 RAW = None  # your data as in 1_data: "drive:datasets/captcha.tar", a folder, an archive or a link
-PACK = None  # else a pack of yours; None: what 1_data kept, and where that is nothing, demo images
+PACK = None  # or a pack of your own; None: the one that 1_data kept, otherwise demo images
 RUN = "runs/captcha"  # on this machine, fast
 KEEP = "drive:nbtools-data/runs/captcha"  # checkpoints go there in the background; None: nowhere
 RELEASE_GPU = False  # True: on Colab give the machine back when training ends, so that it costs no more

@@ -17,8 +17,8 @@
 # %%
 import os
 
-PACK = None  # another pack than the one that 1_data kept
-RUN = None  # another run than the one that 2_train kept
+PACK = None  # a pack of your own; None: the one that 1_data kept, otherwise demo images
+RUN = None  # another run; None: the one that 2_train kept, otherwise a short one
 FILES = []  # images of your own to read, e.g. ["mine.png"]; empty: a few fresh demo images
 EXPORT = "captcha-model"
 TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing

@@ -22,7 +22,7 @@
 import os
 
 RAW = None  # your data as in 1_data: "drive:datasets/hwdb_full.tar", a folder, an archive or a link
-PACK = None  # else a pack of yours; None: what 1_data kept, and where that is nothing, demo pages
+PACK = None  # or a pack of your own; None: the one that 1_data kept, otherwise demo pages
 HEIGHT = 32  # as in 1_data
 RUN = "runs/hwdb"  # on this machine, fast
 KEEP = "drive:nbtools-data/runs/hwdb"  # checkpoints go there in the background; None: nowhere

@@ -20,8 +20,8 @@
 # %%
 import os
 
-PACK = None  # another pack than the one that 1_data kept
-RUN = None  # another run than the one that 2_train kept
+PACK = None  # a pack of your own; None: the one that 1_data kept, otherwise demo pages
+RUN = None  # another run; None: the one that 2_train kept, otherwise a short one
 LANGUAGE = None  # "drive:texts/chinese.txt"
 FILES = []  # lines of your own to read: images, or pages as "page.dgrl#3"
 TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing

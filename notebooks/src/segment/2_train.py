@@ -21,7 +21,7 @@
 import os
 
 RAW = None  # your data as in 1_data: "drive:datasets/garments.tar", a folder, an archive or a link
-PACK = None  # else a pack of yours; None: what 1_data kept, and where that is nothing, demo images
+PACK = None  # or a pack of your own; None: the one that 1_data kept, otherwise demo images
 RUN, KEEP = "runs/segment", "drive:nbtools-data/runs/segment"  # on this machine, fast; and where checkpoints are kept
 TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
 COUNT, SIDES = (28, (48, 48)) if TINY else (1400, (128, 96))  # demo images, and their height and width in pixels

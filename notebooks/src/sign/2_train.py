@@ -20,7 +20,7 @@
 import os
 
 RAW = None  # your data as in 1_data: "drive:datasets/signs.tar", a folder, an archive or a link
-PACK = None  # else a pack of yours; None: what 1_data kept, and where that is nothing, demo clips
+PACK = None  # or a pack of your own; None: the one that 1_data kept, otherwise demo clips
 RUNS = "runs"  # on this machine, fast
 KEEP = "drive:nbtools-data/runs"  # checkpoints go there in the background; None: nowhere
 TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
@@ -76,9 +76,7 @@ if {"x", "features"} <= set(pack.columns):
     runs.append(nb.fit(sign, pack, plan, f"{RUNS}/sign-gru", KEEP and f"{KEEP}/sign-gru", receipt=False))
 else:
     only = "keypoints" if "x" in pack.columns else "features"
-    print(
-        f"The GRU is skipped: beside the Transformer it needs keypoints and features, and these clips have {only} only."
-    )
+    print(f"The GRU is skipped: it needs clips with keypoints and features, and these have only {only}.")
 
 # %% [markdown]
 # ## Side by side

@@ -17,8 +17,8 @@
 # %%
 import os
 
-PACK = None  # another pack than the one that 1_data kept
-RUN = None  # another run than the one that 2_train kept: "drive:nbtools-data/runs/sign-gru"
+PACK = None  # a pack of your own; None: the one that 1_data kept, otherwise demo clips
+RUN = None  # another run: "drive:nbtools-data/runs/sign-gru"; None: the one that 2_train kept
 SPLIT = "val"  # "test" where there is one
 TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
 COUNT, GLOSSES, EPOCHS = (60, 6, 1) if TINY else (400, 12, 20)  # of the short run, where there is no other

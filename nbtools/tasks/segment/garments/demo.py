@@ -31,7 +31,7 @@ CLASSES = {
     },
 }
 """name → colour, in the order of the ids, of each choice of classes; the colours are Okabe and Ito's,
-without the blue and vermilion in which pictures say right and wrong."""
+without the blue and vermilion that mean right and wrong in pictures."""
 FORMS = ("labels", "cvat", "both")
 IMAGES, LABELS, XML, NAMED = "images", "labels", "annotations.xml", "classes.txt"
 SPLITS = ("train", "train", "train", "train", "train", "val", "test")  # of seven pictures in turn

@@ -20,8 +20,8 @@ EDGE = np.array((20, 20, 20))  # beside it, so that the line is seen on white, t
 HATCH, GREY, DARK = 8, 0.5, 0.35  # px from stripe to stripe; of the picture in an ignored pixel, and in a stripe
 DIMMED = 0.35  # of the picture where only errors have colour
 INKS = np.array([[int(WRONG[i : i + 2], 16) for i in (1, 3, 5)], (110, 0, 190), (0, 0, 0)], np.uint8)
-"""Of what is wrong, as preferred: vermilion as elsewhere, violet, black; all of them dark on a pale picture."""
-APART = 30.0  # in CIELAB; beside each other 2 is just seen, and these lie in different pictures
+"""Colours for what is wrong, the preferred one first: vermilion as elsewhere, violet, black; dark on a pale picture."""
+APART = 30.0  # in CIELAB; side by side 2 is just visible, and these are in different pictures
 VISIONS = np.array(
     [
         np.eye(3),
@@ -42,8 +42,8 @@ def alphas_of(card: Card | Pack) -> np.ndarray:
 
 
 def wrong_ink(card: Card | Pack) -> np.ndarray:
-    """(3,) uint8: the colour of what is wrong beside these classes. It is none of theirs, with any colour vision, where
-    there is such a one; else the one that is farthest from them."""
+    """(3,) uint8: the colour of what is wrong. It differs from those of the classes, with any colour vision; where none
+    does, it is the one farthest from them."""
     classes = colours_of(card)[alphas_of(card) > FAINT]
     apart = np.linalg.norm(seen_as(INKS)[:, :, None] - seen_as(classes)[:, None], axis=-1).min((0, 2), initial=np.inf)
     return INKS[int((apart >= APART).argmax() if (apart >= APART).any() else apart.argmax())]

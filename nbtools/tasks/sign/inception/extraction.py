@@ -153,7 +153,9 @@ def place(device: str | None) -> torch.device:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         said = str(error).splitlines()[0]
-        raise PackError(f"device must be one that torch has here, as cpu or cuda, got {device!r}: {said}") from error
+        raise PackError(
+            f"device must be one that torch has here, such as cpu or cuda, got {device!r}: {said}"
+        ) from error
 
 
 def learned(backbone: Backbone, file: Path, folder: Path, films: list[Film], how: Tuning) -> tuple[float, ...]:

@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 from nbtools.tasks.sign.landmarks import FACE, FACE_MESH, LEFT, RIGHT
 
 BODY_INK, FACE_INK = "#4d4d4d", "#999999"
-LEFT_INK, RIGHT_INK = "#009e73", "#cc79a7"  # Okabe and Ito's; not their blue and vermilion, which are right and wrong
+LEFT_INK, RIGHT_INK = "#009e73", "#cc79a7"  # Okabe and Ito's, but not blue and vermilion, which mean right and wrong
 PAPER = "white"
 FINE = 3  # pixels drawn for a pixel shown
 MARGIN = 0.06  # of the person's size, around
