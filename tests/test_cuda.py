@@ -18,7 +18,7 @@ def pack(tmp_path_factory):
 
 
 def trained(pack, plan, evaluating=False):
-    """A state after all epochs, evaluated amid each where asked; its losses."""
+    """A state after all epochs, evaluated in the middle of each where asked; its losses."""
     state = nb.TrainState(toy, pack, plan)
     losses = []
     for record in nb.train(toy, state, pack):

@@ -271,7 +271,7 @@ class LateCopies:
 
 
 def test_two_calls_of_the_streamed_feed_at_once_give_each_its_own_batches(pack, monkeypatch):
-    """As an evaluation amid an epoch makes them, on an emulated GPU."""
+    """As an evaluation within an epoch makes them, on an emulated GPU."""
     train, val = ([ids[i : i + 4] for i in range(0, 40, 4)] for ids in (np.arange(40), np.arange(40, 80)))
     LateCopies().install(monkeypatch)
     feed = open_feed(pack, Plan(feed="streamed"), torch.device("cuda"))

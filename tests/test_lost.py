@@ -60,7 +60,7 @@ class Seen:
     stills: list[bool] = field(default_factory=list)  # whether each PNG showed beside the live view
     again: bool = False  # whether the run went on by the panel's Resume after its cell was run again
     reloaded: bool = False  # and after the page was loaded anew
-    saved: dict[str, Any] = field(default_factory=dict)  # the notebook's file amid training
+    saved: dict[str, Any] = field(default_factory=dict)  # the notebook's file during training
     pictures: dict[str, bool] = field(default_factory=dict)  # way of opening it when the kernel is gone → PNG shows
     texts: dict[str, str] = field(default_factory=dict)  # and the text of fit's output
     errors: list[str] = field(default_factory=list)
@@ -150,7 +150,7 @@ def resumed(notebook: Notebook, seen: Seen) -> bool:
 
 
 def reopen(notebook: Notebook, name: str, stack: Stack, seen: Seen) -> None:
-    """Look at the file that was saved amid training, when its kernel is gone."""
+    """Look at the file that was saved during training, when its kernel is gone."""
     facts = seen.saved["metadata"]
     if name == "without a kernel":
         facts = {"kernelspec": {"name": "gone", "display_name": "gone"}}

@@ -1,4 +1,4 @@
-"""A person mistypes a setting of a run under way, in a real browser and two generations of Jupyter: it is asked about
+"""A user mistypes a setting of a running run, in a real browser and two generations of Jupyter: it is asked about
 once more, undone where it ruins the run, and taken back by a click. One visit a stack; the claims are about what it
 saw.
 """

@@ -1,4 +1,4 @@
-"""Stands in for Colab's own package in a kernel of a test: COLAB_DRIVE names the folder that becomes Drive; without it
+"""Stand-in for Colab's own package in the kernel of a test: COLAB_DRIVE names the folder that becomes Drive; without it
 the dialog is declined."""
 
 from google.colab import drive, files, runtime
