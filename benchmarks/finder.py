@@ -7,6 +7,9 @@ runs `find_batch` and Lightning's `Tuner.scale_batch_size` (mode "power", its de
 turns in the same loop. Lightning doubles until memory ends or the data set does, and to 8192 where neither ends.
 """
 
+# Only `make bench` installs the peers:
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import argparse

@@ -1,5 +1,8 @@
 """The contestants of `overhead`: one training, driven by hand, by nbtools, and by its peers."""
 
+# Only `make bench` installs the peers:
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import logging
