@@ -279,11 +279,11 @@ def test_a_model_that_cannot_be_trained_in_bf16_is_advised_in_float32_and_says_w
 
 @pytest.mark.usefixtures("cpu")
 def test_the_batch_is_searched_in_the_precision_that_was_chosen(tmp_path):
-    """Of batches of 4 samples, which the search alone tries, none is of the other precision."""
+    """Of batches of 2 samples, with which every search begins, and of 4, none is of the other precision."""
     pack, seen = toy.make_pack(tmp_path, count=400), []
     advice = nb.advise(pretending("off", seen=seen), pack, seconds=0.5)
     chosen = "off" if "used where" in advice.evidence["amp"] else "bf16"  # a busy machine may hide any gain
-    assert {amp for amp, size in seen if size == 4} == {chosen}
+    assert {amp for amp, size in seen if size <= 4} == {chosen}
 
 
 @pytest.mark.usefixtures("cpu")
