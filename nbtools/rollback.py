@@ -26,7 +26,7 @@ from nbtools.surface import Surface
 
 WATCHED = 20  # log steps: those before a change say how high the loss may be, those after it are compared with them
 FACTOR = 3.0  # times the highest of those before it
-NOISE = 0.01  # of the run's first loss: where everything is learned, noise alone is many times the highest loss
+NOISE = 0.1  # of the run's first loss: where everything is learned, noise alone is many times the highest loss
 RETRIES = 2  # returns to a checkpoint where training diverged without a change; the next time the run stops
 
 UNWATCHED = {"lr_rule", "micro_batch_size", "eval_every", "eval_samples", "early_stop"}
