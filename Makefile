@@ -16,7 +16,7 @@ demo: .venv/ready  ## a task's notebooks from top to bottom on generated data, T
 	@$(BIN)/python -m notebooks.execute $(TASK)
 
 # As many tests at once as there are cores; then, each by itself, those that read a clock or drive a browser.
-test: .venv/ready .venv-colab/ready .venv-ipykernel-7.3/ready  ## every test (≤ 15 min on 2 cores)
+test: .venv/ready .venv-colab/ready .venv-ipykernel-7.3/ready  ## every test but the longest
 	@result=0; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile -m 'not alone and not full' || result=$$?; \
 	$(BIN)/python -m pytest -q -m 'alone and not full' || result=$$?; \
