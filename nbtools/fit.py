@@ -126,9 +126,8 @@ def follow(job: Job, keeper: checkpoint.Keeper | None, surface: Surface) -> None
     """The loop and its watchers: rows, picture, checkpoints, and what the person asks for."""
     saver = Saver(job, keeper, surface)
     guard = Guard(job, surface, surface.advised, saver.save)
-    with closing(
-        resilient(job, guard)
-    ) as records:  # now and not with the traceback, which keeps the feed and its threads
+    # Closed here and not with the traceback, which would keep the feed and its threads.
+    with closing(resilient(job, guard)) as records:
         for record in records:
             record = surface.measured(record)
             job.history.append(record)

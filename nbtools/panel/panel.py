@@ -102,9 +102,7 @@ class Panel:
         self.buttons, self.proposal = Buttons(), Proposal(self.make)
         self.controls = column([self.buttons.view, self.proposal.view])
         self.acts = column([self.buttons.view])
-        self.whole = column(
-            [self.acts, self.view]
-        )  # of the panel's own cell: fit's output goes where its cell runs again
+        self.whole = column([self.acts, self.view])  # for the panel's own cell, which outlives the output of fit's
         self.acts.layout.display = "none"
 
     def begin(
