@@ -30,11 +30,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.paired import Figure, Receipt, above, in_turns, on_one_core, times
 from nbtools import TrainState, train
-from nbtools.draws import Draws
-from nbtools.feed import Feed, Resident, Streamed, batches_left, lengths_of
-from nbtools.pack import Pack, collate
-from nbtools.state import Task
+from nbtools.data import Draws, Feed, Pack, Resident, batches_left, collate, lengths_of
+from nbtools.data.feed import Streamed
 from nbtools.tasks import captcha
+from nbtools.train import Task
 
 ROUNDS, COUNT, BATCH = 9, 1600, 64
 PASSES = 5  # over the data, a round, of what takes microseconds an image

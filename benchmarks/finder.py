@@ -26,12 +26,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.paired import Figure, Receipt, in_turns, on_one_core, times
-from nbtools.draws import Draws
-from nbtools.measure.finder import find_batch
+from nbtools.data import Draws, Pack, collate
+from nbtools.measure import find_batch
 from nbtools.measure.trial import Trial
-from nbtools.pack import Pack, collate
-from nbtools.state import Task, build_optimizer
 from nbtools.tasks import captcha
+from nbtools.train import Task
+from nbtools.train.state import build_optimizer
 
 TASK, CPU = cast(Task, captcha), torch.device("cpu")
 ROUNDS, TURNS, COUNT, SECONDS = 9, 3, 1024, 20.0

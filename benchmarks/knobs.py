@@ -25,14 +25,12 @@ import torch
 import nbtools as nb
 from benchmarks.paired import Figure, Receipt, in_turns, times
 from nbtools import measure
+from nbtools.data import Pack, cores, open_feed
 from nbtools.errors import NbtoolsError
-from nbtools.feed import open_feed
-from nbtools.gpu import cores
 from nbtools.measure.pace import Pace
 from nbtools.measure.tries import losses_of, made_ready
 from nbtools.measure.untouched import untouched
-from nbtools.pack import Pack
-from nbtools.plan import Plan
+from nbtools.train import Plan
 
 COUNTS = {"captcha": 2000, "hwdb": 400, "sign": 240, "segment": 160}
 """Samples of each task's demo."""

@@ -19,8 +19,9 @@ from torch.nn import functional as F
 
 from benchmarks import tiny
 from nbtools import TrainState, train
-from nbtools.pack import Pack
-from nbtools.step import clear_gradients, clip_gradients
+from nbtools.data import Pack
+from nbtools.train import clear_gradients
+from nbtools.train.step import clip_gradients
 
 CLIP = 1.0
 EPOCHS = 26  # the first carries the start and is not timed

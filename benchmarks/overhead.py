@@ -26,7 +26,7 @@ from time import process_time
 from benchmarks import tiny
 from benchmarks.loops import CLIP, CONTESTANTS, EPOCHS, PLAN, SLICE, Batches, Contestant, Losses
 from benchmarks.paired import Figure, Receipt, above, in_turns, on_one_core
-from nbtools.pack import Pack
+from nbtools.data import Pack
 
 SAMPLES = 2**13  # a power of two: progress, and so lr, is then exact however it is computed
 

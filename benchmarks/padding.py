@@ -14,7 +14,7 @@ import argparse
 import numpy as np
 
 from benchmarks.paired import Figure, Receipt
-from nbtools.feed import batches_left
+from nbtools.data import batches_left
 
 COUNT, ROUNDS = 50_000, 9
 BATCHES = (8, 16, 32, 64, 128)

@@ -30,13 +30,12 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.feed import cost
 from benchmarks.paired import Figure, Receipt, in_turns, on_one_core, times
 from benchmarks.segment_files import SIDE, VARIED, Item, Photos, Pngs, Varied, as_pngs
-from nbtools.device import keep_freed
-from nbtools.draws import Draws
-from nbtools.feed import Resident, Streamed, batches_left
-from nbtools.pack import Pack, collate
+from nbtools.data import Draws, Pack, Resident, batches_left, collate
+from nbtools.data.feed import Streamed
 from nbtools.tasks.segment import task
 from nbtools.tasks.segment.garments.demo import demo
 from nbtools.tasks.segment.masks.data import pack
+from nbtools.train.device import keep_freed
 
 ROUNDS, COUNT, PHOTOS, BATCH = 9, 160, 56, 32
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

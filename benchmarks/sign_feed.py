@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.feed import cost
 from benchmarks.paired import Figure, Receipt, in_turns, on_one_core, times
-from nbtools.feed import Resident, Streamed, batches_left, lengths_of
-from nbtools.pack import Pack, Sample, collate
+from nbtools.data import Pack, Resident, Sample, batches_left, collate, lengths_of
+from nbtools.data.feed import Streamed
 from nbtools.tasks.sign.acting.demo import demo
 from nbtools.tasks.sign.clips.data import pack
 

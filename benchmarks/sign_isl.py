@@ -22,8 +22,7 @@ from torch import Tensor
 import nbtools as nb
 from benchmarks.paired import Figure, Receipt, on_one_core
 from nbtools import table
-from nbtools.draws import Draws
-from nbtools.pack import Pack, collate
+from nbtools.data import Draws, Pack, collate
 from nbtools.tasks import sign
 
 SEEDS = 5

@@ -24,11 +24,9 @@ from nbclient import NotebookClient
 from torch import nn
 
 from benchmarks.paired import Figure, Receipt, in_turns, times
-from nbtools.history import History, Record
-from nbtools.loop import train
-from nbtools.state import TrainState
-from nbtools.surface import Surface
+from nbtools.live import Surface
 from nbtools.tasks import captcha
+from nbtools.train import History, Record, TrainState, train
 
 ROOT = Path(__file__).parent.parent
 COUNT, PAST, FRAMES = 600, 2000, 50  # images; step rows that the history has already; frames timed one by one

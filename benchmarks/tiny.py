@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nbtools.metrics import Pair
-from nbtools.pack import Pack, Sample
-from nbtools.packing import Writer, build
-from nbtools.plan import Plan
+from nbtools.data import Pack, Sample, Writer, build
+from nbtools.train import Pair, Plan
 
 FEATURES, CLASSES, HIDDEN = 32, 10, 32
 PLAN = BASELINE = Plan(epochs=8, batch_size=32, lr=1e-2, clip_norm=1.0, feed="resident")

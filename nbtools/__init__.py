@@ -8,20 +8,15 @@ run = nb.fit(captcha, pack, nb.advise(captcha, pack), run="runs/captcha", keep="
 run.summary(), run.receipt, nb.evaluate(run, pack)
 """
 
-from nbtools.advise import Advice, advise
 from nbtools.compare import compare
+from nbtools.data import Pack, kept, stage
 from nbtools.errors import NbtoolsError
 from nbtools.fit import fit
-from nbtools.gpu import Gpu, gpus
-from nbtools.history import History, Record
-from nbtools.loop import train
+from nbtools.live import Panel
 from nbtools.lr_sweep import lr_sweep
-from nbtools.pack import Pack
-from nbtools.panel import Panel
-from nbtools.plan import Plan, knob
+from nbtools.measure import Advice, Gpu, advise, gpus
 from nbtools.run import Run, evaluate
-from nbtools.stage import kept, stage
-from nbtools.state import TrainState
+from nbtools.train import History, Plan, Record, TrainState, knob, train
 from nbtools.validate import validate
 from nbtools.watch import watch
 

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nbtools import control
-from nbtools.advise import advise
 from nbtools.arguments import (
     add_knobs,
     add_signature,
@@ -27,15 +25,16 @@ from nbtools.arguments import (
     options_of,
     plan_of,
 )
+from nbtools.data import stage
 from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.fit import fit
 from nbtools.folder import busy, kept_folder, restore
-from nbtools.gpu import gpus
-from nbtools.plan import doubts
-from nbtools.run import Run, advised, evaluate
+from nbtools.live import advised, control
+from nbtools.measure import advise, gpus
+from nbtools.run import Run, evaluate
 from nbtools.smoke import smoke
-from nbtools.stage import stage
 from nbtools.table import plural
+from nbtools.train import doubts
 from nbtools.validate import validate
 from nbtools.watch import watch
 

@@ -11,12 +11,11 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nbtools.advise import advise
+from nbtools.data import Pack
 from nbtools.errors import NbtoolsError
 from nbtools.folder import stored_plan
-from nbtools.measure import find_batch, find_workers
-from nbtools.pack import Pack
-from nbtools.plan import Plan
+from nbtools.measure import advise, find_batch, find_workers
+from nbtools.train import Plan
 
 BUILT_IN = "nbtools.tasks"
 MEASURED = (("batch_size", "auto"), ("workers", "auto"))  # knobs that may be left to measuring

@@ -13,13 +13,37 @@ import numpy as np
 
 from nbtools import table
 from nbtools.errors import TrainError
-from nbtools.plot import figure, in_notebook
-from nbtools.plot.axis import Scale, number
-from nbtools.plot.chart import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Chart, Line, Picture, extent, thinned
-from nbtools.plot.columns import XS, Columns, Series, along, spent, taken
-from nbtools.plot.picture import calmed, decade, falling, rates, shares, train_loss
+from nbtools.live import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    XS,
+    Chart,
+    Columns,
+    Line,
+    Picture,
+    Scale,
+    Series,
+    along,
+    calmed,
+    decade,
+    extent,
+    falling,
+    figure,
+    in_notebook,
+    number,
+    rates,
+    shares,
+    spent,
+    taken,
+    thinned,
+    train_loss,
+)
 from nbtools.run import Run
-from nbtools.state import best_metric
+from nbtools.train import best_metric
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
-from nbtools import disk, measure, scoring
-from nbtools.bounds import fixed
+from nbtools import disk, measure
+from nbtools.data import Pack
 from nbtools.errors import NbtoolsError
-from nbtools.history import History
-from nbtools.pack import Pack
+from nbtools.live import Surface
 from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run
-from nbtools.state import Task, TrainState
-from nbtools.surface import Surface
 from nbtools.table import plural
+from nbtools.train import History, Task, TrainState, fixed, scoring
 
 
 @dataclass(frozen=True)

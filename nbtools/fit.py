@@ -9,21 +9,17 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from nbtools import checkpoint, control, disk
-from nbtools import device as devices
-from nbtools.advise import advise
-from nbtools.bounds import require_sizes
+from nbtools import disk
+from nbtools.data import Pack, on_colab, release_runtime
 from nbtools.errors import CheckpointError, PackError, PlanError, StageError, TrainError
 from nbtools.findings import Job, diagnose, finish
 from nbtools.folder import begin, kept_folder, only_one, restore, stored_plan
-from nbtools.history import Record
-from nbtools.pack import Pack
-from nbtools.plan import Plan, beyond
+from nbtools.live import Surface, Termination, control
+from nbtools.measure import advise
 from nbtools.rollback import Guard, resilient
 from nbtools.run import PLAN, Run
-from nbtools.stage import on_colab, release_runtime
-from nbtools.state import Task, TrainState, task_name
-from nbtools.surface import Surface, Termination
+from nbtools.train import Plan, Record, Task, TrainState, beyond, checkpoint, require_sizes, task_name
+from nbtools.train import device as devices
 
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
 SAVE_SHARE = 0.05  # of the time that checkpoints at the ends of quick epochs may take, the best ones aside

@@ -13,16 +13,12 @@ from time import sleep
 from typing import Any
 from uuid import uuid4
 
-from nbtools import checkpoint, control, disk
-from nbtools.bounds import refuse_fixed
+from nbtools import disk
+from nbtools.data import Card, Pack, cache, existing, place_to_keep
 from nbtools.errors import CheckpointError, TrainError
-from nbtools.history import History
-from nbtools.loop import caught_up
-from nbtools.pack import Card, Pack
-from nbtools.plan import Plan
+from nbtools.live import control
 from nbtools.run import CARD, HISTORY, PLAN
-from nbtools.stage import cache, existing, place_to_keep
-from nbtools.state import TrainState, task_name
+from nbtools.train import History, Plan, TrainState, caught_up, checkpoint, refuse_fixed, task_name
 
 
 @contextmanager

@@ -7,18 +7,31 @@ import math
 import numpy as np
 import torch
 
-from nbtools.measure import sweep
-from nbtools.measure.sweep import SECONDS, STEPS, Sweep
-from nbtools.pack import Pack
-from nbtools.plan import Plan
-from nbtools.plot import axes, figure, in_notebook
-from nbtools.plot.axes import NAME, PLOT, SMALL
-from nbtools.plot.axis import number
-from nbtools.plot.chart import BLUE, Chart, Line, Mark, Picture
-from nbtools.plot.figure import AXIS, HEAD, LEFT, RIGHT
-from nbtools.plot.page import LEGEND, Page, legend
-from nbtools.plot.picture import falling
-from nbtools.state import Task
+from nbtools.data import Pack
+from nbtools.live import (
+    AXIS,
+    BLUE,
+    HEAD,
+    LEFT,
+    LEGEND,
+    NAME,
+    PLOT,
+    RIGHT,
+    SMALL,
+    Chart,
+    Line,
+    Mark,
+    Page,
+    Picture,
+    axes,
+    falling,
+    figure,
+    in_notebook,
+    legend,
+    number,
+)
+from nbtools.measure import SECONDS, STEPS, Sweep, sweep
+from nbtools.train import Plan, Task
 
 WIDE = 560  # px
 

@@ -13,16 +13,25 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtools import checkpoint, control, disk
+from nbtools import disk
 from nbtools.errors import CheckpointError
 from nbtools.findings import Job
-from nbtools.history import Record
-from nbtools.loop import adopt, caught_up, train
-from nbtools.plan import Plan, beyond, said, times
+from nbtools.live import Surface, control
 from nbtools.run import PLAN
-from nbtools.state import best_metric
-from nbtools.step import LEFT_OUT, Diverged
-from nbtools.surface import Surface
+from nbtools.train import (
+    LEFT_OUT,
+    Diverged,
+    Plan,
+    Record,
+    adopt,
+    best_metric,
+    beyond,
+    caught_up,
+    checkpoint,
+    said,
+    times,
+    train,
+)
 
 WATCHED = 20  # log steps: those before a change say how high the loss may be, those after it are compared with them
 FACTOR = 3.0  # times the highest of those before it

@@ -15,21 +15,18 @@ import torch
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from nbtools import checkpoint, disk, scoring
-from nbtools import device as devices
-from nbtools.bounds import refuse_fixed
+from nbtools import disk
+from nbtools.data import Card, Pack, collate
 from nbtools.errors import CheckpointError, PackError
-from nbtools.history import History
 from nbtools.measure import Receipt, StepProfile, Verdict
-from nbtools.pack import Card, Pack, collate
-from nbtools.plan import Plan
-from nbtools.state import best_metric
 from nbtools.table import plural
+from nbtools.train import History, Plan, best_metric, checkpoint, refuse_fixed, scoring
+from nbtools.train import device as devices
 
 if TYPE_CHECKING:
     import pandas as pd
 
-PLAN, CARD, HISTORY, PLOT = "plan.json", "card.json", "history.csv", "plot.png"
+PLAN, CARD, HISTORY = "plan.json", "card.json", "history.csv"
 RECEIPT, VERDICT, EVALUATION = "receipt.json", "verdict.json", "evaluation.json"
 TABLE = ("train_loss", "val_loss", "lr", "batch_size", "epoch_time", "samples_per_s", "data_wait")
 
@@ -201,13 +198,6 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[st
     refuse_fixed(plan.changes_from(run.plan), plan, resumed=True)
     model = run.model() if isinstance(run, Run) else run.evaluated
     return scoring.evaluate(run.task, model, pack, plan, split)
-
-
-def advised(folder: Path, plan: Plan) -> Plan:
-    """The plan that was advised for the run in a folder, else the one it was started with; `plan` where neither is
-    known."""
-    values = checkpoint.read_index(folder).get("advised", {})
-    return plan.replace(**{name: value for name, value in values.items() if name in plan.to_dict()})
 
 
 def import_task(name: str, where: Path | str) -> Any:

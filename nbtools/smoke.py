@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from nbtools import checkpoint, scoring, table
-from nbtools import device as devices
-from nbtools.advise import advise
+from nbtools import table
+from nbtools.data import open_feed
 from nbtools.errors import TrainError
-from nbtools.feed import open_feed
 from nbtools.folder import begin
-from nbtools.state import Batch, TrainState, task_name
-from nbtools.step import step
+from nbtools.measure import advise
+from nbtools.train import Batch, TrainState, checkpoint, scoring, step, task_name
+from nbtools.train import device as devices
 
 COUNT, BATCH = 48, 4  # demo samples written; of a step
 

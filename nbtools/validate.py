@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nbtools.errors import NbtoolsError
-from nbtools.state import task_name
+from nbtools.train import task_name
 
 
 def validate(task: Any, source: str | Path, **options: Any) -> Any:

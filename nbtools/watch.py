@@ -8,17 +8,11 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from nbtools import checkpoint, control
-from nbtools.bounds import fixed, require_batch
-from nbtools.control import Wishes
 from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.folder import busy
-from nbtools.history import KEYS, History, Record
-from nbtools.kernel import Messages
-from nbtools.plan import Plan
-from nbtools.run import HISTORY, PLAN, Run, advised
-from nbtools.surface import Interrupt
-from nbtools.view import View
+from nbtools.live import Interrupt, Messages, View, Wishes, advised, control
+from nbtools.run import HISTORY, PLAN, Run
+from nbtools.train import KEYS, History, Plan, Record, checkpoint, fixed, require_batch
 
 MOMENT = 0.05  # seconds between two looks at the person
 READ_EVERY = 0.5  # seconds between two looks at the history

@@ -18,7 +18,7 @@ import jupytext
 import nbformat
 from nbformat import NotebookNode
 
-from nbtools.plan import Plan
+from nbtools.train import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "notebooks" / "src"

@@ -11,7 +11,7 @@ import socket
 import pytest
 import torch
 
-from nbtools import device
+from nbtools.train import device
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 

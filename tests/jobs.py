@@ -15,8 +15,9 @@ import torch
 import toy
 from torch import nn
 
-from nbtools import plan
-from nbtools.pack import Pack, RawFiles
+from nbtools.data import Pack
+from nbtools.data.pack import RawFiles
+from nbtools.train import plan
 
 SLEEP = 5e-4  # seconds that a slow source takes for a sample
 

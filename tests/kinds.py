@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nbtools.pack import Pack
-from nbtools.packing import build
-from nbtools.plan import Plan
+from nbtools.data import Pack, build
+from nbtools.train import Plan
 
 CLASSES, FEATURES, SIDE, HEIGHT = 5, 16, 24, 16
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from nbtools.pack import Pack
-from nbtools.report import ERROR, Row
+from nbtools.data import ERROR, Pack, Row
 from nbtools.tasks.segment.masks.data import pack
 from nbtools.tasks.segment.masks.validate import Report, validate
 

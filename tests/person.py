@@ -13,7 +13,7 @@ from typing import Any
 from browser import Notebook
 from serving import until
 
-from nbtools import checkpoint
+from nbtools.train import checkpoint
 
 
 @dataclass(frozen=True)

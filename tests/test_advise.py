@@ -10,11 +10,11 @@ import torch
 import toy
 
 import nbtools as nb
-from nbtools import device
-from nbtools.advise import Machine, advise, decide, inspect
-from nbtools.advise.rules import LEAST_STEPS, MOST_K, batch_size, learning_rate, warmup
-from nbtools.pack import Card, Column
-from nbtools.plan import Plan
+from nbtools.data import Card
+from nbtools.data.pack import Column
+from nbtools.measure import advise
+from nbtools.measure.rules import LEAST_STEPS, MOST_K, Machine, batch_size, decide, inspect, learning_rate, warmup
+from nbtools.train import Plan, device
 
 CAPTCHA = SimpleNamespace(
     PLAN=Plan(epochs=150, batch_size=512, lr=6e-4, warmup_epochs=5, min_lr=1e-6, clip_norm=1.0),

@@ -9,8 +9,8 @@ import pytest
 import toy
 
 import nbtools as nb
-from nbtools import control, surface
-from nbtools.advise import act
+from nbtools.live import control, surface
+from nbtools.measure import advise as act
 from nbtools.measure import profile
 from nbtools.measure.finder import Row
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from nbtools import archive, disk, entries, errors, members
+from nbtools import disk, errors
+from nbtools.data import archive, entries, members
 
 FILES = {"data/labels.csv": b"file,label\n", "data/images/a.png": bytes(range(256)) * 20, "data/empty": b""}
 PACKERS = {"tar": bytes, "tar.gz": gzip.compress, "tar.xz": lzma.compress, "tar.bz2": bz2.compress}

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from benchmarks.paired import RESULTS, Figure, Receipt, above, in_turns, times
-from nbtools.step import clear_gradients, clip_gradients
+from nbtools.train import clear_gradients
+from nbtools.train.step import clip_gradients
 
 LONELY = find_spec("lightning") is None
 ROOT = Path(__file__).parent.parent

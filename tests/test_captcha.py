@@ -11,15 +11,14 @@ from IPython.core.formatters import DisplayFormatter
 from PIL import Image, ImageDraw
 from torch.nn import functional as F
 
-from nbtools import ctc
-from nbtools.advise import Machine, decide
-from nbtools.draws import Draws
+from nbtools.data import Card, Draws, collate, open_feed
+from nbtools.data.pack import Column
 from nbtools.errors import MissingExtra, NbtoolsError, PackError, PlanError
-from nbtools.feed import open_feed
-from nbtools.pack import Card, Column, collate
-from nbtools.scoring import evaluate
+from nbtools.measure.rules import Machine, decide
 from nbtools.tasks import captcha
 from nbtools.tasks.captcha import augment, ink, networks
+from nbtools.train import ctc
+from nbtools.train.scoring import evaluate
 
 LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,7 +8,7 @@ import toy
 
 from nbtools.__main__ import main
 from nbtools.arguments import literal
-from nbtools.plan import knob
+from nbtools.train import knob
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,11 @@ from PIL import Image
 
 import nbtools as nb
 from nbtools.errors import CheckpointError, TrainError
-from nbtools.history import History, Record
-from nbtools.plot import chart
-from nbtools.plot.axis import number
-from nbtools.plot.columns import XS, Columns, along
-from nbtools.plot.picture import picture
+from nbtools.live import XS, Columns, along, number
+from nbtools.live.plot import chart
+from nbtools.live.plot.picture import picture
 from nbtools.run import Run
+from nbtools.train import History, Record
 
 compare = importlib.import_module("nbtools.compare")  # nb.compare is the function of that name
 

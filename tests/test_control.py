@@ -21,16 +21,16 @@ import toy
 
 import nbtools as nb
 from nbtools import __main__ as terminal
-from nbtools import checkpoint, control, surface
-from nbtools.control import FILE, Wishes, receive, send
+from nbtools.data import Pack
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.folder import busy, lock
-from nbtools.history import History, Record
-from nbtools.pack import Pack
-from nbtools.plot import live
+from nbtools.live import View, Wishes, control, surface
+from nbtools.live.control import FILE, receive, send
+from nbtools.live.plot import live
+from nbtools.measure import Sampler
+from nbtools.measure.sampler import Reading
 from nbtools.run import Run
-from nbtools.sampler import Reading, Sampler
-from nbtools.view import View
+from nbtools.train import History, Record, checkpoint
 
 watching = sys.modules["nbtools.watch"]  # nbtools.watch is the function
 
@@ -328,8 +328,8 @@ def test_ctrl_c_while_the_last_picture_is_drawn_still_returns_the_run(pack, tmp_
 
 def test_advice_is_a_plan_also_where_ipywidgets_does_not_import(pack, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    monkeypatch.delitem(sys.modules, "nbtools.panel.form", raising=False)
-    monkeypatch.delitem(sys.modules, "nbtools.panel.buttons", raising=False)
+    monkeypatch.delitem(sys.modules, "nbtools.live.panel.form", raising=False)
+    monkeypatch.delitem(sys.modules, "nbtools.live.panel.buttons", raising=False)
     advice = types.SimpleNamespace(plan=PLAN.replace(epochs=1), reasons={})
     assert len(nb.fit(toy, pack, advice, tmp_path / "run", **QUIET).summary()) == 1
 
@@ -678,7 +678,7 @@ def test_where_drive_is_declined_a_run_ends_and_its_machine_is_not_given_back(
     pack, tmp_path, colab, monkeypatch, capsys
 ):
     monkeypatch.delenv("NBTOOLS_DRIVE")
-    monkeypatch.setattr(sys.modules["nbtools.stage"], "_refused", False, raising=False)
+    monkeypatch.setattr(sys.modules["nbtools.data.stage"], "_refused", False, raising=False)
     run = nb.fit(toy, pack, PLAN.replace(epochs=1), tmp_path / "run", "drive:kept", release_gpu=True, **QUIET)
     assert run.history.of("epoch")
     assert "nothing is kept at drive:kept" in capsys.readouterr().out

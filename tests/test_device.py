@@ -13,12 +13,11 @@ import torch
 import toy
 
 import nbtools as nb
-from nbtools import device
 from nbtools.errors import TrainError
 from nbtools.measure.syncs import syncs
 from nbtools.measure.untouched import untouched
-from nbtools.plan import Plan
 from nbtools.tasks import captcha, hwdb
+from nbtools.train import Plan, device
 
 CUDA = torch.device("cuda")  # a name: nothing is put there
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from nbtools.draws import MASK, Draws, mix, mixed
+from nbtools.data import Draws
+from nbtools.data.draws import MASK, mix, mixed
 
 IDS = torch.arange(1000)
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 import toy
 
-from nbtools import feed
+from nbtools.data import Resident, Workers, batches_left, choose, feed, gather, in_order, lengths_of, open_feed
+from nbtools.data.feed import Streamed
+from nbtools.data.pack import RawFiles
 from nbtools.errors import TrainError
-from nbtools.feed import Resident, Streamed, Workers, batches_left, choose, gather, in_order, lengths_of, open_feed
-from nbtools.pack import RawFiles
-from nbtools.plan import Plan
+from nbtools.train import Plan
 
 CPU = torch.device("cpu")
 
@@ -193,7 +193,7 @@ def test_a_feed_of_no_batches_is_empty(pack):
 
 
 def test_samples_without_any_length_are_fed_as_padding(tmp_path, monkeypatch):
-    from nbtools.packing import build
+    from nbtools.data import build
 
     monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "raw").mkdir()

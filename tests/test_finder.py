@@ -25,17 +25,15 @@ import toy
 from kinds import KINDS
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nbtools.advise import advise
-from nbtools.device import out_of_memory
+from nbtools.data import open_feed
 from nbtools.errors import NbtoolsError, TrainError
-from nbtools.feed import open_feed
-from nbtools.loop import train
+from nbtools.measure import advise, find_batch
 from nbtools.measure.choice import between, choose, compared, hopeless, knee, near
-from nbtools.measure.finder import Finding, find_batch
+from nbtools.measure.finder import Finding
 from nbtools.measure.memory import Line, System, peak, ram, room
 from nbtools.measure.trial import Trial, still
-from nbtools.state import TrainState
-from nbtools.step import attempt
+from nbtools.train import TrainState, attempt, train
+from nbtools.train.device import out_of_memory
 
 pytestmark = pytest.mark.alone  # measures rates
 

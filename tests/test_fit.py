@@ -16,11 +16,13 @@ import toy
 from safetensors.torch import load_file
 
 import nbtools as nb
-from nbtools import checkpoint, disk, measure
+from nbtools import disk, measure
+from nbtools.data import Card
+from nbtools.data.pack import RawFiles
 from nbtools.errors import CheckpointError, DiskError, PackError, PlanError, TrainError
 from nbtools.measure import receipts
-from nbtools.pack import Card, RawFiles
 from nbtools.run import Run
+from nbtools.train import checkpoint
 
 QUIET: dict[str, Any] = {"receipt": False, "progress": False}
 

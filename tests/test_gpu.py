@@ -8,11 +8,11 @@ import pytest
 import torch
 import toy
 
-from nbtools import gpu, table
-from nbtools import sampler as sampling
-from nbtools.history import History, Record
-from nbtools.state import TrainState
-from nbtools.surface import Surface
+from nbtools import table
+from nbtools.live import Surface
+from nbtools.measure import gpu
+from nbtools.measure import sampler as sampling
+from nbtools.train import History, Record, TrainState
 
 GIB = 2**30
 

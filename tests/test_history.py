@@ -9,7 +9,7 @@ import pytest
 import toy
 
 import nbtools as nb
-from nbtools.history import KEYS, History, Record
+from nbtools.train import KEYS, History, Record
 
 
 def record(step, kind="step", **values):

@@ -12,16 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from nbtools import loop, plan, scoring
+from nbtools.data import Pack, batches_left, open_feed
 from nbtools.errors import NbtoolsError, TrainError
-from nbtools.feed import batches_left, open_feed
 from nbtools.fit import fit
-from nbtools.loop import train
-from nbtools.metrics import Sums
-from nbtools.pack import Pack
-from nbtools.preview import Previews
+from nbtools.live.preview import Previews
 from nbtools.run import Run, evaluate
-from nbtools.state import TrainState
+from nbtools.train import Sums, TrainState, loop, plan, scoring, train
 from tests import toy
 
 

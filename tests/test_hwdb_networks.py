@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from nbtools import ctc
 from nbtools.errors import PlanError
 from nbtools.tasks.hwdb.networks import NETWORKS, built, crnn, hctr, masked
+from nbtools.train import ctc
 
 NAMES = sorted(NETWORKS)
 LENGTHS = (97, 33, 200, 64)

@@ -21,11 +21,9 @@ import pytest
 import torch
 from PIL import Image
 
-from nbtools import ctc, disk, members, packing, writer
+from nbtools import disk
+from nbtools.data import Pack, collate, in_order, members, open_feed, packing, writer
 from nbtools.errors import ArchiveError, PackError
-from nbtools.feed import in_order, open_feed
-from nbtools.pack import Pack, collate
-from nbtools.plan import Plan
 from nbtools.tasks import hwdb
 from nbtools.tasks.hwdb.formats import dgr
 from nbtools.tasks.hwdb.formats.dgrl import Line, Page, write_page
@@ -34,6 +32,7 @@ from nbtools.tasks.hwdb.lines.charset import UNKNOWN
 from nbtools.tasks.hwdb.lines.data import pack, read
 from nbtools.tasks.hwdb.lines.report import STRIDES, report
 from nbtools.tasks.hwdb.lines.sources import Found
+from nbtools.train import Plan, ctc
 
 HEIGHT = 16
 TEXTS = ("一二三，四", "五六", "七八九十", "一,一")

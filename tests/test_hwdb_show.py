@@ -15,7 +15,7 @@ from matplotlib.colors import same_color, to_rgba
 from matplotlib.patches import Rectangle
 from PIL import Image
 
-from nbtools import letters, metrics
+from nbtools import letters
 from nbtools.errors import MissingExtra, PackError
 from nbtools.sheet import RIGHT, WRONG
 from nbtools.tasks import hwdb
@@ -23,6 +23,7 @@ from nbtools.tasks.hwdb import task
 from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN
 from nbtools.tasks.hwdb.lines.data import pack as pack_lines
 from nbtools.tasks.hwdb.looking import analysis, show
+from nbtools.train import metrics
 
 LETTERS = "手写中文行ab"
 TEXTS = {"train": ["手写中文", "文文行a", "中"], "val": ["手写b", "写文"], "test": ["行行中", "手写中文行ab"]}

@@ -10,20 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nbtools import ctc
-from nbtools.advise import Machine, decide
-from nbtools.draws import Draws
+from nbtools.data import Card, Draws, Pack, Writer, gather, open_feed
 from nbtools.errors import PlanError
-from nbtools.feed import gather, open_feed
-from nbtools.loop import train
 from nbtools.measure.receipts import comparable
-from nbtools.pack import Card, Pack
-from nbtools.packing import Writer
-from nbtools.scoring import evaluate
-from nbtools.state import TrainState
+from nbtools.measure.rules import Machine, decide
 from nbtools.tasks import hwdb
 from nbtools.tasks.hwdb import augment, networks, plans, task
 from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN
+from nbtools.train import TrainState, ctc, train
+from nbtools.train.scoring import evaluate
 
 LETTERS = [chr(0x4E00 + k) for k in range(9)]
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import pytest
 from kernels import PATIENCE, STACKS, Client, parent, started
 from nbclient import NotebookClient
 
-from nbtools.kernel import Messages
+from nbtools.live import Messages
 
 pytestmark = pytest.mark.alone  # measures latencies
 

@@ -25,9 +25,9 @@ from browser import Notebook, saved, text
 from person import Act, Log, Person
 from serving import CLASSIC, LAB, Stack, until
 
-from nbtools import checkpoint
-from nbtools.pack import Pack
+from nbtools.data import Pack
 from nbtools.run import Run
+from nbtools.train import checkpoint
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 PROMISED = 0.25  # seconds from click to effect, beside the step under way

@@ -13,9 +13,9 @@ from torch import nn
 
 import nbtools as nb
 from nbtools.errors import PlanError, TrainError
-from nbtools.loop import Diverged, train
-from nbtools.scoring import evaluate
-from nbtools.state import TrainState
+from nbtools.train import TrainState, train
+from nbtools.train.loop import Diverged
+from nbtools.train.scoring import evaluate
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from nbtools import metrics
 from nbtools.errors import MissingExtra
-from nbtools.metrics import Sums, accuracy, edits, text_metrics, whole_accuracy
+from nbtools.train import Sums, metrics, text_metrics
+from nbtools.train.metrics import accuracy, edits, whole_accuracy
 
 
 def slow_distance(a: str, b: str) -> int:

@@ -8,14 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from nbtools.data import build, open_feed
 from nbtools.errors import PlanError
-from nbtools.feed import open_feed
 from nbtools.measure.ladder import Ladder, Reference, changed, kept, ladder, rounded, split
 from nbtools.measure.noise import Noise, noise_scale, ratio, scales_of
-from nbtools.packing import build
-from nbtools.plan import Plan
-from nbtools.state import TrainState
-from nbtools.step import step
+from nbtools.train import Plan, TrainState, step
 
 FEATURES = 12
 

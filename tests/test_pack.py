@@ -16,14 +16,11 @@ import torch
 import toy
 from torch.utils.data import DataLoader
 
-from nbtools import disk, writer
+from nbtools import disk
+from nbtools.data import MANIFEST, SPLITS, Entry, Pack, Writer, build, cache, split_of, writer
+from nbtools.data.journal import JOURNAL
+from nbtools.data.writer import header
 from nbtools.errors import DiskError, PackError, StageError
-from nbtools.journal import JOURNAL
-from nbtools.pack import MANIFEST, Pack
-from nbtools.packing import Entry, Writer, build
-from nbtools.splits import SPLITS, split_of
-from nbtools.stage import cache
-from nbtools.writer import header
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from nbtools import plan as plans
-from nbtools.control import Wishes
 from nbtools.errors import MissingExtra, PlanError, TrainError
-from nbtools.panel.form import IN_VIEW, ORDER, written
-from nbtools.panel.offers import Before
-from nbtools.panel.panel import VIEW, Panel
+from nbtools.live import Panel, Wishes
+from nbtools.live.panel.form import IN_VIEW, ORDER, written
+from nbtools.live.panel.offers import Before
+from nbtools.live.panel.panel import VIEW
+from nbtools.train import plan as plans
 
 EVIL = "<img src=x onerror=alert(1)>"
 
@@ -601,7 +601,7 @@ def visible(widget):
 
 
 def test_without_ipywidgets_it_says_so(monkeypatch):
-    for module in ("nbtools.panel.form", "nbtools.panel.buttons"):
+    for module in ("nbtools.live.panel.form", "nbtools.live.panel.buttons"):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     with pytest.raises(MissingExtra, match="Panel is drawn with ipywidgets"):

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from nbtools import plan
 from nbtools.errors import NbtoolsError, PlanError
-from nbtools.plan import Plan, knob
+from nbtools.train import Plan, knob, plan
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,15 @@ from matplotlib.text import Text
 from PIL import Image
 
 from nbtools import letters
-from nbtools.gpu import REASONS
-from nbtools.history import History, Record
-from nbtools.plot import axis, cards, chart, figure, svg, terminal
-from nbtools.plot import live as plot
-from nbtools.plot.chart import About, Preview
-from nbtools.plot.columns import Columns
-from nbtools.plot.page import MONO
-from nbtools.plot.picture import picture
+from nbtools.live import Columns
+from nbtools.live.plot import axis, cards, chart, figure, svg, terminal
+from nbtools.live.plot import live as plot
+from nbtools.live.plot.chart import About, Preview
+from nbtools.live.plot.page import MONO
+from nbtools.live.plot.picture import picture
+from nbtools.measure import REASONS
 from nbtools.table import columns
+from nbtools.train import History, Record
 
 EVIL = '</svg><img src=x onerror="alert(1)">&'
 GPU = {"gpu_memory_allocated": 1200.0, "gpu_memory_reserved": 2300.0}

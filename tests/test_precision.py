@@ -20,8 +20,10 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import nbtools as nb
-from nbtools import control, measure, surface
-from nbtools.measure import Tried, choose_precision
+from nbtools import measure
+from nbtools.live import control, surface
+from nbtools.measure.figures import Tried
+from nbtools.measure.tries import choose_precision
 from nbtools.tasks import captcha
 
 pytestmark = pytest.mark.alone  # measures rates
@@ -152,7 +154,7 @@ REFUSED = r"Plan.amp = fp16 needs a GPU, and this device is cpu.*; use amp=bf16 
 
 @pytest.fixture
 def cpu(monkeypatch):
-    monkeypatch.setattr("nbtools.device.pick", lambda: torch.device("cpu"))
+    monkeypatch.setattr("nbtools.train.device.pick", lambda: torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("cpu")

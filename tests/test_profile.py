@@ -20,11 +20,9 @@ import torch
 import toy
 from jobs import JOBS, Job, Normalised, Plan
 
-from nbtools import checkpoint
+from nbtools.data import batches_left, cores, gather, lengths_of, on, open_feed
 from nbtools.errors import TrainError
-from nbtools.feed import batches_left, gather, lengths_of, on, open_feed
-from nbtools.gpu import cores
-from nbtools.loop import train
+from nbtools.measure import Verdict
 from nbtools.measure.figures import StepProfile, Tried
 from nbtools.measure.pace import Pace
 from nbtools.measure.parts import Bench, epoch_batches, host_and_device, memory_of, padding, shapes, typical
@@ -34,9 +32,8 @@ from nbtools.measure.rates import Counts, Watch, count
 from nbtools.measure.syncs import synchronizing
 from nbtools.measure.tries import affordable, made_ready, worth_compiling, worth_trying
 from nbtools.measure.untouched import read_switches
-from nbtools.measure.verdict import Verdict, verdict
-from nbtools.plan import knob
-from nbtools.state import TrainState
+from nbtools.measure.verdict import verdict
+from nbtools.train import TrainState, checkpoint, knob, train
 
 pytestmark = pytest.mark.alone  # measures rates
 

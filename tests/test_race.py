@@ -11,9 +11,8 @@ import torch
 import toy
 
 from nbtools.errors import TrainError
-from nbtools.loop import train
 from nbtools.measure.race import Finish, Race, time_to
-from nbtools.state import TrainState
+from nbtools.train import TrainState, train
 
 PLAN = toy.PLAN.replace(epochs=20)
 SLOW = toy.BASELINE.replace(epochs=20, lr=3e-3)

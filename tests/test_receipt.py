@@ -16,12 +16,12 @@ import toy
 
 import nbtools as nb
 from nbtools import measure
-from nbtools.feed import Resident
-from nbtools.measure import receipts, rungs
+from nbtools.data import Resident
+from nbtools.data.pack import RawFiles
+from nbtools.measure import Receipt, receipts, rungs
 from nbtools.measure.pace import Pace, Rate
-from nbtools.measure.receipts import Course, Receipt, receipt
+from nbtools.measure.receipts import Course, receipt
 from nbtools.measure.rungs import Rung, ladder
-from nbtools.pack import RawFiles
 
 CPU = torch.device("cpu")
 FASTER = toy.PLAN.replace(batch_size=64, lr=2e-2, amp="bf16", channels_last=True, clip_norm=None)

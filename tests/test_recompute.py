@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbtools.recompute import again
+from nbtools.train import again
 
 
 @pytest.mark.parametrize("training", [True, False])

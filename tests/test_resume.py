@@ -14,13 +14,11 @@ import pytest
 import torch
 import toy
 
-from nbtools import checkpoint, control, surface
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.fit import fit
-from nbtools.history import History
-from nbtools.loop import train
+from nbtools.live import control, surface
 from nbtools.run import Run
-from nbtools.state import TrainState
+from nbtools.train import History, TrainState, checkpoint, train
 
 TIMES = ("samples_per_s", "data_wait", "memory", "epoch_time", "eval_time")  # what a clock decides
 PLANS = {

@@ -13,9 +13,10 @@ import pytest
 import toy
 
 import nbtools as nb
-from nbtools import checkpoint, surface
-from nbtools.control import send
 from nbtools.errors import TrainError
+from nbtools.live import surface
+from nbtools.live.control import send
+from nbtools.train import checkpoint
 
 QUIET: dict[str, Any] = {"receipt": False, "progress": False}
 PLAN = toy.PLAN.replace(epochs=6, schedule="constant")

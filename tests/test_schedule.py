@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 
-from nbtools.plan import Plan
-from nbtools.schedule import lr_at
+from nbtools.train import Plan
+from nbtools.train.schedule import lr_at
 
 STEPS = 50  # an epoch
 

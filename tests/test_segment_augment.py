@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from nbtools.draws import Draws
+from nbtools.data import Draws
 from nbtools.tasks.segment import augment
 from nbtools.tasks.segment.augment import GREY, OUTSIDE, Crop
 from nbtools.tasks.segment.plans import Plan

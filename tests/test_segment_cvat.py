@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from masks import NAMES, H, W, checked, faults, ids, label_of, only, packed, photo, polygon, saved, xml
 
+from nbtools.data import ERROR, WARNING
 from nbtools.errors import PackError
-from nbtools.report import ERROR, WARNING
 
 BOMB = '<!DOCTYPE a [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;">]>'
 

@@ -11,18 +11,16 @@ import torch
 from masks import NAMES, H, W, checked, corpus, faults, ids, only, packed, photo, sample, saved, xml
 from PIL import Image, ImageOps
 
-from nbtools import writer
+from nbtools.data import WARNING, open_feed, writer
+from nbtools.data.pack import Column
+from nbtools.data.writer import Writer
 from nbtools.errors import MissingExtra, PackError
-from nbtools.feed import open_feed
-from nbtools.pack import Column
-from nbtools.plan import Plan
-from nbtools.report import WARNING
 from nbtools.tasks.segment.masks.choices import size_for
 from nbtools.tasks.segment.masks.classes import Class, colours, palette, table_of
 from nbtools.tasks.segment.masks.distance import PER_PIXEL, distance_map
 from nbtools.tasks.segment.masks.naming import given
 from nbtools.tasks.segment.masks.pairs import read
-from nbtools.writer import Writer
+from nbtools.train import Plan
 
 DATA = os.environ.get("NBTOOLS_REAL_DATA", "")
 

@@ -5,8 +5,8 @@ import pytest
 from masks import NAMES, H, W, checked, corpus, faults, ids, labelled, only, packed, photo, sample, saved
 from PIL import Image
 
+from nbtools.data import ERROR, WARNING
 from nbtools.errors import PackError
-from nbtools.report import ERROR, WARNING
 from nbtools.tasks import segment
 
 

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from nbtools.data import build
 from nbtools.errors import PlanError
-from nbtools.metrics import Sums
-from nbtools.packing import build
 from nbtools.tasks.segment.costs import WARM, compared, costs, latency, usual
 from nbtools.tasks.segment.inference import eval_cost, infer, scaled, windows
 from nbtools.tasks.segment.masks.classes import IGNORE
@@ -16,6 +15,7 @@ from nbtools.tasks.segment.masks.distance import distance_map
 from nbtools.tasks.segment.plans import Plan
 from nbtools.tasks.segment.scores import metrics_of
 from nbtools.tasks.segment.task import batch as batch_of
+from nbtools.train import Sums
 
 CLASSES = 4
 pytestmark = pytest.mark.usefixtures("one_thread")

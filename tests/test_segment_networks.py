@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from nbtools.pack import Card, Column
+from nbtools.data import Card
+from nbtools.data.pack import Column
 from nbtools.tasks.segment import networks
 from nbtools.tasks.segment.losses import loss_of
 from nbtools.tasks.segment.networks.bisenetv2 import PUBLISHED, SLIM, BiSeNetV2

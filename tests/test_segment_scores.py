@@ -8,7 +8,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbtools.errors import PlanError
-from nbtools.metrics import Sums
 from nbtools.tasks.segment.scores import (
     boundaries,
     boundary_f,
@@ -20,6 +19,7 @@ from nbtools.tasks.segment.scores import (
     pixel_accuracy,
     scattered,
 )
+from nbtools.train import Sums
 
 CLASSES, IGNORE = 5, 255
 SIZE = (20, 27)

@@ -11,18 +11,18 @@ from IPython.core.formatters import DisplayFormatter
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-from nbtools import letters, packing
-from nbtools.draws import Draws
+from nbtools import letters
+from nbtools.data import Draws, collate, packing
 from nbtools.errors import PackError
-from nbtools.metrics import Sums
-from nbtools.pack import collate
-from nbtools.plot import Preview, cards
+from nbtools.live.plot import cards
+from nbtools.live.plot.chart import Preview
 from nbtools.sheet import RIGHT, WRONG
 from nbtools.tasks import segment
 from nbtools.tasks.segment import task
 from nbtools.tasks.segment.looking import analysis, baseline, charts, legend, lettering, marking, panels, show
 from nbtools.tasks.segment.looking import overlay as drawing
 from nbtools.tasks.segment.plans import Plan
+from nbtools.train import Sums
 
 HEIGHT, WIDTH = 24, 32
 NAMES = ("background", "shirt", "trousers")

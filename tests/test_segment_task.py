@@ -13,19 +13,17 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nbtools import device as devices
-from nbtools import loop, scoring
-from nbtools.advise import Machine, decide
-from nbtools.draws import Draws
+from nbtools.data import Card, Draws, Entry, build, collate
+from nbtools.data.pack import Column
 from nbtools.errors import PlanError
-from nbtools.pack import Card, Column, collate
-from nbtools.packing import Entry, build
+from nbtools.measure.rules import Machine, decide
 from nbtools.run import Run
-from nbtools.schedule import lr_at
-from nbtools.state import TrainState
 from nbtools.tasks.segment import losses, networks, plans
 from nbtools.tasks.segment import task as segment
 from nbtools.tasks.segment.plans import BASELINE, PLAN, Plan
+from nbtools.train import TrainState, loop, scoring
+from nbtools.train import device as devices
+from nbtools.train.schedule import lr_at
 
 HEIGHT, WIDTH, CLASSES = 32, 48, 3
 AUGMENT: dict[str, Any] = {"scale_low": 0.5, "scale_high": 2.0, "flip": 0.5, "jitter": 0.4}

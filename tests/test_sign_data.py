@@ -15,17 +15,15 @@ import numpy as np
 import pytest
 import torch
 
+from nbtools.data import ERROR, WARNING, Card, Pack, collate, in_order, open_feed, stage
+from nbtools.data.pack import Column
 from nbtools.errors import PackError
-from nbtools.feed import in_order, open_feed
-from nbtools.pack import Card, Column, Pack, collate
-from nbtools.plan import Plan
-from nbtools.report import ERROR, WARNING
-from nbtools.stage import stage
 from nbtools.tasks import sign
 from nbtools.tasks.sign import networks
 from nbtools.tasks.sign.clips.clip import Keys, examined
 from nbtools.tasks.sign.clips.data import pack, read
 from nbtools.tasks.sign.clips.validate import validate
+from nbtools.train import Plan
 
 T = 5
 DATA = os.environ.get("NBTOOLS_REAL_DATA", "")

@@ -16,10 +16,11 @@ import torch
 from PIL import Image
 
 import nbtools.tasks
-from nbtools import arguments, device
+from nbtools import arguments
 from nbtools.__main__ import TASK_COMMANDS, main, parser
 from nbtools.errors import PlanError
 from nbtools.tasks import sign
+from nbtools.train import device
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = """

@@ -13,19 +13,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from nbtools import loop
-from nbtools.advise import Machine, decide
-from nbtools.draws import Draws
+from nbtools.data import Card, Draws, Entry, build, collate, open_feed
+from nbtools.data.pack import Column
 from nbtools.errors import PlanError
-from nbtools.feed import open_feed
-from nbtools.pack import Card, Column, collate
-from nbtools.packing import Entry, build
-from nbtools.state import TrainState
+from nbtools.measure.rules import Machine, decide
 from nbtools.tasks.sign import augment, landmarks, networks, plans
 from nbtools.tasks.sign import task as sign
 from nbtools.tasks.sign.landmarks import FACE, FACE_MESH, LEFT, MIRROR, POINTS, POSE, RIGHT, Keypoints
 from nbtools.tasks.sign.networks.transformer import Transformer
 from nbtools.tasks.sign.plans import BASELINE, PLAN, Plan
+from nbtools.train import TrainState, loop
 
 TASK: Any = SimpleNamespace(
     PLAN=PLAN,

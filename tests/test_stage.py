@@ -22,11 +22,12 @@ from pathlib import Path
 import pytest
 
 import nbtools as nb
-from nbtools import archive, disk, errors, fetch, members, source
+from nbtools import disk, errors
+from nbtools.data import archive, cache, drive_path, fetch, members, source, stage
+from nbtools.data.stage import RECEIPT
 from nbtools.folder import kept_folder
-from nbtools.stage import RECEIPT, cache, drive_path, stage
 
-stager = sys.modules["nbtools.stage"]  # nbtools.stage is the function
+stager = sys.modules["nbtools.data.stage"]  # nbtools.stage is the function
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated method:DeprecationWarning")  # gdown 5 calls bs4
 FILES = {"digits/labels.csv": b"file,label\n", "digits/images/1.png": bytes(range(256)) * 8000, "digits/2.png": b"2"}
 FILE_ID, FOLDER_ID = "1AbCdEfGhIjKlMnOpQrStUvWxYz0123", "1FoLdErIdOfTwentyEightLetters"

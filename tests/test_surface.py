@@ -8,9 +8,9 @@ import torch
 import toy
 from kernels import Client, parent, started
 
-from nbtools.history import History
-from nbtools.plot import Preview
-from nbtools.view import View
+from nbtools.live import View
+from nbtools.live.plot.chart import Preview
+from nbtools.train import History
 
 SETUP = f"""
 import sys, threading, time; sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parent.parent)!r}]

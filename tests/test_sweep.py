@@ -16,16 +16,16 @@ import toy
 from PIL import Image
 from torch import nn
 
+from nbtools.data import Workers
 from nbtools.errors import TrainError
-from nbtools.feed import Workers
 from nbtools.lr_sweep import LrSweep
 from nbtools.lr_sweep import lr_sweep as shown
+from nbtools.measure import Sweep, find_workers
 from nbtools.measure.curve import judge, smooth
 from nbtools.measure.race import time_to
 from nbtools.measure.receipts import receipt
-from nbtools.measure.sweep import Climb, Sweep, lr_sweep
-from nbtools.measure.workers import find_workers
-from nbtools.state import TrainState
+from nbtools.measure.sweep import Climb, lr_sweep
+from nbtools.train import TrainState
 
 CPU = torch.device("cpu")
 SGD = toy.PLAN.replace(optimizer="sgd", betas=(0.0, 0.9), clip_norm=None)

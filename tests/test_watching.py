@@ -25,8 +25,8 @@ from browser import Notebook, saved, text
 from serving import CLASSIC, LAB, Stack, until
 
 import nbtools as nb
-from nbtools.history import History
-from nbtools.plot.axis import number
+from nbtools.live import number
+from nbtools.train import History
 
 RUN = "runs/typo"
 TYPO = 1000.0

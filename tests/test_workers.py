@@ -13,16 +13,13 @@ import pytest
 import torch
 import toy
 
-from nbtools import gpu
+from nbtools.data import Workers
+from nbtools.data.pack import RawFiles
 from nbtools.errors import TrainError
-from nbtools.feed import Workers
-from nbtools.loop import train
-from nbtools.measure import loaders, memory, workers
+from nbtools.measure import find_workers, gpu, loaders, memory, workers
 from nbtools.measure.loaders import Rig, Setting, counts
-from nbtools.measure.workers import WorkersFinding, chosen, find_workers
-from nbtools.pack import RawFiles
-from nbtools.plan import Plan
-from nbtools.state import TrainState
+from nbtools.measure.workers import WorkersFinding, chosen
+from nbtools.train import Plan, TrainState, train
 
 CPU = torch.device("cpu")
 WORKERS = toy.PLAN.replace(feed="workers")

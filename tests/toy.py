@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from nbtools import plan
-from nbtools.pack import Pack, Sample
-from nbtools.packing import Entry, Writer, build
+from nbtools.data import Entry, Pack, Sample, Writer, build
+from nbtools.train import plan
 
 CLASSES = 4
 

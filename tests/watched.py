@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from nbtools.draws import Draws
+from nbtools.data import Draws
 from nbtools.tasks import captcha
 from nbtools.tasks.captcha import BASELINE, BEST, PLAN, Plan, decode, demo, loss, metrics, model, pack, preview, show
 

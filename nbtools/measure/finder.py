@@ -16,17 +16,16 @@ from typing import Any, Self
 
 import torch
 
-from nbtools import device as devices
 from nbtools import disk, table
+from nbtools.data import Pack
 from nbtools.errors import TrainError
 from nbtools.measure.memory import Room, room
 from nbtools.measure.noise import Noise, noise_scale
 from nbtools.measure.search import LATE, LEAST, Candidate, Cap, Search
 from nbtools.measure.trial import Trial
 from nbtools.measure.untouched import untouched
-from nbtools.pack import Pack
-from nbtools.plan import Plan
-from nbtools.state import Task
+from nbtools.train import Plan, Task
+from nbtools.train import device as devices
 
 
 @dataclass(frozen=True)

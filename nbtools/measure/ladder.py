@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from nbtools import table
 from nbtools.errors import PlanError
-from nbtools.plan import Plan, lr_factor
+from nbtools.train import Plan, lr_factor
 
 SOURCES = {"sqrt": "arXiv 2205.10287", "linear": "arXiv 1706.02677"}
 

@@ -12,19 +12,15 @@ from typing import Any
 
 import torch
 
-from nbtools import device as devices
 from nbtools import disk
+from nbtools.data import Pack, Raw, Workers, cores, require_shared_memory
 from nbtools.errors import TrainError
-from nbtools.feed import Raw, Workers, require_shared_memory
-from nbtools.gpu import cores
 from nbtools.measure.memory import ram
 from nbtools.measure.sweep import endless
 from nbtools.measure.trial import still
-from nbtools.pack import Pack
-from nbtools.plan import Plan
-from nbtools.state import Task, TrainState
-from nbtools.step import step
 from nbtools.table import plural
+from nbtools.train import Plan, Task, TrainState, step
+from nbtools.train import device as devices
 
 SLICES = 3  # of a setting's time: its spread
 READ = 0.2  # of the time goes before all settings, to read files that the first one would else read for the others

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from nbtools.state import TrainState
+from nbtools.train import TrainState
 
 HEADROOM = 0.1  # of the limit that is left free: found sizes fail later, in fragments and to neighbours
 HEADROOM_RAM = 0.2  # glibc's malloc keeps freed memory: processes grew by 14–19 % more than was in use

@@ -17,14 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nbtools import device as devices
+from nbtools.data import Pack
 from nbtools.errors import TrainError
 from nbtools.measure.trial import Trial
 from nbtools.measure.untouched import untouched
-from nbtools.pack import Pack
-from nbtools.plan import Plan
-from nbtools.state import Task, TrainState, load_module
-from nbtools.step import backward, clear_gradients
+from nbtools.train import Plan, Task, TrainState, backward, clear_gradients, load_module
+from nbtools.train import device as devices
 
 SMALL, PARTS = 16, 8  # samples of the small batch; small batches whose mean is the large one
 PAIRS = (8, 200)  # fewest and most

@@ -10,14 +10,11 @@ from typing import Any
 
 import torch
 
-from nbtools import device as devices
-from nbtools import gpu
-from nbtools.feed import Feed
-from nbtools.loop import train
-from nbtools.pack import Pack
-from nbtools.plan import Plan
-from nbtools.state import Task, TrainState
+from nbtools.data import Feed, Pack
+from nbtools.measure import gpu
 from nbtools.table import plural
+from nbtools.train import Plan, Task, TrainState, train
+from nbtools.train import device as devices
 
 WARMUP_STEPS = 3
 

@@ -15,18 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from nbtools import checkpoint
-from nbtools.draws import Draws
-from nbtools.feed import Feed, batches_left, in_order, lengths_of
+from nbtools.data import Draws, Feed, Pack, batches_left, in_order, lengths_of
 from nbtools.measure import memory
 from nbtools.measure.clock import clock_of, finish
 from nbtools.measure.rates import Counts, Rates, count
-from nbtools.metrics import Sums
-from nbtools.pack import Pack
-from nbtools.plan import Plan
-from nbtools.scoring import score
-from nbtools.state import Batch, Task, TrainState
-from nbtools.step import step
+from nbtools.train import Batch, Plan, Sums, Task, TrainState, checkpoint, score, step
 
 LEAST = 5  # repeats of what is timed on CUDA
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what occupies the device in a trace

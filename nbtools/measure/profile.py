@@ -17,8 +17,7 @@ from typing import cast
 
 import torch
 
-from nbtools import device as devices
-from nbtools.feed import choose, gather, on, open_feed
+from nbtools.data import Pack, choose, gather, on, open_feed
 from nbtools.measure import parts
 from nbtools.measure.figures import StepProfile
 from nbtools.measure.pace import Pace, machine
@@ -27,9 +26,8 @@ from nbtools.measure.syncs import syncs
 from nbtools.measure.trial import Apart
 from nbtools.measure.tries import LEAST_ROUNDS, ROUNDS, affordable, try_out, worth_compiling, worth_trying
 from nbtools.measure.untouched import untouched
-from nbtools.pack import Pack
-from nbtools.plan import Plan
-from nbtools.state import Task
+from nbtools.train import Plan, Task
+from nbtools.train import device as devices
 
 SECONDS = 3.0  # a measurement takes two to three times as long, with its warm-up
 

@@ -11,16 +11,14 @@ from typing import Any, Self
 
 import torch
 
-from nbtools import device as devices
 from nbtools import table
+from nbtools.data import Pack
 from nbtools.errors import TrainError
-from nbtools.loop import Diverged, train
 from nbtools.measure.pace import machine
 from nbtools.measure.receipts import comparable
 from nbtools.measure.untouched import untouched
-from nbtools.pack import Pack
-from nbtools.plan import Plan
-from nbtools.state import Task, TrainState, best_metric
+from nbtools.train import Diverged, Plan, Task, TrainState, best_metric, train
+from nbtools.train import device as devices
 
 SECONDS = 300.0  # that each may train, a seed
 

@@ -22,11 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
-from nbtools.device import DTYPES
 from nbtools.measure.clock import clock_of, finish
-from nbtools.plan import Plan
-from nbtools.state import Batch, Task, TrainState
-from nbtools.step import backward, step
+from nbtools.train import DTYPES, Batch, Plan, Task, TrainState, backward, step
 
 UNCOUNTED = "matrix products, convolutions and attention are counted; elementwise, normalisation, fused RNN and CTC not"
 SIDE = {"cuda": 4096}  # of the square matrices; elsewhere 512: 5 ms on one CPU core

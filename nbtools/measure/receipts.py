@@ -13,17 +13,15 @@ from typing import Any, Self
 
 import torch
 
-from nbtools import device as devices
 from nbtools import table
-from nbtools.feed import Resident, choose
+from nbtools.data import Pack, Resident, choose
 from nbtools.measure import rungs as ladders
 from nbtools.measure.pace import WARMUP_STEPS, Pace, Rate, machine
 from nbtools.measure.parts import padding, random_padding
 from nbtools.measure.rungs import ALL, Rung, ahead, ladder
 from nbtools.measure.untouched import untouched
-from nbtools.pack import Pack
-from nbtools.plan import Plan
-from nbtools.state import Task
+from nbtools.train import Plan, Task
+from nbtools.train import device as devices
 
 ROUNDS, SECONDS = 3, 1.5
 BLIND = 64  # the guides' batch, for what batches that are not grouped by length would pad

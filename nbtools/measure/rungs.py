@@ -10,10 +10,9 @@ from typing import Any, Self
 
 import torch
 
-from nbtools.feed import choose
+from nbtools.data import Pack, choose
 from nbtools.measure.pace import Rate
-from nbtools.pack import Pack
-from nbtools.plan import Plan, said
+from nbtools.train import Plan, said
 
 GROUPS = {
     "+ packed feed": ("feed", "workers", "prefetch"),

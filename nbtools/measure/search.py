@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from nbtools import disk
+from nbtools.data import require_shared_memory
 from nbtools.errors import TrainError
-from nbtools.feed import require_shared_memory
 from nbtools.measure.choice import LEAST_TURNS, Choice, between, choose, hopeless, knee, near
 from nbtools.measure.memory import Line, Room
 from nbtools.measure.trial import Load, Trial
-from nbtools.plan import Plan
+from nbtools.train import Plan
 
 LEAST = 2  # BatchNorm needs two samples
 RISING = 1.03  # a doubling that gives less than this twice in a row is flat

@@ -16,18 +16,14 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from nbtools import device as devices
 from nbtools import table
-from nbtools.bounds import require_sizes
+from nbtools.data import Feed, Pack, Raw, batches_left, lengths_of, open_feed
 from nbtools.errors import TrainError
-from nbtools.feed import Feed, Raw, batches_left, lengths_of, open_feed
 from nbtools.measure.curve import KEPT, LEAST_STEPS, judge, smooth
 from nbtools.measure.pace import machine
 from nbtools.measure.untouched import untouched
-from nbtools.pack import Pack
-from nbtools.plan import Plan
-from nbtools.state import Task, TrainState
-from nbtools.step import step
+from nbtools.train import Plan, Task, TrainState, require_sizes, step
+from nbtools.train import device as devices
 
 STEPS, SECONDS = 100, 60.0
 WARMUP_STEPS = 3  # at the lowest lr: what a step costs, and the loss to start from

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from nbtools.state import Batch, Task, TrainState
-from nbtools.step import step
+from nbtools.train import Batch, Task, TrainState, step
 
 
 def syncs(task: Task, state: TrainState, raw: Batch, epoch_size: int) -> tuple[str, ...]:

@@ -11,14 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from nbtools.device import prepare, within_memory
-from nbtools.feed import batches_left, lengths_of, open_feed
+from nbtools.data import Card, Pack, batches_left, lengths_of, open_feed
 from nbtools.measure import memory
 from nbtools.measure.clock import clock_of, finish
-from nbtools.pack import Card, Pack
-from nbtools.plan import Plan
-from nbtools.state import Batch, Task, TrainState
-from nbtools.step import attempt, clear_gradients, release
+from nbtools.train import Batch, Plan, Task, TrainState, attempt, clear_gradients, prepare, release, within_memory
 
 
 @dataclass(frozen=True)

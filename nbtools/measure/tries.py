@@ -11,20 +11,14 @@ from typing import Any, cast
 
 import torch
 
-from nbtools import device as devices
-from nbtools.device import within_memory
-from nbtools.feed import Feed, open_feed
-from nbtools.gpu import cores
-from nbtools.loop import train
+from nbtools.data import Feed, Pack, cores, open_feed
 from nbtools.measure import memory
 from nbtools.measure.figures import StepProfile, Tried, apart
 from nbtools.measure.pace import WARMUP_STEPS, Pace
 from nbtools.measure.trial import Apart
 from nbtools.measure.untouched import untouched
-from nbtools.pack import Pack
-from nbtools.plan import Plan
-from nbtools.state import Task, TrainState
-from nbtools.step import Diverged
+from nbtools.train import Diverged, Plan, Task, TrainState, train, within_memory
+from nbtools.train import device as devices
 
 ROUNDS = 16
 LEAST_ROUNDS = 3  # where a step takes long

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nbtools import device as devices
+from nbtools.train import device as devices
 
 
 @contextmanager

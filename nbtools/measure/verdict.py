@@ -14,7 +14,7 @@ from typing import Any, Self
 from nbtools import table
 from nbtools.measure.figures import StepProfile, Tried, apart, duration, shown
 from nbtools.measure.tries import own_knobs, without_augmentation
-from nbtools.plan import Plan
+from nbtools.train import Plan
 
 WORTH = 1.1  # a smaller gain is within what such a measurement varies by: rule of thumb (ours)
 NEAR = 1.05  # of two changes so close the one that needs less, or leaves the training as it is, is taken

@@ -10,16 +10,13 @@ from typing import Any, Self
 
 import torch
 
-from nbtools import device as devices
 from nbtools import table
-from nbtools.bounds import require_sizes
-from nbtools.feed import choose
+from nbtools.data import Pack, choose
 from nbtools.measure.loaders import SLICES, Setting, tried
 from nbtools.measure.pace import machine
 from nbtools.measure.untouched import untouched
-from nbtools.pack import Pack
-from nbtools.plan import Plan
-from nbtools.state import Task
+from nbtools.train import Plan, Task, require_sizes
+from nbtools.train import device as devices
 
 SECONDS = 8.0  # of measuring, the starts of workers aside
 CLOSE = 0.95  # of the best rate: fewer processes that reach it are chosen

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nbtools.draws import Draws
+from nbtools.data import Draws
 
 STRETCH = 0.1  # largest change of a line's length
 

@@ -14,15 +14,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from nbtools.ctc import needed_steps
+from nbtools.data import MANIFEST, Entry, Pack, Sample, Writer, build, stage
 from nbtools.errors import PackError
-from nbtools.pack import MANIFEST, Pack, Sample
-from nbtools.packing import Entry, Writer, build
-from nbtools.stage import stage
 from nbtools.table import plural, sized
 from nbtools.tasks.captcha.files import SUFFIXES, UNREADABLE, Found, listed, pattern_of, survey
 from nbtools.tasks.captcha.ink import line_of
 from nbtools.tasks.captcha.networks import STRIDE
+from nbtools.train import needed_steps
 
 CASES = {"keep": str, "lower": str.lower, "upper": str.upper}
 LAYOUTS = ("auto", "fixed", "lines")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nbtools.recompute import again
+from nbtools.train import again
 
 Batch = dict[str, Tensor]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from nbtools import plan
-from nbtools.pack import Card
+from nbtools.data import Card
+from nbtools.train import plan
 
 THUMB = "rule of thumb"
 FIXED_IMAGES = 40_000  # to train on, all epochs together: 99 % of four generated digits are read after half of them

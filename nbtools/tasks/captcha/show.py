@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from nbtools.pack import Pack
+from nbtools.data import Pack
 from nbtools.sheet import RIGHT, WRONG, Sheet, blank
 
 COLUMNS = 4

@@ -7,15 +7,13 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nbtools import ctc
-from nbtools import metrics as measures
-from nbtools.draws import Draws
+from nbtools.data import Card, Draws, Pack
 from nbtools.errors import PlanError
-from nbtools.metrics import Pair
-from nbtools.pack import Card, Pack
 from nbtools.tasks.captcha import augment
 from nbtools.tasks.captcha.networks import Ctc, Guide, Small
 from nbtools.tasks.captcha.plans import Plan
+from nbtools.train import Pair, ctc
+from nbtools.train import metrics as measures
 
 Batch = dict[str, Tensor]
 Outputs = Tensor | tuple[Tensor, Tensor]

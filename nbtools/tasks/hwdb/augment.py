@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nbtools.draws import Draws
+from nbtools.data import Draws
 from nbtools.tasks.hwdb.networks.masked import beyond
 
 STRETCH, SLANT = 0.08, 0.2  # largest change of a line's length; columns a row leans by

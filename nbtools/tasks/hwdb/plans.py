@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from nbtools import plan
-from nbtools.pack import Card
+from nbtools.data import Card
+from nbtools.train import plan
 
 THUMB = "rule of thumb"
 HCTR_HEIGHT = 96  # pixels from which the reference's network is taken: below, it has a step a glyph or less

@@ -7,14 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from nbtools import ctc
-from nbtools import metrics as measures
-from nbtools.draws import Draws
-from nbtools.metrics import Pair
-from nbtools.pack import Card, Pack
+from nbtools.data import Card, Draws, Pack
 from nbtools.tasks.hwdb import augment
 from nbtools.tasks.hwdb.networks import built
 from nbtools.tasks.hwdb.plans import Plan, network_of
+from nbtools.train import Pair, ctc
+from nbtools.train import metrics as measures
 
 Batch = dict[str, Tensor]
 Outputs = tuple[Tensor, Tensor]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nbtools.draws import Draws
+from nbtools.data import Draws
 from nbtools.tasks.segment.masks.classes import IGNORE
 from nbtools.tasks.segment.masks.distance import FAR
 from nbtools.tasks.segment.plans import Plan

@@ -14,13 +14,12 @@ import torch
 from torch import nn
 
 from nbtools import table
-from nbtools.device import autocast
+from nbtools.data import Pack, collate
 from nbtools.errors import PlanError
-from nbtools.metrics import Sums
-from nbtools.pack import Pack, collate
 from nbtools.tasks.segment import task
 from nbtools.tasks.segment.inference import eval_cost
 from nbtools.tasks.segment.plans import ALL_SCALES, Plan
+from nbtools.train import Sums, autocast
 
 WARM = 3  # answers before the clock counts: the first ones load libraries and choose kernels
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-from nbtools import plan
+from nbtools.data import Card, Pack
 from nbtools.errors import PlanError
-from nbtools.pack import Card, Pack
+from nbtools.train import plan
 
 THUMB = "rule of thumb"
 ALL_SCALES = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)  # the reference's (CoinCheung/BiSeNet, bisenetv2_city.py)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from nbtools.errors import PlanError
-from nbtools.metrics import Pair
 from nbtools.tasks.segment.masks.classes import IGNORE
 from nbtools.tasks.segment.masks.distance import FAR, PER_PIXEL
+from nbtools.train import Pair
 
 FARTHEST = (FAR - 1) / PER_PIXEL  # px; a stored distance of FAR means "there, or anywhere beyond"
 TOLERANCE = 0.0075  # of the diagonal (Csurka et al., BMVC 2013; MATLAB's bfscore)

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from nbtools.draws import Draws
-from nbtools.metrics import Pair
-from nbtools.pack import Card, Pack
+from nbtools.data import Card, Draws, Pack
 from nbtools.tasks.segment import augment, inference, losses, networks, scores
 from nbtools.tasks.segment.masks.distance import PER_PIXEL
 from nbtools.tasks.segment.plans import Plan
+from nbtools.train import Pair
 
 Batch = dict[str, Tensor]
 Outputs = tuple[Tensor, tuple[Tensor, ...]]

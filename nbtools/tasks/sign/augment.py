@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from nbtools.draws import Draws
+from nbtools.data import Draws
 from nbtools.tasks.sign.landmarks import HANDS, POINTS, Keypoints, mirror_on
 
 STRETCH, BEND = 0.3, 0.5  # at strength 1: change of a clip's length; of its pace within it

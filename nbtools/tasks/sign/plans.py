@@ -6,9 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from nbtools import plan
+from nbtools.data import Card, Pack
 from nbtools.errors import PlanError
-from nbtools.pack import Card, Pack
+from nbtools.train import plan
 
 THUMB = "rule of thumb"
 SHOWN = 480  # clips of a gloss to train on, all epochs together: more taught ten signs nothing (measured)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from nbtools import table
+from nbtools.data import Card, Pack, Sample, collate
 from nbtools.errors import PlanError
-from nbtools.pack import Card, Pack, Sample, collate
 from nbtools.tasks.sign.plans import network_of, of
 from nbtools.tasks.sign.task import batch
 

@@ -15,10 +15,8 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from nbtools.data import Entry, Pack, Sample, Writer, build, require_shares
 from nbtools.errors import PackError
-from nbtools.pack import Pack, Sample
-from nbtools.packing import Entry, Writer, build
-from nbtools.splits import require_shares
 from nbtools.table import sized
 from nbtools.tasks.hwdb.lines.charset import Charset, from_texts, given, normalised
 from nbtools.tasks.hwdb.lines.holdout import drawn

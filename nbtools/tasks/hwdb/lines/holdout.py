@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from nbtools.data import SPLITS, is_count, position, split_of
 from nbtools.errors import PackError
-from nbtools.splits import SPLITS, is_count, position, split_of
 from nbtools.table import plural
 from nbtools.tasks.hwdb.lines.sources import Found
 

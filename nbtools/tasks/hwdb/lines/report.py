@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nbtools import table
-from nbtools.pack import Pack
-from nbtools.splits import SPLITS
+from nbtools.data import SPLITS, Pack
 from nbtools.table import plural
 
 STRIDES = (4, 8, 16, 32)  # columns a time step of the networks

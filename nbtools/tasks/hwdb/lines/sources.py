@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from nbtools.data import bar
 from nbtools.errors import PackError
-from nbtools.progress import bar
 from nbtools.tasks.hwdb.formats.dgrl import Line, Place
 from nbtools.tasks.hwdb.formats.scan import FormatError
 from nbtools.tasks.hwdb.lines.charset import CHARS_LIST, characters_of

@@ -17,9 +17,9 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from threading import Lock
 
-from nbtools import disk, members
+from nbtools import disk
+from nbtools.data import cache, members, stage
 from nbtools.errors import ArchiveError, PackError
-from nbtools.stage import cache, stage
 
 ARCHIVE = re.compile(r"\.(tar|tar\.gz|tgz|tar\.xz|txz|tar\.bz2|tbz2?|zip)$", re.I)
 DEEPEST = 3  # archives within archives; a zip can hold itself

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nbtools.data import Pack
 from nbtools.errors import MissingExtra, PackError
-from nbtools.metrics import text_metrics
-from nbtools.pack import Pack
 from nbtools.table import plural
 from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN
+from nbtools.train import text_metrics
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,9 +14,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
+from nbtools.data import Pack
 from nbtools.errors import PackError
 from nbtools.letters import Letters
-from nbtools.pack import Pack
 from nbtools.sheet import RIGHT, WRONG, Sheet, blank
 from nbtools.table import plural
 from nbtools.tasks.hwdb.looking.analysis import aligned, right

@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as packed
 
 from nbtools import disk
+from nbtools.data import drive_path
 from nbtools.errors import PackError
-from nbtools.stage import drive_path
 from nbtools.table import plural
 from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN
 from nbtools.tasks.hwdb.reading.kneser_ney import counted, smoothed

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nbtools.ctc import BLANK
 from nbtools.errors import NbtoolsError, PlanError
+from nbtools.train import BLANK
 
 CANDIDATES, LEAST = 20, 1e-5
 LOWEST = np.finfo(np.float32).min  # of a log-probability that is not -inf

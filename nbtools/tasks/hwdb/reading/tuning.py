@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from nbtools import metrics, table
-from nbtools.device import autocast
+from nbtools import table
+from nbtools.data import Pack, collate
 from nbtools.errors import NbtoolsError
-from nbtools.pack import Pack, collate
 from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN
 from nbtools.tasks.hwdb.reading.beam import search
 from nbtools.tasks.hwdb.reading.ngram import NGram
 from nbtools.tasks.hwdb.reading.peaks import CANDIDATES, LEAST, Peaks, joined, peaks
 from nbtools.tasks.hwdb.task import batch
+from nbtools.train import autocast, metrics
 
 ALPHAS, BETAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), (0.0, 1.0, 2.0, 3.0, 4.0)
 

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from nbtools import disk
+from nbtools.data import SPLITS, is_count, position, require_shares, stage
 from nbtools.errors import PackError
-from nbtools.splits import SPLITS, is_count, position, require_shares
-from nbtools.stage import stage
 from nbtools.table import plural
 from nbtools.tasks.hwdb.formats.dgrl import Page
 from nbtools.tasks.hwdb.writing import hands

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nbtools.data import Pack
 from nbtools.errors import PackError
-from nbtools.metrics import Pair, Sums
-from nbtools.pack import Pack
 from nbtools.table import plural
 from nbtools.tasks.segment import scores
 from nbtools.tasks.segment.masks.classes import IGNORE
 from nbtools.tasks.segment.masks.distance import PER_PIXEL
+from nbtools.train import Pair, Sums
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from nbtools.data import Pack
 from nbtools.errors import PackError
-from nbtools.metrics import Sums
-from nbtools.pack import Pack
 from nbtools.tasks.segment.looking.analysis import pairs
+from nbtools.train import Sums
 
 CHUNK = 1 << 24  # labels read at once
 COUNTS = 1 << 25  # counts held at once: more classes and pixels are done in strips of rows

@@ -9,9 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from nbtools.pack import Pack
+from nbtools.data import SPLITS, Pack
 from nbtools.sheet import RIGHT, WRONG, Sheet
-from nbtools.splits import SPLITS
 from nbtools.tasks.segment.looking.lettering import Lettering
 from nbtools.tasks.segment.looking.overlay import colours_of
 from nbtools.tasks.segment.masks.classes import IGNORE

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from nbtools.pack import Card, Pack
+from nbtools.data import Card, Pack
 from nbtools.sheet import Sheet
 from nbtools.tasks.segment.looking.lettering import INCH, Lettering
 from nbtools.tasks.segment.looking.overlay import colours_of, hatched

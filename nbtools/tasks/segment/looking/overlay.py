@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
-from nbtools.pack import Card, Pack
+from nbtools.data import Card, Pack
 from nbtools.sheet import WRONG
 from nbtools.tasks.segment.masks.classes import BACKGROUND, IGNORE
 

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
 
-from nbtools.pack import Pack
+from nbtools.data import Pack
 from nbtools.sheet import Sheet, blank
 from nbtools.tasks.segment.looking import legend
 from nbtools.tasks.segment.looking.lettering import Lettering

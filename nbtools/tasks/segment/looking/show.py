@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from nbtools.draws import Draws
-from nbtools.pack import Pack, collate
+from nbtools.data import Draws, Pack, collate
 from nbtools.sheet import Sheet
 from nbtools.tasks.segment import task
 from nbtools.tasks.segment.looking.analysis import Ids, image_metrics, matched

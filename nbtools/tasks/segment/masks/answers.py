@@ -11,9 +11,8 @@ import numpy as np
 from PIL import Image, PngImagePlugin
 
 from nbtools import disk
+from nbtools.data import Card, Pack, Refused
 from nbtools.errors import PackError
-from nbtools.pack import Card, Pack
-from nbtools.report import Refused
 from nbtools.tasks.segment.masks.images import UNREADABLE, Recipe, Size, opened, size_of
 from nbtools.tasks.segment.masks.pairs import told
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from nbtools.data import ERROR
 from nbtools.errors import PackError
-from nbtools.report import ERROR
 from nbtools.table import plural
 from nbtools.tasks.segment.masks.classes import IGNORE, MOST_CLASSES, OF_TWO, Class, Table, table_of
 from nbtools.tasks.segment.masks.files import LABELS, Survey

@@ -18,8 +18,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from xml.parsers import expat
 
+from nbtools.data import Refused, Row
 from nbtools.errors import PackError
-from nbtools.report import Refused, Row
 from nbtools.table import plural
 from nbtools.tasks.segment.masks.classes import BACKGROUND, Class, Colour
 

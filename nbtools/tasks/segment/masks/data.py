@@ -12,10 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nbtools.pack import MANIFEST, Pack
-from nbtools.packing import Entry, Writer, build
-from nbtools.report import ERROR
-from nbtools.stage import stage
+from nbtools.data import ERROR, MANIFEST, Entry, Pack, Writer, build, stage
 from nbtools.tasks.segment.masks.choices import Choices
 from nbtools.tasks.segment.masks.classes import IGNORE
 from nbtools.tasks.segment.masks.naming import Given

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image, ImageDraw
 
-from nbtools.report import WARNING, Refused, Row
+from nbtools.data import WARNING, Refused, Row
 from nbtools.table import sized
 from nbtools.tasks.segment.masks.classes import IGNORE
 from nbtools.tasks.segment.masks.cvat import FARTHEST, Drawing, Shape

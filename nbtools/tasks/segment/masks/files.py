@@ -22,9 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from nbtools import disk
+from nbtools.data import SPLITS, WARNING, Refused, Row
 from nbtools.errors import PackError
-from nbtools.report import WARNING, Refused, Row
-from nbtools.splits import SPLITS
 from nbtools.tasks.segment.masks import cvat, lists
 from nbtools.tasks.segment.masks.images import SUFFIXES
 from nbtools.tasks.segment.masks.naming import FILES

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 from PIL import Image
 
-from nbtools.report import WARNING, Refused, Row
+from nbtools.data import WARNING, Refused, Row
 from nbtools.table import sized
 from nbtools.tasks.segment.masks.classes import Table
 

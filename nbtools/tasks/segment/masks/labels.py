@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from nbtools.report import WARNING, Refused, Row
+from nbtools.data import WARNING, Refused, Row
 from nbtools.table import plural, sized
 from nbtools.tasks.segment.masks.classes import IGNORE, MOST_ID, UNKNOWN, Table
 from nbtools.tasks.segment.masks.images import Recipe, Size, opened

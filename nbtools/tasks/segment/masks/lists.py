@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from nbtools.report import Row
+from nbtools.data import Row
 from nbtools.tasks.segment.masks.images import SUFFIXES
 
 NAME = re.compile(r"(?:.*[^a-z])?(train|val|test|list|pairs|all)(?:ing|id|idation)?", re.I)

@@ -9,9 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from nbtools.data import Refused, Row, Sample
 from nbtools.errors import PackError
-from nbtools.pack import Sample
-from nbtools.report import Refused, Row
 from nbtools.tasks.segment.masks.distance import distance_map
 from nbtools.tasks.segment.masks.drawing import drawn
 from nbtools.tasks.segment.masks.files import Found, Survey, surveyed

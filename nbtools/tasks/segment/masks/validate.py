@@ -11,10 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nbtools import report
-from nbtools.progress import bar
-from nbtools.report import WARNING, Refused, Row, ordered
-from nbtools.stage import stage
+from nbtools.data import WARNING, Refused, Row, bar, ordered, report, stage
 from nbtools.table import plural, sized
 from nbtools.tasks.segment.masks.choices import Choices
 from nbtools.tasks.segment.masks.classes import BACKGROUND, IGNORE, Table

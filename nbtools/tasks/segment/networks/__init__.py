@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from nbtools.pack import Card
+from nbtools.data import Card
 from nbtools.tasks.segment.networks.bisenetv2 import PUBLISHED, SLIM, BiSeNetV2
 from nbtools.tasks.segment.plans import Plan, network_of
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nbtools.recompute import again
 from nbtools.tasks.segment.networks.blocks import Aggregation, Context, ConvNorm, Gather, Head, Stem, initialise
+from nbtools.train import again
 
 Outputs = tuple[Tensor, tuple[Tensor, ...]]
 

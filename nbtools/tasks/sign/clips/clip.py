@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from nbtools.data import ERROR, WARNING, Refused, Row
 from nbtools.errors import PackError
-from nbtools.report import ERROR, WARNING, Refused, Row
 from nbtools.tasks.sign.clips import rules
 from nbtools.tasks.sign.clips.npz import Npz, opened
 from nbtools.tasks.sign.clips.rules import FEATURES, POINTS, WIDTH

@@ -13,11 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from nbtools.data import ERROR, MANIFEST, Entry, Pack, Sample, Writer, build, stage
 from nbtools.errors import PackError
-from nbtools.pack import MANIFEST, Pack, Sample
-from nbtools.packing import Entry, Writer, build
-from nbtools.report import ERROR
-from nbtools.stage import stage
 from nbtools.table import plural
 from nbtools.tasks.sign.clips.clip import Keys, examined, has_features, sample
 from nbtools.tasks.sign.clips.files import Survey, surveyed

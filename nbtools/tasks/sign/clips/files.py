@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from nbtools import disk
+from nbtools.data import WARNING, Row
 from nbtools.errors import PackError
-from nbtools.report import WARNING, Row
 from nbtools.tasks.sign.clips.labels import LABELS, REFERENCE, Names, is_list, read_names
 from nbtools.tasks.sign.clips.matching import SUFFIX, Told
 

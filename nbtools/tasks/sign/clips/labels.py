@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from nbtools.report import WARNING, Row
+from nbtools.data import WARNING, Row
 
 LABELS, REFERENCE = "labels.csv", "labels_reference.csv"
 COLUMNS = ("file", "gloss", "cat")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from nbtools.report import WARNING, Row
+from nbtools.data import WARNING, Row
 from nbtools.table import plural
 from nbtools.tasks.sign.clips.labels import Label, read_labels
 

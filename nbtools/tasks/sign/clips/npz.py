@@ -18,7 +18,7 @@ from typing import IO, NoReturn
 import numpy as np
 
 from nbtools import disk
-from nbtools.report import Refused, Row
+from nbtools.data import Refused, Row
 
 SUFFIX = ".npy"
 LARGEST = 160_000_000  # bytes of an array: ten minutes of features at 30 frames/s; memory is taken once a thread

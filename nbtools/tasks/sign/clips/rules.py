@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from nbtools.report import ERROR, WARNING, Row
+from nbtools.data import ERROR, WARNING, Row
 from nbtools.tasks.sign.landmarks import POINTS
 from nbtools.tasks.sign.networks.transformer import POSITIONS
 

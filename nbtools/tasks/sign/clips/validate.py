@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from nbtools import report
-from nbtools.progress import bar
-from nbtools.report import WARNING, Row, ordered
-from nbtools.stage import stage
+from nbtools.data import WARNING, Row, bar, ordered, report, stage
 from nbtools.table import plural
 from nbtools.tasks.sign.clips.clip import Keys, examined
 from nbtools.tasks.sign.clips.data import decided

@@ -14,10 +14,8 @@ import torch
 from torch import nn
 
 from nbtools import disk, table
+from nbtools.data import Refused, Row, bar, stage
 from nbtools.errors import PackError
-from nbtools.progress import bar
-from nbtools.report import Refused, Row
-from nbtools.stage import stage
 from nbtools.tasks.sign.clips.clip import Keys
 from nbtools.tasks.sign.clips.files import found_lists, walked
 from nbtools.tasks.sign.clips.labels import REFERENCE

@@ -14,10 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nbtools.data import Refused, bar
 from nbtools.errors import PackError
-from nbtools.progress import bar
-from nbtools.recompute import again
-from nbtools.report import Refused
 from nbtools.tasks.sign import task
 from nbtools.tasks.sign.clips.files import found_lists, split_of, walked
 from nbtools.tasks.sign.clips.matching import Told
@@ -26,6 +24,7 @@ from nbtools.tasks.sign.inception.backbone import Backbone
 from nbtools.tasks.sign.inception.frames import Film, chunks
 from nbtools.tasks.sign.networks.gru import Gru
 from nbtools.tasks.sign.plans import Plan
+from nbtools.train import again
 
 STEP = 8  # clips an optimizer step
 FASTER = 10  # times the GRU's lr is the backbone's: it begins with nothing

@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from nbtools.report import Refused, Row
+from nbtools.data import Refused, Row
 from nbtools.table import sized
 from nbtools.tasks.sign.clips.files import walked
 from nbtools.tasks.sign.clips.matching import SUFFIX

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from nbtools import disk
-from nbtools.report import Refused, Row
+from nbtools.data import Refused, Row
 from nbtools.tasks.sign.clips.clip import MASK, TEXT, TIMES, Keys, has_features
 from nbtools.tasks.sign.clips.npz import opened
 

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from nbtools.data import Card, Pack
 from nbtools.errors import PackError
-from nbtools.pack import Card, Pack
 
 if TYPE_CHECKING:
     import pandas as pd

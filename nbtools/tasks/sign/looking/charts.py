@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.axes import Axes
 
-from nbtools.pack import Pack
+from nbtools.data import SPLITS, Pack
 from nbtools.sheet import RIGHT, WRONG, Sheet
-from nbtools.splits import SPLITS
 
 if TYPE_CHECKING:
     import pandas as pd

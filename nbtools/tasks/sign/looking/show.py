@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from nbtools import disk
+from nbtools.data import Pack
 from nbtools.errors import PackError
-from nbtools.pack import Pack
 from nbtools.sheet import RIGHT, WRONG, Sheet, blank
 from nbtools.table import plural
 from nbtools.tasks.sign.landmarks import LEFT, POINTS

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nbtools.data import Card
 from nbtools.errors import PlanError
-from nbtools.pack import Card
 from nbtools.tasks.sign.networks.gru import Gru
 from nbtools.tasks.sign.networks.transformer import Transformer
 from nbtools.tasks.sign.plans import Plan, network_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbtools.errors import PlanError
-from nbtools.recompute import again
+from nbtools.train import again
 
 Batch = dict[str, Tensor]
 Outputs = tuple[Tensor, Tensor]

@@ -1,0 +1,334 @@
+"""Batches of a pack on the device, in an order that is a pure function of (seed, epoch, position).
+
+A raw batch is a dict of tensors: a fixed column (B, *shape); a ragged one zero-padded (B, L, *shape) with
+`<column>_length` (B,); and `id` (B,) int64, the sample ids. B samples, L the longest of the batch.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from nbtools import disk
+from nbtools.data.pack import Pack, collate
+from nbtools.errors import TrainError
+
+Raw = dict[str, Tensor]
+Segments = Sequence[Sequence[int]]  # [(batch size, batches done with it)] since the start of the epoch
+
+RESIDENT_SHARE = 0.3  # of free GPU memory that a pack may take to live there
+MEGABATCH = 32  # batches sorted by length together: about 2.5 % padding in simulated text lines, order still mixed
+
+
+class Plan(Protocol):
+    """What a feed needs of a plan: any object with these fields."""
+
+    @property
+    def feed(self) -> str: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def workers(self) -> int: ...
+    @property
+    def prefetch(self) -> int: ...
+
+
+class Feed(Protocol):
+    """Called with the batches of ids to come, it yields a raw batch for each."""
+
+    name: str
+
+    def __call__(self, batches: Sequence[np.ndarray]) -> Iterator[Raw]: ...
+
+
+def batches_left(
+    ids: np.ndarray, lengths: np.ndarray | None, seed: int, epoch: int, segments: Segments
+) -> list[np.ndarray]:
+    """What remains of an epoch: batches of ids in order, after the given position.
+
+    A change of batch size is a new segment: it regroups what the earlier ones left, so every id still comes exactly
+    once. lengths (same order as ids) groups samples of like length; None where all are equal.
+    """
+    left = np.random.default_rng([seed, epoch]).permutation(len(ids))
+    batches: list[np.ndarray] = []
+    for k, (batch_size, done) in enumerate(segments):
+        rng = np.random.default_rng([seed, epoch, k + 1])  # NumPy takes [seed, epoch, 0] for [seed, epoch]
+        batches = grouped(left, lengths, batch_size, rng)
+        taken = np.concatenate(batches[:done]) if done else left[:0]
+        left = left[~np.isin(left, taken)]
+        batches = batches[done:]
+    return [ids[batch] for batch in batches]
+
+
+def grouped(
+    order: np.ndarray, lengths: np.ndarray | None, batch_size: int, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Positions cut into batches; by length within megabatches, and then the batches shuffled."""
+    if lengths is None:
+        return split(order, batch_size)
+    batches = []
+    for mega in split(order, batch_size * MEGABATCH):
+        batches += split(mega[np.argsort(lengths[mega], kind="stable")], batch_size)
+    return [batches[i] for i in rng.permutation(len(batches))]
+
+
+def split(order: np.ndarray, size: int) -> list[np.ndarray]:
+    """Consecutive batches; a last one of a single sample, which BatchNorm refuses, gets another from the one before."""
+    cuts = list(range(size, len(order), size))
+    if size > 1 and cuts and len(order) - cuts[-1] == 1:
+        cuts[-1:] = [cuts[-1] - 1] if size > 2 else []
+    return [order[start:end] for start, end in pairwise([0, *cuts, len(order)])] if len(order) else []
+
+
+def in_order(ids: np.ndarray, lengths: np.ndarray | None, batch_size: int) -> list[np.ndarray]:
+    """Every id once, for evaluation: ascending, or by length so that little is padded."""
+    return split(ids if lengths is None else ids[np.argsort(lengths, kind="stable")], batch_size)
+
+
+def lengths_of(pack: Pack, ids: np.ndarray) -> np.ndarray | None:
+    """The lengths that batches are grouped by; None where every sample has the same."""
+    return pack.lengths(pack.card.bucket_by, ids) if pack.card.bucket_by else None
+
+
+def choose(pack: Pack, plan: Plan, device: torch.device) -> tuple[str, str]:
+    """(feed, reason) for `feed="auto"`, the plan's own otherwise."""
+    if plan.feed != "auto":
+        return plan.feed, "the plan says so"
+    if device.type != "cuda":
+        return "resident", "the pack is memory-mapped and training reads it in place"
+    room = RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0]
+    size = f"the pack is {disk.human(pack.bytes)}, {RESIDENT_SHARE:.0%} of free GPU memory {disk.human(room)}"
+    return ("resident", f"fits: {size}") if pack.bytes <= room else ("streamed", f"too large: {size}")
+
+
+def open_feed(pack: Pack, plan: Plan, device: torch.device) -> Feed:
+    """The feed that the plan asks for. Raises TrainError where it cannot work here."""
+    name, _ = choose(pack, plan, device)
+    if name == "resident":
+        return Resident(pack, device)
+    if name == "streamed":
+        return Streamed(pack, device, plan.prefetch)
+    return Workers(pack, device, plan)
+
+
+class Resident:
+    """The whole pack as tensors on the device; a batch is one gather a column."""
+
+    name = "resident"
+
+    def __init__(self, pack: Pack, device: torch.device):
+        self.pack, self.device = pack, device
+        self.values = {name: torch.from_numpy(array).to(device) for name, array in pack.arrays.items()}
+        self.offsets = {name: torch.from_numpy(array).to(device) for name, array in pack.offsets.items()}
+        self.fixed = [name for name in self.values if name not in self.offsets]
+
+    def __call__(self, batches: Sequence[np.ndarray]) -> Iterator[Raw]:
+        if not batches:
+            return
+        sizes = [len(batch) for batch in batches]
+        order = np.concatenate(batches)
+        longest = {name: longest_of(self.pack.lengths(name, order), sizes) for name in self.offsets}  # no sync later
+        for k, ids in enumerate(torch.from_numpy(order).to(self.device).split(sizes)):
+            raw = {name: self.values[name].index_select(0, ids) for name in self.fixed}
+            for name in self.offsets:
+                raw[name], raw[f"{name}_length"] = self.ragged(name, ids, longest[name][k])
+            raw["id"] = ids
+            yield raw
+
+    def ragged(self, name: str, ids: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        offsets, values = self.offsets[name], self.values[name]
+        start = offsets.index_select(0, ids)
+        length = offsets.index_select(0, ids + 1) - start
+        step = torch.arange(longest, device=self.device)
+        padding = step >= length[:, None]  # (B, L)
+        rows = (start[:, None] + step).masked_fill_(padding, 0)
+        found = values.index_select(0, rows.view(-1))
+        if found.device.type == "cpu":  # masked_fill visits every byte, 5 µs a text line; on CUDA nonzero would sync
+            found.index_fill_(0, padding.view(-1).nonzero().view(-1), 0)
+        else:
+            found.masked_fill_(padding.view(-1, *[1] * (found.dim() - 1)), 0)
+        return found.view(len(ids), longest, *values.shape[1:]), length
+
+
+def longest_of(lengths: np.ndarray, sizes: Sequence[int]) -> list[int]:
+    starts = np.cumsum([0, *sizes[:-1]])
+    return np.maximum.reduceat(lengths, starts).tolist()
+
+
+class Streamed:
+    """One thread a call gathers batches from the memory map ahead of training; on CUDA through a ring of pinned buffers
+    and a copy stream, so that neither the copy nor the gather waits in the step.
+
+    The ring belongs to the call: an evaluation within an epoch would otherwise refill buffers that the epoch's copies
+    still read. A new one costs little, since torch keeps the pinned memory that the last one freed. The stream belongs
+    to the feed: torch's allocator keeps freed GPU memory by stream, and each new stream would start without any.
+    """
+
+    name = "streamed"
+
+    def __init__(self, pack: Pack, device: torch.device, prefetch: int):
+        self.pack, self.device, self.prefetch = pack, device, prefetch
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, batches: Sequence[np.ndarray]) -> Generator[Raw, None, None]:
+        ready: queue.Queue[Any] = queue.Queue(maxsize=self.prefetch)
+        stop = threading.Event()
+        thread = threading.Thread(target=self.produce, args=(batches, ready, stop), name="nbtools-feed", daemon=True)
+        thread.start()
+        try:
+            for _ in batches:
+                raw, copied = ready.get()
+                if isinstance(raw, BaseException):
+                    raise raw
+                if copied is not None:
+                    stream = torch.cuda.current_stream(self.device)
+                    stream.wait_event(copied)
+                    for tensor in raw.values():
+                        tensor.record_stream(stream)
+                yield raw
+        finally:
+            stop.set()
+            while thread.is_alive():  # it may wait to put one more
+                with_room(ready)
+                thread.join(0.01)
+
+    def produce(self, batches: Sequence[np.ndarray], ready: queue.Queue, stop: threading.Event) -> None:
+        try:
+            ring = [Slot(self.device, self.stream) for _ in range(self.prefetch + 1)] if self.stream else []
+            for k, ids in enumerate(batches):
+                if stop.is_set():
+                    return
+                raw = gather(self.pack, ids)
+                ready.put(ring[k % len(ring)].send(raw) if ring else (on(self.device, raw), None))
+        except BaseException as error:  # handed to the training thread, which raises it
+            ready.put((error, None))
+
+
+class Slot:
+    """Pinned buffers for one batch on its way to the GPU; reused when the last copy is done."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream):
+        self.device, self.stream = device, stream
+        self.buffers: dict[str, Tensor] = {}
+        self.copied = torch.cuda.Event()
+
+    def send(self, raw: Raw) -> tuple[Raw, torch.cuda.Event]:
+        self.copied.synchronize()
+        sent = {}
+        with torch.cuda.stream(self.stream):
+            for name, tensor in raw.items():
+                if name not in self.buffers or self.buffers[name].numel() < tensor.numel():
+                    self.buffers[name] = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
+                pinned = self.buffers[name][: tensor.numel()].view(tensor.shape).copy_(tensor)
+                sent[name] = pinned.to(self.device, non_blocking=True)
+            self.copied = torch.cuda.Event()
+            self.copied.record(self.stream)
+        return sent, self.copied
+
+
+def with_room(ready: queue.Queue) -> None:
+    while not ready.empty():
+        ready.get_nowait()
+
+
+def gather(pack: Pack, ids: np.ndarray) -> Raw:
+    """A raw batch in host memory, copied from the memory map."""
+    raw: Raw = {}
+    ragged = [name for name in pack.columns if name in pack.offsets]
+    for name in pack.columns:
+        if name not in pack.offsets:
+            raw[name] = torch.from_numpy(np.take(pack.arrays[name], ids, axis=0))
+    if ragged:
+        samples = [{n: pack.arrays[n][slice(*pack.offsets[n][i : i + 2])] for n in ragged} for i in ids]
+        raw |= collate(samples, pack.columns)
+    raw["id"] = torch.from_numpy(np.asarray(ids, np.int64))
+    return raw
+
+
+def on(device: torch.device, raw: Raw) -> Raw:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in raw.items()}
+
+
+class Workers:
+    """A DataLoader over the source files: decodes every sample at every access. The guides' way, kept as the baseline
+    and for data that cannot be packed; same batches, same order. Its processes live on from call to call; a call amid
+    another, as an evaluation between two steps is, has a loader of its own."""
+
+    name = "workers"
+
+    def __init__(self, pack: Pack, device: torch.device, plan: Plan):
+        if pack.raw is None:
+            raise TrainError(
+                'Plan.feed = "workers" reads the source files, and they are not here: the pack was opened without '
+                'them; stage the source again, or choose feed="auto"'
+            )
+        if plan.workers:
+            require_shared_memory(pack, plan)
+        self.raw, self.columns, self.device, self.plan = pack.raw, pack.columns, device, plan
+        self.idle: list[tuple[DataLoader, list[list[int]]]] = []
+
+    def open(self) -> tuple[DataLoader, list[list[int]]]:
+        """(loader, the batches it is to give): its workers start with the first batch."""
+        sampler: list[list[int]] = []
+        many, cuda = self.plan.workers > 0, self.device.type == "cuda"
+        loader = DataLoader(
+            self.raw,
+            batch_sampler=sampler,
+            num_workers=self.plan.workers,
+            collate_fn=partial(collate, columns=self.columns),
+            pin_memory=cuda,
+            prefetch_factor=self.plan.prefetch if many else None,
+            persistent_workers=many,
+            worker_init_fn=deaf,
+            generator=torch.Generator(),  # its own: else every epoch draws from the stream that dropout uses
+            multiprocessing_context="forkserver" if many and cuda else None,  # fork + CUDA deadlocks
+        )
+        return loader, sampler
+
+    def __call__(self, batches: Sequence[np.ndarray]) -> Generator[Raw, None, None]:
+        loader, sampler = self.idle.pop() if self.idle else self.open()
+        sampler[:] = [batch.tolist() for batch in batches]
+        with suppress(GeneratorExit):  # left early: what is on its way is dropped when the next call begins
+            for raw in loader:
+                yield on(self.device, raw)
+        self.idle.append((loader, sampler))  # not after an error: a worker may be gone
+
+
+def deaf(worker: int) -> None:
+    """An interrupt reaches every process of a notebook or terminal: the run decides what it means, not its workers.
+    Nor does SIGTERM end one at once: a kernel that shuts down sends it to all its children, and a dead worker raises in
+    the middle of the step that is to be finished and saved."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, end_soon)
+
+
+def end_soon(*_: Any) -> None:
+    """Stay alive as long as a kernel may take, but no longer: a process that waits for this one would hang."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.alarm(5)
+
+
+def require_shared_memory(pack: Pack, plan: Plan) -> None:
+    """Workers hand batches over in /dev/shm; too small a one ends in a bus error, so it is compared first."""
+    if not os.path.isdir("/dev/shm"):
+        return
+    stat = os.statvfs("/dev/shm")
+    free = stat.f_bavail * stat.f_frsize
+    need = int(pack.bytes / max(len(pack), 1) * plan.batch_size * plan.prefetch * plan.workers * 1.5)
+    if need > free:
+        raise TrainError(
+            f"Plan.workers = {plan.workers} with prefetch {plan.prefetch} and batch {plan.batch_size} needs about "
+            f"{disk.human(need)} of shared memory, /dev/shm has {disk.human(free)} free; lower workers or prefetch"
+        )

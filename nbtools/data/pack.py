@@ -1,0 +1,287 @@
+"""Pack: a data set decoded once into flat arrays on disk, memory-mapped; opening it again costs nothing.
+
+    pack.json               the manifest: task, classes, preprocessing options, columns, file sizes and hashes
+    <column>.npy            fixed: (n, *shape); ragged: (sum of lengths, *shape)
+    <column>.offsets.npy    ragged only: (n + 1,) int64; sample i is rows offsets[i]:offsets[i + 1]
+    split.npy               (n,) uint8: 0 train, 1 val, 2 test
+    names.json              the sample's file, relative to the source, be that a folder or an archive
+    bad.csv                 what was left out, and why
+
+A line of text is ragged along its width, so it is stored (W, H) or (W, H, C).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from nbtools import disk, table
+from nbtools.data import archive
+from nbtools.data.splits import SPLITS
+from nbtools.data.stage import place_to_keep
+from nbtools.errors import PackError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+VERSION = 2
+MANIFEST = "pack.json"  # data sets have a manifest.json of their own
+BAD = ("file", "value", "rule", "fix")  # the columns of the table of bad samples
+
+Sample = dict[str, np.ndarray]
+Reader = Callable[[Path, Mapping[str, Any]], Sample]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One array of a pack. kind `fixed`: a sample is an array of `shape`; `ragged`: (any length, *shape)."""
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a model needs to know of a data set: enough to build it, feed it and read its answers. Travels with a run.
+
+    options: the preprocessing; splits: samples a split; bucket_by: the ragged column whose length groups batches;
+    digest: of all that the pack holds, so that a run goes on with the very same data only. counts: train samples of
+    each class, by what they are classes of, where the task counted them.
+    """
+
+    task: str
+    classes: list[str]
+    options: dict[str, Any]
+    columns: dict[str, Column]
+    splits: dict[str, int]
+    bucket_by: str | None = None
+    digest: str = ""
+    counts: dict[str, list[int]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        columns = {k: Column(c["kind"], c["dtype"], tuple(c["shape"])) for k, c in values["columns"].items()}
+        known = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
+        return cls(**{**known, "columns": columns})
+
+
+@dataclass(frozen=True)
+class Pack:
+    """An open pack. `raw` is the Dataset over the source files, None once they are gone. Shows as a table."""
+
+    folder: Path
+    card: Card
+    manifest: dict[str, Any] = field(repr=False)
+    raw: RawFiles | None = field(default=None, repr=False)
+
+    @classmethod
+    def open(cls, folder: str | Path, *, source: Path | None = None, read: Reader | None = None) -> Self:
+        """Open a finished pack. source: the folder or archive that it was made from.
+
+        Raises PackError where it is missing, of another version, or a file's size differs.
+        """
+        folder = Path(folder)
+        try:
+            manifest = json.loads((folder / MANIFEST).read_bytes())
+            version = manifest["version"]
+        except FileNotFoundError:
+            raise PackError(f"{folder}: no {MANIFEST}, so this is no pack; make one with task.pack(source)") from None
+        except (ValueError, OSError, LookupError, TypeError) as error:
+            raise PackError(f"{folder / MANIFEST}: unreadable ({error}); delete the folder and pack again") from None
+        if version != VERSION:
+            raise PackError(f"{folder}: pack version {version}, this nbtools reads {VERSION}; pack again")
+        for name, entry in manifest["files"].items():
+            path = folder / name
+            size = path.stat().st_size if path.exists() else None
+            if size != entry["size"]:
+                came = "is missing" if size is None else f"has {size} bytes"
+                raise PackError(
+                    f"{path}: {came}, the manifest says {entry['size']} bytes; delete the folder and pack again"
+                )
+        pack = cls(folder, Card.from_dict(manifest["card"]), manifest)
+        if read is not None and source is not None and source.exists():
+            return dataclasses.replace(pack, raw=RawFiles(folder, source / manifest.get("top", ""), read))
+        return pack
+
+    def verify(self) -> Self:
+        """Compare every file's SHA-256 with the manifest; raises PackError naming the first that differs."""
+        for name, entry in self.manifest["files"].items():
+            with open(self.folder / name, "rb") as file:
+                came = hashlib.file_digest(file, "sha256").hexdigest()
+            if came != entry["sha256"]:
+                raise PackError(
+                    f"{self.folder / name}: SHA-256 {came[:12]}…, the manifest says {entry['sha256'][:12]}…"
+                )
+        return self
+
+    @property
+    def classes(self) -> list[str]:
+        return self.card.classes
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.card.options
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        return self.card.columns
+
+    @property
+    def splits(self) -> dict[str, int]:
+        return self.card.splits
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry["size"] for entry in self.manifest["files"].values())
+
+    @cached_property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Column → memory map of its values, private to this process (writes do not reach the file)."""
+        return {name: mapped(self.folder / f"{name}.npy") for name in self.columns}
+
+    @cached_property
+    def offsets(self) -> dict[str, np.ndarray]:
+        """Ragged column → (n + 1,) int64."""
+        return {n: np.load(self.folder / f"{n}.offsets.npy") for n, c in self.columns.items() if c.kind == "ragged"}
+
+    @cached_property
+    def names(self) -> list[str]:
+        return json.loads((self.folder / "names.json").read_bytes())
+
+    @cached_property
+    def split(self) -> np.ndarray:
+        return np.load(self.folder / "split.npy")
+
+    @cached_property
+    def bad(self) -> pd.DataFrame:
+        """Samples that were left out: file, value, rule, fix."""
+        import pandas as pd
+
+        return pd.read_csv(self.folder / "bad.csv", encoding="utf-8-sig", dtype=str, keep_default_na=False)
+
+    def ids(self, split: str) -> np.ndarray:
+        """(n,) int64 sample ids of a split, ascending."""
+        if split not in SPLITS:
+            raise PackError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+        return np.flatnonzero(self.split == SPLITS.index(split))
+
+    def lengths(self, column: str, ids: np.ndarray) -> np.ndarray:
+        offsets = self.offsets[column]
+        return offsets[ids + 1] - offsets[ids]
+
+    def sample(self, i: int) -> Sample:
+        """Column → array of one sample."""
+        found = {}
+        for name, column in self.columns.items():
+            rows = slice(*self.offsets[name][i : i + 2]) if column.kind == "ragged" else i
+            found[name] = np.asarray(self.arrays[name][rows])
+        return found
+
+    def keep(self, where: str | Path) -> Path | None:
+        """Write the pack as one tar, to `drive:…` or a path; `task.pack` of that file opens it in the next session.
+        None, and a sentence, where the dialog in which Colab asks for Drive was declined."""
+        target = place_to_keep(where)
+        if target is None:
+            return None
+        target = target if target.suffix == ".tar" else target.with_name(target.name + ".tar")
+        archive.write(self.folder, target)
+        return target
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def rows(self) -> list[tuple[str, str]]:
+        columns = ", ".join(
+            f"{n} {c.dtype} {'(·, ' if c.kind == 'ragged' else '('}{', '.join(map(str, c.shape))})"
+            for n, c in self.columns.items()
+        )
+        return [
+            ("task", self.card.task),
+            ("samples", ", ".join(f"{self.splits[s]:,} {s}" for s in SPLITS)),
+            ("columns", columns),
+            ("classes", f"{len(self.classes)}: {' '.join(self.classes[:40])}{' …' if len(self.classes) > 40 else ''}"),
+            ("left out", f"{self.manifest['bad']} (see .bad)" if self.manifest["bad"] else "none"),
+            ("size", disk.human(self.bytes)),
+            ("folder", str(self.folder)),
+        ]
+
+    def __str__(self) -> str:
+        return table.text(("pack", ""), self.rows())
+
+    def _repr_html_(self) -> str:
+        return table.html(("pack", ""), self.rows())
+
+
+class RawFiles(Dataset):
+    """The source files of a pack, decoded anew at each access, as a DataLoader reads them: for comparison, and for
+    data that cannot be packed. Item i is the same sample, with the same values, as the pack's.
+
+    source: the folder of the files, or a way into an archive that `read` follows.
+    Picklable for workers of any start method: arrays are opened in the process that reads them.
+    """
+
+    def __init__(self, folder: Path, source: Path, read: Reader):
+        self.folder, self.source, self.read = folder, source, read
+
+    @cached_property
+    def pack(self) -> Pack:
+        return Pack.open(self.folder)
+
+    def __len__(self) -> int:
+        return len(self.pack)
+
+    def __getitem__(self, i: int) -> Sample:
+        decoded = self.read(self.source / self.pack.names[i], self.pack.options)
+        return {
+            **self.pack.sample(i),
+            **decoded,
+            "id": np.asarray(i, np.int64),
+        }  # labels are the pack's; its images stay unread
+
+    def __repr__(self) -> str:
+        return f"RawFiles {self.source}: {table.plural(len(self), 'sample')} of the pack {self.folder}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder, "source": self.source, "read": self.read}
+
+
+def collate(samples: Sequence[Sample], columns: Mapping[str, Column]) -> dict[str, torch.Tensor]:
+    """Samples → raw batch: fixed (B, *shape); ragged zero-padded (B, longest, *shape) and `<column>_length` (B,)."""
+    batch = {}
+    for name in samples[0]:
+        arrays = [sample[name] for sample in samples]
+        if name in columns and columns[name].kind == "ragged":
+            lengths = np.array([len(a) for a in arrays])
+            padded = np.zeros((len(arrays), lengths.max(initial=0), *arrays[0].shape[1:]), arrays[0].dtype)
+            for row, array in zip(padded, arrays, strict=True):
+                row[: len(array)] = array
+            batch[name], batch[f"{name}_length"] = torch.from_numpy(padded), torch.from_numpy(lengths)
+        else:
+            batch[name] = torch.from_numpy(np.stack(arrays))
+    return batch
+
+
+def mapped(path: Path) -> np.ndarray:
+    """A copy-on-write map, which torch takes without a warning; an empty array where there is nothing to map."""
+    with open(path, "rb") as file:
+        version = np.lib.format.read_magic(file)
+        shape, _, dtype = getattr(np.lib.format, f"read_array_header_{version[0]}_{version[1]}")(file)
+        offset = file.tell()
+    if math.prod(shape) == 0:
+        return np.empty(shape, dtype)
+    return np.memmap(path, dtype, "c", offset, shape)

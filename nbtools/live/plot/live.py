@@ -1,0 +1,86 @@
+"""The picture of a run: live in a notebook's widget while it lasts, and a PNG that stays.
+
+SVG in a core HTML widget takes about 1 ms a frame where a matplotlib figure takes 50 or more, but it does not survive
+saving; so the last frame is a PNG, which GitHub and every reader of notebooks shows.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nbtools import disk
+from nbtools.data import in_notebook
+from nbtools.live.plot import cards, figure, svg
+from nbtools.live.plot.chart import About, Preview
+from nbtools.live.plot.columns import Columns
+from nbtools.live.plot.picture import picture
+from nbtools.train import History
+
+PERIOD = 0.25  # seconds between frames: quicker ones hang a Colab tab (lightning#2517)
+COST = 0.006  # share of the time that drawing may take, of the 0.01 that the whole surface may
+
+
+class LivePlot:
+    """The picture of a run while it lasts. It draws what is new at most 4 times a second, and more rarely where that
+    would take above COST of the time; `due = 0.0` has the next update draw in any case.
+
+    about: may be replaced while the run lasts. widget: what to display in a notebook; None where there is none, and
+    then only the last picture is drawn.
+    """
+
+    def __init__(self, title: str = "", epochs: int | None = None, epoch_samples: int | None = None, best: str = ""):
+        self.about = About(title, epochs, epoch_samples, best)
+        self.table = Columns()
+        self.previews: Sequence[Preview] = ()
+        self.charts: Any = html_widget() if in_notebook() else None
+        self.samples: Any = html_widget() if self.charts is not None else None
+        self.widget: Any = None if self.charts is None else stacked(html_widget(STYLE), self.charts, self.samples)
+        self.due = 0.0
+        self.drawn: tuple[Any, ...] = ()
+
+    def update(self, history: History, status: str = "") -> None:
+        """Draw when it is time to. Call it as often as you like: else it costs a look at the clock."""
+        if self.charts is None or time.monotonic() < self.due:
+            return
+        self.table.follow(history)  # paid once a row, and not for the frame: a resumed run brings thousands
+        start = time.thread_time()  # what others do meanwhile on these cores is no cost of drawing
+        news = (id(self.table.seen), self.about, status)
+        if not self.due or news != self.drawn:
+            self.charts.value = svg.frame(picture(self.table, self.about, status))
+            self.drawn = news
+        self.due = time.monotonic() + max(PERIOD, (time.thread_time() - start) / COST)
+
+    def show(self, previews: Sequence[Preview]) -> None:
+        """The newest samples with their answers; in a widget of their own, so that frames do not send images again."""
+        self.previews = tuple(previews)
+        if self.samples is not None:
+            self.samples.value = cards.html(self.previews)
+
+    def finish(self, history: History, path: str | os.PathLike[str] | None = None, over: bool = True) -> bytes:
+        """The frame and samples as PNG, also written to `path`; over: whether it is the run's last. Raises OSError."""
+        image = figure.draw(picture(self.table.follow(history), self.about, over=over), self.previews).png()
+        if path is not None:
+            disk.write_atomic(Path(path), image)
+        return image
+
+
+STYLE = f"<style>{svg.STYLE}{cards.STYLE}</style>"
+
+
+def html_widget(value: str = "") -> Any:
+    """A core HTML widget, or None where ipywidgets does not import: a run goes on without its picture."""
+    try:
+        from ipywidgets import HTML, Layout
+    except ImportError:
+        return None
+    return HTML(value, layout=Layout(width="100%", margin="0"))
+
+
+def stacked(*widgets: Any) -> Any:
+    from ipywidgets import Layout, VBox
+
+    return VBox(widgets, layout=Layout(width="100%"))

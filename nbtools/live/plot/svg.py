@@ -1,0 +1,179 @@
+"""Draws a Picture as HTML: SVG for the curves, text beside it, so that only the curves stretch with the window.
+
+Text takes the colour of its surroundings (currentColor), which is right in every theme of every front end.
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+import numpy as np
+
+from nbtools.live.plot.axis import Scale
+from nbtools.live.plot.chart import BLUE, Badge, Chart, Line, Mark, Picture
+
+WIDTH, HEIGHT = 2000, 1000  # units of a plot: whole numbers become text ten times as fast as formatted floats
+COLUMN, THREE, GAP = 225, 860, 22  # px: least width of a chart; of a page with three beside each other; between two
+TALL, NAME = 150, 14  # px: heights of a plot, of a mark's name
+
+STYLE = f"""
+.nbt{{font:13px/1.4 var(--jp-ui-font-family,system-ui,-apple-system,"Segoe UI",sans-serif);
+ font-variant-numeric:tabular-nums;max-width:1500px;padding:4px 2px}}
+.nbt b{{font-weight:600}}
+.nbt *{{box-sizing:content-box}}
+.nbt-row{{display:flex;flex-wrap:wrap;gap:4px 8px;align-items:center}}
+.nbt-row>b{{font-size:15px;margin-right:4px}}
+.nbt-badge{{border-radius:9px;padding:0 9px;font-size:12px;line-height:19px;background:rgba(128,128,128,.22)}}
+.nbt-bar{{height:4px;margin:7px 0 8px;border-radius:2px;background:rgba(128,128,128,.25);overflow:hidden}}
+.nbt-bar>div{{height:4px;background:{BLUE}}}
+.nbt-facts{{display:flex;flex-wrap:wrap;gap:4px 24px;margin-bottom:14px;white-space:nowrap}}
+.nbt-facts span,.nbt-facts b{{display:block;line-height:1.35}}
+.nbt-facts span{{font-size:11px;opacity:.65}}
+.nbt-facts b{{font-size:14px}}
+.nbt-grid{{display:grid;gap:0 {GAP}px;
+ grid-template-columns:repeat(auto-fill,minmax(max(min(100%,{COLUMN}px),(100% - {2 * GAP + 1}px)/3,
+ min((100% - {GAP + 1}px)/2,({THREE}px - 100%)*999)),1fr))}}
+.nbt-grid>div{{display:grid;grid-row:span 2;grid-template-rows:subgrid;margin-bottom:14px}}
+.nbt-head{{margin-left:46px;align-content:start;font-size:12px;display:flex;flex-wrap:wrap;gap:0 12px}}
+.nbt-head>b{{font-size:13px;flex-basis:100%}}
+.nbt-head>b span{{font-weight:400;opacity:.65;font-size:12px}}
+.nbt-head>span{{white-space:nowrap}}
+.nbt-head i{{font-style:normal;opacity:.75;margin:0 4px 0 5px}}
+.nbt .nbt-head svg{{width:16px;height:8px;overflow:visible}}
+.nbt-plot{{position:relative;align-self:end;height:{TALL}px;margin:0 14px 22px 46px}}
+.nbt .nbt-plot>svg{{position:absolute;left:0;top:0;width:100%;height:100%;overflow:visible}}
+.nbt svg *{{vector-effect:non-scaling-stroke;fill:none;stroke-linejoin:round}}
+.nbt-plot>span{{position:absolute;font-size:11px;line-height:14px;white-space:nowrap;opacity:.72}}
+.nbt-y{{right:100%;margin:-7px 8px 0 0}}
+.nbt-r{{left:100%;margin:-7px 0 0 7px}}
+.nbt-x{{top:100%;margin-top:5px;transform:translateX(-50%)}}
+.nbt-plot>.nbt-name{{opacity:.9;padding:0 4px}}
+.nbt-plot>.nbt-ring{{width:7px;height:7px;border:2px solid;border-radius:50%;transform:translate(-50%,-50%);opacity:1}}
+.nbt-plot>.nbt-note{{left:0;right:0;top:45%;text-align:center;font-size:12px}}
+"""
+
+
+def frame(shown: Picture) -> str:
+    """One live frame: header, bar of progress and a grid of one to three columns of charts. All text is escaped.
+
+    It looks right beside STYLE, which a page needs once.
+    """
+    below = x_axis(shown)
+    charts = "".join([panel(chart, shown, below, named=i == 0) for i, chart in enumerate(shown.charts)])
+    return f'<div class="nbt">{header(shown)}<div class="nbt-grid">{charts}</div></div>'
+
+
+def header(shown: Picture) -> str:
+    title = f"<b>{escape(shown.title)}</b>" if shown.title else ""
+    facts = "".join(
+        f"<div><span>{escape(label)}</span><b>{escape(value)}</b></div>"
+        for label, value in shown.facts or (("", "waiting for the first step"),)
+    )
+    return (
+        f'<div class="nbt-row">{title}{"".join(map(badge, shown.badges))}</div>'
+        f'<div class="nbt-bar"><div style="width:{100 * (shown.share or 0):.1f}%"></div></div>'
+        f'<div class="nbt-facts">{facts}</div>'
+    )
+
+
+def badge(badge: Badge) -> str:
+    ground = f' style="background:{badge.colour};color:#000"' if badge.colour else ""
+    return f'<span class="nbt-badge"{ground}>{escape(badge.text)}</span>'
+
+
+def panel(chart: Chart, shown: Picture, below: str, named: bool) -> str:
+    """One chart under its title and legend; `named` writes what changed above the marks. below: its x axis."""
+    title, unit = escape(chart.title), f" <span>{escape(chart.units)}</span>" if chart.units else ""
+    legend = "".join([entry(line) for line in chart.lines if line.name])
+    note = f'<span class="nbt-note">{escape(chart.note)}</span>' if chart.note else ""
+    above = 7 + NAME * shown.names if named else 7
+    ticks, labels = y_axis(chart.scale, "y")
+    grid = "".join([f"M0 {HEIGHT - HEIGHT * height:.0f}h{WIDTH}" for height in ticks])
+    if chart.right:
+        labels += y_axis(chart.right, "r")[1]
+    return (
+        f'<div><div class="nbt-head"><b>{title}{unit}</b>{legend}</div>'
+        f'<div class="nbt-plot" style="margin-top:{above}px{";margin-right:40px" if chart.right else ""}">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{title}">'
+        f'<path d="{grid}" stroke="currentColor" stroke-opacity=".14"/>'
+        f'<path d="M0 {HEIGHT}h{WIDTH}" stroke="currentColor" stroke-opacity=".5"/>'
+        f"{''.join([stroke(mark, shown, named) for mark in shown.marks])}"
+        f"{''.join([curve(line, chart, shown) for line in chart.lines])}</svg>{labels}{below}"
+        f"{''.join([name(mark, shown) for mark in shown.marks if named and mark.name])}"
+        f"{''.join([ring(line, chart, shown) for line in chart.lines if line.ring])}"
+        f"{note}</div></div>"
+    )
+
+
+def entry(line: Line) -> str:
+    """A piece of the line as it is drawn, its name and its last value."""
+    path = f'<path d="M0 4h16" stroke="{line.colour}" stroke-width="2"{dashes(line)}/>'
+    if line.look == "points":
+        path += f'<path d="M8 4h.1" stroke="{line.colour}" stroke-width="6" stroke-linecap="round"/>'
+    return f'<span><svg viewBox="0 0 16 8">{path}</svg><i>{escape(line.name)}</i><b>{escape(line.value)}</b></span>'
+
+
+def dashes(line: Line) -> str:
+    return f' stroke-dasharray="{" ".join(map(str, line.dash))}"' if line.dash else ""
+
+
+def curve(line: Line, chart: Chart, shown: Picture) -> str:
+    """A polyline without the points in the middle of level stretches, and a round dot a point where they are few."""
+    scale = chart.right if line.right and chart.right else chart.scale
+    points = np.empty((len(line.x), 2), np.int64)
+    points[:, 0] = line.x * (WIDTH / shown.last)
+    points[:, 1] = HEIGHT - HEIGHT * scale.heights(line.y)
+    drawn = ""
+    if line.dotted:
+        dots = "".join([f"M{x} {y}h1" for x, y in points.tolist()])
+        drawn = f'<path d="{dots}" stroke="{line.colour}" stroke-width="6" stroke-linecap="round"/>'
+    if len(points) > 2:
+        turns = points[1:, 1] != points[:-1, 1]
+        points = points[np.concatenate(([True], turns[1:] | turns[:-1], [True]))]
+    look = 'stroke-width="1" stroke-opacity=".5"' if line.look == "faint" else f'stroke-width="1.8"{dashes(line)}'
+    return f'<polyline points="{str(points.ravel().tolist())[1:-1]}" stroke="{line.colour}" {look}/>{drawn}'
+
+
+def stroke(mark: Mark, shown: Picture, named: bool) -> str:
+    """A dashed line where a knob was turned, up to its name."""
+    x, above = WIDTH * mark.x / shown.last, NAME * (mark.row + 1) * HEIGHT // TALL if named and mark.name else 0
+    foot = HEIGHT // 20 if mark.short else HEIGHT
+    return (
+        f'<path d="M{x:.0f} {foot}V-{above}" stroke="currentColor" stroke-opacity=".6" '
+        f'stroke-dasharray="3 3"><title>{escape(mark.what)}</title></path>'
+    )
+
+
+def name(mark: Mark, shown: Picture) -> str:
+    share = mark.x / shown.last if mark.side > 0 else 1 - mark.x / shown.last
+    side = "left" if mark.side > 0 else "right"
+    place = f"{side}:{100 * share:.1f}%;top:-{NAME * (mark.row + 1)}px"
+    return f'<span class="nbt-name" style="{place}">{escape(mark.name)}</span>'
+
+
+def y_axis(scale: Scale, kind: str) -> tuple[list[float], str]:
+    """(heights of its ticks, their labels): y at the left, r at the right."""
+    places, labels = scale.ticks()
+    heights = scale.heights(np.array(places)).tolist()
+    return heights, "".join(
+        [
+            f'<span class="nbt-{kind}" style="top:{100 - 100 * height:.1f}%">{label}</span>'
+            for height, label in zip(heights, labels, strict=True)
+        ]
+    )
+
+
+def x_axis(shown: Picture) -> str:
+    """The labels of the x axis, its name before them."""
+    ticks = [
+        f'<span class="nbt-x" style="left:{100 * place / shown.last:.1f}%">{label}</span>'
+        for place, label in zip(*shown.ticks(), strict=True)
+    ]
+    return f'<span class="nbt-y" style="top:100%;margin-top:5px">{escape(shown.x)}</span>{"".join(ticks)}'
+
+
+def ring(line: Line, chart: Chart, shown: Picture) -> str:
+    x, y = line.ring or (0.0, 0.0)
+    height = float(chart.scale.heights(np.array(y)))
+    place = f"left:{100 * x / shown.last:.1f}%;top:{100 - 100 * height:.1f}%"
+    return f'<span class="nbt-ring" style="{place};border-color:{line.colour}"></span>'

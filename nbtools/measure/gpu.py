@@ -1,0 +1,300 @@
+"""What the machine's GPUs are and do, read from NVML as plain values.
+
+NVML (through nvidia-ml-py) sees a GPU without starting CUDA on it: looking costs no VRAM, and other processes can still
+be forked. What a device refuses to tell (Colab's vGPUs and MIG slices refuse much) is None. Tested on a fake NVML only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbtools import table
+from nbtools.data import cores
+
+MIB = 2**20
+REASONS = {  # nvml.h, nvmlClocksEventReason*
+    0x1: "idle",
+    0x2: "clocks set by an application",
+    0x4: "power limit",
+    0x8: "hardware slowdown",
+    0x10: "waiting for the slowest of a sync-boost group",
+    0x20: "too hot (driver)",
+    0x40: "too hot (hardware)",
+    0x80: "power brake",
+    0x100: "display clocks",
+}
+
+
+@dataclass(frozen=True)
+class Process:
+    """A program that computes on a GPU; memory in MiB, None where the system hides it (containers, WSL)."""
+
+    pid: int
+    memory: int | None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One NVIDIA GPU at one moment; None is what it refused to tell.
+
+    index: NVML's, by PCI bus, as nvidia-smi shows it; CUDA_VISIBLE_DEVICES does not change it. torch_index: the N of
+    torch's `cuda:N`, None for a GPU that this process does not see, or where the two orders cannot be matched.
+    Memory in MiB, utilisation in % of the last sample period, power in W, temperature in °C, clocks in MHz.
+    """
+
+    index: int
+    name: str
+    driver: str | None = None
+    torch_index: int | None = None
+    capability: tuple[int, int] | None = None
+    memory_total: int | None = None
+    memory_free: int | None = None
+    memory_used: int | None = None
+    utilisation: int | None = None
+    power: float | None = None
+    power_limit: float | None = None
+    temperature: int | None = None
+    clock: int | None = None
+    clock_max: int | None = None
+    memory_clock: int | None = None
+    throttle: tuple[str, ...] | None = None
+    processes: tuple[Process, ...] | None = None
+
+    @property
+    def gigabytes(self) -> int | None:
+        """Memory in decimal GB, never below the figure it is sold under: an L4, a "24 GB" card, has only 22.5 GiB, so a
+        tier that asks for 24 GiB would miss it."""
+        return None if self.memory_total is None else round(self.memory_total * MIB / 1e9)
+
+    @property
+    def bf16(self) -> bool | None:
+        """Whether bfloat16 runs in hardware: Ampere and later. The rule behind torch's
+        `is_bf16_supported(including_emulation=False)`; without that argument torch says True on a T4."""
+        return None if self.capability is None else self.capability >= (8, 0)
+
+
+class Gpus(list[Gpu]):
+    """The GPUs of this machine; shows as a table. Empty without NVIDIA, and `note` then says what there is instead."""
+
+    def __init__(self, found: Sequence[Gpu] = (), note: str = ""):
+        super().__init__(found)
+        self.note = note
+
+    def __repr__(self) -> str:
+        return f"{table.text(*self.table())}\n{self.note}" if self else self.note
+
+    def _repr_html_(self) -> str:
+        return table.html(*self.table(), self.note) if self else f"<div>{html.escape(self.note)}</div>"
+
+    def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
+        """(headers, rows): a column a GPU while they fit beside each other, else a row a GPU."""
+        rows = cells(self)
+        if len(rows) > 3:
+            return HEADERS, rows
+        return ["", *(f"GPU {row[0]}" for row in rows)], list(zip(HEADERS, *rows, strict=True))[1:]
+
+
+def gpus() -> Gpus:
+    """Every NVIDIA GPU of this machine with its present state; never raises."""
+    try:
+        with opened() as nvml:
+            handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+            names = [word(ask(nvml, "nvmlDeviceGetName", h)) or "NVIDIA GPU" for h in handles]
+            uuids = [word(ask(nvml, "nvmlDeviceGetUUID", h)) or "" for h in handles]
+            places = torch_indices(names, uuids, os.environ)
+            driver = word(ask(nvml, "nvmlSystemGetDriverVersion"))
+            found = [
+                Gpu(index=i, name=names[i], driver=driver, torch_index=places[i], **state(nvml, handle))
+                for i, handle in enumerate(handles)
+            ]
+    except Unavailable as why:
+        return Gpus(note=without_nvidia(str(why)))
+    return Gpus(found, f"NVIDIA driver {driver}" if found else without_nvidia("the driver lists none"))
+
+
+def nvml_index(torch_index: int) -> int | None:
+    """NVML's index of torch's `cuda:N`, None where it cannot be known."""
+    return next((g.index for g in gpus() if g.torch_index == torch_index), None)
+
+
+class Unavailable(Exception):
+    """NVML cannot be used; the message says why."""
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[Any]:
+    """NVML, started and stopped again (it counts its users). Raises Unavailable."""
+    try:
+        import pynvml as nvml
+    except ImportError:
+        raise Unavailable("nvidia-ml-py is not installed") from None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        raise Unavailable(str(error)) from None
+    try:
+        yield nvml
+    except nvml.NVMLError as error:
+        raise Unavailable(str(error)) from None
+    finally:
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
+
+
+def ask(nvml: Any, question: str, *arguments: Any) -> Any:
+    """One reading, or None where the device, the driver or an older nvidia-ml-py does not offer it."""
+    try:
+        return getattr(nvml, question)(*arguments)
+    except (nvml.NVMLError, AttributeError):
+        return None
+
+
+def state(nvml: Any, handle: Any) -> dict[str, Any]:
+    """The readings of one device, as fields of Gpu."""
+    memory = ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
+    use = ask(nvml, "nvmlDeviceGetUtilizationRates", handle)
+    running = ask(nvml, "nvmlDeviceGetComputeRunningProcesses", handle)
+    graphics, ram = 0, 2  # NVML_CLOCK_GRAPHICS, NVML_CLOCK_MEM
+    return {
+        "capability": apply(tuple, ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle)),
+        "memory_total": apply(mib, memory and memory.total),
+        "memory_free": apply(mib, memory and memory.free),
+        "memory_used": apply(mib, memory and memory.used),
+        "utilisation": use and use.gpu,
+        "power": apply(thousandth, ask(nvml, "nvmlDeviceGetPowerUsage", handle)),
+        "power_limit": apply(thousandth, ask(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle)),
+        "temperature": ask(nvml, "nvmlDeviceGetTemperature", handle, 0),
+        "clock": ask(nvml, "nvmlDeviceGetClockInfo", handle, graphics),
+        "clock_max": ask(nvml, "nvmlDeviceGetMaxClockInfo", handle, graphics),
+        "memory_clock": ask(nvml, "nvmlDeviceGetClockInfo", handle, ram),
+        "throttle": apply(reasons, throttle_bits(nvml, handle)),
+        "processes": apply(lambda all: tuple(Process(p.pid, apply(mib, p.usedGpuMemory)) for p in all), running),
+    }
+
+
+def apply(change: Callable[[Any], Any], value: Any) -> Any:
+    return None if value is None else change(value)
+
+
+def mib(count: int) -> int:
+    return count // MIB
+
+
+def thousandth(value: float) -> float:
+    return value / 1000
+
+
+def throttle_bits(nvml: Any, handle: Any) -> int | None:
+    bits = ask(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)  # drivers before 535 know the older name only
+    return ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) if bits is None else bits
+
+
+def reasons(bits: int) -> tuple[str, ...]:
+    """Why the clocks are below their maximum, in words."""
+    return tuple(text for bit, text in REASONS.items() if bits & bit)
+
+
+def word(text: str | bytes | None) -> str | None:
+    return text.decode(errors="replace") if isinstance(text, bytes) else text
+
+
+def torch_indices(names: Sequence[str], uuids: Sequence[str], environ: Mapping[str, str]) -> list[int | None]:
+    """Torch's index of each NVML device, decided without starting CUDA; None: hidden, or not knowable.
+
+    CUDA puts the fastest first unless CUDA_DEVICE_ORDER=PCI_BUS_ID, so plain numbers are certain only then or among
+    equal GPUs. It reads CUDA_VISIBLE_DEVICES up to the first entry that it does not know.
+    """
+    same_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len(set(names)) <= 1
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    entries = [str(i) for i in range(len(names))] if listed is None else listed.split(",")
+    found: list[int | None] = [None] * len(names)
+    for place, entry in enumerate(part.strip() for part in entries):
+        if entry.isdecimal() and int(entry) < len(names):
+            match = [int(entry)] if same_order else []
+        else:
+            match = [i for i, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
+            if len(match) != 1:
+                break
+        for i in match:
+            found[i] = place
+    return found
+
+
+HEADERS = (
+    "GPU",
+    "torch",
+    "name",
+    "capability",
+    "memory",
+    "use",
+    "power",
+    "temperature",
+    "clock",
+    "held back by",
+    "processes",
+)
+
+
+def cells(found: Sequence[Gpu]) -> list[list[str | None]]:
+    return [
+        [
+            str(g.index),
+            apply("cuda:{}".format, g.torch_index),
+            g.name,
+            apply(lambda pair: f"{pair[0]}.{pair[1]}", g.capability),
+            pair(g.memory_used, g.memory_total, "GiB", 1024),
+            apply("{} %".format, g.utilisation),
+            pair(g.power, g.power_limit, "W"),
+            apply("{} °C".format, g.temperature),
+            pair(g.clock, g.clock_max, "MHz"),
+            apply(lambda words: ", ".join(words) or "nothing", g.throttle),
+            apply(lambda all: str(len(all)), g.processes),
+        ]
+        for g in found
+    ]
+
+
+def pair(now: float | None, limit: float | None, unit: str, scale: int = 1) -> str | None:
+    """`11.2 of 40 GiB`, with a dash for what is not known."""
+    if now is None and limit is None:
+        return None
+    digits = "{:.1f}".format if scale > 1 else "{:.0f}".format
+    known = [table.EMPTY if value is None else digits(value / scale).removesuffix(".0") for value in (now, limit)]
+    return f"{known[0]} of {known[1]} {unit}"
+
+
+def without_nvidia(why: str) -> str:
+    """One line for machines without NVIDIA: what will do the work, and where a GPU can be had."""
+    machine = f"{cpu_name()}, {table.plural(cores(), 'core')}"
+    if apple():
+        return f"No NVIDIA GPU. Training uses Apple's GPU (MPS); the CPU is {machine}."
+    hint = " On Colab: Runtime, Change runtime type, T4 GPU." if "google.colab" in sys.modules else ""
+    return f"No NVIDIA GPU ({why.rstrip('.')}). Training uses the CPU: {machine}.{hint}"
+
+
+def apple() -> bool:
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return torch.backends.mps.is_available()
+    return platform.system() == "Darwin" and platform.machine() == "arm64"
+
+
+def cpu_name() -> str:
+    """The model name of the CPU, or its architecture."""
+    with contextlib.suppress(OSError):
+        if platform.system() == "Darwin":
+            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            return subprocess.run(command, capture_output=True, text=True).stdout.strip() or platform.machine()
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.lower().startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,61 @@
+"""Plan, Task, TrainState, the loop, evaluation, checkpoints, history."""
+
+from nbtools.train.bounds import fixed, refuse_fixed, require_batch, require_change, require_sizes
+from nbtools.train.checkpoint import CONTROL, best_of
+from nbtools.train.ctc import BLANK, needed_steps
+from nbtools.train.device import DTYPES, autocast, prepare, within_memory
+from nbtools.train.history import KEYS, History, Record
+from nbtools.train.loop import adopt, caught_up, train
+from nbtools.train.metrics import Pair, Sums, text_metrics
+from nbtools.train.plan import Plan, beyond, doubts, knob, lr_factor, said, times
+from nbtools.train.recompute import again
+from nbtools.train.scoring import score
+from nbtools.train.state import Batch, Task, TrainState, best_metric, load_module, task_name
+from nbtools.train.step import LEFT_OUT, Diverged, attempt, backward, clear_gradients, release, step
+
+__all__ = [
+    "BLANK",
+    "CONTROL",
+    "DTYPES",
+    "KEYS",
+    "LEFT_OUT",
+    "Batch",
+    "Diverged",
+    "History",
+    "Pair",
+    "Plan",
+    "Record",
+    "Sums",
+    "Task",
+    "TrainState",
+    "adopt",
+    "again",
+    "attempt",
+    "autocast",
+    "backward",
+    "best_metric",
+    "best_of",
+    "beyond",
+    "caught_up",
+    "clear_gradients",
+    "doubts",
+    "fixed",
+    "knob",
+    "load_module",
+    "lr_factor",
+    "needed_steps",
+    "prepare",
+    "refuse_fixed",
+    "release",
+    "require_batch",
+    "require_change",
+    "require_sizes",
+    "said",
+    "score",
+    "step",
+    "task_name",
+    "text_metrics",
+    "times",
+    "train",
+    "within_memory",
+]

@@ -1,0 +1,281 @@
+"""Checkpoints: safetensors + JSON, atomic, verified when read, copied to Drive in the background.
+
+A run folder holds, beside plan.json and history.csv:
+
+    run.json                 task, names of the last and the best checkpoint
+    0003-00000141.safetensors   weights, optimizer, sums, random states: epoch 3, step 141
+    0003-00000141.json          position, plan, SHA-256 of the tensors; written after them, so that it vouches for them
+    0003-00000150.weights.safetensors   the evaluated weights alone, of the best epoch
+
+The last checkpoint and OLDER ones before it are kept, the best epoch's, and the anchor: the one from before a change of
+settings that is still being watched (see `nbtools.rollback`).
+
+A file is never written in place: a crash leaves the older ones as they were, and `load` takes the newest whole one up
+to the last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from nbtools import disk
+from nbtools.errors import CheckpointError
+from nbtools.train.state import TrainState
+
+INDEX, CONTROL = "run.json", "control.json"  # what a run is, and what is requested of it
+NAME = r"\d{4,}-\d{8,}"
+FILE = re.compile(NAME + r"(\.weights)?\.(safetensors|json)(\..+\.part)?")
+WEIGHTS = ".weights"  # at the end of the name of weights alone
+OLDER = 2  # checkpoints kept behind the last: a copy on Drive may turn out not to have arrived
+
+
+def save(folder: Path, state: TrainState, rows: int, best: bool = False) -> None:
+    """Write the state (and, as the best, its evaluated weights); prune old ones.
+
+    rows: of the history so far; a resume cuts what lies beyond. Raises DiskError, the older checkpoints untouched.
+    """
+    name = name_of(state)
+    with disk.explained(f"saving checkpoint {name}", folder):
+        index = read_index(folder)
+        facts = {"rows": rows, "plan": state.applied.to_dict(), "state": state.facts()}  # not what waits to be applied
+        write(folder, name, state.tensors(), facts)
+        index["last"] = name
+        if best:
+            weights = name + WEIGHTS
+            write(folder, weights, state.evaluated.state_dict(), {"best": state.best, "epoch": state.epoch})
+            index["best"] = weights
+        disk.write_atomic(folder / INDEX, json.dumps(index, indent=1))
+        prune(folder, index)
+
+
+def name_of(state: TrainState) -> str:
+    """The name of a checkpoint of the state as it is."""
+    return f"{state.epoch:04d}-{state.step:08d}"
+
+
+def rewind(folder: Path, last: str, **entries: Any) -> None:
+    """Discard all checkpoints after this one, which becomes the last. entries: others of the index.
+
+    They are deleted after the index has stopped naming them: a run killed in between does not resume from them.
+    """
+    mark(folder, last=last, **entries)
+    with disk.explained(f"going back to checkpoint {last}", folder):
+        prune(folder, read_index(folder))
+
+
+def mark(folder: Path, **entries: Any) -> None:
+    """Write entries into the index; None removes one."""
+    index = {**read_index(folder), **entries}
+    with disk.explained("writing the index", folder):
+        named = {name: value for name, value in index.items() if value is not None}
+        disk.write_atomic(folder / INDEX, json.dumps(named, indent=1))
+
+
+def best_of(folder: Path) -> str | None:
+    """The name of the best epoch's checkpoint; None before the first, and where only its weights were kept."""
+    name = read_index(folder).get("best", "").removesuffix(WEIGHTS)
+    return name if name and (folder / f"{name}.json").exists() else None
+
+
+def facts_of(folder: Path, name: str) -> dict[str, Any]:
+    """The plain part of a checkpoint: rows of the history, plan, position. Raises CheckpointError where it cannot be
+    read."""
+    try:
+        return json.loads((folder / f"{name}.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / name}.json: cannot be read ({error})") from None
+
+
+def write(folder: Path, name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    copies = {k: v.detach().to("cpu", copy=True).contiguous() for k, v in tensors.items()}  # GPU memory may be full
+    data = save_tensors(copies)
+    facts = {**facts, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    disk.write_atomic(folder / f"{name}.safetensors", data)
+    disk.write_atomic(folder / f"{name}.json", json.dumps(facts, indent=1))
+
+
+def read(folder: Path, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, facts) of one checkpoint. Raises CheckpointError where it is missing or not what was written."""
+    path = folder / f"{name}.safetensors"
+    try:
+        facts = json.loads((folder / f"{name}.json").read_text())
+        data = path.read_bytes()
+        if len(data) != facts["bytes"] or hashlib.sha256(data).hexdigest() != facts["sha256"]:
+            raise CheckpointError(f"{path}: {len(data)} bytes that are not the {facts['bytes']} written; it is damaged")
+        return load_tensors(data), facts
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+
+
+def load(folder: Path, state: TrainState) -> tuple[dict[str, Any], list[str]]:
+    """Bring the state to the newest whole checkpoint; returns (its facts, complaints about newer, damaged ones)."""
+    tensors, facts, complaints = newest(folder)
+    state.load(tensors, facts["state"])
+    return facts, complaints
+
+
+def newest(folder: Path, last: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
+    """(tensors, facts, complaints about newer, damaged ones) of the newest whole checkpoint up to the last; None:
+    that of the index.
+
+    Raises CheckpointError where there is none.
+    """
+    complaints: list[str] = []
+    for name in reached(folder, last or read_index(folder).get("last")):
+        try:
+            tensors, facts = read(folder, name)
+        except CheckpointError as error:
+            complaints.append(f"{error}; the one before it is taken")
+            continue
+        return tensors, facts, complaints
+    raise CheckpointError(f"{folder}: no whole checkpoint{': ' if complaints else ''}{'; '.join(complaints)}")
+
+
+def names(folder: Path) -> list[str]:
+    """Checkpoints of a run, newest first."""
+    found = (p.stem for p in folder.glob("*.json") if re.fullmatch(NAME, p.stem))
+    return sorted(found, key=place, reverse=True)
+
+
+def reached(folder: Path, last: str | None) -> list[str]:
+    """Those up to the last, newest first; later ones were discarded, or are another run's."""
+    return [name for name in names(folder) if last is None or place(name) <= place(last)]
+
+
+def place(name: str) -> tuple[int, ...]:
+    """(epoch, step) of a checkpoint's name."""
+    return tuple(map(int, name.split("-")))
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """The best evaluated weights; the newest ones where no evaluation chose."""
+    best = read_index(folder).get("best")
+    if best is not None:
+        return read(folder, best)[0]
+    for name in reached(folder, read_index(folder).get("last")):
+        tensors, _ = read(folder, name)
+        prefix = "ema.module." if any(k.startswith("ema.module.") for k in tensors) else "model."
+        return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    raise CheckpointError(f"{folder}: no checkpoint; train first, or name another run folder")
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    path = folder / INDEX
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path}: not JSON ({error}); restore it from the kept copy, or delete the folder"
+        ) from None
+
+
+def prune(folder: Path, index: dict[str, Any]) -> None:
+    """Keep what the index names and those before the last; later ones were discarded, are damaged
+    or another run's, and are deleted, as is what a crash left half-written."""
+    kept = {*named(index), *reached(folder, index["last"])[: 1 + OLDER]}
+    for path in folder.iterdir():
+        if FILE.fullmatch(path.name) and (path.suffix == ".part" or path.stem not in kept):
+            disk.remove(path)
+
+
+def named(index: dict[str, Any]) -> list[str]:
+    """The checkpoints and weights that an index names, the last at the end."""
+    anchor = index.get("anchor", {})
+    bests = filter(None, (anchor.get("best"), index.get("best")))
+    found = [name for best in bests for name in (best, best.removesuffix(WEIGHTS))]
+    return list(dict.fromkeys([*found, *filter(None, (anchor.get("name"), index.get("last")))]))
+
+
+class Keeper:
+    """Copies a run to a second folder (Drive) on a thread of its own: what that folder lacks of the newest state.
+
+    Trouble there is told through `complaints` and does not stop training: what is local stays whole, and the next call
+    of `keep` brings what is still missing. behind: whether the folder lacks something that it was to get.
+    """
+
+    def __init__(self, source: Path, target: Path):
+        self.source, self.target = source, target
+        self.complaints: list[str] = []
+        self.wanted: bytes | None = None
+        self.change = threading.Condition()
+        self.busy = self.closed = self.behind = False
+        self.thread = threading.Thread(target=self.work, name="nbtools-keeper", daemon=True)
+        self.thread.start()
+
+    def keep(self) -> None:
+        """Ask for a copy of the run as it is now. The index is read here: later it may name newer checkpoints."""
+        index = (self.source / INDEX).read_bytes()
+        with self.change:
+            self.wanted, self.behind = index, True
+            self.change.notify_all()
+
+    def work(self) -> None:
+        while True:
+            with self.change:
+                self.change.wait_for(lambda: self.wanted is not None or self.closed)
+                if self.wanted is None:
+                    return
+                index, self.wanted, self.busy = self.wanted, None, True
+            try:
+                self.copy(index)
+                with self.change:
+                    self.behind = self.wanted is not None
+            except Exception as error:  # whatever it is: a thread that ended would have `close` wait for ever
+                pruned = isinstance(error, FileNotFoundError) and Path(error.filename or "").parent == self.source
+                if not pruned:  # else a newer state is on its way
+                    self.complaints.append(
+                        f"{self.target}: not kept ({error}); the run goes on, and is whole in {self.source}"
+                    )
+            finally:
+                with self.change:
+                    self.busy = False
+                    self.change.notify_all()
+
+    def copy(self, index: bytes) -> None:
+        """The checkpoints that the index names where they are not there yet, all other files, and the index at the end:
+        it must not name what is not there."""
+        disk.make_folder(self.target)
+        facts = json.loads(index)
+        wanted = named(facts)
+        for name in wanted:
+            vouching = f"{name}.json"
+            alone = name + WEIGHTS in wanted and name not in (facts["last"], facts.get("anchor", {}).get("name"))
+            if alone and not (self.source / vouching).exists():
+                continue  # an older nbtools kept the best weights alone
+            data = (self.source / vouching).read_bytes()
+            if not (self.target / vouching).exists() or (self.target / vouching).read_bytes() != data:
+                self.put(f"{name}.safetensors", (self.source / f"{name}.safetensors").read_bytes())
+                self.put(vouching, data)
+        for path in self.source.iterdir():
+            left = path.name in (INDEX, CONTROL) or path.suffix == ".part" or FILE.fullmatch(path.name)
+            if path.is_file() and not left:
+                self.put(path.name, path.read_bytes())
+        self.put(INDEX, index)
+        prune(self.target, facts)
+
+    def put(self, name: str, data: bytes) -> None:
+        copied = disk.write_atomic(self.target / name, data)
+        if copied.read_bytes() != data:
+            raise OSError(f"{copied}: reads back other than it was written")
+
+    def flush(self) -> None:
+        """Wait until all that was asked for is copied."""
+        with self.change:
+            self.change.wait_for(lambda: self.wanted is None and not self.busy)
+
+    def close(self) -> None:
+        self.flush()
+        with self.change:
+            self.closed = True
+            self.change.notify_all()
+        self.thread.join()

@@ -1,0 +1,223 @@
+"""The torch device: which one, what it can do, what is in use on it, and the process-wide switches a plan asks for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map
+
+from nbtools.errors import TrainError
+from nbtools.train.plan import Plan
+
+# torch reads it once, at the process's first matrix product on CUDA, and without it refuses all of them under
+# Plan.deterministic (Context.cpp, alertCuBLASConfigNotDeterministic). cuBLAS's workspace takes 32 MiB then instead of 8
+# (on Hopper 32 in any case).
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+FULL = (  # what torch says in a plain RuntimeError when memory runs out
+    "DefaultCPUAllocator: can't allocate",
+    "DefaultCPUAllocator: not enough memory",
+    "CUDA error: out of memory",  # outside torch's allocator: a kernel's code, a pinned buffer
+    "MPS backend out of memory",
+    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN 8
+    "ALLOCATION_FAILED",  # cuDNN 9
+)
+T = TypeVar("T")
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FP16_DEVICES = ("cuda", "mps")
+"""Where amp="fp16" may train. On a CPU most of its kernels are not vectorised, or emulated: a step took 14 s."""
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
+KEPT = ((TRIM_THRESHOLD, 2**31 - 1, 2**31 - 1), (MMAP_THRESHOLD, 2**30, 2**25))  # the last where glibc allows no more
+
+
+def pick() -> torch.device:
+    """What the environment variable NBTOOLS_DEVICE names; else CUDA, else Apple's MPS, else the CPU.
+
+    Raises TrainError for one that torch does not have here.
+    """
+    if name := os.environ.get("NBTOOLS_DEVICE"):
+        try:
+            return torch.empty(0, device=name).device
+        except (RuntimeError, AssertionError) as error:
+            said = str(error).splitlines()[0]
+        raise TrainError(
+            f"NBTOOLS_DEVICE must be a device that torch has here, such as cpu or cuda:0, got {name!r}: {said}"
+        )
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def require(plan: Plan, device: torch.device) -> None:
+    """Refuse what the device cannot do. Raises TrainError."""
+    if plan.graph and plan.parted:
+        raise TrainError(
+            f"Plan.graph needs micro_batch_size ≥ batch_size ({plan.batch_size}), got {plan.micro_batch_size}: a "
+            "graph's replay overwrites the gradients of the one before; set graph=False or micro_batch_size=None"
+        )
+    if plan.graph and device.type != "cuda":
+        raise TrainError(f"Plan.graph replays CUDA graphs, and this device is {device.type}; set graph=False")
+    if plan.amp == "fp16" and device.type not in FP16_DEVICES:
+        raise TrainError(
+            f"Plan.amp = fp16 needs a GPU, and this device is {device.type}, where a step would take many times as "
+            "long as in float32; use amp=bf16 or amp=off"
+        )
+    if plan.amp == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise TrainError("Plan.amp = bf16 is only emulated on this GPU, slower than fp32; use amp=fp16")
+
+
+def prepare(plan: Plan, device: torch.device, many_shapes: bool) -> None:
+    """Set determinism, on CUDA cuDNN's autotuner (few shapes only) and TF32, on a CPU how malloc frees."""
+    torch.use_deterministic_algorithms(plan.deterministic)
+    if device.type == "cpu":
+        keep_freed()
+    if device.type != "cuda":
+        return
+    torch.backends.cudnn.benchmark = not plan.deterministic and not many_shapes
+    # In all versions. The newer `fp32_precision` alone makes torch.get_float32_matmul_precision() raise, which inductor
+    # calls (pytorch#166387). Convolutions take TF32 by default.
+    torch.set_float32_matmul_precision("high")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: torch's own error, or what a CPU, MPS, cuBLAS and cuDNN raise instead."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)
+
+
+def within_memory(act: Callable[[], T]) -> tuple[T | None, str]:
+    """(its result, ""), or (None, why) where memory ran out. The error has been dropped by then, and with it the
+    frames that would keep the tensors of the failed attempt."""
+    try:
+        return act(), ""
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        return None, str(error).split(". ")[0] or "out of memory"
+
+
+@cache
+def glibc() -> ctypes.CDLL | None:
+    """The C library where it is glibc, whose malloc can be told what to keep."""
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    return library if hasattr(library, "gnu_get_libc_version") else None
+
+
+@cache
+def keep_freed() -> bool:
+    """Have malloc keep what tensors free, for this process and for good: else it hands every large activation back to
+    the system, and a CPU step spends 5 % (small network) to 25 % (the guide's) of its time on page faults. Settings of
+    the user's own (MALLOC_…, another allocator) stay. Returns whether it was done."""
+    library = glibc()
+    if library is None or any(name.startswith("MALLOC_") for name in os.environ):
+        return False
+    return all(library.mallopt(kind, most) or library.mallopt(kind, less) for kind, most, less in KEPT)
+
+
+def give_back(device: torch.device) -> None:
+    """Hand memory that is free, and kept for the next step, back to the GPU or the system."""
+    library = glibc()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif library is not None:
+        library.malloc_trim(0)
+
+
+def reduced(device: torch.device) -> str:
+    """Plan.amp that may be faster than float32 on the device, to be measured; "off" where none was ever tried (MPS)."""
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return "bf16" if device.type == "cpu" else "off"
+
+
+@contextmanager
+def autocast(plan: Plan, device: torch.device, model: nn.Module) -> Iterator[None]:
+    """Mixed precision around a forward pass of the model. Exit it within a step: a generator must not yield inside.
+
+    fp16 where it may not train (`FP16_DEVICES`) is float32: evaluations and predictions of a run that a GPU trained.
+    """
+    if plan.amp == "off" or (plan.amp == "fp16" and device.type not in FP16_DEVICES):
+        yield
+    else:
+        with recurrent_in_float32(plan, device, model), torch.autocast(device.type, DTYPES[plan.amp]):
+            yield
+
+
+@contextmanager
+def recurrent_in_float32(plan: Plan, device: torch.device, model: nn.Module) -> Iterator[None]:
+    """Inside, under bf16, the model's LSTM, GRU and RNN layers leave autocast: forward, backward and recomputation.
+
+    On CUDA autocast runs cuDNN's in fp16, whatever its dtype (`_cudnn_rnn_cast_reflatten` casts to kHalf,
+    aten/src/ATen/cudnn/AutocastRNN.cpp), and bf16 trains without the loss scaling that fp16 needs. On exit the layers
+    are as before.
+    """
+    layers = recurrent(model) if plan.amp == "bf16" else []
+    before = [layer.__dict__.get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = float32_forward(layer, device)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+
+
+def recurrent(model: nn.Module) -> list[nn.RNNBase]:
+    """The LSTM, GRU and RNN layers. `model.modules()` takes four times as long, at every forward pass."""
+    found, left = {}, [model]
+    while left:
+        module = left.pop()
+        if isinstance(module, nn.RNNBase):
+            found[id(module)] = module
+        left += filter(None, module._modules.values())
+    return list(found.values())
+
+
+def float32_forward(layer: nn.RNNBase, device: torch.device) -> Callable[..., Any]:
+    """The layer's forward outside autocast."""
+    forward = layer.forward
+
+    def widened(value: Any) -> Any:
+        floating = isinstance(value, (Tensor, PackedSequence)) and value.data.is_floating_point()
+        return value.float() if floating else value
+
+    def run(*given: Any, **named: Any) -> Any:
+        given, named = tree_map(widened, (given, named))
+        with torch.autocast(device.type, enabled=False):
+            return forward(*given, **named)
+
+    return run
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """MiB in use: on CUDA gpu_memory_allocated and gpu_memory_reserved, elsewhere the process's resident memory."""
+    if device.type == "cuda":
+        used = {"allocated": torch.cuda.memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
+        return {f"gpu_memory_{name}": size / 2**20 for name, size in used.items()}
+    return {"memory": resident() / 2**20}
+
+
+def resident() -> int:
+    """Bytes of this process in RAM now (Linux); elsewhere the most it ever had."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * 4096
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

@@ -1,0 +1,98 @@
+"""Evaluation: loss and metrics of a split as exact sums, never augmented, in eval mode, which is left as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from nbtools.data import Feed, Pack, in_order, lengths_of, open_feed
+from nbtools.errors import TrainError
+from nbtools.train.device import autocast, within_memory
+from nbtools.train.metrics import Pair, Sums
+from nbtools.train.plan import Plan
+from nbtools.train.state import Batch, Task
+
+
+@torch.no_grad()
+def forward(task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.device) -> tuple[Any, Any]:
+    """(batch, outputs) of a raw batch in evaluation: never augmented, in eval mode, which is left as it was."""
+    training = model.training
+    model.eval()
+    try:
+        batch = task.batch(raw, plan, None)
+        with autocast(plan, device, model):
+            infer = getattr(task, "infer", None)
+            return batch, infer(model, batch, plan) if infer is not None else model(batch)
+    finally:
+        model.train(training)
+
+
+def evaluation(
+    task: Task,
+    model: nn.Module,
+    pack: Pack,
+    plan: Plan,
+    split: str,
+    sums: Sums,
+    feed: Feed | None = None,
+    most: int | None = None,
+) -> Iterator[int]:
+    """Add loss and metrics of a split to sums; yields the samples done after every batch. most: so many samples, the
+    same ones each time, evenly spaced over the split.
+
+    Raises TrainError where the split is empty.
+    """
+    ids = pack.ids(split)
+    if not len(ids):
+        there = ", ".join(f"{name}: {count:,}" for name, count in pack.splits.items() if count)
+        raise TrainError(
+            f"{pack.folder}: the {split} split is empty; choose one that is not ({there}), or pack with {split}= a "
+            "larger share, a folder for it, or more samples"
+        )
+    if most is not None and most < len(ids):
+        ids = ids[np.linspace(0, len(ids) - 1, most).round().astype(int)]
+    feed, done = feed or open_feed(pack, plan, sums.device), 0
+    for raw in feed(in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)):
+        score(task, model, raw, plan, sums)
+        done += len(raw["id"])
+        yield done
+
+
+def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:
+    """Add loss and metrics of a batch; out of memory, of its halves. Raises TrainError where one sample is too much."""
+    found, reason = within_memory(lambda: judged(task, model, raw, plan, sums.device))
+    if found is not None:
+        sums.add(found)
+        return
+    if sums.device.type == "cuda":
+        torch.cuda.empty_cache()
+    half = len(raw["id"]) // 2
+    if not half:
+        raise TrainError(f"out of memory evaluating one sample ({reason}); take a smaller network or smaller samples")
+    for part in (slice(half), slice(half, None)):
+        score(task, model, {name: tensor[part] for name, tensor in raw.items()}, plan, sums)
+
+
+def judged(task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.device) -> dict[str, Pair]:
+    """Loss and metrics of a batch; one forward pass serves both."""
+    batch, outputs = forward(task, model, raw, plan, device)
+    with torch.no_grad(), autocast(plan, device, model):
+        loss = task.loss(lambda _batch: outputs, batch, plan)
+    return {"loss": loss, **task.metrics(outputs, batch)}
+
+
+def evaluate(task: Task, model: nn.Module, pack: Pack, plan: Plan, split: str = "test") -> dict[str, float]:
+    """Metric → value over a whole split. Raises TrainError where it is empty."""
+    sums = Sums(next(model.parameters()).device)
+    for _ in evaluation(task, model, pack, plan, split, sums):
+        continue
+    return sums.read()
+
+
+def is_partial(plan: Plan, samples: int) -> bool:
+    """Whether evaluations amid training look at less than a whole split of so many samples, or less closely."""
+    return plan.while_training() != plan or (plan.eval_samples or samples) < samples
