@@ -18,9 +18,10 @@ from nbtools.measure import Advice, Gpu, advise, gpus
 from nbtools.run import Run, evaluate
 from nbtools.train import History, Plan, Record, TrainState, knob, train
 from nbtools.validate import validate
+from nbtools.version import VERSION
 from nbtools.watch import watch
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "Advice",

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from nbtools.data import Entry, Pack, Sample, Writer, build
+from nbtools.data import Entry, Pack, Sample, Survey, build_pack
 from nbtools.train import plan
 
 CLASSES = 4
@@ -44,29 +44,18 @@ def read(path: Path, options) -> Sample:
     return {"x": np.load(path)}
 
 
+def survey(folder: Path, options) -> Survey:
+    """label (1,) int64 from the files' names."""
+    names = sorted(path.name for path in folder.glob("*.npy"))
+    entries = [Entry(name, label=np.array([int(name[0])], np.int64)) for name in names]
+    ragged = {"ragged": ["x"], "bucket_by": "x"} if options["ragged"] else {}
+    return Survey(entries, list("abcd"), {"ragged": options["ragged"]}, **ragged)
+
+
 def pack(source, *, ragged: bool = False, into: Path | None = None, progress: bool = False) -> Pack:
-    """x as in the files, label (1,) int64 from their names."""
-    options = {"ragged": ragged}
-
-    def fill(writer: Writer, folder: Path) -> None:
-        writer.classes = list("abcd")
-        entries = [Entry(path.name, path) for path in sorted(folder.glob("*.npy"))]
-        for entry, arrays in writer.decode(entries, read, options):
-            writer.add(entry.name, None, **arrays, label=np.array([int(entry.name[0])], np.int64))
-
-    return build(
-        source,
-        "toy",
-        options,
-        fill,
-        read=read,
-        ragged={"x"} if ragged else (),
-        bucket_by="x" if ragged else None,
-        val=0.2,
-        test=0.1,
-        into=into,
-        progress=progress,
-    )
+    """x as in the files."""
+    more = {"val": 0.2, "test": 0.1, "into": into, "progress": progress}
+    return build_pack(source, "toy", {"ragged": ragged}, survey, read, **more)
 
 
 def make_pack(folder: Path, count: int = 200, ragged: bool = False, seed: int = 0) -> Pack:

@@ -1,5 +1,6 @@
 """A source anywhere → local disk → Pack → batches on the device."""
 
+from nbtools.data.build import Entry, Survey, build_pack, cores
 from nbtools.data.draws import Draws
 from nbtools.data.feed import (
     Feed,
@@ -16,12 +17,11 @@ from nbtools.data.feed import (
     require_shared_memory,
 )
 from nbtools.data.pack import MANIFEST, Card, Pack, Sample, collate
-from nbtools.data.packing import Entry, Writer, build
+from nbtools.data.packing import Writer, build
 from nbtools.data.progress import bar, in_notebook
 from nbtools.data.report import ERROR, WARNING, Refused, Row, ordered
 from nbtools.data.splits import SPLITS, is_count, position, require_shares, split_of
 from nbtools.data.stage import cache, drive_path, existing, kept, on_colab, place_to_keep, release_runtime, stage
-from nbtools.data.writer import cores
 
 __all__ = [
     "ERROR",
@@ -38,11 +38,13 @@ __all__ = [
     "Resident",
     "Row",
     "Sample",
+    "Survey",
     "Workers",
     "Writer",
     "bar",
     "batches_left",
     "build",
+    "build_pack",
     "cache",
     "choose",
     "collate",

@@ -35,7 +35,7 @@ from nbtools.errors import PackError
 if TYPE_CHECKING:
     import pandas as pd
 
-VERSION = 2
+FORMAT = 2  # of the folder; the manifest also names the nbtools that wrote it
 MANIFEST = "pack.json"  # data sets have a manifest.json of their own
 BAD = ("file", "value", "rule", "fix")  # the columns of the table of bad samples
 
@@ -103,8 +103,8 @@ class Pack:
             raise PackError(f"{folder}: no {MANIFEST}, so this is no pack; make one with task.pack(source)") from None
         except (ValueError, OSError, LookupError, TypeError) as error:
             raise PackError(f"{folder / MANIFEST}: unreadable ({error}); delete the folder and pack again") from None
-        if version != VERSION:
-            raise PackError(f"{folder}: pack version {version}, this nbtools reads {VERSION}; pack again")
+        if version != FORMAT:
+            raise PackError(f"{folder}: pack version {version}, this nbtools reads {FORMAT}; pack again")
         for name, entry in manifest["files"].items():
             path = folder / name
             size = path.stat().st_size if path.exists() else None

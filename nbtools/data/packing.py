@@ -15,7 +15,7 @@ from typing import Any
 from nbtools import disk
 from nbtools.data import members
 from nbtools.data.journal import JOURNAL, Journal
-from nbtools.data.pack import MANIFEST, VERSION, Pack, Reader
+from nbtools.data.pack import FORMAT, MANIFEST, Pack, Reader
 from nbtools.data.splits import require_shares
 from nbtools.data.stage import cache, stage
 from nbtools.data.writer import Entry, Writer
@@ -149,7 +149,7 @@ def nothing(folder: Path, bad: Sequence[Mapping[str, str]]) -> str:
 def fingerprint(task: str, folder: Path, options: Mapping[str, Any]) -> str:
     """A key of the files (relative name, size, time of change) and of what is made of them."""
     digest = hashlib.blake2b(
-        json.dumps([VERSION, task, str(folder.resolve()), options], sort_keys=True).encode(), digest_size=8
+        json.dumps([FORMAT, task, str(folder.resolve()), options], sort_keys=True).encode(), digest_size=8
     )
     for name, stat in sorted(listing(folder)):
         digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="surrogateescape"))

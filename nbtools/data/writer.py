@@ -13,7 +13,6 @@ import zipfile
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,9 @@ import numpy as np
 
 from nbtools import disk
 from nbtools.data import progress
+from nbtools.data.build import Entry, cores
 from nbtools.data.journal import JOURNAL, Journal
-from nbtools.data.pack import BAD, MANIFEST, VERSION, Card, Column, Reader, Sample
+from nbtools.data.pack import BAD, FORMAT, MANIFEST, Card, Column, Reader, Sample
 from nbtools.data.splits import SPLITS, assigned
 from nbtools.errors import PackError
 
@@ -31,21 +31,6 @@ DAMAGED = (OSError, ValueError, EOFError, SyntaxError, zlib.error, struct.error,
 """What Pillow, NumPy and the like raise on damaged files."""
 
 CHUNK = 256  # samples decoded ahead: bounds memory, and the pool idles once in so many
-
-
-def cores() -> int:
-    """CPU cores that this process may use, which containers make fewer than the machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One sample to decode. name: its file relative to the source; label: whatever the task makes of it."""
-
-    name: str
-    file: Path
-    split: str | None = None
-    label: Any = None
 
 
 class Writer:
@@ -126,6 +111,7 @@ class Writer:
 
         def attempt(entry: Entry) -> Sample | PackError:
             try:
+                assert entry.file is not None
                 return read(entry.file, options)
             except PackError as error:
                 return error
@@ -206,7 +192,7 @@ class Writer:
         files = {path.name: described(path) for path in kept}
         digest = hashlib.sha256("".join(entry["sha256"] for entry in files.values()).encode()).hexdigest()
         card = Card(task, list(self.classes), dict(options), self.columns, counts, bucket_by, digest, self.counts)
-        manifest = {"version": VERSION, "card": card.to_dict(), "bad": len(self.bad), "files": files}
+        manifest = {"version": FORMAT, "card": card.to_dict(), "bad": len(self.bad), "files": files}
         manifest |= {**self.facts, **facts}
         self.save(MANIFEST, json.dumps(manifest, indent=1).encode())
         return card

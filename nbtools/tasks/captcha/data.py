@@ -7,17 +7,16 @@ ragged, and a ragged label. Labels are places in `classes`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from nbtools.data import MANIFEST, Entry, Pack, Sample, Writer, build, stage
+from nbtools.data import Entry, Pack, Sample, Survey, build_pack
 from nbtools.errors import PackError
 from nbtools.table import plural, sized
-from nbtools.tasks.captcha.files import SUFFIXES, UNREADABLE, Found, listed, pattern_of, survey
+from nbtools.tasks.captcha.files import SUFFIXES, UNREADABLE, Found, layout_of, listed, pattern_of
 from nbtools.tasks.captcha.ink import line_of
 from nbtools.tasks.captcha.networks import STRIDE
 from nbtools.train import needed_steps
@@ -48,25 +47,7 @@ def pack(
     Raises PackError where nothing can be used.
     """
     options = asked(label, layout, height, case, classes)
-    folder = stage(source, progress=progress)
-    if (folder / MANIFEST).is_file():
-        return build(folder, "captcha", options, lambda *_: None, read=read)
-    found = list(listed(folder, pattern_of(label), CASES[case]))
-    options |= survey(folder, found, layout, height)
-    lines = options["layout"] == "lines"
-    return build(
-        folder,
-        "captcha",
-        options,
-        partial(fill, found=found, options=options),
-        read=read,
-        ragged=("image", "label") if lines else (),
-        bucket_by="image" if lines else None,
-        val=val,
-        test=test,
-        into=into,
-        progress=progress,
-    )
+    return build_pack(source, "captcha", options, survey, read, val=val, test=test, into=into, progress=progress)
 
 
 def asked(label: str, layout: str, height: int, case: str, classes: Sequence[str] | None) -> dict[str, Any]:
@@ -79,7 +60,37 @@ def asked(label: str, layout: str, height: int, case: str, classes: Sequence[str
         raise PackError(f"height must be ≥ 16, got {height}: the network halves it three times")
     if classes is not None and (len(set(classes)) != len(classes) or any(len(c) != 1 for c in classes)):
         raise PackError(f"classes must be single characters, each once, got {classes!r}")
-    return {"label": label, "case": case, "classes": None if classes is None else "".join(classes)}
+    alphabet = None if classes is None else "".join(classes)
+    return {"label": label, "layout": layout, "height": height, "case": case, "classes": alphabet}
+
+
+def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
+    """The files whose names hold a text that can be learned, and the layout that most of them have."""
+    found = list(listed(folder, pattern_of(options["label"]), CASES[options["case"]]))
+    layout = layout_of(folder, found, options["layout"], options["height"])
+    options = {name: options[name] for name in ("label", "case", "classes")} | layout
+    problems = {one.name: refusal(one, options) for one in found}
+    good = [one for one in found if problems[one.name] is None]
+    classes = list(options["classes"] or sorted({character for one in good for character in one.text or ""}))
+    places = {character: place for place, character in enumerate(classes)}
+    lines = options["layout"] == "lines"
+
+    def spelled(entry: Entry, sample: Sample) -> None:
+        if lines and (problem := infeasible("".join(classes[i] for i in entry.label), len(sample["image"]))):
+            raise PackError(*problem)
+
+    return Survey(
+        [
+            Entry(one.name, split=one.split, label=np.array([places[c] for c in one.text or ""], np.int64))
+            for one in good
+        ],
+        classes,
+        options,
+        ragged=("image", "label") if lines else (),
+        bucket_by="image" if lines else None,
+        bad=[(name, *problem) for name, problem in problems.items() if problem],
+        check=spelled,
+    )
 
 
 def read(path: Path, options: Mapping[str, Any]) -> Sample:
@@ -107,27 +118,6 @@ def on_white(image: Image.Image) -> Image.Image:
         paper.alpha_composite(image)
         image = paper
     return image.convert("RGB")
-
-
-def fill(writer: Writer, folder: Path, found: Sequence[Found], options: Mapping[str, Any]) -> None:
-    """Write every usable sample; the others go to the table of bad ones with the rule that they break."""
-    good = []
-    for one in found:
-        problem = refusal(one, options)
-        if problem:
-            writer.reject(one.name, *problem)
-        else:
-            good.append(one)
-    writer.classes = list(options["classes"] or sorted({c for one in good for c in one.text}))
-    places = {character: place for place, character in enumerate(writer.classes)}
-    entries = [Entry(one.name, one.file, one.split, one.text) for one in good]
-    for entry, arrays in writer.decode(entries, read, options):
-        too_short = options["layout"] == "lines" and infeasible(entry.label, len(arrays["image"]))
-        if too_short:
-            writer.reject(entry.name, *too_short)
-        else:
-            label = np.array([places[character] for character in entry.label], np.int64)
-            writer.add(entry.name, entry.split, **arrays, label=label)
 
 
 def refusal(one: Found, options: Mapping[str, Any]) -> tuple[str, str, str] | None:

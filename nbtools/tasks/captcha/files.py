@@ -66,7 +66,7 @@ def hidden(name: str) -> bool:
     return name.startswith(".") or name == "__MACOSX"
 
 
-def survey(folder: Path, found: Sequence[Found], layout: str, height: int) -> dict[str, Any]:
+def layout_of(folder: Path, found: Sequence[Found], layout: str, height: int) -> dict[str, Any]:
     """The layout's options, by a look at some of the files. Raises PackError where there is nothing to look at."""
     usable = [one for one in found if one.text and one.is_image]
     if not usable:

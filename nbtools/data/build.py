@@ -1,0 +1,468 @@
+"""The pack of a source: the finished one, or a new one that appears under its name only when it is whole.
+
+A task says what its samples are (`survey`) and how to read one (`read`); the rest is the same for all tasks. Samples
+are decoded in parallel, a chunk at a time, so that memory does not grow with the data. What cannot be used is listed in
+one table, never dropped in silence. Interrupted packing resumes: the `.part` folder keeps what was decoded, and a
+journal says how far that is.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nbtools import disk
+from nbtools.data import members
+from nbtools.data.pack import BAD, FORMAT, MANIFEST, Card, Column, Pack, RawFiles, Reader, Sample, mapped
+from nbtools.data.progress import bar
+from nbtools.data.splits import SPLITS, assigned, require_shares
+from nbtools.data.stage import cache, stage
+from nbtools.errors import PackError
+from nbtools.table import plural
+from nbtools.version import VERSION
+
+Options = Mapping[str, Any]
+Problem = tuple[str, ...]  # a row of the table of bad samples: file, value, rule, fix
+
+DAMAGED = (OSError, ValueError, EOFError, SyntaxError, zlib.error, struct.error, zipfile.BadZipFile)
+"""What Pillow, NumPy and the like raise on damaged files."""
+
+CHUNK = 256  # samples decoded ahead: bounds memory, and the pool idles once in so many
+FEW = 100  # more files than a pack has
+JOURNAL = "journal.jsonl"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One sample to read. name: its file, relative to the source; split: what the source says, if anything.
+
+    label: a number or an array of numbers, which becomes the column `label`; None where `read` gives it, if anybody.
+    """
+
+    name: str
+    file: Path | None = None  # of `build`, until its callers have a survey; name split and label by keyword
+    split: str | None = None
+    label: Any = None
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a task finds in a source without decoding it.
+
+    options: all that `read` and `run.predict` need to know, what was asked for and what the files say; None: what was
+    asked for. ragged: columns whose samples differ in their first dimension; bucket_by: the one that groups batches.
+    bad: (file, value, rule, fix) of what cannot be used. facts: more for the manifest.
+    drawn: every entry has its split already. By default entries without one are divided by a hash of their names.
+    check: raises PackError(value, rule, fix) for a sample that has to be left out once it is decoded; may run in
+    several threads at once. count: (columns, ids to train on) → how many of each class, by what they are classes of.
+    """
+
+    entries: Sequence[Entry]
+    classes: Sequence[str] = ()
+    options: Options | None = None
+    ragged: Collection[str] = ()
+    bucket_by: str | None = None
+    bad: Iterable[Problem] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    drawn: bool = False
+    check: Callable[[Entry, Sample], None] | None = None
+    count: Callable[[Mapping[str, np.ndarray], np.ndarray], dict[str, list[int]]] | None = None
+
+
+def build_pack(
+    source: str | Path,
+    task: str,
+    options: Options,
+    survey: Callable[[Path, Options], Survey],
+    read: Reader,
+    *,
+    reader: Callable[[Path], Reader] | None = None,
+    val: float = 0.1,
+    test: float = 0.1,
+    into: str | Path | None = None,
+    progress: bool = True,
+    in_place: bool = False,
+) -> Pack:
+    """The pack of a source, opened where it is finished.
+
+    source: anything `stage` takes, or a pack (a folder, or the one file that `Pack.keep` wrote).
+    options: what was asked for, as JSON takes it: with val, test and the source's files it tells packs apart, and
+    `survey(folder, {**options, "val": val, "test": test})` gets it.
+    read: `read(path, options)` → the arrays of one sample, called by several threads, later also to read the raw files.
+    It refuses a file by PackError(value, rule, fix); what decoders raise on damage counts too. reader: where a sample
+    of a source cannot be read without the rest of it, `reader(folder)` gives what to call in place of `read`, pickled
+    for workers.
+    val, test: shares of the samples without a split of their own, or whole numbers for exactly so many.
+    into: a folder of the pack's own; by default one under the cache, named by task, options and the source's files.
+    in_place: an archive stays one file, `folder` leads into it, and `read` gets paths through it,
+    `lines.tar/train/1.png`, which `members` reads.
+    Raises PackError where nothing can be packed, DiskError where it cannot be written; nothing is published then.
+    """
+    require_shares(val, test)
+    reader = reader or (lambda folder: read)
+    folder = stage(source, extract=holds_pack if in_place else True, progress=progress)
+    if (folder / MANIFEST).is_file():
+        pack = of_task(Pack.open(folder), task)
+        return with_raw(pack, made_from(pack), reader)
+    asked = {**options, "val": val, "test": test}
+    with disk.explained(f"looking at {folder}", folder):
+        key = fingerprint(task, folder, asked)
+    target = (Path(into) if into is not None else cache() / "packs" / f"{task}-{key}").absolute()
+    lock = hashlib.blake2b(str(target).encode(errors="surrogateescape"), digest_size=8).hexdigest()
+    with disk.explained(f"packing {folder}", target), disk.Lock(cache() / "locks" / f"pack-{lock}.lock"):
+        if not finished(target, task, key):
+            with unfinished(target.with_name(f"{target.name}.part")) as part:
+                top = members.index(folder).top if folder.is_file() else ""
+                found = survey(folder / top, asked)
+                if found.options is None:
+                    found = dataclasses.replace(found, options=options)
+                with closing(Writer(part, found, key)) as writer:
+                    writer.decode(reader(folder / top), folder / top, progress)
+                    if not writer.names:
+                        raise PackError(nothing(folder, writer.bad))
+                    made = {"nbtools": VERSION, "key": key, "keyed": asked, "source": str(folder), "top": top}
+                    writer.finish(task, val, test, made)
+                disk.remove(part / JOURNAL)
+                disk.publish_folder(part, target)
+    return with_raw(Pack.open(target), folder, reader)
+
+
+def with_raw(pack: Pack, source: Path | None, reader: Callable[[Path], Reader]) -> Pack:
+    """With the Dataset over the source files, where they are."""
+    if source is None or not source.exists():
+        return pack
+    root = source / pack.manifest.get("top", "")
+    return dataclasses.replace(pack, raw=RawFiles(pack.folder, root, reader(root)))
+
+
+def finished(target: Path, task: str, key: str) -> bool:
+    """Whether the pack is there already. Raises PackError where something else is."""
+    if (target / MANIFEST).is_file():
+        if of_task(Pack.open(target), task).manifest.get("key") == key:
+            return True
+        raise PackError(f"{target} holds a pack of other files or options; delete it, or choose another folder")
+    if target.exists() and not (target.is_dir() and not os.listdir(target)):
+        raise PackError(f"{target} is no pack and not empty; choose a new folder for the pack")
+    return False
+
+
+def made_from(pack: Pack) -> Path | None:
+    """What a kept pack was made from, where that is still on this machine and unchanged: the receipt can then measure
+    the raw files too."""
+    made = pack.manifest
+    source = Path(made.get("source", ""))
+    try:
+        same = "keyed" in made and source.exists() and fingerprint(pack.card.task, source, made["keyed"]) == made["key"]
+    except OSError:  # another user's, or of a disk that does not answer: the pack is whole without
+        return None
+    return source if same else None
+
+
+@contextmanager
+def unfinished(part: Path) -> Iterator[Path]:
+    """A pack's folder while it is made. It outlives what is no fault of the data, for the next call to resume."""
+    if not (part / JOURNAL).exists():
+        disk.remove(part)
+    disk.make_folder(part)
+    try:
+        yield part
+    except PackError:
+        disk.remove(part)
+        raise
+
+
+def holds_pack(archive: Path) -> bool:
+    """Whether an archive is what `Pack.keep` wrote: a few large files, which are mapped and so must be unpacked."""
+    return any(name.removeprefix(f"{name.partition('/')[0]}/") == MANIFEST for name in members.first(archive, FEW))
+
+
+def of_task(pack: Pack, task: str) -> Pack:
+    if pack.card.task != task:
+        raise PackError(
+            f"{pack.folder} is a pack of the task {pack.card.task!r}, not of {task!r}; use that task, or other data"
+        )
+    return pack
+
+
+def nothing(folder: Path, bad: Sequence[Problem]) -> str:
+    if not bad:
+        return f"{folder}: no samples found; is this the right folder?"
+    file, value, rule, fix = bad[0]
+    return f"{folder}: 0 of {plural(len(bad), 'file')} can be used. The first: {file}: {rule}, got {value}; {fix}"
+
+
+def fingerprint(task: str, folder: Path, asked: Options) -> str:
+    """A key of the files (relative name, size, time of change) and of what is to be made of them."""
+    text = json.dumps([FORMAT, task, str(folder.resolve()), asked], sort_keys=True)
+    digest = hashlib.blake2b(text.encode(), digest_size=8)
+    for name, stat in sorted(files_of(folder)):
+        digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def files_of(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    if folder.is_file():
+        yield "", folder.stat()
+        return
+    for item in disk.walk(folder):
+        if item.is_file():  # no dangling links: reading one is refused by name
+            yield os.path.relpath(item.path, folder), item.stat()
+
+
+class Writer:
+    """The arrays of a new pack, and the journal of how far they are."""
+
+    def __init__(self, folder: Path, survey: Survey, key: str):
+        self.folder, self.survey, self.options = folder, survey, dict(survey.options or {})
+        self.journal = Journal(folder, [VERSION, key, self.options, list(survey.classes)])
+        self.columns: dict[str, Column] = {}
+        self.files: dict[str, FileIO] = {}
+        self.offsets: dict[str, list[int]] = {}
+        self.names: list[str] = []
+        self.splits: list[str | None] = []
+        self.bad: list[Problem] = list(survey.bad)
+
+    def decode(self, read: Reader, root: Path, progress: bool) -> None:
+        """Read the entries in a thread pool (decoders release the GIL) and append them in order, from where an earlier
+        process was interrupted."""
+        entries, check = self.survey.entries, self.survey.check
+
+        def attempt(entry: Entry) -> Sample | PackError:
+            try:
+                sample = read(root / entry.name, self.options)
+            except PackError as error:
+                return error
+            except DAMAGED as error:
+                came = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+                return PackError(came, "the file can be read", "copy it again, or delete it")
+            if entry.label is not None:
+                sample = {**sample, "label": np.asarray(entry.label)}
+            try:
+                if check is not None:
+                    check(entry, sample)
+            except PackError as error:
+                return error
+            return sample
+
+        done = self.resume()
+        known = {"total": len(entries), "initial": done, "unit": " samples"}
+        shown = bar(desc="packing", **known, mininterval=0.5, disable=not progress, leave=False)
+        with shown, ThreadPoolExecutor(max_workers=cores()) as pool:
+            for start in range(done, len(entries), CHUNK):
+                chunk = entries[start : start + CHUNK]
+                names, bad = len(self.names), len(self.bad)
+                for entry, found in zip(chunk, pool.map(attempt, chunk), strict=True):
+                    shown.update()
+                    if isinstance(found, PackError):
+                        problem = found.args if len(found.args) == 3 else (found, "the file can be read", "fix it")
+                        self.bad.append((entry.name, *map(str, problem)))
+                    else:
+                        self.add(entry, found)
+                self.note(start + len(chunk), names, bad)
+
+    def add(self, entry: Entry, arrays: Sample) -> None:
+        """Append one sample. Raises PackError, and writes nothing, unless names, dtypes and shapes of the arrays are
+        the first sample's, but for the length of a ragged one."""
+        sample = {column: np.asarray(array, order="C") for column, array in arrays.items()}
+        specs = {column: self.spec(column, array) for column, array in sample.items()}
+        if entry.split is not None and entry.split not in SPLITS:
+            raise PackError(f"{entry.name}: split must be one of {', '.join(SPLITS)}, or None, got {entry.split!r}")
+        if not self.names:
+            for column, spec in specs.items():
+                self.columns[column], self.offsets[column] = spec, [0]
+                self.files[column] = disk.create(self.folder / f"{column}.npy")
+                disk.write(self.files[column], header(spec, 0))
+        if specs != self.columns:
+            came, first = shown(specs), shown(self.columns)
+            raise PackError(f"{entry.name}: its columns are {came}; the first sample's are {first}")
+        for column, array in sample.items():
+            if array.size:
+                disk.write(self.files[column], array.reshape(-1).view(np.uint8).data)
+            if column in self.survey.ragged:
+                self.offsets[column].append(self.offsets[column][-1] + len(array))
+        self.names.append(entry.name)
+        self.splits.append(entry.split)
+
+    def spec(self, column: str, array: np.ndarray) -> Column:
+        if array.dtype.kind not in "biuf":
+            raise PackError(f"{column}: a pack holds numbers and truth values, got {array.dtype}; store class indices")
+        if column in self.survey.ragged:
+            return Column("ragged", array.dtype.str, array.shape[1:])
+        return Column("fixed", array.dtype.str, array.shape)
+
+    def resume(self) -> int:
+        """Take over what an earlier process noted, and cut off what it wrote after that → entries that are done."""
+        notes = self.journal.begin(self.survey.entries)
+        for note in notes:
+            self.names += note["names"]
+            self.splits += note["splits"]
+            self.bad += map(tuple, note["bad"])
+            for column, (kind, dtype, shape) in note["columns"].items():
+                self.columns[column] = Column(kind, dtype, tuple(shape))
+                self.offsets.setdefault(column, [0]).extend(note["offsets"][column])
+        for column in self.columns:
+            self.files[column] = file = open(self.folder / f"{column}.npy", "r+b", buffering=0)  # noqa: SIM115
+            file.truncate(notes[-1]["sizes"][column])
+            file.seek(0, os.SEEK_END)
+        return notes[-1]["done"] if notes else 0
+
+    def note(self, done: int, names: int, bad: int) -> None:
+        """Tell the journal of a chunk, once the arrays' bytes are on disk. names, bad: how many there were before."""
+        for file in self.files.values():
+            disk.sync(file)
+        self.journal.add(
+            done=done,
+            sizes={column: file.tell() for column, file in self.files.items()},
+            columns={column: (spec.kind, spec.dtype, spec.shape) for column, spec in self.columns.items()},
+            offsets={column: offsets[1 + names :] for column, offsets in self.offsets.items()},
+            names=self.names[names:],
+            splits=self.splits[names:],
+            bad=self.bad[bad:],
+        )
+
+    def finish(self, task: str, val: float, test: float, made: Mapping[str, Any]) -> None:
+        """Close the arrays and write the manifest; the folder is then a whole pack."""
+        survey = self.survey
+        for column, file in self.files.items():
+            rows = self.offsets[column][-1] if column in survey.ragged else len(self.names)
+            file.seek(0)
+            disk.write(file, header(self.columns[column], rows))
+            file.close()
+            if column in survey.ragged:
+                self.save(f"{column}.offsets.npy", npy(np.array(self.offsets[column], np.int64)))
+        splits = [s or "train" for s in self.splits] if survey.drawn else assigned(self.names, self.splits, val, test)
+        self.save("split.npy", npy(np.array([SPLITS.index(s) for s in splits], np.uint8)))
+        self.save("names.json", json.dumps(self.names).encode())
+        self.save("bad.csv", bad_csv(self.bad))
+        files = {path.name: described(path) for path in sorted(self.folder.iterdir()) if path.name != JOURNAL}
+        counts = {}
+        if survey.count is not None:
+            arrays = {column: mapped(self.folder / f"{column}.npy") for column in self.columns}
+            counts = survey.count(arrays, np.array([i for i, split in enumerate(splits) if split == "train"], np.int64))
+        card = Card(
+            task,
+            list(survey.classes),
+            self.options,
+            self.columns,
+            splits={split: splits.count(split) for split in SPLITS},
+            bucket_by=survey.bucket_by,
+            digest=hashlib.sha256("".join(entry["sha256"] for entry in files.values()).encode()).hexdigest(),
+            counts=counts,
+        )
+        manifest = {"version": FORMAT, "card": card.to_dict(), "bad": len(self.bad), "files": files}
+        self.save(MANIFEST, json.dumps({**manifest, **survey.facts, **made}, indent=1).encode())
+
+    def save(self, name: str, data: bytes) -> None:
+        with disk.create(self.folder / name) as file:
+            disk.write(file, data)
+
+    def close(self) -> None:
+        for file in [*self.files.values(), self.journal]:
+            file.close()
+
+
+class Journal:
+    """How far a packing is: lines of JSON in its `.part` folder, one a chunk of samples, each written once the bytes of
+    which it speaks are on disk. A process that is killed, whenever that is, leaves whole lines and perhaps a torn last
+    one. key: what is packed, and how; notes on anything else are not used."""
+
+    def __init__(self, folder: Path, key: object):
+        self.path, self.key = folder / JOURNAL, key
+        self.file: FileIO | None = None
+
+    def begin(self, entries: Sequence[Entry]) -> list[dict[str, Any]]:
+        """The notes of an earlier process on the very same entries, [] where there are none; other files are deleted.
+
+        A note has `done`, entries so far, and `sizes`, column → bytes of its file at that time.
+        """
+        rows = [(e.name, e.split, None if e.label is None else np.asarray(e.label).tolist()) for e in entries]
+        head = {"entries": hashlib.blake2b(repr([self.key, rows]).encode(), digest_size=16).hexdigest()}
+        lines, size = whole_lines(self.path)
+        notes = lines[1:] if lines[:1] == [head] and self.holds(lines[-1].get("sizes", {})) else []
+        kept = {JOURNAL, *(f"{column}.npy" for column in notes[-1]["sizes"])} if notes else set()
+        for path in self.path.parent.iterdir():
+            if path.name not in kept:
+                disk.remove(path)
+        self.file = disk.append(self.path)
+        if notes:
+            self.file.truncate(size)
+        else:
+            self.add(**head)
+        return notes
+
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        """Whether the columns' files have at least so many bytes: after a power cut they may have fewer."""
+        files = {self.path.with_name(f"{column}.npy"): size for column, size in sizes.items()}
+        return all(path.is_file() and path.stat().st_size >= size for path, size in files.items())
+
+    def add(self, **note: Any) -> None:
+        assert self.file is not None, "begin comes first"
+        disk.write(self.file, json.dumps(note).encode() + b"\n")
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+def whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """(the lines up to the first that was not written to its end, their bytes)."""
+    lines, size = [], 0
+    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+        size += len(line) + 1
+    return lines, size
+
+
+def cores() -> int:
+    """CPU cores that this process may use, which containers make fewer than the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def shown(columns: Mapping[str, Column]) -> str:
+    return ", ".join(f"{name} {c.kind} {np.dtype(c.dtype)} {c.shape}" for name, c in columns.items())
+
+
+def header(spec: Column, rows: int) -> bytes:
+    """The .npy header of a column; NumPy leaves room for the rows to grow, so its length does not depend on them."""
+    text = io.BytesIO()
+    described = {"descr": spec.dtype, "fortran_order": False, "shape": (rows, *spec.shape)}
+    np.lib.format.write_array_header_1_0(text, described)
+    return text.getvalue()
+
+
+def npy(array: np.ndarray) -> bytes:
+    text = io.BytesIO()
+    np.save(text, array)
+    return text.getvalue()
+
+
+def bad_csv(rows: Sequence[Problem]) -> bytes:
+    """The table of bad samples; a cell that a spreadsheet would take for a formula is escaped."""
+    text = io.StringIO(newline="")
+    escaped = [["'" + cell if cell.startswith(("=", "+", "-", "@")) else cell for cell in row] for row in rows]
+    csv.writer(text).writerows([BAD, *escaped])
+    return text.getvalue().encode("utf-8-sig", "backslashreplace")
+
+
+def described(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
