@@ -92,7 +92,7 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         if name == "advise":
             one.add_argument("--no-measure", action="store_true", help="rules of thumb, and what was measured before")
             one.add_argument("--compile", action="store_true", help="try compiled steps too: a minute or two more")
-            one.add_argument("--noise", action="store_true", help="cap the batch by the gradient noise scale too")
+            one.add_argument("--noise", action="store_true", default=None, help=argparse.SUPPRESS)
         if name in ("train", "evaluate", "predict"):
             one.add_argument("--run", required=needed, type=Path, metavar="FOLDER", help="the run folder")
         if name == "evaluate":
@@ -158,7 +158,7 @@ def show_advice(options: argparse.Namespace) -> None:
     pack = packed(options, options.data)
     asked = {"noise": options.noise, "compiling": options.compile}
     advice = advise(find_task(options.task), pack, measure=not options.no_measure, **asked)
-    for part in (advice.batches, advice.workers, advice.profile, advice.ladder, advice):
+    for part in (advice.batches, advice.workers, advice.profile, advice):
         if part is not None:
             print(part, end="\n\n")
 

@@ -13,7 +13,7 @@ import nbtools as nb
 from nbtools.data import Card
 from nbtools.data.pack import Column
 from nbtools.measure import advise
-from nbtools.measure.rules import LEAST_STEPS, MOST_K, Machine, batch_size, decide, inspect, learning_rate, warmup
+from nbtools.measure.advice import LEAST_STEPS, MOST_K, Machine, batch_size, decide, inspect, learning_rate, warmup
 from nbtools.train import Plan, device
 
 CAPTCHA = SimpleNamespace(
@@ -145,7 +145,7 @@ def test_advice_for_a_pack_on_this_machine_shows_as_a_table(tmp_path, monkeypatc
     assert isinstance(advice.plan, toy.Plan)
     assert advice.baseline == toy.BASELINE
     assert {"batch_size", "lr", "feed"} <= advice.reasons.keys()
-    assert [row[0] for row in advice.rows()] == list(advice.reasons)
+    assert [row[0] for row in advice.table()[1]][: len(advice.reasons)] == list(advice.reasons)
     for shown in (str(advice), advice._repr_html_()):
         assert "batch_size" in shown
         assert "what to start from" in shown
@@ -227,7 +227,7 @@ def test_lr_is_rounded_where_it_is_read_and_exact_where_it_is_used(tmp_path):
     panel = nb.Panel(shown)
     panel.fields["epochs"].value = "7"
     assert (panel.plan.lr, panel.plan.epochs) == (plan.lr, 7)
-    for text in (str(shown), shown._repr_html_(), str(shown.ladder), str(panel), panel.fields["lr"].value):
+    for text in (str(shown), shown._repr_html_(), str(panel), panel.fields["lr"].value):
         assert "0.00283" in text
         assert "0.002828" not in text
 

@@ -10,7 +10,7 @@ import toy
 
 import nbtools as nb
 from nbtools.live import control, surface
-from nbtools.measure import advise as act
+from nbtools.measure import advice as act
 from nbtools.measure import profile
 from nbtools.measure.finder import Row
 
@@ -46,8 +46,8 @@ def test_each_measured_number_has_its_evidence_and_the_rest_its_rule(advice):
     assert f"measured {advice.batches.seconds:.1f} s" in advice.evidence["batch_size"]
     assert "rule of thumb" in advice.reasons["lr"]
     assert advice.verdict.sentence in str(advice)
-    assert {"knob", "measured here"} <= set(advice.headers())
-    for name, value, reason, *_ in advice.rows():
+    assert {"setting", "measured here"} <= set(advice.table()[0])
+    for name, value, reason, *_ in advice.table()[1][: len(advice.reasons)]:
         assert value == getattr(advice.plan, name)
         assert reason
 
@@ -62,23 +62,20 @@ def test_what_was_found_is_kept_beside_the_pack_and_comes_back_the_same(advice, 
 
 def test_another_machine_pack_or_task_is_measured_anew(advice, pack, monkeypatch):
     thumb = nb.advise(toy, pack, measure=False)
-    mine = act.label(toy, pack, thumb, (False, False))
-    assert act.label(own(), pack, thumb, (False, False)) != mine
+    mine = act.label(toy, pack, thumb, False)
+    assert act.label(own(), pack, thumb, False) != mine
     assert (
-        act.label(
-            toy, dataclasses.replace(pack, card=dataclasses.replace(pack.card, digest="x")), thumb, (False, False)
-        )
-        != mine
+        act.label(toy, dataclasses.replace(pack, card=dataclasses.replace(pack.card, digest="x")), thumb, False) != mine
     )
     monkeypatch.setattr(act, "machine", lambda: {"device": "another"})
-    assert act.label(toy, pack, thumb, (False, False)) != mine
+    assert act.label(toy, pack, thumb, False) != mine
 
 
 def test_rules_alone_when_nothing_was_measured_before(tmp_path, no_measuring):
     pack = toy.make_pack(tmp_path, count=60)
     advice = nb.advise(toy, pack, measure=False)
     assert advice.evidence == {}
-    assert advice.headers() == ("knob", "value", "reason")
+    assert advice.table()[0] == ("setting", "value", "reason")
     assert "nothing here was measured" in advice.note
 
 
@@ -114,17 +111,6 @@ def test_the_tasks_own_batch_size_is_not_overruled_by_speed(tmp_path):
     advice = nb.advise(task, pack, seconds=SECONDS)
     assert (advice.plan.batch_size, advice.reasons["batch_size"]) == (12, "learns best so")
     assert "measured" in advice.evidence["batch_size"]
-
-
-def test_what_was_asked_for_in_particular_is_found_again_without_asking(tmp_path):
-    pack = toy.make_pack(tmp_path, count=200)
-    asked = nb.advise(toy, pack, seconds=0.3, noise=True)
-    assert asked.batches is not None
-    assert asked.batches.noise is not None
-    assert json.dumps(nb.advise(toy, pack, measure=False).to_dict()) == json.dumps(asked.to_dict())
-    plain = nb.advise(toy, pack, seconds=0.3)
-    assert plain.batches is not None
-    assert plain.batches.noise is None
 
 
 def test_a_search_that_a_busy_machine_cut_short_does_not_shrink_the_batch(advice):
@@ -164,40 +150,37 @@ def test_the_summary_shows_the_verdict_and_is_still_a_frame(pack, tmp_path):
     assert list(run.summary().index) == [1]
 
 
-def laddered(advice, *rows: tuple[int, bool]):
-    """The ladder of an advised batch of 16 and a largest of 64, where (batch size, whether it fits) was measured."""
+def other_batches(advice, *rows: tuple[int, bool]):
+    """Those of an advised batch of 16 and a largest of 64, where (batch size, whether it fits) was measured."""
     plan = advice.plan.replace(batch_size=16, lr=1e-3, micro_batch_size=None, optimizer="adamw")
     tried = tuple(Row(size, 100.0 if fits else None, 90.0, 110.0, 3 * fits, None, 100, fits) for size, fits in rows)
     batches = dataclasses.replace(advice.batches, batch_size=16, rows=tried)
-    return dataclasses.replace(advice, plan=plan, largest=plan.replace(batch_size=64, lr=2e-3), batches=batches).ladder
+    return dataclasses.replace(advice, plan=plan, largest=plan.replace(batch_size=64, lr=2e-3), batches=batches)
 
 
 @pytest.mark.parametrize(
-    ("rows", "first"),
+    ("rows", "micro", "why"),
     [
-        (((16, True), (32, True), (64, True)), (64, 1, "by the sqrt rule, rule of thumb (arXiv 2205.10287)")),
-        (((16, True), (32, True), (64, False)), (32, 2, "; in 2 passes: 64 does not fit at once")),
-        (((16, True), (32, True)), (32, 2, "; in 2 passes: more than 32 at once was not tried")),
+        (((16, True), (32, True), (64, True)), None, "by the sqrt rule, rule of thumb (arXiv 2205.10287)"),
+        (((16, True), (32, True), (64, False)), 32, "; in 2 passes: 64 does not fit at once"),
+        (((16, True), (32, True)), 32, "; in 2 passes: more than 32 at once was not tried"),
     ],
     ids=["timed", "too large", "not tried"],
 )
-def test_the_ladder_says_of_each_batch_what_was_measured_from_the_largest_down(advice, rows, first):
-    found = laddered(advice, *rows).rungs
-    assert [rung.effective for rung in found] == [64, 16, 12, 8, 4]
-    assert (found[0].micro, found[0].accumulation) == first[:2]
-    assert found[0].note.endswith(first[2])
-    assert found[0].lr == pytest.approx(2e-3)
-    assert "lr stays" not in found[0].note
-    assert found[1].note == "the reference"
-    assert all(rung.accumulation == 1 for rung in found[1:])
+def test_the_advice_shows_other_batches_with_their_lr_and_passes_from_the_largest_down(advice, rows, micro, why):
+    shown = other_batches(advice, *rows)
+    plans, reasons = zip(*shown.other_batches(), strict=True)
+    assert [plan.batch_size for plan in plans] == [64, 12, 8, 4]
+    assert [plan.micro_batch_size for plan in plans] == [micro, None, None, None]
+    assert plans[0].lr == pytest.approx(2e-3)
+    assert plans[2].lr == pytest.approx(1e-3 / 2**0.5, rel=1e-3)
+    assert reasons[0].endswith(why)
+    assert "or batch 64" in str(shown)
+    assert "lr 0.000707" in shown._repr_html_()
 
 
-def test_the_ladder_of_advice_as_measured_is_sorted_and_makes_plans(advice):
-    found = advice.ladder.rungs
-    sizes = [rung.effective for rung in found]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] == (advice.largest or advice.plan).batch_size
-    assert (advice.plan.batch_size, advice.plan.lr) in [(rung.effective, rung.lr) for rung in found]
-    timed = {row.batch_size for row in advice.batches.rows if row.n}
-    assert not [rung.note for rung in found if rung.effective in timed and rung.accumulation > 1]
-    assert all(rung.plan(advice.plan).batch_size == rung.effective for rung in found)
+def test_what_is_gone_names_what_to_use_instead(advice, pack):
+    with pytest.raises(nb.NbtoolsError, match=r"no longer takes noise.*turn\(batch_size"):
+        nb.advise(toy, pack, noise=True)
+    with pytest.raises(AttributeError, match="other_batches"):
+        assert advice.ladder

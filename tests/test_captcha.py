@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from nbtools.data import Card, Draws, collate, open_feed
 from nbtools.data.pack import Column
 from nbtools.errors import MissingExtra, NbtoolsError, PackError, PlanError
-from nbtools.measure.rules import Machine, decide
+from nbtools.measure import Machine, decide
 from nbtools.tasks import captcha
 from nbtools.tasks.captcha import augment, ink, networks
 from nbtools.train import ctc

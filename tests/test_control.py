@@ -28,7 +28,7 @@ from nbtools.live import View, Wishes, control, surface
 from nbtools.live.control import FILE, receive, send
 from nbtools.live.plot import live
 from nbtools.measure import Sampler
-from nbtools.measure.sampler import Reading
+from nbtools.measure.machine import Reading
 from nbtools.run import Run
 from nbtools.train import History, Record, checkpoint
 

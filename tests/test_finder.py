@@ -424,16 +424,6 @@ def test_no_batch_is_larger_than_the_train_split_or_what_was_asked(toys, tmp_pat
     assert asked.complete
 
 
-def test_the_gradient_noise_scale_caps_the_batch_on_request(toys):
-    found = find_batch(toy, toys, toy.PLAN, "cpu", seconds=1.0, noise=True)
-    assert found.noise is not None
-    assert found.noise.value is not None
-    assert max(row.batch_size for row in found.rows) <= max(2, int(found.noise.value))
-    assert Finding.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    if found.noise.value < toys.splits["train"]:
-        assert "the gradient noise scale is" in found.why
-
-
 def test_a_finding_is_plain_values_and_a_table_with_its_evidence(toys):
     found = find_batch(toy, toys, toy.PLAN, "cpu", seconds=0.5, most=64)
     assert Finding.from_dict(json.loads(json.dumps(found.to_dict()))) == found

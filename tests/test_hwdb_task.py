@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from nbtools.data import Card, Draws, Pack, Writer, gather, open_feed
 from nbtools.errors import PlanError
-from nbtools.measure.receipts import comparable
-from nbtools.measure.rules import Machine, decide
+from nbtools.measure import Machine, comparable, decide
 from nbtools.tasks import hwdb
 from nbtools.tasks.hwdb import augment, networks, plans, task
 from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN

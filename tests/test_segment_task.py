@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nbtools.data import Card, Draws, Entry, build, collate
 from nbtools.data.pack import Column
 from nbtools.errors import PlanError
-from nbtools.measure.rules import Machine, decide
+from nbtools.measure import Machine, decide
 from nbtools.run import Run
 from nbtools.tasks.segment import losses, networks, plans
 from nbtools.tasks.segment import task as segment

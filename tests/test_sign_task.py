@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from nbtools.data import Card, Draws, Entry, build, collate, open_feed
 from nbtools.data.pack import Column
 from nbtools.errors import PlanError
-from nbtools.measure.rules import Machine, decide
+from nbtools.measure import Machine, decide
 from nbtools.tasks.sign import augment, landmarks, networks, plans
 from nbtools.tasks.sign import task as sign
 from nbtools.tasks.sign.landmarks import FACE, FACE_MESH, LEFT, MIRROR, POINTS, POSE, RIGHT, Keypoints

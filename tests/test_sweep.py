@@ -22,7 +22,6 @@ from nbtools.lr_sweep import LrSweep
 from nbtools.lr_sweep import lr_sweep as shown
 from nbtools.measure import Sweep, find_workers
 from nbtools.measure.curve import judge, smooth
-from nbtools.measure.race import time_to
 from nbtools.measure.receipts import receipt
 from nbtools.measure.sweep import Climb, lr_sweep
 from nbtools.train import TrainState
@@ -183,7 +182,6 @@ MEASURED = {
     "sweep": lambda task, pack: lr_sweep(task, pack, toy.PLAN, steps=25),
     "workers": lambda task, pack: find_workers(task, pack, toy.BASELINE, seconds=0.05),
     "receipt": lambda task, pack: receipt(task, pack, toy.PLAN, seconds=0.05),
-    "race": lambda task, pack: time_to(task, pack, toy.PLAN.replace(epochs=1), target=0.1),
 }
 
 

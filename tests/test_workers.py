@@ -13,10 +13,10 @@ import pytest
 import torch
 import toy
 
-from nbtools.data import Workers
+from nbtools.data import Workers, cores
 from nbtools.data.pack import RawFiles
 from nbtools.errors import TrainError
-from nbtools.measure import find_workers, gpu, loaders, memory, workers
+from nbtools.measure import find_workers, loaders, memory, workers
 from nbtools.measure.loaders import Rig, Setting, counts
 from nbtools.measure.workers import WorkersFinding, chosen
 from nbtools.train import Plan, TrainState, train
@@ -203,7 +203,7 @@ def test_the_fewest_workers_within_five_percent_of_the_best_are_chosen():
 )
 def test_no_more_workers_than_cores_are_tried(most, expected):
     assert counts(most) == expected
-    assert counts(gpu.cores())[-1] == gpu.cores()
+    assert counts(cores())[-1] == cores()
 
 
 def test_the_caller_s_random_state_is_as_it_was(pack, two_cores):

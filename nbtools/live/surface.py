@@ -20,7 +20,7 @@ from nbtools.live.panel.panel import Panel
 from nbtools.live.plot.chart import Preview
 from nbtools.live.preview import Previews
 from nbtools.live.view import PLOT_FILE, View
-from nbtools.measure import Sampler, gpu
+from nbtools.measure import Sampler, nvml_index
 from nbtools.train import History, Plan, Record, TrainState, best_of, checkpoint, fixed, require_change
 
 LOOK_EVERY = 0.5  # seconds between looks for control.json
@@ -75,7 +75,7 @@ class Surface(View):
                     self.panel.take(self.state.plan)
                     self.panel.put(late)
                 stack.callback(self.panel.end)
-            if self.state.device.type == "cuda" and (index := gpu.nvml_index(self.state.device.index or 0)) is not None:
+            if self.state.device.type == "cuda" and (index := nvml_index(self.state.device.index or 0)) is not None:
                 self.sampler = stack.enter_context(Sampler(index))
             self.start(self.status)
             self.entered = stack.pop_all()

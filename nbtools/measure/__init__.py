@@ -1,18 +1,13 @@
 """The machine, the profile of a step, the bottleneck, batch and lr finders, advice, receipt."""
 
-from nbtools.measure.advice import Advice
-from nbtools.measure.advise import advise
+from nbtools.measure.advice import Advice, Machine, advise, decide
 from nbtools.measure.figures import Tried
 from nbtools.measure.finder import Finding, find_batch
-from nbtools.measure.gpu import REASONS, Gpu, gpus
-from nbtools.measure.ladder import Ladder, ladder
-from nbtools.measure.noise import Noise, noise_scale
-from nbtools.measure.pace import Pace, Rate, machine
+from nbtools.measure.machine import REASONS, Gpu, Sampler, gpus, machine, nvml_index
+from nbtools.measure.pace import Pace, Rate
 from nbtools.measure.profile import StepProfile, step_profile
-from nbtools.measure.race import Race, time_to
-from nbtools.measure.receipts import Receipt, receipt
+from nbtools.measure.receipts import Receipt, comparable, receipt
 from nbtools.measure.rungs import Rung
-from nbtools.measure.sampler import Sampler
 from nbtools.measure.sweep import SECONDS, STEPS, Sweep
 from nbtools.measure.tries import choose_precision, find_precision
 from nbtools.measure.verdict import Verdict, verdict
@@ -25,10 +20,8 @@ __all__ = [
     "Advice",
     "Finding",
     "Gpu",
-    "Ladder",
-    "Noise",
+    "Machine",
     "Pace",
-    "Race",
     "Rate",
     "Receipt",
     "Rung",
@@ -40,15 +33,15 @@ __all__ = [
     "WorkersFinding",
     "advise",
     "choose_precision",
+    "comparable",
+    "decide",
     "find_batch",
     "find_precision",
     "find_workers",
     "gpus",
-    "ladder",
     "machine",
-    "noise_scale",
+    "nvml_index",
     "receipt",
     "step_profile",
-    "time_to",
     "verdict",
 ]

@@ -1,24 +1,56 @@
-"""Advice: a plan with a reason for each number, and what was measured for it."""
+"""Advice: the plan to start from, with a reason for each number; by rules of thumb, and by what measuring on this
+machine found better.
+
+The guides' tiers and tables stand here as what they are: rules of thumb. What was measured is kept next to the pack.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
 from typing import Any, Self
 
-from nbtools import table
-from nbtools.measure.figures import Tried
-from nbtools.measure.finder import Finding
-from nbtools.measure.ladder import Ladder, Reference, moved
-from nbtools.measure.profile import StepProfile
-from nbtools.measure.verdict import Verdict
-from nbtools.measure.workers import WorkersFinding
-from nbtools.train import Plan
+import torch
+
+from nbtools import disk, table
+from nbtools.data import Card, Pack, choose, cores
+from nbtools.errors import DiskError, TrainError
+from nbtools.measure.figures import StepProfile, Tried
+from nbtools.measure.finder import Finding, find_batch
+from nbtools.measure.machine import machine
+from nbtools.measure.profile import step_profile
+from nbtools.measure.report import Report, restored
+from nbtools.measure.tries import choose_precision, find_precision
+from nbtools.measure.verdict import Verdict, verdict
+from nbtools.measure.workers import WorkersFinding, find_workers
+from nbtools.table import digits, plural
+from nbtools.train import Plan, lr_factor, task_name
+from nbtools.train import device as devices
+
+VERSION = 3  # of what is measured; kept with the advice, so that older advice is measured again
+TURNS = 2  # changes to the measured plan, each based on a profile of its own
+SECONDS = 20.0  # for the batch size; a third of it for the profile, which takes two to three times its own
+FREE = ("feed", "workers", "prefetch", "channels_last", "compile", "graph", "amp")
+"""Settings that advice changes by itself where that was measured faster: training takes the same course, but for the
+precision of its arithmetic."""
+
+TIERS = ((40, 512), (24, 256), (12, 128), (0, 64))  # GB of GPU memory → batch (guide 2)
+NEARLY = 0.98  # torch sees a little less than is sold: 39.4 GiB (42.3 GB) of "40 GB", 22.0 GiB (23.7 GB) of "24 GB"
+WARMUP = ((1, 0), (2, 3), (4, 5), (8, 10), (16, 20))  # the batch k times as large → epochs of warmup (guide 3)
+MOST_K = 16  # beyond it Adam's best lr falls again (arXiv 2405.14578); the guides' table ends there too
+LEAST_STEPS = 20  # optimizer steps an epoch below which a larger batch starves a small data set
+LEAST_BATCH = 8  # a smaller one gives BatchNorm poor statistics
+THUMB = "rule of thumb"
 
 
 @dataclass(frozen=True)
-class Advice:
+class Advice(Report):
     """A plan, one reason a field, and the evidence of those that were measured. Shows as a table.
 
     The panel's presets: baseline, the guide's "before", and largest, the largest batch that the rules allow, None where
@@ -39,58 +71,322 @@ class Advice:
     profile: StepProfile | None = None
     verdict: Verdict | None = None
 
-    @property
-    def ladder(self) -> Ladder:
-        """What goes with another batch, from the largest down: lr by the optimizer's rule, and as many forward passes
-        as it takes where a size does not fit at once, or was not tried."""
-        plan = self.plan
-        reference = Reference(plan.batch_size, plan.lr, "linear" if plan.optimizer == "sgd" else "sqrt")
-        sizes = {(self.largest or plan).batch_size, *(plan.batch_size * part // 4 for part in (4, 3, 2, 1))} - {0}
-        fits, why = self.at_once()
-        return Ladder(tuple(moved(reference, size, fits, why) for size in sorted(sizes, reverse=True)))
+    def other_batches(self) -> list[tuple[Plan, str]]:
+        """(plan, why) at other batch sizes, from the largest down: lr by the optimizer's rule, and as many forward
+        passes as it takes where a size does not fit at once, or was not tried."""
+        plan, (most, limit) = self.plan, self.at_once()
+        sizes = {(self.largest or plan).batch_size, *(plan.batch_size * part // 4 for part in (3, 2, 1))}
+        found = []
+        for size in sorted(sizes - {0, plan.batch_size}, reverse=True):
+            lr, why = learning_rate(plan, plan.optimizer, size)
+            passes = -(-size // most)
+            micro = -(-size // passes) if passes > 1 else None
+            resized = plan.replace(batch_size=size, micro_batch_size=micro, lr=lr, min_lr=min(plan.min_lr, lr))
+            found.append((resized, f"{why}; in {passes} passes: {limit}" if micro else why))
+        return found
 
     def at_once(self) -> tuple[int, str]:
         """(samples that one forward pass takes, why not more): as measured, else by the rules."""
         if self.batches is None or not any(row.fits for row in self.batches.rows):
             largest = self.largest or self.plan
-            return largest.micro_batch_size or largest.batch_size, "rule of thumb for this GPU's memory (guide 2)"
+            return largest.micro_batch_size or largest.batch_size, f"{THUMB} for this GPU's memory (guide 2)"
         most = max(row.batch_size for row in self.batches.rows if row.fits)
         beyond = [row.batch_size for row in self.batches.rows if not row.fits]
         return most, f"{min(beyond)} does not fit at once" if beyond else f"more than {most} at once was not tried"
 
-    def rows(self) -> list[tuple[Any, ...]]:
-        values = self.plan.to_dict()
-        rows = [(name, values[name], reason) for name, reason in self.reasons.items()]
-        return [(*row, self.evidence.get(row[0], "")) for row in rows] if self.evidence else rows
+    @property
+    def ladder(self) -> Any:
+        raise AttributeError("Advice.ladder is gone: print the advice, or use advice.other_batches() for the plans")
 
-    def headers(self) -> tuple[str, ...]:
-        return ("knob", "value", "reason", "measured here")[: 4 if self.evidence else 3]
+    def table(self) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+        """A row a setting, then a row for each other batch size."""
+        values = self.plan.to_dict()
+        rows = [(name, values[name], reason, self.evidence.get(name, "")) for name, reason in self.reasons.items()]
+        for plan, why in self.other_batches():
+            rows.append((f"or batch {plan.batch_size}", f"lr {digits(plan.lr)}", why, ""))
+        shown = 4 if self.evidence else 3
+        return ("setting", "value", "reason", "measured here")[:shown], [row[:shown] for row in rows]
 
     def footer(self) -> str:
         return " ".join(filter(None, [self.verdict and f"{self.verdict.sentence}.", self.note]))
 
-    def __str__(self) -> str:
-        return "\n".join(filter(None, [table.text(self.headers(), self.rows()), self.footer()]))
-
     def _repr_html_(self) -> str:
-        return table.html(self.headers(), self.rows(), self.footer())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return dataclasses.asdict(self)
+        return table.html(*self.table(), self.footer())
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], kind: type[Plan]) -> Self:
+    def from_dict(cls, values: Mapping[str, Any], kind: type[Plan] = Plan) -> Self:
         """kind: of the plans."""
         plans = {name: values[name] and kind.from_dict(values[name]) for name in ("plan", "baseline", "largest")}
-        found = {
-            name: values[name] and made.from_dict(values[name])
-            for name, made in (
-                ("batches", Finding),
-                ("workers", WorkersFinding),
-                ("profile", StepProfile),
-                ("verdict", Verdict),
-            )
-        }
-        tried = values["precision"] and Tried(**values["precision"])
-        return cls(**{**values, **plans, **found, "precision": tried})
+        return restored(cls, {**values, **plans})
+
+
+def advise(
+    task: Any, pack: Pack, measure: bool = True, seconds: float = SECONDS, noise: Any = None, compiling: bool = False
+) -> Advice:
+    """The plan to start from, each field with its reason and, where it was measured here, the evidence.
+
+    Measuring takes about two to three times `seconds`, once for a machine, a pack and a task: the result is kept next
+    to the pack. measure=False: what was measured before, else rules of thumb alone, at once. compiling: try
+    torch.compile and CUDA graphs however short training is; a minute or two more. Raises TrainError where not even one
+    sample fits.
+    """
+    if noise is not None:
+        raise TrainError(
+            "nb.advise no longer takes noise: the gradient noise scale is gone; to cap the batch size, use "
+            "advice.plan.turn(batch_size=…) and compare the runs with nb.compare"
+        )
+    thumb, path = by_rules(task, pack, {}), shelf(pack)
+    keys = {asked: label(task, pack, thumb, asked) for asked in (True, False)}
+    wanted = [keys[compiling]] if measure else list(keys.values())  # else whatever there is, the most first
+    found = next(filter(None, (kept(path, key, type(task.PLAN)) for key in wanted)), None)
+    if found is not None or not measure:
+        return found or thumb
+    print(f"measuring {task_name(task)} on this machine, about {2.5 * seconds:.0f} s …", file=sys.stderr)
+    made = measured(task, pack, thumb, seconds, compiling)
+    try:
+        keep(path, keys[compiling], made)
+    except DiskError as error:  # a pack may lie where nobody may write
+        made = dataclasses.replace(made, note=f"{made.note} Not kept for the next time: {error}")
+    return made
+
+
+def by_rules(task: Any, pack: Pack, found: dict[str, tuple[Any, str]]) -> Advice:
+    """What the rules make of what was found so far; where the batches come from is decided by the pack's size."""
+    advice = decide(task, pack.card, inspect(), found)
+    if "feed" in found:
+        return advice
+    name, why = choose(pack, advice.plan, devices.pick())
+    return dataclasses.replace(advice, reasons={**advice.reasons, "feed": f"{name}: {why}"})
+
+
+def measured(task: Any, pack: Pack, thumb: Advice, seconds: float, compiling: bool) -> Advice:
+    """The precision first, at the rules' batch, then the batch in that precision, since all else depends on it; then
+    what a step consists of, and the changes that it suggests."""
+    own, start = suggested(task, pack.card, inspect()), perf_counter()
+    found: dict[str, tuple[Any, str]] = {}
+    evidence: dict[str, str] = {}
+    precision = None if "amp" in own else find_precision(task, pack, thumb.plan, seconds=seconds / 6)
+    if precision is not None:
+        amp, evidence["amp"] = choose_precision(precision)
+        found["amp"] = amp, "the faster one that learns the same, measured here"
+    plan = by_rules(task, pack, found).plan
+    batches = find_batch(task, pack, plan, seconds=seconds, most=enough(pack.card))
+    evidence["batch_size"] = f"not taken for its speed alone: {batches.why}"
+    if "batch_size" not in own and conclusive(batches, plan):
+        found["batch_size"] = batches.batch_size, "the smallest within 5 % of the best rate"
+        evidence["batch_size"] = batches.why
+    if batches.micro_batch_size is not None:
+        found["micro_batch_size"] = batches.micro_batch_size, "the whole batch does not fit at once"
+    plan, crew = by_rules(task, pack, found).plan, None
+    if choose(pack, plan, devices.pick())[0] == "workers":
+        crew = find_workers(task, pack, plan, seconds=seconds / 3)
+        found |= {"workers": (crew.workers, crew.reason), "prefetch": (crew.prefetch, crew.reason)}
+        evidence["workers"] = crew.reason
+    fixed = ["amp"] if precision is not None and not precision.agrees else []
+    profile, judged = settled(task, pack, found, evidence, fixed, seconds / 6, compiling)
+    took = perf_counter() - start
+    return dataclasses.replace(
+        by_rules(task, pack, found),
+        note=f"Measured on {', '.join(machine().values())} in {took:.0f} s; what says rule of thumb was not.",
+        evidence=evidence,
+        precision=precision,
+        batches=batches,
+        workers=crew,
+        profile=profile,
+        verdict=judged,
+    )
+
+
+def settled(
+    task: Any,
+    pack: Pack,
+    found: dict[str, tuple[Any, str]],
+    evidence: dict[str, str],
+    fixed: list[str],
+    seconds: float,
+    compiling: bool,
+) -> tuple[StepProfile, Verdict]:
+    """Profile the plan and make the change that its verdict names, until it names none that advice makes by itself;
+    the changes go into found and evidence. Returns the last plan's profile and verdict."""
+    for turn in range(TURNS + 1):
+        plan = by_rules(task, pack, found).plan
+        profile = step_profile(task, pack, plan, seconds=seconds, fixed=fixed, compiling=compiling and not turn)
+        judged = verdict(profile, plan)
+        if turn == TURNS or not judged.change or not set(judged.change) <= set(FREE):
+            break
+        found |= {name: (value, "measured faster here") for name, value in judged.change.items()}
+        evidence |= dict.fromkeys(judged.change, judged.sentence)
+        fixed = [*fixed, *judged.change, "compile", "graph"]  # compiling takes a minute, and gained less than this
+    return profile, judged
+
+
+def conclusive(batches: Finding, plan: Plan) -> bool:
+    """Whether the search ended by itself, or at least reached the rules' own batch: a busy machine may not let it."""
+    return batches.complete or max((row.batch_size for row in batches.rows if row.n), default=0) >= plan.batch_size
+
+
+def shelf(pack: Pack) -> Path:
+    """Next to the pack, and not in it: what is in a pack is verified."""
+    return pack.folder.with_name(f"{pack.folder.name}.advice.json")
+
+
+def label(task: Any, pack: Pack, thumb: Advice, compiling: bool) -> str:
+    """Changes with whatever the measurements depend on: machine and versions, data, task and its plan."""
+    parts = [machine(), pack.card.digest, task_name(task), thumb.plan.to_dict(), compiling]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def kept(path: Path, key: str, kind: type[Plan]) -> Advice | None:
+    """What was measured before; None where nothing was, or an older version measured it."""
+    try:
+        found = json.loads(path.read_text())[key]
+        return Advice.from_dict(found, kind) if found.pop("version", 1) == VERSION else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def keep(path: Path, key: str, advice: Advice) -> None:
+    """Raises DiskError."""
+    try:
+        shelved = json.loads(path.read_text())
+    except (OSError, ValueError):
+        shelved = {}
+    shelved = {name: each for name, each in shelved.items() if each.get("version") == VERSION}
+    with disk.explained("keeping the advice", path):
+        disk.write_atomic(path, json.dumps({**shelved, key: {"version": VERSION, **advice.to_dict()}}))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the rules depend on. accelerator: cuda, mps or cpu; gigabytes: of the GPU's memory, 10⁹ bytes."""
+
+    accelerator: str
+    name: str
+    gigabytes: float = 0
+    gpus: int = 0
+    cores: int = field(default_factory=cores)
+    capability: tuple[int, int] | None = None
+
+
+def inspect() -> Machine:
+    """The machine as it is now."""
+    device = devices.pick()
+    if device.type != "cuda":
+        return Machine(device.type, "Apple GPU" if device.type == "mps" else "CPU")
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+    gigabytes = properties.total_memory / 1e9
+    return Machine("cuda", properties.name, gigabytes, torch.cuda.device_count(), cores(), capability)
+
+
+def decide(task: Any, card: Card, machine: Machine, found: Mapping[str, tuple[Any, str]] | None = None) -> Advice:
+    """Pure: the same card and machine give the same advice. found: setting → (value, why) of what was measured; it goes
+    first, then what the task suggests, and the rest follows from these."""
+    plan, base = task.PLAN, task.BASELINE
+    advised: dict[str, tuple[Any, str]] = {**suggested(task, card, machine), **(found or {})}
+
+    def chosen(name: str) -> Any:
+        return advised[name][0] if name in advised else getattr(plan, name)
+
+    advised.setdefault("batch_size", batch_size(card, machine, base.batch_size))
+    batch = chosen("batch_size")
+    advised.setdefault("lr", learning_rate(base, chosen("optimizer"), batch))
+    advised.setdefault("warmup_epochs", warmup(batch / base.batch_size, chosen("epochs")))
+    advised.setdefault("amp", precision(machine))
+    advised.setdefault("workers", workers(machine))
+    if chosen("graph") and machine.accelerator != "cuda":
+        advised["graph"] = False, f"CUDA graphs need CUDA, and this is {machine.name}"
+    if chosen("min_lr") > chosen("lr"):
+        advised["min_lr"] = chosen("lr"), f"the task's {digits(chosen('min_lr'))} is above the advised lr"
+    if "micro_batch_size" not in advised and plan.micro_batch_size is not None:
+        advised["micro_batch_size"] = None, "the whole batch at once; training halves it where memory ends"
+    if chosen("graph") and (chosen("micro_batch_size") or batch) < batch:
+        advised["graph"] = False, "CUDA graphs need the whole batch in one forward pass"
+    made = plan.replace(**{name: value for name, (value, _) in advised.items()})
+    reasons = {name: advised[name][1] for name in made.to_dict() if name in advised}
+    size = f"{machine.gigabytes:.0f} GB" if machine.gigabytes else plural(machine.cores, "core")
+    note = f"For {machine.name} ({size}); nothing here was measured on it yet, it is what to start from."
+    largest, why = largest_batch(made, base, card, machine)
+    return Advice(made, reasons, base, note, largest, why)
+
+
+def suggested(task: Any, card: Card, machine: Machine) -> dict[str, tuple[Any, str]]:
+    """Setting → (value, why) of the task's own."""
+    return dict(task.suggest(card, machine.accelerator)) if hasattr(task, "suggest") else {}
+
+
+def enough(card: Card) -> int:
+    """The largest batch that leaves a small data set its steps."""
+    return min(max(card.splits["train"] // LEAST_STEPS, LEAST_BATCH), card.splits["train"])
+
+
+def memory_tier(machine: Machine) -> tuple[int, int]:
+    """(GB from which it reaches up, its batch) of a CUDA GPU."""
+    return next(tier for tier in TIERS if machine.gigabytes >= NEARLY * tier[0])
+
+
+def batch_size(card: Card, machine: Machine, base: int) -> tuple[int, str]:
+    train = card.splits["train"]
+    batch, why = base, f"no CUDA GPU: the baseline's {base}"
+    if machine.accelerator == "cuda":
+        least, batch = memory_tier(machine)
+        why = f"{machine.gigabytes:.0f} GB of GPU memory, the tier from {least} GB: {batch}, {THUMB} (guide 2)"
+    most = max(train // LEAST_STEPS, LEAST_BATCH)
+    if batch > most:
+        batch = max(1, min(2 ** (most.bit_length() - 1), train))
+        why += f"; capped to {batch}: {train:,} training samples are few, {THUMB} (ours: {LEAST_STEPS} steps an epoch)"
+    return batch, why
+
+
+def largest_batch(plan: Plan, base: Plan, card: Card, machine: Machine) -> tuple[Plan | None, str]:
+    """The plan at the largest power of two that data and lr rules allow, on a GPU in forward passes of its tier."""
+    train, bound = card.splits["train"], MOST_K * base.batch_size
+    why = f"{MOST_K} × the baseline's {base.batch_size}, where the lr rules end (guide 3, arXiv 2405.14578)"
+    if enough(card) < bound:
+        bound = enough(card)
+        why = f"{LEAST_STEPS} steps an epoch of {train:,} training samples, or batch {LEAST_BATCH} (ours)"
+    batch = 2 ** (max(bound, 1).bit_length() - 1)
+    if batch <= plan.batch_size:
+        return None, f"{THUMB}: the advised {plan.batch_size} is as large as it goes, by {why}"
+    reason, micro = f"{THUMB}: batch {batch}, by {why}", plan.micro_batch_size
+    if machine.accelerator == "cuda" and batch > (tier := memory_tier(machine))[1]:
+        micro = min(micro or tier[1], tier[1])
+        reason += f", in forward passes of {micro} for {machine.gigabytes:.0f} GB (guide 2)"
+    lr, why_lr = learning_rate(plan, plan.optimizer, batch)
+    warm = max(warmup(batch / base.batch_size, plan.epochs)[0], plan.warmup_epochs)
+    changed = plan.replace(batch_size=batch, micro_batch_size=micro, lr=lr, warmup_epochs=warm)
+    return changed, f"{reason}; lr {digits(lr)} from {why_lr}. Whether it is faster here, nobody has measured yet"
+
+
+def learning_rate(base: Plan, optimizer: str, batch: int) -> tuple[float, str]:
+    """From another plan's lr at its batch size, by the rule for the optimizer; k is capped."""
+    rule, source = ("linear", "arXiv 1706.02677") if optimizer == "sgd" else ("sqrt", "arXiv 2205.10287")
+    k = batch / base.batch_size
+    factor = lr_factor(rule, min(k, MOST_K))
+    why = f"{digits(base.lr)} at batch {base.batch_size}, times {factor:.3g} by the {rule} rule, {THUMB} ({source})"
+    return float(f"{base.lr * factor:.3g}"), why + (f"; no more beyond {MOST_K} × the batch" if k > MOST_K else "")
+
+
+def warmup(k: float, epochs: int) -> tuple[float, str]:
+    found = next((e for bound, e in WARMUP if k <= bound), WARMUP[-1][1])
+    capped = min(float(found), epochs / 5)
+    why = f"{plural(found, 'epoch')} for a batch {k:.3g} times the baseline's, {THUMB} (guide 3)"
+    return capped, why + (f"; capped to a fifth of {plural(epochs, 'epoch')}" if capped < found else "")
+
+
+def workers(machine: Machine) -> tuple[int, str]:
+    why = f'min(4 a GPU, {plural(machine.cores, "core")}, 16), {THUMB} (guide 2); used by feed="workers" alone'
+    return min(4 * max(machine.gpus, 1), machine.cores, 16), why
+
+
+def precision(machine: Machine) -> tuple[str, str]:
+    if machine.accelerator == "cpu":
+        return "off", f"only some CPUs (AMX, AVX512-BF16) are faster in bf16: float32 until that is measured, {THUMB}"
+    if machine.accelerator != "cuda" or machine.capability is None:
+        return "off", f"mixed precision was never tried on {machine.accelerator}"
+    shown = ".".join(map(str, machine.capability))
+    if machine.capability >= (8, 0):
+        return "bf16", f"compute capability {shown} has bfloat16 in hardware; it needs no loss scaling"
+    if machine.capability >= (7, 0):
+        return "fp16", f"compute capability {shown} has fp16 tensor cores, and only emulates bfloat16"
+    return "off", f"compute capability {shown} has no tensor cores"

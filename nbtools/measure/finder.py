@@ -20,8 +20,7 @@ from nbtools import disk, table
 from nbtools.data import Pack
 from nbtools.errors import TrainError
 from nbtools.measure.memory import Room, room
-from nbtools.measure.noise import Noise, noise_scale
-from nbtools.measure.search import LATE, LEAST, Candidate, Cap, Search
+from nbtools.measure.search import LATE, Candidate, Cap, Search
 from nbtools.measure.trial import Trial
 from nbtools.measure.untouched import untouched
 from nbtools.train import Plan, Task
@@ -51,7 +50,7 @@ class Finding:
     micro_batch_size: samples a forward pass for the plan's own batch size where that does not fit at once, else None.
     limit: bytes that a run may take, headroom off (10 %, of RAM 20 %); None where nobody knows. seconds: what that
     took. clock: CPU time or wall-clock time. complete: whether something else than the time ended the search for larger
-    sizes. noise: the gradient noise scale where it was asked for.
+    sizes.
     """
 
     batch_size: int
@@ -63,16 +62,13 @@ class Finding:
     clock: str
     why: str
     complete: bool
-    noise: Noise | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        noise = values["noise"]
-        parts = {"rows": tuple(Row(**row) for row in values["rows"]), "noise": noise and Noise.from_dict(noise)}
-        return cls(**{**values, **parts})
+        return cls(**{**values, "rows": tuple(Row(**row) for row in values["rows"])})
 
     def table_rows(self) -> list[tuple[Any, ...]]:
         best = max((row.samples_per_s or 0 for row in self.rows), default=0)
@@ -105,28 +101,25 @@ def find_batch(
     device: torch.device | str | None = None,
     seconds: float = 20.0,
     most: int | None = None,
-    noise: bool = False,
     limit: int | None = None,
 ) -> Finding:
     """The smallest batch within 5 % of the best throughput that fits, for this plan on this machine.
 
-    most: no larger one is considered (never one larger than the train split). noise: nor one above the gradient noise
-    scale at the first weights, which takes up to a quarter more time. limit: bytes to stay below instead of what is
-    free now. seconds: about so long (up to 1.4 times on a busy machine), plus the first step and one or two of the
-    largest batch. Nothing outside changes.
+    most: no larger one is considered (never one larger than the train split). limit: bytes to stay below instead of
+    what is free now. seconds: about so long (up to 1.4 times on a busy machine), plus the first step and one or two of
+    the largest batch. Nothing outside changes.
     Raises TrainError where not even one sample fits, or the train split has fewer than two.
     """
     device = torch.device(device) if device is not None else devices.pick()
     if pack.splits["train"] < 2:
         raise TrainError(f"{pack.folder}: the train split has {pack.splits['train']} sample(s); pack at least 2")
-    scale = noise_scale(task, pack, plan, device, seconds / 4) if noise else None
     with untouched(device):
         devices.give_back(device)  # what an earlier run left is free, though malloc may keep it
         free = room(device) if limit is None else Room(limit, "the limit given")
-        found = searched(task, pack, plan, device, free, caps(pack, most, scale), seconds)
+        found = searched(task, pack, plan, device, free, caps(pack, most), seconds)
     if isinstance(found, TrainError):
         raise found
-    return dataclasses.replace(found, noise=scale)
+    return found
 
 
 def searched(
@@ -148,14 +141,12 @@ def searched(
     return report(search, perf_counter() - began)
 
 
-def caps(pack: Pack, most: int | None, noise: Noise | None) -> list[Cap]:
+def caps(pack: Pack, most: int | None) -> list[Cap]:
     """(largest batch, why) by each rule that is no measurement of time or memory."""
     train = pack.splits["train"]
     found = [(train, f"the train split has {train:,} samples")]
     if most is not None:
         found.append((max(most, 1), f"no more than {most:,} were asked for"))
-    if noise is not None and noise.value is not None:
-        found.append((max(LEAST, int(noise.value)), f"the gradient noise scale is {noise.words()}"))
     return found
 
 

@@ -1,8 +1,7 @@
-"""How fast a plan trains here, measured in turns with others, and what machine that was."""
+"""How fast a plan trains here, measured in turns with others."""
 
 from __future__ import annotations
 
-import platform
 import statistics
 from dataclasses import dataclass
 from time import perf_counter
@@ -11,10 +10,7 @@ from typing import Any
 import torch
 
 from nbtools.data import Feed, Pack
-from nbtools.measure import gpu
-from nbtools.table import plural
 from nbtools.train import Plan, Task, TrainState, train
-from nbtools.train import device as devices
 
 WARMUP_STEPS = 3
 
@@ -74,15 +70,3 @@ class Pace:
             data_wait=statistics.median(waits),
             rounds=len(speeds),
         )
-
-
-def machine() -> dict[str, str]:
-    """What a figure is worth nothing without: device, cores, versions."""
-    device = devices.pick()
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else gpu.cpu_name(),
-        "cores": f"{plural(gpu.cores(), 'CPU core')}, {plural(torch.get_num_threads(), 'thread')}",
-        "torch": f"torch {torch.__version__}",
-        "python": f"Python {platform.python_version()}",
-        "system": f"{platform.system()} {platform.machine()}",
-    }

@@ -20,7 +20,8 @@ import torch
 from nbtools.data import Pack, choose, gather, on, open_feed
 from nbtools.measure import parts
 from nbtools.measure.figures import StepProfile
-from nbtools.measure.pace import Pace, machine
+from nbtools.measure.machine import machine
+from nbtools.measure.pace import Pace
 from nbtools.measure.rates import count, machine_rates
 from nbtools.measure.syncs import syncs
 from nbtools.measure.trial import Apart

@@ -16,7 +16,8 @@ import torch
 from nbtools import table
 from nbtools.data import Pack, Resident, choose
 from nbtools.measure import rungs as ladders
-from nbtools.measure.pace import WARMUP_STEPS, Pace, Rate, machine
+from nbtools.measure.machine import machine
+from nbtools.measure.pace import WARMUP_STEPS, Pace, Rate
 from nbtools.measure.parts import padding, random_padding
 from nbtools.measure.rungs import ALL, Rung, ahead, ladder
 from nbtools.measure.untouched import untouched

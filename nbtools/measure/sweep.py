@@ -20,7 +20,7 @@ from nbtools import table
 from nbtools.data import Feed, Pack, Raw, batches_left, lengths_of, open_feed
 from nbtools.errors import TrainError
 from nbtools.measure.curve import KEPT, LEAST_STEPS, judge, smooth
-from nbtools.measure.pace import machine
+from nbtools.measure.machine import machine
 from nbtools.measure.untouched import untouched
 from nbtools.train import Plan, Task, TrainState, require_sizes, step
 from nbtools.train import device as devices

@@ -13,7 +13,7 @@ import torch
 from nbtools import table
 from nbtools.data import Pack, choose
 from nbtools.measure.loaders import SLICES, Setting, tried
-from nbtools.measure.pace import machine
+from nbtools.measure.machine import machine
 from nbtools.measure.untouched import untouched
 from nbtools.train import Plan, Task, require_sizes
 from nbtools.train import device as devices

@@ -62,12 +62,6 @@ advice = nb.advise(captcha, pack, measure=not TINY)
 advice
 
 # %% [markdown]
-# What goes with another batch: lr by rule, and the largest batch in several passes where it does not fit at once.
-
-# %%
-advice.ladder
-
-# %% [markdown]
 # Change what you like. The form needs no click: *Run all* takes the plan as it stands. (The form lives in the kernel; a
 # saved page shows the plan as a table.)
 

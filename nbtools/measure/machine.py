@@ -1,26 +1,34 @@
-"""What the machine's GPUs are and do, read from NVML as plain values.
+"""The machine: its GPUs read from NVML as plain values, a thread that samples one of them, and the line of text that
+every measured figure carries.
 
-NVML (through nvidia-ml-py) sees a GPU without starting CUDA on it: looking costs no VRAM, and other processes can still
-be forked. What a device refuses to tell (Colab's vGPUs and MIG slices refuse much) is None. Tested on a fake NVML only.
+NVML (through nvidia-ml-py) sees a GPU without starting CUDA on it: reading it costs no VRAM, and other processes can
+still be forked. What a device refuses to tell (Colab's vGPUs and MIG slices refuse much) is None. Tested on a fake NVML
+only.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import html
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nbtools import table
 from nbtools.data import cores
+from nbtools.train import device as devices
 
-MIB = 2**20
+MIB, JOULES_PER_WH = 2**20, 3600
 REASONS = {  # nvml.h, nvmlClocksEventReason*
     0x1: "idle",
     0x2: "clocks set by an application",
@@ -97,7 +105,7 @@ class Gpus(list[Gpu]):
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
         """(headers, rows): a column a GPU while they fit beside each other, else a row a GPU."""
-        rows = cells(self)
+        rows = [cells(g) for g in self]
         if len(rows) > 3:
             return HEADERS, rows
         return ["", *(f"GPU {row[0]}" for row in rows)], list(zip(HEADERS, *rows, strict=True))[1:]
@@ -163,44 +171,34 @@ def state(nvml: Any, handle: Any) -> dict[str, Any]:
     memory = ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
     use = ask(nvml, "nvmlDeviceGetUtilizationRates", handle)
     running = ask(nvml, "nvmlDeviceGetComputeRunningProcesses", handle)
+    capability = ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle)
+    bits = ask(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)
+    if bits is None:  # drivers before 535 know the older name only
+        bits = ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
     graphics, ram = 0, 2  # NVML_CLOCK_GRAPHICS, NVML_CLOCK_MEM
     return {
-        "capability": apply(tuple, ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle)),
-        "memory_total": apply(mib, memory and memory.total),
-        "memory_free": apply(mib, memory and memory.free),
-        "memory_used": apply(mib, memory and memory.used),
+        "capability": capability and tuple(capability),
+        "memory_total": memory and memory.total // MIB,
+        "memory_free": memory and memory.free // MIB,
+        "memory_used": memory and memory.used // MIB,
         "utilisation": use and use.gpu,
-        "power": apply(thousandth, ask(nvml, "nvmlDeviceGetPowerUsage", handle)),
-        "power_limit": apply(thousandth, ask(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle)),
+        "power": thousandth(ask(nvml, "nvmlDeviceGetPowerUsage", handle)),
+        "power_limit": thousandth(ask(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle)),
         "temperature": ask(nvml, "nvmlDeviceGetTemperature", handle, 0),
         "clock": ask(nvml, "nvmlDeviceGetClockInfo", handle, graphics),
         "clock_max": ask(nvml, "nvmlDeviceGetMaxClockInfo", handle, graphics),
         "memory_clock": ask(nvml, "nvmlDeviceGetClockInfo", handle, ram),
-        "throttle": apply(reasons, throttle_bits(nvml, handle)),
-        "processes": apply(lambda all: tuple(Process(p.pid, apply(mib, p.usedGpuMemory)) for p in all), running),
+        "throttle": None if bits is None else tuple(text for bit, text in REASONS.items() if bits & bit),
+        "processes": None if running is None else tuple(Process(p.pid, mib(p.usedGpuMemory)) for p in running),
     }
 
 
-def apply(change: Callable[[Any], Any], value: Any) -> Any:
-    return None if value is None else change(value)
+def mib(count: int | None) -> int | None:
+    return None if count is None else count // MIB
 
 
-def mib(count: int) -> int:
-    return count // MIB
-
-
-def thousandth(value: float) -> float:
-    return value / 1000
-
-
-def throttle_bits(nvml: Any, handle: Any) -> int | None:
-    bits = ask(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)  # drivers before 535 know the older name only
-    return ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) if bits is None else bits
-
-
-def reasons(bits: int) -> tuple[str, ...]:
-    """Why the clocks are below their maximum, in words."""
-    return tuple(text for bit, text in REASONS.items() if bits & bit)
+def thousandth(value: float | None) -> float | None:
+    return None if value is None else value / 1000
 
 
 def word(text: str | bytes | None) -> str | None:
@@ -230,36 +228,25 @@ def torch_indices(names: Sequence[str], uuids: Sequence[str], environ: Mapping[s
 
 
 HEADERS = (
-    "GPU",
-    "torch",
-    "name",
-    "capability",
-    "memory",
-    "use",
-    "power",
-    "temperature",
-    "clock",
-    "held back by",
-    "processes",
+    *("GPU", "torch", "name", "capability", "memory", "use", "power", "temperature"),
+    *("clock", "held back by", "processes"),
 )
 
 
-def cells(found: Sequence[Gpu]) -> list[list[str | None]]:
+def cells(g: Gpu) -> list[str | None]:
+    """A row of the table: what is not known is None, which shows as a dash."""
     return [
-        [
-            str(g.index),
-            apply("cuda:{}".format, g.torch_index),
-            g.name,
-            apply(lambda pair: f"{pair[0]}.{pair[1]}", g.capability),
-            pair(g.memory_used, g.memory_total, "GiB", 1024),
-            apply("{} %".format, g.utilisation),
-            pair(g.power, g.power_limit, "W"),
-            apply("{} °C".format, g.temperature),
-            pair(g.clock, g.clock_max, "MHz"),
-            apply(lambda words: ", ".join(words) or "nothing", g.throttle),
-            apply(lambda all: str(len(all)), g.processes),
-        ]
-        for g in found
+        str(g.index),
+        None if g.torch_index is None else f"cuda:{g.torch_index}",
+        g.name,
+        None if g.capability is None else ".".join(map(str, g.capability)),
+        pair(g.memory_used, g.memory_total, "GiB", 1024),
+        None if g.utilisation is None else f"{g.utilisation} %",
+        pair(g.power, g.power_limit, "W"),
+        None if g.temperature is None else f"{g.temperature} °C",
+        pair(g.clock, g.clock_max, "MHz"),
+        None if g.throttle is None else ", ".join(g.throttle) or "nothing",
+        None if g.processes is None else str(len(g.processes)),
     ]
 
 
@@ -275,17 +262,10 @@ def pair(now: float | None, limit: float | None, unit: str, scale: int = 1) -> s
 def without_nvidia(why: str) -> str:
     """One line for machines without NVIDIA: what will do the work, and where a GPU can be had."""
     machine = f"{cpu_name()}, {table.plural(cores(), 'core')}"
-    if apple():
+    if torch.backends.mps.is_available():
         return f"No NVIDIA GPU. Training uses Apple's GPU (MPS); the CPU is {machine}."
     hint = " On Colab: Runtime, Change runtime type, T4 GPU." if "google.colab" in sys.modules else ""
     return f"No NVIDIA GPU ({why.rstrip('.')}). Training uses the CPU: {machine}.{hint}"
-
-
-def apple() -> bool:
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        return torch.backends.mps.is_available()
-    return platform.system() == "Darwin" and platform.machine() == "arm64"
 
 
 def cpu_name() -> str:
@@ -298,3 +278,112 @@ def cpu_name() -> str:
             if line.lower().startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One sample of one GPU. time: seconds since sampling began; memory in MiB, utilisation in %, power in W, energy in
+    J since sampling began."""
+
+    time: float
+    utilisation: int | None
+    memory_used: int | None
+    power: float | None
+    energy: float | None
+    throttle: tuple[str, ...] | None
+
+    def values(self) -> dict[str, float | str]:
+        """Columns for a history row, energy in Wh; what is unknown is absent, and `idle` is no reason to name."""
+        named = {
+            "gpu_utilisation": self.utilisation,
+            "gpu_memory_used": self.memory_used,
+            "gpu_power": self.power,
+            "gpu_energy": None if self.energy is None else self.energy / JOULES_PER_WH,
+            "gpu_throttle": ", ".join(reason for reason in self.throttle or () if reason != "idle") or None,
+        }
+        return {name: value for name, value in named.items() if value is not None}
+
+
+class Sampler:
+    """Readings of one GPU (NVML's index) in the background, 1 or 2 a second, until `stop` or the end of the `with`.
+
+        with Sampler() as sampler:
+            ...
+            sampler.latest
+
+    Without NVIDIA it stays empty.
+    """
+
+    def __init__(self, index: int = 0, hertz: float = 1.0, keep: int = 7200):
+        self.index, self.period = index, 1 / hertz
+        self.readings: collections.deque[Reading] = collections.deque(maxlen=keep)
+        self.stopping = threading.Event()
+        self.thread = threading.Thread(target=self.work, name="nbtools-gpu", daemon=True)
+
+    @property
+    def latest(self) -> Reading | None:
+        return self.readings[-1] if self.readings else None
+
+    def start(self) -> Sampler:
+        self.thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Returns when the thread has ended, which takes no longer than the reading under way."""
+        self.stopping.set()
+        if self.thread.is_alive():
+            self.thread.join()
+
+    def __enter__(self) -> Sampler:
+        return self.start()
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+    def work(self) -> None:
+        with contextlib.suppress(Unavailable), opened() as nvml:
+            handle = nvml.nvmlDeviceGetHandleByIndex(self.index)
+            meter, start = Meter(), time.perf_counter()
+            while True:
+                now, found = time.perf_counter() - start, state(nvml, handle)
+                counter = thousandth(
+                    ask(nvml, "nvmlDeviceGetTotalEnergyConsumption", handle)
+                )  # since the driver loaded
+                energy = meter.joules(now, found["power"], counter)
+                known = {name: found[name] for name in ("utilisation", "memory_used", "power", "throttle")}
+                self.readings.append(Reading(time=now, energy=energy, **known))
+                if self.stopping.wait(self.period):
+                    return
+
+
+class Meter:
+    """Energy since the first reading: the device's own counter, or else the power summed over time (trapezoids)."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.sum = 0.0
+        self.last: tuple[float, float] | None = None
+
+    def joules(self, now: float, power: float | None, counter: float | None) -> float | None:
+        if counter is not None:
+            self.first = counter if self.first is None else self.first
+            return counter - self.first
+        if power is None:
+            return None
+        if self.last is not None:
+            then, before = self.last
+            self.sum += (now - then) * (power + before) / 2
+        self.last = (now, power)
+        return self.sum
+
+
+def machine() -> dict[str, str]:
+    """What a figure is worth nothing without: device, cores, versions."""
+    device = devices.pick()
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "cores": f"{table.plural(cores(), 'CPU core')}, {table.plural(torch.get_num_threads(), 'thread')}",
+        "torch": f"torch {torch.__version__}",
+        "python": f"Python {platform.python_version()}",
+        "system": f"{platform.system()} {platform.machine()}",
+    }

@@ -1,0 +1,62 @@
+"""What a measurement leaves: a value that becomes plain JSON and back, and shows as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from itertools import repeat
+from typing import Any, Self
+
+from nbtools import table
+
+
+class Report:
+    """The base of the frozen dataclasses that hold measurements. A subclass says what `caption`, `table` and `footer`
+    show."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return dataclasses.asdict(self)  # pyright: ignore[reportArgumentType]  (subclasses are dataclasses)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The report of `to_dict`, also after JSON. Raises TypeError for the fields of another version."""
+        return restored(cls, values)
+
+    def caption(self) -> str:
+        """What was found, in one sentence."""
+        return ""
+
+    def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
+        """(headers, rows)"""
+        return (), ()
+
+    def footer(self) -> str:
+        """What the figures depend on: the machine, how long they took."""
+        return ""
+
+    def __str__(self) -> str:
+        headers, rows = self.table()
+        return "\n".join(filter(None, [self.caption(), table.text(headers, rows) if rows else "", self.footer()]))
+
+    def _repr_html_(self) -> str:
+        headers, rows = self.table()
+        body = table.html(headers, rows, self.caption()) if rows else table.html(("",), [(self.caption(),)])
+        return body + (table.html(("measured on",), [(self.footer(),)]) if self.footer() else "")
+
+
+def restored(kind: Any, value: Any) -> Any:
+    """A value read from JSON as the type that a field declares: dataclasses and tuples are built again."""
+    parts = typing.get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        hints = typing.get_type_hints(kind)
+        made: Any = kind
+        return made(**{name: restored(hints.get(name), each) for name, each in value.items()})
+    if typing.get_origin(kind) in (types.UnionType, typing.Union) and value is not None:
+        return restored(next(part for part in parts if part is not types.NoneType), value)
+    if typing.get_origin(kind) is tuple and parts and value is not None:
+        kinds = repeat(parts[0]) if parts[-1] is Ellipsis else parts
+        return tuple(restored(each, item) for each, item in zip(kinds, value, strict=False))
+    return value
