@@ -128,6 +128,8 @@ def follow(job: Job, keeper: checkpoint.Keeper | None, surface: Surface) -> None
             record = surface.measured(record)
             job.history.append(record)
             surface.update(record)
+            if record.kind == "change":
+                continue  # it is about to be applied: what else is requested waits for the end of the next step
             if surface.listen() and heed(job, saver, guard, surface, record):
                 return
             saver.watch(record)

@@ -214,7 +214,7 @@ def end_epoch(state: TrainState, values: dict[str, Any], epoch_size: int) -> Rec
 
 
 def changes(state: TrainState, epoch_size: int) -> Iterator[Record]:
-    """Make a replaced plan act on model and optimizer; a row says what changed."""
+    """Apply a replaced plan to model and optimizer; a row just before says what changes."""
     while state.plan is not state.applied:
         old, new = state.applied, state.plan
         differing = new.changes_from(old)
@@ -223,9 +223,9 @@ def changes(state: TrainState, epoch_size: int) -> Iterator[Record]:
         except TrainError:
             state.plan = old
             raise
-        adopt(state, new)
-        if differing:
+        if differing:  # while the old plan still applies: a watcher may save this moment
             yield record(state, "change", {"what": told(differing)})
+        adopt(state, new)
 
 
 def adopt(state: TrainState, new: Plan) -> None:
