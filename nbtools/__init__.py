@@ -16,7 +16,7 @@ from nbtools.live import Panel
 from nbtools.lr_sweep import lr_sweep
 from nbtools.measure import Advice, Gpu, advise, gpus
 from nbtools.run import Run, evaluate
-from nbtools.train import History, Plan, Record, TrainState, knob, train
+from nbtools.train import History, Plan, Record, Task, TrainState, knob, train
 from nbtools.validate import validate
 from nbtools.version import VERSION
 from nbtools.watch import watch
@@ -33,6 +33,7 @@ __all__ = [
     "Plan",
     "Record",
     "Run",
+    "Task",
     "TrainState",
     "advise",
     "compare",

@@ -21,7 +21,6 @@ from nbtools.arguments import (
     answering,
     find_task,
     given,
-    kind_of,
     options_of,
     plan_of,
 )
@@ -34,7 +33,7 @@ from nbtools.measure import advise, gpus
 from nbtools.run import Run, evaluate
 from nbtools.smoke import smoke
 from nbtools.table import plural
-from nbtools.train import doubts
+from nbtools.train import Task, doubts
 from nbtools.validate import validate
 from nbtools.watch import watch
 
@@ -59,7 +58,7 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m nbtools", description="Train in notebooks without wasting the GPU.")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     named = len(arguments) > 1 and arguments[0] in TASK_COMMANDS and not arguments[1].startswith("-")
-    task = find_task(arguments[1]) if named else None
+    task = find_task(arguments[1]) if named else Task()
 
     command(commands, "gpus", "what this machine trains on", show_gpus)
     one = command(commands, "stage", "bring a data set to local disk", show_stage)
@@ -78,14 +77,14 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         one.add_argument("task", help="captcha, hwdb, sign, segment, or the dotted name of a module of yours")
         if name == "demo":
             one.add_argument("folder", type=Path)
-            add_signature(one, getattr(task, "demo", None), skip=("folder",))
+            add_signature(one, task.demo, skip=("folder",))
         if name in ("pack", "validate", "features"):
             one.add_argument("source", help=SOURCE)
         if name == "features":
             one.add_argument("into", type=Path, help="folder of the clips that get them; may be the source")
-            add_signature(one, getattr(task, "features", None), skip=("source", "into", "network", "progress"))
+            add_signature(one, task.features, skip=("source", "into", "network", "progress"))
         if name == "validate":
-            add_signature(one, getattr(task, "validate", None), skip=("source", "progress"))
+            add_signature(one, task.validate, skip=("source", "progress"))
         needed = "--smoke-test" not in arguments
         if name in ("advise", "train", "evaluate"):
             one.add_argument("--data", required=needed, metavar="SOURCE", help=SOURCE)
@@ -97,13 +96,13 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             one.add_argument("--run", required=needed, type=Path, metavar="FOLDER", help="the run folder")
         if name == "evaluate":
             one.add_argument("--split", default="test", choices=("train", "val", "test"))
-            add_knobs(one, kind_of(task), answering(kind_of(task)))
+            add_knobs(one, type(task.PLAN), answering(type(task.PLAN)))
         if name == "predict":
             one.add_argument("files", nargs="+", type=Path)
-            if hasattr(task, "save"):
+            if task.save is not None:
                 one.add_argument("--into", required=True, type=Path, metavar="FOLDER", help="where answers are written")
         if name in ("pack", "advise", "train", "evaluate"):
-            add_signature(one, getattr(task, "pack", None), skip=("source", "progress"))
+            add_signature(one, task.pack, skip=("source", "progress"))
         if name == "train":
             add_training(one, task)
     return top
@@ -134,10 +133,7 @@ def show_validation(options: argparse.Namespace) -> bool:
 
 
 def show_features(options: argparse.Namespace) -> bool:
-    make = getattr(find_task(options.task), "features", None)
-    if make is None:
-        raise NbtoolsError(f"{options.task} makes no features of frames; sign does")
-    made = make(options.source, options.into, **options_of(options, "option_"))
+    made = find_task(options.task).features(options.source, options.into, **options_of(options, "option_"))
     print(made)
     return made.ok
 
@@ -205,7 +201,7 @@ def show_evaluation(options: argparse.Namespace) -> None:
 def show_predictions(options: argparse.Namespace) -> None:
     run = Run.open(options.run, find_task(options.task))
     for file, answer in zip(options.files, run.predict(options.files), strict=True):
-        said = run.task.save(answer, file, options.into, run.card) if hasattr(run.task, "save") else answer
+        said = run.task.save(answer, file, options.into, run.card) if run.task.save is not None else answer
         print(f"{file}\t{said}")
 
 

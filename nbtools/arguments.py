@@ -15,7 +15,7 @@ from nbtools.data import Pack
 from nbtools.errors import NbtoolsError
 from nbtools.folder import stored_plan
 from nbtools.measure import advise, find_batch, find_workers
-from nbtools.train import Plan
+from nbtools.train import Plan, Task, as_task
 
 BUILT_IN = "nbtools.tasks"
 MEASURED = (("batch_size", "auto"), ("workers", "auto"))  # knobs that may be left to measuring
@@ -23,8 +23,8 @@ MEASURED = (("batch_size", "auto"), ("workers", "auto"))  # knobs that may be le
 
 def add_signature(one: argparse.ArgumentParser, function: Any, skip: Sequence[str]) -> None:
     """The keyword parameters of a function as options."""
-    group = one.add_argument_group("the task's options of " + getattr(function, "__name__", "packing"))
-    for name, parameter in inspect.signature(function).parameters.items() if function else ():
+    group = one.add_argument_group("the task's options of " + function.__name__)
+    for name, parameter in inspect.signature(function).parameters.items():
         if name not in skip and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             default = f"default {parameter.default}" if parameter.default is not None else "default: by the data"
             text, dest = default.replace("%", "%%"), f"option_{name}"
@@ -33,7 +33,7 @@ def add_signature(one: argparse.ArgumentParser, function: Any, skip: Sequence[st
             )
 
 
-def add_training(one: argparse.ArgumentParser, task: Any) -> None:
+def add_training(one: argparse.ArgumentParser, task: Task) -> None:
     one.add_argument("--keep", metavar="FOLDER", help="second folder for copies of the run, e.g. drive:runs/captcha")
     one.add_argument("--smoke-test", action="store_true", help="no data: one step of demo samples, saved and loaded")
     one.add_argument("--processes", type=int, default=1, metavar="N", help="several are not there yet")
@@ -45,12 +45,7 @@ def add_training(one: argparse.ArgumentParser, task: Any) -> None:
         default="advised",
         help="where knobs not given come from",
     )
-    add_knobs(one, kind_of(task), dataclasses.fields(kind_of(task)))
-
-
-def kind_of(task: Any) -> type[Plan]:
-    """The Plan whose knobs a command takes; without a task, what every task has."""
-    return type(task.PLAN) if task else Plan
+    add_knobs(one, type(task.PLAN), dataclasses.fields(task.PLAN))
 
 
 def add_knobs(one: argparse.ArgumentParser, kind: type[Plan], fields: Sequence[dataclasses.Field[Any]]) -> None:
@@ -98,11 +93,11 @@ def literal(text: str) -> Any:
     return text
 
 
-def find_task(name: str) -> Any:
+def find_task(name: str) -> Task:
     """A built-in task by its short name, or any importable module. Raises NbtoolsError naming what there is."""
     for module in (f"{BUILT_IN}.{name}", name) if all(map(str.isidentifier, name.split("."))) else ():
         try:
-            return importlib.import_module(module)
+            return as_task(importlib.import_module(module))
         except ModuleNotFoundError as error:
             if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
                 raise
@@ -140,13 +135,12 @@ def plan_of(task: Any, pack: Pack, options: argparse.Namespace) -> Plan:
 
 
 def based(task: Any, pack: Pack, options: argparse.Namespace) -> Plan:
-    """The plan that --from names. An advised one is advised for the network asked for: a task tells what another one
-    than the advised learns better with by `with_network(plan, card, network) -> Plan`."""
+    """The plan that --from names; an advised one for the network that was asked for."""
     if options.base != "advised":
         return task.PLAN if options.base == "plan" else task.BASELINE
     plan = advise(task, pack, measure=False).plan
     network = given(plan, options).get("network")
-    return task.with_network(plan, pack, network) if network and hasattr(task, "with_network") else plan
+    return task.with_network(plan, pack, network) if network else plan
 
 
 def shortened(plan: Plan, knobs: Mapping[str, Any]) -> dict[str, Any]:

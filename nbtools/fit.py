@@ -18,7 +18,7 @@ from nbtools.live import Surface, Termination, control
 from nbtools.measure import advise
 from nbtools.rollback import Guard, resilient
 from nbtools.run import PLAN, Run
-from nbtools.train import Plan, Record, Task, TrainState, beyond, checkpoint, require_sizes, task_name
+from nbtools.train import Plan, Record, TaskLike, TrainState, as_task, beyond, checkpoint, require_sizes, task_name
 from nbtools.train import device as devices
 
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
@@ -26,7 +26,7 @@ SAVE_SHARE = 0.05  # of the time that checkpoints at the ends of quick epochs ma
 
 
 def fit(
-    task: Task,
+    task: TaskLike,
     pack: Pack,
     plan: Any = None,
     run: str | Path = "runs/run",
@@ -48,6 +48,7 @@ def fit(
     the shutdown of the kernel and SIGTERM, after which the process ends.
     Raises TrainError, PlanError or CheckpointError; the checkpoints stay whole.
     """
+    task = as_task(task)
     folder, kept = places(run, keep, release_gpu)
     if not isinstance(pack, Pack):
         raise PackError(
@@ -65,7 +66,7 @@ def fit(
         history, complaints = begin(folder, task, pack, state, advice_in(plan))
         job = Job(task, pack, folder, state, history)
         keeper = checkpoint.Keeper(folder, kept) if kept is not None else None
-        surface = Surface(folder, task, state, pack, history, plan, progress)
+        surface = Surface(folder, state, pack, history, plan, progress)
         surface.tell_all([*complaints, *beyond(wanted, surface.advised).values(), *filter(None, [ending(state)])])
         with Termination(surface.wishes):
             try:

@@ -31,13 +31,13 @@ from nbtools.live import (
     number,
 )
 from nbtools.measure import SECONDS, STEPS, Sweep, sweep
-from nbtools.train import Plan, Task
+from nbtools.train import Plan, TaskLike, as_task
 
 WIDE = 560  # px
 
 
 def lr_sweep(
-    task: Task,
+    task: TaskLike,
     pack: Pack,
     plan: Plan,
     device: torch.device | str | None = None,
@@ -51,7 +51,7 @@ def lr_sweep(
     Costs `steps` steps of training, fewer where they would take longer than `seconds`; model, random state and GPU
     memory of whoever calls are as they were. Raises TrainError for a range that is none.
     """
-    return LrSweep.from_dict(sweep.lr_sweep(task, pack, plan, device, low, high, steps, seconds).to_dict())
+    return LrSweep.from_dict(sweep.lr_sweep(as_task(task), pack, plan, device, low, high, steps, seconds).to_dict())
 
 
 class LrSweep(Sweep):

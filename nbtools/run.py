@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from nbtools.data import Card, Pack, collate
 from nbtools.errors import CheckpointError, PackError
 from nbtools.measure import Receipt, StepProfile, Verdict
 from nbtools.table import plural
-from nbtools.train import History, Plan, best_metric, checkpoint, refuse_fixed, scoring
+from nbtools.train import History, Plan, TaskLike, as_task, best_metric, checkpoint, import_task, refuse_fixed, scoring
 from nbtools.train import device as devices
 
 if TYPE_CHECKING:
@@ -34,12 +33,12 @@ TABLE = ("train_loss", "val_loss", "lr", "batch_size", "epoch_time", "samples_pe
 class Run:
     """A finished or interrupted run. `model()` is the best one, as chosen on the validation split."""
 
-    def __init__(self, folder: Path, task: Any, card: Card, plan: Plan):
-        self.folder, self.task, self.card, self.plan = folder, task, card, plan
+    def __init__(self, folder: Path, task: TaskLike, card: Card, plan: Plan):
+        self.folder, self.task, self.card, self.plan = folder, as_task(task), card, plan
         self.events: list[str] = []
 
     @classmethod
-    def open(cls, folder: str | Path, task: Any = None) -> Self:
+    def open(cls, folder: str | Path, task: TaskLike | None = None) -> Self:
         """Open a run folder; task: only for one that cannot be imported by name. Raises CheckpointError."""
         folder = Path(folder)
         index = checkpoint.read_index(folder)
@@ -47,12 +46,12 @@ class Run:
             raise CheckpointError(
                 f"{folder}: no {checkpoint.INDEX}, so this is no run folder; train with run={str(folder)!r}"
             )
-        task = task or import_task(index["task"], folder)
+        known = as_task(task) if task is not None else import_task(index["task"], folder)
         for name in (CARD, PLAN):
             if not (folder / name).exists():
                 raise CheckpointError(f"{folder}: {name} is missing; copy the run folder again, all of it")
         card = Card.from_dict(json.loads((folder / CARD).read_text()))
-        return cls(folder, task, card, type(task.PLAN).from_json((folder / PLAN).read_text()))
+        return cls(folder, known, card, type(known.PLAN).from_json((folder / PLAN).read_text()))
 
     @cached_property
     def history(self) -> History:
@@ -198,15 +197,3 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[st
     refuse_fixed(plan.changes_from(run.plan), plan, resumed=True)
     model = run.model() if isinstance(run, Run) else run.evaluated
     return scoring.evaluate(run.task, model, pack, plan, split)
-
-
-def import_task(name: str, where: Path | str) -> Any:
-    """The task of that name. Raises CheckpointError where it cannot be imported."""
-    module, _, attribute = name.partition(":")
-    try:
-        found = importlib.import_module(module)
-        return getattr(found, attribute) if attribute else found
-    except (ImportError, AttributeError) as error:
-        raise CheckpointError(
-            f"{where}: its task {name!r} cannot be imported ({error}); put the file beside the notebook, or pass task="
-        ) from None

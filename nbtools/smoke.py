@@ -17,7 +17,7 @@ from nbtools.data import open_feed
 from nbtools.errors import TrainError
 from nbtools.folder import begin
 from nbtools.measure import advise
-from nbtools.train import Batch, TrainState, checkpoint, scoring, step, task_name
+from nbtools.train import Batch, TaskLike, TrainState, as_task, checkpoint, scoring, step, task_name
 from nbtools.train import device as devices
 
 COUNT, BATCH = 48, 4  # demo samples written; of a step
@@ -44,7 +44,7 @@ class Smoke:
 HEADERS = ("step", "seconds", "")
 
 
-def smoke(task: Any, device: torch.device | str | None = None, **knobs: Any) -> Smoke:
+def smoke(task: TaskLike, device: torch.device | str | None = None, **knobs: Any) -> Smoke:
     """A random batch of the task's demo data through forward, backward, optimizer, checkpoint and back, in seconds.
 
     A task whose networks do not all read what its `demo` writes by default names the options in SMOKE. knobs: of the
@@ -52,6 +52,7 @@ def smoke(task: Any, device: torch.device | str | None = None, **knobs: Any) -> 
     Raises TrainError where a loss is no number, or the loaded weights answer otherwise, and whatever a
     part that does not work raises.
     """
+    task = as_task(task)
     where = torch.device(device) if device is not None else devices.pick()
     rows: list[tuple[str, float, str]] = []
     began = perf_counter()
@@ -63,9 +64,7 @@ def smoke(task: Any, device: torch.device | str | None = None, **knobs: Any) -> 
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        pack = task.pack(
-            task.demo(folder / "raw", COUNT, **getattr(task, "SMOKE", {})), into=folder / "pack", progress=False
-        )
+        pack = task.pack(task.demo(folder / "raw", COUNT, **task.SMOKE), into=folder / "pack", progress=False)
         done("data", f"{table.plural(len(pack), 'sample')} written and packed")
         plan = advise(task, pack, measure=False).plan.turn(**knobs)
         plan = plan.replace(batch_size=min(BATCH, pack.splits["train"]), micro_batch_size=None)

@@ -31,8 +31,7 @@ def watch(run: str | Path, task: Any = None, wait: float = 60.0) -> Run:
     await_start(folder, wait)
     opened = Run.open(folder, task)
     history = History(folder / HISTORY)
-    best = getattr(opened.task, "BEST", "-loss")
-    view = View(folder, history, opened.plan, opened.card.splits["train"], best, opened.plan, show=True)
+    view = View(folder, history, opened.plan, opened.card.splits["train"], opened.task.BEST, opened.plan, show=True)
     asked, interrupted, messages = Asked(folder, opened.plan), Wishes(), Messages()
     with ExitStack() as stack:
         stack.enter_context(Interrupt(interrupted))

@@ -700,7 +700,7 @@ def test_gpu_readings_become_columns_and_energy_goes_on_over_sessions(pack, tmp_
     history = nb.History()
     history.append(nb.Record("step", 0, 1, 16, {"loss": 1.0, "gpu_energy": 2.0}))
     state = nb.TrainState(toy, pack, PLAN)
-    made = surface.Surface(tmp_path / "run", toy, state, pack, history, PLAN, False)
+    made = surface.Surface(tmp_path / "run", state, pack, history, PLAN, False)
     made.sampler = Sampler()  # not started: a reading is put in its place
     made.sampler.readings.append(Reading(1.0, 97, 2048, 250.0, 3600.0, ("power limit",)))
     row = made.measured(nb.Record("step", 0, 2, 32, {"loss": 0.5}))
@@ -746,7 +746,7 @@ def test_samples_that_the_task_fails_to_show_are_told_and_cost_no_run(pack, tmp_
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own imports
 def test_while_a_step_compiles_the_surface_says_so(pack, tmp_path):
     state = nb.TrainState(toy, pack, PLAN.replace(compile=True))
-    made = surface.Surface(tmp_path / "run", toy, state, pack, nb.History(), state.plan, False)
+    made = surface.Surface(tmp_path / "run", state, pack, nb.History(), state.plan, False)
     assert made.status == "compiling"
     made.update(nb.Record("step", 0, 1, 16))
     assert made.status == ""

@@ -277,7 +277,7 @@ def test_a_run_on_a_gpu_reads_it_while_it_lasts(nvml, tmp_path):
     pack = toy.make_pack(tmp_path, count=60)
     state = TrainState(toy, pack, toy.PLAN)
     state.device = torch.device("cuda", 1)  # for the surface alone: nothing is trained
-    with Surface(tmp_path / "run", toy, state, pack, History(), toy.PLAN, show=False) as surface:
+    with Surface(tmp_path / "run", state, pack, History(), toy.PLAN, show=False) as surface:
         sampler = surface.sampler
         assert sampler is not None
         assert sampler.index == 1

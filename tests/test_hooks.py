@@ -277,5 +277,5 @@ def test_evaluations_of_some_samples_are_partial_for_a_task_without_costly_answe
 
 def test_the_live_picture_waits_for_no_costly_answers(pack, costly):
     costly.preview = toy.preview
-    assert Previews(costly, TrainState(costly, pack, costly.PLAN), pack).now()
+    assert Previews(TrainState(costly, pack, costly.PLAN), pack).now()
     assert CALLS == [1]

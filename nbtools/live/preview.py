@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from time import monotonic
-from typing import Any
 
 import numpy as np
 
@@ -18,15 +17,15 @@ COST = 0.002  # share of the time that looking may take
 class Previews:
     """The same few samples each time, evenly spaced over the split; none where the task shows no samples.
 
-    A task shows them by `preview(pack, i, answer) -> (image (H, W) or (H, W, 3) uint8, truth, predicted)`, the answer
-    being one of those that its `decode` returns; with True as a fourth where answers are names, right or wrong as such.
+    `Task.preview` draws them, from the answers of `Task.decode`.
     """
 
-    def __init__(self, task: Any, state: TrainState, pack: Pack):
-        self.task, self.state, self.pack = task, state, pack
+    def __init__(self, state: TrainState, pack: Pack):
+        task = state.task
+        self.state, self.pack = state, pack
         ids = pack.ids("val") if len(pack.ids("val")) else pack.ids("train")
         places = np.unique(np.linspace(0, len(ids) - 1, COUNT).round().astype(int))
-        self.ids = [int(i) for i in ids[places]] if hasattr(task, "preview") else []
+        self.ids = [int(i) for i in ids[places]] if task.preview is not None else []
         self.next = 0.0
 
     def due(self) -> bool:
@@ -40,9 +39,9 @@ class Previews:
         start, state = monotonic(), self.state
         raw = collate([self.pack.sample(i) for i in self.ids], self.pack.columns)
         raw = {name: tensor.to(state.device) for name, tensor in raw.items()}
-        _, outputs = scoring.forward(self.task, state.evaluated, raw, state.plan.while_training(), state.device)
-        answers = self.task.decode(outputs, state.card)
-        found = [Preview(*self.task.preview(self.pack, i, a)) for i, a in zip(self.ids, answers, strict=True)]
+        _, outputs = scoring.forward(state.task, state.evaluated, raw, state.plan.while_training(), state.device)
+        answers = state.task.decode(outputs, state.card)
+        found = [Preview(*state.task.preview(self.pack, i, a)) for i, a in zip(self.ids, answers, strict=True)]
         end = monotonic()
         self.next = end + (end - start) / COST
         return found

@@ -43,14 +43,12 @@ class Surface(View):
     compared with.
     """
 
-    def __init__(
-        self, folder: Path, task: Any, state: TrainState, pack: Pack, history: History, given: Any, show: bool
-    ):
+    def __init__(self, folder: Path, state: TrainState, pack: Pack, history: History, given: Any, show: bool):
         if not isinstance(given, Panel) and getattr(given, "plan", None) is not state.plan:
             given = state.plan  # an Advice has reasons, which stand beside the fields
-        super().__init__(folder, history, state.plan, pack.splits["train"], getattr(task, "BEST", "-loss"), given, show)
+        super().__init__(folder, history, state.plan, pack.splits["train"], state.task.BEST, given, show)
         self.state = state
-        self.previews = Previews(task, state, pack)
+        self.previews = Previews(state, pack)
         self.wishes = Wishes()
         self.heeded: Plan | None = None
         self.undoable: list[Plan] = []

@@ -30,7 +30,7 @@ from nbtools.measure.tries import choose_precision, find_precision
 from nbtools.measure.verdict import Verdict, verdict
 from nbtools.measure.workers import WorkersFinding, find_workers
 from nbtools.table import digits, plural
-from nbtools.train import Plan, lr_factor, task_name
+from nbtools.train import Plan, Task, TaskLike, as_task, lr_factor, task_name
 from nbtools.train import device as devices
 
 VERSION = 3  # of what is measured; kept with the advice, so that older advice is measured again
@@ -121,7 +121,12 @@ class Advice(Report):
 
 
 def advise(
-    task: Any, pack: Pack, measure: bool = True, seconds: float = SECONDS, noise: Any = None, compiling: bool = False
+    task: TaskLike,
+    pack: Pack,
+    measure: bool = True,
+    seconds: float = SECONDS,
+    noise: Any = None,
+    compiling: bool = False,
 ) -> Advice:
     """The plan to start from, each field with its reason and, where it was measured here, the evidence.
 
@@ -135,6 +140,7 @@ def advise(
             "nb.advise no longer takes noise: the gradient noise scale is gone; to cap the batch size, use "
             "advice.plan.turn(batch_size=…) and compare the runs with nb.compare"
         )
+    task = as_task(task)
     thumb, path = by_rules(task, pack, {}), shelf(pack)
     keys = {asked: label(task, pack, thumb, asked) for asked in (True, False)}
     wanted = [keys[compiling]] if measure else list(keys.values())  # else whatever there is, the most first
@@ -150,7 +156,7 @@ def advise(
     return made
 
 
-def by_rules(task: Any, pack: Pack, found: dict[str, tuple[Any, str]]) -> Advice:
+def by_rules(task: Task, pack: Pack, found: dict[str, tuple[Any, str]]) -> Advice:
     """What the rules make of what was found so far; where the batches come from is decided by the pack's size."""
     advice = decide(task, pack.card, inspect(), found)
     if "feed" in found:
@@ -159,7 +165,7 @@ def by_rules(task: Any, pack: Pack, found: dict[str, tuple[Any, str]]) -> Advice
     return dataclasses.replace(advice, reasons={**advice.reasons, "feed": f"{name}: {why}"})
 
 
-def measured(task: Any, pack: Pack, thumb: Advice, seconds: float, compiling: bool) -> Advice:
+def measured(task: Task, pack: Pack, thumb: Advice, seconds: float, compiling: bool) -> Advice:
     """The precision first, at the rules' batch, then the batch in that precision, since all else depends on it; then
     what a step consists of, and the changes that it suggests."""
     own, start = suggested(task, pack.card, inspect()), perf_counter()
@@ -198,7 +204,7 @@ def measured(task: Any, pack: Pack, thumb: Advice, seconds: float, compiling: bo
 
 
 def settled(
-    task: Any,
+    task: Task,
     pack: Pack,
     found: dict[str, tuple[Any, str]],
     evidence: dict[str, str],
@@ -230,7 +236,7 @@ def shelf(pack: Pack) -> Path:
     return pack.folder.with_name(f"{pack.folder.name}.advice.json")
 
 
-def label(task: Any, pack: Pack, thumb: Advice, compiling: bool) -> str:
+def label(task: Task, pack: Pack, thumb: Advice, compiling: bool) -> str:
     """Changes with whatever the measurements depend on: machine and versions, data, task and its plan."""
     parts = [machine(), pack.card.digest, task_name(task), thumb.plan.to_dict(), compiling]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -279,9 +285,10 @@ def inspect() -> Machine:
     return Machine("cuda", properties.name, gigabytes, torch.cuda.device_count(), cores(), capability)
 
 
-def decide(task: Any, card: Card, machine: Machine, found: Mapping[str, tuple[Any, str]] | None = None) -> Advice:
+def decide(task: TaskLike, card: Card, machine: Machine, found: Mapping[str, tuple[Any, str]] | None = None) -> Advice:
     """Pure: the same card and machine give the same advice. found: setting → (value, why) of what was measured; it goes
     first, then what the task suggests, and the rest follows from these."""
+    task = as_task(task)
     plan, base = task.PLAN, task.BASELINE
     advised: dict[str, tuple[Any, str]] = {**suggested(task, card, machine), **(found or {})}
 
@@ -310,9 +317,9 @@ def decide(task: Any, card: Card, machine: Machine, found: Mapping[str, tuple[An
     return Advice(made, reasons, base, note, largest, why)
 
 
-def suggested(task: Any, card: Card, machine: Machine) -> dict[str, tuple[Any, str]]:
+def suggested(task: Task, card: Card, machine: Machine) -> dict[str, tuple[Any, str]]:
     """Setting → (value, why) of the task's own."""
-    return dict(task.suggest(card, machine.accelerator)) if hasattr(task, "suggest") else {}
+    return dict(task.suggest(card, machine.accelerator))
 
 
 def enough(card: Card) -> int:

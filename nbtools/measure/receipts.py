@@ -21,7 +21,7 @@ from nbtools.measure.pace import WARMUP_STEPS, Pace, Rate
 from nbtools.measure.parts import padding, random_padding
 from nbtools.measure.rungs import ALL, Rung, ahead, ladder
 from nbtools.measure.untouched import untouched
-from nbtools.train import Plan, Task
+from nbtools.train import Plan, Task, as_task
 from nbtools.train import device as devices
 
 ROUNDS, SECONDS = 3, 1.5
@@ -96,7 +96,7 @@ def receipt(
     """Measure the task's BASELINE, a plan and the rungs between them in turns. seconds: of a turn, were there only
     two; more rungs have shorter ones, so that the whole takes as long."""
     where = device or devices.pick()
-    baseline, notes = comparable(task.BASELINE, plan, pack)
+    baseline, notes = comparable(as_task(task).BASELINE, plan, pack)
     with untouched(where):
         rungs, peaks, more = climbed(task, pack, (baseline, plan), where, seconds)
     notes += [*more, *padding_of(pack, plan)]

@@ -10,8 +10,9 @@ from nbtools.train.metrics import Pair, Sums, text_metrics
 from nbtools.train.plan import Plan, beyond, doubts, knob, lr_factor, said, times
 from nbtools.train.recompute import again
 from nbtools.train.scoring import score
-from nbtools.train.state import Batch, Task, TrainState, best_metric, load_module, task_name
+from nbtools.train.state import TrainState, load_module
 from nbtools.train.step import LEFT_OUT, Diverged, attempt, backward, clear_gradients, release, step
+from nbtools.train.task import Batch, Task, TaskLike, as_task, best_metric, import_task, task_name
 
 __all__ = [
     "BLANK",
@@ -27,9 +28,11 @@ __all__ = [
     "Record",
     "Sums",
     "Task",
+    "TaskLike",
     "TrainState",
     "adopt",
     "again",
+    "as_task",
     "attempt",
     "autocast",
     "backward",
@@ -40,6 +43,7 @@ __all__ = [
     "clear_gradients",
     "doubts",
     "fixed",
+    "import_task",
     "knob",
     "load_module",
     "lr_factor",

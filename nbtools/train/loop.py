@@ -26,11 +26,12 @@ from nbtools.train.history import Record
 from nbtools.train.metrics import Sums
 from nbtools.train.plan import Plan
 from nbtools.train.scoring import evaluation
-from nbtools.train.state import Task, TrainState, best_metric
+from nbtools.train.state import TrainState
 from nbtools.train.step import Diverged, step
+from nbtools.train.task import Task, TaskLike, as_task, best_metric
 
 
-def train(task: Task, state: TrainState, pack: Pack, feed: Feed | None = None) -> Generator[Record, None, None]:
+def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None) -> Generator[Record, None, None]:
     """Train until the plan's last epoch, `state.stopped`, or the caller leaves the `for`; calling it again goes on.
 
     Yields Record `step` after every step (with values on log steps only: reading a value waits for the device),
@@ -39,7 +40,7 @@ def train(task: Task, state: TrainState, pack: Pack, feed: Feed | None = None) -
     the next step, which ends with a Record `evaluation` and changes nothing. feed: one that is open, to share it; None:
     the plan's. Raises TrainError where training cannot start.
     """
-    ids = pack.ids("train")
+    task, ids = as_task(task), pack.ids("train")
     require_sizes(pack, state.plan)
     prepare(state.plan, state.device, many_shapes=state.card.bucket_by is not None)
     feed = feed or open_feed(pack, state.plan, state.device)

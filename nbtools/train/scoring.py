@@ -14,25 +14,24 @@ from nbtools.errors import TrainError
 from nbtools.train.device import autocast, within_memory
 from nbtools.train.metrics import Pair, Sums
 from nbtools.train.plan import Plan
-from nbtools.train.state import Batch, Task
+from nbtools.train.task import Batch, Task, TaskLike, as_task
 
 
 @torch.no_grad()
-def forward(task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.device) -> tuple[Any, Any]:
+def forward(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, device: torch.device) -> tuple[Any, Any]:
     """(batch, outputs) of a raw batch in evaluation: never augmented, in eval mode, which is left as it was."""
-    training = model.training
+    task, training = as_task(task), model.training
     model.eval()
     try:
         batch = task.batch(raw, plan, None)
         with autocast(plan, device, model):
-            infer = getattr(task, "infer", None)
-            return batch, infer(model, batch, plan) if infer is not None else model(batch)
+            return batch, task.infer(model, batch, plan)
     finally:
         model.train(training)
 
 
 def evaluation(
-    task: Task,
+    task: TaskLike,
     model: nn.Module,
     pack: Pack,
     plan: Plan,
@@ -62,9 +61,10 @@ def evaluation(
         yield done
 
 
-def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:
+def score(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:
     """Add loss and metrics of a batch; out of memory, of its halves. Raises TrainError where one sample is too much."""
-    found, reason = within_memory(lambda: judged(task, model, raw, plan, sums.device))
+    ours = as_task(task)
+    found, reason = within_memory(lambda: judged(ours, model, raw, plan, sums.device))
     if found is not None:
         sums.add(found)
         return
@@ -74,7 +74,7 @@ def score(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> N
     if not half:
         raise TrainError(f"out of memory evaluating one sample ({reason}); take a smaller network or smaller samples")
     for part in (slice(half), slice(half, None)):
-        score(task, model, {name: tensor[part] for name, tensor in raw.items()}, plan, sums)
+        score(ours, model, {name: tensor[part] for name, tensor in raw.items()}, plan, sums)
 
 
 def judged(task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.device) -> dict[str, Pair]:
@@ -85,7 +85,7 @@ def judged(task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.d
     return {"loss": loss, **task.metrics(outputs, batch)}
 
 
-def evaluate(task: Task, model: nn.Module, pack: Pack, plan: Plan, split: str = "test") -> dict[str, float]:
+def evaluate(task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: str = "test") -> dict[str, float]:
     """Metric → value over a whole split. Raises TrainError where it is empty."""
     sums = Sums(next(model.parameters()).device)
     for _ in evaluation(task, model, pack, plan, split, sums):

@@ -1,25 +1,20 @@
-"""Task, the protocol of what is trained, and TrainState, all that a run is at one moment: it outlives the loop, so that
-an interrupt is a pause."""
+"""TrainState, all that a run is at one moment: it outlives the loop, so that an interrupt is a pause."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from nbtools.data import Card, Draws, Pack
+from nbtools.data import Card, Pack
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.table import plural
 from nbtools.train import device as devices
-from nbtools.train.metrics import Pair
 from nbtools.train.plan import Plan
-
-Batch = dict[str, Tensor]
+from nbtools.train.task import Task, TaskLike, as_task, task_name
 
 FIXED = ("optimizer", "compile", "graph", "channels_last", "checkpoint_activations", "deterministic", "ema", "seed")
 """Knobs that a started run keeps, beside all that its task adds; the others may change while it trains."""
@@ -29,36 +24,6 @@ FACTS = (
     *("seconds", "waited", "lr", "careful_until", "refused"),
 )
 """The plain attributes of a TrainState that a checkpoint carries."""
-
-
-class Task(Protocol):
-    """Any importable object with these names, usually a module. `batch` augments only when it is given draws."""
-
-    @property
-    def PLAN(self) -> Plan: ...
-    @property
-    def BASELINE(self) -> Plan: ...
-    def model(self, card: Card, plan: Any) -> nn.Module: ...
-    def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch: ...
-    def loss(self, model: Any, batch: Batch, plan: Any) -> tuple[Tensor, Tensor | float]: ...
-    def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]: ...
-
-    # A task may bring `groups(model, plan) -> [{"params": [...], "lr_scale": 10.0, "decays": False}, ...]`, parameters
-    # whose lr is a multiple of the plan's, or that weight decay leaves alone; and `infer(model, batch, plan) ->
-    # outputs`, the answers of evaluation and prediction where they are more than `model(batch)`.
-
-
-def best_metric(task: Task) -> tuple[str, float]:
-    """(metric that chooses the best checkpoint, +1 or -1 where lower is better): `BEST = "-cer"`; else the loss."""
-    name = getattr(task, "BEST", "-loss")
-    return name.lstrip("-"), -1.0 if name.startswith("-") else 1.0
-
-
-def task_name(task: Any) -> str:
-    """`package.module` or `module:name`: how a run finds its task again."""
-    if isinstance(task, ModuleType):
-        return task.__name__
-    return f"{task.__module__}:{task.__qualname__}" if hasattr(task, "__qualname__") else f"{type(task).__module__}:"
 
 
 class TrainState:
@@ -73,14 +38,14 @@ class TrainState:
     raw batch that fit into memory under it).
     """
 
-    def __init__(self, task: Task, pack: Pack | Card, plan: Plan, device: torch.device | str | None = None):
-        self.task, self.plan, self.applied = task, plan, plan
+    def __init__(self, task: TaskLike, pack: Pack | Card, plan: Plan, device: torch.device | str | None = None):
+        self.task, self.plan, self.applied = as_task(task), plan, plan
         self.card = pack.card if isinstance(pack, Pack) else pack
         self.device = torch.device(device) if device is not None else devices.pick()
         devices.require(plan, self.device)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(plan.seed)
-            model = task.model(self.card, plan).to(self.device)
+            model = self.task.model(self.card, plan).to(self.device)
             self.rng = torch.get_rng_state()
             self.cuda_rng = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         self.model = model
@@ -91,7 +56,7 @@ class TrainState:
             raise TrainError(
                 f"{type(model).__name__} has no parameter that requires a gradient; unfreeze what is to learn"
             )
-        self.optimizer = build_optimizer(grouped(task, model, plan), plan)
+        self.optimizer = build_optimizer(grouped(self.task, model, plan), plan)
         self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
         self.ema = AveragedModel(model, use_buffers=True) if plan.ema else None  # the step updates it, see step.average
         self.network = compiled(model, plan)
@@ -224,11 +189,9 @@ def load_module(module: nn.Module, tensors: dict[str, Tensor], prefix: str) -> N
         raise CheckpointError(f"the weights are of another model: {error}; use the run's own task and plan") from None
 
 
-def grouped(task: Any, model: nn.Module, plan: Plan) -> list[dict[str, Any]]:
-    """The task's parameter groups, else one of all. Raises TrainError unless each that learns is in just one."""
+def grouped(task: Task, model: nn.Module, plan: Plan) -> list[dict[str, Any]]:
+    """The task's parameter groups. Raises TrainError unless each that learns is in just one."""
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not hasattr(task, "groups"):
-        return [{"params": list(learning.values())}]
     groups = [{**group, "params": list(group["params"])} for group in task.groups(model, plan)]
     placed = Counter(id(p) for group in groups for p in group["params"])
     for name, parameter in learning.items():

@@ -14,7 +14,8 @@ from nbtools.data import Draws
 from nbtools.errors import TrainError
 from nbtools.train.device import DTYPES, autocast, recurrent_in_float32, within_memory
 from nbtools.train.schedule import lr_at
-from nbtools.train.state import Batch, Task, TrainState
+from nbtools.train.state import TrainState
+from nbtools.train.task import Batch, Task
 
 LEFT_OUT = 3  # steps with a loss that is not finite that a run leaves out: more are no accident
 

@@ -1,0 +1,213 @@
+"""Task: what is trained. Every hook stands here with its default; only `model` and `loss` have none.
+
+Dimension letters in docstrings: B samples, H and W pixels, K classes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from nbtools.data import Card, Draws, Pack, Sample, Survey, build_pack
+from nbtools.errors import CheckpointError, NbtoolsError, TrainError
+from nbtools.train.metrics import Pair
+from nbtools.train.plan import Plan
+
+Batch = dict[str, Tensor]
+
+
+class TaskLike(Protocol):
+    """What `nb.fit` and its kin take as a task: a `Task`, or a module, class or object with some of its hooks."""
+
+    def model(self, card: Card, plan: Any) -> nn.Module: ...
+    def loss(self, model: Any, batch: Batch, plan: Any) -> tuple[Tensor, Tensor | float]: ...
+
+
+class OneByOne:
+    """PLAN with samples read from the source files by the process that trains."""
+
+    def __get__(self, task: Task | None, kind: type[Task]) -> Plan:
+        return (kind if task is None else task).PLAN.replace(feed="workers", workers=0)
+
+
+class Task:
+    """Subclass it, or write a module with functions of these names: `model` and `loss`, and what else the task needs.
+
+    A raw batch holds tensors on the device by the names of the pack's columns; of a ragged column `x`, padded with 0 to
+    the longest of the batch, also its lengths `x_length` (B,); and `id` (B,), the samples' places in the pack.
+    """
+
+    PLAN: Plan = Plan()
+    """The recommended settings. A task with settings of its own subclasses Plan."""
+    BASELINE: Any = OneByOne()
+    """The settings that a receipt compares with. Default: PLAN, its samples read one by one as they are needed."""
+    BEST: str = "-loss"
+    """The metric that chooses the best checkpoint, on the validation split; "-cer" where lower is better."""
+    SMOKE: Mapping[str, Any] = {}
+    """Options of `demo` for the smoke test, where not every network reads what it writes by default."""
+    save: Any = None
+    """save(answer, file, folder, card) -> text: write the answer to a file's sample into a folder, for tasks whose
+    answers are files; the terminal prints the text. None: the terminal prints the answer."""
+    preview: Any = None
+    """preview(pack, i, answer) -> (image (H, W) or (H, W, 3) uint8, truth, predicted): sample i for the live picture,
+    with what `decode` says of it; with True as a fourth where answers are names, right or wrong as a whole. None: the
+    picture shows no samples."""
+
+    # -- training
+
+    def model(self, card: Card, plan: Any) -> nn.Module:
+        """The network for a data set; card: its classes, columns and options. No default."""
+        raise TrainError(f"{task_name(self)} has no model(card, plan); a task needs model and loss")
+
+    def loss(self, model: Any, batch: Batch, plan: Any) -> tuple[Tensor, Tensor | float]:
+        """(sum of the loss, number of terms) of a batch; `model(batch)` gives the outputs. No default."""
+        raise TrainError(f"{task_name(self)} has no loss(model, batch, plan); a task needs model and loss")
+
+    def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch:
+        """What the network takes, from the pack's arrays: normalised, and augmented where draws are given. Default: as
+        they are."""
+        return raw
+
+    def groups(self, model: nn.Module, plan: Any) -> list[dict[str, Any]]:
+        """Parameter groups: `{"params": [...]}`, with `"lr_scale": 10.0` for a multiple of the plan's lr, `"decays":
+        False` for no weight decay. Default: one group of all that require a gradient."""
+        return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+
+    # -- evaluation and answers
+
+    def infer(self, model: nn.Module, batch: Batch, plan: Any) -> Any:
+        """The outputs in evaluation and prediction. Default: `model(batch)`."""
+        return model(batch)
+
+    def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
+        """Metric → (numerator, denominator), added up over a split. Default: none; the loss is always there."""
+        return {}
+
+    def decode(self, outputs: Any, card: Card) -> list[Any]:
+        """The answer for each sample, such as a text. Default: its row of the outputs."""
+        return list(outputs)
+
+    def show(self, *samples: Any, **options: Any) -> Any:
+        """A figure of samples. Default: refused."""
+        raise NbtoolsError(f"{task_name(self)} draws no samples: it has no show")
+
+    # -- plans
+
+    def suggest(self, card: Card, accelerator: str) -> Mapping[str, tuple[Any, str]]:
+        """Settings for a data set, each with its reason; accelerator: cuda, mps or cpu. Default: none."""
+        return {}
+
+    def with_network(self, plan: Any, pack: Pack | Card, network: str) -> Any:
+        """The plan with what another network than the advised one learns better with. Default: the plan."""
+        return plan
+
+    # -- data
+
+    def survey(self, folder: Path, options: Any) -> Survey:
+        """The samples of a source, each with its label and split, where it has them. Default: refused."""
+        raise NbtoolsError(f"{task_name(self)} finds no samples: it has no survey(folder, options)")
+
+    def read(self, path: Path, options: Any) -> Sample:
+        """The arrays of one raw file. Default: refused."""
+        raise NbtoolsError(f"{task_name(self)} reads no files: it has no read(path, options)")
+
+    def pack(
+        self,
+        source: str | Path,
+        *,
+        val: float = 0.1,
+        test: float = 0.1,
+        into: str | Path | None = None,
+        progress: bool = True,
+        **options: Any,
+    ) -> Pack:
+        """The pack of a source; options: for `survey`. Default: `build_pack` of `survey` and `read`."""
+        ends: Any = {"val": val, "test": test, "into": into, "progress": progress}
+        return build_pack(source, task_name(self), options, self.survey, self.read, **ends)
+
+    def validate(self, source: str | Path, **options: Any) -> Any:
+        """A report of all that is wrong with a source; `.ok`: no errors. Default: refused, for packing checks."""
+        raise NbtoolsError(
+            f"{task_name(self)} checks its files while it packs them: call its pack(source), and look at pack.bad"
+        )
+
+    def features(self, source: str | Path, into: Path, **options: Any) -> Any:
+        """Features of filmed clips by a pretrained network. Default: refused."""
+        raise NbtoolsError(f"{task_name(self)} makes no features of frames; sign does")
+
+    def demo(self, folder: str | Path, count: int = 100) -> Path:
+        """Write a small data set in the raw format. Default: refused."""
+        raise NbtoolsError(f"{task_name(self)} writes no demo data: it has no demo(folder, count)")
+
+    def __repr__(self) -> str:
+        return f"Task {task_name(self)}"
+
+
+HOOKS = tuple(name for name in vars(Task) if not name.startswith("_"))
+
+
+class Adapted(Task):
+    """A module, class or object as a Task: the hooks that it has, and the defaults of the others."""
+
+    def __init__(self, source: Any):
+        self.source = source
+        for name in HOOKS:
+            if hasattr(source, name):
+                self.__dict__[name] = getattr(source, name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source":  # a copy under way
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+
+def as_task(task: Any) -> Task:
+    """The one adapter: a Task as it is, a subclass of it as an instance, anything else as an Adapted."""
+    if isinstance(task, Task):
+        return task
+    return task() if isinstance(task, type) and issubclass(task, Task) else Adapted(task)
+
+
+def best_metric(task: Task) -> tuple[str, float]:
+    """(metric that chooses the best checkpoint, +1 or -1 where lower is better)."""
+    return task.BEST.lstrip("-"), -1.0 if task.BEST.startswith("-") else 1.0
+
+
+def task_name(task: Any) -> str:
+    """`package.module` or `module:name`, by which a run finds its task again; `module:` for an object without a name.
+
+    An instance has the name of the variable that holds it, in its class's module or a notebook; a Task without
+    attributes of its own, the name of its class.
+    """
+    task = task.source if isinstance(task, Adapted) else task
+    if isinstance(task, ModuleType):
+        return task.__name__
+    if isinstance(task, type):
+        return f"{task.__module__}:{task.__qualname__}"
+    kind = type(task)
+    for module in (kind.__module__, "__main__"):
+        for name, value in list(vars(sys.modules.get(module, object)).items()):
+            if value is task and not name.startswith("_"):  # IPython's _ and _12
+                return f"{module}:{name}"
+    return f"{kind.__module__}:{kind.__qualname__ if isinstance(task, Task) and not vars(task) else ''}"
+
+
+def import_task(name: str, where: Path | str) -> Task:
+    """The task of that name. where: what names it. Raises CheckpointError where it cannot be imported."""
+    module, colon, attribute = name.partition(":")
+    try:
+        found = importlib.import_module(module)
+        if colon and not attribute:
+            raise AttributeError(f"an object of {module} that has no name there")
+        return as_task(attrgetter(attribute)(found) if attribute else found)
+    except (ImportError, AttributeError) as error:
+        raise CheckpointError(
+            f"{where}: its task {name!r} cannot be imported ({error}); put the file beside the notebook, or pass task="
+        ) from None
