@@ -1,6 +1,6 @@
-"""Which font draws a letter, on every machine: matplotlib's own has no Chinese ones, and would warn of each.
+"""Fonts for any text, on every machine: matplotlib's own has no Chinese characters, and would warn of each.
 
-A letter that no font has is drawn as its code point, in two rows of digits.
+A character that no font here has is drawn as its code point.
 """
 
 from __future__ import annotations
@@ -8,65 +8,81 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from matplotlib.font_manager import FontProperties, findfont, findSystemFonts
+from matplotlib.font_manager import FontProperties, findfont, findSystemFonts, fontManager
 from matplotlib.ft2font import FT2Font
+from matplotlib.textpath import text_to_path
 
-MONO = Path(findfont(FontProperties(family="DejaVu Sans Mono")))  # comes with matplotlib; a letter is 0.602 wide
+SANS, MONO = "DejaVu Sans", "DejaVu Sans Mono"  # come with matplotlib; a letter of MONO is 0.602 of its size wide
 NEVER = "\U0010ffff"  # no character: a font that has it draws one box for all
-CODE, ROW = 0.56, 0.5  # of a letter's size: that of the digits of a code point, and from row to row
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What to draw at a letter's place: text of a font. size, rise: its size, and how high it begins, in letters."""
-
-    text: str
-    font: Path
-    size: float = 1.0
-    rise: float = 0.0
+CODE = 0.5  # size of a code point in two rows, of that of a character
+INCH, POINTS = 100, 72  # px and points of an inch
 
 
 @dataclass(frozen=True)
 class Letters:
-    """How to draw those of a text: `narrow` ones with MONO, `wide` ones with `font`, `coded` ones as code points."""
+    """How to draw the characters of a text. families: for matplotlib, which falls back from the first to the second;
+    wide: what the first does not have; missing: what neither has."""
 
-    narrow: frozenset[str]
+    families: tuple[str, ...]
     wide: frozenset[str]
-    coded: frozenset[str]
-    font: Path | None
+    missing: frozenset[str]
 
     @classmethod
-    def of(cls, text: str, fonts: Iterable[Path] | None = None) -> Letters:
-        """fonts: where to look for what MONO lacks, in this order; by default the system's, regular ones first."""
-        narrow = drawable(MONO, text)
-        lacking = frozenset(text) - narrow
-        if not lacking:
-            return cls(narrow, lacking, lacking, None)
-        wide, font = best_of(system() if fonts is None else fonts, lacking)
-        return cls(narrow, wide, lacking - wide, font)
+    def of(cls, text: str, fonts: Iterable[Path] | None = None, *, mono: bool = False) -> Letters:
+        """fonts: where to look for what matplotlib's own font lacks, by default the system's, regular ones first."""
+        first = MONO if mono else SANS
+        wide = frozenset(text) - drawable(Path(findfont(FontProperties(family=first))), text)
+        had, font = best_of(system() if fonts is None else fonts, wide) if wide else (wide, None)
+        return cls((first, *([family_of(font)] if font else [])), wide, wide - had)
 
     def columns(self, letter: str) -> int:
-        """How wide a letter is, in letters of MONO."""
-        return 1 if letter in self.narrow else 2
+        """How wide a character is, in letters of MONO."""
+        return 2 if letter in self.wide else 1
 
-    def pieces(self, letter: str) -> list[Piece]:
-        if letter in self.narrow:
-            return [Piece(letter, MONO)]
-        if self.font is not None and letter in self.wide:
-            return [Piece(letter, self.font)]
+    def cell(self, letter: str) -> tuple[str, float]:
+        """(text, relative size) of one character in a cell of its own: a code point stands in two rows of digits."""
         code = f"{ord(letter):04X}"
-        return [Piece(code[:-2], MONO, CODE, ROW), Piece(code[-2:], MONO, CODE)]
+        return (f"{code[:-2]}\n{code[-2:]}", CODE) if letter in self.missing else (letter, 1.0)
+
+    def plain(self, text: str) -> str:
+        """A text in which what no font has, control characters too, is written U+624B."""
+        return "".join(f"U+{ord(letter):04X}" if letter in self.missing else letter for letter in text)
+
+    def look(self, size: float) -> dict[str, Any]:
+        """The arguments of matplotlib's texts, size in points: a $ is no formula."""
+        return {"fontproperties": FontProperties(family=self.families, size=size), "parse_math": False}
+
+    def width(self, text: str, size: float) -> float:
+        """px that a text takes at a size in points."""
+        style = FontProperties(family=self.families, size=size)
+        return text_to_path.get_text_width_height_descent(self.plain(text), style, False)[0] * INCH / POINTS
+
+    def shortened(self, text: str, size: float, room: float) -> str:
+        """A text as it is drawn in at most so many px: a longer one loses its middle, since its ends tell it apart."""
+        if self.width(text, size) <= room:
+            return self.plain(text)
+        least, most = 0, len(text)  # letters that fit; that do not
+        while most - least > 1:
+            middle = (least + most) // 2
+            least, most = (middle, most) if self.width(cut(text, middle), size) <= room else (least, middle)
+        return self.plain(cut(text, least))
 
     @property
     def note(self) -> str:
-        """A sentence for whoever wonders at code points."""
-        if not self.coded:
+        """A sentence that explains the code points, "" where there are none."""
+        if not self.missing:
             return ""
         return (
-            f"No font here has {len(self.coded)} of these characters: their code points are drawn (U+624B as 62 over "
+            f"No font here has {len(self.missing)} of these characters: their code points are drawn (U+624B as 62 over "
             "4B). A Chinese font, such as that of the package fonts-noto-cjk, shows them."
         )
+
+
+def cut(text: str, kept: int) -> str:
+    """The first and the last letters of a text, so many together."""
+    return f"{text[: kept - kept // 2]}…{text[len(text) - kept // 2 :]}"
 
 
 def system() -> list[Path]:
@@ -97,3 +113,10 @@ def drawable(font: Path, letters: Iterable[str]) -> frozenset[str]:
     if not face.scalable or face.get_char_index(ord(NEVER)):
         return frozenset()
     return frozenset(letter for letter in letters if face.get_char_index(ord(letter)))
+
+
+def family_of(font: Path) -> str:
+    """The name by which matplotlib finds a font file, which it may not have listed yet."""
+    if all(Path(entry.fname) != font for entry in fontManager.ttflist):
+        fontManager.addfont(font)
+    return next(entry.name for entry in reversed(fontManager.ttflist) if Path(entry.fname) == font)

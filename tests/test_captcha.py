@@ -17,7 +17,7 @@ from nbtools.errors import MissingExtra, NbtoolsError, PackError, PlanError
 from nbtools.measure import Machine, decide
 from nbtools.tasks import captcha
 from nbtools.tasks.captcha import augment, ink, networks
-from nbtools.train import ctc
+from nbtools.tasks.common import ctc
 from nbtools.train.scoring import evaluate
 
 LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"

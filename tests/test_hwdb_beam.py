@@ -14,13 +14,14 @@ from safetensors.numpy import save as packed
 
 from nbtools.data import build
 from nbtools.errors import NbtoolsError, PackError, PlanError
+from nbtools.tasks.common import ctc
+from nbtools.tasks.common.metrics import text_metrics
 from nbtools.tasks.hwdb.plans import Plan
 from nbtools.tasks.hwdb.reading.beam import Beams, Tree, beam, search
 from nbtools.tasks.hwdb.reading.kneser_ney import POOR
 from nbtools.tasks.hwdb.reading.ngram import FORM, NGram
 from nbtools.tasks.hwdb.reading.peaks import peaks
 from nbtools.tasks.hwdb.reading.tuning import peaks_of, tune
-from nbtools.train import ctc, text_metrics
 
 UNKNOWN = "\ufffd"
 END = "\n"

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from nbtools.errors import PlanError
+from nbtools.tasks.common import ctc
 from nbtools.tasks.hwdb.networks import NETWORKS, built, crnn, hctr, masked
-from nbtools.train import ctc
 
 NAMES = sorted(NETWORKS)
 LENGTHS = (97, 33, 200, 64)

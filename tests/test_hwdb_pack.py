@@ -25,6 +25,7 @@ from nbtools import disk
 from nbtools.data import Pack, collate, in_order, members, open_feed, packing, writer
 from nbtools.errors import ArchiveError, PackError
 from nbtools.tasks import hwdb
+from nbtools.tasks.common import ctc
 from nbtools.tasks.hwdb.formats import dgr
 from nbtools.tasks.hwdb.formats.dgrl import Line, Page, write_page
 from nbtools.tasks.hwdb.lines import charset, data, holdout, sources, ways
@@ -32,7 +33,7 @@ from nbtools.tasks.hwdb.lines.charset import UNKNOWN
 from nbtools.tasks.hwdb.lines.data import pack, read
 from nbtools.tasks.hwdb.lines.report import STRIDES, report
 from nbtools.tasks.hwdb.lines.sources import Found
-from nbtools.train import Plan, ctc
+from nbtools.train import Plan
 
 HEIGHT = 16
 TEXTS = ("一二三，四", "五六", "七八九十", "一,一")

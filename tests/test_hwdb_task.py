@@ -14,9 +14,10 @@ from nbtools.data import Card, Draws, Pack, Writer, gather, open_feed
 from nbtools.errors import PlanError
 from nbtools.measure import Machine, comparable, decide
 from nbtools.tasks import hwdb
+from nbtools.tasks.common import ctc
 from nbtools.tasks.hwdb import augment, networks, plans, task
 from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN
-from nbtools.train import TrainState, ctc, train
+from nbtools.train import TrainState, train
 from nbtools.train.scoring import evaluate
 
 LETTERS = [chr(0x4E00 + k) for k in range(9)]

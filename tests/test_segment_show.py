@@ -16,10 +16,10 @@ from nbtools.data import Draws, collate, packing
 from nbtools.errors import PackError
 from nbtools.live.plot import cards
 from nbtools.live.plot.chart import Preview
-from nbtools.sheet import RIGHT, WRONG
 from nbtools.tasks import segment
+from nbtools.tasks.common.figures import RIGHT, WRONG
 from nbtools.tasks.segment import task
-from nbtools.tasks.segment.looking import analysis, baseline, charts, legend, lettering, marking, panels, show
+from nbtools.tasks.segment.looking import analysis, baseline, charts, legend, marking, panels, show
 from nbtools.tasks.segment.looking import overlay as drawing
 from nbtools.tasks.segment.plans import Plan
 from nbtools.train import Sums
@@ -547,7 +547,7 @@ def test_rows_of_the_confusion_picture_are_shares_blue_where_right_and_vermilion
 
 def test_a_text_that_is_too_long_loses_its_middle_and_as_little_as_must_be():
     text = "train/a folder/0016E5_07959.png"
-    style = lettering.Lettering.of([text])
+    style = letters.Letters.of(text)
     whole = style.width(text, 9)
     assert style.shortened(text, 9, math.ceil(whole)) == text
     short = style.shortened(text, 9, whole - 1)
@@ -561,6 +561,6 @@ def test_a_text_that_is_too_long_loses_its_middle_and_as_little_as_must_be():
 
 def test_letters_that_no_font_has_are_written_as_code_points(monkeypatch):
     monkeypatch.setattr(letters, "system", list)
-    style = lettering.Lettering.of(["手a\n"])
+    style = letters.Letters.of("手a\n")
     assert style.plain("手a\n") == "U+624BaU+000A"
-    assert style.font == lettering.SANS
+    assert style.families == (letters.SANS,)

@@ -12,8 +12,8 @@ from matplotlib.colors import to_rgb
 from PIL import Image, ImageSequence
 
 from nbtools.errors import DiskError, PackError
-from nbtools.sheet import RIGHT, WRONG
 from nbtools.tasks import sign
+from nbtools.tasks.common.figures import RIGHT, WRONG
 from nbtools.tasks.sign.acting import motions, signers
 from nbtools.tasks.sign.acting.demo import demo
 from nbtools.tasks.sign.clips.data import pack as pack_signs

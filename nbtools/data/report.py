@@ -51,6 +51,10 @@ class Refused(PackError):
         super().__init__(*row.reasons)
         self.row = row
 
+    def __str__(self) -> str:
+        value, rule, fix = self.row.reasons
+        return f"{self.row.file}: {rule}, got {value}; {fix}".removeprefix(": ")
+
 
 @dataclass(frozen=True)
 class Report:

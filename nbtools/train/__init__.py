@@ -2,11 +2,10 @@
 
 from nbtools.train.bounds import fixed, refuse_fixed, require_batch, require_change, require_sizes
 from nbtools.train.checkpoint import CONTROL, best_of
-from nbtools.train.ctc import BLANK, needed_steps
 from nbtools.train.device import DTYPES, autocast, prepare, within_memory
 from nbtools.train.history import KEYS, History, Record
 from nbtools.train.loop import adopt, caught_up, train
-from nbtools.train.metrics import Pair, Sums, text_metrics
+from nbtools.train.metrics import Pair, Sums
 from nbtools.train.plan import Plan, beyond, doubts, knob, lr_factor, said, times
 from nbtools.train.recompute import again
 from nbtools.train.scoring import score
@@ -15,7 +14,6 @@ from nbtools.train.step import LEFT_OUT, Diverged, attempt, backward, clear_grad
 from nbtools.train.task import Batch, Task, TaskLike, as_task, best_metric, import_task, task_name
 
 __all__ = [
-    "BLANK",
     "CONTROL",
     "DTYPES",
     "KEYS",
@@ -47,7 +45,6 @@ __all__ = [
     "knob",
     "load_module",
     "lr_factor",
-    "needed_steps",
     "prepare",
     "refuse_fixed",
     "release",
@@ -58,7 +55,6 @@ __all__ = [
     "score",
     "step",
     "task_name",
-    "text_metrics",
     "times",
     "train",
     "within_memory",

@@ -127,7 +127,7 @@ class Gallery:
         self.previews = chosen(previews, room)
         self.sizes = [(min(w, room), h * min(1.0, room / w)) for _, (w, h) in self.previews]
         widths = [max(width, LEAST) for width, _ in self.sizes]
-        self.letters = Letters.of("✓ " + "".join(p.truth + p.predicted for p, _ in self.previews))
+        self.letters = Letters.of("✓ " + "".join(p.truth + p.predicted for p, _ in self.previews), mono=True)
         self.texts = [
             texts(preview, width, self.letters.columns)
             for (preview, _), width in zip(self.previews, widths, strict=True)
@@ -154,9 +154,8 @@ class Gallery:
 
     def spell(self, page: Page, left: float, base: float, letter: str, wrong: bool) -> None:
         colour = VERMILLION if wrong else GREEN if letter == "✓" else GREY
-        for piece in self.letters.pieces(letter):
-            size, lift = piece.size * TEXT, piece.rise * TEXT
-            page.write(left, base - lift, piece.text, size, fontproperties=piece.font, color=colour)
+        text, scale = self.letters.cell(letter)
+        page.write(left, base, text, scale * TEXT, family=self.letters.families, color=colour, linespacing=1)
         if wrong:
             page.rule(left, base + 3, MONO * TEXT * self.letters.columns(letter), VERMILLION, linewidth=1.6)
 

@@ -19,7 +19,7 @@ from nbtools.table import plural, sized
 from nbtools.tasks.captcha.files import SUFFIXES, UNREADABLE, Found, layout_of, listed, pattern_of
 from nbtools.tasks.captcha.ink import line_of
 from nbtools.tasks.captcha.networks import STRIDE
-from nbtools.train import needed_steps
+from nbtools.tasks.common.ctc import needed_steps
 
 CASES = {"keep": str, "lower": str.lower, "upper": str.upper}
 LAYOUTS = ("auto", "fixed", "lines")

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from nbtools.data import Pack
-from nbtools.sheet import RIGHT, WRONG, Sheet, blank
+from nbtools.tasks.common.figures import RIGHT, WRONG, Sheet, blank
 
 COLUMNS = 4
 

@@ -12,8 +12,9 @@ from nbtools.errors import PlanError
 from nbtools.tasks.captcha import augment
 from nbtools.tasks.captcha.networks import Ctc, Guide, Small
 from nbtools.tasks.captcha.plans import Plan
-from nbtools.train import Pair, ctc
-from nbtools.train import metrics as measures
+from nbtools.tasks.common import ctc
+from nbtools.tasks.common import metrics as measures
+from nbtools.train import Pair
 
 Batch = dict[str, Tensor]
 Outputs = Tensor | tuple[Tensor, Tensor]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from nbtools.data import Card, Draws, Pack
+from nbtools.tasks.common import ctc
+from nbtools.tasks.common.metrics import text_metrics
 from nbtools.tasks.hwdb import augment
 from nbtools.tasks.hwdb.networks import built
 from nbtools.tasks.hwdb.plans import Plan, network_of
-from nbtools.train import Pair, ctc
-from nbtools.train import metrics as measures
+from nbtools.train import Pair
 
 Batch = dict[str, Tensor]
 Outputs = tuple[Tensor, Tensor]
@@ -47,18 +47,11 @@ def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[T
     """
     logits, steps = model(batch)
     labels, lengths = batch["label"], batch["label_length"]
-    fits = feasible(steps, labels, lengths)
+    fits = ctc.feasible(steps, labels, lengths)
     kept = fits.nonzero().view(-1)  # waits for the device, as CTC itself does for the lengths
     if not len(kept):
         return logits.sum() * 0, fits.sum()
     return ctc.loss((logits.index_select(1, kept), steps[kept]), labels[kept], lengths[kept]), fits.sum()
-
-
-def feasible(steps: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
-    """(B,) bool: whether CTC can spell labels (B, N) of such lengths in so many steps: a blank must part repeats."""
-    real = torch.arange(1, labels.shape[1], device=labels.device) < lengths[:, None]
-    repeats = ((labels[:, 1:] == labels[:, :-1]) & real).sum(1)
-    return steps >= lengths + repeats
 
 
 def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
@@ -71,9 +64,9 @@ def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
     logits, steps = outputs
     labels, lengths = batch["label"], batch["label_length"]
     known = labels.where(labels != logits.shape[2] - 2, -1)  # the last class; no answer is -1
-    misfits = (~feasible(steps, labels, lengths)).sum()
+    misfits = (~ctc.feasible(steps, labels, lengths)).sum()
     return {
-        **measures.text_metrics(ctc.greedy(outputs), ctc.texts(known, lengths)),
+        **text_metrics(ctc.greedy(outputs), ctc.texts(known, lengths)),
         "infeasible": (misfits, len(labels)),
     }
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbtools.data import Card, Draws, Pack
+from nbtools.tasks.common import metrics as measures
 from nbtools.tasks.sign import augment
 from nbtools.tasks.sign.landmarks import Keypoints, about_wrists, body
 from nbtools.tasks.sign.networks import HEADS, built
 from nbtools.tasks.sign.networks.transformer import POSITIONS
 from nbtools.tasks.sign.plans import Plan, network_of
 from nbtools.train import Pair
-from nbtools.train import metrics as measures
 
 Batch = dict[str, Tensor]
 Outputs = tuple[Tensor, Tensor]

@@ -16,8 +16,8 @@ import numpy as np
 from nbtools.data import Pack
 from nbtools.errors import MissingExtra, PackError
 from nbtools.table import plural
+from nbtools.tasks.common.metrics import text_metrics
 from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN
-from nbtools.train import text_metrics
 
 if TYPE_CHECKING:
     import pandas as pd

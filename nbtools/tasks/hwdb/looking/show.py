@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,8 +17,8 @@ from matplotlib.patches import Rectangle
 from nbtools.data import Pack
 from nbtools.errors import PackError
 from nbtools.letters import Letters
-from nbtools.sheet import RIGHT, WRONG, Sheet, blank
 from nbtools.table import plural
+from nbtools.tasks.common.figures import RIGHT, WRONG, Sheet, blank
 from nbtools.tasks.hwdb.looking.analysis import aligned, right
 from nbtools.tasks.hwdb.writing.glyphs import installed
 
@@ -55,7 +55,7 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
         return blank()
     truths = [text_of(pack, i) for i in ids]
     read = truths if predicted is None else predicted
-    letters = Letters.of("".join([*truths, *read]), installed())
+    letters = Letters.of("".join([*truths, *read]), installed(), mono=True)
     shown = [placed(picture(pack, i), a, b, letters) for i, a, b in zip(ids, truths, read, strict=True)]
     below = ROW if predicted is None else 2 * ROW
     heights = [line.height + below * len(line.text) + MARGIN for line in shown]
@@ -127,9 +127,8 @@ def cell(axes: Axes, letters: Letters, left: int, base: int, wide: int, letter: 
         edge, face = ("none", PALE) if letter else (colour, "none")
         box = Rectangle((left + 1, base - ROW + 8), wide - 2, ROW - 4, linewidth=0.8, edgecolor=edge, facecolor=face)
         axes.add_patch(box)
-    for piece in letters.pieces(letter) if letter else ():
-        look: dict[str, Any] = {"fontproperties": piece.font, "size": SIZE * piece.size, "parse_math": False}
-        axes.text(left, base - piece.rise * SIZE / 0.72, piece.text, color=colour, **look)
+    text, scale = letters.cell(letter) if letter else ("", 1.0)
+    axes.text(left, base, text, color=colour, linespacing=1, **letters.look(SIZE * scale))
 
 
 def confused(table: pd.DataFrame, count: int = 12) -> Sheet:
@@ -137,7 +136,7 @@ def confused(table: pd.DataFrame, count: int = 12) -> Sheet:
     table = table.head(count)
     if table.empty:
         return blank("Nothing was taken for anything else: the table of confusions is empty.")
-    letters = Letters.of("".join([*table.truth, *table.read]), installed())
+    letters = Letters.of("".join([*table.truth, *table.read]), installed(), mono=True)
     top, wide, bar = MARGIN + ROW * bool(letters.note), WIDE // 2, MARGIN + 8 * CELL
     sheet, axes = canvas(wide, top + ROW * len(table) + MARGIN)
     note(axes, MARGIN, MARGIN, letters.note)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nbtools.errors import NbtoolsError, PlanError
-from nbtools.train import BLANK
+from nbtools.tasks.common.ctc import BLANK
 
 CANDIDATES, LEAST = 20, 1e-5
 LOWEST = np.finfo(np.float32).min  # of a log-probability that is not -inf

@@ -14,12 +14,13 @@ from torch import nn
 from nbtools import table
 from nbtools.data import Pack, collate
 from nbtools.errors import NbtoolsError
+from nbtools.tasks.common.metrics import text_metrics
 from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN
 from nbtools.tasks.hwdb.reading.beam import search
 from nbtools.tasks.hwdb.reading.ngram import NGram
 from nbtools.tasks.hwdb.reading.peaks import CANDIDATES, LEAST, Peaks, joined, peaks
 from nbtools.tasks.hwdb.task import batch
-from nbtools.train import autocast, metrics
+from nbtools.train import autocast
 
 ALPHAS, BETAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), (0.0, 1.0, 2.0, 3.0, 4.0)
 
@@ -113,7 +114,7 @@ def tune(
     truth = [text.replace(UNKNOWN, "\n") for text in texts]  # which no answer has
     cers = {}
     for alpha, beta in itertools.product(alphas, betas):
-        wrong, count = metrics.text_metrics(search(peaks, classes, lm, width, alpha, beta), truth)["cer"]
+        wrong, count = text_metrics(search(peaks, classes, lm, width, alpha, beta), truth)["cer"]
         cers[alpha, beta] = float(wrong) / max(float(count), 1)
     alpha, beta = min(cers, key=lambda tried: cers[tried])
     return Tuned(alpha, beta, cers)

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
 from nbtools.data import SPLITS, Pack
-from nbtools.sheet import RIGHT, WRONG, Sheet
-from nbtools.tasks.segment.looking.lettering import Lettering
+from nbtools.letters import Letters
+from nbtools.tasks.common.figures import RIGHT, WRONG, Sheet
 from nbtools.tasks.segment.looking.overlay import colours_of
 from nbtools.tasks.segment.masks.classes import IGNORE
 
@@ -119,9 +119,9 @@ def confused(table: pd.DataFrame) -> Sheet:
     return sheet
 
 
-def written(names: list[str], size: float) -> tuple[list[str], Lettering]:
+def written(names: list[str], size: float) -> tuple[list[str], Letters]:
     """Names as they are drawn, none too long."""
-    letters = Lettering.of(names)
+    letters = Letters.of("…".join(names))
     return [letters.plain(letters.shortened(name, size, LONGEST)) for name in names], letters
 
 

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from nbtools.data import Card, Pack
-from nbtools.sheet import Sheet
-from nbtools.tasks.segment.looking.lettering import INCH, Lettering
+from nbtools.letters import INCH, Letters
+from nbtools.tasks.common.figures import Sheet
 from nbtools.tasks.segment.looking.overlay import colours_of, hatched
 from nbtools.tasks.segment.masks.classes import IGNORE
 
@@ -35,7 +35,7 @@ def classes_legend(pack: Card | Pack, places: Iterable[int] | None = None) -> Sh
     """The classes with their colours and numbers, all or those given; IGNORE stands for pixels that have none."""
     chosen = range(len(pack.classes)) if places is None else sorted(places)
     names = [named(pack, place) for place in chosen]
-    letters = Lettering.of(names)
+    letters = Letters.of("…".join(names))
     items = placed(dict(zip(chosen, names, strict=True)), letters)
     sheet, axes = canvas(rows(items) * ROW + 2 * MARGIN)
     draw(axes, pack, items, letters, MARGIN)
@@ -46,7 +46,7 @@ def named(pack: Card | Pack, place: int) -> str:
     return "ignored" if place == IGNORE else f"{place} {pack.classes[place]}"
 
 
-def placed(names: dict[int, str], letters: Lettering) -> list[Item]:
+def placed(names: dict[int, str], letters: Letters) -> list[Item]:
     """Classes one behind the other, in as many rows as they need; a name that is too long loses its middle."""
     items, left, row = [], float(MARGIN), 0
     for place, name in names.items():
@@ -63,7 +63,7 @@ def rows(items: list[Item]) -> int:
     return 1 + max((item.row for item in items), default=0)
 
 
-def draw(axes: Axes, pack: Card | Pack, items: list[Item], letters: Lettering, top: float) -> None:
+def draw(axes: Axes, pack: Card | Pack, items: list[Item], letters: Letters, top: float) -> None:
     """The items below `top`."""
     colours = colours_of(pack)
     for item in items:

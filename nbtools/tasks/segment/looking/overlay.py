@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from nbtools.data import Card, Pack
-from nbtools.sheet import WRONG
+from nbtools.tasks.common.figures import WRONG
 from nbtools.tasks.segment.masks.classes import BACKGROUND, IGNORE
 
 ALPHA, FAINT = 0.6, 0.15  # of a class's colour over the picture; of a background's

@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
 
 from nbtools.data import Pack
-from nbtools.sheet import Sheet, blank
+from nbtools.letters import Letters
+from nbtools.tasks.common.figures import Sheet, blank
 from nbtools.tasks.segment.looking import legend
-from nbtools.tasks.segment.looking.lettering import Lettering
 from nbtools.tasks.segment.looking.marking import spots
 from nbtools.tasks.segment.looking.overlay import fitted, nearest
 
@@ -49,7 +49,7 @@ def laid(pack: Pack, panels: Sequence[Panel]) -> Sheet:
         return blank()
     seen = sorted({int(place) for panel in panels if panel.label is not None for place in np.unique(panel.label)})
     names = {place: legend.named(pack, place) for place in seen}
-    letters = Lettering.of([*names.values(), *(panel.title for panel in panels)])
+    letters = Letters.of("…".join([*names.values(), *(panel.title for panel in panels)]))
     items = legend.placed(names, letters)
     tall = max(panel.image.shape[0] for panel in panels) + TITLE
     below = -(-len(panels) // COLUMNS) * tall + legend.MARGIN
@@ -61,7 +61,7 @@ def laid(pack: Pack, panels: Sequence[Panel]) -> Sheet:
     return sheet
 
 
-def hang(axes: Axes, panel: Panel, letters: Lettering, left: int, top: int) -> None:
+def hang(axes: Axes, panel: Panel, letters: Letters, left: int, top: int) -> None:
     height, width = panel.image.shape[:2]
     axes.imshow(panel.image, extent=(left, left + width, top + height, top), aspect="auto", interpolation="nearest")
     title = letters.plain(letters.shortened(panel.title, legend.SIZE, CELL))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from nbtools.data import Draws, Pack, collate
-from nbtools.sheet import Sheet
+from nbtools.tasks.common.figures import Sheet
 from nbtools.tasks.segment import task
 from nbtools.tasks.segment.looking.analysis import Ids, image_metrics, matched
 from nbtools.tasks.segment.looking.overlay import alphas_of, colours_of, errors, fitted, nearest, overlay, wrong_ink

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from nbtools.data import SPLITS, Pack
-from nbtools.sheet import RIGHT, WRONG, Sheet
+from nbtools.tasks.common.figures import RIGHT, WRONG, Sheet
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,8 +14,8 @@ from PIL import Image, ImageDraw
 from nbtools import disk
 from nbtools.data import Pack
 from nbtools.errors import PackError
-from nbtools.sheet import RIGHT, WRONG, Sheet, blank
 from nbtools.table import plural
+from nbtools.tasks.common.figures import RIGHT, WRONG, Sheet, blank
 from nbtools.tasks.sign.landmarks import LEFT, POINTS
 from nbtools.tasks.sign.landmarks import RIGHT as RIGHT_HAND
 from nbtools.tasks.sign.looking.drawing import LEFT_INK, RIGHT_INK, dot, frame, view_of

@@ -1,4 +1,4 @@
-"""Connectionist temporal classification (Graves et al. 2006): loss, greedy reading, and which texts fit at all.
+"""Connectionist temporal classification (Graves et al. 2006): loss, greedy decoding, and which texts fit at all.
 
 A network's answer is logits (T, B, 1 + classes), blank 0, and the true number of time steps of each sample (B,). Labels
 are places in `classes`, (B, N) padded, with their lengths (B,). B samples, T time steps, N characters.
@@ -58,6 +58,13 @@ def texts(labels: Tensor, lengths: Tensor) -> list[list[int]]:
     return [row[:n] for row, n in zip(labels.tolist(), lengths.tolist(), strict=True)]
 
 
+def feasible(steps: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+    """(B,) bool: whether CTC can spell labels (B, N) of such lengths in so many steps; else its loss is infinite."""
+    real = torch.arange(1, labels.shape[1], device=labels.device) < lengths[:, None]
+    repeats = ((labels[:, 1:] == labels[:, :-1]) & real).sum(1)
+    return steps >= lengths + repeats
+
+
 def needed_steps(text: Sequence[Any]) -> int:
-    """The fewest time steps in which CTC can spell a text: a blank must part equal neighbours."""
+    """The fewest time steps in which CTC can spell a text: equal neighbours need a blank between them."""
     return len(text) + sum(a == b for a, b in pairwise(text))

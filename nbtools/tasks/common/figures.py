@@ -1,0 +1,155 @@
+"""Figures that a notebook shows by itself: grids of captioned pictures, confusion tables, and the colours of both.
+
+Places on a canvas are px from its top left, at 100 px an inch.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from nbtools.letters import Letters
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+RIGHT, WRONG = "#0072b2", "#d55e00"  # blue and vermilion of the colour-blind-safe palette (Okabe & Ito)
+GREY = "#6b6b6b"
+WIDE, MARGIN, TITLE = 1200, 8, 22  # px: a canvas; around pictures; the line of text above one
+TALL = 340  # px: a picture at most
+SIZE = 9  # points of a caption
+WRITTEN, NAMED = 24, 120  # classes up to which a confusion figure writes its numbers; its names
+
+
+class Sheet(Figure):
+    """A Figure without pyplot, whose state leaks from cell to cell: IPython alone knows no way to show one. note: the
+    sentence that a notebook shows in place of an empty strip where there is nothing to draw."""
+
+    note = ""
+
+    def __repr__(self) -> str:
+        return self.note or super().__repr__()
+
+    def _repr_png_(self) -> bytes | None:
+        if self.note:
+            return None  # IPython then shows the text
+        file = io.BytesIO()
+        self.savefig(file, format="png")
+        return file.getvalue()
+
+
+def blank(note: str = "No samples to show: the list of ids is empty.") -> Sheet:
+    """The sheet for no samples, for instance of wrong answers where none is wrong."""
+    sheet = Sheet(figsize=(4, 0.5))
+    sheet.note = note
+    return sheet
+
+
+def canvas(width: float, height: float) -> tuple[Sheet, Axes]:
+    """A sheet with one pair of axes whose units are px from its top left."""
+    sheet = Sheet(figsize=(width / 100, height / 100), dpi=100, facecolor="white")
+    axes = sheet.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0), autoscale_on=False)
+    axes.set_axis_off()
+    return sheet, axes
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """An image (H, W) grey or (H, W, 3), uint8, with a caption above it, and a remark in grey at its right end."""
+
+    image: np.ndarray
+    caption: str = ""
+    colour: str = "black"
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where a picture stands on a canvas."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+
+
+def gallery(pictures: Sequence[Picture], columns: int = 4, below: float = 0) -> tuple[Sheet, Axes, list[Box]]:
+    """Pictures in rows, each scaled to the width of its column or to TALL; and where each one stands, to draw on it.
+
+    below: px left free under the last row, for a legend.
+    """
+    cell = (WIDE - (columns + 1) * MARGIN) // columns
+    sizes = [scaled(picture.image, cell) for picture in pictures]
+    rows = [max(height for _, height in sizes[i : i + columns]) + TITLE for i in range(0, len(sizes), columns)]
+    sheet, axes = canvas(WIDE, sum(rows) + MARGIN + below)
+    letters = Letters.of("".join(picture.caption + picture.remark for picture in pictures))
+    boxes = []
+    for n, (picture, (width, height)) in enumerate(zip(pictures, sizes, strict=True)):
+        row, column = divmod(n, columns)
+        box = Box(MARGIN + column * (cell + MARGIN), sum(rows[:row]) + TITLE, width, height)
+        place = (box.left, box.left + width, box.top + height, box.top)
+        axes.imshow(picture.image, cmap="gray", vmin=0, vmax=255, extent=place, aspect="auto")
+        caption = letters.shortened(picture.caption, SIZE, cell)
+        axes.text(box.left, box.top - 6, caption, color=picture.colour, **letters.look(SIZE))
+        remark = {"color": GREY, "ha": "right", **letters.look(SIZE)}
+        axes.text(box.left + cell, box.top - 6, letters.plain(picture.remark), **remark)
+        boxes.append(box)
+    return sheet, axes, boxes
+
+
+def scaled(image: np.ndarray, width: float, height: float = TALL) -> tuple[int, int]:
+    """The (width, height) in px of an image that fills one of two limits and exceeds neither."""
+    scale = min(width / image.shape[1], height / image.shape[0])
+    return max(1, round(scale * image.shape[1])), max(1, round(scale * image.shape[0]))
+
+
+def judged(truth: str, predicted: str | None) -> tuple[str, str]:
+    """(caption, colour) of a sample: its truth, with what was predicted where that is wrong."""
+    if predicted is None:
+        return truth, "black"
+    return (truth, RIGHT) if predicted == truth else (f"{truth} ≠ {predicted}", WRONG)
+
+
+def confusion_figure(table: pd.DataFrame, note: str = "", percent: bool = False) -> Sheet:
+    """A table of `confusion`: each true class's samples by what was predicted, blue on the diagonal, where that is
+    right. percent: write shares of the row and not counts."""
+    counts = table.to_numpy()
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    letters = Letters.of("".join(map(str, (*table.index, *table.columns))))
+    size = 7 if len(table) <= 60 else 4
+    side = min(max(3.5, 0.3 * len(table) + 2), 16)
+    sheet = Sheet(figsize=(side, side), layout="constrained")
+    axes = sheet.add_subplot(xlabel=table.columns.name or "", ylabel=table.index.name or "", xticks=[], yticks=[])
+    axes.set_title(note, fontsize=8, color=GREY, loc="right")
+    axes.imshow(tinted(shares), interpolation="nearest")
+    if len(table) <= NAMED:
+        columns, rows = ([letters.shortened(str(name), size, 260) for name in names] for names in (table, table.index))
+        axes.set_xticks(range(len(table)), columns, rotation=90, **letters.look(size))
+        axes.set_yticks(range(len(table)), rows, **letters.look(size))
+    if len(table) <= WRITTEN:
+        for row, column in zip(*np.nonzero(shares >= 0.005 if percent else counts), strict=True):
+            text = f"{100 * shares[row, column]:.0f}" if percent else f"{counts[row, column]:,}"
+            ink = "white" if shares[row, column] > 0.45 else "black"
+            axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=ink)
+    return sheet
+
+
+def tinted(shares: np.ndarray) -> np.ndarray:
+    """(K, K, 3): from white for none to the colour of right on the diagonal, of wrong beside it; by the root of the
+    share, so that one sample in a hundred is still seen."""
+    right, wrong = (np.array([int(ink[i : i + 2], 16) / 255 for i in (1, 3, 5)]) for ink in (RIGHT, WRONG))
+    ink = np.where(np.eye(len(shares), dtype=bool)[..., None], right, wrong)
+    return 1 - np.sqrt(shares)[..., None] * (1 - ink)
+
+
+def finish(axes: Axes) -> None:
+    """The legend above a chart, and no frame on the right and at the top."""
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
+    axes.spines[["top", "right"]].set_visible(False)
