@@ -272,7 +272,7 @@ def test_a_text_fits_where_its_loss_is_finite():
         text = rng.integers(0, 3, rng.integers(0, 7)).tolist()
         steps = int(rng.integers(1, 9))
         labels = torch.tensor([text + [text[-1] if text else 0] * 2])  # padding that looks like a repeat
-        fits = task.feasible(torch.tensor([steps]), labels, torch.tensor([len(text)]))
+        fits = ctc.feasible(torch.tensor([steps]), labels, torch.tensor([len(text)]))
         loss = ctc.loss((torch.zeros(steps, 1, 4), torch.tensor([steps])), labels, torch.tensor([len(text)]))
         assert bool(fits) == bool(torch.isfinite(loss)) == (steps >= ctc.needed_steps(text))
 
