@@ -129,6 +129,15 @@ def write_atomic(path: Path, data: bytes | str) -> Path:
         raise
 
 
+def exists(path: Path) -> bool:
+    """Whether something is there; an OSError where that cannot be told, unlike Path.exists() from Python 3.14 on."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def free_bytes(path: Path) -> int:
     """Free for this user on the disk that holds `path`, which need not exist yet."""
     path = Path(path).absolute()

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from nbtools import disk, errors
-from nbtools.data import archive, entries, members
+from nbtools.data import archive
 
 FILES = {"data/labels.csv": b"file,label\n", "data/images/a.png": bytes(range(256)) * 20, "data/empty": b""}
 PACKERS = {"tar": bytes, "tar.gz": gzip.compress, "tar.xz": lzma.compress, "tar.bz2": bz2.compress}
@@ -67,7 +67,7 @@ def in_place(tmp_path: Path, data: bytes) -> dict[str, bytes]:
     """All files of an archive, read where they lie."""
     path = tmp_path / "some.archive"
     path.write_bytes(data)
-    return {name: members.read(path, name) for name in members.index(path).files}
+    return {name: archive.read_member(path, name) for name in archive.archive_index(path).files}
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -77,7 +77,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("form", [*PACKERS, "zip"])
 def test_every_format_comes_out_as_it_went_in(tmp_path, form):
     assert tree(extract(tmp_path, whole(form))) == FILES
-    assert entries.kind(tmp_path / "some.archive") == form
+    assert archive.kind(tmp_path / "some.archive") == form
 
 
 def test_old_tars_without_magic_are_tars(tmp_path):
@@ -229,7 +229,7 @@ def test_empty_archives_are_refused(tmp_path, data):
 
 def test_bombs_stop_at_the_budget(tmp_path, monkeypatch):
     for name, value in {"ENTRIES": 3, "RATIO": 2, "FLOOR": 1000}.items():
-        monkeypatch.setattr(entries, name, value)
+        monkeypatch.setattr(archive, name, value)
     for number, data in enumerate(
         [
             gzip.compress(tar_bytes(("a", bytes(1_000_000)))),
@@ -331,16 +331,16 @@ def test_a_full_disk_passes_as_the_disks_own_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize("form", ["tar", "zip"])
 def test_files_read_in_place_are_those_that_come_out_and_nothing_is_written(tmp_path, form):
     assert in_place(tmp_path, whole(form)) == FILES
-    assert members.index(tmp_path / "some.archive").top == "data"
-    assert members.first(tmp_path / "some.archive", 2) == list(FILES)[:2]
+    assert archive.archive_index(tmp_path / "some.archive").top == "data"
+    assert archive.first(tmp_path / "some.archive", 2) == list(FILES)[:2]
     assert os.listdir(tmp_path) == ["some.archive"]
 
 
 def test_the_first_names_of_a_tar_are_told_without_reading_on(tmp_path):
     (tmp_path / "some.archive").write_bytes(whole("tar")[: 512 * 4])
-    assert members.first(tmp_path / "some.archive", 1) == ["data/labels.csv"]
+    assert archive.first(tmp_path / "some.archive", 1) == ["data/labels.csv"]
     with pytest.raises(errors.ArchiveError):
-        members.index(tmp_path / "some.archive")
+        archive.archive_index(tmp_path / "some.archive")
 
 
 @pytest.mark.parametrize("form", ["tar.gz", "tar.xz", "tar.bz2"])
@@ -387,7 +387,7 @@ def test_an_archive_that_changed_is_looked_at_again(tmp_path, form):
     other = {"data/other.png": b"other"}
     assert in_place(tmp_path, tar_bytes(*other.items()) if form == "tar" else zip_bytes(*other.items())) == other
     with pytest.raises(errors.ArchiveError, match=r"some\.archive: entry 'data/empty' is not in it"):
-        members.read(tmp_path / "some.archive", "data/empty")
+        archive.read_member(tmp_path / "some.archive", "data/empty")
 
 
 def lying(size: int) -> bytes:
@@ -407,11 +407,11 @@ def test_a_size_that_lies_is_refused_in_the_memory_that_it_says_or_that_there_is
 
 def test_an_entry_that_its_archive_does_not_justify_is_not_read(tmp_path, monkeypatch):
     data = zip_bytes(("a", bytes(1_000_000)), ("b", os.urandom(100_000)))
-    monkeypatch.setattr(entries, "FLOOR", 1000)
+    monkeypatch.setattr(archive, "FLOOR", 1000)
     assert len(in_place(tmp_path, zip_bytes(("b", os.urandom(100_000))))["b"]) == 100_000
     with pytest.raises(errors.ArchiveError, match=r"entry 'a' has 1\.0 MB, and at most .* are read at once"):
         in_place(tmp_path, data)
-    monkeypatch.setattr(members, "LARGEST", 50_000)
+    monkeypatch.setattr(archive, "LARGEST", 50_000)
     with pytest.raises(errors.ArchiveError, match=r"entry 'b' has 100 kB, and at most 50\.0 kB"):
         in_place(tmp_path, zip_bytes(("b", os.urandom(100_000))))
 
@@ -427,7 +427,7 @@ MANY = {f"many/{number:03}.png": random.Random(number).randbytes(2000 + number) 
 
 def read_many(path: Path, seed: int) -> bool:
     names = sorted(MANY, key=lambda name: hash((seed, name)))
-    return all(members.read(path, name) == MANY[name] for name in names)
+    return all(archive.read_member(path, name) == MANY[name] for name in names)
 
 
 def read_or_die(path: Path, seed: int) -> None:
@@ -439,7 +439,7 @@ def read_or_die(path: Path, seed: int) -> None:
 def test_threads_and_forked_processes_read_at_once_without_disturbing_each_other(tmp_path, form):
     path = tmp_path / "some.archive"
     path.write_bytes(tar_bytes(*MANY.items()) if form == "tar" else zip_bytes(*MANY.items()))
-    members.index(path)
+    archive.archive_index(path)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
         forked = [get_context("fork").Process(target=read_or_die, args=(path, seed)) for seed in range(4)]

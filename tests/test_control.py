@@ -678,7 +678,7 @@ def test_where_drive_is_declined_a_run_ends_and_its_machine_is_not_given_back(
     pack, tmp_path, colab, monkeypatch, capsys
 ):
     monkeypatch.delenv("NBTOOLS_DRIVE")
-    monkeypatch.setattr(sys.modules["nbtools.data.stage"], "_refused", False, raising=False)
+    monkeypatch.setattr(sys.modules["nbtools.data.drive"], "_declined", False, raising=False)
     run = nb.fit(toy, pack, PLAN.replace(epochs=1), tmp_path / "run", "drive:kept", release_gpu=True, **QUIET)
     assert run.history.of("epoch")
     assert "nothing is kept at drive:kept" in capsys.readouterr().out

@@ -23,7 +23,7 @@ import pytest
 
 import nbtools as nb
 from nbtools import disk, errors
-from nbtools.data import archive, cache, drive_path, fetch, members, source, stage
+from nbtools.data import archive, cache, drive, drive_path, sources, stage
 from nbtools.data.stage import RECEIPT
 from nbtools.folder import kept_folder
 
@@ -107,7 +107,7 @@ def test_an_archive_comes_out_at_its_only_folder_with_a_receipt(place, name):
     [target] = published(cache())
     receipt = json.loads((cache() / target / RECEIPT).read_text())
     assert receipt["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert (receipt["size"], receipt["mtime"]) == (path.stat().st_size, path.stat().st_mtime)
+    assert receipt["size"] == path.stat().st_size
     assert not list(cache().glob("*.part"))
 
 
@@ -212,7 +212,7 @@ def test_eight_stagers_at_once_cause_one_copy(place, monkeypatch):
 KILLED = """
 import os, sys
 from nbtools import disk
-from nbtools.stage import stage
+from nbtools.data import stage
 write, left = disk.write, [2]
 def dying(file, data):
     if not left[0]:
@@ -233,8 +233,8 @@ def test_a_killed_copy_leaves_a_part_and_is_resumed(place, monkeypatch):
     [part] = cache().glob("*.part/*/archive")
     kept, moved = part.stat().st_size, []
     assert 2_000_000 < kept < len(data)
-    copy = fetch.copy
-    monkeypatch.setattr(fetch, "copy", lambda path, part, size, _: copy(path, part, size, moved.append))
+    copy = sources.copy
+    monkeypatch.setattr(sources, "copy", lambda path, part, size, _: copy(path, part, size, moved.append))
     folder = stage("drive:digits.tar", progress=False)
     assert moved[0] == kept
     assert sum(moved) == len(data)
@@ -262,8 +262,8 @@ def test_a_mount_that_stops_answering_says_so_and_the_next_call_goes_on(place, m
 def test_a_part_of_an_older_version_is_not_resumed(place):
     path = put(place / "drive" / "digits.tar")
     seen = path.stat()
-    decision = source.decide("drive:digits.tar", path, cache())
-    put(cache() / f"{decision.target.name}.part" / f"{seen.st_size}-1" / "archive", b"older" * 100)
+    target = stager.target_of(sources.source_of("drive:digits.tar"), cache(), False)
+    put(cache() / f"{target.name}.part" / f"{seen.st_size}-1" / "archive", b"older" * 100)
     assert tree(stage("drive:digits.tar", progress=False)) == INSIDE
 
 
@@ -288,7 +288,7 @@ def test_an_archive_on_drive_is_brought_as_one_file_once(place, monkeypatch, nam
     put(place / "drive" / name, data)
     path = stage(f"drive:{name}", extract=False, progress=False)
     assert path.read_bytes() == (zip_bytes() if name.endswith("zip") else tar_bytes())
-    assert {member: members.read(path, member) for member in members.index(path).files} == FILES
+    assert {member: archive.read_member(path, member) for member in archive.archive_index(path).files} == FILES
     assert {found.name for found in only(cache())} == {path.name, RECEIPT}
     receipt = json.loads((path.parent / RECEIPT).read_text())
     assert (receipt["size"], receipt["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
@@ -303,7 +303,7 @@ def test_one_file_may_be_put_below_a_place_that_is_named(place, name):
     data = {"digits.tar": tar_bytes(), "digits.zip": zip_bytes(), "digits.tar.gz": gzip.compress(tar_bytes())}[name]
     path = stage(put(place / name, data), place / "fast", extract=False, progress=False)
     assert path.is_relative_to(place / "fast")
-    assert members.read(path, "digits/2.png") == b"2"
+    assert archive.read_member(path, "digits/2.png") == b"2"
     assert (place / name).read_bytes() == data
 
 
@@ -321,9 +321,9 @@ def test_a_function_of_the_archive_may_choose(place, far):
     for name, wanted in (("a", True), ("b", False)):
         path = put(place / ("drive" if far else "near") / f"{name}.tar", tar_bytes({f"{name}/x": b"x", "y": b"y"}))
         source_ = f"drive:{name}.tar" if far else path
-        staged = stage(source_, extract=lambda path: members.first(path, 1) == ["a/x"], progress=False)
+        staged = stage(source_, extract=lambda path: archive.first(path, 1) == ["a/x"], progress=False)
         assert staged.is_dir() == wanted
-        assert stage(source_, extract=lambda path: members.first(path, 1) == ["a/x"], progress=False) == staged
+        assert stage(source_, extract=lambda path: archive.first(path, 1) == ["a/x"], progress=False) == staged
 
 
 @pytest.mark.parametrize("data", [tar_bytes()[:4000], gzip.compress(tar_bytes())[:-9], tar_bytes({"../evil": b""})])
@@ -340,8 +340,8 @@ def test_a_killed_copy_of_one_file_is_resumed(place, monkeypatch):
     killed = KILLED.replace("progress=False", "extract=False, progress=False")
     assert subprocess.run([sys.executable, "-c", killed], cwd=Path(disk.__file__).parents[1]).returncode == -9
     [part] = cache().glob("*.part/*/archive")
-    kept, moved, copy = part.stat().st_size, [], fetch.copy
-    monkeypatch.setattr(fetch, "copy", lambda path, part, size, _: copy(path, part, size, moved.append))
+    kept, moved, copy = part.stat().st_size, [], sources.copy
+    monkeypatch.setattr(sources, "copy", lambda path, part, size, _: copy(path, part, size, moved.append))
     path = stage("drive:digits.tar", extract=False, progress=False)
     assert moved[0] == kept > 2_000_000
     assert path.read_bytes() == (place / "drive" / "digits.tar").read_bytes()
@@ -551,12 +551,11 @@ def colab(place, monkeypatch):
     def start(works_at: int) -> FakeColab:
         fake = FakeColab(place / "content", works_at)
         monkeypatch.delenv("NBTOOLS_DRIVE")
-        for module in (source, stager):
-            monkeypatch.setattr(module, "COLAB_MOUNT", fake.point)
+        monkeypatch.setattr(drive, "MOUNT", fake.point)
         monkeypatch.setattr(os.path, "ismount", lambda path: path == fake.point and len(fake.calls) >= works_at)
         monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
         monkeypatch.setitem(sys.modules, "google.colab", fake)
-        monkeypatch.setattr(stager, "_refused", False, raising=False)
+        monkeypatch.setattr(drive, "_declined", False, raising=False)
         return fake
 
     return start
@@ -579,7 +578,7 @@ def test_a_drive_that_does_not_mount_is_an_error_with_its_reason(colab):
 def test_the_machine_is_given_back_after_drive_is_written_out(colab):
     fake = colab(0)
     put(fake.point / "MyDrive" / "run.json")
-    stager.release_runtime()
+    drive.release_runtime()
     assert fake.calls == ["flush", "unassign"]
 
 
@@ -588,15 +587,15 @@ def test_a_machine_whose_drive_cannot_be_written_out_is_kept(colab):
     fake.calls += [True] * 7
     put(fake.point / "MyDrive" / "run.json")
     with pytest.raises(errors.StageError, match=r"machine is kept: .*ValueError: unmount failed"):
-        stager.release_runtime()
+        drive.release_runtime()
     assert "unassign" not in fake.calls
 
 
 def test_off_colab_there_is_nothing_to_give_back(monkeypatch):
     asked = []
-    monkeypatch.setattr(stager, "_answers", lambda mount: asked.append(mount))
-    assert not stager.on_colab()
-    stager.release_runtime()
+    monkeypatch.setattr(drive, "answers", lambda mount: asked.append(mount))
+    assert not drive.on_colab()
+    drive.release_runtime()
     assert asked == [], "Drive was looked for where there is none"
 
 
@@ -724,9 +723,9 @@ def web(monkeypatch):
     address = f"http://127.0.0.1:{server.server_port}"
     Web.data, Web.drop, Web.ranges, Web.status, Web.requests = tar_bytes(), None, True, 200, []
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    monkeypatch.setattr(fetch, "OPENER", direct)
-    monkeypatch.setattr(fetch, "DRIVE", address)
-    monkeypatch.setattr(fetch, "PAUSE", 0.001)
+    monkeypatch.setattr(sources, "OPENER", direct)
+    monkeypatch.setattr(drive, "SITE", address)
+    monkeypatch.setattr(sources, "PAUSE", 0.001)
     yield address
     server.shutdown()
     thread.join()
@@ -767,10 +766,10 @@ def test_dropped_connections_are_resumed_where_the_server_can(web, ranges):
 
 def test_a_download_that_stopped_goes_on_in_the_next_call(web, monkeypatch):
     Web.drop = 700_000
-    monkeypatch.setattr(fetch, "TRIES", 0)
+    monkeypatch.setattr(sources, "TRIES", 0)
     with pytest.raises(errors.StageError, match="cannot be downloaded"):
         stage(f"{web}/digits.tar", progress=False)
-    monkeypatch.setattr(fetch, "TRIES", 5)
+    monkeypatch.setattr(sources, "TRIES", 5)
     put(next(cache().glob("*.part/*")) / "archive", Web.data[:1_000_000])
     Web.drop = None
     assert tree(stage(f"{web}/digits.tar", progress=False)) == INSIDE

@@ -1,7 +1,9 @@
 """A source anywhere → local disk → Pack → batches on the device."""
 
+from nbtools.data.archive import archive_index, read_member
 from nbtools.data.build import Entry, Survey, build_pack, cores
 from nbtools.data.draws import Draws
+from nbtools.data.drive import drive_path, existing, kept, on_colab, place_to_keep, release_runtime
 from nbtools.data.feed import (
     Feed,
     Raw,
@@ -18,10 +20,10 @@ from nbtools.data.feed import (
 )
 from nbtools.data.pack import MANIFEST, Card, Pack, Sample, collate
 from nbtools.data.packing import Writer, build
-from nbtools.data.progress import bar, in_notebook
-from nbtools.data.report import ERROR, WARNING, Refused, Row, ordered
+from nbtools.data.report import ERROR, WARNING, Refused, Report, Row, ordered
+from nbtools.data.sources import Source
 from nbtools.data.splits import SPLITS, is_count, position, require_shares, split_of
-from nbtools.data.stage import cache, drive_path, existing, kept, on_colab, place_to_keep, release_runtime, stage
+from nbtools.data.stage import bar, cache, in_notebook, stage
 
 __all__ = [
     "ERROR",
@@ -35,12 +37,15 @@ __all__ = [
     "Pack",
     "Raw",
     "Refused",
+    "Report",
     "Resident",
     "Row",
     "Sample",
+    "Source",
     "Survey",
     "Workers",
     "Writer",
+    "archive_index",
     "bar",
     "batches_left",
     "build",
@@ -63,6 +68,7 @@ __all__ = [
     "ordered",
     "place_to_keep",
     "position",
+    "read_member",
     "release_runtime",
     "require_shared_memory",
     "require_shares",

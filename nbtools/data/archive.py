@@ -1,21 +1,84 @@
-"""Safe extraction of tar and zip, and the one plain tar that a pack is kept as.
+"""Archives: extracted safely, read where they lie, and written as the one plain tar that a pack is kept as.
 
-`extractall`, even with `filter="data"`, was escaped on 3.11.7, 3.12.1 and 3.13.0 by a dangling link and a hard link,
-takes truncated tars in silence and never reads gzip's checksum. So: files and folders only, as `entries` lets them
-through, every file made new (O_EXCL) below a folder made new, budgets while writing.
+`tarfile` and `zipfile` only read here, and believe too much: `extractall`, even with `filter="data"`, was escaped on
+3.11.7, 3.12.1 and 3.13.0 by a dangling link and a hard link; truncated tars pass in silence, gzip's checksum is not
+read, the two directories of a zip may disagree. So every name and header is checked, only files are read, every file
+is created anew (O_EXCL) below a new folder, and what is unpacked has a budget.
 """
 
+import bz2
+import contextlib
+import errno
+import gzip
+import lzma
+import re
+import stat
+import struct
 import tarfile
+import unicodedata
 import zipfile
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from io import FileIO
+from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from nbtools import disk
-from nbtools.data import entries
-from nbtools.data.entries import CHUNK, OPENERS, Forward, Names, kind
 from nbtools.errors import ArchiveError
+
+CHUNK = 1 << 20
+MAGIC = {b"\x1f\x8b": "tar.gz", b"\xfd7zXZ\0": "tar.xz", b"BZh": "tar.bz2", b"PK\3\4": "zip", b"PK\5\6": "zip"}
+OPENERS: dict[str, Callable] = {
+    "tar": contextlib.nullcontext,
+    "tar.gz": gzip.open,
+    "tar.xz": lzma.open,
+    "tar.bz2": bz2.open,
+}
+IN_PLACE = ("tar", "zip")  # files can be read from these without unpacking them
+METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # bzip2 and lzma make 20 GB of a MB, and zipfile sets no bound
+ENTRIES = 5_000_000  # more than this is an attack on memory
+RATIO, FLOOR = 200, 100_000_000  # bytes unpacked: at most so many times the archive (deflate can 1,032), or the floor
+LARGEST = 1 << 28  # bytes of a file that is read into memory; a scanned page has 3 MB
+STRAY = (  # what the readers let escape on damaged input, besides their own errors; found by mutation
+    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError),
+    *(ValueError, RuntimeError, ArithmeticError, LookupError, TypeError, MemoryError),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a file of an archive has its bytes. method and crc: of a zip; a tar has neither."""
+
+    start: int
+    packed: int
+    size: int
+    method: int | None = None
+    crc: int = 0
+
+
+@dataclass(frozen=True)
+class Index:
+    """All files of an archive. top: the only folder that holds them all, "" where there is none."""
+
+    files: dict[str, Place]
+    top: str
+
+
+def kind(path: Path) -> str | None:
+    """`tar`, `tar.gz`, `tar.xz`, `tar.bz2` or `zip` by the first bytes, whatever the name says; else None."""
+    with open(path, "rb") as file:
+        head = disk.read(file, tarfile.BLOCKSIZE)
+    for magic, name in MAGIC.items():
+        if head.startswith(magic):
+            return name
+    try:
+        tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
+    except STRAY:
+        return "tar" if head == bytes(tarfile.BLOCKSIZE) else None  # an empty tar is all zeros
+    return "tar"
 
 
 def unpacked_size(path: Path) -> int:
@@ -23,41 +86,45 @@ def unpacked_size(path: Path) -> int:
 
     It is also how far `extract`'s progress runs.
     """
-    size = path.stat().st_size
     if kind(path) == "zip":
-        with entries.refusals(path), zipfile.ZipFile(path) as reader:
+        with explained(path), zipfile.ZipFile(path) as reader:
             return sum(info.file_size for info in reader.infolist())
-    return size
+    return path.stat().st_size
 
 
 def extract(path: Path, folder: Path, progress: Callable[[int], object] = lambda count: None) -> int:
     """Write an archive's files below `folder`, which must not exist yet → number of files.
 
     Raises ArchiveError, with file and entry, for links, devices, names that leave the folder or collide (by case or
-    Unicode form too), damage of any kind, a missing end, and more than the budgets of `entries`. What was written
+    Unicode form too), damage of any kind, a missing end, and more bytes or entries than the budget. What was written
     until then stays in `folder`: the caller extracts into a `.part` and publishes afterwards.
     """
-    tree = _Tree(folder)
-    with entries.refusals(path, lambda: tree.entry):
-        form = kind(path)
-        if form is None:
+    names, made, count = Names(), {folder}, 0
+    with explained(path, names):
+        if kind(path) is None:
             raise ArchiveError("is not a tar, tar.gz, tar.xz, tar.bz2 or zip")
         disk.make_folder(folder, fresh=True)
-        if form == "zip":
-            _extract_zip(path, tree, progress)
-        else:
-            with open(path, "rb") as raw, OPENERS[form](raw) as file:
-                _extract_tar(Forward(raw, file, entries.budget(path.stat().st_size), progress), tree)
-        if not tree.files:
+        for name, place, content in files_in(path, names, progress):
+            target = folder / name
+            if target.parent not in made:
+                disk.make_folder(target.parent)
+                made.add(target.parent)
+            with content() as stream, disk.create(target) as file:
+                pour(stream, file, place.size)
+            count += 1
+        if not count:
             raise ArchiveError("holds no files")
-    return len(tree.files)
+        for folded, parts in names.spelled.items():
+            if folded not in names.files:
+                disk.make_folder(folder.joinpath(*parts))  # the empty ones too
+    return count
 
 
 def plain(path: Path, target: Path, progress: Callable[[int], object] = lambda count: None) -> None:
     """Write the plain tar that a compressed one is made of, within the same budget; a plain one and a zip as they are.
     Its files are not looked at."""
-    with entries.refusals(path), open(path, "rb") as raw, OPENERS.get(kind(path) or "", OPENERS["tar"])(raw) as file:
-        stream = Forward(raw, file, entries.budget(path.stat().st_size), progress)
+    with explained(path), open(path, "rb") as raw, OPENERS.get(kind(path) or "", OPENERS["tar"])(raw) as file:
+        stream = Forward(raw, file, budget(path.stat().st_size), progress)
         with disk.create(target) as unpacked:
             while data := stream.read(CHUNK):
                 disk.write(unpacked, data)
@@ -71,49 +138,286 @@ def write(folder: Path, path: Path) -> Path:
         disk.remove(part)
         with disk.create(part) as file:
             for source in sorted(folder.rglob("*")):
-                _append_member(file, source, source.relative_to(folder).as_posix())
+                if source.is_symlink() or not (source.is_file() or source.is_dir()):
+                    raise ArchiveError(
+                        f"{source}: only files and folders can be archived. Replace it by what it points to."
+                    )
+                if source.is_file():
+                    info = tarfile.TarInfo(source.relative_to(folder).as_posix())  # mtime, owner, mode: the defaults
+                    info.size = source.stat().st_size
+                    disk.write(file, info.tobuf(tarfile.PAX_FORMAT))
+                    with open(source, "rb") as content:
+                        pour(content, file, info.size)
+                    disk.write(file, bytes(-info.size % tarfile.BLOCKSIZE))
             disk.write(file, bytes(2 * tarfile.BLOCKSIZE))
         return disk.publish_file(part, path)
 
 
-def _append_member(file: FileIO, source: Path, name: str) -> None:
-    if source.is_symlink() or not (source.is_file() or source.is_dir()):
-        raise ArchiveError(f"{source}: only files and folders can be archived. Replace it by what it points to.")
-    if source.is_file():
-        info = tarfile.TarInfo(name)  # mtime, owner and mode stay at their defaults
-        info.size = source.stat().st_size
-        disk.write(file, info.tobuf(tarfile.PAX_FORMAT))
-        with open(source, "rb") as content:
-            entries.pour(content, file, info.size)
-        disk.write(file, bytes(-info.size % tarfile.BLOCKSIZE))
+def archive_index(path: Path) -> Index:
+    """Where each file of a plain tar or a zip lies; looked up once, as long as the archive does not change.
+
+    Raises ArchiveError, with file and entry, for all that `extract` would refuse.
+    """
+    seen = path.stat()
+    return _index(path, seen.st_size, seen.st_mtime_ns)
 
 
-class _Tree(Names):
-    """The folder that an extraction fills: the only place that turns a name from an archive into a path."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = folder
-
-    def enter(self, parts: tuple[str, ...]) -> None:
-        disk.make_folder(self.folder.joinpath(*parts), fresh=True)
-
-    def add(self, parts: tuple[str, ...], content: IO[bytes], size: int) -> None:
-        with disk.create(self.folder.joinpath(*parts)) as file:
-            entries.pour(content, file, size)
+@lru_cache(maxsize=32)
+def _index(path: Path, size: int, mtime: int) -> Index:
+    names = Names()
+    with explained(path, names):
+        if kind(path) not in IN_PLACE:
+            raise ArchiveError("has no files that can be read in place: it is no plain tar, and no zip")
+        files = {name: place for name, place, _ in files_in(path, names)}
+        if not files:
+            raise ArchiveError("holds no files")
+    tops = {parts[0] for parts in names.spelled.values()}
+    return Index(files, tops.pop() if len(tops) == 1 and not tops & files.keys() else "")
 
 
-def _extract_tar(stream: Forward, tree: _Tree) -> None:
-    for parts, tar, member in entries.in_tar(stream, tree):
-        content = tar.extractfile(member)
-        assert content is not None
-        tree.add(parts, content, member.size)
+def first(path: Path, count: int) -> list[str]:
+    """The names of the first files; of a tar without reading on."""
+    names = Names()
+    with explained(path, names):
+        return [name for name, _, _ in islice(files_in(path, names), count)] if kind(path) else []
 
 
-def _extract_zip(path: Path, tree: _Tree, progress: Callable[[int], object]) -> None:
-    with open(path, "rb") as file, zipfile.ZipFile(file) as reader:
-        for parts, info, _ in entries.in_zip(file, reader, tree, entries.budget(path.stat().st_size)):
-            if parts:
-                with reader.open(info) as content:  # compares the CRC at the end
-                    tree.add(parts, content, info.file_size)
-            progress(info.file_size)
+def read_member(path: Path, name: str) -> bytes:
+    """A file of a plain tar or a zip, whole; many threads and processes may call it at once, since no handle is kept.
+
+    Raises ArchiveError, with archive and entry, where it is damaged, absent, or larger than fits the archive.
+    """
+    with explained(path, name):
+        place = archive_index(path).files.get(name)
+        if place is None:
+            raise ArchiveError("is not in it")
+        most = min(LARGEST, budget(place.packed))
+        if place.size > most:
+            raise ArchiveError(
+                f"has {disk.human(place.size)}, and at most {disk.human(most)} of {disk.human(place.packed)} are "
+                "read at once. Unpack the archive, and give the folder"
+            )
+        with open(path, "rb", buffering=0) as file:
+            file.seek(place.start)
+            data = disk.read(file if place.method is None else inflated(file, name, place), place.size)
+        require_size(len(data), place.size)
+        return data
+
+
+def inflated(file: FileIO, name: str, place: Place) -> zipfile.ZipExtFile:
+    """A zip entry's bytes, no more of them than its header says, compared with its CRC at the end."""
+    info = zipfile.ZipInfo(name)
+    info.compress_type, info.compress_size = place.method or 0, place.packed
+    info.file_size, info.CRC = place.size, place.crc
+    return zipfile.ZipExtFile(file, "r", info)
+
+
+class Names:
+    """The names of an archive: each leads below its folder and stands once, on disks that ignore case too."""
+
+    def __init__(self) -> None:
+        self.spelled: dict[str, tuple[str, ...]] = {}  # folded → as first spelled
+        self.files: set[str] = set()  # folded
+        self.entry, self.entries = "", 0
+
+    def __str__(self) -> str:
+        """The entry that is being looked at."""
+        return self.entry
+
+    def take(self, name: str, is_file: bool) -> str | None:
+        """The relative path of an entry, claimed; None if it is not wanted."""
+        self.entry, self.entries = name, self.entries + 1
+        if self.entries > ENTRIES:
+            raise ArchiveError(f"is one of more than {ENTRIES} entries. Pack many small files into fewer")
+        parts = safe_parts(name)
+        litter = "__MACOSX" in parts or any(part.startswith("._") or part == ".DS_Store" for part in parts)  # of macOS
+        if not parts or litter:
+            return None
+        for depth in range(1, len(parts) + 1):
+            self.claim(parts[:depth], is_file and depth == len(parts))
+        return "/".join(parts)
+
+    def claim(self, parts: tuple[str, ...], is_file: bool) -> None:
+        nfc = unicodedata.normalize("NFC", "/".join(parts))
+        folded = unicodedata.normalize("NFC", nfc.casefold())
+        spelled = self.spelled.get(folded)
+        if spelled is None:
+            self.spelled[folded] = parts
+            if is_file:
+                self.files.add(folded)
+        elif is_file or spelled != parts or folded in self.files:
+            raise ArchiveError(
+                f"has the same name as {'/'.join(spelled)!r} (on disks that ignore case or Unicode form). Rename one"
+            )
+
+
+def safe_parts(name: str) -> tuple[str, ...]:
+    """The components of a relative POSIX name; ArchiveError for one that could lead anywhere but below its folder."""
+    if name.startswith("/") or "\\" in name or "\0" in name or re.match("[A-Za-z]:", name) or ".." in name.split("/"):
+        raise ArchiveError("has a name that is absolute, or holds `..`, a backslash, a drive letter or NUL")
+    return tuple(part for part in name.split("/") if part not in ("", "."))
+
+
+File = tuple[str, Place, Callable[[], Any]]
+
+
+def files_in(path: Path, names: Names, progress: Callable[[int], object] = lambda count: None) -> Iterator[File]:
+    """The files of any archive in order, as (name, place, how to open it while it is the current one). To be iterated
+    to the end: damage may lie behind the last. Of a compressed tar the places are those in the tar within it."""
+    form, limit = kind(path), budget(path.stat().st_size)
+    with open(path, "rb") as raw:
+        if form == "zip":
+            with zipfile.ZipFile(raw) as reader:
+                yield from in_zip(raw, reader, names, limit, progress)
+        else:
+            with OPENERS[form or "tar"](raw) as file:
+                yield from in_tar(Forward(raw, file, limit, progress), names)
+
+
+class Forward:
+    """What tarfile reads from: forward only, so that nothing is decompressed twice, and counted."""
+
+    def __init__(self, raw: IO[bytes], file: IO[bytes], limit: int, progress: Callable[[int], object]) -> None:
+        self.raw, self.file, self.limit, self.progress = raw, file, limit, progress
+        self.position, self.raw_position, self.last = 0, 0, b""
+
+    def read(self, count: int) -> bytes:
+        if not 0 <= count <= 16 * CHUNK:  # an extended header that claims gigabytes would be held in memory
+            raise ArchiveError(f"has a header of {disk.human(count)}")
+        self.last = disk.read(self.file, count)
+        self.position += len(self.last)
+        if self.position > self.limit:
+            raise bomb(self.limit)
+        before, self.raw_position = self.raw_position, self.raw.tell()
+        self.progress(self.raw_position - before)
+        return self.last
+
+    def seek(self, position: int) -> None:
+        if position < self.position:
+            raise ArchiveError("has a header that points backwards")
+        if self.file is self.raw:  # a plain tar: what nobody wants is not read
+            self.position = self.file.seek(position)
+        while self.position < position and self.read(min(CHUNK, position - self.position)):
+            pass
+
+    def tell(self) -> int:
+        return self.position
+
+
+def in_tar(stream: Forward, names: Names) -> Iterator[File]:
+    tar = tarfile.TarFile(fileobj=stream, mode="r", encoding="utf-8")  # pyright: ignore[reportArgumentType]
+    end = -1
+    while (member := tar.next()) is not None:
+        tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]: it would keep every header of a million files
+        if tar.offset <= end:
+            raise ArchiveError("has a header that points backwards")  # an endless loop before CVE-2025-8194
+        end, is_file = tar.offset, member.isreg() and not member.issparse()
+        name = names.take(member.name, is_file)
+        if not (is_file or member.isdir()):
+            raise ArchiveError(
+                "is a link, a device or sparse: only plain files and folders are read. Make the archive again "
+                "with tar --dereference --hard-dereference"
+            )
+        if name is not None and is_file:
+            yield name, Place(member.offset_data, member.size, member.size), partial(tar.extractfile, member)
+    names.entry = ""
+    zeros = bytes(tarfile.BLOCKSIZE)
+    if stream.last != zeros or stream.read(tarfile.BLOCKSIZE) != zeros:  # tarfile ends at any bad header in silence
+        raise ArchiveError("ends before its end mark: it is truncated or damaged. Copy or download it again")
+    while stream.file is not stream.raw and stream.read(CHUNK):  # so that gzip, xz and bzip2 compare their checksums
+        pass
+
+
+def in_zip(
+    file: IO[bytes], reader: zipfile.ZipFile, names: Names, limit: int, progress: Callable[[int], object]
+) -> Iterator[File]:
+    infos = reader.infolist()
+    if sum(info.file_size for info in infos) > limit:
+        raise bomb(limit)
+    starts = compare_directories(file, infos, reader.start_dir, names)
+    for info in infos:
+        mode = stat.S_IFMT(info.external_attr >> 16)
+        name = names.take(info.orig_filename, not info.is_dir())
+        if mode not in (0, stat.S_IFREG, stat.S_IFDIR) or info.flag_bits & 1:
+            raise ArchiveError("is a link, a device or encrypted: only plain files and folders are read")
+        if info.compress_type not in METHODS:
+            raise ArchiveError(
+                f"is compressed by method {info.compress_type}, and entries are stored or deflated. Make the zip again "
+                "in the usual way"
+            )
+        if name is not None and not info.is_dir():
+            start = starts[info.header_offset]
+            place = Place(start, info.compress_size, info.file_size, info.compress_type, info.CRC)
+            yield name, place, partial(reader.open, info)  # compares the CRC at the end
+        progress(info.file_size)
+
+
+def compare_directories(file: IO[bytes], infos: list[zipfile.ZipInfo], end: int, names: Names) -> dict[int, int]:
+    """First byte of each header → that of its data. Raise unless the entries' own headers agree with the directory, one
+    after the other and nothing between them.
+
+    Else one reader sees other files than the next one: what was checked is not what is used.
+    """
+    position, slack, starts = 0, 0, {}
+    for info in sorted(infos, key=lambda info: info.header_offset):
+        names.entry = info.orig_filename
+        if not position <= info.header_offset <= position + slack:
+            raise ArchiveError("overlaps another entry, or follows bytes that the zip's directory does not list")
+        file.seek(info.header_offset)
+        magic, _, flags, method, _, _, crc, packed, size, name, extra = struct.unpack("<4s5H3L2H", disk.read(file, 30))
+        known = [(crc, info.CRC), (packed, info.compress_size), (size, info.file_size)]
+        if flags & 8:  # sizes follow the data; then the header holds zeros
+            known = [pair for pair in known if pair[0]]
+        differs = any(here != there and here != 0xFFFFFFFF for here, there in known)  # 0xFFFFFFFF: in the zip64 field
+        spelled = disk.read(file, name).decode("utf-8" if info.flag_bits & 0x800 else "cp437")
+        if magic != b"PK\3\4" or method != info.compress_type or differs or spelled != info.orig_filename:
+            raise ArchiveError("is described differently by the zip's directory and by its own header")
+        starts[info.header_offset] = info.header_offset + 30 + name + extra
+        position = starts[info.header_offset] + info.compress_size
+        slack = 24 if flags & 8 else 0
+    if not position <= end <= position + slack:
+        raise ArchiveError("is followed by bytes that the zip's directory does not list")
+    return starts
+
+
+def budget(packed: int) -> int:
+    """Bytes that so many may unpack to."""
+    return max(FLOOR, RATIO * packed)
+
+
+def bomb(limit: int) -> ArchiveError:
+    return ArchiveError(
+        f"unpacks to more than {disk.human(limit)}, like a decompression bomb. If it is yours, make it a plain tar"
+    )
+
+
+def pour(content: IO[bytes], file: FileIO, size: int) -> None:
+    """Copy `size` bytes; raise where there are fewer."""
+    rest = size
+    while data := disk.read(content, min(CHUNK, rest)):
+        rest -= len(data)
+        disk.write(file, data)
+    require_size(size - rest, size)
+
+
+def require_size(came: int, size: int) -> None:
+    if came != size:
+        raise ArchiveError(f"is {came} bytes long where {size} were announced")
+
+
+@contextlib.contextmanager
+def explained(path: Path, entry: object = "") -> Iterator[None]:
+    """Put file and entry into whatever goes wrong inside; an OSError that is the disk's own passes."""
+    try:
+        yield
+    except ArchiveError as error:
+        reason = str(error)
+    except STRAY as error:
+        reason = f"is damaged: {type(error).__name__}: {error}. Copy or download it again"
+    except OSError as error:
+        if error.errno not in (None, errno.EINVAL, errno.ENAMETOOLONG, errno.EILSEQ):  # None: a decompressor's
+            raise
+        reason = f"is damaged: {error}. Copy or download it again"
+    else:
+        return
+    raise ArchiveError(f"{path}: {f'entry {str(entry)!r} ' if str(entry) else ''}{reason}.") from None

@@ -28,11 +28,10 @@ from typing import Any
 import numpy as np
 
 from nbtools import disk
-from nbtools.data import members
+from nbtools.data import archive
 from nbtools.data.pack import BAD, FORMAT, MANIFEST, Card, Column, Pack, RawFiles, Reader, Sample, mapped
-from nbtools.data.progress import bar
 from nbtools.data.splits import SPLITS, assigned, require_shares
-from nbtools.data.stage import cache, stage
+from nbtools.data.stage import bar, cache, stage
 from nbtools.errors import PackError
 from nbtools.table import plural
 from nbtools.version import VERSION
@@ -111,7 +110,7 @@ def build_pack(
     val, test: shares of the samples without a split of their own, or whole numbers for exactly so many.
     into: a folder of the pack's own; by default one under the cache, named by task, options and the source's files.
     in_place: an archive stays one file, `folder` leads into it, and `read` gets paths through it,
-    `lines.tar/train/1.png`, which `members` reads.
+    `lines.tar/train/1.png`, which `read_member` reads.
     Raises PackError where nothing can be packed, DiskError where it cannot be written; nothing is published then.
     """
     require_shares(val, test)
@@ -128,7 +127,7 @@ def build_pack(
     with disk.explained(f"packing {folder}", target), disk.Lock(cache() / "locks" / f"pack-{lock}.lock"):
         if not finished(target, task, key):
             with unfinished(target.with_name(f"{target.name}.part")) as part:
-                top = members.index(folder).top if folder.is_file() else ""
+                top = archive.archive_index(folder).top if folder.is_file() else ""
                 found = survey(folder / top, asked)
                 if found.options is None:
                     found = dataclasses.replace(found, options=options)
@@ -187,9 +186,9 @@ def unfinished(part: Path) -> Iterator[Path]:
         raise
 
 
-def holds_pack(archive: Path) -> bool:
+def holds_pack(path: Path) -> bool:
     """Whether an archive is what `Pack.keep` wrote: a few large files, which are mapped and so must be unpacked."""
-    return any(name.removeprefix(f"{name.partition('/')[0]}/") == MANIFEST for name in members.first(archive, FEW))
+    return any(name.removeprefix(f"{name.partition('/')[0]}/") == MANIFEST for name in archive.first(path, FEW))
 
 
 def of_task(pack: Pack, task: str) -> Pack:

@@ -28,8 +28,8 @@ from torch.utils.data import Dataset
 
 from nbtools import disk, table
 from nbtools.data import archive
+from nbtools.data.drive import place_to_keep
 from nbtools.data.splits import SPLITS
-from nbtools.data.stage import place_to_keep
 from nbtools.errors import PackError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nbtools import disk
-from nbtools.data import members
+from nbtools.data import archive
 from nbtools.data.journal import JOURNAL, Journal
 from nbtools.data.pack import FORMAT, MANIFEST, Pack, Reader
 from nbtools.data.splits import require_shares
@@ -71,7 +71,7 @@ def build(
             unfinished(part, key, resume) as journal,
             closing(Writer(part, ragged, val, test, progress, journal)) as writer,
         ):
-            top = members.index(folder).top if folder.is_file() else ""
+            top = archive.archive_index(folder).top if folder.is_file() else ""
             fill(writer, folder / top)
             if not writer.names:
                 raise PackError(nothing(folder, writer.bad))
@@ -123,9 +123,9 @@ def unfinished(part: Path, key: str, resume: bool) -> Iterator[Journal | None]:
             disk.remove(part)
 
 
-def holds_pack(archive: Path) -> bool:
+def holds_pack(path: Path) -> bool:
     """Whether an archive is what `Pack.keep` wrote: a few large files, which are mapped and so must be unpacked."""
-    return any(name.removeprefix(f"{name.partition('/')[0]}/") == MANIFEST for name in members.first(archive, FEW))
+    return any(name.removeprefix(f"{name.partition('/')[0]}/") == MANIFEST for name in archive.first(path, FEW))
 
 
 def of_task(pack: Pack, task: str) -> Pack:

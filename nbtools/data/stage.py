@@ -1,55 +1,49 @@
 """Bring a data set to fast local disk, whole or not at all, and once.
 
-`source.decide` looks and chooses, `bring` fetches, `stage` publishes. On disk, for a source called `digits.tar`:
+A `Source` knows where it comes from; `stage` decides what is to be done with it and publishes the whole. On disk, for
+a source called `digits.tar`:
 
     <cache>/digits-1f3a5b7c/             appears at once, by one rename
-        .stage.json                      the receipt: source, version, size, mtime, sha256
+        .stage.json                      the receipt: source, version, size, sha256
         digits/…                         the data; or digits.tar, with extract=False
     <cache>/digits-1f3a5b7c.part/        all that is unfinished; the next call resumes or replaces it
     <cache>/locks/                       so that of many processes one copies and the others wait
 """
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
+import io
 import json
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
 
 from nbtools import disk
-from nbtools.data import fetch
-from nbtools.data.bring import bring, checked
-from nbtools.data.source import COLAB_MOUNT, Decision, decide, missing
-from nbtools.errors import ArchiveError, DriveRefused, StageError
+from nbtools.data import archive
+from nbtools.data.sources import Progress, Source, bytes_in, listing, require_archive, source_of
+from nbtools.errors import ArchiveError, StageError
+
+Extract = bool | Callable[[Path], bool]
 
 RECEIPT = ".stage.json"  # no archive can give its folder this name
-KEPT, FORMER = "drive:nbtools-data/", "drive:nbtools/"  # where notebooks keep packs and runs, and where they used to
-
-_refused = False  # whether Colab's dialog was declined: it is not shown a second time
-
-
-@dataclass(frozen=True)
-class Receipt:
-    """What was staged: by it the next call knows that there is nothing to do."""
-
-    source: str
-    origin: str
-    version: str
-    size: int
-    mtime: float
-    sha256: str | None  # of the archive; folders have none
-    folder: str  # what `stage` returns, relative to the target
+SUFFIXES = r"\.(tar|tar\.gz|tgz|tar\.xz|txz|tar\.bz2|tbz2?|zip)$"
+WHOLE = "\0whole"  # part of an origin that may be staged as one file: it is published next to its unpacked folder
+LEAST = 0.25  # seconds between two updates of a bar: quicker ones hang a Colab tab (lightning#2517)
 
 
 def stage(
     source: str | Path,
     into: str | Path | None = None,
     *,
-    extract: bool | Callable[[Path], bool] = True,
+    extract: Extract = True,
     sha256: str | None = None,
     progress: bool = True,
 ) -> Path:
@@ -57,28 +51,30 @@ def stage(
 
     source: a folder, an archive (tar, tar.gz, tar.xz, tar.bz2, zip), `drive:path/in/My Drive`, a Drive link, or the
     http(s) address of an archive. into: the folder below which it is put, else $NBTOOLS_CACHE or nbtools in the
-    temporary folder. extract: False leaves an archive one file, a plain tar or a zip, which `members` reads where it
-    lies: 50,000 images are not written one by one; a function of the archive may choose. sha256: what the archive must
-    have.
+    temporary folder. extract: False leaves an archive one file, a plain tar or a zip, from which files can be read in
+    place: 50,000 images are not written one by one; a function of the archive may choose. sha256: what the archive
+    must have.
     Raises StageError, ArchiveError among them, or DiskError when that cannot be; then nothing is published.
     """
     sha256 = sha256.lower() if sha256 else None
     with disk.explained(f"looking at {source}", Path(source)):
-        path = None if re.match("https?://", str(source)) else drive_path(source)
+        found = source_of(str(source))
         root = cache() if into is None else Path(into).expanduser().absolute()
-        chosen = extract if callable(extract) else None if extract else lambda archive: False
-        decision = decide(str(source), path, root, into is None, chosen)
-        if decision.how == "use":
-            if sha256 and path is not None and path.is_file():
-                checked(path, str(source), sha256)
-            return Path(decision.origin)
-    if found := _staged(decision, sha256):
-        return found
-    lock = hashlib.sha256(str(decision.target).encode()).hexdigest()[:16]
-    with disk.explained(f"staging {source}", decision.target):
-        disk.make_folder(decision.target.parent)
+        if found.here is None and not found.is_remote and Path(found.origin).is_relative_to(root):
+            found.here = Path(found.origin)
+        if into is None and found.here and is_ready(found, extract):
+            if sha256 and not found.is_folder:
+                digest_of(found.here, found.text, sha256)
+            return found.here
+        target = target_of(found, root, whole=extract is not True)
+        version = "" if found.is_remote else found.version()
+    if ready := staged(target, version, sha256):
+        return ready
+    lock = hashlib.sha256(str(target).encode()).hexdigest()[:16]
+    with disk.explained(f"staging {source}", target):
+        disk.make_folder(target.parent)
         with disk.Lock(cache() / "locks" / f"stage-{lock}.lock"):
-            return _staged(decision, sha256) or _act(decision, chosen, sha256, progress)
+            return staged(target, version, sha256) or publish(found, target, extract, sha256, progress)
 
 
 def cache() -> Path:
@@ -86,181 +82,161 @@ def cache() -> Path:
     return Path(os.environ.get("NBTOOLS_CACHE") or Path(tempfile.gettempdir()) / "nbtools").absolute()
 
 
-def drive_path(path: str | Path, create: bool = False) -> Path:
-    """The local path of `drive:path/in/My Drive`; other paths as they are. With `create` the folder above it is made,
-    without it the path must exist. Drive is $NBTOOLS_DRIVE where that is set, else Colab's mount."""
-    text = str(path)
-    if not create:
-        if found := existing(text):
-            return found
-        raise missing(text, _local(text))
-    local = _local(text)
-    with disk.explained(f"making a place for {text}", local):
-        disk.make_folder(local.parent)
-    return local
+def is_ready(source: Source, extract: Extract) -> bool:
+    """Whether what is here can be used as it is: a folder, or an archive from which files are read in place."""
+    assert source.here is not None
+    return source.is_folder or (not unpacks(source.here, extract) and archive.kind(source.here) in archive.IN_PLACE)
 
 
-def existing(text: str) -> Path | None:
-    """The local path of what exists, or None. Files in the notebooks' former folder on Drive are found too, and a
-    sentence names them. Raises StageError or DiskError where that cannot be read."""
-    former = text.replace(KEPT, FORMER, 1) if text.startswith(KEPT) else text
-    for name in dict.fromkeys((text, former)):
-        local = _local(name)
-        with disk.explained(f"looking at {name}", local):
-            if not _is_there(local):
-                continue
-        if name != text:
-            print(f"{text} is not there yet; using {name}, where notebooks used to keep it.")
-        return local
-    return None
+def unpacks(path: Path, extract: Extract) -> bool:
+    return extract(path) if callable(extract) else extract
 
 
-def kept(place: str, instead: str = "demo data") -> Path | None:
-    """What a notebook kept at a `drive:` place; None where nothing is there yet, or the dialog that asks for Drive was
-    declined. A sentence names the place and what is used instead.
+def target_of(source: Source, root: Path, whole: bool) -> Path:
+    stem = re.sub(r"[^\w.]+", "-", re.sub(SUFFIXES, "", source.name, flags=re.I))[:60].strip(".-") or "data"
+    origin = source.origin + (WHOLE if whole and not source.is_folder else "")
+    return root / f"{stem}-{hashlib.sha256(origin.encode()).hexdigest()[:8]}"
 
-    Raises StageError or DiskError where Drive cannot be read: that does not mean that nothing is kept.
-    """
+
+def staged(target: Path, version: str, sha256: str | None) -> Path | None:
+    """What an earlier call made from the same version of the source; "": from any."""
     try:
-        with disk.explained(f"looking at {place}", Path(place)):
-            found = existing(place)
-            if found and not (found.is_dir() and not any(found.iterdir())):
-                return found
-        reason = f"Nothing is kept at {place} yet"
-    except DriveRefused as refusal:
-        reason = str(refusal)
-    print(f"{reason}: using {instead} instead.")
-    return None
-
-
-def place_to_keep(where: str | Path) -> Path | None:
-    """The local path to write what should outlive this machine to; on Drive its folder is made. None, and a sentence,
-    where the dialog that asks for Drive was declined."""
-    try:
-        return drive_path(where, create=True) if str(where).startswith("drive:") else Path(where)
-    except DriveRefused as refusal:
-        print(f"{refusal}: nothing is kept at {where}, and the work of this session is lost when its machine goes.")
+        receipt = json.loads((target / RECEIPT).read_text())
+        data = target / receipt["folder"]
+        same = version in ("", receipt["version"]) and sha256 in (None, receipt["sha256"])
+    except (OSError, ValueError, LookupError, TypeError):
         return None
-
-
-def _local(text: str) -> Path:
-    inside = PurePosixPath(text.removeprefix("drive:").lstrip("/"))
-    if text.startswith("drive:") and ".." in inside.parts:
-        raise StageError(f"{text}: a drive: path stays inside My Drive and holds no `..`.")
-    return _drive_root() / inside if text.startswith("drive:") else Path(text).expanduser().absolute()
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        path.stat()
-    except FileNotFoundError:  # Path.exists() returns False on other errors too, from Python 3.14 on
-        return False
-    return True
-
-
-def _drive_root() -> Path:
-    global _refused
-    if folder := os.environ.get("NBTOOLS_DRIVE"):
-        return Path(folder).absolute()
-    reason = "it does not answer"
-    for force in (False, True):  # a stale mount needs the second try
-        if _answers(COLAB_MOUNT):
-            return COLAB_MOUNT / "MyDrive"
-        if _refused:
-            break
-        try:
-            from google.colab import drive  # pyright: ignore[reportMissingImports]
-
-            drive.mount(str(COLAB_MOUNT), force_remount=force)
-        except ImportError:
-            raise StageError(
-                "drive: is Colab's Drive, and this is not Colab. Set NBTOOLS_DRIVE to a folder that stands for it."
-            ) from None
-        except Exception as error:  # colab raises ValueError, RuntimeError and its own MessageError, by version
-            _refused = type(error).__name__ == "MessageError"  # the browser's answer, when access is not granted
-            reason = f"{type(error).__name__}: {error}"
-    if _answers(COLAB_MOUNT, bare=True):
-        return COLAB_MOUNT / "MyDrive"
-    if _refused:
-        raise DriveRefused("Access to Drive was declined in Colab's dialog (restart the session to be asked again)")
-    raise StageError(f"Drive is not mounted: {reason}. Allow access in Colab's dialog; else restart the runtime.")
-
-
-def on_colab() -> bool:
-    return "google.colab" in sys.modules  # Colab's kernel imports it at its start; importing it elsewhere is slow
-
-
-def release_runtime() -> None:
-    """On Colab write out what Drive has not got yet, then give the machine back, disk and all; elsewhere nothing.
-
-    Raises StageError where Drive cannot be written out: the machine is kept then, since what it holds may be lost.
-    """
-    if not on_colab():
-        return
-    from google.colab import drive, runtime  # pyright: ignore[reportMissingImports]
-
-    try:
-        if _answers(COLAB_MOUNT):
-            drive.flush_and_unmount()
-    except Exception as error:  # colab raises ValueError and its own errors, by version
-        raise StageError(
-            f"The machine is kept: Drive could not be written out ({type(error).__name__}: {error}). Look at the kept "
-            "folder on Drive, then release the machine by Runtime, Disconnect and delete runtime."
-        ) from None
-    runtime.unassign()
-
-
-def _answers(mount: Path, bare: bool = False) -> bool:
-    """Whether Drive can be read: a folder called MyDrive may remain when the mount is gone. bare: an empty Drive counts
-    too, as of a new account."""
-    try:
-        return os.path.ismount(mount) and (bool(os.listdir(mount / "MyDrive")) or bare)
-    except OSError:
-        return False
-
-
-def _staged(decision: Decision, sha256: str | None) -> Path | None:
-    """What an earlier call made from the same version of the source."""
-    try:
-        receipt = Receipt(**json.loads((decision.target / RECEIPT).read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-    data = decision.target / receipt.folder
-    same = decision.version in ("", receipt.version) and sha256 in (None, receipt.sha256)
     return data if same and data.exists() else None
 
 
-def _act(decision: Decision, extract: Callable[[Path], bool] | None, sha256: str | None, progress: bool) -> Path:
-    """Copy, check, extract if it is to be, and publish; the caller holds the lock."""
-    if sha256 and decision.how in ("folder", "drive folder"):
-        raise StageError(f"{decision.source}: sha256 is that of an archive, and this is a folder. Leave it out.")
-    remote = None
-    if decision.how == "url":
-        remote = fetch.probe(decision.origin)
-    elif decision.how == "drive file":
-        remote = fetch.drive_file(decision.origin)
-    version = remote.version if remote else decision.version or "listed"
-    part = decision.target.with_name(f"{decision.target.name}.part")
-    new = _workplace(part, version) / "new"
-    try:
-        data, size, digest = bring(decision, remote, new / decision.name, extract, sha256, progress)
-    except ArchiveError:
-        disk.remove(part)  # else the next call would resume a bad copy
-        raise
-    relative = data.relative_to(new).as_posix()
-    receipt = Receipt(decision.source, decision.origin, version, size, decision.mtime, digest, relative)
-    disk.write_atomic(new / RECEIPT, json.dumps(asdict(receipt), indent=2) + "\n")
-    disk.remove(decision.target)  # an older version of the source
-    disk.publish_folder(new, decision.target)
-    with contextlib.suppress(OSError):  # all is published; what stays is empty folders
-        disk.remove(part)
-    return decision.target / relative
-
-
-def _workplace(part: Path, version: str) -> Path:
-    """The place for one version of a source; what is left of others goes."""
+def publish(source: Source, target: Path, extract: Extract, sha256: str | None, progress: bool) -> Path:
+    """Fetch, check, extract if it is to be, and give the whole its name; the caller holds the lock."""
+    if sha256 and source.is_folder:
+        raise StageError(f"{source.text}: sha256 is that of an archive, and this is a folder. Leave it out.")
+    version, part, name = source.version(), target.with_name(f"{target.name}.part"), target.name.rpartition("-")[0]
     disk.make_folder(part / version)
     for other in part.iterdir():
         if other.name != version:
-            disk.remove(other)
-    return part / version
+            disk.remove(other)  # of another version of the source
+    new = part / version / "new"
+    data, digest = new / name, None
+    try:
+        if source.is_folder:
+            fetch(source, data, name, progress)
+            size = bytes_below(data)
+        else:
+            path = source.here or fetch(source, part / version / "archive", name, progress, room=1 + (extract is True))
+            size, digest = bytes_below(path), digest_of(path, source.text, sha256)
+            copied = path != source.here
+            data = unpacked(path, data, progress) if unpacks(path, extract) else one_file(path, data, copied, progress)
+            if copied:
+                disk.remove(path)
+    except ArchiveError:
+        disk.remove(part)  # else the next call would resume a bad copy
+        raise
+    folder = data.relative_to(new).as_posix()
+    receipt = {"source": source.text, "origin": source.origin, "version": version, "size": size, "sha256": digest}
+    disk.write_atomic(new / RECEIPT, json.dumps({**receipt, "folder": folder}, indent=2) + "\n")
+    disk.remove(target)  # an older version of the source
+    disk.publish_folder(new, target)
+    with contextlib.suppress(OSError):  # all is published; what stays is empty folders
+        disk.remove(part)
+    return target / folder
+
+
+def fetch(source: Source, part: Path, name: str, progress: bool, room: int = 1) -> Path:
+    """Bring a source to a `.part`. room: how many times its size must be free, what is there already included."""
+    if progress and source.hint:
+        tqdm.write(source.hint)
+    if source.size is not None:
+        disk.require_space(part, room * source.size - bytes_below(part))
+    with moving(source.size, f"{source.verb} {name}", progress) as moved:
+        source.fetch(part, moved)
+    return part
+
+
+def bytes_below(path: Path) -> int:
+    return sum(size for size, _ in listing(path).values()) if path.is_dir() else bytes_in(path)
+
+
+def digest_of(path: Path, text: str, sha256: str | None) -> str:
+    """An archive's SHA-256, which must be the expected one if there is one."""
+    require_archive(path, text)
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if sha256 not in (None, digest):
+        raise ArchiveError(f"{text}: its SHA-256 is {digest}, not {sha256}. Copy it again, or ask who gave the number.")
+    return digest
+
+
+def unpacked(path: Path, data: Path, progress: bool) -> Path:
+    """Extract an archive into `data`; return it, or the only folder in it."""
+    size = archive.unpacked_size(path)
+    disk.remove(data.parent)
+    disk.require_space(data, size)
+    disk.make_folder(data.parent)
+    with moving(size, f"extract {data.name}", progress) as moved:
+        archive.extract(path, data, progress=moved)
+    top = list(data.iterdir())
+    return top[0] if len(top) == 1 and top[0].is_dir() else data
+
+
+def one_file(path: Path, data: Path, copied: bool, progress: bool) -> Path:
+    """The archive as one file from which files are read in place: a compressed tar as the plain one within it, since
+    gzip, xz and bzip2 cannot be read at any place."""
+    form = require_archive(path, str(path))
+    target = data.with_name(f"{data.name}.{form.partition('.')[0]}")
+    disk.remove(data.parent)
+    disk.make_folder(data.parent)
+    if copied and form in archive.IN_PLACE:
+        disk.rename(path, target)
+    else:
+        disk.require_space(target, path.stat().st_size)
+        with moving(path.stat().st_size, f"unpack {data.name}", progress) as moved:
+            archive.plain(path, target, moved)
+    archive.archive_index(target)
+    return target
+
+
+@contextlib.contextmanager
+def moving(total: int | None, doing: str, progress: bool) -> Iterator[Progress]:
+    """A bar of MB/s and time left."""
+    with bar(total=total or None, desc=doing, unit="B", unit_scale=True, disable=not progress) as shown:
+        yield shown.update
+
+
+def bar(*arguments: Any, **options: Any) -> tqdm:
+    """A tqdm bar; arguments and options are tqdm's. In a notebook it is one line of text in an output of its own, which
+    stays whatever `leave` says: tqdm's widget would be saved with its first text, `packing: 0%`."""
+    options["mininterval"] = max(LEAST, options.get("mininterval", LEAST))
+    if in_notebook() and not options.get("disable"):
+        options |= {"file": Line(), "leave": True, "position": 0, "dynamic_ncols": False}
+    return tqdm(*arguments, **options)
+
+
+class Line(io.StringIO):
+    """What a bar writes to in a notebook: one output whose text is replaced."""
+
+    encoding = "utf-8"  # else tqdm draws with # and digits
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handle: Any = None
+
+    def write(self, text: str) -> int:
+        from IPython.display import display
+
+        if line := text.strip():
+            shown = {"text/plain": line}
+            if self.handle is None:
+                self.handle = display(shown, raw=True, display_id=True)
+            else:
+                self.handle.update(shown, raw=True)
+        return len(text)
+
+
+def in_notebook() -> bool:
+    """Whether a Jupyter kernel runs this: a terminal's IPython has no kernel."""
+    core = sys.modules.get("IPython")
+    shell = core.get_ipython() if core is not None else None
+    return getattr(shell, "kernel", None) is not None

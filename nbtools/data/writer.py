@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from nbtools import disk
-from nbtools.data import progress
 from nbtools.data.build import Entry, cores
 from nbtools.data.journal import JOURNAL, Journal
 from nbtools.data.pack import BAD, FORMAT, MANIFEST, Card, Column, Reader, Sample
 from nbtools.data.splits import SPLITS, assigned
+from nbtools.data.stage import bar
 from nbtools.errors import PackError
 
 DAMAGED = (OSError, ValueError, EOFError, SyntaxError, zlib.error, struct.error, zipfile.BadZipFile)
@@ -121,12 +121,12 @@ class Writer:
 
         done = self.take_up(entries)
         known = {"total": len(entries), "initial": done, "unit": " samples"}
-        bar = progress.bar(desc="packing", **known, mininterval=0.5, disable=not self.progress, leave=False)
-        with bar, ThreadPoolExecutor(max_workers=cores()) as pool:
+        shown_ = bar(desc="packing", **known, mininterval=0.5, disable=not self.progress, leave=False)
+        with shown_, ThreadPoolExecutor(max_workers=cores()) as pool:
             source = islice(entries, done, None)
             while chunk := list(islice(source, CHUNK)):
                 for entry, found in zip(chunk, pool.map(attempt, chunk), strict=True):
-                    bar.update()
+                    shown_.update()
                     if isinstance(found, PackError):
                         value, rule, fix = (
                             found.args if len(found.args) == 3 else (found, "the file can be read", "fix it")

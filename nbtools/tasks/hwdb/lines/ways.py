@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from threading import Lock
 
 from nbtools import disk
-from nbtools.data import cache, members, stage
+from nbtools.data import archive_index, cache, read_member, stage
 from nbtools.errors import ArchiveError, PackError
 
 ARCHIVE = re.compile(r"\.(tar|tar\.gz|tgz|tar\.xz|txz|tar\.bz2|tbz2?|zip)$", re.I)
@@ -52,7 +52,7 @@ def on_disk(folder: Path) -> Iterable[str]:
 def in_archive(archive: Path, top: str) -> Iterable[str]:
     """The names of an archive's files below one of its folders, "" for all of them."""
     start = f"{top}/" if top else ""
-    names = (name[len(start) :] for name in members.index(archive).files if name.startswith(start))
+    names = (name[len(start) :] for name in archive_index(archive).files if name.startswith(start))
     return (name for name in names if not any(map(hidden, name.split("/"))))
 
 
@@ -67,7 +67,7 @@ def way(path: Path) -> tuple[Path, str]:
 
 def within(archive: Path, name: str) -> tuple[Path, str]:
     """The same, where the name may lead through further archives in an archive."""
-    files = members.index(archive).files
+    files = archive_index(archive).files
     if name not in files:
         for above in map(PurePosixPath.as_posix, PurePosixPath(name).parents):
             if above in files:
@@ -93,7 +93,7 @@ def _whole(file: Path, name: str, size: int, mtime: int, progress: bool) -> Path
             disk.make_folder(part.parent)
             disk.remove(part)
             with disk.create(part) as new:
-                members.copy(file, name, new)
+                disk.write(new, read_member(file, name))
             disk.publish_file(part, target)
     return stage(target, extract=False, progress=progress)
 
@@ -101,7 +101,7 @@ def _whole(file: Path, name: str, size: int, mtime: int, progress: bool) -> Path
 def content(path: Path) -> bytes:
     """All bytes of a file, on disk or in an archive. Raises OSError or ArchiveError."""
     file, name = way(path)
-    return members.read(file, name) if name else file.read_bytes()
+    return read_member(file, name) if name else file.read_bytes()
 
 
 def sample_bytes(path: Path) -> bytes:

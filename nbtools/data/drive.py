@@ -1,0 +1,231 @@
+"""Google Drive: mounted on Colab, its `drive:` paths, what is kept there, its links, and the pages it sends instead.
+
+Drive is $NBTOOLS_DRIVE where that is set, else Colab's mount. gdown reads Drive's pages (they change, and it follows),
+with the two functions that 5.2 and 6 have in common; the bytes come through `sources`.
+"""
+
+import difflib
+import html
+import importlib
+import os
+import re
+import sys
+import urllib.parse
+from pathlib import Path, PurePosixPath
+
+from nbtools import disk
+from nbtools.errors import DriveRefused, MissingExtra, StageError
+
+MOUNT = Path("/content/drive")  # Colab's
+SITE = "https://drive.google.com"
+KEPT, FORMER = "drive:nbtools-data/", "drive:nbtools/"  # where notebooks keep packs and runs, and where they used to
+
+_declined = False  # whether Colab's dialog was declined: it is not shown a second time
+
+
+def drive_path(path: str | Path, create: bool = False) -> Path:
+    """The local path of `drive:path/in/My Drive`; other paths as they are. With `create` the folder above it is made,
+    without it the path must exist. Raises StageError or DiskError where that cannot be."""
+    text = str(path)
+    if not create:
+        if found := existing(text):
+            return found
+        raise missing(text, local(text))
+    place = local(text)
+    with disk.explained(f"making a place for {text}", place):
+        disk.make_folder(place.parent)
+    return place
+
+
+def existing(text: str) -> Path | None:
+    """The local path of what exists, or None. Files in the notebooks' former folder on Drive are found too, and a
+    sentence names them. Raises StageError or DiskError where that cannot be read."""
+    former = text.replace(KEPT, FORMER, 1) if text.startswith(KEPT) else text
+    for name in dict.fromkeys((text, former)):
+        place = local(name)
+        with disk.explained(f"looking at {name}", place):
+            if not disk.exists(place):
+                continue
+        if name != text:
+            print(f"{text} is not there yet; using {name}, where notebooks used to keep it.")
+        return place
+    return None
+
+
+def kept(place: str, instead: str = "demo data") -> Path | None:
+    """What a notebook kept at a `drive:` place; None where nothing is there yet, or the dialog that asks for Drive was
+    declined. A sentence names the place and what is used instead.
+
+    Raises StageError or DiskError where Drive cannot be read: that does not mean that nothing is kept.
+    """
+    try:
+        with disk.explained(f"looking at {place}", Path(place)):
+            found = existing(place)
+            if found and not (found.is_dir() and not any(found.iterdir())):
+                return found
+        reason = f"Nothing is kept at {place} yet"
+    except DriveRefused as refusal:
+        reason = str(refusal)
+    print(f"{reason}: using {instead} instead.")
+    return None
+
+
+def place_to_keep(where: str | Path) -> Path | None:
+    """The local path to write what should outlive this machine to; on Drive its folder is made. None, and a sentence,
+    where the dialog that asks for Drive was declined."""
+    try:
+        return drive_path(where, create=True) if str(where).startswith("drive:") else Path(where)
+    except DriveRefused as refusal:
+        print(f"{refusal}: nothing is kept at {where}, and the work of this session is lost when its machine goes.")
+        return None
+
+
+def local(text: str) -> Path:
+    """The absolute path, below Drive or not, whether it exists or not."""
+    if not text.startswith("drive:"):
+        return Path(text).expanduser().absolute()
+    inside = PurePosixPath(text.removeprefix("drive:").lstrip("/"))
+    if ".." in inside.parts:
+        raise StageError(f"{text}: a drive: path stays inside My Drive and holds no `..`.")
+    return root() / inside
+
+
+def root() -> Path:
+    """The folder that is My Drive; on Colab it is mounted first, which asks for access."""
+    global _declined
+    if folder := os.environ.get("NBTOOLS_DRIVE"):
+        return Path(folder).absolute()
+    reason = "it does not answer"
+    for force in (False, True):  # a stale mount needs the second try
+        if answers(MOUNT):
+            return MOUNT / "MyDrive"
+        if _declined:
+            break
+        try:
+            from google.colab import drive  # pyright: ignore[reportMissingImports]
+
+            drive.mount(str(MOUNT), force_remount=force)
+        except ImportError:
+            raise StageError(
+                "drive: is Colab's Drive, and this is not Colab. Set NBTOOLS_DRIVE to a folder that stands for it."
+            ) from None
+        except Exception as error:  # colab raises ValueError, RuntimeError and its own MessageError, by version
+            _declined = type(error).__name__ == "MessageError"  # the browser's answer, when access is not granted
+            reason = f"{type(error).__name__}: {error}"
+    if answers(MOUNT, bare=True):
+        return MOUNT / "MyDrive"
+    if _declined:
+        raise DriveRefused("Access to Drive was declined in Colab's dialog (restart the session to be asked again)")
+    raise StageError(f"Drive is not mounted: {reason}. Allow access in Colab's dialog; else restart the runtime.")
+
+
+def answers(mount: Path, bare: bool = False) -> bool:
+    """Whether Drive can be read: a folder called MyDrive may remain when the mount is gone. bare: an empty Drive counts
+    too, as of a new account."""
+    try:
+        return os.path.ismount(mount) and (bool(os.listdir(mount / "MyDrive")) or bare)
+    except OSError:
+        return False
+
+
+def on_colab() -> bool:
+    return "google.colab" in sys.modules  # Colab's kernel imports it at its start; importing it elsewhere is slow
+
+
+def release_runtime() -> None:
+    """On Colab, flush what Drive has not got yet, then give the machine back, disk and all; elsewhere do nothing.
+
+    Raises StageError where Drive cannot be flushed: the machine is kept then, since what it holds may be lost.
+    """
+    if not on_colab():
+        return
+    from google.colab import drive, runtime  # pyright: ignore[reportMissingImports]
+
+    try:
+        if answers(MOUNT):
+            drive.flush_and_unmount()
+    except Exception as error:  # colab raises ValueError and its own errors, by version
+        raise StageError(
+            f"The machine is kept: Drive could not be written out ({type(error).__name__}: {error}). Look at the kept "
+            "folder on Drive, then release the machine by Runtime, Disconnect and delete runtime."
+        ) from None
+    runtime.unassign()
+
+
+def missing(source: str, path: Path) -> StageError:
+    """The error that names what was looked for, and what is there under a similar name."""
+    parent = path.parent
+    while not parent.is_dir():
+        parent = parent.parent
+    names = sorted(entry.name for entry in parent.iterdir())
+    wanted = path.relative_to(parent).parts[0]
+    near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.5) or names[:5]
+    there = f"{parent} has {', '.join(near)}" if near else f"{parent} is empty"
+    return StageError(f"{source}: there is no {path}. {there}.")
+
+
+def link(url: str) -> tuple[str, str] | None:
+    """(`folder` or `file`, id) of a Drive link in any of its spellings; None for another address."""
+    if not re.match(r"https?://(drive|docs|drive\.usercontent)\.google\.com/", url):
+        return None
+    if found := re.search(r"/folders/([\w-]+)", url):
+        return "folder", found[1]
+    if found := re.search(r"/d/([\w-]+)|[?&]id=([\w-]+)", url):
+        return "file", found[1] or found[2]
+    raise StageError(f"{url}: no file or folder in this Drive link. Copy it again with Share → Copy link.")
+
+
+def confirmed(page: str, url: str) -> str | None:
+    """The address behind the page that says that a file is too large for the virus scan; None for any other page."""
+    try:
+        return urllib.parse.urljoin(url, gdown("download").get_url_from_gdrive_confirmation(page))
+    except gdown("exceptions").FileURLRetrievalError:
+        return None
+
+
+def files_in_folder(folder_id: str) -> dict[str, str]:
+    """Relative path → id of the files in a shared Drive folder."""
+    list_folder = gdown("download_folder").download_folder
+    try:
+        listed = list_folder(id=folder_id, quiet=True, skip_download=True)
+    except Exception as error:  # 5.2 raises RuntimeError and friends, 6 its own, both those of requests
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        files = {file.path: file.id for file in listed or ()}
+        if len(files) < len(listed or ()):
+            raise StageError(f"{SITE}/drive/folders/{folder_id}: two files here have the same name. Rename one.")
+        if files:
+            return files
+        reason = "it is empty, or not shared"
+    raise StageError(
+        f"{SITE}/drive/folders/{folder_id}: Drive does not list this folder ({reason}). Choose Share → Anyone with "
+        "the link in Drive. Better: put the files into one tar and share that; gdown 5 lists 50 files at most."
+    )
+
+
+def complaint(page: str) -> str:
+    """What a web page that came instead of an archive says, quota or permission, and what to do about it."""
+    title = re.search(r"(?is)<title[^>]*>(.*?)</title>", page)
+    name = " ".join(html.unescape(title[1]).split())[:80] if title else "untitled"
+    text = re.sub(r"(?is)<(script|style)\b.*?</\1>|<[^>]*>", " ", page)
+    if re.search(r"(?i)quota|too many users|limit (was |is )?(reached|exceeded)", text):
+        return (
+            f"a web page ({name!r}) came instead of an archive: the download quota of this file is used up. Open the "
+            "link in a browser, choose Make a copy, and stage your copy as drive:…, or try again tomorrow."
+        )
+    if re.search(r"(?i)sign.?in|log.?in|permission|request access|need access|access denied|forbidden", text):
+        return (
+            f"a web page ({name!r}) came instead of an archive: you have no permission for this file. Its owner "
+            "chooses Share → Anyone with the link; or mount the Drive that has it and stage it as drive:…."
+        )
+    return (
+        f"a web page ({name!r}) came instead of an archive. Open the address in a browser, and use that of the file "
+        "itself."
+    )
+
+
+def gdown(module: str):
+    try:
+        return importlib.import_module(f"gdown.{module}")
+    except ImportError as error:
+        raise MissingExtra(f"Drive links need gdown ({error}): pip install 'gdown>=5.2,<7'") from error

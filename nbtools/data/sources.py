@@ -1,0 +1,387 @@
+"""Where data comes from: one small class a kind of source. A new kind is a subclass of Source and nothing else.
+
+What is fetched goes into a `.part` that the next call resumes: free space is known first, a stop loses nothing, and
+every write goes through `disk`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import IO, ClassVar
+
+from nbtools import disk
+from nbtools.data import archive, drive
+from nbtools.errors import ArchiveError, StageError
+
+CHUNK = 1 << 20
+MANY = 1000  # files: Drive gives about 50 kB/s on small ones
+OPENER = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+PAUSE = 1.0  # seconds before the second connection; doubles with each that brought nothing
+TIMEOUT = 60.0  # seconds without a byte
+TRIES = 5
+
+Progress = Callable[[int], object]  # is told of bytes
+
+
+class Source:
+    """A place that data comes from. Subclasses are asked in turn, the last defined first, whether they know a text.
+
+    text: what the user wrote; origin: what tells it from all other sources; name: of the archive or folder there.
+    here: where it can be read fast already, if anywhere; it is then fetched only if a copy is asked for.
+    """
+
+    kinds: ClassVar[list[type[Source]]] = []
+    is_folder = False  # `fetch` fills a folder; else it writes one archive
+    is_remote = False  # its version takes a connection: what was staged before is used without asking
+    verb = "copy"
+    hint = ""  # what to tell the user before fetching
+    here: Path | None = None
+
+    def __init_subclass__(cls) -> None:
+        Source.kinds.insert(0, cls)
+
+    def __init__(self, text: str, origin: str, name: str):
+        self.text, self.origin, self.name = text, origin, name
+
+    @classmethod
+    def of(cls, text: str) -> Source | None:
+        """The source that a text names, None where it is of another kind. Raises StageError for nothing usable."""
+        return None
+
+    def version(self) -> str:
+        """What changes whenever the content does; a part of another version is not resumed."""
+        raise NotImplementedError
+
+    @property
+    def size(self) -> int | None:
+        """Bytes to fetch; None where nobody knows before."""
+        return None
+
+    def fetch(self, part: Path, progress: Progress) -> None:
+        """Write all of it to `part`, a file or a folder, and go on from what is there. Raises StageError, with what
+        came kept."""
+        raise NotImplementedError
+
+
+def source_of(text: str) -> Source:
+    found = (kind.of(text) for kind in Source.kinds)
+    return next(source for source in found if source is not None)  # any text is a path
+
+
+class File(Source):
+    """An archive on a disk, or on a mounted Drive: `drive:path/in/My Drive`."""
+
+    def __init__(self, text: str, path: Path):
+        super().__init__(text, str(path), path.name)
+        self.path, self.here = path, None if is_far(path) else path
+
+    @classmethod
+    def of(cls, text: str) -> Source:
+        path = drive.drive_path(text) if text.startswith("drive:") else Path(text).expanduser().absolute()
+        if not disk.exists(path):
+            raise drive.missing(text, path)
+        if path.is_dir():
+            return Folder(text, path)
+        require_archive(path, text)
+        return cls(text, path)
+
+    def version(self) -> str:
+        seen = self.path.stat()
+        return f"{seen.st_size}-{seen.st_mtime_ns}"
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+    def fetch(self, part: Path, progress: Progress) -> None:
+        copy(self.path, part, self.size, progress)
+
+
+class Folder(Source):
+    """A folder on a disk, or on a mounted Drive; `File.of` tells the two apart."""
+
+    is_folder = True
+
+    def __init__(self, text: str, path: Path):
+        if not any(True for _ in disk.walk(path)):
+            raise StageError(f"{text}: {path} holds no files. Is it the right folder?")
+        super().__init__(text, str(path), path.name)
+        self.path, self.here = path, None if is_far(path) else path
+
+    @cached_property
+    def files(self) -> list[tuple[str, tuple[int, int]]]:
+        return sorted(listing(self.path).items())
+
+    @property
+    def hint(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if len(self.files) <= MANY:
+            return ""
+        return f"{self.path}: {len(self.files):,} files, which is slow there. One tar of them copies many times faster."
+
+    def version(self) -> str:
+        return hashlib.sha256(repr(self.files).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+    @property
+    def size(self) -> int:
+        return sum(size for _, (size, _) in self.files)
+
+    def fetch(self, part: Path, progress: Progress) -> None:
+        for name, (size, _) in self.files:
+            copy(self.path / name, part / name, size, progress)
+
+
+class Url(Source):
+    """The http(s) address of an archive."""
+
+    is_remote, verb = True, "download"
+
+    @classmethod
+    def of(cls, text: str) -> Source | None:
+        return cls(text, text, PurePosixPath(text.split("?")[0]).name) if re.match("https?://", text) else None
+
+    @cached_property
+    def announced(self) -> Announced:
+        return probe(self.origin)
+
+    def version(self) -> str:
+        return self.announced.version
+
+    @property
+    def size(self) -> int | None:
+        return self.announced.size
+
+    def fetch(self, part: Path, progress: Progress) -> None:
+        download(self.announced, part, progress)
+
+
+class DriveFile(Url):
+    """A link to an archive on somebody's Drive."""
+
+    @classmethod
+    def of(cls, text: str) -> Source | None:
+        form, file_id = drive.link(text) or ("", "")
+        return cls(text, file_id, f"drive-{file_id[:8]}") if form == "file" else None
+
+    @cached_property
+    def announced(self) -> Announced:
+        """Of the file itself, past the page that says that it is too large for the virus scan."""
+        url: str | None = f"{drive.SITE}/uc?id={self.origin}&export=download"
+        asked, page = url, ""
+        for _ in range(3):
+            if url is None:
+                break
+            asked, found = url, probe(url)
+            if not found.page:
+                return found
+            page, url = found.page, drive.confirmed(found.page, found.url)
+        raise StageError(f"{asked}: {drive.complaint(page)}")
+
+
+class DriveFolder(Source):
+    """A link to a folder on somebody's Drive."""
+
+    is_folder, is_remote, verb = True, True, "download"
+
+    @classmethod
+    def of(cls, text: str) -> Source | None:
+        form, folder_id = drive.link(text) or ("", "")
+        return cls(text, folder_id, f"drive-{folder_id[:8]}") if form == "folder" else None
+
+    def version(self) -> str:
+        return "listed"
+
+    def fetch(self, part: Path, progress: Progress) -> None:
+        for name, file_id in drive.files_in_folder(self.origin).items():
+            target = part.joinpath(*archive.safe_parts(name))
+            if not target.exists():
+                file = DriveFile(self.text, file_id, name)
+                unfinished = part.parent.with_name(f"{file_id}-{file.version()}")
+                disk.require_space(part, file.size or 0)
+                file.fetch(unfinished, progress)
+                disk.make_folder(target.parent)
+                disk.rename(unfinished, target)
+
+
+def is_far(path: Path) -> bool:
+    """Whether a path lies on Drive, or what stands for it, or on another slow mount; a link lies where it leads to, and
+    so does a folder with one."""
+    roots = [drive.MOUNT, *([Path(folder)] if (folder := os.environ.get("NBTOOLS_DRIVE")) else [])]
+    roots = [root.resolve() for root in roots]
+    return any(any(map(real.is_relative_to, roots)) or disk.is_slow(real) for real in real_places(path))
+
+
+def real_places(path: Path) -> Iterator[Path]:
+    """Where a path really lies, then the folders that links below it lead to, each once."""
+    yield path.resolve()
+    seen = set()
+    for base, folders, names in os.walk(path):
+        for link in (link for name in (*folders, *names) if os.path.islink(link := os.path.join(base, name))):
+            real = Path(os.path.realpath(link))
+            place = real if real.is_dir() else real.parent
+            if place not in seen:
+                seen.add(place)
+                yield place
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int]]:
+    """Relative path → (size, mtime in ns) of the files below a folder."""
+    seen = {os.path.relpath(item.path, folder): item.stat() for item in disk.walk(folder)} if folder.is_dir() else {}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in seen.items()}
+
+
+def require_archive(path: Path, text: str) -> str:
+    """The kind of an archive. Raises ArchiveError for a file that is none by its first bytes, with what a web page in
+    its place says."""
+    form = archive.kind(path)
+    if form is None:
+        with open(path, "rb") as file:
+            head = disk.read(file, 100_000)
+        if re.match(rb"(?i)\s*(\xef\xbb\xbf)?\s*(<!doctype html|<html|<head)", head):
+            raise ArchiveError(f"{text}: {drive.complaint(head.decode('utf-8', 'replace'))}")
+        raise ArchiveError(
+            f"{text}: not an archive: it begins with {head[:16]!r}. Give a folder, tar (plain, gz, xz, bz2) or zip."
+        )
+    return form
+
+
+def copy(source: Path, part: Path, size: int, progress: Progress) -> None:
+    """Append to `part` what is missing of a file of `size` bytes; one that stops answering can be resumed."""
+    if bytes_in(part) > size:
+        disk.remove(part)
+    done = bytes_in(part)
+    progress(done)
+    disk.make_folder(part.parent)
+    with open(source, "rb") as content, disk.append(part) as file:
+        content.seek(done)
+        while data := read_mounted(content, source):
+            disk.write(file, data)
+            progress(len(data))
+    if bytes_in(part) != size:
+        raise StageError(
+            f"{source}: gave {bytes_in(part)} bytes instead of {size}: it changed meanwhile. Run it again."
+        )
+
+
+def read_mounted(content: IO[bytes], source: Path) -> bytes:
+    try:
+        return disk.read(content, CHUNK)
+    except OSError as error:  # Drive gives errno 5 or 107 after a while
+        raise StageError(
+            f"{source}: stopped answering ({error.strerror}). What came is kept: run it again, on Colab after "
+            "remounting Drive."
+        ) from None
+
+
+def bytes_in(part: Path) -> int:
+    return part.stat().st_size if part.exists() else 0
+
+
+@dataclass(frozen=True)
+class Announced:
+    """What a server says about a file before any of it is read."""
+
+    url: str
+    size: int | None  # bytes
+    version: str  # changes when the content does
+    page: str  # the web page that came instead, else ""
+
+
+class Dropped(Exception):
+    """A connection ended early; the next one goes on from there."""
+
+
+def probe(url: str) -> Announced:
+    """Ask a server for a file and read what it announces; a web page is read whole."""
+    try:
+        with connect(url) as response:
+            headers = response.headers
+            length = headers.get("Content-Length")
+            stamp = f"{headers.get('ETag')} {headers.get('Last-Modified')} {length}"
+            is_page = headers.get_content_type() == "text/html" and not headers.get("Content-Disposition")
+            return Announced(
+                url=response.url,
+                size=int(length) if length and length.isdigit() else None,
+                version=hashlib.sha256(stamp.encode()).hexdigest()[:16],
+                page=receive(response).decode("utf-8", "replace") if is_page else "",
+            )
+    except Dropped as error:
+        raise unreachable(url, str(error)) from None
+
+
+def download(file: Announced, part: Path, progress: Progress) -> None:
+    """Append what is missing of a file to `part`; five connections in a row without a byte are an error."""
+    if file.size is None:
+        disk.remove(part)  # nothing tells whether it was whole
+    progress(bytes_in(part))
+    tries, reason = 0, ""
+    while tries < TRIES:
+        if file.size is not None and bytes_in(part) == file.size:
+            return
+        if tries:
+            time.sleep(PAUSE * 2 ** (tries - 1))
+        before = bytes_in(part)
+        try:
+            download_rest(file.url, part, progress)
+            if file.size is None:
+                return
+            reason = f"it ended after {bytes_in(part)} of {file.size} bytes"
+        except Dropped as error:
+            reason = str(error)
+        tries = 0 if bytes_in(part) > before else tries + 1
+    raise unreachable(file.url, f"{reason}; {disk.human(bytes_in(part))} are kept")
+
+
+def download_rest(url: str, part: Path, progress: Progress) -> None:
+    done = bytes_in(part)
+    with connect(url, {"Range": f"bytes={done}-"} if done else {}) as response:
+        if done and not response.headers.get("Content-Range", "").startswith(f"bytes {done}-"):
+            disk.remove(part)  # this server starts from the beginning
+            progress(-done)
+        with disk.append(part) as file:
+            while data := receive(response):
+                disk.write(file, data)
+                progress(len(data))
+
+
+def connect(url: str, headers: dict[str, str] | None = None) -> http.client.HTTPResponse:
+    request = urllib.request.Request(url, headers={"User-Agent": "Mozilla/5.0 nbtools", **(headers or {})})
+    try:
+        return OPENER.open(request, timeout=TIMEOUT)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise refusal(url, error) from None
+    except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
+        raise Dropped(str(getattr(error, "reason", error))) from None
+
+
+def refusal(url: str, error: urllib.error.HTTPError) -> Exception:
+    """What an HTTP status means: trouble of the moment, a page that says why, or a wrong address."""
+    status = f"HTTP {error.code} {error.reason}"
+    if error.code >= 500 and error.code != 501:
+        return Dropped(status)
+    if error.headers.get_content_type() == "text/html" and error.code != 404:
+        return StageError(f"{url}: {status}: {drive.complaint(receive(error).decode('utf-8', 'replace'))}")
+    return unreachable(url, status)
+
+
+def receive(response: IO[bytes]) -> bytes:
+    """Read from the network; its OSErrors must not look like the disk's."""
+    try:
+        return disk.read(response, CHUNK)
+    except (OSError, http.client.HTTPException) as error:
+        raise Dropped(f"{type(error).__name__}: {error}") from None
+
+
+def unreachable(url: str, reason: str) -> StageError:
+    return StageError(f"{url}: cannot be downloaded: {reason}. Check the address and the network, then run it again.")
