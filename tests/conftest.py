@@ -10,6 +10,7 @@ import socket
 
 import pytest
 import torch
+from hypothesis import settings
 
 from nbtools.train import device
 
@@ -17,6 +18,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 os.environ.setdefault("NBTOOLS_DEVICE", "cpu")
+settings.register_profile("nbtools", deadline=None, derandomize=True, database=None)  # no verdict by chance or by clock
+settings.load_profile("nbtools")
 
 
 def pytest_report_header():

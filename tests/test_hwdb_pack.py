@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 
 from nbtools import disk
-from nbtools.data import Pack, collate, in_order, members, open_feed, packing, writer
+from nbtools.data import Pack, collate, in_order, open_feed, packing, writer
 from nbtools.errors import ArchiveError, PackError
 from nbtools.tasks import hwdb
 from nbtools.tasks.common import ctc
@@ -348,9 +348,9 @@ def test_archives_in_a_folder_are_not_unpacked_but_those_within_another_taken_ou
 def test_a_page_in_a_zip_is_inflated_once_for_all_its_lines(tmp_path, monkeypatch):
     page(tmp_path / "raw" / "1-P1.dgrl", *"一二三四五六七八九十")
     page(tmp_path / "raw" / "2-P1.dgrl", *"一二三四五六七八九十")
-    read_ = members.read
+    read_ = ways.read_member
     seen = []
-    monkeypatch.setattr(members, "read", lambda path, name: seen.append(name) or read_(path, name))
+    monkeypatch.setattr(ways, "read_member", lambda path, name: seen.append(name) or read_(path, name))
     monkeypatch.setattr(writer, "cores", lambda: 8)
     assert len(packed(zipped(tmp_path / "raw", tmp_path / "raw.zip"))) == 20
     assert sorted(seen) == ["1-P1.dgrl", "2-P1.dgrl"]

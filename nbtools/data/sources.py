@@ -170,8 +170,8 @@ class DriveFile(Url):
 
     @classmethod
     def of(cls, text: str) -> Source | None:
-        form, file_id = drive.link(text) or ("", "")
-        return cls(text, file_id, f"drive-{file_id[:8]}") if form == "file" else None
+        file_id = drive_id(text, "file")
+        return cls(text, file_id, f"drive-{file_id[:8]}") if file_id else None
 
     @cached_property
     def announced(self) -> Announced:
@@ -195,8 +195,8 @@ class DriveFolder(Source):
 
     @classmethod
     def of(cls, text: str) -> Source | None:
-        form, folder_id = drive.link(text) or ("", "")
-        return cls(text, folder_id, f"drive-{folder_id[:8]}") if form == "folder" else None
+        folder_id = drive_id(text, "folder")
+        return cls(text, folder_id, f"drive-{folder_id[:8]}") if folder_id else None
 
     def version(self) -> str:
         return "listed"
@@ -211,6 +211,12 @@ class DriveFolder(Source):
                 file.fetch(unfinished, progress)
                 disk.make_folder(target.parent)
                 disk.rename(unfinished, target)
+
+
+def drive_id(text: str, form: str) -> str | None:
+    """The id in a link to a `file` or a `folder` on Drive."""
+    found = drive.link(text) if text.startswith("http") else None
+    return found[1] if found and found[0] == form else None
 
 
 def is_far(path: Path) -> bool:
