@@ -2,10 +2,8 @@
 
 import contextlib
 import errno
-import gzip
 import hashlib
 import http.server
-import io
 import json
 import multiprocessing
 import os
@@ -16,20 +14,33 @@ import tarfile
 import threading
 import types
 import urllib.request
-import zipfile
 from pathlib import Path
 
 import pytest
+from archives import archived, put, tar_bytes, tree, zip_bytes
 
 import nbtools as nb
 from nbtools import disk, errors
-from nbtools.data import archive, cache, drive, drive_path, sources, stage
-from nbtools.data.stage import RECEIPT
+from nbtools.data import (
+    Source,
+    archive,
+    archive_index,
+    cache,
+    drive,
+    drive_path,
+    on_colab,
+    read_member,
+    release_runtime,
+    sources,
+)
 from nbtools.folder import kept_folder
 
-stager = sys.modules["nbtools.data.stage"]  # nbtools.stage is the function
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated method:DeprecationWarning")  # gdown 5 calls bs4
 FILES = {"digits/labels.csv": b"file,label\n", "digits/images/1.png": bytes(range(256)) * 8000, "digits/2.png": b"2"}
+INSIDE = {name.removeprefix("digits/"): content for name, content in FILES.items()}
+TAR = tar_bytes(FILES)
+RECEIPT = ".stage.json"
+ROOT = Path(disk.__file__).parents[1]
 FILE_ID, FOLDER_ID = "1AbCdEfGhIjKlMnOpQrStUvWxYz0123", "1FoLdErIdOfTwentyEightLetters"
 QUOTA = (
     "<html><head><title>Google Drive - Quota exceeded</title></head><body><p>Sorry, you can't view or download this "
@@ -49,88 +60,122 @@ def place(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def tar_bytes(files: dict[str, bytes] = FILES) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name, content in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return buffer.getvalue()
-
-
-def zip_bytes(files: dict[str, bytes] = FILES) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in files.items():
-            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
-    return buffer.getvalue()
-
-
-def put(path: Path, data: bytes | None = None) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(tar_bytes() if data is None else data)
-    return path
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-INSIDE = {name.removeprefix("digits/"): content for name, content in FILES.items()}
+def stage(source, into=None, **options) -> Path:
+    return nb.stage(source, into, **{"progress": False, **options})
 
 
 def published(folder: Path) -> list[str]:
-    """What stands in a target beside `.part` and the locks."""
+    """What stands in a target besides `.part` and the locks."""
     return [entry.name for entry in folder.glob("*") if entry.suffix != ".part" and entry.name != "locks"]
 
 
-def test_a_local_folder_is_used_where_it_is(place):
-    put(place / "raw" / "a.png", b"a")
+def receipt_in(folder: Path) -> dict:
+    [target] = published(folder)
+    return json.loads((folder / target / RECEIPT).read_text())
+
+
+@contextlib.contextmanager
+def untouched(monkeypatch):
+    """Within, nothing may change a disk."""
+    with monkeypatch.context() as patch:
+        for operation in disk.OPERATIONS:
+            if operation != "read":  # 512 bytes, to know that it is still an archive
+                patch.setattr(disk, operation, lambda *_, **__: pytest.fail("touched the disk"))
+        yield
+
+
+# What a source is, and where it comes out
+
+
+def test_staging_an_archive_enters_four_files_of_the_package(place):
+    """`stage` decides, `sources` knows where the bytes are, `archive` unpacks, `disk` writes."""
+    path, entered = put(place / "digits.tar", TAR), set()
+
+    def trace(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(str(ROOT / "nbtools")):
+            entered.add(Path(frame.f_code.co_filename).relative_to(ROOT).as_posix())
+
+    sys.setprofile(trace)
+    try:
+        folder = nb.stage(path)
+    finally:
+        sys.setprofile(None)
+    assert tree(folder) == INSIDE
+    assert entered == {f"nbtools/{name}.py" for name in ("data/stage", "data/sources", "data/archive", "disk")}
+
+
+def test_a_new_kind_of_source_is_one_class(place, monkeypatch):
+    """It is resumed, checked, unpacked and published as all others are."""
+    monkeypatch.setattr(Source, "kinds", [*Source.kinds])
+    begun_at = []
+
+    class Shelf(Source):
+        """`shelf:NAME`, on a server that gives a MB at a time."""
+
+        size = len(TAR)
+
+        @classmethod
+        def of(cls, text):
+            return cls(text, text, text.removeprefix("shelf:")) if text.startswith("shelf:") else None
+
+        def version(self) -> str:
+            return "3rd edition"
+
+        def fetch(self, part, progress):
+            with disk.append(part) as file:
+                begun_at.append(file.tell())
+                disk.write(file, TAR[begun_at[-1] :][:1_000_000])
+                if file.tell() < len(TAR):
+                    raise errors.StageError("closed for lunch")
+
+    for _ in range(2):
+        with pytest.raises(errors.StageError, match="lunch"):
+            stage("shelf:digits.tar")
+    assert published(cache()) == []
+    folder = stage("shelf:digits.tar")
+    assert tree(folder) == INSIDE
+    assert stage("shelf:digits.tar") == folder
+    assert begun_at == [0, 1_000_000, 2_000_000]
+    assert receipt_in(cache())["version"] == "3rd edition"
+
+
+def test_a_local_folder_is_used_where_it_is_and_copied_when_a_place_is_named(place):
+    put(place / "raw" / "sub" / "a.png", b"a")
     assert stage(place / "raw") == place / "raw"
     assert not cache().exists()
-
-
-def test_a_local_folder_is_copied_when_a_place_is_named(place):
-    put(place / "raw" / "sub" / "a.png", b"a")
-    folder = stage(place / "raw", into=place / "fast", progress=False)
+    folder = stage(place / "raw", place / "fast")
     assert folder.is_relative_to(place / "fast")
     assert tree(folder) == {"sub/a.png": b"a"}
 
 
 @pytest.mark.parametrize("name", ["digits.tar", "drive:sets/digits.tar"])
 def test_an_archive_comes_out_at_its_only_folder_with_a_receipt(place, name):
-    path = put(place / "drive" / "sets" / "digits.tar") if name.startswith("drive:") else put(place / name)
-    folder = stage(name if name.startswith("drive:") else path, progress=False)
+    path = put(place / name.replace(":", "/"), TAR)
+    folder = stage(name if ":" in name else path)
     assert folder.name == "digits"
     assert tree(folder) == INSIDE
-    [target] = published(cache())
-    receipt = json.loads((cache() / target / RECEIPT).read_text())
-    assert receipt["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert receipt["size"] == path.stat().st_size
+    receipt = receipt_in(cache())
+    assert (receipt["sha256"], receipt["size"]) == (hashlib.sha256(TAR).hexdigest(), len(TAR))
     assert not list(cache().glob("*.part"))
 
 
 def test_an_archive_of_several_entries_comes_out_at_the_folder_that_holds_them(place):
-    folder = stage(put(place / "x.tar", tar_bytes({"a": b"1", "b/c": b"2"})), progress=False)
-    assert tree(folder) == {"a": b"1", "b/c": b"2"}
+    assert tree(stage(put(place / "x.tar", tar_bytes({"a": b"1", "b/c": b"2"})))) == {"a": b"1", "b/c": b"2"}
 
 
 @pytest.mark.parametrize("link", ["itself", "a folder in it", "a file in it"])
 def test_a_link_to_drive_is_still_drive(place, link):
     """The guide linked its data folder to Drive, and read Drive at each access."""
-    put(place / "drive" / "digits" / "train" / "1.png", b"1")
+    target = put(place / "drive" / "digits" / "train" / "1.png", b"1").parent
     if link == "itself":
-        (place / "data").symlink_to(place / "drive" / "digits")
-    else:
+        (place / "data").symlink_to(target.parent)
+    elif link == "a folder in it":
         (place / "data").mkdir()
-        target = place / "drive" / "digits" / "train"
-        if link == "a folder in it":
-            (place / "data" / "train").symlink_to(target)
-        else:
-            (place / "data" / "train").mkdir()
-            (place / "data" / "train" / "1.png").symlink_to(target / "1.png")
-    folder = stage(place / "data", progress=False)
+        (place / "data" / "train").symlink_to(target)
+    else:
+        (place / "data" / "train").mkdir(parents=True)
+        (place / "data" / "train" / "1.png").symlink_to(target / "1.png")
+    folder = stage(place / "data")
     assert tree(folder) == {"train/1.png": b"1"}
     assert not folder.resolve().is_relative_to(place / "drive")
     assert not any(path.is_symlink() for path in folder.rglob("*"))
@@ -140,108 +185,158 @@ def test_a_link_to_another_folder_on_local_disk_is_read_where_it_leads(place):
     put(place / "elsewhere" / "1.png", b"1")
     (place / "data").mkdir()
     (place / "data" / "train").symlink_to(place / "elsewhere")
-    assert stage(place / "data", progress=False) == place / "data"
+    assert stage(place / "data") == place / "data"
 
 
-def test_links_that_go_round_in_a_circle_are_walked_once(place):
-    put(place / "drive" / "digits" / "1.png", b"1")
+def test_a_folder_on_drive_is_copied_and_links_that_go_in_a_circle_are_walked_once(place):
+    put(place / "drive" / "pack" / "images" / "1.npy", b"1")
     for name in "abc":
-        (place / "drive" / "digits" / name).symlink_to(place / "drive" / "digits")
-    assert tree(stage("drive:digits", progress=False)) == {"1.png": b"1"}
+        (place / "drive" / "pack" / name).symlink_to(place / "drive" / "pack")
+    assert tree(stage("drive:pack")) == {"images/1.npy": b"1"}
 
 
-def test_a_pack_on_drive_is_copied_as_a_folder(place):
-    put(place / "drive" / "pack" / "manifest.json", b"{}")
-    put(place / "drive" / "pack" / "images.npy", b"\x93NUMPY")
-    folder = stage("drive:pack", progress=False)
-    assert tree(folder) == {"manifest.json": b"{}", "images.npy": b"\x93NUMPY"}
+# Once, and the archive as one file
 
 
-def test_second_stage_is_instant_and_copies_nothing(place, monkeypatch):
-    put(place / "drive" / "digits.tar")
-    first = stage("drive:digits.tar", progress=False)
-    for operation in disk.OPERATIONS:
-        if operation != "read":  # 512 bytes, to know that it is still an archive
-            monkeypatch.setattr(disk, operation, lambda *_, **__: pytest.fail("touched the disk"))
-    assert stage("drive:digits.tar", progress=False) == first
+@pytest.mark.parametrize("extract", [True, False])
+@pytest.mark.parametrize("form", ["tar", "zip", "tar.gz"])
+def test_what_was_staged_is_found_again_without_touching_the_disk(place, monkeypatch, form, extract):
+    """extract=False brings a plain tar or a zip, whatever the source is packed with."""
+    data = archived(FILES, form)
+    put(place / "drive" / f"digits.{form}", data)
+    path = stage(f"drive:digits.{form}", extract=extract)
+    if extract:
+        assert tree(path) == INSIDE
+    else:
+        assert path.read_bytes() == (data if form == "zip" else TAR)
+        assert {name: read_member(path, name) for name in archive_index(path).files} == FILES
+    receipt = receipt_in(cache())
+    assert (receipt["size"], receipt["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
+    assert not list(cache().glob("*.part"))
+    with untouched(monkeypatch):
+        assert stage(f"drive:digits.{form}", extract=extract) == path
+    other = stage(f"drive:digits.{form}", extract=not extract)
+    assert other != path == stage(f"drive:digits.{form}", extract=extract), "each has a place of its own"
+
+
+@pytest.mark.parametrize("form", ["tar", "zip", "tar.gz"])
+def test_a_local_archive_that_stays_one_file_is_used_where_it_lies(place, form):
+    data = archived(FILES, form)
+    path = put(place / f"digits.{form}", data)
+    if form != "tar.gz":
+        assert stage(path, extract=False) == path
+        assert not cache().exists()
+    copied = stage(path, place / "fast", extract=False)
+    assert copied.is_relative_to(place / "fast")
+    assert read_member(copied, "digits/2.png") == b"2"
+    assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("far", [True, False])
+def test_a_function_of_the_archive_may_choose(place, far):
+    for name, wanted in (("a", True), ("b", False)):
+        path = put(place / ("drive" if far else "near") / f"{name}.tar", tar_bytes({f"{name}/x": b"x", "y": b"y"}))
+        found = [
+            stage(f"drive:{name}.tar" if far else path, extract=lambda path: "a/x" in archive_index(path).files)
+            for _ in range(2)
+        ]
+        assert found[0] == found[1]
+        assert found[0].is_dir() == wanted
 
 
 def test_a_changed_source_is_staged_again(place):
-    path = put(place / "digits.tar")
-    stage(path, progress=False)
+    path = put(place / "digits.tar", TAR)
+    stage(path)
     put(path, tar_bytes({"digits/new": b"new"}))
-    assert tree(stage(path, progress=False)) == {"new": b"new"}
+    assert tree(stage(path)) == {"new": b"new"}
 
 
-def test_sha256_must_match_also_on_the_second_call(place):
-    path = put(place / "drive" / "digits.tar")
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    stage("drive:digits.tar", sha256=digest.upper(), progress=False)
+@pytest.mark.parametrize("extract", [True, False])
+@pytest.mark.parametrize("name", ["digits.tar", "drive:digits.tar"])
+def test_sha256_must_match_also_on_the_second_call(place, name, extract):
+    path = put(place / name.replace(":", "/"), TAR)
+    source, digest = name if ":" in name else path, hashlib.sha256(TAR).hexdigest()
+    stage(source, sha256=digest.upper(), extract=extract)
     with pytest.raises(errors.ArchiveError, match=f"SHA-256 is {digest}, not abc"):
-        stage("drive:digits.tar", sha256="abc", progress=False)
+        stage(source, sha256="abc", extract=extract)
+
+
+def test_what_an_older_nbtools_staged_is_used(place, monkeypatch):
+    """Its receipt says more."""
+    put(place / "drive" / "digits.tar", TAR)
+    folder = stage("drive:digits.tar")
+    receipt = receipt_in(cache()) | {"mtime": 1700000000.0}
+    put(folder.parent / RECEIPT, json.dumps(receipt).encode())
+    with untouched(monkeypatch):
+        assert stage("drive:digits.tar") == folder
+
+
+# Whole or not at all
+
+
+def in_process(job, *arguments) -> multiprocessing.Process:
+    process = multiprocessing.get_context("fork").Process(target=job, args=arguments)
+    process.start()
+    return process
 
 
 def stage_and_note(place: Path, barrier) -> None:
+    sources.copy = noted(place, sources.copy)
     barrier.wait()
-    folder = stage("drive:digits.tar", progress=False)
-    (place / f"result-{os.getpid()}").write_text(f"{folder} {len(tree(folder))}")
+    folder = stage("drive:digits.tar")
+    put(place / f"result-{os.getpid()}", f"{folder} {len(tree(folder))}".encode())
 
 
-def test_eight_stagers_at_once_cause_one_copy(place, monkeypatch):
-    put(place / "drive" / "digits.tar")
-    extract = archive.extract
+def noted(place: Path, copy):
+    return lambda *arguments: put(place / f"copy-{os.getpid()}") and copy(*arguments)
 
-    def noted(*arguments, **options):
-        (place / f"copy-{os.getpid()}").touch()
-        return extract(*arguments, **options)
 
-    monkeypatch.setattr(archive, "extract", noted)
-    context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(8)
-    workers = [context.Process(target=stage_and_note, args=(place, barrier)) for _ in range(8)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_eight_stagers_at_once_cause_one_copy(place):
+    put(place / "drive" / "digits.tar", TAR)
+    barrier = multiprocessing.get_context("fork").Barrier(8)
+    for process in [in_process(stage_and_note, place, barrier) for _ in range(8)]:
+        process.join()
     assert len(list(place.glob("copy-*"))) == 1
-    results = {path.read_text() for path in place.glob("result-*")}
-    assert len(list(place.glob("result-*"))) == 8
-    assert results == {f"{stage('drive:digits.tar')} 3"}
+    results = [path.read_text() for path in place.glob("result-*")]
+    assert results == 8 * [f"{stage('drive:digits.tar')} 3"]
 
 
-KILLED = """
-import os, sys
-from nbtools import disk
-from nbtools.data import stage
-write, left = disk.write, [2]
-def dying(file, data):
-    if not left[0]:
-        write(file, bytes(data[:1000]))
-        os.kill(os.getpid(), 9)
-    left[0] -= 1
-    write(file, data)
-disk.write = dying
-stage("drive:digits.tar", progress=False)
-"""
+def killed_while_copying(extract: bool) -> None:
+    write, left = disk.write, [2]
+
+    def dying(file, data):
+        if not left[0]:
+            write(file, bytes(data[:1000]))
+            os.kill(os.getpid(), 9)
+        left[0] -= 1
+        write(file, data)
+
+    disk.write = dying
+    stage("drive:digits.tar", extract=extract)
 
 
-def test_a_killed_copy_leaves_a_part_and_is_resumed(place, monkeypatch):
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("extract", [True, False])
+def test_a_killed_copy_leaves_a_part_and_is_resumed(place, monkeypatch, extract):
     data = tar_bytes({"digits/a": os.urandom(3_500_000)})
     put(place / "drive" / "digits.tar", data)
-    assert subprocess.run([sys.executable, "-c", KILLED], cwd=Path(disk.__file__).parents[1]).returncode == -9
+    process = in_process(killed_while_copying, extract)
+    process.join()
+    assert process.exitcode == -9
     assert published(cache()) == []
     [part] = cache().glob("*.part/*/archive")
     kept, moved = part.stat().st_size, []
     assert 2_000_000 < kept < len(data)
     copy = sources.copy
     monkeypatch.setattr(sources, "copy", lambda path, part, size, _: copy(path, part, size, moved.append))
-    folder = stage("drive:digits.tar", progress=False)
+    path = stage("drive:digits.tar", extract=extract)
     assert moved[0] == kept
     assert sum(moved) == len(data)
-    assert hashlib.sha256((folder / "a").read_bytes()).digest() == hashlib.sha256(data[512:3_500_512]).digest()
+    assert (path / "a").read_bytes() == data[512:3_500_512] if extract else path.read_bytes() == data
 
 
-def test_a_mount_that_stops_answering_says_so_and_the_next_call_goes_on(place, monkeypatch):
+def test_a_mount_that_stops_answering_says_so_and_the_next_call_resumes(place, monkeypatch):
     put(place / "drive" / "digits.tar", tar_bytes({"digits/a": bytes(2_500_000)}))
     read, left = disk.read, [3]  # the first looks at the magic bytes
 
@@ -253,105 +348,38 @@ def test_a_mount_that_stops_answering_says_so_and_the_next_call_goes_on(place, m
 
     monkeypatch.setattr(disk, "read", stopping)
     with pytest.raises(errors.StageError, match=r"digits\.tar: stopped answering .*run it again"):
-        stage("drive:digits.tar", progress=False)
+        stage("drive:digits.tar")
     [part] = cache().glob("*.part/*/archive")
     assert part.stat().st_size == 1 << 20
-    assert (stage("drive:digits.tar", progress=False) / "a").stat().st_size == 2_500_000
+    assert (stage("drive:digits.tar") / "a").stat().st_size == 2_500_000
 
 
-def test_a_part_of_an_older_version_is_not_resumed(place):
-    path = put(place / "drive" / "digits.tar")
-    seen = path.stat()
-    target = stager.target_of(sources.source_of("drive:digits.tar"), cache(), False)
-    put(cache() / f"{target.name}.part" / f"{seen.st_size}-1" / "archive", b"older" * 100)
-    assert tree(stage("drive:digits.tar", progress=False)) == INSIDE
+def test_a_part_of_an_older_version_is_not_resumed(place, monkeypatch):
+    path = put(place / "drive" / "digits.tar", b"older" * 100 + bytes(1 << 20))
+    put(path, tar_bytes({"digits/a": b"older" * 300_000}))
+    with monkeypatch.context() as patch:
+        patch.setattr(archive, "extract", lambda *_, **__: pytest.fail("interrupted here"))
+        with contextlib.suppress(pytest.fail.Exception):
+            stage("drive:digits.tar")
+    assert list(cache().glob("*.part/*/archive"))
+    put(path, TAR)
+    assert tree(stage("drive:digits.tar")) == INSIDE
 
 
-def only(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and "locks" not in path.parts]
-
-
-@pytest.mark.parametrize("name", ["digits.tar", "digits.zip"])
-def test_a_local_archive_that_is_to_stay_one_file_is_used_where_it_lies(place, name):
-    path = put(place / name, tar_bytes() if name.endswith("tar") else zip_bytes())
-    assert stage(path, extract=False) == path
-    assert not cache().exists()
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    assert stage(path, extract=False, sha256=digest) == path
-    with pytest.raises(errors.ArchiveError, match=f"SHA-256 is {digest}, not abc"):
-        stage(path, extract=False, sha256="abc")
-
-
-@pytest.mark.parametrize("name", ["digits.tar", "digits.zip", "digits.tar.gz"])
-def test_an_archive_on_drive_is_brought_as_one_file_once(place, monkeypatch, name):
-    data = {"digits.tar": tar_bytes(), "digits.zip": zip_bytes(), "digits.tar.gz": gzip.compress(tar_bytes())}[name]
-    put(place / "drive" / name, data)
-    path = stage(f"drive:{name}", extract=False, progress=False)
-    assert path.read_bytes() == (zip_bytes() if name.endswith("zip") else tar_bytes())
-    assert {member: archive.read_member(path, member) for member in archive.archive_index(path).files} == FILES
-    assert {found.name for found in only(cache())} == {path.name, RECEIPT}
-    receipt = json.loads((path.parent / RECEIPT).read_text())
-    assert (receipt["size"], receipt["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
-    for operation in disk.OPERATIONS:
-        if operation != "read":
-            monkeypatch.setattr(disk, operation, lambda *_, **__: pytest.fail("touched the disk"))
-    assert stage(f"drive:{name}", extract=False, progress=False) == path
-
-
-@pytest.mark.parametrize("name", ["digits.tar", "digits.zip", "digits.tar.gz"])
-def test_one_file_may_be_put_below_a_place_that_is_named(place, name):
-    data = {"digits.tar": tar_bytes(), "digits.zip": zip_bytes(), "digits.tar.gz": gzip.compress(tar_bytes())}[name]
-    path = stage(put(place / name, data), place / "fast", extract=False, progress=False)
-    assert path.is_relative_to(place / "fast")
-    assert archive.read_member(path, "digits/2.png") == b"2"
-    assert (place / name).read_bytes() == data
-
-
-def test_the_archive_and_its_folder_can_both_be_staged(place):
-    put(place / "drive" / "digits.tar")
-    path = stage("drive:digits.tar", extract=False, progress=False)
-    folder = stage("drive:digits.tar", progress=False)
-    assert tree(folder) == INSIDE
-    assert stage("drive:digits.tar", extract=False, progress=False) == path
-    assert stage("drive:digits.tar", progress=False) == folder
-
-
-@pytest.mark.parametrize("far", [True, False])
-def test_a_function_of_the_archive_may_choose(place, far):
-    for name, wanted in (("a", True), ("b", False)):
-        path = put(place / ("drive" if far else "near") / f"{name}.tar", tar_bytes({f"{name}/x": b"x", "y": b"y"}))
-        source_ = f"drive:{name}.tar" if far else path
-        staged = stage(source_, extract=lambda path: archive.first(path, 1) == ["a/x"], progress=False)
-        assert staged.is_dir() == wanted
-        assert stage(source_, extract=lambda path: archive.first(path, 1) == ["a/x"], progress=False) == staged
-
-
-@pytest.mark.parametrize("data", [tar_bytes()[:4000], gzip.compress(tar_bytes())[:-9], tar_bytes({"../evil": b""})])
-def test_a_bad_archive_is_not_published_as_one_file_either(place, data):
-    put(place / "drive" / "digits.tar", data)
-    with pytest.raises(errors.ArchiveError):
-        stage("drive:digits.tar", extract=False, progress=False)
-    assert published(cache()) == []
-    assert not list(cache().glob("*.part"))
-
-
-def test_a_killed_copy_of_one_file_is_resumed(place, monkeypatch):
-    put(place / "drive" / "digits.tar", tar_bytes({"digits/a": os.urandom(3_500_000)}))
-    killed = KILLED.replace("progress=False", "extract=False, progress=False")
-    assert subprocess.run([sys.executable, "-c", killed], cwd=Path(disk.__file__).parents[1]).returncode == -9
-    [part] = cache().glob("*.part/*/archive")
-    kept, moved, copy = part.stat().st_size, [], sources.copy
-    monkeypatch.setattr(sources, "copy", lambda path, part, size, _: copy(path, part, size, moved.append))
-    path = stage("drive:digits.tar", extract=False, progress=False)
-    assert moved[0] == kept > 2_000_000
-    assert path.read_bytes() == (place / "drive" / "digits.tar").read_bytes()
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("name", ["digits.tar", "digits.tar.gz"])
-def test_each_disk_operation_that_fails_leaves_no_half_of_one_file(place, monkeypatch, code, name):
-    data = tar_bytes({"digits/a": b"a" * 5000})
-    put(place / "drive" / name, data if name.endswith("tar") else gzip.compress(data))
+@pytest.mark.parametrize(
+    ("form", "extract", "code"),
+    [
+        ("tar", True, errno.ENOSPC),
+        ("tar", False, errno.ENOSPC),
+        ("tar.gz", True, errno.EIO),
+        ("tar.gz", False, errno.EIO),
+    ],
+)
+def test_each_disk_operation_that_fails_leaves_only_a_part_and_the_next_call_succeeds(
+    place, monkeypatch, form, extract, code
+):
+    files = {"digits/a": b"a" * 5000, "digits/sub/b": b"b"}
+    source = "drive:" + put(place / "drive" / f"digits.{form}", archived(files, form)).name
     calls, fatal = [0], [0]
 
     def faulty(operation):
@@ -363,57 +391,21 @@ def test_each_disk_operation_that_fails_leaves_no_half_of_one_file(place, monkey
 
         return run
 
-    for operation in disk.OPERATIONS:
-        monkeypatch.setattr(disk, operation, faulty(getattr(disk, operation)))
-    stage(f"drive:{name}", into=place / "count", extract=False, progress=False)
+    for name in disk.OPERATIONS:
+        monkeypatch.setattr(disk, name, faulty(getattr(disk, name)))
+    stage(source, place / "count", extract=extract)
     total = calls[0]
     assert total > 15
-    for number in range(1, total + 1):
-        calls[0], fatal[0] = 0, number
-        with contextlib.suppress(errors.NbtoolsError):
-            stage(f"drive:{name}", into=place / f"into-{number}", extract=False, progress=False)
-        fatal[0] = 0
-        path = stage(f"drive:{name}", into=place / f"into-{number}", extract=False, progress=False)
-        assert path.read_bytes() == data
-        assert len(published(place / f"into-{number}")) == 1
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_each_disk_operation_that_fails_leaves_only_a_part_and_the_next_call_succeeds(place, monkeypatch, code):
-    put(place / "drive" / "digits.tar", tar_bytes({"digits/a": b"a" * 5000, "digits/sub/b": b"b"}))
-    calls, fatal = [0], [0]
-
-    def faulty(name, operation):
-        def run(*arguments, **options):
-            calls[0] += 1
-            if calls[0] == fatal[0]:
-                raise OSError(code, os.strerror(code))
-            return operation(*arguments, **options)
-
-        return run
-
-    for name in disk.OPERATIONS:
-        monkeypatch.setattr(disk, name, faulty(name, getattr(disk, name)))
-    stage("drive:digits.tar", into=place / "count", progress=False)
-    total = calls[0]
-    assert total > 25
     for number in range(1, total + 1):
         into = place / f"into-{number}"
         calls[0], fatal[0] = 0, number
         with contextlib.suppress(errors.NbtoolsError):
-            stage("drive:digits.tar", into=into, progress=False)
-        if published(into):  # it failed at the very end, or tidied up in vain
-            assert (next(path for path in into.iterdir() if path.suffix != ".part") / RECEIPT).exists()
+            stage(source, into, extract=extract)
+        assert all((into / name / RECEIPT).exists() for name in published(into))
         fatal[0] = 0
-        assert tree(stage("drive:digits.tar", into=into, progress=False)) == {"a": b"a" * 5000, "sub/b": b"b"}
+        path = stage(source, into, extract=extract)
+        assert tree(path) == {"a": b"a" * 5000, "sub/b": b"b"} if extract else path.read_bytes() == tar_bytes(files)
         assert len(published(into)) == 1
-
-
-def hostile_zip() -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as file:
-        file.writestr("../evil", "x")
-    return buffer.getvalue()
 
 
 REFUSED = {
@@ -421,65 +413,59 @@ REFUSED = {
     "missing folder": ("nowhere/x.tar", None, r"there is no .*nowhere/x\.tar"),
     "missing on Drive": ("drive:digits.zip", None, r"drive:digits\.zip: there is no .* has digits\.tar"),
     "outside of Drive": ("drive:../x", None, r"no `\.\.`"),
-    "truncated": ("half.tar", tar_bytes()[:9000], "digits/images/1.png.*damaged"),
-    "truncated on Drive": ("drive:half.tar", tar_bytes()[:9000], "digits/images/1.png.*damaged"),
-    "without its end": ("half.tar", tar_bytes().rstrip(b"\0") + bytes(600), "truncated"),
+    "truncated": ("half.tar", TAR[:9000], "digits/images/1.png.*damaged"),
+    "truncated on Drive": ("drive:half.tar", TAR[:9000], "digits/images/1.png.*damaged"),
+    "without its end": ("half.tar", TAR.rstrip(b"\0") + bytes(600), "truncated"),
     "not an archive": ("notes.txt", b"hello world", "not an archive: it begins with b'hello world'"),
     "empty file": ("nothing.tar", b"", "not an archive"),
     "empty archive": ("nothing.tar", bytes(10240), "holds no files"),
     "quota page": ("digits.tar.gz", QUOTA.encode(), "quota.*Make a copy"),
     "sign-in page": ("digits.zip", SIGN_IN.encode(), "permission.*Anyone with the link"),
     "some page": ("digits.zip", b"\n<html><title>Hi</title>", r"a web page \('Hi'\) came"),
-    "hostile": ("digits.zip", hostile_zip(), r"entry '\.\./evil'"),
+    "hostile": ("digits.zip", zip_bytes(("../evil", b"x")), r"entry '\.\./evil'"),
+    "empty folder": ("raw", "folder", "raw holds no files"),
 }
 
 
+@pytest.mark.parametrize("extract", [True, False])
 @pytest.mark.parametrize(("name", "content", "words"), REFUSED.values(), ids=REFUSED)
-def test_bad_sources_are_refused_in_words_and_nothing_is_published(place, name, content, words):
-    put(place / "digits.tar")
-    put(place / "drive" / "digits.tar")
+def test_bad_sources_are_refused_in_words_and_nothing_is_published(place, name, content, words, extract):
+    put(place / "digits.tar", TAR)
+    put(place / "drive" / "digits.tar", TAR)
     path = place / name.replace("drive:", "drive/")
-    if content is not None:
+    if content == "folder":
+        (path / "sub").mkdir(parents=True)
+    elif content is not None:
         put(path, content)
     with pytest.raises(errors.StageError, match=words):
-        stage(name if name.startswith("drive:") else path, into=place / "target", progress=False)
+        stage(name if name.startswith("drive:") else path, place / "target", extract=extract)
     assert list((place / "target").glob("*")) == []
     assert not (place / "evil").exists()
 
 
-def test_an_empty_folder_is_refused(place):
-    (place / "raw" / "sub").mkdir(parents=True)
-    with pytest.raises(errors.StageError, match="holds no files"):
-        stage(place / "raw")
-
-
-def test_a_file_where_a_folder_should_be_is_named(place):
-    put(place / "digits.tar")
+def test_a_place_that_cannot_be_written_is_named(place):
+    put(place / "digits.tar", TAR)
     for into in (place / "digits.tar", place / "digits.tar" / "below"):
         with pytest.raises(errors.DiskError, match=r"digits\.tar.*a file is where a folder should be"):
-            stage(place / "digits.tar", into=into, progress=False)
+            stage(place / "digits.tar", into)
     assert tarfile.is_tarfile(place / "digits.tar")
-
-
-def test_an_unwritable_target_is_named(place):
-    put(place / "digits.tar")
     (place / "locked").mkdir(mode=0o500)
     into = Path("/proc/nbtools") if os.geteuid() == 0 else place / "locked"  # root may write anywhere but there
     with pytest.raises(errors.DiskError, match=r"staging .*(not writable|No such file)"):
-        stage(place / "digits.tar", into=into, progress=False)
+        stage(place / "digits.tar", into)
 
 
-def test_too_little_space_is_said_before_the_first_byte(place, monkeypatch):
-    put(place / "drive" / "digits.tar")
+def test_too_little_space_is_reported_before_the_first_byte(place, monkeypatch):
+    put(place / "drive" / "digits.tar", TAR)
     monkeypatch.setattr(disk, "free_bytes", lambda path: 1_000_000)
     monkeypatch.setattr(disk, "append", lambda *_: pytest.fail("wrote a byte"))
     with pytest.raises(errors.DiskError, match=r"needs 4\.1 MB, only 1\.0 MB are free"):
-        stage("drive:digits.tar", progress=False)
+        stage("drive:digits.tar")
 
 
 def test_a_full_disk_is_a_sentence_and_leaves_only_a_part(place, monkeypatch):
     """A real one of 3 MB: the copy fits, the extracted files do not."""
-    put(place / "drive" / "digits.tar")
+    put(place / "drive" / "digits.tar", TAR)
     small = place / "small"
     small.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(small)], capture_output=True)
@@ -487,21 +473,24 @@ def test_a_full_disk_is_a_sentence_and_leaves_only_a_part(place, monkeypatch):
         pytest.skip("may not mount a small disk here")
     try:
         with pytest.raises(errors.DiskError, match=r"only .* are free"):
-            stage("drive:digits.tar", into=small, progress=False)
+            stage("drive:digits.tar", small)
         monkeypatch.setattr(disk, "require_space", lambda *_: None)
         with pytest.raises(errors.DiskError, match="the disk is full"):
-            stage("drive:digits.tar", into=small, progress=False)
+            stage("drive:digits.tar", small)
         assert published(small) == []
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
 
-def test_progress_says_rate_and_time_left_and_can_be_silent(place, capsys):
-    put(place / "drive" / "digits.tar")
-    stage("drive:digits.tar", into=place / "loud")
+def test_progress_shows_rate_and_time_left_and_can_be_silent(place, capsys):
+    put(place / "drive" / "digits.tar", TAR)
+    stage("drive:digits.tar", place / "loud", progress=True)
     assert re.search(r"copy digits: 100%.*2\.06M/2\.06M \[00:00<00:00, .*B/s\]", capsys.readouterr().err)
-    stage("drive:digits.tar", into=place / "silent", progress=False)
+    stage("drive:digits.tar", place / "silent")
     assert capsys.readouterr() == ("", "")
+
+
+# Drive
 
 
 def test_drive_path_makes_room_or_requires_the_file(place):
@@ -531,7 +520,7 @@ class FakeColab(types.ModuleType):
             raise MessageError("Error: credential propagation was unsuccessful")
         if len(self.calls) < self.works_at:
             raise ValueError("mount failed")
-        put(self.point / "MyDrive" / "digits.tar")
+        put(self.point / "MyDrive" / "digits.tar", TAR)
 
     @property
     def runtime(self):
@@ -555,7 +544,7 @@ def colab(place, monkeypatch):
         monkeypatch.setattr(os.path, "ismount", lambda path: path == fake.point and len(fake.calls) >= works_at)
         monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
         monkeypatch.setitem(sys.modules, "google.colab", fake)
-        monkeypatch.setattr(drive, "_declined", False, raising=False)
+        monkeypatch.setattr(drive, "_declined", False)
         return fake
 
     return start
@@ -564,8 +553,8 @@ def colab(place, monkeypatch):
 @pytest.mark.parametrize(("works_at", "calls"), [(1, [False]), (2, [False, True]), (0, [])])
 def test_drive_is_mounted_on_colab_when_needed_and_forced_when_stale(place, colab, works_at, calls):
     fake = colab(works_at)
-    put(fake.point / "MyDrive" / "stale") if works_at else put(fake.point / "MyDrive" / "digits.tar")
-    assert tree(stage("drive:digits.tar", progress=False)) == INSIDE
+    put(fake.point / "MyDrive" / ("stale" if works_at else "digits.tar"), TAR)
+    assert tree(stage("drive:digits.tar")) == INSIDE
     assert fake.calls == calls
 
 
@@ -578,7 +567,7 @@ def test_a_drive_that_does_not_mount_is_an_error_with_its_reason(colab):
 def test_the_machine_is_given_back_after_drive_is_written_out(colab):
     fake = colab(0)
     put(fake.point / "MyDrive" / "run.json")
-    drive.release_runtime()
+    release_runtime()
     assert fake.calls == ["flush", "unassign"]
 
 
@@ -587,15 +576,15 @@ def test_a_machine_whose_drive_cannot_be_written_out_is_kept(colab):
     fake.calls += [True] * 7
     put(fake.point / "MyDrive" / "run.json")
     with pytest.raises(errors.StageError, match=r"machine is kept: .*ValueError: unmount failed"):
-        drive.release_runtime()
+        release_runtime()
     assert "unassign" not in fake.calls
 
 
 def test_off_colab_there_is_nothing_to_give_back(monkeypatch):
     asked = []
     monkeypatch.setattr(drive, "answers", lambda mount: asked.append(mount))
-    assert not drive.on_colab()
-    drive.release_runtime()
+    assert not on_colab()
+    release_runtime()
     assert asked == [], "Drive was looked for where there is none"
 
 
@@ -623,7 +612,7 @@ def test_what_is_asked_of_a_declined_drive_by_name_is_an_error(declined):
 
 def test_drive_that_was_allowed_by_hand_after_all_is_used(declined):
     assert nb.kept("drive:digits.tar") is None
-    put(declined.point / "MyDrive" / "digits.tar")
+    put(declined.point / "MyDrive" / "digits.tar", TAR)
     assert nb.kept("drive:digits.tar") == declined.point / "MyDrive" / "digits.tar"
 
 
@@ -642,11 +631,11 @@ def test_a_drive_without_any_file_is_an_empty_place(colab, monkeypatch):
 
 @pytest.mark.parametrize("name", ["captcha.tar", "runs/captcha"])
 def test_what_lies_in_the_notebooks_former_folder_is_found_and_named(place, capsys, name):
-    put(place / "drive" / "nbtools" / name)
+    put(place / "drive" / "nbtools" / name, TAR)
     assert nb.kept(f"drive:nbtools-data/{name}") == place / "drive" / "nbtools" / name
     assert f"using drive:nbtools/{name}, where notebooks used to keep it" in capsys.readouterr().out
-    assert stage(f"drive:nbtools-data/{name}", progress=False)
-    put(place / "drive" / "nbtools-data" / name)
+    assert stage(f"drive:nbtools-data/{name}")
+    put(place / "drive" / "nbtools-data" / name, TAR)
     assert nb.kept(f"drive:nbtools-data/{name}") == place / "drive" / "nbtools-data" / name, "the new one comes first"
 
 
@@ -666,6 +655,9 @@ def test_drive_off_colab_names_the_variable(monkeypatch):
     monkeypatch.delenv("NBTOOLS_DRIVE")
     with pytest.raises(errors.StageError, match="NBTOOLS_DRIVE"):
         stage("drive:digits.tar")
+
+
+# Over the network
 
 
 class Web(http.server.BaseHTTPRequestHandler):
@@ -721,7 +713,7 @@ def web(monkeypatch):
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     address = f"http://127.0.0.1:{server.server_port}"
-    Web.data, Web.drop, Web.ranges, Web.status, Web.requests = tar_bytes(), None, True, 200, []
+    Web.data, Web.drop, Web.ranges, Web.status, Web.requests = TAR, None, True, 200, []
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     monkeypatch.setattr(sources, "OPENER", direct)
     monkeypatch.setattr(drive, "SITE", address)
@@ -733,46 +725,45 @@ def web(monkeypatch):
 
 
 def test_an_address_is_downloaded_once(web):
-    folder = stage(f"{web}/digits.tar?x=1", progress=False)
+    folder = stage(f"{web}/digits.tar?x=1")
     assert tree(folder) == INSIDE
     asked = len(Web.requests)
-    assert stage(f"{web}/digits.tar?x=1", progress=False) == folder
+    assert stage(f"{web}/digits.tar?x=1") == folder
     assert len(Web.requests) == asked
 
 
 @pytest.mark.parametrize("address", ["{web}/digits.tar?x=1", f"https://drive.google.com/open?id={FILE_ID}"])
 def test_a_download_may_stay_one_file(web, address):
-    path = stage(address.format(web=web), extract=False, progress=False)
-    assert path.read_bytes() == tar_bytes()
-    assert len(only(cache())) == 2  # it and its receipt
+    path = stage(address.format(web=web), extract=False)
+    assert path.read_bytes() == TAR
     asked = len(Web.requests)
-    assert stage(address.format(web=web), extract=False, progress=False) == path
+    assert stage(address.format(web=web), extract=False) == path
     assert len(Web.requests) == asked
-    assert tree(stage(address.format(web=web), progress=False)) == INSIDE
+    assert tree(stage(address.format(web=web))) == INSIDE
 
 
 @pytest.mark.parametrize("ranges", [True, False])
 def test_dropped_connections_are_resumed_where_the_server_can(web, ranges):
     Web.ranges, Web.drop = ranges, 700_000
     if ranges:
-        assert tree(stage(f"{web}/digits.tar", progress=False)) == INSIDE
+        assert tree(stage(f"{web}/digits.tar")) == INSIDE
         assert [wanted for _, wanted in Web.requests] == [None, None, "bytes=700000-", "bytes=1400000-"]
         return
     with pytest.raises(errors.StageError, match=r"ended after 700000 of \d+ bytes; 700 kB are kept"):
-        stage(f"{web}/digits.tar", progress=False)
+        stage(f"{web}/digits.tar")
     Web.drop = None
-    assert tree(stage(f"{web}/digits.tar", progress=False)) == INSIDE
+    assert tree(stage(f"{web}/digits.tar")) == INSIDE
 
 
 def test_a_download_that_stopped_goes_on_in_the_next_call(web, monkeypatch):
     Web.drop = 700_000
     monkeypatch.setattr(sources, "TRIES", 0)
     with pytest.raises(errors.StageError, match="cannot be downloaded"):
-        stage(f"{web}/digits.tar", progress=False)
+        stage(f"{web}/digits.tar")
     monkeypatch.setattr(sources, "TRIES", 5)
     put(next(cache().glob("*.part/*")) / "archive", Web.data[:1_000_000])
     Web.drop = None
-    assert tree(stage(f"{web}/digits.tar", progress=False)) == INSIDE
+    assert tree(stage(f"{web}/digits.tar")) == INSIDE
     assert Web.requests[-1][1] == "bytes=1000000-"
 
 
@@ -790,20 +781,20 @@ def test_a_download_that_stopped_goes_on_in_the_next_call(web, monkeypatch):
 def test_pages_and_statuses_instead_of_a_file_are_explained(web, page, status, words):
     Web.status = status
     with pytest.raises(errors.StageError, match=words):
-        stage(f"{web}/{page}", progress=False)
+        stage(f"{web}/{page}")
     assert published(cache()) == []
 
 
 def test_a_page_with_the_type_of_an_archive_is_noticed_too(web):
     Web.data = QUOTA.encode()
     with pytest.raises(errors.ArchiveError, match="quota"):
-        stage(f"{web}/digits.tar", progress=False)
+        stage(f"{web}/digits.tar")
     assert list(cache().glob("*.part")) == []
 
 
 def test_no_network_is_a_sentence(web):
     with pytest.raises(errors.StageError, match=r"cannot be downloaded: .*refused"):
-        stage("http://127.0.0.1:1/digits.tar", progress=False)
+        stage("http://127.0.0.1:1/digits.tar")
 
 
 @pytest.mark.parametrize(
@@ -816,14 +807,14 @@ def test_no_network_is_a_sentence(web):
 )
 def test_a_drive_link_is_followed_past_the_virus_scan_page(web, link):
     Web.drop = 1_500_000
-    assert tree(stage(link, progress=False)) == INSIDE
+    assert tree(stage(link)) == INSIDE
     assert Web.requests[-1] == (f"/download?id={FILE_ID}&confirm=t", "bytes=1500000-")
 
 
 @pytest.mark.parametrize(("file_id", "words"), [("quota-quota", "quota"), ("sign-in-sign-in", "permission")])
 def test_a_drive_link_that_gives_a_page_names_quota_or_permission(web, file_id, words):
     with pytest.raises(errors.StageError, match=words):
-        stage(f"https://drive.google.com/file/d/{file_id}/view", progress=False)
+        stage(f"https://drive.google.com/file/d/{file_id}/view")
     assert published(cache()) == []
 
 
@@ -843,9 +834,9 @@ def gdown_reads(web, monkeypatch):
 
 def test_a_drive_folder_is_downloaded_file_by_file(gdown_reads):
     link = f"https://drive.google.com/drive/folders/{FOLDER_ID}?usp=sharing"
-    assert tree(stage(link, progress=False)) == {"digits.tar": tar_bytes()}
+    assert tree(stage(link)) == {"digits.tar": TAR}
 
 
 def test_a_drive_folder_that_is_not_shared_says_so(gdown_reads):
     with pytest.raises(errors.StageError, match=r"does not list this folder .*Share"):
-        stage("https://drive.google.com/drive/folders/missing-missing-missing-missing", progress=False)
+        stage("https://drive.google.com/drive/folders/missing-missing-missing-missing")
