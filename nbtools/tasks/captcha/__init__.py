@@ -1,10 +1,11 @@
 """Captchas: images of one size with as many characters, or lines of any width and length."""
 
-from nbtools.tasks.captcha.data import pack, read
+from nbtools.tasks.captcha.data import pack, read, survey
 from nbtools.tasks.captcha.demo import demo
 from nbtools.tasks.captcha.plans import BASELINE, PLAN, Plan, suggest
-from nbtools.tasks.captcha.show import preview, show, text_of
+from nbtools.tasks.captcha.show import preview, show
 from nbtools.tasks.captcha.task import BEST, batch, decode, loss, metrics, model
+from nbtools.tasks.common.labels import text_of
 
 __all__ = [
     "BASELINE",
@@ -22,5 +23,6 @@ __all__ = [
     "read",
     "show",
     "suggest",
+    "survey",
     "text_of",
 ]

@@ -1,28 +1,35 @@
 """Raw captchas → pack: images of one size as they are, lines of text reduced to their ink.
 
-Fixed layout: image (H, W) uint8 grey, label (N,). Lines: image (W, H) uint8 ink on blank paper (0, as padding is), W
-ragged, and a ragged label. Labels are places in `classes`.
+A raw file is an image whose name holds its text. Fixed layout: image (H, W) uint8 grey, label (N,). Lines: image (W, H)
+uint8 ink on blank paper (0, as padding is), W ragged, and a ragged label. Labels are places in `classes`.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from nbtools.data import Entry, Pack, Sample, Survey, build_pack
 from nbtools.errors import PackError
 from nbtools.table import plural, sized
-from nbtools.tasks.captcha.files import SUFFIXES, UNREADABLE, Found, layout_of, listed, pattern_of
 from nbtools.tasks.captcha.ink import line_of
 from nbtools.tasks.captcha.networks import STRIDE
 from nbtools.tasks.common.ctc import needed_steps
+from nbtools.tasks.common.files import IMAGES, on_white, open_image, split_of, walk
+from nbtools.tasks.common.labels import characters, spell
 
 CASES = {"keep": str, "lower": str.lower, "upper": str.upper}
 LAYOUTS = ("auto", "fixed", "lines")
+SURVEYED = 300  # files whose header is read to choose the layout
+ALIKE = 0.9  # share of them with one size and one length of label that makes a fixed layout
+
+Problem = tuple[str, str, str]
+"""(value, rule, fix): why a file is a row of the table of bad samples."""
 
 
 def pack(
@@ -58,87 +65,122 @@ def asked(label: str, layout: str, height: int, case: str, classes: Sequence[str
         raise PackError(f"case must be one of {', '.join(CASES)}, got {case!r}")
     if height < 16:
         raise PackError(f"height must be ≥ 16, got {height}: the network halves it three times")
-    if classes is not None and (len(set(classes)) != len(classes) or any(len(c) != 1 for c in classes)):
-        raise PackError(f"classes must be single characters, each once, got {classes!r}")
-    alphabet = None if classes is None else "".join(classes)
+    alphabet = None if classes is None else "".join(characters(classes))
     return {"label": label, "layout": layout, "height": height, "case": case, "classes": alphabet}
 
 
 def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
     """The files whose names hold a text that can be learned, and the layout that most of them have."""
-    found = list(listed(folder, pattern_of(options["label"]), CASES[options["case"]]))
-    layout = layout_of(folder, found, options["layout"], options["height"])
+    pattern, fold = pattern_of(options["label"]), CASES[options["case"]]
+    matches = {name: pattern.match(PurePosixPath(name).stem) for name in walk(folder)}
+    texts = {name: fold(match[1] or "") if match else None for name, match in matches.items()}
+    layout = layout_of(folder, texts, options["layout"], options["height"])
     options = {name: options[name] for name in ("label", "case", "classes")} | layout
-    problems = {one.name: refusal(one, options) for one in found}
-    good = [one for one in found if problems[one.name] is None]
-    classes = list(options["classes"] or sorted({character for one in good for character in one.text or ""}))
+    problems = {name: refusal(name, text, options) for name, text in texts.items()}
+    good = {name: text or "" for name, text in texts.items() if problems[name] is None}
+    classes = list(options["classes"] or sorted(set().union(*good.values())))
     places = {character: place for place, character in enumerate(classes)}
     lines = options["layout"] == "lines"
 
-    def spelled(entry: Entry, sample: Sample) -> None:
-        if lines and (problem := infeasible("".join(classes[i] for i in entry.label), len(sample["image"]))):
+    def fits(entry: Entry, sample: Sample) -> None:
+        if lines and (problem := infeasible(spell(classes, entry.label), len(sample["image"]))):
             raise PackError(*problem)
 
     return Survey(
         [
-            Entry(one.name, split=one.split, label=np.array([places[c] for c in one.text or ""], np.int64))
-            for one in good
+            Entry(name, split=split_of(name), label=np.array([places[character] for character in text], np.int64))
+            for name, text in good.items()
         ],
         classes,
         options,
         ragged=("image", "label") if lines else (),
         bucket_by="image" if lines else None,
         bad=[(name, *problem) for name, problem in problems.items() if problem],
-        check=spelled,
+        check=fits,
     )
 
 
 def read(path: Path, options: Mapping[str, Any]) -> Sample:
-    """One raw file → {"image": …} as the pack holds it. Raises PackError(value, rule, fix) on what cannot be used."""
-    try:
-        with Image.open(path) as file:
-            image = on_white(file)
-    except UNREADABLE as error:
-        value = str(error).replace(str(path), path.name)
-        raise PackError(value, "the file is a whole image", "delete it, or copy it again from its origin") from None
-    if options["layout"] == "lines":
-        return {"image": line_of(np.asarray(image), options["height"])}
-    grey = np.asarray(image.convert("L"))
-    if grey.shape != tuple(options["size"]):
+    """One raw file → {"image": …} as the pack holds it. Raises PackError(value, rule, fix) for what cannot be used."""
+    lines = options["layout"] == "lines"
+    with open_image(path) as file:
+        image = np.asarray(on_white(file, "RGB" if lines else "L"))
+    if lines:
+        return {"image": line_of(image, options["height"])}
+    if image.shape != tuple(options["size"]):
         rule = f"images are {sized(*options['size'])}"
-        raise PackError(sized(*grey.shape), rule, 'resize it, or pack with layout="lines"')
-    return {"image": grey}
+        raise PackError(sized(*image.shape), rule, 'resize it, or pack with layout="lines"')
+    return {"image": image}
 
 
-def on_white(image: Image.Image) -> Image.Image:
-    """RGB; what is transparent becomes white paper, where a plain conversion would show hidden colours."""
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        paper = Image.new("RGBA", image.size, "white")
-        paper.alpha_composite(image)
-        image = paper
-    return image.convert("RGB")
+def pattern_of(label: str) -> re.Pattern[str]:
+    """The text of a file name without its suffix is the first group; `_` means all before the first underscore."""
+    if len(label) == 1:
+        return re.compile(f"([^{re.escape(label)}]*){re.escape(label)}")
+    try:
+        pattern = re.compile(label)
+    except re.error as error:
+        raise PackError(f"label is no regular expression ({error}): {label!r}") from None
+    if not pattern.groups:
+        raise PackError(f"label must be one character, or have a group around the text like '^(.+?)_', got {label!r}")
+    return pattern
 
 
-def refusal(one: Found, options: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """(value, rule, fix) where the file's name already says that it cannot be used."""
-    if not one.is_image:
-        return one.file.suffix or "no suffix", f"images end in {', '.join(SUFFIXES)}", "convert it, or move it away"
-    if one.text is None:
-        return one.file.stem, f"the name fits the label pattern {options['label']!r}", "rename it, or set label="
-    if not one.text:
-        return one.file.stem, "the label is not empty", "rename it"
-    unknown = sorted(set(one.text) - set(options["classes"] or one.text))
+def layout_of(folder: Path, texts: Mapping[str, str | None], layout: str, height: int) -> dict[str, Any]:
+    """The layout's options, from the headers of some files. Raises PackError where no file can be used."""
+    usable = [name for name, text in texts.items() if text and is_image(name)]
+    if not usable:
+        example = f"; the first of {plural(len(texts), 'file')} is {next(iter(texts))}" if texts else "; it is empty"
+        raise PackError(
+            f"{folder}: no image ({', '.join(IMAGES)}) whose name holds its text{example}. "
+            "Name the files LABEL_1.png, or give label= the separator or a regular expression"
+        )
+    some = usable[:: max(1, len(usable) // SURVEYED)]
+    length, same_length = Counter(len(texts[name] or "") for name in some).most_common(1)[0]
+    sizes = Counter(filter(None, (size_of(folder / name) for name in some))).most_common(1)
+    if not sizes:
+        raise PackError(
+            f"{folder}: none of {plural(len(some), 'file')} is a readable image, from {some[0]} on; copy them again"
+        )
+    size, same_size = sizes[0]
+    if layout == "fixed" or (layout == "auto" and min(same_length, same_size) >= ALIKE * len(some)):
+        return {"layout": "fixed", "size": list(size), "length": length}
+    return {"layout": "lines", "height": height}
+
+
+def size_of(file: Path) -> tuple[int, int] | None:
+    """(height, width) from the header; None where it cannot be read, which packing explains."""
+    try:
+        with open_image(file) as image:
+            return image.height, image.width
+    except PackError:
+        return None
+
+
+def is_image(name: str) -> bool:
+    return name.lower().endswith(IMAGES)
+
+
+def refusal(name: str, text: str | None, options: Mapping[str, Any]) -> Problem | None:
+    """Why a file cannot be used, where its name already tells."""
+    path = PurePosixPath(name)
+    if not is_image(name):
+        return path.suffix or "no suffix", f"images end in {', '.join(IMAGES)}", "convert it, or move it away"
+    if text is None:
+        return path.stem, f"the name fits the label pattern {options['label']!r}", "rename it, or set label="
+    if not text:
+        return path.stem, "the label is not empty", "rename it"
+    unknown = sorted(set(text) - set(options["classes"] or text))
     if unknown:
         return "".join(unknown), "characters are in classes", "correct the name, or add them to classes="
-    if options["layout"] == "fixed" and len(one.text) != options["length"]:
+    if options["layout"] == "fixed" and len(text) != options["length"]:
         rule = f"labels have {plural(options['length'], 'character')}"
-        return one.text, rule, 'correct the name, or pack with layout="lines"'
+        return text, rule, 'correct the name, or pack with layout="lines"'
     return None
 
 
-def infeasible(text: str, columns: int) -> tuple[str, str, str] | None:
-    """(value, rule, fix) where CTC cannot spell the text in so few columns: its loss would be infinite."""
+def infeasible(text: str, columns: int) -> Problem | None:
+    """Why a line cannot be learned, where CTC cannot spell the text in so few columns: its loss would be infinite."""
     steps = -(-columns // STRIDE)
     if steps >= needed_steps(text):
         return None

@@ -7,18 +7,15 @@ import functools
 import io
 import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from nbtools import disk
-from nbtools.errors import MissingExtra, PackError
+from nbtools.errors import MissingExtra
+from nbtools.tasks.common.demo import File, require, whole, write_demo
 
 Size = tuple[int, int]
 
-CHUNK = 256  # images encoded at once in threads: bounds memory
 FONT_SIZES = (36, 40, 44)
 DOT_SHADES = 6
 
@@ -40,38 +37,33 @@ def demo(
     Raises PackError on an impossible request, MissingExtra without the captcha package, DiskError.
     """
     shortest, longest = (length, length) if isinstance(length, int) else length
-    if count < 1 or not alphabet or not 1 <= shortest <= longest:
-        raise PackError(
-            "demo needs count ≥ 1, an alphabet, and length ≥ 1 or (fewest, most), "
-            f"got count={count}, alphabet={alphabet!r}, length={length}"
-        )
-    folder = Path(folder)
-    with disk.explained("writing demo captchas", folder), ThreadPoolExecutor() as pool, seeded_captcha() as package:
-        disk.make_folder(folder)
-        drawn = iter(captchas(package, count, alphabet, (shortest, longest), size, seed))
-        while chunk := list(islice(drawn, CHUNK)):
-            list(pool.map(functools.partial(write, folder), chunk))
-    return folder
+    require(
+        {
+            "count must be a whole number of captchas, 1 or more": (whole(count, 1), count),
+            "alphabet must be the characters to draw": (bool(alphabet), alphabet),
+            "length must be 1 or more characters, or (fewest, most)": (1 <= shortest <= longest, length),
+        }
+    )
+    with seeded_captcha() as package:
+        files = captchas(package, count, alphabet, (shortest, longest), size, seed)
+        return write_demo(folder, files, (".png",), count)
 
 
-def captchas(package, count: int, alphabet: str, length: tuple[int, int], size: Size, seed: int):
-    """(file name, image) of each captcha; a pure function of its number, so that 100 are the first 100 of 6,000."""
+def captchas(package, count: int, alphabet: str, length: tuple[int, int], size: Size, seed: int) -> Iterator[File]:
+    """Each captcha is a pure function of its number, so that 100 are the first 100 of 6,000."""
     height, width = size
     for n in range(count):
         rng = random.Random(f"{seed}-{n}")
         text = "".join(rng.choice(alphabet) for _ in range(rng.randint(*length)))
         room = (height, width if length[0] == length[1] else round(width * len(text) / 4))
-        yield f"{text}_{n}.png", generated(package, text, room, rng) if n % 2 else drawn_by_hand(text, room, rng)
+        image = generated(package, text, room, rng) if n % 2 else drawn_by_hand(text, room, rng)
+        yield f"{text}_{n}.png", functools.partial(png, image)
 
 
-def write(folder: Path, named: tuple[str, Image.Image]) -> None:
-    """One PNG; encoding releases the GIL. Not fsynced: demo data is made anew in seconds."""
-    name, image = named
+def png(image: Image.Image) -> bytes:
     content = io.BytesIO()
     image.save(content, "PNG", compress_level=3)
-    disk.remove(folder / name)
-    with disk.create(folder / name) as file:
-        disk.write(file, content.getbuffer())
+    return content.getvalue()
 
 
 class Seeded:
@@ -89,7 +81,7 @@ class Seeded:
 
 @contextlib.contextmanager
 def seeded_captcha() -> Iterator[tuple[type, Seeded]]:
-    """(ImageCaptcha, its random numbers). Versions below 0.6 draw with `random`, later ones with `secrets`."""
+    """(ImageCaptcha, its random numbers), in place of those of `secrets` for as long as the block lasts."""
     try:
         from captcha import image as module
     except ImportError:
@@ -97,13 +89,12 @@ def seeded_captcha() -> Iterator[tuple[type, Seeded]]:
             "demo captchas need the package captcha: pip install captcha, or nbtools[captcha]. "
             "Images of your own need no extra package"
         ) from None
-    name = "secrets" if hasattr(module, "secrets") else "random"
-    original, numbers = getattr(module, name), Seeded()
-    setattr(module, name, numbers)
+    original, numbers = vars(module)["secrets"], Seeded()
+    vars(module)["secrets"] = numbers
     try:
         yield module.ImageCaptcha, numbers
     finally:
-        setattr(module, name, original)
+        vars(module)["secrets"] = original
 
 
 def generated(package: tuple[type, Seeded], text: str, size: Size, rng: random.Random) -> Image.Image:

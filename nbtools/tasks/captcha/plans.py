@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbtools.data import Card
+from nbtools.tasks.common.plans import THUMB, at_most, epochs_for
 from nbtools.train import plan
 
-THUMB = "rule of thumb"
 FIXED_IMAGES = 40_000  # to train on, all epochs together: 99 % of four generated digits are read after half of them
 LINES = 280_000  # of the real captchas, 20 minutes on two cores: their CER stopped falling after 200,000
 
@@ -62,7 +62,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
 
 def for_small(card: Card) -> dict[str, tuple[Any, str]]:
     """Fixed captchas without a CUDA GPU. Measured on two cores of a Xeon (AVX-512) with 4,800 four-digit captchas."""
-    epochs = rounds(FIXED_IMAGES, card)
+    epochs = epochs_for(card, FIXED_IMAGES)
     return {
         "network": ("small", "trains 8 times as many images/s on a CPU as the guide's, and needs fewer (measured)"),
         "loss": ("cross_entropy", "learns in fewer epochs than the guide's soft margin"),
@@ -83,7 +83,7 @@ def for_lines(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
     rule = (
         f"the CPU's 3e-3 at batch 32 by the sqrt rule, {THUMB}" if accelerator == "cuda" else "2 × as much is no better"
     )
-    epochs = rounds(LINES, card)
+    epochs = epochs_for(card, LINES)
     return {
         "network": ("ctc", "lines need CTC"),
         "augment": (1.3, "at 1.0 the training loss fell to half of the validation loss in 66 epochs; 5 % of a step"),
@@ -96,12 +96,3 @@ def for_lines(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
         "channels_last": (True, "a quarter less time a step on a CPU (measured)"),
         "eval_every": (2, "an evaluation takes a tenth of an epoch's time"),
     }
-
-
-def rounds(images: int, card: Card) -> int:
-    """Epochs that show so many images in all, from 3 to 200."""
-    return min(200, max(3, round(images / max(card.splits["train"], 1))))
-
-
-def at_most(batch: int, card: Card) -> int:
-    return min(batch, max(card.splits["train"], 1))

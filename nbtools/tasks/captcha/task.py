@@ -1,30 +1,38 @@
-"""How captchas are trained: batches, losses, metrics, decoding. B samples, N characters, T time steps."""
+"""How captchas are trained: batches and their augmentation, losses, metrics, decoding.
+
+Augmentation of a sample depends on its own random numbers only, not on its batch, its padding or the machine.
+B samples, H × W pixels, N characters, T time steps.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbtools.data import Card, Draws, Pack
 from nbtools.errors import PlanError
-from nbtools.tasks.captcha import augment
 from nbtools.tasks.captcha.networks import Ctc, Guide, Small
 from nbtools.tasks.captcha.plans import Plan
 from nbtools.tasks.common import ctc
-from nbtools.tasks.common import metrics as measures
+from nbtools.tasks.common.labels import spell
+from nbtools.tasks.common.metrics import accuracy, text_metrics, whole_accuracy
 from nbtools.train import Pair
 
 Batch = dict[str, Tensor]
 Outputs = Tensor | tuple[Tensor, Tensor]
 
 BEST = "whole_accuracy"
+STRETCH = 0.1  # largest change of a line's length by augmentation
 
 
 def model(card: Card | Pack, plan: Plan) -> nn.Module:
     """The network for a data set. Raises PlanError where they do not fit each other."""
-    network, lines = network_of(card, plan), card.options["layout"] == "lines"
+    lines = card.options["layout"] == "lines"
+    network = plan.network if plan.network != "auto" else "ctc" if lines else "guide"
     if (network == "ctc") != lines:
         fits = "ctc" if lines else "guide or small"
         raise PlanError(
@@ -40,21 +48,15 @@ def model(card: Card | Pack, plan: Plan) -> nn.Module:
     return built
 
 
-def network_of(card: Card | Pack, plan: Plan) -> str:
-    if plan.network != "auto":
-        return plan.network
-    return "ctc" if card.options["layout"] == "lines" else "guide"
-
-
 def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:
     """uint8 → image (B, 1, H, W): fixed in [-1, 1]; lines upright, ink in about [-0.3, 1.7]. Augmented given draws."""
     strength = plan.augment if draws is not None else 0.0
     if "image_length" not in raw:
         image = raw["image"].unsqueeze(1).float() / 127.5 - 1
-        return {**raw, "image": augment.jitter(image, draws, strength) if draws is not None and strength else image}
+        return {**raw, "image": jitter(image, draws, strength) if draws is not None and strength else image}
     ink, lengths = raw["image"].transpose(1, 2).unsqueeze(1).float() / 255, raw["image_length"]
     if draws is not None and strength:
-        ink, lengths = augment.distort(ink, lengths, draws, strength)
+        ink, lengths = distort(ink, lengths, draws, strength)
     return {**raw, "image": 2 * ink - 0.3, "image_length": lengths}
 
 
@@ -74,15 +76,62 @@ def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
     """char_accuracy and whole_accuracy; for lines cer, ar, cr and whole_accuracy."""
     labels = batch["label"]
     if isinstance(outputs, tuple):
-        return measures.text_metrics(ctc.greedy(outputs), ctc.texts(labels, batch["label_length"]))
+        return text_metrics(ctc.greedy(outputs), ctc.texts(labels, batch["label_length"]))
     predicted = outputs.argmax(2)
-    return {
-        "char_accuracy": measures.accuracy(predicted, labels),
-        "whole_accuracy": measures.whole_accuracy(predicted, labels),
-    }
+    return {"char_accuracy": accuracy(predicted, labels), "whole_accuracy": whole_accuracy(predicted, labels)}
 
 
 def decode(outputs: Outputs, card: Card | Pack) -> list[str]:
     """The text of each sample."""
     places = ctc.greedy(outputs) if isinstance(outputs, tuple) else outputs.argmax(2).tolist()
-    return ["".join(card.classes[place] for place in row) for row in places]
+    return [spell(card.classes, row) for row in places]
+
+
+def jitter(images: Tensor, draws: Draws, strength: float) -> Tensor:
+    """Small shift, scale, shear and contrast of images (B, 1, H, W) in [-1, 1]; borders are repeated outwards."""
+    height, width = images.shape[2:]
+
+    def u(most: float) -> Tensor:
+        return draws.uniform(-most * strength, most * strength)
+
+    theta = torch.zeros(len(images), 2, 3, device=images.device)
+    theta[:, 0, 0], theta[:, 1, 1] = 1 + u(0.08), 1 + u(0.08)
+    theta[:, 0, 1], theta[:, 1, 0] = u(0.15) * height / width, u(0.04) * width / height
+    theta[:, 0, 2], theta[:, 1, 2] = u(0.06), u(0.08)
+    grid = F.affine_grid(theta, list(images.shape), align_corners=False)
+    moved = F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+    gain, offset = (1 + u(0.25)).view(-1, 1, 1, 1), u(0.2).view(-1, 1, 1, 1)
+    return (moved * gain + offset).clamp(-1, 1)
+
+
+def distort(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> tuple[Tensor, Tensor]:
+    """Bend and stretch lines of ink (B, 1, H, W) in [0, 1], lengths (B,) in columns; returns both, new.
+
+    Slant, size and height wander smoothly along a line, so that one line shows several of each. A length never shrinks:
+    what follows is blank, and every label that fitted still fits.
+    """
+    height, width = ink.shape[2:]
+
+    def u(most: float) -> Tensor:
+        return draws.uniform(-most * strength, most * strength).view(-1, 1, 1)
+
+    wider = math.ceil(width * (1 + STRETCH * strength))
+    x = torch.arange(wider, device=ink.device, dtype=torch.float32).view(1, 1, -1)
+    y = torch.arange(height, device=ink.device, dtype=torch.float32).view(1, -1, 1) - (height - 1) / 2
+    stretch = 1 + u(STRETCH)
+    slant = u(0.25) + wave(x, draws, 0.25 * strength)
+    size = (1 + u(0.15)) * (1 + wave(x, draws, 0.15 * strength))
+    rise = (u(0.06) + wave(x, draws, 0.05 * strength)) * height
+    grid = torch.stack([(stretch * x + slant * y).expand(-1, height, -1), y * size + rise + (height - 1) / 2], dim=3)
+    scale = torch.tensor([2 / width, 2 / height], device=ink.device)
+    moved = F.grid_sample(ink, (grid + 0.5) * scale - 1, align_corners=False)
+    gain = 1 + u(0.3)
+    lengths = torch.maximum(lengths, torch.ceil(lengths / stretch.view(-1)).long() + 2).clamp(max=wider)
+    return (moved * gain[..., None]).clamp(0, 1), lengths
+
+
+def wave(x: Tensor, draws: Draws, most: float) -> Tensor:
+    """(B, 1, W) in [-most, most]: two sines of random phase and of periods between 24 and 200 columns."""
+    period, phase = draws.uniform(24, 200, (2,)), draws.uniform(0, 2 * math.pi, (2,))
+    angles = 2 * math.pi * x[:, None] / period[:, :, None, None] + phase[:, :, None, None]  # (B, 2, 1, W)
+    return most / 2 * torch.sin(angles).sum(1)

@@ -23,40 +23,38 @@ def write_demo(folder: str | Path, files: Iterable[File], suffixes: tuple[str, .
 
     The contents are computed in threads, since encoders release the GIL, and not fsynced: a demo is made anew in
     seconds. suffixes: of the files that a reader of the folder would take for data. total: how many files there are,
-    for the progress bar. Raises PackError where the folder has such a file that no demo wrote; DiskError.
+    for the progress bar. What else lies in the folder of an earlier demo stays as it is. Raises PackError where the
+    folder has such files and no demo wrote it, or a file of somebody else has a name that is needed; DiskError.
     """
     folder = Path(folder)
     with disk.explained("writing demo data", folder):
         clear(folder, suffixes)
         with open(folder / LIST, "w", encoding="utf-8") as written:
-
-            def content(file: File) -> tuple[str, bytes]:
-                return file[0], file[1]()
-
-            done = in_threads(content, files)
-            for name, data in bar(done, "writing demo data", total, unit=" files", leave=False, delay=SLOW):
+            contents = in_threads(lambda file: (file[0], file[1]()), files)
+            for name, data in bar(contents, "writing demo data", total, unit=" files", leave=False, delay=SLOW):
+                if (folder / name).exists():
+                    raise PackError(foreign(folder / name))
                 written.write(f"{name}\n")
-                written.flush()  # before the file, so that an interrupted demo knows its own
+                written.flush()  # before the file, so that the next demo knows what an interrupted one wrote
                 disk.make_folder((folder / name).parent)
-                disk.remove(folder / name)
-                with disk.create(folder / name) as out:
-                    disk.write(out, data)
+                with disk.create(folder / name) as file:
+                    disk.write(file, data)
     return folder
 
 
 def clear(folder: Path, suffixes: tuple[str, ...]) -> None:
-    """Make the folder, without the files of an earlier demo."""
+    """Make the folder, and remove the files of an earlier demo from it."""
     disk.make_folder(folder)
-    listed = folder / LIST
-    mine = set(listed.read_text("utf-8").splitlines()) if listed.exists() else set()
-    there = walk(folder)
-    for name in there:
-        if name not in mine and name.lower().endswith(suffixes):
-            raise PackError(
-                f"{folder / name} was not written by this demo and would be mixed with it; choose another folder"
-            )
-    for name in mine.intersection(there):
-        disk.remove(folder / name)
+    there, listed = walk(folder), folder / LIST
+    if listed.exists():
+        for name in set(listed.read_text("utf-8").splitlines()).intersection(there):
+            disk.remove(folder / name)
+    elif strangers := [name for name in there if name.lower().endswith(suffixes)]:
+        raise PackError(foreign(folder / strangers[0]))
+
+
+def foreign(path: Path) -> str:
+    return f"{path} was not written by this demo, and would be mixed with it or lost: choose another folder"
 
 
 def require(rules: Mapping[str, tuple[bool, object]]) -> None:

@@ -36,7 +36,8 @@ def counts_of(truth: Sequence[str], predicted: Sequence[str], classes: Sequence[
     pairs = Counter(paired(truth, predicted))
     if strange := sorted({name for pair in pairs for name in pair} - set(classes)):
         raise PackError(f"classes must hold all that was there or predicted, {strange[0]!r} is missing")
-    return np.array([[pairs[stood, read] for read in classes] for stood in classes], np.int64)
+    counts = [pairs[stood, read] for stood in classes for read in classes]
+    return np.array(counts, np.int64).reshape(len(classes), len(classes))
 
 
 def confusion(counts: np.ndarray, classes: Iterable[str]) -> pd.DataFrame:
