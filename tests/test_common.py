@@ -1,14 +1,32 @@
 """What the tasks share: text metrics against slow obvious versions, CTC, source files, demo folders, figures."""
 
 import builtins
-import random
+import math
 import sys
+from io import BytesIO
 
+import numpy as np
 import pytest
 import torch
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
+from hypothesis import given
+from hypothesis import strategies as st
+from IPython.core.formatters import DisplayFormatter
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from PIL import Image
+from torch.nn import functional as F
 
-from nbtools.errors import MissingExtra
+from nbtools import letters
+from nbtools.data import Refused
+from nbtools.errors import MissingExtra, PackError
+from nbtools.tasks.common import ctc, figures, files, labels, mistakes
+from nbtools.tasks.common.demo import write_demo
 from nbtools.tasks.common.metrics import accuracy, edits, text_metrics, whole_accuracy
+from nbtools.tasks.common.shapes import shapes
+
+# Metrics
 
 
 def slow_distance(a: str, b: str) -> int:
@@ -21,13 +39,11 @@ def slow_distance(a: str, b: str) -> int:
     return row[-1]
 
 
-def test_edits_are_as_few_as_the_recurrence_says_and_fit_the_lengths():
-    rng = random.Random(0)
-    for _ in range(2000):
-        guess, truth = ("".join(rng.choices("abc", k=rng.randrange(9))) for _ in range(2))
-        substitutions, deletions, insertions = edits(guess, truth)
-        assert substitutions + deletions + insertions == slow_distance(truth, guess)
-        assert deletions - insertions == len(truth) - len(guess)
+@given(st.text("abc", max_size=8), st.text("abc", max_size=8))
+def test_edits_are_as_few_as_the_recurrence_says_and_fit_the_lengths(guess, truth):
+    substitutions, deletions, insertions = edits(guess, truth)
+    assert substitutions + deletions + insertions == slow_distance(truth, guess)
+    assert deletions - insertions == len(truth) - len(guess)
 
 
 @pytest.mark.parametrize(
@@ -95,3 +111,311 @@ def test_accuracies_count_positions_and_rows():
     whole, samples = whole_accuracy(predicted, target)
     assert (int(whole), samples) == (sum(p == t for p, t in rows), 50)
     assert int(whole) >= 9
+
+
+# CTC
+
+
+def test_ctc_counts_each_samples_own_steps_and_not_the_padding():
+    torch.manual_seed(0)
+    logits, steps = torch.randn(12, 3, 6), torch.tensor([12, 7, 9])
+    labels, lengths = torch.tensor([[0, 1, 2, 3], [4, 4, 0, 0], [2, 0, 0, 0]]), torch.tensor([4, 2, 1])
+    together = ctc.loss((logits, steps), labels, lengths)
+    alone = [
+        F.ctc_loss(logits[:t, b].log_softmax(1), labels[b, :n] + 1, torch.tensor(t), torch.tensor(n), reduction="sum")
+        for b, (t, n) in enumerate(zip(steps.tolist(), lengths.tolist(), strict=True))
+    ]
+    assert torch.isclose(together, torch.stack(alone).sum())
+
+
+def test_ctc_leaves_autocast():
+    logits = torch.randn(9, 1, 4).bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = ctc.loss((logits, torch.tensor([9])), torch.tensor([[0, 1]]), torch.tensor([2]))
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+
+
+@given(st.lists(st.integers(0, 2), max_size=6), st.integers(1, 9))
+def test_a_text_fits_exactly_where_its_ctc_loss_is_finite(text, steps):
+    labels = torch.tensor([text + [text[-1] if text else 0] * 2])  # padding that looks like a repeat
+    length = torch.tensor([len(text)])
+    fits = ctc.feasible(torch.tensor([steps]), labels, length)
+    loss = ctc.loss((torch.zeros(steps, 1, 4), torch.tensor([steps])), labels, length)
+    assert bool(fits) == bool(torch.isfinite(loss)) == (steps >= ctc.needed_steps(text))
+
+
+def test_greedy_decoding_merges_repeats_drops_blanks_and_ends_with_the_sample():
+    path = torch.tensor([[1, 1, 0, 1, 2, 2, 0, 3], [0, 0, 3, 3, 0, 2, 2, 2]])
+    read = ctc.greedy((F.one_hot(path.t(), 4).float(), torch.tensor([8, 5])))
+    assert read == ctc.texts(torch.tensor([[0, 0, 1, 2], [2, 9, 9, 9]]), torch.tensor([4, 1]))
+
+
+# Source files
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("train/a.png", "train"),
+        ("Validation/x/a.png", "val"),
+        ("test/train/a.png", "train"),
+        ("HWDB2.0Test.zip/001-P16.dgrl#3", "test"),
+        ("FSL105_val/clip.npz", "val"),
+        ("testing-1/a.png", "test"),
+        ("contest/a.png", None),
+        ("trainers/a.png", None),
+        ("train.png", None),
+    ],
+)
+def test_the_nearest_folder_that_names_a_split_gives_it(name, split):
+    assert files.split_of(name) == split
+
+
+def test_all_files_are_listed_but_those_that_systems_leave_behind(tmp_path):
+    for name in ("b.png", "a/c.txt", "a/.DS_Store", "__MACOSX/a/b.png", ".git/x", "a/._b.png", "a-1/d"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert files.walk(tmp_path) == ["a-1/d", "a/c.txt", "b.png"]
+
+
+@pytest.mark.parametrize(("mode", "colour"), [("RGBA", (0, 0, 0, 0)), ("LA", (0, 0)), ("P", 0)])
+def test_hidden_colours_of_transparent_pixels_do_not_show(tmp_path, mode, colour):
+    path = tmp_path / "clear.png"
+    image = Image.new(mode, (4, 4), colour)
+    image.info |= {"transparency": 0} if mode == "P" else {}
+    image.save(path)
+    for wanted in ("RGB", "L"):
+        with files.open_image(path) as image:
+            assert np.asarray(files.on_white(image, wanted)).min() == 255
+
+
+@pytest.mark.parametrize(
+    ("content", "value"),
+    [(b"", "an empty file"), (b"text", "cannot identify image file 'bad.png'"), (None, "image file is truncated")],
+)
+def test_an_image_that_cannot_be_read_is_refused_with_what_came_the_rule_and_the_fix(tmp_path, content, value):
+    path = tmp_path / "bad.png"
+    whole = BytesIO()
+    Image.effect_noise((64, 64), 90).save(whole, "PNG")
+    path.write_bytes(whole.getvalue()[:-900] if content is None else content)
+    for file in (path, BytesIO(path.read_bytes())) if content else (path,):
+        with pytest.raises(Refused) as refused, files.open_image(file, "bad.png", key="label") as image:
+            image.load()
+        assert refused.value.args[0].startswith(value)
+        assert refused.value.args[1] == "the label is a whole image"
+        assert "copy it again" in refused.value.args[2]
+
+
+def test_16_bit_and_huge_images_are_refused(tmp_path, monkeypatch):
+    Image.new("I;16", (30, 30)).save(tmp_path / "deep.png")
+    with pytest.raises(PackError, match="an image has 8 bits a channel, got mode I"):  # noqa: SIM117
+        with files.open_image(tmp_path / "deep.png") as image:
+            files.on_white(image)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(PackError, match="at most 200 pixels"), files.open_image(tmp_path / "deep.png"):
+        pass
+
+
+def test_work_in_threads_comes_in_order_and_little_of_it_waits():
+    taken = []
+    results = files.in_threads(lambda n: n * n, (taken.append(n) or n for n in range(100)), chunk=8)
+    assert [next(results) for _ in range(3)] == [0, 1, 4]
+    assert len(taken) == 8
+    assert list(results) == [n * n for n in range(3, 100)]
+
+
+# Labels
+
+
+CELLS = st.text(st.characters(blacklist_categories=("Cs", "Cc")))
+
+
+@given(st.lists(st.lists(CELLS, min_size=2, max_size=4), max_size=5))
+def test_a_table_of_labels_is_read_as_it_was_written_with_or_without_a_byte_order_mark(table):
+    kept = [row for row in [["file", "label"], *table] if any(cell.strip() for cell in row)]
+    for mark in (b"", b"\xef\xbb\xbf"):
+        data = mark + labels.csv_bytes(["file", "label"], table)
+        assert [row for _, row in labels.csv_rows(data, "labels.csv")] == kept
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"file,label\na\xff,1\n", r"labels\.csv: .*text in UTF-8, got byte 0xff at offset 12; save it as UTF-8"),
+        (b'a,"' + b"x" * 200_000 + b'"\n', r"labels\.csv: .*the file is CSV, got field larger"),
+    ],
+)
+def test_a_table_that_is_no_csv_in_utf_8_names_the_file_and_the_place(data, message):
+    with pytest.raises(PackError, match=message):
+        list(labels.csv_rows(data, "labels.csv"))
+
+
+@pytest.mark.parametrize(("wrong", "came"), [("aab", "'a'"), (["a", "bc"], "'bc'"), ([1], "1"), ("", "none"), (5, "5")])
+def test_classes_of_text_are_single_characters_each_once(wrong, came):
+    assert labels.characters("ab") == ("a", "b")
+    with pytest.raises(PackError, match=f"alphabet must be single characters, each once, got {came}; give"):
+        labels.characters(wrong, "alphabet")
+
+
+# Demo folders
+
+
+def content(name):
+    return name, lambda: name.encode()
+
+
+def names_in(folder):
+    return list(files.walk(folder))
+
+
+def test_a_demo_replaces_a_demo_and_leaves_other_files_alone(tmp_path):
+    folder = write_demo(tmp_path / "new", map(content, ["train/a.png", "val/b.png", "labels.csv"]), (".png",), 3)
+    assert (folder / "val/b.png").read_bytes() == b"val/b.png"
+    (folder / "train/planted.png").write_text("mine")
+    write_demo(folder, map(content, ["train/c.png"]), (".png",))
+    assert names_in(folder) == ["train/c.png", "train/planted.png"]
+    with pytest.raises(PackError, match=r"planted\.png was not written by this demo"):
+        write_demo(folder, map(content, ["train/planted.png"]), (".png",))
+    assert (folder / "train/planted.png").read_text() == "mine"
+
+
+def test_a_folder_of_real_data_is_refused_and_stays_as_it_was(tmp_path):
+    (tmp_path / "Train").mkdir()
+    (tmp_path / "Train/real.PNG").write_text("real")
+    with pytest.raises(PackError, match=r"real\.PNG was not written by this demo, .* choose another folder"):
+        write_demo(tmp_path, map(content, ["a.png"]), (".png",))
+    assert names_in(tmp_path) == ["Train/real.PNG"]
+    assert names_in(write_demo(tmp_path, map(content, ["a.npz"]), (".npz",))) == ["Train/real.PNG", "a.npz"]
+
+
+def test_an_interrupted_demo_is_replaced_by_the_next(tmp_path):
+    def broken():
+        yield from map(content, [f"{n}.png" for n in range(70)])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_demo(tmp_path, broken(), (".png",))
+    assert len(names_in(tmp_path)) == 64  # what was computed together
+    write_demo(tmp_path, map(content, ["z.png"]), (".png",))
+    assert names_in(tmp_path) == ["z.png"]
+
+
+def test_shapes_differ_by_character_and_seed_and_are_the_same_in_any_company():
+    some = shapes("的一是", 32, seed=1)
+    assert (some.shape, some.dtype) == ((3, 32, 32), np.uint8)
+    assert len({drawn.tobytes() for drawn in [*some, *shapes("的一是", 32, seed=2)]}) == 6
+    assert np.corrcoef(shapes("是人在", 32, seed=1)[0].ravel(), some[2].ravel())[0, 1] > 0.999  # up to the common peak
+    assert (some.max((1, 2)) > 200).all()
+
+
+# Mistakes
+
+
+def test_the_confusion_counts_what_was_there_and_what_was_predicted():
+    truth, predicted, classes = list("aaabbc"), list("aabbaa"), list("abcd")
+    counts = mistakes.counts_of(truth, predicted, classes)
+    assert counts.tolist() == [[2, 1, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+    names, times = mistakes.most_confused(counts, classes)
+    assert (names, times.tolist()) == (["b", "a", "a", ""], [1, 1, 1, 0])
+    table = mistakes.confusion(counts, classes)
+    assert (table.loc["c", "a"], table.index.name, table.columns.name) == (1, "truth", "predicted")
+    assert mistakes.counts_of([], [], []).shape == (0, 0)
+    with pytest.raises(PackError, match="'c' is missing"):
+        mistakes.counts_of(truth, predicted, "ab")
+    with pytest.raises(PackError, match="predicted must be one gloss for each clip, got 1 for 2 clips; take both"):
+        mistakes.paired(truth[:2], predicted[:1], "gloss", "clip")
+
+
+def test_the_confusion_figure_is_blue_where_right_and_vermilion_where_wrong():
+    table = mistakes.confusion(np.array([[3, 1, 0], [0, 5, 0], [0, 0, 0]]), ["a", "b" * 90, "手"])
+    for percent, numbers in ((False, ["1", "3", "5"]), (True, ["100", "25", "75"])):
+        [axes] = figures.confusion_figure(table, "of 9", percent).axes
+        colours = np.asarray(axes.images[0].get_array())
+        assert np.allclose(colours[1, 1], to_rgb(figures.RIGHT))
+        assert np.allclose(1 - colours[0, 1], 0.5 * (1 - np.array(to_rgb(figures.WRONG)))), "a quarter, by its root"
+        assert np.allclose(colours[2], 1), "no samples, no colour"
+        assert sorted(text.get_text() for text in axes.texts) == numbers
+        assert "…" in axes.get_yticklabels()[1].get_text()
+
+
+# Figures and fonts
+
+
+def test_pictures_fill_their_column_or_the_height_and_have_captions():
+    wide, tall, grey = np.zeros((10, 100, 3), np.uint8), np.zeros((400, 100, 3), np.uint8), np.zeros((50, 50), np.uint8)
+    pictures = [figures.Picture(wide, "a" * 200), figures.Picture(tall, remark="tall"), figures.Picture(grey, "$x$")]
+    sheet, axes, boxes = figures.gallery(pictures, columns=2, below=30)
+    assert [(box.width, box.height) for box in boxes] == [(588, 59), (85, 340), (340, 340)]
+    assert [(box.left, box.top) for box in boxes] == [(8, 22), (604, 22), (8, 384)]
+    assert [image.get_extent() for image in axes.images][1] == [604, 689, 362, 22]
+    assert sheet.get_size_inches()[1] * 100 == 340 + 22 + 340 + 22 + 8 + 30
+    texts = [text.get_text() for text in axes.texts]
+    assert "…" in texts[0]
+    assert {"tall", "$x$"} <= set(texts)
+    assert sheet._repr_png_()  # a formula or a missing glyph would raise
+
+
+def test_where_there_is_nothing_to_draw_a_notebook_shows_a_sentence_and_no_empty_strip():
+    shown, _ = DisplayFormatter().format(figures.blank())
+    assert shown == {"text/plain": "No samples to show: the list of ids is empty."}
+    assert figures.judged("a", None) == ("a", "black")
+    assert figures.judged("a", "b") == ("a ≠ b", figures.WRONG)
+
+
+def made_font(path, characters):
+    """A font that draws a square for each of these characters, and for no other."""
+    pen = TTGlyphPen(None)
+    for move, point in zip([pen.moveTo, *[pen.lineTo] * 3], [(0, 0), (0, 800), (800, 800), (800, 0)], strict=True):
+        move(point)
+    pen.closePath()
+    square, names = pen.glyph(), {ord(c): f"u{ord(c):04X}" for c in characters}
+    builder = FontBuilder(1000, isTTF=True)
+    builder.setupGlyphOrder([".notdef", *names.values()])
+    builder.setupCharacterMap(names)
+    builder.setupGlyf(dict.fromkeys([".notdef", *names.values()], square))
+    builder.setupHorizontalMetrics(dict.fromkeys([".notdef", *names.values()], (1000, 0)))
+    builder.setupHorizontalHeader(ascent=800, descent=-200)
+    builder.setupNameTable({"familyName": path.stem, "styleName": "Regular"})
+    builder.setupOS2()
+    builder.setupPost()
+    builder.save(path)
+    return path
+
+
+def test_the_font_with_most_of_the_missing_characters_is_the_fallback_and_broken_ones_are_passed_over(tmp_path):
+    (tmp_path / "broken.ttf").write_bytes(b"no font")
+    boxes = made_font(tmp_path / "boxes.ttf", ["手", letters.NEVER])  # draws one box for all it does not know
+    some, every = made_font(tmp_path / "some.ttf", "手"), made_font(tmp_path / "every.ttf", "手写")
+    fonts = [tmp_path / "broken.ttf", tmp_path / "none.ttf", boxes, some, every]
+    found = letters.Letters.of("a手写\n", fonts, mono=True)
+    assert found.families == (letters.MONO, "every")
+    assert (found.plain("手a\n"), found.columns("a"), found.columns("手")) == ("手aU+000A", 1, 2)
+    assert letters.Letters.of("手写", fonts[:4]).families == (letters.SANS, "some")
+    assert letters.Letters.of("手写", fonts[:4]).missing == {"写"}
+    figure = Figure()
+    figure.text(0, 0, "a手写", **found.look(9))
+    figure.savefig(BytesIO())  # a missing glyph would warn
+
+
+def test_characters_that_no_font_has_are_written_as_code_points():
+    found = letters.Letters.of("手a", [])
+    assert (found.plain("手a"), found.families) == ("U+624Ba", (letters.SANS,))
+    assert (found.cell("手"), found.cell("a")) == (("62\n4B", letters.CODE), ("a", 1.0))
+    assert "No font here has 1 of these characters" in found.note
+    assert letters.Letters.of("a", []).note == ""
+
+
+def test_a_text_that_is_too_long_loses_its_middle_and_as_little_as_must_be():
+    text = "train/a folder/0016E5_07959.png"
+    found = letters.Letters.of(text)
+    whole = found.width(text, 9)
+    assert found.shortened(text, 9, math.ceil(whole)) == text
+    start, end = found.shortened(text, 9, whole - 1).split("…")
+    assert text.startswith(start)
+    assert text.endswith(end)
+    assert len(start + end) >= len(text) - 5
+    for room in (20, 60, 120):
+        assert found.width(found.shortened(text, 9, room), 9) <= room

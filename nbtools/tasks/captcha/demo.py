@@ -89,12 +89,12 @@ def seeded_captcha() -> Iterator[tuple[type, Seeded]]:
             "demo captchas need the package captcha: pip install captcha, or nbtools[captcha]. "
             "Images of your own need no extra package"
         ) from None
-    original, numbers = vars(module)["secrets"], Seeded()
-    vars(module)["secrets"] = numbers
+    original, numbers = module.__dict__["secrets"], Seeded()
+    module.__dict__["secrets"] = numbers
     try:
         yield module.ImageCaptcha, numbers
     finally:
-        vars(module)["secrets"] = original
+        module.__dict__["secrets"] = original
 
 
 def generated(package: tuple[type, Seeded], text: str, size: Size, rng: random.Random) -> Image.Image:

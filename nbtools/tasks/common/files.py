@@ -65,7 +65,8 @@ def open_image(file: Path | BinaryIO, name: str | None = None, key: str = "file"
         rule = f"the {key} has at most {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels"
         raise Refused(Row(key, rule, "more", "cut it into pieces, or make it smaller")) from None
     except UNREADABLE as error:
-        value = str(getattr(error, "strerror", None) or error).replace(str(file), name)
+        value = str(getattr(error, "strerror", None) or error)
+        value = value.replace(repr(file), repr(name)).replace(str(file), name)
         fix = "delete it, or copy it again from its origin"
         raise Refused(Row(key, f"the {key} is a whole image", value, fix)) from None
 

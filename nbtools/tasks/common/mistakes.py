@@ -22,8 +22,8 @@ def paired(truth: Sequence[A], predicted: Sequence[B], what: str = "answer", eac
     """Both side by side. Raises PackError unless there is one prediction for each."""
     if len(truth) != len(predicted):
         raise PackError(
-            f"predicted must be one {what} an {each}, got {len(predicted)} for {plural(len(truth), each)}; take both "
-            "from the same ids"
+            f"predicted must be one {what} for each {each}, got {len(predicted)} for {plural(len(truth), each)}; "
+            "take both from the same ids"
         )
     return list(zip(truth, predicted, strict=True))
 
