@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nbtools.data import Pack, Sample, Writer, build
+from nbtools.data import Entry, Pack, Sample, Survey, build_pack
 from nbtools.train import Pair, Plan
 
 FEATURES, CLASSES, HIDDEN = 32, 10, 32
@@ -40,12 +40,13 @@ def pack(folder: Path, count: int) -> Pack:
     x = (rng.normal(size=(CLASSES, FEATURES))[labels] + rng.normal(size=(count, FEATURES))).astype(np.float32)
     (folder / "raw").mkdir()
     np.save(folder / "raw" / "x.npy", x)
+    entries = [Entry(f"{i}", split="train", label=labels[i : i + 1]) for i in range(count)]
 
-    def fill(writer: Writer, _folder: Path) -> None:
-        for i in range(count):
-            writer.add(f"{i}", "train", x=x[i], label=labels[i : i + 1])
+    def row(path: Path, options: object) -> Sample:
+        return {"x": x[int(path.name)]}
 
-    return build(folder / "raw", "tiny", {}, fill, read=read, val=0, into=folder / "pack", progress=False)
+    more = {"val": 0, "into": folder / "pack", "progress": False}
+    return build_pack(folder / "raw", "tiny", {}, lambda folder, options: Survey(entries), row, **more)
 
 
 def read(path: Path, options: object) -> Sample:

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from packs import pack_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nbtools.data import Pack, build
+from nbtools.data import Pack
 from nbtools.train import Plan
 
 CLASSES, FEATURES, SIDE, HEIGHT = 5, 16, 24, 16
@@ -39,16 +40,8 @@ class Kind:
     def pack(self, folder: Path, count: int) -> Pack:
         """So many samples, all of them to train on."""
         rng = np.random.default_rng(0)
-        (folder / "raw").mkdir(parents=True)
-        (folder / "raw" / "made").write_text("from arrays")
-
-        def fill(writer, _folder) -> None:
-            for i in range(count):
-                writer.add(f"{i}", "train", **self.draw(rng))
-
-        ragged = {"ragged": self.ragged, "bucket_by": self.ragged[0] if self.ragged else None}
-        into = folder / "pack"
-        return build(folder / "raw", self.name, {}, fill, read=unread, val=0, into=into, progress=False, **ragged)
+        grouped = {"ragged": self.ragged, "bucket_by": self.ragged[0] if self.ragged else None}
+        return pack_of([self.draw(rng) for _ in range(count)], folder, task=self.name, **grouped)
 
     def model(self, card, plan) -> nn.Module:
         return self.network()
@@ -66,10 +59,6 @@ class Kind:
 
     def metrics(self, outputs, batch) -> dict[str, Any]:
         return {}
-
-
-def unread(path, options):
-    raise AssertionError("these packs are written from arrays, no file is read")
 
 
 def label(rng: np.random.Generator) -> np.ndarray:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import toy
+from packs import pack_of
 
 from nbtools.data import Resident, Workers, batches_left, choose, feed, gather, in_order, lengths_of, open_feed
 from nbtools.data.feed import Streamed
@@ -192,19 +193,10 @@ def test_a_feed_of_no_batches_is_empty(pack):
         assert list(made([])) == []
 
 
-def test_samples_without_any_length_are_fed_as_padding(tmp_path, monkeypatch):
-    from nbtools.data import build
-
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "file").write_text("")
+def test_samples_without_any_length_are_fed_as_padding(tmp_path):
     lengths = [0, 2, 0]
-
-    def fill(writer, folder):
-        for i, n in enumerate(lengths):
-            writer.add(str(i), "train", text=np.full(n, i + 1), other=np.zeros(0))
-
-    made = build(tmp_path / "raw", "t", {}, fill, read=toy.read, ragged={"text", "other"}, val=0, progress=False)
+    samples = [{"text": np.full(n, i + 1), "other": np.zeros(0)} for i, n in enumerate(lengths)]
+    made = pack_of(samples, tmp_path, ragged={"text", "other"})
     for batches, shapes in ([[np.arange(3)], [(3, 2)]], [[np.array([0, 2])], [(2, 0)]]):
         for one in (Resident(made, CPU), Streamed(made, CPU, 2)):
             raws = list(one(batches))

@@ -1,0 +1,36 @@
+"""Packs of arrays that no file holds, for tests of what comes after packing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nbtools.data import Entry, Pack, Sample, Survey, build_pack
+
+
+def pack_of(
+    samples: Sequence[Sample] | Mapping[str, Sample],
+    folder: Path,
+    *,
+    task: str = "plain",
+    split: str | Sequence[str | None] | None = "train",
+    options: Mapping[str, Any] | None = None,
+    val: float = 0,
+    test: float = 0,
+    **survey: Any,
+) -> Pack:
+    """The samples as the pack `folder/pack`. split: of each, or of all, None: drawn by val and test; survey: as
+    `classes`, `ragged` and `bucket_by`. A mapping names the samples."""
+    named = dict(samples) if isinstance(samples, Mapping) else {str(i): sample for i, sample in enumerate(samples)}
+    splits = [split] * len(named) if split is None or isinstance(split, str) else split
+    raw = folder / "raw"
+    raw.mkdir(parents=True)
+    (raw / "made").write_text("from arrays")
+    found = Survey([Entry(name, split=one) for name, one in zip(named, splits, strict=True)], **survey)
+
+    def read(path: Path, options: Mapping[str, Any]) -> Sample:
+        return named[path.relative_to(raw).as_posix()]
+
+    more = {"val": val, "test": test, "into": folder / "pack", "progress": False}
+    return build_pack(raw, task, options or {}, lambda folder, options: found, read, **more)
