@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nbtools import errors
 
-OPERATIONS = ("create", "append", "read", "write", "sync", "sync_folder", "reserve", "rename", "remove", "make_folder")
+OPERATIONS = ("create", "append", "read", "write", "sync", "sync_folder", "rename", "remove", "make_folder")
 """The primitives: the names that fault injection replaces. All the rest is made of them."""
 
 MANY = 64  # above so many files one sync() of everything is cheaper than an fsync each (50,000 images: minutes)
@@ -60,14 +60,6 @@ def sync_folder(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def reserve(file, size: int) -> None:
-    """Allocate before a memory map writes: on a full disk a sparse map is a SIGBUS, this is an OSError."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), 0, size)
-    else:  # macOS
-        os.ftruncate(file.fileno(), size)
 
 
 def rename(source: Path, target: Path) -> None:

@@ -128,12 +128,6 @@ def test_a_local_folder_is_not_slow(tmp_path):
     assert not disk.is_slow(tmp_path)
 
 
-def test_reserve_makes_room_before_the_first_byte(tmp_path):
-    with disk.create(tmp_path / "array") as file:
-        disk.reserve(file, 1_000_000)
-    assert os.stat(tmp_path / "array").st_blocks * 512 >= 1_000_000
-
-
 def hold(path, marks):
     with disk.Lock(path):
         (marks / f"{os.getpid()}-in").write_text(str(time.monotonic_ns()))

@@ -18,11 +18,21 @@ from nbtools.data.feed import (
     open_feed,
     require_shared_memory,
 )
-from nbtools.data.pack import MANIFEST, Card, Pack, Sample, collate
+from nbtools.data.pack import (
+    MANIFEST,
+    SPLITS,
+    Card,
+    Pack,
+    Sample,
+    collate,
+    is_count,
+    position,
+    require_shares,
+    split_of,
+)
 from nbtools.data.packing import Writer, build
 from nbtools.data.report import ERROR, WARNING, Refused, Report, Row, ordered
 from nbtools.data.sources import Source
-from nbtools.data.splits import SPLITS, is_count, position, require_shares, split_of
 from nbtools.data.stage import bar, cache, in_notebook, stage
 
 __all__ = [

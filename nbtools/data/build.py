@@ -29,8 +29,21 @@ import numpy as np
 
 from nbtools import disk
 from nbtools.data import archive
-from nbtools.data.pack import BAD, FORMAT, MANIFEST, Card, Column, Pack, RawFiles, Reader, Sample, mapped
-from nbtools.data.splits import SPLITS, assigned, require_shares
+from nbtools.data.pack import (
+    BAD,
+    FORMAT,
+    MANIFEST,
+    SPLITS,
+    Card,
+    Column,
+    Pack,
+    RawFiles,
+    Reader,
+    Sample,
+    assigned,
+    mapped,
+    require_shares,
+)
 from nbtools.data.stage import bar, cache, stage
 from nbtools.errors import PackError
 from nbtools.table import plural
@@ -131,8 +144,9 @@ def build_pack(
                 found = survey(folder / top, asked)
                 if found.options is None:
                     found = dataclasses.replace(found, options=options)
-                with closing(Writer(part, found, key)) as writer:
-                    writer.decode(reader(folder / top), folder / top, progress)
+                with closing(Writer(part, found)) as writer:
+                    done = writer.resume(key)
+                    writer.decode(reader(folder / top), folder / top, done, progress)
                     if not writer.names:
                         raise PackError(nothing(folder, writer.bad))
                     made = {"nbtools": VERSION, "key": key, "keyed": asked, "source": str(folder), "top": top}
@@ -225,11 +239,13 @@ def files_of(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 class Writer:
-    """The arrays of a new pack, and the journal of how far they are."""
+    """The arrays of a new pack, appended sample by sample, and the journal of how far they are: a line of JSON for each
+    chunk, written once the bytes that it counts are on disk. A process that is killed leaves whole lines and perhaps a
+    torn last one."""
 
-    def __init__(self, folder: Path, survey: Survey, key: str):
-        self.folder, self.survey, self.options = folder, survey, dict(survey.options or {})
-        self.journal = Journal(folder, [VERSION, key, self.options, list(survey.classes)])
+    def __init__(self, folder: Path, survey: Survey):
+        self.folder, self.survey = folder, survey
+        self.journal: FileIO | None = None
         self.columns: dict[str, Column] = {}
         self.files: dict[str, FileIO] = {}
         self.offsets: dict[str, list[int]] = {}
@@ -237,14 +253,48 @@ class Writer:
         self.splits: list[str | None] = []
         self.bad: list[Problem] = list(survey.bad)
 
-    def decode(self, read: Reader, root: Path, progress: bool) -> None:
-        """Read the entries in a thread pool (decoders release the GIL) and append them in order, from where an earlier
-        process was interrupted."""
-        entries, check = self.survey.entries, self.survey.check
+    def resume(self, key: str) -> int:
+        """Take over what an earlier process noted of the very same entries, and cut off what it wrote after that →
+        entries that are done. key: of what is packed, and how. All other files in the folder are deleted."""
+        entries = [
+            (e.name, e.split, None if e.label is None else np.asarray(e.label).tolist()) for e in self.survey.entries
+        ]
+        what = repr([VERSION, key, self.survey.options, list(self.survey.classes), entries])
+        head = {"entries": hashlib.blake2b(what.encode(errors="surrogateescape"), digest_size=16).hexdigest()}
+        lines, size = whole_lines(self.folder / JOURNAL)
+        notes = lines[1:] if lines[:1] == [head] else []
+        sizes = notes[-1]["sizes"] if notes else {}
+        paths = {column: self.folder / f"{column}.npy" for column in sizes}
+        if any(not path.is_file() or path.stat().st_size < sizes[column] for column, path in paths.items()):
+            notes, paths = [], {}  # a power cut: the journal came to the disk, the bytes did not
+        for path in self.folder.iterdir():
+            if path not in paths.values() and not (notes and path.name == JOURNAL):
+                disk.remove(path)
+        self.journal = disk.append(self.folder / JOURNAL)
+        if notes:
+            self.journal.truncate(size)
+        else:
+            self.note(head)
+        for note in notes:
+            self.names += note["names"]
+            self.splits += note["splits"]
+            self.bad += map(tuple, note["bad"])
+            for column, (kind, dtype, shape) in note["columns"].items():
+                self.columns[column] = Column(kind, dtype, tuple(shape))
+                self.offsets.setdefault(column, [0]).extend(note["offsets"][column])
+        for column, path in paths.items():
+            self.files[column] = file = open(path, "r+b", buffering=0)  # noqa: SIM115
+            file.truncate(sizes[column])
+            file.seek(0, os.SEEK_END)
+        return notes[-1]["done"] if notes else 0
+
+    def decode(self, read: Reader, root: Path, done: int, progress: bool) -> None:
+        """Read the entries from `done` on in a thread pool (decoders release the GIL) and append them in order."""
+        survey = self.survey
 
         def attempt(entry: Entry) -> Sample | PackError:
             try:
-                sample = read(root / entry.name, self.options)
+                sample = read(root / entry.name, survey.options or {})
             except PackError as error:
                 return error
             except DAMAGED as error:
@@ -253,18 +303,17 @@ class Writer:
             if entry.label is not None:
                 sample = {**sample, "label": np.asarray(entry.label)}
             try:
-                if check is not None:
-                    check(entry, sample)
+                if survey.check is not None:
+                    survey.check(entry, sample)
             except PackError as error:
                 return error
             return sample
 
-        done = self.resume()
-        known = {"total": len(entries), "initial": done, "unit": " samples"}
+        known = {"total": len(survey.entries), "initial": done, "unit": " samples"}
         shown = bar(desc="packing", **known, mininterval=0.5, disable=not progress, leave=False)
         with shown, ThreadPoolExecutor(max_workers=cores()) as pool:
-            for start in range(done, len(entries), CHUNK):
-                chunk = entries[start : start + CHUNK]
+            for start in range(done, len(survey.entries), CHUNK):
+                chunk = survey.entries[start : start + CHUNK]
                 names, bad = len(self.names), len(self.bad)
                 for entry, found in zip(chunk, pool.map(attempt, chunk), strict=True):
                     shown.update()
@@ -273,7 +322,7 @@ class Writer:
                         self.bad.append((entry.name, *map(str, problem)))
                     else:
                         self.add(entry, found)
-                self.note(start + len(chunk), names, bad)
+                self.note_chunk(start + len(chunk), names, bad)
 
     def add(self, entry: Entry, arrays: Sample) -> None:
         """Append one sample. Raises PackError, and writes nothing, unless names, dtypes and shapes of the arrays are
@@ -305,35 +354,24 @@ class Writer:
             return Column("ragged", array.dtype.str, array.shape[1:])
         return Column("fixed", array.dtype.str, array.shape)
 
-    def resume(self) -> int:
-        """Take over what an earlier process noted, and cut off what it wrote after that → entries that are done."""
-        notes = self.journal.begin(self.survey.entries)
-        for note in notes:
-            self.names += note["names"]
-            self.splits += note["splits"]
-            self.bad += map(tuple, note["bad"])
-            for column, (kind, dtype, shape) in note["columns"].items():
-                self.columns[column] = Column(kind, dtype, tuple(shape))
-                self.offsets.setdefault(column, [0]).extend(note["offsets"][column])
-        for column in self.columns:
-            self.files[column] = file = open(self.folder / f"{column}.npy", "r+b", buffering=0)  # noqa: SIM115
-            file.truncate(notes[-1]["sizes"][column])
-            file.seek(0, os.SEEK_END)
-        return notes[-1]["done"] if notes else 0
-
-    def note(self, done: int, names: int, bad: int) -> None:
-        """Tell the journal of a chunk, once the arrays' bytes are on disk. names, bad: how many there were before."""
+    def note_chunk(self, done: int, names: int, bad: int) -> None:
+        """Write a chunk into the journal, once the arrays' bytes are on disk. names, bad: how many came before it."""
         for file in self.files.values():
             disk.sync(file)
-        self.journal.add(
-            done=done,
-            sizes={column: file.tell() for column, file in self.files.items()},
-            columns={column: (spec.kind, spec.dtype, spec.shape) for column, spec in self.columns.items()},
-            offsets={column: offsets[1 + names :] for column, offsets in self.offsets.items()},
-            names=self.names[names:],
-            splits=self.splits[names:],
-            bad=self.bad[bad:],
-        )
+        note = {
+            "done": done,
+            "sizes": {column: file.tell() for column, file in self.files.items()},
+            "columns": {column: (spec.kind, spec.dtype, spec.shape) for column, spec in self.columns.items()},
+            "offsets": {column: offsets[1 + names :] for column, offsets in self.offsets.items()},
+            "names": self.names[names:],
+            "splits": self.splits[names:],
+            "bad": self.bad[bad:],
+        }
+        self.note(note)
+
+    def note(self, line: Mapping[str, Any]) -> None:
+        assert self.journal is not None, "resume comes first"
+        disk.write(self.journal, json.dumps(line).encode() + b"\n")
 
     def finish(self, task: str, val: float, test: float, made: Mapping[str, Any]) -> None:
         """Close the arrays and write the manifest; the folder is then a whole pack."""
@@ -357,7 +395,7 @@ class Writer:
         card = Card(
             task,
             list(survey.classes),
-            self.options,
+            dict(survey.options or {}),
             self.columns,
             splits={split: splits.count(split) for split in SPLITS},
             bucket_by=survey.bucket_by,
@@ -372,51 +410,8 @@ class Writer:
             disk.write(file, data)
 
     def close(self) -> None:
-        for file in [*self.files.values(), self.journal]:
+        for file in [*self.files.values(), *([self.journal] if self.journal else [])]:
             file.close()
-
-
-class Journal:
-    """How far a packing is: lines of JSON in its `.part` folder, one a chunk of samples, each written once the bytes of
-    which it speaks are on disk. A process that is killed, whenever that is, leaves whole lines and perhaps a torn last
-    one. key: what is packed, and how; notes on anything else are not used."""
-
-    def __init__(self, folder: Path, key: object):
-        self.path, self.key = folder / JOURNAL, key
-        self.file: FileIO | None = None
-
-    def begin(self, entries: Sequence[Entry]) -> list[dict[str, Any]]:
-        """The notes of an earlier process on the very same entries, [] where there are none; other files are deleted.
-
-        A note has `done`, entries so far, and `sizes`, column → bytes of its file at that time.
-        """
-        rows = [(e.name, e.split, None if e.label is None else np.asarray(e.label).tolist()) for e in entries]
-        head = {"entries": hashlib.blake2b(repr([self.key, rows]).encode(), digest_size=16).hexdigest()}
-        lines, size = whole_lines(self.path)
-        notes = lines[1:] if lines[:1] == [head] and self.holds(lines[-1].get("sizes", {})) else []
-        kept = {JOURNAL, *(f"{column}.npy" for column in notes[-1]["sizes"])} if notes else set()
-        for path in self.path.parent.iterdir():
-            if path.name not in kept:
-                disk.remove(path)
-        self.file = disk.append(self.path)
-        if notes:
-            self.file.truncate(size)
-        else:
-            self.add(**head)
-        return notes
-
-    def holds(self, sizes: Mapping[str, int]) -> bool:
-        """Whether the columns' files have at least so many bytes: after a power cut they may have fewer."""
-        files = {self.path.with_name(f"{column}.npy"): size for column, size in sizes.items()}
-        return all(path.is_file() and path.stat().st_size >= size for path, size in files.items())
-
-    def add(self, **note: Any) -> None:
-        assert self.file is not None, "begin comes first"
-        disk.write(self.file, json.dumps(note).encode() + b"\n")
-
-    def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
 
 
 def whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:

@@ -15,8 +15,7 @@ from typing import Any
 from nbtools import disk
 from nbtools.data import archive
 from nbtools.data.journal import JOURNAL, Journal
-from nbtools.data.pack import FORMAT, MANIFEST, Pack, Reader
-from nbtools.data.splits import require_shares
+from nbtools.data.pack import FORMAT, MANIFEST, Pack, Reader, require_shares
 from nbtools.data.stage import cache, stage
 from nbtools.data.writer import Entry, Writer
 from nbtools.errors import PackError

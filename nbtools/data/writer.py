@@ -22,8 +22,7 @@ import numpy as np
 from nbtools import disk
 from nbtools.data.build import Entry, cores
 from nbtools.data.journal import JOURNAL, Journal
-from nbtools.data.pack import BAD, FORMAT, MANIFEST, Card, Column, Reader, Sample
-from nbtools.data.splits import SPLITS, assigned
+from nbtools.data.pack import BAD, FORMAT, MANIFEST, SPLITS, Card, Column, Reader, Sample, assigned
 from nbtools.data.stage import bar
 from nbtools.errors import PackError
 
