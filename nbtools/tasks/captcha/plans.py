@@ -1,4 +1,4 @@
-"""The plans of captchas: the guide's before, the recommended one for a GPU, and what to change for other machines."""
+"""The plans of captchas: the guide's before, the recommended one for a GPU, and settings for other machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINES = 280_000  # of the real captchas, 20 minutes on two cores: their CER stop
 
 @dataclass(frozen=True)
 class Plan(plan.Plan):
-    """The knobs of captchas, beside those of every plan."""
+    """The settings of captchas, in addition to those of every plan."""
 
     network: str = plan.knob(
         "auto",
@@ -52,7 +52,7 @@ PLAN = Plan(
 
 
 def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
-    """The task's knobs for a machine: field → (value, reason)."""
+    """The settings of the task for a machine: field → (value, reason)."""
     if card.options["layout"] == "lines":
         return for_lines(card, accelerator)
     if accelerator == "cuda":
