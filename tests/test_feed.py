@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
-import random
 import signal
 import threading
 import time
@@ -14,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 import toy
+from hypothesis import given
+from hypothesis import strategies as st
 from packs import pack_of
 
 from nbtools.data import Resident, Workers, batches_left, choose, feed, gather, in_order, lengths_of, open_feed
@@ -45,43 +46,23 @@ def padding(batches: list[np.ndarray], lengths: np.ndarray) -> float:
     return 1 - used / sum(len(batch) * lengths[batch].max() for batch in batches)
 
 
-def epochs_with_changes(cases: int):
-    """(ids, lengths, the batches of an epoch during which the batch size changed) at random."""
-    rng = random.Random(0)
-    for case in range(cases):
-        count = rng.choice([1, 2, 3, 17, 64, 65, 300])
-        ids = np.sort(np.random.default_rng(case).choice(1000, count, replace=False))
-        lengths = widths(count, case) if case % 2 else None
-        segments, seen = [[rng.randrange(1, 40), 0]], []
-        while left := batches_left(ids, lengths, 7, case, segments):
-            done = rng.randrange(len(left) + 1)
-            seen += left[:done]
-            segments[-1][1] += done
-            segments.append([rng.randrange(1, 40), 0])
-        yield ids, lengths, seen
+SIZES = st.integers(1, 40)
 
 
-def test_every_id_comes_exactly_once_for_any_changes_of_batch_size():
-    for ids, _, seen in epochs_with_changes(300):
-        np.testing.assert_array_equal(np.sort(np.concatenate(seen)), ids)
-
-
-@pytest.mark.parametrize("lengths", [None, widths(300)])
-def test_what_is_left_after_k_batches_is_the_tail_of_the_whole_list(lengths):
-    ids = np.arange(300) * 3
-    segments = [[16, 5], [7, 4], [32, 0]]
-    whole = batches_left(ids, lengths, 1, 2, segments)
-    for k in range(len(whole) + 1):
-        tail = batches_left(ids, lengths, 1, 2, [*segments[:2], [32, k]])
-        assert [batch.tolist() for batch in tail] == [batch.tolist() for batch in whole[k:]]
-
-
-def test_a_change_of_batch_size_leaves_what_came_before_it_alone():
-    ids = np.arange(300)
-    before = batches_left(ids, None, 1, 2, [[16, 0]])[:5]
-    after = batches_left(ids, None, 1, 2, [[16, 5], [8, 0]])
-    assert not set(np.concatenate(before)) & set(np.concatenate(after))
-    assert all(len(batch) <= 8 for batch in after)
+@given(st.integers(1, 300), st.booleans(), st.integers(0, 2**20), st.lists(st.tuples(SIZES, st.floats(0, 1))), SIZES)
+def test_every_id_comes_once_for_any_changes_of_batch_size_and_from_any_position(count, ragged, epoch, changes, last):
+    """A change regroups only what is left; what is left after k batches is the tail of what was left before them."""
+    ids = np.sort(np.random.default_rng(epoch).choice(1000, count, replace=False))
+    lengths = widths(count, epoch) if ragged else None
+    segments, seen = [], []
+    for size, share in [*changes, (last, 1.0)]:
+        left = batches_left(ids, lengths, 7, epoch, [*segments, [size, 0]])
+        assert all(len(batch) <= max(size, 3) for batch in left)
+        done = round(share * len(left))
+        tail = batches_left(ids, lengths, 7, epoch, [*segments, [size, done]])
+        assert [batch.tolist() for batch in tail] == [batch.tolist() for batch in left[done:]]
+        segments, seen = [*segments, [size, done]], [*seen, *left[:done]]
+    np.testing.assert_array_equal(np.sort(np.concatenate(seen)), ids)
 
 
 @pytest.mark.parametrize("lengths", [None, widths(300)])
@@ -97,13 +78,12 @@ def test_order_differs_by_epoch_and_by_seed_and_not_otherwise(lengths):
     assert order(0, 0) != ids.tolist()
 
 
-def test_batches_have_the_size_asked_for_and_no_sample_is_alone_when_it_can_be_helped():
-    for count in range(2, 100):
-        for size in (2, 3, 8, 32):
-            sizes = [len(batch) for batch in batches_left(np.arange(count), None, 0, 0, [[size, 0]])]
-            assert 1 not in sizes, (count, size)  # BatchNorm refuses it
-            assert max(sizes) <= max(size, 3)
-            assert sizes[:-2] == [size] * (len(sizes) - 2)
+@given(st.integers(2, 100), st.integers(2, 40))
+def test_batches_have_the_size_asked_for_and_no_sample_is_alone_when_it_can_be_helped(count, size):
+    sizes = [len(batch) for batch in batches_left(np.arange(count), None, 0, 0, [[size, 0]])]
+    assert 1 not in sizes  # BatchNorm refuses it
+    assert max(sizes) <= max(size, 3)
+    assert sizes[:-2] == [size] * (len(sizes) - 2)
     assert [len(b) for b in batches_left(np.arange(3), None, 0, 0, [[1, 0]])] == [1, 1, 1]
 
 
@@ -149,6 +129,7 @@ def test_resident_streamed_and_workers_give_the_same_bits(pack):
     ids = pack.ids("train")
     epochs = [batches_left(ids, lengths_of(pack, ids), 3, epoch, [[7, 0]]) for epoch in (0, 1)]
     for other in feeds(pack):
+        assert list(other([])) == []
         for batches in epochs:  # the second epoch reuses ring, thread or workers
             reference = list(Resident(pack, CPU)(batches))
             found = list(other(batches))
@@ -186,11 +167,6 @@ def test_a_batch_holds_its_samples_padded_with_zeros_to_their_true_lengths(pack)
                     assert raw["x_length"][row] == len(x)
             if "x_length" in raw:
                 assert raw["x"].shape[1] == raw["x_length"].max()
-
-
-def test_a_feed_of_no_batches_is_empty(pack):
-    for made in feeds(pack, workers=(0,)):
-        assert list(made([])) == []
 
 
 def test_samples_without_any_length_are_fed_as_padding(tmp_path):
@@ -319,13 +295,10 @@ def test_an_error_of_a_worker_reaches_the_consumer(pack):
         list(Workers(damaged, CPU, Plan(feed="workers"))([np.array([0, 1])]))
 
 
-def test_workers_without_the_source_are_refused_in_words(pack):
+def test_workers_that_cannot_work_are_refused_before_they_start(pack, monkeypatch):
     alone = dataclasses.replace(pack, raw=None)
     with pytest.raises(TrainError, match=r'Plan.feed = "workers" reads the source files, .*choose feed="auto"'):
         open_feed(alone, Plan(feed="workers"), CPU)
-
-
-def test_a_shared_memory_too_small_is_refused_before_a_worker_starts(pack, monkeypatch):
     small = namedtuple("Stat", "f_bavail f_frsize")(4, 4096)
     monkeypatch.setattr(os, "statvfs", lambda path: small)
     monkeypatch.setattr(os.path, "isdir", lambda path: True)

@@ -28,12 +28,13 @@ from nbtools.data import (
     cache,
     drive,
     drive_path,
+    existing,
     on_colab,
+    place_to_keep,
     read_member,
     release_runtime,
     sources,
 )
-from nbtools.folder import kept_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated method:DeprecationWarning")  # gdown 5 calls bs4
 FILES = {"digits/labels.csv": b"file,label\n", "digits/images/1.png": bytes(range(256)) * 8000, "digits/2.png": b"2"}
@@ -157,10 +158,8 @@ def test_an_archive_comes_out_at_its_only_folder_with_a_receipt(place, name):
     receipt = receipt_in(cache())
     assert (receipt["sha256"], receipt["size"]) == (hashlib.sha256(TAR).hexdigest(), len(TAR))
     assert not list(cache().glob("*.part"))
-
-
-def test_an_archive_of_several_entries_comes_out_at_the_folder_that_holds_them(place):
-    assert tree(stage(put(place / "x.tar", tar_bytes({"a": b"1", "b/c": b"2"})))) == {"a": b"1", "b/c": b"2"}
+    several = {"a": b"1", "b/c": b"2"}
+    assert tree(stage(put(place / "x.tar", tar_bytes(several)))) == several
 
 
 @pytest.mark.parametrize("link", ["itself", "a folder in it", "a file in it"])
@@ -558,68 +557,44 @@ def test_drive_is_mounted_on_colab_when_needed_and_forced_when_stale(place, cola
     assert fake.calls == calls
 
 
-def test_a_drive_that_does_not_mount_is_an_error_with_its_reason(colab):
+def test_a_drive_that_does_not_mount_is_an_error_with_its_reason_and_no_empty_place(colab):
     colab(9)
-    with pytest.raises(errors.StageError, match="not mounted: ValueError: mount failed"):
-        stage("drive:digits.tar")
+    for look in (stage, nb.kept):
+        with pytest.raises(errors.StageError, match="not mounted: ValueError: mount failed"):
+            look("drive:nbtools-data/captcha.tar")
 
 
-def test_the_machine_is_given_back_after_drive_is_written_out(colab):
+def test_the_machine_is_given_back_after_drive_is_written_out_and_kept_where_it_cannot_be(colab, monkeypatch):
     fake = colab(0)
     put(fake.point / "MyDrive" / "run.json")
     release_runtime()
     assert fake.calls == ["flush", "unassign"]
-
-
-def test_a_machine_whose_drive_cannot_be_written_out_is_kept(colab):
-    fake = colab(7)
-    fake.calls += [True] * 7
-    put(fake.point / "MyDrive" / "run.json")
+    fake.calls, fake.works_at = [], 7
     with pytest.raises(errors.StageError, match=r"machine is kept: .*ValueError: unmount failed"):
         release_runtime()
-    assert "unassign" not in fake.calls
-
-
-def test_off_colab_there_is_nothing_to_give_back(monkeypatch):
-    asked = []
-    monkeypatch.setattr(drive, "answers", lambda mount: asked.append(mount))
+    assert fake.calls == ["flush"]
+    monkeypatch.delitem(sys.modules, "google.colab")
     assert not on_colab()
     release_runtime()
-    assert asked == [], "Drive was looked for where there is none"
+    assert fake.calls == ["flush"], "Drive was looked for where there is none"
 
 
-@pytest.fixture
-def declined(colab) -> FakeColab:
+def test_where_drive_is_declined_nothing_counts_as_kept_and_the_dialog_comes_once(colab, capsys):
     fake = colab(1)
     fake.declined = True
-    return fake
-
-
-def test_where_drive_is_declined_nothing_counts_as_kept_and_the_dialog_comes_once(declined, capsys):
     assert nb.kept("drive:nbtools-data/captcha.tar") is None
     assert nb.kept("drive:nbtools-data/runs/captcha", "a short run") is None
-    said = capsys.readouterr().out
-    assert said.count("Access to Drive was declined in Colab's dialog") == 2
-    assert "using demo data instead.\n" in said
-    assert "using a short run instead.\n" in said
-    assert declined.calls == [False], "a person was asked again"
-
-
-def test_what_is_asked_of_a_declined_drive_by_name_is_an_error(declined):
+    assert place_to_keep("drive:nbtools-data/runs/captcha") is None
+    printed = capsys.readouterr().out
+    assert printed.count("Access to Drive was declined in Colab's dialog") == 3
+    assert "using demo data instead.\n" in printed
+    assert "using a short run instead.\n" in printed
+    assert "nothing is kept at drive:nbtools-data/runs/captcha" in printed
     with pytest.raises(errors.NbtoolsError, match="declined in Colab's dialog"):
         stage("drive:datasets/captcha.tar")
-
-
-def test_drive_that_was_allowed_by_hand_after_all_is_used(declined):
-    assert nb.kept("drive:digits.tar") is None
-    put(declined.point / "MyDrive" / "digits.tar", TAR)
-    assert nb.kept("drive:digits.tar") == declined.point / "MyDrive" / "digits.tar"
-
-
-def test_a_drive_that_fails_to_mount_is_not_an_empty_place(colab):
-    colab(9)
-    with pytest.raises(errors.NbtoolsError, match="mount failed"):
-        nb.kept("drive:nbtools-data/captcha.tar")
+    assert fake.calls == [False], "the user was asked again"
+    put(fake.point / "MyDrive" / "digits.tar", TAR)
+    assert nb.kept("drive:digits.tar") == fake.point / "MyDrive" / "digits.tar", "allowed by hand after all"
 
 
 def test_a_drive_without_any_file_is_an_empty_place(colab, monkeypatch):
@@ -639,16 +614,12 @@ def test_what_lies_in_the_notebooks_former_folder_is_found_and_named(place, caps
     assert nb.kept(f"drive:nbtools-data/{name}") == place / "drive" / "nbtools-data" / name, "the new one comes first"
 
 
-def test_a_run_is_not_kept_at_a_place_that_cannot_be_looked_at_and_a_sentence_says_so(place):
-    (place / "drive").mkdir(exist_ok=True)
-    (place / "drive" / "nbtools").write_bytes(b"a file")
-    with pytest.raises(errors.DiskError, match=r"looking at drive:nbtools/runs/captcha: .*a file is where a folder"):
-        kept_folder("drive:nbtools-data/runs/captcha")
-
-
-def test_a_folder_without_files_keeps_nothing(place):
+def test_a_folder_without_files_keeps_nothing_and_a_place_that_cannot_be_looked_at_is_an_error(place):
     (place / "drive" / "nbtools-data" / "runs" / "captcha").mkdir(parents=True)
     assert nb.kept("drive:nbtools-data/runs/captcha") is None
+    put(place / "drive" / "nbtools", b"a file")
+    with pytest.raises(errors.DiskError, match=r"looking at drive:nbtools/runs/sign: .*a file is where a folder"):
+        existing("drive:nbtools-data/runs/sign")
 
 
 def test_drive_off_colab_names_the_variable(monkeypatch):
@@ -724,22 +695,14 @@ def web(monkeypatch):
     server.server_close()
 
 
-def test_an_address_is_downloaded_once(web):
-    folder = stage(f"{web}/digits.tar?x=1")
-    assert tree(folder) == INSIDE
-    asked = len(Web.requests)
-    assert stage(f"{web}/digits.tar?x=1") == folder
-    assert len(Web.requests) == asked
-
-
 @pytest.mark.parametrize("address", ["{web}/digits.tar?x=1", f"https://drive.google.com/open?id={FILE_ID}"])
-def test_a_download_may_stay_one_file(web, address):
-    path = stage(address.format(web=web), extract=False)
-    assert path.read_bytes() == TAR
-    asked = len(Web.requests)
-    assert stage(address.format(web=web), extract=False) == path
-    assert len(Web.requests) == asked
-    assert tree(stage(address.format(web=web))) == INSIDE
+def test_an_address_is_downloaded_once_and_may_stay_one_file(web, address):
+    for extract in (True, False):
+        path = stage(address.format(web=web), extract=extract)
+        assert tree(path) == INSIDE if extract else path.read_bytes() == TAR
+        asked = len(Web.requests)
+        assert stage(address.format(web=web), extract=extract) == path
+        assert len(Web.requests) == asked
 
 
 @pytest.mark.parametrize("ranges", [True, False])
@@ -785,14 +748,11 @@ def test_pages_and_statuses_instead_of_a_file_are_explained(web, page, status, w
     assert published(cache()) == []
 
 
-def test_a_page_with_the_type_of_an_archive_is_noticed_too(web):
+def test_a_page_with_the_type_of_an_archive_is_noticed_and_no_network_is_a_sentence(web):
     Web.data = QUOTA.encode()
     with pytest.raises(errors.ArchiveError, match="quota"):
         stage(f"{web}/digits.tar")
     assert list(cache().glob("*.part")) == []
-
-
-def test_no_network_is_a_sentence(web):
     with pytest.raises(errors.StageError, match=r"cannot be downloaded: .*refused"):
         stage("http://127.0.0.1:1/digits.tar")
 
@@ -832,11 +792,8 @@ def gdown_reads(web, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
-def test_a_drive_folder_is_downloaded_file_by_file(gdown_reads):
-    link = f"https://drive.google.com/drive/folders/{FOLDER_ID}?usp=sharing"
-    assert tree(stage(link)) == {"digits.tar": TAR}
-
-
-def test_a_drive_folder_that_is_not_shared_says_so(gdown_reads):
+def test_a_drive_folder_is_downloaded_file_by_file_and_one_that_is_not_shared_is_refused(gdown_reads):
+    link = "https://drive.google.com/drive/folders/"
+    assert tree(stage(f"{link}{FOLDER_ID}?usp=sharing")) == {"digits.tar": TAR}
     with pytest.raises(errors.StageError, match=r"does not list this folder .*Share"):
-        stage("https://drive.google.com/drive/folders/missing-missing-missing-missing")
+        stage(f"{link}missing-missing-missing-missing")
