@@ -83,7 +83,7 @@ def measure(rounds: int, steps: int, folder: str) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # both would draw from the one random state of the process, in turns
     history = long_history(states, len(pack.ids("train")))
-    surface = Surface(place / "run", captcha, states[1], pack, history, plan, show=True)
+    surface = Surface(place / "run", states[1], pack, history, plan, show=True)
     losses: dict[str, list[float]] = {"headless": [], "live": []}
     with surface:
         runs = {

@@ -28,7 +28,7 @@ from nbtools.data import stage
 from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.fit import fit
 from nbtools.folder import busy, kept_folder, restore
-from nbtools.live import advised, control
+from nbtools.live import ACTIONS, advised, send
 from nbtools.measure import advise, gpus
 from nbtools.run import Run, evaluate
 from nbtools.smoke import smoke
@@ -68,7 +68,7 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     one.add_argument("run", type=Path, metavar="FOLDER", help="the run folder")
     one = command(commands, "control", "send requests to a run, or change its settings", ask_run)
     one.add_argument("run", type=Path, metavar="FOLDER", help="the run folder")
-    one.add_argument("wishes", nargs="+", metavar="WISH", help=f"{', '.join(control.ACTIONS)}, or KNOB=VALUE: lr=1e-4")
+    one.add_argument("requests", nargs="+", metavar="REQUEST", help=f"{', '.join(ACTIONS)}, or SETTING=VALUE: lr=1e-4")
     one.add_argument(
         "--force", action="store_true", help="apply what would be asked about once more, such as a much larger lr"
     )
@@ -184,13 +184,13 @@ def ask_run(options: argparse.Namespace) -> None:
     run = Run.open(options.run)
     if not busy(options.run):
         raise CheckpointError(f"{options.run}: no process of this machine trains here; python -m nbtools train goes on")
-    pairs = [wish.partition("=") for wish in options.wishes]
-    knobs = {name: run.plan.parse(name, value) for name, equals, value in pairs if equals}
-    wanted = run.plan.turn(**knobs)  # raises for what no plan allows; the run answers for what it cannot change
+    pairs = [request.partition("=") for request in options.requests]
+    settings = {name: run.plan.parse(name, value) for name, equals, value in pairs if equals}
+    wanted = run.plan.turn(**settings)  # raises for what no plan allows; the run answers for what it cannot change
     if not options.force and (asks := doubts(run.plan, wanted, advised(options.run, run.plan))):
-        command = f"python -m nbtools control {options.run} {' '.join(options.wishes)} --force"
+        command = f"python -m nbtools control {options.run} {' '.join(options.requests)} --force"
         raise NbtoolsError(f"{'; '.join(asks.values())}; to apply it anyway: {command}")
-    control.send(options.run, [name for name, equals, _ in pairs if not equals], knobs, options.force)
+    send(options.run, [name for name, equals, _ in pairs if not equals], settings, options.force)
 
 
 def show_evaluation(options: argparse.Namespace) -> None:

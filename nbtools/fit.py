@@ -1,28 +1,40 @@
-"""fit: the notebook's one call. Loop, history, live plot, checkpoints and receipt together; run again, it goes on."""
+"""fit: the one call of a notebook: loop, history, live plot, checkpoints and receipt; called again, it resumes."""
 
 from __future__ import annotations
 
 import gc
+import json
+import signal
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from nbtools import disk
+from nbtools import disk, measure
 from nbtools.data import Pack, on_colab, release_runtime
-from nbtools.errors import CheckpointError, PackError, PlanError, StageError, TrainError
-from nbtools.findings import Job, diagnose, finish
-from nbtools.folder import begin, kept_folder, only_one, restore, stored_plan
-from nbtools.live import Surface, Termination, control
-from nbtools.measure import advise
+from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, StageError, TrainError
+from nbtools.folder import Job, begin, kept_folder, only_one, restore, stored_plan
+from nbtools.live import REFUSED, FirstSignal, Surface
 from nbtools.rollback import Guard, resilient
-from nbtools.run import PLAN, Run
-from nbtools.train import Plan, Record, TaskLike, TrainState, as_task, beyond, checkpoint, require_sizes, task_name
+from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run
+from nbtools.table import plural
+from nbtools.train import (
+    CONTROL,
+    Plan,
+    Task,
+    TaskLike,
+    TrainState,
+    as_task,
+    beyond,
+    checkpoint,
+    fixed,
+    require_sizes,
+    scoring,
+    task_name,
+)
 from nbtools.train import device as devices
-
-SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
-SAVE_SHARE = 0.05  # of the time that checkpoints at the ends of quick epochs may take, the best ones aside
 
 
 def fit(
@@ -37,15 +49,15 @@ def fit(
 ) -> Run:
     """Train in this cell, drawing as it goes; returns the Run.
 
-    plan: a Plan, a Panel or an Advice; None: the run's own, or what `advise` says. run: a folder on local disk; where
-    it holds a run already, that run goes on from its last checkpoint, bit for bit (CPU). keep: a second folder, usually
-    on Drive (`drive:…`), that gets a copy of everything in the background, and from which a lost local folder is
-    restored. receipt: measure the task's baseline beside this run at the end, for a few seconds. release_gpu: at the
-    end free the GPU's memory, and on Colab give the machine back, with what is on its disk, so that it costs no more.
+    plan: a Plan, a Panel or an Advice; None: the run's own, or what `advise` says. run: a folder on local disk; a run
+    that is already there resumes from its last checkpoint, bit for bit (CPU). keep: a second folder, usually on Drive
+    (`drive:…`), that gets a copy of everything in the background, and from which a lost local folder is restored.
+    receipt: measure the task's baseline next to this run at the end, for a few seconds. release_gpu: at the end free
+    the GPU's memory, and on Colab give the machine back, with what is on its disk, so that it costs no more.
 
     While it trains, buttons and fields in the notebook act on it, and so does `control.json` in its folder (see
-    `nbtools.control`). Stop, Ctrl-C or the notebook's own stop button finish the step, save, and return the run; so do
-    the shutdown of the kernel and SIGTERM, after which the process ends.
+    `nbtools.live.send`). Stop, Ctrl-C or the notebook's own stop button finish the step, save, and return the run; so
+    do the shutdown of the kernel and SIGTERM, after which the process ends.
     Raises TrainError, PlanError or CheckpointError; the checkpoints stay whole.
     """
     task = as_task(task)
@@ -56,33 +68,31 @@ def fit(
         )
     with only_one(folder):
         with disk.explained("starting a run", folder):
-            disk.remove(folder / control.FILE)  # meant for an earlier run
+            disk.remove(folder / CONTROL)  # meant for an earlier run
         restore(folder, kept)
         wanted = chosen_plan(task, pack, plan, folder)
         require_sizes(pack, wanted)
         state, reason = devices.within_memory(lambda: TrainState(task, pack, wanted))
         if state is None:
             raise TrainError(f"out of memory before the first step ({reason}); take a smaller network, or free memory")
-        history, complaints = begin(folder, task, pack, state, advice_in(plan))
-        job = Job(task, pack, folder, state, history)
-        keeper = checkpoint.Keeper(folder, kept) if kept is not None else None
+        history, complaints = begin(folder, pack, state, advice_in(plan))
         surface = Surface(folder, state, pack, history, plan, progress)
-        surface.tell_all([*complaints, *beyond(wanted, surface.advised).values(), *filter(None, [ending(state)])])
-        with Termination(surface.wishes):
+        job = Job(pack, folder, state, surface, checkpoint.Keeper(folder, kept) if kept is not None else None)
+        requests = surface.requests
+        surface.tell_all([*complaints, *beyond(wanted, requests.advised).values(), *filter(None, [ending(state)])])
+        with FirstSignal(signal.SIGTERM, partial(requests.post, "stop", by="SIGTERM"), later=True):
             try:
                 with surface:
-                    follow(job, keeper, surface)
-                finish(job, surface, receipt and not surface.wishes.stop)
+                    follow(job)
+                finish(job, receipt and not requests.stop)
             finally:
-                if keeper is not None:
-                    keeper.keep()
-                    keeper.close()
-                    surface.tell_all(keeper.complaints)
+                job.close()
         found = Run.open(folder, task)
-        found.events = surface.told
-    if release_gpu and not surface.wishes.stop:
-        del job, state, surface, history
-        found.events += release(keeper is not None and not keeper.behind)
+        found.events = surface.events
+    if release_gpu and not requests.stop:
+        safe = job.keeper is not None and not job.keeper.behind
+        del job, state, surface, history, requests
+        found.events += release(safe)
     return found
 
 
@@ -106,9 +116,9 @@ def advice_in(plan: Any) -> Plan | None:
     return getattr(plan, "advised", getattr(plan, "plan", None))
 
 
-def chosen_plan(task: Any, pack: Pack, plan: Any, folder: Path) -> Plan:
+def chosen_plan(task: Task, pack: Pack, plan: Any, folder: Path) -> Plan:
     if plan is None:
-        plan = stored_plan(task, folder) or advise(task, pack, measure=False)
+        plan = stored_plan(task, folder) or measure.advise(task, pack, measure=False)
     plan = getattr(plan, "plan", plan)
     if not isinstance(plan, type(task.PLAN)):
         kind = type(task.PLAN)
@@ -119,91 +129,64 @@ def chosen_plan(task: Any, pack: Pack, plan: Any, folder: Path) -> Plan:
     return plan
 
 
-def follow(job: Job, keeper: checkpoint.Keeper | None, surface: Surface) -> None:
-    """The loop and its watchers: rows, picture, checkpoints, and what the person asks for."""
-    saver = Saver(job, keeper, surface)
-    guard = Guard(job, surface, surface.advised, saver.save)
+def follow(job: Job) -> None:
+    """The loop and its watchers: rows, picture, checkpoints, and what is requested."""
+    surface, guard = job.surface, Guard(job)
     # Closed here and not with the traceback, which would keep the feed and its threads.
-    with closing(resilient(job, guard)) as records:
+    with closing(resilient(guard)) as records:
         for record in records:
             record = surface.measured(record)
+            if record.kind == "change":  # of settings, which are applied next
+                guard.watch_change()
+                job.write_plan()
+                if sentence := ending(job.state):
+                    surface.answer(sentence)
             job.history.append(record)
             surface.update(record)
-            if record.kind == "change":
-                continue  # it is about to be applied: what else is requested waits for the end of the next step
-            if surface.listen() and heed(job, saver, guard, surface, record):
-                return
-            saver.watch(record)
-    if not saver.done:
-        saver.save()
+            if record.kind != "change":  # a checkpoint amid a change would resume with its row, and without it
+                job.watch(record)
+                if surface.listen() and act(job):
+                    return
+    if not job.done:
+        job.save()
 
 
-def heed(job: Job, saver: Saver, guard: Guard, surface: Surface, record: Record) -> bool:
-    """Grant what the person asked for, and hold the run while they pause it; True where they stop it."""
-    state, wishes = job.state, surface.wishes
-    best = record.kind == "epoch" and state.improved
+def act(job: Job) -> bool:
+    """Do what is requested, and hold the run while it is paused; True where it is to stop."""
+    state, surface, requests = job.state, job.surface, job.surface.requests
     while True:
-        if wishes.plan is not surface.heeded:
-            turn(job, saver, guard, surface, best)
-        if wishes.undo:
-            undo(job, saver, guard, surface, best)
-        if wishes.best and not surface.able("best"):
-            wishes.best = False
-            surface.answer(f"{control.REFUSED}there is no best checkpoint yet; an evaluation chooses it", asked="best")
-        if asked := wishes.save:
-            wishes.save = False
-        if asked or wishes.stop or (wishes.paused and not saver.done):  # a paused notebook may lose its machine
-            saved = saver.save(best and state.improved)
-            if asked:
-                said = f"saved at step {state.step}" if saved else "not saved: the loss is no longer a number"
-                surface.answer(said, "save")
-        if wishes.stop:
-            surface.answer(f"stopped by {wishes.stopper} after step {state.step}; run it again to continue", "stop")
+        if requests.take("undo"):
+            surface.undo()
+        if "best" in requests.pending and not surface.able("best"):
+            requests.take("best")
+            surface.answer(f"{REFUSED}there is no best checkpoint yet; an evaluation chooses it", "best")
+        if requests.take("save"):
+            saved = job.save()
+            surface.answer(
+                f"saved at step {state.step}" if saved else "not saved: the loss is no longer a number", "save"
+            )
+        if requests.stop or requests.paused:  # a paused notebook may lose its machine
+            job.write_plan()
+            if not job.done:
+                job.save()
+        if requests.stop:
+            surface.answer(f"stopped by {requests.stopper} after step {state.step}; run it again to continue", "stop")
             return True
-        if wishes.profile:
-            wishes.profile = False
-            diagnose(job, surface, partial(surface.answer, asked="profile"))
-        if wishes.evaluate:
-            wishes.evaluate = False
+        if requests.take("profile"):
+            diagnose(job, partial(surface.answer, asked="profile"))
+        if requests.take("evaluate"):
             if state.over:
                 surface.answer("nothing new to evaluate: the last epoch ended with an evaluation", "evaluate")
             else:
                 state.evaluate_next = surface.looking = True
-        if not wishes.paused or surface.looking or wishes.best:
+        if not requests.paused or surface.looking or "best" in requests.pending:
             return False
         surface.hold()
         surface.listen()
 
 
-def turn(job: Job, saver: Saver, guard: Guard, surface: Surface, best: bool) -> None:
-    """Apply the plan that was asked for, already checked, from the next step on, and write it down. best: whether
-    the run as it is now is the best so far, in case it has to be saved."""
-    surface.heeded = wanted = surface.wishes.plan
-    if wanted is None or wanted == job.state.plan:
-        return
-    guard.change(wanted, lambda: saver.done or saver.save(best and job.state.improved))
-    surface.undoable.append(job.state.plan)
-    job.state.plan = wanted
-    with disk.explained("writing the plan", job.folder):
-        disk.write_atomic(job.folder / PLAN, wanted.to_json())
-    if sentence := ending(job.state):
-        surface.answer(sentence)
-
-
-def undo(job: Job, saver: Saver, guard: Guard, surface: Surface, best: bool) -> None:
-    """Take back the last change."""
-    surface.wishes.undo = False
-    if not surface.undoable:
-        surface.answer(f"{control.REFUSED}there is no change to undo", asked="undo")
-        return
-    surface.request(surface.undoable.pop())
-    turn(job, saver, guard, surface, best)
-    surface.undoable.pop()  # an undo is not a change to undo
-    surface.answer("the last change is undone", asked="undo")
-
-
 def ending(state: TrainState) -> str:
-    """What to say about a plan with fewer epochs than have begun."""
+    """The message about a plan with fewer epochs than have begun."""
     epochs, present = state.plan.epochs, state.epoch + 1
     if state.segments and epochs < present:
         return f"epochs {epochs} is below the present epoch {present}: training ends after this epoch"
@@ -212,42 +195,69 @@ def ending(state: TrainState) -> str:
     return ""
 
 
-class Saver:
-    """Writes a checkpoint where losing the work since the last one would cost more than writing it."""
+def finish(job: Job, receipt: bool) -> None:
+    """Why the run stopped early, the evaluation that training left to its end, and the receipt."""
+    state, surface, path = job.state, job.surface, job.folder / RECEIPT
+    if state.stopped:
+        surface.tell(f"{state.stopped}; to continue, change the plan")
+    if state.over and not surface.requests.stop and scoring.is_partial(state.plan, job.pack.splits["val"]):
+        evaluate_all(job)
+    if not receipt or path.exists():
+        return
+    surface.tell("measuring the baseline next to this run …")
+    try:
+        disk.write_atomic(path, measure.receipt(job.task, job.pack, state.plan, state.device).to_json())
+        if not judged(job):
+            diagnose(job, surface.tell)
+    except (NbtoolsError, OSError, RuntimeError) as error:  # the run is trained and saved, whatever the baseline does
+        surface.tell(f"no receipt: {type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        surface.tell("no receipt: stopped by you; run it again to measure it")
 
-    def __init__(self, job: Job, keeper: checkpoint.Keeper | None, surface: Surface):
-        self.job, self.keeper, self.surface = job, keeper, surface
-        self.saved, self.cost = monotonic(), 0.0
-        self.place = (job.state.epoch, job.state.step)
 
-    @property
-    def done(self) -> bool:
-        """Whether nothing was trained since the last checkpoint."""
-        return self.place == (self.job.state.epoch, self.job.state.step)
+def evaluate_all(job: Job) -> None:
+    """Evaluate the best weights on the whole validation split, with all scales and the like, and keep the result."""
+    run, path, tell = Run.open(job.folder, job.task), job.folder / EVALUATION, job.surface.tell
+    asked = {"epoch": run.best.get("epoch"), "plan": json.loads(run.plan.to_json())}
+    if not job.pack.splits["val"] or {name: run.final.get(name) for name in asked} == asked:
+        return
+    tell("evaluating the best weights on the whole validation split …")
+    start = monotonic()
+    try:
+        found = scoring.evaluate(job.task, run.model(job.state.device), job.pack, job.state.plan, "val")
+        seconds = monotonic() - start
+        disk.write_atomic(path, json.dumps({**asked, "values": found, "seconds": seconds}, indent=1))
+    except (NbtoolsError, OSError, RuntimeError) as error:  # six scales may need memory that training did not
+        tell(f"no last evaluation: {type(error).__name__}: {error}")
+        return
+    except KeyboardInterrupt:
+        tell("no last evaluation: stopped by you; run it again for it")
+        return
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+    tell(f"all {plural(job.pack.splits['val'], 'validation sample')}, in {seconds:.0f} s: {shown}")
 
-    def watch(self, record: Record) -> None:
-        """At the end of an epoch when it is the best, or checkpoints stay cheap; inside one every minute."""
-        since = monotonic() - self.saved
-        if record.kind == "epoch" and (self.job.state.improved or since * SAVE_SHARE >= self.cost):
-            self.save(best=self.job.state.improved)
-        elif since > SAVE_EVERY:
-            self.save()
 
-    def save(self, best: bool = False) -> bool:
-        """Whether there was something worth it: a lost loss is told at the next log step, and undone."""
-        start, worth = monotonic(), not self.job.state.lost()
-        if worth:
-            checkpoint.save(self.job.folder, self.job.state, len(self.job.history), best)
-            self.job.state.improved = False
-            if not self.surface.wishes.stop:  # else the last picture comes next, and seconds count in a shutdown
-                self.surface.keep_still()
-            if self.keeper is not None:
-                self.keeper.keep()
-                self.surface.tell_all(self.keeper.complaints)
-        self.place = (self.job.state.epoch, self.job.state.step)
-        self.saved = monotonic()
-        self.cost = self.saved - start
-        return worth
+def diagnose(job: Job, say: Callable[[str], None]) -> None:
+    """Measure what a step of this run consists of, on a model of its own; say the verdict, and write it down."""
+    state, surface = job.state, job.surface
+    kept = fixed(state.plan)
+    surface.tell("measuring what a step consists of …", passing=True)
+    try:
+        profile = measure.step_profile(job.task, job.pack, state.plan, state.device, fixed=kept)
+        found = measure.verdict(profile, state.plan, fixed=kept)
+        disk.write_atomic(job.folder / VERDICT, json.dumps({"profile": profile.to_dict(), "verdict": found.to_dict()}))
+    except (NbtoolsError, OSError, RuntimeError) as error:  # next to the run there may be no memory for a second one
+        say(f"not measured: {type(error).__name__}: {error}")
+        return
+    say(found.sentence)
+    if surface.panel is not None:
+        surface.panel.propose(found.sentence, found.change)
+
+
+def judged(job: Job) -> bool:
+    """Whether the verdict in the folder is of the plan that the run ended with."""
+    path = job.folder / VERDICT
+    return path.exists() and json.loads(path.read_text())["profile"]["plan"] == json.loads(job.state.plan.to_json())
 
 
 def release(kept: bool) -> list[str]:

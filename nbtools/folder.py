@@ -1,5 +1,5 @@
-"""A run's folder: locked while a process trains in it, begun, resumed from its last checkpoint, and brought back from
-where it is kept."""
+"""A run under way and its folder: locked while a process trains in it, begun or resumed from its last checkpoint, saved
+to where losing the work would cost more, and restored from where it is kept."""
 
 from __future__ import annotations
 
@@ -9,16 +9,29 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from time import sleep
-from typing import Any
+from time import monotonic, sleep
 from uuid import uuid4
 
 from nbtools import disk
 from nbtools.data import Card, Pack, cache, existing, place_to_keep
 from nbtools.errors import CheckpointError, TrainError
-from nbtools.live import control
+from nbtools.live import Surface
 from nbtools.run import CARD, HISTORY, PLAN
-from nbtools.train import History, Plan, TrainState, caught_up, checkpoint, refuse_fixed, task_name
+from nbtools.train import (
+    CONTROL,
+    History,
+    Plan,
+    Record,
+    Task,
+    TrainState,
+    caught_up,
+    checkpoint,
+    refuse_fixed,
+    task_name,
+)
+
+SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
+SAVE_SHARE = 0.05  # of the time that checkpoints at the ends of quick epochs may take, the best ones aside
 
 
 @contextmanager
@@ -53,7 +66,7 @@ def lock(folder: Path) -> disk.Lock:
     return disk.Lock(cache() / "locks" / f"run-{key}.lock", wait=False)
 
 
-def stored_plan(task: Any, folder: Path) -> Plan | None:
+def stored_plan(task: Task, folder: Path) -> Plan | None:
     """The plan of the run in a folder, where one was started."""
     path = folder / PLAN
     return type(task.PLAN).from_json(path.read_text()) if checkpoint.names(folder) and path.exists() else None
@@ -80,7 +93,7 @@ def restore(folder: Path, kept: Path | None) -> None:
             raise CheckpointError(f"{kept} keeps another run than {folder}; name another keep=, or another run=")
         return
     if folder.exists() and any(
-        p.name not in (PLAN, CARD, HISTORY, control.FILE) and p.suffix != ".part" for p in folder.iterdir()
+        p.name not in (PLAN, CARD, HISTORY, CONTROL) and p.suffix != ".part" for p in folder.iterdir()
     ):
         raise CheckpointError(f"{folder} holds files and no run, and {kept} keeps a run; name a new folder with run=")
     part = folder.with_name(f"{folder.name}.part")
@@ -92,9 +105,7 @@ def restore(folder: Path, kept: Path | None) -> None:
         disk.publish_folder(part, folder)
 
 
-def begin(
-    folder: Path, task: Any, pack: Pack, state: TrainState, advised: Plan | None = None
-) -> tuple[History, list[str]]:
+def begin(folder: Path, pack: Pack, state: TrainState, advised: Plan | None = None) -> tuple[History, list[str]]:
     """A new run folder, or the old one and the state of its last checkpoint; and what was wrong with newer ones.
 
     advised: the plan that values are compared with; None: that of the old run, or the one it starts with.
@@ -108,15 +119,16 @@ def begin(
         disk.remove(folder / HISTORY)
         disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
         disk.write_atomic(folder / PLAN, state.plan.to_json())
-        disk.write_atomic(
-            folder / checkpoint.INDEX, json.dumps({"version": 1, "id": uuid4().hex, "task": task_name(task)})
-        )
+        index = {"version": 1, "id": uuid4().hex, "task": task_name(state.task)}
+        disk.write_atomic(folder / checkpoint.INDEX, json.dumps(index))
     checkpoint.mark(folder, advised=(advised or state.plan).to_dict())
     checkpoint.save(folder, state, rows=0)
     return History(folder / HISTORY), []
 
 
 def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[str]]:
+    """The history and the state of the last checkpoint, with the plan that the state was made with. Raises
+    CheckpointError for another pack, TrainError for a change of what a run keeps."""
     if Card.from_dict(json.loads((folder / CARD).read_text())) != pack.card:
         raise CheckpointError(
             f"{folder}: this run was trained on another pack (its card.json is not that of {pack.folder}); "
@@ -131,7 +143,63 @@ def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[s
     history.cut(facts["rows"])
     disk.write_atomic(folder / PLAN, new.to_json())
     if changed and state.stopped:
-        state.stopped, state.stale = None, 0  # asked to go on: an early stop counts anew from here
+        state.stopped, state.stale = None, 0  # asked to continue: an early stop counts anew from here
     for record in caught_up(state, old):
         history.append(record)
     return history, complaints
+
+
+class Job:
+    """A run under way, which writes a checkpoint where losing the work since the last one would cost more than it.
+
+    keeper: copies the folder to where the run is kept.
+    """
+
+    def __init__(self, pack: Pack, folder: Path, state: TrainState, surface: Surface, keeper: checkpoint.Keeper | None):
+        self.task, self.pack, self.folder, self.state = state.task, pack, folder, state
+        self.surface, self.history, self.keeper = surface, surface.history, keeper
+        self.saved, self.cost = monotonic(), 0.0
+        self.place = (state.epoch, state.step)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing was trained since the last checkpoint."""
+        return self.place == (self.state.epoch, self.state.step)
+
+    def watch(self, record: Record) -> None:
+        """Save at the end of an epoch when it is the best, or checkpoints stay cheap; inside one every minute."""
+        since = monotonic() - self.saved
+        if record.kind == "epoch" and (self.state.improved or since * SAVE_SHARE >= self.cost):
+            self.save(best=self.state.improved)
+        elif since > SAVE_EVERY:
+            self.save()
+
+    def save(self, best: bool = False) -> bool:
+        """Whether the state was worth it: a lost loss is reported at the next log step, and undone."""
+        start, worth = monotonic(), not self.state.lost()
+        if worth:
+            checkpoint.save(self.folder, self.state, len(self.history), best)
+            self.state.improved = False
+            if not self.surface.requests.stop:  # else the final picture comes next, and seconds count in a shutdown
+                self.surface.keep_still()
+            if self.keeper is not None:
+                self.keeper.keep()
+                self.surface.tell_all(self.keeper.complaints)
+        self.place = (self.state.epoch, self.state.step)
+        self.saved = monotonic()
+        self.cost = self.saved - start
+        return worth
+
+    def write_plan(self) -> None:
+        """Make plan.json the wanted plan: a resumed run continues with it."""
+        path, text = self.folder / PLAN, self.state.plan.to_json()
+        if path.read_text() != text:
+            with disk.explained("writing the plan", self.folder):
+                disk.write_atomic(path, text)
+
+    def close(self) -> None:
+        """Wait until all is kept."""
+        if self.keeper is not None:
+            self.keeper.keep()
+            self.keeper.close()
+            self.surface.tell_all(self.keeper.complaints)

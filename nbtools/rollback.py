@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtools import disk
 from nbtools.errors import CheckpointError
-from nbtools.findings import Job
-from nbtools.live import Surface, control
-from nbtools.run import PLAN
+from nbtools.folder import Job
+from nbtools.live import REFUSED
 from nbtools.train import (
     LEFT_OUT,
     Diverged,
@@ -64,11 +62,10 @@ class Anchor:
 
 
 class Guard:
-    """Watches the changes of a run, and brings it back. advised: the plan that lr is compared with. save: write a
-    checkpoint of the run as it is."""
+    """Watches the changes of a run's settings, and brings the run back where one ruins it."""
 
-    def __init__(self, job: Job, surface: Surface, advised: Plan, save: Callable[[], object]):
-        self.job, self.surface, self.advised, self.save = job, surface, advised, save
+    def __init__(self, job: Job):
+        self.job, self.advised = job, job.surface.requests.advised
         self.returns = 0
         index, state = checkpoint.read_index(job.folder), job.state
         self.anchor = Anchor(**index["anchor"]) if "anchor" in index else None
@@ -77,22 +74,24 @@ class Guard:
         else:
             self.resumed(checkpoint.name_of(state))
 
-    def change(self, new: Plan, save: Callable[[], object]) -> None:
-        """Watch a change that is about to be applied. save: make the last checkpoint one of this moment; it
-        is called once while a slider is dragged."""
-        names = acting(self.job.state.plan, new)
+    def watch_change(self) -> None:
+        """Watch the wanted plan, which is applied next. The anchor is a checkpoint of this moment; while a slider is
+        dragged it is written once."""
+        state = self.job.state
+        names = affecting(state.applied, state.plan)
         if not names:
             return
         if self.anchor is None or self.anchor.age >= WATCHED:
-            save()
+            if not self.job.done:
+                self.job.save()
             self.anchor = self.anchored(checkpoint.read_index(self.job.folder)["last"])
-        self.watch(self.anchor, names, new)
+        self.watch(self.anchor, names, state.plan)
 
     def resumed(self, name: str) -> None:
         """Watch what differs from the plan of the checkpoint that the run continues from."""
         new = self.job.state.plan
         old = type(new).from_dict(checkpoint.facts_of(self.job.folder, name)["plan"])
-        if names := acting(old, new):
+        if names := affecting(old, new):
             self.watch(self.anchor or self.anchored(name), names, new)
 
     def anchored(self, name: str) -> Anchor:
@@ -139,11 +138,10 @@ class Guard:
         tried = {name: value for name, value in anchor.tried.items() if value != getattr(old, name)} or anchor.tried
         adopt(state, old)  # first: a scaler takes over its saved state
         state.load(tensors, facts["state"])
-        state.plan = state.applied  # the loop finds nothing left to apply
+        state.plan = state.applied  # what was wanted since is void
         checkpoint.rewind(job.folder, checkpoint.name_of(state), best=anchor.best, anchor=None)
-        with disk.explained("writing the plan", job.folder):
-            disk.write_atomic(job.folder / PLAN, old.to_json())
-        self.surface.returned(old)
+        job.write_plan()
+        job.surface.returned()
         now = ", ".join(
             f"{name} {said(getattr(old, name))}" if len(tried) > 1 else said(getattr(old, name)) for name in tried
         )
@@ -157,7 +155,7 @@ class Guard:
         try:
             tensors, facts = checkpoint.read(job.folder, name)
         except CheckpointError as error:
-            self.surface.answer(f"{control.REFUSED}{error}", asked="best")
+            job.surface.answer(f"{REFUSED}{error}", "best")
             return
         state.load(tensors, facts["state"])
         old = type(state.plan).from_dict(facts["plan"])
@@ -202,7 +200,7 @@ class Guard:
         yield Record("event", state.epoch, state.step, state.samples, {"what": what, **answer})
         if old is not None:
             yield from caught_up(state, old)
-        self.save()
+        self.job.save()
 
     def described(self, tried: dict[str, Any]) -> str:
         """Settings in a sentence, the lr with its ratio to the advised one."""
@@ -219,7 +217,7 @@ class Guard:
         return self.advised.lr if self.advised.lr < lr else lr / 10
 
 
-def acting(old: Plan, new: Plan) -> list[str]:
+def affecting(old: Plan, new: Plan) -> list[str]:
     """The settings that differ and affect training."""
     return [name for name in new.changes_from(old) if name not in UNWATCHED]
 
@@ -238,10 +236,10 @@ def highest(losses: Sequence[float]) -> float | None:
     return max(last) + max((FACTOR - 1) * max(map(abs, last)), NOISE * abs(known[0]))
 
 
-def resilient(job: Job, guard: Guard) -> Generator[Record, None, None]:
+def resilient(guard: Guard) -> Generator[Record, None, None]:
     """The loop; goes back to a checkpoint where training diverged or the user asks for it."""
     while True:
-        ended = yield from stretch(job, guard)
+        ended = yield from stretch(guard)
         if ended is None:
             return
         if ended == "best":
@@ -252,17 +250,16 @@ def resilient(job: Job, guard: Guard) -> Generator[Record, None, None]:
             yield from guard.retry(ended)
 
 
-def stretch(job: Job, guard: Guard) -> Generator[Record, None, Diverged | str | None]:
+def stretch(guard: Guard) -> Generator[Record, None, Diverged | str | None]:
     """Train until the end (None), until training diverged, or the user asks for the best checkpoint."""
+    job = guard.job
     records = train(job.task, job.state, job.pack)
-    wishes = guard.surface.wishes
     try:
         for record in records:
             if guard.risen(record):
                 return "risen"
             yield record
-            if wishes.best:
-                wishes.best = False
+            if job.surface.requests.take("best"):
                 return "best"
     except Diverged as error:
         return error.with_traceback(None)  # its frames hold the feed, on a GPU a second copy of the pack

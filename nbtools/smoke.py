@@ -73,7 +73,7 @@ def smoke(task: TaskLike, device: torch.device | str | None = None, **knobs: Any
         raw = next(iter(open_feed(pack, plan, where)([pack.ids("train")[: plan.batch_size]])))
         loss_sum, count = step(task, state, raw, pack.splits["train"])
         done("step", f"loss {checked(float(loss_sum) / max(float(count), 1)):.4g}")
-        begin(folder / "run", task, pack, state)
+        begin(folder / "run", pack, state)
         done("save", "the checkpoint is written")
         checkpoint.load(folder / "run", twin)
         if not equal(*(answers(task, one, raw) for one in (state, twin))):

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from threading import Event
 from time import monotonic, sleep
-from typing import Any
 
 from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.folder import busy
-from nbtools.live import Interrupt, Messages, View, Wishes, advised, control
+from nbtools.live import ACTIONS, REFUSED, FirstSignal, Messages, Plans, Requests, View, advised, send
 from nbtools.run import HISTORY, PLAN, Run
-from nbtools.train import KEYS, History, Plan, Record, checkpoint, fixed, require_batch
+from nbtools.train import CONTROL, KEYS, History, Record, TaskLike, best_of, checkpoint, require_batch
 
-MOMENT = 0.05  # seconds between two looks at the person
+MOMENT = 0.05  # seconds between two looks at the user
 READ_EVERY = 0.5  # seconds between two looks at the history
-ANSWERED = ("stop", "evaluate", "save", "profile", "best", "undo")  # actions that the run answers in its history
 
 
-def watch(run: str | Path, task: Any = None, wait: float = 60.0) -> Run:
+def watch(run: str | Path, task: TaskLike | None = None, wait: float = 60.0) -> Run:
     """Draw a run of another process of this machine until it ends; returns the Run.
 
     Buttons and fields send requests to that process through `control.json`, and its answers come back through the
@@ -27,40 +27,37 @@ def watch(run: str | Path, task: Any = None, wait: float = 60.0) -> Run:
     A run that is no longer training is drawn once. task: only for one that cannot be imported by name. Raises
     CheckpointError where there is no run.
     """
-    folder = Path(run)
+    folder, left = Path(run), Event()
     await_start(folder, wait)
-    opened = Run.open(folder, task)
-    history = History(folder / HISTORY)
-    view = View(folder, history, opened.plan, opened.card.splits["train"], opened.task.BEST, opened.plan, show=True)
-    asked, interrupted, messages = Asked(folder, opened.plan), Wishes(), Messages()
+    remote = Remote(Run.open(folder, task))
+    view, requests, messages = remote.view, remote.requests, Messages()
     with ExitStack() as stack:
-        stack.enter_context(Interrupt(interrupted))
+        stack.enter_context(FirstSignal(signal.SIGINT, left.set))
         stack.callback(view.finish, [])
         if view.panel is not None:
             stack.enter_context(messages)
-            check, able = partial(require_batch, count=view.count), partial(possible, folder, history)
-            view.panel.begin(asked.wishes, fixed(opened.plan), check, advised(folder, opened.plan), able)
+            view.panel.begin(requests)
             stack.callback(view.panel.end)
         view.start()
-        read, told = 0.0, len(history)
-        while (trains := busy(folder)) and not interrupted.stop:
+        read = 0.0
+        while (trains := busy(folder)) and not left.is_set():
             messages.handle()
             try:
-                asked.send()
+                remote.send()
             except NbtoolsError as error:
                 view.tell(str(error))
             if monotonic() >= read:
                 read = monotonic() + READ_EVERY
-                told = follow(view, told, opened, asked)
+                remote.read()
             if view.panel is not None:
-                view.panel.buttons.unread = (folder / control.FILE).exists()
+                requests.unread = (folder / CONTROL).exists()
                 view.panel.refresh()
-            view.draw("paused" if asked.wishes.paused else "")
+            view.draw("paused" if requests.paused else "")
             sleep(MOMENT)
-        follow(view, told, opened, asked)
+        remote.read()
     if trains:
         view.tell(f"{folder} goes on; nb.watch it again, or ask it to stop: python -m nbtools control {folder} stop")
-    return Run.open(folder, opened.task)
+    return Run.open(folder, remote.run.task)
 
 
 def await_start(folder: Path, wait: float) -> None:
@@ -74,66 +71,72 @@ def await_start(folder: Path, wait: float) -> None:
         sleep(MOMENT)
 
 
-def possible(folder: Path, history: History, action: str) -> bool:
-    """Whether there is anything to do for an action, as far as the folder says."""
-    return (
-        bool(history.of("change")) if action == "undo" else action != "best" or checkpoint.best_of(folder) is not None
-    )
+class Remote:
+    """A run in another process: what it writes is shown, and requests are sent to it once, and stay pending until its
+    history answers them.
 
+    sent: the actions, and the settings with their values, that it has not answered. shown: rows of the history.
+    """
 
-def follow(view: View, told: int, run: Run, asked: Asked) -> int:
-    """Read what the other process wrote, and say it; returns how many rows are told."""
-    before = view.history.rows
-    view.history.refresh()
-    rows = view.history.rows
-    if rows is not before:  # the run went back to a checkpoint, and wrote other rows from there
-        pairs = zip(map(repr, before[:told]), map(repr, rows), strict=False)  # a NaN is unequal to itself, its text not
-        told = next((i for i, (a, b) in enumerate(pairs) if a != b), min(told, len(rows)))
-    for row in rows[told:]:
-        values = {name: value for name, value in row.items() if name not in KEYS}
-        record = Record(row["kind"], row["epoch"], row["step"], row["samples"], values)
-        view.advance(record)
-        refused = str(values.get("what", "")).startswith(control.REFUSED)
-        asked.answered(record, refused)
-        if record.kind in ("change", "event") and (path := run.folder / PLAN).exists():  # it may go at any moment
-            plan = type(run.plan).from_json(path.read_text())
-            if refused or record.kind == "change" or plan != asked.applied:  # as after going back to a checkpoint
-                asked.plan = asked.applied = plan
-                view.turned(plan)
-        if values.get("asked") == "profile" and view.panel is not None:
-            verdict = run.verdict
-            if verdict is not None and verdict.sentence == values["what"]:  # not an older one's, where it failed
-                view.panel.propose(verdict.sentence, verdict.change)
-    return len(rows)
+    def __init__(self, run: Run):
+        self.run, self.plans = run, Plans(run.plan, run.plan)
+        history, count = History(run.folder / HISTORY), run.card.splits["train"]
+        self.view = View(run.folder, history, run.plan, count, run.task.BEST, run.plan, show=True)
+        self.requests = Requests(
+            self.plans, advised(run.folder, run.plan), partial(require_batch, count=count), self.able
+        )
+        self.sent: dict[str, object] = {}
+        self.paused = False
+        self.shown = len(history)
 
-
-class Asked:
-    """Requests to another process: sent on once as they come, and pending until the history answers them, so that
-    their buttons say so meanwhile."""
-
-    def __init__(self, folder: Path, plan: Plan):
-        self.folder, self.plan, self.applied = folder, plan, plan  # as last requested, as the run last reported
-        self.wishes, self.paused = Wishes(), False
-        self.pending: set[str] = set()
+    def able(self, action: str) -> bool:
+        """Whether there is anything to do for an action, as far as the folder says."""
+        if action == "undo":
+            return bool(self.view.history.of("change"))
+        return action != "best" or best_of(self.run.folder) is not None
 
     def send(self) -> None:
-        wishes = self.wishes
-        actions = [each for each in ANSWERED if getattr(wishes, each) and each not in self.pending]
-        self.pending |= {*actions}
-        if wishes.paused != self.paused:
-            self.paused = wishes.paused
+        """Send what was requested since the last call."""
+        wanted, applied = self.plans.plan.to_dict(), self.plans.applied.to_dict()
+        settings = {n: value for n, value in wanted.items() if value != self.sent.get(n, applied[n])}
+        actions = [action for action in ACTIONS if action in self.requests.pending and action not in self.sent]
+        self.sent |= {**dict.fromkeys(actions), **settings}
+        if self.requests.paused != self.paused:
+            self.paused = self.requests.paused
             actions.append("pause" if self.paused else "resume")
-        (plan, wishes.plan), knobs = (wishes.plan, None), {}  # the run answers: what it does is shown, and what not
-        if plan is not None and plan is not self.plan:
-            knobs = {n: value for n, value in plan.to_dict().items() if value != getattr(self.plan, n)}
-            self.plan = plan
-        if actions or knobs:
-            control.send(self.folder, actions, knobs, force=bool(knobs))  # the panel has asked already
+        if actions or settings:
+            send(self.run.folder, actions, settings, force=bool(settings))  # the panel has asked already
 
-    def answered(self, record: Record, refused: bool) -> None:
-        """Clear the requests that a row of the history answers; refused: all that were sent with it."""
+    def read(self) -> None:
+        """Show what the other process wrote."""
+        before, history = self.view.history.rows, self.view.history
+        history.refresh()
+        if history.rows is not before:  # the run went back to a checkpoint, and wrote other rows from there
+            pairs = zip(map(repr, before[: self.shown]), map(repr, history.rows), strict=False)  # a NaN equals its text
+            differing = (i for i, (old, new) in enumerate(pairs) if old != new)
+            self.shown = next(differing, min(self.shown, len(history)))
+        for row in history.rows[self.shown :]:
+            values = {name: value for name, value in row.items() if name not in KEYS}
+            record = Record(row["kind"], row["epoch"], row["step"], row["samples"], values)
+            self.view.advance(record)
+            self.answered(record)
+        self.shown = len(history)
+
+    def answered(self, record: Record) -> None:
+        """Clear the requests that a row of the history answers; a refusal answers all that were sent."""
+        refused = str(record.values.get("what", "")).startswith(REFUSED)
         evaluated = record.kind in ("epoch", "evaluation") and any(name.startswith("val_") for name in record.values)
-        for action in [*self.pending]:
+        for action in {*self.sent} & {*ACTIONS}:
             if refused or record.values.get("asked") == action or (evaluated and action == "evaluate"):
-                self.pending.discard(action)
-                setattr(self.wishes, action, False)
+                del self.sent[action]
+                self.requests.take(action)
+        if record.kind in ("change", "event") and (path := self.run.folder / PLAN).exists():  # it may go at any moment
+            plan = type(self.run.plan).from_json(path.read_text())
+            if refused or record.kind == "change" or plan != self.plans.applied:  # as after going back to a checkpoint
+                self.plans.plan = self.plans.applied = plan
+                self.sent = {name: value for name, value in self.sent.items() if name in ACTIONS}
+                self.view.changed(plan)
+        if record.values.get("asked") == "profile" and self.view.panel is not None:
+            verdict = self.run.verdict
+            if verdict is not None and verdict.sentence == record.values["what"]:  # not an older one's, where it failed
+                self.view.panel.propose(verdict.sentence, verdict.change)

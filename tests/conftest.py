@@ -7,6 +7,7 @@ train on the GPU.
 import os
 import shutil
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,6 +58,14 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def undrawn():
+    """Runs without their PNG: drawing it takes longer than a toy's training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nbtools.live.plot.figure.draw", lambda *_: SimpleNamespace(png=lambda: b"\x89PNG"))
+        yield
 
 
 @pytest.fixture

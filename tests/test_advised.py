@@ -9,7 +9,7 @@ import pytest
 import toy
 
 import nbtools as nb
-from nbtools.live import control, surface
+from nbtools.live import send, surface
 from nbtools.measure import advice as act
 from nbtools.measure import profile
 from nbtools.measure.finder import Row
@@ -128,7 +128,7 @@ def test_a_run_asked_what_limits_it_answers_and_goes_on_bit_equal(pack, tmp_path
     def batch(raw, plan, draws):
         steps.append(1) if draws is not None else None
         if len(steps) == 5:
-            control.send(folder, ["profile"])
+            send(folder, ["profile"])
         return toy.batch(raw, plan, draws)
 
     monkeypatch.setattr(surface, "LOOK_EVERY", 0.0)

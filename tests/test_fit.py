@@ -1,9 +1,10 @@
-"""fit, Run and the receipt: what a person gets from one call."""
+"""fit, Run and the receipt: what one call leaves behind."""
 
 import json
 import os
 import shutil
 import signal
+import sys
 import time
 import types
 from typing import Any
@@ -23,6 +24,8 @@ from nbtools.errors import CheckpointError, DiskError, PackError, PlanError, Tra
 from nbtools.measure import receipts
 from nbtools.run import Run
 from nbtools.train import checkpoint
+
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 QUIET: dict[str, Any] = {"receipt": False, "progress": False}
 
@@ -401,13 +404,102 @@ def test_the_picture_lies_in_both_folders_from_the_first_checkpoint_on_and_is_dr
     assert len({times[0] for times in drawn}) == 1
 
 
-def test_a_picture_that_cannot_be_drawn_ends_no_run(pack, tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    def savefig(*_, **__):
+def test_what_cannot_be_shown_is_a_message_and_costs_no_run(pack, tmp_path, monkeypatch):
+    def broken(*_args, **_more):
         raise ZeroDivisionError("no ink")
 
-    monkeypatch.setattr(Figure, "savefig", savefig)
+    task: Any = types.SimpleNamespace(**{**vars(toy), "preview": broken})
+    run = nb.fit(task, pack, toy.PLAN.replace(epochs=1), tmp_path / "samples", receipt=False)
+    assert "no samples are shown: ZeroDivisionError: no ink" in run.events
+    monkeypatch.setattr("nbtools.live.plot.figure.draw", broken)
     run = nb.fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET)
     assert len(run.summary()) == 3
-    assert "no picture until the end: ZeroDivisionError: no ink" in run.events
+    assert {"no picture until the end: ZeroDivisionError: no ink", "no picture: ZeroDivisionError: no ink"} <= {
+        *run.events
+    }
+
+
+def test_advice_is_a_plan_also_where_ipywidgets_does_not_import(pack, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    monkeypatch.delitem(sys.modules, "nbtools.live.form", raising=False)
+    advice = types.SimpleNamespace(plan=toy.PLAN.replace(epochs=1), reasons={})
+    assert len(nb.fit(toy, pack, advice, tmp_path / "run", **QUIET).summary()) == 1
+
+
+class Colab(types.ModuleType):
+    """google.colab, as far as giving a machine back needs it."""
+
+    def __init__(self) -> None:
+        super().__init__("google.colab")
+        self.runtime = self.drive = self
+        self.given_back = 0
+
+    def unassign(self) -> None:
+        self.given_back += 1
+
+    def mount(self, point: str, force_remount: bool) -> None:
+        raise MessageError("Error: credential propagation was unsuccessful")
+
+
+class MessageError(Exception):
+    """What Colab raises where access to Drive is not granted."""
+
+
+@pytest.fixture
+def colab(monkeypatch, tmp_path):
+    fake = Colab()
+    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
+    monkeypatch.setitem(sys.modules, "google.colab", fake)
+    return fake
+
+
+def test_release_gpu_gives_the_machine_back_when_the_run_is_kept(pack, tmp_path, colab):
+    nb.fit(toy, pack, toy.PLAN.replace(epochs=1), tmp_path / "run", "drive:kept", release_gpu=True, **QUIET)
+    assert colab.given_back == 1
+    assert Run.open(tmp_path / "kept", toy).history.of("epoch")
+
+
+def test_release_gpu_keeps_the_machine_while_the_run_is_on_no_other_disk(pack, tmp_path, colab):
+    (tmp_path / "kept").write_text("a file where the folder should be")
+    plan = toy.PLAN.replace(epochs=1)
+    run = nb.fit(toy, pack, plan, tmp_path / "run", "drive:kept", release_gpu=True, **QUIET)
+    assert any("not kept" in event for event in run.events)
+    assert colab.given_back == 0
+    (tmp_path / "kept").unlink()
+    nb.fit(toy, pack, plan, tmp_path / "run", "drive:kept", release_gpu=True, **QUIET)
+    assert colab.given_back == 1
+
+
+def test_release_gpu_does_not_take_the_machine_from_a_person_who_stopped_the_run(pack, tmp_path, colab):
+    nb.fit(interrupted(3), pack, toy.PLAN, tmp_path / "run", "drive:kept", release_gpu=True, **QUIET)
+    assert colab.given_back == 0
+
+
+def test_release_gpu_is_refused_where_the_run_would_go_with_the_machine(pack, tmp_path, colab):
+    for keep in (None, tmp_path / "beside"):
+        with pytest.raises(CheckpointError, match="name a folder that stays: keep="):
+            nb.fit(toy, pack, toy.PLAN, tmp_path / "run", keep, release_gpu=True, **QUIET)
+    assert not (tmp_path / "run").exists()
+
+
+def test_where_drive_is_declined_a_run_ends_and_its_machine_is_not_given_back(
+    pack, tmp_path, colab, monkeypatch, capsys
+):
+    monkeypatch.delenv("NBTOOLS_DRIVE")
+    monkeypatch.setattr(sys.modules["nbtools.data.drive"], "_declined", False, raising=False)
+    run = nb.fit(toy, pack, toy.PLAN.replace(epochs=1), tmp_path / "run", "drive:kept", release_gpu=True, **QUIET)
+    assert run.history.of("epoch")
+    assert "nothing is kept at drive:kept" in capsys.readouterr().out
+    assert colab.given_back == 0, "the run was only there"
+
+
+def test_a_run_kept_in_the_notebooks_former_folder_goes_on_there(pack, tmp_path, colab, capsys):
+    plan = toy.PLAN.replace(epochs=2)
+    nb.fit(toy, pack, plan.replace(epochs=1), tmp_path / "first", "drive:nbtools/runs/toy", **QUIET)
+    again = nb.fit(toy, pack, plan, tmp_path / "second", "drive:nbtools-data/runs/toy", **QUIET)
+    assert [row["epoch"] for row in again.history.of("epoch")] == [0, 1]
+    assert "using drive:nbtools/runs/toy, where notebooks used to keep it" in capsys.readouterr().out
+    assert len(Run.open(tmp_path / "nbtools" / "runs" / "toy", toy).history.of("epoch")) == 2
+    nb.fit(toy, pack, plan, tmp_path / "third", "drive:nbtools-data/runs/new", **QUIET)
+    assert Run.open(tmp_path / "nbtools-data" / "runs" / "new", toy)

@@ -15,7 +15,7 @@ from torch import nn
 from nbtools.data import Pack, batches_left, open_feed
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.fit import fit
-from nbtools.live.preview import Previews
+from nbtools.live.view import Previews
 from nbtools.run import Run, evaluate
 from nbtools.train import Sums, TrainState, loop, plan, scoring, train
 from tests import toy

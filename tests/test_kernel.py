@@ -24,7 +24,7 @@ LOOPS = {"counting": "time.sleep(0.001)", "torch": "(net(x) ** 2).mean().backwar
 TRAIN = """
 import os, signal, threading, time, ipywidgets
 from IPython.display import display
-from nbtools.kernel import Messages
+from nbtools.live import Messages
 slider, seen = ipywidgets.IntSlider(), []
 slider.observe(lambda change: (seen.append(change["new"]), print("callback")), "value")
 display(slider)
@@ -232,7 +232,7 @@ DIFFERENT = {
 def test_a_kernel_that_differs_is_named_and_the_cell_goes_on(kernel, change):
     text = kernel.run(f"""
 import types
-from nbtools.kernel import Messages
+from nbtools.live import Messages
 shell = get_ipython()
 kernel, handlers = shell.kernel, shell.kernel.shell_handlers
 {change}
@@ -265,7 +265,7 @@ def test_in_a_test_and_in_a_script_there_is_no_kernel_and_no_trouble():
 
 
 def test_in_a_terminals_ipython_there_is_no_kernel_and_no_trouble(tmp_path):
-    code = "from nbtools.kernel import Messages\nwith Messages() as m: print(get_ipython(), m.handle(), m.trouble)"
+    code = "from nbtools.live import Messages\nwith Messages() as m: print(get_ipython(), m.handle(), m.trouble)"
     command = [sys.executable, "-m", "IPython", "--no-banner", "--colors=NoColor", "-c", code]
     said = subprocess.run(command, env=os.environ | {"IPYTHONDIR": str(tmp_path)}, capture_output=True, text=True)
     assert "TerminalInteractiveShell" in said.stdout
@@ -296,7 +296,7 @@ def test_a_cell_that_fails_stops_the_queued_cells_as_ever_and_no_others(kernel):
 
 
 def test_messages_left_open_do_not_leave_the_kernel_deaf(kernel):
-    kernel.run("from nbtools.kernel import Messages\nleft = Messages().__enter__()\nleft.handle()")
+    kernel.run("from nbtools.live import Messages\nleft = Messages().__enter__()\nleft.handle()")
     assert kernel.run("print('next')") == "next\n"
     cell, slider = begin(kernel, train(1))
     slide(kernel, slider, 1)
@@ -336,7 +336,7 @@ def test_a_click_while_an_earlier_cell_runs_is_not_lost(kernel):
     )
     kernel.printed("slow")
     cell = kernel.client.execute("""
-from nbtools.kernel import Messages
+from nbtools.live import Messages
 end = time.time() + 0.5
 with Messages() as messages:
     while not seen and time.time() < end:
@@ -385,7 +385,7 @@ def test_events_that_come_over_a_subshell_are_handled_too(kernel):
 def test_a_notebook_runs_from_top_to_bottom_without_anybody(tmp_path):
     cell = nbformat.v4.new_code_cell("""
 import ipywidgets
-from nbtools.kernel import Messages
+from nbtools.live import Messages
 with Messages(hertz=1e6) as messages:
     display(ipywidgets.IntSlider())
     print(sum(messages.handle() for step in range(1000)), messages.trouble)

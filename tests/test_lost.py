@@ -24,9 +24,10 @@ from serving import CLASSIC, LAB, Stack, until
 
 CELLS = (
     """import os, time, torch; torch.set_num_threads(1)
-import nbtools as nb, nbtools.view, toy
+import nbtools as nb, toy
+from nbtools.live import view
 from pathlib import Path
-nbtools.view.STILL_EVERY, nbtools.view.STILL_COST = 0.5, 1.0
+view.STILL_EVERY, view.STILL_COST = 0.5, 1.0
 Path("kernel").write_text(str(os.getpid()))
 pack = toy.make_pack(Path("toy"))
 class Slow:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nbtools as nb
 from nbtools import measure
-from nbtools.live import control, surface
+from nbtools.live import send, surface
 from nbtools.measure.figures import Tried
 from nbtools.measure.tries import choose_precision
 from nbtools.tasks import captcha
@@ -184,7 +184,7 @@ def test_a_run_on_a_cpu_that_is_asked_for_fp16_says_so_and_goes_on(pack, tmp_pat
     def batch(raw, plan, draws):
         steps.append(1) if draws is not None else None
         if len(steps) == 5:
-            control.send(folder, [], {"amp": "fp16"})
+            send(folder, [], {"amp": "fp16"})
         return toy.batch(raw, plan, draws)
 
     monkeypatch.setattr(surface, "LOOK_EVERY", 0.0)
@@ -311,7 +311,7 @@ def limits(task: Any, pack: nb.Pack, folder, monkeypatch) -> Any:
     def asking(raw, plan, draws):
         steps.append(1) if draws is not None else None
         if len(steps) == 5:
-            control.send(folder, ["profile"])
+            send(folder, ["profile"])
         return batch(raw, plan, draws)
 
     monkeypatch.setattr(surface, "LOOK_EVERY", 0.0)

@@ -16,7 +16,7 @@ import toy
 
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.fit import fit
-from nbtools.live import control, surface
+from nbtools.live import send, surface
 from nbtools.run import Run
 from nbtools.train import History, TrainState, checkpoint, train
 
@@ -195,8 +195,8 @@ KILLED = """
 import sys; sys.path.insert(0, {tests!r})
 import toy
 from nbtools.fit import fit
-from nbtools.pack import Pack
-sys.modules["nbtools.fit"].SAVE_EVERY = 0.0
+from nbtools.data import Pack
+sys.modules["nbtools.folder"].SAVE_EVERY = 0.0
 print("ready", flush=True)
 fit(toy, Pack.open({pack!r}), toy.PLAN.replace(epochs=40), {run!r}, receipt=False, progress=False)
 """
@@ -308,7 +308,7 @@ def test_a_knob_that_was_turned_before_the_loss_was_lost_stays_turned_and_marked
         made = toy.batch(raw, plan, draws)
         seen.append(raw)
         if len(seen) == 2:
-            control.send(folder, [], {"micro_batch_size": 8})
+            send(folder, [], {"micro_batch_size": 8})
         hit = (raw["id"] == bad)[:, None] & (draws is not None)
         return {**made, "x": made["x"].masked_fill(hit, float("inf"))}
 

@@ -14,9 +14,10 @@ import toy
 
 import nbtools as nb
 from nbtools.errors import TrainError
-from nbtools.live import surface
-from nbtools.live.control import send
+from nbtools.live import send, surface
 from nbtools.train import checkpoint
+
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 QUIET: dict[str, Any] = {"receipt": False, "progress": False}
 PLAN = toy.PLAN.replace(epochs=6, schedule="constant")
@@ -124,7 +125,7 @@ def test_watching_ends_after_twenty_log_steps_and_leaves_no_mark(pack, tmp_path)
 
 def test_after_a_rollback_a_kill_resumes_from_before_the_change_also_where_it_is_kept(pack, tmp_path, monkeypatch):
     """Checkpoints of every step: those of the ruined weights must not be gone on from."""
-    monkeypatch.setattr(sys.modules["nbtools.fit"], "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(sys.modules["nbtools.folder"], "SAVE_EVERY", 0.0)
     folder, kept = tmp_path / "run", tmp_path / "kept"
 
     def dies():
@@ -146,7 +147,7 @@ def test_after_a_rollback_a_kill_resumes_from_before_the_change_also_where_it_is
 
 @pytest.mark.parametrize("ends", ["stop", "kill"])
 def test_a_change_stays_on_watch_when_the_run_is_interrupted_before_its_loss_is_read(pack, tmp_path, monkeypatch, ends):
-    monkeypatch.setattr(sys.modules["nbtools.fit"], "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(sys.modules["nbtools.folder"], "SAVE_EVERY", 0.0)
     folder = tmp_path / "run"
 
     def dies():
@@ -327,7 +328,7 @@ def test_back_to_best_while_paused_stays_paused(pack, tmp_path):
 
     def hold(self):
         counts.append(len(seen))
-        send(folder, ["resume" if any("the best" in told for told in self.told) else "best"])
+        send(folder, ["resume" if any("the best" in told for told in self.events) else "best"])
 
     def batch(raw, plan, draws):
         seen.extend([1] if draws is not None else [])

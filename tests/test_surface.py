@@ -16,7 +16,7 @@ SETUP = f"""
 import sys, threading, time; sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parent.parent)!r}]
 import torch; torch.set_num_threads(1)
 import nbtools as nb, toy
-from nbtools import control, surface
+from nbtools.live import send, surface
 from pathlib import Path
 surface.LOOK_EVERY = 0.0
 pack = toy.make_pack(Path("toy"))
@@ -38,8 +38,8 @@ ASKED_TWICE = """
 seen = []
 def person():
     while not seen: time.sleep(0.01)
-    control.send("twice", ["pause"], {"lr": 0.005})
-    while panel.fields["lr"].value != "0.005" or not panel.buttons.wishes.paused: time.sleep(0.01)
+    send("twice", ["pause"], {"lr": 0.005})
+    while panel.fields["lr"].value != "0.005" or not panel.requests.paused: time.sleep(0.01)
     panel.fields["clip_norm"].value = "0.5"
     panel.buttons.made["pause"].click()
 class Watched:
@@ -76,23 +76,23 @@ class Clicked:
     def batch(raw, plan, draws):
         if draws is None and not notes:
             panel.fields["lr"].value = "0.005"
-            notes.append(panel.buttons.heard.value)
+            notes.append(panel.buttons.message.value)
         return toy.batch(raw, plan, draws)
 notes, panel = [], nb.Panel(plan.replace(epochs=2))
 run = nb.fit(Clicked, pack, panel, "amid", receipt=False)
-print(notes, [row["what"] for row in run.history.of("change")], repr(panel.buttons.heard.value))
+print(notes, [row["what"] for row in run.history.of("change")], repr(panel.buttons.message.value))
 """
 SLOW_STEPS = """
 class Slow:
     PLAN, BASELINE, loss, metrics, decode, model = toy.PLAN, toy.BASELINE, toy.loss, toy.metrics, toy.decode, toy.model
     def batch(raw, plan, draws):
         if draws is not None and len(notes) < 3:
-            notes.append(panel.buttons.heard.value)
+            notes.append(panel.buttons.message.value)
             time.sleep(1.2)
         return toy.batch(raw, plan, draws)
 notes, panel = [], nb.Panel(plan)
 run = nb.fit(Slow, pack, panel, "slow", receipt=False)
-print(notes, repr(panel.buttons.heard.value))
+print(notes, repr(panel.buttons.message.value))
 """
 ASKED_ELSEWHERE = """
 go, notes, watching, begin = threading.Event(), [], [], nb.Panel.begin
@@ -104,7 +104,7 @@ class Held:
         time.sleep(0.01)
         return toy.batch(raw, plan, draws)
 def said(words):
-    while words not in panel.buttons.heard.value: time.sleep(0.01)
+    while words not in panel.buttons.message.value: time.sleep(0.01)
     notes.append(words)
 def person():
     global panel
@@ -121,8 +121,8 @@ def person():
     go.set()
     said("paused between two steps")
     panel.buttons.made["pause"].click()
-    while panel.acting.lr != 0.005: time.sleep(0.01)
-    notes.append("after this step" in panel.buttons.heard.value)
+    while panel.requests.state.applied.lr != 0.005: time.sleep(0.01)
+    notes.append("after this step" in panel.buttons.message.value)
     panel.buttons.made["stop"].click()
 given = (Held, pack, plan.replace(epochs=1000), "held", None, False, False)
 threads = [threading.Thread(target=nb.fit, args=given), threading.Thread(target=person)]
@@ -163,7 +163,7 @@ def test_a_run_leaves_nothing_of_its_picture_behind(kernel):
 def test_where_no_picture_can_be_drawn_it_is_said_and_so_is_the_rest(kernel):
     said = kernel.run(
         """
-from nbtools.plot import live
+from nbtools.live.plot import live
 real, live.picture = live.picture, lambda *rest, **more: 1 / 0
 run = nb.fit(toy, pack, plan, "unseen", receipt=False)
 live.picture = real
@@ -227,12 +227,12 @@ def test_a_request_that_another_process_has_not_read_yet_says_so(kernel):
 
 def test_a_terminal_is_told_truth_and_prediction_of_the_samples(tmp_path, capsys):
     view = View(tmp_path / "run", History(), toy.PLAN, 16, "-cer", None, show=True)
-    view.see([Preview(np.zeros((32, 400), np.uint8), "手写中文", "手与中文")])
+    view.show_samples([Preview(np.zeros((32, 400), np.uint8), "手写中文", "手与中文")])
     assert "TRU 手写中文\nPRE 手与中文\n      ^^\n" in capsys.readouterr().out
     assert view.plot.previews[0].truth == "手写中文"
-    assert view.sees
+    assert view.visible
     view.bar.close()
     quiet = View(tmp_path / "run", History(), toy.PLAN, 16, "-cer", None, show=False)
-    quiet.see([Preview(np.zeros((32, 400), np.uint8), "手", "手")])
+    quiet.show_samples([Preview(np.zeros((32, 400), np.uint8), "手", "手")])
     assert capsys.readouterr().out == ""
-    assert not quiet.sees
+    assert not quiet.visible

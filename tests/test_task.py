@@ -12,7 +12,7 @@ from torch import nn
 import nbtools as nb
 from nbtools.data import Entry, Survey
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
-from nbtools.live.preview import Previews
+from nbtools.live.view import Previews
 from tests import toy
 
 

@@ -1,8 +1,7 @@
-"""What a person sees and turns while it trains: kernel messages, requests, panel, plots."""
+"""What is shown and changed while it trains: kernel messages, requests, panel, plots."""
 
-from nbtools.live.control import Wishes
 from nbtools.live.kernel import Messages
-from nbtools.live.panel.panel import Panel
+from nbtools.live.panel import Panel
 from nbtools.live.plot import axes, figure
 from nbtools.live.plot.axes import NAME, PLOT, SMALL
 from nbtools.live.plot.axis import Scale, number
@@ -25,10 +24,12 @@ from nbtools.live.plot.figure import AXIS, HEAD, LEFT, RIGHT
 from nbtools.live.plot.live import in_notebook
 from nbtools.live.plot.page import LEGEND, Page, legend
 from nbtools.live.plot.picture import calmed, decade, falling, rates, shares, train_loss
-from nbtools.live.surface import Interrupt, Surface, Termination, advised
+from nbtools.live.requests import ACTIONS, REFUSED, FirstSignal, Plans, Requests, advised, send
+from nbtools.live.surface import Surface
 from nbtools.live.view import View
 
 __all__ = [
+    "ACTIONS",
     "AXIS",
     "BLUE",
     "GREEN",
@@ -39,6 +40,7 @@ __all__ = [
     "ORANGE",
     "PLOT",
     "PURPLE",
+    "REFUSED",
     "RIGHT",
     "SKY",
     "SMALL",
@@ -46,19 +48,19 @@ __all__ = [
     "XS",
     "Chart",
     "Columns",
-    "Interrupt",
+    "FirstSignal",
     "Line",
     "Mark",
     "Messages",
     "Page",
     "Panel",
     "Picture",
+    "Plans",
+    "Requests",
     "Scale",
     "Series",
     "Surface",
-    "Termination",
     "View",
-    "Wishes",
     "advised",
     "along",
     "axes",
@@ -71,6 +73,7 @@ __all__ = [
     "legend",
     "number",
     "rates",
+    "send",
     "shares",
     "spent",
     "taken",

@@ -1,4 +1,4 @@
-"""What a person sees of a run: buttons, live picture and form in a notebook, a bar in a terminal, sentences in both."""
+"""What is shown of a run: buttons, live picture and form in a notebook, a bar in a terminal, messages in both."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 from tqdm import tqdm
 
 from nbtools import disk
-from nbtools.live.panel.panel import Panel
+from nbtools.data import Pack, collate
+from nbtools.live.panel import Panel
 from nbtools.live.plot import terminal
 from nbtools.live.plot.chart import Preview
 from nbtools.live.plot.live import LivePlot, in_notebook
-from nbtools.train import History, Plan, Record
+from nbtools.train import History, Plan, Record, TrainState, scoring
 
 PLOT_FILE = "plot.png"
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -34,15 +36,49 @@ STILL = f"""<style>
 </style><div class="nbtools-still"></div>"""
 """Makes JupyterLab 4 and the classic notebook show the PNG after it only where the live view is not, and nothing where
 they would report that a widget's model was not found."""
-RECENT = 3  # sentences that stand beside the live picture
-SAID = "font-size:12px;line-height:1.5;opacity:.75"
+RECENT = 3  # messages shown with the live picture
+SAMPLES, SAMPLES_COST = 8, 0.002  # of the live picture; share of the time that they may take
+MESSAGE = "font-size:12px;line-height:1.5;opacity:.75"
+
+
+class Previews:
+    """A few samples of the validation split with what the network reads in them now; none where the task shows none.
+
+    They are the same each time, evenly spaced over the split. `Task.preview` draws them, from the answers of
+    `Task.decode`.
+    """
+
+    def __init__(self, state: TrainState, pack: Pack):
+        self.state, self.pack = state, pack
+        ids = pack.ids("val") if len(pack.ids("val")) else pack.ids("train")
+        places = np.unique(np.linspace(0, len(ids) - 1, SAMPLES).round().astype(int))
+        self.ids = [int(i) for i in ids[places]] if state.task.preview is not None else []
+        self.next = 0.0
+
+    def due(self) -> bool:
+        """Whether another look costs less than its share of the time."""
+        return bool(self.ids) and time.monotonic() >= self.next
+
+    def now(self) -> list[Preview]:
+        """The samples, and the answers of the weights that evaluation uses."""
+        if not self.ids:
+            return []
+        start, state = time.monotonic(), self.state
+        raw = collate([self.pack.sample(i) for i in self.ids], self.pack.columns)
+        raw = {name: tensor.to(state.device) for name, tensor in raw.items()}
+        _, outputs = scoring.forward(state.task, state.evaluated, raw, state.plan.while_training(), state.device)
+        answers = state.task.decode(outputs, state.card)
+        found = [Preview(*state.task.preview(self.pack, i, a)) for i, a in zip(self.ids, answers, strict=True)]
+        end = time.monotonic()
+        self.next = end + (end - start) / SAMPLES_COST
+        return found
 
 
 class View:
-    """A run's history, drawn as it grows. told: every sentence so far.
+    """A run's history, drawn as it grows. events: every message so far.
 
     count: samples an epoch. best: the metric that counts, as in `Task.BEST`. given: the panel to show, or the Advice or
-    Plan that one is made of where it can be shown. show: False draws nothing and tells silently.
+    Plan that one is made of where it can be shown. show: False draws and prints nothing.
     """
 
     def __init__(self, folder: Path, history: History, plan: Plan, count: int, best: str, given: Any, show: bool):
@@ -52,7 +88,7 @@ class View:
         drawn = show and self.plot.widget is not None
         self.panel: Panel | None = given if isinstance(given, Panel) else Panel(given) if drawn else None
         self.output = Output() if drawn else None
-        self.told: list[str] = []
+        self.events: list[str] = []
         self.drawing = True
         self.next_still = 0.0
         self.bar = tqdm(
@@ -78,18 +114,18 @@ class View:
             self.output.live(self.panel, self.plot.widget, f"{self.folder}: {PLOT_FILE} in it shows how the run went")
 
     def draw(self, status: str = "") -> None:
-        """A new frame, where it is time to. One that fails is told, and the run goes on without: it matters more."""
+        """Draw a new frame when it is due. Where one fails a message says so, and the run continues without."""
         if not self.progress or not self.drawing:
             return
         try:
             self.plot.update(self.history, status)
         except Exception as error:
             self.drawing = False
-            self.tell(f"the picture is no longer drawn ({type(error).__name__}: {error}); the run goes on")
+            self.tell(f"the picture is no longer drawn ({type(error).__name__}: {error}); the run continues")
 
     def keep_still(self) -> None:
-        """The picture as PNG, when it is time: in the run folder, and in the output for whoever opens the notebook when
-        this kernel is gone. Where drawing fails a message says so, and the run continues without."""
+        """Write the picture as PNG when it is due: to the run folder, and to the output for whoever opens the notebook
+        when this kernel is gone. Where drawing fails a message says so, and the run continues without."""
         if time.monotonic() < self.next_still:
             return
         start = time.thread_time()
@@ -104,8 +140,8 @@ class View:
         self.next_still = time.monotonic() + max(STILL_EVERY, (time.thread_time() - start) / STILL_COST)
 
     def advance(self, record: Record) -> None:
-        """What a record brings to say, and the terminal's bar. What was turned stands in the picture: it is not said
-        again under it."""
+        """Print what a record says, and move the terminal's bar. Changes of settings are marked in the picture and not
+        repeated under it."""
         if record.kind in ("event", "change"):
             self.tell(record.values["what"], passing=record.kind == "change")
         if self.bar.disable:
@@ -121,41 +157,42 @@ class View:
             self.bar.set_postfix({name: f"{value:.3f}" for name, value in shown.items()}, refresh=False)
 
     @property
-    def sees(self) -> bool:
+    def visible(self) -> bool:
         """Whether samples have a place where somebody looks."""
         return self.output is not None or not self.bar.disable
 
-    def see(self, previews: list[Preview]) -> None:
+    def show_samples(self, previews: list[Preview]) -> None:
         """The newest samples with their answers: in the live picture, or below the terminal's bar."""
         self.plot.show(previews)
         if not self.bar.disable:
             for line in terminal.text(previews, shutil.get_terminal_size((120, 24)).columns - 1):
                 self.bar.write(line)
 
-    def turned(self, plan: Plan) -> None:
-        """The run goes on with another plan."""
+    def changed(self, plan: Plan) -> None:
+        """The run continues with another plan."""
         epochs = self.epochs(plan)
         self.plot.about = dataclasses.replace(self.plot.about, epochs=epochs)
         self.bar.total = self.count * epochs
         if self.panel is not None:
-            self.panel.take(plan)
+            self.panel.refresh()
 
-    def tell(self, sentence: str, passing: bool = False) -> None:
-        """Say it: beside the live picture where there is one, and once more under the one that stays unless passing."""
-        self.told.append(sentence)
+    def tell(self, message: str, passing: bool = False) -> None:
+        """Show a message next to the live picture where there is one, and once more under the final one unless
+        passing."""
+        self.events.append(message)
         if self.output is not None and self.output.lives:
-            self.output.say(sentence, passing)
+            self.output.say(message, passing)
         elif self.progress:
-            tqdm.write(sentence, file=sys.stdout if self.notebook else sys.stderr)
+            tqdm.write(message, file=sys.stdout if self.notebook else sys.stderr)
 
-    def tell_all(self, sentences: list[str]) -> None:
-        """Tell and forget them."""
-        while sentences:
-            self.tell(sentences.pop(0))
+    def tell_all(self, messages: list[str]) -> None:
+        """Show messages, and empty the list."""
+        while messages:
+            self.tell(messages.pop(0))
 
     def finish(self, previews: list[Preview], path: Path | None = None) -> None:
-        """The picture that stays, in the place of the live view; written to `path`. Raises DiskError; a picture that
-        cannot be drawn is told, since the run is whole without."""
+        """Replace the live view by the final picture, and write it to `path`. Raises DiskError; where the picture
+        cannot be drawn a message says so, since the run is whole without."""
         self.bar.close()
         picture = None
         try:
@@ -172,11 +209,11 @@ class View:
 
 
 class Output:
-    """The place in a cell's output where the live view stands, and at the end the picture: widgets do not outlive their
+    """The place in a cell's output of the live view, and at the end of the picture: widgets do not outlive their
     kernel, a PNG does.
 
-    While the view lives, sentences stand in it: one printed under a tall output has the classic notebook fold it all
-    into a small box that scrolls. They are printed when the picture stands.
+    While the view lives it shows the messages: a line printed under a tall output has the classic notebook fold it all
+    into a small box that scrolls. They are printed once the picture is there.
     """
 
     def __init__(self) -> None:
@@ -184,27 +221,29 @@ class Output:
         self.lives = False
         self.lines: list[str] = []
         self.recent: list[str] = []
-        self.said: Any = None
+        self.messages: Any = None
         self.view: Any = None
         self.stills: list[str] = []  # display ids of what stands for the view when the kernel is gone
 
     def live(self, panel: Panel | None, plot: Any, text: str) -> None:
-        """Display buttons, sentences, picture and form below one another; text: for readers without widgets."""
+        """Display buttons, messages, picture and form below one another; text: for readers without widgets."""
         from IPython.display import display
         from ipywidgets import HTML, Layout, VBox
 
-        self.said = HTML(layout=Layout(width="100%", margin="0"))
-        parts = [self.said, plot] if panel is None else [panel.controls, self.said, plot, panel.view]
+        self.messages = HTML(layout=Layout(width="100%", margin="0"))
+        parts = [self.messages, plot]
+        if panel is not None:
+            parts = [panel.controls, *parts, panel.view]
         self.view, self.lives = VBox(parts, layout=Layout(width="100%")), True
         self.view.add_class(LIVE)
         shown = {WIDGET: {"version_major": 2, "version_minor": 0, "model_id": self.view.model_id}, "text/plain": text}
         display(shown, raw=True, display_id=self.name)
 
-    def say(self, sentence: str, passing: bool) -> None:
-        self.recent = [*self.recent, sentence][-RECENT:]
-        self.said.value = "".join(f'<div style="{SAID}">{escape(line)}</div>' for line in self.recent)
+    def say(self, message: str, passing: bool) -> None:
+        self.recent = [*self.recent, message][-RECENT:]
+        self.messages.value = "".join(f'<div style="{MESSAGE}">{escape(line)}</div>' for line in self.recent)
         if not passing:
-            self.lines.append(sentence)
+            self.lines.append(message)
 
     def still(self, png: bytes) -> None:
         """A PNG below the view, visible only where the view is not. In an output of its own: updating the view's would
@@ -219,8 +258,8 @@ class Output:
             display(Image(png, retina=True), display_id=self.stills[1], update=True)
 
     def stay(self, png: bytes | None, kept: Sequence[Any]) -> None:
-        """The picture in the place of the view, and what was said under it. None: the last frame stays while the kernel
-        lives. kept: widgets that live on."""
+        """Put the picture in the place of the view, and the messages under it. None: the last frame stays while the
+        kernel lives. kept: widgets that are not closed."""
         from IPython.display import HTML, Image, display
 
         if png is not None:
@@ -235,8 +274,8 @@ class Output:
 
 
 def close(widget: Any, kept: Sequence[Any]) -> None:
-    """Close a widget with all that it is made of: ipywidgets keeps each open one, and its comm, as long as the kernel.
-    Not for a form: what comes after its 900 closings waits for seconds in a classic notebook."""
+    """Close a widget and its parts: ipywidgets keeps each open one, and its comm, as long as the kernel. Not for a
+    form: what follows its 900 closings waits for seconds in a classic notebook."""
     widget.close()
     for part in (getattr(widget, "style", None), widget.layout):
         if part is not None:

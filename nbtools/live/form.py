@@ -1,4 +1,5 @@
-"""How a Panel looks: name, input, slider and note of each knob in columns; the notes go below where it is narrow.
+"""How a Panel looks: name, input, slider and note of each setting in columns, the notes below where it is narrow; and
+the buttons that act on a run.
 
 Core ipywidgets that 7.7.1 and 8 both have. A number's text is the truth; its slider is one way to reach it.
 """
@@ -7,25 +8,27 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import Field
+from functools import partial
 from html import escape
-from types import MappingProxyType
 from typing import Any
 
 from ipywidgets import HTML, Accordion, Button, Checkbox, Dropdown, FloatLogSlider, HBox, Label, Layout, Text, VBox
 
 from nbtools import table
+from nbtools.live.requests import Requests
 
 ORDER = (
     *("network", "epochs", "batch_size", "lr", "amp", "clip_norm", "eval_every", "early_stop"),
     *("weight_decay", "micro_batch_size"),
 )
-"""What people touch, in this order: the first IN_VIEW that a plan has, the rest stands under More."""
+"""What users change most, in this order: the first IN_VIEW that a plan has are in view, the rest under More."""
 IN_VIEW = 8
 
 SPANS = {"lr": (10.0, 2, 0.05, ".1e"), "batch_size": (2.0, 4, 1.0, "d")}
-"""knob → base of its logarithmic slider, reach to either side and step (exponents), how a value is written (d3)."""
+"""setting → base of its logarithmic slider, reach to either side and step (exponents), format of a value (d3)."""
 
 HELP = "font-size:12px;line-height:1.35"
 MUTED = f"{HELP};opacity:.7"
@@ -40,15 +43,39 @@ STYLE = """<style>
   .nbtools-row > .widget-html { flex-basis: 100% !important; margin: 0 0 4px 184px !important }
 }
 </style>"""
-"""Lines between rows; where the form is narrow a note stands below its input (184 px: NAME, gap and margins). Where a
-host drops it everything works, less neatly."""
+"""Lines between rows; where the form is narrow a note stands below its input (184 px: NAME, gap and margins). A host
+that drops it shows the same form, less neatly."""
+
+PENDING = {
+    "stop": "stopping after this step: saving, then the run is returned …",
+    "evaluate": "evaluating after this step …",
+    "save": "saving after this step …",
+    "profile": "measuring what a step consists of, for some seconds …",
+    "best": "going back to the best checkpoint after this step …",
+    "undo": "undoing the last change after this step …",
+}
+BUTTONS = {
+    "pause": ("Pause", "pause", "Stop stepping after this step; the run stays in memory until Resume"),
+    "stop": ("Stop", "stop", "Finish the step, save a checkpoint and return the run; run the cell again to continue"),
+    "evaluate": ("Evaluate now", "check", "Evaluate the validation split after this step, then train on"),
+    "save": ("Save now", "save", "Write a checkpoint after this step, then train on"),
+    "profile": ("What limits it?", "search", "Measure for some seconds what a step consists of, then train on"),
+    "best": ("Back to best", "history", "Go back to the best checkpoint and train on from there with these settings"),
+    "undo": ("Undo", "undo", "Take back the last change of settings"),
+}
+"""action → label, icon (a name that Font Awesome 4 to 6 know), tooltip."""
+RESUME = ("Resume", "play", "Continue with the next step")
+NO_RUN = "no run is under way: nb.fit starts one"
+PAUSED, PAUSING = "paused between two steps: change what you like, then Resume", "pausing after this step …"
+SLOW = 1.0  # seconds a step; from here on the panel says beforehand that clicks are read when it ends
 
 
 class Form:
     """The widgets of one panel: fields and sliders to change, notes to read.
 
-    read: called with knob and value when a person changed a field. presets: label → button. offers: lr_rule → button.
-    confirm: the button that applies what was asked about once more.
+    read: called with setting and value when the user changes a field. presets: label → button. offers: lr_rule →
+    button. confirm: the button that applies what was asked about once more. values: what the fields show, or would
+    show where the user's text is kept.
     """
 
     def __init__(
@@ -64,40 +91,51 @@ class Form:
         self.fields = {name: field(values[name], rule, name in SPANS) for name, rule in rules.items()}
         self.sliders = {name: slider(values[name], *SPANS[name]) for name in SPANS}
         self.notes = {name: markup() for name in rules}
-        self.said, self.offered = markup(), markup()
+        self.summary, self.offered = markup(), markup()
         self.offered.layout.flex = "0 1 auto"
         self.offer_row = bar([self.offered, *offers.values()], margin="0 0 6px 184px")
-        self.filling: int | None = None  # the thread that fills the fields: what it sets is not a person's doing
+        self.values = dict(values)
+        self.filling: int | None = None  # the thread that fills the fields: what it sets was not set by the user
         for name, made in self.fields.items():
-            made.observe(lambda change, n=name: read(n, change.new) if self.by_person() else None, names="value")
+            made.observe(lambda change, n=name: read(n, change.new) if self.by_user() else None, names="value")
         for name, made in self.sliders.items():
-            made.observe(lambda change, n=name: self.slid(n, change.new) if self.by_person() else None, names="value")
+            made.observe(lambda change, n=name: self.slid(n, change.new) if self.by_user() else None, names="value")
         self.rows = {name: self.row(name, rule) for name, rule in rules.items()}
         self.view = self.arrange(self.rows)
         self.ask("", "")
 
     def slid(self, name: str, value: float) -> None:
-        """A person let a slider go: its field says where, a power of two or two digits."""
+        """The user let a slider go: its field says where, a power of two or two digits."""
         self.fields[name].value = str(round(value)) if SPANS[name][0] == 2 else f"{value:.2g}"
 
-    def fill(self, values: Mapping[str, Any], said: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Make fields and sliders show these values; said: fields to hold what was put into them, word for word."""
+    def fill(self, values: Mapping[str, Any], kept: Collection[str] = ()) -> None:
+        """Make fields and sliders show these values; kept: fields that keep the user's text, to be corrected."""
+        self.values |= values
+        with self.silently():
+            for name, value in values.items():
+                if name not in kept:
+                    self.fields[name].value = self.holds(name, value)
+                    if name in self.sliders:
+                        move(self.sliders[name], value)
+
+    def hold(self, name: str, text: Any) -> None:
+        """Make a field hold what the user put into it, word for word."""
+        with self.silently():
+            self.fields[name].value = text
+
+    @contextmanager
+    def silently(self) -> Iterator[None]:
         self.filling = threading.get_ident()
         try:
-            for name, value in values.items():
-                self.fields[name].value = self.holds(name, value)
-                if name in self.sliders:
-                    move(self.sliders[name], value)
-            for name, words in said.items():
-                self.fields[name].value = words
+            yield
         finally:
             self.filling = None
 
-    def by_person(self) -> bool:
+    def by_user(self) -> bool:
         return self.filling != threading.get_ident()
 
     def holds(self, name: str, value: Any) -> Any:
-        """A value as the input of a knob holds it."""
+        """A value as the input of a setting holds it."""
         return written(value) if isinstance(self.fields[name], Text) else value
 
     def fix(self, names: Mapping[str, str]) -> None:
@@ -106,7 +144,7 @@ class Form:
             made.disabled = name in names
 
     def note(self, name: str, help: str, reason: str = "", wrong: str = "") -> None:
-        """What stands beside a field: what it does and why it is so, or what is wrong with it."""
+        """What stands next to a field: what it does and why it has its value, or what is wrong with it."""
         parts = [styled(WRONG, wrong)] if wrong else [styled(HELP, help), styled(MUTED, reason)]
         self.notes[name].value = "".join(parts)
 
@@ -117,7 +155,7 @@ class Form:
 
     def say(self, sentence: str, wrong: bool = False) -> None:
         """What stands above the fields."""
-        self.said.value = styled(WRONG if wrong else MUTED, sentence)
+        self.summary.value = styled(WRONG if wrong else MUTED, sentence)
 
     def offer(self, sentence: str, offers: Mapping[str, str]) -> None:
         """Under the batch size: what happened to lr, and a button for each rule that would do otherwise."""
@@ -128,8 +166,8 @@ class Form:
             made.layout.display = "inline-block" if rule in offers else "none"
 
     def ask(self, place: str, label: str) -> None:
-        """Show the confirming button in the row of a knob, or next to the presets where there is no such row; no label:
-        remove it."""
+        """Show the confirming button in the row of a setting, or next to the presets where there is no such row; no
+        label: remove it."""
         at = self.rows.get(place, self.top) if label else None
         self.confirm.description = label
         for bar in (self.top, *self.rows.values()):
@@ -153,16 +191,60 @@ class Form:
         in_view.insert(names.index("batch_size") + 1, self.offer_row)
         hidden = VBox([rows[name] for name in names[IN_VIEW:]])
         more = Accordion(children=[hidden], selected_index=None, layout=Layout(margin="8px 0 0"))
-        more.set_title(0, f"More: {len(hidden.children)} knobs")
+        more.set_title(0, f"More: {len(hidden.children)} settings")
         style = HTML(STYLE, layout=Layout(display="none"))
-        self.top = bar([*self.presets.values(), self.said], margin="0 0 6px")
+        self.top = bar([*self.presets.values(), self.summary], margin="0 0 6px")
         form = VBox([style, self.top, *in_view, more], layout=Layout(width="100%", max_width="1100px"))
         form.add_class("nbtools-form")
         return form
 
 
+class Buttons:
+    """The buttons of one panel, which post requests and show them as pending until the run has answered."""
+
+    def __init__(self, click: Callable[[str], None]):
+        self.made = {action: button("", partial(click, action)) for action in BUTTONS}
+        self.message = markup()
+        self.view = bar([*self.made.values(), self.message])
+
+    def show(self, requests: Requests | None) -> None:
+        """What is pending; None: no run is under way. Setting what is set already sends nothing."""
+        paused, pending = (requests.paused, requests.pending) if requests else (False, ())
+        messages = [sentence for action, sentence in PENDING.items() if action in pending]
+        if requests is not None:
+            if paused and not requests.stop:
+                messages.insert(0, PAUSING if requests.unread else PAUSED)
+            if requests.change:
+                messages.append(f"after this step: {requests.change}")
+            if not messages and requests.pace >= SLOW:
+                messages.append(f"a step takes {requests.pace:.0f} s; requests are read when it ends")
+        self.message.value = styled(HELP, " · ".join(messages))
+        for action, made in self.made.items():
+            resume = action == "pause" and paused
+            made.description, made.icon, what = RESUME if resume else BUTTONS[action]
+            made.button_style = "primary" if resume else ""
+            made.tooltip = what if requests else f"{what} ({NO_RUN})"
+            made.disabled = requests is None or requests.stop or action in pending or not requests.able(action)
+
+
+class Proposal:
+    """What a plan is bound by, and a button that makes the one change most worth making."""
+
+    def __init__(self, accept: Callable[[], None]):
+        self.message, self.button = markup(), button("", accept, "Takes effect at the next step", "arrow-right")
+        self.view = bar([self.message, self.button])
+        self.show("", "")
+
+    def show(self, sentence: str, change: str) -> None:
+        """change: what the button would do; no button without."""
+        self.message.value = styled(HELP, sentence)
+        self.view.layout.display = "flex" if sentence else "none"
+        self.button.description = change
+        self.button.layout.display = "inline-block" if change else "none"
+
+
 def field(value: Any, rule: Field[Any], narrow: bool) -> Any:
-    """The input for one knob: a box to tick, a list to choose from, or text that is read when it is complete."""
+    """The input for one setting: a box to tick, a list to choose from, or text that is read when it is complete."""
     layout = Layout(width=NUMBER if narrow else INPUT, flex="0 0 auto", margin="2px 0")
     if isinstance(rule.default, bool):
         return Checkbox(value=value, indent=False, layout=layout)

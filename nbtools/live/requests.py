@@ -1,0 +1,233 @@
+"""Requests to a run: buttons and fields, `control.json` in the run folder, the terminal, Ctrl-C and SIGTERM post them
+to one value, and `fit` acts on it between steps."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from nbtools import disk, table
+from nbtools.errors import NbtoolsError, TrainError
+from nbtools.live.kernel import flush
+from nbtools.train import CONTROL, Plan, TrainState, checkpoint, doubts
+
+ACTIONS = ("pause", "resume", "stop", "evaluate", "save", "profile", "best", "undo")
+REFUSED = "not taken: "  # the start of a row of the history that answers a request the run cannot fulfil
+MANY = 3  # changed settings beyond which a line names them without their values
+LONGEST = 100_000  # characters that a control file may have
+UNFINISHED = 2.0  # seconds in which a file that is not JSON may still be being written: `echo … > control.json`
+
+
+@dataclass
+class Plans:
+    """Where no TrainState holds them, in another process or before a run: `plan` is wanted, `applied` acts."""
+
+    plan: Plan
+    applied: Plan
+
+
+@dataclass(eq=False)
+class Requests:
+    """What is requested of a run and not done yet.
+
+    state: takes the wanted plan as its `plan`; its `applied` is the one that acts. advised: what values are compared
+    with. check: raises NbtoolsError for a plan that the run cannot continue with. able: whether there is anything to do
+    for an action. pending: actions. stopper: who asked for the stop, as the message names it. pace: seconds that a step
+    takes. unread: whether the run, in another process, has yet to read the requests.
+    """
+
+    state: TrainState | Plans
+    advised: Plan
+    check: Callable[[Plan], None] = lambda plan: None
+    able: Callable[[str], bool] = lambda action: True
+    paused: bool = False
+    pending: set[str] = field(default_factory=set)
+    stopper: str = "you"
+    pace: float = 0.0
+    unread: bool = False
+
+    def post(self, action: str, by: str = "you") -> None:
+        """Request one of ACTIONS."""
+        if action in ("pause", "resume"):
+            self.paused = action == "pause"
+            return
+        self.pending.add(action)
+        if action == "stop":
+            self.stopper = by
+
+    def take(self, action: str) -> bool:
+        """Whether an action was pending; it no longer is."""
+        found = action in self.pending
+        self.pending.discard(action)
+        return found
+
+    @property
+    def stop(self) -> bool:
+        return "stop" in self.pending
+
+    def doubts(self, plan: Plan) -> dict[str, str]:
+        """What to ask once more before this plan is wanted: setting → a sentence."""
+        return doubts(self.state.plan, plan, self.advised)
+
+    @property
+    def change(self) -> str:
+        """The settings that are wanted and not applied yet, in a line: with their values as long as they are few."""
+        old, new = self.state.applied, self.state.plan
+        names = list(new.changes_from(old)) if new is not old else []
+        if len(names) > MANY:
+            return ", ".join(names)
+        return ", ".join(f"{n} {table.shown(getattr(old, n))} → {table.shown(getattr(new, n))}" for n in names)
+
+
+def advised(folder: Path, plan: Plan) -> Plan:
+    """The plan that was advised for the run in a folder, else the one it was started with; `plan` where neither is
+    known."""
+    values = checkpoint.read_index(folder).get("advised", {})
+    return plan.replace(**{name: value for name, value in values.items() if name in plan.to_dict()})
+
+
+def send(
+    folder: str | Path, actions: Iterable[str] = (), settings: Mapping[str, Any] | None = None, force: bool = False
+) -> Path:
+    """Add to what is requested of the run in a folder, which another process trains.
+
+    force: apply values that the run would ask about once more (see `Requests.doubts`). Raises TrainError for an unknown
+    action and where there is no folder; a setting is checked by the run, which answers in its history.
+    """
+    path, waiting = Path(folder) / CONTROL, {}
+    if not path.parent.is_dir():
+        raise TrainError(f"{folder}: not there any more, so nobody can be asked; name the folder of a run")
+    with disk.explained("asking a run", path), suppress(FileNotFoundError):  # the run takes it at any moment
+        waiting = parsed(read(path)) or {}
+    wanted = [*listed(waiting.pop("do", [])), *actions]
+    for action in wanted:
+        require(action)
+    before = waiting.pop("force", False)
+    if waiting:
+        force = before and (force or not settings)  # force must not extend to requests of somebody else
+    with disk.explained("asking a run", path):
+        forced = {"force": True} if force else {}
+        return disk.write_atomic(path, json.dumps({"do": wanted, **waiting, **(settings or {}), **forced}))
+
+
+def receive(folder: Path, requests: Requests) -> None:
+    """Post what control.json requests, if one lies in the folder: `{"do": "pause", "lr": 1e-4}`, settings as in the
+    Plan.
+
+    Raises what `requests.check` raises, TrainError or PlanError where a request breaks a rule or must be forced
+    (`"force": true`); then none of it is posted. The file is removed either way.
+    """
+    path, plan = folder / CONTROL, requests.state.plan
+    try:
+        text, written = read(path), path.stat().st_mtime
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        text, written = f"{error.strerror}", 0.0
+    if parsed(text) is None and time.time() - written < UNFINISHED:
+        return
+    text = taken(path, text)
+    settings = parsed(text)
+    if settings is None:
+        raise TrainError(f'{path} must be a JSON object such as {{"do": "pause", "lr": 1e-4}}, got {text[:40]!r}')
+    try:
+        actions, force = listed(settings.pop("do", [])), settings.pop("force", False)
+        for action in actions:
+            require(action)
+        if not isinstance(force, bool):
+            raise TrainError(f'"force" must be true or false, got {force!r}')
+        wanted = plan.turn(**{n: plan.parse(n, v) if isinstance(v, str) else v for n, v in settings.items()})
+        requests.check(wanted)
+        if not force and (asks := requests.doubts(wanted)):
+            raise TrainError(
+                f'{"; ".join(asks.values())}; to apply it anyway add "force": true here, or --force to '
+                f"python -m nbtools control {folder} …"
+            )
+    except NbtoolsError as error:
+        raise type(error)(f"{path}: {error}") from None
+    for action in actions:
+        requests.post(action)
+    if wanted != plan:
+        requests.state.plan = wanted
+
+
+def read(path: Path) -> str:
+    """As much of the file as a request may have. Raises OSError."""
+    with path.open(errors="replace") as file:
+        return file.read(LONGEST)
+
+
+def taken(path: Path, text: str) -> str:
+    """Remove the file and return its text by then: more may have been requested since it was read as `text`."""
+    mine = path.with_name(f"{path.name}.part")
+    with disk.explained("taking a request", path):
+        disk.remove(mine)
+        disk.rename(path, mine)
+        with suppress(OSError):  # a folder, or not readable: `text` says so
+            text = read(mine)
+        disk.remove(mine)
+    return text
+
+
+def parsed(text: str) -> dict[str, Any] | None:
+    """The object in a control file, None where it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def require(action: Any) -> None:
+    if action not in ACTIONS:
+        raise TrainError(f"a run can be asked to {', '.join(ACTIONS)}, got {action!r}; say one of these")
+
+
+class FirstSignal:
+    """Turns the first signal of a kind into a call between two instructions, since an exception inside a step would
+    tear the state; a second one acts at once. Off the main thread signals cannot be caught: there it does nothing.
+
+    later: deliver the first one too, when the block has ended, unless an exception ended it. Schedulers send SIGTERM,
+    and jupyter_client to a kernel that has not shut down after half of `shutdown_wait_time` (2.5 of 5 s), when SIGKILL
+    follows.
+    """
+
+    def __init__(self, number: int, call: Callable[[], object], later: bool = False) -> None:
+        self.number, self.call, self.later = number, call, later
+        self.came = False
+        self.before: Any = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self.before = signal.signal(self.number, self.receive) or signal.SIG_DFL
+        return self
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        if self.came:
+            self.deliver()
+        self.came = True
+        self.call()
+
+    def deliver(self) -> None:
+        signal.signal(self.number, self.before)
+        signal.raise_signal(self.number)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.before is None:
+            return
+        signal.signal(self.number, self.before)
+        if self.came and self.later and error is None:  # an error has to be shown, which ends a process as well
+            flush()
+            self.deliver()

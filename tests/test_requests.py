@@ -1,0 +1,627 @@
+"""Requests to a run while it trains, here through control.json; buttons, fields, Ctrl-C and SIGTERM post the same."""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import toy
+
+import nbtools as nb
+from nbtools import __main__ as terminal
+from nbtools.data import Pack
+from nbtools.errors import CheckpointError, TrainError
+from nbtools.folder import busy, lock
+from nbtools.live import Plans, Requests, Surface, View, requests, send, surface
+from nbtools.measure import Sampler
+from nbtools.train import CONTROL, History, Record, checkpoint
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+QUIET: dict[str, Any] = {"receipt": False, "progress": False}
+PLAN = toy.PLAN.replace(epochs=4)
+STEPS = 9  # of an epoch
+LIMIT = 60.0  # seconds that anything may take on a busy machine
+
+
+class Acting:
+    """The toy task; what is to happen at a training step, counted from 1, happens while it computes. Keeps what it
+    trained on: (step, plan, ids); acted: the steps where it happened."""
+
+    PLAN: Any
+    BASELINE: Any
+    model: Any
+    loss: Any
+    metrics: Any
+    decode: Any
+    preview: Any
+
+    def __init__(self, actions: Mapping[int, Callable[[], Any]] = MappingProxyType({}), **hooks: Any):
+        self.actions = dict(actions)
+        self.seen: list[tuple[int, Any, list[int]]] = []
+        self.acted: list[int] = []
+        for name in ("PLAN", "BASELINE", "BEST", "model", "loss", "metrics", "decode", "preview"):
+            setattr(self, name, hooks.get(name, getattr(toy, name)))
+
+    def batch(self, raw, plan, draws):
+        if draws is not None:
+            self.seen.append((len(self.seen) + 1, plan, raw["id"].tolist()))
+            if act := self.actions.pop(len(self.seen), None):
+                act()
+                self.acted.append(len(self.seen))
+        return toy.batch(raw, plan, draws)
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    return toy.make_pack(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory, pack):
+    return nb.fit(toy, pack, PLAN, tmp_path_factory.mktemp("runs") / "untouched", **QUIET)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """Look for control.json after each step, so that a test knows when it is read."""
+    monkeypatch.setattr(surface, "LOOK_EVERY", 0.0)
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """The steps of which checkpoints were written."""
+    steps, real = [], checkpoint.save
+
+    def save(into, state, rows, best=False):
+        steps.append(state.step)
+        real(into, state, rows, best)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    return steps
+
+
+def same(one: nb.Run, other: nb.Run) -> bool:
+    """Whether two runs logged the same losses, and their last checkpoints are equal bit for bit."""
+    ours, theirs = (checkpoint.newest(run.folder)[0] for run in (one, other))
+    weights = set(ours) == set(theirs) and all((ours[n] == theirs[n]).all() for n in ours)
+    return weights and losses(one) == losses(other)
+
+
+def losses(run: nb.Run) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in run.history.of("step")]
+
+
+def events(run: nb.Run) -> list[str]:
+    return [row["what"] for row in run.history.of("event")]
+
+
+def changes(run: nb.Run) -> list[str]:
+    return [row["what"] for row in run.history.of("change")]
+
+
+def history_of(folder: Path) -> str:
+    path = folder / "history.csv"
+    return path.read_text() if path.exists() else ""
+
+
+def last_step(folder: Path) -> int:
+    return checkpoint.place(checkpoint.read_index(folder).get("last", "0-0"))[1]
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+
+
+@contextmanager
+def beside(folder: Path, user: Callable[[], None]):
+    """What a user does while the run trains here; should they fail, the run is stopped and the test fails."""
+    troubles: list[BaseException] = []
+
+    def act():
+        try:
+            user()
+        except BaseException as trouble:
+            troubles.append(trouble)
+            send(folder, ["stop"])
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    yield
+    thread.join()
+    assert not troubles, troubles
+
+
+def test_pause_stops_the_steps_saves_and_evaluates_and_resume_goes_on_bit_equal(pack, tmp_path, untouched, saved):
+    """A paused run is saved at once, since its machine may be taken; looking at it writes nothing more."""
+    folder, counts = tmp_path / "run", []
+    task = Acting({17: lambda: send(folder, ["pause"])})
+
+    def user():
+        wait_for(lambda: last_step(folder) == 17)
+        counts.append(len(task.seen))
+        send(folder, ["evaluate"])
+        wait_for(lambda: "evaluation," in history_of(folder))
+        time.sleep(0.2)
+        counts.append(len(task.seen))
+        send(folder, ["resume"])
+
+    with beside(folder, user):
+        run = nb.fit(task, pack, PLAN, folder, **QUIET)
+    assert counts == [17, 17]
+    assert saved.count(17) == 1, "one checkpoint a batch of the evaluation"
+    assert same(run, untouched)
+
+
+@pytest.mark.parametrize("ctrl_c", [False, True])
+def test_stop_and_ctrl_c_leave_a_usable_run_that_goes_on_bit_equal(pack, tmp_path, untouched, ctrl_c):
+    folder = tmp_path / "run"
+    task = Acting({12: lambda: os.kill(os.getpid(), signal.SIGINT) if ctrl_c else send(folder, ["stop"])})
+    stopped = nb.fit(task, pack, PLAN, folder, **QUIET)
+    assert len(task.seen) == last_step(folder) == 12
+    assert stopped.events[-1] == "stopped by you after step 12; run it again to continue"
+    assert set(nb.evaluate(stopped, pack)) == {"loss", "accuracy"}
+    assert same(nb.fit(toy, pack, PLAN, folder, **QUIET), untouched)
+
+
+def test_evaluate_and_save_now_are_answered_and_change_nothing(pack, tmp_path, untouched, saved):
+    folder = tmp_path / "run"
+    run = nb.fit(Acting({17: lambda: send(folder, ["evaluate", "save"])}), pack, PLAN, folder, **QUIET)
+    (row,) = run.history.of("evaluation")
+    assert row["step"] == 17
+    assert 17 in saved
+    assert "saved at step 17" in run.events
+    assert same(run, untouched)
+    at17 = tmp_path / "stopped"
+    nb.fit(Acting({17: lambda: send(at17, ["stop"])}), pack, PLAN, at17, **QUIET)
+    state = nb.TrainState(toy, pack, PLAN)
+    checkpoint.load(at17, state)
+    found = {f"val_{name}": value for name, value in nb.evaluate(state, pack, "val").items()}
+    assert found == {name: row[name] for name in found}
+
+
+def test_a_pause_holds_at_the_end_of_an_epoch_and_of_the_run_and_is_answered_there(pack, tmp_path):
+    folder, held = tmp_path / "run", []
+    task = Acting({STEPS: lambda: send(folder, ["pause", "evaluate"]), 2 * STEPS: lambda: send(folder, ["pause"])})
+
+    def user():
+        wait_for(lambda: "evaluation," in history_of(folder))  # of an epoch that ends without one
+        held.append(len(task.seen))
+        send(folder, ["resume"])
+        wait_for(lambda: last_step(folder) == 2 * STEPS)
+        send(folder, ["evaluate"])  # the epoch's own evaluation answers
+        wait_for(lambda: history_of(folder).count("\nepoch,") == 2)
+        send(folder, ["evaluate"])  # and after it nothing is new
+        wait_for(lambda: not (folder / CONTROL).exists())
+        held.append(busy(folder))
+        send(folder, ["resume"])
+
+    with beside(folder, user):
+        run = nb.fit(task, pack, PLAN.replace(epochs=2, eval_every=2), folder, **QUIET)
+    assert held == [STEPS, True]
+    assert [row["step"] for row in run.history.of("evaluation")] == [STEPS]
+    assert run.events == ["nothing new to evaluate: the last epoch ended with an evaluation"]
+
+
+def test_settings_changed_in_an_epoch_act_at_the_next_step_and_every_sample_still_comes_once(pack, tmp_path):
+    folder = tmp_path / "run"
+    task = Acting(
+        {
+            4: lambda: send(folder, [], {"batch_size": 7, "lr": "2e-3"}),
+            9: lambda: send(folder, [], {"amp": "bf16", "clip_norm": None, "weight_decay": 0.1}),
+            12: lambda: send(folder, [], {"batch_size": 32, "micro_batch_size": 16}),
+        }
+    )
+    run = nb.fit(task, pack, PLAN.replace(epochs=2, lr_rule="linear"), folder, **QUIET)
+    by_step = {step: plan for step, plan, _ in task.seen}
+    assert (by_step[4].batch_size, by_step[5].batch_size, by_step[5].lr) == (16, 7, 2e-3)
+    assert (by_step[9].amp, by_step[10].amp, by_step[10].clip_norm) == ("off", "bf16", None)
+    train = sorted(pack.ids("train").tolist())
+    ids = [i for _, _, batch in task.seen for i in batch]
+    assert sorted(ids[: len(train)]) == sorted(ids[len(train) :]) == train
+    assert changes(run)[0] == "batch_size 16 → 7, lr 0.01 → 0.002"
+    opened = nb.Run.open(folder, toy).plan
+    assert opened.weight_decay == 0.1, "plan.json keeps what was changed"
+    assert opened.lr == pytest.approx(2e-3 * 32 / 7), "a batch size without an lr moves lr by the plan's rule"
+
+
+def test_a_setting_changed_in_the_step_of_the_stop_acts_and_is_marked_when_the_run_goes_on(pack, tmp_path):
+    folder, sizes = tmp_path / "run", []
+    task = Acting({3: lambda: send(folder, ["stop"], {"batch_size": 32, "micro_batch_size": 8})})
+    stopped = nb.fit(task, pack, PLAN.replace(epochs=1), folder, **QUIET)
+    assert (stopped.plan.micro_batch_size, changes(stopped)) == (8, [])
+    again = Acting(loss=lambda model, batch, plan: sizes.append(len(batch["x"])) or toy.loss(model, batch, plan))
+    run = nb.fit(again, pack, None, folder, **QUIET)
+    assert changes(run) == ["batch_size 16 → 32, micro_batch_size none → 8"]
+    assert sizes[0] == 8
+
+
+def test_the_plan_of_a_run_has_two_homes_what_is_wanted_and_what_is_applied(pack, tmp_path):
+    """Whoever else needs it reads it there; the advised one, presets and those to undo to are others."""
+    folder, homes = tmp_path / "run", []
+    made: list[Surface] = []
+
+    def look():
+        """After the change was requested, before it is applied."""
+        shown = made[0]
+        values = [*vars(shown).items(), *vars(shown.requests).items(), *vars(shown.state).items()]
+        panel = nb.Panel(PLAN)
+        panel.begin(shown.requests)
+        values += [*vars(panel).items(), *vars(panel.buttons).items()]
+        homes.append(sorted(name for name, value in values if isinstance(value, nb.Plan)))
+        panel.end()
+
+    class Noted(Surface):
+        def __init__(self, *given: Any):
+            super().__init__(*given)
+            made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["nbtools.fit"], "Surface", Noted)
+        task = Acting({3: lambda: send(folder, [], {"lr": 0.02}), 4: look})
+        nb.fit(task, pack, PLAN.replace(epochs=1), folder, **QUIET)
+    assert homes == [["advised", "applied", "plan"]]
+
+
+REFUSED = (
+    ('{"feed": "workers"}', "Plan.feed cannot change in a started run"),
+    ('{"batch_size": 100000}', "larger than the train split"),
+    ('{"lr": -1}', "Plan.lr must be > 0, got -1"),
+    ('{"lrr": 1}', "did you mean lr"),
+    ('{"do": "explode"}', "pause, resume, stop, evaluate, save, profile, best, undo, got 'explode'"),
+    ('{"do": "stop", "lr": -1}', "Plan.lr must be > 0"),
+    ('{"lr": 1000}', 'lr 1000 is 100,000× the advised 0.01; to apply it anyway add "force": true'),
+    ('{"do": "stop", "lr": 1000, "force": false}', "lr 1000 is 100,000× the advised 0.01"),
+    ('{"lr": 1000, "force": "yes"}', "\"force\" must be true or false, got 'yes'"),
+    (
+        '{"lr": 0.02, "clip_norm": null, "weight_decay": 0.1, "patience": 3}',
+        "4 settings change at once: lr 0.01 → 0.02, weight_decay 0 → 0.1, clip_norm 1 → none, patience 5 → 3; to",
+    ),
+    ("[1]", "must be a JSON object"),
+    ("[" * 100_000, "must be a JSON object"),
+    ('{"do": "' + "x" * 200_000 + '"}', "must be a JSON object"),
+    ('{"self": 1}', "no knob 'self'"),
+    (f'{{"lr": 1{"0" * 400}}}', "Plan.lr must be below 2**63, got one of 1329 bits"),
+    (f'{{"batch_size": 1{"0" * 400}, "lr_rule": "linear"}}', "Plan.batch_size must be below 2**63"),
+)
+
+
+def test_what_cannot_be_is_explained_and_changes_nothing(pack, tmp_path, untouched, monkeypatch):
+    monkeypatch.setattr(requests, "UNFINISHED", 0.0)
+    folder = tmp_path / "run"
+    path, actions = folder / CONTROL, dict[int, Callable[[], Any]]()
+    for i, (text, _) in enumerate(REFUSED):
+        actions[2 * i + 1] = partial(path.write_text, text)
+    actions[34], actions[35] = path.mkdir, partial(path.symlink_to, path)
+    run = nb.fit(Acting(actions), pack, PLAN, folder, **QUIET)
+    for event, (text, answer) in zip(run.events, REFUSED, strict=False):
+        assert event.startswith("not taken: "), text[:80]
+        assert answer in event
+    assert [text in run.events[i] for i, text in ((-2, "Is a directory"), (-1, "symbolic links"))] == [True, True]
+    assert events(run) == run.events, "who asked from elsewhere reads the answers"
+    assert len(run.events) == len(REFUSED) + 2, "each once"
+    assert not os.path.lexists(folder / CONTROL)
+    assert same(run, untouched)
+
+
+def received(folder: Path) -> Requests:
+    found = Requests(Plans(PLAN, PLAN), PLAN)
+    requests.receive(folder, found)
+    return found
+
+
+def test_requests_before_the_run_looks_are_all_taken_once(tmp_path):
+    send(tmp_path, ["save"], {"lr": 1e-3})
+    send(tmp_path, ["evaluate", "pause"], {"clip_norm": 2.0})
+    found = received(tmp_path)
+    assert (found.pending, found.paused) == ({"save", "evaluate"}, True)
+    assert (found.state.plan, found.state.applied) == (PLAN.replace(lr=1e-3, clip_norm=2.0), PLAN)
+    assert not received(tmp_path).pending
+
+
+def test_a_forced_request_forces_no_request_of_somebody_else(tmp_path):
+    send(tmp_path, [], {"lr": 1000.0})
+    send(tmp_path, [], {"weight_decay": 0.1}, force=True)
+    with pytest.raises(TrainError, match="lr 1000 is 100,000× the advised"):
+        received(tmp_path)
+    send(tmp_path, [], {"lr": 1000.0}, force=True)
+    assert received(tmp_path).state.plan.lr == 1000
+
+
+def test_what_is_requested_while_the_run_reads_is_not_lost(tmp_path, monkeypatch):
+    real, first = requests.parsed, []
+
+    def parsed(text):
+        if not first:
+            first.append(text)
+            send(tmp_path, ["evaluate"])
+        return real(text)
+
+    send(tmp_path, ["save"])
+    monkeypatch.setattr(requests, "parsed", parsed)
+    assert received(tmp_path).pending | received(tmp_path).pending == {"save", "evaluate"}
+
+
+def test_what_the_run_takes_while_somebody_requests_more_stops_nobody(tmp_path, monkeypatch):
+    send(tmp_path, ["save"])
+    real = Path.open
+
+    def gone(self, *args, **kwargs):
+        self.unlink(missing_ok=True)
+        return real(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", gone)
+        send(tmp_path, ["stop"])
+    assert received(tmp_path).pending == {"stop"}
+    with pytest.raises(TrainError, match="name the folder of a run"):
+        send(tmp_path / "gone", ["stop"])
+    assert not (tmp_path / "gone").exists()
+
+
+def test_a_file_that_is_still_being_written_is_read_when_it_is_whole(tmp_path):
+    (tmp_path / CONTROL).write_text('{"do": ')
+    assert not received(tmp_path).pending
+    (tmp_path / CONTROL).write_text('{"do": ["save"], "lr": 1e-4}')
+    found = received(tmp_path)
+    assert (found.pending, found.state.plan.lr) == ({"save"}, 1e-4)
+
+
+def test_a_request_is_of_this_run_from_the_moment_it_is_made_ready_and_never_of_an_older_one(pack, tmp_path):
+    folder, kept = tmp_path / "run", tmp_path / "kept"
+    folder.mkdir()
+    send(folder, ["stop"])
+    assert len(nb.fit(toy, pack, PLAN.replace(epochs=1), folder, kept, **QUIET).history.of("epoch")) == 1
+    assert not (kept / CONTROL).exists()
+
+    def model(card, plan):
+        send(folder, ["stop"])
+        return toy.model(card, plan)
+
+    run = nb.fit(Acting(model=model), pack, PLAN, folder, **QUIET)
+    assert run.events == [f"stopped by you after step {STEPS + 1}; run it again to continue"]
+
+
+def test_evaluation_without_a_validation_split_is_a_sentence(pack, tmp_path, monkeypatch):
+    folder, ids = tmp_path / "run", Pack.ids
+    monkeypatch.setattr(Pack, "ids", lambda self, split: ids(self, split)[: None if split == "train" else 0])
+    run = nb.fit(Acting({3: lambda: send(folder, ["evaluate"])}), pack, PLAN.replace(epochs=1), folder, **QUIET)
+    assert "nothing to evaluate: the validation split is empty" in run.events
+
+
+def test_ctrl_c_while_the_last_picture_is_drawn_still_returns_the_run(pack, tmp_path, monkeypatch):
+    real = Surface.finish
+
+    def finish(self, *what):
+        os.kill(os.getpid(), signal.SIGINT)
+        real(self, *what)
+
+    monkeypatch.setattr(Surface, "finish", finish)
+    run = nb.fit(toy, pack, PLAN.replace(epochs=1), tmp_path / "run", **QUIET)
+    assert (run.folder / "plot.png").exists()
+
+
+def test_an_error_between_steps_leaves_no_thread_of_the_feed_behind(pack, tmp_path, monkeypatch):
+    monkeypatch.setattr(Surface, "listen", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as kept:  # as a notebook keeps the last traceback
+        nb.fit(toy, pack, PLAN.replace(feed="streamed"), tmp_path / "run", **QUIET)
+    assert kept.tb
+    assert "nbtools-feed" not in [thread.name for thread in threading.enumerate()]
+
+
+SCRIPT = """
+import sys; sys.path.insert(0, sys.argv[1])
+import toy, torch, nbtools as nb
+torch.set_num_threads(1)
+from pathlib import Path
+pack = toy.make_pack(Path(sys.argv[2]))
+nb.fit(toy, pack, toy.PLAN.replace(epochs=100000, eval_every=1000), sys.argv[3], receipt=False, progress=False)
+"""
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """The folder of a run that another process trains."""
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parent), str(tmp_path), str(folder)]
+    process = subprocess.Popen(command)
+    try:
+        yield folder
+        assert process.wait(LIMIT) == 0
+    finally:
+        process.kill()
+
+
+def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhere, capsys):
+    def ask(*words: str, answer: str = "", refused: bool = False):
+        assert terminal.main(["control", str(elsewhere), *words]) == refused
+        wait_for(lambda: answer in history_of(elsewhere))
+
+    def interrupt():
+        wait_for(lambda: history_of(elsewhere))
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def user():
+        wait_for(lambda: history_of(elsewhere).count("step,") > 1)
+        ask("lr=0.005", "save", answer="lr 0.01 → 0.005")
+        ask("batch_size=100000", answer="not taken: ")
+        ask("lr=1000", refused=True)
+        ask("lr=1000", "--force", answer="Training diverged")
+        several = ["clip_norm=none", "weight_decay=0.1", "patience=3", "early_stop=99"]
+        ask(*several, refused=True)
+        ask(*several, "--force", answer="patience 5 → 3")
+        ask("undo", answer="patience 3 → 5")
+        ask("stopp", refused=True)
+        ask("lr=fast", refused=True)
+        ask("profile", answer=",profile")
+        ask("stop")
+
+    with beside(elsewhere, interrupt):
+        nb.watch(elsewhere, toy)
+    assert busy(elsewhere), "an interrupt ends the watching, not the run"
+    assert "goes on" in capsys.readouterr().err
+    with beside(elsewhere, user):
+        run = nb.watch(elsewhere, toy)
+    assert not busy(elsewhere)
+    assert (run.plan.lr, run.plan.early_stop) == (0.005, None)
+    text = capsys.readouterr().err
+    for message in (
+        "lr 0.01 → 0.005",
+        "larger than the train split",
+        "Training diverged at lr 1000, 100,000× the advised 0.01; back at step",
+        f"python -m nbtools control {elsewhere} lr=1000 --force",
+        "4 settings change at once: weight_decay 0 → 0.1, clip_norm 1 → none",
+        "pause, resume, stop, evaluate, save, profile, best, undo, got 'stopp'",
+        "Plan.lr must be a number, got 'fast'",
+    ):
+        assert message in text
+    [step] = {int(step) for step in re.findall(r"saved at step (\d+)", text)}
+    assert 0 < step <= run.history.rows[-1]["step"]
+    assert run.verdict is not None
+    assert run.verdict.sentence in text
+    assert re.search(r"stopped by .* after step \d+", text)
+    assert [row["asked"] for row in run.history.of("event") if "asked" in row] == ["save", "undo", "profile", "stop"]
+    assert terminal.main(["control", str(elsewhere), "stop"]) == 1
+    assert "no process of this machine trains here" in capsys.readouterr().err
+
+
+def test_watching_nothing_says_so_and_a_run_that_ended_is_shown_once(tmp_path, untouched, capsys):
+    with pytest.raises(CheckpointError, match="no run here after 0 s"):
+        nb.watch(tmp_path / "none", wait=0)
+    start = time.monotonic()
+    assert len(nb.watch(untouched.folder, toy).history.of("epoch")) == 4
+    assert time.monotonic() - start < 10
+
+
+def test_a_watched_run_that_rewrites_its_history_and_loses_its_plan_is_shown_once_and_told(
+    untouched, tmp_path, monkeypatch, capsys
+):
+    """A metric that is no number; a new column, for which all rows are written anew; plan.json removed."""
+    folder, drawn, locked = tmp_path / "run", threading.Event(), threading.Event()
+    shutil.copytree(untouched.folder, folder)
+    monkeypatch.setattr(View, "start", lambda self: drawn.set())
+    read = sys.modules["nbtools.watch"].Remote.read
+    looks: list[int] = []
+    monkeypatch.setattr(
+        sys.modules["nbtools.watch"].Remote, "read", lambda self: (read(self), looks.append(len(self.view.history)))
+    )
+
+    def user():
+        with lock(folder):
+            locked.set()
+            assert drawn.wait(LIMIT)
+            history = nb.History(folder / "history.csv")
+            count = len(history)
+            history.append(Record("evaluation", 3, 60, 900, {"val_accuracy": math.nan}))
+            wait_for(lambda: looks[-1:] == [count + 1])
+            history.append(Record("event", 3, 60, 900, {"what": "two", "asked": "save"}))
+            wait_for(lambda: looks[-1:] == [count + 2])
+            (folder / "plan.json").unlink()
+
+    with beside(folder, user):
+        assert locked.wait(LIMIT)
+        with pytest.raises(CheckpointError, match=r"plan\.json is missing"):
+            nb.watch(folder, toy)
+    text = capsys.readouterr()
+    assert (text.err.count("two"), text.out.count("step 60: val_accuracy nan")) == (1, 1)
+
+
+def test_gpu_readings_become_columns_and_energy_goes_on_over_sessions(pack, tmp_path):
+    from nbtools.measure.machine import Reading
+
+    history = History()
+    history.append(Record("step", 0, 1, 16, {"loss": 1.0, "gpu_energy": 2.0}))
+    made = Surface(tmp_path / "run", nb.TrainState(toy, pack, PLAN), pack, history, PLAN, False)
+    made.sampler = Sampler()  # not started: a reading is put in its place
+    made.sampler.readings.append(Reading(1.0, 97, 2048, 250.0, 3600.0, ("power limit",)))
+    row = made.measured(Record("step", 0, 2, 32, {"loss": 0.5}))
+    assert row.values == {
+        "loss": 0.5,
+        "gpu_utilisation": 97,
+        "gpu_memory_used": 2048,
+        "gpu_power": 250.0,
+        "gpu_energy": 3.0,
+        "gpu_throttle": "power limit",
+    }
+    bare = Record("step", 0, 3, 48)
+    assert made.measured(bare) is bare
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own imports
+def test_while_a_step_compiles_the_surface_says_so(pack, tmp_path):
+    state = nb.TrainState(toy, pack, PLAN.replace(compile=True))
+    made = Surface(tmp_path / "run", state, pack, History(), state.plan, False)
+    assert made.status == "compiling"
+    made.update(Record("step", 0, 1, 16))
+    assert made.status == ""
+    made.plot.due = time.monotonic() + 1e6
+    made.update(Record("change", 0, 1, 16, {"what": "batch_size 16 → 32"}))
+    assert (made.status, made.plot.due) == ("compiling", 0.0), "another batch size is another program"
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_epochs_below_the_present_one_end_the_run_after_it_and_count_what_was_done(pack, tmp_path, stopped):
+    """Stopped and resumed or not, it ends at the same step."""
+    folder, step = tmp_path / "run", 2 * STEPS + 3
+    actions = {step: lambda: send(folder, [], {"epochs": 1})}
+    if stopped:
+        actions[step + 2] = lambda: send(folder, ["stop"])
+    run = nb.fit(Acting(actions), pack, PLAN, folder, **QUIET)
+    said = [row for row in run.history.of("event") if row["what"].startswith("epochs 1")]
+    assert [row["what"] for row in said] == ["epochs 1 is below the present epoch 3: training ends after this epoch"]
+    assert said[0]["step"] == step, "said before it ends"
+    assert changes(run) == ["epochs 4 → 1"]
+    run = nb.fit(toy, pack, None, folder, **QUIET) if stopped else run
+    assert len(run.history.of("epoch")) == len(run.summary()) == 3
+    assert (last_step(folder), "3 of 3 epochs" in repr(run)) == (3 * STEPS, True)
+    assert run.plan.epochs == json.loads((folder / "plan.json").read_text())["epochs"] == 1
+
+
+def test_epochs_below_the_present_one_requested_in_its_last_step_are_marked_and_pictured(pack, tmp_path, monkeypatch):
+    folder, pictured, finish = tmp_path / "run", [], View.finish
+
+    def noted(view, *rest):
+        pictured.append(view.plot.about.epochs)
+        finish(view, *rest)
+
+    monkeypatch.setattr(View, "finish", noted)
+    run = nb.fit(Acting({2 * STEPS: lambda: send(folder, [], {"epochs": 1})}), pack, PLAN, folder, **QUIET)
+    assert events(run) == ["epochs 1 is below the 2 epochs done: there is nothing left to train"]
+    assert changes(run) == ["epochs 4 → 1"]
+    assert (pictured, len(run.history.of("epoch"))) == ([2], 2)
+
+
+def test_fit_with_fewer_epochs_than_were_done_returns_the_run_with_a_sentence(pack, tmp_path, untouched):
+    folder = tmp_path / "run"
+    shutil.copytree(untouched.folder, folder)
+    run = nb.fit(toy, pack, PLAN.replace(epochs=2), folder, **QUIET)
+    assert run.events == ["epochs 2 is below the 4 epochs done: there is nothing left to train"]
+    assert "4 of 4 epochs" in repr(run)
+    assert run.plan.epochs == 2
+    assert same(run, untouched)
+
+
+def test_the_live_picture_counts_the_epochs_that_were_begun(tmp_path):
+    history = History()
+    history.append(Record("step", 25, 500, 8000, {"loss": 1.0}))
+    for epochs in (30, 3):
+        view = View(tmp_path / "run", history, PLAN.replace(epochs=epochs), 320, "-loss", None, show=False)
+        view.changed(PLAN.replace(epochs=3))
+        assert (view.plot.about.epochs, view.bar.total) == (26, 26 * 320)
