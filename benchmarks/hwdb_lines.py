@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import nbtools as nb
-from benchmarks.compose import compose
 from benchmarks.paired import RESULTS, Figure, Receipt
 from nbtools.live.plot.live import LivePlot
 from nbtools.tasks import hwdb
@@ -42,7 +41,7 @@ def main() -> None:
             if data:
                 print(run.predict(sorted(nb.stage(Path(data) / "scut-lines.tar").rglob("*.jpg"))))
         if only != "demo" and data:
-            source = compose(Path(data) / "omniglot.zip", folder / "composed", COMPOSED)
+            source = hwdb.compose(Path(data) / "omniglot.zip", folder / "composed", COMPOSED, progress=False)
             title = "lines of Omniglot's characters, held-back drawers"
             run, pack = trained(folder, source, "hwdb_real_lines", title, epochs=REAL_EPOCHS)
             beams(run, pack)

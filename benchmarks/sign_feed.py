@@ -28,8 +28,7 @@ from benchmarks.feed import cost
 from benchmarks.paired import Figure, Receipt, in_turns, on_one_core, times
 from nbtools.data import Pack, Resident, Sample, batches_left, collate, lengths_of
 from nbtools.data.feed import Streamed
-from nbtools.tasks.sign.acting.demo import demo
-from nbtools.tasks.sign.clips.data import pack
+from nbtools.tasks import sign
 
 ROUNDS, COUNT, BATCH = 9, 320, 32
 FRAMES = (100, 145)
@@ -76,7 +75,7 @@ class Case:
 
 def prepare(name: str, source: Path, folder: Path) -> Case:
     options, keys = CASES[name]
-    made = pack(source, into=folder / f"{name}.pack", progress=False, **options)
+    made = sign.pack(source, into=folder / f"{name}.pack", progress=False, **options)
     return Case(name, made, Npzs([source / name for name in made.names], keys))
 
 
@@ -119,7 +118,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="This DataLoader will create 2 worker")  # two on the one core: CPU time
     rounds, count, passes = (1, 64, 2) if quick else (ROUNDS, COUNT, 5)
     with tempfile.TemporaryDirectory() as folder:
-        source = demo(Path(folder, "clips"), count, frames=FRAMES, features=True)
+        source = sign.demo(Path(folder, "clips"), count, frames=FRAMES, features=True)
         cases = [prepare(name, source, Path(folder)) for name in CASES]
         *others, last = [f for c in cases for f in figures(c.name, in_turns(contestants(c, passes), rounds))]
     headline = Figure("sign_feed_ratio", last.unit, last.value, last.n, last.least, last.most)

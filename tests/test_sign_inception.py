@@ -7,7 +7,6 @@ import errno
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,14 @@ from torch.nn import functional as F
 
 import nbtools
 from nbtools import disk
-from nbtools.errors import CheckpointError, DiskError, MissingExtra, PackError
-from nbtools.tasks.sign.clips.clip import has_features
-from nbtools.tasks.sign.clips.data import pack
-from nbtools.tasks.sign.clips.validate import validate
-from nbtools.tasks.sign.inception import backbone as backbones
-from nbtools.tasks.sign.inception.backbone import IMAGENET, STEM, Backbone, inception, mark, stripped
-from nbtools.tasks.sign.inception.extraction import TUNED, features
-from nbtools.tasks.sign.inception.finetuning import Taught, lost, taught
-from nbtools.tasks.sign.inception.frames import found
-from nbtools.tasks.sign.networks.gru import Gru
+from nbtools.errors import CheckpointError, DiskError, MissingExtra, PackError, TrainError
+from nbtools.tasks.sign import inception as backbones
+from nbtools.tasks.sign.clips import has_features
+from nbtools.tasks.sign.data import pack, validate
+from nbtools.tasks.sign.features import TUNED, features, train_clips
+from nbtools.tasks.sign.frames import find_films
+from nbtools.tasks.sign.inception import IMAGENET, STEM, Backbone, clip_loss, inception, without_classifiers
+from nbtools.tasks.sign.networks import Gru
 
 H, W = 12, 18
 
@@ -45,13 +42,12 @@ def torchvision_imports() -> bool:
 own_network = pytest.mark.skipif(not torchvision_imports(), reason="torchvision does not import here")
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(autouse=True)
-def one_thread(tmp_path, monkeypatch):
+def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def network(seed: int = 0) -> nn.Sequential:
@@ -291,14 +287,13 @@ def test_what_cannot_be_used_is_told_and_the_rest_is_made(tmp_path):
     assert (result.written, result.ok) == (("whole.npz",), False)
     told = {row.file: (row.rule, row.value) for row in result.rows}
     assert told["talk.MOV"] == ("frames are images: decoding videos takes ffmpeg or PyAV", ".MOV")
-    assert told["poster.jpg"] == ("frames lie in a folder of their own", "1 beside folders of frames")
+    assert told["poster.jpg"] == ("frames are in a folder of their own", "1 next to folders of frames")
     assert told["sizes.npz"] == (
         "all frames of a clip have one size",
         "12 × 19 pixels (height × width) after 12 × 18 pixels (height × width)",
     )
     assert told["short.npz"] == ("there are as many frames as in X, 4", "3")
-    assert told["torn.npz"][0] == "a frame can be decoded"
-    assert told["torn.npz"][1].startswith("frame_2.png: ")
+    assert told["torn.npz"][0] == "the frame is a whole image"
     assert told["mixed.npz"] == ("a frame is one image", "frame_2.png holds several")
     assert told["wreck.npz"][0] == "a clip is a .npz archive"
     assert {path: path.read_bytes() for path in before} == before
@@ -334,7 +329,6 @@ def test_a_folder_without_frames_is_refused_with_what_to_do(tmp_path, files, sai
     [
         ({"finetune": -1}, "finetune must be a whole number of epochs, 0 or more, got -1"),
         ({"finetune": 1.5}, "finetune must be a whole number of epochs, 0 or more, got 1.5"),
-        ({"device": "gpu"}, "device must be one that torch has here, such as cpu or cuda, got 'gpu'"),
         ({"batch_size": 0}, "batch_size must be a whole number of frames, 1 or more, got 0"),
         ({"lr": 0}, "lr must be above 0, got 0"),
         ({"feature_key": "mask"}, "feature_key must be the name of an array of numbers, got 'mask'"),
@@ -344,6 +338,8 @@ def test_options_that_cannot_be_are_refused(tmp_path, option, said):
     filmed(tmp_path / "raw" / "hello")
     with pytest.raises(PackError, match=said):
         made(tmp_path / "raw", tmp_path / "clips", **option)
+    with pytest.raises(TrainError, match=r"device must be a device that torch has here, .* got 'gpu'"):
+        made(tmp_path / "raw", tmp_path / "clips", device="gpu")
 
 
 # -- fine-tuning
@@ -386,15 +382,15 @@ def test_a_network_that_has_learned_nothing_learns_its_statistics_too(tmp_path):
 
 def test_fine_tuning_keeps_no_activations_of_frames(tmp_path):
     filmed(tmp_path / "hello", frames=8)
-    clip, kept = Taught(found(tmp_path)[0][0], (0, 0)), {}
+    [film], kept = find_films(tmp_path)[0], {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with ThreadPoolExecutor() as pool, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         large = nn.Sequential(nn.Conv2d(3, 3, 1), network())  # a convolution keeps what it reads
-        lost(Backbone(large, frozen=False), Gru(2048, 2, 2), clip, 2, pool).backward()
+        clip_loss(Backbone(large, frozen=False), Gru(2048, 2, 2), film, (0, 0), 2).backward()
     assert 0 < sum(kept.values()) < 3 * 299 * 299 * 4, "less than one frame as the network reads it"
 
 
@@ -424,18 +420,18 @@ def test_fine_tuning_is_kept_and_taken_up_again(tmp_path):
 def test_only_labelled_clips_of_train_teach(tmp_path):
     source = corpus(tmp_path / "raw")
     filmed(source / "train" / "unlabelled")
-    films, _ = found(source)
-    assert [(clip.film.name, clip.label) for clip in taught(source, films)] == [
+    films, _ = find_films(source)
+    assert [(film.name, ids) for film, ids in train_clips(source, films)] == [
         (f"train/train_{gloss}_{take}.npz", (gloss, gloss)) for gloss in range(2) for take in range(2)
     ]
     with pytest.raises(PackError, match="below a folder train/, and there are none"):
-        taught(source / "val", found(source / "val")[0])
+        made(source / "val", tmp_path / "clips", finetune=1)
 
 
 def test_a_damaged_frame_stops_fine_tuning_by_the_clips_name(tmp_path):
     source = corpus(tmp_path / "raw")
     (source / "train" / "train_0_1" / "2.png").write_bytes(b"no image")
-    with pytest.raises(PackError, match=r"train_0_1\.npz: .*a frame can be decoded, got 2\.png"):
+    with pytest.raises(PackError, match=r"train_0_1\.npz: .*the frame is a whole image, got .*2\.png"):
         made(source, tmp_path / "clips", finetune=1)
 
 
@@ -473,20 +469,16 @@ def test_no_network_is_built_and_no_torchvision_imported_for_ready_features(tmp_
     made(source, source)
     script = f"""
 import torch
-from nbtools.tasks.sign import task
-from nbtools.tasks.sign.clips import data
-from nbtools.tasks.sign.inception.extraction import features
-from nbtools.tasks.sign.plans import Plan
-from nbtools.tasks.sign.clips.validate import validate
+from nbtools.tasks import sign
 source = {str(source)!r}
-assert features(source, source, progress=False).written == ()
-assert validate(source, kp_key=None, progress=False).ok
-pack = data.pack(source, kp_key=None, progress=False)
-plan = Plan(network="gru")
-model = task.model(pack, plan)
+assert sign.features(source, source, progress=False).written == ()
+assert sign.validate(source, kp_key=None, progress=False).ok
+pack = sign.pack(source, kp_key=None, progress=False)
+plan = sign.Plan(network="gru")
+model = sign.model(pack, plan)
 values = torch.from_numpy(pack.sample(0)["features"].copy())[None]
 batch = {{"features": values, "features_length": torch.tensor([values.shape[1]]), "label": torch.tensor([[0, 0]])}}
-task.loss(model, task.batch(batch, plan, None), plan)[0].backward()
+sign.loss(model, sign.batch(batch, plan, None), plan)[0].backward()
 print(sum(p.numel() for p in model.parameters() if p.grad is not None))
 """
     package = str(Path(nbtools.__file__).parents[1])
@@ -503,10 +495,10 @@ def test_weights_are_found_under_any_name_and_classifiers_left_out():
     for before in ("", "module.", "feat_extractor.backbone."):
         held = {"gru.weight": torch.ones(1)} | {before + name: value for name, value in values.items()}
         for saved in (held, {"epoch": 3, "model": held}):
-            found = stripped(saved, "a.pth")
+            found = without_classifiers(saved, "a.pth")
             assert set(found) - {"gru.weight"} == {STEM, "Mixed_5b.branch1x1.conv.weight"}
     with pytest.raises(CheckpointError, match="is of no InceptionV3"):
-        stripped({"conv1.weight": torch.zeros(1)}, "resnet.pth")
+        without_classifiers({"conv1.weight": torch.zeros(1)}, "resnet.pth")
 
 
 class Harmful:
@@ -527,11 +519,11 @@ def test_a_file_that_holds_no_weights_is_refused_and_runs_no_code(tmp_path, monk
 
 def test_the_mark_tells_weights_and_cut_apart_and_no_more():
     marks = [
-        mark(Backbone(network(seed), crop=crop, frozen=frozen))
+        Backbone(network(seed), crop=crop, frozen=frozen).mark()
         for seed, crop, frozen in ((0, False, True), (0, False, False), (1, False, True), (0, True, True))
     ]
     turned = network().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    assert marks[0] == marks[1] == mark(Backbone(turned))
+    assert marks[0] == marks[1] == Backbone(turned).mark()
     assert len(set(marks)) == 3
 
 
@@ -555,7 +547,7 @@ def test_inception_gives_what_torchvisions_has_before_its_classifier(tmp_path):
 @own_network
 def test_a_network_that_has_learned_nothing_is_the_same_for_a_seed_and_keeps_the_size_of_numbers():
     first, second, other = (Backbone(inception(None, seed)) for seed in (0, 0, 1))
-    assert mark(first) == mark(second) != mark(other)
+    assert first.mark() == second.mark() != other.mark()
     values = first(torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8))
     assert 0.1 < values.mean() < 1, "0.35 in the published clips"
 

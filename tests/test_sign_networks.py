@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbtools.errors import PlanError
 from nbtools.tasks.sign.landmarks import LEFT, POINTS, RIGHT
-from nbtools.tasks.sign.networks import gru, transformer
-from nbtools.tasks.sign.networks.transformer import POSITIONS, Transformer
+from nbtools.tasks.sign.networks import POSITIONS, Gru, Transformer, sinusoids
 
 LENGTHS = (13, 1, 30, 7)
 NAMES = ("transformer", "gru")
@@ -32,7 +31,7 @@ def one_thread():
 def small(name="transformer", **options) -> Any:
     torch.manual_seed(0)
     if name == "gru":
-        return gru.Gru(20, 7, 3, **options)
+        return Gru(20, 7, 3, **options)
     return Transformer(2 * POINTS, 7, 3, **{"width": 32, "layers": 2, **options})
 
 
@@ -80,9 +79,9 @@ def test_the_transformer_has_the_guides_3_28_million_parameters_and_the_parts_th
 
 
 def test_the_gru_has_the_guides_0_10_million_parameters_and_nothing_that_sees_pictures():
-    network = gru.Gru(2048, 105, 10)
+    network = Gru(2048, 105, 10)
     assert parameters(network) == 101_743
-    assert "101,743 parameters" in (gru.Gru.__doc__ or "")
+    assert "101,743 parameters" in (Gru.__doc__ or "")
     assert [(m.input_size, m.hidden_size) for m in network.modules() if isinstance(m, nn.GRU)] == [(2048, 16), (16, 12)]
     assert not [m for m in network.modules() if isinstance(m, nn.Conv2d)]
     assert network.drop.p == 0.3
@@ -120,7 +119,7 @@ def test_a_layer_is_torchs_pre_ln_encoder_layer():
 
 
 def test_positions_are_the_papers():
-    found = transformer.sinusoids(POSITIONS, 256)
+    found = sinusoids(POSITIONS, 256)
     for place, column in ((0, 0), (1, 0), (1, 1), (7, 20), (299, 255)):
         angle = place / 10000 ** ((column - column % 2) / 256)
         expected = math.cos(angle) if column % 2 else math.sin(angle)

@@ -76,8 +76,3 @@ def test_a_window_or_a_pace_of_nothing_is_refused(pack, network, wrong):
         next(sign.stream(network[0], pack, network[1], pack.sample(0), **wrong))
     with pytest.raises(PlanError, match="at least one clip"):
         sign.latency(network[0], pack, network[1], [])
-
-
-def test_the_plan_for_the_gru_keeps_what_the_machine_decides(pack):
-    plan = sign.with_gru(sign.PLAN.replace(amp="off", seed=3), pack)
-    assert (plan.network, plan.amp, plan.seed, plan.lr) == ("gru", "off", 3, 3e-3)

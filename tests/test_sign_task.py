@@ -1,10 +1,10 @@
 """The sign task: what its knobs do to batches, loss and metrics, and the faults of the guide's scripts."""
 
+import dataclasses
 import math
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,29 +13,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from nbtools.data import Card, Draws, Entry, build, collate, open_feed
+from nbtools.data import Card, Draws, batches_left, collate, lengths_of, open_feed
 from nbtools.data.pack import Column
 from nbtools.errors import PlanError
 from nbtools.measure import Machine, decide
-from nbtools.tasks.sign import augment, landmarks, networks, plans
-from nbtools.tasks.sign import task as sign
-from nbtools.tasks.sign.landmarks import FACE, FACE_MESH, LEFT, MIRROR, POINTS, POSE, RIGHT, Keypoints
-from nbtools.tasks.sign.networks.transformer import Transformer
+from nbtools.tasks import sign
+from nbtools.tasks.sign import data, keypoints, networks
+from nbtools.tasks.sign.landmarks import FACE, FACE_MESH, LEFT, MIRROR, POINTS, POSE, RIGHT, SHOULDERS
+from nbtools.tasks.sign.networks import Gru, Transformer
 from nbtools.tasks.sign.plans import BASELINE, PLAN, Plan
-from nbtools.train import TrainState, loop
+from nbtools.train import TrainState, as_task, train
 
-TASK: Any = SimpleNamespace(
-    PLAN=PLAN,
-    BASELINE=BASELINE,
-    BEST=sign.BEST,
-    Plan=Plan,
-    suggest=plans.suggest,
-    model=sign.model,
-    batch=sign.batch,
-    loss=sign.loss,
-    metrics=sign.metrics,
-    decode=sign.decode,
-)
 GLOSSES, CATEGORIES = 6, 3
 KNOBS: dict[str, dict[str, Any]] = {
     "time_warp": {"time_warp": 1.0},
@@ -46,15 +34,15 @@ KNOBS: dict[str, dict[str, Any]] = {
     "drop_hand": {"drop_hand": 1.0},
 }
 ALL: dict[str, Any] = {name: value for knob in KNOBS.values() for name, value in knob.items()}
-READS: Counter[str] = Counter()
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def person(rng, frames, lift=0.0):
@@ -65,53 +53,23 @@ def person(rng, frames, lift=0.0):
     return np.clip(points, 0.01, 1).astype(np.float32)
 
 
-def write(folder: Path, count=24, seed=0) -> Path:
-    """Clips `GLOSS_n.npz` of 5–14 frames, gloss 0–5 told by how far a hand rises; some without the left hand."""
-    rng = np.random.default_rng(seed)
-    folder.mkdir(parents=True)
+def make_pack(folder: Path, count=24, **options):
+    """Clips of 5–14 frames, gloss 0–5 told by how far a hand rises; some without the left hand; each sixth is val."""
+    rng = np.random.default_rng(0)
+    rows = {"train": ["file,gloss,cat"], "val": ["file,gloss,cat"]}
     for i in range(count):
-        gloss, frames = i % GLOSSES, int(rng.integers(5, 15))
+        gloss, frames, split = i % GLOSSES, int(rng.integers(5, 15)), "val" if i % 7 == 6 else "train"
         points = person(rng, frames, lift=0.05 * gloss)
         if i % 4 == 0:
             points[:, LEFT] = 0
-        features = rng.normal(size=(frames, 20)).astype(np.float32) + np.eye(20)[gloss].astype(np.float32)
-        np.savez_compressed(folder / f"{gloss}_{i}.npz", X=points.reshape(frames, -1), X2048=features)
-    return folder
-
-
-def read(path, options):
-    READS[str(path)] += 1
-    with np.load(path) as file:
-        x = file["X"]
-        return {"x": x, "mask": (x.reshape(len(x), POINTS, 2) != 0).any(2), "features": file["X2048"]}
-
-
-def make_pack(folder: Path, count=24, keypoints=True):
-    options = {"categories": ["up", "down", "on"]}
-
-    def fill(writer, source):
-        writer.classes = list("abcdef")
-        writer.counts = {"gloss": [4, 2, 1, 0, 1, 4], "category": [8, 2, 2]}
-        files = sorted(source.glob("*.npz"), key=lambda path: int(path.stem.split("_")[1]))
-        entries = [Entry(path.name, path, "val" if i % 6 == 5 else "train") for i, path in enumerate(files)]
-        for entry, arrays in writer.decode(entries, read, options):
-            gloss = int(entry.name[0])
-            kept = arrays if keypoints else {"features": arrays["features"]}
-            writer.add(entry.name, entry.split, **kept, label=np.array([gloss, gloss % CATEGORIES], np.int64))
-
-    columns = ("x", "mask", "features")
-    bucket = "x" if keypoints else "features"
-    return build(
-        write(folder / "raw", count),
-        "sign",
-        options,
-        fill,
-        read=read,
-        ragged=columns,
-        bucket_by=bucket,
-        into=folder / "pack",
-        progress=False,
-    )
+        features = 0.3 * rng.normal(size=(frames, 2048)).astype(np.float32) + np.eye(GLOSSES, 2048, dtype="f4")[gloss]
+        (folder / "raw" / split).mkdir(parents=True, exist_ok=True)
+        np.savez(folder / "raw" / split / f"{i:02}.npz", X=points.reshape(frames, -1), X2048=features)
+        rows[split].append(f"{i:02},{gloss},{gloss % CATEGORIES}")
+    for split, lines in rows.items():
+        if len(lines) > 1:
+            (folder / "raw" / split / "labels.csv").write_text("\n".join(lines))
+    return sign.pack(folder / "raw", into=folder / "pack", progress=False, **options)
 
 
 @pytest.fixture(scope="module")
@@ -127,11 +85,6 @@ def raw_batch(pack, ids):
 def narrow(monkeypatch):
     """The same network, small: what is claimed here does not depend on its size."""
     monkeypatch.setattr(networks, "Transformer", partial(Transformer, width=32, layers=1))
-
-
-def keypoints(raw, plan=None, draws=None):
-    points = raw["x"].unflatten(2, (-1, 2))
-    return sign.prepared(Keypoints(points, raw["mask"], raw["x_length"]), plan or Plan(normalise="none"), draws)
 
 
 # -- learning
@@ -152,20 +105,20 @@ def test_each_network_overfits_one_batch(pack, network, lr, steps):
     found = sign.metrics(model.eval()(batch), batch)
     assert found["gloss_accuracy"] == (8, 8)
     assert found["cat_accuracy"] == (8, 8)
-    assert sign.decode(model(batch), pack) == [pack.classes[i % GLOSSES] for i in range(8)]
+    assert sign.decode(model(batch), pack) == [sign.text_of(pack, i) for i in range(8)]
 
 
 def test_a_few_epochs_through_the_loop_learn_what_rises(pack, monkeypatch):
     narrow(monkeypatch)
-    state = TrainState(TASK, pack, Plan(epochs=14, batch_size=8, lr=1e-2), "cpu")
-    records = [r.values for r in loop.train(TASK, state, pack) if r.kind == "epoch"]
+    state = TrainState(as_task(sign), pack, Plan(epochs=14, batch_size=8, lr=1e-2), "cpu")
+    records = [r.values for r in train(as_task(sign), state, pack) if r.kind == "epoch"]
     assert records[-1]["train_loss"] < 0.4 * records[0]["train_loss"]
     assert {"val_loss", "val_gloss_accuracy", "val_cat_accuracy", "val_top5"} <= records[-1].keys()
 
 
 def test_auto_reads_keypoints_where_there_are_any_and_else_features(pack, tmp_path):
-    bare = make_pack(tmp_path, 6, keypoints=False)
-    for of, name, network in ((pack, "x", networks.Transformer), (bare, "features", networks.Gru)):
+    bare = make_pack(tmp_path, 6, kp_key=None)
+    for of, name, network in ((pack, "x", Transformer), (bare, "features", Gru)):
         assert isinstance(sign.model(of, Plan()), network)
         assert name in sign.batch(raw_batch(of, [0, 1]), Plan(), None)
     with pytest.raises(PlanError, match=r'network = "transformer" reads \'x\', and this data has features, label'):
@@ -224,30 +177,21 @@ def test_a_head_without_weight_learns_nothing(pack, alpha, beta, trained, idle):
 
 @pytest.mark.parametrize(("kind", "expected"), [("balanced", [0.6, 1.2, 2.4, 0, 2.4, 0.6]), ("sqrt", None)])
 def test_class_weights_come_from_the_training_clips_and_leave_the_loss_its_size(pack, kind, expected):
-    plan = Plan(class_weights=kind)
-    weights = networks.class_weights(pack.card, kind, "gloss")
-    assert weights is not None
-    counts = torch.tensor(pack.card.counts["gloss"], dtype=torch.float32)
-    assert float((weights * counts).sum()) == pytest.approx(float(counts.sum()))
+    plan, counts = Plan(class_weights=kind), {"gloss": [4, 2, 1, 0, 1, 4], "category": [8, 2, 2]}
+    model: Any = sign.model(dataclasses.replace(pack.card, counts=counts), plan).eval()
+    weights = model.gloss_weights
+    assert float((weights * torch.tensor(counts["gloss"])).sum()) == pytest.approx(12)
     assert weights[3] == 0
-    if expected:
-        assert weights.tolist() == pytest.approx(expected)
-    else:
-        assert float(weights[2] / weights[0]) == pytest.approx(2.0)
-    model, batch = sign.model(pack, plan).eval(), sign.batch(raw_batch(pack, range(6)), plan, None)
-    gloss, category = outputs_of(model, batch)
-    of_category = networks.class_weights(pack.card, kind, "category")
-    expected_loss = 0.5 * F.cross_entropy(gloss, batch["label"][:, 0], weights, reduction="sum")
-    expected_loss += 0.5 * F.cross_entropy(category, batch["label"][:, 1], of_category, reduction="sum")
-    torch.testing.assert_close(sign.loss(model, batch, plan)[0], expected_loss)
-
-
-def test_the_loss_of_an_evaluation_is_not_weighted(pack):
-    plan = Plan(class_weights="balanced")
-    model, batch = sign.model(pack, plan), sign.batch(raw_batch(pack, range(6)), plan, None)
+    assert weights.tolist() == pytest.approx(expected) if expected else float(weights[2] / weights[0]) == 2
+    batch = sign.batch(raw_batch(pack, range(6)), plan, None)
     outputs = outputs_of(model, batch)
-    plain = sum(0.5 * F.cross_entropy(o, batch["label"][:, k], reduction="sum") for k, o in enumerate(outputs))
-    torch.testing.assert_close(sign.loss(lambda _batch: outputs, batch, plan)[0], plain)
+    weighted, plain = (
+        sum(0.5 * F.cross_entropy(o, batch["label"][:, k], w, reduction="sum") for k, (o, w) in enumerate(pairs))
+        for pairs in (zip(outputs, (weights, model.category_weights), strict=True), [(o, None) for o in outputs])
+    )
+    torch.testing.assert_close(sign.loss(model, batch, plan)[0], weighted)
+    torch.testing.assert_close(sign.loss(lambda _: outputs, batch, plan)[0], plain)  # an evaluation's is not weighted
+    assert model.state_dict().keys() == sign.model(pack, Plan()).state_dict().keys()  # no part of a checkpoint
 
 
 def test_class_weights_without_counts_say_what_to_do():
@@ -255,11 +199,6 @@ def test_class_weights_without_counts_say_what_to_do():
     card = Card("sign", ["a"], {"categories": ["b"]}, columns, {})
     with pytest.raises(PlanError, match=r'class_weights = "sqrt" needs .* pack again, or choose "none"'):
         sign.model(card, Plan(class_weights="sqrt"))
-
-
-def test_class_weights_are_no_part_of_a_checkpoint(pack):
-    plain, weighted = (sign.model(pack, Plan(class_weights=kind)) for kind in ("none", "balanced"))
-    assert plain.state_dict().keys() == weighted.state_dict().keys()
 
 
 @pytest.mark.parametrize("classes", [3, 9])
@@ -300,7 +239,7 @@ def test_where_a_body_stands_and_how_large_it_is_changes_nothing(pack, kind):
 
 def test_about_the_body_shoulders_are_one_apart_and_around_the_origin(pack):
     x = sign.batch(raw_batch(pack, range(3)), Plan(normalise="body"), None)["x"].unflatten(2, (-1, 2))
-    shoulders = x[0, :3, landmarks.SHOULDERS]
+    shoulders = x[0, :3, SHOULDERS]
     torch.testing.assert_close(shoulders[:, 0] + shoulders[:, 1], torch.zeros(3, 2), atol=1e-4, rtol=0)
     torch.testing.assert_close((shoulders[:, 0] - shoulders[:, 1]).norm(dim=1), torch.ones(3), atol=1e-4, rtol=0)
 
@@ -316,7 +255,7 @@ def test_a_hand_that_moves_as_a_whole_moves_its_wrist_alone(pack):
 
 @pytest.mark.parametrize("kind", ["none", "body", "hands"])
 def test_without_shoulders_or_any_point_nothing_is_nan(pack, kind):
-    for places in (landmarks.SHOULDERS, slice(0, POINTS)):
+    for places in (SHOULDERS, slice(0, POINTS)):
         raw = raw_batch(pack, range(3))
         raw["mask"] = raw["mask"].clone()
         raw["mask"][:, :, places] = False
@@ -343,17 +282,27 @@ def test_the_mirror_table_swaps_hands_and_what_is_left_and_right_of_body_and_fac
     assert sorted([0, *left_of_pose, *right_of_pose]) == list(range(*POSE.indices(POINTS)))
 
 
+def augmented(points, epoch=0, lengths=None, **knobs):
+    """(points, mask, lengths) of clips (B, T, P, 2) in a training batch."""
+    count, frames = points.shape[:2]
+    raw = {
+        "x": points.flatten(2),
+        "mask": torch.ones(count, frames, POINTS, dtype=torch.bool),
+        "x_length": torch.tensor(lengths or [frames] * count),
+        "id": torch.arange(count),
+    }
+    batch = sign.batch(raw, Plan(normalise="none", **knobs), Draws(0, epoch, raw["id"]))
+    return batch["x"].unflatten(2, (-1, 2)), batch["mask"], batch["x_length"]
+
+
 def test_the_mirror_image_of_a_mirror_image_is_the_clip(pack):
-    raw = raw_batch(pack, range(6))
-    clips = keypoints(raw)
-    everyone = torch.ones(6, dtype=torch.bool)
-    once = augment.mirrored(clips, everyone)
-    twice = augment.mirrored(once, everyone)
-    torch.testing.assert_close(twice.points, clips.points, atol=1e-6, rtol=0)
-    assert torch.equal(twice.seen, clips.seen)
-    assert torch.equal(once.seen[:, :, RIGHT], clips.seen[:, :, LEFT])
-    torch.testing.assert_close(once.points[..., RIGHT, 0], 1 - clips.points[..., LEFT, 0])
-    assert torch.equal(once.points[..., RIGHT, 1], clips.points[..., LEFT, 1])
+    raw, plan = raw_batch(pack, range(6)), Plan(normalise="none", mirror=1.0)
+    once = sign.batch(raw, plan, Draws(0, 0, raw["id"]))
+    twice = sign.batch({**once, "id": raw["id"]}, plan, Draws(0, 0, raw["id"]))
+    torch.testing.assert_close(twice["x"], sign.batch(raw, Plan(normalise="none"), None)["x"], atol=1e-6, rtol=0)
+    assert torch.equal(once["mask"][:, :, RIGHT], raw["mask"][:, :, LEFT])
+    left, right = (b["x"].unflatten(2, (-1, 2))[1, :5] for b in (raw, once))
+    torch.testing.assert_close(right[:, RIGHT], left[:, LEFT] * torch.tensor([-1.0, 1]) + torch.tensor([1.0, 0]))
 
 
 @pytest.mark.parametrize("knob", KNOBS)
@@ -391,30 +340,27 @@ def test_what_augmentation_makes_of_a_clip_does_not_depend_on_its_batch(pack, kn
 def test_a_warped_clip_keeps_its_ends_and_its_order():
     """A point that only moves to the right still does, from where it began to where it stopped."""
     line = torch.linspace(0.1, 0.9, 20)[None, :, None, None].expand(3, 20, POINTS, 2)
-    clips = Keypoints(line, torch.ones(3, 20, POINTS, dtype=torch.bool), torch.tensor([20, 20, 11]))
-    points, seen, lengths = augment.retimed(clips, Draws(0, 0, torch.arange(3)), 1.0, 0.0, longest=300)
+    points, mask, lengths = augmented(line, lengths=[20, 20, 11], time_warp=1.0)
     for b, (length, last) in enumerate(zip(lengths.tolist(), (0.9, 0.9, float(line[0, 10, 0, 0])), strict=True)):
         own = points[b, :length, 0, 0]
         assert (own.diff() > 0).all()
         assert own[[0, -1]].tolist() == pytest.approx([0.1, last], abs=1e-5)
-        assert seen[b, :length].all()
-        assert not seen[b, length:].any()
+        assert mask[b, :length].all()
+        assert not mask[b, length:].any()
     assert lengths.tolist() != [20, 20, 11]
 
 
 def test_a_cropped_clip_is_a_stretch_of_it_at_its_own_pace():
     line = torch.arange(20.0)[None, :, None, None].expand(4, 20, POINTS, 2)
-    clips = Keypoints(line, torch.ones(4, 20, POINTS, dtype=torch.bool), torch.full((4,), 20))
-    points, _, lengths = augment.retimed(clips, Draws(0, 0, torch.arange(4)), 0.0, 0.5, longest=300)
+    points, _, lengths = augmented(line, time_crop=0.5)
     assert all(10 <= n <= 20 for n in lengths.tolist())
     for b, length in enumerate(lengths.tolist()):
         assert points[b, :length, 0, 0].diff().tolist() == pytest.approx([1.0] * (length - 1), abs=0.08)
 
 
 def test_no_clip_grows_beyond_the_position_table():
-    clips = Keypoints(torch.rand(4, 290, POINTS, 2), torch.ones(4, 290, POINTS).bool(), torch.full((4,), 290))
     for epoch in range(5):
-        points, _, lengths = augment.retimed(clips, Draws(0, epoch, torch.arange(4)), 1.0, 0.0, longest=300)
+        points, _, lengths = augmented(torch.rand(4, 290, POINTS, 2), epoch, time_warp=1.0)
         assert points.shape[1] == 300
         assert lengths.max() <= 300
 
@@ -422,14 +368,13 @@ def test_no_clip_grows_beyond_the_position_table():
 def test_between_two_frames_a_point_seen_in_one_stands_there():
     points = torch.tensor([0.0, 1.0]).view(1, 2, 1, 1).expand(1, 2, 3, 2)
     seen = torch.tensor([[[True, True, False], [True, False, True]]])
-    mixed, shown = augment.between(points, seen, torch.tensor([[0.25, 0.75]]))
+    mixed, shown = keypoints.between(points, seen, torch.tensor([[0.25, 0.75]]))
     assert mixed[0, :, :, 0].tolist() == [[0.25, 0.0, 1.0], [0.75, 0.0, 1.0]]
     assert shown[0].tolist() == [[True, True, False], [True, False, True]]
 
 
 def test_a_lost_hand_is_gone_for_at_most_half_of_a_clip_and_nothing_else_is():
-    clips = Keypoints(torch.rand(64, 20, POINTS, 2), torch.ones(64, 20, POINTS).bool(), torch.full((64,), 20))
-    seen = augment.hidden(clips, Draws(0, 0, torch.arange(64)), 1.0, 0.0).seen
+    _, seen, _ = augmented(torch.rand(64, 20, POINTS, 2), drop_hand=1.0)
     gone = {hand: (~seen[:, :, place]).all(2).sum(1) for hand, place in (("left", LEFT), ("right", RIGHT))}
     assert all(0 < int((g > 0).sum()) < 64 and int(g.max()) <= 11 for g in gone.values())
     assert not ((gone["left"] > 0) & (gone["right"] > 0)).any()
@@ -438,10 +383,10 @@ def test_a_lost_hand_is_gone_for_at_most_half_of_a_clip_and_nothing_else_is():
 
 
 def test_a_dropped_point_is_missing_in_all_of_a_clip_and_as_often_as_asked():
-    clips = Keypoints(torch.rand(50, 9, POINTS, 2), torch.ones(50, 9, POINTS).bool(), torch.full((50,), 9))
-    seen = augment.hidden(clips, Draws(0, 0, torch.arange(50)), 0.0, 0.25).seen
+    points, seen, _ = augmented(torch.rand(50, 9, POINTS, 2), drop_points=0.25)
     assert torch.equal(seen.any(1), seen.all(1))
     assert float((~seen).double().mean()) == pytest.approx(0.25, abs=0.02)
+    assert (points[~seen] == 0).all()
 
 
 # -- batches on a GPU: few shapes, no waiting
@@ -453,7 +398,7 @@ def test_a_bucket_pads_time_to_its_multiples_and_changes_no_result(pack, network
     torch.manual_seed(0)
     raw = {
         "x": torch.rand(2, frames, 156),
-        "features": torch.rand(2, frames, 20),
+        "features": torch.rand(2, frames, 2048),
         "mask": torch.ones(2, frames, POINTS, dtype=torch.bool),
         "x_length": torch.tensor([frames, frames - 3]),
         "features_length": torch.tensor([frames, frames - 3]),
@@ -503,9 +448,9 @@ def test_compiled_in_one_graph_the_seeded_loss_is_the_same(pack, monkeypatch):
 def steps_of(pack, plan, monkeypatch):
     """(samples of each step, state) of an epoch."""
     narrow(monkeypatch)
-    state = TrainState(TASK, pack, plan, "cpu")
+    state = TrainState(as_task(sign), pack, plan, "cpu")
     before, sizes = 0, []
-    for record in loop.train(TASK, state, pack):
+    for record in train(as_task(sign), state, pack):
         if record.kind == "step":
             sizes.append(record.samples - before)
             before = record.samples
@@ -516,7 +461,9 @@ def test_the_advised_batch_size_is_the_one_that_the_feed_gives(pack, monkeypatch
     """The guide computed it after its loaders were built."""
     for cores, asked in ((2, None), (2, 5)):
         found = {"batch_size": (asked, "measured")} if asked else None
-        plan = decide(TASK, pack.card, Machine("cpu", "x", cores=cores), found).plan.replace(epochs=1, warmup_epochs=0)
+        plan = decide(as_task(sign), pack.card, Machine("cpu", "x", cores=cores), found).plan.replace(
+            epochs=1, warmup_epochs=0
+        )
         sizes, _ = steps_of(pack, plan, monkeypatch)
         assert max(sizes) == plan.batch_size
         assert sum(sizes) == pack.splits["train"]
@@ -524,9 +471,9 @@ def test_the_advised_batch_size_is_the_one_that_the_feed_gives(pack, monkeypatch
 
 
 def test_leftover_accumulation_is_a_step_too(pack, monkeypatch):
-    """20 clips in batches of 8 out of micro batches of 4: 8, 8, and the 4 that the guide dropped."""
+    """21 clips in batches of 8 out of micro batches of 4: 8, 8, and the 5 that the guide dropped."""
     sizes, state = steps_of(pack, Plan(epochs=1, batch_size=8, micro_batch_size=4), monkeypatch)
-    assert (sorted(sizes), state.step) == ([4, 8, 8], 3)
+    assert (sorted(sizes), state.step) == ([5, 8, 8], 3)
 
 
 @pytest.mark.parametrize("network", ["transformer", "gru"])
@@ -537,29 +484,34 @@ def test_accumulated_gradients_are_those_of_one_big_batch(pack, network, monkeyp
         plan = Plan(
             network=network, epochs=1, batch_size=10, micro_batch_size=micro, dropout=0.0, optimizer="sgd", **ALL
         )
-        state = TrainState(TASK, pack, plan, "cpu")
-        list(loop.train(TASK, state, pack))
+        state = TrainState(as_task(sign), pack, plan, "cpu")
+        list(train(as_task(sign), state, pack))
         weights.append([p.detach() for p in state.model.parameters()])
     for whole, parts in zip(*weights, strict=True):
         torch.testing.assert_close(parts, whole, atol=1e-6, rtol=1e-5)
 
 
 def test_a_pack_decompresses_each_clip_once_and_the_guides_way_at_every_access(tmp_path, monkeypatch):
-    READS.clear()
+    reads, read = Counter(), data.read
+
+    def counted(path, options):
+        reads[path.relative_to(tmp_path / "raw").as_posix()] += 1
+        return read(path, options)
+
+    monkeypatch.setattr(data, "read", counted)
     pack = make_pack(tmp_path, 12)
-    assert set(READS.values()) == {1}
+    assert set(reads.values()) == {1}
     plan = Plan(epochs=2, batch_size=5)
     steps_of(pack, plan, monkeypatch)
-    assert set(READS.values()) == {1}
+    assert set(reads.values()) == {1}
     steps_of(pack, plan.replace(feed="workers"), monkeypatch)
-    train = [str(tmp_path / "raw" / pack.names[i]) for i in pack.ids("train")]
-    assert {READS[name] for name in train} == {3}
+    assert {reads[pack.names[i]] for i in pack.ids("train")} == {3}
 
 
 def test_the_feed_groups_clips_of_like_length(pack):
     feed = open_feed(pack, PLAN, torch.device("cpu"))
     ids = pack.ids("train")
-    batches = loop.batches_left(ids, loop.lengths_of(pack, ids), 0, 0, [[5, 0]])
+    batches = batches_left(ids, lengths_of(pack, ids), 0, 0, [[5, 0]])
     grouped = sum(raw["x"].shape[1] * len(raw["id"]) for raw in feed(batches))
     mixed = sum(raw["x"].shape[1] * len(raw["id"]) for raw in feed(np.array_split(ids, 4)))
     assert grouped < mixed
@@ -583,22 +535,24 @@ def test_the_baseline_is_the_guides():
 
 
 @pytest.mark.parametrize("accelerator", ["cuda", "mps", "cpu"])
-@pytest.mark.parametrize("columns", [("x", "mask"), ("features",)])
-@pytest.mark.parametrize("train", [3, 160, 1704])
+@pytest.mark.parametrize("columns", [{"x": 156, "mask": 78}, {"features": 2048}])
+@pytest.mark.parametrize("train", [3, 1704])
 def test_advice_fits_the_data_and_gives_every_number_a_reason(accelerator, columns, train):
-    shapes = {"x": 156, "mask": 78, "features": 2048}
-    card = Card(
-        "sign",
-        list("abcde"),
-        {"categories": list("xy")},
-        {c: Column("ragged", "<f4", (shapes[c],)) for c in columns},
-        {"train": train, "val": 1, "test": 0},
-    )
-    advice = decide(TASK, card, Machine(accelerator, "x", 40 if accelerator == "cuda" else 0, 1, 2, (8, 0)))
+    ragged = {name: Column("ragged", "<f4", (width,)) for name, width in columns.items()}
+    card = Card("sign", list("abcde"), {"categories": list("xy")}, ragged, {"train": train, "val": 1, "test": 0})
+    advice = decide(as_task(sign), card, Machine(accelerator, "x", 40 if accelerator == "cuda" else 0, 1, 2, (8, 0)))
     assert isinstance(advice.plan, Plan)
     assert advice.plan.batch_size <= train
     assert all(advice.reasons.values())
     sign.model(card, advice.plan)
+
+
+def test_a_plan_for_the_gru_keeps_what_the_machine_decides(pack):
+    for plan in (sign.with_gru(PLAN.replace(amp="off", seed=3), pack), sign.with_network(PLAN, pack.card, "gru")):
+        assert (plan.network, plan.lr, plan.weight_decay) == ("gru", 3e-3, 0)
+        assert plan.seed in (0, 3)
+    with pytest.raises(PlanError, match="network"):
+        sign.with_network(PLAN, pack, "lstm")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import hashlib
 import http.client
 import os
 import re
-import tempfile
 import time
 import urllib.error
 import urllib.parse
@@ -32,7 +31,7 @@ PAUSE = 1.0  # seconds before the second connection; doubles with each that brou
 TIMEOUT = 60.0  # seconds without a byte
 TRIES = 5
 
-Progress = Callable[[int], object]  # called with the bytes that came
+Progress = Callable[[int], object]  # is told of bytes
 
 
 class Source:
@@ -40,15 +39,14 @@ class Source:
 
     text: what the user wrote; origin: what tells it from all other sources; name: of the archive or folder there.
     here: where it can be read fast already, if anywhere; it is then fetched only if a copy is asked for.
-    size: bytes to fetch, known once version() was called; None where nobody tells.
     """
 
     kinds: ClassVar[list[type[Source]]] = []
     is_folder = False  # `fetch` fills a folder; else it writes one archive
     is_remote = False  # its version takes a connection: what was staged before is used without asking
     verb = "copy"
+    hint = ""  # what to tell the user before fetching
     here: Path | None = None
-    size: int | None = None
 
     def __init_subclass__(cls) -> None:
         Source.kinds.insert(0, cls)
@@ -65,13 +63,14 @@ class Source:
         """What changes whenever the content does; a part of another version is not resumed."""
         raise NotImplementedError
 
-    def hint(self) -> str:
-        """What to tell the user before fetching, if anything."""
-        return ""
+    @property
+    def size(self) -> int | None:
+        """Bytes to fetch; None where nobody knows before."""
+        return None
 
     def fetch(self, part: Path, progress: Progress) -> None:
-        """Write all of it to `part`, a file or a folder, resuming what is there. Raises StageError, and keeps what
-        came."""
+        """Write all of it to `part`, a file or a folder, and go on from what is there. Raises StageError, with what
+        came kept."""
         raise NotImplementedError
 
 
@@ -85,8 +84,7 @@ class File(Source):
 
     def __init__(self, text: str, path: Path):
         super().__init__(text, str(path), path.name)
-        self.path, self.here, self.seen = path, None if is_far(path) else path, path.stat()
-        self.size = self.seen.st_size
+        self.path, self.here = path, None if is_far(path) else path
 
     @classmethod
     def of(cls, text: str) -> Source:
@@ -99,10 +97,15 @@ class File(Source):
         return cls(text, path)
 
     def version(self) -> str:
-        return f"{self.seen.st_size}-{self.seen.st_mtime_ns}"
+        seen = self.path.stat()
+        return f"{seen.st_size}-{seen.st_mtime_ns}"
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size
 
     def fetch(self, part: Path, progress: Progress) -> None:
-        copy(self.path, part, self.seen.st_size, progress)
+        copy(self.path, part, self.size, progress)
 
 
 class Folder(Source):
@@ -120,14 +123,18 @@ class Folder(Source):
     def files(self) -> list[tuple[str, tuple[int, int]]]:
         return sorted(listing(self.path).items())
 
-    def hint(self) -> str:
+    @property
+    def hint(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         if len(self.files) <= MANY:
             return ""
         return f"{self.path}: {len(self.files):,} files, which is slow there. One tar of them copies many times faster."
 
     def version(self) -> str:
-        self.size = sum(size for _, (size, _) in self.files)
         return hashlib.sha256(repr(self.files).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+    @property
+    def size(self) -> int:
+        return sum(size for _, (size, _) in self.files)
 
     def fetch(self, part: Path, progress: Progress) -> None:
         for name, (size, _) in self.files:
@@ -148,8 +155,11 @@ class Url(Source):
         return probe(self.origin)
 
     def version(self) -> str:
-        self.size = self.announced.size
         return self.announced.version
+
+    @property
+    def size(self) -> int | None:
+        return self.announced.size
 
     def fetch(self, part: Path, progress: Progress) -> None:
         download(self.announced, part, progress)
@@ -166,15 +176,16 @@ class DriveFile(Url):
     @cached_property
     def announced(self) -> Announced:
         """Of the file itself, past the page that says that it is too large for the virus scan."""
-        url = f"{drive.SITE}/uc?id={self.origin}&export=download"
-        found = probe(url)
-        for _ in range(2):
-            if not found.page or not (following := drive.confirmed(found.page, found.url)):
+        url: str | None = f"{drive.SITE}/uc?id={self.origin}&export=download"
+        asked, page = url, ""
+        for _ in range(3):
+            if url is None:
                 break
-            url, found = following, probe(following)
-        if found.page:
-            raise StageError(f"{url}: {drive.complaint(found.page)}")
-        return found
+            asked, found = url, probe(url)
+            if not found.page:
+                return found
+            page, url = found.page, drive.confirmed(found.page, found.url)
+        raise StageError(f"{asked}: {drive.complaint(page)}")
 
 
 class DriveFolder(Source):
@@ -208,16 +219,9 @@ def drive_id(text: str, form: str) -> str | None:
     return found[1] if found and found[0] == form else None
 
 
-def cache() -> Path:
-    """Where staged data and packs live unless told otherwise: local, fast, and lost with the machine."""
-    return Path(os.environ.get("NBTOOLS_CACHE") or Path(tempfile.gettempdir()) / "nbtools").absolute()
-
-
 def is_far(path: Path) -> bool:
-    """Whether a path lies on Drive, or what stands for it, or on another slow mount, but not in the cache; a link lies
-    where it leads to, and so does a folder with one."""
-    if path.is_relative_to(cache()):
-        return False
+    """Whether a path lies on Drive, or what stands for it, or on another slow mount; a link lies where it leads to, and
+    so does a folder with one."""
     roots = [drive.MOUNT, *([Path(folder)] if (folder := os.environ.get("NBTOOLS_DRIVE")) else [])]
     roots = [root.resolve() for root in roots]
     return any(any(map(real.is_relative_to, roots)) or disk.is_slow(real) for real in real_places(path))

@@ -3,6 +3,7 @@
 from nbtools.train.bounds import fixed, refuse_fixed, require_batch, require_change, require_sizes
 from nbtools.train.checkpoint import CONTROL, best_of
 from nbtools.train.device import DTYPES, autocast, prepare, within_memory
+from nbtools.train.device import pick as pick_device
 from nbtools.train.history import KEYS, History, Record
 from nbtools.train.loop import adopt, caught_up, train
 from nbtools.train.metrics import Pair, Sums
@@ -45,6 +46,7 @@ __all__ = [
     "knob",
     "load_module",
     "lr_factor",
+    "pick_device",
     "prepare",
     "refuse_fixed",
     "release",

@@ -41,19 +41,18 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT = ((TRIM_THRESHOLD, 2**31 - 1, 2**31 - 1), (MMAP_THRESHOLD, 2**30, 2**25))  # the last where glibc allows no more
 
 
-def pick() -> torch.device:
-    """What the environment variable NBTOOLS_DEVICE names; else CUDA, else Apple's MPS, else the CPU.
+def pick(name: str | None = None) -> torch.device:
+    """The device of a name, else of the environment variable NBTOOLS_DEVICE; else CUDA, else Apple's MPS, else the CPU.
 
     Raises TrainError for one that torch does not have here.
     """
-    if name := os.environ.get("NBTOOLS_DEVICE"):
+    asked = "NBTOOLS_DEVICE" if name is None else "device"
+    if name := os.environ.get("NBTOOLS_DEVICE") if name is None else name:
         try:
             return torch.empty(0, device=name).device
         except (RuntimeError, AssertionError) as error:
             said = str(error).splitlines()[0]
-        raise TrainError(
-            f"NBTOOLS_DEVICE must be a device that torch has here, such as cpu or cuda:0, got {name!r}: {said}"
-        )
+        raise TrainError(f"{asked} must be a device that torch has here, such as cpu or cuda:0, got {name!r}: {said}")
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")

@@ -52,4 +52,5 @@ def most_confused(counts: np.ndarray, classes: Sequence[str]) -> tuple[list[str]
     """(name, (K,) how often): what each class of a confusion matrix is wrongly taken for most often, "" where never."""
     wrong = counts - np.diag(counts.diagonal())
     times = wrong.max(1, initial=0)
-    return [str(classes[place]) if n else "" for place, n in zip(wrong.argmax(1), times, strict=True)], times
+    names = [str(classes[row.argmax()]) if n else "" for row, n in zip(wrong, times, strict=True)]
+    return names, times

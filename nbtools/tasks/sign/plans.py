@@ -1,4 +1,4 @@
-"""The plans of signs: the guide's before, the recommended one, and what to change for other machines."""
+"""The plans of signs: the guide's before, the recommended one, and what to change for other machines and networks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from nbtools.data import Card, Pack
 from nbtools.errors import PlanError
+from nbtools.tasks.common.plans import THUMB, at_most, epochs_for
 from nbtools.train import plan
 
-THUMB = "rule of thumb"
 SHOWN = 480  # clips of a gloss to train on, all epochs together: more taught ten signs nothing (measured)
 
 
 @dataclass(frozen=True)
 class Plan(plan.Plan):
-    """The knobs of signs, beside those of every plan."""
+    """The settings of signs, in addition to those of every plan."""
 
     network: str = plan.knob(
         "auto",
@@ -28,7 +28,7 @@ class Plan(plan.Plan):
     label_smoothing: float = plan.knob(0.0, "share of a target spread over all classes", least=0, most=0.99)
     class_weights: str = plan.knob(
         "none",
-        "what rare classes weigh: balanced: one over their share of training clips; sqrt: the root of that",
+        "weights of rare classes: balanced: one over their share of training clips; sqrt: the root of that",
         choices=("none", "balanced", "sqrt"),
     )
     dropout: float | None = plan.knob(
@@ -36,7 +36,7 @@ class Plan(plan.Plan):
     )
     normalise: str = plan.knob(
         "hands",
-        "coordinates: none: of the picture; body: about the shoulders; hands: so, and fingers about their wrists",
+        "coordinates: none: of the picture; body: relative to the shoulders; hands: also fingers to their wrists",
         choices=("none", "body", "hands"),
     )
     long_clips: str = plan.knob(
@@ -46,12 +46,12 @@ class Plan(plan.Plan):
     )
     bucket: int = plan.knob(
         1,
-        "frames that a batch is padded to a multiple of: compiled programs then meet few lengths",
+        "pad batches to a multiple of so many frames: compiled programs then meet few lengths",
         least=1,
         unit="frames",
     )
     time_warp: float = plan.knob(0.0, "augmentation: change of length and pace; 1: up to 30 %", least=0, most=1)
-    time_crop: float = plan.knob(0.0, "augmentation: most of a clip that is cut off its ends", least=0, most=0.9)
+    time_crop: float = plan.knob(0.0, "augmentation: largest share of a clip cut off its ends", least=0, most=0.9)
     mirror: float = plan.knob(
         0.0,
         "augmentation: chance of a left-right mirror image, hands swapped; not where right and left are two signs",
@@ -71,7 +71,7 @@ class Plan(plan.Plan):
 
 
 def network_of(plan: Plan, columns: Collection[str]) -> str:
-    """The network of a plan for data of such columns."""
+    """The network of a plan for data with these columns."""
     return plan.network if plan.network != "auto" else "transformer" if "x" in columns else "gru"
 
 
@@ -101,45 +101,44 @@ PLAN = Plan(
     time_crop=0.2,
     mirror=0.5,
 )
-"""For a GPU with bfloat16: AdamW with warmup, cosine and clipping, fingers seen from their wrists, and clips that are
-never the same twice. `nb.advise` fits it to the machine and the data."""
+"""For a GPU with bfloat16: AdamW with warmup, cosine and clipping, fingers relative to their wrists, and augmentation.
+`nb.advise` fits it to the machine and the data."""
 
 
 def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
-    """The task's knobs for a machine: field → (value, reason)."""
+    """The task's settings for a machine: field → (value, reason)."""
     if network_of(PLAN, card.columns) == "gru":
         return for_gru(card)
-    found = for_transformer(card)
-    return {**found, **on_gpu(card)} if accelerator == "cuda" else found
+    settings = for_transformer(card)
+    if accelerator == "cuda":
+        small = "the guide's 32, or all that there are; a step is bound by its launches"
+        settings |= {
+            "batch_size": (at_most(32, card), small),
+            "lr": (7e-4, f"the CPU's 5e-4 at batch 16 by the sqrt rule, {THUMB}"),
+            "bucket": (16, "so that compiled programs meet few lengths"),
+        }
+    return settings
 
 
 def for_transformer(card: Card) -> dict[str, tuple[Any, str]]:
     """Keypoints. Measured on one core of a Xeon (AVX-512) with 160 clips of ten signs, 30 frames each."""
-    epochs = rounds(card, SHOWN)
+    epochs = epochs_of(card, SHOWN)
     return {
         "network": ("transformer", "there are keypoints"),
         "batch_size": (at_most(16, card), f"many small steps for a small set; a CPU gains nothing from more, {THUMB}"),
         "lr": (5e-4, "with warmup and cosine; twice as much is no better (measured)"),
         "epochs": (epochs, f"{SHOWN} clips a gloss in all, from 10 to 200 epochs"),
         "warmup_epochs": (round(epochs * 0.1, 1), f"10 % of the run, {THUMB}"),
-        "normalise": ("hands", "from 40 clips 76 % of 160 others are read; about the body alone 59 % (measured)"),
+        "normalise": ("hands", "from 40 clips 76 % of 160 others are read; relative to the body alone 59 % (measured)"),
         "mirror": (0.5, "some signers lead with the other hand: 76 % → 91 % of these (measured)"),
         "time_warp": (0.5, "with cropping 76 % → 81 % of these (measured)"),
-        "time_crop": (0.2, "cuts in front of and behind a sign are arbitrary"),
-    }
-
-
-def on_gpu(card: Card) -> dict[str, tuple[Any, str]]:
-    return {
-        "batch_size": (at_most(32, card), "the guide's 32, or all that there are; a step is bound by its launches"),
-        "lr": (7e-4, f"the CPU's 5e-4 at batch 16 by the sqrt rule, {THUMB}"),
-        "bucket": (16, "so that compiled programs meet few lengths"),
+        "time_crop": (0.2, "where a recording starts and ends is arbitrary"),
     }
 
 
 def for_gru(card: Card) -> dict[str, tuple[Any, str]]:
     """Features. Measured with 480 demo clips of 12 signs: 70 % of unseen signers' after 60 epochs, 22 CPU seconds."""
-    epochs = rounds(card, 5 * SHOWN)
+    epochs = epochs_of(card, 5 * SHOWN)
     return {
         "network": ("gru", "there are features and no keypoints"),
         "batch_size": (at_most(32, card), "the guide's 32, or all that there are"),
@@ -150,25 +149,18 @@ def for_gru(card: Card) -> dict[str, tuple[Any, str]]:
     }
 
 
+def epochs_of(card: Card, shown: int) -> int:
+    """Epochs that show so many clips of a gloss in all."""
+    return epochs_for(card, shown * len(card.classes), least=10)
+
+
 def with_gru(plan: Plan, card: Card | Pack) -> Plan:
-    """The same plan for the GRU on the same data: the network, and the knobs that it learns better with."""
-    return plan.replace(**{name: value for name, (value, _) in for_gru(of(card)).items()})
+    """The plan for the GRU on the same data: the network, and the settings that it learns better with."""
+    card = card.card if isinstance(card, Pack) else card
+    return plan.replace(**{name: value for name, (value, _) in for_gru(card).items()})
 
 
 def with_network(plan: Plan, card: Card | Pack, network: str) -> Plan:
-    """An advised plan for the network that a person names instead; raises PlanError for one that there is not."""
+    """An advised plan for the network that the user names instead. Raises PlanError for one that does not exist."""
     named = plan.replace(network=network)
     return with_gru(named, card) if network == "gru" else named
-
-
-def of(card: Card | Pack) -> Card:
-    return card.card if isinstance(card, Pack) else card
-
-
-def rounds(card: Card, shown: int) -> int:
-    """Epochs that show so many clips of a gloss in all."""
-    return min(200, max(10, round(shown * len(card.classes) / max(card.splits["train"], 1))))
-
-
-def at_most(batch: int, card: Card) -> int:
-    return min(batch, max(card.splits["train"], 1))

@@ -1,4 +1,4 @@
-"""One clip at a time: how long an answer takes, and answers while somebody is still signing. T frames."""
+"""One clip at a time: the latency of an answer, and answers while somebody is still signing. T frames."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from torch import nn
 from nbtools import table
 from nbtools.data import Card, Pack, Sample, collate
 from nbtools.errors import PlanError
-from nbtools.tasks.sign.plans import network_of, of
+from nbtools.tasks.sign.plans import network_of
 from nbtools.tasks.sign.task import batch
 
 WARM = 3  # answers before the clock counts: the first ones load libraries and choose kernels
+HEADERS = ("device", "frames (median)", "answers", "median", "95 %")
 
 
 @dataclass(frozen=True)
@@ -52,36 +53,36 @@ class Latency:
         return table.html(HEADERS, [self.row()])
 
 
-HEADERS = ("device", "frames (median)", "answers", "median", "95 %")
-
-
 @torch.no_grad()
-def answer(model: nn.Module, card: Card, plan: Any, clip: Sample) -> Answer:
-    """What a model in eval mode says of one clip: arrays as `pack.sample` and `read` give them. Only what it reads is
-    brought to the device: features are 13 times as large as keypoints."""
+def answer(model: nn.Module, pack: Card | Pack, plan: Any, clip: Sample) -> Answer:
+    """A model's answer, in eval mode, to one clip: arrays as `pack.sample` and `read` give them. Only what it reads is
+    copied to the device: features are 13 times as large as keypoints."""
     device, began = next(model.parameters()).device, perf_counter()
-    read = ("features",) if read_column(plan, clip) == "features" else ("x", "mask")
-    columns = {name: clip[name] for name in read if name in clip}
-    raw = {name: tensor.to(device) for name, tensor in collate([columns], card.columns).items()}
-    glosses, _ = model(batch(raw, plan, None))
-    best = glosses[0].float().softmax(0).max(0)  # a read of the values waits for the device
-    probability, place = float(best.values), int(best.indices)
-    return Answer(len(clip[read_column(plan, clip)]), card.classes[place], probability, perf_counter() - began)
+    columns = ("features",) if column_of(plan, clip) == "features" else ("x", "mask")
+    raw = collate([{name: clip[name] for name in columns if name in clip}], pack.columns)
+    glosses, _ = model(batch({name: tensor.to(device) for name, tensor in raw.items()}, plan, None))
+    best = glosses[0].float().softmax(0).max(0)  # reading the values waits for the device
+    probability, gloss = float(best.values), pack.classes[int(best.indices)]
+    return Answer(len(clip[columns[0]]), gloss, probability, perf_counter() - began)
+
+
+def column_of(plan: Any, clip: Mapping[str, Any]) -> str:
+    """The column that the plan's network reads."""
+    return "features" if network_of(plan, clip) == "gru" else "x"
 
 
 def stream(
     model: nn.Module, card: Card | Pack, plan: Any, clip: Sample, window: int = 45, every: int = 5
 ) -> Iterator[Answer]:
-    """An answer every so many frames, each to the last `window` frames, as a camera would ask for them. `frame` counts
-    from the clip's start. Raises PlanError for a window or a pace of less than one frame."""
+    """An answer every so many frames, each to the last `window` frames, as for a camera. `frame` counts from the clip's
+    start. Raises PlanError for a window or a pace of less than one frame."""
     if window < 1 or every < 1:
         raise PlanError(f"stream: window and every must be ≥ 1 frame, got {window} and {every}")
-    card = of(card)
-    frames = len(clip[read_column(plan, clip)])
+    frames = len(clip[column_of(plan, clip)])
     for end in range(min(every, frames), frames + 1, every):
         part = {name: values[max(0, end - window) : end] for name, values in clip.items() if name != "label"}
-        found = answer(model, card, plan, part)
-        yield Answer(end, found.gloss, found.probability, found.seconds)
+        one = answer(model, card, plan, part)
+        yield Answer(end, one.gloss, one.probability, one.seconds)
 
 
 def latency(model: nn.Module, card: Card | Pack, plan: Any, clips: Sequence[Sample]) -> Latency:
@@ -89,16 +90,10 @@ def latency(model: nn.Module, card: Card | Pack, plan: Any, clips: Sequence[Samp
     clips."""
     if not clips:
         raise PlanError("latency: needs at least one clip, got none; take some of pack.ids('val')")
-    card = of(card)
     for clip in clips[:WARM]:
         answer(model, card, plan, clip)
-    found = [answer(model, card, plan, clip) for clip in clips]
-    seconds = [one.seconds for one in found]
-    frames = round(statistics.median(one.frame for one in found))
+    answers = [answer(model, card, plan, clip) for clip in clips]
+    seconds = [one.seconds for one in answers]
+    frames = round(statistics.median(one.frame for one in answers))
     device = str(next(model.parameters()).device)
-    return Latency(device, frames, len(found), statistics.median(seconds), float(np.quantile(seconds, 0.95)))
-
-
-def read_column(plan: Any, clip: Mapping[str, Any]) -> str:
-    """The column that the plan's network reads."""
-    return "features" if network_of(plan, clip) == "gru" else "x"
+    return Latency(device, frames, len(answers), statistics.median(seconds), float(np.quantile(seconds, 0.95)))

@@ -1,0 +1,1 @@
+"""CASIA-HWDB's files: pages of lines, and the older format of words."""

@@ -1,0 +1,145 @@
+"""What a pack of lines holds, before a network sees it: counts a split, what cannot be learned from, how wide it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nbtools import table
+from nbtools.data import SPLITS, Pack
+from nbtools.table import plural
+
+STRIDES = (4, 8, 16, 32)  # columns a time step of the networks
+WIDTHS = 12  # rows of the histogram
+BAR = 24
+HEAD = (
+    "split",
+    "lines",
+    "characters",
+    "classes",
+    "unknown",
+    *(f"narrow /{s}" for s in STRIDES),
+    "width",
+    "median",
+    "95 %",
+)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """One split. classes: different characters; unknown: characters of the class UNKNOWN; narrow: stride → lines whose
+    time steps are fewer than CTC needs for the text; widths: columns, least, median, 95 % and most."""
+
+    split: str
+    lines: int
+    characters: int
+    classes: int
+    unknown: int
+    narrow: dict[int, int]
+    widths: tuple[int, int, int, int]
+
+    def row(self) -> tuple:
+        least, median, most_of, most = self.widths
+        counts = (self.lines, self.characters, self.classes, self.unknown, *self.narrow.values())
+        return (self.split, *(f"{n:,}" for n in counts), f"{least:,} to {most:,}", f"{median:,}", f"{most_of:,}")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Shows as tables. narrow: stride → names of the lines that CTC cannot spell at it; untrained: classes that lines
+    to validate or test on show, and training never; outside: characters of the texts that are no class, how often."""
+
+    splits: tuple[Tally, ...]
+    classes: int
+    narrow: dict[int, list[str]]
+    untrained: str
+    outside: dict[str, int]
+    edges: tuple[int, ...]
+    histogram: tuple[int, ...]
+
+    def notes(self) -> list[tuple[str, str]]:
+        trained = next((tally.classes for tally in self.splits if tally.split == "train"), 0)
+        said = [("classes", f"{self.classes:,} and unknown; {trained:,} of them are in training lines")]
+        if self.untrained:
+            said.append(("never trained", f"{len(self.untrained):,}, only in val or test: {shortened(self.untrained)}"))
+        if self.outside:
+            count = sum(self.outside.values())
+            said.append(("in no class", f"{plural(count, 'character')}, now unknown: {shortened(self.outside)}"))
+        for stride, names in self.narrow.items():
+            if names:
+                said.append((f"too narrow at stride {stride}", f"{len(names):,}: {shortened(names, 3, ', ')}"))
+        return said
+
+    def bars(self) -> list[tuple[str, str, str]]:
+        most = max(self.histogram, default=0) or 1
+        ranges = zip(self.edges, self.edges[1:], self.histogram, strict=False)
+        return [(f"{a:,} to {b - 1:,}", f"{n:,}", "█" * round(BAR * n / most)) for a, b, n in ranges]
+
+    def parts(self) -> list[tuple[Sequence[str], list]]:
+        tallies = [tally.row() for tally in self.splits]
+        return [(HEAD, tallies), (("report", ""), self.notes()), (("columns", "lines", ""), self.bars())]
+
+    def __str__(self) -> str:
+        return "\n\n".join(table.text(head, rows) for head, rows in self.parts())
+
+    def _repr_html_(self) -> str:
+        return "".join(table.html(head, rows) for head, rows in self.parts())
+
+
+def report(pack: Pack) -> Report:
+    """Count a pack; nothing is dropped for being too narrow, since another network may have a smaller stride."""
+    columns = np.diff(pack.offsets["image"])
+    needed = needed_steps(pack.arrays["label"], pack.offsets["label"])
+    narrow = {stride: -(-columns // stride) < needed for stride in STRIDES}
+    tallies = [tally(pack, name, pack.ids(name), columns, narrow) for name in SPLITS if pack.splits[name]]
+    if len(tallies) > 1:
+        tallies.append(tally(pack, "all", np.arange(len(pack)), columns, narrow))
+    trained, held = (seen(pack, names) for names in (SPLITS[:1], SPLITS[1:]))
+    untrained = np.flatnonzero((held > 0) & (trained == 0)) if pack.splits["train"] else []
+    edges = np.unique(np.linspace(columns.min(), columns.max() + 1, WIDTHS + 1).astype(int))
+    return Report(
+        splits=tuple(tallies),
+        classes=len(pack.classes) - 1,
+        narrow={stride: [pack.names[i] for i in np.flatnonzero(which)] for stride, which in narrow.items()},
+        untrained="".join(pack.classes[place] for place in untrained if place < len(pack.classes) - 1),
+        outside=pack.manifest.get("outside", {}),
+        edges=tuple(edges.tolist()),
+        histogram=tuple(np.histogram(columns, edges)[0].tolist()),
+    )
+
+
+def tally(pack: Pack, name: str, ids: np.ndarray, columns: np.ndarray, narrow: dict[int, np.ndarray]) -> Tally:
+    counts = seen(pack, SPLITS if name == "all" else (name,))
+    least, most = columns[ids].min(), columns[ids].max()
+    median, most_of = np.quantile(columns[ids], [0.5, 0.95]).round()
+    return Tally(
+        split=name,
+        lines=len(ids),
+        characters=int(counts.sum()),
+        classes=int((counts[:-1] > 0).sum()),
+        unknown=int(counts[-1]),
+        narrow={stride: int(which[ids].sum()) for stride, which in narrow.items()},
+        widths=(int(least), int(median), int(most_of), int(most)),
+    )
+
+
+def seen(pack: Pack, splits: Sequence[str]) -> np.ndarray:
+    """(classes,) how often each stands in the lines of some splits."""
+    here = np.isin(pack.split, [SPLITS.index(name) for name in splits])
+    labels = pack.arrays["label"][np.repeat(here, np.diff(pack.offsets["label"]))]
+    return np.bincount(labels, minlength=len(pack.classes))
+
+
+def needed_steps(labels: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """(n,) the fewest time steps in which CTC spells each text, as `ctc.needed_steps` of one; labels of all texts in a
+    row, offsets (n + 1,)."""
+    equal = np.concatenate([[0], np.cumsum(labels[1:] == labels[:-1])])  # pairs of equal neighbours up to a character
+    first, last = np.minimum(offsets[:-1], len(labels) - 1), np.maximum(offsets[1:] - 1, offsets[:-1])
+    return np.diff(offsets) + equal[np.minimum(last, len(labels) - 1)] - equal[first]
+
+
+def shortened(values, most: int = 30, between: str = "") -> str:
+    listed = list(values)
+    return between.join(listed[:most]) + (" …" if len(listed) > most else "")

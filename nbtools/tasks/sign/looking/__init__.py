@@ -1,1 +1,0 @@
-"""Clips and answers as pictures and tables."""
