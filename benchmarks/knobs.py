@@ -127,7 +127,7 @@ def judged(name: str, folder: Path, count: int, options: argparse.Namespace) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="the advised plan against every single change of a setting for speed")
-    parser.add_argument("--task", choices=list(COUNTS), help="this one only; its receipt is named after it")
+    parser.add_argument("--task", choices=list(COUNTS), help="this one only")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--quick", action="store_true", help="in seconds, to see that it runs; writes no receipt")
     options = parser.parse_args()
@@ -135,21 +135,18 @@ def main() -> None:
     counts = COUNTS
     if options.quick:
         counts, options.rounds, options.task = dict.fromkeys(COUNTS, 64), 2, options.task or "captcha"
-    figures: list[Figure] = []
-    conditions: dict[str, Any] = {"rounds": options.rounds, "seconds_a_turn": SECONDS}
+    best: list[Figure] = []
     with tempfile.TemporaryDirectory() as place:
         for name in [options.task] if options.task else counts:
-            found, conditions[name] = judged(name, Path(place), counts[name], options)
-            figures += found
-    ratios = [figure for figure in figures if figure.unit == "×" and "CPU time" not in figure.name]
-    best = max(ratios, key=lambda figure: figure.value)
-    conditions["best"] = best.name
-    name = f"knobs_gain_{options.task}" if options.task and not options.quick else "knobs_gain"
-    headline = dataclasses.replace(best, name=name)
-    receipt = Receipt(headline, tuple(figures), conditions, measure.machine())
-    if not options.quick:
-        receipt.write()
-    print(f"fastest single change: {best.name}\n{headline}")
+            figures, conditions = judged(name, Path(place), counts[name], options)
+            ratios = [figure for figure in figures if figure.unit == "×" and "CPU time" not in figure.name]
+            best.append(max(ratios, key=lambda figure: figure.value))
+            headline = dataclasses.replace(best[-1], name=f"knobs_{name}")
+            conditions |= {"rounds": options.rounds, "seconds_a_turn": SECONDS, "best": best[-1].name}
+            if not options.quick:
+                Receipt(headline, tuple(figures), conditions, measure.machine()).write()
+    fastest = max(best, key=lambda figure: figure.value)
+    print(f"fastest single change: {fastest.name}\n{dataclasses.replace(fastest, name='knobs_gain')}")
 
 
 if __name__ == "__main__":
