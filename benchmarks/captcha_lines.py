@@ -14,7 +14,7 @@ from pathlib import Path
 
 import nbtools as nb
 from benchmarks.paired import RESULTS, Figure, Receipt
-from nbtools.live.plot.live import LivePlot
+from nbtools.live import LivePlot
 from nbtools.tasks import captcha
 
 HELD_BACK = 500

@@ -21,7 +21,7 @@ from typing import Any
 
 import nbtools as nb
 from benchmarks.paired import RESULTS, Figure, Receipt
-from nbtools.live.plot.live import LivePlot
+from nbtools.live import LivePlot
 from nbtools.tasks import hwdb
 
 CHARACTERS, LINES, COMPOSED, HEIGHT = 500, 12_000, 8_000, 32

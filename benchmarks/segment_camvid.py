@@ -22,7 +22,7 @@ from typing import Any
 import nbtools as nb
 from benchmarks.paired import RESULTS, Figure, Receipt, on_one_core
 from nbtools import measure, table
-from nbtools.live.plot.live import LivePlot
+from nbtools.live import LivePlot
 from nbtools.tasks import segment
 
 CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist"]

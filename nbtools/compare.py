@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbtools import table
+from nbtools.data import in_notebook
 from nbtools.errors import TrainError
 from nbtools.live import (
     BLUE,
@@ -32,9 +33,8 @@ from nbtools.live import (
     decade,
     extent,
     falling,
-    figure,
-    in_notebook,
     number,
+    png,
     rates,
     shares,
     spent,
@@ -111,7 +111,7 @@ class Comparison:
         return Picture(tuple(charts), last, x=self.x, key=tuple(key))
 
     def png(self) -> bytes:
-        return figure.draw(self.picture()).png()
+        return png.draw(self.picture())
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
         """(headers, rows) to show: a column a run while they fit beside each other, else a row a run."""

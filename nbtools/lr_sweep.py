@@ -7,33 +7,10 @@ import math
 import numpy as np
 import torch
 
-from nbtools.data import Pack
-from nbtools.live import (
-    AXIS,
-    BLUE,
-    HEAD,
-    LEFT,
-    LEGEND,
-    NAME,
-    PLOT,
-    RIGHT,
-    SMALL,
-    Chart,
-    Line,
-    Mark,
-    Page,
-    Picture,
-    axes,
-    falling,
-    figure,
-    in_notebook,
-    legend,
-    number,
-)
+from nbtools.data import Pack, in_notebook
+from nbtools.live import BLUE, Chart, Line, Mark, Picture, falling, number, png
 from nbtools.measure import SECONDS, STEPS, Sweep, sweep
 from nbtools.train import Plan, TaskLike, as_task
-
-WIDE = 560  # px
 
 
 def lr_sweep(
@@ -79,15 +56,7 @@ class LrSweep(Sweep):
         return (Mark(math.log10(self.suggestion / self.lrs[0]), name, name, side=-1),)
 
     def png(self) -> bytes:
-        shown = self.picture()
-        (chart,) = shown.charts
-        room = WIDE - LEFT - RIGHT
-        places = legend([line for line in chart.lines if line.name], room, SMALL)
-        top = HEAD + LEGEND + NAME * shown.names
-        page = Page(WIDE, top + PLOT + AXIS)
-        figure.headline(page, chart, places, LEFT, 0)
-        axes.draw(page.axes(LEFT, top, room, PLOT), chart, shown, named=True)
-        return page.png()
+        return png.draw(self.picture())
 
     def _repr_png_(self) -> bytes:
         return self.png()

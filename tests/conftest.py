@@ -7,7 +7,6 @@ train on the GPU.
 import os
 import shutil
 import socket
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,7 +63,7 @@ def one_thread():
 def undrawn():
     """Runs without their PNG: drawing it takes longer than a toy's training."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nbtools.live.plot.figure.draw", lambda *_: SimpleNamespace(png=lambda: b"\x89PNG"))
+        patch.setattr("nbtools.live.png.draw", lambda *_: b"\x89PNG")
         yield
 
 

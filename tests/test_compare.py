@@ -13,9 +13,8 @@ from PIL import Image
 
 import nbtools as nb
 from nbtools.errors import CheckpointError, TrainError
-from nbtools.live import XS, Columns, along, number
-from nbtools.live.plot import chart
-from nbtools.live.plot.picture import picture
+from nbtools.live import XS, Columns, along, chart, number
+from nbtools.live.picture import picture
 from nbtools.run import Run
 from nbtools.train import History, Record
 

@@ -411,7 +411,7 @@ def test_what_cannot_be_shown_is_a_message_and_costs_no_run(pack, tmp_path, monk
     task: Any = types.SimpleNamespace(**{**vars(toy), "preview": broken})
     run = nb.fit(task, pack, toy.PLAN.replace(epochs=1), tmp_path / "samples", receipt=False)
     assert "no samples are shown: ZeroDivisionError: no ink" in run.events
-    monkeypatch.setattr("nbtools.live.plot.figure.draw", broken)
+    monkeypatch.setattr("nbtools.live.png.draw", broken)
     run = nb.fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET)
     assert len(run.summary()) == 3
     assert {"no picture until the end: ZeroDivisionError: no ink", "no picture: ZeroDivisionError: no ink"} <= {

@@ -11,16 +11,14 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
 from nbtools import letters
-from nbtools.live import Columns
-from nbtools.live.plot import axis, cards, chart, figure, svg, terminal
-from nbtools.live.plot import live as plot
-from nbtools.live.plot.chart import About, Preview
-from nbtools.live.plot.page import MONO
-from nbtools.live.plot.picture import picture
+from nbtools.live import Columns, chart, plot, png, samples, svg
+from nbtools.live.picture import About, picture
+from nbtools.live.samples import Preview
 from nbtools.measure import REASONS
 from nbtools.table import columns
 from nbtools.train import History, Record
@@ -281,7 +279,7 @@ def test_any_history_can_be_drawn(rows):
     page = svg.frame(made)
     assert "nan" not in page
     assert parsed(page) is not None
-    assert figure.draw(made).png().startswith(b"\x89PNG")
+    assert png.draw(made).startswith(b"\x89PNG")
 
 
 def test_drawn_points_stay_inside_their_chart():
@@ -338,7 +336,7 @@ def test_smoothing_is_the_mean_of_the_neighbours(half):
     [(0, 1, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]), (0, 2000, ["0", "0.5k", "1k", "1.5k", "2k"]), (3, 3, ["3"])],
 )
 def test_ticks_are_round_numbers_with_equal_decimals(low, high, expected):
-    assert axis.tick_labels(axis.ticks(low, high)) == expected
+    assert chart.tick_labels(chart.ticks(low, high)) == expected
 
 
 def test_ticks_of_any_axis_are_few_and_inside():
@@ -346,24 +344,24 @@ def test_ticks_of_any_axis_are_few_and_inside():
     for low, span in zip(
         rng.normal(size=200) * 10.0 ** rng.integers(-6, 7, 200), 10 ** rng.uniform(-6, 7, 200), strict=True
     ):
-        found = axis.ticks(low, low + span)
+        found = chart.ticks(low, low + span)
         assert 2 <= len(found) <= 6
         assert low - span * 1e-6 <= found[0]
         assert found[-1] <= low + span * (1 + 1e-6)
-        assert len(set(axis.tick_labels(found))) == len(found) or abs(low) / span > 100
+        assert len(set(chart.tick_labels(found))) == len(found) or abs(low) / span > 100
 
 
 def test_a_logarithmic_axis_has_powers_of_ten_or_round_steps_between():
-    assert axis.tick_labels(axis.log_ticks(1e-7, 2e-4), True) == ["1e-7", "1e-6", "1e-5", "1e-4"]
-    assert axis.tick_labels(axis.log_ticks(0.025, 12), True) == ["0.03", "0.1", "0.3", "1", "3", "10"]
-    assert axis.tick_labels(axis.log_ticks(0.015, 0.6), True) == ["0.02", "0.05", "0.1", "0.2", "0.5"]
+    assert chart.tick_labels(chart.log_ticks(1e-7, 2e-4), True) == ["1e-7", "1e-6", "1e-5", "1e-4"]
+    assert chart.tick_labels(chart.log_ticks(0.025, 12), True) == ["0.03", "0.1", "0.3", "1", "3", "10"]
+    assert chart.tick_labels(chart.log_ticks(0.015, 0.6), True) == ["0.02", "0.05", "0.1", "0.2", "0.5"]
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(0.9731, "0.973"), (0.0258, "0.0258"), (31.24, "31.24"), (0, "0.0000"), (2e-7, "2.00e-7")]
 )
 def test_numbers_are_written_with_the_digits_that_one_can_read_at_once(value, text):
-    assert axis.number(value) == text
+    assert chart.number(value) == text
 
 
 @pytest.mark.parametrize(
@@ -371,7 +369,7 @@ def test_numbers_are_written_with_the_digits_that_one_can_read_at_once(value, te
     [(45, "45 s"), (200, "3 min 20 s"), (7500, "2 h 05 min"), (409_000, "4 d 17 h"), (59.7, "1 min 00 s")],
 )
 def test_durations_are_read_without_arithmetic(seconds, text):
-    assert axis.duration(seconds) == text
+    assert chart.duration(seconds) == text
 
 
 @pytest.mark.parametrize("steps", [2000, 10_000])
@@ -396,24 +394,39 @@ def test_new_rows_are_read_once():
     assert time.thread_time() - start < 0.05  # 0.2 µs each; reading all rows again takes 40 ms
 
 
-def test_the_png_has_the_same_charts_in_greys_on_a_transparent_ground():
+@pytest.fixture
+def drawn(monkeypatch):
+    """The texts of the figures that were drawn, in order, with their colours."""
+    found = []
+
+    def kept(figure, *given, **options):
+        found.extend((text.get_text(), str(text.get_color())) for text in figure.findobj(Text))
+        return saved(figure, *given, **options)
+
+    saved = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", kept)
+    return found
+
+
+def test_the_png_has_the_same_charts_on_a_transparent_ground(drawn):
     made = shown(history(metric="$cer", change="$lr", memory=BUSY), About("50 $ and $", best="-$cer"))
-    page = figure.draw(made)
-    drawn = {text.get_text() for text in page.figure.findobj(Text) if isinstance(text, Text)}
+    image = Image.open(io.BytesIO(png.draw(made)))
+    texts = "\n".join(text.replace("\xa0", " ") for text, _ in drawn)
     for item in made.charts:
-        assert {item.title, item.units, *(line.name for line in item.lines), *item.scale.ticks()[1]} <= drawn
-    assert {text for fact in made.facts for text in fact} | {"50 $ and $", "$lr"} <= drawn
-    image = Image.open(io.BytesIO(page.png()))
+        for part in (item.title, item.units, *(line.name for line in item.lines), *item.scale.ticks()[1]):
+            assert part in texts
+    for part in (*(text for fact in made.facts for text in fact), "50 $ and $", "$lr"):
+        assert part in texts
     assert image.getchannel("A").getextrema() == (0, 255)
     assert len(image.convert("RGB").getcolors(1 << 20) or ()) > 100
-    assert image.width == 2 * figure.WIDE
+    assert image.width == 2 * png.WIDE
 
 
 def test_drawing_leaves_pyplot_and_its_settings_alone():
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    figure.draw(shown(history())).png()
+    png.draw(shown(history()))
     assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
     assert dict(matplotlib.rcParams) == before
 
@@ -424,21 +437,20 @@ OVERLAY = np.random.default_rng(5).integers(0, 255, (360, 480, 3)).astype(np.uin
 
 def test_samples_are_equally_wide_unless_one_is_a_long_line_of_text_then_they_are_equally_high():
     tall = np.zeros((900, 30), np.uint8)
-    assert cards.sizes([CAPTCHA, OVERLAY, tall]) == [(200, 75), (200, 150), (5, 160)]
-    assert cards.sizes([LINE, CAPTCHA, LINE[:24]]) == [(800, 48), (128, 48), (1600, 48)]
+    assert samples.sizes([CAPTCHA, OVERLAY, tall]) == [(200, 75), (200, 150), (5, 160)]
+    assert samples.sizes([LINE, CAPTCHA, LINE[:24]]) == [(800, 48), (128, 48), (1600, 48)]
 
 
 def test_of_long_lines_there_are_fewer_so_that_they_take_six_rows():
     captchas, lines = [Preview(CAPTCHA, "a", "a")] * 20, [Preview(LINE, "a", "a")] * 20
-    assert [len(cards.chosen(each)) for each in (captchas, lines, lines[:2], [])] == [12, 6, 2, 0]
-    assert len(cards.chosen([Preview(LINE[:, :400], "a", "a")] * 20)) == 12
-    assert cards.html(lines).count("<img") == 6
-    assert len(cards.Gallery(lines, 880).places) == 6
+    assert [len(samples.chosen(each)) for each in (captchas, lines, lines[:2], [])] == [12, 6, 2, 0]
+    assert len(samples.chosen([Preview(LINE[:, :400], "a", "a")] * 20)) == 12
+    assert samples.html(lines).count("<img") == 6
 
 
 @pytest.mark.parametrize(("image", "pixels"), [(CAPTCHA, (160, 60)), (LINE, (800, 48)), (OVERLAY, (400, 300))])
 def test_a_thumbnail_has_no_more_pixels_than_the_screen_shows(image, pixels):
-    page = cards.html([Preview(image, "a", "a")])
+    page = samples.html([Preview(image, "a", "a")])
     data = re.findall(r'src="data:image/png;base64,([^"]*)"', page)
     with Image.open(io.BytesIO(base64.b64decode(data[0]))) as made:
         assert made.size == pixels
@@ -447,17 +459,14 @@ def test_a_thumbnail_has_no_more_pixels_than_the_screen_shows(image, pixels):
 
 def test_the_text_of_a_short_line_has_room_below_it():
     preview = Preview(np.zeros((48, 30), np.uint8), "手写中文", "手写")
-    assert "width:120px" in cards.html([preview, Preview(LINE)])
-    gallery = cards.Gallery([preview, Preview(LINE)], 880)
-    assert [label for label, _ in gallery.texts[0]] == ["TRU", "PRE"]
-    assert gallery.places[1] == (0.0, 1)
+    assert "width:120px" in samples.html([preview, Preview(LINE)])
 
 
 def test_wrong_characters_are_underlined_and_a_right_answer_has_a_tick():
-    wrong = parsed(cards.html([Preview(CAPTCHA, "Qm3pZ", "Om3p")]))
+    wrong = parsed(samples.html([Preview(CAPTCHA, "Qm3pZ", "Om3p")]))
     assert [item.text for item in wrong.iter("u")] == ["Q", "Z", "O"]
     assert "✓" not in " ".join(wrong.itertext())
-    right = parsed(cards.html([Preview(CAPTCHA, "Qm3pZ", "Qm3pZ")]))
+    right = parsed(samples.html([Preview(CAPTCHA, "Qm3pZ", "Qm3pZ")]))
     assert [item.tag for item in right.iter("u")] == []
     assert "TRU Qm3pZ PRE Qm3pZ ✓" in " ".join(" ".join(right.itertext()).split())
 
@@ -472,12 +481,12 @@ def test_wrong_characters_are_underlined_and_a_right_answer_has_a_tick():
     ],
 )
 def test_what_was_not_read_and_what_was_read_amiss_are_told_apart(truth, predicted, said):
-    lines = cards.marked(truth, predicted)
-    assert tuple("".join(f"[{part}]" if wrong else part for part, wrong in line) for line in lines) == said
+    lines = [text for _, text in samples.underlined(Preview(CAPTCHA, truth, predicted))]
+    assert tuple(line.replace("<u>", "[").replace("</u>", "]") for line in lines) == said
 
 
 def test_text_of_a_sample_never_becomes_markup():
-    page = cards.html([Preview(CAPTCHA, EVIL, "a"), Preview(CAPTCHA, "a", EVIL), Preview(CAPTCHA, "", EVIL)])
+    page = samples.html([Preview(CAPTCHA, EVIL, "a"), Preview(CAPTCHA, "a", EVIL), Preview(CAPTCHA, "", EVIL)])
     tree = parsed(page)
     assert [item.get("onerror") for item in tree.iter("img")] == [None] * 3
     assert "".join(tree.itertext()).count(EVIL) == 3
@@ -485,58 +494,57 @@ def test_text_of_a_sample_never_becomes_markup():
 
 def test_the_png_shows_the_samples_below_the_charts():
     previews = [Preview(OVERLAY, "手写", "手与"), Preview(LINE, "$a$" * 40, "$b$"), Preview(CAPTCHA)]
-    bare, page = figure.draw(shown(history())), figure.draw(shown(history()), previews)
-    assert page.tall > bare.tall + 150
-    with Image.open(io.BytesIO(page.png())) as image:
-        below = image.crop((0, round(2 * bare.tall), image.width, image.height)).convert("RGB")
+    with (
+        Image.open(io.BytesIO(png.draw(shown(history())))) as bare,
+        Image.open(io.BytesIO(png.draw(shown(history()), previews))) as image,
+    ):
+        assert image.height > bare.height + 300
+        below = image.crop((0, bare.height, image.width, image.height)).convert("RGB")
     assert len(below.getcolors(1 << 20) or ()) > 1000  # the overlay's noise
 
 
-def test_in_the_png_a_letter_without_a_font_is_its_code_point(monkeypatch):
+def test_in_the_png_a_letter_without_a_font_is_its_code_point(monkeypatch, drawn):
     monkeypatch.setattr(letters, "system", list)
-    page = figure.draw(shown(history()), [Preview(CAPTCHA, "手a", "手b")])
-    drawn = [text.get_text() for text in page.figure.texts]
-    assert drawn.count("62\n4B") == 2
-    assert [(text.get_text(), text.get_color()) for text in page.figure.texts][-1] == ("b", cards.VERMILLION)
-    page.figure.savefig(io.BytesIO(), format="png")  # and no warning of a missing glyph
+    png.draw(shown(history()), [Preview(CAPTCHA, "手a", "手b")])
+    assert [text for text, colour in drawn if colour == chart.VERMILLION] == ["PRE U+624Bb", "          ^"]
+    assert "TRU U+624Ba" in [text for text, _ in drawn]
 
 
-def test_a_long_text_is_broken_below_its_image():
-    gallery, text = cards.Gallery([Preview(CAPTCHA, "手写a" * 20, "手写b" * 20)], 880), "手写a" * 20 + "手写b" * 20
-    lines = [parts for _, parts in gallery.texts[0]]
-    assert len(lines) > 8
-    assert "".join(letter for parts in lines for _, letter, _ in parts) == text
-    ends = [place + gallery.letters.columns(letter) for parts in lines for place, letter, _ in parts]
-    assert max(ends) * MONO * cards.TEXT + cards.LABEL <= 200
+def test_a_long_text_is_broken_below_its_image(drawn):
+    png.draw(shown(history()), [Preview(CAPTCHA, "手写a" * 20, "手写b" * 20)])
+    lines = [text for text, _ in drawn if text.startswith("TRU ")]
+    assert len(lines) > 4
+    assert "".join(line[4:] for line in lines).replace(" ", "").startswith("手写a" if "手" in lines[0] else "U+624B")
+    assert max(map(columns, lines)) * png.LETTER * png.SMALL <= 200
 
 
 def test_in_a_terminal_wrong_characters_are_marked_below_truth_and_prediction():
-    said = terminal.text([Preview(LINE, "手写中文ab", "手与文cab")], 80)
+    said = samples.text([Preview(LINE, "手写中文ab", "手与文cab")], 80)
     assert said == ["TRU 手写中文 ab", "PRE 手与  文cab", "      ^^^^  ^"]
-    assert terminal.text([Preview(LINE, "手写", "手写")], 80) == ["TRU 手写", "PRE 手写 ✓"]
-    assert terminal.text([Preview(LINE), Preview(LINE, "", "手")], 80) == ["PRE 手"]
-    assert terminal.text([Preview(LINE, "a", "")], 80) == ["TRU a", "PRE", "    ^"]
+    assert samples.text([Preview(LINE, "手写", "手写")], 80) == ["TRU 手写", "PRE 手写 ✓"]
+    assert samples.text([Preview(LINE), Preview(LINE, "", "手")], 80) == ["PRE 手"]
+    assert samples.text([Preview(LINE, "a", "")], 80) == ["TRU a", "PRE", "    ^"]
 
 
 def test_a_name_is_wrong_as_a_whole_however_many_letters_it_shares():
     taken = Preview(LINE, "number 1a", "number 1b", whole=True)
-    assert terminal.text([taken], 80) == ["TRU number 1a", "PRE number 1b", "    ^^^^^^^^^"]
-    assert cards.said(taken) == [("TRU", [("number 1a", True)]), ("PRE", [("number 1b", True)])]
-    assert terminal.text([Preview(LINE, "number 1a", "number 1a", whole=True)], 80)[1] == "PRE number 1a ✓"
+    assert samples.text([taken], 80) == ["TRU number 1a", "PRE number 1b", "    ^^^^^^^^^"]
+    assert [text for _, text in samples.underlined(taken)] == ["<u>number 1a</u>", "<u>number 1b</u>"]
+    assert samples.text([Preview(LINE, "number 1a", "number 1a", whole=True)], 80)[1] == "PRE number 1a ✓"
 
 
 def test_in_a_terminal_short_samples_stand_beside_each_other_and_long_ones_are_broken():
     short, long = Preview(CAPTCHA, "ab", "ax"), Preview(LINE, "手写" * 30, "手写" * 30)
     lines = ("TRU ab", "PRE ax", "     ^")
-    assert terminal.text([short] * 5, 25) == ["   ".join([line] * count) for count in (3, 2) for line in lines]
-    said = terminal.text([long], 60)
+    assert samples.text([short] * 5, 25) == ["   ".join([line] * count) for count in (3, 2) for line in lines]
+    said = samples.text([long], 60)
     assert max(map(columns, said)) <= 60
     assert "".join(line[4:] for line in said if line.startswith("TRU")) == "手写" * 30
-    assert len(terminal.text([Preview(LINE, "a" * 40, "b" * 40)] * 8, 60)) == 3 * terminal.ROWS
+    assert len(samples.text([Preview(LINE, "a" * 40, "b" * 40)] * 8, 60)) == 3 * samples.TERMINAL_ROWS
 
 
 def test_what_a_model_reads_cannot_command_a_terminal():
-    [_, read, _] = terminal.text([Preview(LINE, "a", "\x1b[2Ja")], 60)
+    [_, read, _] = samples.text([Preview(LINE, "a", "\x1b[2Ja")], 60)
     assert read == r"PRE \x1b[2Ja"
 
 
@@ -606,11 +614,11 @@ def test_samples_have_a_widget_of_their_own_so_that_frames_send_no_images(notebo
     live = plot.LivePlot("captcha")
     live.show([Preview(CAPTCHA, "abc", "abd")])
     live.update(history(40))
-    assert "data:image/png" in live.samples.value
-    assert live.samples in live.widget.children
+    assert "data:image/png" in live.cards.value
+    assert live.cards in live.widget.children
     assert "data:image" not in live.charts.value
     live.show([])
-    assert live.samples.value == ""
+    assert live.cards.value == ""
 
 
 def test_at_the_end_the_picture_is_returned_as_png_and_written_to_the_run_folder(notebook, tmp_path):

@@ -14,8 +14,8 @@ from PIL import Image
 from nbtools import letters
 from nbtools.data import Draws, collate, packing
 from nbtools.errors import PackError
-from nbtools.live.plot import cards
-from nbtools.live.plot.chart import Preview
+from nbtools.live import samples as cards
+from nbtools.live.samples import Preview
 from nbtools.tasks import segment
 from nbtools.tasks.common.figures import RIGHT, WRONG
 from nbtools.tasks.segment import task

@@ -9,7 +9,7 @@ import toy
 from kernels import Client, parent, started
 
 from nbtools.live import View
-from nbtools.live.plot.chart import Preview
+from nbtools.live.samples import Preview
 from nbtools.train import History
 
 SETUP = f"""
@@ -163,7 +163,7 @@ def test_a_run_leaves_nothing_of_its_picture_behind(kernel):
 def test_where_no_picture_can_be_drawn_it_is_said_and_so_is_the_rest(kernel):
     said = kernel.run(
         """
-from nbtools.live.plot import live
+from nbtools.live import plot as live
 real, live.picture = live.picture, lambda *rest, **more: 1 / 0
 run = nb.fit(toy, pack, plan, "unseen", receipt=False)
 live.picture = real

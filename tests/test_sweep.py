@@ -304,7 +304,7 @@ def test_the_curve_is_drawn_over_decades_with_the_suggestion_marked(pack, found)
     assert view.suggestion is not None
     assert 1e-6 * 10**mark.x == pytest.approx(view.suggestion)
     image = Image.open(io.BytesIO(view._repr_png_()))
-    assert image.size[0] == 1120
+    assert image.size[0] == 1920
     assert np.asarray(image)[..., 3].any()
 
 

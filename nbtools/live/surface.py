@@ -16,8 +16,8 @@ from nbtools.errors import NbtoolsError
 from nbtools.live import requests
 from nbtools.live.kernel import Messages, closing, running_kernel
 from nbtools.live.panel import Panel
-from nbtools.live.plot.chart import Preview
 from nbtools.live.requests import REFUSED, FirstSignal, Requests, advised
+from nbtools.live.samples import Preview
 from nbtools.live.view import PLOT_FILE, Previews, View
 from nbtools.measure import Sampler, nvml_index
 from nbtools.train import History, Record, TrainState, best_of, require_change

@@ -17,11 +17,11 @@ import numpy as np
 from tqdm import tqdm
 
 from nbtools import disk
-from nbtools.data import Pack, collate
+from nbtools.data import Pack, collate, in_notebook
+from nbtools.live import samples
 from nbtools.live.panel import Panel
-from nbtools.live.plot import terminal
-from nbtools.live.plot.chart import Preview
-from nbtools.live.plot.live import LivePlot, in_notebook
+from nbtools.live.plot import LivePlot
+from nbtools.live.samples import Preview
 from nbtools.train import History, Plan, Record, TrainState, scoring
 
 PLOT_FILE = "plot.png"
@@ -165,7 +165,7 @@ class View:
         """The newest samples with their answers: in the live picture, or below the terminal's bar."""
         self.plot.show(previews)
         if not self.bar.disable:
-            for line in terminal.text(previews, shutil.get_terminal_size((120, 24)).columns - 1):
+            for line in samples.text(previews, shutil.get_terminal_size((120, 24)).columns - 1):
                 self.bar.write(line)
 
     def changed(self, plan: Plan) -> None:

@@ -14,10 +14,9 @@ from typing import Any
 
 from nbtools import disk
 from nbtools.data import in_notebook
-from nbtools.live.plot import cards, figure, svg
-from nbtools.live.plot.chart import About, Preview
-from nbtools.live.plot.columns import Columns
-from nbtools.live.plot.picture import picture
+from nbtools.live import png, samples, svg
+from nbtools.live.picture import About, Columns, picture
+from nbtools.live.samples import Preview
 from nbtools.train import History
 
 PERIOD = 0.25  # seconds between frames: quicker ones hang a Colab tab (lightning#2517)
@@ -37,8 +36,8 @@ class LivePlot:
         self.table = Columns()
         self.previews: Sequence[Preview] = ()
         self.charts: Any = html_widget() if in_notebook() else None
-        self.samples: Any = html_widget() if self.charts is not None else None
-        self.widget: Any = None if self.charts is None else stacked(html_widget(STYLE), self.charts, self.samples)
+        self.cards: Any = html_widget() if self.charts is not None else None
+        self.widget: Any = None if self.charts is None else stacked(html_widget(STYLE), self.charts, self.cards)
         self.due = 0.0
         self.drawn: tuple[Any, ...] = ()
 
@@ -57,18 +56,18 @@ class LivePlot:
     def show(self, previews: Sequence[Preview]) -> None:
         """The newest samples with their answers; in a widget of their own, so that frames do not send images again."""
         self.previews = tuple(previews)
-        if self.samples is not None:
-            self.samples.value = cards.html(self.previews)
+        if self.cards is not None:
+            self.cards.value = samples.html(self.previews)
 
     def finish(self, history: History, path: str | os.PathLike[str] | None = None, over: bool = True) -> bytes:
         """The frame and samples as PNG, also written to `path`; over: whether it is the run's last. Raises OSError."""
-        image = figure.draw(picture(self.table.follow(history), self.about, over=over), self.previews).png()
+        image = png.draw(picture(self.table.follow(history), self.about, over=over), self.previews)
         if path is not None:
             disk.write_atomic(Path(path), image)
         return image
 
 
-STYLE = f"<style>{svg.STYLE}{cards.STYLE}</style>"
+STYLE = f"<style>{svg.STYLE}{samples.STYLE}</style>"
 
 
 def html_widget(value: str = "") -> Any:

@@ -9,8 +9,7 @@ from html import escape
 
 import numpy as np
 
-from nbtools.live.plot.axis import Scale
-from nbtools.live.plot.chart import BLUE, Badge, Chart, Line, Mark, Picture
+from nbtools.live.chart import BLUE, Badge, Chart, Line, Mark, Picture, Scale
 
 WIDTH, HEIGHT = 2000, 1000  # units of a plot: whole numbers become text ten times as fast as formatted floats
 COLUMN, THREE, GAP = 225, 860, 22  # px: least width of a chart; of a page with three beside each other; between two
