@@ -32,9 +32,7 @@ from benchmarks.paired import Figure, Receipt, in_turns, on_one_core, times
 from benchmarks.segment_files import SIDE, VARIED, Item, Photos, Pngs, Varied, as_pngs
 from nbtools.data import Draws, Pack, Resident, batches_left, collate
 from nbtools.data.feed import Streamed
-from nbtools.tasks.segment import task
-from nbtools.tasks.segment.garments.demo import demo
-from nbtools.tasks.segment.masks.data import pack
+from nbtools.tasks import segment
 from nbtools.train.device import keep_freed
 
 ROUNDS, COUNT, PHOTOS, BATCH = 9, 160, 56, 32
@@ -80,10 +78,10 @@ def augmenting(made: Pack, files: Pngs) -> dict[str, Callable[[], float]]:
     varied = Varied(files.source, files.names)
 
     def one_by_one(workers: int) -> Iterator[Item]:
-        return (task.batch(raw, VARIED, None) for raw in loaded(made, varied, workers))
+        return (segment.batch(raw, VARIED, None) for raw in loaded(made, varied, workers))
 
     def whole(feed: Resident) -> Iterator[Item]:
-        return (task.batch(raw, VARIED, Draws(0, 0, raw["id"])) for raw in feed(batches(made)))
+        return (segment.batch(raw, VARIED, Draws(0, 0, raw["id"])) for raw in feed(batches(made)))
 
     def on_gpu(feed: Resident) -> float:
         began = perf_counter()
@@ -118,12 +116,12 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="This DataLoader will create 2 worker")  # two on the one core: CPU time
     rounds, count, photos, passes = (1, 10, 3, 2) if quick else (ROUNDS, COUNT, PHOTOS, 5)
     with tempfile.TemporaryDirectory() as folder:
-        source = demo(Path(folder, "photos"), photos, size=(1080, 1920), form="cvat")
-        made = pack(source, size=SIDE, fit="stretch", into=Path(folder, "photos.pack"), progress=False)
+        source = segment.demo(Path(folder, "photos"), photos, size=(1080, 1920), form="cvat")
+        made = segment.pack(source, size=SIDE, fit="stretch", into=Path(folder, "photos.pack"), progress=False)
         readers = Photos(source, made.names, made.classes)
         others = figures("photos", in_turns(contestants(made, readers, passes), rounds))
-        source = as_pngs(demo(Path(folder, "png"), count, size=(360, 480), form="labels"))
-        made = pack(source, into=Path(folder, "png.pack"), progress=False)
+        source = as_pngs(segment.demo(Path(folder, "png"), count, size=(360, 480), form="labels"))
+        made = segment.pack(source, into=Path(folder, "png.pack"), progress=False)
         files = Pngs(source, made.names)
         others += figures("augmented", in_turns(augmenting(made, files), rounds))
         *more, last = figures("png", in_turns(contestants(made, files, passes), rounds))

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageEnhance
 from torch.utils.data import Dataset
 
-from nbtools.tasks.segment.plans import PLAN
+from nbtools.tasks.segment import PLAN
 
 SIDE = 384  # pixels that photographs are scaled to, the guide's
 VARIED = PLAN.replace(crop=256)

@@ -68,6 +68,12 @@ def undrawn():
 
 
 @pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """A cache of the test's own, so that no pack is there already."""
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
 def fp16_on_cpu(monkeypatch):
     """Lift the rule that fp16 trains on a GPU only: the loss scaler's bookkeeping is the same anywhere, and toys are
     small enough."""

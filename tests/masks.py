@@ -1,4 +1,4 @@
-"""Small folders of images and labels, as people have them, and what packing and validating say of them."""
+"""Small folders of images and labels, as people have them, and what packing and validating report of them."""
 
 from pathlib import Path
 
@@ -6,8 +6,7 @@ import numpy as np
 from PIL import Image
 
 from nbtools.data import ERROR, Pack, Row
-from nbtools.tasks.segment.masks.data import pack
-from nbtools.tasks.segment.masks.validate import Report, validate
+from nbtools.tasks import segment
 
 H, W = 36, 48
 NAMES = ["ground", "shirt", "shoe"]
@@ -27,33 +26,45 @@ def photo(seed: int = 0, height: int = H, width: int = W, channels: int = 3) -> 
     return np.random.default_rng(seed).integers(0, 256, (height, width, channels), np.uint8)
 
 
-def saved(path: Path, array: np.ndarray | Image.Image, **more) -> Path:
+def saved(path: Path, content: np.ndarray | Image.Image | bytes | str, **more) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    image = array if isinstance(array, Image.Image) else Image.fromarray(array)
-    image.save(path, **more)
+    if isinstance(content, bytes | str):
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    else:
+        (content if isinstance(content, Image.Image) else Image.fromarray(content)).save(path, **more)
     return path
+
+
+def tree(folder: Path, files: dict[str, np.ndarray | Image.Image | bytes | str]) -> Path:
+    for name, content in files.items():
+        saved(folder / name, content)
+    return folder
 
 
 def corpus(folder: Path, count: int = 4) -> Path:
     """images/ and labels/: the first half trains, the last image tests."""
     for k in range(count):
         split = "train" if k < count // 2 else "test" if k == count - 1 else "val"
-        saved(folder / "images" / split / f"{k}.png", photo(k))
-        saved(folder / "labels" / split / f"{k}.png", ids(k))
+        tree(folder, {f"images/{split}/{k}.png": photo(k), f"labels/{split}/{k}.png": ids(k)})
     return folder
 
 
 def labelled(folder: Path, label: np.ndarray | Image.Image, name: str = "a.png", **more) -> Path:
-    """A folder of one image with such a label, and a good one beside it."""
-    for k in ("a", "b"):
-        saved(folder / "images" / f"{k}.png", photo())
-    saved(folder / "labels" / "b.png", ids())
+    """A folder of one image with such a label, and a good one next to it."""
+    tree(folder, {"images/a.png": photo(), "images/b.png": photo(), "labels/b.png": ids()})
     saved(folder / "labels" / name, label, **more)
     return folder
 
 
+def pair(folder: Path, image: np.ndarray | Image.Image, label: np.ndarray, name: str = "a.png", **more) -> Path:
+    """A folder of one image with its label."""
+    saved(folder / "images" / name, image, **more)
+    saved(folder / "labels" / "a.png", label)
+    return folder
+
+
 def xml(folder: Path, shapes: str, labels: str = "shirt shoe", size: tuple[int, int] = (H, W), head: str = "") -> Path:
-    """CVAT's file with one image, beside it."""
+    """CVAT's file with one image, next to it."""
     saved(folder / "a.png", photo())
     found = "".join(
         f"<label><name>{name}</name><color>#0000{k:02x}</color></label>" for k, name in enumerate(labels.split(), 1)
@@ -71,21 +82,21 @@ def polygon(points: str, label: str = "shirt", z: int = 0) -> str:
 
 
 def packed(source: Path, **more) -> Pack:
-    return pack(source, progress=False, **more)
+    return segment.pack(source, progress=False, **more)
 
 
-def checked(source: Path, **more) -> Report:
-    return validate(source, progress=False, **more)
+def checked(source: Path, **more):
+    return segment.validate(source, progress=False, **more)
 
 
-def only(report: Report) -> Row:
+def only(report) -> Row:
     """The one row of a report, shown too."""
     [row] = report.rows
     assert row.rule in str(report)
     return row
 
 
-def faults(report: Report) -> list[Row]:
+def faults(report) -> list[Row]:
     return [row for row in report.rows if row.severity == ERROR]
 
 
@@ -93,5 +104,6 @@ def sample(made: Pack, name: str) -> dict[str, np.ndarray]:
     return made.sample(made.names.index(name))
 
 
-def label_of(source: Path, **more) -> np.ndarray:
-    return packed(source, val=0, test=0, **more).sample(0)["label"]
+def sole(source: Path, **more) -> dict[str, np.ndarray]:
+    """The arrays of a pack of one image."""
+    return packed(source, val=0, test=0, **more).sample(0)

@@ -11,11 +11,7 @@ from nbtools.errors import PackError
 from nbtools.tasks import segment
 
 OPTIONS = ["--size", "64"]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache", "one_thread")
 
 
 def test_demo_validate_train_evaluate_predict_in_a_row(tmp_path, capsys):
@@ -38,53 +34,68 @@ def test_demo_validate_train_evaluate_predict_in_a_row(tmp_path, capsys):
     assert {"miou", "pixel_accuracy", "boundary_f"} <= found["one"].keys()
     files = sorted(map(str, (raw / "images" / "test").glob("*.jpg")))[:2]
     assert main(["predict", "segment", "--run", str(run), *files, "--into", str(tmp_path / "masks")]) == 0
-    said = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
-    assert [file for file, _ in said] == files
-    for _, path in said:
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [file for file, _ in lines] == files
+    for _, path in lines:
         with Image.open(path) as image:
             assert (image.size, image.mode) == ((72, 96), "P")
-            assert set(np.unique(np.asarray(image))) <= {0, 1}
+            assert set(np.unique(np.asarray(image))) <= {0, 1, 2}
 
 
 @pytest.mark.parametrize(
     ("command", "words"), [("train", ["--eval-window", "--edge-factor"]), ("evaluate", ["--eval-flip"])]
 )
-def test_its_knobs_are_options(command, words, capsys):
+def test_its_settings_are_options(command, words, capsys):
     with pytest.raises(SystemExit):
         main([command, "segment", "--help"])
-    said = capsys.readouterr().out
-    assert all(word in said for word in words)
-    assert command == "train" or "--edge-factor" not in said
+    text = capsys.readouterr().out
+    assert all(word in text for word in words)
+    assert command == "train" or "--edge-factor" not in text
+
+
+def test_ids_and_names_from_the_terminal_are_those_of_the_class_table(tmp_path, capsys):
+    raw = segment.demo(tmp_path / "raw", 7, size=(48, 48))
+    (raw / "classes.txt").unlink()
+    (raw / "names.txt").write_text("ground\nstripes\ndots\n")
+    one = ["pack", "segment", str(raw)]
+    for options, table in (
+        (["--ignore", "1"], "2: class 0 class 2"),
+        (["--classes", "a,b,c", "--ignore", "b"], "2: a c"),
+        (["--classes", str(raw / "names.txt"), "--ignore", "dots"], "2: ground stripes"),
+    ):
+        assert main([*one, *options]) == 0
+        assert table in capsys.readouterr().out
+    for wrong in (["--classes", "sky"], ["--classes", "7"], ["--ignore", "1.5"], ["--ignore", "void"]):
+        assert main([*one, *wrong]) == 1
+        assert capsys.readouterr().err.startswith(f"nbtools: {wrong[0][2:]}")
+
+
+# Predictions as files
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """A pack of pictures twice as wide as high, on squares."""
+    """A pack of images twice as wide as high, on squares."""
     folder = tmp_path_factory.mktemp("wide")
     source = segment.demo(folder / "raw", 7, size=(48, 96))
     return segment.pack(source, size=40, into=folder / "pack", progress=False)
 
 
-def test_answers_to_padded_pictures_are_cut_back_to_them(wide, tmp_path):
+def test_predictions_for_padded_images_are_cropped_back_to_them(wide, tmp_path):
     answer = np.zeros((40, 40), np.uint8)
-    answer[10:30, :20] = 1  # the left half of where the picture stands
+    answer[10:30, :20] = 1  # the left half of where the image lies
     Image.new("RGB", (200, 100)).save(tmp_path / "picture.jpg")
     with Image.open(segment.save(answer, tmp_path / "picture.jpg", tmp_path / "new" / "folder", wide)) as found:
-        ids, colours = np.asarray(found), found.getpalette()
-    assert ids.shape == (100, 200)
-    assert (ids[:, :100] == 1).all()
-    assert (ids[:, 100:] == 0).all()
+        np.testing.assert_array_equal(np.asarray(found), (np.arange(200) < 100)[None].repeat(100, 0))
+        colours = found.getpalette()
     assert colours is not None
     assert colours[3:6] == wide.options["colours"][1]
-
-
-def test_a_picture_that_cannot_be_read_is_named(wide, tmp_path):
     (tmp_path / "empty.jpg").write_bytes(b"")
     with pytest.raises(PackError, match="an empty file"):
-        segment.save(np.zeros((40, 40), np.uint8), tmp_path / "empty.jpg", tmp_path, wide)
+        segment.save(answer, tmp_path / "empty.jpg", tmp_path, wide)
 
 
-def test_an_answer_replaces_the_one_before_it_and_no_other_file(wide, tmp_path):
+def test_a_prediction_replaces_the_one_before_it_and_no_other_file(wide, tmp_path):
     answer = np.zeros((40, 40), np.uint8)
     for name in ("a/1.png", "b/1.jpg"):
         (tmp_path / name).parent.mkdir()
@@ -95,22 +106,6 @@ def test_an_answer_replaces_the_one_before_it_and_no_other_file(wide, tmp_path):
         assert np.unique(np.asarray(image)).tolist() == [1]
     for picture, folder in (("b/1.jpg", "masks"), ("a/1.png", "a"), ("b/1.jpg", "a")):
         before = (tmp_path / folder / "1.png").read_bytes()
-        with pytest.raises(PackError, match=r"1\.png is no answer to .*choose another folder"):
+        with pytest.raises(PackError, match=r"1\.png is no prediction for .*choose another folder"):
             segment.save(answer, tmp_path / picture, tmp_path / folder, wide)
         assert (tmp_path / folder / "1.png").read_bytes() == before
-
-
-def test_ids_and_names_from_the_terminal_are_those_of_the_class_table(tmp_path, capsys):
-    raw = segment.demo(tmp_path / "raw", 7, size=(48, 48), classes="kinds")
-    (raw / "classes.txt").unlink()
-    (raw / "names.txt").write_text("ground\nshirt\ntrousers\ndress\nskirt\n")
-    one = ["pack", "segment", str(raw)]
-    assert main([*one, "--ignore", "3"]) == 0
-    assert "4: class 0 class 1 class 2 class 4" in capsys.readouterr().out
-    assert main([*one, "--classes", "a,b,c,d,e", "--ignore", "b,3"]) == 0
-    assert "3: a c e" in capsys.readouterr().out
-    assert main([*one, "--classes", str(raw / "names.txt"), "--ignore", "dress"]) == 0
-    assert "4: ground shirt trousers skirt" in capsys.readouterr().out
-    for wrong in (["--classes", "sky"], ["--classes", "7"], ["--ignore", "1.5"], ["--ignore", "void"]):
-        assert main([*one, *wrong]) == 1
-        assert capsys.readouterr().err.startswith(f"nbtools: {wrong[0][2:]}")

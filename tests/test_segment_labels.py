@@ -1,56 +1,48 @@
-"""Label images in all their forms become places in the class table, or a row that says why not."""
+"""Class tables in all their forms, and label images that become indices into them."""
 
 import numpy as np
 import pytest
-from masks import NAMES, H, W, checked, faults, ids, labelled, only, packed, photo, sample, saved
+from masks import NAMES, H, W, checked, corpus, faults, ids, labelled, only, packed, pair, photo, sample, saved, sole
 from PIL import Image
 
 from nbtools.data import ERROR, WARNING
 from nbtools.errors import PackError
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def palette_image(label: np.ndarray) -> Image.Image:
+def palette_image(label, palette=(9, 9, 9, 200, 0, 0, 9, 9, 9)):
+    """By default two ids have one colour, so the index counts."""
     image = Image.frombytes("P", label.shape[::-1], label.tobytes())
-    image.putpalette([9, 9, 9, 200, 0, 0, 9, 9, 9])  # two ids of one colour: the index counts
+    image.putpalette(palette)
     return image
+
+
+def label_of_a(source, **more):
+    return sample(packed(source, **more), "images/a.png")["label"]
+
+
+# Label images
 
 
 @pytest.mark.parametrize(
     "label",
-    [
-        palette_image(ids()),
-        Image.fromarray(ids().astype(np.uint16)),
-        Image.fromarray(ids().astype(np.int32)),
-        Image.fromarray(ids()).convert("L"),
-    ],
-    ids=["palette", "16 bits", "32 bits", "8 bits"],
+    [palette_image(ids()), *(Image.fromarray(ids().astype(kind)) for kind in (np.uint8, np.uint16, np.int32))],
+    ids=["palette", "8 bits", "16 bits", "32 bits"],
 )
 def test_a_labels_value_is_its_id(tmp_path, label):
-    name = "a.tif" if label.mode == "I" else "a.png"
-    source = labelled(tmp_path / "raw", label, name)
+    source = labelled(tmp_path / "raw", label, "a.tif" if label.mode == "I" else "a.png")
     assert checked(source).rows == ()
-    np.testing.assert_array_equal(sample(packed(source), "images/a.png")["label"], ids())
+    np.testing.assert_array_equal(label_of_a(source), ids())
 
 
-@pytest.mark.parametrize("bits", [8, 16])
-def test_unknown_ids_are_named_with_their_pixels_and_left_out(tmp_path, bits):
-    label = ids().astype(np.uint8 if bits == 8 else np.uint16)
-    label[0, :3], label[1, 0] = 7, 9 if bits == 8 else 1000
+@pytest.mark.parametrize(("kind", "other"), [(np.uint8, 9), (np.uint16, 1000)])
+def test_unknown_ids_are_named_with_their_pixels_unless_they_are_ignored(tmp_path, kind, other):
+    label = ids().astype(kind)
+    label[0, :3], label[1, 0] = 7, other
     source = labelled(tmp_path / "raw", label)
-    row = only(checked(source, classes=NAMES))
-    assert (row.severity, row.file, row.key) == (ERROR, "labels/a.png", "label")
-    assert row.value == f"7 (3 pixels), {9 if bits == 8 else 1000} (1 pixel)"
-    assert "classes=" in row.fix
-    assert "ignore=" in row.fix
-    made = packed(source, classes=NAMES)
-    assert (made.names, made.bad.loc[0, "file"]) == (["images/b.png"], "images/a.png")
-    assert made.bad.loc[0, "value"] == f"labels/a.png: {row.value}"
-    assert packed(source, classes=NAMES, ignore=[7, 9, 1000]).manifest["bad"] == 0
+    assert only(checked(source, classes=NAMES)).value == f"7 (3 pixels), {other} (1 pixel)"
+    assert packed(source, classes=NAMES, ignore=[7, other]).manifest["bad"] == 0
 
 
 def test_a_stray_16_bit_label_does_not_choose_the_classes(tmp_path):
@@ -60,68 +52,120 @@ def test_a_stray_16_bit_label_does_not_choose_the_classes(tmp_path):
     assert "and 1718 more" in only(report).value
 
 
-def test_coloured_labels_are_read_where_the_class_table_has_their_colours(tmp_path):
+def test_coloured_labels_are_read_if_the_class_table_has_their_colours(tmp_path):
     table = np.array([(0, 0, 0), (250, 50, 83), (9, 200, 9)], np.uint8)
-    folder = tmp_path / "raw"
-    saved(folder / "images/a.png", photo())
-    saved(folder / "labels/a.png", table[ids()])
+    source = pair(tmp_path / "raw", photo(), table[ids()])
     with pytest.raises(PackError, match="0 different ids"):
-        packed(folder)
-    [row] = faults(checked(folder, classes=NAMES))
-    assert (row.rule, row.value) == ("colours are in the class table", "RGB, and the table has no colours")
-    (folder / "labelmap.txt").write_text("ground:0,0,0::\nshirt:250,50,83::\nshoe:9,200,9::\n")
-    made = packed(folder, val=0, test=0)
-    np.testing.assert_array_equal(made.sample(0)["label"], ids())
+        packed(source)
+    saved(
+        source / "labelmap.txt", "# label:color_rgb:parts:actions\nground:0,0,0::\nshirt:250,50,83::\nshoe:9,200,9::\n"
+    )
+    np.testing.assert_array_equal(sole(source)["label"], ids())
     smooth = table[ids()]
     smooth[0, 0] = 8, 190, 9
-    saved(folder / "labels/a.png", smooth)
-    assert faults(checked(folder))[0].value == "(8, 190, 9) (1 pixel)"
-
-
-def test_a_label_of_three_equal_channels_is_read_as_one(tmp_path):
-    source = labelled(tmp_path / "raw", ids()[..., None].repeat(3, 2))
-    assert only(checked(source)).severity == WARNING
-    np.testing.assert_array_equal(sample(packed(source), "images/a.png")["label"], ids())
-
-
-@pytest.mark.parametrize("alpha", [255, 100])
-def test_an_alpha_channel_of_a_label_gets_a_row_and_a_transparent_one_is_left_out(tmp_path, alpha):
-    image = Image.merge("LA", [Image.fromarray(ids()), Image.new("L", (W, H), alpha)])
-    row = only(checked(labelled(tmp_path / "raw", image)))
-    assert (row.severity, row.file, "LA" in row.value) == (WARNING if alpha == 255 else ERROR, "labels/a.png", True)
-
-
-def test_a_jpeg_is_no_label(tmp_path):
-    row = only(checked(labelled(tmp_path / "raw", ids(), "a.jpg")))
-    assert (row.severity, row.value) == (ERROR, "JPEG")
+    saved(source / "labels/a.png", smooth)
+    assert faults(checked(source))[0].value == "(8, 190, 9) (1 pixel)"
 
 
 def test_a_palette_of_the_classes_colours_is_read_by_them_however_it_is_numbered(tmp_path):
-    source = labelled(tmp_path / "raw", ids())
-    (source / "classes.txt").write_text("0,ground,0,0,0\n1,shirt,250,50,83\n2,shoe,9,200,9\n")
-    image = palette_image(np.array([2, 0, 1], np.uint8)[ids()])
-    image.putpalette([250, 50, 83, 9, 200, 9, 0, 0, 0])
-    saved(source / "labels/a.png", image)
-    np.testing.assert_array_equal(sample(packed(source), "images/a.png")["label"], ids())
-    image.putpalette([250, 50, 83, 9, 200, 9, 0, 0, 1])  # one colour is no class's: the index counts
-    saved(source / "labels/a.png", image)
-    np.testing.assert_array_equal(sample(packed(source), "images/a.png")["label"], np.array([2, 0, 1], np.uint8)[ids()])
+    source, other = labelled(tmp_path / "raw", ids()), np.array([2, 0, 1], np.uint8)[ids()]
+    saved(source / "classes.txt", "0,ground,0,0,0\n1,shirt,250,50,83\n2,shoe,9,200,9\n")
+    saved(source / "labels/a.png", palette_image(other, (250, 50, 83, 9, 200, 9, 0, 0, 0)))
+    np.testing.assert_array_equal(label_of_a(source), ids())
+    saved(source / "labels/a.png", palette_image(other, (250, 50, 83, 9, 200, 9, 0, 0, 1)))  # one is no class's colour
+    np.testing.assert_array_equal(label_of_a(source), other)
 
 
-def test_a_label_with_one_transparent_pixel_is_left_out(tmp_path):
-    alpha = np.full((H, W), 255, np.uint8)
-    alpha[3, 4] = 254
-    row = only(checked(labelled(tmp_path / "raw", np.dstack([ids()] * 3 + [alpha]))))
-    assert (row.severity, row.rule) == (ERROR, "a label has no transparency")
+@pytest.mark.parametrize(
+    ("label", "name", "severity", "value"),
+    [
+        (np.dstack([ids()] * 3), "a.png", WARNING, "RGB"),
+        (np.dstack([ids(), ids(), ids() + 1]), "a.png", ERROR, "RGB, and the table has no colours"),
+        (np.dstack([ids(), np.full((H, W), 255, np.uint8)]), "a.png", WARNING, "LA"),
+        (np.dstack([ids(), np.full((H, W), 100, np.uint8)]), "a.png", ERROR, "LA, with transparent pixels"),
+        (ids(), "a.jpg", ERROR, "JPEG"),
+    ],
+    ids=["equal channels", "channels that differ", "opaque", "transparent", "JPEG"],
+)
+def test_other_forms_get_a_row_and_are_read_only_if_nothing_is_lost(tmp_path, label, name, severity, value):
+    source = labelled(tmp_path / "raw", label, name)
+    row = only(checked(source, classes=NAMES))
+    assert (row.severity, row.file, row.value) == (severity, f"labels/{name}", value)
+    made = packed(source, classes=NAMES)
+    assert len(made) == (2 if severity == WARNING else 1)
+    if severity == WARNING:
+        np.testing.assert_array_equal(sample(made, "images/a.png")["label"], ids())
 
 
-def test_ids_below_0_are_told(tmp_path):
-    label = ids().astype(np.int32)
-    label[0, 0] = -1
-    row = only(checked(labelled(tmp_path / "raw", label, "a.tif"), classes=NAMES))
-    assert (row.rule, row.value) == ("ids are from 0 to 65535", "-1 to 2")
+def test_a_mask_of_0_and_255_says_how_to_be_read(tmp_path):
+    source = pair(tmp_path / "raw", photo(), np.where(ids() > 0, 255, 0).astype(np.uint8))
+    with pytest.raises(PackError, match=r"nothing to tell apart.*255: 'object'.* lines 0,background and 255,object"):
+        packed(source)
+    row = only(checked(source, classes=["background", "object"]))
+    assert (row.severity, row.value, "255: 'object'" in row.fix) == (WARNING, "1 object: none", True)
+    for classes in ({0: "background", 255: "object"}, saved(tmp_path / "two.txt", "0,background\n255,object\n")):
+        np.testing.assert_array_equal(sole(source, classes=classes)["label"], (ids() > 0).astype(np.uint8))
 
 
-def test_a_label_of_three_channels_of_which_the_last_differs_is_no_grey_one(tmp_path):
-    row = only(checked(labelled(tmp_path / "raw", np.dstack([ids(), ids(), ids() + 1])), classes=NAMES))
-    assert (row.severity, row.value) == (ERROR, "RGB, and the table has no colours")
+def test_labels_that_are_pictures_make_no_class_table(tmp_path):
+    with pytest.raises(PackError, match=r"4095 different ids.*pictures"):
+        packed(pair(tmp_path / "raw", photo(0, 64, 64), np.arange(64 * 64, dtype=np.uint16).reshape(64, 64)))
+
+
+# Class tables
+
+
+@pytest.mark.parametrize(
+    ("text", "table"),
+    [
+        ("ground\nshirt\n\n", [[0, "ground", None], [1, "shirt", None]]),
+        ("id,name\n3,ground\n7, a shirt\n", [[3, "ground", None], [7, "a shirt", None]]),
+        ("0,ground,0,0,0\n1,shirt,255,0,9", [[0, "ground", [0, 0, 0]], [1, "shirt", [255, 0, 9]]]),
+        ("name, r, g, b\nground,0,0,0\na shirt,255,0,9", [[0, "ground", [0, 0, 0]], [1, "a shirt", [255, 0, 9]]]),
+        ("# comment\nbg:0,0,0::\nshirt:250,50,83::\n", [[0, "bg", [0, 0, 0]], [1, "shirt", [250, 50, 83]]]),
+    ],
+)
+def test_files_of_classes_are_read(tmp_path, text, table):
+    path, label = saved(tmp_path / "names.txt", f"\ufeff{text}"), ids() % 2
+    label = np.array([one[0] for one in table], np.uint8)[label]
+    made = packed(pair(tmp_path / "raw", photo(), label), classes=path, val=0, test=0)
+    assert made.options["table"] == [*table, [255, "", None]]
+    np.testing.assert_array_equal(made.sample(0)["label"], ids() % 2)
+
+
+def test_ignored_classes_leave_no_gap_and_are_named_by_id_or_name(tmp_path):
+    source = corpus(tmp_path / "raw")
+    for ignore in (1, "shirt", (1, "shirt"), [np.int64(1)]):
+        made = packed(source, classes=tuple(NAMES), ignore=ignore)
+        assert (made.classes, made.options["ids"], made.options["ignored"]) == (["ground", "shoe"], [0, 2], [1, 255])
+        expected = np.array([0, 255, 1], np.uint8)[ids()]
+        np.testing.assert_array_equal(sample(made, "images/train/0.png")["label"], expected)
+    assert packed(source, classes={np.uint8(k): name for k, name in enumerate(NAMES)}).classes == NAMES
+
+
+def test_colours_are_those_given_and_otherwise_told_apart(tmp_path):
+    source = corpus(tmp_path / "raw")
+    saved(source / "classes.txt", "0,background,0,0,0\n1,shirt,230,159,0\n2,shoe,1,2,3\n")
+    assert packed(source).options["colours"] == [[0, 0, 0], [230, 159, 0], [1, 2, 3]]
+    many = packed(source, classes=["background", *map(str, range(253))]).options["colours"]
+    assert many[0] == [0, 0, 0]
+    assert len(set(map(tuple, many))) == 254
+    apart = np.linalg.norm(np.array(many[:16])[:, None] - np.array(many[:16]), axis=-1)
+    assert apart[~np.eye(16, dtype=bool)].min() > 35
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("0,ground\n0,shirt\n1,shoe\n", "each id is used once, got 0 twice"),
+        ("0,ground\n1,ground\n2,shoe\n", "each name is used once, got 'ground' twice"),
+        ("0,ground,0,0,0\n1,shirt,0,0,0\n2,shoe,1,1,1\n", r"each colour is used once, got \(0, 0, 0\) twice"),
+        ("0,ground,0,0,0\n1,shirt,0,256,0\n", r"classes\.txt:2: a colour .* from 0 to 255, got 0, 256, 0"),
+        ("0,ground\nshirt\n", r"classes\.txt:2: .* got 'shirt'"),
+    ],
+)
+def test_class_tables_that_are_ambiguous_are_refused(tmp_path, lines, message):
+    source = corpus(tmp_path / "raw")
+    saved(source / "classes.txt", lines)
+    with pytest.raises(PackError, match=message):
+        packed(source)

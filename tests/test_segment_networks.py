@@ -1,4 +1,4 @@
-"""BiSeNetV2: the published sizes, images of any size, and what must change no answer."""
+"""BiSeNetV2: the published sizes, images of any size, and what must change no prediction."""
 
 import copy
 import math
@@ -14,27 +14,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nbtools.data import Card
 from nbtools.data.pack import Column
-from nbtools.tasks.segment import networks
-from nbtools.tasks.segment.losses import loss_of
-from nbtools.tasks.segment.networks.bisenetv2 import PUBLISHED, SLIM, BiSeNetV2
-from nbtools.tasks.segment.networks.blocks import ConvNorm, Gather, Norm, enlarged, initialise
-from nbtools.tasks.segment.plans import Plan
+from nbtools.tasks import segment
+from nbtools.tasks.segment.networks import SIZES, SLIM, BiSeNetV2, ConvNorm, Gather, Norm, enlarge, initialise
 
 CLASSES = 5
 KINDS = ("bisenetv2", "slim")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def small(kind="slim", **options) -> Any:
     torch.manual_seed(0)
-    return BiSeNetV2(CLASSES, sizes=networks.SIZES[kind], **options)
+    return BiSeNetV2(CLASSES, sizes=SIZES[kind], **options)
 
 
 def batch_of(count=2, height=40, width=56, channels=3, seed=0):
@@ -45,10 +35,6 @@ def batch_of(count=2, height=40, width=56, channels=3, seed=0):
         "label": label.repeat_interleave(8, 1).repeat_interleave(8, 2),
         "distance": torch.rand(count, height, width, generator=generator) * 6,
     }
-
-
-def flat(outputs):
-    return outputs[0], *outputs[1]
 
 
 def shapes_of(network, *image) -> dict[str, tuple[int, ...]]:
@@ -62,11 +48,11 @@ def shapes_of(network, *image) -> dict[str, tuple[int, ...]]:
     return {**found, "logits": tuple(logits.shape), **{f"logits {i}": tuple(x.shape) for i, x in enumerate(auxiliary)}}
 
 
-# -- sizes
+# Sizes
 
 
-@pytest.mark.parametrize(("height", "width"), [(512, 1024), (384, 384)])
-def test_every_stage_has_the_published_channels_and_strides(height, width):
+def test_every_stage_has_the_published_channels_and_strides():
+    height, width = 512, 1024
     found = shapes_of(BiSeNetV2(19), 2, 3, height, width)
     stages = {
         **{f"detail.0.{i}": (64, 2) for i in range(2)},
@@ -88,8 +74,7 @@ def test_every_stage_has_the_published_channels_and_strides(height, width):
     assert {name: found[name] for name in stages} == {
         name: (2, channels, height // stride, width // stride) for name, (channels, stride) in stages.items()
     }
-    names = set(found)
-    assert not {"detail.0.2", "detail.1.3", "detail.2.3", "semantic.0.2", "semantic.1.2", "semantic.2.4"} & names
+    assert not {"detail.0.2", "detail.1.3", "detail.2.3", "semantic.0.2", "semantic.1.2", "semantic.2.4"} & set(found)
 
 
 def weights(inputs, outputs, kernel=3, groups=1) -> int:
@@ -126,92 +111,68 @@ def parameters(module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def test_each_part_has_as_many_parameters_as_the_references_and_as_the_table_says():
-    network = BiSeNetV2(19)
+def test_parameters_and_multiplications_are_the_references_and_the_docstrings():
+    network, text = BiSeNetV2(19), " ".join((BiSeNetV2.__doc__ or "").split())
     found = {name: parameters(part) for name, part in network.named_children()}
-    table = re.findall(r"\| (\w+) .*\|\s+([\d,]+) \|", BiSeNetV2.__doc__ or "")
+    table = re.findall(r"\| (\w+) \| [^|]+ \| [^|]+ \| ([\d,]+) \|", text)
     assert found == REFERENCE == {name: int(count.replace(",", "")) for name, count in table}
     assert parameters(network) - found["auxiliary"] == 3_358_627
-    later = sum(  # its later auxiliary heads: a second convolution to as many channels as the stride's square
-        weights(channels, 128) + weights(128, stride**2) + 19 * stride**2 + 19
-        for channels, stride in ((16, 4), (32, 8), (64, 16), (128, 32))
-    )
-    assert all(f"{count:,}" in (BiSeNetV2.__doc__ or "") for count in (3_358_627, later))
-
-
-def test_its_convolutions_do_24_6_billion_multiplications_for_an_image_of_512_1024():
-    network = BiSeNetV2(19).to("meta").eval()
+    slim = BiSeNetV2(11, sizes=SLIM)
+    heads = parameters(slim.auxiliary)
+    assert f"{parameters(slim) - heads:,} and {heads:,} for 11 classes" in text
     with FlopCounterMode(display=False) as counter:
-        network({"image": torch.empty(1, 3, 512, 1024, device="meta")})
+        network.to("meta").eval()({"image": torch.empty(1, 3, 512, 1024, device="meta")})
     assert counter.get_flop_counts()["Global"][torch.ops.aten.convolution] / 2e9 == pytest.approx(24.6, abs=0.05)
 
 
-def test_slim_has_as_many_parameters_as_it_says_and_its_auxiliary_heads_the_sizes_of_their_stages():
-    network = BiSeNetV2(11, sizes=SLIM)
-    heads = parameters(network.auxiliary)
-    assert f"{parameters(network) - heads:,} and {heads:,} for 11 classes" in " ".join(
-        (BiSeNetV2.__doc__ or "").split()
-    )
-    found = shapes_of(network, 1, 3, 180, 240)
-    assert [found[f"logits {i}"][2:] for i in range(4)] == [(45, 60), (23, 30), (12, 15), (6, 8)]
-
-
 @pytest.mark.parametrize(("kind", "channels"), [("bisenetv2", 3), ("slim", 4)])
-def test_logits_have_the_size_of_any_image_and_strides_round_up(kind, channels):
-    network = small(kind, channels=channels)
-    for size in ((180, 240), (360, 480), (33, 47), (1, 95)):
-        found = shapes_of(network, 2, channels, *size)
-        assert found["logits"] == (2, CLASSES, *size)
-        assert found["aggregation"][2:] == tuple(math.ceil(n / 8) for n in size)
-        assert found["context"][2:] == tuple(math.ceil(n / 32) for n in size)
+@pytest.mark.parametrize("size", [(180, 240), (33, 47), (1, 95)])
+def test_logits_have_the_size_of_any_image_and_strides_round_up(kind, channels, size):
+    found = shapes_of(small(kind, channels=channels), 2, channels, *size)
+    assert found["logits"] == (2, CLASSES, *size)
+    assert found["aggregation"][2:] == tuple(math.ceil(n / 8) for n in size)
+    assert found["context"][2:] == tuple(math.ceil(n / 32) for n in size)
+    for i in range(4):  # of the slim network, those of their stages
+        side = size if kind == "bisenetv2" else tuple(math.ceil(n / (4 * 2**i)) for n in size)
+        assert found[f"logits {i}"][2:] == side
 
 
 @pytest.mark.parametrize("factor", [4, 8, 32])
-def test_enlarging_is_torchs_bilinear_without_corners_cut_to_the_size(factor):
+def test_enlarging_is_torchs_bilinear_without_corners_cropped_to_the_size(factor):
     x = torch.randn(2, 3, 3, 5, requires_grad=True)
     size = 3 * factor - 3, 5 * factor - 1
     expected = F.interpolate(x, scale_factor=factor, mode="bilinear", align_corners=False)[:, :, : size[0], : size[1]]
-    found, gradient = enlarged(x, factor, size), torch.randn(2, 3, *size)
+    found, gradient = enlarge(x, factor, size), torch.randn(2, 3, *size)
     assert torch.allclose(found, expected, atol=1e-6)
     pair = [torch.autograd.grad(y, x, gradient)[0] for y in (found, expected)]
     assert torch.allclose(*pair, rtol=1e-4, atol=1e-4)
 
 
-def test_a_card_and_a_plan_say_classes_channels_network_dropout_and_recomputing():
-    columns = {"image": Column("fixed", "uint8", (48, 64, 4))}
-    card = Card("segment", ["shirt", "ground"], {}, columns, {"train": 1})
-    plan = Plan(network="slim", dropout=0.3, checkpoint_activations=True)
-    network: Any = networks.built(card, plan)
-    assert network.stem.conv.conv.in_channels == network.detail[0][0].conv.in_channels == 4
-    assert network.head.classify.out_channels == 2
-    assert {m.p for m in network.modules() if isinstance(m, nn.Dropout)} == {0.3}
-    assert network.recompute
-    full = networks.built(card, Plan())
-    assert full.head.conv.conv.out_channels == PUBLISHED.head
-    assert {m.p for m in full.modules() if isinstance(m, nn.Dropout)} == {0.1}
-    assert not full.recompute
+def test_the_card_and_the_plan_decide_classes_channels_network_dropout_and_recomputing():
+    card = Card("segment", ["shirt", "ground"], {}, {"image": Column("fixed", "uint8", (48, 64, 4))}, {"train": 1})
+    slim = segment.Plan(network="slim", dropout=0.3, checkpoint_activations=True)
+    for plan, dropout, middle in ((slim, 0.3, SLIM.head), (segment.Plan(), 0.1, 1024)):
+        network: Any = segment.model(card, plan)
+        assert network.stem.conv.conv.in_channels == network.detail[0][0].conv.in_channels == 4
+        assert (network.head.classify.out_channels, network.head.conv.conv.out_channels) == (2, middle)
+        assert {m.p for m in network.modules() if isinstance(m, nn.Dropout)} == {dropout}
+        assert network.recompute == plan.checkpoint_activations
 
 
-# -- the start
+# The start
 
 
-def test_a_gather_and_expansion_layer_begins_as_its_shortcut():
+def test_a_gather_and_expansion_layer_begins_as_its_shortcut_and_all_its_depthwise_relus_but_the_striding_ones():
     torch.manual_seed(0)
-    x = torch.randn(2, 8, 9, 7)
+    x, relus = torch.randn(2, 8, 9, 7), []
     for layer in (Gather(8, 8, 1, 6), Gather(8, 16, 2, 6)):
         initialise(layer)
         assert torch.equal(layer(x), layer.shortcut(x).relu())
         assert any(p.any() for p in layer.last.conv.parameters())
-
-
-def test_of_the_depthwise_convolutions_all_have_a_relu_but_the_one_that_strides():
-    single, strided = Gather(8, 8, 1, 6), Gather(8, 16, 2, 6)
-    kinds = [
-        [(m.conv.groups > 1, m.relu) for m in layer.modules() if isinstance(m, ConvNorm)] for layer in (single, strided)
-    ]
-    assert kinds[0] == [(False, True), (True, True), (False, False)]
+        relus.append([(m.conv.groups > 1, m.relu) for m in layer.modules() if isinstance(m, ConvNorm)])
+    assert relus[0] == [(False, True), (True, True), (False, False)]
     shortcut = [(True, False), (False, False)]
-    assert kinds[1] == [(False, True), (True, False), (True, True), *shortcut, (False, False)]
+    assert relus[1] == [(False, True), (True, False), (True, True), *shortcut, (False, False)]
 
 
 def test_weights_begin_as_the_references_by_fan_out():
@@ -222,30 +183,22 @@ def test_weights_begin_as_the_references_by_fan_out():
         assert layer.bias is None or not layer.bias.any()
 
 
-# -- training and evaluation
-
-
-def test_in_evaluation_the_auxiliary_heads_compute_nothing():
-    network = small()
-    called = []
-    for part in network.auxiliary:
-        part.register_forward_hook(lambda *_: called.append(1))
-    assert len(network(batch_of())[1]) == len(called) == 4
-    logits, auxiliary = network.eval()(batch_of())
-    assert (auxiliary, len(called)) == ((), 4)
-    assert logits.shape == (2, CLASSES, 40, 56)
+# Training and evaluation
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_image_in_a_batch_gets_the_answer_that_it_gets_alone(kind):
-    network = small(kind)
-    network(batch_of(4, seed=1))  # running averages of something
+def test_an_image_in_a_batch_gets_the_logits_that_it_gets_alone_and_no_auxiliary_head_computes(kind):
+    network, called = small(kind), []
+    for part in network.auxiliary:
+        part.register_forward_hook(lambda *_: called.append(1))
+    assert len(network(batch_of(4, seed=1))[1]) == len(called) == 4  # and running averages of something
     network.eval()
     batch = batch_of(3)
     with torch.no_grad():
-        together = network(batch)[0]
+        together, auxiliary = network(batch)
         for b in range(3):
             assert torch.allclose(network({"image": batch["image"][b : b + 1]})[0], together[b : b + 1], atol=1e-5)
+    assert (auxiliary, len(called)) == ((), 4)
 
 
 def test_recomputing_activations_changes_neither_loss_nor_gradient_nor_running_averages():
@@ -259,7 +212,7 @@ def test_recomputing_activations_changes_neither_loss_nor_gradient_nor_running_a
             if isinstance(part, nn.Conv2d):
                 part.register_forward_hook(lambda *_, computed=computed: computed.append(1))
         torch.manual_seed(3)
-        loss, _ = loss_of(network(batch), batch, Plan())
+        loss, _ = segment.loss(network, batch, segment.Plan())
         loss.backward()
         passes.append(len(computed))
         found.append([loss, *(p.grad for p in network.parameters()), *network.buffers()])
@@ -269,63 +222,53 @@ def test_recomputing_activations_changes_neither_loss_nor_gradient_nor_running_a
 
 def test_a_micro_batch_of_one_image_trains_and_its_pooled_norms_keep_their_averages():
     network = small()
-    batch = batch_of(1)
     pooled = [m for m in network.context.pooled.modules() if isinstance(m, Norm)]
     before = [{k: v.clone() for k, v in m.state_dict().items()} for m in pooled]
-    loss, _ = loss_of(network(batch), batch, Plan())
+    loss, _ = segment.loss(network, batch_of(1), segment.Plan())
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
-    assert all(m.bias.grad is not None and m.bias.grad.any() for m in pooled)
-    after = [m.state_dict() for m in pooled]
-    assert len(pooled) == 2
-    assert all(torch.equal(a[k], b[k]) for a, b in zip(after, before, strict=True) for k in a)
-
-
-def test_norms_of_more_than_one_value_are_torchs():
+    assert [bool(m.bias.grad.any()) for m in pooled] == [True, True]
+    for module, old in zip(pooled, before, strict=True):
+        assert all(torch.equal(value, old[k]) for k, value in module.state_dict().items())
     torch.manual_seed(0)
     ours, torchs = Norm(3), nn.BatchNorm2d(3)
-    for x in (torch.randn(2, 3, 1, 1), torch.randn(1, 3, 2, 1)):
+    for x in (torch.randn(2, 3, 1, 1), torch.randn(1, 3, 2, 1)):  # more than one value: torch's own
         assert torch.equal(ours(x), torchs(x))
-    one = torch.randn(1, 3, 1, 1)
-    with pytest.raises(ValueError, match="more than 1 value per channel"):
-        copy.deepcopy(torchs)(one)
-    assert torch.equal(ours(one), torchs.eval()(one))  # with the running averages
     assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), torchs.buffers(), strict=True))
 
 
 def test_parameter_groups_hold_each_parameter_once_heads_apart_and_norms_and_biases_without_decay():
     network = small()
-    groups = networks.groups(network, Plan(head_lr=7.0))
+    groups = segment.groups(network, segment.Plan(head_lr=7.0))
     assert sorted((g["lr_scale"], g["decays"]) for g in groups) == [(1, False), (1, True), (7, False), (7, True)]
     placed = [id(p) for g in groups for p in g["params"]]
     assert sorted(placed) == sorted(id(p) for p in network.parameters())
     heads = {id(p) for part in (network.head, network.auxiliary) for p in part.parameters()}
-    flat = {id(p) for m in network.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()}
-    flat |= {id(part.classify.bias) for part in (network.head, *network.auxiliary)}
     for group in groups:
-        for parameter in group["params"]:
-            assert (id(parameter) in heads) == (group["lr_scale"] == 7)
-            assert (id(parameter) in flat) == (not group["decays"])
+        assert {id(p) in heads for p in group["params"]} == {group["lr_scale"] == 7}
+        assert {p.dim() > 1 for p in group["params"]} == {group["decays"]}
 
 
 def test_the_network_in_training_compiles_as_one_graph():
     sizes = replace(SLIM, detail=((4,), (4,), (8,)), stem=4, semantic=((4, 1), (4, 1), (8, 2)), head=4, auxiliary=4)
     torch.manual_seed(0)
-    network = BiSeNetV2(CLASSES, sizes=sizes)
-    expected = copy.deepcopy(network)({"image": batch_of()["image"]})
-    found = torch.compile(network, backend="eager", fullgraph=True)({"image": batch_of()["image"]})
+    network, batch = BiSeNetV2(CLASSES, sizes=sizes), {"image": batch_of()["image"]}
+    expected = copy.deepcopy(network)(batch)
+    found = torch.compile(network, backend="eager", fullgraph=True)(batch)
     assert len(found[1]) == 4
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(flat(found), flat(expected), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-5) for a, b in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True)
+    )
 
 
 @pytest.mark.parametrize(("kind", "steps", "lr"), [("slim", 24, 2e-2), ("bisenetv2", 12, 3e-3)])
 def test_one_batch_is_overfitted(kind, steps, lr):
     network = small(kind, dropout=0.0)
-    batch, plan = batch_of(2, 32, 48), Plan(network=kind)
+    batch, plan = batch_of(2, 32, 48), segment.Plan(network=kind)
     optimizer = torch.optim.AdamW(network.parameters(), lr)
     for _ in range(steps):
         optimizer.zero_grad()
-        loss, count = loss_of(network(batch), batch, plan)
+        loss, count = segment.loss(network, batch, plan)
         (loss / count).backward()
         optimizer.step()
     right = (network(batch)[0].argmax(1) == batch["label"]).float().mean()

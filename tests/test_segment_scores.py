@@ -1,24 +1,17 @@
-"""Scores against slow obvious versions, pixel by pixel; sums of any batches against one big batch."""
+"""Metrics against slow obvious versions, pixel by pixel; sums of any batches against one big batch."""
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbtools.errors import PlanError
-from nbtools.tasks.segment.scores import (
-    boundaries,
-    boundary_f,
-    confusion,
-    intersection_union,
-    likeliest,
-    metrics_of,
-    near,
-    pixel_accuracy,
-    scattered,
-)
+from nbtools.tasks import segment
+from nbtools.tasks.segment import scores
+from nbtools.tasks.segment.scores import boundary_f
 from nbtools.train import Sums
 
 CLASSES, IGNORE = 5, 255
@@ -75,6 +68,11 @@ def slow_f(predicted, labels, tolerance):
     return 2 * precision * recall / (precision + recall) if precision + recall else 0
 
 
+def halves(column, size=(20, 40)):
+    """(1, H, W): class 1 from a column on, class 0 before it."""
+    return (torch.arange(size[1]) >= column).long().expand(1, *size).clone()
+
+
 @pytest.fixture(scope="module")
 def seen():
     """labels, logits, distance and predictions of a few images."""
@@ -82,19 +80,53 @@ def seen():
     return labels, logits, torch.stack([slow_distance(one) for one in labels]), logits.argmax(1)
 
 
-def test_confusion_is_what_counting_pixel_by_pixel_gives(seen):
-    labels, _, _, predicted = seen
-    counts = [[0] * CLASSES for _ in range(CLASSES)]
-    for truth, guess in zip(labels.flatten().tolist(), predicted.flatten().tolist(), strict=True):
-        if truth != IGNORE:
-            counts[truth][guess] += 1
-    assert confusion(predicted, labels, CLASSES).tolist() == counts
-    assert (labels == IGNORE).any()
+def read(*batches):
+    """The values of the task's metrics over batches of (logits, labels, distance)."""
+    sums = Sums()
+    for logits, labels, distance in batches:
+        sums.add(segment.metrics((logits, ()), {"label": labels, "distance": distance}))
+    return sums.read()
 
 
-def test_a_gpus_way_of_counting_gives_the_same():
-    places = torch.randint(0, 26, (5000,), generator=torch.Generator().manual_seed(2))
-    assert torch.equal(scattered(places, minlength=26), places.bincount(minlength=26))
+def test_miou_and_accuracy_are_their_definitions_without_one_more_in_the_denominator(seen):
+    labels, logits, distance, predicted = seen
+    valid = labels != IGNORE
+    both = [((labels == k) & (predicted == k)).sum() for k in range(CLASSES)]
+    either = [(((labels == k) | (predicted == k)) & valid).sum() for k in range(CLASSES)]
+    found = read((logits, labels, distance))
+    assert found["miou"] == pytest.approx(float(sum(b / e for b, e in zip(both, either, strict=True)) / CLASSES))
+    assert found["pixel_accuracy"] == pytest.approx(float((labels == predicted).sum() / valid.sum()))
+    counts = [[int(((labels == t) & (predicted == p)).sum()) for p in range(CLASSES)] for t in range(CLASSES)]
+    assert scores.confusion(predicted, labels, CLASSES).tolist() == counts
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4, 6])
+def test_miou_of_any_batches_is_that_of_the_whole_set_and_not_their_mean(seen, batch):
+    labels, logits, distance, _ = seen
+    whole = read((logits, labels, distance))
+    parts = [(logits[i : i + batch], labels[i : i + batch], distance[i : i + batch]) for i in range(0, 6, batch)]
+    found = read(*parts)
+    assert (found["miou"], found["pixel_accuracy"]) == (whole["miou"], whole["pixel_accuracy"])
+    assert found["boundary_f"] == pytest.approx(whole["boundary_f"], abs=1e-6)
+    if batch < len(labels):
+        assert abs(sum(read(part)["miou"] for part in parts) / len(parts) - whole["miou"]) > 1e-3
+
+
+def test_a_perfect_prediction_scores_one_and_ties_take_the_first_class():
+    labels, _ = regions(3)
+    distance = torch.stack([slow_distance(one) for one in labels])
+    perfect = F.one_hot(labels % IGNORE, CLASSES).permute(0, 3, 1, 2).float()
+    assert read((perfect, labels, distance)) == pytest.approx({"miou": 1, "pixel_accuracy": 1, "boundary_f": 1})
+    logits = torch.randint(0, 3, (2, CLASSES, 9, 7), generator=torch.Generator().manual_seed(8)).float()
+    assert np.array_equal(segment.decode((logits, ()), None), logits.argmax(1))
+
+
+def test_a_class_that_is_nowhere_and_an_image_that_is_all_ignored_change_nothing(seen):
+    labels, logits, distance, predicted = seen
+    more = [F.one_hot(predicted, classes).permute(0, 3, 1, 2).float() for classes in (CLASSES, CLASSES + 3)]
+    assert len({read((one, labels, distance))["miou"] for one in more}) == 1
+    empty = logits, torch.full_like(labels, IGNORE), torch.full_like(distance, 255 / 8)
+    assert read((logits, labels, distance), empty) == read((logits, labels, distance))
 
 
 class Unread(TorchDispatchMode):
@@ -105,102 +137,29 @@ class Unread(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_no_score_reads_a_value_so_none_waits_for_the_device(seen, monkeypatch):
+def test_no_metric_reads_a_value_so_none_waits_for_the_device(seen, monkeypatch):
     labels, logits, distance, _ = seen
-    monkeypatch.setattr(torch, "bincount", scattered)  # as on a GPU
+    values = torch.randint(0, 26, (5000,), generator=torch.Generator().manual_seed(2))
+    assert torch.equal(scores.scatter_count(values, minlength=26), values.bincount(minlength=26))
+    monkeypatch.setattr(torch, "bincount", scores.scatter_count)  # as on a GPU
     with Unread():
-        found = metrics_of((logits, ()), {"label": labels, "distance": distance})
+        found = segment.metrics((logits, ()), {"label": labels, "distance": distance})
         with pytest.raises(AssertionError, match="_local_scalar_dense"):
             torch.as_tensor(found["boundary_f"][0]).item()
 
 
-def test_iou_and_accuracy_are_their_definitions_without_one_more_in_the_denominator(seen):
-    labels, _, _, predicted = seen
-    counts = confusion(predicted, labels, CLASSES)
-    intersection, union = intersection_union(counts)
-    valid = labels != IGNORE
-    for k in range(CLASSES):
-        assert intersection[k] == ((labels == k) & (predicted == k)).sum()
-        assert union[k] == (((labels == k) | (predicted == k)) & valid).sum()
-    right, pixels = pixel_accuracy(counts)
-    assert (right, pixels) == ((labels == predicted).sum(), valid.sum())
-
-
-def test_a_perfect_answer_scores_one_everywhere():
-    labels, _ = regions(3)
-    distance = torch.stack([slow_distance(one) for one in labels])
-    sums = Sums()
-    sums.add(
-        metrics_of(
-            (F.one_hot(labels % IGNORE, CLASSES).permute(0, 3, 1, 2).float(), ()),
-            {"label": labels, "distance": distance},
-        )
-    )
-    assert sums.read() == pytest.approx({"miou": 1, "pixel_accuracy": 1, "boundary_f": 1})
-
-
-@pytest.mark.parametrize("batch", [1, 2, 4, 6])
-def test_miou_of_any_batches_is_that_of_the_whole_set_and_not_their_mean(seen, batch):
-    labels, logits, distance, _ = seen
-    whole, parts, means = Sums(), Sums(), []
-    whole.add(metrics_of((logits, ()), {"label": labels, "distance": distance}))
-    for start in range(0, len(labels), batch):
-        part = slice(start, start + batch)
-        found, alone = metrics_of((logits[part], ()), {"label": labels[part], "distance": distance[part]}), Sums()
-        parts.add(found)
-        alone.add(found)
-        means.append(alone.read()["miou"])
-    assert parts.read()["miou"] == whole.read()["miou"]
-    assert parts.read()["pixel_accuracy"] == whole.read()["pixel_accuracy"]
-    assert parts.read()["boundary_f"] == pytest.approx(whole.read()["boundary_f"], abs=1e-6)
-    if batch < len(labels):
-        assert abs(sum(means) / len(means) - whole.read()["miou"]) > 1e-3
-
-
-def test_a_class_that_nobody_drew_or_predicted_leaves_the_mean_alone(seen):
-    labels, _, distance, predicted = seen
-    found = []
-    for classes in (CLASSES, CLASSES + 3):
-        sums = Sums()
-        logits = F.one_hot(predicted, classes).permute(0, 3, 1, 2).float()
-        sums.add(metrics_of((logits, ()), {"label": labels, "distance": distance}))
-        found.append(sums.read()["miou"])
-    assert found[0] == found[1]
-
-
-def test_an_image_that_is_all_ignored_counts_for_nothing(seen):
-    labels, logits, distance, _ = seen
-    empty = {"label": torch.full_like(labels, IGNORE), "distance": torch.full_like(distance, 255 / 8)}
-    found = metrics_of((logits, ()), empty)
-    assert not any(torch.as_tensor(part).any() for pair in found.values() for part in pair)
-    with_it, without = Sums(), Sums()
-    without.add(metrics_of((logits, ()), {"label": labels, "distance": distance}))
-    with_it.add(metrics_of((logits, ()), {"label": labels, "distance": distance}))
-    with_it.add(found)
-    assert with_it.read() == without.read()
+# Boundaries
 
 
 def test_boundaries_are_those_of_a_look_at_every_neighbour(seen):
     labels, _, distance, _ = seen
-    found = boundaries(labels, labels != IGNORE)
+    found = scores.boundaries(labels)
     for mask, image in zip(found, labels, strict=True):
         assert {(y, x) for y, x in mask.nonzero().tolist()} == slow_boundary(image)
     assert torch.equal(found, distance == 0)
 
 
-@pytest.mark.parametrize("radius", [0, 0.99, 1, 1.4, 1.5, 2.25, 3, 4.5, 7.07, 40])
-def test_near_is_a_disk_about_every_mark(radius):
-    marked = torch.rand(2, *SIZE, generator=torch.Generator().manual_seed(4)) < 0.01
-    found = near(marked, radius)
-    for mask, image in zip(found, marked, strict=True):
-        points = image.nonzero().tolist()
-        for y in range(SIZE[0]):
-            for x in range(SIZE[1]):
-                nearest = min(round(8 * math.dist((y, x), point)) / 8 for point in points)
-                assert mask[y, x] == (nearest <= radius)
-
-
-@pytest.mark.parametrize("tolerance", [0, 1.5, 3])
+@pytest.mark.parametrize("tolerance", [0, 1.5, 7.07])
 def test_boundary_f_is_that_of_pixel_by_pixel_matching(seen, tolerance):
     labels, _, distance, predicted = seen
     expected = [slow_f(guess, truth, tolerance) for guess, truth in zip(predicted, labels, strict=True)]
@@ -210,60 +169,36 @@ def test_boundary_f_is_that_of_pixel_by_pixel_matching(seen, tolerance):
     assert total.item() == pytest.approx(sum(counted), abs=1e-5)
 
 
-def test_boundary_f_is_the_same_when_answer_and_truth_change_places():
-    (first, _), (second, _) = regions(5), regions(6)
-    first, second = (labels.where(labels != IGNORE, 0) for labels in (first, second))
+def test_boundary_f_is_the_same_when_prediction_and_truth_change_places():
+    first, second = (labels.where(labels != IGNORE, 0) for labels, _ in (regions(5), regions(6)))
     there = boundary_f(second, first, torch.stack([slow_distance(one) for one in first]), 2)
     back = boundary_f(first, second, torch.stack([slow_distance(one) for one in second]), 2)
     assert there[0] == pytest.approx(back[0].item(), abs=1e-6)
 
 
 def test_a_boundary_as_far_as_the_tolerance_is_found_and_one_farther_is_not():
-    labels = torch.zeros(1, 20, 40, dtype=torch.int64)
-    labels[..., 20:] = 1
-    distance = slow_distance(labels[0])[None]
-    found = [
-        boundary_f(labels.roll(shift, 2).index_fill(2, torch.arange(shift), 0), labels, distance, 3)
-        for shift in (3, 4, 5)
-    ]
-    assert [f[0].item() for f in found] == pytest.approx([1, 0.5, 0])  # of two columns of pixels the nearer one counts
+    labels = halves(20)
+    found = [boundary_f(halves(20 + n), labels, slow_distance(labels[0])[None], 3)[0].item() for n in (3, 4, 5)]
+    assert found == pytest.approx([1, 0.5, 0])  # of two columns of pixels the nearer one counts
+    labels = halves(120, (180, 240))  # a diagonal of 300 px, so 2.25 by default
+    distance = (torch.arange(240) - 119.5).abs().sub(0.5).expand(1, 180, 240)
+    found = [boundary_f(halves(120 + n, (180, 240)), labels, distance)[0].item() for n in (2, 3, 4)]
+    assert found == pytest.approx([1, 0.5, 0])
 
 
-def test_nothing_is_judged_where_labels_are_ignored():
-    labels = torch.zeros(1, 20, 40, dtype=torch.int64)
-    labels[..., 20:] = 1
+def test_ignored_pixels_are_not_judged_and_an_image_with_one_boundary_of_two_has_nothing_right():
+    labels = halves(20)
     labels[..., 25:] = IGNORE
-    distance = slow_distance(labels[0])[None]
     noisy = torch.randint(0, CLASSES, labels.shape, generator=torch.Generator().manual_seed(7))
-    predicted = noisy.where(labels == IGNORE, labels)
-    assert boundary_f(predicted, labels, distance, 1) == (1, 1)
-
-
-def test_images_with_a_boundary_in_one_of_the_two_count_as_nothing_right():
-    flat, split = torch.zeros(1, 20, 40, dtype=torch.int64), torch.zeros(1, 20, 40, dtype=torch.int64)
-    split[..., 20:] = 1
-    distances = {id(one): slow_distance(one[0])[None] for one in (flat, split)}
-    assert boundary_f(flat, flat, distances[id(flat)]) == (0, 0)
-    assert boundary_f(split, flat, distances[id(flat)]) == (0, 1)
-    assert boundary_f(flat, split, distances[id(split)]) == (0, 1)
+    assert boundary_f(noisy.where(labels == IGNORE, labels), labels, slow_distance(labels[0])[None], 1) == (1, 1)
+    flat, split = halves(40), halves(20)
+    far, near = slow_distance(flat[0])[None], slow_distance(split[0])[None]
+    assert boundary_f(flat, flat, far) == (0, 0)
+    assert boundary_f(split, flat, far) == (0, 1)
+    assert boundary_f(flat, split, near) == (0, 1)
 
 
 def test_a_tolerance_beyond_what_packs_store_is_refused(seen):
     labels, _, distance, predicted = seen
     with pytest.raises(PlanError, match=r"from 0 to 31.75 px, got 32"):
         boundary_f(predicted, labels, distance, 32)
-
-
-def test_the_default_tolerance_is_three_quarters_of_a_percent_of_the_diagonal():
-    labels = torch.zeros(1, 180, 240, dtype=torch.int64)  # a diagonal of 300: 2.25 px
-    labels[..., 120:] = 1
-    distance = (torch.arange(240) - 119.5).abs().sub(0.5).expand(1, 180, 240)
-    for shift, expected in ((2, 1.0), (3, 0.5), (4, 0.0)):
-        predicted = torch.zeros_like(labels)
-        predicted[..., 120 + shift :] = 1
-        assert boundary_f(predicted, labels, distance)[0].item() == pytest.approx(expected)
-
-
-def test_the_likeliest_class_is_argmax_ties_and_all():
-    logits = torch.randint(0, 3, (2, CLASSES, 9, 7), generator=torch.Generator().manual_seed(8)).float()
-    assert torch.equal(likeliest(logits), logits.argmax(1))

@@ -9,7 +9,7 @@ from nbtools.train.loop import adopt, caught_up, train
 from nbtools.train.metrics import Pair, Sums
 from nbtools.train.plan import Plan, beyond, doubts, knob, lr_factor, said, times
 from nbtools.train.recompute import again
-from nbtools.train.scoring import score
+from nbtools.train.scoring import forward, score
 from nbtools.train.state import TrainState, load_module
 from nbtools.train.step import LEFT_OUT, Diverged, attempt, backward, clear_gradients, release, step
 from nbtools.train.task import Batch, Task, TaskLike, as_task, best_metric, import_task, task_name
@@ -42,6 +42,7 @@ __all__ = [
     "clear_gradients",
     "doubts",
     "fixed",
+    "forward",
     "import_task",
     "knob",
     "load_module",

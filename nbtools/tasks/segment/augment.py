@@ -1,10 +1,10 @@
-"""Augmentation of whole batches of pictures on their device, from a sample's own random numbers only: what a sample
-becomes does not depend on its batch, or the machine.
+"""Augmentation of whole batches of images on their device, from each sample's own random numbers only: what a sample
+becomes depends neither on its batch nor on the machine.
 
-One resampling a batch: size, place and mirror image of a crop are one map from its pixels to the picture's. Pictures
-are read bilinearly, class ids and distances at the nearest pixel, so that no class appears between two others.
+One resampling a batch: scale, position and mirroring of a crop are one affine map from its pixels to the image's.
+Images are read bilinearly, class ids and distances at the nearest pixel, so no class appears between two others.
 
-B samples, C channels, H × W pixels of a picture, h × w of a crop.
+B samples, C channels, H × W pixels of an image, h × w of a crop.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nbtools.data import Draws
-from nbtools.tasks.segment.masks.classes import IGNORE
-from nbtools.tasks.segment.masks.distance import FAR
+from nbtools.tasks.segment.classes import IGNORE
 from nbtools.tasks.segment.plans import Plan
+from nbtools.tasks.segment.scores import FAR
 
-GREY = 127.5  # about which contrast changes, and what lies outside of a picture
-OUTSIDE = IGNORE | FAR  # both are 255: no class there, and as far from a boundary as distances are told
-HALF = 0.5  # scale below which the picture of half the size is read: bilinear weights reach no further than 2 pixels
+GREY = 127.5  # the centre of contrast, and what lies outside the image
+OUTSIDE = IGNORE | FAR  # both are 255: no class there, and as far from a boundary as distances go
+HALF = 0.5  # scale below which an image of half the size is read: bilinear weights reach no further than 2 pixels
 
 Raw = dict[str, Tensor]
 
 
 class Crop(NamedTuple):
-    """Where each crop of h × w pixels lies in its picture, zoomed. All (B,): scale; top and left, in pixels of the
-    zoomed picture, negative where that is smaller than the crop; mirrored."""
+    """Where each crop of h × w pixels lies in its zoomed image. All (B,): scale; top and left, in pixels of the zoomed
+    image, negative where that is smaller than the crop; mirrored."""
 
     scale: Tensor
     top: Tensor
@@ -38,34 +38,34 @@ class Crop(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """What the n rows or columns of a crop read: place (B, n), the centre of each in the picture, whose first pixel
-    reaches from 0 to 1; inside (B, n) bool, whether that is in the picture."""
+    """What the n rows or columns of a crop read: at (B, n), the centre of each in the image, whose first pixel extends
+    from 0 to 1; inside (B, n) bool, whether that is in the image."""
 
-    place: Tensor
+    at: Tensor
     inside: Tensor
 
 
-def augmented(raw: Raw, plan: Plan, draws: Draws) -> Raw:
+def augment(raw: Raw, plan: Plan, draws: Draws) -> Raw:
     """A raw batch as training sees it: image (B, C, h, w) float in [0, 255], label (B, h, w) uint8, distance (B, h, w)
-    float in eighths of a pixel; with every knob off label and distance as they came."""
+    float in eighths of a pixel; label and distance unchanged if no setting moves pixels."""
     picture = raw["image"].shape[1], raw["image"].shape[2]
     size = (plan.crop, plan.crop) if plan.crop is not None else picture
     moves = size != picture or not plan.scale_low == plan.scale_high == 1 or plan.flip > 0
     if not moves:
-        return {**raw, "image": recoloured(floats(raw["image"]), draws, plan.jitter)}
-    crop = placed(picture, size, plan, draws)
+        return {**raw, "image": jitter(to_float(raw["image"]), draws, plan.jitter)}
+    crop = draw_crops(picture, size, plan, draws)
     rows, columns = axes(crop, picture, size)
-    image = resampled(raw["image"], crop.scale, rows, columns, pyramid=plan.scale_low < HALF)
-    image = recoloured(image, draws, plan.jitter)
-    found = {name: picked(raw[name], rows, columns) for name in ("label", "distance") if name in raw}
+    image = resample(raw["image"], crop.scale, rows, columns, pyramid=plan.scale_low < HALF)
+    image = jitter(image, draws, plan.jitter)
+    found = {name: resample_nearest(raw[name], rows, columns) for name in ("label", "distance") if name in raw}
     if "distance" in found:
-        found["distance"] = zoomed(found["distance"], crop.scale)
-    return {**raw, **found, "image": bounded(image, rows, columns)}
+        found["distance"] = scale_distance(found["distance"], crop.scale)
+    return {**raw, **found, "image": grey_outside(image, rows, columns)}
 
 
-def placed(picture: tuple[int, int], size: tuple[int, int], plan: Plan, draws: Draws) -> Crop:
-    """Where the crops lie: inside the zoomed picture where it is larger, else anywhere around all of it; for height and
-    width each on its own. Scales are drawn evenly, as the reference does (CoinCheung/BiSeNet, transform_cv2.py)."""
+def draw_crops(picture: tuple[int, int], size: tuple[int, int], plan: Plan, draws: Draws) -> Crop:
+    """Random crops: inside the zoomed image where it is larger, else around all of it; height and width independently.
+    Scales are uniform, as in the reference (CoinCheung/BiSeNet, transform_cv2.py)."""
     scale = draws.uniform(plan.scale_low, plan.scale_high)
 
     def origin(whole: int, part: int) -> Tensor:
@@ -80,73 +80,72 @@ def axes(crop: Crop, picture: tuple[int, int], size: tuple[int, int]) -> tuple[A
     """What the rows and the columns of crops read."""
 
     def axis(step: Tensor, origin: Tensor, whole: int) -> Axis:
-        place = (step + 0.5 + origin[:, None]) / crop.scale[:, None]
-        return Axis(place, (place >= 0) & (place < whole))
+        at = (step + 0.5 + origin[:, None]) / crop.scale[:, None]
+        return Axis(at, (at >= 0) & (at < whole))
 
     down, right = (torch.arange(n, device=crop.scale.device) for n in size)
     across = torch.where(crop.mirrored[:, None], size[1] - 1 - right, right)
     return axis(down, crop.top, picture[0]), axis(across, crop.left, picture[1])
 
 
-def resampled(image: Tensor, scale: Tensor, rows: Axis, columns: Axis, pyramid: bool) -> Tensor:
-    """(B, H, W, C) uint8 → (B, C, h, w) float32 in [0, 255], bilinear; beyond an edge its own pixels go on.
+def resample(image: Tensor, scale: Tensor, rows: Axis, columns: Axis, pyramid: bool) -> Tensor:
+    """(B, H, W, C) uint8 → (B, C, h, w) float32 in [0, 255], bilinear; edge pixels are repeated beyond the image.
 
-    pyramid: pictures zoomed to less than a half are read from a copy of half the size, means of 2 × 2 pixels, which
-    lies below the picture in one tensor, so that every pixel counts down to a scale of 0.25. Of a street scene at 0.25
-    the root mean square difference to Pillow's resizing is then 2.7 of 255 and not 7.1, for a third more time.
+    pyramid: images zoomed to less than a half are read from a copy of half the size, means of 2 × 2 pixels, stored
+    below the image in the same tensor, so every pixel counts down to a scale of 0.25. The root mean square difference
+    to Pillow's resizing of a street scene at 0.25 is then 2.7 of 255 instead of 7.1, for a third more time.
     """
     count, height, width, channels = image.shape
     if pyramid:
         source = torch.zeros(count, channels, height + height // 2, width, device=image.device)
         source[:, :, :height] = image.permute(0, 3, 1, 2)
-        halved(source[:, :, :height], source[:, :, height:, : width // 2])
+        halve(source[:, :, :height], source[:, :, height:, : width // 2])
         level = (scale < HALF).float()[:, None]
     else:
-        source, level = floats(image), torch.zeros_like(scale)[:, None]
+        source, level = to_float(image), torch.zeros_like(scale)[:, None]
 
-    def within(place: Tensor, whole: int, start: int) -> Tensor:
+    def within(at: Tensor, whole: int, start: int) -> Tensor:
         """Pixel centres in `source`, from -1 to 1 over its length."""
         most = torch.where(level > 0, whole // 2, whole) - 0.5
-        return torch.minimum((place / (1 + level)).clamp(min=0.5), most) + level * start
+        return torch.minimum((at / (1 + level)).clamp(min=0.5), most) + level * start
 
-    y = within(rows.place, height, height) * (2 / source.shape[2]) - 1
-    x = within(columns.place, width, 0) * (2 / width) - 1
+    y = within(rows.at, height, height) * (2 / source.shape[2]) - 1
+    x = within(columns.at, width, 0) * (2 / width) - 1
     grid = torch.stack([x[:, None].expand(-1, y.shape[1], -1), y[:, :, None].expand(-1, -1, x.shape[1])], 3)
     return F.grid_sample(source, grid, align_corners=False)
 
 
-def halved(source: Tensor, into: Tensor) -> None:
+def halve(source: Tensor, into: Tensor) -> None:
     """Means of 2 × 2 pixels; a last odd row or column is left out. A sixth of the time of `avg_pool2d` on a CPU."""
     height, width = into.shape[2] * 2, into.shape[3] * 2
     pairs = source[:, :, 0:height:2] + source[:, :, 1:height:2]
     torch.add(pairs[..., 0:width:2], pairs[..., 1:width:2], out=into).mul_(0.25)
 
 
-def picked(values: Tensor, rows: Axis, columns: Axis) -> Tensor:
-    """(B, H, W) uint8 → (B, h, w) uint8 at the nearest pixels; OUTSIDE where there is none."""
+def resample_nearest(values: Tensor, rows: Axis, columns: Axis) -> Tensor:
+    """(B, H, W) uint8 → (B, h, w) uint8 at the nearest pixels; OUTSIDE beyond the image."""
     height, width = values.shape[1:]
-    y, x = rows.place.long().clamp(0, height - 1), columns.place.long().clamp(0, width - 1)
+    y, x = rows.at.long().clamp(0, height - 1), columns.at.long().clamp(0, width - 1)
     index = y[:, :, None] * width + x[:, None]
     found = values.flatten(1).gather(1, index.flatten(1)).view(index.shape)
     beyond = [(~axis.inside).to(torch.uint8) * OUTSIDE for axis in (rows, columns)]
     return found.bitwise_or_(beyond[0][:, :, None]).bitwise_or_(beyond[1][:, None])  # 255 | x = 255
 
 
-def zoomed(distance: Tensor, scale: Tensor) -> Tensor:
-    """Distances (B, h, w) uint8 in pixels of the picture → float in pixels of the crop; what was too far to be told,
-    stays so."""
+def scale_distance(distance: Tensor, scale: Tensor) -> Tensor:
+    """Distances (B, h, w) uint8 in pixels of the image → float in pixels of the crop; those at the limit stay there."""
     return torch.where(distance == OUTSIDE, OUTSIDE, distance * scale[:, None, None])
 
 
-def bounded(image: Tensor, rows: Axis, columns: Axis) -> Tensor:
-    """Grey where there is no picture. Two products: `where` with a mask takes 20 times as long on a CPU."""
+def grey_outside(image: Tensor, rows: Axis, columns: Axis) -> Tensor:
+    """Grey outside the image. Two products: `where` with a mask takes 20 times as long on a CPU."""
     return image.sub_(GREY).mul_(rows.inside[:, None, :, None]).mul_(columns.inside[:, None, None]).add_(GREY)
 
 
-def recoloured(image: Tensor, draws: Draws, strength: float) -> Tensor:
-    """Brightness, contrast about grey and saturation of RGB, each times 1 ± strength, as one product of matrices; a
-    fourth channel stays as it is. image (B, C, H, W) float in [0, 255], changed in place. The reference does
-    the same in this order, but cuts off at 0 and 255 after each of the three."""
+def jitter(image: Tensor, draws: Draws, strength: float) -> Tensor:
+    """Brightness, contrast around grey and saturation of RGB, each times 1 ± strength, as one matrix product; a fourth
+    channel is unchanged. image (B, C, H, W) float in [0, 255], modified in place. The reference does the same in this
+    order, but clips to [0, 255] after each of the three."""
     if not strength:
         return image
     light, contrast, saturation = (draws.uniform(1 - strength, 1 + strength)[:, None, None] for _ in range(3))
@@ -158,6 +157,6 @@ def recoloured(image: Tensor, draws: Draws, strength: float) -> Tensor:
     return image
 
 
-def floats(image: Tensor) -> Tensor:
-    """(B, H, W, C) uint8 → (B, C, H, W) float32, a tensor of its own."""
+def to_float(image: Tensor) -> Tensor:
+    """(B, H, W, C) uint8 → (B, C, H, W) float32, a new tensor."""
     return image.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)

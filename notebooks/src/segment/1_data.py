@@ -4,9 +4,9 @@
 # {badge}
 #
 # Checks images and their labels (PNGs of class ids, lists, or CVAT's polygons) before a network meets them: sizes, ids
-# that are in no class, files that are cut off. Then it shows them with their classes laid over, and packs them: decoded
+# that are in no class, files that are cut off. Then it shows them with their classes over them, and packs them: decoded
 # once, polygons drawn once, with the distance of every pixel to the nearest class boundary. Without data of your own it
-# makes garments to cut out. The pack is kept on your Drive as one file.
+# makes images of striped and dotted shapes. The pack is kept on your Drive as one file.
 #
 # **GPU:** none needed. **Measured:** 40 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation
 # aside, with 1,400 generated images.
@@ -33,8 +33,8 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 
 # %% [markdown]
 # ## Bring it here
-# The demo gets two faults planted, because real data has them too: a photograph whose end is missing, and a label with
-# a number that no class has.
+# Two faults are planted in the demo, because real data has them too: a photograph whose end is missing, and a label
+# with a number that no class has.
 
 # %%
 from PIL import Image
@@ -52,8 +52,8 @@ folder = nb.stage(RAW)
 
 # %% [markdown]
 # ## Validate
-# Every image and every label, by the rules that the pack will hold them to. An error is what the pack leaves out; a
-# warning stays in. The same in a terminal: `python -m nbtools validate segment FOLDER`.
+# Every image and every label, by the rules of the pack. What has an error is left out of the pack; what has a warning
+# stays in. The same in a terminal: `python -m nbtools validate segment FOLDER`.
 
 # %%
 nb.validate(segment, folder, **OPTIONS)
@@ -67,7 +67,7 @@ pack
 
 # %% [markdown]
 # ## Look
-# Images, and their classes laid over.
+# Images, and their classes over them.
 
 # %%
 segment.show(pack, pack.ids("train")[:6])
@@ -80,8 +80,8 @@ segment.show(pack, pack.ids("train")[:6])
 segment.balance(pack)
 
 # %% [markdown]
-# ## What knowing the place alone brings
-# The most frequent class of each pixel's place, asked of images never seen: what a network has to be clearly above.
+# ## What the position alone predicts
+# The most frequent class at each pixel, scored on images never seen: what a network must clearly exceed.
 
 # %%
 segment.position_prior(pack, "val")

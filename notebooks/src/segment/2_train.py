@@ -14,8 +14,8 @@
 
 # %% [markdown]
 # ## Settings
-# `CHANGES` is what you want otherwise than advised. Here it is for the demo, which takes minutes and not half an hour;
-# write `{}` for data of your own.
+# `CHANGES` overrides the advice. Here it shortens the demo's training from half an hour to minutes; write `{}` for data
+# of your own.
 
 # %%
 import os
@@ -60,7 +60,7 @@ panel
 
 # %% [markdown]
 # ## What the network will see
-# The same images, as augmentation hands them over: scaled, cropped, mirrored, in other colours. Labels are never mixed.
+# The same images after augmentation: scaled, cropped, mirrored, in other colours. Labels are never mixed.
 
 # %%
 panel.put(panel.plan.replace(**CHANGES))
@@ -68,8 +68,8 @@ segment.training_views(pack, pack.ids("train")[:3], panel.plan)
 
 # %% [markdown]
 # ## Train
-# Evaluations amid training look once at each image; several scales and mirror images, where the plan asks for them, are
-# left to the end.
+# Evaluations while training are single passes; several scales and mirror images, if the plan asks for them, are left to
+# the end.
 
 # %%
 run = nb.fit(segment, pack, panel, run=RUN, keep=KEEP, receipt=not TINY)
@@ -83,7 +83,7 @@ run.summary().round(4)
 # %% [markdown]
 # ## The receipt
 # The guide's settings (every image decoded again at each access, all scales at every evaluation) ran for a few seconds
-# on this machine and this data. This is what yours do beside them.
+# on this machine and this data. This is how yours compare.
 
 # %%
 run.receipt

@@ -3,9 +3,9 @@
 #
 # {badge}
 #
-# Says which classes are found and which are taken for another, which images are worst, what several scales and mirror
-# images bring and what they cost, and how long one answer takes. Without a trained run on your Drive it trains a short
-# one first.
+# Shows which classes are recognised and which are mistaken for another, which images are worst, what several scales and
+# mirror images bring and what they cost, and how long one prediction takes. Without a trained run on your Drive it
+# trains a short one first.
 #
 # **GPU:** none needed. **Measured:** 12 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation aside,
 # after `2_train`.
@@ -28,7 +28,7 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 
 # %% [markdown]
 # ## The data and the run
-# Whatever is missing on Drive is said, and made here on a small scale, so that this notebook runs by itself.
+# Whatever is missing on Drive is reported, and made here on a small scale, so that this notebook runs by itself.
 
 # %%
 import nbtools as nb
@@ -52,7 +52,7 @@ found = nb.evaluate(run, pack, split=SPLIT)
 found
 
 # %% [markdown]
-# Beside it what the place of a pixel alone says: the most frequent class there in training.
+# For comparison, what the position of a pixel alone predicts: the most frequent class there in training.
 
 # %%
 segment.position_prior(pack, SPLIT)
@@ -66,7 +66,7 @@ read = run.predict_pack(pack, ids, batch_size=16)
 segment.by_class(pack, ids, read)
 
 # %% [markdown]
-# What is taken for what.
+# What is mistaken for what.
 
 # %%
 segment.confused(segment.confusion(pack, ids, read))
@@ -79,14 +79,14 @@ worst = segment.worst(pack, ids, read, 4)
 segment.show(pack, worst, run.predict_pack(pack, worst))
 
 # %% [markdown]
-# ## What several looks cost, and what they bring
-# Each image at more scales and mirrored, the answers averaged. The gain is in mIoU, the cost in seconds here.
+# ## What several scales cost, and what they bring
+# Each image at more scales and mirrored, the predictions averaged. The gain is in mIoU, the cost in seconds here.
 
 # %%
 segment.costs(run.model(), pack, run.plan, split=SPLIT, ids=ids[:40])
 
 # %% [markdown]
-# ## How long does one answer take
+# ## How long does one prediction take
 
 # %%
 segment.latency(run.model(), pack, run.plan, ids[:20])

@@ -1,11 +1,19 @@
-"""The class table: which raw id, name and colour of the labels is which class, and which are ignored."""
+"""The class table: which raw id, name and colour of the labels is which class, and which are ignored.
+
+It comes from names, a mapping, or a text file:
+
+    classes.txt     one name a line, ids from 0; or `id,name`, `id,name,r,g,b` or `name,r,g,b`; also class_dict.csv
+    labelmap.txt    as CVAT writes it: name:r,g,b:parts:actions
+"""
 
 from __future__ import annotations
 
 import colorsys
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -14,15 +22,17 @@ from nbtools.errors import PackError
 
 IGNORE = 255  # in packed labels
 UNKNOWN = 254  # in a look-up only: an id that is in no table
-MOST_CLASSES = 254  # what a byte holds beside the two
+MOST_CLASSES = 254  # what a byte holds besides these two
 MOST_ID = 65_535  # of 16-bit labels
+BACKGROUND = ("background", "_background_", "bg")  # black, and what no drawn shape covers
 
-OF_TWO = (
-    "A mask of 0 and 255 is read by classes={0: 'background', 255: 'object'}, or a file of the lines 0,background and "
-    "255,object"
+TWO_CLASSES = (
+    "A mask of 0 and 255 is read with classes={0: 'background', 255: 'object'}, or a file of the lines 0,background "
+    "and 255,object"
 )
 
 Colour = tuple[int, int, int]
+Given = str | Path | Mapping[int, str] | Sequence[str]
 
 # Okabe and Ito's, then each the farthest from all before it and from black in CIELAB, also as protanopes and
 # deuteranopes see them (Machado et al. 2009).
@@ -31,12 +41,25 @@ PALETTE: tuple[Colour, ...] = (
     *((0, 0, 255), (0, 0, 102), (255, 255, 204), (102, 102, 255), (102, 51, 0), (153, 255, 255), (102, 51, 102)),
     *((0, 204, 102), (102, 153, 255)),
 )
-BACKGROUND = ("background", "_background_", "bg")  # black, and what no drawn shape covers
+
+FILES = ("classes.txt", "labelmap.txt", "class_dict.csv")
+RGB = r"(?P<r>\d+)\s*,\s*(?P<g>\d+)\s*,\s*(?P<b>\d+)\s*"
+FORMS = tuple(
+    map(
+        re.compile,
+        (
+            rf"\s*(?P<name>[^:]+?)\s*:\s*(?:{RGB})?:[^:]*:[^:]*",
+            rf"\s*(?P<id>\d+)\s*,\s*(?P<name>[^,]+?)\s*(?:,\s*{RGB})?",
+            rf"\s*(?P<name>[^,]+?)\s*,\s*{RGB}",
+        ),
+    )
+)
+HEADERS = ("id,name", "name,r,g,b")
 
 
 @dataclass(frozen=True)
 class Class:
-    """id: in the raw labels; colour: None where nobody gave one."""
+    """id: in the raw labels; colour: None if none was given."""
 
     id: int
     name: str
@@ -45,7 +68,7 @@ class Class:
 
 @dataclass(frozen=True)
 class Table:
-    """classes: in order of their places; ignored: raw ids that count as no class, 255 among them unless it is one."""
+    """classes: in the order of their indices; ignored: raw ids that are no class, 255 among them unless it is one."""
 
     classes: tuple[Class, ...]
     ignored: tuple[Class, ...]
@@ -56,11 +79,11 @@ class Table:
 
     @cached_property
     def lookup(self) -> np.ndarray:
-        """(65536,) uint8: raw id → place, IGNORE, or UNKNOWN."""
-        places = np.full(MOST_ID + 1, UNKNOWN, np.uint8)
-        places[[one.id for one in self.ignored]] = IGNORE
-        places[[one.id for one in self.classes]] = np.arange(len(self.classes))
-        return places
+        """(65536,) uint8: raw id → class index, IGNORE, or UNKNOWN."""
+        indices = np.full(MOST_ID + 1, UNKNOWN, np.uint8)
+        indices[[one.id for one in self.ignored]] = IGNORE
+        indices[[one.id for one in self.classes]] = np.arange(len(self.classes))
+        return indices
 
     @property
     def by_name(self) -> dict[str, int]:
@@ -74,7 +97,7 @@ class Table:
 
     @property
     def background(self) -> int:
-        """The place of what no shape covers: the class of that name, else it is ignored."""
+        """The index for what no shape covers: the class of that name, else it is ignored."""
         return next((k for k, one in enumerate(self.classes) if one.name.casefold() in BACKGROUND), IGNORE)
 
     @property
@@ -96,12 +119,11 @@ class Table:
         return cls(tuple(every[:count]), tuple(every[count:]))
 
 
-def table_of(entries: Iterable[Class], ignore: Sequence[int | str] = ()) -> Table:
-    """The table of these classes without what is ignored, by raw id or name.
+def class_table(entries: Sequence[Class], ignore: Sequence[int | str] = ()) -> Table:
+    """The table of these classes without the ignored ones, which are raw ids or names.
 
-    Raises PackError where the classes cannot be told apart, are fewer than 2 or more than 254.
+    Raises PackError unless the classes differ, and are from 2 to 254.
     """
-    entries = list(entries)
     require_different(entries)
     ignored = ignored_ids(entries, ignore)
     if IGNORE not in {one.id for one in entries}:
@@ -111,8 +133,8 @@ def table_of(entries: Iterable[Class], ignore: Sequence[int | str] = ()) -> Tabl
     if not 2 <= len(classes) <= MOST_CLASSES:
         some = ", ".join(one.name for one in classes[:8]) or "none"
         raise PackError(
-            f"a class table has 2 to {MOST_CLASSES} classes, got {len(classes)} beside those ignored ({some}); "
-            f"give classes=, names or a file of them. {OF_TWO}"
+            f"a class table has 2 to {MOST_CLASSES} classes, got {len(classes)} besides those ignored ({some}); "
+            f"give classes=, names or a file of them. {TWO_CLASSES}"
         )
     return Table(classes, tuple(known.get(i, Class(i, "")) for i in dict.fromkeys(ignored)))
 
@@ -126,7 +148,9 @@ def require_different(entries: Sequence[Class]) -> None:
     for what in ("id", "name", "colour"):
         values = [value for one in entries if (value := getattr(one, what)) is not None]
         if twice := [value for value in values if values.count(value) > 1]:
-            raise PackError(f"classes: each {what} stands once, got {twice[0]!r} twice; rename one, or delete its line")
+            raise PackError(
+                f"classes: each {what} is used once, got {twice[0]!r} twice; rename one, or delete its line"
+            )
 
 
 def ignored_ids(entries: Sequence[Class], ignore: Sequence[int | str]) -> list[int]:
@@ -139,8 +163,45 @@ def ignored_ids(entries: Sequence[Class], ignore: Sequence[int | str]) -> list[i
     return found
 
 
+def parse_classes(classes: Given) -> list[Class]:
+    """The classes of a list of names, a mapping id → name, or a file. Raises PackError for anything else."""
+    if isinstance(classes, str | Path):
+        path = Path(classes).expanduser()
+        try:
+            return list(read_classes(path.read_text("utf-8-sig"), path.name))
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise PackError(
+                f"classes: {path} cannot be read ({why}); give two names or more, or a text file of them in UTF-8"
+            ) from None
+    if isinstance(classes, Mapping):
+        return [Class(int(i) if isinstance(i, np.integer) else i, name) for i, name in classes.items()]
+    if not isinstance(classes, Iterable):
+        raise PackError(f"classes must be names, a mapping id → name, or a file of them, got {classes!r}")
+    return [Class(i, name) for i, name in enumerate(classes)]
+
+
+def read_classes(text: str, name: str) -> Iterator[Class]:
+    """The classes of a file. Raises PackError naming the line whose form is not the first line's."""
+    lines = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip() and not line.startswith("#")]
+    if lines and lines[0][1].replace(" ", "").casefold().startswith(HEADERS):
+        lines = lines[1:]
+    form = next((form for form in FORMS if lines and form.fullmatch(lines[0][1])), None)
+    for k, (i, line) in enumerate(lines):
+        if form is None:
+            yield Class(k, line.strip())
+            continue
+        if (match := form.fullmatch(line)) is None:
+            raise PackError(f"{name}:{i}: a line has the form of the first, {lines[0][1]!r}, got {line!r}")
+        parts = match.groupdict()
+        colour = None if parts["r"] is None else (int(parts["r"]), int(parts["g"]), int(parts["b"]))
+        if colour and max(colour) > 255:
+            raise PackError(f"{name}:{i}: a colour is three numbers from 0 to 255, got {', '.join(map(str, colour))}")
+        yield Class(int(parts.get("id") or k), parts["name"], colour)
+
+
 def colours(classes: Sequence[Class]) -> list[Colour]:
-    """A colour of each class: the one given, black for the background, else the next of the palette that is free."""
+    """A colour for each class: the one given, black for the background, else the next free one of the palette."""
     taken = {one.colour for one in classes}
     free = (colour for colour in palette() if colour not in taken)
     black = (0, 0, 0)
@@ -151,10 +212,10 @@ def colours(classes: Sequence[Class]) -> list[Colour]:
 
 
 def palette() -> Iterator[Colour]:
-    """Colours without end and without repetition among the first few hundred."""
+    """Endless colours, without repetition among the first few hundred."""
     yield from PALETTE
     k = 0
-    while True:  # hues by the golden ratio are far from all before them
+    while True:  # hues in steps of the golden ratio are far from all before them
         red, green, blue = colorsys.hsv_to_rgb(
             k * 0.6180339887 % 1, (0.55, 0.95, 0.75)[k % 3], (0.95, 0.7, 0.45)[k % 3]
         )

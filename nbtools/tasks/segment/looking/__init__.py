@@ -1,1 +1,0 @@
-"""Pictures, answers and what is read wrong: what a pack of segmentation holds, drawn and counted."""
