@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import nbtools as nb
+from benchmarks.compose import compose
 from benchmarks.paired import RESULTS, Figure, Receipt
 from nbtools.live import LivePlot
 from nbtools.tasks import hwdb
@@ -41,7 +42,7 @@ def main() -> None:
             if data:
                 print(run.predict(sorted(nb.stage(Path(data) / "scut-lines.tar").rglob("*.jpg"))))
         if only != "demo" and data:
-            source = hwdb.compose(Path(data) / "omniglot.zip", folder / "composed", COMPOSED, progress=False)
+            source = compose(Path(data) / "omniglot.zip", folder / "composed", COMPOSED)
             title = "lines of Omniglot's characters, held-back drawers"
             run, pack = trained(folder, source, "hwdb_real_lines", title, epochs=REAL_EPOCHS)
             beams(run, pack)

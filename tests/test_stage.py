@@ -273,7 +273,7 @@ def test_what_an_older_nbtools_staged_is_used(place, monkeypatch):
 # Whole or not at all
 
 
-def in_process(job, *arguments) -> multiprocessing.Process:
+def in_process(job, *arguments):
     process = multiprocessing.get_context("fork").Process(target=job, args=arguments)
     process.start()
     return process
@@ -492,9 +492,10 @@ def test_progress_shows_rate_and_time_left_and_can_be_silent(place, capsys):
 # Drive
 
 
-def test_drive_path_makes_room_or_requires_the_file(place):
-    assert drive_path("drive:new/pack.tar", create=True) == place / "drive" / "new" / "pack.tar"
+def test_a_place_to_keep_is_made_on_drive_and_a_path_on_drive_must_exist(place):
+    assert place_to_keep("drive:new/pack.tar") == place / "drive" / "new" / "pack.tar"
     assert (place / "drive" / "new").is_dir()
+    assert place_to_keep(place / "mine" / "pack.tar") == place / "mine" / "pack.tar"
     with pytest.raises(errors.StageError, match="there is no"):
         drive_path("drive:new/pack.tar")
 

@@ -32,8 +32,8 @@ from nbtools.data.pack import (
 )
 from nbtools.data.packing import Writer, build
 from nbtools.data.report import ERROR, WARNING, Refused, Report, Row, ordered
-from nbtools.data.sources import Source
-from nbtools.data.stage import bar, cache, in_notebook, stage
+from nbtools.data.sources import Source, cache
+from nbtools.data.stage import bar, in_notebook, stage
 
 __all__ = [
     "ERROR",

@@ -44,7 +44,8 @@ from nbtools.data.pack import (
     mapped,
     require_shares,
 )
-from nbtools.data.stage import bar, cache, stage
+from nbtools.data.sources import cache
+from nbtools.data.stage import bar, stage
 from nbtools.errors import PackError
 from nbtools.table import plural
 from nbtools.version import VERSION

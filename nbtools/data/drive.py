@@ -23,18 +23,13 @@ KEPT, FORMER = "drive:nbtools-data/", "drive:nbtools/"  # where notebooks keep p
 _declined = False  # whether Colab's dialog was declined: it is not shown a second time
 
 
-def drive_path(path: str | Path, create: bool = False) -> Path:
-    """The local path of `drive:path/in/My Drive`; other paths as they are. With `create` the folder above it is made,
-    without it the path must exist. Raises StageError or DiskError where that cannot be."""
+def drive_path(path: str | Path) -> Path:
+    """The local path of `drive:path/in/My Drive`; other paths as they are. Raises StageError, naming what is there
+    under a similar name, where nothing is at the path, or DiskError."""
     text = str(path)
-    if not create:
-        if found := existing(text):
-            return found
-        raise missing(text, local(text))
-    place = local(text)
-    with disk.explained(f"making a place for {text}", place):
-        disk.make_folder(place.parent)
-    return place
+    if found := existing(text):
+        return found
+    raise missing(text, local(text))
 
 
 def existing(text: str) -> Path | None:
@@ -73,11 +68,16 @@ def kept(place: str, instead: str = "demo data") -> Path | None:
 def place_to_keep(where: str | Path) -> Path | None:
     """The local path to write what should outlive this machine to; on Drive its folder is made. None, and a sentence,
     where the dialog that asks for Drive was declined."""
+    if not str(where).startswith("drive:"):
+        return Path(where)
     try:
-        return drive_path(where, create=True) if str(where).startswith("drive:") else Path(where)
+        place = local(str(where))
     except DriveRefused as refusal:
         print(f"{refusal}: nothing is kept at {where}, and the work of this session is lost when its machine goes.")
         return None
+    with disk.explained(f"making a place for {where}", place):
+        disk.make_folder(place.parent)
+    return place
 
 
 def local(text: str) -> Path:

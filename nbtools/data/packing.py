@@ -16,7 +16,8 @@ from nbtools import disk
 from nbtools.data import archive
 from nbtools.data.journal import JOURNAL, Journal
 from nbtools.data.pack import FORMAT, MANIFEST, Pack, Reader, require_shares
-from nbtools.data.stage import cache, stage
+from nbtools.data.sources import cache
+from nbtools.data.stage import stage
 from nbtools.data.writer import Entry, Writer
 from nbtools.errors import PackError
 from nbtools.table import plural

@@ -10,6 +10,7 @@ import hashlib
 import http.client
 import os
 import re
+import tempfile
 import time
 import urllib.error
 import urllib.parse
@@ -31,7 +32,7 @@ PAUSE = 1.0  # seconds before the second connection; doubles with each that brou
 TIMEOUT = 60.0  # seconds without a byte
 TRIES = 5
 
-Progress = Callable[[int], object]  # is told of bytes
+Progress = Callable[[int], object]  # called with the bytes that came
 
 
 class Source:
@@ -39,14 +40,15 @@ class Source:
 
     text: what the user wrote; origin: what tells it from all other sources; name: of the archive or folder there.
     here: where it can be read fast already, if anywhere; it is then fetched only if a copy is asked for.
+    size: bytes to fetch, known once version() was called; None where nobody tells.
     """
 
     kinds: ClassVar[list[type[Source]]] = []
     is_folder = False  # `fetch` fills a folder; else it writes one archive
     is_remote = False  # its version takes a connection: what was staged before is used without asking
     verb = "copy"
-    hint = ""  # what to tell the user before fetching
     here: Path | None = None
+    size: int | None = None
 
     def __init_subclass__(cls) -> None:
         Source.kinds.insert(0, cls)
@@ -63,14 +65,13 @@ class Source:
         """What changes whenever the content does; a part of another version is not resumed."""
         raise NotImplementedError
 
-    @property
-    def size(self) -> int | None:
-        """Bytes to fetch; None where nobody knows before."""
-        return None
+    def hint(self) -> str:
+        """What to tell the user before fetching, if anything."""
+        return ""
 
     def fetch(self, part: Path, progress: Progress) -> None:
-        """Write all of it to `part`, a file or a folder, and go on from what is there. Raises StageError, with what
-        came kept."""
+        """Write all of it to `part`, a file or a folder, resuming what is there. Raises StageError, and keeps what
+        came."""
         raise NotImplementedError
 
 
@@ -84,7 +85,8 @@ class File(Source):
 
     def __init__(self, text: str, path: Path):
         super().__init__(text, str(path), path.name)
-        self.path, self.here = path, None if is_far(path) else path
+        self.path, self.here, self.seen = path, None if is_far(path) else path, path.stat()
+        self.size = self.seen.st_size
 
     @classmethod
     def of(cls, text: str) -> Source:
@@ -97,15 +99,10 @@ class File(Source):
         return cls(text, path)
 
     def version(self) -> str:
-        seen = self.path.stat()
-        return f"{seen.st_size}-{seen.st_mtime_ns}"
-
-    @property
-    def size(self) -> int:
-        return self.path.stat().st_size
+        return f"{self.seen.st_size}-{self.seen.st_mtime_ns}"
 
     def fetch(self, part: Path, progress: Progress) -> None:
-        copy(self.path, part, self.size, progress)
+        copy(self.path, part, self.seen.st_size, progress)
 
 
 class Folder(Source):
@@ -123,18 +120,14 @@ class Folder(Source):
     def files(self) -> list[tuple[str, tuple[int, int]]]:
         return sorted(listing(self.path).items())
 
-    @property
-    def hint(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def hint(self) -> str:
         if len(self.files) <= MANY:
             return ""
         return f"{self.path}: {len(self.files):,} files, which is slow there. One tar of them copies many times faster."
 
     def version(self) -> str:
+        self.size = sum(size for _, (size, _) in self.files)
         return hashlib.sha256(repr(self.files).encode("utf-8", "surrogateescape")).hexdigest()[:16]
-
-    @property
-    def size(self) -> int:
-        return sum(size for _, (size, _) in self.files)
 
     def fetch(self, part: Path, progress: Progress) -> None:
         for name, (size, _) in self.files:
@@ -155,11 +148,8 @@ class Url(Source):
         return probe(self.origin)
 
     def version(self) -> str:
+        self.size = self.announced.size
         return self.announced.version
-
-    @property
-    def size(self) -> int | None:
-        return self.announced.size
 
     def fetch(self, part: Path, progress: Progress) -> None:
         download(self.announced, part, progress)
@@ -176,16 +166,15 @@ class DriveFile(Url):
     @cached_property
     def announced(self) -> Announced:
         """Of the file itself, past the page that says that it is too large for the virus scan."""
-        url: str | None = f"{drive.SITE}/uc?id={self.origin}&export=download"
-        asked, page = url, ""
-        for _ in range(3):
-            if url is None:
+        url = f"{drive.SITE}/uc?id={self.origin}&export=download"
+        found = probe(url)
+        for _ in range(2):
+            if not found.page or not (following := drive.confirmed(found.page, found.url)):
                 break
-            asked, found = url, probe(url)
-            if not found.page:
-                return found
-            page, url = found.page, drive.confirmed(found.page, found.url)
-        raise StageError(f"{asked}: {drive.complaint(page)}")
+            url, found = following, probe(following)
+        if found.page:
+            raise StageError(f"{url}: {drive.complaint(found.page)}")
+        return found
 
 
 class DriveFolder(Source):
@@ -219,9 +208,16 @@ def drive_id(text: str, form: str) -> str | None:
     return found[1] if found and found[0] == form else None
 
 
+def cache() -> Path:
+    """Where staged data and packs live unless told otherwise: local, fast, and lost with the machine."""
+    return Path(os.environ.get("NBTOOLS_CACHE") or Path(tempfile.gettempdir()) / "nbtools").absolute()
+
+
 def is_far(path: Path) -> bool:
-    """Whether a path lies on Drive, or what stands for it, or on another slow mount; a link lies where it leads to, and
-    so does a folder with one."""
+    """Whether a path lies on Drive, or what stands for it, or on another slow mount, but not in the cache; a link lies
+    where it leads to, and so does a folder with one."""
+    if path.is_relative_to(cache()):
+        return False
     roots = [drive.MOUNT, *([Path(folder)] if (folder := os.environ.get("NBTOOLS_DRIVE")) else [])]
     roots = [root.resolve() for root in roots]
     return any(any(map(real.is_relative_to, roots)) or disk.is_slow(real) for real in real_places(path))

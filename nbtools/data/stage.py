@@ -16,10 +16,8 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from tqdm import tqdm
 
 from nbtools import disk
 from nbtools.data import archive
-from nbtools.data.sources import Progress, Source, bytes_in, listing, require_archive, source_of
+from nbtools.data.sources import Progress, Source, bytes_in, cache, listing, require_archive, source_of
 from nbtools.errors import ArchiveError, StageError
 
 Extract = bool | Callable[[Path], bool]
@@ -60,8 +58,6 @@ def stage(
     with disk.explained(f"looking at {source}", Path(source)):
         found = source_of(str(source))
         root = cache() if into is None else Path(into).expanduser().absolute()
-        if found.here is None and not found.is_remote and Path(found.origin).is_relative_to(root):
-            found.here = Path(found.origin)
         if into is None and found.here and is_ready(found, extract):
             if sha256 and not found.is_folder:
                 digest_of(found.here, found.text, sha256)
@@ -75,11 +71,6 @@ def stage(
         disk.make_folder(target.parent)
         with disk.Lock(cache() / "locks" / f"stage-{lock}.lock"):
             return staged(target, version, sha256) or publish(found, target, extract, sha256, progress)
-
-
-def cache() -> Path:
-    """Where staged data and packs live unless told otherwise: local, fast, and lost with the machine."""
-    return Path(os.environ.get("NBTOOLS_CACHE") or Path(tempfile.gettempdir()) / "nbtools").absolute()
 
 
 def is_ready(source: Source, extract: Extract) -> bool:
@@ -146,8 +137,8 @@ def publish(source: Source, target: Path, extract: Extract, sha256: str | None, 
 
 def fetch(source: Source, part: Path, name: str, progress: bool, room: int = 1) -> Path:
     """Bring a source to a `.part`. room: how many times its size must be free, what is there already included."""
-    if progress and source.hint:
-        tqdm.write(source.hint)
+    if progress and (hint := source.hint()):
+        tqdm.write(hint)
     if source.size is not None:
         disk.require_space(part, room * source.size - bytes_below(part))
     with moving(source.size, f"{source.verb} {name}", progress) as moved:

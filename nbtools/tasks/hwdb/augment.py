@@ -1,5 +1,7 @@
-"""Augmentation of whole batches of lines on their device, from a sample's own random numbers only: what a line becomes
-does not depend on its batch, its padding, or the machine. Ink (B, 1, H, W) in [0, 1], 0 is paper; lengths (B,) columns.
+"""Augmentation of whole batches of lines on their device, from each sample's own random numbers only: what a line
+becomes depends neither on its batch nor on its padding nor on the machine.
+
+Ink (B, 1, H, W) in [0, 1], 0 is paper; lengths (B,) columns.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nbtools.data import Draws
-from nbtools.tasks.hwdb.networks.masked import beyond
+from nbtools.tasks.hwdb.networks import beyond
 
 STRETCH, SLANT = 0.08, 0.2  # largest change of a line's length; columns a row leans by
 SPOTS = 3
 
 
-def varied(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> tuple[Tensor, Tensor]:
-    """Lines bent, with thicker or thinner strokes, in another contrast, and with spots of paper over them; and their
+def augmented(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> tuple[Tensor, Tensor]:
+    """Lines bent, with thicker or thinner strokes, in another contrast, partly covered by spots of paper; and their
     lengths, which never shrink, so that every text that fitted still fits. strength: 1 is the recipe's."""
     ink, lengths = bent(ink, lengths, draws, strength)
     ink = thickened(ink, draws.uniform(-0.5 * strength, 0.5 * strength))
@@ -51,16 +53,16 @@ def bent(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> tuple[T
 
 
 def thickened(ink: Tensor, amount: Tensor) -> Tensor:
-    """Strokes a pixel wider where the amount (B,) is positive, thinner where it is negative: so much of the way to the
-    3 × 3 maximum or minimum. What lies around a line is paper to both, be it padding or the edge of the picture."""
+    """Strokes a pixel wider where the amount (B,) is positive, thinner where it is negative: interpolated by that
+    amount towards the 3 × 3 maximum or minimum. Padding and what lies outside of the picture are both paper."""
     sign = amount.sign().view(-1, 1, 1, 1)
     around = F.pad(ink * sign, (1, 1, 1, 1))
     return ink + amount.view(-1, 1, 1, 1) * (F.max_pool2d(around, 3, 1) - ink * sign)
 
 
 def spots(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> Tensor:
-    """(B, 1, H, W) bool: rectangles of up to a quarter of the height, and strips of up to a tenth through all of it;
-    no glyph, which is about as wide as high, goes altogether."""
+    """(B, 1, H, W) bool: rectangles of up to a quarter of the height, and strips of up to a tenth across all of it;
+    no character, which is about as wide as high, is covered whole."""
     height, width = ink.shape[2:]
     x = torch.arange(width, device=ink.device).view(1, 1, 1, -1)
     y = torch.arange(height, device=ink.device).view(1, 1, -1, 1)

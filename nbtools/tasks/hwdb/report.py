@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,19 +12,9 @@ from nbtools.data import SPLITS, Pack
 from nbtools.table import plural
 
 STRIDES = (4, 8, 16, 32)  # columns a time step of the networks
-WIDTHS = 12  # rows of the histogram
-BAR = 24
-HEAD = (
-    "split",
-    "lines",
-    "characters",
-    "classes",
-    "unknown",
-    *(f"narrow /{s}" for s in STRIDES),
-    "width",
-    "median",
-    "95 %",
-)
+BINS, BAR = 12, 24  # rows of the histogram of widths; characters of its longest bar
+NARROW = [f"narrow /{stride}" for stride in STRIDES]
+HEAD = ("split", "lines", "characters", "classes", "unknown", *NARROW, "width", "median", "95 %")
 
 
 @dataclass(frozen=True)
@@ -41,15 +31,16 @@ class Tally:
     widths: tuple[int, int, int, int]
 
     def row(self) -> tuple:
-        least, median, most_of, most = self.widths
+        least, median, high, most = self.widths
         counts = (self.lines, self.characters, self.classes, self.unknown, *self.narrow.values())
-        return (self.split, *(f"{n:,}" for n in counts), f"{least:,} to {most:,}", f"{median:,}", f"{most_of:,}")
+        return (self.split, *(f"{n:,}" for n in counts), f"{least:,} to {most:,}", f"{median:,}", f"{high:,}")
 
 
 @dataclass(frozen=True)
 class Report:
-    """Shows as tables. narrow: stride → names of the lines that CTC cannot spell at it; untrained: classes that lines
-    to validate or test on show, and training never; outside: characters of the texts that are no class, how often."""
+    """Shows as tables. narrow: stride → names of the lines that CTC cannot spell at it; untrained: classes that occur
+    in lines to validate or test on, and never in training; outside: characters of the texts that are no class, with
+    how often they occur; histogram: lines between two of the edges, in columns."""
 
     splits: tuple[Tally, ...]
     classes: int
@@ -61,16 +52,17 @@ class Report:
 
     def notes(self) -> list[tuple[str, str]]:
         trained = next((tally.classes for tally in self.splits if tally.split == "train"), 0)
-        said = [("classes", f"{self.classes:,} and unknown; {trained:,} of them are in training lines")]
+        notes = [("classes", f"{self.classes:,} and unknown; {trained:,} of them are in training lines")]
         if self.untrained:
-            said.append(("never trained", f"{len(self.untrained):,}, only in val or test: {shortened(self.untrained)}"))
+            text = f"{len(self.untrained):,}, only in val or test: {shortened(self.untrained)}"
+            notes.append(("never trained", text))
         if self.outside:
             count = sum(self.outside.values())
-            said.append(("in no class", f"{plural(count, 'character')}, now unknown: {shortened(self.outside)}"))
+            notes.append(("in no class", f"{plural(count, 'character')}, now unknown: {shortened(self.outside)}"))
         for stride, names in self.narrow.items():
             if names:
-                said.append((f"too narrow at stride {stride}", f"{len(names):,}: {shortened(names, 3, ', ')}"))
-        return said
+                notes.append((f"too narrow at stride {stride}", f"{len(names):,}: {shortened(names, 3, ', ')}"))
+        return notes
 
     def bars(self) -> list[tuple[str, str, str]]:
         most = max(self.histogram, default=0) or 1
@@ -89,16 +81,14 @@ class Report:
 
 
 def report(pack: Pack) -> Report:
-    """Count a pack; nothing is dropped for being too narrow, since another network may have a smaller stride."""
-    columns = np.diff(pack.offsets["image"])
-    needed = needed_steps(pack.arrays["label"], pack.offsets["label"])
-    narrow = {stride: -(-columns // stride) < needed for stride in STRIDES}
-    tallies = [tally(pack, name, pack.ids(name), columns, narrow) for name in SPLITS if pack.splits[name]]
+    """Count a pack. Lines too narrow for a network stay in it, since another network may have a smaller stride."""
+    columns, narrow = np.diff(pack.offsets["image"]), narrow_lines(pack)
+    tallies = [tally(pack, name, pack.ids(name), narrow) for name in SPLITS if pack.splits[name]]
     if len(tallies) > 1:
-        tallies.append(tally(pack, "all", np.arange(len(pack)), columns, narrow))
-    trained, held = (seen(pack, names) for names in (SPLITS[:1], SPLITS[1:]))
+        tallies.append(tally(pack, "all", np.arange(len(pack)), narrow))
+    trained, held = (counts_of(pack, names) for names in (SPLITS[:1], SPLITS[1:]))
     untrained = np.flatnonzero((held > 0) & (trained == 0)) if pack.splits["train"] else []
-    edges = np.unique(np.linspace(columns.min(), columns.max() + 1, WIDTHS + 1).astype(int))
+    edges = np.unique(np.linspace(columns.min(), columns.max() + 1, BINS + 1).astype(int))
     return Report(
         splits=tuple(tallies),
         classes=len(pack.classes) - 1,
@@ -110,10 +100,9 @@ def report(pack: Pack) -> Report:
     )
 
 
-def tally(pack: Pack, name: str, ids: np.ndarray, columns: np.ndarray, narrow: dict[int, np.ndarray]) -> Tally:
-    counts = seen(pack, SPLITS if name == "all" else (name,))
-    least, most = columns[ids].min(), columns[ids].max()
-    median, most_of = np.quantile(columns[ids], [0.5, 0.95]).round()
+def tally(pack: Pack, name: str, ids: np.ndarray, narrow: dict[int, np.ndarray]) -> Tally:
+    counts, widths = counts_of(pack, SPLITS if name == "all" else (name,)), pack.lengths("image", ids)
+    median, high = np.quantile(widths, [0.5, 0.95]).round()
     return Tally(
         split=name,
         lines=len(ids),
@@ -121,25 +110,27 @@ def tally(pack: Pack, name: str, ids: np.ndarray, columns: np.ndarray, narrow: d
         classes=int((counts[:-1] > 0).sum()),
         unknown=int(counts[-1]),
         narrow={stride: int(which[ids].sum()) for stride, which in narrow.items()},
-        widths=(int(least), int(median), int(most_of), int(most)),
+        widths=(int(widths.min()), int(median), int(high), int(widths.max())),
     )
 
 
-def seen(pack: Pack, splits: Sequence[str]) -> np.ndarray:
-    """(classes,) how often each stands in the lines of some splits."""
+def counts_of(pack: Pack, splits: Sequence[str]) -> np.ndarray:
+    """(classes,) how often each occurs in the lines of some splits."""
     here = np.isin(pack.split, [SPLITS.index(name) for name in splits])
     labels = pack.arrays["label"][np.repeat(here, np.diff(pack.offsets["label"]))]
     return np.bincount(labels, minlength=len(pack.classes))
 
 
-def needed_steps(labels: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """(n,) the fewest time steps in which CTC spells each text, as `ctc.needed_steps` of one; labels of all texts in a
-    row, offsets (n + 1,)."""
-    equal = np.concatenate([[0], np.cumsum(labels[1:] == labels[:-1])])  # pairs of equal neighbours up to a character
-    first, last = np.minimum(offsets[:-1], len(labels) - 1), np.maximum(offsets[1:] - 1, offsets[:-1])
-    return np.diff(offsets) + equal[np.minimum(last, len(labels) - 1)] - equal[first]
+def narrow_lines(pack: Pack) -> dict[int, np.ndarray]:
+    """Stride → (n,) bool: lines with fewer time steps than CTC needs, one a character and a blank between equal
+    neighbours."""
+    labels, offsets = pack.arrays["label"], pack.offsets["label"]
+    line = np.repeat(np.arange(len(pack)), np.diff(offsets))
+    repeats = np.bincount(line[1:][(labels[1:] == labels[:-1]) & (line[1:] == line[:-1])], minlength=len(pack))
+    needed, columns = np.diff(offsets) + repeats, np.diff(pack.offsets["image"])
+    return {stride: -(-columns // stride) < needed for stride in STRIDES}
 
 
-def shortened(values, most: int = 30, between: str = "") -> str:
+def shortened(values: Iterable[str], most: int = 30, between: str = "") -> str:
     listed = list(values)
     return between.join(listed[:most]) + (" …" if len(listed) > most else "")

@@ -1,12 +1,12 @@
 """A language model of characters: how likely each one is after the few before it, counted in a text.
 
-Modified Kneser-Ney, interpolated (Chen & Goodman 1999, "An empirical study of smoothing techniques for language
-modeling"), held as an automaton with back-off links. An *arc* is an n-gram that was seen: arc i is the i-th of the
-sorted `keys` = state · V + symbol, and the state that it reaches is i + 1. State 0 knows no context. So one binary
-search takes many contexts a character further.
+Modified Kneser-Ney smoothing, interpolated (Chen & Goodman 1999, "An empirical study of smoothing techniques for
+language modeling"), as an automaton with back-off links. An *arc* is an n-gram that was seen: arc i is the i-th of the
+sorted `keys` = state · V + symbol, and the state it leads to is i + 1. State 0 knows no context. So one binary search
+advances many contexts by a character.
 
 A symbol is a place in `classes`, or V - 1: the boundary of a line, its start in a context, its end as what comes next.
-Q questions asked at once, V = classes + 1.
+Q queries at once, V = classes + 1.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
@@ -26,12 +27,12 @@ from nbtools import disk
 from nbtools.data import drive_path
 from nbtools.errors import PackError
 from nbtools.table import plural
-from nbtools.tasks.hwdb.formats.dgrl import UNKNOWN
-from nbtools.tasks.hwdb.reading.kneser_ney import counted, smoothed
+from nbtools.tasks.hwdb.formats import UNKNOWN
 
 FORM = "nbtools n-gram 1"
-ARRAYS = ("keys", "shorter", "log_probs", "back_off")
+ARRAYS = {"keys": "int64", "shorter": "int32", "log_probs": "float32", "back_off": "float32"}
 ORDERS = (2, 8)
+FALLBACK = (0.5, 1.0, 1.5)  # discounts where a text is too small to estimate them: KenLM's --discount_fallback
 
 Texts = Iterable[str] | Path | str
 
@@ -53,7 +54,7 @@ class NGram:
 
     @classmethod
     def train(cls, texts: Texts, classes: Sequence[str], order: int = 3) -> Self:
-        """Count a text: lines, or the path (or drive:…) of a UTF-8 file, with a byte order mark or without.
+        """Count a text: lines, or the path (or drive:…) of a UTF-8 file, with or without a byte order mark.
 
         Lines are independent, and should be as long as those to be read: where they end counts too. Blank lines, and
         white space that is no class, are left out. Other characters that are no class count as UNKNOWN; where that is
@@ -61,9 +62,8 @@ class NGram:
         """
         if not isinstance(order, int) or not ORDERS[0] <= order <= ORDERS[1]:
             raise PackError(f"NGram.train: order must be a whole number from {ORDERS[0]} to {ORDERS[1]}, got {order!r}")
-        symbols = symbols_of(texts, classes)
         size = len(classes) + 1
-        keys, shorter, counts, starts = counted(symbols, order, size)
+        keys, shorter, counts, starts = counted(symbols_of(texts, classes), order, size)
         return cls(order, tuple(classes), keys, shorter, *smoothed(keys, shorter, counts, starts, size))
 
     @property
@@ -76,30 +76,26 @@ class NGram:
         """The state at the start of a line."""
         return self.end + 1
 
-    @property
-    def arrays(self) -> dict[str, np.ndarray]:
-        return {name: getattr(self, name) for name in ARRAYS}
-
     def step(self, states: np.ndarray, symbols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """states (Q,), symbols (Q,) → log-probability of each symbol there (Q,) float64, the states after them (Q,)."""
-        arcs, scores = symbols.astype(np.int64), np.zeros(len(states))  # what is found without any context
-        asked, states = np.arange(len(states)), states.astype(np.int64)
-        while len(asked):
-            keys = states * (self.end + 1) + symbols[asked]
-            order = np.argsort(keys)  # a search in order stays in the cache: 2 to 4 times as quick
+        arcs, scores = symbols.astype(np.int64), np.zeros(len(states))  # the arcs without any context
+        open_, states = np.arange(len(states)), states.astype(np.int64)
+        while len(open_):
+            keys = states * (self.end + 1) + symbols[open_]
+            order = np.argsort(keys)  # a search in order stays in the cache: 2 to 4 times as fast
             found = np.empty_like(keys)
             found[order] = np.minimum(np.searchsorted(self.keys, keys[order]), len(self.keys) - 1)
             hit = self.keys[found] == keys
-            arcs[asked[hit]] = found[hit]
-            asked, states = asked[~hit], states[~hit]
-            scores[asked] += self.back_off[states]
+            arcs[open_[hit]] = found[hit]
+            open_, states = open_[~hit], states[~hit]
+            scores[open_] += self.back_off[states]
             states = self.shorter[states - 1].astype(np.int64) + 1  # a key does not fit into int32
-            asked, states = asked[states > 0], states[states > 0]
+            open_, states = open_[states > 0], states[states > 0]
         scores += self.log_probs[arcs]
         return scores, np.where(arcs < len(self.back_off) - 1, arcs, self.shorter[arcs]) + 1
 
     def perplexity(self, texts: Texts) -> float:
-        """exp of the mean negative log-probability of a character, the ends of lines among them. Raises PackError."""
+        """exp of the mean negative log-probability of a character, line ends included. Raises PackError."""
         symbols = symbols_of(texts, self.classes)
         states = np.zeros(len(symbols) - 1, np.int64)
         for back in range(self.order - 1, 0, -1):
@@ -111,11 +107,11 @@ class NGram:
         """Write one safetensors file, 20 bytes an n-gram. Raises DiskError."""
         notes = {"format": FORM, "order": str(self.order), "classes": json.dumps(self.classes, ensure_ascii=False)}
         with disk.explained("writing a language model", Path(path)):
-            return disk.write_atomic(Path(path), packed(self.arrays, notes))
+            return disk.write_atomic(Path(path), packed({name: getattr(self, name) for name in ARRAYS}, notes))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """What `save` wrote. Raises PackError where a file is anything else."""
+        """What `save` wrote. Raises PackError for any other file."""
         try:
             with safe_open(path, framework="numpy") as file:
                 notes = file.metadata() or {}
@@ -125,17 +121,16 @@ class NGram:
             found = cls(int(notes["order"]), tuple("".join(json.loads(notes["classes"]))), *arrays)
         except (OSError, SafetensorError, LookupError, ValueError, TypeError) as error:
             raise PackError(f"{path}: no language model of nbtools ({error}); train it again") from None
-        broken = found.broken()
-        if broken:
+        if broken := found.broken():
             raise PackError(f"{path}: {broken}; copy the file again, or train it again")
         return found
 
     def broken(self) -> str | None:
-        """The rule that the arrays break, or None: on those that pass, `step` ends and stays inside of them."""
+        """The rule that the arrays break, or None: with those that pass, `step` ends and stays inside of them."""
         arcs, states, size = len(self.keys), len(self.back_off), self.end + 1
-        forms = [(array.dtype.name, array.ndim) for array in self.arrays.values()]
-        if forms != [("int64", 1), ("int32", 1), ("float32", 1), ("float32", 1)]:
-            return f"its arrays must be rows of int64, int32, float32 and float32, got {forms}"
+        forms = {name: (getattr(self, name).dtype.name, getattr(self, name).ndim) for name in ARRAYS}
+        if forms != {name: (dtype, 1) for name, dtype in ARRAYS.items()}:
+            return f"its arrays must be rows of {', '.join(ARRAYS.values())}, got {list(forms.values())}"
         if not ORDERS[0] <= self.order <= ORDERS[1]:
             return f"its order must be from {ORDERS[0]} to {ORDERS[1]}, got {self.order}"
         if not size <= states - 1 <= arcs == len(self.shorter) == len(self.log_probs):
@@ -158,6 +153,66 @@ class NGram:
         )
 
 
+def counted(symbols: np.ndarray, order: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
+    """keys, shorter and the counts of all arcs up to an order, and where each order starts among them.
+
+    An order is one sort of (state before, symbol): a text of N symbols costs `order` sorts of N numbers.
+    """
+    keys, shorter, starts = [np.arange(size)], [np.full(size, -1)], [0, size]
+    counts = [np.bincount(symbols[1:], minlength=size)]
+    arcs = symbols  # (N,) the arc of this order that ends at each position, -1 where a boundary is inside of it
+    for n in range(2, order + 1):
+        whole = (arcs[:-1] >= 0) & ((symbols[:-1] != size - 1) | (n == 2))
+        at = np.flatnonzero(whole) + 1
+        key, first, inverse, count = np.unique(
+            (arcs[at - 1] + 1) * size + symbols[at], return_index=True, return_inverse=True, return_counts=True
+        )
+        keys.append(key)
+        shorter.append(arcs[at[first]])
+        counts.append(count)
+        arcs = np.full(len(symbols), -1)
+        arcs[at] = starts[-1] + inverse
+        starts.append(starts[-1] + len(key))
+    return np.concatenate(keys), np.concatenate(shorter).astype(np.int32), np.concatenate(counts), starts
+
+
+def smoothed(
+    keys: np.ndarray, shorter: np.ndarray, counts: np.ndarray, starts: list[int], size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """log_probs (arcs,) and back_off (states,), float32, of counts (arcs,).
+
+    Below the highest order an arc counts the contexts it was seen in; at the start of a line, where nothing can come
+    before it, how often it was seen.
+    """
+    probs, back_off = np.full(len(keys), 1 / size), np.zeros(starts[-2] + 1)
+    opening = np.zeros(len(keys), bool)
+    for n, (start, stop) in enumerate(pairwise(starts), 1):
+        contexts, count = keys[start:stop] // size, counts[start:stop]
+        if n > 1:
+            opening[start:stop] = (contexts == size) | opening[contexts - 1]
+        if stop < len(keys):
+            longer = shorter[stop : starts[n + 1]] - start
+            count = np.where(opening[start:stop], count, np.bincount(longer, minlength=stop - start))
+        discount = discounts(count)[np.minimum(count, 3)]
+        total, saved = (np.bincount(contexts, weights, len(back_off)) for weights in (count, discount))
+        share = np.divide(saved, total, out=np.ones_like(total), where=total > 0)
+        lower = probs[shorter[start:stop]] if n > 1 else 1 / size
+        probs[start:stop] = (count - discount) / total[contexts] + share[contexts] * lower
+        back_off += np.log(share)
+    return np.minimum(np.log(probs), 0).astype(np.float32), back_off.astype(np.float32)
+
+
+def discounts(counts: np.ndarray) -> np.ndarray:
+    """(4,) what is taken from a count of 0, 1, 2, and 3 or more: Chen & Goodman's estimates, FALLBACK where they
+    fail."""
+    n = np.bincount(np.minimum(counts, 5), minlength=6)[1:5].astype(float)
+    if n.min() > 0:
+        estimates = np.arange(1, 4) - np.arange(2, 5) * n[0] / (n[0] + 2 * n[1]) * n[1:] / n[:-1]
+        if (estimates > 0).all():
+            return np.append(0, estimates)
+    return np.array([0, *FALLBACK])
+
+
 def symbols_of(texts: Texts, classes: Sequence[str]) -> np.ndarray:
     """(N,) int64: the lines of a text between boundaries, without blank ones. Raises PackError where none is left."""
     wrong = [c for c in classes if len(c) != 1]
@@ -168,7 +223,7 @@ def symbols_of(texts: Texts, classes: Sequence[str]) -> np.ndarray:
     places[[code for code in range(0x3001) if chr(code).isspace()]] = -1
     places[[ord(c) for c in classes]] = np.arange(end)
     places[ord("\n")] = end
-    text = read(texts) if isinstance(texts, (str, Path)) else "\n".join(texts)
+    text = read_text(texts) if isinstance(texts, (str, Path)) else "\n".join(texts)
     symbols = places[np.frombuffer(f"\n{text}\n".encode("utf-32-le", "surrogatepass"), "<u4")]
     symbols = symbols[symbols >= 0]
     symbols = symbols[np.append(True, (symbols[1:] != end) | (symbols[:-1] != end))]
@@ -178,8 +233,8 @@ def symbols_of(texts: Texts, classes: Sequence[str]) -> np.ndarray:
     return symbols
 
 
-def read(source: str | Path) -> str:
-    """Raises PackError naming the file, and the byte that is no UTF-8."""
+def read_text(source: str | Path) -> str:
+    """Raises PackError naming the file, and the byte that is not UTF-8."""
     path = drive_path(source) if str(source).startswith("drive:") else Path(source)
     try:
         return path.read_text("utf-8-sig")

@@ -1,4 +1,4 @@
-"""Which characters a recogniser knows: the class list of a pack, and text ↔ places in it.
+"""Which characters a recogniser knows: the class list of a pack, and text → places in it.
 
 The last class is always UNKNOWN: what nobody could read on the page, and what a given list leaves out.
 """
@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from nbtools.errors import PackError
-from nbtools.tasks.hwdb.formats.scan import UNKNOWN
+from nbtools.tasks.common import labels
+from nbtools.tasks.hwdb.formats import UNKNOWN
 
 CHARS_LIST = "chars_list.txt"
 HALF_WIDTH = {0xFF01 + n: 0x21 + n for n in range(94)} | {0x3000: 0x20}
@@ -37,56 +38,40 @@ class Charset:
         """Character → place: one look-up a character, where `in` and `index` of a list read half of it."""
         return {character: place for place, character in enumerate(self.classes)}
 
-    @property
-    def unknown(self) -> int:
-        return len(self.classes) - 1
-
     def encode(self, text: str) -> np.ndarray:
         """(N,) int64 places in classes; a character of no class is UNKNOWN."""
-        places, unknown = self.places, self.unknown
-        return np.fromiter((places.get(character, unknown) for character in text), np.int64, len(text))
+        unknown = len(self.classes) - 1
+        return np.fromiter((self.places.get(character, unknown) for character in text), np.int64, len(text))
 
     def outside(self, texts: Iterable[str]) -> Counter[str]:
-        """Characters of no class, with how often they come; what the page itself calls unknown is none of them."""
+        """Characters of no class, with how often they occur; what the page itself calls unknown is not among them."""
         counts: Counter[str] = Counter()
         for text in texts:
             counts.update(text)
         return Counter({c: n for c, n in counts.items() if c not in self.places})
 
 
-def from_texts(texts: Iterable[str]) -> Charset:
+def charset_of(texts: Iterable[str]) -> Charset:
     """Every character of the texts, by code point."""
-    seen: set[str] = set()
-    for text in texts:
-        seen.update(text)
-    return Charset((*sorted(seen - {UNKNOWN}), UNKNOWN))
+    return Charset((*sorted(set().union(*texts) - {UNKNOWN}), UNKNOWN))
 
 
-def given(classes: str | Path | Sequence[str], normalise: bool = False) -> Charset:
+def given_charset(classes: str | Path | Sequence[str], normalise: bool = False) -> Charset:
     """The classes that a caller names: a file with one character a line, a string or a list of characters.
 
     normalise: the list as normalised texts need it, without the doubles that this makes.
-    Raises PackError for what is no character, or comes twice.
+    Raises PackError for what is not a character, or comes twice.
     """
     if not isinstance(classes, (str, Path, Sequence)):
         raise PackError(f"classes must be a string, a list, or a file of characters, got {classes!r}")
     if isinstance(classes, Path) or (isinstance(classes, str) and classes.endswith(".txt")):
-        return given(read_list(Path(classes)), normalise)
-    listed = [character for character in classes if character != UNKNOWN]
-    wrong = [c for c in listed if not isinstance(c, str) or len(c) != 1] or [
-        c for c, n in Counter(listed).items() if n > 1
-    ]
-    if wrong or not listed:
-        came = repr(wrong[0]) if wrong else "none"
-        raise PackError(f"classes must be single characters, each once, got {came}; give a string, a list, or a file")
+        path = Path(classes)
+        try:
+            classes = characters_of(path.read_bytes(), path)
+        except OSError as error:
+            raise PackError(f"{path}: {error.strerror}; name a file with one character a line") from None
+    listed = labels.characters([character for character in classes if character != UNKNOWN])
     return Charset((*dict.fromkeys(map(normalised, listed) if normalise else listed), UNKNOWN))
-
-
-def read_list(path: Path) -> list[str]:
-    try:
-        return characters_of(path.read_bytes(), path)
-    except OSError as error:
-        raise PackError(f"{path}: {error.strerror}; name a file with one character a line") from None
 
 
 def characters_of(data: bytes, path: Path) -> list[str]:

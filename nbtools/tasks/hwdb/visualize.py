@@ -1,13 +1,12 @@
-"""Pictures of lines with their text and with what a network read in them; and of the tables of `analysis`.
+"""Pictures of lines with their text and what a network read in them, and of the tables of `analysis`.
 
-Places are px from the top left of a sheet of 100 dots an inch.
+Positions are px from the top left of a figure of 100 dots an inch.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,30 +17,20 @@ from nbtools.data import Pack
 from nbtools.errors import PackError
 from nbtools.letters import Letters
 from nbtools.table import plural
-from nbtools.tasks.common.figures import RIGHT, WRONG, Sheet, blank
-from nbtools.tasks.hwdb.looking.analysis import aligned, right
-from nbtools.tasks.hwdb.writing.glyphs import installed
+from nbtools.tasks.common.figures import GREY, RIGHT, WIDE, WRONG, Sheet, blank, canvas, finish
+from nbtools.tasks.common.labels import text_of
+from nbtools.tasks.hwdb.analysis import aligned, right
 
 if TYPE_CHECKING:
     import pandas as pd
 
-WIDE, TALL, MARGIN = 1200, 72, 16  # px: of a sheet; of a line's image, at most; at the sides and between lines
+TALL, MARGIN = 72, 16  # px: of a line's image, at most; at the sides and between lines
 CELL, ROW, LABEL, END = 10, 24, 40, 120  # px: half a Chinese character; a row of text; what stands before and behind it
 SIZE = 12  # points of a letter, 16.7 px: a monospaced one is a cell wide
-INK, GREY, PALE = "#000000", "#6b6b6b", "#fbe3d3"
+INK, PALE = "#000000", "#fbe3d3"
 
 Cell = tuple[int, str, str]
-"""(columns before it, what stands in the truth, what was read)."""
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A line on a sheet: its image with the size it has there, and its text in rows."""
-
-    image: np.ndarray
-    width: int
-    height: int
-    text: list[list[Cell]]
+"""(columns before it, true character, what was read)."""
 
 
 def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] | None = None) -> Sheet:
@@ -55,18 +44,21 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
         return blank()
     truths = [text_of(pack, i) for i in ids]
     read = truths if predicted is None else predicted
-    letters = Letters.of("".join([*truths, *read]), installed(), mono=True)
-    shown = [placed(picture(pack, i), a, b, letters) for i, a, b in zip(ids, truths, read, strict=True)]
+    letters = Letters.of("".join([*truths, *read]), mono=True)
+    images = [picture(pack, i) for i in ids]
+    scales = [min((WIDE - 2 * MARGIN) / image.shape[1], TALL / image.shape[0]) for image in images]
+    texts = [broken(*pair, letters) for pair in zip(truths, read, strict=True)]
     below = ROW if predicted is None else 2 * ROW
-    heights = [line.height + below * len(line.text) + MARGIN for line in shown]
+    heights = [max(1, round(scale * len(image))) for scale, image in zip(scales, images, strict=True)]
     top = MARGIN + ROW * bool(letters.note)
-    sheet, axes = canvas(WIDE, top + sum(heights))
+    height = top + sum(heights) + sum(below * len(text) + MARGIN for text in texts)
+    sheet, axes = canvas(WIDE, height)
     note(axes, MARGIN, MARGIN, letters.note)
-    for line, height in zip(shown, heights, strict=True):
-        box = (MARGIN, MARGIN + line.width, top + line.height, top)
-        axes.imshow(line.image, cmap="gray", vmin=0, vmax=255, extent=box, aspect="auto")
-        spell(axes, letters, line.text, top + line.height, predicted is not None)
-        top += height
+    for image, scale, tall, text in zip(images, scales, heights, texts, strict=True):
+        box = (MARGIN, MARGIN + max(1, round(scale * image.shape[1])), top + tall, top)
+        axes.imshow(image, cmap="gray", vmin=0, vmax=255, extent=box, aspect="auto")
+        spell(axes, letters, text, top + tall, predicted is not None)
+        top += tall + below * len(text) + MARGIN
     return sheet
 
 
@@ -76,38 +68,32 @@ def preview(pack: Pack, i: int, answer: str) -> tuple[np.ndarray, str, str]:
 
 
 def picture(pack: Pack, i: int) -> np.ndarray:
-    """(H, W) uint8 as it is read, dark on light: in the pack it lies on its side, as ink."""
+    """(H, W) uint8 upright, dark on light: the pack holds it on its side, as ink."""
     return 255 - pack.sample(i)["image"].T
 
 
-def text_of(pack: Pack, i: int) -> str:
-    return "".join(pack.classes[place] for place in pack.sample(i)["label"])
-
-
-def placed(image: np.ndarray, truth: str, read: str, letters: Letters) -> Shown:
-    """A line as wide as the sheet or TALL px high, whichever is less, and its text broken where the sheet ends."""
-    height, width = image.shape
-    scale = min((WIDE - 2 * MARGIN) / width, TALL / height)
+def broken(truth: str, read: str, letters: Letters) -> list[list[Cell]]:
+    """The characters of a line in rows that fit the figure."""
     room, at = (WIDE - 2 * MARGIN - LABEL - END) // CELL, 0
-    text: list[list[Cell]] = [[]]
-    for stood, was_read in aligned(truth, read):
-        wide = max(map(letters.columns, stood + was_read))
+    rows: list[list[Cell]] = [[]]
+    for pair in aligned(truth, read):
+        wide = max(map(letters.columns, "".join(pair)))
         if at + wide > room:
             at = 0
-            text.append([])
-        text[-1].append((at, stood, was_read))
+            rows.append([])
+        rows[-1].append((at, *pair))
         at += wide
-    return Shown(image, max(1, round(width * scale)), max(1, round(height * scale)), text)
+    return rows
 
 
 def spell(axes: Axes, letters: Letters, text: list[list[Cell]], top: int, compared: bool) -> None:
-    """Rows of text below `top`: what stands there, and where they are compared below it what was read."""
+    """Rows of text below `top`: the truth, and where they are compared below it what was read."""
     left, base = MARGIN + LABEL * compared, top + ROW - 6
     for row in text:
-        for at, stood, read in row:
-            wide = CELL * max(map(letters.columns, stood + read))
-            place, wrong = left + CELL * at, not right(stood, read)
-            cell(axes, letters, place, base, wide, stood, RIGHT if wrong else INK)
+        for at, true, read in row:
+            wide = CELL * max(map(letters.columns, true + read))
+            place, wrong = left + CELL * at, not right(true, read)
+            cell(axes, letters, place, base, wide, true, RIGHT if wrong else INK)
             if compared:
                 cell(axes, letters, place, base + ROW, wide, read, WRONG if wrong else INK)
         if compared:
@@ -115,14 +101,14 @@ def spell(axes: Axes, letters: Letters, text: list[list[Cell]], top: int, compar
             note(axes, MARGIN, base + ROW, "PRE")
         base += ROW * (1 + compared)
     if compared:
-        count = sum(not right(stood, read) for row in text for _, stood, read in row)
+        count = sum(not right(true, read) for row in text for _, true, read in row)
         end = max((at + 2 for at, _, _ in text[-1]), default=0)
-        said, colour = (f"{count} wrong", WRONG) if count else ("✓", RIGHT)
-        note(axes, left + CELL * (end + 1), base - ROW, said, colour)
+        message, colour = (f"{count} wrong", WRONG) if count else ("✓", RIGHT)
+        note(axes, left + CELL * (end + 1), base - ROW, message, colour)
 
 
 def cell(axes: Axes, letters: Letters, left: int, base: int, wide: int, letter: str, colour: str) -> None:
-    """A character on its base line, what was read amiss on a ground of its own; an empty box for none."""
+    """A character on its base line, on a ground of its own where it was read wrong; an empty box for none."""
     if not letter or colour == WRONG:
         edge, face = ("none", PALE) if letter else (colour, "none")
         box = Rectangle((left + 1, base - ROW + 8), wide - 2, ROW - 4, linewidth=0.8, edgecolor=edge, facecolor=face)
@@ -132,18 +118,18 @@ def cell(axes: Axes, letters: Letters, left: int, base: int, wide: int, letter: 
 
 
 def confused(table: pd.DataFrame, count: int = 12) -> Sheet:
-    """The first rows of `analysis.confusions`: what stood, what was read for it, and how often."""
+    """The first rows of `confusions`: the true character, what was read for it, and how often."""
     table = table.head(count)
     if table.empty:
-        return blank("Nothing was taken for anything else: the table of confusions is empty.")
-    letters = Letters.of("".join([*table.truth, *table.read]), installed(), mono=True)
+        return blank("Nothing was read wrong: the table of confusions is empty.")
+    letters = Letters.of("".join([*table.truth, *table.read]), mono=True)
     top, wide, bar = MARGIN + ROW * bool(letters.note), WIDE // 2, MARGIN + 8 * CELL
     sheet, axes = canvas(wide, top + ROW * len(table) + MARGIN)
     note(axes, MARGIN, MARGIN, letters.note)
     longs = (wide - bar - END) * table.wrong / table.wrong.max()
     rows = zip(table.truth, table.read, table.kind, table.wrong, longs, strict=True)
-    for base, (stood, read, kind, wrong, long) in zip(itertools.count(top + ROW - 6, ROW), rows, strict=False):
-        cell(axes, letters, MARGIN, base, 2 * CELL, stood, RIGHT)
+    for base, (true, read, kind, wrong, long) in zip(itertools.count(top + ROW - 6, ROW), rows, strict=False):
+        cell(axes, letters, MARGIN, base, 2 * CELL, true, RIGHT)
         note(axes, MARGIN + 2 * CELL + 6, base, "→")
         cell(axes, letters, MARGIN + 4 * CELL, base, 2 * CELL, read, WRONG)
         axes.add_patch(Rectangle((bar, base - 12), long, 14, color=WRONG, linewidth=0))
@@ -152,7 +138,7 @@ def confused(table: pd.DataFrame, count: int = 12) -> Sheet:
 
 
 def bars(table: pd.DataFrame) -> Sheet:
-    """CER of each row of `analysis.by_width` or `by_frequency` that has characters, with how many there are."""
+    """CER of each row of `by_width` or `by_frequency` that has characters, with how many there are."""
     title, rows = table.columns[0], table[table.characters > 0]
     if rows.empty:
         return blank("No characters to count: the table has none.")
@@ -162,16 +148,8 @@ def bars(table: pd.DataFrame) -> Sheet:
     axes.bar_label(drawn, [f"{count:,}" for count in rows.characters], fontsize=8, color=GREY)
     axes.set_title("above each bar: characters", fontsize=8, color=GREY, loc="right")
     axes.margins(y=0.12)
-    axes.spines[["top", "right"]].set_visible(False)
+    finish(axes)
     return sheet
-
-
-def canvas(width: int, height: int) -> tuple[Sheet, Axes]:
-    """A sheet with one pair of axes whose units are px from its top left."""
-    sheet = Sheet(figsize=(width / 100, height / 100), dpi=100, facecolor="white")
-    axes = sheet.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0), autoscale_on=False)
-    axes.set_axis_off()
-    return sheet, axes
 
 
 def note(axes: Axes, left: float, base: float, text: str, colour: str = GREY) -> None:

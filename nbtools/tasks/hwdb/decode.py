@@ -1,0 +1,359 @@
+"""Prefix beam search over a network's answers, with or without a language model, and the weights that read best.
+
+CTC sums over all ways to spell a text; greedy decoding takes the single best way. A beam holds the `width` best texts
+so far, each with the probability of all its ways that end in a blank and of those that end in its last character
+(Hannun et al. 2014, arXiv 1408.2873; Graves & Jaitly 2014). A text is ranked by log P(CTC) + alpha · log P(LM) +
+beta · its length. A search looks at the *peaks* of an answer only, the few likely classes of each time step: a
+hundredth of it. Many lines go through their frames together, in numpy.
+
+B lines, T time steps, C = 1 + classes, blank 0; F frames in which more than a blank is likely, K candidates, W beams.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from nbtools import table
+from nbtools.data import Pack, collate
+from nbtools.errors import NbtoolsError, PlanError
+from nbtools.tasks.common.ctc import BLANK
+from nbtools.tasks.common.metrics import text_metrics
+from nbtools.tasks.hwdb.formats import UNKNOWN
+from nbtools.tasks.hwdb.language_model import NGram
+from nbtools.tasks.hwdb.task import batch
+from nbtools.train import autocast
+
+CANDIDATES, LEAST = 20, 1e-5
+LOWEST = np.finfo(np.float32).min  # of a log-probability that is not -inf
+TOGETHER = 64  # lines searched at once: they share numpy's overhead, and still fit the caches
+ALPHAS, BETAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), (0.0, 1.0, 2.0, 3.0, 4.0)
+EMPTY, FREE, NOWHERE = (np.uint64(n) for n in range(3))  # hashes: of the empty text, a free place, no parent
+PRIME = np.uint64(0x9E3779B97F4A7C55)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Peaks:
+    """The likely classes of one line: a few hundred bytes a frame, where the network's answer has tens of thousands.
+
+    places (F, K) int32: candidates as places in classes, the best first; log_probs (F, K) float32, -inf where there are
+    fewer; blank (F,) float32; gap (F,) bool: only blanks stand between this frame and the one before; classes: of which
+    these are places.
+    """
+
+    places: np.ndarray
+    log_probs: np.ndarray
+    blank: np.ndarray
+    gap: np.ndarray
+    classes: int
+
+
+def beam(
+    log_probs: Tensor | np.ndarray,
+    steps: Tensor | np.ndarray | Sequence[int],
+    classes: Sequence[str],
+    lm: NGram | None = None,
+    width: int = 10,
+    alpha: float = 0.4,
+    beta: float = 0.0,
+    candidates: int = CANDIDATES,
+    least: float = LEAST,
+) -> list[str]:
+    """The text of each line: log_probs (T, B, C), or logits, on any device; steps (B,) of each line.
+
+    alpha is used with lm only. candidates, least: as in `find_peaks`; the search is exact where they and width are
+    large enough. Raises PlanError on an impossible setting, NbtoolsError on answers that are not numbers.
+    """
+    return search(find_peaks(log_probs, steps, candidates, least), classes, lm, width, alpha, beta)
+
+
+@torch.no_grad()
+def find_peaks(
+    log_probs: Tensor | np.ndarray,
+    steps: Tensor | np.ndarray | Sequence[int],
+    candidates: int = CANDIDATES,
+    least: float = LEAST,
+) -> list[Peaks]:
+    """The best classes of each frame: at most `candidates`, none less probable than `least`; frames without any are
+    left out, as blanks.
+
+    What is left out counts as impossible, so no text's probability is off by more than what was left out, summed over
+    the frames. log_probs (T, B, C) or logits, any float type and device; only the best ones leave the device.
+    """
+    scores, steps = torch.as_tensor(log_probs), torch.as_tensor(steps).cpu()
+    require_answers(scores, steps, candidates, least)
+    found = []
+    for frame in scores:  # (B, C): one at a time stays in a CPU's cache
+        total = frame.float().logsumexp(1, keepdim=True)
+        best, places = frame[:, BLANK + 1 :].float().topk(min(candidates, frame.shape[1] - 1))
+        found.append((best - total, places.int(), frame[:, BLANK].float() - total[:, 0]))
+    best, places, blank = (torch.stack(part, 1).cpu().numpy() for part in zip(*found, strict=True))
+    peaks = []
+    for line, count in enumerate(steps.tolist()):
+        if np.isnan(blank[line, :count]).any():
+            frame = np.isnan(blank[line, :count]).argmax()
+            raise NbtoolsError(
+                f"beam: log_probs of line {line} at step {frame} are no numbers; look for NaN in the weights"
+            )
+        usable = best[line, :count] >= (math.log(least) if least else LOWEST)  # (T, K)
+        frames = np.flatnonzero(usable.any(1))
+        kept = slice(None), slice(usable.sum(1).max(initial=1))
+        peaks.append(
+            Peaks(
+                places=places[line, frames][kept],
+                log_probs=np.where(usable, best[line, :count], -np.inf)[frames][kept],
+                blank=blank[line, frames],
+                gap=np.diff(frames, prepend=frames[:1]) > 1,
+                classes=scores.shape[2] - 1,
+            )
+        )
+    return peaks
+
+
+def require_answers(scores: Tensor, steps: Tensor, candidates: int, least: float) -> None:
+    """Raises PlanError on a setting, NbtoolsError on shapes."""
+    if scores.ndim != 3 or scores.shape[2] < 2 or not len(scores) or steps.shape != scores.shape[1:2]:
+        raise NbtoolsError(
+            f"beam: log_probs must be (T, B, 1 + classes) and steps (B,), got {tuple(scores.shape)} and "
+            f"{tuple(steps.shape)}"
+        )
+    if len(steps) and not 0 <= steps.min() <= steps.max() <= len(scores):
+        raise NbtoolsError(f"beam: steps must be from 0 to T = {len(scores)}, got {steps.min()} to {steps.max()}")
+    if candidates < 1 or not 0 <= least < 1:
+        raise PlanError(f"beam: candidates must be ≥ 1 and least in [0, 1), got {candidates} and {least}")
+
+
+def search(
+    peaks: Sequence[Peaks],
+    classes: Sequence[str],
+    lm: NGram | None = None,
+    width: int = 10,
+    alpha: float = 0.4,
+    beta: float = 0.0,
+) -> list[str]:
+    """The best text of each line. Raises PlanError on an impossible setting, or a language model of other classes."""
+    if width < 1 or alpha < 0 or not math.isfinite(alpha) or not math.isfinite(beta):
+        raise PlanError(f"beam: width must be ≥ 1, alpha ≥ 0 and beta a number, got {width}, {alpha} and {beta}")
+    if lm is not None and lm.classes != tuple(classes):
+        raise PlanError(
+            f"beam: the language model has {len(lm.classes)} other classes; train it with the pack's classes"
+        )
+    if other := {line.classes for line in peaks} - {len(classes)}:
+        raise NbtoolsError(
+            f"beam: there are {len(classes)} classes, the answers have {other.pop()}; give those of the pack"
+        )
+    texts = [""] * len(peaks)
+    order = sorted(range(len(peaks)), key=lambda i: -len(peaks[i].blank))  # lines that end together leave together
+    for start in range(0, len(order), TOGETHER):
+        ids = order[start : start + TOGETHER]
+        beams = Beams(len(ids), len(peaks[ids[0]].blank), width, lm if alpha else None, alpha, beta)
+        for frame in frames_of([peaks[i] for i in ids]):
+            beams.step(*frame)
+        for i, places in zip(ids, beams.best(), strict=True):
+            texts[i] = "".join(classes[place] for place in places)
+    return texts
+
+
+def frames_of(peaks: Sequence[Peaks]) -> Iterator[tuple[np.ndarray, ...]]:
+    """places (b, k), log_probs (b, k), blank (b,), gap (b,) of each frame, of the first b lines: those that still have
+    one. The longest line comes first."""
+    frames, many = len(peaks[0].blank), max(line.places.shape[1] for line in peaks)
+    places, log_probs = np.zeros((frames, len(peaks), many), np.int64), np.full((frames, len(peaks), many), -np.inf)
+    blank, gap = np.zeros((frames, len(peaks))), np.zeros((frames, len(peaks)), bool)
+    for row, line in enumerate(peaks):
+        n, k = line.places.shape
+        places[:n, row, :k], log_probs[:n, row, :k] = line.places, line.log_probs
+        blank[:n, row], gap[:n, row] = line.blank, line.gap
+    for n in range(frames):
+        b = sum(len(line.blank) > n for line in peaks)
+        k = (log_probs[n, :b] > -np.inf).sum(1).max()
+        yield places[n, :b, :k], log_probs[n, :b, :k], blank[n, :b], gap[n, :b]
+
+
+class Beams:
+    """The best texts of B lines so far; arrays (B, W).
+
+    blank, char: log-probability of the ways that end in a blank, in the last character; bonus: what the language model
+    and the length add; hash, parent: of the text, and of the text without its last character; last: the place of that
+    character; state: the language model's; text (B, W, F): places in classes, -1 after the end.
+    """
+
+    def __init__(self, lines: int, frames: int, width: int, lm: NGram | None, alpha: float, beta: float):
+        self.lm, self.alpha, self.beta = lm, alpha, beta
+        shape = (lines, width)
+        self.blank, self.char, self.bonus = np.full(shape, -np.inf), np.full(shape, -np.inf), np.zeros(shape)
+        self.hash, self.parent, self.last = np.full(shape, FREE), np.full(shape, NOWHERE), np.full(shape, -1)
+        self.state = np.full(shape, 0 if lm is None else lm.start)
+        self.text, self.length = np.full((*shape, frames), -1, np.int32), np.zeros(shape, np.int64)
+        self.blank[:, 0], self.hash[:, 0] = 0, EMPTY
+
+    def step(self, places: np.ndarray, scores: np.ndarray, blank: np.ndarray, gap: np.ndarray) -> None:
+        """Advance the first b lines by a frame: places and scores (b, k) of its candidates, blank (b,), gap (b,)."""
+        now = slice(len(places))
+        before = np.logaddexp(self.blank[now], self.char[now])  # (b, W)
+        parted = np.where(gap[:, None], before, self.blank[now])
+        again = self.last[now, :, None] == places[:, None]  # (b, W, k)
+        grown = np.where(again, parted[..., None], before[..., None]) + scores[:, None]
+        char = np.where(gap[:, None], -np.inf, self.char[now]) + np.where(again, scores[:, None], -np.inf).max(2)
+        line, longer, shorter = np.nonzero(self.parent[now, :, None] == self.hash[now, None])
+        place = again[line, longer].argmax(1)  # a beam that another one grows into takes over its ways
+        met = again[line, longer, place]
+        line, longer, shorter, place = line[met], longer[met], shorter[met], place[met]
+        char[line, longer] = np.logaddexp(char[line, longer], grown[line, shorter, place])
+        grown[line, shorter, place] = -np.inf
+        self.keep(places, before + blank[:, None], char, grown)
+
+    def keep(self, places: np.ndarray, blank: np.ndarray, char: np.ndarray, grown: np.ndarray) -> None:
+        """Keep the W best of the texts that stay, ended by blank or char (b, W), and those that grow (b, W, k)."""
+        lines, width, many = grown.shape
+        now, flat = slice(lines), np.arange(lines)[:, None]
+        stays = np.logaddexp(blank, char) + self.bonus[now]
+        bonus, states = self.weighed(places, grown, stays.min(1))
+        ranks = np.concatenate([stays, (grown + bonus).reshape(lines, -1)], 1)
+        best = np.argpartition(ranks, -width, axis=1)[:, -width:]
+        new = best >= width
+        old = np.where(new, (best - width) // many, best)
+        place = (best - width) % many
+        alive = ranks[flat, best] > -np.inf
+        self.blank[now] = np.where(new, -np.inf, blank[flat, old])
+        self.char[now] = np.where(new, grown[flat, old, place], char[flat, old])
+        self.bonus[now] = np.where(new, bonus[flat, old, place], self.bonus[flat, old])
+        self.state[now] = np.where(new, states[flat, old, place], self.state[flat, old])
+        self.last[now] = last = np.where(new, places[flat, place], self.last[flat, old])
+        kept, parent = self.hash[flat, old], np.where(new, self.hash[flat, old], self.parent[flat, old])
+        longer = kept * PRIME + last.astype(np.uint64) + np.uint64(3)  # 64 bits: two texts never meet by chance
+        self.hash[now] = np.where(alive, np.where(new, longer, kept), FREE)
+        self.parent[now] = np.where(alive, parent, NOWHERE)
+        self.text[now], self.length[now] = self.text[flat, old], self.length[flat, old]
+        line, row = np.nonzero(new)
+        self.text[line, row, self.length[line, row]] = last[line, row]
+        self.length[line, row] += 1
+
+    def weighed(self, places: np.ndarray, grown: np.ndarray, floor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """bonus and state (b, W, k) of texts that grow; -inf where a text cannot rise above floor (b,) anyway.
+
+        A language model only ever takes away, so those need no look-up: 3 to 55 of 100, the fewest on the flattest
+        answers, and up to a third of the search's time (simulated lines, 7,373 classes).
+        """
+        bonus = np.repeat(self.bonus[: len(grown), :, None] + self.beta, grown.shape[2], 2)
+        states = np.zeros(grown.shape, np.int64)
+        if self.lm is not None:
+            possible = np.nonzero(grown + bonus > floor[:, None, None])
+            line, above, place = possible
+            scores, states[possible] = self.lm.step(self.state[line, above], places[line, place])
+            weighed = np.full(grown.shape, -np.inf)
+            weighed[possible] = bonus[possible] + self.alpha * scores
+            bonus = weighed
+        return bonus, states
+
+    def best(self) -> list[list[int]]:
+        """The places in classes of each line's best text, now that it ends."""
+        ranks = np.logaddexp(self.blank, self.char) + self.bonus
+        if self.lm is not None:
+            ends, _ = self.lm.step(self.state.ravel(), np.full(self.state.size, self.lm.end))
+            ranks += self.alpha * ends.reshape(ranks.shape)
+        lines, first = np.arange(len(ranks)), ranks.argmax(1)
+        return [text[:n].tolist() for text, n in zip(self.text[lines, first], self.length[lines, first], strict=True)]
+
+
+@torch.no_grad()
+def peaks_of(
+    model: nn.Module,
+    pack: Pack,
+    plan: Any,
+    ids: Sequence[int] | np.ndarray,
+    batch_size: int = 64,
+    candidates: int = CANDIDATES,
+    least: float = LEAST,
+) -> list[Peaks]:
+    """The peaks of lines of a pack, in the order of ids: the network reads them once, for any number of searches.
+
+    As in evaluation: never augmented, in the plan's precision, in eval mode, which is then set back. Lines of similar
+    widths share a batch. About 10 kB a line of 7,375 classes, where the network's answer takes 2 MB. Raises
+    NbtoolsError without lines.
+    """
+    if not len(ids):
+        raise NbtoolsError("peaks_of: needs ids of lines, got none; pack with a larger share for that split")
+    device, training = next(model.parameters()).device, model.training
+    order = np.argsort(pack.lengths("image", np.asarray(ids)), kind="stable")
+    peaks: dict[int, Peaks] = {}
+    model.eval()
+    try:
+        for chunk in np.split(order, range(batch_size, len(order), batch_size)):
+            raw = collate([pack.sample(int(ids[i])) for i in chunk], pack.columns)
+            raw = {name: tensor.to(device) for name, tensor in raw.items()}
+            with autocast(plan, device, model):
+                logits, steps = model(batch(raw, plan, None))
+            peaks |= zip(chunk.tolist(), find_peaks(logits, steps, candidates, least), strict=True)
+    finally:
+        model.train(training)
+    return [peaks[i] for i in range(len(order))]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The weights with the lowest CER of those tried, (alpha, beta) → CER. Shows as a table."""
+
+    alpha: float
+    beta: float
+    cers: dict[tuple[float, float], float]
+
+    @property
+    def cer(self) -> float:
+        return self.cers[self.alpha, self.beta]
+
+    @property
+    def headers(self) -> list[str]:
+        return ["alpha", *(f"beta {beta:g}" for beta in dict.fromkeys(beta for _, beta in self.cers))]
+
+    def rows(self) -> list[list[str]]:
+        rows: dict[float, list[str]] = {}
+        for (alpha, _), cer in self.cers.items():
+            rows.setdefault(alpha, [f"{alpha:g}"]).append(f"{100 * cer:.2f} %")
+        return list(rows.values())
+
+    @property
+    def caption(self) -> str:
+        return f"CER {100 * self.cer:.2f} % with alpha {self.alpha:g} and beta {self.beta:g}"
+
+    def __str__(self) -> str:
+        return f"{self.caption}\n{table.text(self.headers, self.rows())}"
+
+    def _repr_html_(self) -> str:
+        return table.html(self.headers, self.rows(), self.caption)
+
+
+def tune(
+    peaks: Sequence[Peaks],
+    texts: Sequence[str],
+    classes: Sequence[str],
+    lm: NGram,
+    width: int = 10,
+    alphas: Sequence[float] = ALPHAS,
+    betas: Sequence[float] = BETAS,
+) -> Tuned:
+    """Try every alpha with every beta on lines of the validation split, whose true texts are `texts`; the smallest on a
+    tie.
+
+    As in `metrics`, an unknown character of the truth is an error whatever is read. Raises NbtoolsError when there is
+    nothing to try, or not one text a line.
+    """
+    if len(texts) != len(peaks) or not len(texts) or not alphas or not betas:
+        raise NbtoolsError(
+            f"tune: needs a text for each line, and an alpha and a beta to try, got {len(texts)} texts, {len(peaks)} "
+            f"lines, {len(alphas)} alphas and {len(betas)} betas"
+        )
+    truth = [text.replace(UNKNOWN, "\n") for text in texts]  # which no answer has
+    cers = {}
+    for alpha, beta in itertools.product(alphas, betas):
+        wrong, count = text_metrics(search(peaks, classes, lm, width, alpha, beta), truth)["cer"]
+        cers[alpha, beta] = float(wrong) / max(float(count), 1)
+    alpha, beta = min(cers, key=lambda tried: cers[tried])
+    return Tuned(alpha, beta, cers)

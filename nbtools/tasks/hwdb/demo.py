@@ -1,0 +1,254 @@
+"""Demo data: `.dgrl` pages in folders of train and test writers, as CASIA-HWDB 2.x has them.
+
+Each writer has a slant, size, pen and spacing of their own and bends each character in their own way, and none writes a
+character twice the same. The text is an invented language with frequent and rare characters and with habits, so that a
+language model helps to read it. N characters in cells of S pixels, n of a line, K cosines a side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+from torch.nn import functional as F
+
+from nbtools.errors import PackError
+from nbtools.letters import best_of, drawable, system
+from nbtools.table import plural
+from nbtools.tasks.common.demo import require, whole, write_demo
+from nbtools.tasks.common.shapes import EM, shapes, soft
+from nbtools.tasks.hwdb.formats import SUFFIXES, code_of, write_page
+
+FREQUENT = (  # the head of Jun Da's list of modern Chinese (2004), so that a small demo looks like text
+    "的一是不了在人有我他这个们中来上大为和国地到以说时要就出会可也你对生能而子那得于着下自之年过发后作里"
+    "用道行所然家种事成方多经么去法学如都同现当没动面起看定天分还进好小部其些主样理心她本前开但因只从想实"
+)
+FOLDERS = ("HWDB2.0Train", "HWDB2.0Test")
+LINES, PAGES = 6, 2  # of a page, and of a writer: many writers, since new ones are what has to be read
+HELD = 5  # every fifth writer is a test writer, as 1,015 of 5,091 pages of HWDB are test pages
+HEAD = 8  # added to a rank of Zipf's law: the rarest of 60 characters still occurs once in 500
+FOLLOWERS, FAITHFUL = 5, 0.7  # characters that mostly come after a given one, and how often it is one of them
+GRAMMAR, HAND, TEXT = 1, 2, 3  # streams of random numbers
+COSINES, BEND, HABIT = 4, 0.05, 0.7  # of a cell, before it falls off with the frequency; share that is the writer's own
+FAINTEST, PAPER = 40, 200  # ink below it is no edge of a character; grey from which on there is no ink
+
+
+def demo(
+    folder: str | Path,
+    count: int = 2000,
+    *,
+    characters: int | str = 60,
+    font: str | Path | None = None,
+    length: tuple[int, int] = (4, 12),
+    height: int = 64,
+    variation: float = 1.0,
+    bits: int = 8,
+    seed: int = 0,
+) -> Path:
+    """Write pages with `count` handwriting-like lines; returns the folder, and prints what they were drawn with.
+
+    characters: how many (the frequent ones of Chinese first), or which, of any script that GB18030 has in two bytes.
+    font: a font file; None: an installed font that has them, else shapes from the seed; the pages' illustration field
+    names it too. length: (fewest, most) characters of a line; HWDB's have about (20, 30). height: of a character's cell
+    in pixels, of which it fills 70 %; HWDB's are about 100. variation: 0 as printed, 1 as people write. bits: 8 or 1 a
+    pixel. The same seed, characters and font give the same bytes, and 100 lines are the first of 6,000. As soon as
+    there are as many train lines as characters, each occurs there. Train and test writers differ; a fifth are test
+    writers.
+    Raises PackError on an impossible request, DiskError.
+    """
+    pair = isinstance(length, tuple | list) and len(length) == 2 and whole(length[0], 1) and whole(length[1], length[0])
+    number = isinstance(variation, int | float) and 0 <= variation <= 2
+    require(
+        {
+            "count must be a whole number of lines, 1 or more": (whole(count, 1), count),
+            "length must be (fewest, most) characters of a line, both whole and ≥ 1": (pair, length),
+            "height must be a whole number of pixels from 16 to 512": (whole(height, 16, 512), height),
+            "variation must be a number from 0 to 2": (number, variation),
+            "bits must be 1 or 8": (bits in (1, 8), bits),
+            "seed must be a whole number, 0 or more": (whole(seed, 0), seed),
+        }
+    )
+    chosen = chosen_characters(characters, font)
+    ink, drawn = atlas(chosen, font, height, seed)
+    language, ink = Language(len(chosen), seed), torch.from_numpy(ink)
+
+    def page(number: int) -> bytes:
+        """A page is a pure function of the seed and its number; the last one has fewer lines."""
+        writer = number // PAGES
+        rng, hand = np.random.default_rng([seed, TEXT, number]), Writer(seed, writer, len(chosen), variation)
+        texts, images = [], []
+        for line in range(number * LINES, min(count, (number + 1) * LINES)):
+            first = None if is_test(writer) else (line - PAGES * LINES * test_writers(writer)) % len(chosen)
+            places = language.line(rng, length, first)
+            texts.append("".join(chosen[place] for place in places))
+            images.append(hand.line(ink, places, rng))
+        return page_bytes(texts, images, f"nbtools demo, seed {seed}, drawn with {drawn}", bits)
+
+    pages = range(-(-count // LINES))
+    write_demo(folder, ((name_of(n), partial(page, n)) for n in pages), SUFFIXES, len(pages))
+    print(f"{plural(count, 'line')} of {plural(len(chosen), 'character')} in {folder}, drawn with {drawn}.")
+    if font is None and drawn.startswith("shapes"):
+        print("For real characters install a CJK font (apt-get install fonts-lxgw-wenkai), or give font=")
+    return Path(folder)
+
+
+def name_of(page: int) -> str:
+    writer, number = divmod(page, PAGES)
+    return f"{FOLDERS[is_test(writer)]}/{writer + 1:03}-P{16 + number}.dgrl"  # HWDB 2.0 calls its pages P16 to P20
+
+
+def is_test(writer: int) -> bool:
+    return writer % HELD == 1
+
+
+def test_writers(before: int) -> int:
+    """How many test writers come before one: train lines begin with one character after the other, so that none is
+    missing."""
+    return (before + HELD - 2) // HELD
+
+
+def pool() -> str:
+    """The 6,763 characters of GB 2312, all of two bytes in a page: the frequent ones, then by its own order."""
+    rows = (bytes((row, column)) for row in range(0xB0, 0xF8) for column in range(0xA1, 0xFF))
+    listed = b"".join(rows).decode("gb2312", "ignore")  # five places at the end of level 1 are empty
+    return FREQUENT + "".join(character for character in listed if character not in FREQUENT)
+
+
+def chosen_characters(characters: int | str, font: str | Path | None) -> str:
+    """The characters to draw, in code point order. Raises PackError where they are none, or the font lacks some."""
+    if isinstance(characters, int):
+        if not 2 <= characters <= len(pool()):
+            raise PackError(f"characters must be 2 to {len(pool()):,}, or a string of them, got {characters}")
+        had = set(pool()) if font is None else drawable(Path(font), pool())
+        chosen = "".join(sorted(pool(), key=lambda one: one not in had))[:characters]
+    else:
+        text = isinstance(characters, Sequence) and all(isinstance(c, str) and len(c) == 1 for c in characters)
+        if not text or not len(set(characters)) == len(characters) >= 2:
+            raise PackError(f"characters must be 2 or more single characters, each once, got {characters!r}")
+        chosen = "".join(characters)
+    for one in chosen:
+        code_of(one)
+    if font is not None and not Path(font).is_file():
+        raise PackError(f"font={font} is no file; give a font file, or leave it out")
+    if font is not None and (lacking := set(chosen) - drawable(Path(font), chosen)):
+        raise PackError(
+            f"font={font} has {len(chosen) - len(lacking):,} of {len(chosen):,} characters; choose another font, or a "
+            "string of those that it has as characters="
+        )
+    return "".join(sorted(chosen))
+
+
+def atlas(characters: str, font: str | Path | None, size: int, seed: int) -> tuple[np.ndarray, str]:
+    """(N, S, S) uint8 soft ink of each character, 255 where the pen's middle goes; and what it was drawn with."""
+    path = Path(font) if font is not None else None
+    if path is None:
+        had, best = best_of(system(), characters)
+        path = best if len(had) == len(characters) else None
+    if path is None:
+        return shapes(characters, size, seed), "shapes from the seed"
+    face = ImageFont.truetype(path, round(EM * size), layout_engine=ImageFont.Layout.BASIC)
+    cells = []
+    for character in characters:
+        cells.append(Image.new("L", (size, size)))
+        ImageDraw.Draw(cells[-1]).text((size / 2, size / 2), character, 255, face, anchor="mm")
+    return soft(cells), f"the font {' '.join(filter(None, face.getname()))}"
+
+
+class Language:
+    """N characters by their places; shares (N,) cumulative frequencies by Zipf's law; followers (N, FOLLOWERS)."""
+
+    def __init__(self, count: int, seed: int):
+        rng = np.random.default_rng([seed, GRAMMAR])
+        weights = rng.permutation(1 / (np.arange(count) + HEAD))
+        self.shares = (weights / weights.sum()).cumsum()
+        self.followers = rng.choice(count, (count, FOLLOWERS), p=weights / weights.sum())
+
+    def line(self, rng: np.random.Generator, length: tuple[int, int], first: int | None = None) -> np.ndarray:
+        """The places (n,) of a line of `length` (fewest, most) characters; first: the place it begins with."""
+        count = rng.integers(*length, endpoint=True)
+        anything = np.minimum(np.searchsorted(self.shares, rng.random(count)), len(self.shares) - 1)
+        kept, which = rng.random(count) < FAITHFUL, rng.integers(0, FOLLOWERS, count)
+        places = [int(anything[0]) if first is None else first]
+        for n in range(1, count):
+            places.append(int(self.followers[places[-1], which[n]] if kept[n] else anything[n]))
+        return np.array(places)
+
+
+class Writer:
+    """One hand. matrix (2, 2): from where a pixel's ink comes; habits (N, 3, K, K): bend across, down, pressure; level:
+    of the soft stroke from which on there is ink, low for a thick pen; gap: between characters, in cells.
+
+    A few cosines a character make bend and pressure: an elastic deformation without a random number a pixel.
+    """
+
+    def __init__(self, seed: int, number: int, count: int, variation: float):
+        rng = np.random.default_rng([seed, HAND, number])
+        wide, tall = np.exp(variation * rng.uniform(-0.14, 0.10, 2))
+        slant, turn = variation * rng.normal(0, (0.14, 0.03))
+        self.matrix = np.array([[1 / wide, slant], [turn, 1 / tall]])
+        self.habits = cosines(rng, count, HABIT * variation)
+        self.level = 0.42 + variation * rng.uniform(-0.12, 0.12)
+        self.dark = 1 - variation * rng.uniform(0, 0.45)
+        self.gap = 0.08 + variation * rng.uniform(-0.07, 0.12)
+        self.slope = variation * rng.normal(0, 0.02)
+        self.variation = variation
+
+    def line(self, ink: Tensor, places: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """(H, W) uint8 grey, 255 paper: characters, as places in the ink (N, S, S), along a line that climbs."""
+        cells = self.characters(ink, places, rng)
+        count, size, _ = cells.shape
+        inked = cells.max(1) > FAINTEST  # (n, S)
+        left, right = inked.argmax(1), size - inked[:, ::-1].argmax(1)
+        gaps = size * (self.gap + self.variation * rng.normal(0, 0.04, count))
+        steps = np.maximum(np.maximum(right - left, 0.45 * size) + gaps, 1)
+        starts = np.round(np.cumsum(steps) - steps).astype(int)
+        drift = self.slope * starts + size * self.variation * rng.normal(0, 0.03, count)
+        tops = np.round(drift - drift.min()).astype(int)
+        canvas = np.zeros((tops.max() + size, starts[-1] + size), np.uint8)
+        for cell, top, start, first, last in zip(cells, tops, starts, left, right, strict=True):
+            part = canvas[top : top + size, start : start + last - first]
+            np.maximum(part, cell[:, first:last], out=part)
+        rows, columns = (np.flatnonzero(canvas.max(axis) > FAINTEST) for axis in (1, 0))
+        if len(rows):
+            canvas = canvas[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+        grain = rng.uniform(1 - 0.25 * self.variation, 1, canvas.shape).astype(np.float32)
+        return 255 - (canvas * grain * np.float32(self.dark)).astype(np.uint8)
+
+    def characters(self, ink: Tensor, places: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """(n, S, S) uint8 ink: the characters as the writer makes them this time."""
+        count, size = len(places), ink.shape[-1]
+        weights = self.habits[places] + cosines(rng, count, (1 - HABIT) * self.variation)
+        basis = torch.cos(math.pi * (torch.arange(size)[:, None] + 0.5) / size * torch.arange(COSINES))  # (S, K)
+        field = basis @ torch.from_numpy(weights) @ basis.T  # (n, 3, S, S)
+        theta = torch.zeros(count, 2, 3)
+        theta[:, :, :2] = torch.from_numpy(
+            self.matrix @ (np.eye(2) + self.variation * rng.normal(0, 0.04, (count, 2, 2)))
+        )
+        grid = F.affine_grid(theta, [count, 1, size, size], align_corners=False)
+        grid += 2 * field[:, :2].permute(0, 2, 3, 1)  # the grid's cell goes from -1 to 1
+        stroke = F.grid_sample(ink[torch.from_numpy(places)][:, None].float() / 255, grid, align_corners=False)[:, 0]
+        level = (self.level + field[:, 2]).clamp_(0.25, 0.65)
+        return ((stroke - level) * (0.12 * size) + 0.5).clamp_(0, 1).mul_(255).byte().numpy()
+
+
+def cosines(rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
+    """(count, 3, K, K) float32 weights that fall with the frequency: slow bends are large, quick ones small."""
+    order = np.add.outer(np.arange(COSINES), np.arange(COSINES))
+    fall = scale * BEND / np.maximum(order, 1) * ((order > 0) & (order < COSINES))
+    return (rng.standard_normal((count, 3, COSINES, COSINES), np.float32) * fall).astype(np.float32)
+
+
+def page_bytes(texts: Sequence[str], images: Sequence[np.ndarray], illustration: str, bits: int) -> bytes:
+    """A `.dgrl` of lines one below the other with a margin. With one bit a pixel, pale ink too is ink."""
+    margin = max(len(image) for image in images) // 2
+    lines, top = [], margin
+    for text, image in zip(texts, images, strict=True):
+        lines.append((text, top, margin, image if bits == 8 else np.where(image < PAPER, 0, 255).astype(np.uint8)))
+        top += len(image) + margin
+    return write_page(lines, top, max(image.shape[1] for image in images) + 2 * margin, illustration, bits)

@@ -1,1 +1,0 @@
-"""CASIA-HWDB's files: pages of lines, and the older format of words."""

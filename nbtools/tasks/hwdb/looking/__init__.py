@@ -1,1 +1,0 @@
-"""What was read: pictures and tables."""

@@ -1,0 +1,303 @@
+"""The networks that read lines: hctr (the reference's), slim (for CPUs and small sets) and crnn (with LSTMs).
+
+Each maps a batch, image (B, 1, H, W) float ink and image_length (B,) columns, to logits (T, B, 1 + classes), blank 0,
+and the number of time steps of each line (B,).
+
+Padding changes no answer: after every batch norm the columns beyond a line's own length are set to zero, which is what
+lies outside of a picture, so convolutions, pools and means over a line in a padded batch equal those over the line
+alone. Zeroing writes into the output of batch norm, which no backward pass keeps: it costs no activation memory. Only
+the batch statistics of batch norm count padding in training; batches of similar widths keep that to a few percent.
+
+B samples, C channels, H × W pixels, T = ⌈W / stride⌉ time steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import islice, pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nbtools.errors import PlanError
+from nbtools.train import again
+
+Batch = dict[str, Tensor]
+Size = tuple[int, int]
+"""(down, along) of a stride or a pool."""
+
+HCTR = ((128, 2, 0.3), (256, 4, 0.3), (512, 5, 0.3), (512, 1, 0.9))  # channels, blocks, dropout
+CRNN: tuple[tuple[tuple[int, ...], Size], ...] = (
+    ((64,), (2, 2)),
+    ((128,), (2, 2)),
+    ((256, 256), (2, 1)),
+    ((512, 512), (2, 1)),
+)
+"""Channels of the convolutions, and the pool after them."""
+
+
+def build(name: str, height: int, classes: int, dropout: float | None = None) -> Hctr | Slim | Crnn:
+    """A network for lines of a height in pixels. Raises PlanError where the lines are too low for it."""
+    kind = NETWORKS[name]
+    if height < kind.least_height:
+        raise PlanError(
+            f'Plan.network = "{name}" reads lines ≥ {kind.least_height} pixels high, and these are {height}; pack '
+            "with a larger height=, or choose another network"
+        )
+    return kind(height, classes, dropout)
+
+
+class Hctr(nn.Module):
+    """The reference's network for handwritten Chinese lines: a stem and four stages of squeeze-and-excitation blocks,
+    each halved in both directions, no recurrent layer. 53,104,143 parameters for 7,374 classes on lines 128 pixels
+    high, of which the sizes below are:
+
+    | layer   | channels | size in   | parameters |
+    | ------- | -------- | --------- | ---------- |
+    | stem    | 64       | 128 × W   |     37,696 |
+    | stage 1 | 128      | 64 × W/2  |    677,376 |
+    | stage 2 | 256      | 32 × W/4  |  5,084,160 |
+    | stage 3 | 512      | 16 × W/8  | 25,079,808 |
+    | stage 4 | 512      | 8 × W/16  |  7,113,728 |
+    | linear  | 7,375    | 4 × W/32  | 15,111,375 |
+
+    Pools round up, so that the last odd column is read: T = ⌈W / 32⌉. dropout: before the linear layer. width scales
+    the channels. Source: Intel's handwritten-chinese-ocr-samples, whose convolutions also have biases, which the batch
+    norm after them cancels.
+    """
+
+    stride = 32
+    least_height = 64  # in lower lines a character, about as wide as high, gets one step, too few for CTC
+    dropout = HCTR[-1][2]
+
+    def __init__(self, height: int, classes: int, dropout: float | None = None, width: float = 1.0):
+        super().__init__()
+        inputs = round(64 * width)
+        shares = [share for _, _, share in HCTR[:-1]] + [self.dropout if dropout is None else dropout]
+        self.stages = nn.ModuleList([Stage([ConvNorm(1, inputs), ConvNorm(inputs, inputs)], (2, 2))])
+        for (channels, blocks, _), share in zip(HCTR, shares, strict=True):
+            outputs = round(channels * width)
+            parts = [Block(inputs if k == 0 else outputs, outputs) for k in range(blocks)]
+            self.stages.append(Stage([*parts, ConvNorm(outputs, outputs)], (2, 2), share))
+            inputs = outputs
+        self.linear = nn.Linear(inputs * math.ceil(height / 32), 1 + classes)
+        self.recompute = False
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, lengths = batch["image"], batch["image_length"]
+        for stage in self.stages:
+            x, lengths = stage(x, lengths, self.recompute and self.training)
+        return self.linear(x.flatten(1, 2).permute(2, 0, 1)), lengths  # (B, C, H, T) → (T, B, C · H)
+
+
+class Slim(nn.Module):
+    """For small sets and CPUs: strides in place of full-resolution layers, the height folded into channels, context
+    along time by convolutions; T = ⌈W / 4⌉.
+
+    A time step sees about 100 pixels of the line: its character and the neighbours. width scales the channels.
+    """
+
+    stride = 4
+    least_height = 16
+    dropout = 0.2
+
+    def __init__(self, height: int, classes: int, dropout: float | None = None, width: float = 1.0):
+        super().__init__()
+        a, b, c, d = (max(8, 8 * round(width * n / 8)) for n in (16, 32, 64, 192))
+        self.stem = nn.ModuleList([ConvNorm(1, a, 5, 2)])
+        self.middle = nn.ModuleList(
+            [ConvNorm(a, b, 3, 2), Residual(b), ConvNorm(b, c, 3, (2, 1)), Residual(c), Residual(c)]
+        )
+        self.head = nn.ModuleList([Fold(c, d, math.ceil(height / 8)), Context(d, 3), Context(d, 9, groups=d)])
+        self.drop = nn.Dropout(self.dropout if dropout is None else dropout)
+        self.linear = nn.Linear(d, 1 + classes)
+        self.recompute = False
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, lengths = batch["image"], batch["image_length"]
+        half, steps = strided(lengths, 2), strided(lengths, 4)
+        recompute = self.recompute and self.training
+        x = run(self.stem, x, beyond(half, math.ceil(x.shape[3] / 2)), recompute)
+        x = run([*self.middle, *self.head], x, beyond(steps, math.ceil(x.shape[3] / 2)), recompute)
+        return self.linear(self.drop(x.squeeze(2).permute(2, 0, 1))), steps
+
+
+class Crnn(nn.Module):
+    """The convolutional recurrent network (Shi et al. 2015, arXiv 1507.05717) with batch norm throughout: seven
+    convolutions, then two bidirectional LSTMs of 256 units; T = ⌈W / 4⌉."""
+
+    stride = 4
+    least_height = 16
+    dropout = 0.3
+
+    def __init__(self, height: int, classes: int, dropout: float | None = None, width: float = 1.0):
+        super().__init__()
+        sizes = [1, *(round(c * width) for channels, _ in CRNN for c in channels)]
+        convolutions = iter([ConvNorm(a, b) for a, b in pairwise(sizes)])
+        self.stages = nn.ModuleList([Stage(islice(convolutions, len(channels)), pool) for channels, pool in CRNN])
+        inputs = sizes[-1]
+        self.fold = Fold(inputs, inputs, math.ceil(height / 16))
+        units = round(256 * width)
+        self.recurrent = nn.ModuleList([Bidirectional(inputs, units), Bidirectional(2 * units, units)])
+        self.drop = nn.Dropout(self.dropout if dropout is None else dropout)
+        self.linear = nn.Linear(2 * units, 1 + classes)
+        self.recompute = False
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, lengths = batch["image"], batch["image_length"]
+        for stage in self.stages:
+            x, lengths = stage(x, lengths, self.recompute and self.training)
+        x = self.fold(x, beyond(lengths, x.shape[3])).squeeze(2).permute(2, 0, 1)  # (T, B, C)
+        for layer in self.recurrent:
+            x = layer(self.drop(x), lengths)
+        return self.linear(self.drop(x)), lengths
+
+
+NETWORKS: dict[str, type[Hctr] | type[Slim] | type[Crnn]] = {"hctr": Hctr, "slim": Slim, "crnn": Crnn}
+
+
+def strided(columns: Tensor, stride: int) -> Tensor:
+    """What remains of so many columns after strides and pools that round up."""
+    return (columns + stride - 1) // stride
+
+
+def beyond(lengths: Tensor, width: int) -> Tensor:
+    """(B, 1, 1, W) bool: True in the columns beyond each line's own."""
+    return (torch.arange(width, device=lengths.device) >= lengths[:, None])[:, None, None]
+
+
+def run(parts: Iterable[nn.Module], x: Tensor, padding: Tensor, recompute: bool) -> Tensor:
+    """Parts of one width in turn. recompute keeps only what lies between them; backward computes the rest again."""
+    for part in parts:
+        x = again(part, x, padding) if recompute else part(x, padding)
+    return x
+
+
+class ConvNorm(nn.Module):
+    """Convolution, batch norm, padding set to zero, ReLU. Odd kernels keep the size, strides divide it, rounding up;
+    `padding` has the width of the result. The convolution has no bias: batch norm has one."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int = 3, stride: int | Size = 1, relu: bool = True):
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
+        self.norm = nn.BatchNorm2d(outputs)
+        self.relu = relu
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        x = self.norm(self.conv(x)).masked_fill_(padding, 0)
+        return x.relu_() if self.relu else x
+
+
+class Residual(nn.Module):
+    """Two convolutions around a shortcut."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.first = ConvNorm(width, width)
+        self.second = ConvNorm(width, width, relu=False)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return (x + self.second(self.first(x, padding), padding)).relu_()
+
+
+class Block(nn.Module):
+    """Two convolutions and squeeze-and-excitation around a shortcut; a 1 × 1 convolution where the channels change."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.first = ConvNorm(inputs, outputs)
+        self.second = ConvNorm(outputs, outputs, relu=False)
+        self.excite = Excite(outputs)
+        self.shortcut = ConvNorm(inputs, outputs, 1, relu=False) if inputs != outputs else None
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        y = self.excite(self.second(self.first(x, padding), padding), padding)
+        y = y + (x if self.shortcut is None else self.shortcut(x, padding))
+        return self.dropout(y.relu_())
+
+
+class Excite(nn.Module):
+    """Scale channels by their mean over a line's own columns (squeeze and excitation, Hu et al. 2017, arXiv
+    1709.01507)."""
+
+    def __init__(self, width: int, reduction: int = 16):
+        super().__init__()
+        narrow = max(width // reduction, 1)
+        self.gate = nn.Sequential(
+            nn.Linear(width, narrow, bias=False),
+            nn.ReLU(inplace=True),
+            nn.Linear(narrow, width, bias=False),
+            nn.Sigmoid(),
+        )
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        pixels = x.shape[2] * (~padding).sum(3).view(-1, 1)
+        mean = x.sum((2, 3), dtype=torch.float32) / pixels  # (B, C); a sum in 16 bits would lose digits
+        return x * self.gate(mean.to(x.dtype))[..., None, None]
+
+
+class Context(nn.Module):
+    """A residual along time, over (B, C, 1, T): each channel sees `kernel` steps, then the channels mix."""
+
+    def __init__(self, width: int, kernel: int, groups: int = 1):
+        super().__init__()
+        self.look = nn.Conv2d(width, width, (1, kernel), padding=(0, kernel // 2), groups=groups, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.mix = ConvNorm(width, width, 1, relu=False)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return (x + self.mix(self.norm(self.look(x)).relu_(), padding)).relu_()
+
+
+class Fold(nn.Module):
+    """All rows of a column into one vector: (B, C, H, W) → (B, C', 1, W)."""
+
+    def __init__(self, inputs: int, outputs: int, height: int):
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, (height, 1), bias=False)
+        self.norm = nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.norm(self.conv(x)).masked_fill_(padding, 0).relu_()
+
+
+class Stage(nn.Module):
+    """Parts of one size, then a pool that rounds up, then dropout; also returns the lines' new lengths."""
+
+    def __init__(self, parts: Iterable[nn.Module], pool: Size, dropout: float = 0.0):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.pool = pool
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, lengths: Tensor, recompute: bool) -> tuple[Tensor, Tensor]:
+        x = run(self.parts, x, beyond(lengths, x.shape[3]), recompute)
+        return self.dropout(F.max_pool2d(x, self.pool, ceil_mode=True)), strided(lengths, self.pool[1])
+
+
+class Bidirectional(nn.Module):
+    """A bidirectional LSTM over padded lines (T, B, C) → (T, B, 2 · units), exact within each line's own steps.
+
+    The backward direction starts at a line's own end: each line is reversed within its length, read forwards, and
+    reversed again, so that padding comes last in both directions and reaches no step. These are two plain LSTMs on
+    cuDNN's fast path, which packed sequences leave.
+    """
+
+    def __init__(self, inputs: int, units: int):
+        super().__init__()
+        self.forth = nn.LSTM(inputs, units)
+        self.back = nn.LSTM(inputs, units)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        back = flipped(self.back(flipped(x, lengths))[0], lengths)
+        return torch.cat([self.forth(x)[0], back], 2)
+
+
+def flipped(x: Tensor, lengths: Tensor) -> Tensor:
+    """(T, B, C), each sample's own steps in reverse; padding stays where it is."""
+    steps = torch.arange(len(x), device=x.device)[:, None]
+    places = torch.where(steps < lengths, lengths - 1 - steps, steps)  # (T, B)
+    return x.gather(0, places[..., None].expand_as(x))

@@ -1,1 +1,0 @@
-"""Lines that nobody wrote yet: demo pages, and lines composed of real handwriting."""
