@@ -123,7 +123,7 @@ def confusion_figure(table: pd.DataFrame, note: str = "", percent: bool = False)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     letters = Letters.of("".join(map(str, (*table.index, *table.columns))))
     size = 7 if len(table) <= 60 else 4
-    side = min(max(3.5, 0.3 * len(table) + 2), 16)
+    side = min(max(4.5, 0.3 * len(table) + 2.5), 16)
     sheet = Sheet(figsize=(side, side), layout="constrained")
     axes = sheet.add_subplot(xlabel=table.columns.name or "", ylabel=table.index.name or "", xticks=[], yticks=[])
     axes.set_title(note, fontsize=8, color=GREY, loc="right")
