@@ -251,7 +251,7 @@ def pack_in_process(source: Path) -> None:
     assert len(pack(source)) == 40
 
 
-def in_process(job, *args, **more) -> multiprocessing.Process:
+def in_process(job, *args, **more):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
         process = multiprocessing.get_context("fork").Process(target=job, args=args, kwargs=more)
@@ -259,7 +259,7 @@ def in_process(job, *args, **more) -> multiprocessing.Process:
     return process
 
 
-def exit_code(process: multiprocessing.Process) -> int | None:
+def exit_code(process) -> int | None:
     process.join()
     return process.exitcode
 
