@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.paired import Figure, Receipt, in_turns, on_one_core, times
 from nbtools.data import Draws, Pack, collate
 from nbtools.measure import find_batch
-from nbtools.measure.trial import Trial
+from nbtools.measure.batch import Trial
 from nbtools.tasks import captcha
 from nbtools.train import Task
 from nbtools.train.state import build_optimizer

@@ -27,9 +27,6 @@ from benchmarks.paired import Figure, Receipt, in_turns, times
 from nbtools import measure
 from nbtools.data import Pack, cores, open_feed
 from nbtools.errors import NbtoolsError
-from nbtools.measure.pace import Pace
-from nbtools.measure.tries import losses_of, made_ready
-from nbtools.measure.untouched import untouched
 from nbtools.train import Plan
 
 COUNTS = {"captcha": 2000, "hwdb": 400, "sign": 240, "segment": 160}
@@ -58,15 +55,16 @@ class Turns:
     this process: not of DataLoader workers)."""
 
     def __init__(self, task: Any, pack: Pack, plan: Plan, device: torch.device, seconds: float):
-        self.pace, self.seconds = Pace(task, pack, plan, device), seconds
-        self.steps = 2 + 2 * made_ready(plan)
+        self.stepper, self.seconds = measure.Stepper(task, pack, plan, device), seconds
+        self.stepper.advance(steps=3)
+        self.steps = 2 + 2 * measure.made_ready(plan, pack, device)
         self.cpu: list[float] = []
 
     def __call__(self) -> float:
-        began, samples = process_time(), self.pace.state.samples
-        self.pace.advance(self.seconds, self.steps)
-        self.cpu.append((self.pace.state.samples - samples) / (process_time() - began))
-        return self.pace.rates[-1][0]
+        began = process_time()
+        turn = self.stepper.advance(self.seconds, self.steps)
+        self.cpu.append(turn.samples / (process_time() - began))
+        return turn.samples_per_s
 
 
 def changed(task: Any, pack: Pack, plan: Plan, rounds: int, seconds: float) -> tuple[list[Figure], dict[str, str]]:
@@ -99,7 +97,9 @@ def learned(task: Any, pack: Pack, plan: Plan, steps: int) -> list[Figure]:
     )
     losses: dict[str, list[float]] = {}
     for amp in (plan.amp, "off"):
-        runs = [losses_of(task, pack, short.replace(amp=amp, seed=seed), device, steps=steps) for seed in SEEDS]
+        runs = [
+            measure.first_losses(task, pack, short.replace(amp=amp, seed=seed), device, steps=steps) for seed in SEEDS
+        ]
         losses[amp] = [statistics.mean(run[-LAST:]) for run in runs]
     far = abs(statistics.mean(losses[plan.amp]) - statistics.mean(losses["off"]))
     spread = max(losses["off"]) - min(losses["off"])
@@ -112,11 +112,11 @@ def learned(task: Any, pack: Pack, plan: Plan, steps: int) -> list[Figure]:
 
 def judged(name: str, folder: Path, count: int, options: argparse.Namespace) -> tuple[list[Figure], dict[str, Any]]:
     """(figures, conditions) of a task."""
-    task = import_module(f"nbtools.tasks.{name}")
+    task: Any = import_module(f"nbtools.tasks.{name}")
     pack = task.pack(task.demo(folder / name, count=count), into=folder / f"{name}-pack", progress=False)
     advice = nb.advise(task, pack, seconds=0.5 if options.quick else ADVISING)
     plan = advice.plan.replace(compile=False, graph=False)
-    with untouched(torch.device("cpu")):
+    with measure.untouched(torch.device("cpu")):
         figures, refused = changed(task, pack, plan, options.rounds, 0.05 if options.quick else SECONDS)
         figures += learned(task, pack, plan, 4 if options.quick else STEPS)
     print("\n".join(map(str, figures)), flush=True)

@@ -13,8 +13,7 @@ from nbtools.data import Pack, kept, stage
 from nbtools.errors import NbtoolsError
 from nbtools.fit import fit
 from nbtools.live import Panel
-from nbtools.lr_sweep import lr_sweep
-from nbtools.measure import Advice, Gpu, advise, gpus
+from nbtools.measure import Advice, Gpu, advise, gpus, lr_sweep
 from nbtools.run import Run, evaluate
 from nbtools.train import History, Plan, Record, Task, TrainState, knob, train
 from nbtools.validate import validate

@@ -1,22 +1,32 @@
-"""Advice: a table of machines and data sets, and a reason for everything that differs from the task's own plan."""
+"""Advice: a table of machines and data sets, a reason for everything that differs from the task's own plan; and what
+was measured, with its evidence, kept next to the pack and never measured by surprise."""
 
 import dataclasses
+import html
+import json
 import math
 import re
+import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import toy
+from simulated import Job
 
 import nbtools as nb
+from nbtools import measure
 from nbtools.data import Card
 from nbtools.data.pack import Column
-from nbtools.measure import advise
-from nbtools.measure.advice import LEAST_STEPS, MOST_K, Machine, batch_size, decide, inspect, learning_rate, warmup
-from nbtools.train import Plan, device
+from nbtools.live import send, surface
+from nbtools.measure import Machine, Tried, advise, choose_precision, decide, trials
+from nbtools.measure import advice as act
+from nbtools.measure.advice import LEAST_STEPS, MOST_K, batch_size, inspect, learning_rate, warmup
+from nbtools.measure.batch import Row
+from nbtools.train import Plan, as_task, device
 
-CAPTCHA = SimpleNamespace(
+CAPTCHA: Any = SimpleNamespace(
     PLAN=Plan(epochs=150, batch_size=512, lr=6e-4, warmup_epochs=5, min_lr=1e-6, clip_norm=1.0),
     BASELINE=Plan(epochs=150, batch_size=64, lr=2e-4, optimizer="adam", min_lr=1e-6, feed="workers"),
 )
@@ -93,7 +103,7 @@ def test_warmup_takes_at_most_a_fifth_of_the_run_and_says_so():
     assert warmup(8, 10) == (2.0, warmup(8, 150)[1] + "; capped to a fifth of 10 epochs")
 
 
-def suggesting(**suggested):
+def suggesting(**suggested) -> Any:
     return SimpleNamespace(
         **vars(CAPTCHA), suggest=lambda card, accelerator: {k: (v, accelerator) for k, v in suggested.items()}
     )
@@ -110,7 +120,7 @@ def test_what_the_task_suggests_stands_and_the_rest_follows_from_it():
 
 
 def test_a_least_lr_above_the_advised_lr_comes_down_with_a_reason():
-    task = SimpleNamespace(PLAN=CAPTCHA.PLAN.replace(min_lr=5e-4), BASELINE=CAPTCHA.BASELINE)
+    task: Any = SimpleNamespace(PLAN=CAPTCHA.PLAN.replace(min_lr=5e-4), BASELINE=CAPTCHA.BASELINE)
     advice = decide(task, card(50_030), MACHINES["CPU"])
     assert advice.plan.min_lr == advice.plan.lr == 2e-4
     assert "above the advised lr" in advice.reasons["min_lr"]
@@ -119,7 +129,7 @@ def test_a_least_lr_above_the_advised_lr_comes_down_with_a_reason():
 @pytest.mark.parametrize("train", [50_030, 1000, 9])
 @pytest.mark.parametrize("name", MACHINES)
 def test_every_changed_field_has_a_reason_and_every_figure_its_origin(name, train):
-    task = SimpleNamespace(PLAN=CAPTCHA.PLAN.replace(micro_batch_size=256, min_lr=3e-4), BASELINE=CAPTCHA.BASELINE)
+    task: Any = SimpleNamespace(PLAN=CAPTCHA.PLAN.replace(micro_batch_size=256, min_lr=3e-4), BASELINE=CAPTCHA.BASELINE)
     machine = MACHINES[name]
     advice = decide(task, card(train), machine)
     before = task.PLAN.to_dict()
@@ -163,7 +173,7 @@ def test_the_machine_is_read_from_the_device_that_torch_uses(monkeypatch):
 
 @pytest.mark.parametrize("machine", [Machine("cpu", "CPU"), Machine("mps", "Apple GPU")])
 def test_a_plan_for_cuda_graphs_is_one_that_can_run_elsewhere(machine):
-    task = SimpleNamespace(PLAN=toy.PLAN.replace(graph=True), BASELINE=toy.BASELINE)
+    task: Any = SimpleNamespace(PLAN=toy.PLAN.replace(graph=True), BASELINE=toy.BASELINE)
     advice = decide(task, card(1000), machine)
     assert advice.plan.graph is False
     assert "need CUDA" in advice.reasons["graph"]
@@ -237,3 +247,241 @@ def test_a_machine_of_one_core_has_1_core(tmp_path):
     shown = str(decide(toy, pack.card, Machine("cpu", "CPU", cores=1)))
     assert "CPU (1 core)" in shown
     assert "1 cores" not in shown
+
+
+SECONDS = 6.0  # on a job's own clock
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    return toy.make_pack(tmp_path_factory.mktemp("toy"), count=600)
+
+
+def measured(job: Job, pack, **more) -> nb.Advice:
+    """Advice that was measured on the job's own clock."""
+    return nb.advise(job, pack, seconds=SECONDS, clock=job.clock, **more)
+
+
+@pytest.fixture(scope="module")
+def job():
+    return Job(fixed=0.1, a_sample=0.01, amp={"bf16": 2.0})
+
+
+@pytest.fixture(scope="module")
+def advice(pack, job):
+    return measured(job, pack)
+
+
+def own(**changes) -> Any:
+    """A task like toy, but for some of its names."""
+    names = {name: value for name, value in vars(toy).items() if not name.startswith("__")}
+    return type("Own", (), {**names, **changes})
+
+
+@pytest.fixture
+def no_measuring(monkeypatch):
+    def surprise(*_args, **_more):
+        raise AssertionError("it measured")
+
+    for name in ("find_batch", "find_precision", "step_profile", "find_workers"):
+        monkeypatch.setattr(act, name, surprise)
+
+
+def test_each_measured_number_has_its_evidence_and_the_rest_its_rule(advice):
+    assert f"measured {advice.batches.seconds:.1f} s" in advice.evidence["batch_size"]
+    assert "rule of thumb" in advice.reasons["lr"]
+    assert advice.verdict.sentence in str(advice)
+    assert {"setting", "measured here"} <= set(advice.table()[0])
+    for name, value, reason, *_ in advice.table()[1][: len(advice.reasons)]:
+        assert value == getattr(advice.plan, name)
+        assert reason
+
+
+def test_what_was_found_is_kept_next_to_the_pack_and_comes_back_the_same(advice, pack, job, no_measuring):
+    assert act.shelf(pack).parent == pack.folder.parent
+    assert not any("advice" in path.name for path in pack.folder.iterdir())
+    for again in (nb.advise(job, pack), nb.advise(job, pack, measure=False)):
+        assert json.dumps(again.to_dict()) == json.dumps(advice.to_dict())
+        assert again.plan == advice.plan
+
+
+def test_another_machine_pack_or_task_is_measured_anew(advice, pack, monkeypatch):
+    thumb = nb.advise(toy, pack, measure=False)
+    mine = act.label(as_task(toy), pack, thumb, False)
+    assert act.label(as_task(own()), pack, thumb, False) != mine
+    assert (
+        act.label(
+            as_task(toy), dataclasses.replace(pack, card=dataclasses.replace(pack.card, digest="x")), thumb, False
+        )
+        != mine
+    )
+    monkeypatch.setattr(act, "machine", lambda: {"device": "another"})
+    assert act.label(as_task(toy), pack, thumb, False) != mine
+
+
+def test_rules_alone_when_nothing_was_measured_before(tmp_path, no_measuring):
+    pack = toy.make_pack(tmp_path, count=60)
+    advice = nb.advise(toy, pack, measure=False)
+    assert advice.evidence == {}
+    assert advice.table()[0] == ("setting", "value", "reason")
+    assert "nothing here was measured" in advice.note
+
+
+def test_training_without_a_plan_never_measures(tmp_path, no_measuring):
+    pack = toy.make_pack(tmp_path, count=60)
+    run = nb.fit(own(PLAN=toy.PLAN.replace(epochs=1)), pack, run=tmp_path / "run", receipt=False, progress=False)
+    assert len(run.history.of("epoch")) == 1
+
+
+def test_advice_of_an_older_version_is_measured_again_and_replaced(tmp_path):
+    pack, job = toy.make_pack(tmp_path, count=60), Job()
+    act.shelf(pack).write_text("{")
+    measured(job, pack)
+    kept = json.loads(act.shelf(pack).read_text())
+    (key,) = kept
+    kept[key] |= {"version": 2, "note": "older"}  # of a version that measured other things
+    act.shelf(pack).write_text(json.dumps(kept))
+    assert nb.advise(job, pack, measure=False).evidence == {}
+    again = measured(job, pack)
+    assert again.note != "older"
+    found = json.loads(act.shelf(pack).read_text())
+    assert found == {key: {"version": act.VERSION, **json.loads(json.dumps(again.to_dict()))}}
+    found[key]["unknown"] = 1
+    act.shelf(pack).write_text(json.dumps(found))
+    assert nb.advise(job, pack, measure=False).evidence == {}
+
+
+def test_where_nothing_can_be_kept_the_advice_says_so(tmp_path):
+    pack = toy.make_pack(tmp_path, count=60)
+    act.shelf(pack).mkdir()
+    assert "Not kept for the next time" in measured(Job(), pack).note
+
+
+def test_the_tasks_own_batch_size_is_not_overruled_by_speed(pack):
+    class Own(Job):
+        def suggest(self, card, accelerator):
+            return {"batch_size": (12, "learns best so")}
+
+    advice = measured(Own(a_sample=0.001), pack)
+    assert (advice.plan.batch_size, advice.reasons["batch_size"]) == (12, "learns best so")
+    assert "measured" in advice.evidence["batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "amp", "why"),
+    [
+        ({"amp": {"bf16": 0.4}}, "bf16", "bf16 2.50× as fast as float32"),
+        ({"amp": {"bf16": 0.98}}, "off", "used where reliably 5% faster"),
+        ({"amp": {"bf16": 0.4}, "loss_in_bf16": 1.5}, "off", "its loss differs by 50%"),
+        ({"amp": {"bf16": 0.4}, "loss_in_bf16": math.nan}, "off", "bf16, it fails (the loss became nan"),
+    ],
+)
+def test_the_precision_that_was_measured_faster_and_learns_the_same_is_advised(tmp_path, parts, amp, why):
+    """And the batch is searched in it: of passes of 2 samples, with which a search begins, none is in the other."""
+    pack, job = toy.make_pack(tmp_path, count=400), Job(**parts)
+    advice = measured(job, pack)
+    assert advice.plan.amp == amp
+    assert why in advice.evidence["amp"]
+    assert {name for name, size in job.passes if size == 2} == {amp}
+
+
+def test_a_model_that_cannot_be_trained_in_bf16_is_advised_in_float32_and_says_why(tmp_path):
+    class WithoutBf16(Job):
+        def loss(self, model, batch, plan):
+            if plan.amp == "bf16":
+                raise RuntimeError("\"ctc_loss\" not implemented for 'BFloat16'")
+            return super().loss(model, batch, plan)
+
+    advice = measured(WithoutBf16(), toy.make_pack(tmp_path, count=200))
+    assert advice.plan.amp == "off"
+    assert "fails (\"ctc_loss\" not implemented for 'BFloat16')" in advice.evidence["amp"]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "drift", "amp", "why"),
+    [
+        (1.9, 1.85, 0.001, "bf16", "1.90× as fast as float32"),
+        (1.03, 1.02, None, "off", "used where reliably 5% faster"),
+        (1.3, 0.9, 0.001, "off", "used where reliably 5% faster"),  # not beyond what rounds differ by
+        (1.9, 1.85, float("inf"), "off", "its loss is not a number"),
+    ],
+)
+def test_a_precision_must_be_faster_in_three_of_four_rounds(ratio, low, drift, amp, why):
+    found = choose_precision(Tried({"amp": "bf16"}, ratio, low, ratio * 1.1, 16, drift))
+    assert found[0] == amp
+    assert why in found[1]
+
+
+def test_a_search_that_a_busy_machine_cut_short_does_not_shrink_the_batch(advice):
+    short = dataclasses.replace(advice.batches, complete=False, rows=(Row(2, 10.0, 9.0, 11.0, 3, None, 100, True),))
+    rows = (*short.rows, Row(64, None, None, None, 0, None, None, True))
+    assert not act.conclusive(dataclasses.replace(short, rows=rows), toy.PLAN.replace(batch_size=64))
+    timed = (*short.rows, Row(64, 90.0, 89.0, 91.0, 3, None, 200, True))
+    assert act.conclusive(dataclasses.replace(short, rows=timed), toy.PLAN.replace(batch_size=64))
+    assert act.conclusive(dataclasses.replace(short, complete=True), toy.PLAN.replace(batch_size=64))
+
+
+def test_a_run_asked_what_limits_it_answers_and_goes_on_bit_equal(pack, tmp_path, monkeypatch):
+    folder, steps = tmp_path / "run", []
+
+    def batch(raw, plan, draws):
+        steps.append(1) if draws is not None else None
+        if len(steps) == 5:
+            send(folder, ["profile"])
+        return toy.batch(raw, plan, draws)
+
+    monkeypatch.setattr(surface, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(trials, "SECONDS", 0.1)
+    plan = toy.PLAN.replace(epochs=2)
+    undisturbed = nb.fit(toy, pack, plan, tmp_path / "undisturbed", receipt=False, progress=False)
+    run = nb.fit(own(batch=batch), pack, plan, folder, receipt=False, progress=False)
+    assert run.verdict is not None
+    assert run.profile is not None
+    assert run.verdict.sentence in run.events
+    assert [row["loss"] for row in run.history.of("step")] == [row["loss"] for row in undisturbed.history.of("step")]
+
+
+def test_the_summary_shows_the_verdict_and_is_still_a_frame(pack, tmp_path, monkeypatch):
+    monkeypatch.setattr(trials, "SECONDS", 0.1)
+    monkeypatch.setattr(sys.modules[measure.Receipt.__module__], "SECONDS", 0.05)
+    run = nb.fit(toy, pack, toy.PLAN.replace(epochs=1), tmp_path / "run", progress=False)
+    assert run.verdict is not None
+    for shown in (repr(run.summary().round(3)), run.summary().round(3)._repr_html_()):
+        assert html.escape(run.verdict.sentence) in html.escape(html.unescape(str(shown)))
+    assert list(run.summary().index) == [1]
+
+
+def other_batches(advice, *rows: tuple[int, bool]):
+    """Those of an advised batch of 16 and a largest of 64, where (batch size, whether it fits) was measured."""
+    plan = advice.plan.replace(batch_size=16, lr=1e-3, micro_batch_size=None, optimizer="adamw")
+    tried = tuple(Row(size, 100.0 if fits else None, 90.0, 110.0, 3 * fits, None, 100, fits) for size, fits in rows)
+    batches = dataclasses.replace(advice.batches, batch_size=16, rows=tried)
+    return dataclasses.replace(advice, plan=plan, largest=plan.replace(batch_size=64, lr=2e-3), batches=batches)
+
+
+@pytest.mark.parametrize(
+    ("rows", "micro", "why"),
+    [
+        (((16, True), (32, True), (64, True)), None, "by the sqrt rule, rule of thumb (arXiv 2205.10287)"),
+        (((16, True), (32, True), (64, False)), 32, "; in 2 passes: 64 does not fit at once"),
+        (((16, True), (32, True)), 32, "; in 2 passes: more than 32 at once was not tried"),
+    ],
+    ids=["timed", "too large", "not tried"],
+)
+def test_the_advice_shows_other_batches_with_their_lr_and_passes_from_the_largest_down(advice, rows, micro, why):
+    shown = other_batches(advice, *rows)
+    plans, reasons = zip(*shown.other_batches(), strict=True)
+    assert [plan.batch_size for plan in plans] == [64, 12, 8, 4]
+    assert [plan.micro_batch_size for plan in plans] == [micro, None, None, None]
+    assert plans[0].lr == pytest.approx(2e-3)
+    assert plans[2].lr == pytest.approx(1e-3 / 2**0.5, rel=1e-3)
+    assert reasons[0].endswith(why)
+    assert "or batch 64" in str(shown)
+    assert "lr 0.000707" in shown._repr_html_()
+
+
+def test_what_is_gone_names_what_to_use_instead(advice, pack):
+    with pytest.raises(nb.NbtoolsError, match=r"no longer takes noise.*turn\(batch_size"):
+        nb.advise(toy, pack, noise=True)
+    with pytest.raises(AttributeError, match="other_batches"):
+        assert advice.ladder

@@ -5,7 +5,7 @@ import torch
 import toy
 
 import nbtools as nb
-from nbtools.measure.profile import step_profile
+from nbtools.measure import step_profile
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of torch, while it compiles
 

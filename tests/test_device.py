@@ -14,8 +14,8 @@ import toy
 
 import nbtools as nb
 from nbtools.errors import TrainError
-from nbtools.measure.syncs import syncs
-from nbtools.measure.untouched import untouched
+from nbtools.measure import untouched
+from nbtools.measure.roofline import syncs
 from nbtools.tasks import captcha, hwdb
 from nbtools.train import Plan, device
 
@@ -156,9 +156,8 @@ def test_a_step_is_searched_for_synchronizations_without_torchs_warning_about_th
 
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: set_mode(mode) if mode == "warn" else None)
-    monkeypatch.setattr("nbtools.measure.syncs.step", lambda *given: None)
-    state: Any = SimpleNamespace(device=CUDA)
-    assert syncs(toy, state, {}, 1) == ()
+    stepper: Any = SimpleNamespace(device=CUDA, batches=iter([{}]), step=lambda raw: None)
+    assert syncs(stepper) == ()
 
 
 class OnCuda:

@@ -21,7 +21,6 @@ from nbtools import disk, measure
 from nbtools.data import Card
 from nbtools.data.pack import RawFiles
 from nbtools.errors import CheckpointError, DiskError, PackError, PlanError, TrainError
-from nbtools.measure import receipts
 from nbtools.run import Run
 from nbtools.train import checkpoint
 
@@ -340,7 +339,7 @@ def test_checkpoints_are_ordered_by_number_and_files_of_others_are_left(run, tmp
 @pytest.mark.parametrize("trouble", ["a raw file is gone", "interrupt"])
 def test_a_receipt_that_fails_costs_no_run(tmp_path, monkeypatch, trouble):
     pack = toy.make_pack(tmp_path, count=60)
-    monkeypatch.setattr(receipts, "SECONDS", 0.05)
+    monkeypatch.setattr(sys.modules[measure.Receipt.__module__], "SECONDS", 0.05)
     if trouble == "interrupt":
 
         def receipt(*_):
@@ -356,7 +355,7 @@ def test_a_receipt_that_fails_costs_no_run(tmp_path, monkeypatch, trouble):
 
 
 def test_fit_leaves_a_receipt_and_a_second_call_does_not_measure_again(pack, tmp_path, monkeypatch):
-    monkeypatch.setattr(receipts, "ROUNDS", 1)
+    monkeypatch.setattr(sys.modules[measure.Receipt.__module__], "ROUNDS", 1)
     real, calls = measure.receipt, []
     monkeypatch.setattr(measure, "receipt", lambda *a: (calls.append(1), real(*a, seconds=0.05))[1])
     for _ in range(2):

@@ -1,20 +1,17 @@
 """Mixed precision: recurrent layers keep float32 under bf16, fp16 is refused on a CPU, and bf16 is advised where it was
-measured to be faster and to learn the same. Public names alone; no claim depends on what this machine's CPU can do."""
+measured to be faster and to learn the same. No claim depends on what this machine's CPU can do."""
 
 import copy
 import io
-import json
 import os
-import re
 import subprocess
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import toy
+from simulated import Job
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -22,11 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import nbtools as nb
 from nbtools import measure
 from nbtools.live import send, surface
-from nbtools.measure.figures import Tried
-from nbtools.measure.tries import choose_precision
 from nbtools.tasks import captcha
-
-pytestmark = pytest.mark.alone  # measures rates
+from nbtools.train import device
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +148,7 @@ REFUSED = r"Plan.amp = fp16 needs a GPU, and this device is cpu.*; use amp=bf16 
 
 @pytest.fixture
 def cpu(monkeypatch):
-    monkeypatch.setattr("nbtools.train.device.pick", lambda: torch.device("cpu"))
+    monkeypatch.setattr(device, "pick", lambda: torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("cpu")
@@ -210,153 +204,12 @@ def test_a_run_that_a_gpu_trained_in_fp16_is_read_on_a_cpu_in_float32(pack, tmp_
     assert set(dtypes) == {torch.float32}
 
 
-@pytest.mark.parametrize(
-    ("ratio", "low", "drift", "amp", "why"),
-    [
-        (1.9, 1.85, 0.001, "bf16", "1.90× as fast as float32"),
-        (1.03, 1.02, None, "off", "used where reliably 5% faster"),
-        (1.3, 0.9, 0.001, "off", "used where reliably 5% faster"),  # not beyond what rounds differ by
-        (1.9, 1.85, 0.3, "off", "its loss differs by 30%"),
-        (1.9, 1.85, float("inf"), "off", "its loss is not a number"),
-    ],
-)
-def test_bf16_is_taken_where_it_is_clearly_faster_and_learns_the_same(ratio, low, drift, amp, why):
-    found = choose_precision(Tried({"amp": "bf16"}, ratio, low, ratio * 1.1, 16, drift))
-    assert found[0] == amp
-    assert why in found[1]
-
-
-def pretending(slow: str, factor: float = 1.0, a_sample: bool = False, seen: list | None = None) -> Any:
-    """A task whose steps take long in one precision, on any machine, and whose loss is a multiple in bf16."""
-
-    def loss(model, batch, plan):
-        if isinstance(model, nn.Module) and torch.is_grad_enabled():
-            seen.append((plan.amp, len(batch["x"]))) if seen is not None else None
-            time.sleep(1e-3 * (len(batch["x"]) if a_sample else 16) * (1.0 if plan.amp == slow else 0.1))
-        total, count = toy.loss(model, batch, plan)
-        return total * (factor if plan.amp == "bf16" else 1.0), count
-
-    return own(loss=loss)
-
-
-def advised(task: Any, pack: nb.Pack, amp: str) -> nb.Advice:
-    """Measured until it advises the precision, three times at most: a busy machine may hide any gain."""
-    for _ in range(3):
-        advice = nb.advise(task, pack, seconds=0.5)
-        if advice.plan.amp == amp:
-            return advice
-        shelf(pack).unlink()
-    raise AssertionError(advice.evidence)
-
-
-def shelf(pack: nb.Pack) -> Path:
-    """Where its advice is kept."""
-    (found,) = pack.folder.parent.glob("*.advice.json")
-    return found
-
-
-@pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize(
-    ("slow", "factor", "amp"),
-    [("off", 1.0, "bf16"), ("bf16", 1.0, "off"), ("off", 1.5, "off"), ("off", torch.nan, "off")],
-)
-def test_advice_takes_the_precision_that_was_measured_to_be_faster(tmp_path, slow, factor, amp):
-    pack = toy.make_pack(tmp_path, count=400)
-    advice = advised(pretending(slow, factor), pack, amp)
-    assert re.search(r"bf16 \d.\d\d× as fast as float32|fails \(the loss became nan", advice.evidence["amp"])
-    assert factor == 1.5 or "its loss differs" not in advice.evidence["amp"]
-
-
-@pytest.mark.usefixtures("cpu")
-def test_a_model_that_cannot_be_trained_in_bf16_is_advised_in_float32_and_says_why(tmp_path):
-    def loss(model, batch, plan):
-        if plan.amp == "bf16":
-            raise RuntimeError("\"ctc_loss\" not implemented for 'BFloat16'")
-        return toy.loss(model, batch, plan)
-
-    advice = nb.advise(own(loss=loss), toy.make_pack(tmp_path, count=200), seconds=0.5)
-    assert advice.plan.amp == "off"
-    assert "fails (\"ctc_loss\" not implemented for 'BFloat16')" in advice.evidence["amp"]
-
-
-@pytest.mark.usefixtures("cpu")
-def test_the_batch_is_searched_in_the_precision_that_was_chosen(tmp_path):
-    """Of batches of 2 samples, with which every search begins, and of 4, none is of the other precision."""
-    pack, seen = toy.make_pack(tmp_path, count=400), []
-    advice = nb.advise(pretending("off", seen=seen), pack, seconds=0.5)
-    chosen = "off" if "used where" in advice.evidence["amp"] else "bf16"  # a busy machine may hide any gain
-    assert {amp for amp, size in seen if size <= 4} == {chosen}
-
-
-@pytest.mark.usefixtures("cpu")
-def test_advice_of_an_older_version_is_measured_again(tmp_path):
-    pack, task = toy.make_pack(tmp_path, count=200), pretending("off")
-    nb.advise(task, pack, seconds=0.3)
-    kept = json.loads(shelf(pack).read_text())
-    for older in kept.values():  # as it was when bf16 was never tried on a CPU
-        del older["version"], older["precision"]
-        older["plan"]["amp"], older["note"] = "off", "older"
-    shelf(pack).write_text(json.dumps(kept))
-    assert nb.advise(task, pack, measure=False).evidence == {}
-    again = nb.advise(task, pack, seconds=0.3)
-    assert again.note != "older"
-    assert "as fast as float32" in again.evidence["amp"]
-    assert json.dumps(nb.advise(task, pack, measure=False).to_dict()) == json.dumps(again.to_dict())
-
-
-def limits(task: Any, pack: nb.Pack, folder, monkeypatch) -> Any:
-    """The verdict of a run that was asked what limits it."""
-    steps, batch = [], task.batch
-
-    def asking(raw, plan, draws):
-        steps.append(1) if draws is not None else None
-        if len(steps) == 5:
-            send(folder, ["profile"])
-        return batch(raw, plan, draws)
-
-    monkeypatch.setattr(surface, "LOOK_EVERY", 0.0)
-    monkeypatch.setattr("nbtools.measure.profile.SECONDS", 0.5)
-    task.batch = staticmethod(asking)
-    run = nb.fit(task, pack, toy.PLAN.replace(epochs=2), folder, receipt=False, progress=False)
-    assert run.verdict is not None
-    assert run.verdict.sentence in run.events
-    return run.verdict
-
-
-@pytest.mark.usefixtures("cpu")
-def test_a_run_asked_what_limits_it_proposes_the_faster_precision(pack, tmp_path, monkeypatch):
-    for turn in range(3):  # a busy machine may hide any gain
-        found = limits(pretending("off", a_sample=True), pack, tmp_path / str(turn), monkeypatch)
-        if found.change:
-            break
-    assert found.change == {"amp": "bf16"}
-    assert "amp=bf16 makes training" in found.sentence
-
-
-@pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize(
-    ("slow", "factor", "why"),
-    [("bf16", 1.0, r"amp=bf16 0\.\d\d×"), ("off", 1.5, r"amp=bf16 \d.*its loss differs by 50%")],
-)
-def test_where_no_change_is_worth_it_those_that_were_tried_are_named(pack, tmp_path, monkeypatch, slow, factor, why):
-    sentences = []
-    for turn in range(3):  # a busy machine may hide any gain, or pretend one
-        found = limits(pretending(slow, factor, a_sample=True), pack, tmp_path / str(turn), monkeypatch)
-        sentences.append(found.sentence)
-        if re.search(rf"tried was (not )?10 % faster: .*{why}", found.sentence):
-            assert found.change is None
-            return
-    raise AssertionError(sentences)
-
-
 @pytest.mark.usefixtures("cpu")
 def test_a_precision_is_measured_without_a_trace(pack):
-    before = torch.get_rng_state()
-    for _ in range(3):
-        found = measure.find_precision(pretending("off"), pack, toy.PLAN, seconds=0.5)
-        assert found is not None
-        if found.low > 1:  # else a busy machine hid it
-            break
+    before, job = torch.get_rng_state(), Job(amp={"bf16": 0.5})
+    found = measure.find_precision(job, pack, toy.PLAN, seconds=3.0, clock=job.clock)
+    assert found is not None
+    assert found.ratio == pytest.approx(2.0)
     assert found.drift is not None
     assert 0 <= found.drift < 0.02
     assert torch.equal(torch.get_rng_state(), before)

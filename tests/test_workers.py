@@ -5,27 +5,25 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import time
 from collections import namedtuple
 
 import numpy as np
 import pytest
 import torch
 import toy
+from simulated import Job
 
-from nbtools.data import Workers, cores
+from nbtools.data import Workers
 from nbtools.data.pack import RawFiles
 from nbtools.errors import TrainError
-from nbtools.measure import find_workers, loaders, memory, workers
-from nbtools.measure.loaders import Rig, Setting, counts
-from nbtools.measure.workers import WorkersFinding, chosen
+from nbtools.measure import WorkersReport, find_workers, memory, workers
+from nbtools.measure.workers import Setting, chosen, counts, refusal
 from nbtools.train import Plan, TrainState, train
 
 CPU = torch.device("cpu")
 WORKERS = toy.PLAN.replace(feed="workers")
 
 pytestmark = [
-    pytest.mark.alone,  # measures rates
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # on one core
 ]
@@ -36,22 +34,14 @@ def pack(tmp_path_factory):
     return toy.make_pack(tmp_path_factory.mktemp("toy"))
 
 
-class Slow(RawFiles):
-    """Decoding that takes 3 ms and no CPU."""
-
-    def __getitem__(self, i):
-        time.sleep(0.003)
-        return super().__getitem__(i)
-
-
-@pytest.fixture(scope="module")
-def slow(pack):
-    return dataclasses.replace(pack, raw=Slow(pack.raw.folder, pack.raw.source, pack.raw.read))
-
-
 @pytest.fixture
 def two_cores(monkeypatch):
-    monkeypatch.setattr(loaders, "cores", lambda: 2)
+    monkeypatch.setattr(workers, "cores", lambda: 2)
+
+
+def searched(job: Job, pack) -> WorkersReport:
+    """On the job's own clock, on which other processes take no time."""
+    return find_workers(job, job.pack(pack), WORKERS, seconds=1.0, clock=job.clock)
 
 
 def pids() -> set[int | None]:
@@ -115,35 +105,35 @@ class Broken(RawFiles):
         return super().__getitem__(i)
 
 
-def test_a_sleeping_decode_makes_more_workers_faster_and_the_finder_sees_it(slow, two_cores):
-    found = find_workers(toy, slow, WORKERS, seconds=1.0)
-    rates = {each.workers: each.samples_per_s for each in found.settings[:3]}
-    assert list(rates) == [0, 1, 2]
-    assert rates[0] < 1 / 0.003
-    assert rates[2] > 1.4 * rates[0]
-    assert found.workers == 2
-    assert found.settings[0].data_wait > 0.7
-    assert all(0 < each.start < 5 for each in found.settings)
-    assert "× that without workers; training still waits" in found.reason
-    assert multiprocessing.active_children() == []
-    assert WorkersFinding.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+def test_where_decoding_takes_the_time_workers_pay_and_the_finder_sees_it(pack, two_cores):
+    """And what they made ready before the clock began is not counted as their speed."""
+    job, others = Job(reading=0.01, fixed=0.02), multiprocessing.active_children()
+    found = searched(job, pack)
+    rates = {(each.workers, each.prefetch): each.samples_per_s for each in found.settings}
+    assert list(rates)[:3] == [(0, 2), (1, 2), (2, 2)]
+    assert rates[0, 2] == pytest.approx(16 / 0.18, rel=0.2)
+    assert rates[1, 2] == pytest.approx(16 / 0.02, rel=0.2)
+    assert found.workers in (1, 2)  # on this clock as fast as each other
+    assert found.settings[0].data_wait == pytest.approx(0.16 / 0.18, rel=0.05)
+    assert "× that without workers; training still waits 0% of the time for data" in found.reason
+    assert multiprocessing.active_children() == others
+    assert WorkersReport.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     assert "chosen" in str(found)
     assert "<table" in found._repr_html_()
 
 
-def test_prefetched_batches_are_not_counted_as_speed(slow):
-    """A window shorter than the queue would otherwise measure what was decoded before it began."""
-    rig = Rig(toy, slow, WORKERS, CPU, slice_s=0.1)
-    rig.read(0.0)
-    assert rig.measure(WORKERS.replace(workers=1, prefetch=4)).samples_per_s < 1.2 / 0.003
-    assert rig.weight > 2**20
+@pytest.mark.parametrize(
+    ("most", "expected"), [(1, [0, 1]), (2, [0, 1, 2]), (6, [0, 1, 2, 4, 6]), (8, [0, 1, 2, 4, 8])]
+)
+def test_no_more_workers_than_cores_are_tried(most, expected):
+    assert counts(most) == expected
 
 
 def test_a_dev_shm_too_small_is_a_reason_and_no_bus_error(pack, two_cores, monkeypatch):
     small = namedtuple("Stat", "f_bavail f_frsize")(1, 1024)
     monkeypatch.setattr(os, "statvfs", lambda path: small)
     monkeypatch.setattr(os.path, "isdir", lambda path: True)
-    found = find_workers(toy, pack, WORKERS, seconds=0.1)
+    found = searched(Job(), pack)
     assert found.workers == 0
     assert [each.workers for each in found.settings if each.skipped] == [1, 2]
     assert "/dev/shm has 1.0 kB free; lower workers or prefetch" in found.settings[1].skipped
@@ -151,11 +141,11 @@ def test_a_dev_shm_too_small_is_a_reason_and_no_bus_error(pack, two_cores, monke
 
 
 def test_workers_that_ram_has_no_room_for_are_not_started(pack, two_cores, monkeypatch):
-    monkeypatch.setattr(loaders, "ram", lambda: memory.Room(2**20, "available RAM"))
+    monkeypatch.setattr(workers, "ram", lambda: memory.Room(2**20, "available RAM"))
     started = []
     real = Workers.open
     monkeypatch.setattr(Workers, "open", lambda self: (started.append(self.plan.workers), real(self))[1])
-    found = find_workers(toy, pack, WORKERS, seconds=0.1)
+    found = searched(Job(), pack)
     assert max(started) == 1  # the one that is weighed
     assert "of available RAM can be had" in found.settings[2].skipped
 
@@ -166,11 +156,11 @@ def test_a_reader_of_the_notebook_itself_is_not_sent_to_processes_that_cannot_im
 
     read.__module__ = "__main__"
     own = dataclasses.replace(pack, raw=RawFiles(pack.raw.folder, pack.raw.source, read))
-    said = loaders.refusal(own, WORKERS.replace(workers=2), torch.device("cuda"), 0)
+    said = refusal(own, WORKERS.replace(workers=2), torch.device("cuda"), 0)
     assert "defined in the notebook, where a forkserver process cannot import it; put it in a file" in said
-    assert loaders.refusal(pack, WORKERS.replace(workers=2), torch.device("cuda"), 0) == ""
+    assert refusal(pack, WORKERS.replace(workers=2), torch.device("cuda"), 0) == ""
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none: "fork")
-    assert loaders.refusal(own, WORKERS.replace(workers=2), CPU, 0) == ""
+    assert refusal(own, WORKERS.replace(workers=2), CPU, 0) == ""
 
 
 @pytest.mark.parametrize("feed", ["auto", "resident", "streamed"])
@@ -198,17 +188,9 @@ def test_the_fewest_workers_within_five_percent_of_the_best_are_chosen():
     assert "95% of the best" in chosen(settings)[2]
 
 
-@pytest.mark.parametrize(
-    ("most", "expected"), [(1, [0, 1]), (2, [0, 1, 2]), (6, [0, 1, 2, 4, 6]), (8, [0, 1, 2, 4, 8])]
-)
-def test_no_more_workers_than_cores_are_tried(most, expected):
-    assert counts(most) == expected
-    assert counts(cores())[-1] == cores()
-
-
 def test_the_caller_s_random_state_is_as_it_was(pack, two_cores):
     torch.manual_seed(5)
     before, numbers = torch.get_rng_state(), repr(np.random.get_state(legacy=False))
-    find_workers(toy, pack, WORKERS, seconds=0.1)
+    searched(Job(), pack)
     assert torch.equal(torch.get_rng_state(), before)
     assert repr(np.random.get_state(legacy=False)) == numbers

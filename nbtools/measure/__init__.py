@@ -1,36 +1,30 @@
 """The machine, the profile of a step, the bottleneck, batch and lr finders, advice, receipt."""
 
 from nbtools.measure.advice import Advice, Machine, advise, decide
-from nbtools.measure.figures import Tried
-from nbtools.measure.finder import Finding, find_batch
+from nbtools.measure.batch import BatchReport, find_batch
 from nbtools.measure.machine import REASONS, Gpu, Sampler, gpus, machine, nvml_index
-from nbtools.measure.pace import Pace, Rate
-from nbtools.measure.profile import StepProfile, step_profile
-from nbtools.measure.receipts import Receipt, comparable, receipt
-from nbtools.measure.rungs import Rung
-from nbtools.measure.sweep import SECONDS, STEPS, Sweep
-from nbtools.measure.tries import choose_precision, find_precision
+from nbtools.measure.profile import StepProfile, Tried
+from nbtools.measure.receipt import Receipt, comparable, receipt
+from nbtools.measure.stepper import Stepper, made_ready, untouched
+from nbtools.measure.sweep import Sweep, lr_sweep
+from nbtools.measure.trials import choose_precision, find_precision, first_losses, step_profile
 from nbtools.measure.verdict import Verdict, verdict
-from nbtools.measure.workers import WorkersFinding, find_workers
+from nbtools.measure.workers import WorkersReport, find_workers
 
 __all__ = [
     "REASONS",
-    "SECONDS",
-    "STEPS",
     "Advice",
-    "Finding",
+    "BatchReport",
     "Gpu",
     "Machine",
-    "Pace",
-    "Rate",
     "Receipt",
-    "Rung",
     "Sampler",
     "StepProfile",
+    "Stepper",
     "Sweep",
     "Tried",
     "Verdict",
-    "WorkersFinding",
+    "WorkersReport",
     "advise",
     "choose_precision",
     "comparable",
@@ -38,10 +32,14 @@ __all__ = [
     "find_batch",
     "find_precision",
     "find_workers",
+    "first_losses",
     "gpus",
+    "lr_sweep",
     "machine",
+    "made_ready",
     "nvml_index",
     "receipt",
     "step_profile",
+    "untouched",
     "verdict",
 ]

@@ -21,14 +21,14 @@ import torch
 from nbtools import disk, table
 from nbtools.data import Card, Pack, choose, cores
 from nbtools.errors import DiskError, TrainError
-from nbtools.measure.figures import StepProfile, Tried
-from nbtools.measure.finder import Finding, find_batch
+from nbtools.measure.batch import BatchReport, find_batch
 from nbtools.measure.machine import machine
-from nbtools.measure.profile import step_profile
+from nbtools.measure.profile import StepProfile, Tried
 from nbtools.measure.report import Report, restored
-from nbtools.measure.tries import choose_precision, find_precision
+from nbtools.measure.stepper import Clock
+from nbtools.measure.trials import choose_precision, find_precision, step_profile
 from nbtools.measure.verdict import Verdict, verdict
-from nbtools.measure.workers import WorkersFinding, find_workers
+from nbtools.measure.workers import WorkersReport, find_workers
 from nbtools.table import digits, plural
 from nbtools.train import Plan, Task, TaskLike, as_task, lr_factor, task_name
 from nbtools.train import device as devices
@@ -66,8 +66,8 @@ class Advice(Report):
     largest_reason: str = ""
     evidence: dict[str, str] = field(default_factory=dict)
     precision: Tried | None = None
-    batches: Finding | None = None
-    workers: WorkersFinding | None = None
+    batches: BatchReport | None = None
+    workers: WorkersReport | None = None
     profile: StepProfile | None = None
     verdict: Verdict | None = None
 
@@ -127,13 +127,14 @@ def advise(
     seconds: float = SECONDS,
     noise: Any = None,
     compiling: bool = False,
+    clock: Clock | None = None,
 ) -> Advice:
     """The plan to start from, each field with its reason and, where it was measured here, the evidence.
 
     Measuring takes about two to three times `seconds`, once for a machine, a pack and a task: the result is kept next
     to the pack. measure=False: what was measured before, else rules of thumb alone, at once. compiling: try
-    torch.compile and CUDA graphs however short training is; a minute or two more. Raises TrainError where not even one
-    sample fits.
+    torch.compile and CUDA graphs however short training is; a minute or two more. clock: as of a Stepper. Raises
+    TrainError where not even one sample fits.
     """
     if noise is not None:
         raise TrainError(
@@ -148,7 +149,7 @@ def advise(
     if found is not None or not measure:
         return found or thumb
     print(f"measuring {task_name(task)} on this machine, about {2.5 * seconds:.0f} s …", file=sys.stderr)
-    made = measured(task, pack, thumb, seconds, compiling)
+    made = measured(task, pack, thumb, seconds, compiling, clock)
     try:
         keep(path, keys[compiling], made)
     except DiskError as error:  # a pack may lie where nobody may write
@@ -165,18 +166,18 @@ def by_rules(task: Task, pack: Pack, found: dict[str, tuple[Any, str]]) -> Advic
     return dataclasses.replace(advice, reasons={**advice.reasons, "feed": f"{name}: {why}"})
 
 
-def measured(task: Task, pack: Pack, thumb: Advice, seconds: float, compiling: bool) -> Advice:
+def measured(task: Task, pack: Pack, thumb: Advice, seconds: float, compiling: bool, clock: Clock | None) -> Advice:
     """The precision first, at the rules' batch, then the batch in that precision, since all else depends on it; then
     what a step consists of, and the changes that it suggests."""
     own, start = suggested(task, pack.card, inspect()), perf_counter()
     found: dict[str, tuple[Any, str]] = {}
     evidence: dict[str, str] = {}
-    precision = None if "amp" in own else find_precision(task, pack, thumb.plan, seconds=seconds / 6)
+    precision = None if "amp" in own else find_precision(task, pack, thumb.plan, None, seconds / 6, clock)
     if precision is not None:
         amp, evidence["amp"] = choose_precision(precision)
         found["amp"] = amp, "the faster one that learns the same, measured here"
     plan = by_rules(task, pack, found).plan
-    batches = find_batch(task, pack, plan, seconds=seconds, most=enough(pack.card))
+    batches = find_batch(task, pack, plan, None, seconds, enough(pack.card), clock=clock)
     evidence["batch_size"] = f"not taken for its speed alone: {batches.why}"
     if "batch_size" not in own and conclusive(batches, plan):
         found["batch_size"] = batches.batch_size, "the smallest within 5 % of the best rate"
@@ -189,7 +190,7 @@ def measured(task: Task, pack: Pack, thumb: Advice, seconds: float, compiling: b
         found |= {"workers": (crew.workers, crew.reason), "prefetch": (crew.prefetch, crew.reason)}
         evidence["workers"] = crew.reason
     fixed = ["amp"] if precision is not None and not precision.agrees else []
-    profile, judged = settled(task, pack, found, evidence, fixed, seconds / 6, compiling)
+    profile, judged = settled(task, pack, found, evidence, fixed, seconds / 6, compiling, clock)
     took = perf_counter() - start
     return dataclasses.replace(
         by_rules(task, pack, found),
@@ -211,12 +212,13 @@ def settled(
     fixed: list[str],
     seconds: float,
     compiling: bool,
+    clock: Clock | None,
 ) -> tuple[StepProfile, Verdict]:
     """Profile the plan and make the change that its verdict names, until it names none that advice makes by itself;
     the changes go into found and evidence. Returns the last plan's profile and verdict."""
     for turn in range(TURNS + 1):
         plan = by_rules(task, pack, found).plan
-        profile = step_profile(task, pack, plan, seconds=seconds, fixed=fixed, compiling=compiling and not turn)
+        profile = step_profile(task, pack, plan, None, seconds, fixed, compiling and not turn, clock)
         judged = verdict(profile, plan)
         if turn == TURNS or not judged.change or not set(judged.change) <= set(FREE):
             break
@@ -226,7 +228,7 @@ def settled(
     return profile, judged
 
 
-def conclusive(batches: Finding, plan: Plan) -> bool:
+def conclusive(batches: BatchReport, plan: Plan) -> bool:
     """Whether the search ended by itself, or at least reached the rules' own batch: a busy machine may not let it."""
     return batches.complete or max((row.batch_size for row in batches.rows if row.n), default=0) >= plan.batch_size
 

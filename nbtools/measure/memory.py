@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,7 +21,6 @@ from nbtools.train import TrainState
 
 HEADROOM = 0.1  # of the limit that is left free: found sizes fail later, in fragments and to neighbours
 HEADROOM_RAM = 0.2  # glibc's malloc keeps freed memory: processes grew by 14–19 % more than was in use
-CGROUP, MEMINFO, OWN = Path("/sys/fs/cgroup"), Path("/proc/meminfo"), Path("/proc/self/cgroup")
 FILES = {  # limit, in use, the line of memory.stat with what the kernel can drop
     "": ("memory.max", "memory.current", "inactive_file"),  # cgroup v2
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # v1
@@ -149,40 +148,30 @@ def room(device: torch.device) -> Room | None:
     return ram()
 
 
-@dataclass(frozen=True)
-class System:
-    """Where Linux tells about RAM; others in tests."""
-
-    cgroup: Path = field(default=CGROUP)
-    meminfo: Path = field(default=MEMINFO)
-    own: Path = field(default=OWN)
-
-
-def ram(system: System | None = None) -> Room | None:
-    """The least of what the machine has available and what each cgroup above this process still allows."""
-    system = system or System()
-    found = []
-    if system.meminfo.is_file():
-        lines = dict(line.split(":", 1) for line in system.meminfo.read_text().splitlines() if ":" in line)
+def ram(root: Path = Path("/")) -> Room | None:
+    """The least of what the machine has available and what each cgroup above this process still allows; root: of the
+    file system that Linux tells it in."""
+    found, meminfo = [], root / "proc/meminfo"
+    if meminfo.is_file():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
         if "MemAvailable" in lines:
             found.append(Room(int(lines["MemAvailable"].split()[0]) * 1024, "available RAM", HEADROOM_RAM))
     for base, names in FILES.items():
-        for folder in groups(system, base):
+        for folder in groups(root, base):
             left = allowance(folder, *names)
             if left is not None:
                 found.append(Room(left, "RAM that the container's limit leaves", HEADROOM_RAM))
     return min(found, key=lambda r: r.bytes, default=None)
 
 
-def groups(system: System, base: str) -> list[Path]:
-    """The cgroup folders of this process, from its own up to the root; a container may see the root alone."""
-    root = system.cgroup / base
-    paths = [Path("/")]
-    if system.own.is_file():
-        rows = [line.split(":", 2) for line in system.own.read_text().splitlines()]
+def groups(root: Path, base: str) -> set[Path]:
+    """The cgroup folders of this process, from its own up to the topmost; a container may see that one alone."""
+    own, top, paths = root / "proc/self/cgroup", root / "sys/fs/cgroup" / base, [Path("/")]
+    if own.is_file():
+        rows = [line.split(":", 2) for line in own.read_text().splitlines()]
         paths += [Path(path) for _, kinds, path in rows if kinds == base or base in kinds.split(",")]
-    folders = {root / step.relative_to("/") for path in paths for step in (path, *path.parents)}
-    return [folder for folder in folders if folder.is_dir()]
+    folders = {top / step.relative_to("/") for path in paths for step in (path, *path.parents)}
+    return {folder for folder in folders if folder.is_dir()}
 
 
 def allowance(folder: Path, limit: str, usage: str, droppable: str) -> int | None:

@@ -5,37 +5,41 @@ The steps are those of training: one lr a step, in however many micro-batches; o
 
 from __future__ import annotations
 
-import dataclasses
+import io
 import math
-from collections.abc import Generator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
-from time import perf_counter
-from typing import Any, Self
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 
-from nbtools import table
-from nbtools.data import Feed, Pack, Raw, batches_left, lengths_of, open_feed
+from nbtools.data import Pack, in_notebook
 from nbtools.errors import TrainError
-from nbtools.measure.curve import KEPT, LEAST_STEPS, judge, smooth
 from nbtools.measure.machine import machine
-from nbtools.measure.untouched import untouched
-from nbtools.train import Plan, Task, TrainState, require_sizes, step
+from nbtools.measure.report import Report
+from nbtools.measure.stepper import EAGER, STILL, Stepper, untouched
+from nbtools.train import Plan, TaskLike
 from nbtools.train import device as devices
 
 STEPS, SECONDS = 100, 60.0
+LEAST_STEPS = 25  # that draw a curve through noise
 WARMUP_STEPS = 3  # at the lowest lr: what a step costs, and the loss to start from
 LOST = 4.0  # times the least smoothed loss: there the sweep ends (as fastai's and Lightning's do)
 MOST_SKIPS = 30  # steps that fp16 may leave out one after another while its scaler looks for a scale
+KEPT = 0.8  # of a running average, from step to step
+BELOW = 10.0  # the suggestion is so many times below the lr of the least loss
+NEARLY = 0.05  # of its fall above the least loss: in a flat valley noise says where the least one is
+FALL = 0.01  # of the loss: less is no fall
+BLUE, VERMILION = "#0072b2", "#d55e00"  # colour-blind-safe (Okabe & Ito)
+RULE = "rule of thumb (fastai's `minimum`, arXiv 2002.04688; the beginning of a flat valley: ours)"
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """The curve of a range test. Shows as a table.
+class Sweep(Report):
+    """The curve of a range test. Shows as the curve and a table in a notebook, as the table in a terminal.
 
-    losses[k]: mean loss of the batch that came after the update with lrs[k]; start: before any; None: no number.
+    losses[k]: mean loss of the batch that came after the update with lrs[k]; start: before any; None: not a number.
     smoothed: running averages from both sides, so that the curve does not lag. lost: the lr after which the loss was no
     number, or LOST times its least; None where it never was. suggestion: None where none is sensible. reason: one
     sentence for either. skipped: steps that fp16 left out and that were made again. seconds: of the whole sweep.
@@ -53,44 +57,58 @@ class Sweep:
     seconds: float
     machine: dict[str, str]
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    def caption(self) -> str:
+        return f"lr {self.suggestion:.2g}: {self.reason}" if self.suggestion else f"no suggestion: {self.reason}"
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        return cls(**{**values, **{name: tuple(values[name]) for name in ("lrs", "losses", "smoothed")}})
-
-    def rows(self) -> list[tuple[str, str, str, str]]:
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, str, str, str]]]:
         """About a dozen points of the curve, its least one among them."""
-        if not self.lrs:
-            return []
-        least = int(np.argmin(self.smoothed))
-        every = math.ceil(len(self.lrs) / 12)
-        shown = sorted({*range(0, len(self.lrs), every), least, len(self.lrs) - 1})
-        return [
+        headers, least = ("lr", "loss", "smoothed", ""), int(np.argmin(self.smoothed)) if self.lrs else 0
+        every = math.ceil(len(self.lrs) / 12) or 1
+        shown = sorted({*range(0, len(self.lrs), every), least, len(self.lrs) - 1}) if self.lrs else []
+        return headers, [
             (f"{self.lrs[k]:.2g}", f"{self.losses[k]:.4g}", f"{self.smoothed[k]:.4g}", "least" if k == least else "")
             for k in shown
         ]
-
-    def caption(self) -> str:
-        return f"lr {self.suggestion:.2g}: {self.reason}" if self.suggestion else f"no suggestion: {self.reason}"
 
     def footer(self) -> str:
         skipped = f", {self.skipped} that fp16 left out" if self.skipped else ""
         how = f"{len(self.lrs)} steps of {self.batch_size} samples{skipped}, {self.seconds:.1f} s"
         return ", ".join([how, *self.machine.values()])
 
-    def __str__(self) -> str:
-        rows = table.text(("lr", "loss", "smoothed", ""), self.rows())
-        return f"{self.caption()}\n{rows}\n{self.footer()}"
+    def figure(self) -> Figure:
+        """The loss over lr, as measured (faint) and smoothed, the suggestion marked."""
+        figure = Figure(figsize=(5.6, 2.8), dpi=200, layout="constrained", facecolor="white")
+        axes = figure.add_subplot(xlabel="learning rate", ylabel="loss a sample", xscale="log")
+        if not self.lrs:
+            axes.set_title("lost at once")
+            return figure
+        axes.plot(self.lrs, self.losses, color=BLUE, alpha=0.3)
+        axes.plot(self.lrs, self.smoothed, color=BLUE, label="smoothed loss")
+        low, high = min(self.losses), max(self.smoothed)
+        span = max(high - min(self.smoothed), 1e-9)  # one wild loss at the end would hide all others
+        axes.set_ylim(max(low, min(self.smoothed) - span / 2), high + span / 4)
+        if self.suggestion is not None:
+            axes.axvline(self.suggestion, color=VERMILION, linestyle="--", label=f"suggested {self.suggestion:.2g}")
+        axes.legend(frameon=False)
+        return figure
 
-    def _repr_html_(self) -> str:
-        rows = table.html(("lr", "loss", "smoothed", ""), self.rows(), self.caption())
-        return rows + table.html(("measured on",), [(self.footer(),)])
+    def _repr_png_(self) -> bytes:
+        file = io.BytesIO()
+        self.figure().savefig(file, format="png")
+        return file.getvalue()
+
+    def _ipython_display_(self) -> None:
+        """Two outputs, since a saved notebook keeps a picture where GitHub shows it only as one of its own."""
+        if not in_notebook():
+            raise NotImplementedError  # IPython then prints the text
+        from IPython.display import HTML, Image, display
+
+        display(Image(self._repr_png_(), retina=True))
+        display(HTML(self._repr_html_()))
 
 
 def lr_sweep(
-    task: Task,
+    task: TaskLike,
     pack: Pack,
     plan: Plan,
     device: torch.device | str | None = None,
@@ -99,106 +117,127 @@ def lr_sweep(
     steps: int = STEPS,
     seconds: float = SECONDS,
 ) -> Sweep:
-    """Train a model of its own, made from the plan's seed, with lr from low to high; what it touched is as it was.
+    """Raise lr step by step from low to high on a model of its own, and say which one the curve suggests.
 
-    seconds: where the steps would take longer, fewer are made, but at least LEAST_STEPS. Raises TrainError for a range
-    that is none, and where training cannot start.
+    Costs `steps` steps of training; where they would take longer than `seconds` fewer, but at least LEAST_STEPS. Model,
+    random state and GPU memory of whoever calls are as they were. Raises TrainError for an impossible range, and where
+    training cannot start.
     """
     if not 0 < low < high < math.inf:
         raise TrainError(f"lr_sweep needs 0 < low < high, got low={low:g}, high={high:g}; the defaults suit most tasks")
     if steps < LEAST_STEPS:
         raise TrainError(f"lr_sweep's steps must be ≥ {LEAST_STEPS} to draw a curve through noise, got {steps}")
-    require_sizes(pack, plan)
     where = torch.device(device) if device is not None else devices.pick()
-    begun = perf_counter()
     with untouched(where):
-        start, lrs, losses, skipped = swept(task, pack, plan, where, (low, high), steps, seconds)
+        climb = Climb(task, pack, plan, where)
+        lrs, losses = climb.sweep((low, high), steps, seconds)
+        start, skipped, took = climb.start, climb.skipped, climb.clock() - climb.began
+        climb.close()
+        del climb
     lost = lrs[len(losses)] if len(losses) < len(lrs) else None
     kept, curve = lrs[: len(losses)], smooth(losses)
     suggestion, reason = judge(kept, losses, curve, lost, (low, high))
-    if start is None:
-        lost, reason = None, "the loss was no number before any update; look at data and loss, or set amp=off"
-    took = perf_counter() - begun
-    values = tuple(kept), tuple(losses), tuple(curve), start, lost, suggestion, reason
-    return Sweep(*values, plan.batch_size, skipped, took, machine())
-
-
-def swept(
-    task: Task,
-    pack: Pack,
-    plan: Plan,
-    device: torch.device,
-    ends: tuple[float, float],
-    steps: int,
-    seconds: float,
-) -> tuple[float | None, list[float], list[float], int]:
-    """(loss before, lrs, losses, steps left out). Where the loss is lost, losses end before lrs do."""
-    climb = Climb(task, pack, plan, device)
-    start, begun = climb.advance(ends[0]), perf_counter()  # the first step warms the device up, and is not timed
     if not math.isfinite(start):
-        return None, list(ends), [], climb.skipped
-    for _ in range(WARMUP_STEPS):
-        climb.advance(ends[0])
-    each = (perf_counter() - begun) / WARMUP_STEPS
-    number = max(LEAST_STEPS, min(steps, int(seconds / max(each, 1e-9))))
-    lrs = np.geomspace(*ends, number).tolist()
-    losses: list[float] = []
-    running, least = 0.0, start
-    climb.advance(lrs[0])
-    for k, lr in enumerate([*lrs[1:], lrs[-1]], 1):  # the loss after an update is that of the next batch
-        loss = climb.advance(lr)
-        running = KEPT * running + (1 - KEPT) * loss
-        mean = running / (1 - KEPT**k)
-        if not math.isfinite(loss) or mean > lost_above(least):
-            break
-        losses.append(loss)
-        least = min(least, mean)
-    climb.close()
-    return start, lrs, losses, climb.skipped
+        lost, reason = None, "the loss was not a number before any update; look at data and loss, or set amp=off"
+    return Sweep(
+        lrs=tuple(kept),
+        losses=tuple(losses),
+        smoothed=tuple(curve),
+        start=start if math.isfinite(start) else None,
+        lost=lost,
+        suggestion=suggestion,
+        reason=reason,
+        batch_size=plan.batch_size,
+        skipped=skipped,
+        seconds=took,
+        machine=machine(),
+    )
 
 
-def lost_above(least: float) -> float:
-    return least + (LOST - 1) * abs(least)  # LOST times it, and right for a loss below zero
+class Climb(Stepper):
+    """A stepper whose every step has an lr of its own. start: the loss before any update; skipped: steps that fp16 left
+    out."""
 
+    def __init__(self, task: TaskLike, pack: Pack, plan: Plan, device: torch.device):
+        super().__init__(task, pack, plan.replace(**STILL, **EAGER, ema=None), device)
+        self.began, self.start, self.skipped = self.clock(), math.nan, 0
 
-class Climb:
-    """A model trained step by step, each with an lr of its own."""
-
-    def __init__(self, task: Task, pack: Pack, plan: Plan, device: torch.device):
-        plain = {"schedule": "constant", "warmup_epochs": 0.0, "min_lr": 0.0, "ema": None}
-        eager = {"compile": False, "graph": False}  # the same arithmetic, without minutes of compilation
-        self.plan = plan.replace(**plain, **eager)
-        self.task, self.pack = task, pack
-        self.state = TrainState(task, pack, self.plan, device)
-        devices.prepare(self.plan, device, many_shapes=self.state.card.bucket_by is not None)
-        self.stream = endless(self.state, pack, open_feed(pack, self.plan, device))
-        self.skipped = 0
-        self.state.restore_rng()
-
-    def advance(self, lr: float) -> float:
-        """One optimizer step with this lr; its mean loss, nan where fp16 finds no scale. A step that fp16 leaves out
-        is made again on the next batch, and its loss does not count. Reading the loss waits for the device."""
+    def at(self, lr: float) -> float:
+        """One optimizer step with this lr; its mean loss, nan where fp16 finds no scale. A step that fp16 leaves out is
+        made again on the next batch, and its loss does not count. Reading the loss waits for the device."""
         state = self.state
         state.plan = self.plan.replace(lr=lr)
         for _ in range(MOST_SKIPS):
-            raw, before = next(self.stream), state.skipped
-            loss_sum, number = step(self.task, state, raw, self.pack.splits["train"])
-            state.step += 1
-            state.samples += len(raw["id"])
+            before = state.skipped
+            loss_sum, number = self.step(next(self.batches))
             loss = float(loss_sum) / max(float(number), 1)
             if state.skipped == before or not math.isfinite(loss):
                 return loss
             self.skipped += 1
         return math.nan
 
-    def close(self) -> None:
-        self.stream.close()  # its feed's workers end
+    def sweep(self, ends: tuple[float, float], steps: int, seconds: float) -> tuple[list[float], list[float]]:
+        """(lrs, losses). Where the loss is lost, losses end before lrs do."""
+        self.start, begun = self.at(ends[0]), self.clock()  # the first step warms the device up, and is not timed
+        if not math.isfinite(self.start):
+            return list(ends), []
+        for _ in range(WARMUP_STEPS):
+            self.at(ends[0])
+        each = (self.clock() - begun) / WARMUP_STEPS
+        number = max(LEAST_STEPS, min(steps, int(seconds / max(each, 1e-9))))
+        lrs: list[float] = np.geomspace(*ends, number).tolist()
+        losses: list[float] = []
+        running, least = 0.0, self.start
+        self.at(lrs[0])
+        for k, lr in enumerate([*lrs[1:], lrs[-1]], 1):  # the loss after an update is that of the next batch
+            loss = self.at(lr)
+            running = KEPT * running + (1 - KEPT) * loss
+            mean = running / (1 - KEPT**k)
+            if not math.isfinite(loss) or mean > least + (LOST - 1) * abs(least):  # right for a loss below zero too
+                break
+            losses.append(loss)
+            least = min(least, mean)
+        return lrs, losses
 
 
-def endless(state: TrainState, pack: Pack, feed: Feed, first: int = 0) -> Generator[Raw, None, None]:
-    """Batches of one epoch after another, in the order in which training sees them; moves the state's epoch."""
-    ids, plan = pack.ids("train"), state.plan
-    lengths = lengths_of(pack, ids)
-    for epoch in count(first):
-        state.epoch = epoch
-        yield from feed(batches_left(ids, lengths, plan.seed, epoch, [[plan.batch_size, 0]]))
+def smooth(losses: Sequence[float]) -> list[float]:
+    """Running averages forward and then backward, each with the correction for its start."""
+    return averaged(averaged(losses)[::-1])[::-1]
+
+
+def averaged(values: Sequence[float]) -> list[float]:
+    found, running = [], 0.0
+    for k, value in enumerate(values, 1):
+        running = KEPT * running + (1 - KEPT) * value
+        found.append(running / (1 - KEPT**k))
+    return found
+
+
+def judge(
+    lrs: Sequence[float], losses: Sequence[float], curve: Sequence[float], lost: float | None, ends: tuple[float, float]
+) -> tuple[float | None, str]:
+    """(suggestion, reason): a tenth of the lr from which on the smoothed loss is nearly at its least, or None.
+
+    Nearer to it, an lr that a sweep survives for a step is often too much for a thousand of them.
+    """
+    low, high = ends
+    if len(losses) < LEAST_STEPS // 3:
+        when = f"within the first steps, at lr {lost:.2g}" if lost and losses else "before lr rose"
+        return None, f"the loss was lost {when}; sweep lower (low={low / 100:.0e}), and look at data and loss"
+    least = min(curve)
+    fall = curve[0] - least
+    scatter = 1.4826 * float(np.median(np.abs(np.subtract(losses, curve))))  # a standard deviation, outliers aside
+    if fall <= max(scatter, FALL * abs(curve[0])):
+        end = f"before it was lost at lr {lost:.2g}" if lost else f"up to lr {high:g}"
+        return None, (
+            f"the smoothed loss fell by {max(fall, 0.0):.2g} and single ones scatter by {scatter:.2g}: nothing was "
+            f"learnt {end}; take more steps, another range, or a larger batch"
+        )
+    k = next(k for k, loss in enumerate(curve) if loss <= least + NEARLY * fall)
+    at = f"the smoothed loss, {curve[0]:.3g} at first, is nearly at its least ({least:.3g}) from lr {lrs[k]:.2g} on"
+    if lost is None and k >= 0.9 * len(curve):
+        return None, f"{at}, the end of the range, and may fall further; sweep higher (high={10 * high:g})"
+    if lrs[k] / BELOW < low:
+        return None, f"{at}, and a tenth of that was not measured; sweep lower (low={low / 100:.0e})"
+    end = f"lost at lr {lost:.2g}" if lost else f"not lost up to lr {high:g}"
+    return float(f"{lrs[k] / BELOW:.2g}"), f"{at}, {end}; a tenth of that lr is a {RULE}"

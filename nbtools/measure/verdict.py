@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from nbtools import table
-from nbtools.measure.figures import StepProfile, Tried, apart, duration, shown
-from nbtools.measure.tries import own_knobs, without_augmentation
+from nbtools.measure.profile import StepProfile, Tried, duration, shown
+from nbtools.measure.report import Report
+from nbtools.measure.trials import own_settings, without_augmentation
 from nbtools.train import Plan
 
 WORTH = 1.1  # a smaller gain is within what such a measurement varies by: rule of thumb (ours)
@@ -33,7 +34,7 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Option:
-    """One change and what it would bring. change: knobs for `plan.turn`; {} where a person has to do it.
+    """One change and what it would bring. change: settings for `plan.turn`; {} where the user has to do it.
 
     gain: the factor in samples/s of the steps; of: "step", or "epoch" where only the time between steps shrinks, and
     gain is that of an epoch's samples/s. whole: the factor of an epoch in either case. exact: False where gain is at
@@ -51,8 +52,8 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """bound: data, launch, compute or memory. change: knobs for `plan.turn`, None where no knob is worth turning.
+class Verdict(Report):
+    """bound: data, launch, compute or memory. change: settings for `plan.turn`, None where no change is worth making.
 
     predicted: the factor in samples/s that it brings, as computed in evidence["option"]. Shows as its sentence.
     """
@@ -63,31 +64,22 @@ class Verdict:
     predicted: float | None
     evidence: dict[str, Any] = field(repr=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        return cls(**values)
-
     def __str__(self) -> str:
         return self.sentence
 
-    def rows(self) -> list[tuple[str, str, str]]:
-        """What was considered, whether or not it is worth it."""
-        return [
-            (option["name"], f"{option['gain']:.2f}×", f"{option['reason']} ({option['of']})")
-            for option in self.evidence["options"]
-        ]
+    def caption(self) -> str:
+        return self.sentence
 
-    def _repr_html_(self) -> str:
-        return table.html(("change", "gain", "because"), self.rows(), self.sentence)
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, str, str]]]:
+        """What was considered, whether or not it is worth it."""
+        headers, options = ("change", "gain", "because"), self.evidence["options"]
+        return headers, [(o["name"], f"{o['gain']:.2f}×", f"{o['reason']} ({o['of']})") for o in options]
 
 
 def verdict(profile: StepProfile, plan: Plan, fixed: Collection[str] = ()) -> Verdict:
     """The bound and the one change.
 
-    fixed: knobs that may not turn (a run that has started keeps some).
+    fixed: settings that may not change (a run that has started keeps some).
     """
     bound = bound_by(profile)
     options = [option for option in possible(profile, plan) if not set(option.change) & set(fixed)]
@@ -156,16 +148,16 @@ def nothing(profile: StepProfile) -> str:
         0: "no change of a setting was tried",
         1: f"the one change tried was not {bar}: {named}",
     }.get(count, f"none of the {count} changes tried was {bar}: {named}")
-    left = ", ".join(spelled(change) for change in profile.untried)
+    left = ", ".join(shown(change) for change in profile.untried)
     return tried + (f"; not tried for lack of time or memory: {left}" if left else "")
 
 
 def outcome(trial: Tried) -> str:
     """A change that was tried, how much faster it was, and why it is not worth it despite its ratio."""
     if trial.failed:
-        return f"{spelled(trial.change)}{apart(trial)}"
+        return f"{shown(trial.change)}{trial.objection}"
     spread = f" (but {trial.low:.2f}–{trial.high:.2f})" if trial.ratio >= WORTH and trial.low <= 1 else ""
-    return f"{spelled(trial.change)} {trial.ratio:.2f}×{apart(trial)}{spread}"
+    return f"{shown(trial.change)} {trial.ratio:.2f}×{trial.objection}{spread}"
 
 
 def chosen(options: list[Option]) -> Option | None:
@@ -186,10 +178,6 @@ def possible(profile: StepProfile, plan: Plan) -> list[Option]:
         *augmenting(profile, plan),
         *evaluating(profile, plan),
     ]
-
-
-def spelled(change: dict[str, Any]) -> str:
-    return shown(change).replace(" ", "")
 
 
 def step_option(profile: StepProfile, name: str, change: dict[str, Any], seconds: float, reason: str, **more) -> Option:
@@ -215,9 +203,9 @@ def measured(profile: StepProfile, plan: Plan) -> list[Option]:
         if trial in batches and trial is not smallest:
             continue
         reason = f"tried in turns, {trial.low:.2f}–{trial.high:.2f}× in {trial.rounds} rounds"
-        same = not set(trial.change) & {"batch_size", *own_knobs(plan)}
+        same = not set(trial.change) & {"batch_size", *own_settings(plan)}
         whole = of_epoch(profile, trial.ratio)
-        found.append(Option(spelled(trial.change), trial.change, trial.ratio, whole, reason, same=same))
+        found.append(Option(shown(trial.change), trial.change, trial.ratio, whole, reason, same=same))
     return found
 
 
@@ -244,7 +232,7 @@ def augmenting(profile: StepProfile, plan: Plan) -> list[Option]:
     change = without_augmentation(plan)
     if profile.augmentation < LITTLE or change in [trial.change for trial in profile.trials]:
         return []
-    name = spelled(change) if change else "a cheaper augmentation"
+    name = shown(change) if change else "a cheaper augmentation"
     seconds = profile.step_s * (1 - profile.augmentation)
     reason = f"augmentation takes {profile.augmentation:.0%} of a step"
     return [step_option(profile, name, change, seconds, reason, exact=False, same=False)]

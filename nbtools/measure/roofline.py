@@ -1,20 +1,25 @@
-"""What this machine can do, and what a step asks of it: floors under the time of a step.
+"""What this machine can do, and what a step asks of it: floors under the time of a step, as in a roofline.
 
-    rates   = machine_rates(plan, device)       # measured: FLOP/s of a matrix product, bytes/s of a copy, seconds an op
-    counts  = count(task, state, raw, epoch_size)  # counted: operations, floating-point operations, tensors' sizes
-    seconds = counts.floors(rates)              # {"host": …, "compute": …, "memory": …}
+    rates   = machine_rates(plan, device)  # measured: FLOP/s of a matrix product, bytes/s of a copy, seconds an op
+    counts  = count(stepper, raw)          # counted: operations, floating-point operations, tensors' sizes
+    seconds = counts.floors(rates)         # {"host": …, "compute": …, "memory": …}
 
-A step cannot be faster than the largest of them; which one that is says what it is bound by.
+A step cannot be faster than the largest of them; which one that is says what it is bound by. `syncs` names the lines
+where a step makes the host wait for the device, so that it cannot run ahead.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import sys
+import traceback
+import warnings
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
-from nbtools.measure.clock import clock_of, finish
-from nbtools.train import DTYPES, Batch, Plan, Task, TrainState, backward, step
+from nbtools.measure.stepper import Stepper, clock_of, finish
+from nbtools.train import DTYPES, Batch, Plan, backward
 
-UNCOUNTED = "matrix products, convolutions and attention are counted; elementwise, normalisation, fused RNN and CTC not"
 SIDE = {"cuda": 4096}  # of the square matrices; elsewhere 512: 5 ms on one CPU core
 SIZES = {"cuda": (2**22, 2**25, 2**28)}  # bytes of a copied buffer; elsewhere those of SMALL
 SMALL = (2**16, 2**19, 2**22, 2**25)  # 64 KiB (L2) to 32 MiB (memory)
@@ -45,13 +49,6 @@ class Rates:
     bandwidth: tuple[tuple[int, float], ...]
     dispatch: float
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        return cls(**{**values, "bandwidth": tuple((int(size), float(rate)) for size, rate in values["bandwidth"])})
-
     def copy_rate(self, size: int) -> float:
         """bytes/s for an operation that touches so many bytes: of the buffer next larger than its share of them."""
         sizes = [2 * size for size, _ in self.bandwidth]  # a copy touches its buffer twice
@@ -61,17 +58,14 @@ class Rates:
 @dataclass(frozen=True)
 class Counts:
     """What a step of `samples` samples does. ops: operations dispatched, views included. flops: floating-point
-    operations of forward and backward (see UNCOUNTED). touched: ((bytes, operations that read and write so many), …),
+    operations of forward and backward: of matrix products, convolutions and attention; not of elementwise operations,
+    normalisation, fused RNN and CTC. touched: ((bytes, operations that read and write so many), …),
     sizes rounded up to powers of two; views move nothing."""
 
     samples: int
     ops: int
     flops: int
     touched: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        return cls(**{**values, "touched": tuple((int(size), int(n)) for size, n in values["touched"])})
 
     def floors(self, rates: Rates) -> dict[str, float]:
         """Seconds: host = operations × dispatch, compute = flops / matrix rate, memory = bytes / copy rate."""
@@ -107,16 +101,17 @@ def dense(values: Any) -> list[Tensor]:
     return [t for t in tree_iter(values) if isinstance(t, Tensor) and t.layout == torch.strided]
 
 
-def count(task: Task, state: TrainState, raw: Batch, epoch_size: int, flops: int | None = None) -> Counts:
-    """A step of a state that may be trained on, counted by operation; flops: those of forward and backward where known,
-    else another pass counts them."""
+def count(stepper: Stepper, raw: Batch, flops: int | None = None) -> Counts:
+    """A step on a raw batch, counted by operation; flops: those of forward and backward where known, else another pass
+    counts them."""
+    state = stepper.state
     kept, state.network = state.network, state.model  # a compiled network hides its operations
     try:
         with Watch() as watch:
-            step(task, state, raw, epoch_size)
+            stepper.step(raw)
         if flops is None:
             with FlopCounterMode(display=False) as counter:
-                backward(task, state, raw)
+                backward(stepper.task, state, raw)
             flops = int(counter.get_total_flops())
     finally:
         state.network = kept
@@ -179,3 +174,41 @@ def best(call: Callable[[], Any], device: torch.device) -> float:
         finish(device)
         times.append(clock() - start)
     return min(times)
+
+
+def syncs(stepper: Stepper) -> tuple[str, ...]:
+    """`file:line` of the code that makes the host wait for the device in a step; () without CUDA."""
+    if stepper.device.type != "cuda":
+        return ()
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        with warnings.catch_warnings():  # torch warns, once a process, that the mode may miss a synchronizing operation
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("warn")
+        return synchronizing(lambda: stepper.step(next(stepper.batches)))
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def synchronizing(call: Callable[[], Any]) -> tuple[str, ...]:
+    """`file:line` below a call from where torch warned of a synchronizing operation, outside torch where there is."""
+    lines: dict[str, None] = {}
+
+    def caught(message: Warning | str, *rest: Any, **more: Any) -> None:
+        if "synchronizing" in str(message):
+            lines[own_line(sys._getframe(1))] = None
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = caught
+        call()
+    return tuple(lines)
+
+
+def own_line(frame: FrameType | None) -> str:
+    """The innermost line of a stack that is neither torch's nor that of the machinery of warnings."""
+    stack = [(Path(each.f_code.co_filename), line) for each, line in traceback.walk_stack(frame)]
+    torchs = Path(torch.__file__).parent
+    own = ((file, line) for file, line in stack if torchs not in file.parents and file.name != "warnings.py")
+    file, line = next(own, stack[0])
+    return f"{file}:{line}"

@@ -1,0 +1,246 @@
+"""The stepper: a task training for some steps on given batches, timed, leaving no trace. Every measurement of this room
+is made of its turns.
+
+    with untouched(device):
+        stepper = Stepper(task, pack, plan, device)
+        turn = stepper.advance(seconds=0.5)       # batches of the plan's own epochs, one epoch after another
+        cached = stepper.on(repeat(raw))          # the same model on other batches, its turns counted apart
+
+Steppers of several plans take turns, since a machine's speed changes by more than what is to be measured.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import random
+import statistics
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from time import perf_counter, process_time
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nbtools.data import Feed, Pack, Raw, batches_left, choose, lengths_of, open_feed
+from nbtools.train import Plan, Task, TaskLike, TrainState, as_task, prepare, require_sizes, step
+from nbtools.train import device as devices
+
+Clock = Callable[[], float]  # seconds since some moment; tests give one that they move by hand
+
+
+STILL = {"schedule": "constant", "warmup_epochs": 0.0, "lr": 1e-12, "min_lr": 0.0}
+"""The same work a step, and no progress: a full lr without its warmup may lose the loss."""
+
+EAGER = {"compile": False, "graph": False}
+"""The same arithmetic, without minutes of compilation."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Some steps. waited: seconds of them that waited for data; step_s: seconds of the fastest, without its wait."""
+
+    samples: int
+    seconds: float
+    waited: float
+    steps: int
+    step_s: float
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / max(self.seconds, 1e-9)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How a plan trains here: medians over rounds. data_wait: the share of the time that waited for data, 0–1."""
+
+    plan: dict[str, Any]
+    samples_per_s: float
+    least: float
+    most: float
+    data_wait: float
+    rounds: int
+
+
+class Stepper:
+    """A model of its own in training, at an lr that moves no weight unless it is `learning`.
+
+    feed: one that is open, for several to share; None: the plan's. clock: what turns are timed by; None: the clock on
+    the wall. act: what makes a
+    step; `nbtools.train.attempt` where running out of memory is an answer, and not to be met with smaller
+    micro-batches. Raises TrainError where training could not start.
+    """
+
+    def __init__(
+        self,
+        task: TaskLike,
+        pack: Pack,
+        plan: Plan,
+        device: torch.device,
+        feed: Feed | None = None,
+        clock: Clock | None = None,
+        act: Callable[..., tuple[Tensor, Tensor | float]] = step,
+        learning: bool = False,
+    ):
+        require_sizes(pack, plan)
+        self.task, self.pack, self.plan, self.device = as_task(task), pack, plan, device
+        self.clock, self.act = clock or perf_counter, act
+        self.state = TrainState(apart(self.task), pack, plan if learning else plan.replace(**STILL), device)
+        prepare(plan, device, many_shapes=self.state.card.bucket_by is not None)
+        self.feed = feed or open_feed(pack, plan, device)
+        self.batches: Iterator[Raw] = self.epochs()
+        self.turns: list[Turn] = []
+        self.loss: Tensor | float = 0.0  # sum over the samples of the last step
+        self.state.restore_rng()
+
+    def on(self, batches: Iterator[Raw], act: Callable[..., tuple[Tensor, Tensor | float]] | None = None) -> Self:
+        """The same model in training on other batches, with turns of its own."""
+        other = copy.copy(self)
+        other.batches, other.turns, other.act = batches, [], act or self.act
+        return other
+
+    def epochs(self, first: int = 0, feed: Feed | None = None) -> Generator[Raw, None, None]:
+        """The batches of one epoch after another, in the order in which training sees them."""
+        ids, plan = self.pack.ids("train"), self.plan
+        lengths = lengths_of(self.pack, ids)
+        for epoch in count(first):
+            self.state.epoch = epoch
+            yield from (feed or self.feed)(batches_left(ids, lengths, plan.seed, epoch, [[plan.batch_size, 0]]))
+
+    def step(self, raw: Raw) -> tuple[Tensor, Tensor | float]:
+        """Train on one batch; returns its (loss sum, count)."""
+        state = self.state
+        self.loss, number = self.act(self.task, state, raw, self.pack.splits["train"])
+        state.step += 1
+        state.samples += len(raw["id"])
+        state.events.clear()
+        return self.loss, number
+
+    def advance(self, seconds: float = 0.0, steps: int = 1) -> Turn:
+        """Train for at least so long and so many steps, to the device's end. On CUDA, where launching takes less time
+        than the steps do, their number follows from the turn before."""
+        if self.device.type == "cuda" and self.turns:
+            steps, seconds = max(steps, round(seconds / self.mean_s)), 0.0
+        finish(self.device)
+        start = ended = self.clock()
+        samples, waited, done, best = 0, 0.0, 0, math.inf
+        while done < steps or ended - start < seconds:
+            raw = next(self.batches)
+            arrived = self.clock()
+            self.step(raw)
+            waited, done, samples = waited + arrived - ended, done + 1, samples + len(raw["id"])
+            ended = self.clock()
+            best = min(best, ended - arrived)
+        finish(self.device)
+        took = self.clock() - start
+        best = best if self.device.type == "cpu" else took / done
+        self.turns.append(Turn(samples, took, waited, done, best))
+        return self.turns[-1]
+
+    @property
+    def lost(self) -> bool:
+        """Whether the last loss is not a number. Waits for the device."""
+        return not math.isfinite(float(self.loss))
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the fastest step."""
+        return min(turn.step_s for turn in self.turns)
+
+    @property
+    def mean_s(self) -> float:
+        """Seconds a step, the median over turns."""
+        return statistics.median(turn.seconds / turn.steps for turn in self.turns)
+
+    def rate(self) -> Rate:
+        speeds = [turn.samples_per_s for turn in self.turns]
+        wait = statistics.median(turn.waited / max(turn.seconds, 1e-9) for turn in self.turns)
+        return Rate(self.plan.to_dict(), statistics.median(speeds), min(speeds), max(speeds), wait, len(speeds))
+
+    def close(self) -> None:
+        """End the feed's workers."""
+        if isinstance(self.batches, Generator):
+            self.batches.close()
+
+
+def apart(task: Task) -> Task:
+    """The task, but for a model of its own: one that hands out the same module each time does not see it trained."""
+    own = copy.copy(task)
+    vars(own)["model"] = lambda card, plan: copy.deepcopy(task.model(card, plan))
+    return own
+
+
+def made_ready(plan: Plan, pack: Pack, device: torch.device) -> int:
+    """Batches that a plan's feed prepares while others have their turn: trained first, they are not its speed."""
+    name, _ = choose(pack, plan, device)
+    return {"resident": 0, "streamed": plan.prefetch}.get(name, plan.prefetch * plan.workers)
+
+
+def clock_of(device: torch.device, feed: str) -> tuple[Clock, str]:
+    """CPU time where one thread does all the work: other programs then cost little. Elsewhere the clock on the wall:
+    several threads wait for each other in CPU time, and a GPU or a worker process has none."""
+    if device.type == "cpu" and torch.get_num_threads() == 1 and feed == "resident":
+        return process_time, "CPU time"
+    return perf_counter, "wall-clock time"
+
+
+def finish(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+@contextmanager
+def untouched(device: torch.device) -> Iterator[None]:
+    """Whatever is trained inside, outside nothing changed: the random states of torch, NumPy and Python, determinism,
+    cuDNN's and TF32's switches; what was made inside is freed, its memory given back."""
+    numbers, switches = (random.getstate(), np.random.get_state()), read_switches()
+    gc.collect()
+    devices.give_back(device)  # what an earlier run left is free, though allocators may keep it
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+        try:
+            yield
+        finally:
+            random.setstate(numbers[0])
+            np.random.set_state(numbers[1])
+            write_switches(switches)
+            gc.collect()
+            devices.give_back(device)
+
+
+def read_switches() -> dict[str, Any]:
+    """Those that `nbtools.train.prepare` sets. precision: None where torch does not tell it because the user set
+    `fp32_precision` (torch ≥ 2.9), which is kept instead."""
+    try:
+        precision, backends = torch.get_float32_matmul_precision(), []
+    except RuntimeError:
+        precision, backends = None, [module.fp32_precision for module in products()]
+    return {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "precision": precision,
+        "backends": backends,
+    }
+
+
+def write_switches(switches: dict[str, Any]) -> None:
+    torch.use_deterministic_algorithms(switches["deterministic"], warn_only=switches["warn_only"])
+    torch.backends.cudnn.benchmark = switches["benchmark"]
+    if switches["precision"] is not None and read_switches()["precision"] != switches["precision"]:
+        torch.set_float32_matmul_precision(switches["precision"])
+    for module, precision in zip(products(), switches["backends"], strict=False):
+        module.fp32_precision = precision
+
+
+def products() -> tuple[Any, ...]:
+    """The matrix products that `torch.set_float32_matmul_precision` sets."""
+    return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,85 @@
+"""A job whose parts take known times, on a clock that it moves itself: what a measurement has to find out is then known
+in closed form, whatever the machine does meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import toy
+
+from nbtools.data import Pack
+from nbtools.data.pack import RawFiles
+from nbtools.measure.roofline import Rates
+
+RATES = Rates(matrix=1e9, bandwidth=((2**16, 1e9), (2**22, 1e9)), dispatch=1.0)
+"""Of a machine whose host is slow: of a step, all that two samples take too is its launching."""
+
+
+def ticking(seconds: float = 0.01) -> Callable[[], float]:
+    """A clock that moves by so much whenever it is read."""
+    ticks = count()
+    return lambda: next(ticks) * seconds
+
+
+@dataclass
+class Job:
+    """The toy task, with seconds for its parts. reading: of a sample's source file; preparing, augmenting: of a sample
+    in `batch`; fixed, a_sample: of a forward and backward pass; scoring: of a validation batch; amp: precision → the
+    factor of its passes; most: samples a pass, beyond which memory ends; cost: of a pass of so many samples, instead of
+    fixed and a_sample. passes: [(precision, samples)] of all that were made."""
+
+    reading: float = 0.0
+    preparing: float = 0.0
+    augmenting: float = 0.0
+    fixed: float = 0.05
+    a_sample: float = 0.0
+    scoring: float = 0.0
+    amp: dict[str, float] = field(default_factory=dict)
+    most: float = float("inf")
+    cost: Callable[[int], float] | None = None
+    loss_in_bf16: float = 1.0
+    now: float = 0.0
+    passes: list[tuple[str, int]] = field(default_factory=list)
+
+    PLAN, BASELINE, BEST = toy.PLAN, toy.BASELINE, toy.BEST
+
+    def clock(self) -> float:
+        return self.now
+
+    def pack(self, pack: Pack) -> Pack:
+        """The pack, with source files that take their time."""
+        assert pack.raw is not None
+        return dataclasses.replace(pack, raw=RawFiles(pack.folder, pack.raw.source, self.read))
+
+    def read(self, path: Path, options: Any) -> Any:
+        self.now += self.reading
+        return toy.read(path, options)
+
+    def model(self, card: Any, plan: Any) -> torch.nn.Module:
+        return toy.model(card, plan)
+
+    def batch(self, raw: Any, plan: Any, draws: Any) -> Any:
+        augments = draws is not None and plan.noise
+        self.now += len(raw["id"]) * (self.preparing + (self.augmenting if augments else 0.0))
+        return toy.batch(raw, plan, draws)
+
+    def loss(self, model: Any, batch: Any, plan: Any) -> Any:
+        size = len(batch["x"])
+        if size > self.most:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried {size} samples.")
+        if torch.is_grad_enabled():
+            self.passes.append((plan.amp, size))
+            seconds = self.cost(size) if self.cost else self.fixed + self.a_sample * size
+            self.now += seconds * self.amp.get(plan.amp, 1.0)
+        total, number = toy.loss(model, batch, plan)
+        return total * (self.loss_in_bf16 if plan.amp == "bf16" else 1.0), number
+
+    def metrics(self, outputs: Any, batch: Any) -> Any:
+        self.now += self.scoring
+        return toy.metrics(outputs, batch)
