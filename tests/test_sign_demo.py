@@ -13,7 +13,7 @@ import pytest
 import nbtools as nb
 from nbtools.errors import PackError
 from nbtools.tasks import sign
-from nbtools.tasks.sign.landmarks import FACE, HANDS, LEFT, POSE, RIGHT
+from nbtools.tasks.sign.keypoints import FACE, HANDS, LEFT, POSE, RIGHT
 
 DATA = os.environ.get("NBTOOLS_REAL_DATA", "")
 COUNT, GLOSSES, CATEGORIES = 300, 10, 2

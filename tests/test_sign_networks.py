@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbtools.errors import PlanError
-from nbtools.tasks.sign.landmarks import LEFT, POINTS, RIGHT
+from nbtools.tasks.sign.keypoints import LEFT, POINTS, RIGHT
 from nbtools.tasks.sign.networks import POSITIONS, Gru, Transformer, sinusoids
 
 LENGTHS = (13, 1, 30, 7)

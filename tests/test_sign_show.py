@@ -15,8 +15,8 @@ from nbtools.errors import DiskError, PackError
 from nbtools.tasks import sign
 from nbtools.tasks.common.figures import RIGHT, WRONG
 from nbtools.tasks.sign import visualize
-from nbtools.tasks.sign.landmarks import FACE, HANDS, LEFT, POSE
-from nbtools.tasks.sign.landmarks import RIGHT as RIGHT_HAND
+from nbtools.tasks.sign.keypoints import FACE, HANDS, LEFT, POSE
+from nbtools.tasks.sign.keypoints import RIGHT as RIGHT_HAND
 from nbtools.tasks.sign.visualize import BODY_INK, FACE_INK, LEFT_INK, RIGHT_INK, frame
 
 COUNT = 40

@@ -19,7 +19,7 @@ from nbtools.errors import PlanError
 from nbtools.measure import Machine, decide
 from nbtools.tasks import sign
 from nbtools.tasks.sign import data, keypoints, networks
-from nbtools.tasks.sign.landmarks import FACE, FACE_MESH, LEFT, MIRROR, POINTS, POSE, RIGHT, SHOULDERS
+from nbtools.tasks.sign.keypoints import FACE, FACE_MESH, LEFT, MIRROR, POINTS, POSE, RIGHT, SHOULDERS
 from nbtools.tasks.sign.networks import Gru, Transformer
 from nbtools.tasks.sign.plans import BASELINE, PLAN, Plan
 from nbtools.train import TrainState, as_task, train

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from nbtools.data import ERROR, WARNING, Entry, Pack, Row, Sample, Survey, bar, build_pack, ordered, report, stage
+from nbtools import data
+from nbtools.data import ERROR, WARNING, Entry, Pack, Row, Sample, Survey, bar, build_pack, ordered, stage
 from nbtools.errors import PackError
 from nbtools.table import plural
+from nbtools.tasks.common.files import in_threads
 from nbtools.tasks.sign.clips import Keys, examine, has_features
 from nbtools.tasks.sign.labels import LABELS, Clip, Labels, labels_of
 
@@ -105,7 +106,7 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
 
 
 @dataclass(frozen=True)
-class Report(report.Report):
+class Report(data.Report):
     """What is wrong with so many clips."""
 
     clips: int
@@ -130,9 +131,8 @@ def validate(
     folder = stage(source, progress=progress)
     labels = labels_of(folder)
     check = partial(checked, folder, with_features(keys, folder, labels))
-    with ThreadPoolExecutor() as pool:
-        shown = bar(pool.map(check, labels.clips), "validating", len(labels.clips), leave=False, disable=not progress)
-        digests, faults = zip(*shown, strict=True)
+    shown = bar(in_threads(check, labels.clips), "validating", len(labels.clips), leave=False, disable=not progress)
+    digests, faults = zip(*shown, strict=True)
     rows = [*labels.rows, *(row for some in faults for row in some), *repeated(labels.clips, digests)]
     about = f"{plural(len(labels.clips), 'clip')}, {len(labels.labelled):,} with a label"
     return Report(ordered(rows), about, len(labels.clips), len(labels.labelled))

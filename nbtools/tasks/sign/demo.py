@@ -21,8 +21,8 @@ import numpy as np
 
 from nbtools.tasks.common.demo import File, require, whole, write_demo
 from nbtools.tasks.common.labels import csv_bytes
-from nbtools.tasks.sign.landmarks import FACE, FACE_MESH, HANDS, LEFT, MIRROR, ORDER, POINTS, RIGHT
-from nbtools.tasks.sign.npz import npz_bytes
+from nbtools.tasks.sign.clips import npz_bytes
+from nbtools.tasks.sign.keypoints import FACE, FACE_MESH, HANDS, LEFT, MIRROR, ORDER, POINTS, RIGHT
 
 TAKES, HELD = 10, 5  # clips of a signer; every fifth signer is a val signer
 SIGNER, GLOSS, CLIP, TURN, BACKBONE = range(5)  # streams of random numbers

@@ -11,53 +11,37 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from nbtools import disk, table
-from nbtools.data import Refused, Row, bar, stage
+from nbtools import disk
+from nbtools.data import Refused, Report, Row, bar, stage
 from nbtools.errors import PackError
+from nbtools.table import plural
 from nbtools.tasks.common.demo import require, whole
 from nbtools.tasks.common.files import split_of, walk
-from nbtools.tasks.sign.clips import MASK, META_BYTES, TIMES, Keys, has_features
+from nbtools.tasks.sign.clips import MASK, META_BYTES, TIMES, Keys, has_features, npz_bytes, open_npz
 from nbtools.tasks.sign.frames import Film, batches_of, find_films
 from nbtools.tasks.sign.inception import IMAGENET, Backbone, inception, load, read_weights
 from nbtools.tasks.sign.inception import finetune as train_backbone
 from nbtools.tasks.sign.labels import REFERENCE, Ids, label_lists, match
-from nbtools.tasks.sign.npz import npz_bytes, open_npz
 from nbtools.train import pick_device
 
-COLUMNS = ("file", "rule", "value", "fix")
 TUNED = "backbone.safetensors"
 MAKER = "{}_backbone"  # the array of text next to the features that names the backbone which made them
 MIXED = "features of two backbones do not mix; choose another folder, or overwrite=True makes them anew"
 
 
 @dataclass(frozen=True)
-class Extracted:
-    """What `features` did. written, ready: clips that got their features now, and that had them; rows: what could not
-    be used; losses: the mean of each epoch of fine-tuning."""
+class Extracted(Report):
+    """What `features` did: a table of what could not be used, and the clips that got their features now (written) or
+    had them (ready). losses: the mean of each epoch of fine-tuning."""
 
-    folder: Path
-    written: tuple[str, ...]
-    ready: tuple[str, ...]
-    rows: tuple[Row, ...] = ()
+    written: tuple[str, ...] = ()
+    ready: tuple[str, ...] = ()
     losses: tuple[float, ...] = ()
 
     @property
-    def ok(self) -> bool:
-        return not self.rows
-
-    @property
     def summary(self) -> str:
-        counts = f"{table.plural(len(self.written), 'clip')} got features, {len(self.ready):,} had them"
-        return f"{self.folder}: {counts}, {table.plural(len(self.rows), 'file')} could not be used"
-
-    def cells(self) -> list[list[str]]:
-        return [[row.file, row.rule, row.value, row.fix] for row in self.rows]
-
-    def __str__(self) -> str:
-        return f"{table.text(COLUMNS, self.cells())}\n\n{self.summary}" if self.rows else self.summary
-
-    def _repr_html_(self) -> str:
-        return table.html(COLUMNS if self.rows else (), self.cells(), caption=self.summary)
+        counts = f"{plural(len(self.written), 'clip')} got features, {len(self.ready):,} had them"
+        return f"{self.about}: {counts}, {plural(len(self.rows), 'file')} could not be used"
 
 
 def features(
@@ -109,7 +93,7 @@ def features(
     if len({made_by for made_by in makers.values() if made_by}) > 1 and not overwrite:
         raise PackError(f"{into} has features of several backbones: {MIXED}")
     if len(have) == len(films):
-        return Extracted(into, (), have, tuple(rows))
+        return Extracted(tuple(rows), str(into), (), have)
     if network is None:
         network = inception(tuned if finetune and tuned.is_file() else weights, seed)
     backbone = Backbone(network, frozen=not finetune, pretrained=weights is not None, crop=crop).to(pick_device(device))
@@ -131,7 +115,8 @@ def features(
     bad = tuple(fill(into, feature_key, todo, backbone, own, batch_size, progress))
     names, failed = [film.name for film in todo], {row.file for row in bad}
     written = tuple(name for name in names if name not in failed)
-    return Extracted(into, written, tuple(name for name in makers if name not in names), (*rows, *bad), losses)
+    ready = tuple(name for name in makers if name not in names)
+    return Extracted((*rows, *bad), str(into), written, ready, losses)
 
 
 def no_frames(folder: Path, rows: Sequence[Row]) -> str:

@@ -1,26 +1,63 @@
-"""Whole batches of keypoints on their device: coordinates relative to the body, and augmentation.
+"""The 78 points of a frame, and whole batches of them on their device: coordinates relative to the body, augmentation.
 
-Augmentation draws from each clip's own random numbers: the result does not depend on the batch, its padding, or the
-machine. B clips, T frames, P = 78 points.
+A frame has MediaPipe's pose 0–24, then 21 points of the left hand, 21 of the right, and 11 of its face mesh. x grows to
+the right of the picture, y downwards, both in [0, 1] of it. Augmentation draws from each clip's own random numbers: the
+result does not depend on the batch, its padding, or the machine. B clips, T frames, P = 78 points.
 """
 
 from __future__ import annotations
 
 import math
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nbtools.data import Draws
-from nbtools.tasks.sign.landmarks import FACE, HANDS, MIRROR, POINTS, POSE, SHOULDERS, Keypoints
 from nbtools.tasks.sign.networks import POSITIONS
 from nbtools.tasks.sign.plans import Plan
+
+ORDER = "pose25,left_hand21,right_hand21,face11"
+POINTS = 78
+POSE, LEFT, RIGHT, FACE = slice(0, 25), slice(25, 46), slice(46, 67), slice(67, 78)
+HANDS = (LEFT, RIGHT)  # each a wrist, then four points a finger from the thumb on
+SHOULDERS = slice(11, 13)
+FACE_MESH = (1, 33, 263, 133, 362, 61, 291, 105, 334, 199, 4)
+
+POSE_PAIRS = ((1, 4), (2, 5), (3, 6), *((i, i + 1) for i in range(7, 25, 2)))
+"""Left and right: eyes (inner, middle, outer), then ears, mouth, shoulders, elbows, wrists, little fingers, index
+fingers, thumbs, hips. 0 is the nose."""
+
+FACE_PAIRS = ((33, 263), (133, 362), (61, 291), (105, 334))
+"""Eye corners (outer, inner), mouth corners, brows, by their numbers in the mesh; nose and chin have no partner."""
 
 SPAN = 3.0  # times a finger is enlarged relative to its wrist: in shoulder widths a hand is a third of what an arm is
 NARROW = 0.02  # of the picture: least width of the shoulders, lest a profile view blow the rest up
 STRETCH, BEND = 0.3, 0.5  # at time_warp 1: change of a clip's length; of its pace within it
 TURN, SIZE, SHIFT = 0.2, 0.15, 0.15  # at move 1: radians; share; shoulder widths
+
+
+def mirror_table() -> list[int]:
+    """Point → the point that takes its place in the mirrored clip."""
+    table = list(range(POINTS))
+    face = {mesh: FACE.start + i for i, mesh in enumerate(FACE_MESH)}
+    hands = zip(range(LEFT.start, LEFT.stop), range(RIGHT.start, RIGHT.stop), strict=True)
+    for a, b in (*POSE_PAIRS, *hands, *((face[a], face[b]) for a, b in FACE_PAIRS)):
+        table[a], table[b] = b, a
+    return table
+
+
+MIRROR = tuple(mirror_table())
+
+
+class Keypoints(NamedTuple):
+    """Clips of points (B, T, P, 2), which of them are seen (B, T, P) bool, and their lengths (B,) in frames. Beyond its
+    length nothing of a clip is seen."""
+
+    points: Tensor
+    seen: Tensor
+    lengths: Tensor
 
 
 def prepared(clips: Keypoints, plan: Plan, draws: Draws | None) -> Keypoints:

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from nbtools.data import Card, Draws, Pack
 from nbtools.tasks.common import metrics as measures
-from nbtools.tasks.sign.keypoints import prepared
-from nbtools.tasks.sign.landmarks import Keypoints
+from nbtools.tasks.sign.keypoints import Keypoints, prepared
 from nbtools.tasks.sign.networks import LABELS, POSITIONS, build
 from nbtools.tasks.sign.plans import Plan, network_of
 from nbtools.train import Pair

@@ -23,8 +23,8 @@ from nbtools.table import plural
 from nbtools.tasks.common.figures import GREY, RIGHT, Picture, Sheet, blank, finish, gallery, judged
 from nbtools.tasks.common.mistakes import confusion as confusion_table
 from nbtools.tasks.common.mistakes import counts_of, most_confused, paired
-from nbtools.tasks.sign.landmarks import FACE, FACE_MESH, HANDS, LEFT, POINTS
-from nbtools.tasks.sign.landmarks import RIGHT as RIGHT_HAND
+from nbtools.tasks.sign.keypoints import FACE, FACE_MESH, HANDS, LEFT, POINTS
+from nbtools.tasks.sign.keypoints import RIGHT as RIGHT_HAND
 
 if TYPE_CHECKING:
     import pandas as pd
