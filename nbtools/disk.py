@@ -17,19 +17,19 @@ from pathlib import Path
 from nbtools import errors
 
 OPERATIONS = ("create", "append", "read", "write", "sync", "sync_folder", "rename", "remove", "make_folder")
-"""The primitives: the names that fault injection replaces. All the rest is made of them."""
+"""The primitives: what fault injection replaces. Everything else is made of them."""
 
 MANY = 64  # above so many files one sync() of everything is cheaper than an fsync each (50,000 images: minutes)
 
 
 def create(path: Path) -> FileIO:
-    """A new unbuffered file; fails when the name is taken, be it by a dangling link."""
+    """A new unbuffered file; fails when the name is taken, even by a dangling link."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     return os.fdopen(descriptor, "wb", buffering=0)
 
 
 def append(path: Path) -> FileIO:
-    """An unbuffered file that is written on from its end; a new one when there is none."""
+    """An unbuffered file to append to; a new one where there is none."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     return os.fdopen(descriptor, "ab", buffering=0)
 
@@ -39,7 +39,7 @@ def read(file, count: int) -> bytes:
 
 
 def write(file, data: bytes | bytearray | memoryview) -> None:
-    """Write all of it: an unbuffered file may take a part only, and say on the next call that the disk is full."""
+    """Write all of it: an unbuffered file may take only a part, and report a full disk at the next call."""
     rest = memoryview(data).cast("B")
     while rest:
         rest = rest[file.write(rest) :]
@@ -51,7 +51,7 @@ def sync(file) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable, where its file system can (Drive's FUSE cannot)."""
+    """Make the names in a folder durable, where its file system can do that (Drive's FUSE cannot)."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -67,7 +67,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link or a whole folder; nothing there is fine."""
+    """Delete a file, a link or a whole folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -107,7 +107,7 @@ def publish_folder(part: Path, target: Path) -> Path:
 
 
 def write_atomic(path: Path, data: bytes | str) -> Path:
-    """Replace a file by new content: a reader, or a crash, meets the old or the new one and nothing between."""
+    """Replace the content of a file: a reader, or a crash, finds the old or the new one, never a mixture."""
     part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     make_folder(path.parent)
     remove(part)
@@ -116,7 +116,7 @@ def write_atomic(path: Path, data: bytes | str) -> Path:
             write(file, data.encode() if isinstance(data, str) else data)
         return publish_file(part, path)
     except OSError:
-        with contextlib.suppress(OSError):  # the disk that failed once may refuse this too: the first error is the news
+        with contextlib.suppress(OSError):  # the disk that failed may refuse this too: the first error counts
             remove(part)
         raise
 
@@ -149,7 +149,7 @@ def require_space(path: Path, need: int) -> None:
 
 
 def walk(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """All that is below a folder and is no folder, through links to folders too, but never round in a circle."""
+    """Everything below a folder that is not a folder itself, also through links to folders, but never in a circle."""
     stack: list[tuple[str, frozenset[tuple[int, int]]]] = [(os.fspath(folder), frozenset())]
     while stack:
         place, above = stack.pop()
@@ -196,7 +196,7 @@ def human(count: float) -> str:
 
 @contextlib.contextmanager
 def explained(doing: str, path: Path) -> Iterator[None]:
-    """Turn an OSError inside into a DiskError: what was being done, where, what the disk said, what to do next."""
+    """Turn an OSError inside into a DiskError: what was being done, where, the reason, what to do next."""
     try:
         yield
     except OSError as error:
@@ -215,10 +215,10 @@ def explained(doing: str, path: Path) -> Iterator[None]:
 
 
 class Lock:
-    """Only one process (and thread) at a time is inside; waits for the others, or with wait=False raises
-    BlockingIOError. Freed by the system when its owner dies.
+    """Lets one process (and thread) in at a time; the others wait, or with wait=False raise BlockingIOError. The system
+    releases it when its owner dies.
 
-    The file stays: deleting it would let two owners in. Keep it on a local disk, never on Drive.
+    The file stays: deleting it would let two owners in. It belongs on a local disk, never on Drive.
     """
 
     def __init__(self, path: Path, wait: bool = True) -> None:

@@ -1,6 +1,6 @@
 """Rows as a table: escaped HTML for notebooks, aligned columns for terminals. Every table of nbtools is drawn here.
 
-Cells are any values: None shows as a dash, a column of numbers stands at the right, text at the left.
+Cells are any values: None shows as a dash; columns of numbers are aligned right, text left.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 EMPTY = "–"
 NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( ?[%×]| [^\d\s]+)?")  # 12, 1e-06, 97 %, 24.3×, 1.5 GB; not 0001.png
-WHOLE = 24  # characters: a shorter cell stays on one line, `250 of 400 W` reads as one
-LEAST = 24  # characters: below this a wrapped column is worse to read than a line that the terminal breaks
+WHOLE = 24  # characters: a shorter cell is not broken, as `250 of 400 W`
+LEAST = 24  # characters: a narrower wrapped column reads worse than a line that the terminal breaks
 
 # Inline, since GitHub and Colab drop or share <style>; only inherited colours and half-grey, so any theme's text shows.
 TABLE = "border-collapse:collapse;font-size:13px;line-height:1.45;font-variant-numeric:tabular-nums;margin:4px 0 8px"
@@ -28,7 +28,7 @@ CELL = "padding:3px 14px 3px 0;border-bottom:1px solid rgba(128,128,128,.22);ver
 
 
 def html(headers: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
-    """An HTML table; all of headers, cells and caption is escaped."""
+    """An HTML table; headers, cells and caption are escaped."""
     cells = [[shown(value) for value in row] for row in rows]
     align = ["right" if right else "left" for right in numeric(headers, rows)]
 
@@ -65,7 +65,7 @@ def text(headers: Sequence[str], rows: Sequence[Sequence[Any]], width: int | Non
 
 
 def shown(value: Any) -> str:
-    """A value as the user reads it: yes and no, a float in `digits`, a dash for what is not known."""
+    """A value as the user reads it: yes or no, a float in `digits`, a dash for None."""
     if value is None:
         return EMPTY
     if isinstance(value, bool):
@@ -74,8 +74,8 @@ def shown(value: Any) -> str:
 
 
 def digits(value: float) -> str:
-    """A float for display only: in full where five digits are exact, as for most of what people type, else in three
-    digits or as a whole number. An lr of 0.002828427 shows as 0.00283."""
+    """A float for display only: in full where five digits are exact, as for most typed values, else in three digits or
+    as a whole number. An lr of 0.002828427 shows as 0.00283."""
     short = f"{value:.5g}"
     if float(short) == value or not math.isfinite(value):
         return short
@@ -120,6 +120,6 @@ def plain(line: str) -> str:
 
 
 def wrapped(row: list[str], room: int) -> list[list[str]]:
-    """A row as several, its last cell broken at words."""
+    """A row as several, its last cell wrapped at words."""
     first, *rest = textwrap.wrap(row[-1], room) or [""]
     return [[*row[:-1], first], *([*[""] * (len(row) - 1), part] for part in rest)]

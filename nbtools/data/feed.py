@@ -75,7 +75,7 @@ def batches_left(
 def grouped(
     order: np.ndarray, lengths: np.ndarray | None, batch_size: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Positions cut into batches; by length within megabatches, and then the batches shuffled."""
+    """Positions cut into batches: by length within megabatches, whose batches are then shuffled."""
     if lengths is None:
         return split(order, batch_size)
     batches = []
@@ -172,7 +172,7 @@ class Streamed:
     and a copy stream, so that neither the copy nor the gather waits in the step.
 
     The ring belongs to the call: an evaluation within an epoch would otherwise refill buffers that the epoch's copies
-    still read. A new one costs little, since torch keeps the pinned memory that the last one freed. The stream belongs
+    still read. A new ring costs little, since torch keeps the pinned memory that the last one freed. The stream belongs
     to the feed: torch's allocator keeps freed GPU memory by stream, and each new stream would start without any.
     """
 
@@ -201,7 +201,7 @@ class Streamed:
         finally:
             stop.set()
             while thread.is_alive():  # it may wait to put one more
-                with_room(ready)
+                drain(ready)
                 thread.join(0.01)
 
     def produce(self, batches: Sequence[np.ndarray], ready: queue.Queue, stop: threading.Event) -> None:
@@ -238,7 +238,7 @@ class Slot:
         return sent, self.copied
 
 
-def with_room(ready: queue.Queue) -> None:
+def drain(ready: queue.Queue) -> None:
     while not ready.empty():
         ready.get_nowait()
 
@@ -262,9 +262,9 @@ def on(device: torch.device, raw: Raw) -> Raw:
 
 
 class Workers:
-    """A DataLoader over the source files: decodes every sample at every access. The guides' way, kept as the baseline
-    and for data that cannot be packed; same batches, same order. Its processes live on from call to call; a call amid
-    another, as an evaluation between two steps is, has a loader of its own."""
+    """A DataLoader over the source files, which decodes every sample at every access: what the guides do, kept as the
+    baseline and for data that cannot be packed; same batches, same order. Its processes live from call to call; a call
+    within another, such as an evaluation between two steps, has a loader of its own."""
 
     name = "workers"
 
@@ -280,7 +280,7 @@ class Workers:
         self.idle: list[tuple[DataLoader, list[list[int]]]] = []
 
     def open(self) -> tuple[DataLoader, list[list[int]]]:
-        """(loader, the batches it is to give): its workers start with the first batch."""
+        """(loader, its list of batches, to be filled): its workers start with the first batch."""
         sampler: list[list[int]] = []
         many, cuda = self.plan.workers > 0, self.device.type == "cuda"
         loader = DataLoader(
@@ -291,7 +291,7 @@ class Workers:
             pin_memory=cuda,
             prefetch_factor=self.plan.prefetch if many else None,
             persistent_workers=many,
-            worker_init_fn=deaf,
+            worker_init_fn=ignore_signals,
             generator=torch.Generator(),  # its own: else every epoch draws from the stream that dropout uses
             multiprocessing_context="forkserver" if many and cuda else None,  # fork + CUDA deadlocks
         )
@@ -300,28 +300,28 @@ class Workers:
     def __call__(self, batches: Sequence[np.ndarray]) -> Generator[Raw, None, None]:
         loader, sampler = self.idle.pop() if self.idle else self.open()
         sampler[:] = [batch.tolist() for batch in batches]
-        with suppress(GeneratorExit):  # left early: what is on its way is dropped when the next call begins
+        with suppress(GeneratorExit):  # the caller left early: the next call drops what is on its way
             for raw in loader:
                 yield on(self.device, raw)
         self.idle.append((loader, sampler))  # not after an error: a worker may be gone
 
 
-def deaf(worker: int) -> None:
-    """An interrupt reaches every process of a notebook or terminal: the run decides what it means, not its workers.
-    Nor does SIGTERM end one at once: a kernel that shuts down sends it to all its children, and a dead worker raises in
+def ignore_signals(worker: int) -> None:
+    """Leave it to the run what an interrupt means: it reaches every process of a notebook or terminal. SIGTERM does not
+    end a worker at once either: a kernel that shuts down sends it to all its children, and a dead worker would raise in
     the middle of the step that is to be finished and saved."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, end_soon)
 
 
 def end_soon(*_: Any) -> None:
-    """Stay alive as long as a kernel may take, but no longer: a process that waits for this one would hang."""
+    """Live as long as a kernel's shutdown may take, but no longer: a process that waits for this one would hang."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.alarm(5)
 
 
 def require_shared_memory(pack: Pack, plan: Plan) -> None:
-    """Workers hand batches over in /dev/shm; too small a one ends in a bus error, so it is compared first."""
+    """Raise TrainError where /dev/shm, through which workers hand over batches, is too small: that is a bus error."""
     if not os.path.isdir("/dev/shm"):
         return
     stat = os.statvfs("/dev/shm")

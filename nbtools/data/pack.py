@@ -4,7 +4,7 @@
     <column>.npy            fixed: (n, *shape); ragged: (sum of lengths, *shape)
     <column>.offsets.npy    ragged only: (n + 1,) int64; sample i is rows offsets[i]:offsets[i + 1]
     split.npy               (n,) uint8: 0 train, 1 val, 2 test
-    names.json              the sample's file, relative to the source, be that a folder or an archive
+    names.json              the samples' files, relative to the source, a folder or an archive
     bad.csv                 what was left out, and why
 
 A line of text is ragged along its width, so it is stored (W, H) or (W, H, C).
@@ -54,11 +54,11 @@ class Column:
 
 @dataclass(frozen=True)
 class Card:
-    """What a model needs to know of a data set: enough to build it, feed it and read its answers. Travels with a run.
+    """What a model needs to know of a data set: enough to build it, feed it and read its answers. A run keeps it.
 
-    options: the preprocessing; splits: samples a split; bucket_by: the ragged column whose length groups batches;
-    digest: of all that the pack holds, so that a run goes on with the very same data only. counts: train samples of
-    each class, by what they are classes of, where the task counted them.
+    options: the preprocessing; splits: samples per split; bucket_by: the ragged column whose length groups batches;
+    digest: of all that the pack holds, so that a run resumes on the very same data only. counts: training samples per
+    class, by what they are classes of, where the task counted them.
     """
 
     task: str
@@ -151,7 +151,7 @@ class Pack:
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
-        """Column → memory map of its values, private to this process (writes do not reach the file)."""
+        """Column → memory map of its values, private to this process: writes do not reach the file."""
         return {name: mapped(self.folder / f"{name}.npy") for name in self.columns}
 
     @cached_property
@@ -169,7 +169,7 @@ class Pack:
 
     @cached_property
     def bad(self) -> pd.DataFrame:
-        """Samples that were left out: file, value, rule, fix."""
+        """The samples that were left out: file, value, rule, fix."""
         import pandas as pd
 
         return pd.read_csv(self.folder / "bad.csv", encoding="utf-8-sig", dtype=str, keep_default_na=False)
@@ -186,11 +186,11 @@ class Pack:
 
     def sample(self, i: int) -> Sample:
         """Column → array of one sample."""
-        found = {}
+        arrays = {}
         for name, column in self.columns.items():
             rows = slice(*self.offsets[name][i : i + 2]) if column.kind == "ragged" else i
-            found[name] = np.asarray(self.arrays[name][rows])
-        return found
+            arrays[name] = np.asarray(self.arrays[name][rows])
+        return arrays
 
     def keep(self, where: str | Path) -> Path | None:
         """Write the pack as one tar, to `drive:…` or a path; `task.pack` of that file opens it in the next session.
@@ -228,10 +228,10 @@ class Pack:
 
 
 class RawFiles(Dataset):
-    """The source files of a pack, decoded anew at each access, as a DataLoader reads them: for comparison, and for
-    data that cannot be packed. Item i is the same sample, with the same values, as the pack's.
+    """The source files of a pack, decoded at each access, as a DataLoader reads them: for comparison, and for data that
+    cannot be packed. Item i has the same values as the pack's sample i.
 
-    source: the folder of the files, or a way into an archive that `read` follows.
+    source: the folder of the files, or a path into an archive that `read` follows.
     Picklable for workers of any start method: arrays are opened in the process that reads them.
     """
 
@@ -247,11 +247,8 @@ class RawFiles(Dataset):
 
     def __getitem__(self, i: int) -> Sample:
         decoded = self.read(self.source / self.pack.names[i], self.pack.options)
-        return {
-            **self.pack.sample(i),
-            **decoded,
-            "id": np.asarray(i, np.int64),
-        }  # labels are the pack's; its images stay unread
+        labels = self.pack.sample(i)  # memory maps: what is replaced is not read
+        return {**labels, **decoded, "id": np.asarray(i, np.int64)}
 
     def __repr__(self) -> str:
         return f"RawFiles {self.source}: {table.plural(len(self), 'sample')} of the pack {self.folder}"
@@ -277,7 +274,7 @@ def collate(samples: Sequence[Sample], columns: Mapping[str, Column]) -> dict[st
 
 
 def mapped(path: Path) -> np.ndarray:
-    """A copy-on-write map, which torch takes without a warning; an empty array where there is nothing to map."""
+    """A copy-on-write map, which torch accepts without a warning; an empty array where there is nothing to map."""
     with open(path, "rb") as file:
         version = np.lib.format.read_magic(file)
         shape, _, dtype = getattr(np.lib.format, f"read_array_header_{version[0]}_{version[1]}")(file)
@@ -288,7 +285,8 @@ def mapped(path: Path) -> np.ndarray:
 
 
 def split_of(name: str, val: float = 0.1, test: float = 0.1) -> str:
-    """The split of a sample by a hash of its name: the same on every machine, whatever other samples there are."""
+    """The split of a sample by a hash of its name: the same on every machine, whatever other samples there are, so that
+    it stays where it is when others come."""
     place = position(name)
     return "test" if place < test else "val" if place < test + val else "train"
 
