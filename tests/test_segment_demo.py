@@ -118,5 +118,5 @@ def test_images_have_shapes_of_every_class_anywhere(many):
     label = np.asarray(many.arrays["label"])
     shares = np.bincount(label.ravel(), minlength=3) / label.size
     assert (shares > 0.08).all()
-    assert ((label > 0).mean(0) > 0.05).all(), "at the border too"
+    assert (label > 0).mean(0).min() > 0.02, "in the corners too"
     assert (label > 0).mean((1, 2)).std() > 0.1

@@ -237,18 +237,6 @@ def test_a_micro_batch_of_one_image_trains_and_its_pooled_norms_keep_their_avera
     assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), torchs.buffers(), strict=True))
 
 
-def test_parameter_groups_hold_each_parameter_once_heads_apart_and_norms_and_biases_without_decay():
-    network = small()
-    groups = segment.groups(network, segment.Plan(head_lr=7.0))
-    assert sorted((g["lr_scale"], g["decays"]) for g in groups) == [(1, False), (1, True), (7, False), (7, True)]
-    placed = [id(p) for g in groups for p in g["params"]]
-    assert sorted(placed) == sorted(id(p) for p in network.parameters())
-    heads = {id(p) for part in (network.head, network.auxiliary) for p in part.parameters()}
-    for group in groups:
-        assert {id(p) in heads for p in group["params"]} == {group["lr_scale"] == 7}
-        assert {p.dim() > 1 for p in group["params"]} == {group["decays"]}
-
-
 def test_the_network_in_training_compiles_as_one_graph():
     sizes = replace(SLIM, detail=((4,), (4,), (8,)), stem=4, semantic=((4, 1), (4, 1), (8, 2)), head=4, auxiliary=4)
     torch.manual_seed(0)
@@ -261,12 +249,11 @@ def test_the_network_in_training_compiles_as_one_graph():
     )
 
 
-@pytest.mark.parametrize(("kind", "steps", "lr"), [("slim", 24, 2e-2), ("bisenetv2", 12, 3e-3)])
-def test_one_batch_is_overfitted(kind, steps, lr):
-    network = small(kind, dropout=0.0)
-    batch, plan = batch_of(2, 32, 48), segment.Plan(network=kind)
-    optimizer = torch.optim.AdamW(network.parameters(), lr)
-    for _ in range(steps):
+def test_the_published_network_overfits_one_batch():
+    network = small("bisenetv2", dropout=0.0)
+    batch, plan = batch_of(2, 32, 48), segment.Plan(network="bisenetv2")
+    optimizer = torch.optim.AdamW(network.parameters(), 3e-3)
+    for _ in range(12):
         optimizer.zero_grad()
         loss, count = segment.loss(network, batch, plan)
         (loss / count).backward()
