@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import signal
-import sys
 import warnings
 from pathlib import Path
 
@@ -22,10 +21,8 @@ from torch.utils.data import DataLoader
 
 import nbtools as nb
 from nbtools import disk
-from nbtools.data import MANIFEST, SPLITS, Entry, Pack, Survey, build_pack, cache, split_of
+from nbtools.data import MANIFEST, SPLITS, Entry, Pack, Survey, build, build_pack, cache, split_of
 from nbtools.errors import DiskError, PackError, StageError
-
-build = sys.modules["nbtools.data.build"]
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,6 @@ from nbtools.data.pack import (
     require_shares,
     split_of,
 )
-from nbtools.data.packing import Writer, build
 from nbtools.data.report import ERROR, WARNING, Refused, Report, Row, ordered
 from nbtools.data.sources import Source, cache
 from nbtools.data.stage import bar, in_notebook, stage
@@ -54,11 +53,9 @@ __all__ = [
     "Source",
     "Survey",
     "Workers",
-    "Writer",
     "archive_index",
     "bar",
     "batches_left",
-    "build",
     "build_pack",
     "cache",
     "choose",

@@ -69,7 +69,6 @@ class Entry:
     """
 
     name: str
-    file: Path | None = None  # of `build`, until its callers have a survey; name split and label by keyword
     split: str | None = None
     label: Any = None
 

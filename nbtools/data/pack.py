@@ -90,11 +90,9 @@ class Pack:
     raw: RawFiles | None = field(default=None, repr=False)
 
     @classmethod
-    def open(cls, folder: str | Path, *, source: Path | None = None, read: Reader | None = None) -> Self:
-        """Open a finished pack. source: the folder or archive that it was made from.
-
-        Raises PackError where it is missing, of another version, or a file's size differs.
-        """
+    def open(cls, folder: str | Path) -> Self:
+        """Open a finished pack, without the source files. Raises PackError where it is missing, of another version, or
+        a file's size differs."""
         folder = Path(folder)
         try:
             manifest = json.loads((folder / MANIFEST).read_bytes())
@@ -113,10 +111,7 @@ class Pack:
                 raise PackError(
                     f"{path}: {came}, the manifest says {entry['size']} bytes; delete the folder and pack again"
                 )
-        pack = cls(folder, Card.from_dict(manifest["card"]), manifest)
-        if read is not None and source is not None and source.exists():
-            return dataclasses.replace(pack, raw=RawFiles(folder, source / manifest.get("top", ""), read))
-        return pack
+        return cls(folder, Card.from_dict(manifest["card"]), manifest)
 
     def verify(self) -> Self:
         """Compare every file's SHA-256 with the manifest; raises PackError naming the first that differs."""
