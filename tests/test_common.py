@@ -244,7 +244,10 @@ def test_a_table_of_labels_is_read_as_it_was_written_with_or_without_a_byte_orde
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"file,label\na\xff,1\n", r"labels\.csv: .*text in UTF-8, got byte 0xff at offset 12; save it as UTF-8"),
+        (
+            b"file,label\na\xff,1\n",
+            r"labels\.csv: .*text in UTF-8, got byte 0xff at offset 12; save it as UTF-8, from GB18030 perhaps",
+        ),
         (b'a,"' + b"x" * 200_000 + b'"\n', r"labels\.csv: .*the file is CSV, got field larger"),
     ],
 )

@@ -564,7 +564,7 @@ def test_classes_are_a_string_a_list_or_a_file(tmp_path, kind):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"\xff\n", "byte 0 is not UTF-8"),
+        (b"\xff\n", "the file is text in UTF-8, got byte 0xff at offset 0"),
         ("一\n二三\n".encode(), ":2: a line holds"),
         ("一\n二\n一\n".encode(), ":3: a character stands there once, and '一' is in line 1"),
         (b"\n", "it must have a character on each line, got none"),
@@ -660,7 +660,10 @@ def test_what_is_no_line_is_refused_with_value_rule_and_fix(tmp_path, name, prob
         ({"classes": "一一"}, "single characters, each once, got '一'"),
         ({"classes": ["一二"]}, "got '一二'"),
         ({"classes": ""}, "got none"),
-        ({"classes": "gone.txt"}, "gone.txt: No such file"),
+        (
+            {"classes": "gone.txt"},
+            "gone.txt: the file can be read, got No such file or directory; name a file with one character",
+        ),
         ({"val": "all"}, "shares ≥ 0 and below 1, got all, 0.1"),
     ],
 )

@@ -137,7 +137,11 @@ def test_lines_that_cannot_be_used_are_rows_with_their_numbers(tmp_path):
     assert set(packed(folder).bad.file) == {file for file, (severity, _) in found.items() if severity == ERROR}
     saved(folder / "train.txt", lines.encode("utf-16"))  # as PowerShell's > writes it
     row = next(row for row in checked(corpus(folder)).rows if row.file == "train.txt")
-    assert (row.severity, row.rule, row.fix) == (ERROR, "the file is text in UTF-8", "save it as UTF-8")
+    assert (row.severity, row.rule, row.fix) == (
+        ERROR,
+        "the file is text in UTF-8",
+        "save it as UTF-8, from GB18030 perhaps",
+    )
 
 
 def test_images_without_labels_labels_without_images_and_two_of_one_name_are_rows(tmp_path):

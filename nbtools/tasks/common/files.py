@@ -85,13 +85,25 @@ def on_white(image: Image.Image, mode: str = "RGB") -> Image.Image:
     return image.convert(mode)
 
 
+def read_text(path: Path, fix: str) -> str:
+    """The text of a file that the caller names. Raises Refused for one that cannot be read, with this fix, or is not
+    UTF-8."""
+    try:
+        return decode_text(path.read_bytes(), str(path))
+    except OSError as error:
+        value = error.strerror or str(error)
+        raise Refused(Row("", "the file can be read", value, fix, file=str(path))) from None
+
+
 def decode_text(data: bytes, file: str) -> str:
     """Text of UTF-8 with or without a byte order mark. Raises Refused naming the first byte that is not UTF-8."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         value = f"byte {error.object[error.start]:#04x} at offset {error.start:,}"
-        raise Refused(Row("", "the file is text in UTF-8", value, "save it as UTF-8", file=file)) from None
+        raise Refused(
+            Row("", "the file is text in UTF-8", value, "save it as UTF-8, from GB18030 perhaps", file=file)
+        ) from None
 
 
 def in_threads(work: Callable[[T], R], items: Iterable[T], chunk: int = 64) -> Iterator[R]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from nbtools.errors import PackError
-from nbtools.tasks.common import labels
+from nbtools.tasks.common import files, labels
 from nbtools.tasks.hwdb.formats import UNKNOWN
 
 CHARS_LIST = "chars_list.txt"
@@ -65,26 +65,18 @@ def given_charset(classes: str | Path | Sequence[str], normalise: bool = False) 
     if not isinstance(classes, (str, Path, Sequence)):
         raise PackError(f"classes must be a string, a list, or a file of characters, got {classes!r}")
     if isinstance(classes, Path) or (isinstance(classes, str) and classes.endswith(".txt")):
-        path = Path(classes)
-        try:
-            classes = characters_of(path.read_bytes(), path)
-        except OSError as error:
-            raise PackError(f"{path}: {error.strerror}; name a file with one character a line") from None
+        classes = characters_of(files.read_text(Path(classes), "name a file with one character a line"), Path(classes))
     listed = labels.characters([character for character in classes if character != UNKNOWN])
     return Charset((*dict.fromkeys(map(normalised, listed) if normalise else listed), UNKNOWN))
 
 
-def characters_of(data: bytes, path: Path) -> list[str]:
+def characters_of(text: str, path: Path) -> list[str]:
     """The characters of a `chars_list.txt`, one a line. A line may be a blank: it is the space.
 
     Raises PackError naming the line that is not one character, or one that stands there already.
     """
-    try:
-        lines = data.decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise PackError(f"{path}: byte {error.start:,} is not UTF-8; save it as UTF-8") from None
     numbers: dict[str, int] = {}
-    for number, line in enumerate((line.removesuffix("\r") for line in lines), 1):
+    for number, line in enumerate((line.removesuffix("\r") for line in text.split("\n")), 1):
         if len(line) > 1:
             raise PackError(f"{path}:{number}: a line holds one character, got {line!r}; correct it")
         if line in numbers:

@@ -27,6 +27,8 @@ from nbtools import disk
 from nbtools.data import drive_path
 from nbtools.errors import PackError
 from nbtools.table import plural
+from nbtools.tasks.common.files import read_text
+from nbtools.tasks.common.labels import characters
 from nbtools.tasks.hwdb.formats import UNKNOWN
 
 FORM = "nbtools n-gram 1"
@@ -215,15 +217,17 @@ def discounts(counts: np.ndarray) -> np.ndarray:
 
 def symbols_of(texts: Texts, classes: Sequence[str]) -> np.ndarray:
     """(N,) int64: the lines of a text between boundaries, without blank ones. Raises PackError where none is left."""
-    wrong = [c for c in classes if len(c) != 1]
-    if wrong or len(set(classes)) != len(classes):
-        raise PackError(f"classes must be single characters, each once, got {(wrong or list(classes))[:5]}")
+    classes = characters(classes)
     end = len(classes)
     places = np.full(0x110000, classes.index(UNKNOWN) if UNKNOWN in classes else -1)
     places[[code for code in range(0x3001) if chr(code).isspace()]] = -1
     places[[ord(c) for c in classes]] = np.arange(end)
     places[ord("\n")] = end
-    text = read_text(texts) if isinstance(texts, (str, Path)) else "\n".join(texts)
+    if isinstance(texts, (str, Path)):
+        path = drive_path(texts) if str(texts).startswith("drive:") else Path(texts)
+        text = read_text(path, "name a readable text file, or give lines of text")
+    else:
+        text = "\n".join(texts)
     symbols = places[np.frombuffer(f"\n{text}\n".encode("utf-32-le", "surrogatepass"), "<u4")]
     symbols = symbols[symbols >= 0]
     symbols = symbols[np.append(True, (symbols[1:] != end) | (symbols[:-1] != end))]
@@ -231,19 +235,3 @@ def symbols_of(texts: Texts, classes: Sequence[str]) -> np.ndarray:
         where = texts if isinstance(texts, (str, Path)) else "the text"
         raise PackError(f"{where}: must have at least one character of the classes, got none; name another text")
     return symbols
-
-
-def read_text(source: str | Path) -> str:
-    """Raises PackError naming the file, and the byte that is not UTF-8."""
-    path = drive_path(source) if str(source).startswith("drive:") else Path(source)
-    try:
-        return path.read_text("utf-8-sig")
-    except OSError as error:
-        raise PackError(
-            f"{path}: {error.strerror or error}; name a readable text file, or give lines of text"
-        ) from None
-    except UnicodeDecodeError as error:
-        came = f"byte {error.object[error.start]:#04x} at offset {error.start}"
-        raise PackError(
-            f"{path}: {came} is no UTF-8 ({error.reason}); convert the file, from GB18030 perhaps"
-        ) from None

@@ -251,7 +251,7 @@ def of_lists(folder: Path, lists: list[str], names: list[str]) -> Contents:
             contents.refuse(name, "no text", "an image stands in a list", "add its row name,text, or delete it")
     if charsets := [name for name in names if PurePosixPath(name).name == CHARS_LIST]:
         nearest = min(charsets, key=lambda n: n.count("/"))
-        contents.characters = characters_of(read_bytes(folder / nearest), folder / nearest)
+        contents.characters = characters_of(files.decode_text(read_bytes(folder / nearest), nearest), folder / nearest)
     return contents
 
 

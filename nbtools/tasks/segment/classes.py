@@ -19,6 +19,7 @@ from typing import Any, Self
 import numpy as np
 
 from nbtools.errors import PackError
+from nbtools.tasks.common.files import read_text
 
 IGNORE = 255  # in packed labels
 UNKNOWN = 254  # in a look-up only: an id that is in no table
@@ -167,13 +168,8 @@ def parse_classes(classes: Given) -> list[Class]:
     """The classes of a list of names, a mapping id → name, or a file. Raises PackError for anything else."""
     if isinstance(classes, str | Path):
         path = Path(classes).expanduser()
-        try:
-            return list(read_classes(path.read_text("utf-8-sig"), path.name))
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise PackError(
-                f"classes: {path} cannot be read ({why}); give two names or more, or a text file of them in UTF-8"
-            ) from None
+        text = read_text(path, "give two names or more, or a text file of them in UTF-8")
+        return list(read_classes(text, path.name))
     if isinstance(classes, Mapping):
         return [Class(int(i) if isinstance(i, np.integer) else i, name) for i, name in classes.items()]
     if not isinstance(classes, Iterable):

@@ -12,7 +12,6 @@ import io
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -40,7 +39,7 @@ from nbtools.data import (
 )
 from nbtools.errors import PackError
 from nbtools.table import plural, sized
-from nbtools.tasks.common.files import UNREADABLE, open_image
+from nbtools.tasks.common.files import UNREADABLE, in_threads, open_image
 from nbtools.tasks.segment import cvat
 from nbtools.tasks.segment.classes import (
     BACKGROUND,
@@ -207,8 +206,7 @@ def sizes_of(folder: Path, names: Iterable[str]) -> Counter[Size]:
         with contextlib.suppress(PackError), open_image(folder / name) as image:
             return size_of(image)
 
-    with ThreadPoolExecutor() as pool:
-        return Counter(filter(None, pool.map(size, names)))
+    return Counter(filter(None, in_threads(size, names)))
 
 
 def size_for(found: Mapping[Size, int]) -> Size:
@@ -226,10 +224,9 @@ def found_ids(folder: Path, contents: Contents) -> list[int]:
     ids: dict[bool, set[int]] = {False: set(), True: set()}
     most = ("", 0)
     files = [one.label for one in contents.labelled.values()]
-    with ThreadPoolExecutor() as pool:
-        for name, (found, wide) in zip(files, pool.map(lambda name: raw_ids(folder / name), files), strict=True):
-            ids[wide].update(found)
-            most = max(most, (name, len(found)), key=lambda one: one[1])
+    for name, (found, wide) in zip(files, in_threads(lambda name: raw_ids(folder / name), files), strict=True):
+        ids[wide].update(found)
+        most = max(most, (name, len(found)), key=lambda one: one[1])
     known = sorted((ids[False] or ids[True]) - {IGNORE})
     if len(known) > MOST_CLASSES:
         raise PackError(
@@ -339,13 +336,12 @@ def validate(
     contents = contents_of(folder, labels)
     recipe = Recipe.of(completed(folder, contents, asked))
     pixels, ids, rows = np.zeros(IGNORE + 1, np.int64), Counter[int](), list(contents.rows)
-    with ThreadPoolExecutor() as pool:
-        checks = pool.map(partial(check, folder, recipe), contents.labelled.values())
-        for found, mask in bar(checks, "validating", len(contents.labelled), leave=False, disable=not progress):
-            rows += found
-            if mask is not None:
-                pixels += np.bincount(mask.label.ravel(), minlength=IGNORE + 1)
-                ids.update(mask.ids)
+    checks = in_threads(partial(check, folder, recipe), contents.labelled.values())
+    for found, mask in bar(checks, "validating", len(contents.labelled), leave=False, disable=not progress):
+        rows += found
+        if mask is not None:
+            pixels += np.bincount(mask.label.ravel(), minlength=IGNORE + 1)
+            ids.update(mask.ids)
     rows += remarks(contents, recipe.table, pixels, ids)
     valid = max(int(pixels[:IGNORE].sum()), 1)
     balance = {name: float(pixels[k]) / valid for k, name in enumerate(recipe.table.names)}
