@@ -1,4 +1,4 @@
-"""Sources under notebooks/src/ → notebooks/**/*.ipynb and the README's tables: `python -m notebooks.build`.
+"""Sources under notebooks/src/ → notebooks/**/*.ipynb, and generated tables: `python -m notebooks.build`.
 
 The repository's address is that of pyproject.toml; `{badge}` and `{repository}` in a source become it, and
 `--repository` sets another one, as a fork needs. A line
@@ -22,7 +22,8 @@ from nbtools.train import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "notebooks" / "src"
-MADE = r"(<!-- {0} -->\n).*?(<!-- /{0} -->)"  # made lines of README.md lie between these
+README, OPTIONS = "README.md", "docs/options.md"
+MADE = r"(<!-- {0} -->\n).*?(<!-- /{0} -->)"  # their generated lines lie between these
 
 METADATA = {
     "accelerator": "GPU",  # Colab opens the notebook with one
@@ -97,7 +98,7 @@ def table(address: str) -> str:
 
 
 def options() -> str:
-    """The README's table of a plan's fields, as options of the terminal."""
+    """The table of a plan's fields, as options of the terminal."""
     rows = ["| option | default | what it does |", "| --- | --- | --- |"]
     for field in dataclasses.fields(Plan):
         choices = field.metadata["choices"]
@@ -111,11 +112,13 @@ def outputs() -> dict[Path, str]:
     """What every generated file must contain."""
     address = repository()
     files = {ROOT / "notebooks" / f"{name}.ipynb": nbformat.writes(notebook(name, address)) + "\n" for name in names()}
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    for name, lines in (("notebooks", table(address)), ("options", options())):
-        text = re.sub(MADE.format(name), lambda found, lines=lines: found[1] + lines + found[2], text, flags=re.S)
-    return {**files, readme: text}
+    for path, name, lines in ((README, "notebooks", table(address)), (OPTIONS, "options", options())):
+        if (ROOT / path).exists():
+            text = (ROOT / path).read_text()
+            files[ROOT / path] = re.sub(
+                MADE.format(name), lambda at, lines=lines: at[1] + lines + at[2], text, flags=re.S
+            )
+    return files
 
 
 def stale() -> list[Path]:

@@ -7,7 +7,7 @@ import pytest
 import toy
 
 from nbtools.__main__ import main
-from nbtools.arguments import literal
+from nbtools.__main__ import literal
 from nbtools.train import knob
 
 

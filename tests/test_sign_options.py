@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 import nbtools.tasks
-from nbtools import arguments
+from nbtools import __main__ as arguments
 from nbtools.__main__ import TASK_COMMANDS, main, parser
 from nbtools.errors import PlanError
 from nbtools.tasks import sign
@@ -33,8 +33,8 @@ ON_A_GPU = ["gpu_memory_allocated", "gpu_memory_reserved"]
 
 
 def table() -> list[tuple[str, str]]:
-    """(the script's options, ours) of the README's table."""
-    section = (ROOT / "README.md").read_text().split("the sign-language guide's script")[1].split("\n## ")[0]
+    """(the script's options, ours) of the guide's table."""
+    section = (ROOT / "docs" / "guides.md").read_text().split("the sign-language guide's script")[1].split("\n## ")[0]
     return [(a.strip(), b.strip()) for a, b in re.findall(r"^\| (`.*?) \| (.*) \|$", section, re.M)]
 
 
