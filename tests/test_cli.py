@@ -6,8 +6,7 @@ import json
 import pytest
 import toy
 
-from nbtools.__main__ import main
-from nbtools.__main__ import literal
+from nbtools.__main__ import literal, main
 from nbtools.train import knob
 
 
