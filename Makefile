@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 CODE := nbtools tests benchmarks notebooks
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test full bench notebooks check
+.PHONY: help demo quick test full bench notebooks check
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*  ## /  make \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-18s%s\n", $$1, $$2}'
@@ -14,6 +14,13 @@ TASK ?= captcha
 
 demo: .venv/ready  ## a task's notebooks from top to bottom on generated data, TASK=captcha, hwdb, sign or segment; pages under demo/
 	@$(BIN)/python -m notebooks.execute $(TASK)
+
+QUICK := layers project plan draws history metrics old loop pack captcha
+
+quick: .venv/ready  ## in less than a minute: whether a change broke something
+	@$(BIN)/ruff check -q $(CODE)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile -m 'not alone and not full' \
+	    $(wildcard $(QUICK:%=tests/test_%.py))
 
 # As many tests at once as there are cores; then, each by itself, those that read a clock or drive a browser.
 test: .venv/ready .venv-colab/ready .venv-ipykernel-7.3/ready  ## every test but the longest

@@ -133,7 +133,7 @@ def test_the_readmes_tree_is_complete():
 def test_make_alone_explains_every_target():
     said = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "MAKEFLAGS": ""})
     assert said.returncode == 0
-    for target in ("demo", "test", "full", "bench", "notebooks", "check", "help"):
+    for target in ("demo", "quick", "test", "full", "bench", "notebooks", "check", "help"):
         assert re.search(rf"^  make {target}\s+\S", said.stdout, re.M), target
 
 
