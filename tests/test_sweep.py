@@ -199,12 +199,9 @@ def pack_batch(pack) -> dict[str, torch.Tensor]:
     return {name: torch.stack([torch.from_numpy(pack.sample(i)[name]) for i in ids]) for name in ("x", "label")}
 
 
-def test_the_same_seed_gives_the_same_curve(pack, found):
+def test_the_same_seed_gives_the_same_curve_and_slow_steps_are_fewer_steps(pack, found):
     again = lr_sweep(toy, pack, toy.PLAN, high=100.0)
     assert (again.lrs, again.losses, again.suggestion) == (found.lrs, found.losses, found.suggestion)
-
-
-def test_slow_steps_are_fewer_steps(pack):
     assert len(lr_sweep(toy, pack, toy.PLAN, seconds=1e-3).lrs) == 25
 
 
@@ -256,12 +253,9 @@ def test_the_suggestion_is_a_tenth_of_where_the_smoothed_loss_is_least():
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (1.0, 0.1), (-1.0, 1.0), (1e-3, math.inf)])
-def test_a_range_that_is_none_is_refused(pack, low, high):
+def test_a_range_that_is_none_and_too_few_steps_are_refused(pack, low, high):
     with pytest.raises(TrainError, match="lr_sweep needs 0 < low < high"):
         lr_sweep(toy, pack, toy.PLAN, low=low, high=high)
-
-
-def test_too_few_steps_are_refused(pack):
     with pytest.raises(TrainError, match="steps must be ≥ 25"):
         lr_sweep(toy, pack, toy.PLAN, steps=10)
 
@@ -274,12 +268,9 @@ def test_a_sweep_reads_the_source_files_where_the_plan_does(pack, monkeypatch):
     assert len(made) > 1  # several epochs of a small data set
 
 
-def test_a_sweep_is_plain_json(found):
+def test_a_sweep_is_plain_json_and_its_table_names_the_least_loss_and_the_machine(found):
     text = json.dumps(found.to_dict(), allow_nan=False)
     assert Sweep.from_dict(json.loads(text)) == found
-
-
-def test_the_table_names_the_least_loss_and_the_machine(found):
     text = str(found)
     assert text.startswith(f"lr {found.suggestion:.2g}: the smoothed loss, ")
     assert "least" in text

@@ -116,7 +116,7 @@ def test_where_decoding_takes_the_time_workers_pay_and_the_finder_sees_it(pack, 
     assert found.workers in (1, 2)  # on this clock as fast as each other
     assert found.settings[0].data_wait == pytest.approx(0.16 / 0.18, rel=0.05)
     assert "× that without workers; training still waits 0% of the time for data" in found.reason
-    assert multiprocessing.active_children() == others
+    assert set(multiprocessing.active_children()) <= set(others)
     assert WorkersReport.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     assert "chosen" in str(found)
     assert "<table" in found._repr_html_()

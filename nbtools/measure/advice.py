@@ -216,12 +216,14 @@ def settled(
 ) -> tuple[StepProfile, Verdict]:
     """Profile the plan and make the change that its verdict names, until it names none that advice makes by itself;
     the changes go into found and evidence. Returns the last plan's profile and verdict."""
+    rates = None
     for turn in range(TURNS + 1):
         plan = by_rules(task, pack, found).plan
-        profile = step_profile(task, pack, plan, None, seconds, fixed, compiling and not turn, clock)
+        profile = step_profile(task, pack, plan, None, seconds, fixed, compiling and not turn, clock, rates)
         judged = verdict(profile, plan)
         if turn == TURNS or not judged.change or not set(judged.change) <= set(FREE):
             break
+        rates = None if "amp" in judged.change else profile.rates
         found |= {name: (value, "measured faster here") for name, value in judged.change.items()}
         evidence |= dict.fromkeys(judged.change, judged.sentence)
         fixed = [*fixed, *judged.change, "compile", "graph"]  # compiling takes a minute, and gained less than this

@@ -164,18 +164,30 @@ class Choice:
 
 
 def chosen(rates: Mapping[int, Sequence[float]]) -> Choice:
-    """samples/s of each turn by batch size → the choice. The last turns are those that all sizes had together, so that
-    ratios are taken within a turn; a size is within 5 % when its median ratio is, less its standard error."""
-    turns = min(map(len, rates.values()))
-    rates = {size: values[-turns:] for size, values in rates.items()}
-    best = max(rates, key=lambda size: statistics.median(rates[size]))
+    """samples/s of each turn by batch size → the choice. A size is within 5 % of the best when its median ratio is,
+    less its standard error."""
+    best, turns, ratios = to_the_best(rates)
     found, ratio, clear = best, 1.0, turns >= LEAST_TURNS
     for size in sorted((size for size in rates if size < best), reverse=True):
-        middle, error = compared(rates[size], rates[best])
+        middle, error = ratios[size]
         if middle - error >= WITHIN:
             found, ratio = size, middle
         clear = clear and abs(middle - WITHIN) > CLEAR * error
     return Choice(found, best, ratio, clear)
+
+
+def hopeless(rates: Mapping[int, Sequence[float]]) -> list[int]:
+    """Sizes so clearly below the best that more turns are wasted on them."""
+    _, turns, ratios = to_the_best(rates)
+    return [size for size, (middle, error) in ratios.items() if turns >= LEAST_TURNS and middle + OUT * error < NEAR]
+
+
+def to_the_best(rates: Mapping[int, Sequence[float]]) -> tuple[int, int, dict[int, tuple[float, float]]]:
+    """(the best size, turns, size → (median ratio to the best, its standard error)), within the last turns, those that
+    all sizes had together: a machine's speed changes from turn to turn."""
+    turns = min(map(len, rates.values()))
+    best = max(rates, key=lambda size: statistics.median(rates[size][-turns:]))
+    return best, turns, {size: compared(values[-turns:], rates[best][-turns:]) for size, values in rates.items()}
 
 
 def compared(rates: Sequence[float], best: Sequence[float]) -> tuple[float, float]:
@@ -184,17 +196,6 @@ def compared(rates: Sequence[float], best: Sequence[float]) -> tuple[float, floa
     middle = statistics.median(ratios)
     spread = 1.48 * statistics.median(abs(r - middle) for r in ratios)  # of a normal distribution: its σ
     return middle, 1.25 * spread / math.sqrt(len(ratios))
-
-
-def hopeless(rates: Mapping[int, Sequence[float]]) -> list[int]:
-    """Sizes so clearly below the best that more turns are wasted on them."""
-    turns = min(map(len, rates.values()))
-    if turns < LEAST_TURNS:
-        return []
-    rates = {size: values[-turns:] for size, values in rates.items()}
-    best = max(rates, key=lambda size: statistics.median(rates[size]))
-    pairs = {size: compared(values, rates[best]) for size, values in rates.items()}
-    return [size for size, (middle, error) in pairs.items() if middle + OUT * error < NEAR]
 
 
 def near(firsts: Mapping[int, float]) -> list[int]:

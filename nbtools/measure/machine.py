@@ -104,7 +104,7 @@ class Gpus(list[Gpu]):
         return table.html(*self.table(), self.note) if self else f"<div>{html.escape(self.note)}</div>"
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
-        """(headers, rows): a column a GPU while they fit beside each other, else a row a GPU."""
+        """(headers, rows): a column a GPU while they fit side by side, else a row a GPU."""
         rows = [cells(g) for g in self]
         if len(rows) > 3:
             return HEADERS, rows
@@ -346,10 +346,8 @@ class Sampler:
             meter, start = Meter(), time.perf_counter()
             while True:
                 now, found = time.perf_counter() - start, state(nvml, handle)
-                counter = thousandth(
-                    ask(nvml, "nvmlDeviceGetTotalEnergyConsumption", handle)
-                )  # since the driver loaded
-                energy = meter.joules(now, found["power"], counter)
+                millijoules = ask(nvml, "nvmlDeviceGetTotalEnergyConsumption", handle)  # since the driver was loaded
+                energy = meter.joules(now, found["power"], thousandth(millijoules))
                 known = {name: found[name] for name in ("utilisation", "memory_used", "power", "throttle")}
                 self.readings.append(Reading(time=now, energy=energy, **known))
                 if self.stopping.wait(self.period):

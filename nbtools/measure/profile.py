@@ -210,9 +210,8 @@ class Bench:
         self.cached, self.small = self.run.on(repeat(self.raw)), self.run.on(repeat(self.few), act=in_pairs)
         ids = pack.ids("val")
         batches = in_order(ids, lengths_of(pack, ids), micro)
-        self.val = [
-            batches[i] for i in np.random.default_rng(0).permutation(len(batches))
-        ]  # in order: short ones first
+        shuffled = np.random.default_rng(0).permutation(len(batches))  # as they are, the short ones come first
+        self.val = [batches[i] for i in shuffled]
         self.plain: list[float] = []
         self.drawn: list[float] = []
         self.checkpoints: list[float] = []

@@ -59,8 +59,8 @@ class Rates:
 class Counts:
     """What a step of `samples` samples does. ops: operations dispatched, views included. flops: floating-point
     operations of forward and backward: of matrix products, convolutions and attention; not of elementwise operations,
-    normalisation, fused RNN and CTC. touched: ((bytes, operations that read and write so many), …),
-    sizes rounded up to powers of two; views move nothing."""
+    normalisation, fused RNN and CTC. touched: ((bytes, operations that read and write so many), …), sizes rounded up to
+    powers of two; views move nothing."""
 
     samples: int
     ops: int
@@ -135,9 +135,7 @@ def bandwidth(device: torch.device) -> tuple[tuple[int, float], ...]:
     for size in SIZES.get(device.type, SMALL):
         a = torch.ones(size, dtype=torch.uint8, device=device)
         b = torch.empty_like(a)
-        copies = max(
-            1, (2**26 if device.type == "cuda" else 2**22) // size
-        )  # a small copy is shorter than its dispatch
+        copies = max(1, (2**26 if device.type == "cuda" else 2**22) // size)  # one is shorter than its dispatch
         flat = best(lambda a=a, b=b, n=copies: [b.copy_(a) for _ in range(n)], device) / copies
         found.append((size, 2 * size / flat))
     return tuple(found)

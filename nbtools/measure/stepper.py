@@ -203,7 +203,8 @@ def untouched(device: torch.device) -> Iterator[None]:
     """Whatever is trained inside, outside nothing changed: the random states of torch, NumPy and Python, determinism,
     cuDNN's and TF32's switches; what was made inside is freed, its memory given back."""
     numbers, switches = (random.getstate(), np.random.get_state()), read_switches()
-    gc.collect()
+    if device.type == "cuda":
+        gc.collect()
     devices.give_back(device)  # what an earlier run left is free, though allocators may keep it
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
         try:

@@ -24,12 +24,6 @@ LITTLE = 0.01  # of a step: not worth a line
 BETWEEN = 0.05  # share of an epoch that evaluations and checkpoints may take: rule of thumb (ours)
 THUMB = f"at most {BETWEEN:.0%} is a rule of thumb (ours)"
 EVALUATIONS = 5  # fewer in a run choose no best checkpoint: rule of thumb (ours)
-BOUNDS = {
-    "data": "data-bound",
-    "launch": "launch-bound",
-    "compute": "compute-bound",
-    "memory": "memory-bound",
-}
 
 
 @dataclass(frozen=True)
@@ -95,13 +89,11 @@ def verdict(profile: StepProfile, plan: Plan, fixed: Collection[str] = ()) -> Ve
         "exact": best.exact if best else None,
         "seconds": profile.took,
     }
-    said = f"{BOUNDS[bound][0].upper()}{BOUNDS[bound][1:]}: {because(profile, bound)}; {advised(best, profile)}"
+    text = f"{bound.capitalize()}-bound: {because(profile, bound)}; {advised(best, profile)}"
     if profile.most > BUSY * profile.least:
         spread = f"{profile.least:,.0f} to {profile.most:,.0f} samples/s"
-        said += f"; rounds varied from {spread}: measure again on a quiet machine"
-    if best is None:
-        return Verdict(bound, said, None, None, evidence)
-    return Verdict(bound, said, best.change or None, best.gain, evidence)
+        text += f"; rounds varied from {spread}: measure again on a quiet machine"
+    return Verdict(bound, text, best and (best.change or None), best and best.gain, evidence)
 
 
 def bound_by(profile: StepProfile) -> str:
