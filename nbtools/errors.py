@@ -6,7 +6,7 @@ class NbtoolsError(Exception):
 
 
 class PlanError(NbtoolsError, ValueError):
-    """A training setting breaks its rule."""
+    """A training knob breaks its rule."""
 
 
 class DiskError(NbtoolsError):
@@ -34,7 +34,7 @@ class CheckpointError(NbtoolsError):
 
 
 class TrainError(NbtoolsError):
-    """Training cannot start or continue."""
+    """Training cannot start or go on."""
 
 
 class MissingExtra(NbtoolsError, ImportError):

@@ -1,6 +1,6 @@
-"""A notebook in a real browser, in two generations of Jupyter: what a person sees and does in it.
+"""A notebook in a real browser, in two generations of Jupyter: what a user sees and does in it.
 
-Controls are found as a person finds them, by what stands on them or beside them. A click's time is taken in the page,
+Controls are found as a user finds them, by what stands on them or next to them. A click's time is taken in the page,
 by the clock that the kernel's log has too.
 """
 
@@ -29,7 +29,7 @@ window.acted = [];
 for (const kind of ['click', 'change', 'keydown'])
     document.addEventListener(kind, () => window.acted.push(Date.now() / 1000), true);
 """
-"""When a person did something that a widget may react to, in the order of doing."""
+"""When the user did something that a widget may react to, in the order of doing."""
 
 
 @contextmanager
@@ -45,18 +45,19 @@ def chromium(path: str) -> Iterator[Browser]:
 class Notebook(ABC):
     """A notebook in a page. What differs between the two Jupyters is in `Lab` and `Classic`.
 
-    errors: what scripts of the page did not catch.
+    at: the cell in whose output controls are looked for. errors: what scripts of the page did not catch.
     """
 
     PROMPT = OUTPUT = CELL = ""
 
-    def __init__(self, browser: Browser, address: str):
-        self.address = address
+    def __init__(self, browser: Browser, address: str, at: int = 0):
+        self.address, self.at = address, at
         self.page: Page = browser.new_page(viewport=WINDOW)
         self.page.set_default_timeout(LIMIT * 1000)
         self.page.add_init_script(ACTED)
         self.errors: list[str] = []
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("dialog", lambda dialog: dialog.accept())
 
     @abstractmethod
     def open(self, name: str) -> None: ...
@@ -91,19 +92,20 @@ class Notebook(ABC):
     def output(self, cell: int) -> Locator:
         return self.page.locator(self.CELL).nth(cell).locator(self.OUTPUT)
 
-    def button(self, label: str) -> Locator:
-        """The output's button on which exactly this stands, beside its icon."""
-        return self.page.locator(f"{self.OUTPUT} button:visible").filter(has_text=re.compile(rf"^\s*{label}\s*$"))
+    def button(self, label: str, cell: int | None = None) -> Locator:
+        """The output's button on which exactly this stands, next to its icon."""
+        output = self.output(self.at if cell is None else cell)
+        return output.locator("button:visible").filter(has_text=re.compile(rf"^\s*{label}\s*$"))
 
-    def row(self, knob: str) -> Locator:
-        """The row of the form that begins with a knob's name."""
-        named = self.page.locator(".widget-label").filter(has_text=re.compile(rf"^{knob}( \(.*\))?$"))
-        return self.page.locator(f"{self.OUTPUT} .nbtools-row:visible").filter(has=named)
+    def row(self, setting: str) -> Locator:
+        """The row of the form that begins with a setting's name."""
+        named = self.page.locator(".widget-label").filter(has_text=re.compile(rf"^{setting}( \(.*\))?$"))
+        return self.output(self.at).locator(".nbtools-row:visible").filter(has=named)
 
     def frames(self) -> list[tuple[float, float]]:
         """(height of a drawing, height of the frame that its labels are placed in), in pixels, of each chart."""
         heights = "charts => charts.map(svg => [svg, svg.parentElement].map(e => e.getBoundingClientRect().height))"
-        return self.page.locator(f"{self.OUTPUT} svg[role=img]").evaluate_all(heights)
+        return self.output(self.at).locator("svg[role=img]").evaluate_all(heights)
 
     def acting(self, act: Callable[[], Any]) -> float:
         """Do something; the time of the click, key or choice, in seconds since 1970."""
@@ -115,24 +117,35 @@ class Notebook(ABC):
         button = self.button(label)
         return self.acting(button.click)
 
-    def type(self, knob: str, words: str) -> float:
-        field = self.row(knob).locator("input[type=text]").first
+    def type(self, setting: str, words: str) -> float:
+        field = self.row(setting).locator("input[type=text]").first
         field.fill(words)
         return self.acting(lambda: field.press("Enter"))
 
-    def choose(self, knob: str, option: str) -> float:
-        field = self.row(knob).locator("select")
+    def choose(self, setting: str, option: str) -> float:
+        field = self.row(setting).locator("select")
         return self.acting(lambda: field.select_option(option))
 
-    def slide(self, knob: str, key: str) -> float:
-        handle = self.row(knob).locator(".noUi-handle, .ui-slider-handle")
+    def slide(self, setting: str, key: str) -> float:
+        handle = self.row(setting).locator(".noUi-handle, .ui-slider-handle")
         handle.focus()
         return self.acting(lambda: handle.press(key))
 
-    def shot(self, name: str) -> None:
-        """A screenshot of the window, kept for people to look at."""
+    def shot(self, name: str, cell: int | None = None) -> None:
+        """A screenshot of the window, kept for people to look at; with a cell, of its output: wide, narrow, and dark
+        where there is a dark theme."""
         SHOTS.mkdir(parents=True, exist_ok=True)
+        if cell is not None:
+            self.output(cell).scroll_into_view_if_needed()
         self.page.screenshot(path=SHOTS / f"{name}.png")
+        if cell is None:
+            return
+        with self.narrow():
+            self.shot(f"{name}-narrow")
+        if isinstance(self, Lab):
+            self.theme(dark=True)
+            self.shot(f"{name}-dark")
+            self.theme(dark=False)
 
     @contextmanager
     def narrow(self) -> Iterator[None]:

@@ -74,6 +74,12 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def at_once(monkeypatch):
+    """Runs look for control.json after each step, so that a test knows when it is read."""
+    monkeypatch.setattr("nbtools.live.surface.LOOK_EVERY", 0.0)
+
+
+@pytest.fixture
 def fp16_on_cpu(monkeypatch):
     """Lift the rule that fp16 trains on a GPU only: the loss scaler's bookkeeping is the same anywhere, and toys are
     small enough."""

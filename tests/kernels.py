@@ -65,7 +65,7 @@ class Client:
         return message["header"]["msg_id"]
 
     def slide(self, slider: str, value: int, subshell: str | None = None) -> str:
-        """What a frontend sends when a person moves a slider."""
+        """What a frontend sends when the user moves a slider."""
         data = {"method": "update", "state": {"value": value}, "buffer_paths": []}
         return self.send("comm_msg", {"comm_id": slider, "data": data}, subshell)
 

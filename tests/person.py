@@ -1,4 +1,4 @@
-"""A person at the live surface: what they do to a run under way, and when the run shows the effect."""
+"""A user at the live surface: what they do to a run under way, and when the run shows the effect."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,9 @@ class Person:
         """Pause and Resume."""
         clicked = self.notebook.click("Pause")
         until(self.notebook.button("Resume").is_visible, "Resume")
-        until(lambda: time.time() - self.log.read()[-1].get("ended", math.inf) > 0.3, "a pause without steps")
+        until(lambda: time.time() - self.log.steps()[-1].get("ended", math.inf) > 0.3, "a pause without steps")
         meanwhile()
-        last = self.log.read()[-1]
+        last = self.log.steps()[-1]
         self.noted("Pause", clicked, last["time"])
         resumed = self.notebook.click("Resume")
         came = until(lambda: self.log.first(lambda row: row["training"], last["time"]), "steps after Resume")
@@ -140,23 +141,27 @@ class Person:
     def advised(self) -> float:
         """All that was advised: more than three changes, which are asked about once more."""
         self.notebook.click("As advised")
-        return self.notebook.click(r"Apply \d+ changes: .*")
+        lr = self.now("lr")
+        question = self.notebook.button(r"Apply \d+ changes: .*")
+        until(question.is_visible, "the question")
+        assert self.now("lr") == lr, "nothing is applied before the second click"
+        return self.notebook.acting(question.click)
 
     def stopped(self) -> None:
         clicked = self.notebook.click("Stop")
         self.notebook.wait_for_prompt(self.cell, r"\d+")
         self.noted("Stop", clicked, self.log.steps()[-1]["time"])
 
-    def fifty(self, look: Callable[[], None]) -> None:
-        """Five rounds of ten. look: what to do in the first pause."""
+    def act(self, rounds: int, look: Callable[[], None]) -> None:
+        """Up to five rounds of ten, the last of which ends with all that was advised. look: in the first pause."""
         last = (
             lambda: self.typed("clip_norm", "0.5", 0.5),
             lambda: self.typed("weight_decay", "0.001", 0.001),
             lambda: self.typed("early_stop", "77", 77),
             lambda: self.typed("clip_norm", "none", None),
-            lambda: self.turned("As advised", self.advised, lambda row: row["weight_decay"] != 0.001),
         )
-        for turn, odd in enumerate(last):
+        preset = partial(self.turned, "As advised", self.advised, lambda row: row["batch_size"] == 32)
+        for turn, odd in enumerate((*last[: rounds - 1], preset)):
             self.typed("lr", f"{turn + 1}e-4", float(f"{turn + 1}e-4"))  # what the rules offer stays below 10× advised
             self.chosen("amp", "off" if turn % 2 else "bf16")
             self.paused(look if turn == 0 else lambda: None)

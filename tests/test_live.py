@@ -1,13 +1,14 @@
-"""The live surface in a real browser: a person acts on a captcha run while its cell runs, in two generations of
-Jupyter.
+"""The live surface in a real browser: one visit to a training notebook in each of two generations of Jupyter.
 
-One visit to each does everything, and keeps what it saw; the claims below are about that. Screenshots and times stay
-in `browser.SHOTS`.
+A visit does everything in one run of captchas: some thirty interactions, a typo, undo, a pause in which the cell is run
+again and the page loaded anew, a stop, an interrupt, a look at the saved files without their kernel. It keeps what it
+saw; the claims below are about that. Screenshots and times stay in `browser.SHOTS`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -25,12 +26,12 @@ from browser import Notebook, saved, text
 from person import Act, Log, Person
 from serving import CLASSIC, LAB, Stack, until
 
-from nbtools.data import Pack
-from nbtools.run import Run
+import nbtools as nb
+from nbtools.live import number
 from nbtools.train import checkpoint
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
-PROMISED = 0.25  # seconds from click to effect, beside the step under way
+PROMISED = 0.25  # seconds from click to effect, beyond the step under way
 SCRIPT = "<img src=x onerror=window.hacked=1>"
 RUN = f"runs/{SCRIPT}"
 ALPHABET = "<b>&01"  # of the labels, which are parts of file names
@@ -40,152 +41,282 @@ import nbtools as nb, watched
 raw = watched.demo("raw", {{count}}, alphabet="{ALPHABET}", size=(32, 84))
 (raw / "{SCRIPT}_1.png").write_bytes(b"no image")
 pack = watched.pack(raw, into="pack")
-plan = watched.PLAN.replace(
-    network="small", loss="cross_entropy", amp="off", channels_last=False, epochs={{epochs}}, batch_size=32,
-    warmup_epochs=0, schedule="constant", eval_every={{eval_every}})
-pack.bad""",
-    f'run = nb.fit(watched, pack, plan, run="{RUN}", receipt=False)',
+panel = nb.Panel(watched.PLAN.replace(
+    network="small", loss="cross_entropy", amp="off", channels_last=False, epochs={{epochs}}, batch_size=32, lr=0.002,
+    warmup_epochs=0, schedule="constant", clip_norm=1.0, weight_decay=0.01, eval_every=8))
+display(pack.bad)
+panel""",
+    f'run = nb.fit(watched, pack, panel, run="{RUN}", keep="kept", receipt=False)',
     'order = ["second"]; run.summary()',
     'order.append("third"); print(nb.evaluate(run, pack, split="test"))',
     'order.append("asked"); print(*order)',
+    "from nbtools.live import view; view.STILL_EVERY, view.STILL_COST = 0.3, 1.0",
 )
-FIT, SECOND, THIRD, ASKED = 1, 2, 3, 4
+PANEL, FIT, SECOND, THIRD, ASKED, STILLS = range(len(CELLS))
+WATCHING = (
+    f'import torch; torch.set_num_threads(1)\nimport nbtools as nb, watched\nrun = nb.watch("{RUN}", watched)',
+    "run.history",
+    "print(run.summary().train_loss.iloc[-1], nb.compare(run).frame.train_loss.iloc[0])",
+)
+LIVE = """() => {
+    window.live = document.querySelector('svg[role=img]').closest('.widget-vbox, .jupyter-widgets');
+    window.drawn = 0;
+    new MutationObserver(() => window.drawn++).observe(window.live.parentElement, {childList: true});
+}"""
+"""Remembers the live view, and counts how often something else took its place."""
+CURVE = """svg => [...svg.querySelectorAll('polyline')].map(line => [...line.points].map(at => [at.x, at.y]))"""
+"""Of a chart, the points of each line, in 2000 by 1000 from the top left."""
 
 
-def cells(count: int, epochs: int, eval_every: int) -> list[str]:
-    return [source.format(count=count, epochs=epochs, eval_every=eval_every) for source in CELLS]
+def cells(count: int, epochs: int) -> list[str]:
+    return [source.format(count=count, epochs=epochs) for source in CELLS]
 
 
 @dataclass
 class Seen:
-    """What one visit saw."""
+    """What one visit saw: texts and facts by name."""
 
     stack: Stack
     work: Path
-    train: list[int] = field(default_factory=list)
-    steps: list[dict[str, Any]] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    saved: dict[str, dict[str, Any]] = field(default_factory=dict)  # the notebook's file by when it was saved
     acts: list[Act] = field(default_factory=list)
     silences: list[float] = field(default_factory=list)
-    saved: dict[str, Any] = field(default_factory=dict)  # the notebook's file, after Stop
-    resumed: dict[str, Any] = field(default_factory=dict)  # and after the run went on and was interrupted
-    live: str = ""  # fit's output while it runs, as text
-    frames: list[tuple[float, float]] = field(default_factory=list)
-    refused: str = ""  # what stands beside a field that somebody tries to hack
-    kept: bool = False  # and whether the plan stayed as it was
-    hacked: list[bool] = field(default_factory=list)
-    reopened: str = ""  # fit's output in the saved notebook without a kernel, as text
-    picture: bool = False
     errors: list[str] = field(default_factory=list)
 
 
-def visit(stack: Stack, chromium: str, folder: Path) -> Seen:
-    """A person's visit to one training notebook, from Run all to a look at the saved file."""
+class Visit:
+    """One visit, from Run all to a look at the saved files."""
+
+    def __init__(self, window: Any, address: str, seen: Seen):
+        self.window, self.address, self.seen, self.work, self.name = window, address, seen, seen.work, seen.stack.name
+        self.notebook = self.page()
+        self.log = Log(seen.work / watched.LOG)
+        self.person = Person(self.notebook, FIT, seen.work / RUN, self.log)
+        self.output = self.notebook.output(FIT)
+
+    def page(self) -> Notebook:
+        return browser.OPENED[self.name](self.window, self.address, at=FIT)
+
+    def everything(self, rounds: int, watch: bool) -> None:
+        notebook, seen = self.notebook, self.seen
+        notebook.open("captcha.ipynb")
+        notebook.ready()
+        notebook.run_all()
+        until(lambda: len(self.log.steps()) > 25, "two epochs")
+        notebook.shot(f"{self.name}-running", FIT)
+        seen.texts["live"], seen.facts["frames"] = self.output.inner_text(), notebook.frames()
+        self.hack()
+        self.typo()
+        self.output.get_by_text("More:").click()
+        self.person.act(rounds, lambda: notebook.shot(f"{self.name}-paused", FIT))
+        seen.facts["interactive"] = len(self.log.steps())
+        seen.facts["train"] = nb.Pack.open(self.work / "pack").ids("train").tolist()
+        self.undo()
+        watching = self.watch() if watch else None
+        self.best()
+        notebook.run(ASKED)
+        self.person.stopped()
+        seen.acts, seen.silences = self.person.acts, self.person.silences
+        until(lambda: notebook.prompt(ASKED) == str(len(CELLS) + 1), "the cell that was asked for meanwhile")
+        notebook.shot(f"{self.name}-after", FIT)
+        seen.facts["hacked"] = [self.hacked()]
+        seen.saved["stopped"] = saved(notebook, self.work / "captcha.ipynb")
+        if watching is not None:
+            watching.wait_for_prompt(2, r"\d+")
+            watching.shot(f"{self.name}-watched-after")
+            seen.saved["watched"] = saved(watching, self.work / "watch.ipynb")
+            seen.errors += watching.errors
+            watching.page.close()
+        self.stills()
+        self.pause()
+        self.end()
+        seen.errors += notebook.errors
+
+    def steps_of(self, lr: float) -> None:
+        until(lambda: self.person.now("lr") == lr, f"steps with lr {lr}")
+
+    def hacked(self) -> bool:
+        return self.notebook.page.evaluate("window.hacked !== undefined")
+
+    def hack(self) -> None:
+        """Type a script where a number belongs, and put the number back."""
+        lr, row = self.person.now("lr"), self.notebook.row("lr")
+        self.notebook.type("lr", SCRIPT)
+        until(lambda: "must be" in row.inner_text(), "the reason next to the field")
+        self.seen.texts["refused"] = row.inner_text()
+        steps = len(self.log.steps())
+        until(lambda: len(self.log.steps()) > steps + 3, "steps")
+        self.seen.facts["kept"] = self.person.now("lr") == lr
+        self.notebook.type("lr", str(lr))
+        until(lambda: "must be" not in row.inner_text(), "a valid field")
+
+    def typo(self) -> None:
+        """1000 in the field of lr: asked about, insisted on, undone by the run."""
+        notebook, row, seen = self.notebook, self.notebook.row("lr"), self.seen
+        notebook.type("lr", "1000")
+        until(notebook.button("Apply lr = 1000").is_visible, "the question")
+        steps = len(self.log.steps())
+        until(lambda: len(self.log.steps()) > steps + 5, "steps")
+        seen.texts["asked"], seen.facts["asked"] = row.inner_text(), self.person.now("lr")
+        notebook.shot(f"{self.name}-typo-asked")
+        notebook.click("Apply lr = 1000")
+        told = self.output.get_by_text("Training diverged")
+        until(told.count, "the sentence")
+        seen.texts["diverged"] = told.first.inner_text()
+        self.steps_of(0.002)
+        until(lambda: row.locator("input[type=text]").first.input_value() == "0.002", "the former lr in its field")
+        seen.facts["ruined"] = 1000 in [step["lr"] for step in self.log.steps()]
+        seen.texts["undone"] = row.inner_text()
+        notebook.shot(f"{self.name}-typo-undone")
+
+    def undo(self) -> None:
+        """Two changes taken back one by one."""
+        for value in (0.001, 0.003):
+            self.notebook.type("lr", str(value))
+            self.steps_of(value)
+        for value in (0.001, 0.002):
+            until(self.notebook.button("Undo").is_enabled, "a change to undo")
+            self.notebook.click("Undo")
+            self.steps_of(value)
+
+    def best(self) -> None:
+        until(self.notebook.button("Back to best").is_enabled, "a best checkpoint")
+        self.notebook.click("Back to best")
+        told = self.output.get_by_text("the best checkpoint:")
+        until(told.count, "the best checkpoint")
+        self.seen.texts["best"] = told.first.inner_text()
+
+    def watch(self) -> Notebook:
+        """In another notebook: look at the charts, and press what is to be answered there."""
+        seen, page = self.seen, browser.OPENED[self.name](self.window, self.address)
+        page.open("watch.ipynb")
+        page.ready()
+        page.run_all()
+        output = page.output(0)
+        chart = output.locator('svg[aria-label="learning rate"]')
+        until(lambda: chart.count() and any(chart.evaluate(CURVE)), "the chart of lr")
+        seen.facts["curve"] = [point for line in chart.evaluate(CURVE) for point in line]
+        seen.texts["legend"] = output.locator(".nbt-head").first.inner_text()
+        page.click("Save now")
+        until(lambda: "saved at step" in output.inner_text(), "where it was saved")
+        page.click(r"What limits it\?")
+        until(lambda: "for some seconds" in output.inner_text(), "that it is pending")
+        sentence = until(lambda: getattr(nb.Run.open(self.work / RUN, watched).verdict, "sentence", ""), "a verdict")
+        until(lambda: output.inner_text().count(sentence) == 2, "as a message, and next to the change it proposes")
+        until(lambda: "for some seconds" not in output.inner_text(), "no longer pending")
+        seen.texts["verdict"] = sentence
+        page.shot(f"{self.name}-watched", 0)
+        return page
+
+    def stills(self) -> None:
+        """The run goes on, with a picture often; look at the live view, save, and interrupt."""
+        notebook, seen, plot = self.notebook, self.seen, self.work / RUN / "plot.png"
+        steps = len(self.log.steps())
+        for cell in (STILLS, FIT, SECOND, THIRD):
+            notebook.run(cell)
+        until(lambda: len(self.log.steps()) > steps + 5 and notebook.frames(), "the live view of the resumed run")
+        notebook.page.evaluate(LIVE)
+        for _ in range(2):
+            before = plot.stat().st_mtime_ns
+            notebook.click("Save now")
+            until(lambda before=before: plot.stat().st_mtime_ns > before, "another picture")
+        images = self.output.locator("img[width='960'], .output_png img")
+        until(images.count, "the picture in the page")
+        seen.facts["stills"] = [images.nth(i).is_visible() for i in range(images.count())]
+        seen.facts["redrawn"] = notebook.page.evaluate("window.live.isConnected ? window.drawn : 99")
+        notebook.shot(f"{self.name}-stills")
+        seen.saved["amid"] = saved(notebook, self.work / "captcha.ipynb")
+        notebook.interrupt()
+        for cell, words in ((FIT, "stopped by you"), (THIRD, "whole_accuracy")):  # may be printed after a prompt
+            until(lambda cell=cell, words=words: words in notebook.output(cell).inner_text(), words)
+        notebook.wait_for_prompt(THIRD, r"\d+")
+        seen.saved["interrupted"] = saved(notebook, self.work / "captcha.ipynb")
+
+    def pause(self) -> None:
+        """While it is paused the cell is run again, which takes its output away; then the page is loaded anew. Each
+        time Resume in the panel's own cell acts."""
+        notebook, own = self.notebook, lambda label: self.notebook.button(label, PANEL)
+        notebook.run(FIT)
+        for what in ("again", "reloaded"):
+            until(lambda: own("Pause").count() and own("Pause").is_enabled(), "a run to pause")
+            own("Pause").click()
+            until(own("Resume").is_visible, "Resume")
+            if what == "again":
+                notebook.run(FIT)
+                until(lambda: not notebook.frames(), "the output is gone")
+            else:
+                saved(notebook, self.work / "captcha.ipynb")
+                notebook.page.reload()
+                until(lambda: own("Resume").count() and own("Resume").is_visible(), "Resume on the new page")
+            notebook.shot(f"{self.name}-{what}")
+            before = len(self.log.steps())
+            own("Resume").click()
+            until(lambda before=before: len(self.log.steps()) > before + 2, "steps after Resume")
+            self.seen.facts[what] = True
+
+    def end(self) -> None:
+        """Fewer epochs than have begun."""
+        notebook = self.notebook
+        notebook.at = PANEL
+        notebook.type("epochs", "1")
+        path = self.work / RUN / "plan.json"
+        until(lambda: json.loads(path.read_text())["epochs"] == 1, "the plan")
+        history = self.work / RUN / "history.csv"
+        until(lambda: re.search(r"training ends after this epoch|nothing left", history.read_text()), "the end")
+        self.seen.texts["ending"] = history.read_text()
+
+    def reopen(self, when: str, kernel: bool) -> None:
+        """Look at a saved file whose kernel is gone."""
+        notebook, file = self.page(), self.seen.saved[when]
+        facts = {name: value for name, value in file["metadata"].items() if name != "language_info"}
+        if not kernel:
+            facts["kernelspec"] = {"name": "gone", "display_name": "gone"}
+        name = f"{when}-{'new' if kernel else 'no'}-kernel"
+        (self.work / f"{name}.ipynb").write_text(json.dumps({**file, "metadata": facts}))
+        notebook.open(f"{name}.ipynb")
+        notebook.ready() if kernel else notebook.without_kernel()
+        output = notebook.output(FIT)
+        self.seen.facts[name] = until(lambda: notebook.shows(output.locator("img")), "the picture")
+        until(lambda: "Loading widget" not in output.inner_text(), "an answer to where the widget is")
+        self.seen.texts[name] = output.inner_text()
+        self.seen.facts["hacked"].append(notebook.page.evaluate("window.hacked !== undefined"))
+        notebook.shot(f"{self.name}-{name}", FIT)
+        self.seen.errors += notebook.errors
+        notebook.page.close()
+
+
+def visit(stack: Stack, chromium: str, folder: Path, rounds: int, watch: bool) -> Seen:
     seen = Seen(stack, folder / "work")
     with serving.serving(stack, folder) as address, browser.chromium(chromium) as window:
-        serving.write(seen.work / "captcha.ipynb", cells(1200, 100_000, 10_000))
-        notebook = browser.OPENED[stack.name](window, address)
+        serving.write(seen.work / "captcha.ipynb", cells(400, 100_000))
+        serving.write(seen.work / "watch.ipynb", WATCHING)
+        going = Visit(window, address, seen)
         try:
-            train(notebook, seen)
-            again(notebook, seen)
-            reopened = browser.OPENED[stack.name](window, address)
-            reopen(reopened, seen)
-            seen.errors = notebook.errors + reopened.errors
-            seen.train = Pack.open(seen.work / "pack").ids("train").tolist()
-            seen.steps = Log(seen.work / watched.LOG).steps()
+            going.everything(rounds, watch)
+            for when, kernel in (("stopped", False), ("amid", False), ("amid", True)):
+                going.reopen(when, kernel)
         except BaseException as error:
-            notebook.shot(f"{stack.name}-failed")
-            error.add_note(notebook.output(FIT).inner_text())
+            going.notebook.shot(f"{stack.name}-failed")
+            error.add_note(going.output.inner_text())
             raise
+    (browser.SHOTS / f"{stack.name}.json").write_text(json.dumps(times(seen.acts), indent=1))
     return seen
 
 
-def train(notebook: Notebook, seen: Seen) -> None:
-    """Run all, look, act fifty times, queue one more cell, stop, save."""
-    name, log = seen.stack.name, Log(seen.work / watched.LOG)
-    person = Person(notebook, FIT, seen.work / RUN, log)
-    notebook.open("captcha.ipynb")
-    notebook.ready()
-    notebook.run_all()
-    until(lambda: len(log.steps()) > 40, "an epoch")
-    looks(notebook, f"{name}-running")
-    seen.live, seen.frames = notebook.output(FIT).inner_text(), notebook.frames()
-    hack(notebook, person, seen)
-    notebook.page.get_by_text("More:").click()
-    person.fifty(lambda: looks(notebook, f"{name}-paused"))
-    notebook.run(ASKED)
-    person.stopped()
-    seen.acts, seen.silences = person.acts, person.silences
-    until(lambda: notebook.prompt(ASKED) == str(len(CELLS) + 1), "the cell that was asked for meanwhile")
-    looks(notebook, f"{name}-after")
-    seen.hacked.append(hacked(notebook))
-    seen.saved = saved(notebook, seen.work / "captcha.ipynb")
+VISITS = [
+    pytest.param((LAB, 3, True), id="lab"),
+    pytest.param((CLASSIC, 3, False), id="classic"),
+    pytest.param((LAB, 5, False), id="lab-fifty", marks=pytest.mark.full),
+    pytest.param((CLASSIC, 5, True), id="classic-fifty", marks=pytest.mark.full),
+]
 
 
-def looks(notebook: Notebook, name: str) -> None:
-    """Screenshots: wide, narrow, and dark where there is a dark theme."""
-    notebook.output(FIT).scroll_into_view_if_needed()
-    notebook.shot(name)
-    with notebook.narrow():
-        notebook.shot(f"{name}-narrow")
-    if isinstance(notebook, browser.Lab):
-        notebook.theme(dark=True)
-        notebook.shot(f"{name}-dark")
-        notebook.theme(dark=False)
-
-
-def hack(notebook: Notebook, person: Person, seen: Seen) -> None:
-    """Type a script where a number belongs, and put the number back."""
-    lr = person.now("lr")
-    notebook.type("lr", SCRIPT)
-    row = notebook.row("lr")
-    until(lambda: "must be" in row.inner_text(), "the reason beside the field")
-    seen.refused = row.inner_text()
-    steps = len(person.log.steps())
-    until(lambda: len(person.log.steps()) > steps + 5, "steps")
-    seen.kept = person.now("lr") == lr
-    seen.hacked.append(hacked(notebook))
-    notebook.type("lr", str(lr))
-    until(lambda: "must be" not in row.inner_text(), "a valid field")
-
-
-def hacked(notebook: Notebook) -> bool:
-    return notebook.page.evaluate("window.hacked !== undefined")
-
-
-def again(notebook: Notebook, seen: Seen) -> None:
-    """The run goes on; the kernel is interrupted; two cells wait behind it."""
-    log = Log(seen.work / watched.LOG)
-    before = len(log.steps())
-    for cell in (FIT, SECOND, THIRD):
-        notebook.run(cell)
-    until(lambda: len(log.steps()) > before + 40, "steps of the run that goes on")
-    notebook.interrupt()
-    until(lambda: notebook.prompt(THIRD) == str(len(CELLS) + 4), "the cells behind an interrupted one")
-    for cell, words in ((FIT, "stopped by you"), (THIRD, "whole_accuracy")):  # what is printed may come after a prompt
-        until(lambda cell=cell, words=words: words in notebook.output(cell).inner_text(), words)
-    seen.resumed = saved(notebook, seen.work / "captcha.ipynb")
-
-
-def reopen(notebook: Notebook, seen: Seen) -> None:
-    """Look at the file that was saved after Stop, where there is no kernel."""
-    facts = {name: said for name, said in seen.saved["metadata"].items() if name != "language_info"}
-    facts["kernelspec"] = {"name": "gone", "display_name": "gone"}
-    (seen.work / "reopened.ipynb").write_text(json.dumps({**seen.saved, "metadata": facts}))
-    notebook.open("reopened.ipynb")
-    notebook.without_kernel()
-    output = notebook.output(FIT)
-    seen.picture = until(lambda: notebook.shows(output.locator("img")), "the final picture")
-    seen.reopened = output.inner_text()
-    seen.hacked.append(hacked(notebook))
-    looks(notebook, f"{seen.stack.name}-reopened")
-
-
-@pytest.fixture(scope="module", params=[LAB, CLASSIC], ids=lambda stack: stack.name)
+@pytest.fixture(scope="module", params=VISITS)
 def seen(request, chromium, tmp_path_factory) -> Seen:
-    stack, folder = request.param, tmp_path_factory.mktemp(request.param.name)
-    found = visit(stack, chromium, folder)
-    (browser.SHOTS / f"{stack.name}.json").write_text(json.dumps(times(found.acts), indent=1))
-    return found
+    stack, rounds, watch = request.param
+    return visit(stack, chromium, tmp_path_factory.mktemp(stack.name), rounds, watch)
 
 
 def times(acts: list[Act]) -> dict[str, Any]:
@@ -197,97 +328,142 @@ def times(acts: list[Act]) -> dict[str, Any]:
 
 
 def late(waits: list[float]) -> float:
-    """The 95th percentile."""
-    return statistics.quantiles(waits, n=20)[-1]
+    """The 95th percentile, by rank."""
+    return sorted(waits)[math.ceil(0.95 * len(waits)) - 1]
 
 
 @pytest.mark.browser
 @pytest.mark.timeout(600)
-def test_fifty_interactions_with_a_training_cell_are_all_handled(seen):
-    assert len(seen.acts) == 51, "fifty, and Stop"
+def test_every_interaction_takes_effect_within_a_quarter_of_a_second_and_the_step_under_way(seen):
+    assert len(seen.acts) in (31, 51), "rounds of ten, and Stop"
     assert all(act.came for act in seen.acts)
-
-
-@pytest.mark.browser
-def test_from_click_to_effect_it_takes_a_quarter_of_a_second_and_the_step_under_way(seen):
     assert late([act.beyond for act in seen.acts]) <= PROMISED, sorted(seen.acts, key=lambda act: -act.beyond)[:5]
 
 
 @pytest.mark.browser
 def test_pause_stops_the_steps_and_resume_goes_on(seen):
-    assert len(seen.silences) == 5
+    assert len(seen.silences) in (3, 5)
     assert min(seen.silences) > 0.3
 
 
 @pytest.mark.browser
 def test_batch_size_and_precision_change_within_epochs_and_every_sample_still_comes_once(seen):
-    rows, train = seen.steps, sorted(seen.train)
-    epoch, changes = [], 0
+    rows, train = Log(seen.work / watched.LOG).steps()[: seen.facts["interactive"]], sorted(seen.facts["train"])
+    back = int(re.findall(r"back at step (\d+)", seen.texts["diverged"])[0])
+    ruined = max(i for i, row in enumerate(rows) if row["lr"] == 1000)
+    rows, epoch, changes = rows[:back] + rows[ruined + 1 :], [], 0
     for before, row in zip([rows[0], *rows], rows, strict=False):
         changes += bool(epoch) and (before["batch_size"], before["amp"]) != (row["batch_size"], row["amp"])
         epoch += row["ids"]
         if len(epoch) >= len(train):
             assert sorted(epoch) == train
             epoch = []
-    assert changes >= 10, "no change fell within an epoch"
-    assert set(epoch) <= set(train)
+    assert changes >= 5, "no change fell within an epoch"
     assert len(set(epoch)) == len(epoch)
 
 
 @pytest.mark.browser
-def test_stop_leaves_a_usable_run_and_so_does_an_interrupt(seen):
-    assert "stopped by you after step" in text(seen.saved, FIT)
-    assert "stopped by you after step" in text(seen.resumed, FIT)
-    for notebook in (seen.saved, seen.resumed):
+def test_a_typo_is_asked_about_and_insisted_on_it_is_undone_by_the_run(seen):
+    assert "lr 1000 is 500,000× the advised 0.002" in seen.texts["asked"]
+    assert seen.facts["asked"] == 0.002
+    assert seen.facts["ruined"]
+    sentence = r"Training diverged at lr 1000, 500,000× the advised 0\.002; back at step [\d,]+ with 0\.002"
+    assert re.search(sentence, seen.texts["diverged"])
+    assert "Apply" not in seen.texts["undone"]
+    run = nb.Run.open(seen.work / RUN, watched)
+    assert max(loss for loss in run.history.series("loss", "step")[1]) < 100, "the ruined steps are no rows"
+
+
+@pytest.mark.browser
+def test_back_to_best_and_an_early_end_say_what_they_did(seen):
+    assert re.search(
+        r"back at step [\d,]+, the best checkpoint: whole_accuracy \S+ after epoch \d+", seen.texts["best"]
+    )
+    assert re.search(r"epochs 1 is below the (present epoch \d+|\d+ epochs done)", seen.texts["ending"])
+
+
+@pytest.mark.browser
+def test_stop_and_an_interrupt_leave_a_usable_run_and_queued_cells_run_afterwards_in_order(seen):
+    for when in ("stopped", "interrupted"):
+        notebook = seen.saved[when]
+        assert "stopped by you after step" in text(notebook, FIT)
         assert "whole_accuracy" in text(notebook, THIRD), "the run that fit returned could not be evaluated"
-        assert not [
-            output for cell in notebook["cells"] for output in cell["outputs"] if output["output_type"] == "error"
-        ]
-    run = Run.open(seen.work / RUN, watched)
-    assert checkpoint.place(checkpoint.names(run.folder)[0])[1] == len(seen.steps)
-    assert run.model() is not None
+        outputs = [output for cell in notebook["cells"] for output in cell["outputs"]]
+        assert not [output for output in outputs if output["output_type"] == "error"]
+    assert text(seen.saved["stopped"], ASKED).split() == ["second", "third", "asked", "asked"]
+    counts = [seen.saved["stopped"]["cells"][cell]["execution_count"] for cell in (FIT, SECOND, THIRD, ASKED)]
+    assert counts == [2, 3, 4, 7]
+    order = [seen.saved["interrupted"]["cells"][cell]["execution_count"] for cell in (STILLS, FIT, SECOND, THIRD)]
+    assert order == [*range(order[0], order[0] + 4)]
+    assert nb.Run.open(seen.work / RUN, watched).model() is not None
+    assert checkpoint.names(seen.work / "kept")
 
 
 @pytest.mark.browser
-def test_cells_queued_meanwhile_run_afterwards_in_order(seen):
-    assert text(seen.saved, ASKED).split() == ["second", "third", "asked", "asked"]
-    assert [seen.saved["cells"][cell]["execution_count"] for cell in (FIT, SECOND, THIRD, ASKED)] == [2, 3, 4, 6]
-    assert [seen.resumed["cells"][cell]["execution_count"] for cell in (FIT, SECOND, THIRD)] == [7, 8, 9]
+def test_running_the_cell_again_or_loading_the_page_anew_leaves_resume_in_the_panels_cell(seen):
+    assert seen.facts["again"]
+    assert seen.facts["reloaded"]
 
 
 @pytest.mark.browser
-def test_the_saved_notebook_is_valid_and_holds_the_final_picture_and_no_widget(seen):
-    for notebook in (seen.saved, seen.resumed):
+def test_saved_notebooks_are_valid_and_hold_one_picture(seen):
+    for when, notebook in seen.saved.items():
         nbformat.validate(nbformat.reads(json.dumps(notebook), 4))
-        check_saved(notebook)
+        if when in ("stopped", "interrupted"):
+            check_saved(notebook)
+            check_packed(notebook)
+    shown = [name for output in seen.saved["amid"]["cells"][FIT]["outputs"] for name in output.get("data", {})]
+    assert shown.count("image/png") == 1
+    for folder in (RUN, "kept"):
+        assert (seen.work / folder / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.browser
-def test_the_saved_bar_of_a_finished_pack_says_that_it_is_finished(seen):
-    for notebook in (seen.saved, seen.resumed):
-        check_packed(notebook)
+@pytest.mark.parametrize("name", ["stopped-no-kernel", "amid-no-kernel", "amid-new-kernel"])
+def test_opened_when_its_kernel_is_gone_it_shows_the_picture(seen, name):
+    assert seen.facts[name]
+    assert not re.search("widget|error displaying", seen.texts[name], re.IGNORECASE), seen.texts[name]
 
 
 @pytest.mark.browser
-def test_opened_anew_without_a_kernel_it_shows_the_final_picture(seen):
-    assert seen.picture
-    assert "stopped by you" in seen.reopened
-    for left_over in ("widget", "Widget", "Error displaying"):
-        assert left_over not in seen.reopened
+def test_refreshing_the_picture_does_not_touch_the_live_view_and_hides_behind_it(seen):
+    assert seen.facts["redrawn"] == 0
+    assert seen.facts["stills"] == [False]
 
 
 @pytest.mark.browser
-def test_names_labels_and_what_people_type_are_text_and_never_markup(seen):
-    assert SCRIPT in seen.live, "the run's name"
-    assert SCRIPT in seen.refused
-    assert seen.kept, "an invalid lr changed the plan"
-    assert seen.hacked == [False, False, False]
+def test_names_labels_and_what_users_type_are_text_and_never_markup(seen):
+    assert SCRIPT in seen.texts["live"], "the run's name"
+    assert SCRIPT in seen.texts["refused"]
+    assert seen.facts["kept"], "an invalid lr changed the plan"
+    assert seen.facts["hacked"] == [False] * 4
 
 
 @pytest.mark.browser
 def test_curves_lie_where_their_labels_say(seen):
-    assert len(seen.frames) >= 4
-    assert all(drawing == pytest.approx(frame, abs=1) for drawing, frame in seen.frames), seen.frames
+    assert len(seen.facts["frames"]) >= 4
+    assert all(drawing == pytest.approx(frame, abs=1) for drawing, frame in seen.facts["frames"])
+
+
+@pytest.mark.browser
+def test_a_run_that_another_process_trains_is_drawn_and_answers_where_it_is_watched(seen):
+    if "watched" not in seen.saved:
+        pytest.skip("this visit does not watch")
+    left, right, low = seen.facts["curve"][0], seen.facts["curve"][-1], max(y for _, y in seen.facts["curve"])
+    assert len(seen.facts["curve"]) > 4, "a dot"
+    assert (left[0] < 100, right[0] > 1900) == (True, True), "the chart has all of the history"
+    assert low > max(left[1], right[1]) + 100, "the lower lr between the advised at both ends"
+    notebook, run = seen.saved["watched"], nb.Run.open(seen.work / RUN, watched)
+    one, other = text(notebook, 2).split()
+    assert one == other
+    shown = re.search(r"train, last epoch\s*([\d.e-]+)", seen.texts["legend"])
+    assert shown is not None, seen.texts["legend"]
+    assert shown[1] in [number(row["train_loss"]) for row in run.history.of("epoch")]
+    for message in (r"saved at step \d+", re.escape(seen.texts["verdict"])):
+        assert re.search(message, text(notebook, 0)), "gone from the saved notebook"
+    table = json.dumps(notebook["cells"][1]["outputs"])
+    assert " at 0x" not in table
+    assert "asked" in table
 
 
 @pytest.mark.browser
@@ -302,37 +478,36 @@ EXECUTORS = {
 }
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_the_same_notebook_ends_without_anybody_clicking(executor, tmp_path):
-    work = {stack: tmp_path / stack.name / "work" for stack in (LAB, CLASSIC)}
-    started = {stack: execute(stack, EXECUTORS[executor], folder) for stack, folder in work.items()}
-    for stack, process in started.items():
-        said, _ = process.communicate(timeout=200)
-        assert process.returncode == 0, said
-        notebook = json.loads((work[stack] / "done.ipynb").read_text())
-        assert text(notebook, ASKED).split() == ["second", "third", "asked"]
-        check_saved(notebook)
-        check_packed(notebook)
-
-
-def execute(stack: Stack, script: str, work: Path) -> subprocess.Popen[str]:
-    """Start a script that runs a short training notebook, to done.ipynb."""
-    work.mkdir(parents=True)
-    serving.write(work / "captcha.ipynb", cells(count=120, epochs=2, eval_every=1))
-    return subprocess.Popen(
-        [kernels.python(stack.kernel), "-c", script, "captcha.ipynb", "done.ipynb"],
+@pytest.mark.parametrize(
+    ("executor", "stack"),
+    [
+        ("papermill", LAB),
+        ("nbclient", CLASSIC),
+        pytest.param("papermill", CLASSIC, marks=pytest.mark.full),
+        pytest.param("nbclient", LAB, marks=pytest.mark.full),
+    ],
+)
+def test_the_same_notebook_ends_without_anybody_clicking(executor, stack, tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    serving.write(work / "captcha.ipynb", cells(count=120, epochs=2))
+    done = subprocess.run(
+        [kernels.python(stack.kernel), "-c", EXECUTORS[executor], "captcha.ipynb", "done.ipynb"],
         cwd=work,
-        env=serving.environment(work.parent),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        env=serving.environment(tmp_path),
+        capture_output=True,
         text=True,
     )
+    assert done.returncode == 0, done.stderr
+    notebook = json.loads((work / "done.ipynb").read_text())
+    assert text(notebook, ASKED).split() == ["second", "third", "asked"]
+    check_saved(notebook)
+    check_packed(notebook)
 
 
 def check_saved(notebook: dict[str, Any]) -> None:
     """One picture in fit's cell, nothing that needs a kernel there, and no list of widgets without their state."""
-    outputs = notebook["cells"][FIT]["outputs"]
-    shown = [name for output in outputs for name in output.get("data", {})]
+    shown = [name for output in notebook["cells"][FIT]["outputs"] for name in output.get("data", {})]
     assert shown.count("image/png") == 1
     assert WIDGET not in shown
     widgets = notebook["metadata"].get("widgets")
@@ -341,9 +516,7 @@ def check_saved(notebook: dict[str, Any]) -> None:
 
 def check_packed(notebook: dict[str, Any]) -> None:
     """The bar of packing is one line of text, and says what it said last."""
-    outputs = notebook["cells"][0]["outputs"]
-    assert not [output for output in outputs if WIDGET in output.get("data", {})]
-    said = ["".join(output.get("data", {}).get("text/plain", "")) for output in outputs]
-    [packing] = [line for line in said if line.startswith("packing")]
+    texts = ["".join(output.get("data", {}).get("text/plain", "")) for output in notebook["cells"][PANEL]["outputs"]]
+    [packing] = [line for line in texts if line.startswith("packing")]
     assert re.match(r"packing: 100%\|.*samples/s\]$", packing), packing
-    assert "0%|" not in text(notebook, 0)
+    assert "0%|" not in text(notebook, PANEL)

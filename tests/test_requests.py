@@ -10,59 +10,30 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 import toy
+from acting import QUIET, acting, asking, last_step, same, texts
 
 import nbtools as nb
 from nbtools import __main__ as terminal
 from nbtools.data import Pack
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.folder import busy, lock
-from nbtools.live import Plans, Requests, Surface, View, requests, send, surface
+from nbtools.live import Plans, Requests, Surface, View, requests, send
 from nbtools.measure import Sampler
 from nbtools.train import CONTROL, History, Record, checkpoint
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("undrawn", "at_once")
 
-QUIET: dict[str, Any] = {"receipt": False, "progress": False}
 PLAN = toy.PLAN.replace(epochs=4)
 STEPS = 9  # of an epoch
 LIMIT = 60.0  # seconds that anything may take on a busy machine
-
-
-class Acting:
-    """The toy task; what is to happen at a training step, counted from 1, happens while it computes. Keeps what it
-    trained on: (step, plan, ids); acted: the steps where it happened."""
-
-    PLAN: Any
-    BASELINE: Any
-    model: Any
-    loss: Any
-    metrics: Any
-    decode: Any
-    preview: Any
-
-    def __init__(self, actions: Mapping[int, Callable[[], Any]] = MappingProxyType({}), **hooks: Any):
-        self.actions = dict(actions)
-        self.seen: list[tuple[int, Any, list[int]]] = []
-        self.acted: list[int] = []
-        for name in ("PLAN", "BASELINE", "BEST", "model", "loss", "metrics", "decode", "preview"):
-            setattr(self, name, hooks.get(name, getattr(toy, name)))
-
-    def batch(self, raw, plan, draws):
-        if draws is not None:
-            self.seen.append((len(self.seen) + 1, plan, raw["id"].tolist()))
-            if act := self.actions.pop(len(self.seen), None):
-                act()
-                self.acted.append(len(self.seen))
-        return toy.batch(raw, plan, draws)
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +44,6 @@ def pack(tmp_path_factory):
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory, pack):
     return nb.fit(toy, pack, PLAN, tmp_path_factory.mktemp("runs") / "untouched", **QUIET)
-
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch):
-    """Look for control.json after each step, so that a test knows when it is read."""
-    monkeypatch.setattr(surface, "LOOK_EVERY", 0.0)
 
 
 @pytest.fixture
@@ -94,32 +59,9 @@ def saved(monkeypatch):
     return steps
 
 
-def same(one: nb.Run, other: nb.Run) -> bool:
-    """Whether two runs logged the same losses, and their last checkpoints are equal bit for bit."""
-    ours, theirs = (checkpoint.newest(run.folder)[0] for run in (one, other))
-    weights = set(ours) == set(theirs) and all((ours[n] == theirs[n]).all() for n in ours)
-    return weights and losses(one) == losses(other)
-
-
-def losses(run: nb.Run) -> list[tuple[int, float]]:
-    return [(row["step"], row["loss"]) for row in run.history.of("step")]
-
-
-def events(run: nb.Run) -> list[str]:
-    return [row["what"] for row in run.history.of("event")]
-
-
-def changes(run: nb.Run) -> list[str]:
-    return [row["what"] for row in run.history.of("change")]
-
-
 def history_of(folder: Path) -> str:
     path = folder / "history.csv"
     return path.read_text() if path.exists() else ""
-
-
-def last_step(folder: Path) -> int:
-    return checkpoint.place(checkpoint.read_index(folder).get("last", "0-0"))[1]
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
@@ -151,7 +93,7 @@ def beside(folder: Path, user: Callable[[], None]):
 def test_pause_stops_the_steps_saves_and_evaluates_and_resume_goes_on_bit_equal(pack, tmp_path, untouched, saved):
     """A paused run is saved at once, since its machine may be taken; looking at it writes nothing more."""
     folder, counts = tmp_path / "run", []
-    task = Acting({17: lambda: send(folder, ["pause"])})
+    task = acting({17: asking(folder, "pause")})
 
     def user():
         wait_for(lambda: last_step(folder) == 17)
@@ -172,7 +114,7 @@ def test_pause_stops_the_steps_saves_and_evaluates_and_resume_goes_on_bit_equal(
 @pytest.mark.parametrize("ctrl_c", [False, True])
 def test_stop_and_ctrl_c_leave_a_usable_run_that_goes_on_bit_equal(pack, tmp_path, untouched, ctrl_c):
     folder = tmp_path / "run"
-    task = Acting({12: lambda: os.kill(os.getpid(), signal.SIGINT) if ctrl_c else send(folder, ["stop"])})
+    task = acting({12: lambda: os.kill(os.getpid(), signal.SIGINT) if ctrl_c else send(folder, ["stop"])})
     stopped = nb.fit(task, pack, PLAN, folder, **QUIET)
     assert len(task.seen) == last_step(folder) == 12
     assert stopped.events[-1] == "stopped by you after step 12; run it again to continue"
@@ -182,14 +124,14 @@ def test_stop_and_ctrl_c_leave_a_usable_run_that_goes_on_bit_equal(pack, tmp_pat
 
 def test_evaluate_and_save_now_are_answered_and_change_nothing(pack, tmp_path, untouched, saved):
     folder = tmp_path / "run"
-    run = nb.fit(Acting({17: lambda: send(folder, ["evaluate", "save"])}), pack, PLAN, folder, **QUIET)
+    run = nb.fit(acting({17: asking(folder, "evaluate", "save")}), pack, PLAN, folder, **QUIET)
     (row,) = run.history.of("evaluation")
     assert row["step"] == 17
     assert 17 in saved
     assert "saved at step 17" in run.events
     assert same(run, untouched)
     at17 = tmp_path / "stopped"
-    nb.fit(Acting({17: lambda: send(at17, ["stop"])}), pack, PLAN, at17, **QUIET)
+    nb.fit(acting({17: asking(at17, "stop")}), pack, PLAN, at17, **QUIET)
     state = nb.TrainState(toy, pack, PLAN)
     checkpoint.load(at17, state)
     found = {f"val_{name}": value for name, value in nb.evaluate(state, pack, "val").items()}
@@ -198,7 +140,7 @@ def test_evaluate_and_save_now_are_answered_and_change_nothing(pack, tmp_path, u
 
 def test_a_pause_holds_at_the_end_of_an_epoch_and_of_the_run_and_is_answered_there(pack, tmp_path):
     folder, held = tmp_path / "run", []
-    task = Acting({STEPS: lambda: send(folder, ["pause", "evaluate"]), 2 * STEPS: lambda: send(folder, ["pause"])})
+    task = acting({STEPS: asking(folder, "pause", "evaluate"), 2 * STEPS: asking(folder, "pause")})
 
     def user():
         wait_for(lambda: "evaluation," in history_of(folder))  # of an epoch that ends without one
@@ -221,11 +163,11 @@ def test_a_pause_holds_at_the_end_of_an_epoch_and_of_the_run_and_is_answered_the
 
 def test_settings_changed_in_an_epoch_act_at_the_next_step_and_every_sample_still_comes_once(pack, tmp_path):
     folder = tmp_path / "run"
-    task = Acting(
+    task = acting(
         {
-            4: lambda: send(folder, [], {"batch_size": 7, "lr": "2e-3"}),
-            9: lambda: send(folder, [], {"amp": "bf16", "clip_norm": None, "weight_decay": 0.1}),
-            12: lambda: send(folder, [], {"batch_size": 32, "micro_batch_size": 16}),
+            4: asking(folder, batch_size=7, lr="2e-3"),
+            9: asking(folder, amp="bf16", clip_norm=None, weight_decay=0.1),
+            12: asking(folder, batch_size=32, micro_batch_size=16),
         }
     )
     run = nb.fit(task, pack, PLAN.replace(epochs=2, lr_rule="linear"), folder, **QUIET)
@@ -235,7 +177,7 @@ def test_settings_changed_in_an_epoch_act_at_the_next_step_and_every_sample_stil
     train = sorted(pack.ids("train").tolist())
     ids = [i for _, _, batch in task.seen for i in batch]
     assert sorted(ids[: len(train)]) == sorted(ids[len(train) :]) == train
-    assert changes(run)[0] == "batch_size 16 → 7, lr 0.01 → 0.002"
+    assert texts(run, "change")[0] == "batch_size 16 → 7, lr 0.01 → 0.002"
     opened = nb.Run.open(folder, toy).plan
     assert opened.weight_decay == 0.1, "plan.json keeps what was changed"
     assert opened.lr == pytest.approx(2e-3 * 32 / 7), "a batch size without an lr moves lr by the plan's rule"
@@ -243,12 +185,12 @@ def test_settings_changed_in_an_epoch_act_at_the_next_step_and_every_sample_stil
 
 def test_a_setting_changed_in_the_step_of_the_stop_acts_and_is_marked_when_the_run_goes_on(pack, tmp_path):
     folder, sizes = tmp_path / "run", []
-    task = Acting({3: lambda: send(folder, ["stop"], {"batch_size": 32, "micro_batch_size": 8})})
+    task = acting({3: asking(folder, "stop", batch_size=32, micro_batch_size=8)})
     stopped = nb.fit(task, pack, PLAN.replace(epochs=1), folder, **QUIET)
-    assert (stopped.plan.micro_batch_size, changes(stopped)) == (8, [])
-    again = Acting(loss=lambda model, batch, plan: sizes.append(len(batch["x"])) or toy.loss(model, batch, plan))
+    assert (stopped.plan.micro_batch_size, texts(stopped, "change")) == (8, [])
+    again = acting(loss=lambda model, batch, plan: sizes.append(len(batch["x"])) or toy.loss(model, batch, plan))
     run = nb.fit(again, pack, None, folder, **QUIET)
-    assert changes(run) == ["batch_size 16 → 32, micro_batch_size none → 8"]
+    assert texts(run, "change") == ["batch_size 16 → 32, micro_batch_size none → 8"]
     assert sizes[0] == 8
 
 
@@ -274,7 +216,7 @@ def test_the_plan_of_a_run_has_two_homes_what_is_wanted_and_what_is_applied(pack
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["nbtools.fit"], "Surface", Noted)
-        task = Acting({3: lambda: send(folder, [], {"lr": 0.02}), 4: look})
+        task = acting({3: asking(folder, lr=0.02), 4: look})
         nb.fit(task, pack, PLAN.replace(epochs=1), folder, **QUIET)
     assert homes == [["advised", "applied", "plan"]]
 
@@ -309,12 +251,12 @@ def test_what_cannot_be_is_explained_and_changes_nothing(pack, tmp_path, untouch
     for i, (text, _) in enumerate(REFUSED):
         actions[2 * i + 1] = partial(path.write_text, text)
     actions[34], actions[35] = path.mkdir, partial(path.symlink_to, path)
-    run = nb.fit(Acting(actions), pack, PLAN, folder, **QUIET)
+    run = nb.fit(acting(actions), pack, PLAN, folder, **QUIET)
     for event, (text, answer) in zip(run.events, REFUSED, strict=False):
         assert event.startswith("not taken: "), text[:80]
         assert answer in event
     assert [text in run.events[i] for i, text in ((-2, "Is a directory"), (-1, "symbolic links"))] == [True, True]
-    assert events(run) == run.events, "who asked from elsewhere reads the answers"
+    assert texts(run) == run.events, "who asked from elsewhere reads the answers"
     assert len(run.events) == len(REFUSED) + 2, "each once"
     assert not os.path.lexists(folder / CONTROL)
     assert same(run, untouched)
@@ -394,14 +336,14 @@ def test_a_request_is_of_this_run_from_the_moment_it_is_made_ready_and_never_of_
         send(folder, ["stop"])
         return toy.model(card, plan)
 
-    run = nb.fit(Acting(model=model), pack, PLAN, folder, **QUIET)
+    run = nb.fit(acting(model=model), pack, PLAN, folder, **QUIET)
     assert run.events == [f"stopped by you after step {STEPS + 1}; run it again to continue"]
 
 
 def test_evaluation_without_a_validation_split_is_a_sentence(pack, tmp_path, monkeypatch):
     folder, ids = tmp_path / "run", Pack.ids
     monkeypatch.setattr(Pack, "ids", lambda self, split: ids(self, split)[: None if split == "train" else 0])
-    run = nb.fit(Acting({3: lambda: send(folder, ["evaluate"])}), pack, PLAN.replace(epochs=1), folder, **QUIET)
+    run = nb.fit(acting({3: asking(folder, "evaluate")}), pack, PLAN.replace(epochs=1), folder, **QUIET)
     assert "nothing to evaluate: the validation split is empty" in run.events
 
 
@@ -580,14 +522,14 @@ def test_while_a_step_compiles_the_surface_says_so(pack, tmp_path):
 def test_epochs_below_the_present_one_end_the_run_after_it_and_count_what_was_done(pack, tmp_path, stopped):
     """Stopped and resumed or not, it ends at the same step."""
     folder, step = tmp_path / "run", 2 * STEPS + 3
-    actions = {step: lambda: send(folder, [], {"epochs": 1})}
+    actions = {step: asking(folder, epochs=1)}
     if stopped:
-        actions[step + 2] = lambda: send(folder, ["stop"])
-    run = nb.fit(Acting(actions), pack, PLAN, folder, **QUIET)
+        actions[step + 2] = asking(folder, "stop")
+    run = nb.fit(acting(actions), pack, PLAN, folder, **QUIET)
     said = [row for row in run.history.of("event") if row["what"].startswith("epochs 1")]
     assert [row["what"] for row in said] == ["epochs 1 is below the present epoch 3: training ends after this epoch"]
     assert said[0]["step"] == step, "said before it ends"
-    assert changes(run) == ["epochs 4 → 1"]
+    assert texts(run, "change") == ["epochs 4 → 1"]
     run = nb.fit(toy, pack, None, folder, **QUIET) if stopped else run
     assert len(run.history.of("epoch")) == len(run.summary()) == 3
     assert (last_step(folder), "3 of 3 epochs" in repr(run)) == (3 * STEPS, True)
@@ -602,9 +544,9 @@ def test_epochs_below_the_present_one_requested_in_its_last_step_are_marked_and_
         finish(view, *rest)
 
     monkeypatch.setattr(View, "finish", noted)
-    run = nb.fit(Acting({2 * STEPS: lambda: send(folder, [], {"epochs": 1})}), pack, PLAN, folder, **QUIET)
-    assert events(run) == ["epochs 1 is below the 2 epochs done: there is nothing left to train"]
-    assert changes(run) == ["epochs 4 → 1"]
+    run = nb.fit(acting({2 * STEPS: asking(folder, epochs=1)}), pack, PLAN, folder, **QUIET)
+    assert texts(run) == ["epochs 1 is below the 2 epochs done: there is nothing left to train"]
+    assert texts(run, "change") == ["epochs 4 → 1"]
     assert (pictured, len(run.history.of("epoch"))) == ([2], 2)
 
 

@@ -4,22 +4,20 @@ import json
 import shutil
 import sys
 import types
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import toy
+from acting import QUIET, acting, asking, losses, same, texts
 
 import nbtools as nb
 from nbtools.errors import TrainError
 from nbtools.live import send, surface
 from nbtools.train import checkpoint
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = pytest.mark.usefixtures("undrawn", "at_once")
 
-QUIET: dict[str, Any] = {"receipt": False, "progress": False}
 PLAN = toy.PLAN.replace(epochs=6, schedule="constant")
 SLOW = PLAN.replace(batch_size=2, epochs=2)  # about 65 steps an epoch, a log step every 6
 
@@ -34,38 +32,9 @@ def untouched(tmp_path_factory, pack):
     return nb.fit(toy, pack, PLAN, tmp_path_factory.mktemp("runs") / "untouched", **QUIET)
 
 
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch):
-    """Look for control.json after each step, so that a test knows when it is read."""
-    monkeypatch.setattr(surface, "LOOK_EVERY", 0.0)
-
-
-def acting(actions: dict[int, Callable[[], Any]], **more: Any) -> Any:
-    """The toy task; an action happens while its training step, counted from 1, computes."""
-    seen, waiting = [], dict(actions)
-
-    def batch(raw, plan, draws):
-        if draws is not None:
-            seen.append(plan)
-            if act := waiting.pop(len(seen), None):
-                act()
-        return toy.batch(raw, plan, draws)
-
-    return types.SimpleNamespace(**{**vars(toy), "batch": batch, **more})
-
-
-def asking(folder: Path, do: tuple[str, ...] = (), force: bool = False, **knobs: Any) -> Callable[[], Any]:
-    return lambda: send(folder, do, knobs, **({"force": True} if force else {}))
-
-
-def losses(run: nb.Run) -> list[tuple[int, float]]:
-    return [(row["step"], row["loss"]) for row in run.history.of("step")]
-
-
-def same(one: nb.Run, other: nb.Run) -> bool:
-    """Whether two runs logged the same losses and ended with the same weights, bit for bit."""
-    ours, theirs = (run.model("cpu").state_dict() for run in (one, other))
-    return losses(one) == losses(other) and all((ours[name] == theirs[name]).all() for name in theirs)
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory, pack):
+    return nb.fit(toy, pack, SLOW, tmp_path_factory.mktemp("runs") / "slow", **QUIET)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +54,7 @@ def same(one: nb.Run, other: nb.Run) -> bool:
 def test_a_change_after_which_the_loss_explodes_is_undone_and_leaves_no_trace(pack, tmp_path, untouched, knobs, at):
     folder = tmp_path / "run"
     run = nb.fit(acting({20: asking(folder, force=True, **knobs)}), pack, PLAN, folder, **QUIET)
-    (event,) = [row["what"] for row in run.history.of("event")]
+    (event,) = texts(run)
     assert event.startswith("Training diverged at ")
     assert at in event
     assert event in run.events
@@ -94,13 +63,13 @@ def test_a_change_after_which_the_loss_explodes_is_undone_and_leaves_no_trace(pa
     assert same(run, untouched)
 
 
-def test_a_typo_that_is_taken_back_before_its_loss_is_read_is_rolled_back_all_the_same(pack, tmp_path):
+def test_a_typo_that_is_taken_back_before_its_loss_is_read_is_rolled_back_all_the_same(pack, tmp_path, slow):
     folder = tmp_path / "run"
     task = acting({13: asking(folder, force=True, lr=1000), 15: asking(folder, lr=0.01)})
     run = nb.fit(task, pack, SLOW, folder, **QUIET)
-    (event,) = [row["what"] for row in run.history.of("event")]
+    (event,) = texts(run)
     assert event == "Training diverged at lr 1000, 100,000× the advised 0.01; back at step 13 with 0.01"
-    assert same(run, nb.fit(toy, pack, SLOW, tmp_path / "untouched", **QUIET))
+    assert same(run, slow)
 
 
 def test_a_change_that_does_not_diverge_is_as_it_was_bit_for_bit(pack, tmp_path):
@@ -123,7 +92,9 @@ def test_watching_ends_after_twenty_log_steps_and_leaves_no_mark(pack, tmp_path)
     assert "anchor" not in json.loads((folder / "run.json").read_text())
 
 
-def test_after_a_rollback_a_kill_resumes_from_before_the_change_also_where_it_is_kept(pack, tmp_path, monkeypatch):
+def test_after_a_rollback_a_kill_resumes_from_before_the_change_also_where_it_is_kept(
+    pack, tmp_path, monkeypatch, slow
+):
     """Checkpoints of every step: those of the ruined weights must not be gone on from."""
     monkeypatch.setattr(sys.modules["nbtools.folder"], "SAVE_EVERY", 0.0)
     folder, kept = tmp_path / "run", tmp_path / "kept"
@@ -134,26 +105,27 @@ def test_after_a_rollback_a_kill_resumes_from_before_the_change_also_where_it_is
     task = acting({13: asking(folder, force=True, lr=1000), 19: dies})  # steps 14 to 18 are ruined, then 14 again
     with pytest.raises(ZeroDivisionError):
         nb.fit(task, pack, SLOW, folder, kept, **QUIET)
-    whole = nb.fit(toy, pack, SLOW, tmp_path / "untouched", **QUIET)
     for place in (folder, kept):
         steps = [int(path.stem.split("-")[1].split(".")[0]) for path in place.glob("*-*.safetensors")]
         assert max(steps) == 13
         copy = tmp_path / f"copy of {place.name}"
         shutil.copytree(place, copy)
         again = nb.fit(toy, pack, None, copy, **QUIET)
-        assert same(again, whole)
+        assert same(again, slow)
         assert ["diverged" in row["what"] for row in again.history.of("event")] == [True], "the message stays"
 
 
 @pytest.mark.parametrize("ends", ["stop", "kill"])
-def test_a_change_stays_on_watch_when_the_run_is_interrupted_before_its_loss_is_read(pack, tmp_path, monkeypatch, ends):
+def test_a_change_stays_on_watch_when_the_run_is_interrupted_before_its_loss_is_read(
+    pack, tmp_path, monkeypatch, ends, slow
+):
     monkeypatch.setattr(sys.modules["nbtools.folder"], "SAVE_EVERY", 0.0)
     folder = tmp_path / "run"
 
     def dies():
         raise ZeroDivisionError
 
-    end = asking(folder, ("stop",)) if ends == "stop" else dies
+    end = asking(folder, "stop") if ends == "stop" else dies
     task = acting({13: asking(folder, force=True, lr=1000), 16: end})
     if ends == "stop":
         nb.fit(task, pack, SLOW, folder, **QUIET)
@@ -163,23 +135,23 @@ def test_a_change_stays_on_watch_when_the_run_is_interrupted_before_its_loss_is_
     assert not [row for row in nb.History(folder / "history.csv").of("step") if row["step"] > 13]
     run = nb.fit(toy, pack, None, folder, **QUIET)
     assert "Training diverged at lr 1000, 100,000× the advised 0.01; back at step 13 with 0.01" in run.events
-    assert same(run, nb.fit(toy, pack, SLOW, tmp_path / "untouched", **QUIET))
+    assert same(run, slow)
 
 
 def test_a_resumed_runs_new_settings_are_on_watch_too(pack, tmp_path, untouched):
     folder = tmp_path / "run"
-    nb.fit(acting({20: asking(folder, ("stop",))}), pack, PLAN, folder, **QUIET)
+    nb.fit(acting({20: asking(folder, "stop")}), pack, PLAN, folder, **QUIET)
     run = nb.fit(toy, pack, PLAN.replace(lr=1000.0), folder, **QUIET)
     assert "back at step 20 with 0.01" in " ".join(run.events)
     assert run.plan == PLAN
     assert same(run, untouched)
 
 
-def test_weights_that_diverged_are_not_the_best_though_they_score_best(pack, tmp_path):
+def test_weights_that_diverged_are_not_the_best_though_they_score_best(pack, tmp_path, slow):
     """A metric that grows with the loss, and a change between the last log step and the epoch's evaluation."""
     folder, plan = tmp_path / "run", SLOW.replace(epochs=3)
     whole = nb.fit(acting({}, BEST="loss"), pack, plan, tmp_path / "untouched", **QUIET)
-    steps = whole.history.of("epoch")[0]["step"]
+    steps = slow.history.of("epoch")[0]["step"]
     task = acting({steps - 1: asking(folder, force=True, lr=1000)}, BEST="loss")
     run = nb.fit(task, pack, plan, folder, **QUIET)
     assert f"back at step {steps - 1} with 0.01" in " ".join(run.events)
@@ -298,28 +270,23 @@ def test_a_run_that_starts_far_beyond_the_advice_says_so(pack, tmp_path):
 def test_back_to_best_goes_on_from_the_best_checkpoint_with_the_settings_of_now(pack, tmp_path, untouched):
     folder, best = tmp_path / "run", untouched.history.of("epoch")[0]["step"]
     metrics = {"metrics": lambda outputs, batch: {"accuracy": (1, 2)}}  # the first epoch is the best, and stays it
-    task = acting({best + 12: asking(folder, eval_every=2), best + 15: asking(folder, ("best",))}, **metrics)
+    task = acting({best + 12: asking(folder, eval_every=2), best + 15: asking(folder, "best")}, **metrics)
     run = nb.fit(task, pack, PLAN, folder, **QUIET)
-    assert [row["what"] for row in run.history.of("event")] == [
-        f"back at step {best}, the best checkpoint: accuracy 0.5 after epoch 1"
-    ]
-    assert [row["what"] for row in run.history.of("change")] == ["eval_every 1 → 2"]
+    assert texts(run) == [f"back at step {best}, the best checkpoint: accuracy 0.5 after epoch 1"]
+    assert texts(run, "change") == ["eval_every 1 → 2"]
     assert run.plan.eval_every == 2
     assert losses(run) == losses(untouched)
 
 
-def test_settings_that_ruin_training_are_on_watch_also_after_going_back_to_best(pack, tmp_path):
+def test_settings_that_ruin_training_are_on_watch_also_after_going_back_to_best(pack, tmp_path, slow):
     """Asked for between the change and the first loss that shows it: the settings of now are the ruinous ones."""
-    whole = nb.fit(toy, pack, SLOW, tmp_path / "untouched", **QUIET)
-    folder, best = tmp_path / "run", whole.history.of("epoch")[0]["step"]
+    folder, best = tmp_path / "run", slow.history.of("epoch")[0]["step"]
     metrics = {"metrics": lambda outputs, batch: {"accuracy": (1, 2)}}
-    actions = {best + 13: asking(folder, force=True, lr=1000), best + 15: asking(folder, ("best",))}
+    actions = {best + 13: asking(folder, force=True, lr=1000), best + 15: asking(folder, "best")}
     run = nb.fit(acting(actions, **metrics), pack, SLOW, folder, **QUIET)
-    assert [row["what"] for row in run.history.of("event")] == [
-        f"Training diverged at lr 1000, 100,000× the advised 0.01; back at step {best} with 0.01"
-    ]
+    assert texts(run) == [f"Training diverged at lr 1000, 100,000× the advised 0.01; back at step {best} with 0.01"]
     assert run.plan == SLOW
-    assert losses(run) == losses(whole)
+    assert losses(run) == losses(slow)
 
 
 def test_back_to_best_while_paused_stays_paused(pack, tmp_path):
@@ -346,10 +313,8 @@ def test_back_to_best_while_paused_stays_paused(pack, tmp_path):
 
 def test_without_a_best_checkpoint_going_back_is_refused_in_a_sentence(pack, tmp_path, untouched):
     folder = tmp_path / "run"
-    run = nb.fit(acting({3: asking(folder, ("best",))}), pack, PLAN, folder, **QUIET)
-    assert [row["what"] for row in run.history.of("event")] == [
-        "not taken: there is no best checkpoint yet; an evaluation chooses it"
-    ]
+    run = nb.fit(acting({3: asking(folder, "best")}), pack, PLAN, folder, **QUIET)
+    assert texts(run) == ["not taken: there is no best checkpoint yet; an evaluation chooses it"]
     assert same(run, untouched)
 
 
@@ -363,7 +328,7 @@ def test_a_damaged_best_checkpoint_is_refused_in_a_sentence_and_training_goes_on
 
     metrics = {"metrics": lambda outputs, batch: {"accuracy": (1, 2)}}  # the first epoch is the best, and stays it
     run = nb.fit(acting({second["step"] + 5: damage}, **metrics), pack, PLAN, folder, **QUIET)
-    (event,) = [row["what"] for row in run.history.of("event")]
+    (event,) = texts(run)
     assert event.startswith("not taken: ")
     assert f"0001-{best:08d}.safetensors: 0 bytes that are not the" in event
     assert losses(run) == losses(untouched)
@@ -372,7 +337,7 @@ def test_a_damaged_best_checkpoint_is_refused_in_a_sentence_and_training_goes_on
 def test_a_run_killed_on_its_way_back_to_best_resumes_with_all_of_its_rows(pack, tmp_path, untouched, monkeypatch):
     folder, best = tmp_path / "run", untouched.history.of("epoch")[0]["step"]
     metrics = {"metrics": lambda outputs, batch: {"accuracy": (1, 2)}}
-    task = acting({best + 12: asking(folder, ("save",)), best + 13: asking(folder, ("best",))}, **metrics)
+    task = acting({best + 12: asking(folder, "save"), best + 13: asking(folder, "best")}, **metrics)
 
     def killed(*_, **__):
         raise RuntimeError("killed")
@@ -389,17 +354,17 @@ def test_undo_takes_the_last_changes_back_one_by_one(pack, tmp_path):
     actions = {
         20: asking(folder, lr=0.02),
         22: asking(folder, clip_norm=None),
-        24: asking(folder, ("undo",)),
-        26: asking(folder, ("undo",)),
-        28: asking(folder, ("undo",)),
+        24: asking(folder, "undo"),
+        26: asking(folder, "undo"),
+        28: asking(folder, "undo"),
     }
     run = nb.fit(acting(actions), pack, PLAN, folder, **QUIET)
-    assert [row["what"] for row in run.history.of("change")] == [
+    assert texts(run, "change") == [
         "lr 0.01 → 0.02",
         "clip_norm 1 → none",
         "clip_norm none → 1",
         "lr 0.02 → 0.01",
     ]
     undone = "the last change is undone"
-    assert [row["what"] for row in run.history.of("event")] == [undone, undone, "not taken: there is no change to undo"]
+    assert texts(run) == [undone, undone, "not taken: there is no change to undo"]
     assert run.plan == nb.Run.open(folder, toy).plan == PLAN

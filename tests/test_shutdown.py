@@ -20,7 +20,7 @@ from serving import until
 
 import nbtools as nb
 
-pytestmark = pytest.mark.alone  # a kernel has seconds to end
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("undrawn")]  # a kernel has seconds to end
 
 QUIET: dict[str, Any] = {"receipt": False, "progress": False}
 PLAN = toy.PLAN.replace(epochs=4)
@@ -29,19 +29,18 @@ import sys, time; sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch; torch.set_num_threads(1)
 import nbtools as nb, toy
 from pathlib import Path
+from types import SimpleNamespace
 pack = toy.make_pack(Path("toy"), count=60)
-class Held:
-    PLAN, BASELINE, BEST, loss, metrics = toy.PLAN, toy.BASELINE, toy.BEST, toy.loss, toy.metrics
-    decode, model, preview = toy.decode, toy.model, toy.preview
-    def batch(raw, plan, draws):
-        if draws is not None:
-            with open("steps", "a") as file:
-                file.write("step\\n")
-            while Path("steps").stat().st_size >= 25 and not Path("go").exists():
-                time.sleep(0.01)
-        return toy.batch(raw, plan, draws)
+def batch(raw, plan, draws):
+    if draws is not None:
+        with open("steps", "a") as file:
+            file.write("step\\n")
+        while Path("steps").stat().st_size >= 25 and not Path("go").exists():
+            time.sleep(0.01)
+    return toy.batch(raw, plan, draws)
+held = SimpleNamespace(**dict(vars(toy), batch=batch))
 print("ready", flush=True)
-run = nb.fit(Held, pack, toy.PLAN.replace(epochs=4, {{knobs}}), "run", receipt=False)
+run = nb.fit(held, pack, toy.PLAN.replace(epochs=4, {{knobs}}), "run", receipt=False)
 """
 """A cell whose fifth step lasts until a file `go` is there; every step is noted in a file `steps`."""
 
@@ -61,15 +60,16 @@ def by_message_alone(kernel: Client, finish_step: Callable[[], None]) -> None:
     finish_step()
 
 
-WAYS = {
-    "colab-jupyter": ("colab", as_jupyter_does, ""),
-    "colab-message": ("colab", by_message_alone, ""),
-    "ipykernel-7.3-message": ("ipykernel-7.3", by_message_alone, ""),
-    "newest-jupyter-workers": ("newest", as_jupyter_does, "feed='workers', workers=1"),
-}
+WAYS = [
+    pytest.param(("colab", as_jupyter_does, ""), id="colab-jupyter"),
+    pytest.param(("newest", by_message_alone, "feed='workers', workers=1"), id="newest-message-workers"),
+    pytest.param(("newest", as_jupyter_does, "feed='workers', workers=1"), id="newest-jupyter", marks=pytest.mark.full),
+    pytest.param(("colab", by_message_alone, ""), id="colab-message", marks=pytest.mark.full),
+    pytest.param(("ipykernel-7.3", by_message_alone, ""), id="ipykernel-7.3-message", marks=pytest.mark.full),
+]
 
 
-@pytest.fixture(params=list(WAYS.values()), ids=list(WAYS))
+@pytest.fixture(params=WAYS)
 def ended(request, tmp_path):
     """A kernel that was asked to end in the midst of a run's fifth step, and what it said until it had ended."""
     stack, shut_down, knobs = request.param

@@ -1,4 +1,4 @@
-"""A run under its live view in the kernels of two notebook stacks, and what it leaves there when it is over."""
+"""A run under its live view in a notebook's kernel, and what it leaves there when it is over."""
 
 from pathlib import Path
 
@@ -19,113 +19,109 @@ import nbtools as nb, toy
 from nbtools.live import send, surface
 from pathlib import Path
 surface.LOOK_EVERY = 0.0
+from io import BytesIO
+from types import SimpleNamespace
+from PIL import Image
+from nbtools.live import png
+file = BytesIO()
+Image.new("L", (2, 2)).save(file, "png")
+png.draw = lambda *_: file.getvalue()  # drawing takes longer than all that is shown here
 pack = toy.make_pack(Path("toy"))
 plan = toy.PLAN.replace(epochs=1)
+def task(**hooks):
+    return SimpleNamespace(**dict(vars(toy), preview=None, **hooks))
 """
 TURNED_EARLY = """
-class Early:
-    PLAN, BASELINE, loss, metrics, decode = toy.PLAN, toy.BASELINE, toy.loss, toy.metrics, toy.decode
-    batch = toy.batch
-    def model(card, plan):
-        other = threading.Thread(target=setattr, args=(panel.fields["lr"], "value", "0.005"))
-        other.start(); other.join()
-        return toy.model(card, plan)
+def model(card, plan):
+    other = threading.Thread(target=setattr, args=(panel.fields["lr"], "value", "0.005"))
+    other.start(); other.join()
+    return toy.model(card, plan)
 panel = nb.Panel(plan)
-run = nb.fit(Early, pack, panel, "early", receipt=False)
+run = nb.fit(task(model=model), pack, panel, "early", receipt=False)
 print(run.plan.lr, [row["what"] for row in run.history.of("change")], panel.plan == run.plan)
 """
 ASKED_TWICE = """
 seen = []
-def person():
+def user():
     while not seen: time.sleep(0.01)
     send("twice", ["pause"], {"lr": 0.005})
     while panel.fields["lr"].value != "0.005" or not panel.requests.paused: time.sleep(0.01)
     panel.fields["clip_norm"].value = "0.5"
     panel.buttons.made["pause"].click()
-class Watched:
-    PLAN, BASELINE, loss, metrics, decode, model = toy.PLAN, toy.BASELINE, toy.loss, toy.metrics, toy.decode, toy.model
-    def batch(raw, plan, draws):
-        seen.append(len(raw["id"]))
-        time.sleep(0.01)
-        return toy.batch(raw, plan, draws)
+def batch(raw, plan, draws):
+    seen.append(len(raw["id"]))
+    time.sleep(0.01)
+    return toy.batch(raw, plan, draws)
 panel = nb.Panel(plan.replace(epochs=20))
-thread = threading.Thread(target=person)
+thread = threading.Thread(target=user)
 thread.start()
-run = nb.fit(Watched, pack, panel, "twice", receipt=False)
+run = nb.fit(task(batch=batch), pack, panel, "twice", receipt=False)
 thread.join()
 print(run.plan.lr, run.plan.clip_norm)
 """
 
 ASKED_FOR_FP16 = """
-class Clicked:
-    PLAN, BASELINE, loss, metrics, decode, model = toy.PLAN, toy.BASELINE, toy.loss, toy.metrics, toy.decode, toy.model
-    def batch(raw, plan, draws):
-        if draws is not None and not notes:
-            panel.fields["amp"].value = "fp16"
-            notes.append(panel.notes["amp"].value)
-        return toy.batch(raw, plan, draws)
+def batch(raw, plan, draws):
+    if draws is not None and not notes:
+        panel.fields["amp"].value = "fp16"
+        notes.append(panel.notes["amp"].value)
+    return toy.batch(raw, plan, draws)
 notes, panel = [], nb.Panel(plan)
-run = nb.fit(Clicked, pack, panel, "fp16", receipt=False)
+run = nb.fit(task(batch=batch), pack, panel, "fp16", receipt=False)
 print(notes, run.plan.amp, len(run.history.of("epoch")), "epoch")
 """
 
 
 ASKED_AMID_AN_EVALUATION = """
-class Clicked:
-    PLAN, BASELINE, loss, metrics, decode, model = toy.PLAN, toy.BASELINE, toy.loss, toy.metrics, toy.decode, toy.model
-    def batch(raw, plan, draws):
-        if draws is None and not notes:
-            panel.fields["lr"].value = "0.005"
-            notes.append(panel.buttons.message.value)
-        return toy.batch(raw, plan, draws)
+def batch(raw, plan, draws):
+    if draws is None and not notes:
+        panel.fields["lr"].value = "0.005"
+        notes.append(panel.buttons.message.value)
+    return toy.batch(raw, plan, draws)
 notes, panel = [], nb.Panel(plan.replace(epochs=2))
-run = nb.fit(Clicked, pack, panel, "amid", receipt=False)
+run = nb.fit(task(batch=batch), pack, panel, "amid", receipt=False)
 print(notes, [row["what"] for row in run.history.of("change")], repr(panel.buttons.message.value))
 """
 SLOW_STEPS = """
-class Slow:
-    PLAN, BASELINE, loss, metrics, decode, model = toy.PLAN, toy.BASELINE, toy.loss, toy.metrics, toy.decode, toy.model
-    def batch(raw, plan, draws):
-        if draws is not None and len(notes) < 3:
-            notes.append(panel.buttons.message.value)
-            time.sleep(1.2)
-        return toy.batch(raw, plan, draws)
+def batch(raw, plan, draws):
+    if draws is not None and len(notes) < 3:
+        notes.append(panel.buttons.message.value)
+        time.sleep(1.2)
+    return toy.batch(raw, plan, draws)
 notes, panel = [], nb.Panel(plan)
-run = nb.fit(Slow, pack, panel, "slow", receipt=False)
+run = nb.fit(task(batch=batch), pack, panel, "slow", receipt=False)
 print(notes, repr(panel.buttons.message.value))
 """
 ASKED_ELSEWHERE = """
 go, notes, watching, begin = threading.Event(), [], [], nb.Panel.begin
 nb.Panel.begin = lambda self, *given: (begin(self, *given), watching.append(self))
-class Held:
-    PLAN, BASELINE, loss, metrics, decode, model = toy.PLAN, toy.BASELINE, toy.loss, toy.metrics, toy.decode, toy.model
-    def batch(raw, plan, draws):
-        go.wait()
-        time.sleep(0.01)
-        return toy.batch(raw, plan, draws)
-def said(words):
+def batch(raw, plan, draws):
+    go.wait()
+    time.sleep(0.01)
+    return toy.batch(raw, plan, draws)
+def wait(words):
     while words not in panel.buttons.message.value: time.sleep(0.01)
     notes.append(words)
-def person():
+def user():
     global panel
     while not watching: time.sleep(0.01)
     [panel] = watching
     panel.fields["lr"].value = "0.005"
-    said("after this step: lr 0.01 → 0.005")
+    wait("after this step: lr 0.01 → 0.005")
     while not Path("held/control.json").exists(): time.sleep(0.01)
     panel.buttons.made["pause"].click()
-    said("pausing after this step")
+    wait("pausing after this step")
     time.sleep(1)
-    said("pausing after this step")
-    said("after this step: lr 0.01 → 0.005")
+    wait("pausing after this step")
+    wait("after this step: lr 0.01 → 0.005")
     go.set()
-    said("paused between two steps")
+    wait("paused between two steps")
     panel.buttons.made["pause"].click()
     while panel.requests.state.applied.lr != 0.005: time.sleep(0.01)
     notes.append("after this step" in panel.buttons.message.value)
     panel.buttons.made["stop"].click()
-given = (Held, pack, plan.replace(epochs=1000), "held", None, False, False)
-threads = [threading.Thread(target=nb.fit, args=given), threading.Thread(target=person)]
+given = (task(batch=batch), pack, plan.replace(epochs=1000), "held", None, False, False)
+threads = [threading.Thread(target=nb.fit, args=given), threading.Thread(target=user)]
 for thread in threads: thread.start()
 nb.watch("held", toy)
 for thread in threads: thread.join()
@@ -134,7 +130,7 @@ print(*notes, sep="|")
 """
 
 
-@pytest.fixture(scope="module", params=["colab", "newest"])
+@pytest.fixture(scope="module", params=["colab", pytest.param("newest", marks=pytest.mark.full)])
 def kernel(request, tmp_path_factory):
     with started(request.param, tmp_path_factory.mktemp("kernel")) as client:
         client.run(SETUP)
@@ -173,7 +169,7 @@ live.picture = real
     assert "no longer drawn" in said
 
 
-def test_a_panel_that_a_person_made_outlives_the_run(kernel):
+def test_a_panel_that_the_user_made_outlives_the_run(kernel):
     kernel.run("given = nb.Panel(plan)")
     panel = open_widgets(kernel)
     kernel.run('run = nb.fit(toy, pack, given, "given", receipt=False)')

@@ -19,6 +19,7 @@ from nbtools.data.feed import (
     require_shared_memory,
 )
 from nbtools.data.pack import (
+    MANIFEST,
     SPLITS,
     Card,
     Pack,
@@ -35,6 +36,7 @@ from nbtools.data.stage import bar, in_notebook, stage
 
 __all__ = [
     "ERROR",
+    "MANIFEST",
     "SPLITS",
     "WARNING",
     "Card",

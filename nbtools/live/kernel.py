@@ -2,9 +2,9 @@
 
 A kernel runs one request after another: while a training cell runs, the clicks on its own panel wait until it ends.
 Here the cell itself takes the pending `comm_*` messages and has them handled, and leaves every other request in its
-place and order, so that *Run all*, a cell queued meanwhile and completion behave as without it. No thread, no nested
-event loop, no server. It rests on private attributes of ipykernel, read in the sources of 6.17.1, 7.3.0 and 7.4.0;
-where they are not as expected `Messages.trouble` says so and the cell goes on without.
+place and order, so that *Run all*, a cell queued meanwhile and completion behave as usual. No thread, no nested event
+loop, no server. It relies on private attributes of ipykernel, read in the sources of 6.17.1, 7.3.0 and 7.4.0; where
+they are not as expected `Messages.trouble` says so and the cell continues without.
 """
 
 import asyncio
@@ -22,34 +22,34 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 COMMS = frozenset({"comm_open", "comm_msg", "comm_close", "comm_info_request", "kernel_info_request"})
-"""What widgets send, and what a reloaded page asks before it shows them. Everything else waits for the cell."""
+"""What widgets send, and what a reloaded page requests before it shows them. Everything else waits for the cell."""
 
 NEEDED = ("session", "shell_handlers", "set_parent", "get_parent", "_parent_ident", "_publish_status")
-"""What handling a message uses of a kernel."""
+"""The attributes of a kernel that handling a message uses."""
 
 EVENTS, POLLIN, POLLOUT = 15, 1, 2
 """zmq.EVENTS, zmq.POLLIN and zmq.POLLOUT, without importing zmq where there is no kernel."""
 
 
 class Unknown(Exception):
-    """This kernel is none of those that we know; the message says why."""
+    """This kernel is not one of those we know; the message says why."""
 
 
 class Messages:
-    """The widget messages that wait for the running cell:
+    """The widget messages pending for the running cell:
 
         with Messages() as messages:
             for batch in batches:
                 step(batch)
                 messages.handle()
 
-    An event takes effect within 1/hertz seconds and one step. A call costs a look at the clock (0.2 µs), and `hertz`
-    times a second one at the kernel's socket (3 µs when asked again and again, about 60 µs between two steps of torch).
-    Without a kernel, or with one that is not known, nothing happens.
+    An event takes effect within 1/hertz seconds and one step. A call costs a look at the clock (0.2 µs) and, `hertz`
+    times a second, one at the kernel's socket (3 µs in a tight loop, about 60 µs between two steps of torch). Without a
+    kernel, or with an unknown one, nothing happens.
     """
 
     trouble: str | None = None
-    """Why widgets do not react before the cell ends, in a sentence for the person; None: they do, or there are none."""
+    """Why widgets do not react before the cell ends, in a sentence for the user; None: they do, or there are none."""
 
     def __init__(self, hertz: float = 20.0) -> None:
         self._pause = 1 / hertz
@@ -67,7 +67,7 @@ class Messages:
         except KeyboardInterrupt:
             self.__exit__()
             raise
-        except Exception as error:  # a kernel that nobody has seen may fail in any way, and training matters more
+        except Exception as error:  # an unknown kernel may fail in any way, and training matters more
             self.trouble = sentence(error)
         self._due = 0.0 if self._inbox else math.inf
         return self
@@ -79,9 +79,10 @@ class Messages:
                 box.close()
 
     def handle(self) -> int:
-        """Has the pending widget messages handled, at most `hertz` times a second; returns how many they were.
+        """Handle the pending widget messages, at most `hertz` times a second; returns how many there were.
 
-        What a callback raises is shown, not raised; KeyboardInterrupt is, once everything is in its place again.
+        An exception in a callback is printed, not raised; KeyboardInterrupt is raised, once everything is back in its
+        place.
         """
         if time.perf_counter() < self._due:
             return 0
@@ -104,13 +105,13 @@ class Messages:
         with HeldInterrupt() as interrupt:
             box.fetch()
             while box.comms:
-                # In a context of its own: the cell's own variables (its parent header among them) stay as they are.
+                # In a context of its own: the cell's variables (its parent header among them) stay as they are.
                 contextvars.copy_context().run(self._answer, box.comms.popleft(), box, interrupt)
                 count += 1
         return count
 
     def _answer(self, message: list, box: "Queued | Received", interrupt: "HeldInterrupt") -> None:
-        """What Kernel.dispatch_shell does, for one comm message in the middle of a cell.
+        """Do what Kernel.dispatch_shell does, for one comm message in the middle of a cell.
 
         Frontends wait for the busy and idle of each message before they send a slider's next value, and recognise the
         echo of their own change by its parent header. ipykernel 6 has one buffer of printed text for all parents, so
@@ -148,7 +149,7 @@ class Queued:
         return bool(self._stream.socket.get(EVENTS) & POLLIN) or self._queue.qsize() != self._waiting
 
     def fetch(self) -> None:
-        """Takes the comm messages out. The queue is walked only when something came: each look checks a signature."""
+        """Take the comm messages out. The queue is walked only when something arrived: each look checks a signature."""
         self._stream.flush(POLLIN)
         if self._queue.qsize() == self._waiting:
             return
@@ -165,7 +166,7 @@ class Queued:
         self._stream.flush(POLLOUT)
 
     def close(self) -> None:
-        """Puts back in front what nobody handled."""
+        """Put back in front what was not handled."""
         rest = [self._queue.get_nowait() for _ in range(self._queue.qsize())]
         for message in self.comms:
             self._kernel.schedule_dispatch(self._kernel.dispatch_shell, message)
@@ -177,8 +178,8 @@ class Received:
     """ipykernel 7: a stream hands each request to a task of its own, which then waits for the running cell's lock.
 
     A task cannot be taken back, so while the cell runs the stream's receiver is ours: it keeps the requests, and at the
-    end the kernel's own receiver gets them in the order of their coming. What became a task before, in the few turns of
-    the event loop between two cells of *Run all*, is out of reach and waits for the end of the cell.
+    end the kernel's own receiver gets them in the order of arrival. What became a task before, in the few turns of the
+    event loop between two cells of *Run all*, is out of reach and waits for the end of the cell.
     """
 
     def __init__(self, kernel: Any, stream: Any, replies: Any) -> None:
@@ -191,9 +192,9 @@ class Received:
         stream.on_recv(self._receive, copy=False)
 
     def _receive(self, message: list) -> Any:
-        if self._cell and self._cell.done():  # left open by a cell that is over: a kernel must not stay deaf
+        if self._cell and self._cell.done():  # left open by a cell that has ended: the kernel must receive again
             self.close()
-        if self._closed:  # also where somebody took over after us, and gives back after us
+        if self._closed:  # also where another receiver was set after ours, and is removed after it
             return self._receiver(message)
         (self.comms if is_comm(self._session, message) else self._kept).append(message)
 
@@ -207,7 +208,7 @@ class Received:
         done(handler(self._replies, idents, message))
 
     def close(self) -> None:
-        """Gives the stream back. Tasks are made at once, so that nothing read later can come before what was kept."""
+        """Give the stream back. Tasks are made at once, so that nothing read later can overtake what was kept."""
         if self._closed:
             return
         self._closed = True
@@ -220,7 +221,7 @@ class Received:
 
 
 class HeldInterrupt:
-    """SIGINT waits for the block's end: a message between two queues, or a half restored header, would be lost."""
+    """Holds SIGINT until the block ends: a message between two queues, or a half restored header, would be lost."""
 
     def __enter__(self) -> "HeldInterrupt":
         self._came = False
@@ -244,7 +245,7 @@ class HeldInterrupt:
 
     @contextmanager
     def let_through(self) -> Iterator[None]:
-        """A callback may take long, so it can be interrupted as ever."""
+        """A callback may take long, so it can be interrupted as usual."""
         if not self._main:
             yield
             return
@@ -263,14 +264,14 @@ def running_kernel() -> Any:
 
 def closing(kernel: Any) -> bool:
     """Whether a kernel was asked to shut down. Its other threads then close the shell's sockets, in ipykernel 7 while
-    the cell still runs, and use of a socket that another thread closes may end the process: they are left alone."""
+    the cell still runs, and using a socket that another thread closes may end the process: leave them alone."""
     return bool(getattr(getattr(kernel, "shell", None), "exit_now", False))
 
 
 def inbox(kernel: Any) -> Queued | Received | None:
-    """Where this thread's cell finds its messages; None in a thread that runs no cells: the kernel handles them itself.
+    """Where the messages for this thread's cell are; None in a thread that runs no cells: the kernel handles them.
 
-    Raises Unknown, or whatever a kernel that is not as expected causes.
+    Raises Unknown, or whatever an unexpected kernel causes.
     """
     lacking = [name for name in NEEDED if not hasattr(kernel, name)]
     if lacking:
@@ -293,16 +294,16 @@ def inbox(kernel: Any) -> Queued | Received | None:
 
 
 def done(result: Any) -> None:
-    """Run a coroutine handler to its end: those of COMMS wait for nothing."""
+    """Run a coroutine handler to its end: those of COMMS await nothing."""
     if inspect.iscoroutine(result):
         with suppress(StopIteration):
             result.send(None)
             result.close()
-            raise Unknown("its handlers wait for something")
+            raise Unknown("its handlers await something")
 
 
 def is_comm(session: Any, message: list) -> bool:
-    """Whether a request on the wire is a widget's. What cannot be read is the kernel's to complain of."""
+    """Whether a raw request is a widget's. One that cannot be read is left to the kernel to report."""
     try:
         _, frames = session.feed_identities(message, copy=False)
         return session.deserialize(frames, content=False, copy=False)["header"]["msg_type"] in COMMS
@@ -312,12 +313,12 @@ def is_comm(session: Any, message: list) -> bool:
 
 def flush() -> None:
     for out in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # None, or closed, or something that a test put there
+        with suppress(AttributeError, OSError, ValueError):  # None, closed, or a test's replacement
             out.flush()
 
 
 def sentence(error: Exception) -> str:
     return (
         "Buttons and sliders react only when this cell has ended, because nbtools does not know this notebook's kernel "
-        f"({type(error).__name__}: {error}); interrupting the kernel and control.json work as ever."
+        f"({type(error).__name__}: {error}); interrupting the kernel and control.json work as usual."
     )

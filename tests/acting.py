@@ -1,0 +1,57 @@
+"""Runs of the toy task in which something happens at a step, and what two runs have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import toy
+
+import nbtools as nb
+from nbtools.live import send
+from nbtools.train import checkpoint
+
+QUIET: dict[str, Any] = {"receipt": False, "progress": False}
+
+
+def acting(actions: Mapping[int, Callable[[], Any]] = MappingProxyType({}), **hooks: Any) -> Any:
+    """The toy task; an action happens while its training step, counted from 1, computes. It keeps what it trained on:
+    seen, (step, plan, ids) of each step; acted, the steps where something happened."""
+    waiting, seen, acted = dict(actions), [], []
+
+    def batch(raw, plan, draws):
+        if draws is not None:
+            seen.append((len(seen) + 1, plan, raw["id"].tolist()))
+            if act := waiting.pop(len(seen), None):
+                act()
+                acted.append(len(seen))
+        return toy.batch(raw, plan, draws)
+
+    return SimpleNamespace(**{**vars(toy), "batch": batch, "seen": seen, "acted": acted, **hooks})
+
+
+def asking(folder: Path, *actions: str, force: bool = False, **settings: Any) -> Callable[[], Any]:
+    """An action: request something of the run in a folder."""
+    return lambda: send(folder, actions, settings, force)
+
+
+def losses(run: nb.Run) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in run.history.of("step")]
+
+
+def texts(run: nb.Run, kind: str = "event") -> list[str]:
+    """What the rows of a kind say."""
+    return [row["what"] for row in run.history.of(kind)]
+
+
+def same(one: nb.Run, other: nb.Run) -> bool:
+    """Whether two runs logged the same losses, and their last checkpoints are equal bit for bit."""
+    ours, theirs = (checkpoint.newest(run.folder)[0] for run in (one, other))
+    return losses(one) == losses(other) and set(ours) == set(theirs) and all((ours[n] == theirs[n]).all() for n in ours)
+
+
+def last_step(folder: Path) -> int:
+    """The step of a run's newest checkpoint; 0 before the first."""
+    return checkpoint.place(checkpoint.read_index(folder).get("last", "0-0"))[1]
