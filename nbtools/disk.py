@@ -122,7 +122,7 @@ def write_atomic(path: Path, data: bytes | str) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Whether something is there; an OSError where that cannot be told, unlike Path.exists() from Python 3.14 on."""
+    """Whether something is there; raises OSError where that is unknown, unlike Path.exists() from Python 3.14 on."""
     try:
         path.stat()
     except FileNotFoundError:

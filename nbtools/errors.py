@@ -6,7 +6,7 @@ class NbtoolsError(Exception):
 
 
 class PlanError(NbtoolsError, ValueError):
-    """A training knob breaks its rule."""
+    """A training setting breaks its rule."""
 
 
 class DiskError(NbtoolsError):
@@ -34,7 +34,7 @@ class CheckpointError(NbtoolsError):
 
 
 class TrainError(NbtoolsError):
-    """Training cannot start or go on."""
+    """Training cannot start or continue."""
 
 
 class MissingExtra(NbtoolsError, ImportError):

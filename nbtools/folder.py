@@ -29,6 +29,7 @@ from nbtools.train import (
     refuse_fixed,
     task_name,
 )
+from nbtools.version import VERSION
 
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
 SAVE_SHARE = 0.05  # of the time that checkpoints at the ends of quick epochs may take, the best ones aside
@@ -119,7 +120,7 @@ def begin(folder: Path, pack: Pack, state: TrainState, advised: Plan | None = No
         disk.remove(folder / HISTORY)
         disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
         disk.write_atomic(folder / PLAN, state.plan.to_json())
-        index = {"version": 1, "id": uuid4().hex, "task": task_name(state.task)}
+        index = {"version": 1, "nbtools": VERSION, "id": uuid4().hex, "task": task_name(state.task)}
         disk.write_atomic(folder / checkpoint.INDEX, json.dumps(index))
     checkpoint.mark(folder, advised=(advised or state.plan).to_dict())
     checkpoint.save(folder, state, rows=0)

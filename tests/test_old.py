@@ -2,6 +2,7 @@
 below `old/`: `0.1.0` has packs of a toy (48 sequences) and of captchas (8 images), and a run of two epochs on the toy.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -44,3 +45,11 @@ def test_an_old_run_opens_predicts_and_resumes_on_the_old_pack(old, tmp_path):
     assert set(run.predict(files)) <= set("abcd")
     resumed = nb.fit(toy, pack, toy.PLAN.replace(epochs=4), old / "run", receipt=False, progress=False)
     assert [row["epoch"] for row in resumed.history.of("epoch")] == [0, 1, 2, 3]
+
+
+def test_what_is_written_now_names_its_maker(tmp_path, monkeypatch):
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+    pack = toy.pack(toy.demo(tmp_path / "raw", 40), into=tmp_path / "pack")
+    nb.fit(toy, pack, toy.PLAN.replace(epochs=1), tmp_path / "run", receipt=False, progress=False)
+    assert pack.manifest["nbtools"] == nb.__version__
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["nbtools"] == nb.__version__

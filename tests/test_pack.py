@@ -21,8 +21,10 @@ from torch.utils.data import DataLoader
 
 import nbtools as nb
 from nbtools import disk
-from nbtools.data import MANIFEST, SPLITS, Entry, Pack, Survey, build, build_pack, cache, split_of
+from nbtools.data import SPLITS, Entry, Pack, Survey, build, build_pack, cache, split_of
 from nbtools.errors import DiskError, PackError, StageError
+
+MANIFEST = "pack.json"
 
 
 @pytest.fixture(autouse=True)

@@ -156,7 +156,7 @@ def test_images_without_labels_labels_without_images_and_two_of_one_name_are_row
         (ERROR, "images/train/0.png", "image"),  # next to 0.jpg
     }
     assert (report.ok, report.errors, packed(source).manifest["bad"]) == (False, 4, 4)
-    with pytest.raises(PackError, match=r"a\.png: images differ .*got a\.jpg beside it; .*labels lie in labels/"):
+    with pytest.raises(PackError, match=r"a\.png: images differ .*got a\.jpg next to it; .*labels lie in labels/"):
         packed(tree(tmp_path / "both", {"a.jpg": photo(), "a.png": ids()}))
 
 

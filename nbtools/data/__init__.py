@@ -19,7 +19,6 @@ from nbtools.data.feed import (
     require_shared_memory,
 )
 from nbtools.data.pack import (
-    MANIFEST,
     SPLITS,
     Card,
     Pack,
@@ -36,7 +35,6 @@ from nbtools.data.stage import bar, in_notebook, stage
 
 __all__ = [
     "ERROR",
-    "MANIFEST",
     "SPLITS",
     "WARNING",
     "Card",

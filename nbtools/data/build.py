@@ -3,7 +3,7 @@
 A task says what its samples are (`survey`) and how to read one (`read`); the rest is the same for all tasks. Samples
 are decoded in parallel, a chunk at a time, so that memory does not grow with the data. What cannot be used is listed in
 one table, never dropped in silence. Interrupted packing resumes: the `.part` folder keeps what was decoded, and a
-journal says how far that is.
+journal records how far that is.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ JOURNAL = "journal.jsonl"
 
 @dataclass(frozen=True)
 class Entry:
-    """One sample to read. name: its file, relative to the source; split: what the source says, if anything.
+    """One sample to read. name: its file, relative to the source; split: the source's own, None where it has none.
 
-    label: a number or an array of numbers, which becomes the column `label`; None where `read` gives it, if anybody.
+    label: a number or an array of numbers, which becomes the column `label`; None where `read` gives it, or there is
+    none.
     """
 
     name: str
@@ -77,12 +78,14 @@ class Entry:
 class Survey:
     """What a task finds in a source without decoding it.
 
-    options: all that `read` and `run.predict` need to know, what was asked for and what the files say; None: what was
-    asked for. ragged: columns whose samples differ in their first dimension; bucket_by: the one that groups batches.
-    bad: (file, value, rule, fix) of what cannot be used. facts: more for the manifest.
-    drawn: every entry has its split already. By default entries without one are divided by a hash of their names.
-    check: raises PackError(value, rule, fix) for a sample that has to be left out once it is decoded; may run in
-    several threads at once. count: (columns, ids to train on) → how many of each class, by what they are classes of.
+    entries: the samples to read, in the pack's order.
+    options: what `read` and `run.predict` need, completed by a look at the files; None: as they were asked for.
+    ragged: columns whose samples differ in their first dimension; bucket_by: the one whose length groups batches.
+    bad: (file, value, rule, fix) of each file that cannot be used.
+    facts: what else the manifest records.
+    drawn: every entry has its final split; else those without one get theirs by a hash of their names.
+    check: raises PackError(value, rule, fix) for a decoded sample that has to be left out; called by several threads.
+    count: (columns, ids of training samples) → the samples of each class, by what they are classes of.
     """
 
     entries: Sequence[Entry]
@@ -114,12 +117,12 @@ def build_pack(
     """The pack of a source, opened where it is finished.
 
     source: anything `stage` takes, or a pack (a folder, or the one file that `Pack.keep` wrote).
-    options: what was asked for, as JSON takes it: with val, test and the source's files it tells packs apart, and
-    `survey(folder, {**options, "val": val, "test": test})` gets it.
-    read: `read(path, options)` → the arrays of one sample, called by several threads, later also to read the raw files.
-    It refuses a file by PackError(value, rule, fix); what decoders raise on damage counts too. reader: where a sample
-    of a source cannot be read without the rest of it, `reader(folder)` gives what to call in place of `read`, pickled
-    for workers.
+    options: what was asked for, as JSON takes it. With val, test and the source's files it identifies the pack.
+    survey: `survey(folder, {**options, "val": val, "test": test})`, called for a pack that is made anew.
+    read: `read(path, options)` → the arrays of one sample; called by several threads, and later for the raw files. It
+    refuses a file by PackError(value, rule, fix); what decoders raise on damage counts as that too.
+    reader: where a sample cannot be read without the rest of its source, `reader(folder)` returns what to call in place
+    of `read`; workers get it pickled.
     val, test: shares of the samples without a split of their own, or whole numbers for exactly so many.
     into: a folder of the pack's own; by default one under the cache, named by task, options and the source's files.
     in_place: an archive stays one file, `folder` leads into it, and `read` gets paths through it,
@@ -176,8 +179,8 @@ def finished(target: Path, task: str, key: str) -> bool:
 
 
 def made_from(pack: Pack) -> Path | None:
-    """What a kept pack was made from, where that is still on this machine and unchanged: the receipt can then measure
-    the raw files too."""
+    """The source of a kept pack, where it is still on this machine and unchanged: the receipt can then measure the raw
+    files too."""
     made = pack.manifest
     source = Path(made.get("source", ""))
     try:
@@ -189,7 +192,8 @@ def made_from(pack: Pack) -> Path | None:
 
 @contextmanager
 def unfinished(part: Path) -> Iterator[Path]:
-    """A pack's folder while it is made. It outlives what is no fault of the data, for the next call to resume."""
+    """A pack's folder while it is made. It stays after any error that is not the data's fault, for the next call to
+    resume."""
     if not (part / JOURNAL).exists():
         disk.remove(part)
     disk.make_folder(part)
@@ -355,7 +359,7 @@ class Writer:
         return Column("fixed", array.dtype.str, array.shape)
 
     def note_chunk(self, done: int, names: int, bad: int) -> None:
-        """Write a chunk into the journal, once the arrays' bytes are on disk. names, bad: how many came before it."""
+        """Record a chunk in the journal, once the arrays' bytes are on disk. names, bad: how many came before it."""
         for file in self.files.values():
             disk.sync(file)
         note = {

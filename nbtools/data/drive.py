@@ -204,7 +204,7 @@ def files_in_folder(folder_id: str) -> dict[str, str]:
 
 
 def complaint(page: str) -> str:
-    """What a web page that came instead of an archive says, quota or permission, and what to do about it."""
+    """Why a web page came instead of an archive, quota or permission, and what to do about it."""
     title = re.search(r"(?is)<title[^>]*>(.*?)</title>", page)
     name = " ".join(html.unescape(title[1]).split())[:80] if title else "untitled"
     text = re.sub(r"(?is)<(script|style)\b.*?</\1>|<[^>]*>", " ", page)

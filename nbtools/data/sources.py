@@ -1,7 +1,7 @@
-"""Where data comes from: one small class a kind of source. A new kind is a subclass of Source and nothing else.
+"""Where data comes from: one small class per kind of source. A new kind is a subclass of Source and nothing else.
 
-What is fetched goes into a `.part` that the next call resumes: free space is known first, a stop loses nothing, and
-every write goes through `disk`.
+What is fetched goes into a `.part` that the next call resumes: free space is known first, an interrupted download loses
+nothing, and every write goes through `disk`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Progress = Callable[[int], object]  # called with the bytes that came
 
 
 class Source:
-    """A place that data comes from. Subclasses are asked in turn, the last defined first, whether they know a text.
+    """A place that data comes from. Subclasses are asked in turn, the last defined first, whether a text is theirs.
 
-    text: what the user wrote; origin: what tells it from all other sources; name: of the archive or folder there.
-    here: where it can be read fast already, if anywhere; it is then fetched only if a copy is asked for.
-    size: bytes to fetch, known once version() was called; None where nobody tells.
+    text: what the user wrote; origin: what distinguishes it from all other sources; name: of the archive or folder.
+    here: its path on local disk, if it is there; it is then fetched only where a copy is asked for.
+    size: bytes to fetch, known after version(); None where the server does not announce it.
     """
 
     kinds: ClassVar[list[type[Source]]] = []
@@ -62,7 +62,7 @@ class Source:
         return None
 
     def version(self) -> str:
-        """What changes whenever the content does; a part of another version is not resumed."""
+        """A text that changes whenever the content does: a `.part` of another version is not resumed."""
         raise NotImplementedError
 
     def hint(self) -> str:
@@ -300,7 +300,7 @@ class Announced:
 
 
 class Dropped(Exception):
-    """A connection ended early; the next one goes on from there."""
+    """A connection ended early; the next one resumes from there."""
 
 
 def probe(url: str) -> Announced:
@@ -324,7 +324,7 @@ def probe(url: str) -> Announced:
 def download(file: Announced, part: Path, progress: Progress) -> None:
     """Append what is missing of a file to `part`; five connections in a row without a byte are an error."""
     if file.size is None:
-        disk.remove(part)  # nothing tells whether it was whole
+        disk.remove(part)  # whether it was whole cannot be known
     progress(bytes_in(part))
     tries, reason = 0, ""
     while tries < TRIES:

@@ -13,7 +13,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +90,13 @@ def pack(
     Raises PackError if nothing can be used. What is wrong with single files, `validate` reports too.
     """
     asked = requested(size, fit, channels, classes, ignore, labels)
-    reader = partial(Reader, labels=labels)
-    return build_pack(
-        source, "segment", asked, survey, read, reader=reader, val=val, test=test, into=into, progress=progress
-    )
+    reader = cache(partial(Reader, labels=labels))  # surveys the folder once, for the pack and for its samples
+
+    def found(folder: Path, asked: Mapping[str, Any]) -> Survey:
+        return survey(folder, asked, reader(folder).contents)
+
+    more = {"val": val, "test": test, "into": into, "progress": progress}
+    return build_pack(source, "segment", asked, found, read, reader=reader, **more)
 
 
 def requested(
@@ -139,8 +142,10 @@ def ignored(ignore: Ignored) -> list[int | str]:
 # What a folder holds, and the options that follow from it
 
 
-def survey(folder: Path, asked: Mapping[str, Any]) -> Survey:
-    contents = contents_of(folder, asked["labels"])
+def survey(folder: Path, asked: Mapping[str, Any], contents: Contents | None = None) -> Survey:
+    """The labelled images of a folder, and the options that were left to the files. contents: what is in the folder, if
+    it is known already."""
+    contents = contents or contents_of(folder, asked["labels"])
     options = completed(folder, contents, asked)
 
     def pixels(columns: Mapping[str, np.ndarray], ids: np.ndarray) -> dict[str, list[int]]:

@@ -194,7 +194,7 @@ def pair_by_name(paths: Iterable[Parsed], contents: Contents) -> None:
             key = "label" if path.is_label else "image"
             fix = "rename or delete one of them; labels lie in labels/, or are called a_mask.png next to a.jpg"
             rule = f"{key}s differ in more than their endings"
-            contents.rows.append(Row(key, rule, f"{other.name} beside it", fix, file=path.name))
+            contents.rows.append(Row(key, rule, f"{other.name} next to it", fix, file=path.name))
     listed = {found.label for found in contents.labelled.values()}
     for key, label in by_key[True].items():
         if image := by_key[False].get(key):
