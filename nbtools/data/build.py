@@ -172,7 +172,10 @@ def finished(target: Path, task: str, key: str) -> bool:
     if (target / MANIFEST).is_file():
         if of_task(Pack.open(target), task).manifest.get("key") == key:
             return True
-        raise PackError(f"{target} holds a pack of other files or options; delete it, or choose another folder")
+        raise PackError(
+            f"{target} holds a pack of other files or options, or of an older nbtools; delete it, or choose another "
+            "folder"
+        )
     if target.exists() and not (target.is_dir() and not os.listdir(target)):
         raise PackError(f"{target} is no pack and not empty; choose a new folder for the pack")
     return False
