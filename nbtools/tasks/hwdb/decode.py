@@ -15,13 +15,12 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nbtools import table
 from nbtools.data import Pack, collate
 from nbtools.errors import NbtoolsError, PlanError
 from nbtools.tasks.common.ctc import BLANK
@@ -30,6 +29,9 @@ from nbtools.tasks.hwdb.formats import UNKNOWN
 from nbtools.tasks.hwdb.language_model import NGram
 from nbtools.tasks.hwdb.task import batch
 from nbtools.train import autocast
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 CANDIDATES, LEAST = 20, 1e-5
 LOWEST = np.finfo(np.float32).min  # of a log-probability that is not -inf
@@ -310,24 +312,19 @@ class Tuned:
         return self.cers[self.alpha, self.beta]
 
     @property
-    def headers(self) -> list[str]:
-        return ["alpha", *(f"beta {beta:g}" for beta in dict.fromkeys(beta for _, beta in self.cers))]
+    def table(self) -> pd.DataFrame:
+        """CER in percent: a row an alpha, a column a beta."""
+        import pandas as pd
 
-    def rows(self) -> list[list[str]]:
-        rows: dict[float, list[str]] = {}
-        for (alpha, _), cer in self.cers.items():
-            rows.setdefault(alpha, [f"{alpha:g}"]).append(f"{100 * cer:.2f} %")
-        return list(rows.values())
-
-    @property
-    def caption(self) -> str:
-        return f"CER {100 * self.cer:.2f} % with alpha {self.alpha:g} and beta {self.beta:g}"
+        index = pd.MultiIndex.from_tuples(self.cers, names=["alpha", "beta"])
+        return (100 * pd.Series(list(self.cers.values()), index)).unstack().round(2)
 
     def __str__(self) -> str:
-        return f"{self.caption}\n{table.text(self.headers, self.rows())}"
+        return f"CER {100 * self.cer:.2f} % with alpha {self.alpha:g} and beta {self.beta:g}\n{self.table}"
 
     def _repr_html_(self) -> str:
-        return table.html(self.headers, self.rows(), self.caption)
+        caption, _, _ = str(self).partition("\n")
+        return f"<p>{caption}</p>{self.table.to_html()}"
 
 
 def tune(
