@@ -3,7 +3,7 @@
 #
 # {badge}
 #
-# Brings handwritten lines (CASIA-HWDB pages, or any folder of line images with a list of their texts) to fast local
+# Fetches handwritten lines (CASIA-HWDB pages, or any folder of line images with a list of their texts) to fast local
 # disk, checks each one, and packs them scaled and as ink into a form that a GPU never waits for. 50,000 lines become a
 # handful of files. Without data of your own it writes some pages in the same format. The pack is kept on your Drive as
 # one file.
@@ -34,8 +34,8 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 
 # %% [markdown]
 # ## A font for the demo
-# On Colab this brings a Chinese font, so that the demo writes real characters. Elsewhere the demo takes one that is
-# installed; where there is none it invents characters, strokes from a seed, and says so.
+# On Colab this installs a Chinese font, so that the demo writes real characters. Elsewhere the demo uses one that is
+# installed; where there is none, shapes drawn from a seed stand for the characters, and it says so.
 
 # %%
 if RAW is None and "COLAB_RELEASE_TAG" in os.environ:
@@ -43,9 +43,9 @@ if RAW is None and "COLAB_RELEASE_TAG" in os.environ:
     # !apt-get install -qq fonts-lxgw-wenkai > /dev/null
 
 # %% [markdown]
-# ## Bring it here
-# Staging checks free space first, resumes after a break, verifies what came, and appears all at once or not at all. A
-# second call is instant. The demo gets a page planted that is cut off, because real data has them too.
+# ## Fetch it
+# Staging checks free space first, resumes after an interruption, verifies what came, and publishes all of it or nothing.
+# A second call is instant. One page of the demo is cut off, because real data has such pages too.
 
 # %%
 import nbtools as nb

@@ -4,8 +4,8 @@
 # {badge}
 #
 # Says how well the trained network reads writers that it has never seen: which characters it confuses, which lines are
-# worst, whether long lines or rare characters are the trouble, and what a language model of characters brings over
-# reading greedily. Without a trained run on your Drive it trains a short one first.
+# worst, whether long lines or rare characters are the trouble, and what a language model of characters adds to greedy
+# decoding. Without a trained run on your Drive it trains a short one first.
 #
 # **GPU:** none needed. **Measured:** 16 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation
 # aside, after `2_train`.
@@ -31,7 +31,7 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 
 # %% [markdown]
 # ## The data and the run
-# Whatever is missing on Drive is said, and made here on a small scale, so that this notebook runs by itself.
+# What is missing on Drive is named, and made here on a small scale, so that this notebook runs by itself.
 
 # %%
 import nbtools as nb
@@ -100,7 +100,7 @@ hwdb.by_frequency(truth, read, hwdb.frequencies(pack))
 
 # %% [markdown]
 # ## A language model
-# Greedy reading takes the best class of every step by itself. A language model knows which character follows which.
+# Greedy decoding takes the best class of every step by itself. A language model knows which character follows which.
 # Perplexity is how many characters it hesitates between, on lines that it has not seen; without a model that is all of
 # them.
 
