@@ -222,7 +222,7 @@ class Linear(nn.Module):
 def test_new_writers_are_read_by_the_advised_plan_and_not_by_a_linear_model(tmp_path, monkeypatch):
     """The demo's promise: CER ≤ 0.25 on writers held out, where a linear model reads less than half as many right."""
     monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
-    pages = hwdb.demo(tmp_path / "pages", 900, characters=20)
+    pages = hwdb.demo(tmp_path / "pages", 900, characters=30)
     pack = hwdb.pack(pages, height=32, into=tmp_path / "pack", progress=False)
     plan = nb.advise(hwdb, pack, measure=False).plan
     linear: Any = SimpleNamespace(**{name: getattr(hwdb, name) for name in hwdb.__all__} | {"model": Linear})

@@ -35,7 +35,7 @@ HELD = 5  # every fifth writer is a test writer, as 1,015 of 5,091 pages of HWDB
 HEAD = 8  # added to a rank of Zipf's law: the rarest of 60 characters still occurs once in 500
 FOLLOWERS, FAITHFUL = 5, 0.7  # characters that mostly come after a given one, and how often it is one of them
 GRAMMAR, HAND, TEXT = 1, 2, 3  # streams of random numbers
-COSINES, BEND, HABIT = 4, 0.05, 0.7  # of a cell, before it falls off with the frequency; share that is the writer's own
+COSINES, BEND, HABIT = 4, 0.065, 0.7  # BEND: of a cell, falls with the frequency; HABIT: the writer's own share
 FAINTEST, PAPER = 40, 200  # ink below it is no edge of a character; grey from which on there is no ink
 
 
@@ -189,8 +189,8 @@ class Writer:
 
     def __init__(self, seed: int, number: int, count: int, variation: float):
         rng = np.random.default_rng([seed, HAND, number])
-        wide, tall = np.exp(variation * rng.uniform(-0.14, 0.10, 2))
-        slant, turn = variation * rng.normal(0, (0.14, 0.03))
+        wide, tall = np.exp(variation * rng.uniform(-0.2, 0.12, 2))
+        slant, turn = variation * rng.normal(0, (0.17, 0.04))
         self.matrix = np.array([[1 / wide, slant], [turn, 1 / tall]])
         self.habits = cosines(rng, count, HABIT * variation)
         self.level = 0.42 + variation * rng.uniform(-0.12, 0.12)
@@ -208,7 +208,7 @@ class Writer:
         gaps = size * (self.gap + self.variation * rng.normal(0, 0.04, count))
         steps = np.maximum(np.maximum(right - left, 0.45 * size) + gaps, 1)
         starts = np.round(np.cumsum(steps) - steps).astype(int)
-        drift = self.slope * starts + size * self.variation * rng.normal(0, 0.03, count)
+        drift = self.slope * starts + size * self.variation * rng.normal(0, 0.04, count)
         tops = np.round(drift - drift.min()).astype(int)
         canvas = np.zeros((tops.max() + size, starts[-1] + size), np.uint8)
         for cell, top, start, first, last in zip(cells, tops, starts, left, right, strict=True):

@@ -44,8 +44,8 @@ if RAW is None and "COLAB_RELEASE_TAG" in os.environ:
 
 # %% [markdown]
 # ## Fetch it
-# Staging checks free space first, resumes after an interruption, verifies what came, and publishes all of it or nothing.
-# A second call is instant. One page of the demo is cut off, because real data has such pages too.
+# Staging checks free space first, resumes after an interruption, verifies what came, and publishes it whole or not at
+# all. A second call is instant. One page of the demo is cut off, because real data has such pages too.
 
 # %%
 import nbtools as nb
