@@ -72,9 +72,8 @@ class Stepper:
     """A model of its own in training, at an lr that moves no weight unless it is `learning`.
 
     feed: one that is open, for several to share; None: the plan's. clock: what turns are timed by; None: the clock on
-    the wall. act: what makes a
-    step; `nbtools.train.attempt` where running out of memory is an answer, and not to be met with smaller
-    micro-batches. Raises TrainError where training could not start.
+    the wall. act: what makes a step; `nbtools.train.attempt` where running out of memory is an answer, and not to be
+    met with smaller micro-batches. Raises TrainError where training could not start.
     """
 
     def __init__(
