@@ -74,8 +74,18 @@ def notebook(name: str, address: str) -> NotebookNode:
     cells = []
     for cell in jupytext.reads(text, fmt="py:percent").cells:
         make = nbformat.v4.new_code_cell if cell.cell_type == "code" else nbformat.v4.new_markdown_cell
-        cells.append(make(cell.source, id=identity(cell.source, {c.id for c in cells})))
+        made = make(cell.source, id=identity(cell.source, {c.id for c in cells}))
+        made.metadata.update({name: cell.metadata[name] for name in ("tags",) if name in cell.metadata})
+        cells.append(made)
     return nbformat.v4.new_notebook(cells=cells, metadata=METADATA)
+
+
+def with_parameters(made: NotebookNode, **values: object) -> NotebookNode:
+    """The notebook with other settings, in a cell below the one tagged `parameters`: as papermill does."""
+    place = next(i for i, cell in enumerate(made.cells) if "parameters" in cell.metadata.get("tags", ()))
+    lines = "\n".join(f"{name} = {value!r}" for name, value in values.items())
+    made.cells.insert(place + 1, nbformat.v4.new_code_cell(lines, id="parameters"))
+    return made
 
 
 def identity(source: str, taken: set[str]) -> str:

@@ -43,7 +43,6 @@ class Machine:
             "COLAB_RELEASE_TAG": "release-colab_stand-in",
             **({"COLAB_DRIVE": str(self.drive)} if self.drive else {}),
             "NBTOOLS_CACHE": str(self.folder / "cache"),
-            "NBTOOLS_TINY": "1",
             "OMP_NUM_THREADS": "1",
             "PATH": f"{COLAB / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(COLAB),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from notebooks import build
+from notebooks import build, execute
 from tests import fresh
 from tests.kernels import started
 
@@ -34,7 +34,7 @@ def run_all(name: str, folder: Path, drive: Path | None, stack: str, source: str
     """(what a notebook said, packages that it installed) on a new machine. Fails where pip replaced one."""
     machine = fresh.machine(folder, drive, stack)
     before = machine.installed()
-    ran = machine.run(fresh.with_settings(build.notebook(name, ADDRESS), SOURCE=source))
+    ran = machine.run(fresh.with_settings(execute.tiny(name), SOURCE=source))
     assert all(cell.execution_count for cell in ran.cells if cell.cell_type == "code" and cell.source)
     after = machine.installed()
     assert before.items() <= after.items(), "a package of the machine's own was replaced"
@@ -95,7 +95,7 @@ def test_where_drive_is_declined_run_all_goes_on_and_nothing_is_kept(name, tmp_p
 
 def installing(source: str) -> list[str]:
     """The install cells of a notebook with a SOURCE, and one more."""
-    made = fresh.with_settings(build.notebook("0_start_here", ADDRESS), SOURCE=source)
+    made = fresh.with_settings(execute.tiny("0_start_here"), SOURCE=source)
     code = [cell.source for cell in made.cells if cell.cell_type == "code"]
     last = next(place for place, source in enumerate(code) if "pip" in source and "subprocess.run" in source)
     return [*code[: last + 1], "import nbtools; print('went on with', nbtools.__file__)"]

@@ -59,7 +59,7 @@ def test_a_notebook_carries_no_outputs_and_no_widget_state(name):
     assert "widgets" not in made["metadata"]
     assert len({cell["id"] for cell in made["cells"]}) == len(made["cells"])
     for cell in made["cells"]:
-        assert cell["metadata"] == {}
+        assert cell["metadata"] in ({}, {"tags": ["parameters"]})
         assert not cell.get("outputs")
         assert cell.get("execution_count") is None
 
@@ -101,7 +101,7 @@ def alone(tmp_path_factory, pool):
 
 def machine(name: str, folder: Path):
     (folder / "drive").mkdir()
-    return execute.execute(name, folder, folder / "drive", tiny=True)
+    return execute.execute(execute.tiny(name), folder, folder / "drive", threads=1)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith(fresh.PARTS[0])])
@@ -121,7 +121,9 @@ def chain(task: str, folder: Path) -> list[str]:
     outputs = []
     for part in fresh.PARTS:
         (folder / part).mkdir()
-        outputs.append(fresh.text(execute.execute(f"{task}/{part}", folder / part, folder / "drive", tiny=True)))
+        outputs.append(
+            fresh.text(execute.execute(execute.tiny(f"{task}/{part}"), folder / part, folder / "drive", threads=1))
+        )
     return outputs
 
 
@@ -135,16 +137,17 @@ def machine_of_mine(tmp_path, monkeypatch):
     """A machine with a Drive, in this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("COLAB_RELEASE_TAG", raising=False)
-    for name, value in {"NBTOOLS_TINY": "1", "NBTOOLS_CACHE": "cache", "NBTOOLS_DRIVE": "drive"}.items():
-        monkeypatch.setenv(name, value if name.endswith("TINY") else str(tmp_path / value))
+    for name, value in {"NBTOOLS_CACHE": "cache", "NBTOOLS_DRIVE": "drive"}.items():
+        monkeypatch.setenv(name, str(tmp_path / value))
     return tmp_path
 
 
 def with_data(name: str, **settings: object) -> dict:
     """The names in a notebook after its cell that opens the pack, with other settings."""
-    made = fresh.with_settings(build.notebook(name, ADDRESS), **settings)
-    code = [cell.source for cell in made.cells if cell.cell_type == "code"]
-    first = next(place for place, source in enumerate(code) if "TINY = " in source)
+    made = fresh.with_settings(execute.tiny(name), **settings)
+    cells = [cell for cell in made.cells if cell.cell_type == "code"]
+    code = [cell.source for cell in cells]
+    first = next(place for place, cell in enumerate(cells) if "tags" in cell.metadata)
     last = next(place for place, source in enumerate(code) if ".pack(" in source)
     names: dict = {}
     for source in code[first : last + 1]:
@@ -229,8 +232,8 @@ def test_a_kept_pack_on_the_machine_that_made_it_still_has_its_raw_data(task, ma
 
 def test_signs_without_features_skip_the_gru_and_are_still_compared(tmp_path):
     demo("sign", tmp_path / "mine")
-    notebook = fresh.with_settings(build.notebook("sign/2_train", ADDRESS), RAW=str(tmp_path / "mine"), KEEP=None)
-    tiny = {**os.environ, "NBTOOLS_TINY": "1", "NBTOOLS_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    notebook = fresh.with_settings(execute.tiny("sign/2_train"), RAW=str(tmp_path / "mine"), KEEP=None)
+    tiny = {**os.environ, "NBTOOLS_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         ran = process.submit(execute.run, notebook, tmp_path, tiny).result()
     assert "The GRU is skipped" in fresh.text(ran)

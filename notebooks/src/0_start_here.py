@@ -14,12 +14,9 @@
 # ## Settings
 # All that you may want to change, in one place.
 
-# %%
-import os
-
-TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
-COUNT = 300 if TINY else 1500  # images to make for the first run
-EPOCHS = 1 if TINY else 6
+# %% tags=["parameters"]
+COUNT = 1500  # images to make for the first run
+EPOCHS = 6
 
 # %% [markdown]
 # ## The machine

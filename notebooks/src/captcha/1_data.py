@@ -17,13 +17,12 @@
 # `RAW` may be a folder, an archive (tar, tar.gz, tar.xz, zip), `drive:…` for a path in your Drive, or a Drive link.
 # An image's text is its file name up to the first `_`: `7402_a.png` reads 7402.
 
-# %%
+# %% tags=["parameters"]
 import os
 
 RAW = None  # "drive:datasets/captcha.tar"; None: make demo images
 KEEP = "drive:nbtools-data/captcha.tar"  # where the pack is kept; None: nowhere
-TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
-COUNT = 300 if TINY else 6000  # demo images
+COUNT = 6000  # demo images
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 

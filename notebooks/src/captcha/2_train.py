@@ -17,7 +17,7 @@
 # ## Settings
 # `CHANGES` is what you want otherwise than advised: `{"epochs": 20, "batch_size": 256}`.
 
-# %%
+# %% tags=["parameters"]
 import os
 
 RAW = None  # your data as in 1_data: "drive:datasets/captcha.tar", a folder, an archive or a link
@@ -25,9 +25,9 @@ PACK = None  # or a pack of your own; None: the one that 1_data kept, otherwise 
 RUN = "runs/captcha"  # on this machine, fast
 KEEP = "drive:nbtools-data/runs/captcha"  # checkpoints go there in the background; None: nowhere
 RELEASE_GPU = False  # True: on Colab give the machine back when training ends, so that it costs no more
-TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
-COUNT = 300 if TINY else 6000  # demo images
-CHANGES = {"epochs": 1, "warmup_epochs": 0.0} if TINY else {}
+COUNT = 6000  # demo images
+MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
+CHANGES = {}
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 
@@ -58,7 +58,7 @@ pack
 # beside it; what was not measured says whose rule of thumb it is. The last line is the verdict.
 
 # %%
-advice = nb.advise(captcha, pack, measure=not TINY)
+advice = nb.advise(captcha, pack, measure=MEASURE)
 advice
 
 # %% [markdown]
@@ -77,7 +77,7 @@ panel
 
 # %%
 panel.put(panel.plan.replace(**CHANGES))
-run = nb.fit(captcha, pack, panel, run=RUN, keep=KEEP, receipt=not TINY, release_gpu=RELEASE_GPU)
+run = nb.fit(captcha, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_gpu=RELEASE_GPU)
 
 # %% [markdown]
 # ## What came out

@@ -14,15 +14,14 @@
 # %% [markdown]
 # ## Settings
 
-# %%
+# %% tags=["parameters"]
 import os
 
 PACK = None  # a pack of your own; None: the one that 1_data kept, otherwise demo images
 RUN = None  # another run; None: the one that 2_train kept, otherwise a short one
 FILES = []  # images of your own to read, e.g. ["mine.png"]; empty: a few fresh demo images
 EXPORT = "captcha-model"
-TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
-COUNT, EPOCHS = (300, 1) if TINY else (3000, 10)  # of the short run, where there is no other
+COUNT, EPOCHS = 3000, 10  # of the short run, where there is no other
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 

@@ -20,15 +20,14 @@
 # `name,text` on each line, and `chars_list.txt`. 128 pixels of height is what the guide's network reads; 32 is enough
 # for a network that a CPU can train.
 
-# %%
+# %% tags=["parameters"]
 import os
 
 RAW = None  # "drive:datasets/hwdb_full.tar"; None: write demo pages
 HEIGHT = 32  # 128 on a GPU
 CHARACTERS = 60  # of the demo, each in its own shape
 KEEP = "drive:nbtools-data/hwdb.tar"  # where the pack is kept; None: nowhere
-TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
-COUNT = 240 if TINY else 6000  # demo lines
+COUNT = 6000  # demo lines
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 

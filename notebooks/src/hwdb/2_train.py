@@ -18,7 +18,7 @@
 # ## Settings
 # `CHANGES` is what you want otherwise than advised: `{"epochs": 20, "network": "crnn"}`.
 
-# %%
+# %% tags=["parameters"]
 import os
 
 RAW = None  # your data as in 1_data: "drive:datasets/hwdb_full.tar", a folder, an archive or a link
@@ -26,9 +26,9 @@ PACK = None  # or a pack of your own; None: the one that 1_data kept, otherwise 
 HEIGHT = 32  # as in 1_data
 RUN = "runs/hwdb"  # on this machine, fast
 KEEP = "drive:nbtools-data/runs/hwdb"  # checkpoints go there in the background; None: nowhere
-TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
-COUNT = 240 if TINY else 6000  # demo lines
-CHANGES = {"epochs": 1, "warmup_epochs": 0.0} if TINY else {}
+COUNT = 6000  # demo lines
+MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
+CHANGES = {}
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 
@@ -59,7 +59,7 @@ pack
 # pack. Every field has its reason beside it; what was not measured says whose rule of thumb it is.
 
 # %%
-advice = nb.advise(hwdb, pack, measure=not TINY)
+advice = nb.advise(hwdb, pack, measure=MEASURE)
 advice
 
 # %% [markdown]
@@ -77,7 +77,7 @@ panel
 
 # %%
 panel.put(panel.plan.replace(**CHANGES))
-run = nb.fit(hwdb, pack, panel, run=RUN, keep=KEEP, receipt=not TINY)
+run = nb.fit(hwdb, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE)
 
 # %% [markdown]
 # ## What came out

@@ -17,15 +17,14 @@
 # `LANGUAGE` is a text file of the language that your lines are written in, one line of text a line, for the language
 # model; without one the training lines' own texts serve.
 
-# %%
+# %% tags=["parameters"]
 import os
 
 PACK = None  # a pack of your own; None: the one that 1_data kept, otherwise demo pages
 RUN = None  # another run; None: the one that 2_train kept, otherwise a short one
 LANGUAGE = None  # "drive:texts/chinese.txt"
 FILES = []  # lines of your own to read: images, or pages as "page.dgrl#3"
-TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
-COUNT, EPOCHS = (240, 1) if TINY else (3000, 4)  # of the short run, where there is no other
+COUNT, EPOCHS = 3000, 4  # of the short run, where there is no other
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 

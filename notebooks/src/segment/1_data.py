@@ -20,14 +20,13 @@
 # `OPTIONS` says what the labels' numbers mean, and how large the packed images are, where the source does not:
 # `{"classes": ["background", "garment"], "ignore": [2], "size": (384, 384)}`.
 
-# %%
+# %% tags=["parameters"]
 import os
 
 RAW = None  # "drive:datasets/garments.tar"; None: make demo images
 OPTIONS = {}
 KEEP = "drive:nbtools-data/segment.tar"  # where the pack is kept; None: nowhere
-TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
-COUNT, SIDES = (28, (48, 48)) if TINY else (1400, (128, 96))  # demo images, and their height and width in pixels
+COUNT, SIDES = 1400, (128, 96)  # demo images, and their height and width in pixels
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 

@@ -17,17 +17,16 @@
 # `CHANGES` overrides the advice. Here it shortens the demo's training from half an hour to minutes; write `{}` for data
 # of your own.
 
-# %%
+# %% tags=["parameters"]
 import os
 
 RAW = None  # your data as in 1_data: "drive:datasets/garments.tar", a folder, an archive or a link
 PACK = None  # or a pack of your own; None: the one that 1_data kept, otherwise demo images
 RUN, KEEP = "runs/segment", "drive:nbtools-data/runs/segment"  # on this machine, fast; and where checkpoints are kept
-TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
-COUNT, SIDES = (28, (48, 48)) if TINY else (1400, (128, 96))  # demo images, and their height and width in pixels
+COUNT, SIDES = 1400, (128, 96)  # demo images, and their height and width in pixels
 OPTIONS = {}  # of your data, as in 1_data
+MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
 CHANGES = {"epochs": 14, "warmup_epochs": 1.0, "scale_low": 0.8, "scale_high": 1.25, "jitter": 0.2}
-CHANGES |= {"epochs": 1, "warmup_epochs": 0.0} if TINY else {}
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 
@@ -48,7 +47,7 @@ pack
 # worth making.
 
 # %%
-advice = nb.advise(segment, pack, measure=not TINY)
+advice = nb.advise(segment, pack, measure=MEASURE)
 advice
 
 # %% [markdown]
@@ -72,7 +71,7 @@ segment.training_views(pack, pack.ids("train")[:3], panel.plan)
 # the end.
 
 # %%
-run = nb.fit(segment, pack, panel, run=RUN, keep=KEEP, receipt=not TINY)
+run = nb.fit(segment, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE)
 
 # %% [markdown]
 # ## Epoch by epoch

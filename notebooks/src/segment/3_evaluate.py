@@ -15,14 +15,13 @@
 # %% [markdown]
 # ## Settings
 
-# %%
+# %% tags=["parameters"]
 import os
 
 PACK = None  # a pack of your own; None: the one that 1_data kept, otherwise demo images
 RUN = None  # another run; None: the one that 2_train kept, otherwise a short one
 SPLIT = "test"  # "val" where there is no test split
-TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
-COUNT, SIDES, EPOCHS = (28, (48, 48), 1) if TINY else (700, (128, 96), 12)  # of the short run, where there is no other
+COUNT, SIDES, EPOCHS = 700, (128, 96), 12  # of the short run, where there is no other
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 

@@ -17,13 +17,12 @@
 # `RAW` may be a folder, an archive, `drive:…` for a path in your Drive, or a Drive link: of `train/` and `val/` with
 # `.npz` clips and a `labels.csv` (`file,gloss,cat`) each.
 
-# %%
+# %% tags=["parameters"]
 import os
 
 RAW = None  # "drive:datasets/signs.tar"; None: make demo clips
 KEEP = "drive:nbtools-data/sign.tar"  # where the pack is kept; None: nowhere
-TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
-COUNT, GLOSSES = (60, 6) if TINY else (600, 12)  # demo clips, of so many signs
+COUNT, GLOSSES = 600, 12  # demo clips, of so many signs
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 

@@ -16,17 +16,17 @@
 # ## Settings
 # `CHANGES` is what you want otherwise than advised: `{"epochs": 50, "mirror": 0.5}`.
 
-# %%
+# %% tags=["parameters"]
 import os
 
 RAW = None  # your data as in 1_data: "drive:datasets/signs.tar", a folder, an archive or a link
 PACK = None  # or a pack of your own; None: the one that 1_data kept, otherwise demo clips
 RUNS = "runs"  # on this machine, fast
 KEEP = "drive:nbtools-data/runs"  # checkpoints go there in the background; None: nowhere
-TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
-COUNT, GLOSSES = (60, 6) if TINY else (600, 12)  # demo clips, of so many signs
-CHANGES = {"epochs": 1, "warmup_epochs": 0.0} if TINY else {}
-MORE = {} if TINY else {"epochs": 18}  # half as many again as advised: the demo's signs differ by their order alone
+COUNT, GLOSSES = 600, 12  # demo clips, of so many signs
+MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
+CHANGES = {}
+MORE = {"epochs": 18}  # half as many again as advised: the demo's signs differ by their order alone
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 
@@ -47,7 +47,7 @@ pack
 # worth making.
 
 # %%
-advice = nb.advise(sign, pack, measure=not TINY)
+advice = nb.advise(sign, pack, measure=MEASURE)
 advice
 
 # %% [markdown]
@@ -63,7 +63,7 @@ panel
 
 # %%
 panel.put(panel.plan.replace(**{**MORE, **CHANGES}))
-run = nb.fit(sign, pack, panel, run=f"{RUNS}/sign", keep=KEEP and f"{KEEP}/sign", receipt=not TINY)
+run = nb.fit(sign, pack, panel, run=f"{RUNS}/sign", keep=KEEP and f"{KEEP}/sign", receipt=MEASURE)
 
 # %% [markdown]
 # ## Train the GRU

@@ -14,14 +14,13 @@
 # %% [markdown]
 # ## Settings
 
-# %%
+# %% tags=["parameters"]
 import os
 
 PACK = None  # a pack of your own; None: the one that 1_data kept, otherwise demo clips
 RUN = None  # another run: "drive:nbtools-data/runs/sign-gru"; None: the one that 2_train kept
 SPLIT = "val"  # "test" where there is one
-TINY = bool(os.environ.get("NBTOOLS_TINY"))  # the tests': everything so small that it takes seconds and means nothing
-COUNT, GLOSSES, EPOCHS = (60, 6, 1) if TINY else (400, 12, 20)  # of the short run, where there is no other
+COUNT, GLOSSES, EPOCHS = 400, 12, 20  # of the short run, where there is no other
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 
