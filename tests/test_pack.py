@@ -236,7 +236,7 @@ def test_the_second_call_opens_and_another_source_or_option_is_another_pack(plac
 def test_a_folder_of_the_packs_own_is_not_given_to_other_options(place):
     source = vectors(place / "raw")
     assert pack(source, into=place / "mine").folder == place / "mine"
-    with pytest.raises(PackError, match="mine holds a pack of other files or options, or of an older nbtools; delete it"):
+    with pytest.raises(PackError, match="mine holds a pack of other files or options, or of an older nbtools; delete"):
         pack(source, {"scale": 2}, into=place / "mine")
     (place / "full").mkdir()
     (place / "full" / "thesis.tex").write_text("mine")
