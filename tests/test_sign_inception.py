@@ -517,16 +517,6 @@ def test_a_file_that_holds_no_weights_is_refused_and_runs_no_code(tmp_path, monk
     assert not (tmp_path / "harmed").exists()
 
 
-def test_the_mark_tells_weights_and_cut_apart_and_no_more():
-    marks = [
-        Backbone(network(seed), crop=crop, frozen=frozen).mark()
-        for seed, crop, frozen in ((0, False, True), (0, False, False), (1, False, True), (0, True, True))
-    ]
-    turned = network().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    assert marks[0] == marks[1] == Backbone(turned).mark()
-    assert len(set(marks)) == 3
-
-
 @own_network
 def test_inception_gives_what_torchvisions_has_before_its_classifier(tmp_path):
     models = backbones.torchvision_models()

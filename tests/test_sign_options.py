@@ -12,17 +12,16 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import torch
 from PIL import Image
 
 import nbtools.tasks
 from nbtools import __main__ as arguments
 from nbtools.__main__ import TASK_COMMANDS, main, parser
-from nbtools.errors import PlanError
 from nbtools.tasks import sign
 from nbtools.train import device
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.usefixtures("one_thread")
 SCRIPT = """
 --amp --compile-model --auto-workers --auto-batch-size --enable-parallel --gradient-accumulation-steps --num-workers
 --pin-memory --weight-decay --grad-clip --scheduler --scheduler-patience --early-stop --resume --alpha --beta --kp-key
@@ -51,14 +50,6 @@ def data(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.getbasetemp() / "cache-of-options"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def train(data, run, *more: str) -> int:
@@ -121,16 +112,6 @@ def test_a_plateau_lowers_the_lr_and_an_early_stop_stops(data, tmp_path, capsys)
     assert found["lr"].iloc[-1] < 0.2 * found["lr"].iloc[0]
 
 
-def test_a_run_that_is_resumed_ends_where_one_that_was_not_does(data, tmp_path):
-    same = ["--schedule", "constant"]
-    assert train(data, tmp_path / "whole", "--epochs", "3", *same) == 0
-    assert train(data, tmp_path / "parts", "--epochs", "1", *same) == 0
-    assert train(data, tmp_path / "parts", "--epochs", "3", *same) == 0
-    whole, parts = rows(tmp_path / "whole"), rows(tmp_path / "parts")
-    for column in ("train_loss", "val_loss", "val_gloss_accuracy"):
-        assert whole[column].tolist() == parts[column].tolist()
-
-
 def test_few_epochs_have_little_warmup_and_the_gru_the_lr_that_it_learns_at(data, tmp_path, capsys):
     run = tmp_path / "run"
     asked = ["--data", str(data), "--run", str(run), "--network", "gru", "--no-receipt"]
@@ -153,19 +134,6 @@ def test_a_split_that_is_not_there_is_named_beside_those_that_are(data, tmp_path
     assert train(data, tmp_path / "run", "--epochs", "1") == 0
     assert main(["evaluate", "sign", "--data", str(data), "--run", str(tmp_path / "run")]) == 1
     assert "the test split is empty; choose one that is not (train: 30, val: 10)" in capsys.readouterr().err
-
-
-def test_a_loss_of_nothing_is_refused():
-    with pytest.raises(PlanError, match=r"Plan\.alpha and Plan\.beta must not both be 0"):
-        sign.Plan(alpha=0, beta=0)
-
-
-def test_alpha_and_beta_weigh_the_two_losses(data, tmp_path):
-    for name, weights in {"gloss": ("1", "0"), "category": ("0", "1"), "both": ("1", "1")}.items():
-        more = ["--epochs", "1", "--alpha", weights[0], "--beta", weights[1], "--lr", "1e-12", "--lr-rule", "none"]
-        assert train(data, tmp_path / name, *more) == 0
-    loss = {name: float(rows(tmp_path / name)["val_loss"].iloc[0]) for name in ("gloss", "category", "both")}
-    assert loss["both"] == pytest.approx(loss["gloss"] + loss["category"], rel=1e-5)
 
 
 def test_the_keys_choose_what_is_read(data, tmp_path, capsys):

@@ -562,6 +562,8 @@ def test_a_plan_for_the_gru_keeps_what_the_machine_decides(pack):
 def test_a_knob_outside_its_rule_is_refused_by_name(knob, value):
     with pytest.raises(PlanError, match=rf"Plan\.{knob} must be"):
         Plan(**{knob: value})
+    with pytest.raises(PlanError, match=r"Plan\.alpha and Plan\.beta must not both be 0"):
+        Plan(alpha=0, beta=0)
 
 
 def test_loss_stays_exact_in_bfloat16(pack):

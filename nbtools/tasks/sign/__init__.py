@@ -1,7 +1,7 @@
 """Sign language: clips of keypoints or features to a gloss and its category, by a Transformer or a GRU."""
 
 from nbtools.tasks.common.figures import confusion_figure as confused
-from nbtools.tasks.sign.data import pack, read, validate
+from nbtools.tasks.sign.data import pack, read, survey, validate
 from nbtools.tasks.sign.demo import demo
 from nbtools.tasks.sign.features import features
 from nbtools.tasks.sign.plans import BASELINE, PLAN, Plan, suggest, with_gru, with_network
@@ -51,6 +51,7 @@ __all__ = [
     "show",
     "stream",
     "suggest",
+    "survey",
     "text_of",
     "validate",
     "with_gru",
