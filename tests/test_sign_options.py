@@ -1,11 +1,14 @@
 """Every option of the guide's script has a place here, and does what it says."""
 
+import io
 import json
 import pkgutil
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,14 +50,15 @@ def data(tmp_path_factory):
     return sign.demo(tmp_path_factory.mktemp("raw"), 40, glosses=4, features=True, frames=(10, 16))
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.getbasetemp() / "cache-of-options"))
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def train(data, run, *more: str) -> int:
-    quick = ["--no-receipt", "--network", "gru", "--warmup-epochs", "0"]
-    return main(["train", "sign", "--data", str(data), "--run", str(run), *quick, *more])
+    return main(["train", "sign", *asked(data, run), "--warmup-epochs", "0", *more])
 
 
 def rows(run) -> pd.DataFrame:
@@ -75,15 +79,40 @@ def test_what_the_readme_names_is_an_option_here(line):
     assert parsed.task == "sign"
 
 
-def test_the_column_names_of_the_log_are_the_scripts_but_for_two(data, tmp_path):
-    assert train(data, tmp_path / "run", "--epochs", "2") == 0
-    found = rows(tmp_path / "run").rename(
-        columns={"val_gloss_accuracy": "val_gloss_acc", "val_cat_accuracy": "val_cat_acc"}
-    )
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    """(the folder of a run of two epochs, what the terminal said)."""
+    run = tmp_path_factory.mktemp("runs") / "run"
+    with redirect_stderr(io.StringIO()) as said:
+        assert main(["train", "sign", *asked(data, run), "--epochs", "2"]) == 0
+    return run, said.getvalue()
+
+
+def asked(data, run) -> list[str]:
+    return ["--data", str(data), "--run", str(run), "--network", "gru", "--no-receipt"]
+
+
+def test_the_column_names_of_the_log_are_the_scripts_but_for_two(trained):
+    found = rows(trained[0]).rename(columns={"val_gloss_accuracy": "val_gloss_acc", "val_cat_accuracy": "val_cat_acc"})
     assert set(COLUMNS) <= set(found.columns)
     if device.pick().type == "cuda":
         assert set(ON_A_GPU) <= set(found.columns)
     assert found["epoch"].tolist() == [0, 1]
+
+
+def test_few_epochs_have_little_warmup_and_the_gru_the_lr_that_it_learns_at(data, trained, tmp_path):
+    before, said = trained
+    plan = json.loads((before / "plan.json").read_text())
+    assert (plan["lr"], plan["epochs"], plan["warmup_epochs"]) == (3e-3, 2, 0.2)
+    assert "warmup_epochs 20 → 0.2" in said
+    run = Path(shutil.copytree(before, tmp_path / "run"))
+    assert main(["train", "sign", *asked(data, run), "--epochs", "3"]) == 0
+    assert json.loads((run / "plan.json").read_text())["warmup_epochs"] == 0.2  # a resumed run keeps its own
+
+
+def test_a_split_that_is_not_there_is_named_with_those_that_are(data, trained, capsys):
+    assert main(["evaluate", "sign", "--data", str(data), "--run", str(trained[0])]) == 1
+    assert "the test split is empty; choose one that is not (train: 30, val: 10)" in capsys.readouterr().err
 
 
 def test_an_automatic_batch_size_reaches_the_loader(data, tmp_path, capsys, monkeypatch):
@@ -112,28 +141,11 @@ def test_a_plateau_lowers_the_lr_and_an_early_stop_stops(data, tmp_path, capsys)
     assert found["lr"].iloc[-1] < 0.2 * found["lr"].iloc[0]
 
 
-def test_few_epochs_have_little_warmup_and_the_gru_the_lr_that_it_learns_at(data, tmp_path, capsys):
-    run = tmp_path / "run"
-    asked = ["--data", str(data), "--run", str(run), "--network", "gru", "--no-receipt"]
-    assert main(["train", "sign", *asked, "--epochs", "2"]) == 0
-    plan = json.loads((run / "plan.json").read_text())
-    assert (plan["lr"], plan["epochs"], plan["warmup_epochs"]) == (3e-3, 2, 0.2)
-    assert "warmup_epochs 20 → 0.2" in capsys.readouterr().err
-    assert main(["train", "sign", *asked, "--epochs", "3"]) == 0  # a run that goes on keeps its own
-    assert json.loads((run / "plan.json").read_text())["warmup_epochs"] == 0.2
-
-
 def test_the_guides_settings_stay_whatever_network_is_asked_for(data, tmp_path):
     run = tmp_path / "run"
     more = ["--from", "baseline", "--epochs", "1", "--batch-size", "16", "--lr-rule", "none"]
     assert train(data, run, *more) == 0
     assert json.loads((run / "plan.json").read_text())["lr"] == sign.BASELINE.lr
-
-
-def test_a_split_that_is_not_there_is_named_beside_those_that_are(data, tmp_path, capsys):
-    assert train(data, tmp_path / "run", "--epochs", "1") == 0
-    assert main(["evaluate", "sign", "--data", str(data), "--run", str(tmp_path / "run")]) == 1
-    assert "the test split is empty; choose one that is not (train: 30, val: 10)" in capsys.readouterr().err
 
 
 def test_the_keys_choose_what_is_read(data, tmp_path, capsys):

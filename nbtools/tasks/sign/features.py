@@ -39,6 +39,10 @@ class Extracted(Report):
     losses: tuple[float, ...] = ()
 
     @property
+    def folder(self) -> Path:
+        return Path(self.about)
+
+    @property
     def summary(self) -> str:
         counts = f"{plural(len(self.written), 'clip')} got features, {len(self.ready):,} had them"
         return f"{self.about}: {counts}, {plural(len(self.rows), 'file')} could not be used"
