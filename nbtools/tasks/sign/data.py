@@ -107,7 +107,7 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
 
 @dataclass(frozen=True)
 class Report(data.Report):
-    """What is wrong with so many clips."""
+    """What is wrong with a source. clips, labelled: how many there are, and how many have a label that can be used."""
 
     clips: int
     labelled: int

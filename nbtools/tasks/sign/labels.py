@@ -170,7 +170,7 @@ class Matched:
 
 
 def match(lists: dict[str, bytes], clips: Sequence[str]) -> Matched:
-    """Each row of each list with the clip that it names, and what contradicts itself."""
+    """The labels of clips by the rows of all lists, and the rows that name no clip or contradict each other."""
     matched = Matched()
     for name, data in lists.items():
         above = covered(name, clips)
@@ -206,10 +206,8 @@ def read_list(data: bytes, name: str) -> tuple[list[Label], list[Row]]:
     table = list(csv_rows(data, name))
     head = folded(table[0][1]) if table else []
     if missing := [column for column in COLUMNS if column not in head]:
-        rule, fix = (
-            "a list has the columns file, gloss and cat",
-            "write file,gloss,cat as the first line, with commas between",
-        )
+        rule = "a list has the columns file, gloss and cat"
+        fix = "write file,gloss,cat as the first line, with commas between"
         raise Refused(Row(", ".join(missing), rule, ",".join(head)[:60] or "an empty file", fix, file=name))
     places, labels, rows = [head.index(column) for column in COLUMNS], [], []
     for line, cells in table[1:]:

@@ -1,4 +1,4 @@
-"""The two networks of signs and what their classes weigh: a Transformer on keypoints, and a GRU on ready features.
+"""The two networks of signs, a Transformer on keypoints and a GRU on ready features, and their class weights.
 
 B clips, T frames, D = 156 or 2048 numbers a frame, P = 78 points, W = 256 the Transformer's width, H heads, G glosses,
 C categories. Both return logits of gloss (B, G) and of category (B, C).
