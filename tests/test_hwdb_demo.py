@@ -237,6 +237,16 @@ def test_new_writers_are_read_by_the_advised_plan_and_not_by_a_linear_model(tmp_
 
 # Lines composed of images of characters
 
+
+def test_names_that_went_say_what_to_do_instead():
+    with pytest.raises(AttributeError, match=r"no attribute 'compose'; .* composed by benchmarks/compose\.py"):
+        _ = hwdb.compose
+    with pytest.raises(AttributeError, match="no attribute 'demo_text'; train a language model on"):
+        _ = hwdb.demo_text
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        _ = hwdb.nothing
+
+
 DRAWERS, SHAPES = 6, 5
 
 

@@ -1,5 +1,7 @@
 """Handwritten lines of text: pages of CASIA-HWDB, or any folder of images of lines, and networks with CTC."""
 
+from typing import NoReturn
+
 from nbtools.tasks.common.labels import text_of
 from nbtools.tasks.hwdb.analysis import by_frequency, by_width, confusions, frequencies, scores, worst
 from nbtools.tasks.hwdb.data import pack, read
@@ -42,3 +44,14 @@ __all__ = [
     "tune",
     "worst",
 ]
+
+GONE = {
+    "compose": "lines of people's drawings are composed by benchmarks/compose.py",
+    "demo_text": "train a language model on the texts of the training lines, hwdb.text_of(pack, i)",
+}
+"""Names of version 0.1 → what to do instead."""
+
+
+def __getattr__(name: str) -> NoReturn:
+    instead = f"; {GONE[name]}" if name in GONE else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")

@@ -84,7 +84,7 @@ def demo(
         rng, hand = np.random.default_rng([seed, TEXT, number]), Writer(seed, writer, len(chosen), variation)
         texts, images = [], []
         for line in range(number * LINES, min(count, (number + 1) * LINES)):
-            first = None if is_test(writer) else (line - PAGES * LINES * test_writers(writer)) % len(chosen)
+            first = None if is_test(writer) else (line - PAGES * LINES * testers_before(writer)) % len(chosen)
             places = language.line(rng, length, first)
             texts.append("".join(chosen[place] for place in places))
             images.append(hand.line(ink, places, rng))
@@ -107,10 +107,10 @@ def is_test(writer: int) -> bool:
     return writer % HELD == 1
 
 
-def test_writers(before: int) -> int:
-    """How many test writers come before one: train lines begin with one character after the other, so that none is
-    missing."""
-    return (before + HELD - 2) // HELD
+def testers_before(writer: int) -> int:
+    """How many test writers come before one. The lines of the others begin with one character after the other, so that
+    none is missing in training."""
+    return (writer + HELD - 2) // HELD
 
 
 def pool() -> str:

@@ -191,7 +191,8 @@ def page_lock(path: Path, mtime: int) -> Lock:
     return Lock()
 
 
-os.register_at_fork(after_in_child=page_lock.cache_clear)  # a thread of the parent may hold one for ever
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=page_lock.cache_clear)  # a thread of the parent may hold one for ever
 
 
 def read_line(path: Path, number: int) -> np.ndarray:
