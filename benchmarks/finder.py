@@ -31,7 +31,7 @@ from nbtools.measure import find_batch
 from nbtools.measure.batch import Trial
 from nbtools.tasks import captcha
 from nbtools.train import Task
-from nbtools.train.state import build_optimizer
+from nbtools.train.optimizer import build_optimizer
 
 TASK, CPU = cast(Task, captcha), torch.device("cpu")
 ROUNDS, TURNS, COUNT, SECONDS = 9, 3, 1024, 20.0
@@ -72,7 +72,7 @@ def lightning(pack: Pack, plan: captcha.Plan, folder: Path) -> int:
             return DataLoader(Samples(pack), self.batch_size, shuffle=True, collate_fn=read)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return build_optimizer(list(self.model.parameters()), plan)
+            return build_optimizer([{"params": list(self.model.parameters())}], plan)
 
         def training_step(self, raw: dict[str, torch.Tensor]) -> torch.Tensor:
             loss, count = captcha.loss(self.model, captcha.batch(raw, plan, Draws(0, 0, raw["id"])), plan)

@@ -27,6 +27,7 @@ from benchmarks.paired import Figure, Receipt, in_turns, times
 from nbtools.live import Surface
 from nbtools.tasks import captcha
 from nbtools.train import History, Record, TrainState, train
+from nbtools.train.state import Position
 
 ROOT = Path(__file__).parent.parent
 COUNT, PAST, FRAMES = 600, 2000, 50  # images; step rows that the history has already; frames timed one by one
@@ -50,7 +51,7 @@ def long_history(states: list[TrainState], samples: int) -> History:
             scores = {"train_loss": 3 / step**0.5, "val_loss": 4 / step**0.5, "val_whole_accuracy": 1 - 1 / step**0.5}
             history.append(Record("epoch", epoch, 2 * step, epoch * samples, {**scores, "epoch_time": 9.0}))
     for state in states:
-        state.epoch, state.step, state.samples = epochs, 2 * PAST, epochs * samples
+        state.position = Position(epochs, 2 * PAST, epochs * samples)
     return history
 
 

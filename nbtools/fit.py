@@ -29,9 +29,9 @@ from nbtools.train import (
     as_task,
     beyond,
     checkpoint,
+    evaluation,
     fixed,
     require_sizes,
-    scoring,
     task_name,
 )
 from nbtools.train import device as devices
@@ -188,7 +188,7 @@ def act(job: Job) -> bool:
 def ending(state: TrainState) -> str:
     """The message about a plan with fewer epochs than have begun."""
     epochs, present = state.plan.epochs, state.epoch + 1
-    if state.segments and epochs < present:
+    if state.position.segments and epochs < present:
         return f"epochs {epochs} is below the present epoch {present}: training ends after this epoch"
     if epochs < state.epoch:
         return f"epochs {epochs} is below the {state.epoch} epochs done: there is nothing left to train"
@@ -200,7 +200,7 @@ def finish(job: Job, receipt: bool) -> None:
     state, surface, path = job.state, job.surface, job.folder / RECEIPT
     if state.stopped:
         surface.tell(f"{state.stopped}; to continue, change the plan")
-    if state.over and not surface.requests.stop and scoring.is_partial(state.plan, job.pack.splits["val"]):
+    if state.over and not surface.requests.stop and evaluation.is_partial(state.plan, job.pack.splits["val"]):
         evaluate_all(job)
     if not receipt or path.exists():
         return
@@ -224,7 +224,7 @@ def evaluate_all(job: Job) -> None:
     tell("evaluating the best weights on the whole validation split …")
     start = monotonic()
     try:
-        found = scoring.evaluate(job.task, run.model(job.state.device), job.pack, job.state.plan, "val")
+        found = evaluation.evaluate(job.task, run.model(job.state.device), job.pack, job.state.plan, "val")
         seconds = monotonic() - start
         disk.write_atomic(path, json.dumps({**asked, "values": found, "seconds": seconds}, indent=1))
     except (NbtoolsError, OSError, RuntimeError) as error:  # six scales may need memory that training did not

@@ -135,19 +135,20 @@ def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[s
             f"{folder}: this run was trained on another pack (its card.json is not that of {pack.folder}); "
             "give the same data and options, or name another run folder"
         )
-    tensors, facts, complaints = checkpoint.newest(folder)
+    found = checkpoint.newest(folder)
+    facts = found.facts
     old, new = type(state.plan).from_dict(facts["plan"]), state.plan  # plan.json may be ahead of the checkpoint
     changed = new.changes_from(old)
     refuse_fixed(changed, new, resumed=True)
-    state.load(tensors, facts["state"])
+    state.load(found.tensors, facts["state"])
     history = History(folder / HISTORY)
     history.cut(facts["rows"])
     disk.write_atomic(folder / PLAN, new.to_json())
     if changed and state.stopped:
-        state.stopped, state.stale = None, 0  # asked to continue: an early stop counts anew from here
+        state.stopped, state.best.stale = None, 0  # asked to continue: an early stop counts anew from here
     for record in caught_up(state, old):
         history.append(record)
-    return history, complaints
+    return history, list(found.complaints)
 
 
 class Job:

@@ -26,7 +26,7 @@ from nbtools.train import (
     beyond,
     caught_up,
     checkpoint,
-    said,
+    shown,
     times,
     train,
 )
@@ -110,9 +110,9 @@ class Guard:
     def limit(self) -> float | None:
         """The loss above which the run has diverged after a change made now."""
         state, (_, losses) = self.job.state, self.job.history.series("loss", "step")
-        count = float(state.count) - state.logged[1]
+        count = float(state.sums.count) - state.sums.logged[1]
         if count > 0:  # steps since the last log step; a checkpoint was just written, so the device waits already
-            losses.append((float(state.loss_sum) - state.logged[0]) / count)
+            losses.append((float(state.sums.loss) - state.sums.logged[0]) / count)
         return highest(losses)
 
     def risen(self, record: Record) -> bool:
@@ -131,19 +131,18 @@ class Guard:
     def undo(self, anchor: Anchor) -> Generator[Record, None, None]:
         """Back to before the watched change, which is undone with all since."""
         job, state, self.anchor = self.job, self.job.state, None
-        tensors, facts, _ = checkpoint.newest(job.folder, anchor.name)
-        if all(facts["state"][name] == anchor.facts["state"][name] for name in ("epoch", "step")):  # else it is damaged
-            facts = anchor.facts
+        found = checkpoint.newest(job.folder, anchor.name)
+        facts = anchor.facts if found.name == anchor.name else found.facts  # else the anchor's is damaged
         old = type(state.plan).from_dict(facts["plan"])
         tried = {name: value for name, value in anchor.tried.items() if value != getattr(old, name)} or anchor.tried
         adopt(state, old)  # first: a scaler takes over its saved state
-        state.load(tensors, facts["state"])
+        state.load(found.tensors, facts["state"])
         state.plan = state.applied  # what was wanted since is void
         checkpoint.rewind(job.folder, checkpoint.name_of(state), best=anchor.best, anchor=None)
         job.write_plan()
         job.surface.returned()
         now = ", ".join(
-            f"{name} {said(getattr(old, name))}" if len(tried) > 1 else said(getattr(old, name)) for name in tried
+            f"{name} {shown(getattr(old, name))}" if len(tried) > 1 else shown(getattr(old, name)) for name in tried
         )
         what = f"Training diverged at {self.described(tried)}; back at step {state.step:,} with {now}"
         yield from self.going_on(facts, what)
@@ -153,11 +152,12 @@ class Guard:
         job, state = self.job, self.job.state
         name = str(checkpoint.best_of(job.folder))
         try:
-            tensors, facts = checkpoint.read(job.folder, name)
+            found = checkpoint.read(job.folder, name)
         except CheckpointError as error:
             job.surface.answer(f"{REFUSED}{error}", "best")
             return
-        state.load(tensors, facts["state"])
+        state.load(found.tensors, found.facts["state"])
+        facts = found.facts
         old = type(state.plan).from_dict(facts["plan"])
         kept = self.anchor is not None and checkpoint.place(self.anchor.name) <= checkpoint.place(name)
         checkpoint.rewind(job.folder, name, **({} if kept else {"anchor": None}))
@@ -165,7 +165,8 @@ class Guard:
         job.history.cut(facts["rows"])  # after the index: a run killed between them resumes with all of its rows
         self.resumed(name)
         metric, _ = best_metric(job.task)
-        what = f"back at step {state.step:,}, the best checkpoint: {metric} {state.best:.4g} after epoch {state.epoch}"
+        value = f"{metric} {state.best.value:.4g} after epoch {state.epoch}"
+        what = f"back at step {state.step:,}, the best checkpoint: {value}"
         yield from self.going_on(facts, what, old, asked="best")
 
     def retry(self, trouble: Diverged) -> Generator[Record, None, None]:
@@ -173,8 +174,8 @@ class Guard:
         that would not help: lr is far beyond the advised one, leaving steps out did not help, or too many returns."""
         job, state = self.job, self.job.state
         self.returns += 1
-        if beyond(state.plan, self.advised) or state.refused > LEFT_OUT or self.returns > RETRIES:
-            often = ", for the third time" if state.refused <= LEFT_OUT and self.returns > RETRIES else ""
+        if beyond(state.plan, self.advised) or state.recovery.refused > LEFT_OUT or self.returns > RETRIES:
+            often = ", for the third time" if state.recovery.refused <= LEFT_OUT and self.returns > RETRIES else ""
             last = checkpoint.place(checkpoint.read_index(job.folder)["last"])[1]
             checkpoint.mark(job.folder, diverged=True)
             raise Diverged(
@@ -183,8 +184,8 @@ class Guard:
                 "set Plan.clip_norm or amp=off, and run it again.",
                 trouble.steps,
             )
-        facts, _ = checkpoint.load(job.folder, state)
-        state.careful_until = trouble.steps[1] + 1
+        facts = checkpoint.load(job.folder, state).facts
+        state.recovery.careful_until = trouble.steps[1] + 1
         what = f"{trouble}; back to step {state.step}, and each step checked from there"
         yield from self.going_on(facts, what, type(state.plan).from_dict(facts["plan"]))
 
@@ -207,8 +208,8 @@ class Guard:
         parts = []
         for name, value in tried.items():
             usual = getattr(self.advised, name)
-            ratio = f", {times(value / usual)} the advised {said(usual)}" if name == "lr" and value > usual else ""
-            parts.append(f"{name} {said(value)}{ratio}")
+            ratio = f", {times(value / usual)} the advised {shown(usual)}" if name == "lr" and value > usual else ""
+            parts.append(f"{name} {shown(value)}{ratio}")
         return " and ".join(parts)
 
     def lower(self) -> float:

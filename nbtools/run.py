@@ -19,7 +19,17 @@ from nbtools.data import Card, Pack, collate
 from nbtools.errors import CheckpointError, PackError
 from nbtools.measure import Receipt, StepProfile, Verdict
 from nbtools.table import plural
-from nbtools.train import History, Plan, TaskLike, as_task, best_metric, checkpoint, import_task, refuse_fixed, scoring
+from nbtools.train import (
+    History,
+    Plan,
+    TaskLike,
+    as_task,
+    best_metric,
+    checkpoint,
+    evaluation,
+    import_task,
+    refuse_fixed,
+)
 from nbtools.train import device as devices
 
 if TYPE_CHECKING:
@@ -136,7 +146,7 @@ class Run:
     def decoded(self, model: nn.Module, raw: dict[str, torch.Tensor]) -> list[Any]:
         device = next(model.parameters()).device
         raw = {name: tensor.to(device) for name, tensor in raw.items()}
-        return self.task.decode(scoring.forward(self.task, model, raw, self.plan, device)[1], self.card)
+        return self.task.decode(evaluation.forward(self.task, model, raw, self.plan, device)[1], self.card)
 
     def read(self, path: Path) -> dict[str, Any]:
         try:
@@ -196,4 +206,4 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[st
     plan = run.plan.replace(**knobs)
     refuse_fixed(plan.changes_from(run.plan), plan, resumed=True)
     model = run.model() if isinstance(run, Run) else run.evaluated
-    return scoring.evaluate(run.task, model, pack, plan, split)
+    return evaluation.evaluate(run.task, model, pack, plan, split)

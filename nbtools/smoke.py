@@ -17,7 +17,7 @@ from nbtools.data import open_feed
 from nbtools.errors import TrainError
 from nbtools.folder import begin
 from nbtools.measure import advise
-from nbtools.train import Batch, TaskLike, TrainState, as_task, checkpoint, scoring, step, task_name
+from nbtools.train import Batch, TaskLike, TrainState, as_task, checkpoint, evaluation, step, task_name
 from nbtools.train import device as devices
 
 COUNT, BATCH = 48, 4  # demo samples written; of a step
@@ -71,7 +71,7 @@ def smoke(task: TaskLike, device: torch.device | str | None = None, **knobs: Any
         state, twin = (TrainState(task, pack, plan, where) for _ in range(2))
         done("model", f"{sum(p.numel() for p in state.parameters):,} parameters")
         raw = next(iter(open_feed(pack, plan, where)([pack.ids("train")[: plan.batch_size]])))
-        loss_sum, count = step(task, state, raw, pack.splits["train"])
+        loss_sum, count = step(state, raw, pack.splits["train"])
         done("step", f"loss {checked(float(loss_sum) / max(float(count), 1)):.4g}")
         begin(folder / "run", pack, state)
         done("save", "the checkpoint is written")
@@ -91,7 +91,7 @@ def checked(loss: float) -> float:
 
 
 def answers(task: Any, state: TrainState, raw: Batch) -> list[Any]:
-    return tree_leaves(scoring.forward(task, state.evaluated, raw, state.plan, state.device)[1])
+    return tree_leaves(evaluation.forward(task, state.evaluated, raw, state.plan, state.device)[1])
 
 
 def equal(ours: list[Any], theirs: list[Any]) -> bool:

@@ -48,7 +48,7 @@ def texts(run: nb.Run, kind: str = "event") -> list[str]:
 
 def same(one: nb.Run, other: nb.Run) -> bool:
     """Whether two runs logged the same losses, and their last checkpoints are equal bit for bit."""
-    ours, theirs = (checkpoint.newest(run.folder)[0] for run in (one, other))
+    ours, theirs = (checkpoint.newest(run.folder).tensors for run in (one, other))
     return losses(one) == losses(other) and set(ours) == set(theirs) and all((ours[n] == theirs[n]).all() for n in ours)
 
 

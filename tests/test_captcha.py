@@ -16,7 +16,7 @@ from nbtools.errors import MissingExtra, NbtoolsError, PackError, PlanError
 from nbtools.measure import Machine, decide
 from nbtools.tasks import captcha
 from nbtools.tasks.common.files import IMAGES
-from nbtools.train.scoring import evaluate
+from nbtools.train.evaluation import evaluate
 
 LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 pytestmark = pytest.mark.usefixtures("one_thread")

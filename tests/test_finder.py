@@ -265,7 +265,7 @@ class Outside:
         self.task = Shared()
         self.state = TrainState(toy, pack, toy.PLAN, CPU)
         for raw in open_feed(pack, toy.PLAN, CPU)([pack.ids("train")[:16]]):
-            attempt(self.state.task, self.state, raw, 100)
+            attempt(self.state, raw, 100)
         self.before = copy.deepcopy(self.now())
         self.tensors = alive()
 

@@ -17,7 +17,7 @@ from nbtools.errors import NbtoolsError, TrainError
 from nbtools.fit import fit
 from nbtools.live.view import Previews
 from nbtools.run import Run, evaluate
-from nbtools.train import Sums, TrainState, loop, plan, scoring, train
+from nbtools.train import Sums, TrainState, evaluation, loop, plan, train
 from tests import toy
 
 
@@ -76,7 +76,7 @@ def test_a_turned_weight_decay_leaves_alone_what_does_not_decay(pack):
         if record.kind == "step" and state.step == 1:
             state.plan = state.plan.replace(weight_decay=0.2)
     assert [group["weight_decay"] for group in state.optimizer.param_groups] == [0.2, 0.0]
-    assert state.optimizer.param_groups[1]["lr"] == pytest.approx(10 * state.lr)
+    assert state.optimizer.param_groups[1]["lr"] == pytest.approx(10 * state.position.lr)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_part_of_a_split_is_the_same_samples_each_time_evenly_spaced(pack, mos
         ids: list[int] = []
         mine = task()
         mine.batch = lambda raw, plan, draws, ids=ids: ids.extend(raw["id"].tolist()) or toy.batch(raw, plan, draws)
-        list(scoring.evaluation(mine, state.model, spied, toy.PLAN, "val", Sums(), most=most))
+        list(evaluation.score_split(mine, state.model, spied, toy.PLAN, "val", Sums(), most=most))
         seen.append(ids)
     assert seen[0] == seen[1]
     assert len(set(seen[0])) == min(most, pack.splits["val"])
@@ -272,7 +272,7 @@ def test_a_part_of_a_split_is_the_same_samples_each_time_evenly_spaced(pack, mos
 
 @pytest.mark.parametrize(("most", "partial"), [(None, False), (1, True), (9, True), (10, False), (11, False)])
 def test_evaluations_of_some_samples_are_partial_for_a_task_without_costly_answers_too(most, partial):
-    assert scoring.is_partial(toy.PLAN.replace(eval_samples=most), 10) == partial
+    assert evaluation.is_partial(toy.PLAN.replace(eval_samples=most), 10) == partial
 
 
 def test_the_live_picture_waits_for_no_costly_answers(pack, costly):

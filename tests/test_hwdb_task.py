@@ -19,7 +19,7 @@ from nbtools.tasks.common.metrics import text_metrics
 from nbtools.tasks.hwdb import augment, networks
 from nbtools.tasks.hwdb.formats import UNKNOWN
 from nbtools.train import TrainState, train
-from nbtools.train.scoring import evaluate
+from nbtools.train.evaluation import evaluate
 from tests.packs import pack_of
 
 LETTERS = [chr(0x4E00 + k) for k in range(9)]

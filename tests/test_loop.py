@@ -13,9 +13,8 @@ from torch import nn
 
 import nbtools as nb
 from nbtools.errors import PlanError, TrainError
-from nbtools.train import TrainState, train
-from nbtools.train.loop import Diverged
-from nbtools.train.scoring import evaluate
+from nbtools.train import Diverged, TrainState, train
+from nbtools.train.evaluation import evaluate
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +84,7 @@ def test_no_micro_batch_is_a_single_sample_unless_asked_for(pack, batch_size, mi
     task = task_with(batch=lambda raw, plan, draws: (sizes.append(len(raw["id"])), toy.batch(raw, plan, draws))[1])
     plan = toy.PLAN.replace(epochs=1, batch_size=batch_size)
     state = TrainState(task, pack, plan)
-    state.micro = micro
+    state.recovery.micro = micro
     next(train(task, state, pack))
     assert sum(sizes) == batch_size
     assert min(sizes) > 1
@@ -222,7 +221,7 @@ def test_a_step_that_fp16_refuses_does_not_advance_the_schedule(pack):
     state = TrainState(toy, pack, plan)
     state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)  # overflows at once, then finds its scale
     list(train(toy, state, pack))
-    assert 0 < state.skipped < state.samples
+    assert 0 < state.position.skipped < state.samples
     assert torch.isfinite(weights(state)).all()
 
 
@@ -241,7 +240,7 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_batch_lr_and_result(pack
         "out of memory: micro batch 16 → 8; effective batch and lr unchanged",
         "out of memory: micro batch 8 → 4; effective batch and lr unchanged",
     ]
-    assert state.micro == 4
+    assert state.recovery.micro == 4
     assert state.plan == plan
     easy = task_with(model=task.model)
     same = TrainState(easy, pack, plan.replace(micro_batch_size=4))
@@ -285,9 +284,9 @@ def test_sgd_whose_first_steps_overflow_in_fp16_begins_without_momentum(pack, re
     state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
     assert len(state.optimizer.state) == len(state.parameters)
     for _ in train(toy, state, pack):
-        if state.skipped == state.samples:
+        if state.position.skipped == state.samples:
             assert all(not buffer["momentum_buffer"].any() for buffer in state.optimizer.state.values())
-    assert 0 < state.skipped < state.samples
+    assert 0 < state.position.skipped < state.samples
     assert all(torch.isfinite(p).all() for p in state.parameters)
 
 
@@ -296,10 +295,10 @@ def test_fp16_finds_its_scale_where_each_step_is_checked(pack):
     """Gradients that overflow are the scaler's business and no reason to give up; a lost loss is."""
     state = TrainState(task_with(loss=nan_once(5)), pack, toy.PLAN.replace(amp="fp16", epochs=1))
     state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
-    state.careful_until = 100
+    state.recovery.careful_until = 100
     told = [r.values["what"] for r in train(state.task, state, pack) if r.kind == "event"]
     assert [what.split(":")[0] for what in told] == ["step 5 left out"]
-    assert 0 < state.skipped < state.samples
+    assert 0 < state.position.skipped < state.samples
     assert not state.lost()
 
 
@@ -334,7 +333,7 @@ def test_a_first_evaluation_that_is_no_number_is_not_the_best_for_ever(pack):
 
     state = TrainState(task_with(metrics=metrics), pack, toy.PLAN.replace(epochs=2))
     list(train(state.task, state, pack))
-    assert state.best == 1.0
+    assert state.best.value == 1.0
 
 
 def test_a_best_that_names_no_metric_is_said_so(pack):

@@ -118,7 +118,7 @@ def test_memory_may_end_at_any_allocation_of_a_step_and_nothing_is_applied_twice
         run.step_within(full)
         ended = full.count >= at
         run.step()
-        micro = run.state.micro or plan.batch_size
+        micro = run.state.recovery.micro or plan.batch_size
         assert run.told == ([] if micro == ends else [SAID.format(ends, micro)]), at
         differing = [k for k, v in outcome(run, before).items() if not torch.equal(v, expected[micro][k])]
         assert not differing, f"allocation {at} of the step: {differing}"
@@ -134,7 +134,7 @@ def undisturbed(task: Any, pack: nb.Pack, plan: nb.Plan, before: int, micro: int
     run = Run(task, pack, plan)
     for _ in range(before):
         run.step()
-    run.state.micro = micro
+    run.state.recovery.micro = micro
     run.step()
     run.step()
     return run
@@ -147,7 +147,8 @@ def outcome(run: Run, before: int) -> dict[str, torch.Tensor]:
         found = {name: tensor for name, tensor in found.items() if "running" not in name and "tracked" not in name}
     facts = run.state.facts()
     scale = facts["scaler"]["scale"] if facts["scaler"] else 0.0
-    return {**found, "losses": torch.tensor([*run.losses, scale, facts["samples"], facts["skipped"]])}
+    samples = facts["position"]["samples"], facts["position"]["skipped"]
+    return {**found, "losses": torch.tensor([*run.losses, scale, *samples])}
 
 
 @pytest.mark.parametrize(("kind", "said"), ENDS, ids=["torch", "cublas", "cudnn"])

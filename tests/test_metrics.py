@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nbtools.tasks.common.metrics import accuracy, whole_accuracy
-from nbtools.train import Sums, metrics
+from nbtools.train import Sums
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])
@@ -69,4 +69,3 @@ def test_reading_is_one_transfer_whatever_the_number_of_metrics(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "item", lambda self: pytest.fail("a transfer a metric"))
     assert sums.read() == {str(i): i / 100 for i in range(20)}
     assert len(transfers) == 1
-    assert metrics.Sums("cpu").dtype == torch.float64

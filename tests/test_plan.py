@@ -95,9 +95,9 @@ def test_values_take_the_type_of_their_field():
 
 @pytest.mark.parametrize("entry", [lambda n: TaskPlan().replace(**{n: 1}), lambda n: TaskPlan.parse(n, "1")])
 def test_an_unknown_knob_lists_near_ones(entry):
-    with pytest.raises(PlanError, match=r"TaskPlan has no knob 'batchsize'; did you mean .*batch_size"):
+    with pytest.raises(PlanError, match=r"TaskPlan has no setting 'batchsize'; did you mean .*batch_size"):
         entry("batchsize")
-    with pytest.raises(PlanError, match=r"no knob 'qqqqqq'; it has epochs, batch_size, .*, alpha"):
+    with pytest.raises(PlanError, match=r"no setting 'qqqqqq'; it has epochs, batch_size, .*, alpha"):
         entry("qqqqqq")
 
 
@@ -110,7 +110,7 @@ def test_a_plan_survives_json_with_its_own_knobs():
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3"])
 def test_text_that_is_no_plan_is_refused(text):
-    with pytest.raises(PlanError, match="TaskPlan must be a JSON object of knobs"):
+    with pytest.raises(PlanError, match="TaskPlan must be a JSON object of settings"):
         TaskPlan.from_json(text)
 
 

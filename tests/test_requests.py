@@ -238,7 +238,7 @@ REFUSED = (
     ("[1]", "must be a JSON object"),
     ("[" * 100_000, "must be a JSON object"),
     ('{"do": "' + "x" * 200_000 + '"}', "must be a JSON object"),
-    ('{"self": 1}', "no knob 'self'"),
+    ('{"self": 1}', "no setting 'self'"),
     (f'{{"lr": 1{"0" * 400}}}', "Plan.lr must be below 2**63, got one of 1329 bits"),
     (f'{{"batch_size": 1{"0" * 400}, "lr_rule": "linear"}}', "Plan.batch_size must be below 2**63"),
 )

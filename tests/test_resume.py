@@ -54,9 +54,9 @@ def saved_and_loaded(folder, state, pack, plan, history):
     checkpoint.save(folder, state, len(history))
     torch.manual_seed(1234)  # a new process has other random numbers
     again = TrainState(toy, pack, plan)
-    facts, complaints = checkpoint.load(folder, again)
-    assert not complaints
-    history.cut(facts["rows"])
+    found = checkpoint.load(folder, again)
+    assert not found.complaints
+    history.cut(found.facts["rows"])
     return again
 
 
@@ -315,7 +315,7 @@ def test_a_knob_that_was_turned_before_the_loss_was_lost_stays_turned_and_marked
     task: Any = types.SimpleNamespace(**{**vars(toy), "batch": batch})
     run = fit(task, pack, toy.PLAN.replace(epochs=1), folder, receipt=False, progress=False)
     assert [row["what"] for row in run.history.of("change")] == ["micro_batch_size none → 8"]
-    assert checkpoint.newest(folder)[1]["state"]["micro"] == 8
+    assert checkpoint.newest(folder).facts["state"]["recovery"]["micro"] == 8
     assert "back to step 0" in " ".join(run.events)
 
 

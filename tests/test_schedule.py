@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nbtools.train import Plan
-from nbtools.train.schedule import lr_at
+from nbtools.train.plan import lr_at
 
 STEPS = 50  # an epoch
 

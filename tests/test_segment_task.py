@@ -21,10 +21,10 @@ from nbtools.measure import Machine, decide
 from nbtools.run import Run
 from nbtools.tasks import segment
 from nbtools.tasks.segment import BASELINE, PLAN, Plan
-from nbtools.train import TrainState, scoring
+from nbtools.train import TrainState, evaluation
 from nbtools.train import device as devices
 from nbtools.train import train as train_loop
-from nbtools.train.schedule import lr_at
+from nbtools.train.plan import lr_at
 
 HEIGHT, WIDTH, CLASSES, IGNORE = 32, 48, 3, 255
 AUGMENT: dict[str, Any] = {"scale_low": 0.5, "scale_high": 2.0, "flip": 0.5, "jitter": 0.4}
@@ -91,7 +91,7 @@ def test_one_batch_is_overfitted_by_the_loop(tmp_path, settings):
     pack = make_pack(tmp_path, 12)
     plan = Plan(**{**SLIM, "epochs": 40, "batch_size": 10, "schedule": "poly", "eval_every": 40, **settings})
     state, records = trained(pack, plan)
-    assert scoring.evaluate(segment, state.model, pack, plan, "train")["miou"] > 0.85
+    assert evaluation.evaluate(segment, state.model, pack, plan, "train")["miou"] > 0.85
     loss = [r.values["train_loss"] for r in records if r.kind == "epoch"]
     assert loss[-1] < 0.3 * loss[0]
     ids = pack.ids("train")[:4]
@@ -157,7 +157,7 @@ def test_warmup_ends_and_the_schedule_moves_at_every_step(pack):
     plan = Plan(**{**SLIM, "epochs": 4, "batch_size": 4, "schedule": "poly", "warmup_epochs": 1.2})
     state = TrainState(segment, pack, plan, "cpu")
     steps = [
-        (state.lr, {round(g["lr"] / state.lr, 6) for g in state.optimizer.param_groups})
+        (state.position.lr, {round(g["lr"] / state.position.lr, 6) for g in state.optimizer.param_groups})
         for r in train_loop(segment, state, pack)
         if r.kind == "step"
     ]
@@ -300,10 +300,10 @@ def test_evaluations_while_training_are_single_passes_and_the_last_has_all_scale
     plan = Plan(eval_scales=(0.5, 1.0, 1.5), eval_flip=True, eval_window=64)
     once = plan.while_training()
     assert (once.eval_scales, once.eval_flip, once.eval_window) == ((1.0,), False, 64)
-    assert scoring.is_partial(plan, 100)
+    assert evaluation.is_partial(plan, 100)
     full = plan.replace(eval_full=True)
     assert full.while_training() == full
-    assert not scoring.is_partial(full, 100)
+    assert not evaluation.is_partial(full, 100)
 
 
 def test_a_run_predicts_with_the_scales_and_mirror_images_of_its_plan(pack, tmp_path):

@@ -119,7 +119,7 @@ def test_a_step_that_fp16_leaves_out_does_not_raise_the_lr_and_counts_once(pack)
     before = {name: value.clone() for name, value in climb.state.model.named_parameters()}
     loss = climb.at(1e-2)
     assert climb.skipped > 0
-    assert climb.state.lr == 1e-2
+    assert climb.state.position.lr == 1e-2
     assert climb.state.step == climb.skipped + 1  # the only one that counts
     assert math.isfinite(loss)
     assert any(not torch.equal(before[name], value) for name, value in climb.state.model.named_parameters())

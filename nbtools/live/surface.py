@@ -121,8 +121,8 @@ class Surface(View):
         self.advance(record)
         self.looking = self.looking and (self.state.evaluate_next or record.kind == "evaluating")
         if record.kind == "step":
-            self.requests.pace = self.state.seconds - self.seconds
-        self.seconds = self.state.seconds
+            self.requests.pace = self.state.sums.seconds - self.seconds
+        self.seconds = self.state.sums.seconds
         if record.kind in ("step", "evaluating"):
             self.status = "evaluating" if record.kind == "evaluating" else ""
         if record.kind == "change":

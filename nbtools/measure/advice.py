@@ -30,7 +30,7 @@ from nbtools.measure.trials import choose_precision, find_precision, step_profil
 from nbtools.measure.verdict import Verdict, verdict
 from nbtools.measure.workers import WorkersReport, find_workers
 from nbtools.table import digits, plural
-from nbtools.train import Plan, Task, TaskLike, as_task, lr_factor, task_name
+from nbtools.train import Plan, TaskLike, as_task, lr_factor, task_name
 from nbtools.train import device as devices
 
 VERSION = 3  # of what is measured; kept with the advice, so that older advice is measured again
@@ -157,7 +157,7 @@ def advise(
     return made
 
 
-def by_rules(task: Task, pack: Pack, found: dict[str, tuple[Any, str]]) -> Advice:
+def by_rules(task: TaskLike, pack: Pack, found: dict[str, tuple[Any, str]]) -> Advice:
     """What the rules make of what was found so far; where the batches come from is decided by the pack's size."""
     advice = decide(task, pack.card, inspect(), found)
     if "feed" in found:
@@ -166,7 +166,7 @@ def by_rules(task: Task, pack: Pack, found: dict[str, tuple[Any, str]]) -> Advic
     return dataclasses.replace(advice, reasons={**advice.reasons, "feed": f"{name}: {why}"})
 
 
-def measured(task: Task, pack: Pack, thumb: Advice, seconds: float, compiling: bool, clock: Clock | None) -> Advice:
+def measured(task: TaskLike, pack: Pack, thumb: Advice, seconds: float, compiling: bool, clock: Clock | None) -> Advice:
     """The precision first, at the rules' batch, then the batch in that precision, since all else depends on it; then
     what a step consists of, and the changes that it suggests."""
     own, start = suggested(task, pack.card, inspect()), perf_counter()
@@ -205,7 +205,7 @@ def measured(task: Task, pack: Pack, thumb: Advice, seconds: float, compiling: b
 
 
 def settled(
-    task: Task,
+    task: TaskLike,
     pack: Pack,
     found: dict[str, tuple[Any, str]],
     evidence: dict[str, str],
@@ -240,7 +240,7 @@ def shelf(pack: Pack) -> Path:
     return pack.folder.with_name(f"{pack.folder.name}.advice.json")
 
 
-def label(task: Task, pack: Pack, thumb: Advice, compiling: bool) -> str:
+def label(task: TaskLike, pack: Pack, thumb: Advice, compiling: bool) -> str:
     """Changes with whatever the measurements depend on: machine and versions, data, task and its plan."""
     parts = [machine(), pack.card.digest, task_name(task), thumb.plan.to_dict(), compiling]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -321,7 +321,7 @@ def decide(task: TaskLike, card: Card, machine: Machine, found: Mapping[str, tup
     return Advice(made, reasons, base, note, largest, why)
 
 
-def suggested(task: Task, card: Card, machine: Machine) -> dict[str, tuple[Any, str]]:
+def suggested(task: TaskLike, card: Card, machine: Machine) -> dict[str, tuple[Any, str]]:
     """Setting → (value, why) of the task's own."""
     return dict(task.suggest(card, machine.accelerator))
 

@@ -30,7 +30,7 @@ from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
 from nbtools.measure.roofline import Counts, Rates, count, syncs
 from nbtools.measure.stepper import Clock, Stepper, finish
-from nbtools.train import Batch, Plan, Sums, Task, TaskLike, TrainState, checkpoint, score, step
+from nbtools.train import Batch, Plan, Sums, TaskLike, TrainState, checkpoint, score, step
 
 ROUNDS = 16
 LEAST_ROUNDS = 3  # where a step takes long
@@ -306,14 +306,14 @@ class Bench:
         )
 
 
-def in_pairs(task: Task, state: TrainState, raw: Batch, epoch_size: int) -> Any:
+def in_pairs(state: TrainState, raw: Batch, epoch_size: int) -> Any:
     """A train step with two samples in each forward pass, not compiled."""
-    kept = state.micro, state.network
-    state.micro, state.network = 2, state.model
+    kept = state.recovery.micro, state.network
+    state.recovery.micro, state.network = 2, state.model
     try:
-        return step(task, state, raw, epoch_size)
+        return step(state, raw, epoch_size)
     finally:
-        state.micro, state.network = kept
+        state.recovery.micro, state.network = kept
 
 
 def shares(bench: Bench, wait: float, host_s: float, device_s: float) -> dict[str, float]:

@@ -18,7 +18,7 @@ from nbtools.measure.machine import machine
 from nbtools.measure.profile import padded, padding
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import Clock, Rate, Stepper, made_ready, untouched
-from nbtools.train import Plan, TaskLike, as_task, said
+from nbtools.train import Plan, TaskLike, as_task, shown
 from nbtools.train import device as devices
 
 ROUNDS, SECONDS = 3, 1.5
@@ -275,7 +275,7 @@ def changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """Setting → `before → now`, without those that make no difference."""
     unused = () if now["feed"] == "workers" else ("workers", "prefetch")
     differing = (name for name, value in now.items() if before.get(name) != value and name not in (*SILENT, *unused))
-    return {name: f"{said(before.get(name))} → {said(now[name])}" for name in differing}
+    return {name: f"{shown(before.get(name))} → {shown(now[name])}" for name in differing}
 
 
 def padding_of(pack: Pack, plan: Plan) -> list[str]:

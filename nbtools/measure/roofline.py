@@ -111,7 +111,7 @@ def count(stepper: Stepper, raw: Batch, flops: int | None = None) -> Counts:
             stepper.step(raw)
         if flops is None:
             with FlopCounterMode(display=False) as counter:
-                backward(stepper.task, state, raw)
+                backward(state, raw)
             flops = int(counter.get_total_flops())
     finally:
         state.network = kept

@@ -109,15 +109,15 @@ class Stepper:
         ids, plan = self.pack.ids("train"), self.plan
         lengths = lengths_of(self.pack, ids)
         for epoch in count(first):
-            self.state.epoch = epoch
+            self.state.position.epoch = epoch
             yield from (feed or self.feed)(batches_left(ids, lengths, plan.seed, epoch, [[plan.batch_size, 0]]))
 
     def step(self, raw: Raw) -> tuple[Tensor, Tensor | float]:
         """Train on one batch; returns its (loss sum, count)."""
         state = self.state
-        self.loss, number = self.act(self.task, state, raw, self.pack.splits["train"])
-        state.step += 1
-        state.samples += len(raw["id"])
+        self.loss, number = self.act(state, raw, self.pack.splits["train"])
+        state.position.step += 1
+        state.position.samples += len(raw["id"])
         state.events.clear()
         return self.loss, number
 
@@ -168,7 +168,7 @@ class Stepper:
             self.batches.close()
 
 
-def apart(task: Task) -> Task:
+def apart(task: TaskLike) -> Task:
     """The task, but for a model of its own: one that hands out the same module each time does not see it trained."""
     own = copy.copy(task)
     vars(own)["model"] = lambda card, plan: copy.deepcopy(task.model(card, plan))

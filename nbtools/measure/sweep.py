@@ -168,10 +168,10 @@ class Climb(Stepper):
         state = self.state
         state.plan = self.plan.replace(lr=lr)
         for _ in range(MOST_SKIPS):
-            before = state.skipped
+            before = state.position.skipped
             loss_sum, number = self.step(next(self.batches))
             loss = float(loss_sum) / max(float(number), 1)
-            if state.skipped == before or not math.isfinite(loss):
+            if state.position.skipped == before or not math.isfinite(loss):
                 return loss
             self.skipped += 1
         return math.nan

@@ -176,7 +176,8 @@ def try_out(run: Stepper, changes: Sequence[dict[str, Any]], seconds: float, ste
         *(
             checked(compared(change, run, other), run)
             for change, other in others
-            if change not in over and other.state.micro == other.plan.micro_batch_size  # else it met the end of memory
+            if change not in over
+            and other.state.recovery.micro == other.plan.micro_batch_size  # else it met the end of memory
         ),
         *failed,
     )

@@ -1,18 +1,29 @@
 """Plan, Task, TrainState, the loop, evaluation, checkpoints, history."""
 
-from nbtools.train.bounds import fixed, refuse_fixed, require_batch, require_change, require_sizes
+from nbtools.train import checkpoint, device, evaluation
 from nbtools.train.checkpoint import CONTROL, best_of
-from nbtools.train.device import DTYPES, autocast, prepare, within_memory
+from nbtools.train.device import DTYPES, again, autocast, prepare, within_memory
 from nbtools.train.device import pick as pick_device
+from nbtools.train.evaluation import Sums, forward, score, score_split
 from nbtools.train.history import KEYS, History, Record
-from nbtools.train.loop import adopt, caught_up, train
-from nbtools.train.metrics import Pair, Sums
-from nbtools.train.plan import Plan, beyond, doubts, knob, lr_factor, said, times
-from nbtools.train.recompute import again
-from nbtools.train.scoring import forward, score
-from nbtools.train.state import TrainState, load_module
-from nbtools.train.step import LEFT_OUT, Diverged, attempt, backward, clear_gradients, release, step
-from nbtools.train.task import Batch, Task, TaskLike, as_task, best_metric, import_task, task_name
+from nbtools.train.loop import adopt, caught_up, require_change, train
+from nbtools.train.plan import (
+    Plan,
+    beyond,
+    doubts,
+    fixed,
+    knob,
+    lr_factor,
+    refuse_fixed,
+    require_batch,
+    require_sizes,
+    shown,
+    times,
+)
+from nbtools.train.recovery import LEFT_OUT, Diverged, release, step
+from nbtools.train.state import TrainState
+from nbtools.train.step import attempt, backward, clear_gradients
+from nbtools.train.task import Batch, Pair, Task, TaskLike, as_task, best_metric, import_task, task_name
 
 __all__ = [
     "CONTROL",
@@ -39,13 +50,15 @@ __all__ = [
     "best_of",
     "beyond",
     "caught_up",
+    "checkpoint",
     "clear_gradients",
+    "device",
     "doubts",
+    "evaluation",
     "fixed",
     "forward",
     "import_task",
     "knob",
-    "load_module",
     "lr_factor",
     "pick_device",
     "prepare",
@@ -54,8 +67,9 @@ __all__ = [
     "require_batch",
     "require_change",
     "require_sizes",
-    "said",
     "score",
+    "score_split",
+    "shown",
     "step",
     "task_name",
     "times",

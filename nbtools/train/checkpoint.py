@@ -1,10 +1,10 @@
 """Checkpoints: safetensors + JSON, atomic, verified when read, copied to Drive in the background.
 
-A run folder holds, beside plan.json and history.csv:
+A run folder holds, next to plan.json and history.csv:
 
     run.json                 task, names of the last and the best checkpoint
-    0003-00000141.safetensors   weights, optimizer, sums, random states: epoch 3, step 141
-    0003-00000141.json          position, plan, SHA-256 of the tensors; written after them, so that it vouches for them
+    0003-00000141.safetensors   weights, optimizer, random states: epoch 3, step 141
+    0003-00000141.json          position, sums, plan, SHA-256 of the tensors; written after them: it vouches for them
     0003-00000150.weights.safetensors   the evaluated weights alone, of the best epoch
 
 The last checkpoint and OLDER ones before it are kept, the best epoch's, and the anchor: the one from before a change of
@@ -16,10 +16,12 @@ to the last.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from nbtools import disk
 from nbtools.errors import CheckpointError
-from nbtools.train.state import TrainState
+from nbtools.train.state import TrainState, below
 
 INDEX, CONTROL = "run.json", "control.json"  # what a run is, and what is requested of it
 NAME = r"\d{4,}-\d{8,}"
@@ -52,7 +54,7 @@ def save(folder: Path, state: TrainState, rows: int, best: bool = False) -> None
         index["last"] = name
         if best:
             weights = name + WEIGHTS
-            write(folder, weights, state.evaluated.state_dict(), {"best": state.best, "epoch": state.epoch})
+            write(folder, weights, state.evaluated.state_dict(), {"best": state.best.value, "epoch": state.epoch})
             index["best"] = weights
         disk.write_atomic(folder / INDEX, json.dumps(index, indent=1))
         prune(folder, index)
@@ -104,40 +106,45 @@ def write(folder: Path, name: str, tensors: dict[str, Tensor], facts: dict[str, 
     disk.write_atomic(folder / f"{name}.json", json.dumps(facts, indent=1))
 
 
-def read(folder: Path, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, facts) of one checkpoint. Raises CheckpointError where it is missing or not what was written."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that was read. facts: rows of the history, the applied plan, and the plain part of the state. complaints:
+    about newer ones, which are damaged."""
+
+    name: str
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]
+    complaints: tuple[str, ...] = ()
+
+
+def read(folder: Path, name: str) -> Checkpoint:
+    """One checkpoint. Raises CheckpointError where it is missing or not what was written."""
     path = folder / f"{name}.safetensors"
     try:
         facts = json.loads((folder / f"{name}.json").read_text())
         data = path.read_bytes()
         if len(data) != facts["bytes"] or hashlib.sha256(data).hexdigest() != facts["sha256"]:
             raise CheckpointError(f"{path}: {len(data)} bytes that are not the {facts['bytes']} written; it is damaged")
-        return load_tensors(data), facts
+        return Checkpoint(name, load_tensors(data), facts)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
 
 
-def load(folder: Path, state: TrainState) -> tuple[dict[str, Any], list[str]]:
-    """Bring the state to the newest whole checkpoint; returns (its facts, complaints about newer, damaged ones)."""
-    tensors, facts, complaints = newest(folder)
-    state.load(tensors, facts["state"])
-    return facts, complaints
+def load(folder: Path, state: TrainState) -> Checkpoint:
+    """Bring the state to the newest whole checkpoint."""
+    found = newest(folder)
+    state.load(found.tensors, found.facts["state"])
+    return found
 
 
-def newest(folder: Path, last: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
-    """(tensors, facts, complaints about newer, damaged ones) of the newest whole checkpoint up to the last; None:
-    that of the index.
-
-    Raises CheckpointError where there is none.
-    """
+def newest(folder: Path, last: str | None = None) -> Checkpoint:
+    """The newest whole checkpoint up to the last (None: that of the index). Raises CheckpointError for none."""
     complaints: list[str] = []
     for name in reached(folder, last or read_index(folder).get("last")):
         try:
-            tensors, facts = read(folder, name)
+            return dataclasses.replace(read(folder, name), complaints=tuple(complaints))
         except CheckpointError as error:
             complaints.append(f"{error}; the one before it is taken")
-            continue
-        return tensors, facts, complaints
     raise CheckpointError(f"{folder}: no whole checkpoint{': ' if complaints else ''}{'; '.join(complaints)}")
 
 
@@ -161,11 +168,10 @@ def weights(folder: Path) -> dict[str, Tensor]:
     """The best evaluated weights; the newest ones where no evaluation chose."""
     best = read_index(folder).get("best")
     if best is not None:
-        return read(folder, best)[0]
+        return read(folder, best).tensors
     for name in reached(folder, read_index(folder).get("last")):
-        tensors, _ = read(folder, name)
-        prefix = "ema.module." if any(k.startswith("ema.module.") for k in tensors) else "model."
-        return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        tensors = read(folder, name).tensors
+        return below(tensors, "ema.module.") or below(tensors, "model.")
     raise CheckpointError(f"{folder}: no checkpoint; train first, or name another run folder")
 
 

@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 from nbtools.errors import TrainError
 from nbtools.train.plan import Plan
@@ -203,6 +205,11 @@ def float32_forward(layer: nn.RNNBase, device: torch.device) -> Callable[..., An
     return run
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which sums over a split are exact, as far as the device has one."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def memory(device: torch.device) -> dict[str, float]:
     """MiB in use: on CUDA gpu_memory_allocated and gpu_memory_reserved, elsewhere the process's resident memory."""
     if device.type == "cuda":
@@ -220,3 +227,28 @@ def resident() -> int:
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
+
+
+def again(part: nn.Module, *inputs: Any) -> Tensor:
+    """`part(*inputs)`, whose activations are computed a second time in backward instead of being kept; that second
+    forward must not move the running averages of batch norm again."""
+    norms = [m for m in part.modules() if isinstance(m, _BatchNorm) and m.training]
+    passes = 0
+
+    def forward(*inputs: Any) -> Tensor:
+        nonlocal passes
+        passes += 1
+        momenta = [m.momentum for m in norms]
+        for m in norms if passes > 1 else []:
+            m.momentum = 0.0
+            if m.num_batches_tracked is not None:
+                m.num_batches_tracked -= 1
+        try:
+            return part(*inputs)
+        finally:
+            for m, momentum in zip(norms, momenta, strict=True):
+                m.momentum = momentum
+
+    result = checkpoint(forward, *inputs, use_reentrant=False)
+    assert isinstance(result, Tensor)
+    return result

@@ -1,7 +1,8 @@
-"""Plan: every training knob, in one frozen value that is checked when it is made.
+"""Plan: every training setting, in one frozen value that is checked when it is made; the learning rate as a function of
+it; what a run may change of it.
 
-A task adds knobs of its own by subclassing `Plan` with `knob(...)` fields; the panel and the command line read the
-dataclass fields, so a new knob appears in both by itself.
+A task adds settings of its own by subclassing `Plan` with `knob(...)` fields; the panel and the command line read the
+dataclass fields, so a new setting appears in both by itself.
 """
 
 from __future__ import annotations
@@ -18,9 +19,17 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from nbtools import table
-from nbtools.errors import PlanError
+from nbtools.data import Pack
+from nbtools.errors import PlanError, TrainError
+from nbtools.train.optimizer import OPTIMIZERS
 
-MANY = 3  # knobs changed at once beyond which a run under way asks once more
+FIXED = ("optimizer", "compile", "graph", "channels_last", "checkpoint_activations", "deterministic", "ema", "seed")
+"""Settings that a started run keeps, with all that its task adds; the others may change while it trains."""
+AT_START = ("feed", "workers", "prefetch")
+"""Settings that may change when a run is resumed, not while it trains."""
+POLY_POWER = 0.9  # BiSeNetV2's and DeepLab's
+PLATEAU_FACTOR = 0.1
+MANY = 3  # settings changed at once beyond which a run under way asks once more
 
 
 def knob(
@@ -35,16 +44,18 @@ def knob(
     live: bool = False,
     asks_beyond: float | None = None,
 ) -> Any:
-    """A Plan field: its default, one sentence of help, and the rule a value must obey (≥ least, > above, ≤ most). live:
-    of a task's knob, that a started run may change it, for neither model nor optimizer is built on it. asks_beyond: a
-    value more than so many times the advised one may be a typo: a run under way asks once more before applying it."""
+    """A Plan field: its default, one sentence of help, and the rule a value must obey (≥ least, > above, ≤ most).
+
+    live: for a task's own setting: a started run may change it, since neither model nor optimizer is built on it.
+    asks_beyond: a value more than so many times the advised one may be a typo: a run asks again before applying it.
+    """
     rule = {"choices": choices, "least": least, "above": above, "most": most, "live": live, "asks_beyond": asks_beyond}
     return dataclasses.field(default=default, metadata={"help": help, "unit": unit, **rule})
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to train: knobs only, nothing about the data or the machine. Raises PlanError naming field and rule."""
+    """How to train: settings only, nothing about the data or the machine. Raises PlanError naming field and rule."""
 
     epochs: int = knob(10, "passes over the training split", least=1)
     batch_size: int = knob(64, "samples an optimizer step, all processes together", least=1)
@@ -54,7 +65,7 @@ class Plan:
     schedule: str = knob("cosine", "lr after the warmup", choices=("constant", "cosine", "poly", "plateau"))
     warmup_epochs: float = knob(0.0, "linear rise of lr, step by step", least=0, unit="epochs")
     min_lr: float = knob(0.0, "lr at the end of cosine, poly and plateau", least=0)
-    optimizer: str = knob("adamw", "update rule, fused", choices=("adamw", "adam", "sgd"))
+    optimizer: str = knob("adamw", "update rule, fused", choices=tuple(OPTIMIZERS))
     weight_decay: float = knob(0.0, "decoupled for adamw, an L2 term for adam and sgd", least=0, asks_beyond=10)
     betas: tuple[float, float] = knob(
         (0.9, 0.999), "moments of adam; the first is sgd's momentum", least=0, most=0.99999
@@ -103,7 +114,7 @@ class Plan:
         return self.micro_batch_size is not None and self.micro_batch_size < self.batch_size
 
     def replace(self, /, **changes: Any) -> Self:
-        """A copy with some knobs changed; an unknown name is an error that lists near ones."""
+        """A copy with some settings changed; an unknown name is an error that lists near ones."""
         return type(self).from_dict({**self.to_dict(), **changes})
 
     def with_batch_size(self, batch_size: int) -> Self:
@@ -113,10 +124,10 @@ class Plan:
         micro = min(self.micro_batch_size, resized.batch_size) if self.micro_batch_size else None
         return resized.replace(micro_batch_size=micro, lr=lr, min_lr=min(self.min_lr, lr))
 
-    def turn(self, /, **knobs: Any) -> Self:
-        """A copy as a person turns knobs: a batch size given without an lr moves lr by `lr_rule`."""
-        ruled = self.replace(lr_rule=knobs.get("lr_rule", self.lr_rule))
-        return ruled.with_batch_size(knobs.get("batch_size", self.batch_size)).replace(**knobs)
+    def turn(self, /, **settings: Any) -> Self:
+        """A copy with settings as a user changes them: a batch size given without an lr moves lr by `lr_rule`."""
+        ruled = self.replace(lr_rule=settings.get("lr_rule", self.lr_rule))
+        return ruled.with_batch_size(settings.get("batch_size", self.batch_size)).replace(**settings)
 
     def while_training(self) -> Self:
         """The plan of evaluations amid training. A task whose evaluation has costly options overrides it, to leave them
@@ -126,7 +137,7 @@ class Plan:
     def changes_from(self, old: Plan) -> dict[str, str]:
         """What differs from another plan: field → `0.001 → 0.0005`."""
         pairs = {name: (getattr(old, name), value) for name, value in self.to_dict().items()}
-        return {n: f"{said(before)} → {said(now)}" for n, (before, now) in pairs.items() if before != now}
+        return {n: f"{shown(before)} → {shown(now)}" for n, (before, now) in pairs.items() if before != now}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by field name, ready for JSON."""
@@ -145,58 +156,22 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Raises PlanError for text that is no JSON object of knobs."""
+        """Raises PlanError for text that is no JSON object of settings."""
         try:
-            values = json.loads(text)
+            values, why = json.loads(text), ""
         except ValueError as error:
-            raise PlanError(f"{cls.__qualname__} must be a JSON object of knobs, got {text[:40]!r} ({error})") from None
+            values, why = None, f" ({error})"
         if not isinstance(values, dict):
-            raise PlanError(f"{cls.__qualname__} must be a JSON object of knobs, got {text[:40]!r}")
+            raise PlanError(f"{cls.__qualname__} must be a JSON object of settings, got {text[:40]!r}{why}")
         return cls.from_dict(values)
 
     @classmethod
     def parse(cls, name: str, text: str) -> Any:
-        """The value that a person typed for one knob, by the field's type: `none`, `true`, `0.9,0.999`, `3e-4`."""
+        """The value that a user typed for one setting, by the field's type: `none`, `true`, `0.9,0.999`, `3e-4`."""
         hints = typing.get_type_hints(cls)
         if name not in hints:
             raise unknown(cls, name)
         return parsed(f"{cls.__qualname__}.{name}", text, hints[name])
-
-
-def doubts(old: Plan, new: Plan, advised: Plan) -> dict[str, str]:
-    """What a run under way asks about once more before it changes from the old plan to the new: knob → a sentence.
-
-    A knob that rises beyond `asks_beyond` times the advised value: lr and weight_decay, which scale every update. A
-    batch size too large does not ruin a run: where memory runs out the micro-batch shrinks. Under "": that more than
-    MANY knobs change at once, as by a click on a preset.
-    """
-    changed = new.changes_from(old)
-    found = {n: why for n, why in beyond(new, advised).items() if getattr(new, n) > getattr(old, n)}
-    if len(changed) > MANY:
-        listed = ", ".join(f"{name} {change}" for name, change in changed.items())
-        found[""] = f"{len(changed)} settings change at once: {listed}"
-    return found
-
-
-def beyond(plan: Plan, advised: Plan) -> dict[str, str]:
-    """The knobs that lie beyond `asks_beyond` times the advised value: knob → a sentence."""
-    found = {}
-    for field in dataclasses.fields(plan):
-        name, factor = field.name, field.metadata.get("asks_beyond")
-        value, usual = getattr(plan, name), getattr(advised, name)
-        if factor is not None and usual and value > factor * usual * (1 + 1e-9):
-            found[name] = f"{name} {said(value)} is {times(value / usual)} the advised {said(usual)}"
-    return found
-
-
-def times(ratio: float) -> str:
-    """A ratio as written in a sentence: 2.5×, 500,000×."""
-    return f"{ratio:,.0f}×" if ratio >= 10 else f"{ratio:.2g}×"
-
-
-def said(value: Any) -> str:
-    """A knob's value in a sentence."""
-    return "none" if value is None else table.shown(value)
 
 
 def lr_factor(rule: str, k: float) -> float:
@@ -204,12 +179,108 @@ def lr_factor(rule: str, k: float) -> float:
     return {"none": 1.0, "sqrt": math.sqrt(k), "linear": k}[rule]
 
 
+def lr_at(plan: Plan, progress: float, drops: int = 0) -> float:
+    """lr at a point of the run, in epochs: a pure function, so that resuming and changed settings need no memory.
+
+    Linear warmup, then constant, cosine, poly, or plateau, which has dropped `drops` times; it moves every step.
+    """
+    if progress < plan.warmup_epochs:
+        return plan.lr * progress / plan.warmup_epochs
+    if plan.schedule == "constant":
+        return plan.lr
+    if plan.schedule == "plateau":
+        return max(plan.min_lr, plan.lr * PLATEAU_FACTOR**drops)
+    t = min(1.0, (progress - plan.warmup_epochs) / max(plan.epochs - plan.warmup_epochs, 1e-9))
+    fall = (1 + math.cos(math.pi * t)) / 2 if plan.schedule == "cosine" else (1 - t) ** POLY_POWER
+    return plan.min_lr + (plan.lr - plan.min_lr) * fall
+
+
+# -- what a run may change
+
+
+def fixed(plan: Plan) -> dict[str, str]:
+    """The settings that a run keeps while it trains, each with the reason."""
+    live = {field.name for field in dataclasses.fields(plan) if field.metadata.get("live")}
+    own = plan.to_dict().keys() - Plan().to_dict().keys() - live
+    return {
+        **dict.fromkeys((*FIXED, *sorted(own)), "fixed in a started run: its model and optimizer are built on it"),
+        **dict.fromkeys(AT_START, "fixed while it trains: batches are on their way; stop, change it, and go on"),
+    }
+
+
+def refuse_fixed(differing: Mapping[str, str], plan: Plan, resumed: bool = False) -> None:
+    """Raise TrainError for a setting that a run keeps. resumed: those of AT_START may differ."""
+    for name in fixed(plan):
+        if name in differing and not (resumed and name in AT_START):
+            raise TrainError(
+                f"Plan.{name} cannot change in a started run, and was asked to: {differing[name]}; keep the value, or "
+                "start another run folder"
+            )
+
+
+def require_sizes(pack: Pack, plan: Plan) -> None:
+    """Raise TrainError for a train split that is too small."""
+    count = len(pack.ids("train"))
+    if count < 2:
+        raise TrainError(
+            f"{pack.folder}: the train split has {count} sample(s), training needs at least 2; pack more data"
+        )
+    require_batch(plan, count)
+
+
+def require_batch(plan: Plan, count: int) -> None:
+    if plan.batch_size > count:
+        raise TrainError(
+            f"Plan.batch_size {plan.batch_size} is larger than the train split ({table.plural(count, 'sample')}); take "
+            f"at most {count}"
+        )
+
+
+def doubts(old: Plan, new: Plan, advised: Plan) -> dict[str, str]:
+    """What a run asks about once more before it changes from the old plan to the new: setting → a sentence.
+
+    A setting that rises beyond `asks_beyond` times the advised value: lr and weight_decay, which scale every update. A
+    batch size too large does not ruin a run: where memory runs out the micro-batch shrinks. Under "": that more than
+    MANY settings change at once, as by a click on a preset.
+    """
+    changed = new.changes_from(old)
+    asks = {n: why for n, why in beyond(new, advised).items() if getattr(new, n) > getattr(old, n)}
+    if len(changed) > MANY:
+        listed = ", ".join(f"{name} {change}" for name, change in changed.items())
+        asks[""] = f"{len(changed)} settings change at once: {listed}"
+    return asks
+
+
+def beyond(plan: Plan, advised: Plan) -> dict[str, str]:
+    """The settings that lie beyond `asks_beyond` times the advised value: setting → a sentence."""
+    sentences = {}
+    for field in dataclasses.fields(plan):
+        name, factor = field.name, field.metadata.get("asks_beyond")
+        value, usual = getattr(plan, name), getattr(advised, name)
+        if factor is not None and usual and value > factor * usual * (1 + 1e-9):
+            sentences[name] = f"{name} {shown(value)} is {times(value / usual)} the advised {shown(usual)}"
+    return sentences
+
+
+def times(ratio: float) -> str:
+    """A ratio as written in a sentence: 2.5×, 500,000×."""
+    return f"{ratio:,.0f}×" if ratio >= 10 else f"{ratio:.2g}×"
+
+
+def shown(value: Any) -> str:
+    """A setting's value in a sentence."""
+    return "none" if value is None else table.shown(value)
+
+
+# -- values
+
+
 def unknown(plan: type[Plan], name: str) -> PlanError:
-    """The error for a knob that a plan does not have: near names, else all."""
+    """The error for a setting that a plan does not have: near names, else all."""
     known = [f.name for f in dataclasses.fields(plan)]
     close = difflib.get_close_matches(name, known, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(known)}"
-    return PlanError(f"{plan.__qualname__} has no knob {name!r}; {hint}")
+    return PlanError(f"{plan.__qualname__} has no setting {name!r}; {hint}")
 
 
 def checked(name: str, value: Any, hint: Any, rule: Mapping[str, Any]) -> Any:
@@ -230,7 +301,7 @@ def checked(name: str, value: Any, hint: Any, rule: Mapping[str, Any]) -> Any:
     value = typed(name, value, kind)
     if rule.get("choices") and value not in rule["choices"]:
         raise PlanError(f"{name} must be one of {', '.join(map(str, rule['choices']))}, got {value!r}")
-    for word, (sign, holds) in BOUNDS.items():
+    for word, (sign, holds) in RULES.items():
         bound = rule.get(word)
         if bound is not None and not holds(value, bound):
             raise PlanError(f"{name} must be {sign} {bound}, got {value!r}")
@@ -271,6 +342,6 @@ def options(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
 
 
-BOUNDS = {"least": ("≥", operator.ge), "above": (">", operator.gt), "most": ("≤", operator.le)}
+RULES = {"least": ("≥", operator.ge), "above": (">", operator.gt), "most": ("≤", operator.le)}
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}

@@ -1,6 +1,6 @@
 """Task: what is trained. Every hook stands here with its default; only `model` and `loss` have none.
 
-Dimension letters in docstrings: B samples, H and W pixels, K classes.
+B samples, H and W pixels, K classes.
 """
 
 from __future__ import annotations
@@ -11,23 +11,19 @@ from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from nbtools.data import Card, Draws, Pack, Sample, Survey, build_pack
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
-from nbtools.train.metrics import Pair
 from nbtools.train.plan import Plan
 
 Batch = dict[str, Tensor]
-
-
-class TaskLike(Protocol):
-    """What `nb.fit` and its kin take as a task: a `Task`, or a module, class or object with some of its hooks."""
-
-    def model(self, card: Card, plan: Any) -> nn.Module: ...
-    def loss(self, model: Any, batch: Batch, plan: Any) -> tuple[Tensor, Tensor | float]: ...
+Pair = tuple[Tensor | float, Tensor | float]
+"""A metric's numerator and denominator, which add up; or two tensors (K,) of a mean over K classes, as mIoU is."""
+TaskLike = Any
+"""What `nb.fit` and its kin take as a task: a `Task`, or a module, class or object with some of its hooks."""
 
 
 class OneByOne:

@@ -1,20 +1,51 @@
-"""Evaluation: loss and metrics of a split as exact sums, never augmented, in eval mode, which is left as it was."""
+"""Evaluation: loss and metrics of a split as exact sums, never augmented, in eval mode, which is left as it was.
+
+K classes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nbtools.data import Feed, Pack, in_order, lengths_of, open_feed
 from nbtools.errors import TrainError
-from nbtools.train.device import autocast, within_memory
-from nbtools.train.metrics import Pair, Sums
+from nbtools.train.device import autocast, sum_dtype, within_memory
 from nbtools.train.plan import Plan
-from nbtools.train.task import Batch, Task, TaskLike, as_task
+from nbtools.train.task import Batch, Pair, Task, TaskLike, as_task
+
+
+class Sums:
+    """Running (numerator, denominator) sums by name, kept on the device; `read` is the one transfer to the host."""
+
+    def __init__(self, device: torch.device | str = "cpu"):
+        self.device = torch.device(device)
+        self.totals: dict[str, Tensor] = {}  # name → (2,) or (2, K) float64, float32 on MPS
+
+    def add(self, pairs: Mapping[str, Pair]) -> None:
+        for name, (numerator, denominator) in pairs.items():
+            if name not in self.totals:
+                shape = numerator.shape if isinstance(numerator, Tensor) else ()
+                self.totals[name] = torch.zeros((2, *shape), dtype=sum_dtype(self.device), device=self.device)
+            total = self.totals[name]
+            total[0] += numerator
+            total[1] += denominator
+
+    def read(self) -> dict[str, float]:
+        """name → numerator / denominator, 0 where nothing was counted; of classes the mean of those that were."""
+        if not self.totals:
+            return {}
+        flat = torch.cat([total.view(2, -1) for total in self.totals.values()], 1).tolist()
+        values, start = {}, 0
+        for name, total in self.totals.items():
+            stop = start + total[0].numel()
+            ratios = [n / d for n, d in zip(*(row[start:stop] for row in flat), strict=True) if d]
+            values[name], start = sum(ratios) / max(len(ratios), 1), stop
+        return values
 
 
 @torch.no_grad()
@@ -30,7 +61,7 @@ def forward(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, device: to
         model.train(training)
 
 
-def evaluation(
+def score_split(
     task: TaskLike,
     model: nn.Module,
     pack: Pack,
@@ -64,9 +95,9 @@ def evaluation(
 def score(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:
     """Add loss and metrics of a batch; out of memory, of its halves. Raises TrainError where one sample is too much."""
     ours = as_task(task)
-    found, reason = within_memory(lambda: judged(ours, model, raw, plan, sums.device))
-    if found is not None:
-        sums.add(found)
+    pairs, reason = within_memory(lambda: judged(ours, model, raw, plan, sums.device))
+    if pairs is not None:
+        sums.add(pairs)
         return
     if sums.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -88,11 +119,11 @@ def judged(task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.d
 def evaluate(task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: str = "test") -> dict[str, float]:
     """Metric → value over a whole split. Raises TrainError where it is empty."""
     sums = Sums(next(model.parameters()).device)
-    for _ in evaluation(task, model, pack, plan, split, sums):
+    for _ in score_split(task, model, pack, plan, split, sums):
         continue
     return sums.read()
 
 
 def is_partial(plan: Plan, samples: int) -> bool:
-    """Whether evaluations amid training look at less than a whole split of so many samples, or less closely."""
+    """Whether evaluations during training look at less than a whole split of so many samples, or less closely."""
     return plan.while_training() != plan or (plan.eval_samples or samples) < samples

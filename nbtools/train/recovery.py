@@ -1,0 +1,163 @@
+"""What surrounds a step: memory that runs out, at any allocation, and losses that are no longer numbers."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nbtools.data import Draws
+from nbtools.errors import TrainError
+from nbtools.train.device import autocast, within_memory
+from nbtools.train.state import TrainState
+from nbtools.train.step import attempt, clear_gradients, differentiate, update
+from nbtools.train.task import Batch
+
+LEFT_OUT = 3  # steps with a loss that is not finite that a run leaves out: more are no accident
+
+
+class Diverged(TrainError):
+    """The loss is no longer a number. steps: the first and last of the steps among which it happened. A notebook shows
+    the sentence without a traceback: no line of code is at fault."""
+
+    def __init__(self, message: str, steps: tuple[int, int]):
+        super().__init__(message)
+        self.steps = steps
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows instead of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+def step(state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor | float]:
+    """`attempt` until memory suffices: where it runs out, the micro batch is halved and the same batch tried again.
+    Effective batch and lr stay, and `state.events` says so. An attempt allocates all that it needs before it changes
+    the first weight, so that nothing is applied twice.
+
+    The first pass under a plan, and each larger than all before it, is where memory runs out if it does: there random
+    states and buffers are kept, so that a failed pass leaves no trace in them. Where it runs out in a later one, since
+    another process took memory, dropout draws other numbers, and BatchNorm's statistics count some samples twice.
+    """
+    elements = sum(tensor.numel() for tensor in raw.values())
+    proven = state.proven[0] is state.plan and elements <= state.proven[1]
+    kept = None if proven else within_memory(lambda: Kept(state))[0]
+    act = checked if state.position.step < state.recovery.careful_until else attempt
+    while True:
+        done, reason = within_memory(lambda: act(state, raw, epoch_size))
+        if done is not None:
+            if not proven:
+                state.proven = state.plan, elements
+            return done
+        halve(state, len(raw["id"]), reason)
+        if kept is not None:
+            kept.restore(state)
+
+
+class Kept:
+    """What a forward pass changes: random states, and the model's buffers."""
+
+    def __init__(self, state: TrainState):
+        self.buffers = [buffer.clone() for buffer in state.model.buffers()]
+        self.rng = torch.get_rng_state()
+        self.cuda_rng = torch.cuda.get_rng_state(state.device) if state.device.type == "cuda" else None
+
+    def restore(self, state: TrainState) -> None:
+        self.restore_buffers(state)
+        torch.set_rng_state(self.rng)
+        if self.cuda_rng is not None:
+            torch.cuda.set_rng_state(self.cuda_rng, state.device)
+
+    def restore_buffers(self, state: TrainState) -> None:
+        for buffer, kept in zip(state.model.buffers(), self.buffers, strict=True):
+            buffer.copy_(kept)
+
+
+def halve(state: TrainState, size: int, reason: str) -> None:
+    """Choose the next smaller micro batch, and free what the failed attempt left."""
+    now = min(state.recovery.micro or size, size)
+    if now == 1:
+        raise TrainError(
+            f"out of memory with one sample at a time ({reason}); take a smaller network or smaller samples"
+        )
+    half = max(1, now // 2)
+    state.events.append(f"out of memory: micro batch {now} → {half}; effective batch and lr unchanged")
+    state.take_parts(half)
+    release(state)
+
+
+def release(state: TrainState) -> None:
+    """Free what a failed step left: gradients, and what the scaler knows about them."""
+    clear_gradients(state.parameters)
+    if state.scaler is not None:  # it may stand between unscaling and update, and take no second unscaling
+        scaler = torch.amp.GradScaler(state.device.type)
+        scaler.load_state_dict(state.scaler.state_dict())
+        state.scaler = scaler
+    gc.collect()
+    if state.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def checked(state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor | float]:
+    """An attempt that is left out, and counts for nothing, where the loss or a gradient is not finite."""
+    kept = Kept(state)
+    loss_sum, count = differentiate(state, raw)
+    if bad := first_bad(state, raw, loss_sum):
+        kept.restore_buffers(state)
+        refuse(state, raw, bad)
+        return torch.zeros_like(loss_sum), 0
+    update(state, len(raw["id"]), epoch_size)
+    return loss_sum, count
+
+
+def first_bad(state: TrainState, raw: Batch, loss_sum: Tensor) -> str | None:
+    """The first tensor of this step that is not finite: of the batch, the weights, a layer, the loss, a gradient.
+
+    Under fp16 gradients that overflow are how the scaler finds its scale: it leaves such steps out by itself.
+    """
+    task, plan = state.task, state.plan
+    named = state.model.named_parameters() if state.scaler is None else ()
+    gradients = [(f"gradient of {n}", p.grad) for n, p in named if p.grad is not None]
+    if finite(loss_sum) and all(finite(g) for _, g in gradients):
+        return None
+    batch = task.batch(raw, plan, Draws(plan.seed, state.position.epoch, raw["id"]))
+    layers: list[tuple[str, Any]] = []
+    hooks = [
+        module.register_forward_hook(lambda _m, _i, out, name=name: layers.append((f"output of layer {name}", out)))
+        for name, module in state.model.named_modules()
+        if name and not list(module.children())
+    ]
+    try:
+        with torch.no_grad(), autocast(plan, state.device, state.model):
+            task.loss(state.model, batch, plan)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    inputs = [(f"batch[{name!r}]", tensor) for name, tensor in batch.items()]
+    weights = [(f"weight {n}", p) for n, p in state.model.named_parameters()]
+    return next(
+        (name for name, t in [*inputs, *weights, *layers, ("loss", loss_sum), *gradients] if not finite(t)), "loss"
+    )
+
+
+def finite(tensor: Any) -> bool:
+    return not isinstance(tensor, Tensor) or not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def refuse(state: TrainState, raw: Batch, bad: str) -> None:
+    """Leave a bad step out, and say so. Raises Diverged where that happens more often than by accident.
+
+    The samples are named where the batch, the loss or a gradient is the first that is bad. Where a weight or a layer
+    is, training has diverged, and any sample would do the same.
+    """
+    clear_gradients(state.parameters)
+    state.recovery.refused += 1
+    ids = raw["id"].tolist() if bad.startswith(("batch[", "loss", "gradient")) else []
+    shown = f" (sample ids {', '.join(map(str, ids[:16]))}{' …' if len(ids) > 16 else ''})" if ids else ""
+    state.events.append(f"step {state.step + 1} left out: {bad} is not finite{shown}")
+    if state.recovery.refused > LEFT_OUT:
+        raise Diverged(
+            f"four steps had to be left out, the last: {state.events[-1]}{'; look at these samples' if ids else ''}",
+            (state.step, state.step),
+        )
