@@ -4,6 +4,7 @@ Tests train on the CPU, also where there is a GPU, in processes and kernels that
 train on the GPU.
 """
 
+import gc
 import os
 import shutil
 import socket
@@ -77,6 +78,15 @@ def own_cache(tmp_path, monkeypatch):
 def at_once(monkeypatch):
     """Runs look for control.json after each step, so that a test knows when it is read."""
     monkeypatch.setattr("nbtools.live.surface.LOOK_EVERY", 0.0)
+
+
+@pytest.fixture(scope="module")
+def frozen():
+    """What was imported so far is no longer looked through by gc.collect(), which every measurement calls."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

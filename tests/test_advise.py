@@ -250,6 +250,7 @@ def test_a_machine_of_one_core_has_1_core(tmp_path):
 
 
 SECONDS = 6.0  # on a job's own clock
+pytestmark = pytest.mark.usefixtures("frozen")
 
 
 @pytest.fixture(scope="module")

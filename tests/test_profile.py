@@ -30,7 +30,7 @@ from nbtools.train import TrainState, knob, train
 CPU = torch.device("cpu")
 SECONDS = 8.0  # on a job's own clock: enough for rounds of several steps
 FILES = {"feed": "workers", "workers": 0}
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "frozen")
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from nbtools.measure.stepper import Rate
 
 CPU = torch.device("cpu")
 FASTER = toy.PLAN.replace(batch_size=64, lr=2e-2, amp="bf16", channels_last=True, clip_norm=None, hidden=24)
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "frozen")
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ CPU = torch.device("cpu")
 WORKERS = toy.PLAN.replace(feed="workers")
 
 pytestmark = [
+    pytest.mark.usefixtures("frozen"),
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # on one core
 ]
