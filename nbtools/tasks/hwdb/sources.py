@@ -97,8 +97,11 @@ def chosen_layout(folder: Path, layout: str, pages: list[str], lists: list[str],
             "pages": "no page (.dgrl)",
             "lines": "no list of lines (train_img_id_gt.txt, val_… or test_…)",
         }[layout]
-        fix = f"unpack the one around {unopened[0]}, and" if unopened else "or in its archives;"
-        raise PackError(f"{folder}: {missing} is in it {fix} give the folder that holds HWDB2.0Train")
+        if unopened:
+            fix = f"; archives within an archive are not read: unpack the one around {unopened[0]}, and give the folder"
+        else:
+            fix = " or in its archives; give the folder that holds HWDB2.0Train"
+        raise PackError(f"{folder}: {missing} is in it{fix}")
     return chosen
 
 
