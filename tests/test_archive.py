@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from archives import FORMS, archived, put, tar_bytes, tree, zip_bytes
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbtools import disk, errors
@@ -268,6 +268,7 @@ def mutated(data: bytes, changes: list[tuple[float, int, int]]) -> bytes:
 
 @pytest.mark.parametrize("form", FORMS)
 @given(changes=CHANGES)
+@settings(max_examples=60)
 def test_mutated_archives_give_files_or_an_nbtools_error_and_nothing_outside(form, changes):
     data = mutated(WHOLE[form], changes)
     with tempfile.TemporaryDirectory() as name:
