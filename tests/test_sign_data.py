@@ -675,7 +675,7 @@ def wholes(tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("default")  # of NumPy, for headers that it takes for those of older versions
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
 def test_a_damaged_clip_is_refused_or_has_the_right_form(tmp_path, wholes, data):
     """A checksum guards the numbers, but not the names around them."""
@@ -712,7 +712,7 @@ PIECES = [
 ]
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=12))
 def test_a_list_of_any_bytes_is_rows_and_never_another_error(tmp_path, pieces):
     source = tmp_path / "raw"
