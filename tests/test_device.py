@@ -27,8 +27,7 @@ from torch import nn
 sys.path.insert(0, "tests")
 import toy
 from pathlib import Path
-from nbtools.loop import train
-from nbtools.state import TrainState
+from nbtools.train import TrainState, train
 
 class Wide(nn.Module):
     def __init__(self):
@@ -51,6 +50,7 @@ print((faults[-1] - faults[2], losses))
 """
 
 
+@pytest.mark.full  # two processes that import torch
 @pytest.mark.skipif(device.glibc() is None, reason="another C library frees in its own way")
 def test_training_on_a_cpu_keeps_its_memory_and_loses_none_of_its_bits(tmp_path):
     """Page faults of the last three epochs, with malloc as nbtools sets it and as a person's own setting leaves it."""

@@ -15,6 +15,7 @@ import nbtools as nb
 from nbtools.errors import PlanError, TrainError
 from nbtools.train import Diverged, TrainState, train
 from nbtools.train.evaluation import evaluate
+from nbtools.train.optimizer import OPTIMIZERS
 
 
 @pytest.fixture(scope="module")
@@ -182,13 +183,14 @@ def test_a_step_reads_nothing_from_the_device_but_on_log_steps(pack, monkeypatch
     assert logs >= 5
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("sgd", torch.optim.SGD)]
-)
-def test_optimizers_are_the_fused_ones(pack, optimizer, kind):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_entry_of_the_table_is_an_optimizer_of_the_plan_fused_and_with_its_buffers(pack, optimizer):
     state = TrainState(toy, pack, toy.PLAN.replace(optimizer=optimizer, weight_decay=0.01))
-    assert type(state.optimizer) is kind
+    assert type(state.optimizer) is OPTIMIZERS[optimizer].kind
     assert state.optimizer.defaults["fused"]
+    made = {id(p): set(buffers) for p, buffers in state.optimizer.state.items()}
+    next(train(toy, state, pack))
+    assert made == {id(p): set(buffers) for p, buffers in state.optimizer.state.items()}, "all made before the first"
     assert all(math.isfinite(x) for x in losses(state, pack))
 
 
@@ -372,6 +374,7 @@ def test_the_moving_average_is_what_is_evaluated(pack):
     assert torch.allclose(average, shadow, atol=1e-5)
 
 
+@pytest.mark.full  # a minute of compilation
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
 def test_channels_last_and_compile_keep_the_loss(tmp_path, pack):
     plan = toy.PLAN.replace(epochs=1, dropout=0.0)  # the compiler draws its dropout from numbers of its own

@@ -92,6 +92,9 @@ CASES = {
     "fp16, moving average, micro-batches": {"amp": "fp16", "ema": 0.9, "micro_batch_size": 8},
 }
 
+QUICK = {("moving average", 0), ("fp16, moving average, micro-batches", 3)}
+"""The cases of each change, with the steps before; the others take a minute."""
+
 
 def parted(model: nn.Module, plan: nb.Plan) -> list[dict]:
     """Two groups of parameters, each an update of its own."""
@@ -99,8 +102,14 @@ def parted(model: nn.Module, plan: nb.Plan) -> list[dict]:
     return [{"params": found[:2], "lr_scale": 10.0}, {"params": found[2:], "decays": False}]
 
 
-@pytest.mark.parametrize("before", [0, 3], ids=["first step", "fourth step"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [
+        pytest.param(name, before, marks=[] if (name, before) in QUICK else pytest.mark.full)
+        for name in CASES
+        for before in (0, 3)
+    ],
+)
 def test_memory_may_end_at_any_allocation_of_a_step_and_nothing_is_applied_twice(pack, monkeypatch, name, before):
     """Weights, optimizer, moving average, scaler and losses are those of a run that took the smaller parts unasked.
     Later than in the first pass of a shape, dropout and BatchNorm's statistics are left out: see `step`."""

@@ -1,5 +1,6 @@
 """Interrupted anywhere and run again: the same losses and the same weights, bit for bit, as never interrupted (CPU)."""
 
+import json
 import os
 import signal
 import subprocess
@@ -81,6 +82,22 @@ def test_resumed_after_any_record_equals_uninterrupted(tmp_path, pack, name):
         assert run_to(state, pack, history)
         assert log(history.rows) == log(rows.rows), f"interrupted after record {stop} of {records}"
         same(state, whole)
+
+
+def test_a_state_saved_before_0_2_resumes_amid_an_epoch(pack):
+    """Its facts stood side by side, and the sum of the loss was a tensor."""
+    plan = toy.PLAN.replace(epochs=2)
+    whole, state, again = (TrainState(toy, pack, plan) for _ in range(3))
+    run_to(whole, pack, History())
+    run_to(state, pack, History(), 5)
+    facts = json.loads(json.dumps(state.facts()))
+    tensors = {name: tensor.clone() for name, tensor in state.tensors().items()}
+    tensors["loss_sum"] = torch.tensor(facts["sums"].pop("loss"), dtype=torch.float64)
+    best = facts.pop("best")
+    flat = {**facts.pop("position"), **facts.pop("sums"), **facts.pop("recovery"), **facts, **best}
+    again.load(tensors, {**flat, "best": flat.pop("value")})
+    run_to(again, pack, History())
+    same(again, whole)
 
 
 def test_twice_within_one_epoch_and_at_its_end_equals_uninterrupted(tmp_path, pack):
