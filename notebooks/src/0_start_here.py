@@ -3,8 +3,8 @@
 #
 # {badge}
 #
-# Looks at the machine you were given, shows where data should lie on it, and trains a first small model in half a
-# minute. Then a table of notebooks says where to go on.
+# Looks at the machine you were given, shows where data belongs on it, and trains a first small model in half a minute.
+# A table of notebooks at the end shows what to open next.
 #
 # **GPU:** none needed. **Measured:** 37 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation aside.
 
@@ -12,7 +12,7 @@
 
 # %% [markdown]
 # ## Settings
-# All that you may want to change, in one place.
+# Everything that you may want to change, in one place.
 
 # %% tags=["parameters"]
 COUNT = 1500  # images to make for the first run
@@ -20,8 +20,9 @@ EPOCHS = 6
 
 # %% [markdown]
 # ## The machine
-# One row a GPU: what it is, what is free on it, what holds it back. No NVIDIA GPU is fine: nbtools then uses Apple's,
-# or the processor's cores, and says so. On Colab a GPU comes with *Runtime → Change runtime type*.
+# One row per GPU: what it is, what is free on it, what holds it back. It also works without an NVIDIA GPU: nbtools then
+# uses Apple's, or the processor's cores, and the table shows it. On Colab you get a GPU with *Runtime → Change runtime
+# type*.
 
 # %%
 import nbtools as nb
@@ -30,7 +31,7 @@ nb.gpus()
 
 # %% [markdown]
 # ## Where data goes
-# A GPU waits for whatever is slowest before it, and that is usually the place the files come from:
+# A GPU waits for whatever is slowest before it, which is usually the place that the files come from:
 #
 # | place | good for | bad for |
 # | --- | --- | --- |
@@ -40,7 +41,7 @@ nb.gpus()
 #
 # So: one archive on Drive → `nb.stage` copies and checks it → `task.pack` decodes every file once → training reads
 # arrays.
-# Staging what is on local disk already copies nothing:
+# Staging a folder that is already on local disk copies nothing:
 
 # %%
 from nbtools.tasks import captcha
@@ -51,40 +52,40 @@ folder
 
 # %% [markdown]
 # ## A first run
-# Those images are captchas of four digits. Packed, they are a few flat arrays; a second call opens them at once.
+# These images are captchas of four digits. Packed, they are a few flat arrays; a second call opens the pack at once.
 
 # %%
 pack = captcha.pack(folder)
 pack
 
 # %% [markdown]
-# `nb.advise` proposes a plan for this machine and this data, with one reason a field: here by rules of thumb, at once;
-# `captcha/2_train` lets it measure.
+# `nb.advise` proposes a plan for this machine and this data, with one reason per field: here by rules of thumb, which
+# takes no time; `captcha/2_train` lets it measure.
 
 # %%
 advice = nb.advise(captcha, pack, measure=False)
 advice
 
 # %% [markdown]
-# A few passes over little data are enough to see it learn; `captcha/2_train` does it properly. Stop it whenever you
-# like; running the cell again goes on.
+# A few passes over a small data set are enough to see it learn; `captcha/2_train` does it properly. Stop it whenever
+# you like; running the cell again resumes.
 
 # %%
 run = nb.fit(captcha, pack, advice.plan.replace(epochs=EPOCHS, warmup_epochs=0.0), run="runs/first", receipt=False)
 
 # %% [markdown]
-# A row an epoch; `run.history` has every logged step.
+# One row per epoch; `run.history` has every logged step.
 
 # %%
 run.summary().round(4)
 
 # %% [markdown]
-# ## Where to go on
+# ## Where to go next
 #
 # | notebook | what you get |
 # | --- | --- |
-# | `captcha/1_data` | your captchas, or made ones, checked and packed |
+# | `captcha/1_data` | your captchas, or generated ones, checked and packed |
 # | `captcha/2_train` | a trained model, and a receipt: how much faster than the guide's settings here |
 # | `captcha/3_evaluate` | accuracy on unseen images, the mistakes, reading your own files, the model to take away |
 #
-# They stand in this order, and each also runs by itself.
+# They belong in this order, but each also runs on its own.

@@ -1,6 +1,6 @@
 # %% [markdown]
 # ## Install
-# `SOURCE` says where nbtools comes from: the address of its repository or of your fork, or a copy on your Drive: a
+# `SOURCE` is where nbtools comes from: the address of its repository or of your fork, or a copy on your Drive: a
 # folder, a wheel, or `"drive:nbtools-main.zip"` as downloaded from GitHub.
 
 # %%
@@ -34,7 +34,8 @@ if not (PROBLEM or "://" in SOURCE or COPY.is_file() or (COPY / "pyproject.toml"
     PROBLEM = f"{SOURCE} {'holds packs and runs, not a copy of nbtools' if COPY.is_dir() else 'does not exist'}"
 
 # %% [markdown]
-# No package that came with Colab is replaced. If installing fails, one sentence says why, and *Run all* ends here.
+# No package that came with Colab is replaced. If the installation fails, one sentence gives the reason, and *Run all*
+# stops here.
 
 # %%
 if MISSING and not PROBLEM:

@@ -3,9 +3,9 @@
 #
 # {badge}
 #
-# Brings captchas from Drive, a link or an archive to fast local disk, checks each one, and packs them into a form that
-# a GPU never waits for. Without data of your own it makes some. The pack is kept on your Drive as one file, so that the
-# next notebook, or the next session, starts with one copy.
+# Fetches captchas from Drive, a link or an archive to fast local disk, checks each one, and packs them into a form that
+# a GPU never waits for. Without data of your own it generates some. The pack is kept on your Drive as one file, so that
+# the next notebook, or the next session, starts with one copy.
 #
 # **GPU:** none needed; reading images is work for the processor. **Measured:** 18 s on two cores of an Intel Xeon (a
 # cloud machine, no GPU), installation aside, with 6,000 generated images.
@@ -15,7 +15,7 @@
 # %% [markdown]
 # ## Settings
 # `RAW` may be a folder, an archive (tar, tar.gz, tar.xz, zip), `drive:…` for a path in your Drive, or a Drive link.
-# An image's text is its file name up to the first `_`: `7402_a.png` reads 7402.
+# An image's text is its file name up to the first `_`: `7402_a.png` shows 7402.
 
 # %% tags=["parameters"]
 import os
@@ -27,9 +27,9 @@ if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 
 # %% [markdown]
-# ## Bring it here
-# Staging checks free space first, resumes after a break, verifies what came, and appears all at once or not at all. A
-# second call is instant. The demo gets two broken files planted, because real data has them too.
+# ## Fetch it
+# Staging checks free space first, resumes after an interruption, verifies what arrived, and publishes it completely or
+# not at all. A second call is instant. Two broken files are planted in the demo, because real data has them too.
 
 # %%
 import nbtools as nb
@@ -43,7 +43,7 @@ folder = nb.stage(RAW)
 folder
 
 # %% [markdown]
-# ## Look at it raw
+# ## Look at the raw images
 # Before anything else: are these the images you expect, and do their names say what they show?
 
 # %%
@@ -55,7 +55,7 @@ for path in sorted(folder.rglob("*.png"))[:400:100]:
 
 # %% [markdown]
 # ## Pack
-# Every image is decoded once into flat arrays on disk, with its label, the list of characters, and a split that hangs
+# Every image is decoded once into flat arrays on disk, with its label, the list of characters, and a split that depends
 # on the file's name alone: 80 % train, 10 % validation, 10 % test.
 
 # %%
@@ -64,13 +64,13 @@ pack
 
 # %% [markdown]
 # ## What was left out
-# Nothing is dropped in silence. Each row names the file, what was found, the rule it breaks, and what to do.
+# Nothing is dropped silently. Each row names the file, the value, the rule it breaks, and what to do.
 
 # %%
 pack.bad
 
 # %% [markdown]
-# ## Look at it packed
+# ## Look at the packed images
 # The same check again, on what the model will see.
 
 # %%

@@ -5,8 +5,8 @@
 #
 # Proposes a plan for the machine you have with a reason for every number, trains, and ends with a receipt: how much
 # faster than the guide's own settings, measured here, on your data. Loss, accuracy, learning rate, speed and memory are
-# drawn while it runs, and you can turn its knobs while it runs; stop it, or lose the session, and the same cell goes on
-# where it stood.
+# drawn while it runs, and you can change its settings at the same time. Stop it, or lose the session, and the same cell
+# resumes where it stopped.
 #
 # **GPU:** any NVIDIA GPU (not tested on one yet); without one a small network is chosen. **Measured:** 1 min 56 s on
 # two cores of an Intel Xeon (a cloud machine, no GPU), installation aside, with 6,000 generated images of four digits.
@@ -15,7 +15,7 @@
 
 # %% [markdown]
 # ## Settings
-# `CHANGES` is what you want otherwise than advised: `{"epochs": 20, "batch_size": 256}`.
+# `CHANGES` overrides the advice: `{"epochs": 20, "batch_size": 256}`.
 
 # %% tags=["parameters"]
 import os
@@ -53,9 +53,9 @@ pack
 
 # %% [markdown]
 # ## The plan
-# Measured here, on your data: which batch size is the fastest that fits, what a step spends its time on, and which one
-# change is worth making. It takes about a minute the first time and is kept beside the pack. Every field has its reason
-# beside it; what was not measured says whose rule of thumb it is. The last line is the verdict.
+# Measured here, on your data: which batch size is the fastest that fits, what a step spends its time on, and which
+# single change is worth making. It takes about a minute the first time and is kept next to the pack. Every field has
+# its reason next to it; where nothing was measured, the reason names the rule of thumb. The last line is the verdict.
 
 # %%
 advice = nb.advise(captcha, pack, measure=MEASURE)
@@ -72,23 +72,23 @@ panel
 # %% [markdown]
 # ## Train
 # The panel now acts on the run: *Pause*, *Evaluate now*, *Save now*, and lr, batch size, mixed precision and more take
-# effect at the next step, each with a mark in the picture. *Stop*, or the notebook's square, finishes the step, saves,
-# and returns the run; running this cell again goes on.
+# effect at the next step, each with a mark in the picture. *Stop*, or the notebook's own stop button, finishes the
+# step, saves, and returns the run; running this cell again resumes it.
 
 # %%
 panel.put(panel.plan.replace(**CHANGES))
 run = nb.fit(captcha, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_gpu=RELEASE_GPU)
 
 # %% [markdown]
-# ## What came out
-# A row an epoch. `val_whole_accuracy` is the share of captchas with every character right.
+# ## The result
+# One row per epoch. `val_whole_accuracy` is the share of captchas with every character right.
 
 # %%
 run.summary().round(4)
 
 # %% [markdown]
 # ## The receipt
-# The guide's settings ran for a few seconds on this machine and this data. This is what yours do beside them.
+# The guide's settings ran for a few seconds on this machine and this data. This is how yours compare.
 
 # %%
 run.receipt

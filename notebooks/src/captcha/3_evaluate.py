@@ -3,8 +3,8 @@
 #
 # {badge}
 #
-# Says how good the trained model is on images it has never seen, shows the ones it gets wrong, reads files of your
-# own, and gives you the model to take away. Without a trained run on your Drive it trains a short one first.
+# Measures the trained model on images that it has never seen, shows the ones it gets wrong, reads files of your own,
+# and exports the model. Without a trained run on your Drive it trains a short one first.
 #
 # **GPU:** none needed. **Measured:** 5 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation aside,
 # after `2_train`.
@@ -21,13 +21,13 @@ PACK = None  # a pack of your own; None: the one that 1_data kept, otherwise dem
 RUN = None  # another run; None: the one that 2_train kept, otherwise a short one
 FILES = []  # images of your own to read, e.g. ["mine.png"]; empty: a few fresh demo images
 EXPORT = "captcha-model"
-COUNT, EPOCHS = 3000, 10  # of the short run, where there is no other
+COUNT, EPOCHS = 3000, 10  # of the short run, if there is no other
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 
 # %% [markdown]
 # ## The data and the run
-# Whatever is missing on Drive is said, and made here on a small scale, so that this notebook runs by itself.
+# Whatever is missing on Drive is named, and made here on a small scale, so that this notebook also runs on its own.
 
 # %%
 import nbtools as nb
@@ -42,7 +42,7 @@ if not trained:
 run = nb.Run.open(nb.stage(trained))
 
 # %% [markdown]
-# ## How good is it
+# ## How good is it?
 # On the test split, which neither training nor the choice of the best checkpoint has seen: the share of characters that
 # are right, and the share of captchas with every character right.
 
@@ -51,8 +51,8 @@ nb.evaluate(run, pack, split="test")
 
 # %% [markdown]
 # ## What it gets wrong
-# Above each image the truth, then what was read. A pattern here (one letter for another, the last character missing)
-# says more than the figure above.
+# Above each image: the truth, then what the model read. A pattern here (one letter for another, the last character
+# missing) says more than the figure above.
 
 # %%
 ids = pack.ids("test")
@@ -63,22 +63,22 @@ captcha.show(pack, wrong[:12], [read[i] for i in wrong[:12]])
 
 # %% [markdown]
 # ## Your own files
-# `run.predict` prepares a raw image exactly as in training.
+# `run.predict` prepares a raw image exactly as training did.
 
 # %%
 files = FILES or sorted(captcha.demo("data/fresh", count=5, seed=1).glob("*.png"))
 list(zip(map(str, files), run.predict(files), strict=True))
 
 # %% [markdown]
-# ## Take it away
-# The weights as safetensors, and beside them a JSON card that says how to read with them.
+# ## Export the model
+# The weights as safetensors, and next to them a JSON card that describes how to use them.
 
 # %%
 exported = run.export(EXPORT)
 exported
 
 # %% [markdown]
-# On Colab this puts the files into your browser's downloads.
+# On Colab your browser downloads the files.
 
 # %%
 if "COLAB_RELEASE_TAG" in os.environ:

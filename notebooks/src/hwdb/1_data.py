@@ -4,9 +4,9 @@
 # {badge}
 #
 # Fetches handwritten lines (CASIA-HWDB pages, or any folder of line images with a list of their texts) to fast local
-# disk, checks each one, and packs them scaled and as ink into a form that a GPU never waits for. 50,000 lines become a
-# handful of files. Without data of your own it writes some pages in the same format. The pack is kept on your Drive as
-# one file.
+# disk, checks each one, and packs them, scaled and turned to ink, into a form that a GPU never waits for. 50,000 lines
+# become a handful of files. Without data of your own it writes some pages in the same format. The pack is kept on your
+# Drive as one file.
 #
 # **GPU:** none needed; reading pages is work for the processor. **Measured:** 13 s on two cores of an Intel Xeon
 # (a cloud machine, no GPU), installation aside, with 6,000 generated lines.
@@ -17,8 +17,8 @@
 # ## Settings
 # `RAW` may be a folder, an archive (tar, tar.gz, tar.xz, zip), `drive:…` for a path in your Drive, or a Drive link:
 # of the folders `HWDB2.0Train` … `HWDB2.2Test` or their archives, or of `train/`, `train_img_id_gt.txt` with
-# `name,text` on each line, and `chars_list.txt`. 128 pixels of height is what the guide's network reads; 32 is enough
-# for a network that a CPU can train.
+# `name,text` on each line, and `chars_list.txt`. The guide's network reads lines 128 pixels high; 32 is enough for a
+# network that a CPU can train.
 
 # %% tags=["parameters"]
 import os
@@ -34,7 +34,7 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 # %% [markdown]
 # ## A font for the demo
 # On Colab this installs a Chinese font, so that the demo writes real characters. Elsewhere the demo uses one that is
-# installed; where there is none, shapes drawn from a seed stand for the characters, and it says so.
+# installed; where there is none, shapes drawn from a seed stand for the characters, and a message reports it.
 
 # %%
 if RAW is None and "COLAB_RELEASE_TAG" in os.environ:
@@ -43,8 +43,8 @@ if RAW is None and "COLAB_RELEASE_TAG" in os.environ:
 
 # %% [markdown]
 # ## Fetch it
-# Staging checks free space first, resumes after an interruption, verifies what came, and publishes it whole or not at
-# all. A second call is instant. One page of the demo is cut off, because real data has such pages too.
+# Staging checks free space first, resumes after an interruption, verifies what arrived, and publishes it completely or
+# not at all. A second call is instant. One page of the demo is cut off, because real data has such pages too.
 
 # %%
 import nbtools as nb
@@ -60,8 +60,8 @@ folder
 # %% [markdown]
 # ## Pack
 # Lines are found in their pages, scaled to one height by area, turned to ink (paper is 0, and so is padding), and
-# written one after the other into flat arrays, with their texts as classes. Whole writers go to validation and test,
-# so that the score is for hands that training never saw.
+# written one after the other into flat arrays, with their texts as classes. Validation and test get whole writers, so
+# that the score is for handwriting that training never saw.
 
 # %%
 pack = hwdb.pack(folder, height=HEIGHT)
@@ -69,22 +69,22 @@ pack
 
 # %% [markdown]
 # ## What was left out
-# Nothing is dropped in silence. Each row names the file, what was found, the rule it breaks, and what to do.
+# Nothing is dropped silently. Each row names the file, the value, the rule it breaks, and what to do.
 
 # %%
 pack.bad
 
 # %% [markdown]
 # ## What is in it
-# Lines, characters and widths of each split; how many lines are too narrow for CTC at each network's stride, which no
-# training can read; and characters that are only in lines to be tested on.
+# Lines, characters and widths of each split; how many lines are too narrow for CTC at each network's stride, so that no
+# training can learn them; and characters that occur only in test lines.
 
 # %%
 hwdb.report(pack)
 
 # %% [markdown]
 # ## Look at it
-# What the model will see, dark on light, with the text that it is to read.
+# What the model will see, dark on light, with the text that it should read.
 
 # %%
 hwdb.show(pack, pack.ids("train")[:8])

@@ -4,9 +4,9 @@
 # {badge}
 #
 # Trains a recogniser of handwritten lines, a convolutional network with CTC, by a plan that is measured on your
-# machine: batch size, what limits a step, which one change is worth making. Truth and reading of a few lines stand
-# below the curves while it trains, errors in colour, and every knob can be turned meanwhile. It ends with a receipt:
-# how much faster than the guide's own settings, measured here, on your data.
+# machine: batch size, what limits a step, which single change is worth making. While it trains, the truth and the
+# prediction of a few lines are shown below the curves, errors in colour, and you can change its settings. It ends with
+# a receipt: how much faster than the guide's own settings, measured here, on your data.
 #
 # **GPU:** any NVIDIA GPU for the guide's network of 53 M parameters (not tested on one yet); without one a slim network
 # is chosen. **Measured:** 2 min 6 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation aside, with
@@ -16,7 +16,7 @@
 
 # %% [markdown]
 # ## Settings
-# `CHANGES` is what you want otherwise than advised: `{"epochs": 20, "network": "crnn"}`.
+# `CHANGES` overrides the advice: `{"epochs": 20, "network": "crnn"}`.
 
 # %% tags=["parameters"]
 import os
@@ -55,8 +55,8 @@ pack
 # %% [markdown]
 # ## The plan
 # Measured here, on your data: which batch size is the fastest that fits, what a step spends its time on, how much of a
-# batch is padding, and which one change is worth making. It takes about a minute the first time and is kept beside the
-# pack. Every field has its reason beside it; what was not measured says whose rule of thumb it is.
+# batch is padding, and which single change is worth making. It takes about a minute the first time and is kept next to
+# the pack. Every field has its reason next to it; where nothing was measured, the reason names the rule of thumb.
 
 # %%
 advice = nb.advise(hwdb, pack, measure=MEASURE)
@@ -71,17 +71,17 @@ panel
 
 # %% [markdown]
 # ## Train
-# CTC answers blank everywhere at first: the character error rate stays at 1 for a while, and then falls quickly. The
-# panel acts on the run; *Stop*, or the notebook's square, finishes the step, saves, and returns the run; running this
-# cell again goes on.
+# At first CTC predicts blank everywhere: the character error rate stays at 1 for a while, and then falls quickly. The
+# panel acts on the run; *Stop*, or the notebook's own stop button, finishes the step, saves, and returns the run;
+# running this cell again resumes it.
 
 # %%
 panel.put(panel.plan.replace(**CHANGES))
 run = nb.fit(hwdb, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE)
 
 # %% [markdown]
-# ## What came out
-# A row an epoch. `val_cer` is the character error rate: substituted, missing and inserted characters over all
+# ## The result
+# One row per epoch. `val_cer` is the character error rate: substituted, missing and inserted characters over all
 # characters, on writers that training never saw. `val_infeasible` is the share of lines too narrow for their text.
 
 # %%
@@ -90,7 +90,7 @@ run.summary().round(4)
 # %% [markdown]
 # ## The receipt
 # The guide's settings (batch 8, every line decoded again at each access, no mixed precision) ran for a few seconds on
-# this machine and this data. This is what yours do beside them.
+# this machine and this data. This is how yours compare.
 
 # %%
 run.receipt

@@ -3,9 +3,9 @@
 #
 # {badge}
 #
-# Says how well the trained network reads writers that it has never seen: which characters it confuses, which lines are
-# worst, whether long lines or rare characters are the trouble, and what a language model of characters adds to greedy
-# decoding. Without a trained run on your Drive it trains a short one first.
+# Measures how well the trained network reads writers that it has never seen: which characters it confuses, which lines
+# are worst, whether long lines or rare characters are the problem, and what a language model of characters adds to
+# greedy decoding. Without a trained run on your Drive it trains a short one first.
 #
 # **GPU:** none needed. **Measured:** 16 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation
 # aside, after `2_train`.
@@ -14,8 +14,8 @@
 
 # %% [markdown]
 # ## Settings
-# `LANGUAGE` is a text file of the language that your lines are written in, one line of text a line, for the language
-# model; without one the training lines' own texts serve.
+# `LANGUAGE` is a text file of the language that your lines are written in, one sentence or phrase per line, for the
+# language model; without one, it is trained on the texts of the training lines.
 
 # %% tags=["parameters"]
 import os
@@ -24,13 +24,13 @@ PACK = None  # a pack of your own; None: the one that 1_data kept, otherwise dem
 RUN = None  # another run; None: the one that 2_train kept, otherwise a short one
 LANGUAGE = None  # "drive:texts/chinese.txt"
 FILES = []  # lines of your own to read: images, or pages as "page.dgrl#3"
-COUNT, EPOCHS = 3000, 4  # of the short run, where there is no other
+COUNT, EPOCHS = 3000, 4  # of the short run, if there is no other
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 
 # %% [markdown]
 # ## The data and the run
-# What is missing on Drive is named, and made here on a small scale, so that this notebook runs by itself.
+# Whatever is missing on Drive is named, and made here on a small scale, so that this notebook also runs on its own.
 
 # %%
 import nbtools as nb
@@ -45,16 +45,17 @@ if not trained:
 run = nb.Run.open(nb.stage(trained))
 
 # %% [markdown]
-# ## How good is it
+# ## How good is it?
 # On the test split: writers that neither training nor the choice of the best checkpoint has seen. `cer` counts
-# substituted, missing and inserted characters, `ar` is 1 - cer, and `cr` forgives insertions: the ICDAR competition's.
+# substituted, missing and inserted characters, `ar` is 1 - cer, and `cr` ignores insertions: the ICDAR competition's
+# metrics.
 
 # %%
 nb.evaluate(run, pack, split="test")
 
 # %% [markdown]
-# ## Truth and reading
-# The truth above each line, what was read below it, errors in colour.
+# ## Truth and prediction
+# The truth is above each line, the prediction below it, errors in colour.
 
 # %%
 ids = pack.ids("test")
@@ -63,7 +64,7 @@ hwdb.show(pack, ids[:6], read[:6])
 
 # %% [markdown]
 # ## The worst lines
-# Often these say something about the data: a wrong label, a crossed-out word, a line cut in half.
+# These often point to problems in the data: a wrong label, a crossed-out word, a line cut in half.
 
 # %%
 worst = hwdb.worst(truth, read, ids)
@@ -76,8 +77,8 @@ worst.head(8)
 hwdb.show(pack, worst["id"][:4], worst["read"][:4])
 
 # %% [markdown]
-# ## What is taken for what
-# Characters that look alike head this table; a character that is missing often stands at a line's end.
+# ## Which characters are confused
+# Characters that look alike are at the top of this table; a missing character is often at the end of a line.
 
 # %%
 confusions = hwdb.confusions(truth, read, ids)
@@ -92,16 +93,16 @@ hwdb.confused(confusions)
 hwdb.by_width(truth, read, pack.lengths("image", ids))
 
 # %% [markdown]
-# Rows are by how often training shows a character.
+# One row for each range of how often a character occurs in training.
 
 # %%
 hwdb.by_frequency(truth, read, hwdb.frequencies(pack))
 
 # %% [markdown]
 # ## A language model
-# Greedy decoding takes the best class of every step by itself. A language model knows which character follows which.
-# Perplexity is how many characters it hesitates between, on lines that it has not seen; without a model that is all of
-# them.
+# Greedy decoding takes the best class of each step on its own. A language model knows which character follows which.
+# Perplexity is the number of characters it hesitates between, on lines that it has not seen; without a model, that is
+# all of them.
 
 # %%
 text = LANGUAGE or [hwdb.text_of(pack, i) for i in pack.ids("train")]
@@ -111,7 +112,7 @@ print(f"perplexity on the test lines: {lm.perplexity(truth):.1f} of {len(pack.cl
 # %% [markdown]
 # ## Beam search against greedy
 # The beam keeps the ten best texts so far, each with all the ways to spell it, and weighs them with the language model.
-# How much that weighs is chosen on the validation lines, never on the test lines.
+# The weight of the language model is chosen on the validation lines, never on the test lines.
 
 # %%
 val = pack.ids("val")
@@ -120,7 +121,7 @@ tuned = hwdb.tune(peaks, [hwdb.text_of(pack, i) for i in val], pack.classes, lm)
 tuned
 
 # %% [markdown]
-# And on the test lines, all three ways to read.
+# All three decoders on the test lines.
 
 # %%
 import pandas as pd
@@ -135,7 +136,8 @@ pd.DataFrame({name: hwdb.scores(truth, answers) for name, answers in ways.items(
 
 # %% [markdown]
 # ## Your own lines
-# `run.predict` prepares a raw line exactly as in training; without files of yours, some of a writer held back.
+# `run.predict` prepares a raw line exactly as training did. Without files of your own, it reads lines of a held-out
+# writer.
 
 # %%
 pages = sorted(hwdb.demo("data/fresh", count=24).rglob("HWDB2.0Test/*.dgrl"))
@@ -143,8 +145,8 @@ files = FILES or [f"{page}#{line}" for page in pages for line in (1, 2)]
 list(zip(map(str, files), run.predict(files), strict=True))
 
 # %% [markdown]
-# ## Take it away
-# The weights as safetensors, and beside them a JSON card that says how to read with them.
+# ## Export the model
+# The weights as safetensors, and next to them a JSON card that describes how to use them.
 
 # %%
 run.export("hwdb-model")

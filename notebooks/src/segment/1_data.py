@@ -6,7 +6,7 @@
 # Checks images and their labels (PNGs of class ids, lists, or CVAT's polygons) before a network meets them: sizes, ids
 # that are in no class, files that are cut off. Then it shows them with their classes over them, and packs them: decoded
 # once, polygons drawn once, with the distance of every pixel to the nearest class boundary. Without data of your own it
-# makes images of striped and dotted shapes. The pack is kept on your Drive as one file.
+# generates images of striped and dotted shapes. The pack is kept on your Drive as one file.
 #
 # **GPU:** none needed. **Measured:** 40 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation
 # aside, with 1,400 generated images.
@@ -17,7 +17,7 @@
 # ## Settings
 # `RAW` may be a folder, an archive, `drive:…` for a path in your Drive, or a Drive link: of `images/` and `labels/`,
 # of `train/` and `trainannot/`, of lists with `image,label` lines, or of images with CVAT's `annotations.xml`.
-# `OPTIONS` says what the labels' numbers mean, and how large the packed images are, where the source does not:
+# `OPTIONS` gives the meaning of the labels' numbers and the size of the packed images, where the source does not:
 # `{"classes": ["background", "garment"], "ignore": [2], "size": (384, 384)}`.
 
 # %% tags=["parameters"]
@@ -31,7 +31,7 @@ if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 
 # %% [markdown]
-# ## Bring it here
+# ## Fetch it
 # Two faults are planted in the demo, because real data has them too: a photograph whose end is missing, and a label
 # with a number that no class has.
 
@@ -51,8 +51,8 @@ folder = nb.stage(RAW)
 
 # %% [markdown]
 # ## Validate
-# Every image and every label, by the rules of the pack. What has an error is left out of the pack; what has a warning
-# stays in. The same in a terminal: `python -m nbtools validate segment FOLDER`.
+# Every image and every label is checked by the rules of the pack. A file with an error is left out of the pack; one
+# with a warning stays in. The same in a terminal: `python -m nbtools validate segment FOLDER`.
 
 # %%
 nb.validate(segment, folder, **OPTIONS)
@@ -66,13 +66,13 @@ pack
 
 # %% [markdown]
 # ## Look
-# Images, and their classes over them.
+# Images with their classes drawn over them.
 
 # %%
 segment.show(pack, pack.ids("train")[:6])
 
 # %% [markdown]
-# ## How much of each class
+# ## How much there is of each class
 # A class with few pixels counts as much in mIoU as the largest one, and is learned last.
 
 # %%
@@ -80,7 +80,7 @@ segment.balance(pack)
 
 # %% [markdown]
 # ## What the position alone predicts
-# The most frequent class at each pixel, scored on images never seen: what a network must clearly exceed.
+# The most frequent class at each pixel, scored on unseen images: a network must clearly exceed this.
 
 # %%
 segment.position_prior(pack, "val")

@@ -3,9 +3,10 @@
 #
 # {badge}
 #
-# Trains BiSeNetV2, on a CPU a slim one, to say the class of every pixel: hard pixels first, boundaries weighted by a
-# distance map, augmentation of whole batches on the device, and a plan with a reason for every number. Predictions are
-# drawn while it trains. The receipt says how much faster that is than the guide's own settings on this machine.
+# Trains BiSeNetV2, or on a CPU a slim version of it, to predict the class of every pixel: hard pixels first, boundaries
+# weighted by a distance map, augmentation of whole batches on the device, and a plan with a reason for every number.
+# Predictions are drawn while it trains. The receipt shows how much faster that is than the guide's own settings on this
+# machine.
 #
 # **GPU:** any NVIDIA GPU (not tested on one yet). **Measured:** 3 min on two cores of an Intel Xeon (a cloud
 # machine, no GPU), installation aside, with 1,400 generated images.
@@ -43,8 +44,8 @@ pack
 
 # %% [markdown]
 # ## A plan
-# Measured here, on your data: which batch size is fast enough, what a step spends its time on, and which one change is
-# worth making.
+# Measured here, on your data: which batch size is fast enough, what a step spends its time on, and which single change
+# is worth making.
 
 # %%
 advice = nb.advise(segment, pack, measure=MEASURE)
@@ -67,8 +68,8 @@ segment.training_views(pack, pack.ids("train")[:3], panel.plan)
 
 # %% [markdown]
 # ## Train
-# Evaluations while training are single passes; several scales and mirror images, if the plan asks for them, are left to
-# the end.
+# Evaluations during training are single passes; several scales and mirror images, if the plan asks for them, are left
+# to the end.
 
 # %%
 run = nb.fit(segment, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE)

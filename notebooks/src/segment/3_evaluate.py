@@ -4,7 +4,7 @@
 # {badge}
 #
 # Shows which classes are recognised and which are mistaken for another, which images are worst, what several scales and
-# mirror images bring and what they cost, and how long one prediction takes. Without a trained run on your Drive it
+# mirror images gain and what they cost, and how long one prediction takes. Without a trained run on your Drive it
 # trains a short one first.
 #
 # **GPU:** none needed. **Measured:** 12 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation aside,
@@ -21,13 +21,13 @@ import os
 PACK = None  # a pack of your own; None: the one that 1_data kept, otherwise demo images
 RUN = None  # another run; None: the one that 2_train kept, otherwise a short one
 SPLIT = "test"  # "val" where there is no test split
-COUNT, SIDES, EPOCHS = 700, (128, 96), 12  # of the short run, where there is no other
+COUNT, SIDES, EPOCHS = 700, (128, 96), 12  # of the short run, if there is no other
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 
 # %% [markdown]
 # ## The data and the run
-# Whatever is missing on Drive is reported, and made here on a small scale, so that this notebook runs by itself.
+# Whatever is missing on Drive is reported, and made here on a small scale, so that this notebook also runs on its own.
 
 # %%
 import nbtools as nb
@@ -42,9 +42,9 @@ if not trained:
 run = nb.Run.open(nb.stage(trained))
 
 # %% [markdown]
-# ## How good is it
-# Images that training never saw. mIoU: what prediction and truth have in common of what either has, a class at a time,
-# over the whole set. boundary_f: how much of the class boundaries lies where it should.
+# ## How good is it?
+# On images that training never saw. mIoU: the overlap of prediction and truth divided by their union, per class over
+# the whole set, then averaged. boundary_f: how much of the class boundaries is where it should be.
 
 # %%
 found = nb.evaluate(run, pack, split=SPLIT)
@@ -78,20 +78,20 @@ worst = segment.worst(pack, ids, read, 4)
 segment.show(pack, worst, run.predict_pack(pack, worst))
 
 # %% [markdown]
-# ## What several scales cost, and what they bring
+# ## What several scales cost, and what they gain
 # Each image at more scales and mirrored, the predictions averaged. The gain is in mIoU, the cost in seconds here.
 
 # %%
 segment.costs(run.model(), pack, run.plan, split=SPLIT, ids=ids[:40])
 
 # %% [markdown]
-# ## How long does one prediction take
+# ## How long does one prediction take?
 
 # %%
 segment.latency(run.model(), pack, run.plan, ids[:20])
 
 # %% [markdown]
-# ## Take it away
+# ## Export the model
 
 # %%
 run.export("segment-model")

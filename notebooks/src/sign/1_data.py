@@ -5,7 +5,7 @@
 #
 # Checks clips of sign language, keypoints and features in `.npz` files with a list of labels, by every rule that
 # training depends on, shows them as moving skeletons, and packs them: decompressed once, not at every access. Without
-# data of your own it makes clips of invented signs. The pack is kept on your Drive as one file.
+# data of your own it generates clips of invented signs. The pack is kept on your Drive as one file.
 #
 # **GPU:** none needed. **Measured:** 12 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation
 # aside, with 600 generated clips.
@@ -27,9 +27,9 @@ if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 
 # %% [markdown]
-# ## Bring it here
-# The demo gets two faults planted, because real data has them too: a clip with a few wrong bytes, and a label without a
-# clip.
+# ## Fetch it
+# Two faults are planted in the demo, because real data has them too: a clip with a few wrong bytes, and a label without
+# a clip.
 
 # %%
 import nbtools as nb
@@ -46,8 +46,8 @@ folder
 
 # %% [markdown]
 # ## Validate
-# Every clip and every row of the labels, by the rules that the pack will hold them to. An error is what the pack leaves
-# out; a warning stays in. The same in a terminal: `python -m nbtools validate sign FOLDER`.
+# Every clip and every row of the labels is checked by the rules of the pack. A clip with an error is left out of the
+# pack; one with a warning stays in. The same in a terminal: `python -m nbtools validate sign FOLDER`.
 
 # %%
 nb.validate(sign, folder)
@@ -61,26 +61,26 @@ pack
 
 # %% [markdown]
 # ## Watch one
-# A clip as the network gets it: body, hands and face as points that may be missing.
+# A clip as the network receives it: body, hands and face as points, some of which may be missing.
 
 # %%
 sign.animate(pack, pack.ids("train")[0])
 
 # %% [markdown]
-# A few more, in moments from left to right.
+# A few more, as moments from left to right.
 
 # %%
 sign.show(pack, pack.ids("train")[:4])
 
 # %% [markdown]
-# ## How long, how many
+# ## How long they are, how many there are
 # Long clips cost time and padding; rare glosses cost accuracy.
 
 # %%
 sign.lengths(pack)
 
 # %% [markdown]
-# Clips of each gloss, glosses beside those of their category.
+# The number of clips of each gloss, with the glosses of a category next to each other.
 
 # %%
 sign.classes(pack)

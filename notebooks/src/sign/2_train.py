@@ -3,8 +3,8 @@
 #
 # {badge}
 #
-# Trains two models on the same clips, side by side: a Transformer on keypoints, and a GRU on ready image features, each
-# by a plan with a reason for every number. Both answer twice, with the gloss and with its category. The receipt says
+# Trains two models on the same clips, side by side: a Transformer on keypoints, and a GRU on ready-made image features,
+# each by a plan with a reason for every number. Both predict two things, the gloss and its category. The receipt shows
 # how much faster that is than the guide's own settings on this machine.
 #
 # **GPU:** any NVIDIA GPU (not tested on one yet); the steps are small, and a CPU will do. **Measured:** 2 min 40 s on
@@ -14,7 +14,7 @@
 
 # %% [markdown]
 # ## Settings
-# `CHANGES` is what you want otherwise than advised: `{"epochs": 50, "mirror": 0.5}`.
+# `CHANGES` overrides the advice: `{"epochs": 50, "mirror": 0.5}`.
 
 # %% tags=["parameters"]
 import os
@@ -26,7 +26,7 @@ KEEP = "drive:nbtools-data/runs"  # checkpoints go there in the background; None
 COUNT, GLOSSES = 600, 12  # demo clips, of so many signs
 MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
 CHANGES = {}
-MORE = {"epochs": 18}  # half as many again as advised: the demo's signs differ by their order alone
+MORE = {"epochs": 18}  # 1.5 times the advised: the demo's signs differ only in the order of movements
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 
@@ -43,8 +43,8 @@ pack
 
 # %% [markdown]
 # ## A plan for the Transformer
-# Measured here, on your data: which batch size is fast enough, what a step spends its time on, and which one change is
-# worth making.
+# Measured here, on your data: which batch size is fast enough, what a step spends its time on, and which single change
+# is worth making.
 
 # %%
 advice = nb.advise(sign, pack, measure=MEASURE)
@@ -59,7 +59,8 @@ panel
 
 # %% [markdown]
 # ## Train the Transformer
-# It reads the whole clip at once, each frame beside all others, and takes the mean over the frames that are there.
+# It reads the whole clip at once, every frame attending to all others, and takes the mean over the frames that are
+# there.
 
 # %%
 panel.put(panel.plan.replace(**{**MORE, **CHANGES}))
@@ -67,7 +68,7 @@ run = nb.fit(sign, pack, panel, run=f"{RUNS}/sign", keep=KEEP and f"{KEEP}/sign"
 
 # %% [markdown]
 # ## Train the GRU
-# It reads 2,048 numbers a frame, what an image network makes of it, one frame after the other; 0.1 million weights.
+# It reads one frame after the other, as the 2,048 numbers that an image network makes of it; 0.1 million weights.
 
 # %%
 runs = [run]
@@ -87,7 +88,7 @@ nb.compare(*runs)
 # %% [markdown]
 # ## The receipt
 # The guide's settings (every clip decompressed again at each access) ran for a few seconds on this machine and this
-# data. This is what the Transformer's do beside them.
+# data. This is how the Transformer's compare.
 
 # %%
 run.receipt

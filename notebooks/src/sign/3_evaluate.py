@@ -3,7 +3,7 @@
 #
 # {badge}
 #
-# Says which signs are recognised and which are taken for another, how long one answer takes, and what the model says
+# Shows which signs are recognised and which are confused, how long one prediction takes, and what the model predicts
 # while somebody is still signing. Without a trained run on your Drive it trains a short one first.
 #
 # **GPU:** none needed. **Measured:** 7 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation aside,
@@ -20,13 +20,13 @@ import os
 PACK = None  # a pack of your own; None: the one that 1_data kept, otherwise demo clips
 RUN = None  # another run: "drive:nbtools-data/runs/sign-gru"; None: the one that 2_train kept
 SPLIT = "val"  # "test" where there is one
-COUNT, GLOSSES, EPOCHS = 400, 12, 20  # of the short run, where there is no other
+COUNT, GLOSSES, EPOCHS = 400, 12, 20  # of the short run, if there is no other
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 
 # %% [markdown]
 # ## The data and the run
-# Whatever is missing on Drive is said, and made here on a small scale, so that this notebook runs by itself.
+# Whatever is missing on Drive is named, and made here on a small scale, so that this notebook also runs on its own.
 
 # %%
 import nbtools as nb
@@ -41,16 +41,16 @@ if not trained:
 run = nb.Run.open(nb.stage(trained))
 
 # %% [markdown]
-# ## How good is it
-# Signers that training never saw: the share of clips whose gloss, whose category is right, and those whose gloss is
-# among the five likeliest.
+# ## How good is it?
+# On signers that training never saw: the share of clips with the right gloss, with the right category, and with the
+# right gloss among the five most likely.
 
 # %%
 nb.evaluate(run, pack, split=SPLIT)
 
 # %% [markdown]
 # ## Gloss by gloss
-# The worst first, with what it is taken for most often.
+# The worst first, with the gloss that each is most often confused with.
 
 # %%
 ids = pack.ids(SPLIT)
@@ -59,8 +59,8 @@ categories = sign.categories_of(pack)
 sign.by_class(truth, read, categories)
 
 # %% [markdown]
-# ## What is taken for what
-# Glosses in the order of their categories: what lies near the diagonal stays within its category.
+# ## Which glosses are confused
+# Glosses are in the order of their categories: confusions near the diagonal are within a category.
 
 # %%
 sign.confused(sign.confusion(truth, read, list(categories)))
@@ -73,8 +73,8 @@ wrong = [place for place in range(len(ids)) if read[place] != truth[place]][:4]
 sign.show(pack, ids[wrong], [read[place] for place in wrong])
 
 # %% [markdown]
-# ## How long does one answer take
-# One clip alone, from its arrays to the gloss: what somebody waits for who signs into a camera.
+# ## How long does one prediction take?
+# A single clip, from its arrays to the gloss: the wait of somebody who signs into a camera.
 
 # %%
 clips = [pack.sample(i) for i in ids[:40]]
@@ -82,8 +82,8 @@ sign.latency(run.model(), pack, run.plan, clips)
 
 # %% [markdown]
 # ## While somebody is still signing
-# The same model on a window that slides over a clip: an answer every five frames. It becomes sure when it has seen what
-# tells this sign from the others.
+# The same model on a window that slides over a clip: a prediction every five frames. It becomes certain once it has
+# seen what tells this sign from the others.
 
 # %%
 import pandas as pd
@@ -93,7 +93,7 @@ print("truth:", truth[0])
 pd.DataFrame(answers).round({"probability": 3, "seconds": 4})
 
 # %% [markdown]
-# ## Take it away
+# ## Export the model
 
 # %%
 run.export("sign-model")
