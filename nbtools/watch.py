@@ -1,4 +1,4 @@
-"""watch: the live view of a run that another process trains, in a terminal or on several GPUs."""
+"""watch: the live view of a run that another process trains."""
 
 from __future__ import annotations
 

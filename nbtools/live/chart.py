@@ -171,8 +171,7 @@ class Badge:
 @dataclass(frozen=True)
 class Picture:
     """Charts that share an x axis from 0 to `last`, marks on it, facts (label, value) and badges above, samples below,
-    and the share of the run that is done. key: lines whose names explain all charts. origin: x counts the decades from
-    this value on a logarithmic"""
+    and the share of the run that is done. key: lines whose names explain all charts."""
 
     charts: tuple[Chart, ...] = ()
     last: float = 1.0
@@ -183,7 +182,6 @@ class Picture:
     title: str = ""
     x: str = "step"
     key: tuple[Line, ...] = ()
-    origin: float | None = None
 
     @property
     def names(self) -> int:
@@ -192,9 +190,6 @@ class Picture:
 
     def ticks(self) -> tuple[list[float], list[str]]:
         """(values, labels) of the x axis; a half step or sample is none."""
-        if self.origin is not None:
-            powers = log_ticks(self.origin, self.origin * 10**self.last, 8)
-            return [math.log10(power / self.origin) for power in powers], tick_labels(powers, True)
         places = ticks(0, self.last, 5)
         if self.x != "minutes":
             places = [place for place in places if place == int(place)]

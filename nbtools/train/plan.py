@@ -58,7 +58,7 @@ class Plan:
     """How to train: settings only, nothing about the data or the machine. Raises PlanError naming field and rule."""
 
     epochs: int = knob(10, "passes over the training split", least=1)
-    batch_size: int = knob(64, "samples an optimizer step, all processes together", least=1)
+    batch_size: int = knob(64, "samples an optimizer step", least=1)
     micro_batch_size: int | None = knob(None, "samples a forward pass; None: the batch size", least=1)
     lr: float = knob(1e-3, "peak learning rate", above=0, asks_beyond=10)
     lr_rule: str = knob("none", "what a change of batch size does to lr", choices=("none", "sqrt", "linear"))
