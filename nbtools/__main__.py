@@ -1,8 +1,8 @@
 """The terminal: `python -m nbtools COMMAND`, of `gpus stage demo validate features pack advise train watch control
 evaluate predict`.
 
-Knobs of the task's Plan and options of its `pack` are read from their own definitions, so a new one is an option here
-by itself. Progress goes to stderr, results to stdout.
+The fields of the task's Plan and the options of its `pack` are read from their definitions, so a new one automatically
+becomes an option here. Progress goes to stderr, results to stdout.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from nbtools.watch import watch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0 when it succeeded, 1 with a sentence on stderr when nbtools refused, or where the data that it
-    validated has errors, 130 for Ctrl-C."""
+    """Run one command. Returns 0 if it succeeded, 1 with a sentence on stderr if nbtools raised an error or the
+    validated data has errors, 130 for Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         options = parser(arguments).parse_args(arguments)
@@ -54,8 +54,8 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     named = len(arguments) > 1 and arguments[0] in TASK_COMMANDS and not arguments[1].startswith("-")
     task = find_task(arguments[1]) if named else Task()
 
-    command(commands, "gpus", "what this machine trains on", show_gpus)
-    one = command(commands, "stage", "bring a data set to local disk", show_stage)
+    command(commands, "gpus", "show what this machine trains on", show_gpus)
+    one = command(commands, "stage", "fetch a data set to local disk", show_stage)
     one.add_argument("source", help=SOURCE)
     one.add_argument("--into", help="folder to put it in")
     one = command(commands, "watch", "follow a run that another process trains", show_run)
@@ -64,18 +64,18 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     one.add_argument("run", type=Path, metavar="FOLDER", help="the run folder")
     one.add_argument("requests", nargs="+", metavar="REQUEST", help=f"{', '.join(ACTIONS)}, or SETTING=VALUE: lr=1e-4")
     one.add_argument(
-        "--force", action="store_true", help="apply what would be asked about once more, such as a much larger lr"
+        "--force", action="store_true", help="apply what would otherwise have to be confirmed, such as a much larger lr"
     )
     for name, (text, act) in TASK_COMMANDS.items():
         one = command(commands, name, text, act)
-        one.add_argument("task", help="captcha, hwdb, sign, segment, or the dotted name of a module of yours")
+        one.add_argument("task", help="captcha, hwdb, sign, segment, or the dotted name of your own module")
         if name == "demo":
             one.add_argument("folder", type=Path)
             add_signature(one, task.demo, skip=("folder",))
         if name in ("pack", "validate", "features"):
             one.add_argument("source", help=SOURCE)
         if name == "features":
-            one.add_argument("into", type=Path, help="folder of the clips that get them; may be the source")
+            one.add_argument("into", type=Path, help="folder of the clips that receive them; may be the source")
             add_signature(one, task.features, skip=("source", "into", "network", "progress"))
         if name == "validate":
             add_signature(one, task.validate, skip=("source", "progress"))
@@ -83,8 +83,8 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         if name in ("advise", "train", "evaluate"):
             one.add_argument("--data", required=needed, metavar="SOURCE", help=SOURCE)
         if name == "advise":
-            one.add_argument("--no-measure", action="store_true", help="rules of thumb, and what was measured before")
-            one.add_argument("--compile", action="store_true", help="try compiled steps too: a minute or two more")
+            one.add_argument("--no-measure", action="store_true", help="use rules of thumb, and earlier measurements")
+            one.add_argument("--compile", action="store_true", help="also try compiled steps: a minute or two more")
             one.add_argument("--noise", action="store_true", default=None, help=argparse.SUPPRESS)
         if name in ("train", "evaluate", "predict"):
             one.add_argument("--run", required=needed, type=Path, metavar="FOLDER", help="the run folder")
@@ -156,7 +156,9 @@ def show_advice(options: argparse.Namespace) -> None:
 def run_training(options: argparse.Namespace) -> None:
     task = find_task(options.task)
     if options.processes != 1:
-        raise NbtoolsError("several processes are not there yet: leave --processes out, and one device trains")
+        raise NbtoolsError(
+            "--processes must be 1: several processes are not supported yet; leave it out, and one trains"
+        )
     if options.smoke_test:
         print(smoke(task, **given(task.PLAN, options)))
         return
@@ -177,7 +179,9 @@ def show_run(options: argparse.Namespace) -> None:
 def ask_run(options: argparse.Namespace) -> None:
     run = Run.open(options.run)
     if not busy(options.run):
-        raise CheckpointError(f"{options.run}: no process of this machine trains here; python -m nbtools train goes on")
+        raise CheckpointError(
+            f"{options.run}: no process of this machine trains here; python -m nbtools train resumes the run"
+        )
     pairs = [request.partition("=") for request in options.requests]
     settings = {name: run.plan.parse(name, value) for name, equals, value in pairs if equals}
     wanted = run.plan.turn(**settings)  # raises for what no plan allows; the run answers for what it cannot change
@@ -202,26 +206,26 @@ def show_predictions(options: argparse.Namespace) -> None:
 SOURCE = "a folder, an archive, drive:…, a Google Drive link, or a pack"
 TASK_COMMANDS = {
     "demo": ("write a small data set in the task's raw format", show_demo),
-    "validate": ("what is wrong with a data set", show_validation),
-    "features": ("make features of filmed clips by a pretrained network", show_features),
+    "validate": ("report what is wrong with a data set", show_validation),
+    "features": ("make features of filmed clips with a pretrained network", show_features),
     "pack": ("decode a data set once", show_pack),
-    "advise": ("a plan for this machine and data, with reasons", show_advice),
-    "train": ("train; on an existing run folder, go on", run_training),
-    "evaluate": ("metrics of a run on a split; the last line is JSON", show_evaluation),
-    "predict": ("what a run reads in raw files", show_predictions),
+    "advise": ("propose a plan for this machine and data, with reasons", show_advice),
+    "train": ("train; an existing run folder is resumed", run_training),
+    "evaluate": ("compute the metrics of a run on a split; the last line is JSON", show_evaluation),
+    "predict": ("predict raw files with a run", show_predictions),
 }
 
 
 BUILT_IN = "nbtools.tasks"
-MEASURED = (("batch_size", "auto"), ("workers", "auto"))  # knobs that may be left to measuring
+MEASURED = (("batch_size", "auto"), ("workers", "auto"))  # settings that may be left to measuring
 
 
 def add_signature(one: argparse.ArgumentParser, function: Any, skip: Sequence[str]) -> None:
     """The keyword parameters of a function as options."""
-    group = one.add_argument_group("the task's options of " + function.__name__)
+    group = one.add_argument_group("the task's options for " + function.__name__)
     for name, parameter in inspect.signature(function).parameters.items():
         if name not in skip and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            default = f"default {parameter.default}" if parameter.default is not None else "default: by the data"
+            default = f"default {parameter.default}" if parameter.default is not None else "default: from the data"
             text, dest = default.replace("%", "%%"), f"option_{name}"
             group.add_argument(
                 flag(name), dest=dest, metavar="VALUE", type=literal, help=text, default=argparse.SUPPRESS
@@ -230,27 +234,27 @@ def add_signature(one: argparse.ArgumentParser, function: Any, skip: Sequence[st
 
 def add_training(one: argparse.ArgumentParser, task: Task) -> None:
     one.add_argument("--keep", metavar="FOLDER", help="second folder for copies of the run, e.g. drive:runs/captcha")
-    one.add_argument("--smoke-test", action="store_true", help="no data: one step of demo samples, saved and loaded")
-    one.add_argument("--processes", type=int, default=1, metavar="N", help="several are not there yet")
+    one.add_argument("--smoke-test", action="store_true", help="no data: one step on demo samples, saved and loaded")
+    one.add_argument("--processes", type=int, default=1, metavar="N", help="only 1 is supported yet")
     one.add_argument("--no-receipt", action="store_true", help="do not measure the baseline at the end")
     one.add_argument(
         "--from",
         dest="base",
         choices=("advised", "plan", "baseline"),
         default="advised",
-        help="where knobs not given come from",
+        help="where settings that are not given come from",
     )
     add_knobs(one, type(task.PLAN), dataclasses.fields(task.PLAN))
 
 
 def add_knobs(one: argparse.ArgumentParser, kind: type[Plan], fields: Sequence[dataclasses.Field[Any]]) -> None:
     """Fields of a Plan as options."""
-    group = one.add_argument_group("knobs of the Plan")
+    group = one.add_argument_group("settings of the Plan")
     hints = typing.get_type_hints(kind)
     for field in fields:
         choices, text = field.metadata.get("choices"), field.metadata.get("help", "")
         shown = (f"{text} ({', '.join(map(str, choices))})" if choices else text).replace("%", "%%")
-        shown += "; auto: measured here" if (field.name, "auto") in MEASURED else ""
+        shown += "; auto: measure it here" if (field.name, "auto") in MEASURED else ""
         if hints[field.name] is bool:
             group.add_argument(
                 flag(field.name),
@@ -274,7 +278,7 @@ def flag(name: str) -> str:
 
 
 def literal(text: str) -> Any:
-    """A typed option as a plain value: a number, true, false, none, several of them with commas, else text."""
+    """A typed option as a plain value: a number, true, false, none, several of them separated by commas, else text."""
     if "," in text:
         return tuple(literal(part) for part in text.split(","))
     words = {"true": True, "false": False, "none": None}
@@ -289,7 +293,7 @@ def literal(text: str) -> Any:
 
 
 def find_task(name: str) -> Task:
-    """A built-in task by its short name, or any importable module. Raises NbtoolsError naming what there is."""
+    """A built-in task by its short name, or any importable module. Raises NbtoolsError naming the built-in tasks."""
     for module in (f"{BUILT_IN}.{name}", name) if all(map(str.isidentifier, name.split("."))) else ():
         try:
             return as_task(importlib.import_module(module))
@@ -301,7 +305,7 @@ def find_task(name: str) -> Task:
     import nbtools.tasks as tasks
 
     known = ", ".join(sorted(m.name for m in pkgutil.iter_modules(tasks.__path__)))
-    raise NbtoolsError(f"no task {name!r}: there are {known}, and any module of yours that can be imported from here")
+    raise NbtoolsError(f"no task {name!r}: use {known}, or any module of yours that can be imported from here")
 
 
 def options_of(options: argparse.Namespace, prefix: str) -> dict[str, Any]:
@@ -309,10 +313,10 @@ def options_of(options: argparse.Namespace, prefix: str) -> dict[str, Any]:
 
 
 def plan_of(task: Any, pack: Pack, options: argparse.Namespace) -> Plan:
-    """The started run's plan, else the one that --from names; with the knobs given on the command line.
+    """The started run's plan, else the one that --from names; with the settings given on the command line.
 
-    What follows from them is said on stderr: another batch size without an lr moves lr by the plan's lr_rule, and in a
-    new run fewer epochs shorten the warmup.
+    What follows from them is reported on stderr: another batch size without an lr adjusts lr by the plan's lr_rule, and
+    in a new run fewer epochs shorten the warmup.
     """
     plan = stored_plan(task, options.run)
     knobs: dict[str, Any] = {}
@@ -330,7 +334,7 @@ def plan_of(task: Any, pack: Pack, options: argparse.Namespace) -> Plan:
 
 
 def based(task: Any, pack: Pack, options: argparse.Namespace) -> Plan:
-    """The plan that --from names; an advised one for the network that was asked for."""
+    """The plan that --from names; an advised one is for the requested network."""
     if options.base != "advised":
         return task.PLAN if options.base == "plan" else task.BASELINE
     plan = advise(task, pack, measure=False).plan
@@ -348,18 +352,18 @@ def shortened(plan: Plan, knobs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answering(kind: type[Plan]) -> list[dataclasses.Field[Any]]:
-    """The knobs of how a task answers, called eval_…: a trained run may be evaluated with others."""
+    """The settings of evaluation, called eval_…: a trained run may be evaluated with others."""
     return [f for f in dataclasses.fields(kind) if f.metadata.get("live") and f.name.startswith("eval_")]
 
 
 def given(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
-    """The knobs on the command line, without those that are to be measured."""
+    """The settings on the command line, without those that are to be measured."""
     knobs = {name: value for name, value in options_of(options, "knob_").items() if (name, value) not in MEASURED}
     return {name: plan.parse(name, value) if isinstance(value, str) else value for name, value in knobs.items()}
 
 
 def measured(task: Any, pack: Pack, plan: Plan, options: argparse.Namespace) -> Plan:
-    """The plan with the knobs that the command line leaves to measuring here, and what was found on stderr."""
+    """The plan with the settings that the command line leaves to measuring; the result is reported on stderr."""
     asked = options_of(options, "knob_").items()
     if MEASURED[0] in asked:
         found = find_batch(task, pack, plan)

@@ -1,8 +1,8 @@
-"""The errors that nbtools raises on purpose: each names what, the rule, what came, and what to do next."""
+"""The errors that nbtools raises on purpose: each names the field, the rule, what came, and what to do next."""
 
 
 class NbtoolsError(Exception):
-    """Base of all; catching it catches every deliberate refusal of nbtools and nothing else."""
+    """The base class; catching it catches every error that nbtools raises on purpose, and nothing else."""
 
 
 class PlanError(NbtoolsError, ValueError):
@@ -10,11 +10,11 @@ class PlanError(NbtoolsError, ValueError):
 
 
 class DiskError(NbtoolsError):
-    """A disk is full, read-only or failing; the message says which, and what was being done."""
+    """A disk is full, read-only or failing; the message names which, and what was being done."""
 
 
 class StageError(NbtoolsError):
-    """A data set could not be brought to local disk."""
+    """A data set could not be fetched to local disk."""
 
 
 class DriveRefused(StageError):
@@ -38,4 +38,4 @@ class TrainError(NbtoolsError):
 
 
 class MissingExtra(NbtoolsError, ImportError):
-    """An optional package is needed for this; the message says which, and how to install it."""
+    """An optional package is needed for this; the message names it, and how to install it."""

@@ -56,7 +56,7 @@ def watch(run: str | Path, task: TaskLike | None = None, wait: float = 60.0) -> 
             sleep(MOMENT)
         remote.read()
     if trains:
-        view.tell(f"{folder} goes on; nb.watch it again, or ask it to stop: python -m nbtools control {folder} stop")
+        view.tell(f"{folder} continues; nb.watch it again, or ask it to stop: python -m nbtools control {folder} stop")
     return Run.open(folder, remote.run.task)
 
 

@@ -79,7 +79,7 @@ def test_a_bad_knob_is_one_sentence_and_starts_nothing(data, tmp_path, capsys, w
 def test_unknown_task_and_missing_data_are_said_by_name(tmp_path, capsys):
     for name in ("nosuchtask", "./toy.py", "../x", ""):
         assert main(["pack", name, str(tmp_path)]) == 1
-        assert f"no task {name!r}: there are captcha" in capsys.readouterr().err
+        assert f"no task {name!r}: use captcha" in capsys.readouterr().err
     assert main(["pack", "toy", str(tmp_path / "nothing")]) == 1
     assert "nothing" in capsys.readouterr().err
 

@@ -463,7 +463,7 @@ def test_evaluation_comes_every_n_epochs_and_at_the_last(pack):
 
 def test_bad_sizes_are_refused_before_the_first_step(tmp_path, pack):
     with pytest.raises(
-        TrainError, match=r"batch_size 5000 is larger than the train split \(\d+ samples\); take at most"
+        TrainError, match=r"batch_size 5000 is larger than the train split \(\d+ samples\); set it to at most"
     ):
         list(train(toy, TrainState(toy, pack, toy.PLAN.replace(batch_size=5000)), pack))
     single = toy.make_pack(tmp_path / "one", count=1)

@@ -418,7 +418,7 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
     with beside(elsewhere, interrupt):
         nb.watch(elsewhere, toy)
     assert busy(elsewhere), "an interrupt ends the watching, not the run"
-    assert "goes on" in capsys.readouterr().err
+    assert "continues" in capsys.readouterr().err
     with beside(elsewhere, user):
         run = nb.watch(elsewhere, toy)
     assert not busy(elsewhere)

@@ -168,7 +168,7 @@ def test_features_without_torchvision_and_of_another_task_are_refused_in_a_sente
     said = capsys.readouterr()
     assert done == 0 if find_spec("torchvision") else "need torchvision" in said.err
     assert main(["features", "captcha", str(tmp_path), str(tmp_path / "into")]) == 1
-    assert "captcha makes no features of frames" in capsys.readouterr().err
+    assert "captcha makes no features from frames" in capsys.readouterr().err
 
 
 TASKS = sorted({module.name for module in pkgutil.iter_modules(nbtools.tasks.__path__)} - {"common"})
@@ -206,5 +206,5 @@ assert {k: v for k, v in os.environ.items() if "ALLOC" in k} == {k: v for k, v i
 
 def test_parallel_says_in_one_sentence_that_it_is_not_there_yet(data, tmp_path, capsys):
     assert train(data, tmp_path / "run", "--processes", "2") == 1
-    assert "several processes are not there yet" in capsys.readouterr().err
+    assert "several processes are not supported yet" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -240,7 +240,7 @@ class Keeper:
                 pruned = isinstance(error, FileNotFoundError) and Path(error.filename or "").parent == self.source
                 if not pruned:  # else a newer state is on its way
                     self.complaints.append(
-                        f"{self.target}: not kept ({error}); the run goes on, and is whole in {self.source}"
+                        f"{self.target}: not kept ({error}); the run continues, and is whole in {self.source}"
                     )
             finally:
                 with self.change:

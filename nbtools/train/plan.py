@@ -24,12 +24,12 @@ from nbtools.errors import PlanError, TrainError
 from nbtools.train.optimizer import OPTIMIZERS
 
 FIXED = ("optimizer", "compile", "graph", "channels_last", "checkpoint_activations", "deterministic", "ema", "seed")
-"""Settings that a started run keeps, with all that its task adds; the others may change while it trains."""
+"""Settings that a started run cannot change, with all that its task adds; the others may change while it trains."""
 AT_START = ("feed", "workers", "prefetch")
 """Settings that may change when a run is resumed, not while it trains."""
 POLY_POWER = 0.9  # BiSeNetV2's and DeepLab's
 PLATEAU_FACTOR = 0.1
-MANY = 3  # settings changed at once beyond which a run under way asks once more
+MANY = 3  # more settings than this, changed at once, must be confirmed in a started run
 
 
 def knob(
@@ -44,10 +44,11 @@ def knob(
     live: bool = False,
     asks_beyond: float | None = None,
 ) -> Any:
-    """A Plan field: its default, one sentence of help, and the rule a value must obey (≥ least, > above, ≤ most).
+    """A Plan field: its default, one line of help, and the rule that a value must obey (≥ least, > above, ≤ most).
 
-    live: for a task's own setting: a started run may change it, since neither model nor optimizer is built on it.
-    asks_beyond: a value more than so many times the advised one may be a typo: a run asks again before applying it.
+    live: for a task's own setting: a started run may change it, since neither model nor optimizer depends on it.
+    asks_beyond: a value more than this many times the advised one may be a typo: a run asks for confirmation before
+    applying it.
     """
     rule = {"choices": choices, "least": least, "above": above, "most": most, "live": live, "asks_beyond": asks_beyond}
     return dataclasses.field(default=default, metadata={"help": help, "unit": unit, **rule})
@@ -58,36 +59,36 @@ class Plan:
     """How to train: settings only, nothing about the data or the machine. Raises PlanError naming field and rule."""
 
     epochs: int = knob(10, "passes over the training split", least=1)
-    batch_size: int = knob(64, "samples an optimizer step", least=1)
-    micro_batch_size: int | None = knob(None, "samples a forward pass; None: the batch size", least=1)
+    batch_size: int = knob(64, "samples per optimizer step", least=1)
+    micro_batch_size: int | None = knob(None, "samples per forward pass; None: the batch size", least=1)
     lr: float = knob(1e-3, "peak learning rate", above=0, asks_beyond=10)
     lr_rule: str = knob("none", "what a change of batch size does to lr", choices=("none", "sqrt", "linear"))
     schedule: str = knob("cosine", "lr after the warmup", choices=("constant", "cosine", "poly", "plateau"))
-    warmup_epochs: float = knob(0.0, "linear rise of lr, step by step", least=0, unit="epochs")
+    warmup_epochs: float = knob(0.0, "linear rise of lr from 0, step by step", least=0, unit="epochs")
     min_lr: float = knob(0.0, "lr at the end of cosine, poly and plateau", least=0)
     optimizer: str = knob("adamw", "update rule, fused", choices=tuple(OPTIMIZERS))
     weight_decay: float = knob(0.0, "decoupled for adamw, an L2 term for adam and sgd", least=0, asks_beyond=10)
     betas: tuple[float, float] = knob(
-        (0.9, 0.999), "moments of adam; the first is sgd's momentum", least=0, most=0.99999
+        (0.9, 0.999), "decay rates of adam's moments; the first is sgd's momentum", least=0, most=0.99999
     )
     clip_norm: float | None = knob(None, "largest gradient norm; None: no clipping", above=0)
-    amp: str = knob("off", "mixed precision of forward and backward; fp16 needs a GPU", choices=("off", "bf16", "fp16"))
+    amp: str = knob("off", "mixed precision in forward and backward; fp16 needs a GPU", choices=("off", "bf16", "fp16"))
     compile: bool = knob(False, "torch.compile the model: a slow first step, faster ones after")
     graph: bool = knob(False, "replay the model as a CUDA graph (needs CUDA; implies compile)")
     channels_last: bool = knob(False, "NHWC weights and activations for convolutions")
     checkpoint_activations: bool = knob(False, "recompute activations in backward: less memory, about 1/3 more work")
     deterministic: bool = knob(False, "refuse kernels whose results differ from run to run")
     workers: int = knob(0, 'DataLoader processes of feed "workers"', least=0)
-    prefetch: int = knob(2, "batches made ready ahead (a worker, or the streaming ring)", least=1)
+    prefetch: int = knob(2, "batches prepared ahead (per worker, or in the streaming ring)", least=1)
     feed: str = knob("auto", "where batches come from", choices=("auto", "resident", "streamed", "workers"))
     eval_every: int = knob(1, "epochs between evaluations of the validation split", least=1, unit="epochs")
-    eval_samples: int | None = knob(None, "validation samples of an evaluation while it trains; None: all", least=1)
-    early_stop: int | None = knob(None, "stop after so many evaluations without a better metric; None: never", least=1)
+    eval_samples: int | None = knob(None, "validation samples per evaluation during training; None: all", least=1)
+    early_stop: int | None = knob(None, "stop after this many evaluations without improvement; None: never", least=1)
     patience: int = knob(5, "evaluations without improvement before plateau multiplies lr by 0.1", least=1)
     ema: float | None = knob(
-        None, "decay of the weights' moving average that is evaluated; None: off", above=0, most=0.99999
+        None, "decay of a moving average of the weights, which is then evaluated; None: off", above=0, most=0.99999
     )
-    seed: int = knob(0, "of weights, order, augmentation and dropout", least=0, most=2**31 - 1)
+    seed: int = knob(0, "seed of weights, order, augmentation and dropout", least=0, most=2**31 - 1)
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -98,7 +99,7 @@ class Plan:
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
             raise PlanError(
                 f"Plan.micro_batch_size must be ≤ batch_size ({self.batch_size}), got {self.micro_batch_size}; "
-                "lower it, or None for the whole batch at once"
+                "lower it, or set None for the whole batch at once"
             )
         if self.min_lr > self.lr:
             raise PlanError(f"Plan.min_lr must be ≤ lr ({self.lr:g}), got {self.min_lr:g}; lower it or raise lr")
@@ -114,24 +115,24 @@ class Plan:
         return self.micro_batch_size is not None and self.micro_batch_size < self.batch_size
 
     def replace(self, /, **changes: Any) -> Self:
-        """A copy with some settings changed; an unknown name is an error that lists near ones."""
+        """A copy with some settings changed; an unknown name is an error that lists similar ones."""
         return type(self).from_dict({**self.to_dict(), **changes})
 
     def with_batch_size(self, batch_size: int) -> Self:
-        """A copy for another effective batch, lr moved by `lr_rule` (√k: arXiv 2205.10287, linear: 1706.02677)."""
+        """A copy for another effective batch, lr adjusted by `lr_rule` (√k: arXiv 2205.10287, linear: 1706.02677)."""
         resized = self.replace(batch_size=batch_size, micro_batch_size=None)
         lr = self.lr * lr_factor(self.lr_rule, resized.batch_size / self.batch_size)
         micro = min(self.micro_batch_size, resized.batch_size) if self.micro_batch_size else None
         return resized.replace(micro_batch_size=micro, lr=lr, min_lr=min(self.min_lr, lr))
 
     def turn(self, /, **settings: Any) -> Self:
-        """A copy with settings as a user changes them: a batch size given without an lr moves lr by `lr_rule`."""
+        """A copy with settings as a user changes them: a batch size given without an lr adjusts lr by `lr_rule`."""
         ruled = self.replace(lr_rule=settings.get("lr_rule", self.lr_rule))
         return ruled.with_batch_size(settings.get("batch_size", self.batch_size)).replace(**settings)
 
     def while_training(self) -> Self:
-        """The plan of evaluations amid training. A task whose evaluation has costly options overrides it, to leave them
-        to the end."""
+        """The plan of evaluations during training. A task whose evaluation has costly options overrides it, to leave
+        them to the end."""
         return self
 
     def changes_from(self, old: Plan) -> dict[str, str]:
@@ -156,7 +157,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Raises PlanError for text that is no JSON object of settings."""
+        """Raises PlanError for text that is not a JSON object of settings."""
         try:
             values, why = json.loads(text), ""
         except ValueError as error:
@@ -199,22 +200,22 @@ def lr_at(plan: Plan, progress: float, drops: int = 0) -> float:
 
 
 def fixed(plan: Plan) -> dict[str, str]:
-    """The settings that a run keeps while it trains, each with the reason."""
+    """The settings that a run cannot change while it trains, each with the reason."""
     live = {field.name for field in dataclasses.fields(plan) if field.metadata.get("live")}
     own = plan.to_dict().keys() - Plan().to_dict().keys() - live
     return {
-        **dict.fromkeys((*FIXED, *sorted(own)), "fixed in a started run: its model and optimizer are built on it"),
-        **dict.fromkeys(AT_START, "fixed while it trains: batches are on their way; stop, change it, and go on"),
+        **dict.fromkeys((*FIXED, *sorted(own)), "fixed in a started run: its model and optimizer depend on it"),
+        **dict.fromkeys(AT_START, "fixed while it trains: batches are already prepared; stop, change it, and resume"),
     }
 
 
 def refuse_fixed(differing: Mapping[str, str], plan: Plan, resumed: bool = False) -> None:
-    """Raise TrainError for a setting that a run keeps. resumed: those of AT_START may differ."""
+    """Raise TrainError for a setting that a run cannot change. resumed: those of AT_START may differ."""
     for name in fixed(plan):
         if name in differing and not (resumed and name in AT_START):
             raise TrainError(
-                f"Plan.{name} cannot change in a started run, and was asked to: {differing[name]}; keep the value, or "
-                "start another run folder"
+                f"Plan.{name} cannot change in a started run, got {differing[name]}; keep the value, or start another "
+                "run folder"
             )
 
 
@@ -231,17 +232,17 @@ def require_sizes(pack: Pack, plan: Plan) -> None:
 def require_batch(plan: Plan, count: int) -> None:
     if plan.batch_size > count:
         raise TrainError(
-            f"Plan.batch_size {plan.batch_size} is larger than the train split ({table.plural(count, 'sample')}); take "
-            f"at most {count}"
+            f"Plan.batch_size {plan.batch_size} is larger than the train split ({table.plural(count, 'sample')}); set "
+            f"it to at most {count}"
         )
 
 
 def doubts(old: Plan, new: Plan, advised: Plan) -> dict[str, str]:
-    """What a run asks about once more before it changes from the old plan to the new: setting → a sentence.
+    """What needs confirmation before a run changes from the old plan to the new: setting → a sentence.
 
     A setting that rises beyond `asks_beyond` times the advised value: lr and weight_decay, which scale every update. A
-    batch size too large does not ruin a run: where memory runs out the micro-batch shrinks. Under "": that more than
-    MANY settings change at once, as by a click on a preset.
+    batch size that is too large does not ruin a run: if memory runs out, the micro-batch shrinks. Under "": that more
+    than MANY settings change at once, for example by a click on a preset.
     """
     changed = new.changes_from(old)
     asks = {n: why for n, why in beyond(new, advised).items() if getattr(new, n) > getattr(old, n)}
@@ -276,7 +277,7 @@ def shown(value: Any) -> str:
 
 
 def unknown(plan: type[Plan], name: str) -> PlanError:
-    """The error for a setting that a plan does not have: near names, else all."""
+    """The error for a setting that a plan does not have: it lists similar names, else all."""
     known = [f.name for f in dataclasses.fields(plan)]
     close = difflib.get_close_matches(name, known, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""Task: what is trained. Every hook stands here with its default; only `model` and `loss` have none.
+"""Task: what is trained. Every hook is defined here with its default; only `model` and `loss` have none.
 
 B samples, H and W pixels, K classes.
 """
@@ -34,10 +34,12 @@ class OneByOne:
 
 
 class Task:
-    """Subclass it, or write a module with functions of these names: `model` and `loss`, and what else the task needs.
+    """Subclass it, or write a module with functions of these names: `model` and `loss`, and whatever else the task
+    needs.
 
-    A raw batch holds tensors on the device by the names of the pack's columns; of a ragged column `x`, padded with 0 to
-    the longest of the batch, also its lengths `x_length` (B,); and `id` (B,), the samples' places in the pack.
+    A raw batch holds tensors on the device under the names of the pack's columns; for a ragged column `x`, padded with
+    0 to the longest sample of the batch, also its lengths `x_length` (B,); and `id` (B,), the samples' indices in the
+    pack.
     """
 
     PLAN: Plan = Plan()
@@ -47,28 +49,28 @@ class Task:
     BEST: str = "-loss"
     """The metric that chooses the best checkpoint, on the validation split; "-cer" where lower is better."""
     SMOKE: Mapping[str, Any] = {}
-    """Options of `demo` for the smoke test, where not every network reads what it writes by default."""
+    """Options of `demo` for the smoke test, where not every network can read what it writes by default."""
     save: Any = None
     """save(answer, file, folder, card) -> text: write the answer to a file's sample into a folder, for tasks whose
     answers are files; the terminal prints the text. None: the terminal prints the answer."""
     preview: Any = None
     """preview(pack, i, answer) -> (image (H, W) or (H, W, 3) uint8, truth, predicted): sample i for the live picture,
-    with what `decode` says of it; with True as a fourth where answers are names, right or wrong as a whole. None: the
+    with the answer from `decode`; a fourth value True where answers are names, right or wrong as a whole. None: the
     picture shows no samples."""
 
     # -- training
 
     def model(self, card: Card, plan: Any) -> nn.Module:
         """The network for a data set; card: its classes, columns and options. No default."""
-        raise TrainError(f"{task_name(self)} has no model(card, plan); a task needs model and loss")
+        raise TrainError(f"{task_name(self)} has no model(card, plan); a task needs model and loss: define it")
 
     def loss(self, model: Any, batch: Batch, plan: Any) -> tuple[Tensor, Tensor | float]:
-        """(sum of the loss, number of terms) of a batch; `model(batch)` gives the outputs. No default."""
-        raise TrainError(f"{task_name(self)} has no loss(model, batch, plan); a task needs model and loss")
+        """(sum of the loss, number of terms) of a batch; `model(batch)` returns the outputs. No default."""
+        raise TrainError(f"{task_name(self)} has no loss(model, batch, plan); a task needs model and loss: define it")
 
     def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch:
-        """What the network takes, from the pack's arrays: normalised, and augmented where draws are given. Default: as
-        they are."""
+        """The network's input, from the pack's arrays: normalised, and augmented if draws are given. Default: the
+        arrays as they are."""
         return raw
 
     def groups(self, model: nn.Module, plan: Any) -> list[dict[str, Any]]:
@@ -83,7 +85,7 @@ class Task:
         return model(batch)
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
-        """Metric → (numerator, denominator), added up over a split. Default: none; the loss is always there."""
+        """Metric → (numerator, denominator), summed over a split. Default: none; the loss is always reported."""
         return {}
 
     def decode(self, outputs: Any, card: Card) -> list[Any]:
@@ -91,8 +93,8 @@ class Task:
         return list(outputs)
 
     def show(self, *samples: Any, **options: Any) -> Any:
-        """A figure of samples. Default: refused."""
-        raise NbtoolsError(f"{task_name(self)} draws no samples: it has no show")
+        """A figure of samples. Default: raises NbtoolsError."""
+        raise NbtoolsError(f"{task_name(self)} cannot draw samples: it has no show(pack, ids); define it")
 
     # -- plans
 
@@ -101,18 +103,18 @@ class Task:
         return {}
 
     def with_network(self, plan: Any, pack: Pack | Card, network: str) -> Any:
-        """The plan with what another network than the advised one learns better with. Default: the plan."""
+        """The plan with the settings that suit another network than the advised one. Default: the plan."""
         return plan
 
     # -- data
 
     def survey(self, folder: Path, options: Any) -> Survey:
-        """The samples of a source, each with its label and split, where it has them. Default: refused."""
-        raise NbtoolsError(f"{task_name(self)} finds no samples: it has no survey(folder, options)")
+        """The samples of a source, each with its label and split if it has them. Default: raises NbtoolsError."""
+        raise NbtoolsError(f"{task_name(self)} cannot list samples: it has no survey(folder, options); define it")
 
     def read(self, path: Path, options: Any) -> Sample:
-        """The arrays of one raw file. Default: refused."""
-        raise NbtoolsError(f"{task_name(self)} reads no files: it has no read(path, options)")
+        """The arrays of one raw file. Default: raises NbtoolsError."""
+        raise NbtoolsError(f"{task_name(self)} cannot read files: it has no read(path, options); define it")
 
     def pack(
         self,
@@ -129,18 +131,19 @@ class Task:
         return build_pack(source, task_name(self), options, self.survey, self.read, **ends)
 
     def validate(self, source: str | Path, **options: Any) -> Any:
-        """A report of all that is wrong with a source; `.ok`: no errors. Default: refused, for packing checks."""
+        """A report of everything that is wrong with a source; `.ok`: no errors. Default: raises NbtoolsError, since
+        packing checks the files."""
         raise NbtoolsError(
             f"{task_name(self)} checks its files while it packs them: call its pack(source), and look at pack.bad"
         )
 
     def features(self, source: str | Path, into: Path, **options: Any) -> Any:
-        """Features of filmed clips by a pretrained network. Default: refused."""
-        raise NbtoolsError(f"{task_name(self)} makes no features of frames; sign does")
+        """Features of filmed clips by a pretrained network. Default: raises NbtoolsError."""
+        raise NbtoolsError(f"{task_name(self)} makes no features from frames; use the task sign")
 
     def demo(self, folder: str | Path, count: int = 100) -> Path:
-        """Write a small data set in the raw format. Default: refused."""
-        raise NbtoolsError(f"{task_name(self)} writes no demo data: it has no demo(folder, count)")
+        """Write a small data set in the raw format. Default: raises NbtoolsError."""
+        raise NbtoolsError(f"{task_name(self)} cannot write demo data: it has no demo(folder, count); define it")
 
     def __repr__(self) -> str:
         return f"Task {task_name(self)}"
@@ -150,7 +153,7 @@ HOOKS = tuple(name for name in vars(Task) if not name.startswith("_"))
 
 
 class Adapted(Task):
-    """A module, class or object as a Task: the hooks that it has, and the defaults of the others."""
+    """A module, class or object as a Task: its own hooks, and the defaults for the others."""
 
     def __init__(self, source: Any):
         self.source = source
@@ -177,7 +180,8 @@ def best_metric(task: Task) -> tuple[str, float]:
 
 
 def task_name(task: Any) -> str:
-    """`package.module` or `module:name`, by which a run finds its task again; `module:` for an object without a name.
+    """`package.module` or `module:name`, from which a run imports its task again; `module:` for an object without a
+    name.
 
     An instance has the name of the variable that holds it, in its class's module or a notebook; a Task without
     attributes of its own, the name of its class.
@@ -205,5 +209,5 @@ def import_task(name: str, where: Path | str) -> Task:
         return as_task(attrgetter(attribute)(found) if attribute else found)
     except (ImportError, AttributeError) as error:
         raise CheckpointError(
-            f"{where}: its task {name!r} cannot be imported ({error}); put the file beside the notebook, or pass task="
+            f"{where}: its task {name!r} cannot be imported ({error}); put the file next to the notebook, or pass task="
         ) from None
