@@ -1,4 +1,4 @@
-"""Runs beside each other: a table of what came out and of what was done otherwise, and their curves over each other."""
+"""Runs next to each other: a table of their results and of the settings that differ, and their curves together."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY)
-DASHES = ((), (7, 3), (2, 2), (9, 3, 2, 3), (12, 5))  # five beside six colours: thirty looks before one comes again
+DASHES = ((), (7, 3), (2, 2), (9, 3, 2, 3), (12, 5))  # five with six colours: thirty looks before one repeats
 BESIDE = 4  # runs at most that are columns of the table; more are its rows
 
 COUNTS = ("best_epoch", "epochs", "steps")
@@ -62,7 +62,7 @@ Panel = tuple[str, Callable[[Columns], Series], Callable[[float, float], Scale],
 def compare(*runs: Run | str | Path, x: str = "step") -> Comparison:
     """Compare runs, or run folders, over step, samples or minutes (of training, without evaluations).
 
-    Raises TrainError for no run and for another x, CheckpointError for a folder that holds none.
+    Raises TrainError if there is no run or x is unknown, CheckpointError for a folder without a run.
     """
     if not runs:
         raise TrainError("compare needs at least one run, got none; give it runs or run folders")
@@ -74,7 +74,7 @@ def compare(*runs: Run | str | Path, x: str = "step") -> Comparison:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Runs with the names that tell them apart. In a notebook it shows as a table and a picture, as text a table."""
+    """Runs with the names that tell them apart. Shows as a table and a picture in a notebook, as a table in text."""
 
     runs: tuple[Run, ...]
     names: tuple[str, ...]
@@ -82,8 +82,8 @@ class Comparison:
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """A row a run: its best metrics, losses, what was done and what it took, and each knob of the plan in which the
-        runs differ. epochs: counted, those that ended; `planned epochs` where the plans differ. train_loss: the mean
+        """One row per run: its best metrics, losses, what was done and what it took, and each setting of the plan in
+        which the runs differ. epochs: the finished ones; `planned epochs` where the plans differ. train_loss: the mean
         over the last epoch, see `Columns.train_loss`. val_loss: of the newest evaluation. Memory in MiB, energy in Wh.
         """
         import pandas as pd
@@ -183,8 +183,8 @@ def outcome(run: Run) -> dict[str, Any]:
 
 
 def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Of each run's plan, the knobs that are not the same in all; None where a task has no such knob. `planned` stands
-    before the name of one that `outcome` reports as well: what was asked for is not what was done."""
+    """For each run, the settings of its plan that are not the same in all; None where a task has no such setting. The
+    name of one that `outcome` also reports begins with `planned`: what was planned is not what was done."""
     plans = [run.plan.to_dict() for run in runs]
     every = {name: None for plan in plans for name in plan}
     names = [name for name in every if len({repr(plan.get(name)) for plan in plans}) > 1]
@@ -194,7 +194,7 @@ def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def shown(name: str, value: Any) -> Any:
-    """A cell of the table: a measured number in few digits, a knob as one would type it."""
+    """A cell of the table: a measured number in few digits, a setting as one would type it."""
     if value is None or value != value:  # NaN, where a run does not know it
         return None
     if name in COUNTS:

@@ -49,16 +49,16 @@ def fit(
 ) -> Run:
     """Train in this cell, drawing as it goes; returns the Run.
 
-    plan: a Plan, a Panel or an Advice; None: the run's own, or what `advise` says. run: a folder on local disk; a run
-    that is already there resumes from its last checkpoint, bit for bit (CPU). keep: a second folder, usually on Drive
-    (`drive:…`), that gets a copy of everything in the background, and from which a lost local folder is restored.
+    plan: a Plan, a Panel or an Advice; None: the run's own, or what `advise` proposes. run: a folder on local disk; a
+    run that is already there resumes from its last checkpoint, bit for bit (CPU). keep: a second folder, usually on
+    Drive (`drive:…`), that gets a copy of everything in the background, and from which a lost local folder is restored.
     receipt: measure the task's baseline next to this run at the end, for a few seconds. release_gpu: at the end free
-    the GPU's memory, and on Colab give the machine back, with what is on its disk, so that it costs no more.
+    the GPU's memory, and on Colab give the machine back, with everything on its disk, so that it costs nothing more.
 
     While it trains, buttons and fields in the notebook act on it, and so does `control.json` in its folder (see
     `nbtools.live.send`). Stop, Ctrl-C or the notebook's own stop button finish the step, save, and return the run; so
-    do the shutdown of the kernel and SIGTERM, after which the process ends.
-    Raises TrainError, PlanError or CheckpointError; the checkpoints stay whole.
+    do a shutdown of the kernel and SIGTERM, after which the process ends. Raises TrainError, PlanError or
+    CheckpointError; the checkpoints stay intact.
     """
     task = as_task(task)
     folder, kept = places(run, keep, release_gpu)
@@ -124,7 +124,7 @@ def chosen_plan(task: Task, pack: Pack, plan: Any, folder: Path) -> Plan:
         kind = type(task.PLAN)
         raise PlanError(
             f"plan must be a {kind.__module__}.{kind.__qualname__} (or an Advice or a Panel of one), got "
-            f"{type(plan).__qualname__}; take {task_name(task)}.PLAN and .replace(...) what you want to change"
+            f"{type(plan).__qualname__}; use {task_name(task)}.PLAN, with .replace(...) for your changes"
         )
     return plan
 
@@ -159,7 +159,7 @@ def act(job: Job) -> bool:
             surface.undo()
         if "best" in requests.pending and not surface.able("best"):
             requests.take("best")
-            surface.answer(f"{REFUSED}there is no best checkpoint yet; an evaluation chooses it", "best")
+            surface.answer(f"{REFUSED}there is no best checkpoint yet; the first evaluation chooses one", "best")
         if requests.take("save"):
             saved = job.save()
             surface.answer(
@@ -238,7 +238,7 @@ def evaluate_all(job: Job) -> None:
 
 
 def diagnose(job: Job, say: Callable[[str], None]) -> None:
-    """Measure what a step of this run consists of, on a model of its own; say the verdict, and write it down."""
+    """Measure what a step of this run consists of, on a model of its own; report the verdict and save it."""
     state, surface = job.state, job.surface
     kept = fixed(state.plan)
     surface.tell("measuring what a step consists of …", passing=True)

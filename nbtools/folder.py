@@ -1,5 +1,5 @@
-"""A run under way and its folder: locked while a process trains in it, begun or resumed from its last checkpoint, saved
-to where losing the work would cost more, and restored from where it is kept."""
+"""A run in progress and its folder: locked while a process trains in it, started or resumed from its last checkpoint,
+saved when losing the work would cost more than saving it, and restored from the folder where it is kept."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def kept_folder(keep: str | Path | None) -> Path | None:
 
 
 def restore(folder: Path, kept: Path | None) -> None:
-    """Bring a run back from where it is kept when the local folder is gone, as it is after a lost session.
+    """Restore a run from the folder where it is kept, when the local folder is gone, as after a lost session.
 
     Raises CheckpointError where that would mix two runs, or replace files that are no run's.
     """

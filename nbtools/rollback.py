@@ -1,5 +1,5 @@
-"""Back to an earlier checkpoint: where training diverged after a change of settings, where it diverged by itself, and
-where the user asks for the best one.
+"""Back to an earlier checkpoint: when training diverged after a change of settings, when it diverged without one, and
+when the user asks for the best one.
 
 A change that affects training is watched for WATCHED log steps. The anchor is a checkpoint from before it: going back
 to it undoes the change, and every other one since. History, `run.json` and the kept copy follow.
@@ -62,7 +62,7 @@ class Anchor:
 
 
 class Guard:
-    """Watches the changes of a run's settings, and brings the run back where one ruins it."""
+    """Watches the changes of a run's settings, and takes the run back if one ruins it."""
 
     def __init__(self, job: Job):
         self.job, self.advised = job, job.surface.requests.advised

@@ -69,28 +69,28 @@ class Run:
 
     @property
     def receipt(self) -> Receipt | None:
-        """How much faster than the task's baseline on the machine that trained; None where it was not measured."""
+        """How much faster than the task's baseline, on the machine that trained; None if it was not measured."""
         path = self.folder / RECEIPT
         return Receipt.from_dict(json.loads(path.read_text())) if path.exists() else None
 
     @property
     def final(self) -> dict[str, Any]:
-        """The best weights on the whole validation split with all that the plan asks for, where evaluations amid
-        training did less: values (metric → value), seconds, epoch and plan. {} where they did not, or since then other
-        weights became the best."""
+        """The evaluation of the best weights on the whole validation split with everything that the plan asks for,
+        where evaluations during training did less: values (metric → value), seconds, epoch and plan. {} if they did not
+        do less, or if other weights have become the best since."""
         path = self.folder / EVALUATION
         found = json.loads(path.read_text()) if path.exists() else {}
         return found if found.get("epoch") == self.best.get("epoch") else {}
 
     @property
     def profile(self) -> StepProfile | None:
-        """What a step of this run consists of; None where it was not measured."""
+        """What a step of this run consists of; None if it was not measured."""
         path = self.folder / VERDICT
         return StepProfile.from_dict(json.loads(path.read_text())["profile"]) if path.exists() else None
 
     @property
     def verdict(self) -> Verdict | None:
-        """What this run is bound by, and the one change worth making; None where it was not measured."""
+        """What this run is bound by, and the one change worth making; None if it was not measured."""
         path = self.folder / VERDICT
         return Verdict.from_dict(json.loads(path.read_text())["verdict"]) if path.exists() else None
 
@@ -102,8 +102,8 @@ class Run:
         return max(rows, key=lambda row: sign * row[f"val_{metric}"], default={})
 
     def summary(self) -> pd.DataFrame:
-        """One row an epoch, from 1: losses, metrics, lr, batch, seconds, samples/s, share of waiting, memory in MiB. It
-        shows with the verdict below, where that was measured."""
+        """One row per epoch, from 1: losses, metrics, lr, batch, seconds, samples/s, share of waiting, memory in MiB.
+        It is shown with the verdict below, if that was measured."""
         import pandas as pd
 
         from nbtools.summary import Summary
@@ -124,7 +124,7 @@ class Run:
         return model.to(device or devices.pick()).eval()
 
     def predict(self, files: str | Path | Sequence[str | Path], batch_size: int = 64) -> list[Any]:
-        """What the run reads in raw files, in their order, with the preprocessing it was trained with.
+        """The run's predictions for raw files, in their order, with the preprocessing of its training.
 
         Raises PackError naming the first file that cannot be read.
         """
@@ -137,7 +137,7 @@ class Run:
         return found
 
     def predict_pack(self, pack: Pack, ids: Sequence[int] | np.ndarray, batch_size: int = 64) -> list[Any]:
-        """What the run reads in samples of a pack."""
+        """The run's predictions for samples of a pack."""
         model = self.model()
         chunks = [ids[i : i + batch_size] for i in range(0, len(ids), batch_size)]
         batches = (collate([pack.sample(i) for i in chunk], pack.columns) for chunk in chunks)

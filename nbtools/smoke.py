@@ -1,4 +1,4 @@
-"""Whether a task trains on this machine at all: one step, saved, loaded, and equal answers, without any data."""
+"""Whether a task trains on this machine at all: one step, saved, loaded, with equal answers, without a data set."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ HEADERS = ("step", "seconds", "")
 def smoke(task: TaskLike, device: torch.device | str | None = None, **knobs: Any) -> Smoke:
     """A random batch of the task's demo data through forward, backward, optimizer, checkpoint and back, in seconds.
 
-    A task whose networks do not all read what its `demo` writes by default names the options in SMOKE. knobs: of the
-    plan, beside those that the rules advise for this machine; the batch is of 4. Writes to a temporary folder only.
-    Raises TrainError where a loss is no number, or the loaded weights answer otherwise, and whatever a
-    part that does not work raises.
+    A task whose networks cannot all read what its `demo` writes by default names other options in SMOKE. knobs:
+    settings of the plan, in place of those that the rules advise for this machine; the batch has 4 samples. Writes to a
+    temporary folder only. Raises TrainError if a loss is not a number or the loaded weights answer differently, and
+    whatever a part that does not work raises.
     """
     task = as_task(task)
     where = torch.device(device) if device is not None else devices.pick()
@@ -78,7 +78,7 @@ def smoke(task: TaskLike, device: torch.device | str | None = None, **knobs: Any
         checkpoint.load(folder / "run", twin)
         if not equal(*(answers(task, one, raw) for one in (state, twin))):
             raise TrainError(
-                "the loaded weights answer otherwise than the saved ones: is the forward pass random in eval?"
+                "the loaded weights must answer as the saved ones, and they differ: is the forward pass random in eval?"
             )
         done("load", "the loaded weights give equal answers")
     return Smoke(task_name(task), str(where), tuple(rows))

@@ -1,4 +1,4 @@
-"""What is wrong with a data set, before anything is made of it."""
+"""What is wrong with a data set, before it is packed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from nbtools.train import TaskLike, as_task
 
 
 def validate(task: TaskLike, source: str | Path, **options: Any) -> Any:
-    """The task's report on a source: every rule that a file breaks, with the value and what to do. It shows as a table,
-    and `.ok` says whether nothing is an error. options: the task's own.
+    """The task's report on a source: every rule that a file breaks, with the value and what to do. Shows as a table;
+    `.ok` is True if there are no errors. options: the task's own.
 
     Raises NbtoolsError for a task that checks while it packs.
     """

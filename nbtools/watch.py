@@ -23,9 +23,9 @@ def watch(run: str | Path, task: TaskLike | None = None, wait: float = 60.0) -> 
     """Draw a run of another process of this machine until it ends; returns the Run.
 
     Buttons and fields send requests to that process through `control.json`, and its answers come back through the
-    history: where it saved, what limits it. An interrupt ends the watching, not the run. wait: seconds for it to begin.
-    A run that is no longer training is drawn once. task: only for one that cannot be imported by name. Raises
-    CheckpointError where there is no run.
+    history: where it saved, what limits it. An interrupt ends the watching, not the run. wait: seconds to wait for the
+    run to start. A run that is no longer training is drawn once. task: only for one that cannot be imported by name.
+    Raises CheckpointError where there is no run.
     """
     folder, left = Path(run), Event()
     await_start(folder, wait)

@@ -314,7 +314,7 @@ def test_back_to_best_while_paused_stays_paused(pack, tmp_path):
 def test_without_a_best_checkpoint_going_back_is_refused_in_a_sentence(pack, tmp_path, untouched):
     folder = tmp_path / "run"
     run = nb.fit(acting({3: asking(folder, "best")}), pack, PLAN, folder, **QUIET)
-    assert texts(run) == ["not taken: there is no best checkpoint yet; an evaluation chooses it"]
+    assert texts(run) == ["not taken: there is no best checkpoint yet; the first evaluation chooses one"]
     assert same(run, untouched)
 
 

@@ -37,7 +37,7 @@ def test_a_forward_pass_that_is_random_in_evaluation_is_found():
         def forward(self, batch):
             return super().forward(batch) + torch.rand(1)
 
-    with pytest.raises(TrainError, match="answer otherwise than the saved ones"):
+    with pytest.raises(TrainError, match="must answer as the saved ones, and they differ"):
         smoke(changed(model=lambda card, plan: Dropping(plan.hidden, plan.dropout)), "cpu")
 
 

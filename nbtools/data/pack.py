@@ -82,7 +82,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Pack:
-    """An open pack. `raw` is the Dataset over the source files, None once they are gone. Shows as a table."""
+    """An open pack. `raw` is the Dataset over the source files, None if they are gone. Shows as a table."""
 
     folder: Path
     card: Card
@@ -91,8 +91,8 @@ class Pack:
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
-        """Open a finished pack, without the source files. Raises PackError where it is missing, of another version, or
-        a file's size differs."""
+        """Open a finished pack, without the source files. Raises PackError if it is missing, has another version, or a
+        file has another size."""
         folder = Path(folder)
         try:
             manifest = json.loads((folder / MANIFEST).read_bytes())
@@ -189,7 +189,7 @@ class Pack:
 
     def keep(self, where: str | Path) -> Path | None:
         """Write the pack as one tar, to `drive:…` or a path; `task.pack` of that file opens it in the next session.
-        None, and a sentence, where the dialog in which Colab asks for Drive was declined."""
+        Prints a sentence and returns None if access to Drive was declined in Colab's dialog."""
         target = place_to_keep(where)
         if target is None:
             return None

@@ -1,7 +1,7 @@
-"""Bring a data set to fast local disk, whole or not at all, and once.
+"""Fetch a data set to fast local disk, completely or not at all, and only once.
 
-A `Source` knows where it comes from; `stage` decides what is to be done with it and publishes the whole. On disk, for
-a source called `digits.tar`:
+A `Source` knows where it comes from; `stage` decides what to do with it and publishes the result. On disk, for a source
+called `digits.tar`:
 
     <cache>/digits-1f3a5b7c/             appears at once, by one rename
         .stage.json                      the receipt: source, version, size, sha256
@@ -45,14 +45,14 @@ def stage(
     sha256: str | None = None,
     progress: bool = True,
 ) -> Path:
-    """A folder on local disk with the files of a source, which is copied only if it must be.
+    """A folder on local disk with the files of a source, which are copied only if necessary.
 
     source: a folder, an archive (tar, tar.gz, tar.xz, tar.bz2, zip), `drive:path/in/My Drive`, a Drive link, or the
-    http(s) address of an archive. into: the folder below which it is put, else $NBTOOLS_CACHE or nbtools in the
-    temporary folder. extract: False leaves an archive one file, a plain tar or a zip, from which files can be read in
-    place: 50,000 images are not written one by one; a function of the archive may choose. sha256: what the archive
-    must have.
-    Raises StageError, ArchiveError among them, or DiskError when that cannot be; then nothing is published.
+    http(s) address of an archive. into: the folder that it is put in; default: $NBTOOLS_CACHE, or nbtools in the
+    temporary folder. extract: False keeps an archive as one file, a plain tar or a zip, from which files are read in
+    place: 50,000 images are not written one by one; a function of the archive's path may decide. sha256: the hash that
+    the archive must have. Raises StageError (also its subclass ArchiveError) or DiskError if that fails; then nothing
+    is published.
     """
     sha256 = sha256.lower() if sha256 else None
     with disk.explained(f"looking at {source}", Path(source)):
@@ -136,7 +136,7 @@ def publish(source: Source, target: Path, extract: Extract, sha256: str | None, 
 
 
 def fetch(source: Source, part: Path, name: str, progress: bool, room: int = 1) -> Path:
-    """Bring a source to a `.part`. room: how many times its size must be free, what is there already included."""
+    """Fetch a source to a `.part`. room: how many times its size must be free, including what is already there."""
     if progress and (hint := source.hint()):
         tqdm.write(hint)
     if source.size is not None:

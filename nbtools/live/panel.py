@@ -1,5 +1,5 @@
-"""Panel: a form over the fields of a Plan, built from the dataclass itself, so that a new setting appears here by
-itself; while a run is under way, what is changed and clicked here is requested of it.
+"""Panel: the fields of a Plan as a form, built from the dataclass itself, so that a new setting appears here
+automatically; while a run is in progress, changes and clicks here become requests to it.
 
 Callbacks set values and nothing else: they may run on another thread.
 """
@@ -78,11 +78,11 @@ class Question:
 
 
 class Panel:
-    """The plan of an Advice, or a Plan, to look at and to change, before the run and while it lasts.
+    """The plan of an Advice, or a Plan, as a form to read and change, before and during the run.
 
-    `plan` is always valid: a value that breaks a rule shows the rule next to its field and changes nothing. A change of
-    batch size moves lr by the plan's lr_rule, and offers what the other rules would do. Works without a front end:
-    `panel.fields["lr"].value = "3e-4"`. Raises MissingExtra where ipywidgets does not import.
+    `plan` is always valid: for a value that breaks a rule, the rule is shown next to its field and nothing changes. A
+    change of batch size adjusts lr by the plan's lr_rule, and offers the lr of the other rules. Works without a front
+    end: `panel.fields["lr"].value = "3e-4"`. Raises MissingExtra if ipywidgets cannot be imported.
     """
 
     def __init__(self, advice: Any):
@@ -111,7 +111,7 @@ class Panel:
 
     @property
     def plan(self) -> Plan:
-        """The wanted plan: of the run under way, else of the next one."""
+        """The wanted plan: of the run in progress, else of the next one."""
         return self.requests.state.plan
 
     @property

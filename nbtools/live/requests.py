@@ -99,12 +99,12 @@ def send(
 ) -> Path:
     """Add to what is requested of the run in a folder, which another process trains.
 
-    force: apply values that the run would ask about once more (see `Requests.doubts`). Raises TrainError for an unknown
-    action and where there is no folder; a setting is checked by the run, which answers in its history.
+    force: apply values that would otherwise have to be confirmed (see `Requests.doubts`). Raises TrainError for an
+    unknown action, or if there is no folder; a setting is checked by the run, which answers in its history.
     """
     path, waiting = Path(folder) / CONTROL, {}
     if not path.parent.is_dir():
-        raise TrainError(f"{folder}: not there any more, so nobody can be asked; name the folder of a run")
+        raise TrainError(f"{folder}: does not exist, so no run can take a request; name the folder of a run")
     with disk.explained("asking a run", path), suppress(FileNotFoundError):  # the run takes it at any moment
         waiting = parsed(read(path)) or {}
     wanted = [*listed(waiting.pop("do", [])), *actions]
@@ -192,7 +192,7 @@ def listed(value: Any) -> list[Any]:
 
 def require(action: Any) -> None:
     if action not in ACTIONS:
-        raise TrainError(f"a run can be asked to {', '.join(ACTIONS)}, got {action!r}; say one of these")
+        raise TrainError(f"a request must be one of {', '.join(ACTIONS)}, got {action!r}; name one of these")
 
 
 class FirstSignal:

@@ -1,4 +1,4 @@
-"""Draws a Picture as HTML: SVG for the curves, text beside it, so that only the curves stretch with the window.
+"""Draws a Picture as HTML: SVG for the curves, text next to it, so that only the curves stretch with the window.
 
 Text takes the colour of its surroundings (currentColor), which is right in every theme of every front end.
 """
@@ -134,7 +134,7 @@ def curve(line: Line, chart: Chart, shown: Picture) -> str:
 
 
 def stroke(mark: Mark, shown: Picture, named: bool) -> str:
-    """A dashed line where a knob was turned, up to its name."""
+    """A dashed line where a setting was changed, up to its name."""
     x, above = WIDTH * mark.x / shown.last, NAME * (mark.row + 1) * HEIGHT // TALL if named and mark.name else 0
     foot = HEIGHT // 20 if mark.short else HEIGHT
     return (

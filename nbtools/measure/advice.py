@@ -51,11 +51,11 @@ THUMB = "rule of thumb"
 
 @dataclass(frozen=True)
 class Advice(Report):
-    """A plan, one reason a field, and the evidence of those that were measured. Shows as a table.
+    """A plan, one reason per field, and the evidence for those that were measured. Shows as a table.
 
-    The panel's presets: baseline, the guide's "before", and largest, the largest batch that the rules allow, None where
-    `largest_reason` says that there is none larger. precision, batches, workers, profile: the measurements, None where
-    there was none; verdict: what this plan is bound by here.
+    The panel's presets: baseline, the guide's "before", and largest, the largest batch that the rules allow, or None if
+    there is none larger, for which `largest_reason` gives the reason. precision, batches, workers, profile: the
+    measurements, None where there was none; verdict: what this plan is bound by here.
     """
 
     plan: Plan
@@ -99,7 +99,7 @@ class Advice(Report):
         raise AttributeError("Advice.ladder is gone: print the advice, or use advice.other_batches() for the plans")
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-        """A row a setting, then a row for each other batch size."""
+        """One row per setting, then one row for each other batch size."""
         values = self.plan.to_dict()
         rows = [(name, values[name], reason, self.evidence.get(name, "")) for name, reason in self.reasons.items()]
         for plan, why in self.other_batches():
@@ -132,9 +132,9 @@ def advise(
     """The plan to start from, each field with its reason and, where it was measured here, the evidence.
 
     Measuring takes about two to three times `seconds`, once for a machine, a pack and a task: the result is kept next
-    to the pack. measure=False: what was measured before, else rules of thumb alone, at once. compiling: try
-    torch.compile and CUDA graphs however short training is; a minute or two more. clock: as of a Stepper. Raises
-    TrainError where not even one sample fits.
+    to the pack. measure=False: use what was measured before, else only rules of thumb, without delay. compiling: also
+    try torch.compile and CUDA graphs, however short training is; takes a minute or two more. clock: the clock of a
+    Stepper. Raises TrainError if not even one sample fits.
     """
     if noise is not None:
         raise TrainError(

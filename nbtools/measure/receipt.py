@@ -79,7 +79,7 @@ class Receipt(Report):
     rungs: tuple[Rung, ...] = ()
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
-        """(headers, rows): a row a rung, spreads from least to most; without rungs, the ends side by side."""
+        """(headers, rows): one row per rung, spreads from least to most; without rungs, the two ends side by side."""
         if self.rungs:
             return HEADERS, [row(rung, first=not k) for k, rung in enumerate(self.rungs)]
         pair = (self.before, self.after)

@@ -1,5 +1,5 @@
-"""The stepper: a task training for some steps on given batches, timed, leaving no trace. Every measurement of this room
-is made of its turns.
+"""The stepper: a task training for some steps on given batches, timed, leaving no trace. Every measurement in this
+package consists of its turns.
 
     with untouched(device):
         stepper = Stepper(task, pack, plan, device)

@@ -117,10 +117,10 @@ def lr_sweep(
     steps: int = STEPS,
     seconds: float = SECONDS,
 ) -> Sweep:
-    """Raise lr step by step from low to high on a model of its own, and say which one the curve suggests.
+    """Raise lr step by step from low to high on a model of its own, and suggest an lr from the curve.
 
-    Costs `steps` steps of training; where they would take longer than `seconds` fewer, but at least LEAST_STEPS. Model,
-    random state and GPU memory of whoever calls are as they were. Raises TrainError for an impossible range, and where
+    Takes `steps` steps of training; fewer if they would take longer than `seconds`, but at least LEAST_STEPS. The
+    caller's model, random state and GPU memory are left as they were. Raises TrainError for an impossible range, or if
     training cannot start.
     """
     if not 0 < low < high < math.inf:

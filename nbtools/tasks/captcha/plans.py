@@ -1,4 +1,4 @@
-"""The plans of captchas: the guide's before, the recommended one for a GPU, and settings for other machines."""
+"""The plans of captchas: the guide's "before", the recommended one for a GPU, and settings for other machines."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Plan(plan.Plan):
 
     network: str = plan.knob(
         "auto",
-        "guide: the guide's; small: for CPUs and small sets; ctc: lines; auto: guide, or ctc for lines",
+        "guide: the guide's; small: for CPUs and small sets; ctc: for lines; auto: guide, or ctc for lines",
         choices=("auto", "guide", "small", "ctc"),
     )
     loss: str = plan.knob(
         "soft_margin",
-        "of fixed captchas: the guide's multi-label soft margin, or cross-entropy per position",
+        "loss of fixed captchas: the guide's multi-label soft margin, or cross-entropy per position",
         choices=("soft_margin", "cross_entropy"),
     )
     augment: float = plan.knob(0.0, "strength of the augmentation; 0: none", least=0, most=2)

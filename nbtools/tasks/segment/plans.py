@@ -26,10 +26,10 @@ class Plan(BasePlan):
         "bisenetv2: the guide's; slim: the same with few channels, for CPUs; auto: bisenetv2",
         choices=("auto", "bisenetv2", "slim"),
     )
-    dropout: float | None = knob(None, "in the heads; None: the network's own, 0.1", least=0, most=0.9)
+    dropout: float | None = knob(None, "dropout in the heads; None: the network's own, 0.1", least=0, most=0.9)
     crop: int | None = knob(
         None,
-        "height and width of training crops, best multiples of 32; None: the whole image",
+        "height and width of training crops, best a multiple of 32; None: the whole image",
         least=32,
         unit="px",
         live=True,
@@ -41,25 +41,25 @@ class Plan(BasePlan):
         0.0, "augmentation: brightness, contrast and saturation times 1 ± this", least=0, most=0.9, live=True
     )
     ohem_threshold: float = knob(
-        0.7, "pixels count whose class gets less than this probability", above=0, most=1, live=True
+        0.7, "only pixels whose class gets less than this probability count in the loss", above=0, most=1, live=True
     )
     ohem_least: float = knob(
-        1 / 16, "share of an image's pixels, the hardest, that counts in any case", above=0, most=1, live=True
+        1 / 16, "share of an image's pixels, the hardest, that always counts", above=0, most=1, live=True
     )
-    aux_weight: float = knob(1.0, "weight of each auxiliary head in the loss; 0: they learn nothing", least=0)
+    aux_weight: float = knob(1.0, "weight of each auxiliary head in the loss; 0: the heads learn nothing", least=0)
     edge_factor: float = knob(2.0, "weight of the boundary term in the loss; 0: none", least=0, live=True)
     edge_weight: float = knob(
         10.0, "weight of a pixel on a boundary in that term, against 1 far away", least=1, live=True
     )
     edge_width: float = knob(
-        2.0, "distance from a boundary at which closeness has fallen to 1/e", above=0, unit="px", live=True
+        2.0, "distance from a boundary at which closeness falls to 1/e", above=0, unit="px", live=True
     )
     edge_threshold: float = knob(0.3, "closeness below this counts as none", least=0, most=1, live=True)
     head_lr: float = knob(10.0, "lr of the heads, times that of the rest", above=0)
     eval_scales: tuple[float, ...] = knob(
         (1.0,), "zooms whose predictions are averaged in evaluation", above=0, most=4, live=True
     )
-    eval_flip: bool = knob(False, "average with the mirror image's prediction, too: twice the time", live=True)
+    eval_flip: bool = knob(False, "also average with the prediction for the mirror image: twice the time", live=True)
     eval_window: int | None = knob(
         None,
         "side of windows that slide over an image in evaluation; None: all of it at once",
@@ -67,7 +67,7 @@ class Plan(BasePlan):
         unit="px",
         live=True,
     )
-    eval_full: bool = knob(False, "all scales and mirror images in evaluations while training, too", live=True)
+    eval_full: bool = knob(False, "all scales and mirror images also in evaluations during training", live=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

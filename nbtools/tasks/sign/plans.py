@@ -1,4 +1,4 @@
-"""The plans of signs: the guide's before, the recommended one, and what to change for other machines and networks."""
+"""The plans of signs: the guide's "before", the recommended one, and the changes for other machines and networks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Plan(plan.Plan):
 
     network: str = plan.knob(
         "auto",
-        "transformer: on keypoints; gru: on ready features; auto: transformer where there are keypoints",
+        "transformer: on keypoints; gru: on ready-made features; auto: transformer if there are keypoints",
         choices=("auto", "transformer", "gru"),
     )
     alpha: float = plan.knob(0.5, "weight of the gloss in the loss", least=0)
@@ -32,36 +32,36 @@ class Plan(plan.Plan):
         choices=("none", "balanced", "sqrt"),
     )
     dropout: float | None = plan.knob(
-        None, "of the network; None: its own (0.1 the Transformer's, 0.3 the GRU's)", least=0, most=0.99
+        None, "dropout of the network; None: its own (Transformer 0.1, GRU 0.3)", least=0, most=0.99
     )
     normalise: str = plan.knob(
         "hands",
-        "coordinates: none: of the picture; body: relative to the shoulders; hands: also fingers to their wrists",
+        "coordinates: none: of the picture; body: relative to the shoulders; hands: fingers to their wrists, too",
         choices=("none", "body", "hands"),
     )
     long_clips: str = plan.knob(
         "refuse",
-        "clips of more frames than the position table: refuse, or cut into windows",
+        "clips with more frames than the position table: refuse, or cut into windows",
         choices=("refuse", "windows"),
     )
     bucket: int = plan.knob(
         1,
-        "pad batches to a multiple of so many frames: compiled programs then meet few lengths",
+        "pad batches to a multiple of this many frames: compiled programs then see few lengths",
         least=1,
         unit="frames",
     )
     time_warp: float = plan.knob(0.0, "augmentation: change of length and pace; 1: up to 30 %", least=0, most=1)
-    time_crop: float = plan.knob(0.0, "augmentation: largest share of a clip cut off its ends", least=0, most=0.9)
+    time_crop: float = plan.knob(0.0, "augmentation: largest share of a clip to cut off its ends", least=0, most=0.9)
     mirror: float = plan.knob(
         0.0,
-        "augmentation: chance of a left-right mirror image, hands swapped; not where right and left are two signs",
+        "augmentation: chance of a left-right mirror image, hands swapped; not if right and left are two signs",
         least=0,
         most=1,
     )
     move: float = plan.knob(
-        0.0, "augmentation: turn, size and shift of the body; 1: up to 0.2 rad, 15 %", least=0, most=3
+        0.0, "augmentation: rotation, size and shift of the body; 1: up to 0.2 rad, 15 %", least=0, most=3
     )
-    drop_points: float = plan.knob(0.0, "augmentation: chance of each point to be missing in a clip", least=0, most=0.9)
+    drop_points: float = plan.knob(0.0, "augmentation: chance that a point is missing in a clip", least=0, most=0.9)
     drop_hand: float = plan.knob(0.0, "augmentation: chance that a hand is missing for a while", least=0, most=1)
 
     def __post_init__(self) -> None:
