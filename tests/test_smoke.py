@@ -1,4 +1,4 @@
-"""Claims about the smoke test, and about the terminal's words on what is not there yet."""
+"""Claims about the smoke test, and about the terminal's words on what is not supported yet."""
 
 import dataclasses
 import types
@@ -55,7 +55,7 @@ def test_the_terminal_needs_no_data_for_it_and_takes_knobs(capsys):
 
 def test_several_processes_are_refused_in_one_sentence(capsys):
     assert main(["train", "toy", "--smoke-test", "--processes", "2"]) == 1
-    assert capsys.readouterr().err.count("not there yet") == 1
+    assert capsys.readouterr().err.count("not supported yet") == 1
 
 
 def test_a_task_that_checks_while_it_packs_says_where_to_look(capsys):
