@@ -114,7 +114,7 @@ class Comparison:
         return png.draw(self.picture())
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
-        """(headers, rows) to show: a column a run while they fit beside each other, else a row a run."""
+        """(headers, rows) to show: one column per run while they fit next to each other, else one row per run."""
         columns = [(str(name), list(values)) for name, values in self.frame.items()]
         headers = ["run", *(HEADERS.get(name, name.replace("_", " ")) for name, _ in columns)]
         cells = [[shown(name, value) for value in values] for name, values in columns]

@@ -152,7 +152,7 @@ def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[s
 
 
 class Job:
-    """A run under way, which writes a checkpoint where losing the work since the last one would cost more than it.
+    """A run in progress, which writes a checkpoint when losing the work since the last one would cost more than that.
 
     keeper: copies the folder to where the run is kept.
     """

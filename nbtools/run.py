@@ -160,7 +160,7 @@ class Run:
             raise PackError(f"{path}: {rule}, got {value}; {fix}") from None
 
     def export(self, path: str | Path) -> Path:
-        """Write the best weights as safetensors, and beside them a JSON card with all that is needed to use them."""
+        """Write the best weights as safetensors, and next to them a JSON card with all that is needed to use them."""
         path = Path(path)
         path = (
             path if path.suffix == ".safetensors" else path.with_name(f"{path.name}.safetensors")
@@ -191,10 +191,9 @@ class Run:
 def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[str, float]:
     """Metric → value of a run's best model (or of a TrainState as it is) over a whole split of a pack.
 
-    knobs: of the plan, otherwise than it was trained with: `eval_scales=(0.5, 1.0)`.
-
-    Raises PackError where the pack was made with other classes or preprocessing than the run's: its answers would be
-    wrong without a word; PlanError for a knob that there is not, TrainError for one on which the model was built.
+    knobs: settings of the plan that differ from training: `eval_scales=(0.5, 1.0)`.
+    Raises PackError if the pack was made with other classes or preprocessing than the run's: its answers would be
+    silently wrong; PlanError for an unknown setting, TrainError for one on which the model depends.
     """
     ours, theirs = run.card, pack.card
     for name in ("task", "classes", "options", "columns"):

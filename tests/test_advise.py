@@ -215,7 +215,7 @@ def test_the_largest_batch_starves_no_data_set_and_says_whose_rule_it_is(name, t
         batch = advice.largest.batch_size
         assert advice.plan.batch_size < batch <= min(MOST_K * CAPTCHA.BASELINE.batch_size, train // LEAST_STEPS)
         assert batch.bit_count() == 1
-        assert "nobody has measured" in advice.largest_reason
+        assert "has not been measured yet" in advice.largest_reason
         assert re.search(r"\((guide \d|ours)", advice.largest_reason)
 
 

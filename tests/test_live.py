@@ -202,10 +202,10 @@ class Visit:
         page.click("Save now")
         until(lambda: "saved at step" in output.inner_text(), "where it was saved")
         page.click(r"What limits it\?")
-        until(lambda: "for some seconds" in output.inner_text(), "that it is pending")
+        until(lambda: "for a few seconds" in output.inner_text(), "that it is pending")
         sentence = until(lambda: getattr(nb.Run.open(self.work / RUN, watched).verdict, "sentence", ""), "a verdict")
         until(lambda: output.inner_text().count(sentence) == 2, "as a message, and next to the change it proposes")
-        until(lambda: "for some seconds" not in output.inner_text(), "no longer pending")
+        until(lambda: "for a few seconds" not in output.inner_text(), "no longer pending")
         seen.texts["verdict"] = sentence
         page.shot(f"{self.name}-watched", 0)
         return page

@@ -239,7 +239,7 @@ def test_a_folder_of_the_packs_own_is_not_given_to_other_options(place):
         pack(source, {"scale": 2}, into=place / "mine")
     (place / "full").mkdir()
     (place / "full" / "thesis.tex").write_text("mine")
-    with pytest.raises(PackError, match="full is no pack and not empty; choose a new folder"):
+    with pytest.raises(PackError, match="full is not a pack, and not empty; choose a new folder"):
         pack(source, into=place / "full")
     assert os.listdir(place / "full") == ["thesis.tex"]
 

@@ -280,7 +280,7 @@ def test_without_a_run_every_button_is_disabled_and_says_what_it_would_do():
         for button in found.values():
             assert button.disabled
             assert button.icon
-            assert "no run is under way" in button.tooltip
+            assert "no run is in progress" in button.tooltip
         found["Stop"].click()
         assert pending(made) == ""
         requests = running(made)

@@ -106,7 +106,7 @@ def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors(found):
     assert rows[2][5] == "batch_size 16 → 64"
     assert f"{found.ratio:.2f}× the baseline's samples/s on this machine ({found.ratio_least:.2f}–" in str(found)
     assert found._repr_html_().count("<tr") == 1 + 5 + 2
-    assert "No GPU: what mixed precision, larger batches and resident data bring on one was not" in str(found)
+    assert "No GPU: what mixed precision, larger batches and resident data gain on one was not" in str(found)
 
 
 def test_a_receipt_is_json_and_back_and_one_of_an_older_version_is_read_and_shown(found):
@@ -196,7 +196,7 @@ def test_without_the_source_files_the_receipt_says_that_data_was_not_measured(tm
     gone = nb.Pack.open(pack.folder)
     assert gone.raw is None
     found = receipt(toy, gone, toy.PLAN, seconds=0.02)
-    assert "the data part was not measured" in str(found)
+    assert "the data pipeline was not measured" in str(found)
     assert "+ packed feed" not in [rung.name for rung in found.rungs]
 
 

@@ -2,7 +2,7 @@
 
 A task says what its samples are (`survey`) and how to read one (`read`); the rest is the same for all tasks. Samples
 are decoded in parallel, a chunk at a time, so that memory does not grow with the data. What cannot be used is listed in
-one table, never dropped in silence. Interrupted packing resumes: the `.part` folder keeps what was decoded, and a
+one table, never dropped silently. Interrupted packing resumes: the `.part` folder keeps what was decoded, and a
 journal records how far that is.
 """
 
@@ -177,7 +177,7 @@ def finished(target: Path, task: str, key: str) -> bool:
             "folder"
         )
     if target.exists() and not (target.is_dir() and not os.listdir(target)):
-        raise PackError(f"{target} is no pack and not empty; choose a new folder for the pack")
+        raise PackError(f"{target} is not a pack, and not empty; choose a new folder for the pack")
     return False
 
 

@@ -107,7 +107,7 @@ def root() -> Path:
             drive.mount(str(MOUNT), force_remount=force)
         except ImportError:
             raise StageError(
-                "drive: is Colab's Drive, and this is not Colab. Set NBTOOLS_DRIVE to a folder that stands for it."
+                "drive: is Colab's Drive, and this is not Colab. Set NBTOOLS_DRIVE to a folder to use in its place."
             ) from None
         except Exception as error:  # colab raises ValueError, RuntimeError and its own MessageError, by version
             _declined = type(error).__name__ == "MessageError"  # the browser's answer, when access is not granted

@@ -271,7 +271,7 @@ def copy(source: Path, part: Path, size: int, progress: Progress) -> None:
             progress(len(data))
     if bytes_in(part) != size:
         raise StageError(
-            f"{source}: gave {bytes_in(part)} bytes instead of {size}: it changed meanwhile. Run it again."
+            f"{source}: gave {bytes_in(part)} bytes instead of {size}: it changed during the copy. Run it again."
         )
 
 
@@ -280,7 +280,7 @@ def read_mounted(content: IO[bytes], source: Path) -> bytes:
         return disk.read(content, CHUNK)
     except OSError as error:  # Drive gives errno 5 or 107 after a while
         raise StageError(
-            f"{source}: stopped answering ({error.strerror}). What came is kept: run it again, on Colab after "
+            f"{source}: stopped answering ({error.strerror}). What arrived is kept: run it again, on Colab after "
             "remounting Drive."
         ) from None
 

@@ -50,22 +50,22 @@ PENDING = {
     "stop": "stopping after this step: saving, then the run is returned …",
     "evaluate": "evaluating after this step …",
     "save": "saving after this step …",
-    "profile": "measuring what a step consists of, for some seconds …",
+    "profile": "measuring what a step consists of, for a few seconds …",
     "best": "going back to the best checkpoint after this step …",
     "undo": "undoing the last change after this step …",
 }
 BUTTONS = {
-    "pause": ("Pause", "pause", "Stop stepping after this step; the run stays in memory until Resume"),
+    "pause": ("Pause", "pause", "Pause after this step; the run stays in memory until Resume"),
     "stop": ("Stop", "stop", "Finish the step, save a checkpoint and return the run; run the cell again to continue"),
-    "evaluate": ("Evaluate now", "check", "Evaluate the validation split after this step, then train on"),
-    "save": ("Save now", "save", "Write a checkpoint after this step, then train on"),
-    "profile": ("What limits it?", "search", "Measure for some seconds what a step consists of, then train on"),
-    "best": ("Back to best", "history", "Go back to the best checkpoint and train on from there with these settings"),
+    "evaluate": ("Evaluate now", "check", "Evaluate the validation split after this step, then continue"),
+    "save": ("Save now", "save", "Write a checkpoint after this step, then continue"),
+    "profile": ("What limits it?", "search", "Measure for a few seconds what a step consists of, then continue"),
+    "best": ("Back to best", "history", "Go back to the best checkpoint and continue from there with these settings"),
     "undo": ("Undo", "undo", "Take back the last change of settings"),
 }
 """action → label, icon (a name that Font Awesome 4 to 6 know), tooltip."""
 RESUME = ("Resume", "play", "Continue with the next step")
-NO_RUN = "no run is under way: nb.fit starts one"
+NO_RUN = "no run is in progress: nb.fit starts one"
 PAUSED, PAUSING = "paused between two steps: change what you like, then Resume", "pausing after this step …"
 SLOW = 1.0  # seconds a step; from here on the panel says beforehand that clicks are read when it ends
 
@@ -74,7 +74,7 @@ class Form:
     """The widgets of one panel: fields and sliders to change, notes to read.
 
     read: called with setting and value when the user changes a field. presets: label → button. offers: lr_rule →
-    button. confirm: the button that applies what was asked about once more. values: what the fields show, or would
+    button. confirm: the button that applies what has to be confirmed. values: what the fields show, or would
     show where the user's text is kept.
     """
 
@@ -208,7 +208,7 @@ class Buttons:
         self.view = bar([*self.made.values(), self.message])
 
     def show(self, requests: Requests | None) -> None:
-        """What is pending; None: no run is under way. Setting what is set already sends nothing."""
+        """What is pending; None: no run is in progress. Setting what is set already sends nothing."""
         paused, pending = (requests.paused, requests.pending) if requests else (False, ())
         messages = [sentence for action, sentence in PENDING.items() if action in pending]
         if requests is not None:

@@ -68,8 +68,8 @@ class Before:
 
 @dataclass(frozen=True)
 class Question:
-    """Changes that are asked about once more. names: the settings. row: of the one that it is shown in, "" for the
-    presets'. apply: makes them."""
+    """Changes that have to be confirmed. names: the settings. row: the setting in whose row it is shown, "" for the
+    presets. apply: makes them."""
 
     names: tuple[str, ...]
     row: str
@@ -194,7 +194,7 @@ class Panel:
             self.show(self.accept(changes, sure))
 
     def insist(self) -> None:
-        """The changes that were asked about once more."""
+        """Apply the changes that had to be confirmed."""
         with self.lock:
             if (question := self.question) is not None:
                 self.question = None
@@ -205,8 +205,8 @@ class Panel:
         self.put(self.advised)
 
     def put(self, plan: Plan, sure: bool = False) -> None:
-        """Want a whole plan, or nothing of it where it breaks a rule; a started run keeps what is fixed in it, and asks
-        once more unless the user is sure."""
+        """Request a whole plan, or nothing of it if it breaks a rule; a started run keeps what is fixed in it, and asks
+        for confirmation unless the user is sure."""
         with self.lock:
             self.question = None
             kept = [name for name in self.fixed if getattr(plan, name) != getattr(self.plan, name)]
@@ -299,8 +299,8 @@ class Panel:
         return wrong
 
     def want(self, plan: Plan, sure: bool) -> dict[str, str]:
-        """Make this the wanted plan, unless there is something to ask once more about, which is returned: nothing while
-        no run is under way. Raises NbtoolsError where the run cannot continue with it."""
+        """Make this the wanted plan, unless something has to be confirmed, which is returned: nothing while no run is
+        in progress. Raises NbtoolsError if the run cannot continue with it."""
         self.requests.check(plan)
         asks = self.requests.doubts(plan) if self.running and not sure else {}
         if not asks and plan != self.plan:
@@ -341,8 +341,8 @@ class Panel:
         return self.rules[name].metadata.get("help", ""), reason
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        """The form where there is a kernel, below the buttons while a run is under way; the table of the plan in a page
-        that has none."""
+        """The form if there is a kernel, below the buttons while a run is in progress; the table of the plan in a page
+        without a kernel."""
         bundle: dict[str, Any] = {"text/plain": repr(self), "text/html": self._repr_html_()}
         if (model := self.whole.model_id) is not None:
             bundle[VIEW] = {"version_major": 2, "version_minor": 0, "model_id": model}

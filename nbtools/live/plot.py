@@ -71,7 +71,7 @@ STYLE = f"<style>{svg.STYLE}{samples.STYLE}</style>"
 
 
 def html_widget(value: str = "") -> Any:
-    """A core HTML widget, or None where ipywidgets does not import: a run goes on without its picture."""
+    """A core HTML widget, or None if ipywidgets cannot be imported: the run continues without its picture."""
     try:
         from ipywidgets import HTML, Layout
     except ImportError:

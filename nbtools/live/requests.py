@@ -74,7 +74,7 @@ class Requests:
         return "stop" in self.pending
 
     def doubts(self, plan: Plan) -> dict[str, str]:
-        """What to ask once more before this plan is wanted: setting → a sentence."""
+        """What has to be confirmed before this plan is wanted: setting → a sentence."""
         return doubts(self.state.plan, plan, self.advised)
 
     @property

@@ -26,7 +26,7 @@ from nbtools.train import History, Plan, Record, TrainState, evaluation
 
 PLOT_FILE = "plot.png"
 WIDGET = "application/vnd.jupyter.widget-view+json"
-STILL_EVERY, STILL_COST = 60.0, 0.004  # seconds between PNGs of a run under way; share of the time they may take
+STILL_EVERY, STILL_COST = 60.0, 0.004  # seconds between PNGs of a run in progress; share of the time they may take
 LIVE = "nbtools-live"
 STILL = f"""<style>
 :is(.jp-OutputArea, .output):has(.{LIVE}) :is(.jp-OutputArea-child, .output_area):has(.nbtools-still)

@@ -194,7 +194,7 @@ def measured(task: TaskLike, pack: Pack, thumb: Advice, seconds: float, compilin
     took = perf_counter() - start
     return dataclasses.replace(
         by_rules(task, pack, found),
-        note=f"Measured on {', '.join(machine().values())} in {took:.0f} s; what says rule of thumb was not.",
+        note=f"Measured on {', '.join(machine().values())} in {took:.0f} s, except what is called a rule of thumb.",
         evidence=evidence,
         precision=precision,
         batches=batches,
@@ -366,7 +366,7 @@ def largest_batch(plan: Plan, base: Plan, card: Card, machine: Machine) -> tuple
     lr, why_lr = learning_rate(plan, plan.optimizer, batch)
     warm = max(warmup(batch / base.batch_size, plan.epochs)[0], plan.warmup_epochs)
     changed = plan.replace(batch_size=batch, micro_batch_size=micro, lr=lr, warmup_epochs=warm)
-    return changed, f"{reason}; lr {digits(lr)} from {why_lr}. Whether it is faster here, nobody has measured yet"
+    return changed, f"{reason}; lr {digits(lr)} from {why_lr}. Whether it is faster here has not been measured yet"
 
 
 def learning_rate(base: Plan, optimizer: str, batch: int) -> tuple[float, str]:

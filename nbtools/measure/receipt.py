@@ -135,7 +135,7 @@ def receipt(
         rungs, peaks, more = measured(Course(task, pack, where, clock), baseline, plan, seconds or SECONDS)
     notes += [*more, *padding_of(pack, plan)]
     if "process" in peaks:
-        notes.append("No GPU: what mixed precision, larger batches and resident data bring on one was not measured")
+        notes.append("No GPU: what mixed precision, larger batches and resident data gain on one was not measured")
     first, last = rungs[0], rungs[-1]
     spread = last.total, last.total_least, last.total_most
     return Receipt(first.rate, last.rate, *spread, peaks, machine(), tuple(notes), rungs)
@@ -149,7 +149,7 @@ def comparable(baseline: Plan, plan: Plan, pack: Pack) -> tuple[Plan, list[str]]
     notes = ["Both train the same network"]
     if pack.raw is None:
         changes["feed"] = "auto"
-        notes.append("The source files are gone: both read the pack, and the data part was not measured")
+        notes.append("The source files are gone: both read the pack, and the data pipeline was not measured")
     return baseline.replace(**changes), notes
 
 

@@ -28,7 +28,7 @@ EVALUATIONS = 5  # fewer in a run choose no best checkpoint: rule of thumb (ours
 
 @dataclass(frozen=True)
 class Option:
-    """One change and what it would bring. change: settings for `plan.turn`; {} where the user has to do it.
+    """One change and what it would gain. change: settings for `plan.turn`; {} if the user has to make it.
 
     gain: the factor in samples/s of the steps; of: "step", or "epoch" where only the time between steps shrinks, and
     gain is that of an epoch's samples/s. whole: the factor of an epoch in either case. exact: False where gain is at
@@ -49,7 +49,7 @@ class Option:
 class Verdict(Report):
     """bound: data, launch, compute or memory. change: settings for `plan.turn`, None where no change is worth making.
 
-    predicted: the factor in samples/s that it brings, as computed in evidence["option"]. Shows as its sentence.
+    predicted: the factor in samples/s that it gains, as computed in evidence["option"]. Shows as its sentence.
     """
 
     bound: str

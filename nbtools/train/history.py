@@ -25,7 +25,7 @@ class Record:
     """One event of the loop.
 
     kind: `step` (an optimizer step; values only on log steps), `evaluating` (one batch of it), `epoch` (a row of the
-    epoch table), `evaluation` (asked for between steps), `change` (a knob was turned), `event` (out of memory, a bad
+    epoch table), `evaluation` (asked for between steps), `change` (of a setting), `event` (out of memory, a bad
     step, a rollback, the answer to what was `asked`).
     Among the values, `loss` of a log step is the mean since the log step before it; `train_loss` of an epoch the mean
     over all of its samples, which is what the train loss is wherever a run is shown.

@@ -1,4 +1,4 @@
-"""What a network mistakes for what: truth and predictions side by side, and the confusion table of their classes."""
+"""Which classes a network confuses: truth and predictions side by side, and the confusion table of their classes."""
 
 from __future__ import annotations
 

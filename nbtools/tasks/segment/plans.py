@@ -19,7 +19,7 @@ FEWEST, MOST = 10, 1000  # epochs advised
 
 @dataclass(frozen=True)
 class Plan(BasePlan):
-    """The settings of segmentation, besides those of every plan."""
+    """The settings of segmentation, in addition to those of every plan."""
 
     network: str = knob(
         "auto",

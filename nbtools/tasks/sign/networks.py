@@ -59,7 +59,7 @@ def class_weights(card: Card, kind: str, label: str) -> Tensor | None:
     if counts is None:
         raise PlanError(
             f'Plan.class_weights = "{kind}" needs the number of training clips of each {label}, and this pack does not '
-            'say it; pack again, or choose "none"'
+            'have it; pack again, or choose "none"'
         )
     count = torch.tensor(counts, dtype=torch.float32)
     weights = torch.where(count > 0, count.clamp(min=1) ** -POWER[kind], 0)

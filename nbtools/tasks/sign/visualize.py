@@ -1,4 +1,4 @@
-"""Clips as skeletons: strips of frames, animations, the live picture; charts of a pack; tables of what is mistaken.
+"""Clips as skeletons: strips of frames, animations, the live picture; charts of a pack; tables of confusions.
 
 A frame is drawn with Pillow alone, three times as large and then reduced: strips, animations and the live picture are
 the same drawing, and no frame costs a figure of matplotlib's. T frames, P = 78 points, S px of a square picture.
