@@ -144,7 +144,7 @@ def require_space(path: Path, need: int) -> None:
     free = free_bytes(path)
     if need > free:
         raise errors.DiskError(
-            f"{path}: needs {human(need)}, only {human(free)} are free there. Delete something, or choose another disk."
+            f"{path}: needs {human(need)}, only {human(free)} are free there. Free some space, or choose another disk."
         )
 
 
@@ -203,7 +203,7 @@ def explained(doing: str, path: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             reason, advice = (
                 f"the disk is full ({human(free_bytes(path))} free)",
-                "Delete something, or choose another disk.",
+                "Free some space, or choose another disk.",
             )
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             reason, advice = "this place is not writable", "Choose another folder, or change its permissions."

@@ -74,7 +74,7 @@ def fit(
         require_sizes(pack, wanted)
         state, reason = devices.within_memory(lambda: TrainState(task, pack, wanted))
         if state is None:
-            raise TrainError(f"out of memory before the first step ({reason}); take a smaller network, or free memory")
+            raise TrainError(f"out of memory before the first step ({reason}); use a smaller network, or free memory")
         history, complaints = begin(folder, pack, state, advice_in(plan))
         surface = Surface(folder, state, pack, history, plan, progress)
         job = Job(pack, folder, state, surface, checkpoint.Keeper(folder, kept) if kept is not None else None)

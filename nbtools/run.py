@@ -54,7 +54,7 @@ class Run:
         index = checkpoint.read_index(folder)
         if not index:
             raise CheckpointError(
-                f"{folder}: no {checkpoint.INDEX}, so this is no run folder; train with run={str(folder)!r}"
+                f"{folder}: no {checkpoint.INDEX}, so this is not a run folder; train with run={str(folder)!r}"
             )
         known = as_task(task) if task is not None else import_task(index["task"], folder)
         for name in (CARD, PLAN):

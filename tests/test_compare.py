@@ -204,5 +204,5 @@ def test_what_cannot_be_compared_is_refused_with_what_to_do(runs, tmp_path):
         compare.compare()
     with pytest.raises(TrainError, match="x must be one of step, samples, minutes, got 'hours'"):
         compare.compare(*runs, x="hours")
-    with pytest.raises(CheckpointError, match="no run folder"):
+    with pytest.raises(CheckpointError, match="not a run folder"):
         compare.compare(tmp_path)

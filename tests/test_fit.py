@@ -123,7 +123,7 @@ def test_evaluating_on_a_pack_of_other_classes_is_refused(run, pack):
 
 
 def test_a_folder_that_is_no_run_is_said_so(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no run\.json, so this is no run folder; train with"):
+    with pytest.raises(CheckpointError, match=r"no run\.json, so this is not a run folder; train with"):
         Run.open(tmp_path)
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(CheckpointError, match="not JSON"):

@@ -237,7 +237,7 @@ def test_a_saved_model_comes_back_bit_for_bit(tmp_path):
         (lambda _: NGram.train(["ab"], "ab", "3"), "from 2 to 8, got '3'"),  # pyright: ignore[reportArgumentType]
         (lambda _: NGram.train(["ab"], ["a", "bb"]), "single characters"),
         (lambda _: NGram.train(["ab"], "aab"), "each once"),
-        (lambda path: NGram.load(path / "none.safetensors"), "none.safetensors: no language model"),
+        (lambda path: NGram.load(path / "none.safetensors"), "none.safetensors: not a language model"),
     ],
 )
 def test_what_cannot_be_trained_or_loaded_says_why(tmp_path, call, message):
@@ -263,7 +263,7 @@ def test_any_changed_byte_of_a_model_file_is_refused_or_harmless(tmp_path):
     assert refused > 150
     for content in (whole[:-1].tobytes(), packed({"keys": lm.keys}), b""):
         path.write_bytes(content)
-        with pytest.raises(PackError, match=r"lm\.safetensors: no language model of nbtools"):
+        with pytest.raises(PackError, match=r"lm\.safetensors: not a language model of nbtools"):
             NGram.load(path)
 
 

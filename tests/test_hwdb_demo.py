@@ -126,7 +126,7 @@ def test_pages_of_one_bit_hold_the_same_lines(tmp_path):
         ({"characters": "aa"}, "each once"),
         ({"characters": "a😀"}, "two bytes in GB18030, got '😀'"),
         ({"characters": "AB的一", "font": LATIN}, "DejaVuSans.ttf has 2 of 4 characters"),
-        ({"font": "no.ttf"}, "font=no.ttf is no file"),
+        ({"font": "no.ttf"}, "font=no.ttf is not a file"),
         ({"font": __file__}, "has 0 of 60 characters"),
         ({"length": (5, 4)}, "length must be"),
         ({"length": 8}, "length must be"),

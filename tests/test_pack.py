@@ -484,7 +484,7 @@ def test_a_manifest_that_cannot_be_read_is_refused(place, text, words):
     (made.folder / MANIFEST).write_text(text)
     with pytest.raises(PackError, match=words):
         Pack.open(made.folder)
-    with pytest.raises(PackError, match="this is no pack; make one"):
+    with pytest.raises(PackError, match="this is not a pack; make one"):
         Pack.open(place / "raw")
 
 

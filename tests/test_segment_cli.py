@@ -106,6 +106,6 @@ def test_a_prediction_replaces_the_one_before_it_and_no_other_file(wide, tmp_pat
         assert np.unique(np.asarray(image)).tolist() == [1]
     for picture, folder in (("b/1.jpg", "masks"), ("a/1.png", "a"), ("b/1.jpg", "a")):
         before = (tmp_path / folder / "1.png").read_bytes()
-        with pytest.raises(PackError, match=r"1\.png is no prediction for .*choose another folder"):
+        with pytest.raises(PackError, match=r"1\.png is not a prediction for .*choose another folder"):
             segment.save(answer, tmp_path / picture, tmp_path / folder, wide)
         assert (tmp_path / folder / "1.png").read_bytes() == before

@@ -497,7 +497,7 @@ def test_weights_are_found_under_any_name_and_classifiers_left_out():
         for saved in (held, {"epoch": 3, "model": held}):
             found = without_classifiers(saved, "a.pth")
             assert set(found) - {"gru.weight"} == {STEM, "Mixed_5b.branch1x1.conv.weight"}
-    with pytest.raises(CheckpointError, match="is of no InceptionV3"):
+    with pytest.raises(CheckpointError, match="is not an InceptionV3"):
         without_classifiers({"conv1.weight": torch.zeros(1)}, "resnet.pth")
 
 

@@ -98,7 +98,9 @@ class Pack:
             manifest = json.loads((folder / MANIFEST).read_bytes())
             version = manifest["version"]
         except FileNotFoundError:
-            raise PackError(f"{folder}: no {MANIFEST}, so this is no pack; make one with task.pack(source)") from None
+            raise PackError(
+                f"{folder}: no {MANIFEST}, so this is not a pack; make one with task.pack(source)"
+            ) from None
         except (ValueError, OSError, LookupError, TypeError) as error:
             raise PackError(f"{folder / MANIFEST}: unreadable ({error}); delete the folder and pack again") from None
         if version != FORMAT:

@@ -118,7 +118,7 @@ class Columns:
         return float(epochs[-1]) if len(epochs) else self.newest("loss")
 
     def evaluated(self, name: str) -> Series:
-        """A metric at the ends of epochs, and where a person asked for it between them."""
+        """A metric at the ends of epochs, and where the user asked for it between them."""
         x, y = self.series("epoch", name)
         if ("evaluation", name) not in self.found:
             return x, y
@@ -409,7 +409,7 @@ def progress(table: Columns, about: About) -> float | None:
 
 
 def time_left(table: Columns, about: About) -> float | None:
-    """Seconds to the end: what is left of samples at the recent pace, which counts anew where a knob was turned, and
+    """Seconds to the end: what is left of samples at the recent pace, which starts anew after a change of settings, and
     the evaluations at what they took so far."""
     done = progress(table, about)
     steps, pace = table.series("step", "samples_per_s")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DPI = 144  # two pixels a px, and 72 px an inch: a point of matplotlib is a px here
 GREY = "#7d7d7d"  # contrast 4.1 on white and 4.6 on the black of JupyterLab's dark theme
 WIDE, COLUMNS = 960, 3  # px; charts in a row at most
-LEFT, RIGHT, BETWEEN = 46, 36, 64  # px beside the charts, and between two of them
+LEFT, RIGHT, BETWEEN = 46, 36, 64  # px next to the charts, and between two of them
 PLOT, TITLE, ROW, AXIS, NAME = 150, 24, 16, 48, 14  # px: heights of a plot, a title, a row of a legend, an axis, a name
 LETTER = 0.602  # of its size: the width of a letter of matplotlib's monospaced font
 SMALL = 11

@@ -12,7 +12,7 @@ import numpy as np
 from nbtools.live.chart import BLUE, Badge, Chart, Line, Mark, Picture, Scale
 
 WIDTH, HEIGHT = 2000, 1000  # units of a plot: whole numbers become text ten times as fast as formatted floats
-COLUMN, THREE, GAP = 225, 860, 22  # px: least width of a chart; of a page with three beside each other; between two
+COLUMN, THREE, GAP = 225, 860, 22  # px: least width of a chart; of a page with three in a row; between two
 TALL, NAME = 150, 14  # px: heights of a plot, of a mark's name
 
 STYLE = f"""
@@ -55,7 +55,7 @@ STYLE = f"""
 def frame(shown: Picture) -> str:
     """One live frame: header, bar of progress and a grid of one to three columns of charts. All text is escaped.
 
-    It looks right beside STYLE, which a page needs once.
+    It looks right with STYLE, which a page needs once.
     """
     below = x_axis(shown)
     charts = "".join([panel(chart, shown, below, named=i == 0) for i, chart in enumerate(shown.charts)])

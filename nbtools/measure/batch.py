@@ -142,7 +142,7 @@ def searched(
     began = perf_counter()
     trial, reason = within_memory(lambda: Trial(task, pack, plan, device, clock))
     if trial is None:
-        return TrainError(f"out of memory before the first step ({reason}); take a smaller network, or free memory")
+        return TrainError(f"out of memory before the first step ({reason}); use a smaller network, or free memory")
     try:
         search = Search(trial, plan, free, cap, seconds)
         search.start()
@@ -348,7 +348,7 @@ class Search:
             self.cap, self.cap_reason = 1, "two samples do not fit"
         if reason:
             raise TrainError(
-                f"not even one sample fits ({reason}): take a smaller network or smaller samples, "
+                f"not even one sample fits ({reason}): use a smaller network or smaller samples, "
                 "Plan.amp or Plan.checkpoint_activations, or free memory"
             )
         self.began = (

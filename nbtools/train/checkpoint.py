@@ -205,7 +205,7 @@ def named(index: dict[str, Any]) -> list[str]:
 class Keeper:
     """Copies a run to a second folder (Drive) on a thread of its own: what that folder lacks of the newest state.
 
-    Trouble there is told through `complaints` and does not stop training: what is local stays whole, and the next call
+    Errors there go to `complaints` and do not stop training: what is local stays whole, and the next call
     of `keep` brings what is still missing. behind: whether the folder lacks something that it was to get.
     """
 

@@ -103,7 +103,7 @@ def score(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) 
         torch.cuda.empty_cache()
     half = len(raw["id"]) // 2
     if not half:
-        raise TrainError(f"out of memory evaluating one sample ({reason}); take a smaller network or smaller samples")
+        raise TrainError(f"out of memory evaluating one sample ({reason}); use a smaller network or smaller samples")
     for part in (slice(half), slice(half, None)):
         score(ours, model, {name: tensor[part] for name, tensor in raw.items()}, plan, sums)
 

@@ -79,7 +79,7 @@ def halve(state: TrainState, size: int, reason: str) -> None:
     now = min(state.recovery.micro or size, size)
     if now == 1:
         raise TrainError(
-            f"out of memory with one sample at a time ({reason}); take a smaller network or smaller samples"
+            f"out of memory with one sample at a time ({reason}); use a smaller network or smaller samples"
         )
     half = max(1, now // 2)
     state.events.append(f"out of memory: micro batch {now} → {half}; effective batch and lr unchanged")

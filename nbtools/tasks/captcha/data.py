@@ -120,7 +120,7 @@ def pattern_of(label: str) -> re.Pattern[str]:
     try:
         pattern = re.compile(label)
     except re.error as error:
-        raise PackError(f"label is no regular expression ({error}): {label!r}") from None
+        raise PackError(f"label is not a regular expression ({error}): {label!r}") from None
     if not pattern.groups:
         raise PackError(f"label must be one character, or have a group around the text like '^(.+?)_', got {label!r}")
     return pattern

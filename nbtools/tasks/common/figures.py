@@ -141,7 +141,7 @@ def confusion_figure(table: pd.DataFrame, note: str = "", percent: bool = False)
 
 
 def tinted(shares: np.ndarray) -> np.ndarray:
-    """(K, K, 3): from white for none to the colour of right on the diagonal, of wrong beside it; by the root of the
+    """(K, K, 3): from white for none to the colour of right on the diagonal, of wrong next to it; by the root of the
     share, so that one sample in a hundred is still seen."""
     right, wrong = (np.array([int(ink[i : i + 2], 16) / 255 for i in (1, 3, 5)]) for ink in (RIGHT, WRONG))
     ink = np.where(np.eye(len(shares), dtype=bool)[..., None], right, wrong)

@@ -135,7 +135,7 @@ def chosen_characters(characters: int | str, font: str | Path | None) -> str:
     for one in chosen:
         code_of(one)
     if font is not None and not Path(font).is_file():
-        raise PackError(f"font={font} is no file; give a font file, or leave it out")
+        raise PackError(f"font={font} is not a file; give a font file, or leave it out")
     if font is not None and (lacking := set(chosen) - drawable(Path(font), chosen)):
         raise PackError(
             f"font={font} has {len(chosen) - len(lacking):,} of {len(chosen):,} characters; choose another font, or a "

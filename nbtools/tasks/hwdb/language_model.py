@@ -126,7 +126,7 @@ class NGram:
                 raise ValueError("its bytes have changed since it was saved")
         except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:
             raise PackError(
-                f"{path}: no language model of nbtools ({error}); copy the file again, or train it again"
+                f"{path}: not a language model of nbtools ({error}); copy the file again, or train it again"
             ) from None
         return model
 

@@ -428,6 +428,6 @@ def require_own(target: Path, picture: Path) -> None:
             comment = image.info.get("Comment")
         if comment != signature(picture):
             raise PackError(
-                f"{target} is no prediction for {picture} and would be overwritten: choose another folder, one for "
+                f"{target} is not a prediction for {picture} and would be overwritten: choose another folder, one for "
                 "each folder of pictures"
             )

@@ -180,7 +180,7 @@ def without_classifiers(state: Mapping[str, Any], origin: str | Path) -> dict[st
         if prefix is not None:
             own = {name[len(prefix) :]: value for name, value in inner.items() if name.startswith(prefix)}
             return {name: value for name, value in own.items() if not name.startswith(CLASSIFIERS)}
-    raise CheckpointError(f"weights: {origin} is of no InceptionV3: it has no {STEM}; give another file")
+    raise CheckpointError(f"weights: {origin} is not an InceptionV3: it has no {STEM}; give another file")
 
 
 def finetune(
