@@ -66,7 +66,7 @@ def test_a_receipt_holds_what_it_prints_and_no_place(tmp_path):
         ("padding", "hwdb_padding", "%"),
         ("sign_feed", "sign_feed_ratio", "×"),
         ("segment_feed", "segment_feed_ratio", "×"),
-        ("knobs", "knobs_gain", "×"),
+        pytest.param("knobs", "knobs_gain", "×", marks=pytest.mark.full),
         pytest.param(
             "finder", "finder_ratio", "×", marks=pytest.mark.skipif(LONELY, reason="make bench installs Lightning")
         ),

@@ -53,11 +53,11 @@ def chain(names: list[str], top: Path, stack: str) -> list[str]:
     return said
 
 
-CHAINS = [("start", "colab", ()), ("captcha", "colab", ())] + [
+CHAINS = [("captcha", "colab", ())] + [
     (task, stack, full)
     for task in ("start", *fresh.SAID)
     for stack in ("colab", "ipykernel-7.3", "newest")
-    if (task, stack) not in (("start", "colab"), ("captcha", "colab"))
+    if (task, stack) != ("captcha", "colab")
 ]
 
 

@@ -93,9 +93,10 @@ def pool():
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, pool):
+def alone(tmp_path_factory, pool, request):
     """Every notebook but the first of each chain, executed on a machine and a Drive of its own."""
-    names = [name for name in NAMES if not name.endswith(fresh.PARTS[0])]
+    chosen = [item for item in request.session.items if getattr(item, "originalname", "") == "test_it_stands_alone"]
+    names = [item.callspec.params["name"] for item in chosen]
     return {name: pool.submit(machine, name, tmp_path_factory.mktemp(name.replace("/", "-"))) for name in names}
 
 
@@ -104,8 +105,18 @@ def machine(name: str, folder: Path):
     return execute.execute(execute.tiny(name), folder, folder / "drive", threads=1)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith(fresh.PARTS[0])])
-def test_it_stands_alone_on_a_fresh_machine(name, alone):
+SLOW = ("captcha/3_evaluate", "hwdb/3_evaluate", "segment/3_evaluate")  # each trains a short run first
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full if name in SLOW else ())
+        for name in NAMES
+        if not name.endswith(fresh.PARTS[0])
+    ],
+)
+def test_it_stands_alone(name, alone):
     ran = alone[name].result()
     assert all(cell.execution_count for cell in ran.cells if cell.cell_type == "code" and cell.source)
 
@@ -127,6 +138,7 @@ def chain(task: str, folder: Path) -> list[str]:
     return outputs
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("task", CHAINS)
 def test_what_one_hands_to_the_next_lies_on_drive(task, chains):
     fresh.check_chain(task, chains[task].result())

@@ -115,6 +115,7 @@ def test_a_split_that_is_not_there_is_named_with_those_that_are(data, trained, c
     assert "the test split is empty; choose one that is not (train: 30, val: 10)" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_an_automatic_batch_size_reaches_the_loader(data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(arguments, "find_batch", partial(arguments.find_batch, seconds=1.0))
     assert train(data, tmp_path / "run", "--epochs", "1", "--batch-size", "auto", "--feed", "workers") == 0

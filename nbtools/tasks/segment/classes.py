@@ -168,6 +168,10 @@ def parse_classes(classes: Given) -> list[Class]:
     """The classes of a list of names, a mapping id → name, or a file. Raises PackError for anything else."""
     if isinstance(classes, str | Path):
         path = Path(classes).expanduser()
+        if not path.is_file():
+            raise PackError(
+                f"classes must be two names or more, or a text file of them, got {str(classes)!r}: no such file"
+            )
         text = read_text(path, "give two names or more, or a text file of them in UTF-8")
         return list(read_classes(text, path.name))
     if isinstance(classes, Mapping):
