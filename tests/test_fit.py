@@ -108,7 +108,7 @@ def test_a_plan_may_come_from_advice_or_from_anything_with_a_plan(pack, tmp_path
     advice = nb.advise(toy, pack, measure=False)
     held: Any = type("Held", (), {"plan": advice.plan.replace(epochs=1)})()
     assert nb.fit(toy, pack, held, tmp_path / "run", **QUIET).plan == held.plan
-    with pytest.raises(PlanError, match=r"plan must be a toy\.Plan .* got Plan; take toy\.PLAN"):
+    with pytest.raises(PlanError, match=r"plan must be a toy\.Plan .* got Plan; use toy\.PLAN"):
         nb.fit(toy, pack, nb.Plan(), tmp_path / "other", **QUIET)
     assert not (tmp_path / "other").exists()
 

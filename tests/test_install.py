@@ -130,7 +130,8 @@ def test_where_installing_fails_one_sentence_says_why_and_run_all_stops(stack, t
         if "declined" in source:
             del environment["COLAB_DRIVE"]
         with started(stack, machine.folder, machine.python, environment) as kernel:
-            requests = [kernel.client.execute(code) for code in installing(source)]  # queued, as Run all does
+            cells = ["import time; time.sleep(1)", *installing(source)]  # the rest is queued meanwhile, as Run all does
+            requests = [kernel.client.execute(code) for code in cells]
             replies = [kernel.reply(request)["content"] for request in requests]
             statuses = [reply["status"] for reply in replies]
             assert statuses[-1] == "aborted", f"{source}: Run all went on"

@@ -90,7 +90,7 @@ def test_what_two_functions_leave_out_has_its_default(pack):
     assert Previews(state, pack).now() == []
     hooks = {"demo": 1, "survey": 2, "read": 2, "validate": 1, "features": 2, "show": 0}  # and how much each is given
     for refused, count in hooks.items():
-        with pytest.raises(NbtoolsError, match=r"test_task:least .*(has no|checks|sign does)"):
+        with pytest.raises(NbtoolsError, match=r"test_task:least .*(has no|checks|use the task)"):
             getattr(task, refused)(*["here"] * count)
 
 
