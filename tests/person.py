@@ -105,7 +105,7 @@ class Person:
 
     def took_offer(self) -> None:
         """The lr that a rule offers after a change of batch size."""
-        before, offer = self.now("lr"), self.notebook.button(r"(√ rule|linear): \S+").first
+        before, offer = self.now("lr"), self.notebook.button(r"linear: \S+").first  # √ is the rule of the plan itself
         self.turned("lr by rule", lambda: self.notebook.acting(offer.click), lambda row: row["lr"] != before)
 
     def paused(self, meanwhile: Callable[[], None]) -> None:

@@ -199,6 +199,8 @@ class Visit:
         until(lambda: chart.count() and any(chart.evaluate(CURVE)), "the chart of lr")
         seen.facts["curve"] = [point for line in chart.evaluate(CURVE) for point in line]
         seen.texts["legend"] = output.locator(".nbt-head").first.inner_text()
+        run = nb.Run.open(self.work / RUN, watched)
+        seen.facts["losses"] = [number(row["train_loss"]) for row in run.history.of("epoch")]  # some are cut off later
         page.click("Save now")
         until(lambda: "saved at step" in output.inner_text(), "where it was saved")
         page.click(r"What limits it\?")
@@ -453,12 +455,12 @@ def test_a_run_that_another_process_trains_is_drawn_and_answers_where_it_is_watc
     assert len(seen.facts["curve"]) > 4, "a dot"
     assert (left[0] < 100, right[0] > 1900) == (True, True), "the chart has all of the history"
     assert low > max(left[1], right[1]) + 100, "the lower lr between the advised at both ends"
-    notebook, run = seen.saved["watched"], nb.Run.open(seen.work / RUN, watched)
+    notebook = seen.saved["watched"]
     one, other = text(notebook, 2).split()
     assert one == other
     shown = re.search(r"train, last epoch\s*([\d.e-]+)", seen.texts["legend"])
     assert shown is not None, seen.texts["legend"]
-    assert shown[1] in [number(row["train_loss"]) for row in run.history.of("epoch")]
+    assert shown[1] in seen.facts["losses"]
     for message in (r"saved at step \d+", re.escape(seen.texts["verdict"])):
         assert re.search(message, text(notebook, 0)), "gone from the saved notebook"
     table = json.dumps(notebook["cells"][1]["outputs"])
