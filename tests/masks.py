@@ -1,5 +1,6 @@
 """Small folders of images and labels, as people have them, and what packing and validating report of them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ def saved(path: Path, content: np.ndarray | Image.Image | bytes | str, **more) -
     return path
 
 
-def tree(folder: Path, files: dict[str, np.ndarray | Image.Image | bytes | str]) -> Path:
+def tree(folder: Path, files: Mapping[str, np.ndarray | Image.Image | bytes | str]) -> Path:
     for name, content in files.items():
         saved(folder / name, content)
     return folder

@@ -227,7 +227,7 @@ def test_a_micro_batch_of_one_image_trains_and_its_pooled_norms_keep_their_avera
     loss, _ = segment.loss(network, batch_of(1), segment.Plan())
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
-    assert [bool(m.bias.grad.any()) for m in pooled] == [True, True]
+    assert [m.bias.grad is not None and bool(m.bias.grad.any()) for m in pooled] == [True, True]
     for module, old in zip(pooled, before, strict=True):
         assert all(torch.equal(value, old[k]) for k, value in module.state_dict().items())
     torch.manual_seed(0)
