@@ -8,8 +8,7 @@ from io import BytesIO
 import numpy as np
 import pytest
 import torch
-from fontTools.fontBuilder import FontBuilder
-from fontTools.pens.ttGlyphPen import TTGlyphPen
+from fonts import made_font
 from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.formatters import DisplayFormatter
@@ -366,26 +365,6 @@ def test_where_there_is_nothing_to_draw_a_notebook_shows_a_sentence_and_no_empty
     assert shown == {"text/plain": "No samples to show: the list of ids is empty."}
     assert figures.judged("a", None) == ("a", "black")
     assert figures.judged("a", "b") == ("a ≠ b", figures.WRONG)
-
-
-def made_font(path, characters):
-    """A font that draws a square for each of these characters, and for no other."""
-    pen = TTGlyphPen(None)
-    for move, point in zip([pen.moveTo, *[pen.lineTo] * 3], [(0, 0), (0, 800), (800, 800), (800, 0)], strict=True):
-        move(point)
-    pen.closePath()
-    square, names = pen.glyph(), {ord(c): f"u{ord(c):04X}" for c in characters}
-    builder = FontBuilder(1000, isTTF=True)
-    builder.setupGlyphOrder([".notdef", *names.values()])
-    builder.setupCharacterMap(names)
-    builder.setupGlyf(dict.fromkeys([".notdef", *names.values()], square))
-    builder.setupHorizontalMetrics(dict.fromkeys([".notdef", *names.values()], (1000, 0)))
-    builder.setupHorizontalHeader(ascent=800, descent=-200)
-    builder.setupNameTable({"familyName": path.stem, "styleName": "Regular"})
-    builder.setupOS2()
-    builder.setupPost()
-    builder.save(path)
-    return path
 
 
 def test_the_font_with_most_of_the_missing_characters_is_the_fallback_and_broken_ones_are_passed_over(tmp_path):

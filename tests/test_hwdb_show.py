@@ -8,8 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from fontTools.fontBuilder import FontBuilder
-from fontTools.pens.ttGlyphPen import TTGlyphPen
+from fonts import made_font
 from IPython.core.formatters import DisplayFormatter
 from matplotlib.colors import same_color, to_rgba
 from matplotlib.patches import Rectangle
@@ -58,26 +57,6 @@ def pack(tmp_path_factory):
         rows = "".join(f"{n}.png,{text}\n" for n, text in enumerate(texts))
         (folder / f"{split}_img_id_gt.txt").write_text(rows, "utf-8")
     return hwdb.pack(folder, height=32, into=folder.parent / "pack", progress=False)
-
-
-def made_font(path, characters):
-    """A font that draws a square for each of these characters, and for no other."""
-    pen = TTGlyphPen(None)
-    for move, point in zip([pen.moveTo, *[pen.lineTo] * 3], [(0, 0), (0, 800), (800, 800), (800, 0)], strict=True):
-        move(point)
-    pen.closePath()
-    square, names = pen.glyph(), {ord(c): f"u{ord(c):04X}" for c in characters}
-    builder = FontBuilder(1000, isTTF=True)
-    builder.setupGlyphOrder([".notdef", *names.values()])
-    builder.setupCharacterMap(names)
-    builder.setupGlyf(dict.fromkeys([".notdef", *names.values()], square))
-    builder.setupHorizontalMetrics(dict.fromkeys([".notdef", *names.values()], (1000, 0)))
-    builder.setupHorizontalHeader(ascent=800, descent=-200)
-    builder.setupNameTable({"familyName": "Squares", "styleName": "Regular"})
-    builder.setupOS2()
-    builder.setupPost()
-    builder.save(path)
-    return path
 
 
 def written(sheet):

@@ -26,7 +26,7 @@ from nbtools.measure.machine import machine
 from nbtools.measure.profile import StepProfile, Tried
 from nbtools.measure.report import Report, restored
 from nbtools.measure.stepper import Clock
-from nbtools.measure.trials import choose_precision, find_precision, step_profile
+from nbtools.measure.trials import LEAST_STEPS, choose_precision, find_precision, step_profile
 from nbtools.measure.verdict import Verdict, verdict
 from nbtools.measure.workers import WorkersReport, find_workers
 from nbtools.table import digits, plural
@@ -44,7 +44,6 @@ TIERS = ((40, 512), (24, 256), (12, 128), (0, 64))  # GB of GPU memory → batch
 NEARLY = 0.98  # torch sees a little less than is sold: 39.4 GiB (42.3 GB) of "40 GB", 22.0 GiB (23.7 GB) of "24 GB"
 WARMUP = ((1, 0), (2, 3), (4, 5), (8, 10), (16, 20))  # the batch k times as large → epochs of warmup (guide 3)
 MOST_K = 16  # beyond it Adam's best lr falls again (arXiv 2405.14578); the guides' table ends there too
-LEAST_STEPS = 20  # optimizer steps an epoch below which a larger batch starves a small data set
 LEAST_BATCH = 8  # a smaller one gives BatchNorm poor statistics
 THUMB = "rule of thumb"
 

@@ -29,7 +29,7 @@ SHAPES = 8  # programs of one function that dynamo keeps before it gives up
 FASTER = 1.05  # lower quartile of the ratio to float32 from which mixed precision is used
 LOSSES = 10  # steps whose losses are compared
 RAMP = 30  # steps in which lr rises to the plan's while they are
-LEAST_STEPS = 20  # optimizer steps an epoch below which a larger batch is not tried: rule of thumb (ours)
+LEAST_STEPS = 20  # optimizer steps an epoch below which a larger batch starves a small data set: rule of thumb (ours)
 FEEDING = {"feed", "workers", "prefetch"}
 
 

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nbtools.train import again
-
-Batch = dict[str, Tensor]
+from nbtools.train import Batch, again
 
 STRIDE = 4  # input columns a time step of `Ctc`
 

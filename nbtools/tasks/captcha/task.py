@@ -20,9 +20,8 @@ from nbtools.tasks.captcha.plans import Plan
 from nbtools.tasks.common import ctc
 from nbtools.tasks.common.labels import spell
 from nbtools.tasks.common.metrics import accuracy, text_metrics, whole_accuracy
-from nbtools.train import Pair
+from nbtools.train import Batch, Pair
 
-Batch = dict[str, Tensor]
 Outputs = Tensor | tuple[Tensor, Tensor]
 
 BEST = "whole_accuracy"

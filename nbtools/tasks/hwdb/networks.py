@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbtools.errors import PlanError
-from nbtools.train import again
+from nbtools.train import Batch, again
 
-Batch = dict[str, Tensor]
 Size = tuple[int, int]
 """(down, along) of a stride or a pool."""
 

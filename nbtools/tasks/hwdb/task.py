@@ -17,10 +17,9 @@ from nbtools.tasks.common.metrics import text_metrics
 from nbtools.tasks.common.plans import THUMB, at_most, epochs_for
 from nbtools.tasks.hwdb import networks
 from nbtools.tasks.hwdb.augment import augmented
-from nbtools.train import Pair, knob
+from nbtools.train import Batch, Pair, knob
 from nbtools.train import Plan as BasePlan
 
-Batch = dict[str, Tensor]
 Outputs = tuple[Tensor, Tensor]
 
 BEST = "-cer"

@@ -109,9 +109,7 @@ def features(
         load(backbone.network, read_weights(tuned), tuned)
     elif finetune:
         losses = train_backbone(backbone, train_clips(folder, films), finetune, lr, batch_size, seed, progress)
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in backbone.network.state_dict().items()}
-        with disk.explained("keeping the fine-tuned backbone", tuned):
-            disk.write_atomic(tuned, safetensors.torch.save(state))
+        keep(backbone, tuned)
     backbone.eval()
     own = backbone.mark()
     todo = [film for film in films if is_due(into / film.name, makers[film.name], own, overwrite)]
@@ -121,6 +119,13 @@ def features(
     written = tuple(name for name in names if name not in failed)
     ready = tuple(name for name in makers if name not in names)
     return Extracted((*rows, *bad), str(into), written, ready, losses)
+
+
+def keep(backbone: Backbone, path: Path) -> None:
+    """Write the fine-tuned weights. Raises DiskError."""
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in backbone.network.state_dict().items()}
+    with disk.explained("keeping the fine-tuned backbone", path):
+        disk.write_atomic(path, safetensors.torch.save(state))
 
 
 def no_frames(folder: Path, rows: Sequence[Row]) -> str:

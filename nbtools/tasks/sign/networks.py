@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from nbtools.data import Card
 from nbtools.errors import PlanError
 from nbtools.tasks.sign.plans import Plan, network_of
-from nbtools.train import again
+from nbtools.train import Batch, again
 
-Batch = dict[str, Tensor]
 Outputs = tuple[Tensor, Tensor]
 
 POSITIONS = 300  # frames in the Transformer's position table, the guide's

@@ -15,9 +15,8 @@ from nbtools.tasks.common import metrics as measures
 from nbtools.tasks.sign.keypoints import Keypoints, prepared
 from nbtools.tasks.sign.networks import LABELS, POSITIONS, build
 from nbtools.tasks.sign.plans import Plan, network_of
-from nbtools.train import Pair
+from nbtools.train import Batch, Pair
 
-Batch = dict[str, Tensor]
 Outputs = tuple[Tensor, Tensor]  # logits of gloss (B, G) and of category (B, C)
 
 BEST = "gloss_accuracy"
