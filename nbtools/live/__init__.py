@@ -1,38 +1,11 @@
 """What is shown and changed while it trains: kernel messages, requests, panel, plots."""
 
 from nbtools.live import png
-from nbtools.live.chart import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILLION,
-    Chart,
-    Line,
-    Mark,
-    Picture,
-    Scale,
-    extent,
-    number,
-    thinned,
-)
+from nbtools.live.chart import Mark, Picture, number
 from nbtools.live.kernel import Messages
+from nbtools.live.overlay import overlay
 from nbtools.live.panel import Panel
-from nbtools.live.picture import (
-    XS,
-    Columns,
-    Series,
-    along,
-    calmed,
-    decade,
-    falling,
-    rates,
-    shares,
-    spent,
-    taken,
-    train_loss,
-)
+from nbtools.live.picture import XS, Columns, spent, taken
 from nbtools.live.plot import LivePlot
 from nbtools.live.requests import ACTIONS, REFUSED, FirstSignal, Plans, Requests, advised, send
 from nbtools.live.samples import Preview
@@ -41,18 +14,10 @@ from nbtools.live.view import View
 
 __all__ = [
     "ACTIONS",
-    "BLUE",
-    "GREEN",
-    "ORANGE",
-    "PURPLE",
     "REFUSED",
-    "SKY",
-    "VERMILLION",
     "XS",
-    "Chart",
     "Columns",
     "FirstSignal",
-    "Line",
     "LivePlot",
     "Mark",
     "Messages",
@@ -61,23 +26,13 @@ __all__ = [
     "Plans",
     "Preview",
     "Requests",
-    "Scale",
-    "Series",
     "Surface",
     "View",
     "advised",
-    "along",
-    "calmed",
-    "decade",
-    "extent",
-    "falling",
     "number",
+    "overlay",
     "png",
-    "rates",
     "send",
-    "shares",
     "spent",
     "taken",
-    "thinned",
-    "train_loss",
 ]

@@ -1,0 +1,70 @@
+"""The curves of several runs in one picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from nbtools.live.chart import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    Chart,
+    Line,
+    Picture,
+    Scale,
+    extent,
+    thinned,
+)
+from nbtools.live.picture import Columns, Series, along, calmed, decade, falling, rates, shares, train_loss
+from nbtools.train import History
+
+COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY)
+DASHES = ((), (7, 3), (2, 2), (9, 3, 2, 3), (12, 5))  # five with six colours: thirty looks before one repeats
+NONE = np.empty(0)
+
+Panel = tuple[str, Callable[[Columns], Series], Callable[[float, float], Scale], str]
+"""A chart: its title, what it reads of a run, its axis from low and high, the look of its lines."""
+
+
+def overlay(names: Sequence[str], histories: Sequence[History], metrics: Sequence[str], x: str = "step") -> Picture:
+    """The curves of runs over one of XS, and a key that says whose is which; metrics: the one that chooses each run's
+    best checkpoint."""
+    tables = [Columns(history) for history in histories]
+    looks = [(COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)]) for i in range(len(names))]
+    charts = []
+    for title, read, scale, look in panels(metrics):
+        curves = [(*read(table), along(table, x), *style) for table, style in zip(tables, looks, strict=True)]
+        lines = tuple(
+            Line("", place(steps), values, colour, look, dash=dash)
+            for steps, values, place, colour, dash in curves
+            if len(steps)
+        )
+        if lines:
+            charts.append(Chart(title, lines, scale(*extent(line.y for line in lines))))
+    last = max((float(line.x[-1]) for chart in charts for line in chart.lines), default=1.0) or 1.0
+    key = [Line(name, NONE, NONE, colour, dash=dash) for name, (colour, dash) in zip(names, looks, strict=True)]
+    return Picture(tuple(charts), last, x=x, key=tuple(key))
+
+
+def panels(metrics: Sequence[str]) -> list[Panel]:
+    """The charts; one for each metric but the loss, which has its own."""
+    return [
+        ("train loss", lambda table: calmed(*train_loss(table), 1 / 20), falling, "line"),
+        ("validation loss", lambda table: thinned(*table.evaluated("val_loss")), falling, "points"),
+        *(
+            (name, lambda table, name=name: thinned(*table.evaluated(f"val_{name}")), shares, "points")
+            for name in dict.fromkeys(metrics)
+            if name != "loss"
+        ),
+        ("learning rate", lambda table: thinned(*rates(table)), decade, "line"),
+        ("samples/s", lambda table: calmed(*table.either("samples_per_s")), from_zero, "line"),
+    ]
+
+
+def from_zero(low: float, high: float) -> Scale:
+    return Scale(0.0, high * 1.08 or 1.0)
