@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from nbtools.data import ERROR, Pack, Row
+from nbtools.data import Pack
 from nbtools.tasks import segment
+from nbtools.tasks.common.report import ERROR, Row
 
 H, W = 36, 48
 NAMES = ["ground", "shirt", "shoe"]

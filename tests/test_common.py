@@ -18,11 +18,11 @@ from PIL import Image
 from torch.nn import functional as F
 
 from nbtools import letters
-from nbtools.data import Refused
 from nbtools.errors import MissingExtra, PackError
 from nbtools.tasks.common import ctc, figures, files, labels, mistakes
 from nbtools.tasks.common.demo import write_demo
 from nbtools.tasks.common.metrics import accuracy, edits, text_metrics, whole_accuracy
+from nbtools.tasks.common.report import Refused
 from nbtools.tasks.common.shapes import shapes
 
 # Metrics

@@ -7,8 +7,8 @@ import pytest
 from masks import NAMES, H, W, checked, faults, ids, only, packed, photo, polygon, saved, sole, xml
 from matplotlib.path import Path as Outline
 
-from nbtools.data import ERROR, WARNING
 from nbtools.errors import PackError
+from nbtools.tasks.common.report import ERROR, WARNING
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 TRIANGLE = polygon("1,1;30,1;30,30")

@@ -30,9 +30,10 @@ from masks import (
 )
 from PIL import Image, ImageOps
 
-from nbtools.data import ERROR, WARNING, open_feed
+from nbtools.data import open_feed
 from nbtools.errors import MissingExtra, PackError
 from nbtools.tasks import segment
+from nbtools.tasks.common.report import ERROR, WARNING
 from nbtools.train import Plan
 
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from masks import H, W, checked, corpus, faults, ids, only, packed, photo, sample, saved, tree
 
-from nbtools.data import ERROR, WARNING
 from nbtools.errors import PackError
+from nbtools.tasks.common.report import ERROR, WARNING
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 ONE_LABEL = "an image has one label and one split"

@@ -5,8 +5,8 @@ import pytest
 from masks import NAMES, H, W, checked, corpus, faults, ids, labelled, only, packed, pair, photo, sample, saved, sole
 from PIL import Image
 
-from nbtools.data import ERROR, WARNING
 from nbtools.errors import PackError
+from nbtools.tasks.common.report import ERROR, WARNING
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

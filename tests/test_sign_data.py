@@ -18,10 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import nbtools as nb
-from nbtools.data import ERROR, WARNING, Card, Pack, collate, in_order, open_feed
+from nbtools.data import Card, Pack, collate, in_order, open_feed
 from nbtools.data.pack import Column
 from nbtools.errors import PackError
 from nbtools.tasks import sign
+from nbtools.tasks.common.report import ERROR, WARNING
 from nbtools.train import Plan
 
 T = 5

@@ -29,24 +29,18 @@ from nbtools.data.pack import (
     require_shares,
     split_of,
 )
-from nbtools.data.report import ERROR, WARNING, Refused, Report, Row, ordered
 from nbtools.data.sources import Source, cache
 from nbtools.data.stage import bar, in_notebook, stage
 
 __all__ = [
-    "ERROR",
     "SPLITS",
-    "WARNING",
     "Card",
     "Draws",
     "Entry",
     "Feed",
     "Pack",
     "Raw",
-    "Refused",
-    "Report",
     "Resident",
-    "Row",
     "Sample",
     "Source",
     "Survey",
@@ -70,7 +64,6 @@ __all__ = [
     "on",
     "on_colab",
     "open_feed",
-    "ordered",
     "place_to_keep",
     "position",
     "read_member",

@@ -13,7 +13,8 @@ from typing import BinaryIO, TypeVar
 from PIL import Image
 
 from nbtools import disk
-from nbtools.data import Refused, Row, cores
+from nbtools.data import cores
+from nbtools.tasks.common.report import Refused, Row
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 SPLIT = re.compile(r"(?<![a-z])(?:(train)(?:ing)?|(val)(?:id|idation)?|(test)(?:ing)?)(?![a-z])", re.I)

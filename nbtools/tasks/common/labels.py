@@ -7,9 +7,10 @@ import io
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from nbtools.data import Pack, Refused, Row
+from nbtools.data import Pack
 from nbtools.errors import PackError
 from nbtools.tasks.common.files import decode_text
+from nbtools.tasks.common.report import Refused, Row
 
 
 def characters(classes: Iterable[str], option: str = "classes") -> tuple[str, ...]:

@@ -25,9 +25,9 @@ from xml.parsers import expat
 import numpy as np
 from PIL import Image, ImageDraw
 
-from nbtools.data import WARNING, Refused, Row
 from nbtools.errors import PackError
 from nbtools.table import plural, sized
+from nbtools.tasks.common.report import WARNING, Refused, Row
 from nbtools.tasks.segment.classes import BACKGROUND, IGNORE, Class, Colour
 from nbtools.tasks.segment.images import Mask, Recipe, Size, require_size, require_some
 

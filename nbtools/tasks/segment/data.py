@@ -21,25 +21,12 @@ import numpy as np
 from PIL import Image, PngImagePlugin
 
 from nbtools import disk
-from nbtools.data import (
-    ERROR,
-    WARNING,
-    Card,
-    Entry,
-    Pack,
-    Refused,
-    Row,
-    Sample,
-    Survey,
-    bar,
-    build_pack,
-    ordered,
-    report,
-    stage,
-)
+from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, stage
 from nbtools.errors import PackError
 from nbtools.table import plural, sized
+from nbtools.tasks.common import report
 from nbtools.tasks.common.files import UNREADABLE, in_threads, open_image
+from nbtools.tasks.common.report import ERROR, WARNING, Refused, Row, ordered
 from nbtools.tasks.segment import cvat
 from nbtools.tasks.segment.classes import (
     BACKGROUND,

@@ -28,9 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from nbtools import disk
-from nbtools.data import SPLITS, WARNING, Refused, Row
+from nbtools.data import SPLITS
 from nbtools.errors import PackError
 from nbtools.tasks.common.files import IMAGES, decode_text, walk
+from nbtools.tasks.common.report import WARNING, Refused, Row
 from nbtools.tasks.segment import cvat
 from nbtools.tasks.segment.classes import FILES
 

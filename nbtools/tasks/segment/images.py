@@ -17,9 +17,9 @@ from typing import Any, Self
 import numpy as np
 from PIL import Image
 
-from nbtools.data import WARNING, Refused, Row
 from nbtools.table import plural, sized
 from nbtools.tasks.common.files import on_white, open_image
+from nbtools.tasks.common.report import WARNING, Refused, Row
 from nbtools.tasks.segment.classes import IGNORE, MOST_ID, UNKNOWN, Table
 
 FITS = ("same", "pad", "stretch")

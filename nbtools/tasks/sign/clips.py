@@ -34,8 +34,8 @@ from typing import IO, NoReturn
 import numpy as np
 
 from nbtools import disk
-from nbtools.data import ERROR, WARNING, Refused, Row
 from nbtools.errors import PackError
+from nbtools.tasks.common.report import ERROR, WARNING, Refused, Row
 from nbtools.tasks.sign.keypoints import ORDER, POINTS
 from nbtools.tasks.sign.networks import POSITIONS
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from nbtools import data
-from nbtools.data import ERROR, WARNING, Entry, Pack, Row, Sample, Survey, bar, build_pack, ordered, stage
+from nbtools.data import Entry, Pack, Sample, Survey, bar, build_pack, stage
 from nbtools.errors import PackError
 from nbtools.table import plural
+from nbtools.tasks.common import report
 from nbtools.tasks.common.files import in_threads
+from nbtools.tasks.common.report import ERROR, WARNING, Row, ordered
 from nbtools.tasks.sign.clips import Keys, examine, has_features
 from nbtools.tasks.sign.labels import LABELS, Clip, Labels, labels_of
 
@@ -106,7 +107,7 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
 
 
 @dataclass(frozen=True)
-class Report(data.Report):
+class Report(report.Report):
     """What is wrong with a source. clips, labelled: how many there are, and how many have a label that can be used."""
 
     clips: int

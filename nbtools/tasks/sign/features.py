@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from nbtools import disk
-from nbtools.data import Refused, Report, Row, bar, stage
+from nbtools.data import bar, stage
 from nbtools.errors import PackError
 from nbtools.table import plural
 from nbtools.tasks.common.demo import require, whole
 from nbtools.tasks.common.files import split_of, walk
+from nbtools.tasks.common.report import Refused, Report, Row
 from nbtools.tasks.sign.clips import MASK, META_BYTES, TIMES, Keys, has_features, npz_bytes, open_npz
 from nbtools.tasks.sign.frames import Film, batches_of, find_films
 from nbtools.tasks.sign.inception import IMAGENET, Backbone, inception, load, read_weights

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nbtools.data import Refused, Row
 from nbtools.table import sized
 from nbtools.tasks.common.files import in_threads, open_image, walk
+from nbtools.tasks.common.report import Refused, Row
 from nbtools.tasks.sign.labels import CLIP
 
 STILLS = (".jpg", ".jpeg", ".bmp")

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from nbtools.data import Refused, bar
+from nbtools.data import bar
 from nbtools.errors import CheckpointError, MissingExtra, PackError, StageError
+from nbtools.tasks.common.report import Refused
 from nbtools.tasks.sign import task
 from nbtools.tasks.sign.clips import FEATURES
 from nbtools.tasks.sign.frames import Film, batches_of

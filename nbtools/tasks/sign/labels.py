@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from nbtools import disk
-from nbtools.data import WARNING, Refused, Row
 from nbtools.errors import PackError
 from nbtools.table import plural
 from nbtools.tasks.common.files import split_of, walk
 from nbtools.tasks.common.labels import csv_rows
+from nbtools.tasks.common.report import WARNING, Refused, Row
 
 CLIP, LABELS, REFERENCE = ".npz", "labels.csv", "labels_reference.csv"
 COLUMNS = ("file", "gloss", "cat")
