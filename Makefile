@@ -15,17 +15,20 @@ TASK ?= captcha
 demo: .venv/ready  ## a task's notebooks from top to bottom on generated data, TASK=captcha, hwdb, sign or segment; pages under demo/
 	@$(BIN)/python -m notebooks.execute $(TASK)
 
+# As many tests at once as there are cores. By itself xdist begins with the files that have the most tests; the longest
+# tests are in files of few, and would leave a core idle at the end.
+PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
+    -m 'not alone and not full'
 QUICK := layers project plan draws history metrics old loop pack captcha
 
 quick: .venv/ready  ## in less than a minute: whether a change broke something
 	@$(BIN)/ruff check -q $(CODE)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile -m 'not alone and not full' \
-	    $(wildcard $(QUICK:%=tests/test_%.py))
+	@$(PARALLEL) $(wildcard $(QUICK:%=tests/test_%.py))
 
-# As many tests at once as there are cores; then, each by itself, those that read a clock or drive a browser.
+# Those that read a clock or drive a browser come last, one at a time.
 test: .venv/ready .venv-colab/ready .venv-ipykernel-7.3/ready  ## every test but the longest
 	@result=0; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile -m 'not alone and not full' || result=$$?; \
+	$(PARALLEL) || result=$$?; \
 	$(BIN)/python -m pytest -q -m 'alone and not full' || result=$$?; \
 	exit $$result
 
