@@ -14,9 +14,8 @@ from nbtools.errors import NbtoolsError
 from nbtools.fit import fit
 from nbtools.live import Panel
 from nbtools.measure import Advice, Gpu, advise, gpus, lr_sweep
-from nbtools.run import Run, evaluate
+from nbtools.run import Run, evaluate, validate
 from nbtools.train import History, Plan, Record, Task, TrainState, knob, train
-from nbtools.validate import validate
 from nbtools.version import VERSION
 from nbtools.watch import watch
 

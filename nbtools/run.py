@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -15,7 +15,7 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 from nbtools import disk
-from nbtools.data import Card, Pack, collate
+from nbtools.data import Card, Pack, Sample, collate
 from nbtools.errors import CheckpointError, PackError
 from nbtools.measure import Receipt, StepProfile, Verdict
 from nbtools.table import plural
@@ -67,32 +67,36 @@ class Run:
     def history(self) -> History:
         return History(self.folder / HISTORY)
 
+    def stored(self, name: str) -> dict[str, Any]:
+        """A JSON file of the folder; {} where there is none."""
+        path = self.folder / name
+        return json.loads(path.read_text()) if path.exists() else {}
+
     @property
     def receipt(self) -> Receipt | None:
         """How much faster than the task's baseline, on the machine that trained; None if it was not measured."""
-        path = self.folder / RECEIPT
-        return Receipt.from_dict(json.loads(path.read_text())) if path.exists() else None
+        found = self.stored(RECEIPT)
+        return Receipt.from_dict(found) if found else None
 
     @property
     def final(self) -> dict[str, Any]:
         """The evaluation of the best weights on the whole validation split with everything that the plan asks for,
         where evaluations during training did less: values (metric → value), seconds, epoch and plan. {} if they did not
         do less, or if other weights have become the best since."""
-        path = self.folder / EVALUATION
-        found = json.loads(path.read_text()) if path.exists() else {}
+        found = self.stored(EVALUATION)
         return found if found.get("epoch") == self.best.get("epoch") else {}
 
     @property
     def profile(self) -> StepProfile | None:
         """What a step of this run consists of; None if it was not measured."""
-        path = self.folder / VERDICT
-        return StepProfile.from_dict(json.loads(path.read_text())["profile"]) if path.exists() else None
+        found = self.stored(VERDICT)
+        return StepProfile.from_dict(found["profile"]) if found else None
 
     @property
     def verdict(self) -> Verdict | None:
         """What this run is bound by, and the one change worth making; None if it was not measured."""
-        path = self.folder / VERDICT
-        return Verdict.from_dict(json.loads(path.read_text())["verdict"]) if path.exists() else None
+        found = self.stored(VERDICT)
+        return Verdict.from_dict(found["verdict"]) if found else None
 
     @property
     def best(self) -> dict[str, Any]:
@@ -102,20 +106,15 @@ class Run:
         return max(rows, key=lambda row: sign * row[f"val_{metric}"], default={})
 
     def summary(self) -> pd.DataFrame:
-        """One row per epoch, from 1: losses, metrics, lr, batch, seconds, samples/s, share of waiting, memory in MiB.
-        It is shown with the verdict below, if that was measured."""
+        """One row per epoch, from 1: losses, metrics, lr, batch, seconds, samples/s, share of waiting, MiB memory."""
         import pandas as pd
-
-        from nbtools.summary import Summary
 
         frame = self.history.frame("epoch")
         metrics = [c for c in frame.columns if c.startswith("val_") and c != "val_loss"]
         memory = [c for c in frame.columns if "memory" in c]
         order = [*TABLE[:2], *metrics, *TABLE[2:], *memory]
         frame.index = pd.Index([row["epoch"] + 1 for row in self.history.of("epoch")], name="epoch", dtype=int)
-        summary = Summary(frame.loc[:, [name for name in order if name in frame.columns]])
-        summary.verdict = self.verdict.sentence if self.verdict is not None else ""
-        return summary
+        return frame.loc[:, [name for name in order if name in frame.columns]]
 
     def model(self, device: torch.device | str | None = None) -> nn.Module:
         """The network with the best weights, in eval mode, on the GPU where there is one."""
@@ -129,18 +128,16 @@ class Run:
         Raises PackError naming the first file that cannot be read.
         """
         paths = [Path(files)] if isinstance(files, (str, Path)) else [Path(f) for f in files]
-        model = self.model()
-        found: list[Any] = []
-        for start in range(0, len(paths), batch_size):
-            samples = [self.read(path) for path in paths[start : start + batch_size]]
-            found += self.decoded(model, collate(samples, self.card.columns))
-        return found
+        return self.answers(self.read, paths, batch_size)
 
     def predict_pack(self, pack: Pack, ids: Sequence[int] | np.ndarray, batch_size: int = 64) -> list[Any]:
         """The run's predictions for samples of a pack."""
+        return self.answers(pack.sample, ids, batch_size)
+
+    def answers(self, read: Callable[[Any], Sample], samples: Sequence[Any] | np.ndarray, size: int) -> list[Any]:
         model = self.model()
-        chunks = [ids[i : i + batch_size] for i in range(0, len(ids), batch_size)]
-        batches = (collate([pack.sample(i) for i in chunk], pack.columns) for chunk in chunks)
+        chunks = (samples[i : i + size] for i in range(0, len(samples), size))
+        batches = (collate([read(sample) for sample in chunk], self.card.columns) for chunk in chunks)
         return [answer for raw in batches for answer in self.decoded(model, raw)]
 
     def decoded(self, model: nn.Module, raw: dict[str, torch.Tensor]) -> list[Any]:
@@ -148,7 +145,7 @@ class Run:
         raw = {name: tensor.to(device) for name, tensor in raw.items()}
         return self.task.decode(evaluation.forward(self.task, model, raw, self.plan, device)[1], self.card)
 
-    def read(self, path: Path) -> dict[str, Any]:
+    def read(self, path: Path) -> Sample:
         try:
             return self.task.read(path, self.card.options)
         except OSError as error:
@@ -162,9 +159,8 @@ class Run:
     def export(self, path: str | Path) -> Path:
         """Write the best weights as safetensors, and next to them a JSON card with all that is needed to use them."""
         path = Path(path)
-        path = (
-            path if path.suffix == ".safetensors" else path.with_name(f"{path.name}.safetensors")
-        )  # v1.2 has a suffix
+        if path.suffix != ".safetensors":
+            path = path.with_name(f"{path.name}.safetensors")  # with_suffix would cut model-v1.2
         card = {
             "task": checkpoint.read_index(self.folder)["task"],
             "card": self.card.to_dict(),
@@ -178,14 +174,9 @@ class Run:
         return path
 
     def __repr__(self) -> str:
-        done = len(self.history.of("epoch"))
-        metric, _ = best_metric(self.task)
-        best = (
-            f", best val_{metric} {self.best[f'val_{metric}']:.4f} in epoch {self.best['epoch'] + 1}"
-            if self.best
-            else ""
-        )
-        return f"Run {self.folder}: {done} of {plural(max(done, self.plan.epochs), 'epoch')}{best}"
+        done, best, metric = len(self.history.of("epoch")), self.best, f"val_{best_metric(self.task)[0]}"
+        reached = f", best {metric} {best[metric]:.4f} in epoch {best['epoch'] + 1}" if best else ""
+        return f"Run {self.folder}: {done} of {plural(max(done, self.plan.epochs), 'epoch')}{reached}"
 
 
 def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[str, float]:
@@ -206,3 +197,12 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[st
     refuse_fixed(plan.changes_from(run.plan), plan, resumed=True)
     model = run.model() if isinstance(run, Run) else run.evaluated
     return evaluation.evaluate(run.task, model, pack, plan, split)
+
+
+def validate(task: TaskLike, source: str | Path, **options: Any) -> Any:
+    """The task's report on a source, before it is packed: every rule that a file breaks, with the value and what to do.
+    Shows as a table; `.ok` is True if there are no errors. options: the task's own.
+
+    Raises NbtoolsError for a task that checks while it packs.
+    """
+    return as_task(task).validate(source, **options)

@@ -2,11 +2,9 @@
 was measured, with its evidence, kept next to the pack and never measured by surprise."""
 
 import dataclasses
-import html
 import json
 import math
 import re
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +14,6 @@ import toy
 from simulated import Job
 
 import nbtools as nb
-from nbtools import measure
 from nbtools.data import Card
 from nbtools.data.pack import Column
 from nbtools.live import send, surface
@@ -440,16 +437,6 @@ def test_a_run_asked_what_limits_it_answers_and_goes_on_bit_equal(pack, tmp_path
     assert run.profile is not None
     assert run.verdict.sentence in run.events
     assert [row["loss"] for row in run.history.of("step")] == [row["loss"] for row in undisturbed.history.of("step")]
-
-
-def test_the_summary_shows_the_verdict_and_is_still_a_frame(pack, tmp_path, monkeypatch):
-    monkeypatch.setattr(trials, "SECONDS", 0.1)
-    monkeypatch.setattr(sys.modules[measure.Receipt.__module__], "SECONDS", 0.05)
-    run = nb.fit(toy, pack, toy.PLAN.replace(epochs=1), tmp_path / "run", progress=False)
-    assert run.verdict is not None
-    for shown in (repr(run.summary().round(3)), run.summary().round(3)._repr_html_()):
-        assert html.escape(run.verdict.sentence) in html.escape(html.unescape(str(shown)))
-    assert list(run.summary().index) == [1]
 
 
 def other_batches(advice, *rows: tuple[int, bool]):

@@ -1,13 +1,18 @@
-"""The terminal does what the notebook does, with every knob as an option."""
+"""The terminal does what the notebook does, with every setting as an option."""
 
 import dataclasses
 import json
+import types
 
 import pytest
+import torch
 import toy
 
-from nbtools.__main__ import literal, main
-from nbtools.train import knob
+from nbtools.__main__ import literal, main, smoke_test
+from nbtools.errors import TrainError
+from nbtools.train import as_task, knob
+
+pytestmark = pytest.mark.usefixtures("undrawn", "one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -20,43 +25,70 @@ def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
+@pytest.fixture
+def train(data, tmp_path):
+    """Train the toy in tmp_path/run; the exit code."""
+    words = ["train", "toy", "--data", str(data), "--run", str(tmp_path / "run"), "--no-receipt"]
+    return lambda *more: main([*words, *more])
+
+
+def planned(folder) -> dict:
+    return json.loads((folder / "run" / "plan.json").read_text())
+
+
 def test_demo_pack_advise_train_evaluate_predict_in_a_row(tmp_path, capsys):
     raw, run = tmp_path / "raw", tmp_path / "run"
     assert main(["demo", "toy", str(raw), "--count", "150"]) == 0
     assert main(["pack", "toy", str(raw)]) == 0
     assert "classes   4: a b c d" in capsys.readouterr().out
-    assert main(["advise", "toy", "--data", str(raw)]) == 0
+    assert main(["advise", "toy", "--data", str(raw), "--no-measure"]) == 0
     assert "rule of thumb" in capsys.readouterr().out
     train = ["train", "toy", "--data", str(raw), "--run", str(run), "--no-receipt", "--batch-size", "8"]
     assert main([*train, "--epochs", "2", "--hidden", "24", "--no-compile", "--betas", "0.8,0.99"]) == 0
-    plan = json.loads((run / "plan.json").read_text())
+    plan = planned(tmp_path)
     assert (plan["epochs"], plan["hidden"], plan["batch_size"], plan["betas"]) == (2, 24, 8, [0.8, 0.99])
-    assert main([*train, "--epochs", "3"]) == 0  # goes on, with the knobs it had
-    assert json.loads((run / "plan.json").read_text())["hidden"] == 24
-    out = capsys.readouterr().out
-    assert "Run" in out
-    assert "3 of 3 epochs" in out
+    assert main([*train, "--epochs", "3"]) == 0  # resumes, with the settings it had
+    assert planned(tmp_path)["hidden"] == 24
+    assert "3 of 3 epochs" in capsys.readouterr().out
     assert main(["evaluate", "toy", "--data", str(raw), "--run", str(run), "--split", "val"]) == 0
-    values = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(values) == {"loss", "accuracy"}
+    assert set(json.loads(capsys.readouterr().out.splitlines()[-1])) == {"loss", "accuracy"}
     files = sorted(map(str, raw.glob("*.npy")))[:2]
     assert main(["predict", "toy", "--run", str(run), *files]) == 0
     assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == files
 
 
-def test_every_knob_of_the_plan_is_an_option(capsys):
+def test_every_setting_of_the_plan_is_an_option_and_percent_signs_are_text(monkeypatch, capsys):
+    @dataclasses.dataclass(frozen=True)
+    class Plan(toy.Plan):
+        half: bool = knob(False, "drop 50 % of it")
+
+    monkeypatch.setattr(toy, "PLAN", Plan())
+    monkeypatch.setattr(toy, "pack", lambda source, *, pattern="%H": None)
     with pytest.raises(SystemExit):
         main(["train", "toy", "--help"])
     text = capsys.readouterr().out
-    for field in dataclasses.fields(toy.Plan):
-        assert "--" + field.name.replace("_", "-") in text
+    assert [f.name for f in dataclasses.fields(Plan) if "--" + f.name.replace("_", "-") not in text] == []
+    assert "drop 50 % of it" in text
+    assert "default %H" in text
 
 
-def test_another_batch_size_moves_lr_by_the_rule_and_says_so(data, tmp_path, capsys):
-    train = ["train", "toy", "--data", str(data), "--run", str(tmp_path / "run"), "--no-receipt", "--epochs", "1"]
-    assert main([*train, "--from", "plan", "--lr-rule", "sqrt", "--batch-size", "64"]) == 0
+def test_another_batch_size_moves_lr_by_the_rule_and_says_so(train, tmp_path, capsys):
+    assert train("--epochs", "1", "--from", "plan", "--lr-rule", "sqrt", "--batch-size", "64") == 0
     assert "lr 0.01 → 0.02 for batch 16 → 64 (sqrt rule)" in capsys.readouterr().err
-    assert json.loads((tmp_path / "run" / "plan.json").read_text())["lr"] == 0.02
+    assert planned(tmp_path)["lr"] == 0.02
+
+
+def test_few_epochs_shorten_the_warmup_of_a_plan_and_that_is_said(train, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(toy, "PLAN", toy.PLAN.replace(epochs=30, warmup_epochs=6.0))
+    assert train("--from", "plan", "--epochs", "2", "--warmup-epochs", "3") == 1
+    assert train("--from", "plan", "--epochs", "2") == 0
+    assert "warmup_epochs 6 → 0.4" in capsys.readouterr().err
+    assert planned(tmp_path)["warmup_epochs"] == 0.4
+
+
+def test_the_baseline_is_a_plan_to_train_with(train, tmp_path):
+    assert train("--epochs", "1", "--from", "baseline") == 0
+    assert planned(tmp_path) == {**toy.BASELINE.to_dict(), "epochs": 1, "betas": list(toy.BASELINE.betas)}
 
 
 @pytest.mark.parametrize(
@@ -66,56 +98,40 @@ def test_another_batch_size_moves_lr_by_the_rule_and_says_so(data, tmp_path, cap
         (["--warmup-epochs", "-1"], "Plan.warmup_epochs must be ≥ 0, got -1.0"),
         (["--amp", "fp8"], "Plan.amp must be one of off, bf16, fp16, got 'fp8'"),
         (["--batch-size", "5000"], "larger than the train split"),
+        (["--processes", "2"], "several processes are not supported yet"),
     ],
 )
-def test_a_bad_knob_is_one_sentence_and_starts_nothing(data, tmp_path, capsys, words, sentence):
-    assert main(["train", "toy", "--data", str(data), "--run", str(tmp_path / "run"), *words]) == 1
+def test_a_bad_option_is_one_sentence_and_starts_nothing(train, tmp_path, capsys, words, sentence):
+    assert train(*words) == 1
     err = capsys.readouterr().err
     assert err.splitlines()[-1].startswith("nbtools: ")
-    assert sentence in err
+    assert err.count(sentence) == 1
     assert not (tmp_path / "run").exists()
 
 
-def test_unknown_task_and_missing_data_are_said_by_name(tmp_path, capsys):
-    for name in ("nosuchtask", "./toy.py", "../x", ""):
-        assert main(["pack", name, str(tmp_path)]) == 1
-        assert f"no task {name!r}: use captcha" in capsys.readouterr().err
-    assert main(["pack", "toy", str(tmp_path / "nothing")]) == 1
-    assert "nothing" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (["pack", "nosuchtask", "x"], 1, "no task 'nosuchtask': use captcha"),
+        (["pack", "./toy.py", "x"], 1, "no task './toy.py': use captcha"),
+        (["pack", "", "x"], 1, "no task '': use captcha"),
+        (["pack", "toy", "no/such/folder"], 1, "no/such/folder"),
+        (["pack", "toy", "x", "--nosuch", "1"], 2, "--nosuch"),
+        (["pack", "--val", "0.2", "toy", "x"], 2, "name it directly after the command"),
+        (["train", "toy"], 1, "train needs --data SOURCE and --run FOLDER"),
+        (["validate", "toy", "anything"], 1, "pack.bad"),
+    ],
+)
+def test_what_is_asked_for_wrongly_is_answered_in_a_sentence(words, code, sentence, capsys):
+    try:
+        found = main(words)
+    except SystemExit as end:  # argparse
+        found = end.code
+    assert found == code
+    assert sentence in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["stage", "demo", "pack", "advise", "train", "evaluate", "predict"])
-@pytest.mark.parametrize("words", [["--help"], ["toy", "-h"]])
-def test_every_command_has_help_with_a_task_and_without(command, words, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main([command, *(words if command != "stage" else ["--help"])])
-    assert caught.value.code == 0
-    assert f"nbtools {command}" in capsys.readouterr().out
-
-
-def test_percent_signs_in_helps_and_defaults_are_text(monkeypatch, capsys):
-    @dataclasses.dataclass(frozen=True)
-    class Plan(toy.Plan):
-        half: bool = knob(False, "drop 50 % of it")
-
-    def pack(source, *, pattern="%H"):
-        return None
-
-    monkeypatch.setattr(toy, "PLAN", Plan())
-    monkeypatch.setattr(toy, "pack", pack)
-    with pytest.raises(SystemExit):
-        main(["train", "toy", "--help"])
-    out = capsys.readouterr().out
-    assert "drop 50 % of it" in out
-    assert "default %H" in out
-
-
-def test_an_unknown_option_is_refused_and_an_interrupt_is_no_traceback(monkeypatch, capsys, tmp_path):
-    with pytest.raises(SystemExit) as caught:
-        main(["pack", "toy", "x", "--nosuch", "1"])
-    assert caught.value.code == 2
-    assert "--nosuch" in capsys.readouterr().err
-
+def test_an_interrupt_is_no_traceback(monkeypatch, capsys, tmp_path):
     def demo(folder):
         raise KeyboardInterrupt
 
@@ -124,11 +140,13 @@ def test_an_unknown_option_is_refused_and_an_interrupt_is_no_traceback(monkeypat
     assert capsys.readouterr().err == "nbtools: stopped by you\n"
 
 
-def test_the_baseline_is_a_plan_to_train_with(data, tmp_path):
-    train = ["train", "toy", "--data", str(data), "--run", str(tmp_path / "run"), "--no-receipt", "--epochs", "1"]
-    assert main([*train, "--from", "baseline"]) == 0
-    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    assert plan == {**toy.BASELINE.to_dict(), "epochs": 1, "betas": list(toy.BASELINE.betas)}
+@pytest.mark.parametrize("command", ["stage", "demo", "pack", "advise", "train", "evaluate", "predict"])
+def test_every_command_has_help_with_a_task_and_without(command, capsys):
+    for words in ([command, "--help"], [command, "toy", "-h"]):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 0
+        assert f"nbtools {command}" in capsys.readouterr().out
 
 
 def test_gpus_says_what_there_is(capsys):
@@ -137,14 +155,36 @@ def test_gpus_says_what_there_is(capsys):
 
 
 def test_literals():
-    texts = ["3", "0.5", "true", "None", "a", "4,8", "0123", "1e-3"]
-    assert list(map(literal, texts)) == [3, 0.5, True, None, "a", (4, 8), "0123", 0.001]
+    texts = ["3", "0.5", "true", "None", "a", "4,8", "a,1", "0123", "1e-3", "[1]", "'a'"]
+    assert [literal(t) for t in texts] == [3, 0.5, True, None, "a", (4, 8), ("a", 1), "0123", 0.001, "[1]", "'a'"]
 
 
-def test_few_epochs_shorten_the_warmup_of_a_plan_and_that_is_said(data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(toy, "PLAN", toy.PLAN.replace(epochs=30, warmup_epochs=6.0))
-    command = ["train", "toy", "--data", str(data), "--run", str(tmp_path / "run"), "--from", "plan", "--no-receipt"]
-    assert main([*command, "--epochs", "2"]) == 0
-    assert "warmup_epochs 6 → 0.4" in capsys.readouterr().err
-    assert json.loads((tmp_path / "run" / "plan.json").read_text())["warmup_epochs"] == 0.4
-    assert main([*command[:5], str(tmp_path / "other"), *command[6:], "--epochs", "2", "--warmup-epochs", "3"]) == 1
+def test_a_report_with_errors_ends_the_command_with_one(capsys, monkeypatch):
+    monkeypatch.setattr(toy, "validate", lambda source, *, ok=True: types.SimpleNamespace(ok=ok), raising=False)
+    assert main(["validate", "toy", "anything"]) == 0
+    assert main(["validate", "toy", "anything", "--ok", "false"]) == 1
+    assert "ok=False" in capsys.readouterr().out
+
+
+def test_the_smoke_test_needs_no_data_and_takes_settings(capsys):
+    assert main(["train", "toy", "--smoke-test", "--hidden", "24"]) == 0
+    assert "364 parameters" in capsys.readouterr().out  # 8·24 + 24 + 2·24 + 24·4 + 4
+    assert main(["train", "toy", "--smoke-test", "--hidden", "0"]) == 1
+    assert "hidden must be ≥ 1" in capsys.readouterr().err
+
+
+class Random(toy.Net):
+    def forward(self, batch):
+        return super().forward(batch) + torch.rand(1)
+
+
+@pytest.mark.parametrize(
+    ("hook", "sentence"),
+    [
+        ({"model": lambda card, plan: Random(16, 0.1)}, "must answer as the saved ones, and they differ"),
+        ({"loss": lambda model, batch, plan: (model(batch).sum() * torch.nan, 1)}, "the loss of the first step is nan"),
+    ],
+)
+def test_the_smoke_test_finds_a_random_forward_pass_and_a_loss_that_is_no_number(hook, sentence):
+    with pytest.raises(TrainError, match=sentence):
+        smoke_test(as_task(types.SimpleNamespace(**{**vars(toy), **hook})))
