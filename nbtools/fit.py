@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import signal
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -51,9 +51,9 @@ def fit(
 
     plan: a Plan, a Panel or an Advice; None: the run's own, or what `advise` proposes. run: a folder on local disk; a
     run that is already there resumes from its last checkpoint, bit for bit (CPU). keep: a second folder, usually on
-    Drive (`drive:…`), that gets a copy of everything in the background, and from which a lost local folder is restored.
+    Drive (`drive:…`), to which everything is copied in the background, and from which a lost local folder is restored.
     receipt: measure the task's baseline next to this run at the end, for a few seconds. release_gpu: at the end free
-    the GPU's memory, and on Colab give the machine back, with everything on its disk, so that it costs nothing more.
+    the GPU's memory, and on Colab give the machine back, with everything on its disk.
 
     While it trains, buttons and fields in the notebook act on it, and so does `control.json` in its folder (see
     `nbtools.live.send`). Stop, Ctrl-C or the notebook's own stop button finish the step, save, and return the run; so
@@ -75,7 +75,8 @@ def fit(
         state, reason = devices.within_memory(lambda: TrainState(task, pack, wanted))
         if state is None:
             raise TrainError(f"out of memory before the first step ({reason}); use a smaller network, or free memory")
-        history, complaints = begin(folder, pack, state, advice_in(plan))
+        advised = getattr(plan, "advised", getattr(plan, "plan", None))  # a plain plan may come from anywhere
+        history, complaints = begin(folder, pack, state, advised)
         surface = Surface(folder, state, pack, history, plan, progress)
         job = Job(pack, folder, state, surface, checkpoint.Keeper(folder, kept) if kept is not None else None)
         requests = surface.requests
@@ -111,17 +112,11 @@ def places(run: str | Path, keep: str | Path | None, release_gpu: bool) -> tuple
     return Path(run), kept_folder(keep)
 
 
-def advice_in(plan: Any) -> Plan | None:
-    """The advised plan in what was given as a plan; None for a plain plan, which may come from anywhere."""
-    return getattr(plan, "advised", getattr(plan, "plan", None))
-
-
 def chosen_plan(task: Task, pack: Pack, plan: Any, folder: Path) -> Plan:
     if plan is None:
         plan = stored_plan(task, folder) or measure.advise(task, pack, measure=False)
-    plan = getattr(plan, "plan", plan)
-    if not isinstance(plan, type(task.PLAN)):
-        kind = type(task.PLAN)
+    plan, kind = getattr(plan, "plan", plan), type(task.PLAN)
+    if not isinstance(plan, kind):
         raise PlanError(
             f"plan must be a {kind.__module__}.{kind.__qualname__} (or an Advice or a Panel of one), got "
             f"{type(plan).__qualname__}; use {task_name(task)}.PLAN, with .replace(...) for your changes"
@@ -161,10 +156,8 @@ def act(job: Job) -> bool:
             requests.take("best")
             surface.answer(f"{REFUSED}there is no best checkpoint yet; the first evaluation chooses one", "best")
         if requests.take("save"):
-            saved = job.save()
-            surface.answer(
-                f"saved at step {state.step}" if saved else "not saved: the loss is no longer a number", "save"
-            )
+            lost = "not saved: the loss is no longer a number"
+            surface.answer(f"saved at step {state.step}" if job.save() else lost, "save")
         if requests.stop or requests.paused:  # a paused notebook may lose its machine
             job.write_plan()
             if not job.done:
@@ -205,59 +198,53 @@ def finish(job: Job, receipt: bool) -> None:
     if not receipt or path.exists():
         return
     surface.tell("measuring the baseline next to this run …")
-    try:
+    with optional("no receipt", surface.tell):
         disk.write_atomic(path, measure.receipt(job.task, job.pack, state.plan, state.device).to_json())
-        if not judged(job):
+        known = Run.open(job.folder, job.task).stored(VERDICT)
+        if not known or known["profile"]["plan"] != json.loads(state.plan.to_json()):  # of an earlier plan
             diagnose(job, surface.tell)
-    except (NbtoolsError, OSError, RuntimeError) as error:  # the run is trained and saved, whatever the baseline does
-        surface.tell(f"no receipt: {type(error).__name__}: {error}")
+
+
+@contextmanager
+def optional(missing: str, tell: Callable[[str], None]) -> Iterator[None]:
+    """For what is measured next to a run that is saved: a failure, as for want of memory, is a message."""
+    try:
+        yield
+    except (NbtoolsError, OSError, RuntimeError) as error:
+        tell(f"{missing}: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
-        surface.tell("no receipt: stopped by you; run it again to measure it")
+        tell(f"{missing}: stopped by you; run it again for it")
 
 
 def evaluate_all(job: Job) -> None:
     """Evaluate the best weights on the whole validation split, with all scales and the like, and keep the result."""
-    run, path, tell = Run.open(job.folder, job.task), job.folder / EVALUATION, job.surface.tell
+    run, tell, count = Run.open(job.folder, job.task), job.surface.tell, job.pack.splits["val"]
     asked = {"epoch": run.best.get("epoch"), "plan": json.loads(run.plan.to_json())}
-    if not job.pack.splits["val"] or {name: run.final.get(name) for name in asked} == asked:
+    if not count or {name: run.final.get(name) for name in asked} == asked:
         return
     tell("evaluating the best weights on the whole validation split …")
     start = monotonic()
-    try:
-        found = evaluation.evaluate(job.task, run.model(job.state.device), job.pack, job.state.plan, "val")
+    with optional("no last evaluation", tell):
+        values = evaluation.evaluate(job.task, run.model(job.state.device), job.pack, job.state.plan, "val")
         seconds = monotonic() - start
-        disk.write_atomic(path, json.dumps({**asked, "values": found, "seconds": seconds}, indent=1))
-    except (NbtoolsError, OSError, RuntimeError) as error:  # six scales may need memory that training did not
-        tell(f"no last evaluation: {type(error).__name__}: {error}")
-        return
-    except KeyboardInterrupt:
-        tell("no last evaluation: stopped by you; run it again for it")
-        return
-    shown = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
-    tell(f"all {plural(job.pack.splits['val'], 'validation sample')}, in {seconds:.0f} s: {shown}")
+        disk.write_atomic(
+            job.folder / EVALUATION, json.dumps({**asked, "values": values, "seconds": seconds}, indent=1)
+        )
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+        tell(f"all {plural(count, 'validation sample')}, in {seconds:.0f} s: {shown}")
 
 
-def diagnose(job: Job, say: Callable[[str], None]) -> None:
+def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     """Measure what a step of this run consists of, on a model of its own; report the verdict and save it."""
-    state, surface = job.state, job.surface
-    kept = fixed(state.plan)
+    state, surface, kept = job.state, job.surface, fixed(job.state.plan)
     surface.tell("measuring what a step consists of …", passing=True)
-    try:
+    with optional("not measured", tell):
         profile = measure.step_profile(job.task, job.pack, state.plan, state.device, fixed=kept)
         found = measure.verdict(profile, state.plan, fixed=kept)
         disk.write_atomic(job.folder / VERDICT, json.dumps({"profile": profile.to_dict(), "verdict": found.to_dict()}))
-    except (NbtoolsError, OSError, RuntimeError) as error:  # next to the run there may be no memory for a second one
-        say(f"not measured: {type(error).__name__}: {error}")
-        return
-    say(found.sentence)
-    if surface.panel is not None:
-        surface.panel.propose(found.sentence, found.change)
-
-
-def judged(job: Job) -> bool:
-    """Whether the verdict in the folder is of the plan that the run ended with."""
-    path = job.folder / VERDICT
-    return path.exists() and json.loads(path.read_text())["profile"]["plan"] == json.loads(job.state.plan.to_json())
+        tell(found.sentence)
+        if surface.panel is not None:
+            surface.panel.propose(found.sentence, found.change)
 
 
 def release(kept: bool) -> list[str]:

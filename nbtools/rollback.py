@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nbtools.errors import CheckpointError
@@ -48,16 +48,14 @@ class Anchor:
     """The checkpoint from before a change that is being watched.
 
     name: of the checkpoint; facts: its own, which a later one of the same step would replace; best: the name of the
-    best weights then. limit: the loss above which training has diverged; None: only NaN or infinity says so. tried: the
-    settings since, of lr the highest. age: log steps since the anchor; left: those until the watch ends.
+    best weights then. limit: the loss above which training has diverged; None: only NaN or infinity says so. left: log
+    steps until the watch ends.
     """
 
     name: str
     facts: dict[str, Any]
     best: str | None
     limit: float | None
-    tried: dict[str, Any] = field(default_factory=dict)
-    age: int = 0
     left: int = WATCHED
 
 
@@ -67,63 +65,53 @@ class Guard:
     def __init__(self, job: Job):
         self.job, self.advised = job, job.surface.requests.advised
         self.returns = 0
-        index, state = checkpoint.read_index(job.folder), job.state
-        self.anchor = Anchor(**index["anchor"]) if "anchor" in index else None
+        index = checkpoint.read_index(job.folder)
+        stored, known = index.get("anchor"), {field.name for field in dataclasses.fields(Anchor)}
+        self.anchor = Anchor(**{name: stored[name] for name in known}) if stored else None  # older ones have more
         if index.get("diverged"):  # by itself: the settings of that time are not worth going back to
             checkpoint.mark(job.folder, diverged=None)
         else:
-            self.resumed(checkpoint.name_of(state))
+            self.watch_since(checkpoint.name_of(job.state))
 
     def watch_change(self) -> None:
-        """Watch the wanted plan, which is applied next. The anchor is a checkpoint of this moment; while a slider is
-        dragged it is written once."""
+        """Watch the wanted plan, which is applied next. While a slider is dragged one checkpoint is the anchor of all
+        its values."""
         state = self.job.state
         names = affecting(state.applied, state.plan)
-        if not names:
-            return
-        if self.anchor is None or self.anchor.age >= WATCHED:
+        if names and (self.anchor is None or self.anchor.left <= WATCHED // 2):
             if not self.job.done:
                 self.job.save()
             self.anchor = self.anchored(checkpoint.read_index(self.job.folder)["last"])
-        self.watch(self.anchor, names, state.plan)
+        self.watch(names)
 
-    def resumed(self, name: str) -> None:
+    def watch_since(self, name: str) -> None:
         """Watch what differs from the plan of the checkpoint that the run continues from."""
         new = self.job.state.plan
-        old = type(new).from_dict(checkpoint.facts_of(self.job.folder, name)["plan"])
-        if names := affecting(old, new):
-            self.watch(self.anchor or self.anchored(name), names, new)
+        names = affecting(type(new).from_dict(checkpoint.facts_of(self.job.folder, name)["plan"]), new)
+        if names and self.anchor is None:
+            self.anchor = self.anchored(name)
+        self.watch(names)
 
     def anchored(self, name: str) -> Anchor:
         """A checkpoint as an anchor."""
         best = checkpoint.read_index(self.job.folder).get("best")
-        return Anchor(name, checkpoint.facts_of(self.job.folder, name), best, self.limit())
+        _, losses = self.job.history.series("loss", "step")
+        return Anchor(name, checkpoint.facts_of(self.job.folder, name), best, highest(losses))
 
-    def watch(self, anchor: Anchor, names: Iterable[str], new: Plan) -> None:
-        for name in names:
-            value = getattr(new, name)
-            anchor.tried[name] = max(value, anchor.tried.get(name, value)) if name == "lr" else value
-        anchor.limit = anchor.limit if OWN.issuperset(names) else None
-        anchor.left, self.anchor = WATCHED, anchor
-        checkpoint.mark(self.job.folder, anchor=dataclasses.asdict(anchor))
-
-    def limit(self) -> float | None:
-        """The loss above which the run has diverged after a change made now."""
-        state, (_, losses) = self.job.state, self.job.history.series("loss", "step")
-        count = float(state.sums.count) - state.sums.logged[1]
-        if count > 0:  # steps since the last log step; a checkpoint was just written, so the device waits already
-            losses.append((float(state.sums.loss) - state.sums.logged[0]) / count)
-        return highest(losses)
+    def watch(self, names: Sequence[str]) -> None:
+        if names and self.anchor is not None:
+            self.anchor.limit = self.anchor.limit if OWN.issuperset(names) else None
+            checkpoint.mark(self.job.folder, anchor=dataclasses.asdict(self.anchor))
 
     def risen(self, record: Record) -> bool:
         """Whether a log step's loss says that training has diverged since the watched change."""
         loss, anchor = record.values.get("loss"), self.anchor
         if anchor is None or record.kind != "step" or loss is None:
             return False
-        anchor.age, anchor.left = anchor.age + 1, anchor.left - 1
+        anchor.left -= 1
         if anchor.limit is not None and loss > anchor.limit:
             return True
-        if not anchor.left:
+        if anchor.left <= 0:
             self.anchor = None
             checkpoint.mark(self.job.folder, anchor=None)
         return False
@@ -133,19 +121,20 @@ class Guard:
         job, state, self.anchor = self.job, self.job.state, None
         found = checkpoint.newest(job.folder, anchor.name)
         facts = anchor.facts if found.name == anchor.name else found.facts  # else the anchor's is damaged
-        old = type(state.plan).from_dict(facts["plan"])
-        tried = {name: value for name, value in anchor.tried.items() if value != getattr(old, name)} or anchor.tried
+        tried, old = state.applied, type(state.plan).from_dict(facts["plan"])
         adopt(state, old)  # first: a scaler takes over its saved state
         state.load(found.tensors, facts["state"])
         state.plan = state.applied  # what was wanted since is void
         checkpoint.rewind(job.folder, checkpoint.name_of(state), best=anchor.best, anchor=None)
         job.write_plan()
         job.surface.returned()
-        now = ", ".join(
-            f"{name} {shown(getattr(old, name))}" if len(tried) > 1 else shown(getattr(old, name)) for name in tried
-        )
-        what = f"Training diverged at {self.described(tried)}; back at step {state.step:,} with {now}"
-        yield from self.going_on(facts, what)
+        if names := affecting(old, tried):
+            now = [shown(getattr(old, name)) for name in names]
+            back = ", ".join(map("{} {}".format, names, now)) if len(names) > 1 else now[0]
+            what = f"Training diverged at {self.described(tried, names)}; back at step {state.step:,} with {back}"
+        else:
+            what = f"Training diverged after a change that was taken back; back at step {state.step:,}"
+        yield from self.continued(facts, what)
 
     def to_best(self) -> Generator[Record, None, None]:
         """Back to the best checkpoint, the settings as they are; refused where it is damaged."""
@@ -157,17 +146,14 @@ class Guard:
             job.surface.answer(f"{REFUSED}{error}", "best")
             return
         state.load(found.tensors, found.facts["state"])
-        facts = found.facts
-        old = type(state.plan).from_dict(facts["plan"])
-        kept = self.anchor is not None and checkpoint.place(self.anchor.name) <= checkpoint.place(name)
-        checkpoint.rewind(job.folder, name, **({} if kept else {"anchor": None}))
-        self.anchor = self.anchor if kept else None
-        job.history.cut(facts["rows"])  # after the index: a run killed between them resumes with all of its rows
-        self.resumed(name)
-        metric, _ = best_metric(job.task)
-        value = f"{metric} {state.best.value:.4g} after epoch {state.epoch}"
+        if self.anchor is not None and checkpoint.place(self.anchor.name) > checkpoint.place(name):
+            self.anchor = None
+        checkpoint.rewind(job.folder, name, **({} if self.anchor else {"anchor": None}))
+        job.history.cut(found.facts["rows"])  # after the index: a run killed between them resumes with all of its rows
+        self.watch_since(name)
+        value = f"{best_metric(job.task)[0]} {state.best.value:.4g} after epoch {state.epoch}"
         what = f"back at step {state.step:,}, the best checkpoint: {value}"
-        yield from self.going_on(facts, what, old, asked="best")
+        yield from self.continued(found.facts, what, type(state.plan).from_dict(found.facts["plan"]), asked="best")
 
     def retry(self, trouble: Diverged) -> Generator[Record, None, None]:
         """Back to the last checkpoint, and from there with each step checked before it counts. Raises Diverged where
@@ -178,18 +164,19 @@ class Guard:
             often = ", for the third time" if state.recovery.refused <= LEFT_OUT and self.returns > RETRIES else ""
             last = checkpoint.place(checkpoint.read_index(job.folder)["last"])[1]
             checkpoint.mark(job.folder, diverged=True)
+            lower = self.advised.lr if self.advised.lr < state.plan.lr else state.plan.lr / 10
             raise Diverged(
-                f"Training diverged at {self.described({'lr': state.plan.lr})}: {trouble}{often}. "
-                f"To continue from step {last:,}, lower Plan.lr, for instance by plan.replace(lr={self.lower():g}), "
+                f"Training diverged at {self.described(state.plan, ['lr'])}: {trouble}{often}. "
+                f"To continue from step {last:,}, lower Plan.lr, for instance by plan.replace(lr={lower:g}), "
                 "set Plan.clip_norm or amp=off, and run it again.",
                 trouble.steps,
             )
         facts = checkpoint.load(job.folder, state).facts
         state.recovery.careful_until = trouble.steps[1] + 1
         what = f"{trouble}; back to step {state.step}, and each step checked from there"
-        yield from self.going_on(facts, what, type(state.plan).from_dict(facts["plan"]))
+        yield from self.continued(facts, what, type(state.plan).from_dict(facts["plan"]))
 
-    def going_on(
+    def continued(
         self, facts: dict[str, Any], what: str, old: Plan | None = None, **answer: str
     ) -> Generator[Record, None, None]:
         """Remove the rows of what was discarded; yield one that says why, and one for the settings that the checkpoint
@@ -203,19 +190,12 @@ class Guard:
             yield from caught_up(state, old)
         self.job.save()
 
-    def described(self, tried: dict[str, Any]) -> str:
+    def described(self, plan: Plan, names: Sequence[str]) -> str:
         """Settings in a sentence, the lr with its ratio to the advised one."""
-        parts = []
-        for name, value in tried.items():
-            usual = getattr(self.advised, name)
-            ratio = f", {times(value / usual)} the advised {shown(usual)}" if name == "lr" and value > usual else ""
-            parts.append(f"{name} {shown(value)}{ratio}")
-        return " and ".join(parts)
-
-    def lower(self) -> float:
-        """An lr worth trying after one that was too high."""
-        lr = self.job.state.plan.lr
-        return self.advised.lr if self.advised.lr < lr else lr / 10
+        values = {name: f"{name} {shown(getattr(plan, name))}" for name in names}
+        if "lr" in values and plan.lr > self.advised.lr:
+            values["lr"] += f", {times(plan.lr / self.advised.lr)} the advised {shown(self.advised.lr)}"
+        return " and ".join(values.values())
 
 
 def affecting(old: Plan, new: Plan) -> list[str]:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -104,30 +105,18 @@ def test_the_repositorys_address_is_written_once_and_generated_elsewhere():
     assert by_hand <= {"pyproject.toml", "README.md"}
 
 
-def tree() -> list[tuple[str, str]]:
-    """(path, comment) of every line of the README's annotated tree."""
+def test_the_readmes_tree_is_true_and_complete():
     [block] = re.findall(r"```text\nnbtools/ .*?```", (ROOT / "README.md").read_text(), re.S)
-    found, folders = [], []
+    named, folders = [], []
     for line in block.splitlines()[2:-1]:
         depth = (len(line) - len(line.lstrip(" "))) // 2 - 1
         name, _, comment = line.strip().partition("  ")
         folders[depth:] = [name]
-        found.append(("".join(folders), comment.strip()))
-    return found
-
-
-def test_the_readmes_tree_is_true():
-    for path, comment in tree():
-        assert (ROOT / path).exists(), f"README's tree names {path}, which is not there"
-        assert comment, f"README's tree says nothing of {path}"
-
-
-def test_the_readmes_tree_is_complete():
-    named = [path for path, _ in tree()]
-    for path in (ROOT / "nbtools").iterdir():
-        if path.suffix == ".py" or (path / "__init__.py").exists():
-            name = path.relative_to(ROOT).as_posix() + "/" * path.is_dir()
-            assert name in named, f"README's tree lacks {name}"
+        named.append("".join(folders))
+        assert comment.strip(), f"README's tree says nothing of {named[-1]}"
+    assert [path for path in named if not (ROOT / path).exists()] == []
+    package = [path for path in (ROOT / "nbtools").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    assert {path.relative_to(ROOT).as_posix() + "/" * path.is_dir() for path in package} <= {*named}
 
 
 def test_make_alone_explains_every_target():
@@ -139,19 +128,16 @@ def test_make_alone_explains_every_target():
 
 def test_an_old_python_is_refused_in_a_sentence(tmp_path):
     old = tmp_path / "python3"
-    old.write_text(
-        "#!/bin/sh\nexec python3 -c \"import sys; sys.version_info = (3, 10, 4); sys.version = '3.10.4'\n$2\"\n"
-    )
+    pretend = "import sys; sys.version_info = (3, 10, 4); sys.version = '3.10.4'"
+    old.write_text(f'#!/bin/sh\nexec python3 -c "{pretend}\n$2"\n')
     old.chmod(0o755)
-    fresh = tmp_path / "nbtools"
-    fresh.mkdir()
     for name in ("Makefile", "requirements.txt", "constraints.txt", "pyproject.toml"):
-        (fresh / name).write_text((ROOT / name).read_text())
-    said = subprocess.run(["make", "test", f"PYTHON={old}"], cwd=fresh, capture_output=True, text=True)
+        shutil.copy(ROOT / name, tmp_path)
+    said = subprocess.run(["make", "test", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True)
     assert said.returncode != 0
     assert "needs Python 3.11 or newer" in said.stderr
     assert "3.10.4" in said.stderr
-    assert not (fresh / ".venv").exists()
+    assert not (tmp_path / ".venv").exists()
 
 
 def test_ci_stops_at_the_first_fault_and_runs_the_tests():
