@@ -42,17 +42,6 @@ def test_demo_validate_train_evaluate_predict_in_a_row(tmp_path, capsys):
             assert set(np.unique(np.asarray(image))) <= {0, 1, 2}
 
 
-@pytest.mark.parametrize(
-    ("command", "words"), [("train", ["--eval-window", "--edge-factor"]), ("evaluate", ["--eval-flip"])]
-)
-def test_its_settings_are_options(command, words, capsys):
-    with pytest.raises(SystemExit):
-        main([command, "segment", "--help"])
-    text = capsys.readouterr().out
-    assert all(word in text for word in words)
-    assert command == "train" or "--edge-factor" not in text
-
-
 def test_ids_and_names_from_the_terminal_are_those_of_the_class_table(tmp_path, capsys):
     raw = segment.demo(tmp_path / "raw", 7, size=(48, 48))
     (raw / "classes.txt").unlink()
@@ -70,42 +59,23 @@ def test_ids_and_names_from_the_terminal_are_those_of_the_class_table(tmp_path, 
         assert capsys.readouterr().err.startswith(f"nbtools: {wrong[0][2:]}")
 
 
-# Predictions as files
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory):
-    """A pack of images twice as wide as high, on squares."""
-    folder = tmp_path_factory.mktemp("wide")
-    source = segment.demo(folder / "raw", 7, size=(48, 96))
-    return segment.pack(source, size=40, into=folder / "pack", progress=False)
-
-
-def test_predictions_for_padded_images_are_cropped_back_to_them(wide, tmp_path):
+def test_predictions_for_padded_images_are_cropped_back_to_them_and_overwrite_no_other_file(tmp_path):
+    wide = segment.pack(segment.demo(tmp_path / "raw", 7, size=(48, 96)), size=40, progress=False)
     answer = np.zeros((40, 40), np.uint8)
     answer[10:30, :20] = 1  # the left half of where the image lies
-    Image.new("RGB", (200, 100)).save(tmp_path / "picture.jpg")
-    with Image.open(segment.save(answer, tmp_path / "picture.jpg", tmp_path / "new" / "folder", wide)) as found:
-        np.testing.assert_array_equal(np.asarray(found), (np.arange(200) < 100)[None].repeat(100, 0))
-        colours = found.getpalette()
-    assert colours is not None
-    assert colours[3:6] == wide.options["colours"][1]
-    (tmp_path / "empty.jpg").write_bytes(b"")
-    with pytest.raises(PackError, match="an empty file"):
-        segment.save(answer, tmp_path / "empty.jpg", tmp_path, wide)
-
-
-def test_a_prediction_replaces_the_one_before_it_and_no_other_file(wide, tmp_path):
-    answer = np.zeros((40, 40), np.uint8)
     for name in ("a/1.png", "b/1.jpg"):
         (tmp_path / name).parent.mkdir()
-        Image.new("RGB", (20, 10)).save(tmp_path / name)
-    made = segment.save(answer, tmp_path / "a/1.png", tmp_path / "masks", wide)
-    assert segment.save(answer + 1, tmp_path / "a/1.png", tmp_path / "masks", wide) == made
-    with Image.open(made) as image:
-        assert np.unique(np.asarray(image)).tolist() == [1]
+        Image.new("RGB", (200, 100)).save(tmp_path / name)
+    made = segment.save(answer + 1, tmp_path / "a/1.png", tmp_path / "masks", wide)
+    assert segment.save(answer, tmp_path / "a/1.png", tmp_path / "masks", wide) == made
+    with Image.open(made) as found:
+        np.testing.assert_array_equal(np.asarray(found), (np.arange(200) < 100)[None].repeat(100, 0))
+        assert (found.getpalette() or [])[3:6] == wide.options["colours"][1]
     for picture, folder in (("b/1.jpg", "masks"), ("a/1.png", "a"), ("b/1.jpg", "a")):
         before = (tmp_path / folder / "1.png").read_bytes()
         with pytest.raises(PackError, match=r"1\.png is not a prediction for .*choose another folder"):
             segment.save(answer, tmp_path / picture, tmp_path / folder, wide)
         assert (tmp_path / folder / "1.png").read_bytes() == before
+    (tmp_path / "empty.jpg").write_bytes(b"")
+    with pytest.raises(PackError, match="an empty file"):
+        segment.save(answer, tmp_path / "empty.jpg", tmp_path, wide)

@@ -82,8 +82,9 @@ def test_boxes_and_masks_of_whole_pixels_cover_these_at_every_size(tmp_path, siz
     expected = rectangle(4, 10, 10, 20).repeat(size[0] // H, 0).repeat(size[1] // W, 1)
     for name, shape in (("box", box(10, 4, 20, 10)), ("mask", mask("0,60", 10, 4, 10, 6))):
         np.testing.assert_array_equal(label_of(xml(tmp_path / name, shape), size=size, fit="stretch"), expected)
-    cut = label_of(xml(tmp_path / "cut", mask("0,60", -4, -2, 10, 6)))
-    np.testing.assert_array_equal(cut, rectangle(0, 4, 0, 6))
+    for shape in (mask("0,60", -4, -2, 10, 6), polygon("-10,-10;6,-10;6,4;-10,4", "shoe")):
+        cut = label_of(xml(tmp_path / shape[1:5], shape))
+        np.testing.assert_array_equal(cut, rectangle(0, 4, 0, 6))
 
 
 def test_a_higher_z_order_covers_so_holes_can_be_drawn(tmp_path):
@@ -109,7 +110,6 @@ def test_shapes_far_larger_than_their_image_cost_no_more_than_it(tmp_path):
     ("shapes", "key", "rule", "value"),
     [
         (polygon("50,1;60,1;60,9"), "polygon", INSIDE, "x 50 to 60"),
-        (polygon("1,-9;20,-9;20,-1"), "polygon", INSIDE, "y -9 to -1 in 36 × 48"),
         (polygon("1,1;20,20"), "polygon", "a polygon has 3 points at least", "shirt: 2"),
         (polygon("1,1;20,x;3,3"), "polygon", FINITE, "could not convert"),
         (polygon("1,1;20,nan;3,3"), "polygon", FINITE, "not finite"),
@@ -131,24 +131,12 @@ def test_a_shape_that_cannot_be_drawn_leaves_its_image_out(tmp_path, shapes, key
         packed(source)
 
 
-@pytest.mark.parametrize("points", ["-9,2;24,2;24,18", "2,-9;24,2;24,18", "2,2;57,2;24,18", "2,2;24,2;24,45"])
-def test_what_crosses_a_border_is_cut_off_with_a_warning_unless_rounding_put_it_there(tmp_path, points):
-    [row] = [row for row in checked(xml(tmp_path / "far", polygon(points))).rows if row.key == "polygon"]
-    assert (row.severity, row.rule, row.fix) == (WARNING, INSIDE, "nothing: what is outside is cut off")
-    near = points.replace("-9", "-0.9").replace("57", "48.9").replace("45", "36.9")
-    assert INSIDE not in str(checked(xml(tmp_path / "near", polygon(near))))
-    cut = label_of(xml(tmp_path / "cut", polygon("-10,-10;24,-10;24,18;-10,18")))
-    np.testing.assert_array_equal(cut, rectangle(0, 18, 0, 24, 1))
-
-
-@pytest.mark.parametrize(
-    ("shapes", "key", "shown"),
-    [("", "shapes", False), (f'<polyline label="shirt" points="1,1;9,9"/>{TRIANGLE}', "polyline", True)],
-)
-def test_an_image_without_shapes_and_a_shape_without_area_are_warnings(tmp_path, shapes, key, shown):
-    source = xml(tmp_path / "raw", shapes)
-    assert [row.severity for row in checked(source).rows if row.key == key] == [WARNING]
-    assert (label_of(source) == 1).any() == shown
+def test_an_image_without_shapes_and_a_shape_without_area_are_warnings(tmp_path):
+    line = f'<polyline label="shirt" points="1,1;9,9"/>{TRIANGLE}'
+    for name, shapes, key in (("none", "", "shapes"), ("line", line, "polyline")):
+        source = xml(tmp_path / name, shapes)
+        assert [row.severity for row in checked(source).rows if row.key == key] == [WARNING]
+        assert (label_of(source) == 1).any() == bool(shapes)
 
 
 # Classes and images
@@ -163,20 +151,16 @@ def test_names_and_colours_are_the_files_and_the_background_comes_first(tmp_path
     assert not faults(checked(same)), "an image in the head is none"
 
 
-def test_without_a_background_among_given_classes_what_is_not_drawn_is_ignored(tmp_path):
+def test_label_images_come_before_shapes_unless_these_are_asked_for(tmp_path):
     source = xml(tmp_path / "raw", box(0, 0, 24, 36, "shirt") + box(24, 0, 40, 36))
     label = label_of(source, classes=["shirt", "shoe"])
     assert (label[:, :24] == 0).all()
-    assert (label[:, 40:] == 255).all()
+    assert (label[:, 40:] == 255).all(), "without a background what is not drawn is ignored"
     assert only(checked(source, classes=["shirt", "shoe"])).value == "it is ignored"
-
-
-def test_label_images_come_before_shapes_unless_these_are_asked_for(tmp_path):
-    source = xml(tmp_path / "raw", box(0, 0, 48, 36, "shirt"), "background shirt")
     saved(source / "labels" / "a.png", ids())
     np.testing.assert_array_equal(label_of(source, classes=NAMES), ids())
     assert 'labels="cvat"' in only(checked(source, classes=NAMES)).fix
-    assert (label_of(source, labels="cvat") == 1).all()
+    assert (label_of(source, labels="cvat")[:, :24] == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -184,7 +168,6 @@ def test_label_images_come_before_shapes_unless_these_are_asked_for(tmp_path):
     [
         ('name="a.png" subset="Validation"', "images/Validation/a.png", "val"),
         ('name="a.png" subset="Train"', "a.png", "train"),
-        ('name="a.png" subset="val_images"', "a.png", "val"),
         ('name="a.png" subset="Test"', "images/a.png", "test"),
         ('name="sub\\a.png"', "images/sub/a.png", "train"),
     ],
@@ -197,7 +180,7 @@ def test_an_image_is_found_where_cvat_puts_it_and_its_subset_is_its_split(tmp_pa
     assert (made.names, made.splits[split]) == ([place], 1)
 
 
-@pytest.mark.parametrize("name", ["../../secret.png", "/etc/passwd", "", "../raw/b.png", "A.png"])
+@pytest.mark.parametrize("name", ["../../secret.png", "/etc/passwd", ""])
 def test_names_lead_to_no_file_but_those_of_the_source(tmp_path, name):
     saved(tmp_path / "secret.png", photo())
     image = f'<image id="1" name="{name}" width="{W}" height="{H}">{TRIANGLE}</image></annotations>'
@@ -211,8 +194,12 @@ def test_an_image_of_another_size_or_annotated_twice_is_a_row(tmp_path):
     [row] = faults(checked(xml(tmp_path / "size", TRIANGLE, size=(100, 200))))
     assert row.value == "100 × 200 pixels (height × width), the image has 36 × 48 pixels (height × width)"
     twice = f'<image id="1" name="a.png" width="{W}" height="{H}"></image></annotations>'
-    [row] = faults(checked(edited(xml(tmp_path / "twice", TRIANGLE), ("</annotations>", twice))))
-    assert (row.rule, row.value) == ("an image has one label and one split", "a.png: other shapes, before")
+    source = edited(xml(tmp_path / "twice", TRIANGLE), ("</annotations>", twice))
+    [row] = faults(checked(source))
+    assert row.rule == "an image has one label and one split"
+    (source / "export.xml").write_text((source / "annotations.xml").read_text().replace(twice, "</annotations>"))
+    (source / "annotations.xml").unlink()
+    assert packed(source, val=0, test=0).names == ["a.png"], "of any name"
 
 
 # The file
@@ -223,13 +210,12 @@ def test_an_image_of_another_size_or_annotated_twice_is_a_row(tmp_path):
     [
         (lambda text: text.replace("?>", f"?>{BOMB}", 1), r"have no document type.*got <!DOCTYPE a"),
         (lambda text: text[:-40], "are whole XML"),
-        (lambda text: text.replace("?>", "?><a>", 1), "are whole XML"),
         (lambda text: "", "are whole XML, got no element found.*; export it .*CVAT for images 1.1"),
         (lambda text: "<annotations></annotations>", "name images, got no <image>; export it as CVAT for images 1.1"),
         (lambda text: "<annotations><track id='0'/></annotations>", "name images, got none, but 1 track of a video"),
         (lambda text: text.replace("a.png", "b.png"), "an annotated image is there, got b.png"),
     ],
-    ids=["entities", "cut off", "another root", "empty", "no image", "video", "image missing"],
+    ids=["entities", "cut off", "empty", "no image", "video", "image missing"],
 )
 def test_annotations_that_cannot_be_used_are_refused_or_a_row_next_to_good_labels(tmp_path, change, message):
     source = xml(tmp_path / "raw", TRIANGLE)
@@ -240,10 +226,3 @@ def test_annotations_that_cannot_be_used_are_refused_or_a_row_next_to_good_label
     saved(source / "labels" / "a.png", ids())
     row = only(checked(source))
     assert (row.severity, row.file) == (ERROR, "annotations.xml")
-
-
-def test_annotations_in_utf_16_and_of_any_name_are_read(tmp_path):
-    source = edited(xml(tmp_path / "raw", TRIANGLE), ("utf-8", "utf-16"))
-    (source / "export.xml").write_text((source / "annotations.xml").read_text(), encoding="utf-16")
-    (source / "annotations.xml").unlink()
-    assert packed(source, val=0, test=0).names == ["a.png"]

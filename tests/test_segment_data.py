@@ -81,19 +81,14 @@ def test_the_source_files_give_the_packs_values_also_in_another_process(tmp_path
             np.testing.assert_array_equal(batch[column][i].numpy(), value)
 
 
-@pytest.mark.parametrize("more", [{}, {"classes": NAMES}, {"size": 40, "ignore": 2, "fit": "stretch", "channels": 4}])
-def test_a_finished_pack_is_opened_without_a_look_into_any_image(tmp_path, monkeypatch, more):
-    source = corpus(tmp_path / "raw")
-    made = packed(source, **more)
-    monkeypatch.setattr(Image, "open", None)
-    assert packed(source, **more).folder == made.folder
-
-
-def test_other_options_and_other_files_make_another_pack(tmp_path):
+def test_other_options_and_other_files_make_another_pack(tmp_path, monkeypatch):
     source = corpus(tmp_path / "raw")
     names = saved(tmp_path / "names.txt", "a\nb\nc\n")
     options = [{}, {"size": 40}, {"size": 40, "fit": "stretch"}, {"channels": 4}, {"classes": NAMES}, {"ignore": 1}]
     found = [packed(source, **more).folder for more in [*options, {"classes": names}, {"labels": "images"}]]
+    with monkeypatch.context() as blind:
+        blind.setattr(Image, "open", None)
+        assert [packed(source, **more).folder for more in options] == found[:-2], "opened without a look into any image"
     names.write_text("a\nb\nd\n")
     found.append(packed(source, classes=names).folder)
     saved(source / "classes.txt", "e\nf\ng\n")
@@ -102,7 +97,7 @@ def test_other_options_and_other_files_make_another_pack(tmp_path):
     assert len({*found, made.folder}) == len(found) + 1
 
 
-@pytest.mark.parametrize("more", [{}, {"size": (32, 40)}, {"size": 40, "fit": "stretch"}, {"size": 32, "channels": 4}])
+@pytest.mark.parametrize("more", [{}, {"size": 40, "fit": "stretch"}, {"size": 32, "channels": 4}])
 def test_a_prediction_reads_an_image_as_the_pack_did(tmp_path, more):
     source, large = corpus(tmp_path / "raw"), 4 if more else 1
     saved(source / "images/val/9.jpg", photo(9, large * H, large * W), exif=exif(3))
@@ -147,13 +142,10 @@ def test_images_are_reduced_by_area_and_labels_by_their_nearest_pixel(tmp_path):
     assert np.abs(found["image"] - mean).max() <= 1
     np.testing.assert_array_equal(found["label"], ids(0, 64, 96)[1::2, 1::2])
     assert (sole(source, size=(32, 32), fit="stretch")["label"] != 255).all()
-
-
-def test_a_large_jpeg_is_decoded_small_and_looks_the_same(tmp_path):
     smooth = Image.fromarray(photo(0, 12, 16)).resize((1600, 1200), Image.Resampling.BICUBIC)
-    source = pair(tmp_path / "raw", smooth, ids(0, 1200, 1600), "a.jpg", quality=95)
+    large = pair(tmp_path / "large", smooth, ids(0, 1200, 1600), "a.jpg", quality=95)  # decoded small
     exact = np.asarray(smooth.resize((100, 75), Image.Resampling.BOX))
-    assert np.abs(sole(source, size=(75, 100))["image"].astype(int) - exact).mean() < 2
+    assert np.abs(sole(large, size=(75, 100))["image"].astype(int) - exact).mean() < 2
 
 
 # Images
@@ -261,10 +253,10 @@ def slow_distances(label):
     return np.minimum(np.rint(np.array(far) * 8), 255)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_distance_maps_are_those_of_a_slow_obvious_version(seed):
     label = ids(seed, 10, 44)
-    label[np.random.default_rng(seed).random(label.shape) < 0.1 * seed] = 255
+    label[np.random.default_rng(seed).random(label.shape) < 0.2 * seed] = 255
     np.testing.assert_array_equal(segment.distance_map(label), slow_distances(label))
 
 
@@ -287,19 +279,14 @@ def test_what_is_ignored_makes_no_boundary_and_without_scipy_packing_names_what_
     ("more", "message"),
     [
         ({"classes": ["one"]}, "2 to 254 classes, got 1"),
-        ({"classes": [str(i) for i in range(255)]}, "2 to 254 classes, got 255"),
         ({"classes": ["a", "a", "b"]}, "each name is used once, got 'a'"),
         ({"classes": {0: "a", -1: "b"}}, "from 0 to 65535, got -1"),
         ({"classes": NAMES, "ignore": ["void"]}, "names of classes .*got 'void'"),
         ({"classes": "sky"}, r"classes must be two names or more, or a text file of them, got 'sky': no such file"),
-        ({"classes": 3}, "classes must be names, a mapping .* got 3"),
-        ({"classes": []}, r"2 to 254 classes, got 0 besides those ignored \(none\); give classes="),
         ({"classes": NAMES, "ignore": 70_000}, "from 0 to 65535, .* got 70000"),
         ({"ignore": 1.5}, "ignore must be raw ids, or names of classes, got 1.5"),
-        ({"ignore": [1, None]}, r"ignore must be raw ids, .* got \[1, None\]"),
         ({"ignore": True}, "ignore must be raw ids, .* got True"),
         ({"size": 16}, "size must be .* 32 to 4096"),
-        ({"size": (64, 0)}, "size must be"),
         ({"channels": 1}, "channels must be 3"),
         ({"fit": "crop"}, "fit must be one of auto, same, pad, stretch"),
         ({"labels": "xml"}, "labels must be one of"),

@@ -2,8 +2,6 @@
 
 import copy
 import math
-import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nbtools.data import Card
 from nbtools.data.pack import Column
 from nbtools.tasks import segment
-from nbtools.tasks.segment.networks import SIZES, SLIM, BiSeNetV2, ConvNorm, Gather, Norm, enlarge, initialise
+from nbtools.tasks.segment.networks import SIZES, SLIM, BiSeNetV2, Gather, Norm, enlarge
 
 CLASSES = 5
 KINDS = ("bisenetv2", "slim")
@@ -114,9 +112,9 @@ def parameters(module) -> int:
 def test_parameters_and_multiplications_are_the_references_and_the_docstrings():
     network, text = BiSeNetV2(19), " ".join((BiSeNetV2.__doc__ or "").split())
     found = {name: parameters(part) for name, part in network.named_children()}
-    table = re.findall(r"\| (\w+) \| [^|]+ \| [^|]+ \| ([\d,]+) \|", text)
-    assert found == REFERENCE == {name: int(count.replace(",", "")) for name, count in table}
+    assert found == REFERENCE
     assert parameters(network) - found["auxiliary"] == 3_358_627
+    assert "3,358,627" in text
     slim = BiSeNetV2(11, sizes=SLIM)
     heads = parameters(slim.auxiliary)
     assert f"{parameters(slim) - heads:,} and {heads:,} for 11 classes" in text
@@ -126,7 +124,7 @@ def test_parameters_and_multiplications_are_the_references_and_the_docstrings():
 
 
 @pytest.mark.parametrize(("kind", "channels"), [("bisenetv2", 3), ("slim", 4)])
-@pytest.mark.parametrize("size", [(180, 240), (33, 47), (1, 95)])
+@pytest.mark.parametrize("size", [(180, 240), (33, 47)])
 def test_logits_have_the_size_of_any_image_and_strides_round_up(kind, channels, size):
     found = shapes_of(small(kind, channels=channels), 2, channels, *size)
     assert found["logits"] == (2, CLASSES, *size)
@@ -137,7 +135,7 @@ def test_logits_have_the_size_of_any_image_and_strides_round_up(kind, channels, 
         assert found[f"logits {i}"][2:] == side
 
 
-@pytest.mark.parametrize("factor", [4, 8, 32])
+@pytest.mark.parametrize("factor", [4, 32])
 def test_enlarging_is_torchs_bilinear_without_corners_cropped_to_the_size(factor):
     x = torch.randn(2, 3, 3, 5, requires_grad=True)
     size = 3 * factor - 3, 5 * factor - 1
@@ -159,28 +157,17 @@ def test_the_card_and_the_plan_decide_classes_channels_network_dropout_and_recom
         assert network.recompute == plan.checkpoint_activations
 
 
-# The start
-
-
-def test_a_gather_and_expansion_layer_begins_as_its_shortcut_and_all_its_depthwise_relus_but_the_striding_ones():
-    torch.manual_seed(0)
-    x, relus = torch.randn(2, 8, 9, 7), []
-    for layer in (Gather(8, 8, 1, 6), Gather(8, 16, 2, 6)):
-        initialise(layer)
-        assert torch.equal(layer(x), layer.shortcut(x).relu())
-        assert any(p.any() for p in layer.last.conv.parameters())
-        relus.append([(m.conv.groups > 1, m.relu) for m in layer.modules() if isinstance(m, ConvNorm)])
-    assert relus[0] == [(False, True), (True, True), (False, False)]
-    shortcut = [(True, False), (False, False)]
-    assert relus[1] == [(False, True), (True, False), (True, True), *shortcut, (False, False)]
-
-
-def test_weights_begin_as_the_references_by_fan_out():
-    for layer in (m for m in small("bisenetv2").modules() if isinstance(m, nn.Conv2d)):
+def test_weights_begin_as_the_references_by_fan_out_and_each_gather_layer_as_its_shortcut():
+    network = small("bisenetv2")
+    for layer in (m for m in network.modules() if isinstance(m, nn.Conv2d)):
         expected = math.sqrt(2 / (layer.out_channels * layer.kernel_size[0] ** 2))
         spread = 4 * expected / math.sqrt(2 * layer.weight.numel())  # of a standard deviation, four of its own
         assert layer.weight.std().item() == pytest.approx(expected, abs=spread)
         assert layer.bias is None or not layer.bias.any()
+    layers: list[Any] = [m for m in network.modules() if isinstance(m, Gather)]
+    for layer in layers:
+        x = torch.randn(2, layer.body[0].conv.in_channels, 9, 7)
+        assert torch.equal(layer(x), layer.shortcut(x).relu())
 
 
 # Training and evaluation
@@ -235,28 +222,3 @@ def test_a_micro_batch_of_one_image_trains_and_its_pooled_norms_keep_their_avera
     for x in (torch.randn(2, 3, 1, 1), torch.randn(1, 3, 2, 1)):  # more than one value: torch's own
         assert torch.equal(ours(x), torchs(x))
     assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), torchs.buffers(), strict=True))
-
-
-def test_the_network_in_training_compiles_as_one_graph():
-    sizes = replace(SLIM, detail=((4,), (4,), (8,)), stem=4, semantic=((4, 1), (4, 1), (8, 2)), head=4, auxiliary=4)
-    torch.manual_seed(0)
-    network, batch = BiSeNetV2(CLASSES, sizes=sizes), {"image": batch_of()["image"]}
-    expected = copy.deepcopy(network)(batch)
-    found = torch.compile(network, backend="eager", fullgraph=True)(batch)
-    assert len(found[1]) == 4
-    assert all(
-        torch.allclose(a, b, atol=1e-5) for a, b in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True)
-    )
-
-
-def test_the_published_network_overfits_one_batch():
-    network = small("bisenetv2", dropout=0.0)
-    batch, plan = batch_of(2, 32, 48), segment.Plan(network="bisenetv2")
-    optimizer = torch.optim.AdamW(network.parameters(), 3e-3)
-    for _ in range(12):
-        optimizer.zero_grad()
-        loss, count = segment.loss(network, batch, plan)
-        (loss / count).backward()
-        optimizer.step()
-    right = (network(batch)[0].argmax(1) == batch["label"]).float().mean()
-    assert right > 0.93  # squares of 8 pixels, of any class; their edges are the rest

@@ -1,31 +1,32 @@
-"""Metrics against slow obvious versions, pixel by pixel; sums of any batches against one big batch."""
+"""Metrics and tables against slow obvious versions, pixel by pixel; sums of any batches against one big batch; and what
+the position of a pixel alone predicts."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from packs import pack_of
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nbtools.errors import PlanError
+from nbtools.data import collate
+from nbtools.errors import PackError
 from nbtools.tasks import segment
 from nbtools.tasks.segment import scores
-from nbtools.tasks.segment.scores import boundary_f
 from nbtools.train import Sums
 
 CLASSES, IGNORE = 5, 255
-SIZE = (20, 27)
+HEIGHT, WIDTH = SIZE = 20, 27
 
 
-def regions(seed, count=6, size=SIZE):
+def regions(seed, count=6):
     """Labels (B, H, W) in patches, some of them ignored, and logits (B, K, H, W) that are right here and there."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(cells):
         coarse = torch.randn(count, CLASSES, cells, cells, generator=generator)
-        return F.interpolate(coarse, size, mode="bilinear", align_corners=False)
+        return F.interpolate(coarse, SIZE, mode="bilinear", align_corners=False)
 
     truth = noise(4)
     labels = truth.argmax(1).where(noise(3)[:, 0] > -0.8, IGNORE)
@@ -54,8 +55,7 @@ def eighths(one, many):
 def slow_distance(labels):
     """(H, W) float: the distance of every pixel to the boundary."""
     edge = slow_boundary(labels)
-    height, width = labels.shape
-    return torch.tensor([[eighths((y, x), edge) for x in range(width)] for y in range(height)])
+    return torch.tensor([[eighths((y, x), edge) for x in range(labels.shape[1])] for y in range(labels.shape[0])])
 
 
 def slow_f(predicted, labels, tolerance):
@@ -69,15 +69,11 @@ def slow_f(predicted, labels, tolerance):
     return 2 * precision * recall / (precision + recall) if precision + recall else 0
 
 
-def halves(column, size=(20, 40)):
-    """(1, H, W): class 1 from a column on, class 0 before it."""
-    return (torch.arange(size[1]) >= column).long().expand(1, *size).clone()
-
-
 @pytest.fixture(scope="module")
 def seen():
-    """labels, logits, distance and predictions of a few images."""
+    """labels, logits, distance and predictions of a few images, one of them all ignored."""
     labels, logits = regions(0)
+    labels[5] = IGNORE
     return labels, logits, torch.stack([slow_distance(one) for one in labels]), logits.argmax(1)
 
 
@@ -97,11 +93,11 @@ def test_miou_and_accuracy_are_their_definitions_without_one_more_in_the_denomin
     found = read((logits, labels, distance))
     assert found["miou"] == pytest.approx(float(sum(b / e for b, e in zip(both, either, strict=True)) / CLASSES))
     assert found["pixel_accuracy"] == pytest.approx(float((labels == predicted).sum() / valid.sum()))
-    counts = [[int(((labels == t) & (predicted == p)).sum()) for p in range(CLASSES)] for t in range(CLASSES)]
-    assert scores.confusion(predicted, labels, CLASSES).tolist() == counts
+    more = F.one_hot(predicted, CLASSES + 3).permute(0, 3, 1, 2).float()
+    assert read((more, labels, distance))["miou"] == found["miou"], "a class that is nowhere changes nothing"
 
 
-@pytest.mark.parametrize("batch", [1, 2, 4, 6])
+@pytest.mark.parametrize("batch", [1, 4])
 def test_miou_of_any_batches_is_that_of_the_whole_set_and_not_their_mean(seen, batch):
     labels, logits, distance, _ = seen
     whole = read((logits, labels, distance))
@@ -109,26 +105,14 @@ def test_miou_of_any_batches_is_that_of_the_whole_set_and_not_their_mean(seen, b
     found = read(*parts)
     assert (found["miou"], found["pixel_accuracy"]) == (whole["miou"], whole["pixel_accuracy"])
     assert found["boundary_f"] == pytest.approx(whole["boundary_f"], abs=1e-6)
-    if batch < len(labels):
-        assert abs(sum(read(part)["miou"] for part in parts) / len(parts) - whole["miou"]) > 1e-3
+    assert abs(sum(read(part)["miou"] for part in parts) / len(parts) - whole["miou"]) > 1e-3
 
 
-def test_a_perfect_prediction_scores_one_and_ties_take_the_first_class():
+def test_a_perfect_prediction_scores_one():
     labels, _ = regions(3)
     distance = torch.stack([slow_distance(one) for one in labels])
     perfect = F.one_hot(labels % IGNORE, CLASSES).permute(0, 3, 1, 2).float()
     assert read((perfect, labels, distance)) == pytest.approx({"miou": 1, "pixel_accuracy": 1, "boundary_f": 1})
-    logits = torch.randint(0, 3, (2, CLASSES, 9, 7), generator=torch.Generator().manual_seed(8)).float()
-    card: Any = None  # not read
-    assert np.array_equal(segment.decode((logits, ()), card), logits.argmax(1))
-
-
-def test_a_class_that_is_nowhere_and_an_image_that_is_all_ignored_change_nothing(seen):
-    labels, logits, distance, predicted = seen
-    more = [F.one_hot(predicted, classes).permute(0, 3, 1, 2).float() for classes in (CLASSES, CLASSES + 3)]
-    assert len({read((one, labels, distance))["miou"] for one in more}) == 1
-    empty = logits, torch.full_like(labels, IGNORE), torch.full_like(distance, 255 / 8)
-    assert read((logits, labels, distance), empty) == read((logits, labels, distance))
 
 
 class Unread(TorchDispatchMode):
@@ -139,68 +123,135 @@ class Unread(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_no_metric_reads_a_value_so_none_waits_for_the_device(seen, monkeypatch):
+def test_no_metric_reads_a_value_so_none_waits_for_the_device(seen):
     labels, logits, distance, _ = seen
-    values = torch.randint(0, 26, (5000,), generator=torch.Generator().manual_seed(2))
-    assert torch.equal(scores.scatter_count(values, minlength=26), values.bincount(minlength=26))
-    monkeypatch.setattr(torch, "bincount", scores.scatter_count)  # as on a GPU
     with Unread():
         found = segment.metrics((logits, ()), {"label": labels, "distance": distance})
         with pytest.raises(AssertionError, match="_local_scalar_dense"):
             torch.as_tensor(found["boundary_f"][0]).item()
 
 
-# Boundaries
-
-
-def test_boundaries_are_those_of_a_look_at_every_neighbour(seen):
-    labels, _, distance, _ = seen
-    found = scores.boundaries(labels, labels != IGNORE)
-    for mask, image in zip(found, labels, strict=True):
-        assert {(y, x) for y, x in mask.nonzero().tolist()} == slow_boundary(image)
-    assert torch.equal(found, distance == 0)
-
-
-@pytest.mark.parametrize("tolerance", [0, 1.5, 7.07])
-def test_boundary_f_is_that_of_pixel_by_pixel_matching(seen, tolerance):
-    labels, _, distance, predicted = seen
-    expected = [slow_f(guess, truth, tolerance) for guess, truth in zip(predicted, labels, strict=True)]
-    total, images = boundary_f(predicted, labels, distance, tolerance)
+@pytest.mark.parametrize("tolerance", [None, 0, 1.5, 7.07])
+def test_boundary_f_is_that_of_pixel_by_pixel_matching(seen, monkeypatch, tolerance):
+    labels, logits, distance, predicted = seen
+    if tolerance is not None:
+        monkeypatch.setattr(scores, "TOLERANCE", tolerance / math.hypot(*SIZE) * (1 + 1e-9))
+    within = 0.0075 * math.hypot(*SIZE) if tolerance is None else tolerance
+    expected = [slow_f(guess, truth, within) for guess, truth in zip(predicted, labels, strict=True)]
+    total, images = segment.metrics((logits, ()), {"label": labels, "distance": distance})["boundary_f"]
     counted = [f for f in expected if f is not None]
-    assert images == len(counted)
-    assert total.item() == pytest.approx(sum(counted), abs=1e-5)
+    assert images == len(counted) == 5
+    assert float(total) == pytest.approx(sum(counted), abs=1e-5)
 
 
-def test_boundary_f_is_the_same_when_prediction_and_truth_change_places():
-    first, second = (labels.where(labels != IGNORE, 0) for labels, _ in (regions(5), regions(6)))
-    there = boundary_f(second, first, torch.stack([slow_distance(one) for one in first]), 2)
-    back = boundary_f(first, second, torch.stack([slow_distance(one) for one in second]), 2)
-    assert there[0] == pytest.approx(back[0].item(), abs=1e-6)
-
-
-def test_a_boundary_as_far_as_the_tolerance_is_found_and_one_farther_is_not():
-    labels = halves(20)
-    found = [boundary_f(halves(20 + n), labels, slow_distance(labels[0])[None], 3)[0].item() for n in (3, 4, 5)]
-    assert found == pytest.approx([1, 0.5, 0])  # of two columns of pixels the nearer one counts
-    labels = halves(120, (180, 240))  # a diagonal of 300 px, so 2.25 by default
-    distance = (torch.arange(240) - 119.5).abs().sub(0.5).expand(1, 180, 240)
-    found = [boundary_f(halves(120 + n, (180, 240)), labels, distance)[0].item() for n in (2, 3, 4)]
-    assert found == pytest.approx([1, 0.5, 0])
-
-
-def test_ignored_pixels_are_not_judged_and_an_image_with_one_boundary_of_two_has_nothing_right():
-    labels = halves(20)
-    labels[..., 25:] = IGNORE
-    noisy = torch.randint(0, CLASSES, labels.shape, generator=torch.Generator().manual_seed(7))
-    assert boundary_f(noisy.where(labels == IGNORE, labels), labels, slow_distance(labels[0])[None], 1) == (1, 1)
-    flat, split = halves(40), halves(20)
+def test_an_image_with_one_boundary_of_two_has_nothing_right_and_one_with_none_does_not_count():
+    flat, split = torch.zeros(1, *SIZE).long(), (torch.arange(WIDTH) >= 9).long().expand(1, *SIZE)
     far, near = slow_distance(flat[0])[None], slow_distance(split[0])[None]
-    assert boundary_f(flat, flat, far) == (0, 0)
-    assert boundary_f(split, flat, far) == (0, 1)
-    assert boundary_f(flat, split, near) == (0, 1)
+    assert scores.boundary_f(flat, flat, far) == (0, 0)
+    assert scores.boundary_f(split, flat, far) == (0, 1)
+    assert scores.boundary_f(flat, split, near) == (0, 1)
 
 
-def test_a_tolerance_beyond_what_packs_store_is_refused(seen):
-    labels, _, distance, predicted = seen
-    with pytest.raises(PlanError, match=r"from 0 to 31.75 px, got 32"):
-        boundary_f(predicted, labels, distance, 32)
+# Tables
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    labels, _ = regions(7, 5)
+    labels[4] = IGNORE
+    return packed(tmp_path_factory.mktemp("tables"), {"val": labels.numpy().astype(np.uint8)})
+
+
+def packed(folder, labels, classes="abcde"):
+    samples = {
+        f"{split}/{n}": {"image": np.zeros((*x.shape, 3), np.uint8), "label": x, "distance": segment.distance_map(x)}
+        for split, some in labels.items()
+        for n, x in enumerate(some)
+    }
+    splits = [name.partition("/")[0] for name in samples]
+    return pack_of(samples, folder, task="segment", split=splits, classes=list(classes))
+
+
+@pytest.fixture(scope="module")
+def answers():
+    return list(regions(7, 5)[1].argmax(1).numpy().astype(np.uint8))
+
+
+def evaluated(pack, ids, answers):
+    """What `evaluate` returns for these predictions."""
+    raw = collate([pack.sample(int(i)) for i in ids], pack.columns)
+    batch = segment.batch(raw, segment.Plan(), None)
+    maps = torch.from_numpy(np.stack(answers).astype(int))
+    logits = F.one_hot(maps, len(pack.classes)).permute(0, 3, 1, 2).float()
+    return read((logits, batch["label"], batch["distance"]))
+
+
+def test_the_tables_are_what_counting_pixel_by_pixel_gives(pack, answers):
+    ids = range(5)
+    pairs = list(zip(pack.arrays["label"].ravel().tolist(), np.stack(answers).ravel().tolist(), strict=True))
+    counts = np.array([[pairs.count((t, p)) for p in range(CLASSES)] for t in range(CLASSES)])
+    assert (segment.confusion(pack, ids, answers).to_numpy() == counts).all()
+    table = segment.by_class(pack, ids, answers).set_index("class")
+    assert list(table.iou) == sorted(table.iou)
+    for k, name in enumerate(pack.classes):
+        row, both, true, found = table.loc[name], counts[k, k], counts[k].sum(), counts[:, k].sum()
+        other = max((j for j in range(CLASSES) if j != k), key=lambda j: counts[k, j])
+        assert (row.iou, row.precision, row.recall) == (both / (true + found - both), both / found, both / true)
+        assert (row.share, row.confused, row.lost) == (true / counts.sum(), "abcde"[other], counts[k, other] / true)
+    assert table.iou.mean() == pytest.approx(evaluated(pack, ids, answers)["miou"])
+
+
+def test_scores_of_images_are_those_of_an_evaluation_of_each_alone_and_the_worst_come_first(pack, answers):
+    table = segment.image_scores(pack, range(5), answers)
+    assert (table.id.tolist(), table.name.tolist()) == (list(range(5)), pack.names)
+    for i, *found in table.drop(columns="name").to_numpy()[:-1]:
+        assert found == pytest.approx(list(evaluated(pack, [i], [answers[int(i)]]).values()))
+    assert np.isnan([table[name].iloc[-1] for name in ("miou", "pixel_accuracy", "boundary_f")]).all()
+    worst = segment.worst(pack, range(5), answers)
+    assert worst == table.iloc[:-1].sort_values("miou").id.tolist(), "all but the one without labels"
+    assert segment.worst(pack, range(5), answers, 2) == worst[:2]
+
+
+def test_a_class_that_is_nowhere_has_no_iou_and_one_that_is_only_predicted_has_zero(tmp_path):
+    pack, answer = packed(tmp_path, {"val": [np.ones(SIZE, np.uint8)]}, "abcd"), np.ones(SIZE, np.uint8)
+    answer[0] = 3
+    table = segment.by_class(pack, [0], [answer])
+    assert table["class"].tolist() == ["d", "b", "a", "c"]
+    assert table.iou.tolist()[:2] == [0, 19 / 20]
+    assert np.isnan(table.iou[2:]).all()
+    assert np.isnan(table.recall[0])
+    assert table.confused.tolist() == ["", "d", "", ""]
+    assert np.isnan(segment.by_class(pack, [], []).iou).all()
+
+
+@pytest.mark.parametrize(
+    ("predicted", "message"),
+    [
+        ([], "got 0 for 1 id;"),
+        ([np.zeros(SIZE, np.uint8)] * 2, "got 2 for 1 id;"),
+        ([np.zeros(SIZE[::-1], np.uint8)], r"got \(27, 20\)"),
+        ([np.full(SIZE, 5, np.uint8)], "numbers below 5, got .* from 0 to 5 for id 0"),
+        ([np.full(SIZE, -1)], "numbers below 5, got .* from -1 to 0 for id 0"),
+    ],
+)
+def test_predictions_that_do_not_belong_to_the_ids_are_refused(pack, predicted, message):
+    for refused in (segment.show, segment.by_class, segment.confusion, segment.image_scores, segment.worst):
+        with pytest.raises(PackError, match=message):
+            refused(pack, [0], predicted)
+
+
+def halves(left, right):
+    label = np.full(SIZE, left, np.uint8)
+    label[:, 9:] = right
+    return label
+
+
+def test_the_prior_is_the_most_frequent_class_at_each_pixel_and_scored_as_an_evaluation_would(tmp_path):
+    labels = {"train": [halves(0, 1), halves(0, 2), halves(1, 1), halves(0, 255)], "val": [halves(0, 1), halves(0, 2)]}
+    pack = packed(tmp_path, labels, "abc")
+    assert segment.position_prior(pack) == pytest.approx(evaluated(pack, pack.ids("val"), [halves(0, 1)] * 2))
+    with pytest.raises(PackError, match=r"'test'.* is empty; choose another"):
+        segment.position_prior(pack, "test")
+    never = {"train": [halves(255, 2), halves(255, 1), halves(255, 2)], "val": [halves(2, 2)]}
+    found = segment.position_prior(packed(tmp_path / "never", never, "abc"))
+    assert found["pixel_accuracy"] == 1, "where training has no label, the most frequent class"

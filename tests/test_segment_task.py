@@ -18,7 +18,6 @@ from nbtools.data import Card, Draws, Entry, Survey, build_pack, collate
 from nbtools.data.pack import Column
 from nbtools.errors import PlanError
 from nbtools.measure import Machine, decide
-from nbtools.run import Run
 from nbtools.tasks import segment
 from nbtools.tasks.segment import BASELINE, PLAN, Plan
 from nbtools.train import TrainState, evaluation
@@ -82,29 +81,24 @@ def trained(pack, plan, task: Any = segment):
 # Learning
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"lr": 2e-2, "warmup_epochs": 5}, {"optimizer": "adamw", "lr": 1e-2, "head_lr": 1.0}],
-    ids=["sgd", "adamw"],
-)
-def test_one_batch_is_overfitted_by_the_loop(tmp_path, settings):
+def test_one_batch_is_overfitted_by_the_loop(tmp_path):
     pack = make_pack(tmp_path, 12)
-    plan = Plan(**{**SLIM, "epochs": 40, "batch_size": 10, "schedule": "poly", "eval_every": 40, **settings})
-    state, records = trained(pack, plan)
+    plan = Plan(**{**SLIM, "epochs": 30, "batch_size": 10, "optimizer": "adamw", "lr": 1e-2, "eval_every": 30})
+    state, records = trained(pack, plan.replace(head_lr=1.0, schedule="poly"))
     assert evaluation.evaluate(segment, state.model, pack, plan, "train")["miou"] > 0.85
     loss = [r.values["train_loss"] for r in records if r.kind == "epoch"]
     assert loss[-1] < 0.3 * loss[0]
-    ids = pack.ids("train")[:4]
-    answers = segment.decode(state.model.eval()(segment.batch(raw_batch(pack, ids), plan, None)), pack)
+    raw = raw_batch(pack, pack.ids("train")[:4])
+    answers = segment.decode(state.model.eval()(segment.batch(raw, plan, None)), pack)
     assert [(a.shape, a.dtype) for a in answers] == [((HEIGHT, WIDTH), np.dtype(np.uint8))] * 4
-    truth = [pack.sample(i)["label"] for i in ids]
+    truth = raw["label"].numpy()
     assert np.mean([(a == t)[t < CLASSES].mean() for a, t in zip(answers, truth, strict=True)]) > 0.95
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_heads_learn_ten_times_as_fast_in_at_most_four_groups(pack, optimizer):
-    plan = Plan(**{**SLIM, "optimizer": optimizer, "epochs": 1, "weight_decay": 0.01, "schedule": "constant"})
-    state, _ = trained(pack, plan)
+def test_heads_learn_ten_times_as_fast_in_at_most_four_groups(pack):
+    plan = Plan(**{**SLIM, "epochs": 1, "weight_decay": 0.01, "schedule": "constant"})
+    state = TrainState(segment, pack, plan, "cpu")
+    next(iter(r for r in train_loop(segment, state, pack) if r.kind == "step"))
     groups, named = state.optimizer.param_groups, dict(state.model.named_parameters())
     assert len(groups) <= 4
     assert {g["lr"] for g in groups} == {plan.lr, 10 * plan.lr}
@@ -188,22 +182,6 @@ def test_batch_norm_keeps_learning_after_an_evaluation(pack):
     assert modes == [{True}] * len(modes)
     for (_, before), (kind, after) in itertools.pairwise(averages):
         assert torch.equal(before, after) == (kind != "step")
-
-
-def test_settings_changed_while_it_trains_take_effect_at_the_next_step(pack):
-    seen: list[tuple[int, float]] = []
-
-    def loss(model, batch, plan):
-        if isinstance(model, nn.Module):  # an evaluation passes what the model returned
-            seen.append((batch["image"].shape[3], plan.ohem_threshold))
-        return segment.loss(model, batch, plan)
-
-    plan, task = Plan(**{**SLIM, **AUGMENT, "epochs": 1, "crop": 32}), task_of(loss=loss)
-    state = TrainState(task, pack, plan, "cpu")
-    for record in train_loop(task, state, pack):
-        if record.kind == "step" and state.step == 1:
-            state.plan = plan.replace(crop=48, ohem_threshold=0.5, jitter=0.0)
-    assert seen == [(32, 0.7), (48, 0.5), (48, 0.5)]
 
 
 def test_validation_is_neither_augmented_nor_cropped_nor_shuffled(pack):
@@ -306,20 +284,6 @@ def test_evaluations_while_training_are_single_passes_and_the_last_has_all_scale
     assert not evaluation.is_partial(full, 100)
 
 
-def test_a_run_predicts_with_the_scales_and_mirror_images_of_its_plan(pack, tmp_path):
-    plan = Plan(network="slim", eval_scales=(0.5, 1.0), eval_flip=True)
-    torch.manual_seed(0)
-    run, model = Run(tmp_path, segment, pack.card, plan), segment.model(pack, plan).eval()
-    nn.init.normal_(dict(model.named_parameters())["head.classify.weight"])
-    raw = raw_batch(pack, pack.ids("val")[:1])
-    [answer] = run.decoded(model, raw)
-    with torch.no_grad():
-        batch = segment.batch(raw, plan, None)
-        wanted, once = segment.infer(model, batch, plan), model(batch)
-    assert np.array_equal(answer, segment.decode(wanted, pack)[0])
-    assert not np.array_equal(answer, segment.decode(once, pack)[0])
-
-
 # Plans
 
 
@@ -340,8 +304,10 @@ def card_of(size, train, channels=3):
     return Card("segment", list("abc"), options, columns, {"train": train, "val": 1, "test": 0})
 
 
-@pytest.mark.parametrize("accelerator", ["cuda", "mps", "cpu"])
-@pytest.mark.parametrize(("size", "train"), [((120, 160), 80), ((360, 480), 3), ((1024, 2048), 2975), ((40, 33), 500)])
+@pytest.mark.parametrize(
+    ("accelerator", "size", "train"),
+    [("cuda", (1024, 2048), 2975), ("cuda", (360, 480), 3), ("mps", (40, 33), 500), ("cpu", (120, 160), 80)],
+)
 def test_advice_fits_the_data_and_gives_every_number_a_reason(accelerator, size, train):
     card = card_of(size, train, 4)
     advice = decide(segment, card, Machine(accelerator, "x", 40 if accelerator == "cuda" else 0, 1, 2, (8, 0)))
@@ -350,7 +316,7 @@ def test_advice_fits_the_data_and_gives_every_number_a_reason(accelerator, size,
     assert plan.batch_size <= train
     assert plan.crop is None or plan.crop <= max(32, min(size))
     assert all(advice.reasons.values())
-    assert segment.network_of(plan) == ("bisenetv2" if accelerator == "cuda" else "slim")
+    assert plan.net == ("bisenetv2" if accelerator == "cuda" else "slim")
     assert plan.warmup_epochs < plan.epochs
     segment.model(card, plan)
 
@@ -366,20 +332,16 @@ def test_another_network_comes_with_the_settings_that_it_learns_better_with(pack
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"),
+    ("settings", "message"),
     [
-        *(("crop", 16), ("scale_low", 0.1), ("flip", 1.5), ("jitter", -0.1), ("ohem_threshold", 0.0)),
-        *(("ohem_least", 2.0), ("edge_weight", 0.5), ("edge_width", 0.0), ("eval_scales", (1.0, 0.0))),
-        *(("eval_window", 8), ("network", "unet")),
+        ({"crop": 16}, r"Plan\.crop must be"),
+        ({"ohem_threshold": 0.0}, r"Plan\.ohem_threshold must be"),
+        ({"eval_scales": (1.0, 0.0)}, r"Plan\.eval_scales must be"),
+        ({"network": "unet"}, r"Plan\.network must be"),
+        ({"scale_high": 0.5}, r"Plan\.scale_low must be ≤ scale_high \(0\.5\), got 1; lower it or raise"),
+        ({"eval_scales": ()}, r"Plan\.eval_scales must name at least one zoom, got none"),
     ],
 )
-def test_a_setting_outside_its_limits_is_refused_by_name(setting, value):
-    with pytest.raises(PlanError, match=rf"Plan\.{setting} must be"):
-        Plan(**{setting: value})
-
-
-def test_settings_that_contradict_each_other_are_refused():
-    with pytest.raises(PlanError, match=r"Plan\.scale_low must be ≤ scale_high \(0\.5\), got 1; lower it or raise"):
-        Plan(scale_high=0.5)
-    with pytest.raises(PlanError, match=r"Plan\.eval_scales must name at least one zoom, got none"):
-        Plan(eval_scales=())
+def test_impossible_settings_are_refused_by_name(settings, message):
+    with pytest.raises(PlanError, match=message):
+        Plan(**settings)

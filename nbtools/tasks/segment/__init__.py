@@ -1,23 +1,24 @@
 """Segmentation: the class of every pixel, by BiSeNetV2 with a loss that weights hard pixels and boundaries."""
 
-from nbtools.tasks.segment.analysis import by_class, confusion, image_scores, position_prior, prior, worst
+from typing import NoReturn
+
+from nbtools.tasks.segment.augment import batch
 from nbtools.tasks.segment.data import pack, read, save, survey, validate
 from nbtools.tasks.segment.demo import demo
-from nbtools.tasks.segment.inference import eval_cost
-from nbtools.tasks.segment.plans import BASELINE, PLAN, Plan, network_of, suggest, with_network
-from nbtools.tasks.segment.scores import distance_map
-from nbtools.tasks.segment.task import BEST, batch, decode, groups, infer, loss, metrics, model
-from nbtools.tasks.segment.timing import costs, latency
-from nbtools.tasks.segment.visualize import (
-    balance,
-    classes_legend,
-    confused,
-    overlay,
-    preview,
-    show,
-    text_of,
-    training_views,
+from nbtools.tasks.segment.inference import costs, decode, infer, latency
+from nbtools.tasks.segment.losses import loss
+from nbtools.tasks.segment.networks import groups, model
+from nbtools.tasks.segment.plans import BASELINE, BEST, PLAN, Plan, suggest, with_network
+from nbtools.tasks.segment.scores import (
+    by_class,
+    confusion,
+    distance_map,
+    image_scores,
+    metrics,
+    position_prior,
+    worst,
 )
+from nbtools.tasks.segment.visualize import balance, confused, preview, show, training_views
 
 __all__ = [
     "BASELINE",
@@ -27,14 +28,12 @@ __all__ = [
     "balance",
     "batch",
     "by_class",
-    "classes_legend",
     "confused",
     "confusion",
     "costs",
     "decode",
     "demo",
     "distance_map",
-    "eval_cost",
     "groups",
     "image_scores",
     "infer",
@@ -42,20 +41,31 @@ __all__ = [
     "loss",
     "metrics",
     "model",
-    "network_of",
-    "overlay",
     "pack",
     "position_prior",
     "preview",
-    "prior",
     "read",
     "save",
     "show",
     "suggest",
     "survey",
-    "text_of",
     "training_views",
     "validate",
     "with_network",
     "worst",
 ]
+
+GONE = {
+    "classes_legend": "segment.show has the legend of its classes",
+    "eval_cost": "segment.costs has it in the column pixels",
+    "network_of": "plan.net",
+    "overlay": "segment.show(pack, ids)",
+    "prior": "segment.position_prior scores it",
+    "text_of": "the classes are pack.classes",
+}
+"""Names of version 0.1 → what to use instead."""
+
+
+def __getattr__(name: str) -> NoReturn:
+    instead = f"; {GONE[name]}" if name in GONE else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")

@@ -1,6 +1,6 @@
 """The class table: which raw id, name and colour of the labels is which class, and which are ignored.
 
-It comes from names, a mapping, or a text file:
+It comes from names, a mapping id → name, or a text file:
 
     classes.txt     one name a line, ids from 0; or `id,name`, `id,name,r,g,b` or `name,r,g,b`; also class_dict.csv
     labelmap.txt    as CVAT writes it: name:r,g,b:parts:actions
@@ -22,11 +22,10 @@ from nbtools.errors import PackError
 from nbtools.tasks.common.files import read_text
 
 IGNORE = 255  # in packed labels
-UNKNOWN = 254  # in a look-up only: an id that is in no table
+UNKNOWN = 254  # in `Table.lookup` only: an id that is in no table
 MOST_CLASSES = 254  # what a byte holds besides these two
 MOST_ID = 65_535  # of 16-bit labels
 BACKGROUND = ("background", "_background_", "bg")  # black, and what no drawn shape covers
-
 TWO_CLASSES = (
     "A mask of 0 and 255 is read with classes={0: 'background', 255: 'object'}, or a file of the lines 0,background "
     "and 255,object"
@@ -44,18 +43,13 @@ PALETTE: tuple[Colour, ...] = (
 )
 
 FILES = ("classes.txt", "labelmap.txt", "class_dict.csv")
-RGB = r"(?P<r>\d+)\s*,\s*(?P<g>\d+)\s*,\s*(?P<b>\d+)\s*"
-FORMS = tuple(
-    map(
-        re.compile,
-        (
-            rf"\s*(?P<name>[^:]+?)\s*:\s*(?:{RGB})?:[^:]*:[^:]*",
-            rf"\s*(?P<id>\d+)\s*,\s*(?P<name>[^,]+?)\s*(?:,\s*{RGB})?",
-            rf"\s*(?P<name>[^,]+?)\s*,\s*{RGB}",
-        ),
-    )
-)
 HEADERS = ("id,name", "name,r,g,b")
+RGB = r"(?P<r>\d+)\s*,\s*(?P<g>\d+)\s*,\s*(?P<b>\d+)\s*"
+FORMS = (
+    re.compile(rf"\s*(?P<name>[^:]+?)\s*:\s*(?:{RGB})?:[^:]*:[^:]*"),
+    re.compile(rf"\s*(?P<id>\d+)\s*,\s*(?P<name>[^,]+?)\s*(?:,\s*{RGB})?"),
+    re.compile(rf"\s*(?P<name>[^,]+?)\s*,\s*{RGB}"),
+)
 
 
 @dataclass(frozen=True)
@@ -125,22 +119,6 @@ def class_table(entries: Sequence[Class], ignore: Sequence[int | str] = ()) -> T
 
     Raises PackError unless the classes differ, and are from 2 to 254.
     """
-    require_different(entries)
-    ignored = ignored_ids(entries, ignore)
-    if IGNORE not in {one.id for one in entries}:
-        ignored = [*ignored, IGNORE]
-    known = {one.id: one for one in entries}
-    classes = tuple(one for one in entries if one.id not in ignored)
-    if not 2 <= len(classes) <= MOST_CLASSES:
-        some = ", ".join(one.name for one in classes[:8]) or "none"
-        raise PackError(
-            f"a class table has 2 to {MOST_CLASSES} classes, got {len(classes)} besides those ignored ({some}); "
-            f"give classes=, names or a file of them. {TWO_CLASSES}"
-        )
-    return Table(classes, tuple(known.get(i, Class(i, "")) for i in dict.fromkeys(ignored)))
-
-
-def require_different(entries: Sequence[Class]) -> None:
     for one in entries:
         if type(one.id) is not int or not 0 <= one.id <= MOST_ID:
             raise PackError(f"classes: an id is a whole number from 0 to {MOST_ID}, got {one.id!r} of {one.name!r}")
@@ -152,16 +130,22 @@ def require_different(entries: Sequence[Class]) -> None:
             raise PackError(
                 f"classes: each {what} is used once, got {twice[0]!r} twice; rename one, or delete its line"
             )
-
-
-def ignored_ids(entries: Sequence[Class], ignore: Sequence[int | str]) -> list[int]:
-    names = {one.name: one.id for one in entries}
-    found = [names.get(one, -1) if isinstance(one, str) else one for one in ignore]
-    for one, raw in zip(ignore, found, strict=True):
+    known, ids = {one.id: one for one in entries}, {one.name: one.id for one in entries}
+    ignored = [ids.get(one, -1) if isinstance(one, str) else one for one in ignore]
+    for one, raw in zip(ignore, ignored, strict=True):
         if not 0 <= raw <= MOST_ID:
-            known = ", ".join(names)
-            raise PackError(f"ignore holds raw ids from 0 to {MOST_ID}, or names of classes ({known}), got {one!r}")
-    return found
+            names = ", ".join(ids)
+            raise PackError(f"ignore holds raw ids from 0 to {MOST_ID}, or names of classes ({names}), got {one!r}")
+    if IGNORE not in known:
+        ignored.append(IGNORE)
+    classes = tuple(one for one in entries if one.id not in ignored)
+    if not 2 <= len(classes) <= MOST_CLASSES:
+        some = ", ".join(one.name for one in classes[:8]) or "none"
+        raise PackError(
+            f"a class table has 2 to {MOST_CLASSES} classes, got {len(classes)} besides those ignored ({some}); "
+            f"give classes=, names or a file of them. {TWO_CLASSES}"
+        )
+    return Table(classes, tuple(known.get(i, Class(i, "")) for i in dict.fromkeys(ignored)))
 
 
 def parse_classes(classes: Given) -> list[Class]:
@@ -172,8 +156,7 @@ def parse_classes(classes: Given) -> list[Class]:
             raise PackError(
                 f"classes must be two names or more, or a text file of them, got {str(classes)!r}: no such file"
             )
-        text = read_text(path, "give two names or more, or a text file of them in UTF-8")
-        return list(read_classes(text, path.name))
+        return list(read_classes(read_text(path, "give two names or more, or a text file of them in UTF-8"), path.name))
     if isinstance(classes, Mapping):
         return [Class(int(i) if isinstance(i, np.integer) else i, name) for i, name in classes.items()]
     if not isinstance(classes, Iterable):
@@ -181,8 +164,8 @@ def parse_classes(classes: Given) -> list[Class]:
     return [Class(i, name) for i, name in enumerate(classes)]
 
 
-def read_classes(text: str, name: str) -> Iterator[Class]:
-    """The classes of a file. Raises PackError naming the line whose form is not the first line's."""
+def read_classes(text: str, file: str) -> Iterator[Class]:
+    """The classes of a file, whose first line sets the form of all. Raises PackError naming the line that differs."""
     lines = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip() and not line.startswith("#")]
     if lines and lines[0][1].replace(" ", "").casefold().startswith(HEADERS):
         lines = lines[1:]
@@ -192,19 +175,18 @@ def read_classes(text: str, name: str) -> Iterator[Class]:
             yield Class(k, line.strip())
             continue
         if (match := form.fullmatch(line)) is None:
-            raise PackError(f"{name}:{i}: a line has the form of the first, {lines[0][1]!r}, got {line!r}")
+            raise PackError(f"{file}:{i}: a line has the form of the first, {lines[0][1]!r}, got {line!r}")
         parts = match.groupdict()
         colour = None if parts["r"] is None else (int(parts["r"]), int(parts["g"]), int(parts["b"]))
         if colour and max(colour) > 255:
-            raise PackError(f"{name}:{i}: a colour is three numbers from 0 to 255, got {', '.join(map(str, colour))}")
+            raise PackError(f"{file}:{i}: a colour is three numbers from 0 to 255, got {', '.join(map(str, colour))}")
         yield Class(int(parts.get("id") or k), parts["name"], colour)
 
 
 def colours(classes: Sequence[Class]) -> list[Colour]:
     """A colour for each class: the one given, black for the background, else the next free one of the palette."""
-    taken = {one.colour for one in classes}
+    taken, black = {one.colour for one in classes}, (0, 0, 0)
     free = (colour for colour in palette() if colour not in taken)
-    black = (0, 0, 0)
     return [
         one.colour or (black if one.name.casefold() in BACKGROUND and black not in taken else next(free))
         for one in classes
@@ -212,12 +194,11 @@ def colours(classes: Sequence[Class]) -> list[Colour]:
 
 
 def palette() -> Iterator[Colour]:
-    """Endless colours, without repetition among the first few hundred."""
+    """Endless colours: after PALETTE hues in steps of the golden ratio, each far from all before it."""
     yield from PALETTE
     k = 0
-    while True:  # hues in steps of the golden ratio are far from all before them
-        red, green, blue = colorsys.hsv_to_rgb(
-            k * 0.6180339887 % 1, (0.55, 0.95, 0.75)[k % 3], (0.95, 0.7, 0.45)[k % 3]
-        )
-        yield round(red * 255), round(green * 255), round(blue * 255)
+    while True:
+        rgb = colorsys.hsv_to_rgb(k * 0.6180339887 % 1, (0.55, 0.95, 0.75)[k % 3], (0.95, 0.7, 0.45)[k % 3])
+        red, green, blue = (round(part * 255) for part in rgb)
+        yield red, green, blue
         k += 1

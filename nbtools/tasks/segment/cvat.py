@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 from xml.parsers import expat
 
 import numpy as np
@@ -28,12 +27,11 @@ from PIL import Image, ImageDraw
 from nbtools.errors import PackError
 from nbtools.table import plural, sized
 from nbtools.tasks.common.report import WARNING, Refused, Row
-from nbtools.tasks.segment.classes import BACKGROUND, IGNORE, Class, Colour
-from nbtools.tasks.segment.images import Mask, Recipe, Size, require_size, require_some
+from nbtools.tasks.segment.classes import BACKGROUND, Class, Colour
+from nbtools.tasks.segment.images import Recipe, Size, require_size
 
 AREAS = ("polygon", "box", "ellipse", "mask")
 OTHERS = ("polyline", "points", "tag", "cuboid", "skeleton")  # these have no area
-NAME = "annotations.xml"
 ROOT = re.compile(rb"<annotations[\s>]")  # another root, as Pascal VOC's <annotation>, is another format
 HEX = re.compile(r"#([0-9a-fA-F]{2})([0-9a-fA-F]{2})([0-9a-fA-F]{2})")
 FARTHEST = 1e6  # pixels: no image is larger
@@ -41,10 +39,6 @@ FINE = 4
 ARCS = 128  # corners of an ellipse
 MOST = 1 << 27  # pixels of a mask: a few bytes of runs could stand for any number
 DRAWABLE = 1 << 30  # pixels of a canvas: Pillow computes in 32-bit integers
-SLACK = 1.0  # pixels that a shape may extend outside the image without a warning: rounding does that
-
-Points = np.ndarray
-"""(N, 2) float64: x, y in pixels of the image, (0, 0) its upper left corner."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +48,15 @@ class Shape:
     kind: str
     attributes: Mapping[str, str]
 
-    @property
-    def label(self) -> str:
-        return self.attributes.get("label", "")
-
-    @property
-    def z_order(self) -> float:
-        return self.number("z_order", "0")
-
     def number(self, name: str, default: str | None = None) -> float:
         """Raises ValueError for an attribute that is missing, or no number that can be a coordinate."""
         value = float(self.attributes.get(name, default) or "nothing")
         if not abs(value) < FARTHEST:
             raise ValueError(f"{name}={value}")
         return value
+
+    def numbers(self, *names: str) -> list[float]:
+        return [self.number(name) for name in names]
 
 
 @dataclass
@@ -92,13 +81,12 @@ class Document:
     @property
     def classes(self) -> list[Class]:
         """The background first, for what no shape covers; then the labels, in their order."""
-        names = [name.casefold() for name, _ in self.labels]
-        own = next((i for i, name in enumerate(names) if name in BACKGROUND), None)
-        rest = [label for i, label in enumerate(self.labels) if i != own]
-        first = (BACKGROUND[0], None) if own is None else self.labels[own]
+        own = next((label for label in self.labels if label[0].casefold() in BACKGROUND), None)
+        rest = [label for label in self.labels if label is not own]
         used = [colour for _, colour in rest]
         colours = [c if used.count(c) < 2 else None for c in used]  # CVAT lets two labels have the same
-        return [Class(0, *first), *(Class(i, rest[i - 1][0], colours[i - 1]) for i in range(1, len(rest) + 1))]
+        first = Class(0, *(own or (BACKGROUND[0], None)))
+        return [first, *(Class(i, name, colours[i - 1]) for i, (name, _) in enumerate(rest, 1))]
 
 
 # The file
@@ -106,42 +94,41 @@ class Document:
 
 def is_cvat(name: str, head: bytes) -> bool:
     """By its root; or by CVAT's own name, if it is empty or damaged. Windows tools write UTF-16."""
-    return PurePosixPath(name).name.lower() == NAME or ROOT.search(head.replace(b"\0", b"")) is not None
+    own = PurePosixPath(name).name.lower() == "annotations.xml"
+    return own or ROOT.search(head.replace(b"\0", b"")) is not None
 
 
 def parse(path: Path, name: str) -> Document:
     """Raises Refused, with the file's name in its row, unless it is XML without document type that names images."""
-
-    def refuse(rule: str, value: str, fix: str) -> Refused:
-        return Refused(Row("", rule, value, fix, file=name))
-
     parser = Parser()
     try:
         with open(path, "rb") as file:
             parser.expat.ParseFile(file)
     except expat.ExpatError as error:
-        raise refuse("annotations are whole XML", str(error), "export it again: CVAT for images 1.1") from None
+        reasons = "annotations are whole XML", str(error), "export it again: CVAT for images 1.1"
     except OSError as error:
         fix = "copy the file again, or change its permissions"
-        raise refuse("annotations can be read", error.strerror or str(error), fix) from None
+        reasons = "annotations can be read", error.strerror or str(error), fix
     except PackError as error:
-        raise refuse(*error.args) from None
-    found = parser.document
-    if not found.drawings:
-        value = f"none, but {plural(found.tracks, 'track')} of a video" if found.tracks else "no <image>"
-        raise refuse("annotations name images", value, "export it as CVAT for images 1.1, with the images")
-    return found
+        reasons = error.args
+    else:
+        if parser.document.drawings:
+            return parser.document
+        tracks = parser.document.tracks
+        value = f"none, but {plural(tracks, 'track')} of a video" if tracks else "no <image>"
+        reasons = "annotations name images", value, "export it as CVAT for images 1.1, with the images"
+    raise Refused(Row("", *reasons, file=name))
 
 
 class Parser:
     """Handles expat's events; keeps the labels, and the images with their shapes."""
 
     def __init__(self) -> None:
-        self.document, self.path, self.text = Document(), [], []
-        self.expat: Any = expat.ParserCreate()
+        self.document, self.path, self.text = Document(), [], ""
+        self.expat = expat.ParserCreate()
         self.expat.buffer_text = True
         self.expat.StartElementHandler, self.expat.EndElementHandler = self.start, self.end
-        self.expat.CharacterDataHandler = lambda text: self.text.append(text)
+        self.expat.CharacterDataHandler = self.data
         self.expat.StartDoctypeDeclHandler = self.refuse_doctype
 
     def refuse_doctype(self, name: str, *_) -> None:
@@ -150,8 +137,7 @@ class Parser:
 
     def start(self, tag: str, attributes: dict[str, str]) -> None:
         self.path.append(tag)
-        self.text = []
-        drawings = self.document.drawings
+        self.text, drawings = "", self.document.drawings
         if tag == "image" and len(self.path) == 2:
             size = (attributes.get("height", ""), attributes.get("width", ""))
             whole = (int(size[0]), int(size[1])) if all(side.isdecimal() and len(side) < 7 for side in size) else None
@@ -163,9 +149,11 @@ class Parser:
         elif self.path[1:2] == ["image"] and tag in OTHERS and len(self.path) == 3:
             drawings[-1].others.append(tag)
 
+    def data(self, text: str) -> None:
+        self.text += text
+
     def end(self, tag: str) -> None:
-        text, self.text = "".join(self.text).strip(), []
-        labels = self.document.labels
+        text, labels = self.text.strip(), self.document.labels
         if self.path[-3:] == ["labels", "label", "name"] and text not in (name for name, _ in labels):
             labels.append((text, None))
         elif self.path[-3:] == ["labels", "label", "color"] and labels and (match := HEX.fullmatch(text)):
@@ -177,66 +165,56 @@ class Parser:
 # The mask
 
 
-def draw(drawing: Drawing, recipe: Recipe, size: Size) -> Mask:
-    """The label of an image of a size. Shapes of a higher z_order, and later ones of the same, cover those below.
-
-    Raises Refused with the first shape that cannot be drawn.
-    """
+def draw(drawing: Drawing, recipe: Recipe, size: Size, rows: list[Row]) -> np.ndarray:
+    """(H, W) uint8: the label of an image of a size. Shapes of a higher z_order, and later ones of the same, cover
+    those below. Remarks are added to `rows`; raises Refused with the first shape that cannot be drawn."""
     if drawing.size is not None:
         require_size(drawing.size, size)
-    known, lookup = recipe.table.by_name, recipe.table.lookup
-    rows = list(remarks(drawing))
-    areas = [(shape, outline(shape, known)) for shape in drawing.shapes]
-    rows += [row for shape, points in areas for row in outside(shape, points, size)]
-    place = recipe.place(size)
-    canvas = Image.new("L", (place.width * FINE, place.height * FINE), recipe.table.background)
-    scale = np.array(canvas.size) / (size[1], size[0])
-    for shape, points in sorted(areas, key=lambda area: area[0].z_order):
-        fill(canvas, shape, points, scale, int(lookup[known[shape.label]]))
-    label = np.full(recipe.size, IGNORE, np.uint8)
-    label[place.area] = np.asarray(canvas.resize((place.width, place.height), Image.Resampling.NEAREST))
-    require_some(label)
-    return Mask(label, {}, tuple(rows))
-
-
-def remarks(drawing: Drawing) -> Iterator[Row]:
     if not drawing.shapes:
         fix = "nothing, if there is nothing on it; else draw it, or delete the image"
-        yield Row("shapes", "an image has shapes", "none: all of it is background", fix, WARNING)
-    for kind in sorted(set(drawing.others)):
-        yield Row(kind, "a shape has an area", kind, "nothing: it is not drawn; or draw a polygon", WARNING)
+        rows.append(Row("shapes", "an image has shapes", "none: all of it is background", fix, WARNING))
+    fix = "nothing: it is not drawn; or draw a polygon"
+    rows += [Row(kind, "a shape has an area", kind, fix, WARNING) for kind in sorted(set(drawing.others))]
+    known, lookup, place = recipe.table.by_name, recipe.table.lookup, recipe.place(size)
+    canvas = Image.new("L", (place.width * FINE, place.height * FINE), recipe.table.background)
+    scale = np.array(canvas.size) / (size[1], size[0])
+    areas = [(z_order, shape, points) for shape in drawing.shapes for z_order, points in [outline(shape, known, size)]]
+    for _, shape, points in sorted(areas, key=lambda area: area[0]):
+        value = int(lookup[known[shape.attributes["label"]]])
+        if shape.kind == "mask":
+            paste_mask(canvas, decode_runs(shape), points[0], scale, value)
+        else:
+            corners = np.clip(points * scale, -DRAWABLE, DRAWABLE)
+            ImageDraw.Draw(canvas).polygon([tuple(point) for point in corners.tolist()], fill=value)
+    return recipe.label(canvas, place)
 
 
-def outline(shape: Shape, known: Mapping[str, int]) -> Points:
-    """The corners of a shape. Raises Refused if it has none, or its label is not in the class table."""
-    if shape.label not in known:
+def outline(shape: Shape, known: Mapping[str, int], size: Size) -> tuple[float, np.ndarray]:
+    """(z_order, corners (N, 2) float64: x, y in pixels, (0, 0) the upper left corner of the image) of a shape.
+
+    Raises Refused if it has none, its label is not in the class table, or it lies outside the image.
+    """
+    label = shape.attributes.get("label", "")
+    if label not in known:
         fix = f"correct it to one of {', '.join(list(known)[:8])}; or add it to classes="
-        raise Refused(Row("label", "a shape's label is in the class table", shape.label or "nothing", fix))
+        raise Refused(Row("label", "a shape's label is in the class table", label or "nothing", fix))
+    fix = "draw it again, or delete it"
     try:
-        _ = shape.z_order
-        points = CORNERS[shape.kind](shape)
+        z_order, points = shape.number("z_order", "0"), CORNERS[shape.kind](shape)
     except (ValueError, OverflowError) as error:
         rule = "shapes are given in finite numbers"
-        raise Refused(Row(shape.kind, rule, f"{shape.label}: {error}"[:80], "draw it again, or delete it")) from None
+        raise Refused(Row(shape.kind, rule, f"{label}: {error}"[:80], fix)) from None
     if len(points) < 3:
-        rule, fix = "a polygon has 3 points at least", "draw it again, or delete it"
-        raise Refused(Row(shape.kind, rule, f"{shape.label}: {len(points)}", fix))
-    return points
+        raise Refused(Row(shape.kind, "a polygon has 3 points at least", f"{label}: {len(points)}", fix))
+    low, high = points.min(0), points.max(0)
+    if (high <= 0).any() or (low >= (size[1], size[0])).any():
+        fix += "; were the images scaled after they were annotated?"
+        value = f"{label}: x {low[0]:g} to {high[0]:g}, y {low[1]:g} to {high[1]:g} in {sized(*size)}"
+        raise Refused(Row(shape.kind, "a shape lies inside the image", value, fix))
+    return z_order, points
 
 
-def outside(shape: Shape, points: Points, size: Size) -> Iterator[Row]:
-    """A warning for a shape partly outside the image. Raises Refused for one that is outside altogether."""
-    low, high, edge = points.min(0), points.max(0), np.array([size[1], size[0]])
-    rule = "a shape lies inside the image"
-    value = f"{shape.label}: x {low[0]:g} to {high[0]:g}, y {low[1]:g} to {high[1]:g} in {sized(*size)}"
-    if (high <= 0).any() or (low >= edge).any():
-        fix = "draw it again, or delete it; were the images scaled after they were annotated?"
-        raise Refused(Row(shape.kind, rule, value, fix))
-    if (low < -SLACK).any() or (high > edge + SLACK).any():
-        yield Row(shape.kind, rule, value, "nothing: what is outside is cut off", WARNING)
-
-
-def polygon(shape: Shape) -> Points:
+def polygon(shape: Shape) -> np.ndarray:
     pairs = [pair.split(",") for pair in shape.attributes.get("points", "").split(";") if pair.strip()]
     points = np.array([(float(x), float(y)) for x, y in pairs], np.float64).reshape(-1, 2)
     if not (np.abs(points) < FARTHEST).all():
@@ -244,62 +222,53 @@ def polygon(shape: Shape) -> Points:
     return points
 
 
-def box(shape: Shape) -> Points:
-    left, top, right, bottom = (shape.number(name) for name in ("xtl", "ytl", "xbr", "ybr"))
+def box(shape: Shape) -> np.ndarray:
+    left, top, right, bottom = shape.numbers("xtl", "ytl", "xbr", "ybr")
     corners = np.array([(left, top), (right, top), (right, bottom), (left, bottom)])
     return rotated(corners, corners.mean(0), shape.number("rotation", "0"))
 
 
-def ellipse(shape: Shape) -> Points:
-    centre = np.array([shape.number("cx"), shape.number("cy")])
+def ellipse(shape: Shape) -> np.ndarray:
     angles = np.linspace(0, 2 * math.pi, ARCS, endpoint=False)
-    arc = np.stack([np.cos(angles) * shape.number("rx"), np.sin(angles) * shape.number("ry")], 1)
+    arc = np.stack([np.cos(angles), np.sin(angles)], 1) * shape.numbers("rx", "ry")
+    centre = np.array(shape.numbers("cx", "cy"))
     return rotated(centre + arc, centre, shape.number("rotation", "0"))
 
 
-def rotated(points: Points, centre: np.ndarray, degrees: float) -> Points:
+def rotated(points: np.ndarray, centre: np.ndarray, degrees: float) -> np.ndarray:
     """Clockwise as seen: y points down."""
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     return (points - centre) @ np.array([[cos, sin], [-sin, cos]]) + centre
 
 
-def frame(shape: Shape) -> Points:
+def frame(shape: Shape) -> np.ndarray:
     """The corners of the rectangle that a mask fills. Raises ValueError unless its runs fill it."""
-    left, top, width, height = (shape.number(name) for name in ("left", "top", "width", "height"))
+    left, top, width, height = shape.numbers("left", "top", "width", "height")
     decode_runs(shape)
     return np.array([(left, top), (left + width, top), (left + width, top + height), (left, top + height)])
 
 
+CORNERS = {"polygon": polygon, "box": box, "ellipse": ellipse, "mask": frame}
+
+
 def decode_runs(shape: Shape) -> np.ndarray:
     """(height, width) bool of a mask: lengths of runs row by row, the first of them outside."""
-    height, width = int(shape.number("height")), int(shape.number("width"))
+    height, width = map(int, shape.numbers("height", "width"))
     lengths = [int(text) for text in shape.attributes.get("rle", "").split(",") if text.strip()]
     if min(lengths, default=-1) < 0 or sum(lengths) != height * width or sum(lengths) > MOST:
         raise ValueError(f"runs of {sum(lengths)} pixels for {sized(height, width)}")
     return np.repeat(np.arange(len(lengths)) % 2 == 1, lengths).reshape(height, width)
 
 
-CORNERS = {"polygon": polygon, "box": box, "ellipse": ellipse, "mask": frame}
-
-
-def fill(canvas: Image.Image, shape: Shape, points: Points, scale: np.ndarray, value: int) -> None:
-    """Draw a shape of these corners; scale: pixels of the canvas to one of the image, in x and y."""
-    if shape.kind == "mask":
-        paste_mask(canvas, decode_runs(shape), points[0], scale, value)
-    else:
-        corners = np.clip(points * scale, -DRAWABLE, DRAWABLE)
-        ImageDraw.Draw(canvas).polygon([tuple(point) for point in corners.tolist()], fill=value)
-
-
 def paste_mask(canvas: Image.Image, inside: np.ndarray, corner: np.ndarray, scale: np.ndarray, value: int) -> None:
-    """Fill what lies inside a mask (h, w) bool with this upper left corner. Costs no more than the canvas, however
-    large the mask is."""
+    """Fill what lies inside a mask (h, w) bool with this upper left corner; scale: pixels of the canvas to one of the
+    image, in x and y. Costs no more than the canvas, however large the mask is."""
     at = []
     for axis, side in enumerate(canvas.size):
         source = np.floor(np.arange(side) / scale[axis] - corner[axis]).astype(int)
-        at.append(np.flatnonzero((source >= 0) & (source < inside.shape[1 - axis])))
-        at.append(source[at[-1]])
-    columns, x, rows, y = at
+        there = np.flatnonzero((source >= 0) & (source < inside.shape[1 - axis]))
+        at.append((there, source[there]))
+    (columns, x), (rows, y) = at
     if len(columns) and len(rows):
         part = Image.fromarray(inside[np.ix_(y, x)].astype(np.uint8) * 255)
         canvas.paste(value, (int(columns[0]), int(rows[0])), part)

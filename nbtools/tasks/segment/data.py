@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import io
 import operator
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -39,8 +38,8 @@ from nbtools.tasks.segment.classes import (
     class_table,
     parse_classes,
 )
-from nbtools.tasks.segment.files import LABELS, Contents, Labelled, contents_of
-from nbtools.tasks.segment.images import FITS, Mask, Picture, Recipe, Size, raw_ids, read_image, read_mask, size_of
+from nbtools.tasks.segment.folders import LABELS, Contents, Labelled
+from nbtools.tasks.segment.images import FITS, Recipe, Size, ids_in, read_image, read_label, size_of
 from nbtools.tasks.segment.scores import distance_map
 
 MIXED = 384, 384  # pixels to which images of several sizes are scaled: the guide's
@@ -77,7 +76,7 @@ def pack(
     Raises PackError if nothing can be used. What is wrong with single files, `validate` reports too.
     """
     asked = requested(size, fit, channels, classes, ignore, labels)
-    reader = cache(partial(Reader, labels=labels))  # surveys the folder once, for the pack and for its samples
+    reader = cache(partial(Reader, labels=labels))  # looks at the folder once, for the pack and for its samples
 
     def found(folder: Path, asked: Mapping[str, Any]) -> Survey:
         return survey(folder, asked, reader(folder).contents)
@@ -87,12 +86,7 @@ def pack(
 
 
 def requested(
-    size: int | tuple[int, int] | None,
-    fit: str,
-    channels: int,
-    classes: Given | None,
-    ignore: Ignored,
-    labels: str,
+    size: int | tuple[int, int] | None, fit: str, channels: int, classes: Given | None, ignore: Ignored, labels: str
 ) -> dict[str, Any]:
     """The options of `pack` and `validate` as plain values; None and `auto` are left to the files.
 
@@ -126,14 +120,11 @@ def ignored(ignore: Ignored) -> list[int | str]:
     raise PackError(f"ignore must be raw ids, or names of classes, got {ignore!r}")
 
 
-# What a folder holds, and the options that follow from it
-
-
 def survey(folder: Path, asked: Mapping[str, Any], contents: Contents | None = None) -> Survey:
     """The labelled images of a folder, and the options that were left to the files. contents: what is in the folder, if
     it is known already."""
-    contents = contents or contents_of(folder, asked["labels"])
-    options = completed(folder, contents, asked)
+    contents = contents or Contents(folder, asked["labels"])
+    options = completed(contents, asked)
 
     def pixels(columns: Mapping[str, np.ndarray], ids: np.ndarray) -> dict[str, list[int]]:
         counts = sum((np.bincount(columns["label"][i].ravel(), minlength=256) for i in ids), np.zeros(256, np.int64))
@@ -148,86 +139,71 @@ def survey(folder: Path, asked: Mapping[str, Any], contents: Contents | None = N
     )
 
 
-def completed(folder: Path, contents: Contents, asked: Mapping[str, Any]) -> dict[str, Any]:
+def completed(contents: Contents, asked: Mapping[str, Any]) -> dict[str, Any]:
     """A pack's options, with all that was left open. Looks into images for sizes, and into labels for ids, if nothing
     else has them.
 
     Raises PackError if no image has a label, or there is no class table.
     """
     if not contents.labelled:
-        raise PackError(unlabelled(folder, contents))
-    one_size, size = False, asked["size"]
+        raise PackError(unlabelled(contents))
+    fit, size = asked["fit"], asked["size"]
     if size is None:
-        found = sizes_of(folder, contents.labelled)
-        size = list(size_for(found))
-        one_size = list(map(list, found)) == [size]
-    fit = ("same" if one_size else "pad") if asked["fit"] == "auto" else asked["fit"]
-    table = table_of(folder, contents, asked)
-    return {"size": size, "channels": asked["channels"], "fit": fit, **table.options}
-
-
-def table_of(folder: Path, contents: Contents, asked: Mapping[str, Any]) -> Table:
-    """The class table: the given one, else the source's file, else CVAT's labels, else the ids of the labels."""
+        found = sizes_of(contents)
+        own = [list(one) for one in found if min(one) >= LEAST and one[0] * one[1] <= LARGEST]
+        size = own[0] if len(found) == len(own) == 1 else list(MIXED)
+        if fit == "auto" and [size] == [list(one) for one in found]:
+            fit = "same"
     if asked["classes"] is not None:
         entries = [Class(*one) for one in asked["classes"]]
     elif contents.table is not None:
-        entries = parse_classes(folder / contents.table)
+        entries = parse_classes(contents.folder / contents.table)
     elif any(one.drawing for one in contents.labelled.values()):
         entries = contents.document.classes
     else:
-        entries = [Class(i, f"class {i}") for i in found_ids(folder, contents)]
-    return class_table(entries, asked["ignore"])
+        entries = [Class(i, f"class {i}") for i in found_ids(contents)]
+    table = class_table(entries, asked["ignore"])
+    return {"size": size, "channels": asked["channels"], "fit": "pad" if fit == "auto" else fit, **table.options}
 
 
-def unlabelled(folder: Path, contents: Contents) -> str:
+def unlabelled(contents: Contents) -> str:
     for row in contents.rows:
         if row.severity == ERROR and row.value != "none":
             value, rule, fix = row.reasons
-            return f"{folder}: no image has a label. The first fault: {row.file}: {rule}, got {value}; {fix}"
+            return f"{contents.folder}: no image has a label. The first fault: {row.file}: {rule}, got {value}; {fix}"
     return (
-        f"{folder}: {plural(contents.images, 'image')} and no label: put label images of the same names into labels/ "
-        "next to images/, or a_mask.png next to a.jpg, or write train.txt of lines image,label, or export CVAT for "
-        "images 1.1 as annotations.xml"
+        f"{contents.folder}: {plural(contents.images, 'image')} and no label: put label images of the same names into "
+        "labels/ next to images/, or a_mask.png next to a.jpg, or write train.txt of lines image,label, or export CVAT "
+        "for images 1.1 as annotations.xml"
     )
 
 
-def sizes_of(folder: Path, names: Iterable[str]) -> Counter[Size]:
-    """(height, width) → images, by the headers of all that can be opened."""
+def sizes_of(contents: Contents) -> set[Size]:
+    """(height, width) by the headers of all images that can be opened."""
 
     def size(name: str) -> Size | None:
-        with contextlib.suppress(PackError), open_image(folder / name) as image:
+        with contextlib.suppress(PackError), open_image(contents.folder / name) as image:
             return size_of(image)
 
-    return Counter(filter(None, in_threads(size, names)))
+    return set(filter(None, in_threads(size, contents.labelled)))
 
 
-def size_for(found: Mapping[Size, int]) -> Size:
-    """Their own size if all have the same, and a network can work with it."""
-    [size, *others] = found or [MIXED]
-    fits = min(size) >= LEAST and size[0] * size[1] <= LARGEST
-    return size if not others and fits else MIXED
-
-
-def found_ids(folder: Path, contents: Contents) -> list[int]:
-    """The ids in all labels but 255; of 16-bit ones only if there are no others, since one stray depth map is enough.
-
-    Raises PackError for more than can be classes: such labels are pictures, or smoothed.
-    """
-    ids: dict[bool, set[int]] = {False: set(), True: set()}
-    most = ("", 0)
+def found_ids(contents: Contents) -> list[int]:
+    """The ids in all labels but 255. Raises PackError for more than can be classes: such labels are pictures, or
+    smoothed."""
     files = [one.label for one in contents.labelled.values()]
-    for name, (found, wide) in zip(files, in_threads(lambda name: raw_ids(folder / name), files), strict=True):
-        ids[wide].update(found)
-        most = max(most, (name, len(found)), key=lambda one: one[1])
-    known = sorted((ids[False] or ids[True]) - {IGNORE})
+    found = dict(zip(files, in_threads(lambda name: ids_in(contents.folder / name), files), strict=True))
+    known = sorted(set().union(*found.values()) - {IGNORE})
     if len(known) > MOST_CLASSES:
+        most = max(found, key=lambda name: len(found[name]))
         raise PackError(
-            f"{folder}: labels have {len(known)} different ids, {most[0]} alone {most[1]}, and a pack has at most "
-            f"{MOST_CLASSES} classes: are they pictures, or smoothed? Give classes=, and `validate` names them"
+            f"{contents.folder}: labels have {len(known)} different ids, {most} alone {len(found[most])}, and a pack "
+            f"has at most {MOST_CLASSES} classes: are they pictures, or smoothed? Give classes=, and `validate` names "
+            "them"
         )
     if len(known) < 2:
         raise PackError(
-            f"{folder}: labels have {len(known)} different ids besides {IGNORE}, which is ignored"
+            f"{contents.folder}: labels have {len(known)} different ids besides {IGNORE}, which is ignored"
             f"{f': {known[0]}' if known else ''}; there is nothing to tell apart. {TWO_CLASSES}; labels of "
             "colours with classes= a file of names and colours"
         )
@@ -240,14 +216,14 @@ def found_ids(folder: Path, contents: Contents) -> list[int]:
 @dataclass(frozen=True)
 class Reader:
     """Reads an image with its label from the source files, whole, at each access: packing calls it once an image, and
-    `feed="workers"` at every step, as scripts do. Picklable: each worker surveys the folder once."""
+    `feed="workers"` at every step, as scripts do. Picklable: each worker looks at the folder once."""
 
     folder: Path
     labels: str = "auto"
 
     @cached_property
     def contents(self) -> Contents:
-        return contents_of(self.folder, self.labels)
+        return Contents(self.folder, self.labels)
 
     def __call__(self, path: Path, options: Mapping[str, Any]) -> Sample:
         """Raises PackError(value, rule, fix) on what cannot be used."""
@@ -256,10 +232,12 @@ class Reader:
         if found is None:
             raise PackError("none", "an image has a label", "annotate it, or pack again: the folder has changed")
         try:
-            picture, mask = read_labelled(self.folder, found, Recipe.of(options))
-        except Refused as refusal:
-            raise located(refusal.row, name) from None
-        return {"image": picture.pixels, "label": mask.label, "distance": distance_map(mask.label)}
+            image, label, _ = read_labelled(self.folder, found, Recipe.of(options))
+        except Refused as refusal:  # with the label's file in the value, since a table of bad samples has the image's
+            row = refusal.row
+            value = row.value if row.file == name else f"{row.file}: {row.value}"
+            raise Refused(dataclasses.replace(row, value=value)) from None
+        return {"image": image, "label": label, "distance": distance_map(label)}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "labels": self.labels}
@@ -270,25 +248,23 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
 
     Raises PackError(value, rule, fix) on what cannot be used.
     """
-    return {"image": read_image(Path(path), Recipe.of(options)).pixels}
+    return {"image": read_image(Path(path), Recipe.of(options), [])[0]}
 
 
-def read_labelled(folder: Path, found: Labelled, recipe: Recipe) -> tuple[Picture, Mask]:
-    """An image and its label at the packed size. Raises Refused, whose row names the file."""
+def read_labelled(folder: Path, found: Labelled, recipe: Recipe) -> tuple[np.ndarray, np.ndarray, list[Row]]:
+    """(image, label, warnings) at the packed size. Raises Refused, whose row names the file, like those of warnings."""
+    rows: list[Row] = []
     at = found.name
     try:
-        picture = read_image(folder / found.name, recipe)
+        image, size = read_image(folder / found.name, recipe, rows)
         if found.drawing is not None:
-            return picture, cvat.draw(found.drawing, recipe, picture.size)
-        at = found.label
-        return picture, read_mask(folder / found.label, recipe, picture.size)
+            label = cvat.draw(found.drawing, recipe, size, rows)
+        else:
+            at = found.label
+            label = read_label(folder / found.label, recipe, size)
     except Refused as refusal:
         raise Refused(refusal.row.at(at)) from None
-
-
-def located(row: Row, name: str) -> Refused:
-    """With the label's file in the value, since a table of bad samples has the image's."""
-    return Refused(row if row.file == name else dataclasses.replace(row, value=f"{row.file}: {row.value}"))
+    return image, label, [row.at(found.name) for row in rows]
 
 
 # The validator
@@ -296,14 +272,12 @@ def located(row: Row, name: str) -> Refused:
 
 @dataclass(frozen=True)
 class Report(report.Report):
-    """balance: class → share of the packed pixels that are not ignored; ids: raw id → pixels of the label images that
-    can be used; size: (height, width) of the pack."""
+    """balance: class → share of the packed pixels that are not ignored; size: (height, width) of the pack."""
 
     images: int
     labelled: int
     size: Size
     balance: Mapping[str, float]
-    ids: Mapping[int, int]
 
 
 def validate(
@@ -324,50 +298,43 @@ def validate(
     label, or there is no class table.
     """
     asked = requested(size, fit, channels, classes, ignore, labels)
-    folder = stage(source, progress=progress)
-    contents = contents_of(folder, labels)
-    recipe = Recipe.of(completed(folder, contents, asked))
-    pixels, ids, rows = np.zeros(IGNORE + 1, np.int64), Counter[int](), list(contents.rows)
-    checks = in_threads(partial(check, folder, recipe), contents.labelled.values())
-    for found, mask in bar(checks, "validating", len(contents.labelled), leave=False, disable=not progress):
+    contents = Contents(stage(source, progress=progress), labels)
+    recipe = Recipe.of(completed(contents, asked))
+
+    def check(found: Labelled) -> tuple[list[Row], np.ndarray]:
+        """(what is wrong with one image and its label, pixels (256,) of the label unless it is left out)."""
+        try:
+            _, label, rows = read_labelled(contents.folder, found, recipe)
+        except Refused as refusal:
+            return [refusal.row], np.zeros(256, np.int64)
+        return rows, np.bincount(label.ravel(), minlength=256)
+
+    pixels, rows = np.zeros(256, np.int64), list(contents.rows)
+    checks = in_threads(check, contents.labelled.values())
+    for found, counts in bar(checks, "validating", len(contents.labelled), leave=False, disable=not progress):
         rows += found
-        if mask is not None:
-            pixels += np.bincount(mask.label.ravel(), minlength=IGNORE + 1)
-            ids.update(mask.ids)
-    rows += remarks(contents, recipe.table, pixels, ids)
-    valid = max(int(pixels[:IGNORE].sum()), 1)
-    balance = {name: float(pixels[k]) / valid for k, name in enumerate(recipe.table.names)}
-    shares = ", ".join(f"{name} {share:.1%}" for name, share in balance.items())
+        pixels += counts
+    rows += remarks(contents, recipe.table, pixels)
+    shares = pixels / max(int(pixels[:IGNORE].sum()), 1)
+    balance = {name: float(shares[k]) for k, name in enumerate(recipe.table.names)}
     summary = (
         f"{plural(contents.images, 'image')}, {len(contents.labelled):,} with a label, packed at "
-        f"{sized(*recipe.size)}; {shares}; ignored {pixels[IGNORE] / max(int(pixels.sum()), 1):.1%}"
+        f"{sized(*recipe.size)}; {', '.join(f'{name} {share:.1%}' for name, share in balance.items())}; "
+        f"ignored {pixels[IGNORE] / max(int(pixels.sum()), 1):.1%}"
     )
-    counts = contents.images, len(contents.labelled)
-    return Report(ordered(rows), summary, *counts, recipe.size, balance, dict(sorted(ids.items())))
+    return Report(ordered(rows), summary, contents.images, len(contents.labelled), recipe.size, balance)
 
 
-def check(folder: Path, recipe: Recipe, found: Labelled) -> tuple[list[Row], Mask | None]:
-    """(what is wrong with one image and its label, the label unless it is left out)."""
-    try:
-        picture, mask = read_labelled(folder, found, recipe)
-    except Refused as refusal:
-        return [refusal.row], None
-    where = found.label if found.drawing is None else found.name
-    return [*(row.at(found.name) for row in picture.rows), *(row.at(where) for row in mask.rows)], mask
-
-
-def remarks(contents: Contents, table: Table, pixels: np.ndarray, ids: Mapping[int, int]) -> Iterator[Row]:
+def remarks(contents: Contents, table: Table, pixels: np.ndarray) -> Iterator[Row]:
     """What only all labels together show."""
-    if not pixels.any():
-        return
-    for k, one in enumerate(table.classes):
+    for k, one in enumerate(table.classes if pixels.any() else ()):
         if pixels[k] == 0:
             fix = "nothing, or annotate some; or leave it out of classes="
-            if IGNORE in ids and table.lookup[IGNORE] == IGNORE:
+            if pixels[IGNORE] and table.lookup[IGNORE] == IGNORE:
                 fix = f"if 255 means {one.name!r}: classes={{…, 255: {one.name!r}}}; 255 is ignored otherwise"
             yield Row("class", "every class has pixels", f"{one.id} {one.name}: none", fix, WARNING)
     drawn = any(one.drawing for one in contents.labelled.values())
-    if drawn and not {name.casefold() for name in table.names} & {*BACKGROUND}:
+    if pixels.any() and drawn and not {name.casefold() for name in table.names} & {*BACKGROUND}:
         fix = f"nothing, if all of it is drawn; or put {BACKGROUND[0]!r} first in classes="
         yield Row("class", "what no shape covers has a class", "it is ignored", fix, WARNING)
 
@@ -388,33 +355,23 @@ def save(answer: np.ndarray, picture: str | Path, folder: str | Path, card: Card
             size = size_of(image)
         place = Recipe.of(card.options).place(size)
     except Refused as refusal:
-        raise located(refusal.row, picture.name) from None
+        raise Refused(refusal.row.at(picture.name)) from None
     inner = Image.fromarray(np.ascontiguousarray(answer[place.area]))
     found = inner.resize((size[1], size[0]), Image.Resampling.NEAREST)
     found.putpalette([value for colour in card.options["colours"] for value in colour])
+    path = str(picture.resolve()).encode(errors="surrogateescape")
+    own = f"nbtools answer {hashlib.blake2b(path, digest_size=8).hexdigest()}"  # by which the next one may replace it
     content, comment = io.BytesIO(), PngImagePlugin.PngInfo()
-    comment.add_text("Comment", signature(picture))
+    comment.add_text("Comment", own)
     found.save(content, "png", pnginfo=comment)
     with disk.explained("writing a prediction", target):
-        require_own(target, picture)
-        disk.write_atomic(target, content.getvalue())
-    return target
-
-
-def signature(picture: Path) -> str:
-    """The comment in a prediction's file, by which the next one for the same picture may replace it."""
-    path = str(picture.resolve()).encode(errors="surrogateescape")
-    return f"nbtools answer {hashlib.blake2b(path, digest_size=8).hexdigest()}"
-
-
-def require_own(target: Path, picture: Path) -> None:
-    """Raise PackError rather than overwrite a label, the picture itself, or the prediction for one of the same name."""
-    comment = None
-    if target.exists():
+        there = None
         with contextlib.suppress(*UNREADABLE), Image.open(target) as image:
-            comment = image.info.get("Comment")
-        if comment != signature(picture):
+            there = image.info.get("Comment")
+        if target.exists() and there != own:
             raise PackError(
                 f"{target} is not a prediction for {picture} and would be overwritten: choose another folder, one for "
                 "each folder of pictures"
             )
+        disk.write_atomic(target, content.getvalue())
+    return target

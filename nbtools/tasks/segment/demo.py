@@ -49,13 +49,11 @@ def demo(
     Raises PackError for impossible arguments, DiskError.
     """
     sides = tuple(size) if isinstance(size, tuple | list) else ()
+    kept = len(sides) == 2 and all(whole(side, 32, 4096) for side in sides)
     require(
         {
             "count must be 1 image or more": (whole(count, 1), count),
-            "size must be (height, width), from 32 to 4,096 pixels": (
-                len(sides) == 2 and all(whole(side, 32, 4096) for side in sides),
-                size,
-            ),
+            "size must be (height, width), from 32 to 4,096 pixels": (kept, size),
             f"form must be one of {', '.join(FORMS)}": (form in FORMS, form),
             "seed must be 0 or more": (whole(seed, 0), seed),
         }

@@ -9,10 +9,11 @@ whose colours in use are all in the class table, are read by their colours.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from PIL import Image
@@ -20,7 +21,7 @@ from PIL import Image
 from nbtools.table import plural, sized
 from nbtools.tasks.common.files import on_white, open_image
 from nbtools.tasks.common.report import WARNING, Refused, Row
-from nbtools.tasks.segment.classes import IGNORE, MOST_ID, UNKNOWN, Table
+from nbtools.tasks.segment.classes import IGNORE, MOST_ID, UNKNOWN, Colour, Table
 
 FITS = ("same", "pad", "stretch")
 ORIENTATION = 0x0112  # EXIF
@@ -34,8 +35,6 @@ TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 SIDEWAYS = 5  # orientations from here on exchange width and height
-LOSSY = ("JPEG", "MPO")
-WIDE = ("I;16", "I;16L", "I;16B", "I;16N", "I")  # what Pillow calls 16 bits, by version and file
 SHOWN = 6  # unknown ids in a message
 AGAIN = "export it as PNG of one channel, whose values are the ids"
 
@@ -43,9 +42,8 @@ Size = tuple[int, int]
 """(height, width) in pixels."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where in the packed image the picture lies; the rest is 0, and ignored."""
+class Place(NamedTuple):
+    """Where in the packed image the picture lies."""
 
     top: int
     left: int
@@ -54,7 +52,6 @@ class Place:
 
     @property
     def area(self) -> tuple[slice, slice]:
-        """Its rows and columns."""
         return slice(self.top, self.top + self.height), slice(self.left, self.left + self.width)
 
 
@@ -85,26 +82,14 @@ class Recipe:
         inner = max(1, min(height, round(rows * scale))), max(1, min(width, round(columns * scale)))
         return Place((height - inner[0]) // 2, (width - inner[1]) // 2, *inner)
 
-
-@dataclass(frozen=True)
-class Picture:
-    """pixels (H, W, C) uint8; size: of the whole upright picture; rows: what was done to it."""
-
-    pixels: np.ndarray
-    size: Size
-    rows: tuple[Row, ...]
-
-
-@dataclass(frozen=True)
-class Mask:
-    """label (H, W) uint8 class indices; ids: raw id → pixels of the file; rows: what was done to it."""
-
-    label: np.ndarray
-    ids: Mapping[int, int]
-    rows: tuple[Row, ...] = ()
-
-
-# Images
+    def label(self, drawn: Image.Image, place: Place) -> np.ndarray:
+        """(H, W) uint8: class indices drawn at any size, at the packed one. Raises Refused if all are ignored."""
+        label = np.full(self.size, IGNORE, np.uint8)
+        label[place.area] = np.asarray(drawn.resize((place.width, place.height), Image.Resampling.NEAREST))
+        if (label == IGNORE).all():
+            fix = "annotate it, or delete it with its image; is the class in ignore=?"
+            raise Refused(Row("label", "some pixel has a class", "all are ignored", fix))
+        return label
 
 
 def orientation(image: Image.Image) -> int:
@@ -122,10 +107,13 @@ def size_of(image: Image.Image) -> Size:
     return (width, height) if orientation(image) >= SIDEWAYS else (height, width)
 
 
-def read_image(path: Path, recipe: Recipe) -> Picture:
-    """Raises Refused on what cannot be used."""
+def read_image(path: Path, recipe: Recipe, rows: list[Row]) -> tuple[np.ndarray, Size]:
+    """(pixels (H, W, C) uint8, size of the whole upright picture); what was done to it is added to `rows`.
+
+    Raises Refused on what cannot be used.
+    """
     with open_image(path, key="image") as image:
-        size, turn, rows = size_of(image), orientation(image), []
+        size, turn = size_of(image), orientation(image)
         place = recipe.place(size)
         inner = (place.height, place.width) if turn >= SIDEWAYS else (place.width, place.height)
         drafted = image.draft(None, inner) if image.format == "JPEG" else None  # type: ignore[arg-type]
@@ -140,7 +128,7 @@ def read_image(path: Path, recipe: Recipe) -> Picture:
             rows.append(Row("image", "an image is turned as its EXIF data say", f"orientation {turn}", fix, WARNING))
     pixels = np.zeros((*recipe.size, recipe.channels), np.uint8)
     pixels[place.area] = np.asarray(flat)
-    return Picture(pixels, size, tuple(rows))
+    return pixels, size
 
 
 def flatten(image: Image.Image, channels: int, rows: list[Row]) -> Image.Image:
@@ -156,126 +144,89 @@ def flatten(image: Image.Image, channels: int, rows: list[Row]) -> Image.Image:
 # Label images
 
 
-def read_mask(path: Path, recipe: Recipe, size: Size) -> Mask:
-    """The label of an image of a size. Raises Refused on what cannot be used."""
-    rows: list[Row] = []
-    with open_image(path, key="label") as file:
-        require_lossless(file)
-        require_size((file.height, file.width), size)
-        ids = ids_of(file, recipe.table, rows)
-    found = count_ids(ids)
-    require_known(found, recipe.table)
-    place = recipe.place(size)
-    inner = ids.resize((place.width, place.height), Image.Resampling.NEAREST)
-    label = np.full(recipe.size, IGNORE, np.uint8)
-    label[place.area] = recipe.table.lookup[np.asarray(inner)]
-    require_some(label)
-    return Mask(label, found, tuple(rows))
+def read_label(path: Path, recipe: Recipe, size: Size) -> np.ndarray:
+    """(H, W) uint8: the class indices of the label of an image of a size. Raises Refused on what cannot be used."""
+    ids, table = read_ids(path, recipe.table.by_colour), recipe.table
+    require_size((ids.shape[0], ids.shape[1]), size)
+    if unknown := {i: count for i, count in count_ids(ids).items() if table.lookup[i] == UNKNOWN}:
+        fix = "add them to classes=, or to ignore=; or correct the label"
+        raise Refused(Row("label", "ids are in the class table", listed(unknown), fix))
+    return recipe.label(Image.fromarray(table.lookup[ids]), recipe.place(size))
 
 
-def raw_ids(path: Path) -> tuple[dict[int, int], bool]:
-    """(id → pixels of a label image, whether it has 16 bits), to learn which ids there are; none if it cannot be used,
-    or has colours."""
-    try:
-        with open_image(path, key="label") as file:
-            require_lossless(file)
-            return count_ids(ids_of(file, None, [])), file.mode in WIDE
-    except Refused:
-        return {}, False
-
-
-def require_lossless(file: Image.Image) -> None:
-    if file.format in LOSSY:
-        raise Refused(Row("label", "a label is stored without loss: JPEG changes ids", str(file.format), AGAIN))
+def ids_in(path: Path) -> list[int]:
+    """The ids in a label image, to learn which there are; none if it cannot be used, or has colours."""
+    with contextlib.suppress(Refused):
+        return list(count_ids(read_ids(path, {})))
+    return []
 
 
 def require_size(label: Size, image: Size) -> None:
     if label != image:
-        rule, fix = "a label is as large as its image", "export it again from the image as it is"
+        fix = "export it again from the image as it is"
         if label == image[::-1]:
             fix = "turn one of them: the image may have an EXIF orientation that its label does not follow"
-        raise Refused(Row("label", rule, f"{sized(*label)}, the image has {sized(*image)}", fix))
-
-
-def require_known(found: Mapping[int, int], table: Table) -> None:
-    unknown = {i: count for i, count in sorted(found.items()) if table.lookup[i] == UNKNOWN}
-    if unknown:
-        fix = "add them to classes=, or to ignore=; or correct the label"
-        raise Refused(Row("label", "ids are in the class table", listed(unknown), fix))
+        value = f"{sized(*label)}, the image has {sized(*image)}"
+        raise Refused(Row("label", "a label is as large as its image", value, fix))
 
 
 def listed(unknown: Mapping[Any, int]) -> str:
     """The first ids or colours with their pixels, and how many more there are."""
-    some = ", ".join(f"{one} ({plural(count, 'pixel')})" for one, count in list(unknown.items())[:SHOWN])
+    some = ", ".join(f"{one} ({plural(count, 'pixel')})" for one, count in sorted(unknown.items())[:SHOWN])
     return some + (f" and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else "")
 
 
-def require_some(label: np.ndarray) -> None:
-    if (label == IGNORE).all():
-        fix = "annotate it, or delete it with its image; is the class in ignore=?"
-        raise Refused(Row("label", "some pixel has a class", "all are ignored", fix))
+def count_ids(ids: np.ndarray) -> dict[int, int]:
+    """Id → pixels."""
+    if ids.min() < 0 or ids.max() > MOST_ID:
+        raise Refused(Row("label", f"ids are from 0 to {MOST_ID}", f"{ids.min()} to {ids.max()}", AGAIN))
+    return {i: count for i, count in enumerate(np.bincount(ids.ravel()).tolist()) if count}
 
 
-def ids_of(file: Image.Image, table: Table | None, rows: list[Row]) -> Image.Image:
-    """An image of one channel of ids. table: None if only ids are wanted, and colours are none."""
-    if file.mode == "1":
-        return Image.fromarray(np.asarray(file).astype(np.uint8))
-    if file.mode == "P" and table is not None and is_coloured(file, table):
-        return ids_by_colour(file.convert("RGB"), table)
-    if file.mode in ("L", "P", *WIDE):
-        file.load()
-        return file
-    if file.mode in ("LA", "PA", "RGBA"):
-        file = drop_alpha(file, rows)
-    if file.mode == "L":
-        return file
-    if file.mode != "RGB":
-        raise Refused(Row("label", "a label has one channel of ids, or colours", f"mode {file.mode}", AGAIN))
-    if table is not None and table.by_colour:
-        return ids_by_colour(file, table)
-    red, *others = file.split()
-    if any(red.tobytes() != other.tobytes() for other in others):
+def read_ids(path: Path, by_colour: Mapping[Colour, int]) -> np.ndarray:
+    """(H, W) whole numbers. by_colour: colour → id, of tables that have colours."""
+    with open_image(path, key="label") as file:
+        if file.format in ("JPEG", "MPO"):
+            raise Refused(Row("label", "a label is stored without loss: JPEG changes ids", str(file.format), AGAIN))
+        if file.mode in ("LA", "PA", "RGBA"):
+            if np.asarray(file.getchannel("A")).min() < 255:
+                value = f"{file.mode}, with transparent pixels"
+                raise Refused(Row("label", "a label has no transparency", value, AGAIN))
+            file = file.getchannel("P") if file.mode == "PA" else file.convert(file.mode[:-1])
+        if file.mode == "P":
+            return ids_of_palette(np.asarray(file), file.getpalette("RGB") or [], by_colour)
+        if file.mode == "RGB":
+            return ids_of_colours(file, by_colour)
+        ids = np.asarray(file)
+        if ids.ndim != 2 or ids.dtype.kind not in "biu":
+            raise Refused(Row("label", "a label has one channel of ids, or colours", f"mode {file.mode}", AGAIN))
+        return ids.astype(np.uint8) if ids.dtype.kind == "b" else ids
+
+
+def ids_of_palette(index: np.ndarray, palette: list[int], by_colour: Mapping[Colour, int]) -> np.ndarray:
+    """By colour if the table has all colours in use, since programs number them as they please; else the index."""
+    lookup = np.zeros(256, np.uint16)
+    for i in count_ids(index):
+        if (found := by_colour.get((*palette[3 * i : 3 * i + 3],))) is None:  # type: ignore[arg-type]
+            return index
+        lookup[i] = found
+    return lookup[index]
+
+
+def ids_of_colours(file: Image.Image, by_colour: Mapping[Colour, int]) -> np.ndarray:
+    """The id of each colour, exactly; of a table without colours, the value that all three channels have."""
+    rule = "colours are in the class table"
+    if not by_colour:
+        red, *others = file.split()
+        if all(red.tobytes() == other.tobytes() for other in others):
+            return np.asarray(red)
         fix = f"give classes= a file of names and colours; or {AGAIN}"
-        raise Refused(Row("label", "colours are in the class table", "RGB, and the table has no colours", fix))
-    rule, fix = "a label has one channel", "nothing: the three are equal, and read as one"
-    rows.append(Row("label", rule, "RGB", fix, WARNING))
-    return red
-
-
-def is_coloured(file: Image.Image, table: Table) -> bool:
-    """Whether all colours of a palette that the pixels use are in the table: programs number them as they please."""
-    palette = np.array(file.getpalette("RGB") or []).reshape(-1, 3).tolist()
-    return all(i < len(palette) and tuple(palette[i]) in table.by_colour for i in count_ids(file))
-
-
-def drop_alpha(file: Image.Image, rows: list[Row]) -> Image.Image:
-    """Without an alpha channel that is opaque everywhere."""
-    if np.asarray(file.getchannel("A")).min() < 255:
-        raise Refused(Row("label", "a label has no transparency", f"{file.mode}, with transparent pixels", AGAIN))
-    rows.append(Row("label", "a label has no alpha channel", file.mode, "nothing: all of it is opaque", WARNING))
-    return file.getchannel("P") if file.mode == "PA" else file.convert("RGB" if file.mode == "RGBA" else "L")
-
-
-def ids_by_colour(file: Image.Image, table: Table) -> Image.Image:
-    """Every colour's id, exactly."""
+        raise Refused(Row("label", rule, "RGB, and the table has no colours", fix))
     every = file.getcolors(MOST_ID)
-    unknown = {colour: count for count, colour in every or [] if colour not in table.by_colour}
+    unknown = {colour: count for count, colour in every or [] if colour not in by_colour}
     if unknown or every is None:
         fix = "correct the colours of the class table; or save labels without smoothing, as PNG"
-        value = listed(dict(sorted(unknown.items()))) or f"more than {MOST_ID:,}"
-        raise Refused(Row("label", "colours are in the class table", value, fix))
+        raise Refused(Row("label", rule, listed(unknown) or f"more than {MOST_ID:,}", fix))
     codes = np.asarray(file).astype(np.int32) @ np.array([65_536, 256, 1], np.int32)
-    known = np.array(sorted((r << 16 | g << 8 | b, i) for (r, g, b), i in table.by_colour.items()))
-    ids = known[np.searchsorted(known[:, 0], codes), 1]
-    return Image.fromarray(ids.astype(np.uint8 if ids.max() < 256 else np.uint16))
-
-
-def count_ids(ids: Image.Image) -> dict[int, int]:
-    """Id → pixels."""
-    if ids.mode in ("L", "P"):
-        return {i: count for i, count in enumerate(ids.histogram()) if count}
-    values = np.asarray(ids)
-    if values.min() < 0 or values.max() > MOST_ID:
-        raise Refused(Row("label", f"ids are from 0 to {MOST_ID}", f"{values.min()} to {values.max()}", AGAIN))
-    found, counts = np.unique(values, return_counts=True)
-    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+    known = np.array(sorted((r << 16 | g << 8 | b, i) for (r, g, b), i in by_colour.items()))
+    return known[np.searchsorted(known[:, 0], codes), 1]

@@ -1,4 +1,4 @@
-"""Inference beyond one forward pass: several scales, mirror images, sliding windows.
+"""Predictions beyond one forward pass: several scales, mirror images, sliding windows; what they gain, and cost.
 
 B images, C channels, K classes, H × W pixels.
 """
@@ -6,17 +6,29 @@ B images, C channels, K classes, H × W pixels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nbtools.tasks.segment.plans import Plan
-from nbtools.train import Batch
+from nbtools.data import Card, Pack, collate
+from nbtools.errors import PlanError
+from nbtools.tasks import segment
+from nbtools.tasks.common.latency import Latency, measure_latency
+from nbtools.tasks.segment.plans import ALL_SCALES, Plan
+from nbtools.tasks.segment.scores import argmax
+from nbtools.train import Batch, Sums, forward
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+Ids = Sequence[int] | np.ndarray
 Outputs = tuple[Tensor, tuple[Tensor, ...]]
-Predict = Callable[[Tensor], Tensor]
 Window = tuple[slice, slice]  # rows, columns
 
 
@@ -29,40 +41,36 @@ def infer(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> Output
     """
     if plan.eval_scales == (1.0,) and not plan.eval_flip and plan.eval_window is None:
         return model(batch)
-    image = batch["image"]
-    size, total = (image.shape[2], image.shape[3]), torch.zeros(())
+    size = batch["image"].shape[2], batch["image"].shape[3]
 
     def predict(part: Tensor) -> Tensor:
         return model({**batch, "image": part})[0].float().softmax(1)
 
-    for n, scale in enumerate(plan.eval_scales):
-        zoomed = resize(image, scaled(size, scale))
+    def probabilities(scale: float) -> Tensor:
+        zoomed = resize(batch["image"], scaled(size, scale))
         found = in_windows(predict, zoomed, plan.eval_window)
         if plan.eval_flip:
-            found.add_(in_windows(predict, zoomed.flip(3), plan.eval_window).flip(3)).div_(2)
-        found = resize(found, size)
-        total = total.add_(found) if n else found
-    return total.div_(len(plan.eval_scales)).clamp_min_(torch.finfo(torch.float32).tiny).log_(), ()
+            found = (found + in_windows(predict, zoomed.flip(3), plan.eval_window).flip(3)) / 2
+        return resize(found, size)
+
+    total = torch.zeros((), device=batch["image"].device)
+    for scale in plan.eval_scales:
+        total = total + probabilities(scale)
+    return (total / len(plan.eval_scales)).clamp_min_(torch.finfo(torch.float32).tiny).log_(), ()
 
 
-def in_windows(predict: Predict, image: Tensor, window: int | None) -> Tensor:
-    """Probabilities (B, K, h, w): the mean over all windows that contain a pixel. Windows are batched as long as
-    together they have no more pixels than the image."""
-    size = image.shape[2], image.shape[3]
-    places = windows(size, window)
-    if len(places) == 1:
+def in_windows(predict: Callable[[Tensor], Tensor], image: Tensor, window: int | None) -> Tensor:
+    """Probabilities (B, K, h, w): the mean over all windows that contain a pixel."""
+    size, total = (image.shape[2], image.shape[3]), torch.zeros(())
+    if len(places := windows(size, window)) == 1:
         return predict(image)
-    total, seen = torch.zeros(()), image.new_zeros(size, dtype=torch.float32)
-    many = max(1, math.prod(size) // area(places[0]))
-    for start in range(0, len(places), many):
-        some = places[start : start + many]
-        found = predict(torch.cat([image[:, :, rows, columns] for rows, columns in some]))
-        if not start:
-            total = found.new_zeros((len(image), found.shape[1], *size))
-        for (rows, columns), part in zip(some, found.split(len(image)), strict=True):
-            total[:, :, rows, columns] += part
-            seen[rows, columns] += 1
-    return total.div_(seen)
+    seen = image.new_zeros(size, dtype=torch.float32)
+    for n, (rows, columns) in enumerate(places):
+        found = predict(image[:, :, rows, columns])
+        total = total if n else found.new_zeros((len(image), found.shape[1], *size))
+        total[:, :, rows, columns] += found
+        seen[rows, columns] += 1
+    return total / seen
 
 
 def windows(size: tuple[int, int], side: int | None) -> list[Window]:
@@ -93,10 +101,89 @@ def resize(images: Tensor, size: tuple[int, int]) -> Tensor:
     return images if images.shape[2:] == size else F.interpolate(images, size, mode="bilinear", align_corners=False)
 
 
-def eval_cost(plan: Plan, size: tuple[int, int] | None = None) -> float:
+def decode(outputs: Outputs, card: Card | Pack) -> list[np.ndarray]:
+    """The class of each pixel, (H, W) uint8, for each image."""
+    return list(argmax(outputs[0]).to("cpu").numpy().astype(np.uint8))
+
+
+def eval_cost(plan: Plan, size: tuple[int, int]) -> float:
     """Pixels that evaluation passes through the network for each pixel of an image (H, W): about its cost relative to a
-    single pass. Without a size windows are not counted, whose overlaps may double it."""
-    if size is None:
-        return sum(scale**2 for scale in plan.eval_scales) * (1 + plan.eval_flip)
+    single pass."""
     pixels = sum(area(one) for scale in plan.eval_scales for one in windows(scaled(size, scale), plan.eval_window))
     return pixels * (1 + plan.eval_flip) / math.prod(size)
+
+
+def usual(size: tuple[int, int]) -> dict[str, dict[str, Any]]:
+    """The ways to compare for images (H, W): name → settings of the plan. Windows have half the longer side."""
+    window = max(32, round(max(size) / 64) * 32)
+    scales = f"{len(ALL_SCALES)} scales, {min(ALL_SCALES):g} to {max(ALL_SCALES):g}"
+    return {
+        "single pass": {},
+        "flip": {"eval_flip": True},
+        scales: {"eval_scales": ALL_SCALES},
+        f"{scales}, flip": {"eval_scales": ALL_SCALES, "eval_flip": True},
+        f"windows of {window} px": {"eval_window": window},
+    }
+
+
+def costs(
+    model: nn.Module,
+    pack: Pack,
+    plan: Plan,
+    split: str = "val",
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+    ids: Ids | None = None,
+    batch_size: int = 8,
+) -> pd.DataFrame:
+    """A row for each way to evaluate a split, or some ids of a pack: miou, gain (over the first way), ms (an image, the
+    median of all batches), times (relative to the first way, the median of the batches' ratios) and pixels (evaluated
+    for each of an image's). A machine's speed varies, so every batch is evaluated in all ways in turn.
+
+    settings: name → settings of the plan, on top of a single pass over the whole image; the first is what the others
+    are compared with. Raises PlanError for unknown settings, or without images.
+    """
+    import pandas as pd
+
+    ids, device = pack.ids(split) if ids is None else ids, next(model.parameters()).device
+    if not len(ids):
+        raise PlanError("costs need at least one image, got none; take some of pack.ids('val')")
+    height, width, _ = pack.columns["image"].shape
+    single = plan.replace(eval_scales=(1.0,), eval_flip=False, eval_window=None)
+    ways = {name: single.replace(**changes) for name, changes in (settings or usual((height, width))).items()}
+    sums, seconds = {name: Sums(device) for name in ways}, {name: [] for name in ways}
+    for start in range(0, len(ids), batch_size):
+        samples = [pack.sample(int(i)) for i in ids[start : start + batch_size]]
+        raw = collate(samples, pack.columns)
+        for name, way in ways.items():
+            for _ in range(1 if start else 2):  # the first time loads libraries and chooses kernels
+                taken, batch, outputs = timed(model, raw, way, pack)
+            seconds[name].append(taken / len(samples))
+            sums[name].add(segment.metrics(outputs, batch))
+    first, rows = next(iter(ways)), []
+    base = sums[first].read()["miou"]
+    for name, way in ways.items():
+        miou, ms = sums[name].read()["miou"], 1e3 * statistics.median(seconds[name])
+        times = statistics.median(a / b for a, b in zip(seconds[name], seconds[first], strict=True))
+        rows.append((miou, miou - base, ms, times, eval_cost(way, (height, width))))
+    index = pd.Index(ways, name=f"{len(ids)} images on {device}")
+    return pd.DataFrame(rows, index, ["miou", "gain", "ms", "times", "pixels"])
+
+
+def latency(model: nn.Module, pack: Pack, plan: Plan, ids: Ids) -> Latency:
+    """The time from one packed image to its class map, evaluated as the plan says; each id once, after a few to warm
+    up. Raises PlanError without ids."""
+    height, width, _ = pack.columns["image"].shape
+    images = [collate([{"image": np.asarray(pack.arrays["image"][int(i)])}], pack.columns) for i in ids]
+    device = next(model.parameters()).device
+    return measure_latency(lambda raw: timed(model, raw, plan, pack), images, device, f"{height} × {width} pixels")
+
+
+def timed(model: nn.Module, raw: Batch, plan: Plan, pack: Pack) -> tuple[float, Batch, Outputs]:
+    """(seconds until the class maps are on the host, batch, outputs). Copying to the host waits for the device."""
+    first = next(model.parameters()).detach()
+    first.flatten()[:1].cpu()  # what is still queued, such as the metrics of the batch before, does not count
+    began = perf_counter()
+    raw = {name: tensor.to(first.device) for name, tensor in raw.items()}
+    batch, outputs = forward(segment, model, raw, plan, first.device)
+    decode(outputs, pack)
+    return perf_counter() - began, batch, outputs

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbtools.data import Card, Pack
-from nbtools.tasks.segment.plans import Plan, network_of
+from nbtools.tasks.segment.plans import Plan
 from nbtools.train import again
 
 Outputs = tuple[Tensor, tuple[Tensor, ...]]
@@ -26,30 +26,21 @@ HEADS = ("head.", "auxiliary.")  # prefixes of the heads' parameter names
 
 @dataclass(frozen=True)
 class Sizes:
-    """detail: channels of each convolution, one tuple a stage, at strides 2, 4, 8. stem: channels at stride 4.
-    semantic: (channels, layers) at strides 8, 16 and 32; the last channels equal those of the detail branch. head,
-    auxiliary: hidden channels of the heads. enlarged: whether auxiliary logits are upsampled to the input's size."""
+    """The published ones. detail: channels of each convolution, one tuple a stage, at strides 2, 4, 8. stem: channels
+    at stride 4. semantic: (channels, layers) at strides 8, 16 and 32; the last channels equal those of the detail
+    branch. head, auxiliary: hidden channels. enlarged: whether auxiliary logits are upsampled to the input's size."""
 
-    detail: tuple[tuple[int, ...], ...]
-    stem: int
-    semantic: tuple[tuple[int, int], ...]
-    expansion: int
-    head: int
-    auxiliary: int
-    enlarged: bool
-    dropout: float
+    detail: tuple[tuple[int, ...], ...] = ((64, 64), (64, 64, 64), (128, 128, 128))
+    stem: int = 16
+    semantic: tuple[tuple[int, int], ...] = ((32, 2), (64, 2), (128, 4))
+    expansion: int = 6
+    head: int = 1024
+    auxiliary: int = 128
+    enlarged: bool = True
+    dropout: float = 0.1
 
 
-PUBLISHED = Sizes(
-    detail=((64, 64), (64, 64, 64), (128, 128, 128)),
-    stem=16,
-    semantic=((32, 2), (64, 2), (128, 4)),
-    expansion=6,
-    head=1024,
-    auxiliary=128,
-    enlarged=True,
-    dropout=0.1,
-)
+PUBLISHED = Sizes()
 SLIM = Sizes(
     detail=((16,), (16, 32), (64, 64)),
     stem=8,
@@ -69,7 +60,7 @@ SIZES = {"bisenetv2": PUBLISHED, "slim": SLIM}
 def model(card: Card | Pack, plan: Plan) -> BiSeNetV2:
     """The network that the plan names, with the channels and classes of a data set."""
     channels = card.columns["image"].shape[-1]
-    network = BiSeNetV2(len(card.classes), channels, SIZES[network_of(plan)], plan.dropout)
+    network = BiSeNetV2(len(card.classes), channels, SIZES[plan.net], plan.dropout)
     network.recompute = plan.checkpoint_activations
     return network
 
@@ -90,22 +81,8 @@ class BiSeNetV2(nn.Module):
     input's size as published, at their stage's where Sizes.enlarged is False. H and W are arbitrary.
 
     As published 3,358,627 parameters for 3 channels and 19 classes, and 287,308 in the auxiliary heads for training:
-
-    | part         | channels            | stride  | parameters |
-    | ------------ | ------------------- | ------- | ---------- |
-    | detail       | 64×2, 64×3, 128×3   | 2, 4, 8 |    519,232 |
-    | stem         | 16                  | 4       |      6,432 |
-    | semantic     | 32×2, 64×2, 128×4   | 8–32    |    988,464 |
-    | context      | 128                 | 32      |    164,608 |
-    | aggregation  | 128                 | 8       |    478,720 |
-    | head         | 1,024               | 8       |  1,201,171 |
-    | auxiliary    | 128 each            | 4–32    |    287,308 |
-
-    These counts match CoinCheung's BiSeNet, for the auxiliary heads its first version; later versions add a second
-    convolution there, to stride² channels: 1,872,860. For 512 × 1024 these convolutions do 24.6 · 10⁹ multiplications;
-    the paper's figure is 21.15 GFLOPs (as quoted in MaybeShewill-CV/bisenetv2-tensorflow#24).
-
-    SLIM has 352,355 and 36,268 for 11 classes.
+    those of CoinCheung's BiSeNet, for the auxiliary heads its first version. For 512 × 1024 the convolutions do
+    24.6 · 10⁹ multiplications. SLIM has 352,355 and 36,268 for 11 classes.
     """
 
     def __init__(self, classes: int, channels: int = 3, sizes: Sizes = PUBLISHED, dropout: float | None = None):
@@ -150,23 +127,18 @@ class BiSeNetV2(nn.Module):
 
 
 def detail_stage(inputs: int, widths: tuple[int, ...]) -> nn.Sequential:
-    """Plain convolutions, the first with stride 2."""
     pairs = enumerate(pairwise((inputs, *widths)))
-    return nn.Sequential(*(ConvNorm(a, b, stride=2 if i == 0 else 1) for i, (a, b) in pairs))
+    return nn.Sequential(*(ConvNorm(a, b, stride=1 if i else 2) for i, (a, b) in pairs))
 
 
 def semantic_stage(inputs: int, outputs: int, layers: int, expansion: int) -> nn.Sequential:
-    """Gather-and-expansion layers, the first with stride 2."""
     rest = [Gather(outputs, outputs, 1, expansion) for _ in range(layers - 1)]
     return nn.Sequential(Gather(inputs, outputs, 2, expansion), *rest)
 
 
 class Norm(nn.BatchNorm2d):
     """Batch norm that uses its running averages where a training batch has one value a channel, such as the pooled
-    vector of a micro-batch of one image: a single value has no variance, and torch raises there.
-
-    If every micro-batch holds one image, the averages stay 0 and 1, in training and in evaluation alike.
-    """
+    vector of a micro-batch of one image: a single value has no variance, and torch raises there."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.training and input.numel() == input.shape[1]:
@@ -205,10 +177,8 @@ class Stem(nn.Module):
 
 
 class Gather(nn.Module):
-    """Gather and expansion: a convolution, depthwise convolutions to `expansion` times the channels, and a projection.
-
-    With stride 2 there is a second depthwise convolution, and the shortcut is separable. The last batch norm starts at
-    zero, so each layer begins as its shortcut.
+    """Gather and expansion: a convolution, depthwise ones to `expansion` times the channels (one, or two with stride
+    2), and a projection, whose batch norm starts at zero: each layer begins as its shortcut, separable with stride 2.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int, expansion: int):
@@ -247,9 +217,8 @@ class Aggregation(nn.Module):
     def __init__(self, channels: int):
         super().__init__()
         self.detail_keep = separable(channels)
-        self.detail_down = nn.Sequential(
-            ConvNorm(channels, channels, stride=2, relu=False), nn.AvgPool2d(3, stride=2, padding=1)
-        )
+        down = ConvNorm(channels, channels, stride=2, relu=False)
+        self.detail_down = nn.Sequential(down, nn.AvgPool2d(3, stride=2, padding=1))
         self.semantic_up = ConvNorm(channels, channels, relu=False)
         self.semantic_keep = separable(channels)
         self.fuse = ConvNorm(channels, channels)
@@ -277,7 +246,6 @@ class Head(nn.Module):
 
 
 def separable(channels: int) -> nn.Sequential:
-    """A depthwise convolution with batch norm, then a pointwise one without."""
     near = ConvNorm(channels, channels, groups=channels, relu=False)
     return nn.Sequential(near, nn.Conv2d(channels, channels, 1, bias=False))
 
@@ -288,24 +256,19 @@ def enlarge(x: Tensor, factor: int, size: tuple[int, int]) -> Tensor:
     Two small matrix products: on a CPU, forward and backward, 8 times as fast as `F.interpolate` (0.5 against 4.4 ms an
     image, 11 classes from 23 × 30 to 180 × 240), no crop to copy, and one order of summation on every device.
     """
-    rows, columns = (interpolation(n, factor, m, x) for n, m in zip(x.shape[2:], size, strict=True))
+
+    def weights(positions: int, pixels: int) -> Tensor:
+        """(pixels, positions): of each position in each of the first pixels."""
+        at = (torch.arange(pixels, device=x.device, dtype=torch.float32) + 0.5) / factor - 0.5
+        distance = at.clamp(0, positions - 1)[:, None] - torch.arange(positions, device=x.device)
+        return (1 - distance.abs()).clamp(min=0).to(x.dtype)
+
+    rows, columns = map(weights, x.shape[2:], size)
     return rows @ F.linear(x, columns)
 
 
-def interpolation(positions: int, factor: int, pixels: int, like: Tensor) -> Tensor:
-    """(pixels, positions): the weight of each position in each of the first pixels."""
-    at = (torch.arange(pixels, device=like.device, dtype=torch.float32) + 0.5) / factor - 0.5
-    distance = at.clamp(0, positions - 1)[:, None] - torch.arange(positions, device=like.device)
-    return (1 - distance.abs()).clamp(min=0).to(like.dtype)
-
-
 def initialise(network: nn.Module) -> None:
-    """As the reference: Kaiming's normal weights by fan-out, biases 0, the last norm of gather-and-expansion 0.
-
-    Classifiers therefore begin with logits far from 0. Beginning near 0 (0.01, as mmsegmentation does) is no clear
-    gain, by mIoU on 80 street scenes: slim, 180 × 240, 40 epochs: 0.35 and 0.36 instead of 0.37, 0.39 and 0.41 (five
-    runs); as published, 90 × 120, 10 epochs: 0.19 instead of 0.15 (two runs).
-    """
+    """As the reference: Kaiming's normal weights by fan-out, biases 0, the last norm of gather-and-expansion 0."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

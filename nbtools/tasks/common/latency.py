@@ -1,0 +1,58 @@
+"""How long a model takes for one sample alone, as a user of it waits."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from nbtools import table
+from nbtools.errors import PlanError
+
+T = TypeVar("T")
+
+WARM = 3  # predictions before the clock counts: the first ones load libraries and choose kernels
+HEADERS = ("device", "one sample", "predictions", "median", "95 %")
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds of n predictions, each of one sample alone. Shows as a table."""
+
+    device: str
+    sample: str
+    n: int
+    median: float
+    slowest: float  # the 95th percentile
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        times = (f"{1e3 * seconds:.2f} ms" for seconds in (self.median, self.slowest))
+        return (self.device, self.sample, f"{self.n}", *times)
+
+    def __str__(self) -> str:
+        return table.text(HEADERS, [self.cells])
+
+    def _repr_html_(self) -> str:
+        return table.html(HEADERS, [self.cells])
+
+
+def measure_latency(
+    predict: Callable[[T], object], samples: Sequence[T] | np.ndarray, device: torch.device, about: str
+) -> Latency:
+    """Each sample predicted once, after a few to warm up. predict must wait for the device, as copying its answer to
+    the host does; about: what a sample is. Raises PlanError without samples."""
+    if not len(samples):
+        raise PlanError("latency needs at least one sample, got none; take some of pack.ids('val')")
+    seconds = []
+    for sample in [*samples[:WARM], *samples]:
+        began = perf_counter()
+        predict(sample)
+        seconds.append(perf_counter() - began)
+    seconds = seconds[-len(samples) :]
+    return Latency(str(device), about, len(seconds), statistics.median(seconds), float(np.quantile(seconds, 0.95)))
