@@ -486,19 +486,15 @@ def test_a_watched_run_that_rewrites_its_history_and_loses_its_plan_is_shown_onc
 
 
 def test_gpu_readings_become_columns_and_energy_goes_on_over_sessions(pack, tmp_path):
-    from nbtools.measure.machine import Reading
-
     history = History()
     history.append(Record("step", 0, 1, 16, {"loss": 1.0, "gpu_energy": 2.0}))
     made = Surface(tmp_path / "run", nb.TrainState(toy, pack, PLAN), pack, history, PLAN, False)
     made.sampler = Sampler()  # not started: a reading is put in its place
-    made.sampler.readings.append(Reading(1.0, 97, 2048, 250.0, 3600.0, ("power limit",)))
+    made.sampler.latest = {"gpu_utilisation": 97, "gpu_energy": 1.0, "gpu_throttle": "power limit"}
     row = made.measured(Record("step", 0, 2, 32, {"loss": 0.5}))
     assert row.values == {
         "loss": 0.5,
         "gpu_utilisation": 97,
-        "gpu_memory_used": 2048,
-        "gpu_power": 250.0,
         "gpu_energy": 3.0,
         "gpu_throttle": "power limit",
     }

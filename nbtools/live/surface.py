@@ -111,7 +111,7 @@ class Surface(View):
         reading = self.sampler.latest if self.sampler is not None else None
         if reading is None or record.kind not in ("step", "epoch") or not record.values:
             return record
-        values = reading.values()
+        values = dict(reading)
         if isinstance(used := values.get("gpu_energy"), float):
             values["gpu_energy"] = self.energy + used
         return dataclasses.replace(record, values={**record.values, **values})

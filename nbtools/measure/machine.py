@@ -1,14 +1,12 @@
-"""The machine: its GPUs read from NVML as plain values, a thread that samples one of them, and the line of text that
+"""The machine: its GPUs as plain values, a thread that samples one of them, and the names of device and versions that
 every measured figure carries.
 
-NVML (through nvidia-ml-py) sees a GPU without starting CUDA on it: reading it costs no VRAM, and other processes can
-still be forked. What a device refuses to tell (Colab's vGPUs and MIG slices refuse much) is None. Tested on a fake NVML
-only.
+NVML (through nvidia-ml-py) reads a GPU without starting CUDA on it: that costs no VRAM, and processes can still be
+forked. What a device refuses to tell (Colab's vGPUs and MIG slices refuse much) is None. Tested on a fake NVML only.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import html
 import os
@@ -16,9 +14,9 @@ import platform
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,8 @@ from nbtools import table
 from nbtools.data import cores
 from nbtools.train import device as devices
 
-MIB, JOULES_PER_WH = 2**20, 3600
+MIB = 2**20
+PERIOD = 1.0  # seconds between two readings
 REASONS = {  # nvml.h, nvmlClocksEventReason*
     0x1: "idle",
     0x2: "clocks set by an application",
@@ -79,19 +78,17 @@ class Gpu:
 
     @property
     def gigabytes(self) -> int | None:
-        """Memory in decimal GB, never below the figure it is sold under: an L4, a "24 GB" card, has only 22.5 GiB, so a
-        tier that asks for 24 GiB would miss it."""
+        """Memory in decimal GB, never below the figure a card is sold under: a "24 GB" L4 has 22.5 GiB."""
         return None if self.memory_total is None else round(self.memory_total * MIB / 1e9)
 
     @property
     def bf16(self) -> bool | None:
-        """Whether bfloat16 runs in hardware: Ampere and later. The rule behind torch's
-        `is_bf16_supported(including_emulation=False)`; without that argument torch says True on a T4."""
+        """Whether bfloat16 runs in hardware: Ampere and later."""
         return None if self.capability is None else self.capability >= (8, 0)
 
 
 class Gpus(list[Gpu]):
-    """The GPUs of this machine; shows as a table. Empty without NVIDIA, and `note` then says what there is instead."""
+    """The GPUs of this machine; shows as a table. Empty without NVIDIA; `note` then tells what there is instead."""
 
     def __init__(self, found: Sequence[Gpu] = (), note: str = ""):
         super().__init__(found)
@@ -105,10 +102,10 @@ class Gpus(list[Gpu]):
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
         """(headers, rows): a column a GPU while they fit side by side, else a row a GPU."""
-        rows = [cells(g) for g in self]
+        headers, rows = list(cells(self[0])), [list(cells(g).values()) for g in self]
         if len(rows) > 3:
-            return HEADERS, rows
-        return ["", *(f"GPU {row[0]}" for row in rows)], list(zip(HEADERS, *rows, strict=True))[1:]
+            return headers, rows
+        return ["", *(f"GPU {row[0]}" for row in rows)], list(zip(headers, *rows, strict=True))[1:]
 
 
 def gpus() -> Gpus:
@@ -147,9 +144,6 @@ def opened() -> Iterator[Any]:
         raise Unavailable("nvidia-ml-py is not installed") from None
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError as error:
-        raise Unavailable(str(error)) from None
-    try:
         yield nvml
     except nvml.NVMLError as error:
         raise Unavailable(str(error)) from None
@@ -178,9 +172,7 @@ def state(nvml: Any, handle: Any) -> dict[str, Any]:
     graphics, ram = 0, 2  # NVML_CLOCK_GRAPHICS, NVML_CLOCK_MEM
     return {
         "capability": capability and tuple(capability),
-        "memory_total": memory and memory.total // MIB,
-        "memory_free": memory and memory.free // MIB,
-        "memory_used": memory and memory.used // MIB,
+        **{f"memory_{name}": memory and getattr(memory, name) // MIB for name in ("total", "free", "used")},
         "utilisation": use and use.gpu,
         "power": thousandth(ask(nvml, "nvmlDeviceGetPowerUsage", handle)),
         "power_limit": thousandth(ask(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle)),
@@ -227,27 +219,21 @@ def torch_indices(names: Sequence[str], uuids: Sequence[str], environ: Mapping[s
     return found
 
 
-HEADERS = (
-    *("GPU", "torch", "name", "capability", "memory", "use", "power", "temperature"),
-    *("clock", "held back by", "processes"),
-)
-
-
-def cells(g: Gpu) -> list[str | None]:
-    """A row of the table: what is not known is None, which shows as a dash."""
-    return [
-        str(g.index),
-        None if g.torch_index is None else f"cuda:{g.torch_index}",
-        g.name,
-        None if g.capability is None else ".".join(map(str, g.capability)),
-        pair(g.memory_used, g.memory_total, "GiB", 1024),
-        None if g.utilisation is None else f"{g.utilisation} %",
-        pair(g.power, g.power_limit, "W"),
-        None if g.temperature is None else f"{g.temperature} °C",
-        pair(g.clock, g.clock_max, "MHz"),
-        None if g.throttle is None else ", ".join(g.throttle) or "nothing",
-        None if g.processes is None else str(len(g.processes)),
-    ]
+def cells(g: Gpu) -> dict[str, str | None]:
+    """Header → cell of the table: what is not known is None, which shows as a dash."""
+    return {
+        "GPU": str(g.index),
+        "torch": None if g.torch_index is None else f"cuda:{g.torch_index}",
+        "name": g.name,
+        "capability": None if g.capability is None else ".".join(map(str, g.capability)),
+        "memory": pair(g.memory_used, g.memory_total, "GiB", 1024),
+        "use": None if g.utilisation is None else f"{g.utilisation} %",
+        "power": pair(g.power, g.power_limit, "W"),
+        "temperature": None if g.temperature is None else f"{g.temperature} °C",
+        "clock": pair(g.clock, g.clock_max, "MHz"),
+        "held back by": None if g.throttle is None else ", ".join(g.throttle) or "nothing",
+        "processes": None if g.processes is None else str(len(g.processes)),
+    }
 
 
 def pair(now: float | None, limit: float | None, unit: str, scale: int = 1) -> str | None:
@@ -280,99 +266,41 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """One sample of one GPU. time: seconds since sampling began; memory in MiB, utilisation in %, power in W, energy in
-    J since sampling began."""
-
-    time: float
-    utilisation: int | None
-    memory_used: int | None
-    power: float | None
-    energy: float | None
-    throttle: tuple[str, ...] | None
-
-    def values(self) -> dict[str, float | str]:
-        """Columns for a history row, energy in Wh; what is unknown is absent, and `idle` is no reason to name."""
-        named = {
-            "gpu_utilisation": self.utilisation,
-            "gpu_memory_used": self.memory_used,
-            "gpu_power": self.power,
-            "gpu_energy": None if self.energy is None else self.energy / JOULES_PER_WH,
-            "gpu_throttle": ", ".join(reason for reason in self.throttle or () if reason != "idle") or None,
-        }
-        return {name: value for name, value in named.items() if value is not None}
-
-
 class Sampler:
-    """Readings of one GPU (NVML's index) in the background, 1 or 2 a second, until `stop` or the end of the `with`.
+    """Reads one GPU (NVML's index) in the background once a second, inside its `with`. latest: columns of a history
+    row, memory in MiB, utilisation in %, power in W, energy in Wh since sampling began; what is unknown is absent, and
+    without NVIDIA all of it is None."""
 
-        with Sampler() as sampler:
-            ...
-            sampler.latest
-
-    Without NVIDIA it stays empty.
-    """
-
-    def __init__(self, index: int = 0, hertz: float = 1.0, keep: int = 7200):
-        self.index, self.period = index, 1 / hertz
-        self.readings: collections.deque[Reading] = collections.deque(maxlen=keep)
+    def __init__(self, index: int = 0):
+        self.index = index
+        self.latest: dict[str, float | str] | None = None
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=self.work, name="nbtools-gpu", daemon=True)
 
-    @property
-    def latest(self) -> Reading | None:
-        return self.readings[-1] if self.readings else None
-
-    def start(self) -> Sampler:
+    def __enter__(self) -> Sampler:
         self.thread.start()
         return self
 
-    def stop(self) -> None:
-        """Returns when the thread has ended, which takes no longer than the reading under way."""
-        self.stopping.set()
-        if self.thread.is_alive():
-            self.thread.join()
-
-    def __enter__(self) -> Sampler:
-        return self.start()
-
     def __exit__(self, *_) -> None:
-        self.stop()
+        self.stopping.set()
+        self.thread.join()
 
     def work(self) -> None:
         with contextlib.suppress(Unavailable), opened() as nvml:
             handle = nvml.nvmlDeviceGetHandleByIndex(self.index)
-            meter, start = Meter(), time.perf_counter()
-            while True:
-                now, found = time.perf_counter() - start, state(nvml, handle)
-                millijoules = ask(nvml, "nvmlDeviceGetTotalEnergyConsumption", handle)  # since the driver was loaded
-                energy = meter.joules(now, found["power"], thousandth(millijoules))
-                known = {name: found[name] for name in ("utilisation", "memory_used", "power", "throttle")}
-                self.readings.append(Reading(time=now, energy=energy, **known))
-                if self.stopping.wait(self.period):
-                    return
-
-
-class Meter:
-    """Energy since the first reading: the device's own counter, or else the power summed over time (trapezoids)."""
-
-    def __init__(self) -> None:
-        self.first: float | None = None
-        self.sum = 0.0
-        self.last: tuple[float, float] | None = None
-
-    def joules(self, now: float, power: float | None, counter: float | None) -> float | None:
-        if counter is not None:
-            self.first = counter if self.first is None else self.first
-            return counter - self.first
-        if power is None:
-            return None
-        if self.last is not None:
-            then, before = self.last
-            self.sum += (now - then) * (power + before) / 2
-        self.last = (now, power)
-        return self.sum
+            energy = partial(ask, nvml, "nvmlDeviceGetTotalEnergyConsumption", handle)  # mJ since the driver was loaded
+            first = energy()
+            while not self.stopping.is_set():
+                found, now = state(nvml, handle), energy()
+                values = {
+                    "gpu_utilisation": found["utilisation"],
+                    "gpu_memory_used": found["memory_used"],
+                    "gpu_power": found["power"],
+                    "gpu_energy": None if first is None or now is None else (now - first) / 3.6e6,
+                    "gpu_throttle": ", ".join(reason for reason in found["throttle"] or () if reason != "idle") or None,
+                }
+                self.latest = {name: value for name, value in values.items() if value is not None}
+                self.stopping.wait(PERIOD)
 
 
 def machine() -> dict[str, str]:
