@@ -29,6 +29,7 @@ from benchmarks.paired import Figure, Receipt, in_turns, on_one_core, times
 from nbtools.data import Draws, Pack, collate
 from nbtools.measure import find_batch
 from nbtools.measure.batch import Trial
+from nbtools.measure.stepper import typical
 from nbtools.tasks import captcha
 from nbtools.train import Task
 from nbtools.train.optimizer import build_optimizer
@@ -98,16 +99,16 @@ def lightning(pack: Pack, plan: captcha.Plan, folder: Path) -> int:
 
 def race(pack: Pack, plan: captcha.Plan, sizes: dict[str, int], turns: int) -> dict[str, float]:
     """samples/s of each one's choice: whole epochs of steps in turns, medians."""
-    trial = Trial(TASK, pack, plan, CPU)
+    trial, count = Trial(TASK, pack, plan, CPU), pack.splits["train"]
 
     def pace(size: int) -> float:
-        loads = trial.typical(size, count=len(trial.ids))
-        rate, reason = trial.rate(loads, max(1, len(trial.ids) // size), lead=1)
+        loads = typical(pack, plan.replace(batch_size=size), count)
+        rate, reason = trial.rate(loads, max(1, count // size), lead=1)
         assert rate is not None, reason
         return rate
 
     for size in set(sizes.values()):
-        trial.warm(size)
+        trial.largest(size)
     found = in_turns({name: lambda size=size: pace(size) for name, size in sizes.items()}, turns)
     return {name: statistics.median(rates) for name, rates in found.items()}
 

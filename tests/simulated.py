@@ -15,10 +15,6 @@ import toy
 
 from nbtools.data import Pack
 from nbtools.data.pack import RawFiles
-from nbtools.measure.roofline import Rates
-
-RATES = Rates(matrix=1e9, bandwidth=((2**16, 1e9), (2**22, 1e9)), dispatch=1.0)
-"""Of a machine whose host is slow: of a step, all that two samples take too is its launching."""
 
 
 def ticking(seconds: float = 0.01) -> Callable[[], float]:

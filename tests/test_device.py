@@ -15,7 +15,7 @@ import toy
 import nbtools as nb
 from nbtools.errors import TrainError
 from nbtools.measure import untouched
-from nbtools.measure.roofline import syncs
+from nbtools.measure.profile import syncs
 from nbtools.tasks import captcha, hwdb
 from nbtools.train import Plan, device
 

@@ -15,15 +15,14 @@ import numpy as np
 import pytest
 import torch
 import toy
-from simulated import RATES, Job
+from simulated import Job
 from torch import nn
 
 from nbtools.data import batches_left, cores, gather, lengths_of, on, open_feed
 from nbtools.errors import TrainError
-from nbtools.measure import Stepper, StepProfile, Tried, Verdict, step_profile, verdict
-from nbtools.measure.profile import device_seconds, epoch_batches, memory_of, padding, shapes, typical
-from nbtools.measure.roofline import Counts, Watch, count, synchronizing
-from nbtools.measure.stepper import read_switches
+from nbtools.measure import Stepper, StepProfile, Verdict, step_profile, verdict
+from nbtools.measure.profile import Tried, device_seconds, flops, memory_of, padding, shapes, synchronizing
+from nbtools.measure.stepper import epoch_batches, read_switches, typical
 from nbtools.measure.trials import affordable, worth_compiling, worth_trying
 from nbtools.train import TrainState, knob, train
 
@@ -45,10 +44,10 @@ def plan_of(**changes) -> toy.Plan:
 
 
 def profiled(job: Job, pack, plan, **more) -> StepProfile:
-    return step_profile(job, job.pack(pack), plan, CPU, SECONDS, clock=job.clock, rates=RATES, **more)
+    return step_profile(job, job.pack(pack), plan, CPU, SECONDS, clock=job.clock, **more)
 
 
-COMPUTE = {"fixed": 0.001, "a_sample": 0.01}  # what two samples take, and so the host's part, is little of 16
+COMPUTE = {"fixed": 0.001, "a_sample": 0.01}  # on this clock the toy's few products need no time: bound by memory
 
 
 @pytest.mark.parametrize(
@@ -58,34 +57,34 @@ COMPUTE = {"fixed": 0.001, "a_sample": 0.01}  # what two samples take, and so th
         pytest.param(
             {"reading": 0.002, **COMPUTE},
             FILES,
-            "compute",
+            "memory",
             {"feed": "resident"},
             (16 * 0.012 + 0.001) / (16 * 0.01 + 0.001),
             id="files that help little beside the step",
         ),
         pytest.param({}, {"batch_size": 8}, "launch", {"batch_size": 32}, 4.0, id="nothing but launching"),
         pytest.param(
-            {"fixed": 0.08, "a_sample": 0.01},
+            {"fixed": 0.08, "a_sample": 0.005},
             {"batch_size": 8},
             "launch",
             {"batch_size": 32},
-            4 * 0.16 / 0.4,
+            4 * 0.12 / 0.24,
             id="much launching",
         ),
         pytest.param({}, {"micro_batch_size": 2}, "launch", {"micro_batch_size": None}, 8.0, id="micro-batches"),
-        pytest.param(COMPUTE, {}, "compute", None, None, id="arithmetic"),
+        pytest.param(COMPUTE, {}, "memory", None, None, id="arithmetic"),
         pytest.param(
-            {**COMPUTE, "augmenting": 0.02}, {}, "compute", {"noise": 0.0}, (16 * 0.03 + 0.001) / 0.161, id="noise"
+            {**COMPUTE, "augmenting": 0.02}, {}, "memory", {"noise": 0.0}, (16 * 0.03 + 0.001) / 0.161, id="noise"
         ),
         pytest.param(
-            {**COMPUTE, "amp": {"bf16": 0.4}}, {}, "compute", {"amp": "bf16"}, 1 / 0.4, id="a faster precision"
+            {**COMPUTE, "amp": {"bf16": 0.4}}, {}, "memory", {"amp": "bf16"}, 1 / 0.4, id="a faster precision"
         ),
-        pytest.param({**COMPUTE, "amp": {"bf16": 3.0}}, {}, "compute", None, None, id="a slower precision"),
+        pytest.param({**COMPUTE, "amp": {"bf16": 3.0}}, {}, "memory", None, None, id="a slower precision"),
         pytest.param(
-            {**COMPUTE, "amp": {"bf16": 0.4}, "loss_in_bf16": 1.5}, {}, "compute", None, None, id="another loss"
+            {**COMPUTE, "amp": {"bf16": 0.4}, "loss_in_bf16": 1.5}, {}, "memory", None, None, id="another loss"
         ),
         pytest.param(
-            {**COMPUTE, "scoring": 2.0}, {"epochs": 50}, "compute", {"eval_every": 10}, None, id="much scoring"
+            {**COMPUTE, "scoring": 2.0}, {"epochs": 50}, "memory", {"eval_every": 10}, None, id="much scoring"
         ),
     ],
 )
@@ -118,11 +117,12 @@ def test_shares_and_seconds_are_those_of_the_job(packs):
     assert profile.wait == pytest.approx(0.16 / (step + 0.16))
     assert profile.batching == pytest.approx(0.016 / (step + 0.16))
     assert profile.augmentation == pytest.approx(0.032 / (step + 0.16))
-    assert (profile.cached_s, profile.small_s) == pytest.approx((step, 0.02 + 2 * 0.005))
+    assert profile.fixed == pytest.approx(0.02 / step)
+    assert profile.host == pytest.approx((1 - profile.wait) * profile.fixed)
     val = len(packs[False].ids("val"))
     batches = -(-val // 16)
     assert profile.evaluation_s == pytest.approx(batches * 0.5 + val * 0.011, rel=0.1)  # some batches stand for all
-    assert 0 < profile.evaluation + profile.checkpoint < 1
+    assert profile.epoch_s == pytest.approx(profile.train_samples * (step + 0.16) / 16 + profile.between_s)
     assert {"step", "held"} == profile.memory.keys()
     assert profile.trials == ()
 
@@ -148,12 +148,13 @@ def judged(measured: StepProfile, plan: Any = None, **values) -> Verdict:
 
 
 def test_profile_and_verdict_survive_json_and_show_as_tables(measured):
-    again = StepProfile.from_dict(json.loads(json.dumps(measured.to_dict())))
+    plain = json.loads(json.dumps(measured.to_dict()))
+    plain |= {"host_s": 0.1}  # which older versions wrote
+    again = StepProfile.from_dict(plain)
     assert again == dataclasses.replace(measured, plan={**measured.plan, "betas": list(measured.plan["betas"])})
     found = verdict(measured, plan_of(batch_size=8))
     assert Verdict.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     assert found.sentence in found._repr_html_()
-    assert "samples/s" in measured._repr_html_()
     assert "GFLOP/s" in str(measured)
     assert str(found) == found.sentence
 
@@ -163,8 +164,8 @@ def test_profile_and_verdict_survive_json_and_show_as_tables(measured):
     [
         (shares(0.5, 0.3), "data"),
         (shares(0.1, 0.5), "launch"),
-        (shares(0.1, 0.2, counts=Counts(8, 10, 10**12, ((2**20, 1),))), "compute"),
-        (shares(0.1, 0.2, counts=Counts(8, 10, 1, ((2**30, 9),))), "memory"),
+        (shares(0.1, 0.2, flops_per_s=4e9, matrix=1e10), "compute"),
+        (shares(0.1, 0.2, flops_per_s=3e9, matrix=1e10), "memory"),
     ],
 )
 def test_the_bound_is_what_takes_most(measured, values, bound):
@@ -180,7 +181,6 @@ def test_where_no_change_is_worth_it_those_that_were_tried_are_named(measured):
     assert "no change of a setting was tried" in judged(measured, **shares(0.0, 0.1)).sentence
     tried = (trial(1.03, amp="bf16"), trial(0.9, channels_last=True), trial(1.3, low=0.8, batch_size=16))
     found = judged(measured, **shares(0.0, 0.1), trials=tried, untried=({"compile": True},))
-    assert found.evidence["untried"] == [{"compile": True}]
     assert (
         "none of the 3 changes tried was 10 % faster: amp=bf16 1.03×, channels_last=True 0.90×, batch_size=16 1.30× "
         "(but 0.80–1.43); not tried for lack of time or memory: compile=True"
@@ -201,7 +201,7 @@ def test_of_changes_that_bring_as_much_the_smaller_or_the_one_that_learns_the_sa
 
 
 def test_what_is_worth_trying(measured):
-    quiet = dataclasses.replace(measured, **shares(0.0, 0.1), small_s=0.0, augmentation=0.0)
+    quiet = dataclasses.replace(measured, **shares(0.0, 0.1), fixed=0.0, augmentation=0.0)
     plan, convolution = plan_of(batch_size=8), [nn.Conv2d(1, 1, 1)]
     for amp, other in (("off", "bf16"), ("bf16", "off")):
         assert worth_trying(quiet, plan.replace(amp=amp), [], ()) == [{"amp": other}]
@@ -323,36 +323,18 @@ def own(**parts) -> Any:
     return SimpleNamespace(**{**vars(toy), **parts})
 
 
-@pytest.fixture
-def wide(packs):
-    """(a stepper, one raw batch of 32 samples)"""
+def test_flops_and_memory_are_those_of_the_matrix_products_and_what_is_held(packs):
     task, pack = own(model=lambda card, plan: Wide()), packs[False]
     raw = on(CPU, gather(pack, pack.ids("train")[:32]))
     stepper = Stepper(task, pack, plan_of(batch_size=32), CPU)
-    return stepper.on(iter([raw] * 9)), raw
-
-
-def test_flops_are_those_of_the_matrix_products(wide):
     rows, w = 32 * 16, 384
     forward = 2 * (rows * 8 * w + 2 * rows * w * w + 32 * w * 4)
-    assert count(*wide).flops == forward * 3 - 2 * rows * 8 * w  # the input needs no gradient
-
-
-def test_memory_is_that_of_activations_and_of_what_is_held(wide):
-    found, weights = memory_of(wide[0]), sum(p.numel() for p in wide[0].state.parameters)
+    assert flops(stepper.state, raw) == forward * 3 - 2 * rows * 8 * w  # the input needs no gradient
+    stepper.step(raw)
+    found, weights = memory_of(stepper.on(iter([raw]))), sum(p.numel() for p in stepper.state.parameters)
     assert found["held"] * 2**20 == pytest.approx(16 * weights, rel=0.01)  # weight, gradient, two moments
     activations = 4 * 32 * 16 * 384 * 3
     assert activations <= found["step"] * 2**20 <= 3 * activations + 4 * weights
-
-
-def test_an_operation_touches_what_it_reads_and_writes_and_a_view_nothing():
-    x = torch.ones(2**18)
-    with Watch() as watch:
-        x.view(2, -1).t()
-        x.add(x)
-        x.mul_(2)
-    assert watch.ops == 4
-    assert sorted(watch.touched.elements()) == [2**21, 2**22]  # 1 MiB in and out; twice in and once out, rounded up
 
 
 @pytest.mark.parametrize("batch_size", [7, 64])
@@ -381,8 +363,9 @@ def test_a_bucket_makes_the_lengths_of_batches_few(packs):
 def test_the_cached_batch_is_a_whole_one_of_middling_length(packs):
     pack, plan = packs[True], toy.PLAN
     lengths = [pack.lengths("x", batch).max() for batch in epoch_batches(pack, plan)]
-    ids = typical(pack, plan)
+    [(ids, samples)] = typical(pack, plan)
     assert len(ids) == plan.batch_size
+    assert samples == pytest.approx(len(ids), rel=0.3)
     assert np.quantile(lengths, 0.3) <= pack.lengths("x", ids).max() <= np.quantile(lengths, 0.7)
 
 
@@ -397,15 +380,14 @@ def states() -> int:
     return sum(type(each) is TrainState for each in gc.get_objects())
 
 
-@pytest.mark.parametrize("changes", [{}, {"deterministic": True, "micro_batch_size": 5, "ema": 0.9}], ids=len)
-def test_a_run_under_way_goes_on_as_if_nobody_had_measured(packs, changes):
+def test_a_run_under_way_goes_on_as_if_nobody_had_measured(packs):
     state, twin = (TrainState(toy, packs[False], toy.PLAN, CPU) for _ in range(2))
     records = train(toy, state, packs[False])
     for _ in range(5):
         next(records)
     before = outside(), copy.deepcopy(state.facts()), {k: v.clone() for k, v in state.tensors().items()}
     alive = states()
-    step_profile(toy, packs[False], toy.PLAN.replace(**changes), CPU, 0.1)
+    step_profile(toy, packs[False], toy.PLAN.replace(deterministic=True, micro_batch_size=5, ema=0.9), CPU, 0.1)
     assert states() == alive, "a model that was measured stays in memory"
     assert outside() == before[0]
     assert state.facts() == before[1]
@@ -473,7 +455,6 @@ def test_on_cuda_a_step_that_reads_its_loss_is_traced(packs):
 
     profile = step_profile(own(loss=loss), packs[False], plan_of(batch_size=32), seconds=1.0)
     assert any(line.startswith(f"{__file__}:") for line in profile.syncs)
-    assert {"step", "held", "allocated", "reserved"} == profile.memory.keys()
 
 
 @pytest.mark.cuda

@@ -19,8 +19,8 @@ import nbtools as nb
 from nbtools import measure
 from nbtools.data import Resident
 from nbtools.measure import Receipt, Stepper, comparable, receipt
-from nbtools.measure.receipt import GROUPS, Rung, ladder, rest, rungs_of
-from nbtools.measure.stepper import Rate
+from nbtools.measure.receipt import GROUPS, Rung, ladder, rungs_of
+from nbtools.measure.stepper import Turn
 
 CPU = torch.device("cpu")
 FASTER = toy.PLAN.replace(batch_size=64, lr=2e-2, amp="bf16", channels_last=True, clip_norm=None, hidden=24)
@@ -84,14 +84,14 @@ def test_the_rungs_are_the_groups_of_settings_in_which_the_plans_differ_and_each
     assert found.after.plan == FASTER.to_dict()
 
 
-def rate(plan: nb.Plan, speed: float) -> Rate:
-    return Rate(plan.to_dict(), speed, speed, speed, 0.25, 3)
-
-
-def test_total_and_factors_of_known_rounds():
-    """Three rounds on a machine that slows down: the ratios are taken within rounds."""
-    rounds = [[100.0, 50.0, 25.0], [200.0, 100.0, 50.0], [300.0, 150.0, 100.0]]
-    steps = rungs_of(["a", "b", "c"], [rate(toy.PLAN, speeds[1]) for speeds in rounds], rounds)
+def test_factors_are_taken_within_rounds_and_multiply_to_the_total(pack):
+    """Three rounds on a machine that slows down."""
+    rounds = {"a": [100.0, 50.0, 25.0], "b": [200.0, 100.0, 50.0], "c": [300.0, 150.0, 100.0]}
+    steppers: dict[str, Any] = {}
+    for name, speeds in rounds.items():
+        steppers[name] = Stepper(toy, pack, toy.PLAN, CPU)
+        steppers[name].turns = [Turn(int(speed), 1.0, 0.0, 1, 1.0) for speed in speeds]
+    steps = rungs_of(steppers)
     assert [(step.factor, step.total) for step in steps] == [(1.0, 1.0), (2.0, 2.0), (1.5, 3.0)]
     assert [(step.total_least, step.total_most) for step in steps[1:]] == [(2.0, 2.0), (3.0, 4.0)]
     assert (steps[2].factor_least, steps[2].factor_most) == (1.5, 2.0)
@@ -100,12 +100,10 @@ def test_total_and_factors_of_known_rounds():
 def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors(found):
     headers, rows = found.table()
     assert headers[1:4] == ("samples/s", "over the rung before", "over the baseline")
-    assert len(rows) == 5
-    assert rows[1][0] == "+ packed feed"
+    assert [row[0] for row in rows] == [rung.name for rung in found.rungs]
     assert rows[1][2].startswith(f"{found.rungs[1].factor:.2f}× (")
     assert rows[2][5] == "batch_size 16 → 64"
     assert f"{found.ratio:.2f}× the baseline's samples/s on this machine ({found.ratio_least:.2f}–" in str(found)
-    assert found._repr_html_().count("<tr") == 1 + 5 + 2
     assert "No GPU: what mixed precision, larger batches and resident data gain on one was not" in str(found)
 
 
@@ -113,21 +111,13 @@ def test_a_receipt_is_json_and_back_and_one_of_an_older_version_is_read_and_show
     again = Receipt.from_dict(json.loads(found.to_json()))
     assert again.to_json() == found.to_json()
     assert isinstance(again.rungs[1], Rung)
-    old = {
-        "before": dataclasses.asdict(rate(toy.BASELINE, 100.0)),
-        "after": dataclasses.asdict(rate(FASTER, 400.0)),
-        "ratio": 4.0,
-        "ratio_least": 3.5,
-        "ratio_most": 4.5,
-        "peak_memory": {"before": 100.0, "after": 250.0},
-        "machine": {"device": "some GPU"},
-        "notes": ["Both train the same network"],
-    }
-    older = Receipt.from_dict(json.loads(json.dumps(old)))
+    old = json.loads(found.to_json())
+    del old["rungs"]
+    older = Receipt.from_dict({**old, "peak_memory": {"before": 100.0, "after": 250.0}})
     assert older.rungs == ()
     text = str(older)
-    assert "4.00× the baseline's samples/s on this machine (3.50–4.50, n = 3)" in text
-    assert "batch_size" in text
+    assert f"{found.ratio:.2f}× the baseline's samples/s on this machine" in text
+    assert "batch_size 16 → 64" in text
     assert "this run" in text
     assert "Peak GPU memory: baseline 100 MiB, this run 250 MiB" in text
     assert "<table" in older._repr_html_()
@@ -157,8 +147,8 @@ def test_a_rung_is_the_run_with_what_is_above_it_as_in_the_baseline(pack):
     steps = ladder(baseline, plan, pack, CPU)
     assert steps[0][1] == baseline
     assert steps[-1] == ("+ the rest", plan)
-    for (_, before), (name, after) in pairwise(steps[1:]):
-        assert set(after.changes_from(before)) <= set(GROUPS.get(name) or rest(plan))
+    for (_, before), (name, after) in pairwise(steps[1:-1]):
+        assert set(after.changes_from(before)) <= set(GROUPS[name])
 
 
 def test_all_rungs_that_keep_the_pack_in_memory_share_one(pack, monkeypatch):

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import torch
 
-from nbtools import disk, table
+from nbtools import disk
 from nbtools.data import Card, Pack, choose, cores
 from nbtools.errors import DiskError, TrainError
 from nbtools.measure.batch import BatchReport, find_batch
@@ -30,10 +30,11 @@ from nbtools.measure.trials import LEAST_STEPS, choose_precision, find_precision
 from nbtools.measure.verdict import Verdict, verdict
 from nbtools.measure.workers import WorkersReport, find_workers
 from nbtools.table import digits, plural
-from nbtools.train import Plan, TaskLike, as_task, lr_factor, task_name
+from nbtools.train import Plan, Task, TaskLike, as_task, lr_factor, task_name
 from nbtools.train import device as devices
 
-VERSION = 3  # of what is measured; kept with the advice, so that older advice is measured again
+VERSION = 4  # of what is measured: what an older version advised is measured again
+KEPT = 8  # advices next to a pack: of other machines, say
 TURNS = 2  # changes to the measured plan, each based on a profile of its own
 SECONDS = 20.0  # for the batch size; a third of it for the profile, which takes two to three times its own
 FREE = ("feed", "workers", "prefetch", "channels_last", "compile", "graph", "amp")
@@ -86,11 +87,12 @@ class Advice(Report):
 
     def at_once(self) -> tuple[int, str]:
         """(samples that one forward pass takes, why not more): as measured, else by the rules."""
-        if self.batches is None or not any(row.fits for row in self.batches.rows):
+        rows = self.batches.rows if self.batches is not None else ()
+        fitting, beyond = ([row.batch_size for row in rows if row.fits == fits] for fits in (True, False))
+        if not fitting:
             largest = self.largest or self.plan
             return largest.micro_batch_size or largest.batch_size, f"{THUMB} for this GPU's memory (guide 2)"
-        most = max(row.batch_size for row in self.batches.rows if row.fits)
-        beyond = [row.batch_size for row in self.batches.rows if not row.fits]
+        most = max(fitting)
         return most, f"{min(beyond)} does not fit at once" if beyond else f"more than {most} at once was not tried"
 
     @property
@@ -106,11 +108,8 @@ class Advice(Report):
         shown = 4 if self.evidence else 3
         return ("setting", "value", "reason", "measured here")[:shown], [row[:shown] for row in rows]
 
-    def footer(self) -> str:
+    def caption(self) -> str:
         return " ".join(filter(None, [self.verdict and f"{self.verdict.sentence}.", self.note]))
-
-    def _repr_html_(self) -> str:
-        return table.html(*self.table(), self.footer())
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], kind: type[Plan] = Plan) -> Self:
@@ -142,15 +141,18 @@ def advise(
         )
     task = as_task(task)
     thumb, path = by_rules(task, pack, {}), shelf(pack)
-    keys = {asked: label(task, pack, thumb, asked) for asked in (True, False)}
-    wanted = [keys[compiling]] if measure else list(keys.values())  # else whatever there is, the most first
-    found = next(filter(None, (kept(path, key, type(task.PLAN)) for key in wanted)), None)
-    if found is not None or not measure:
-        return found or thumb
+    before = kept(path)
+    for asked in (compiling,) if measure else (True, False):  # without measuring whatever there is, the most first
+        if found := before.get(label(task, pack, thumb, asked)):
+            return Advice.from_dict(found, type(task.PLAN))
+    if not measure:
+        return thumb
     print(f"measuring {task_name(task)} on this machine, about {2.5 * seconds:.0f} s …", file=sys.stderr)
     made = measured(task, pack, thumb, seconds, compiling, clock)
+    shelved = {**before, label(task, pack, thumb, compiling): made.to_dict()}
     try:
-        keep(path, keys[compiling], made)
+        with disk.explained("keeping the advice", path):
+            disk.write_atomic(path, json.dumps(dict(list(shelved.items())[-KEPT:])))
     except DiskError as error:  # a pack may lie where nobody may write
         made = dataclasses.replace(made, note=f"{made.note} Not kept for the next time: {error}")
     return made
@@ -165,18 +167,18 @@ def by_rules(task: TaskLike, pack: Pack, found: dict[str, tuple[Any, str]]) -> A
     return dataclasses.replace(advice, reasons={**advice.reasons, "feed": f"{name}: {why}"})
 
 
-def measured(task: TaskLike, pack: Pack, thumb: Advice, seconds: float, compiling: bool, clock: Clock | None) -> Advice:
+def measured(task: Task, pack: Pack, thumb: Advice, seconds: float, compiling: bool, clock: Clock | None) -> Advice:
     """The precision first, at the rules' batch, then the batch in that precision, since all else depends on it; then
     what a step consists of, and the changes that it suggests."""
-    own, start = suggested(task, pack.card, inspect()), perf_counter()
+    own, start = task.suggest(pack.card, devices.pick().type), perf_counter()
     found: dict[str, tuple[Any, str]] = {}
     evidence: dict[str, str] = {}
-    precision = None if "amp" in own else find_precision(task, pack, thumb.plan, None, seconds / 6, clock)
+    precision = None if "amp" in own else find_precision(task, pack, thumb.plan, seconds / 6, clock)
     if precision is not None:
         amp, evidence["amp"] = choose_precision(precision)
         found["amp"] = amp, "the faster one that learns the same, measured here"
     plan = by_rules(task, pack, found).plan
-    batches = find_batch(task, pack, plan, None, seconds, enough(pack.card), clock=clock)
+    batches = find_batch(task, pack, plan, None, seconds, enough(pack.card), clock)
     evidence["batch_size"] = f"not taken for its speed alone: {batches.why}"
     if "batch_size" not in own and conclusive(batches, plan):
         found["batch_size"] = batches.batch_size, "the smallest within 5 % of the best rate"
@@ -185,53 +187,28 @@ def measured(task: TaskLike, pack: Pack, thumb: Advice, seconds: float, compilin
         found["micro_batch_size"] = batches.micro_batch_size, "the whole batch does not fit at once"
     plan, crew = by_rules(task, pack, found).plan, None
     if choose(pack, plan, devices.pick())[0] == "workers":
-        crew = find_workers(task, pack, plan, seconds=seconds / 3)
+        crew = find_workers(task, pack, plan, seconds / 3)
         found |= {"workers": (crew.workers, crew.reason), "prefetch": (crew.prefetch, crew.reason)}
         evidence["workers"] = crew.reason
     fixed = ["amp"] if precision is not None and not precision.agrees else []
-    profile, judged = settled(task, pack, found, evidence, fixed, seconds / 6, compiling, clock)
-    took = perf_counter() - start
-    return dataclasses.replace(
-        by_rules(task, pack, found),
-        note=f"Measured on {', '.join(machine().values())} in {took:.0f} s, except what is called a rule of thumb.",
-        evidence=evidence,
-        precision=precision,
-        batches=batches,
-        workers=crew,
-        profile=profile,
-        verdict=judged,
-    )
-
-
-def settled(
-    task: TaskLike,
-    pack: Pack,
-    found: dict[str, tuple[Any, str]],
-    evidence: dict[str, str],
-    fixed: list[str],
-    seconds: float,
-    compiling: bool,
-    clock: Clock | None,
-) -> tuple[StepProfile, Verdict]:
-    """Profile the plan and make the change that its verdict names, until it names none that advice makes by itself;
-    the changes go into found and evidence. Returns the last plan's profile and verdict."""
-    rates = None
     for turn in range(TURNS + 1):
         plan = by_rules(task, pack, found).plan
-        profile = step_profile(task, pack, plan, None, seconds, fixed, compiling and not turn, clock, rates)
+        profile = step_profile(task, pack, plan, None, seconds / 6, fixed, compiling and not turn, clock)
         judged = verdict(profile, plan)
         if turn == TURNS or not judged.change or not set(judged.change) <= set(FREE):
             break
-        rates = None if "amp" in judged.change else profile.rates
         found |= {name: (value, "measured faster here") for name, value in judged.change.items()}
         evidence |= dict.fromkeys(judged.change, judged.sentence)
         fixed = [*fixed, *judged.change, "compile", "graph"]  # compiling takes a minute, and gained less than this
-    return profile, judged
+    took = f"{perf_counter() - start:.0f} s"
+    note = f"Measured on {', '.join(machine().values())} in {took}, except what is called a {THUMB}."
+    results = {"precision": precision, "batches": batches, "workers": crew, "profile": profile, "verdict": judged}
+    return dataclasses.replace(by_rules(task, pack, found), note=note, evidence=evidence, **results)
 
 
 def conclusive(batches: BatchReport, plan: Plan) -> bool:
     """Whether the search ended by itself, or at least reached the rules' own batch: a busy machine may not let it."""
-    return batches.complete or max((row.batch_size for row in batches.rows if row.n), default=0) >= plan.batch_size
+    return batches.complete or any(row.samples_per_s for row in batches.rows if row.batch_size >= plan.batch_size)
 
 
 def shelf(pack: Pack) -> Path:
@@ -241,28 +218,16 @@ def shelf(pack: Pack) -> Path:
 
 def label(task: TaskLike, pack: Pack, thumb: Advice, compiling: bool) -> str:
     """Changes with whatever the measurements depend on: machine and versions, data, task and its plan."""
-    parts = [machine(), pack.card.digest, task_name(task), thumb.plan.to_dict(), compiling]
+    parts = [VERSION, machine(), pack.card.digest, task_name(task), thumb.plan.to_dict(), compiling]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def kept(path: Path, key: str, kind: type[Plan]) -> Advice | None:
-    """What was measured before; None where nothing was, or an older version measured it."""
+def kept(path: Path) -> dict[str, Any]:
+    """Label → what was measured before; {} where nothing was."""
     try:
-        found = json.loads(path.read_text())[key]
-        return Advice.from_dict(found, kind) if found.pop("version", 1) == VERSION else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def keep(path: Path, key: str, advice: Advice) -> None:
-    """Raises DiskError."""
-    try:
-        shelved = json.loads(path.read_text())
+        return dict(json.loads(path.read_text()))
     except (OSError, ValueError):
-        shelved = {}
-    shelved = {name: each for name, each in shelved.items() if each.get("version") == VERSION}
-    with disk.explained("keeping the advice", path):
-        disk.write_atomic(path, json.dumps({**shelved, key: {"version": VERSION, **advice.to_dict()}}))
+        return {}
 
 
 @dataclass(frozen=True)
@@ -293,7 +258,7 @@ def decide(task: TaskLike, card: Card, machine: Machine, found: Mapping[str, tup
     first, then what the task suggests, and the rest follows from these."""
     task = as_task(task)
     plan, base = task.PLAN, task.BASELINE
-    advised: dict[str, tuple[Any, str]] = {**suggested(task, card, machine), **(found or {})}
+    advised: dict[str, tuple[Any, str]] = {**task.suggest(card, machine.accelerator), **(found or {})}
 
     def chosen(name: str) -> Any:
         return advised[name][0] if name in advised else getattr(plan, name)
@@ -318,11 +283,6 @@ def decide(task: TaskLike, card: Card, machine: Machine, found: Mapping[str, tup
     note = f"For {machine.name} ({size}); nothing here was measured on it yet, it is what to start from."
     largest, why = largest_batch(made, base, card, machine)
     return Advice(made, reasons, base, note, largest, why)
-
-
-def suggested(task: TaskLike, card: Card, machine: Machine) -> dict[str, tuple[Any, str]]:
-    """Setting → (value, why) of the task's own."""
-    return dict(task.suggest(card, machine.accelerator))
 
 
 def enough(card: Card) -> int:

@@ -1,4 +1,4 @@
-"""How much memory a train step takes and how much there is: measured at small batches, predicted for larger ones.
+"""How much memory a train step takes, and how much there is.
 
 On CUDA the allocator knows its peak. On a CPU every tensor that an operation makes is followed until it dies: what
 autograd saves for backward is most of that, but not all (of the guide's captcha network at batch 128, 87 %).
@@ -7,10 +7,10 @@ autograd saves for backward is most of that, but not all (of the guide's captcha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,53 +19,26 @@ from torch.utils._pytree import tree_iter
 
 from nbtools.train import TrainState
 
-HEADROOM = 0.1  # of the limit that is left free: found sizes fail later, in fragments and to neighbours
+HEADROOM = 0.1  # of what is free: sizes that fit once fail later, in fragments and to other processes
 HEADROOM_RAM = 0.2  # glibc's malloc keeps freed memory: processes grew by 14–19 % more than was in use
-FILES = {  # limit, in use, the line of memory.stat with what the kernel can drop
-    "": ("memory.max", "memory.current", "inactive_file"),  # cgroup v2
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # v1
+CGROUPS = {  # limit, in use, the line of memory.stat with what the kernel can drop
+    "": ("memory.max", "memory.current", "inactive_file"),  # version 2
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
 }
 
 
-@dataclass(frozen=True)
-class Line:
-    """bytes(batch) = fixed + per_sample × batch: two probes fix it."""
-
-    fixed: float
-    per_sample: float
-
-    @classmethod
-    def through(cls, first: tuple[int, int], second: tuple[int, int]) -> Line:
-        """The line through two (batch size, bytes)."""
-        slope = (second[1] - first[1]) / (second[0] - first[0])
-        return cls(first[1] - slope * first[0], slope)
-
-    def at(self, batch_size: int) -> int:
-        return round(self.fixed + self.per_sample * batch_size)
-
-
-@dataclass
-class Peak:
-    """The most bytes that were taken at once, above those in use when the measurement began."""
-
-    bytes: int = 0
-
-
-@contextmanager
-def peak(device: torch.device) -> Iterator[Peak]:
-    """Measure what runs inside; the value stands at its end. On CUDA it starts the allocator's peak count anew."""
-    found = Peak()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        yield found
-        torch.cuda.synchronize(device)
-        found.bytes = torch.cuda.max_memory_allocated(device) - before
-        return
-    with Live() as live:
-        yield found
-    found.bytes = live.most
+def peak(device: torch.device, act: Callable[[], Any]) -> int:
+    """The most bytes that `act` takes at once, above those in use before. On CUDA the allocator's peak starts anew."""
+    if device.type != "cuda":
+        with Live() as live:
+            act()
+        return live.most
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    act()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 class Live(TorchDispatchMode):
@@ -80,15 +53,14 @@ class Live(TorchDispatchMode):
         self.now = self.most = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for tensor in tensors((args, kwargs)):
-            self.see(tensor, 0)
+        for storage in storages((args, kwargs)):
+            self.see(storage, 0)
         out = func(*args, **(kwargs or {}))
-        for tensor in tensors(out):
-            self.see(tensor, tensor.untyped_storage().nbytes())
+        for storage in storages(out):
+            self.see(storage, storage.nbytes())
         return out
 
-    def see(self, tensor: Tensor, size: int) -> None:
-        storage = tensor.untyped_storage()
+    def see(self, storage: torch.UntypedStorage, size: int) -> None:
         key = storage._cdata
         if key in self.alive:
             return
@@ -101,26 +73,23 @@ class Live(TorchDispatchMode):
         self.now -= self.alive.pop(key, 0)
 
 
-def tensors(tree: object) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_iter(tree) if type(leaf) in (Tensor, torch.nn.Parameter) and strided(leaf))
-
-
-def strided(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided
+def storages(tree: object) -> Iterator[torch.UntypedStorage]:
+    for leaf in tree_iter(tree):
+        if type(leaf) in (Tensor, torch.nn.Parameter) and leaf.layout == torch.strided:
+            yield leaf.untyped_storage()
 
 
 def held(state: TrainState) -> int:
     """Bytes of a state that stay between steps: weights, buffers, the moving average, what the optimizer keeps."""
-    kept: list[object] = [*state.model.parameters(), *state.model.buffers()]
-    if state.ema is not None:
-        kept += [*state.ema.parameters(), *state.ema.buffers()]
-    kept += [value for values in state.optimizer.state.values() for value in values.values()]
-    return size_of(value for value in kept if isinstance(value, Tensor))
+    modules = [state.model, *([] if state.ema is None else [state.ema])]
+    kept = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    values = [value for each in state.optimizer.state.values() for value in each.values()]
+    return size_of([*kept, *(value for value in values if isinstance(value, Tensor))])
 
 
-def size_of(values: Iterable[Tensor]) -> int:
+def size_of(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages below tensors."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in values}.values())
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 @dataclass(frozen=True)
@@ -149,39 +118,29 @@ def room(device: torch.device) -> Room | None:
 
 
 def ram(root: Path = Path("/")) -> Room | None:
-    """The least of what the machine has available and what each cgroup above this process still allows; root: of the
-    file system that Linux tells it in."""
-    found, meminfo = [], root / "proc/meminfo"
-    if meminfo.is_file():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        if "MemAvailable" in lines:
-            found.append(Room(int(lines["MemAvailable"].split()[0]) * 1024, "available RAM", HEADROOM_RAM))
-    for base, names in FILES.items():
-        for folder in groups(root, base):
-            left = allowance(folder, *names)
-            if left is not None:
-                found.append(Room(left, "RAM that the container's limit leaves", HEADROOM_RAM))
-    return min(found, key=lambda r: r.bytes, default=None)
+    """The least of what Linux has available and what each cgroup above this process allows, below this root."""
+    meminfo, cgroup = (read(root / "proc" / name) for name in ("meminfo", "self/cgroup"))
+    found = [(int(line.split()[1]) * 1024, "available RAM") for line in meminfo if line.startswith("MemAvailable:")]
+    for base, names in CGROUPS.items():
+        paths = ["/", *(path for _, kinds, path in (line.split(":", 2) for line in cgroup) if base in kinds.split(","))]
+        for path in {parent for each in paths for parent in (Path(each), *Path(each).parents)}:
+            left = allowance(root / "sys/fs/cgroup" / base / path.relative_to("/"), *names)
+            found += [] if left is None else [(left, "RAM that the container's limit leaves")]
+    return Room(*min(found), HEADROOM_RAM) if found else None
 
 
-def groups(root: Path, base: str) -> set[Path]:
-    """The cgroup folders of this process, from its own up to the topmost; a container may see that one alone."""
-    own, top, paths = root / "proc/self/cgroup", root / "sys/fs/cgroup" / base, [Path("/")]
-    if own.is_file():
-        rows = [line.split(":", 2) for line in own.read_text().splitlines()]
-        paths += [Path(path) for _, kinds, path in rows if kinds == base or base in kinds.split(",")]
-    folders = {top / step.relative_to("/") for path in paths for step in (path, *path.parents)}
-    return {folder for folder in folders if folder.is_dir()}
+def allowance(group: Path, limit: str, usage: str, droppable: str) -> int | None:
+    """Bytes that a cgroup still allows; None without a limit. File cache that can be dropped does not count as used."""
+    most, used = read(group / limit), read(group / usage)
+    if not most or not used or not most[0].isdigit() or int(most[0]) >= 1 << 60:  # "max", or version 1's way to say so
+        return None
+    stat = dict(line.split() for line in read(group / "memory.stat"))
+    return max(0, int(most[0]) - int(used[0]) + int(stat.get(droppable, 0)))
 
 
-def allowance(folder: Path, limit: str, usage: str, droppable: str) -> int | None:
-    """Bytes that one cgroup still allows, file cache that can be dropped not counted as used; None without a limit."""
+def read(path: Path) -> list[str]:
+    """The lines of a file; [] where there is none."""
     try:
-        most = (folder / limit).read_text().strip()
-        used = int((folder / usage).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no such file at the root or in the other version of cgroups
-        return None
-    if not most.isdigit() or int(most) >= 1 << 60:  # "max", or v1's way to say so
-        return None
-    return max(0, int(most) - used + int(stat.get(droppable, 0)))
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,11 @@ from nbtools.measure.machine import machine
 from nbtools.measure.profile import padded, padding
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import Clock, Rate, Stepper, made_ready, untouched
+from nbtools.measure.trials import own_settings
 from nbtools.train import Plan, TaskLike, as_task, shown
 from nbtools.train import device as devices
 
 ROUNDS, SECONDS = 3, 1.5
-WARMUP_STEPS = 3
 BLIND = 64  # the guides' batch, for what batches that are not grouped by length would pad
 SHARE = 0.5  # of free GPU memory that the rungs between the ends may take
 GROUPS = {
@@ -58,6 +58,14 @@ class Rung:
     total_least: float
     total_most: float
 
+    def row(self, first: bool) -> tuple[Any, ...]:
+        factor = f"{self.factor:.2f}× ({self.factor_least:.2f}–{self.factor_most:.2f})"
+        total = f"{self.total:.2f}× ({self.total_least:.2f}–{self.total_most:.2f})"
+        ratios = (None, None) if first else (factor, total)
+        changes = ", ".join(f"{name} {change}" for name, change in self.changes.items())
+        speed = f"{self.rate.samples_per_s:,.0f} ({self.rate.least:,.0f}–{self.rate.most:,.0f})"
+        return self.name, speed, *ratios, f"{self.rate.data_wait:.0%}", changes
+
 
 @dataclass(frozen=True)
 class Receipt(Report):
@@ -79,17 +87,14 @@ class Receipt(Report):
     rungs: tuple[Rung, ...] = ()
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
-        """(headers, rows): one row per rung, spreads from least to most; without rungs, the two ends side by side."""
-        if self.rungs:
-            return HEADERS, [row(rung, first=not k) for k, rung in enumerate(self.rungs)]
-        pair = (self.before, self.after)
-        rows: list[tuple[str, ...]] = [
-            ("samples/s", *(f"{r.samples_per_s:,.0f} ({r.least:,.0f}–{r.most:,.0f})" for r in pair)),
-            ("waiting for data", *(f"{r.data_wait:.0%}" for r in pair)),
-        ]
-        changes = changed(self.before.plan, self.after.plan)
-        rows += [(name, *change.split(" → ", 1)) for name, change in changes.items()]
-        return ("", "baseline", "this run"), rows
+        """(headers, rows): one row per rung, spreads from least to most."""
+        headers = ("", "samples/s", "over the rung before", "over the baseline", "waiting for data", "what changes")
+        ratio = self.ratio, self.ratio_least, self.ratio_most
+        ends = (
+            Rung("baseline", {}, self.before, *[1.0] * 6),
+            Rung(ALL, changed(self.before.plan, self.after.plan), self.after, *ratio, *ratio),
+        )
+        return headers, [rung.row(first=not k) for k, rung in enumerate(self.rungs or ends)]
 
     def caption(self) -> str:
         spread = f"{self.ratio_least:.2f}–{self.ratio_most:.2f}, n = {self.after.rounds}"
@@ -105,20 +110,6 @@ class Receipt(Report):
         return json.dumps(self.to_dict(), indent=1)
 
 
-HEADERS = ("", "samples/s", "over the rung before", "over the baseline", "waiting for data", "what changes")
-
-
-def row(rung: Rung, first: bool) -> tuple[Any, ...]:
-    """In the order of HEADERS."""
-    rate = rung.rate
-    factor = f"{rung.factor:.2f}× ({rung.factor_least:.2f}–{rung.factor_most:.2f})"
-    total = f"{rung.total:.2f}× ({rung.total_least:.2f}–{rung.total_most:.2f})"
-    ratios = (None, None) if first else (factor, total)
-    changes = ", ".join(f"{name} {change}" for name, change in rung.changes.items())
-    speed = f"{rate.samples_per_s:,.0f} ({rate.least:,.0f}–{rate.most:,.0f})"
-    return rung.name, speed, *ratios, f"{rate.data_wait:.0%}", changes
-
-
 def receipt(
     task: TaskLike,
     pack: Pack,
@@ -128,13 +119,17 @@ def receipt(
     clock: Clock | None = None,
 ) -> Receipt:
     """Measure the task's BASELINE, a plan and the rungs between them in turns. seconds: of a turn, were there only two
-    (SECONDS); more rungs have shorter ones, so that the whole takes as long. clock: as of a Stepper."""
-    where = device or devices.pick()
+    (SECONDS); more rungs have shorter ones, so that the whole takes as long."""
+    device = device or devices.pick()
     baseline, notes = comparable(as_task(task).BASELINE, plan, pack)
-    with untouched(where):
-        rungs, peaks, more = measured(Course(task, pack, where, clock), baseline, plan, seconds or SECONDS)
-    notes += [*more, *padding_of(pack, plan)]
-    if "process" in peaks:
+    with untouched(device):
+        course = Course(task, pack, device, clock)
+        notes += course.run(ladder(baseline, plan, pack, device), seconds or SECONDS)
+        rungs, memory = rungs_of(course.steppers), list(course.peaks.values())  # first of the ends, which came first
+        del course
+    notes += padding_of(pack, plan)
+    peaks = {"before": memory[0], "after": memory[1]} if memory else {"process": devices.resident() / 2**20}
+    if not memory:
         notes.append("No GPU: what mixed precision, larger batches and resident data gain on one was not measured")
     first, last = rungs[0], rungs[-1]
     spread = last.total, last.total_least, last.total_most
@@ -143,8 +138,7 @@ def receipt(
 
 def comparable(baseline: Plan, plan: Plan, pack: Pack) -> tuple[Plan, list[str]]:
     """The baseline's way to train, with the run's own network and loss: a smaller network is no speed-up."""
-    own = {f.name for f in dataclasses.fields(plan)} - {f.name for f in dataclasses.fields(Plan)}
-    changes: dict[str, Any] = {name: getattr(plan, name) for name in own}
+    changes: dict[str, Any] = {name: getattr(plan, name) for name in own_settings(plan)}
     changes["batch_size"] = min(baseline.batch_size, pack.splits["train"])
     notes = ["Both train the same network"]
     if pack.raw is None:
@@ -158,19 +152,15 @@ def ladder(baseline: Plan, plan: Plan, pack: Pack, device: torch.device) -> list
 
     A rung is the run's plan with the groups above it still as in the baseline, so each is a plan that can train.
     """
-    every = {**GROUPS, OTHERS: rest(plan)}.items()
+    grouped = {setting for settings in GROUPS.values() for setting in settings}
+    others = [f.name for f in dataclasses.fields(plan) if f.name not in grouped and f.name not in SILENT]
+    every = {**GROUPS, OTHERS: others}.items()
     groups = [(name, settings) for name, settings in every if differs(settings, baseline, plan, pack, device)]
     found = [("baseline", baseline)]
     for k, (name, _) in enumerate(groups):
         above = [setting for _, settings in groups[k + 1 :] for setting in settings]
         found.append((name, plan.replace(**{setting: getattr(baseline, setting) for setting in above})))
     return found if groups else [*found, (ALL, plan)]
-
-
-def rest(plan: Plan) -> tuple[str, ...]:
-    """The settings that are in no group, and not silent."""
-    grouped = {setting for settings in GROUPS.values() for setting in settings}
-    return tuple(f.name for f in dataclasses.fields(plan) if f.name not in grouped and f.name not in SILENT)
 
 
 def differs(settings: Sequence[str], one: Plan, other: Plan, pack: Pack, device: torch.device) -> bool:
@@ -187,14 +177,14 @@ def differs(settings: Sequence[str], one: Plan, other: Plan, pack: Pack, device:
 
 class Course:
     """Plans in training side by side, each with a turn a round. By name: steppers, and peaks, MiB of GPU memory at
-    most. step_s: seconds of the slowest one's step; held: bytes of GPU memory of the largest one between its turns."""
+    most. step_s: seconds of the slowest one's step."""
 
     def __init__(self, task: TaskLike, pack: Pack, device: torch.device, clock: Clock | None = None):
         self.task, self.pack, self.device, self.clock = task, pack, device, clock
         self.shared: Resident | None = None  # the pack in memory, for all that read it there
         self.steppers: dict[str, Stepper] = {}
         self.peaks: dict[str, float] = {}
-        self.step_s, self.held = 0.0, 0
+        self.step_s = 0.0
 
     def enter(self, name: str, plan: Plan) -> None:
         cuda, feed, before = self.device.type == "cuda", None, 0
@@ -203,21 +193,19 @@ class Course:
         if cuda:
             before = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
-        stepper = self.steppers[name] = Stepper(self.task, self.pack, plan, self.device, feed, self.clock)
-        stepper.advance(steps=WARMUP_STEPS)
+        stepper = self.steppers[name] = Stepper(self.task, self.pack, plan, self.device, feed, self.clock).warm_up()
         self.step_s = max(self.step_s, stepper.advance().step_s)
         stepper.turns.clear()
         if cuda:
             peak = torch.cuda.max_memory_allocated(self.device) - before + (self.pack.bytes if feed else 0)
             self.peaks[name] = peak / 2**20
-            self.held = max(self.held, torch.cuda.memory_allocated(self.device) - before)
 
     def refusal(self, number: int, seconds: float) -> list[str]:
         """Why so many more plans would take too long or too much memory; [] where they do not."""
-        longer = number * (WARMUP_STEPS + 1 + ROUNDS) * self.step_s
-        if longer > 2 * seconds * ROUNDS:
+        if number * (4 + ROUNDS) * self.step_s > 2 * seconds * ROUNDS:  # with their warm-up
             return [f"A step takes {self.step_s:.1f} s: of the rungs only the ends were measured"]
-        if self.device.type == "cuda" and number * self.held > SHARE * torch.cuda.mem_get_info(self.device)[0]:
+        most = number * max(self.peaks.values(), default=0.0) * 2**20
+        if most and most > SHARE * torch.cuda.mem_get_info(self.device)[0]:
             return ["GPU memory has no room for more models: of the rungs only the ends were measured"]
         return []
 
@@ -229,45 +217,37 @@ class Course:
             stepper.turns.pop()
         stepper.advance(seconds)
 
-
-def measured(
-    course: Course, baseline: Plan, plan: Plan, seconds: float
-) -> tuple[tuple[Rung, ...], dict[str, float], list[str]]:
-    """(rungs, peak memory as in Receipt, notes)."""
-    wanted = ladder(baseline, plan, course.pack, course.device)
-    for name, each in (wanted[0], wanted[-1]):
-        course.enter(name, each)
-    notes = course.refusal(len(wanted) - 2, seconds)
-    for name, each in () if notes else wanted[1:-1]:
-        course.enter(name, each)
-    names = [name for name, _ in wanted if name in course.steppers]
-    for _ in range(ROUNDS):
-        for name in names:
-            course.turn(name, 2 * seconds / len(names))
-    steppers = [course.steppers[name] for name in names]
-    rounds = [[turn.samples_per_s for turn in stepper.turns] for stepper in steppers]
-    named = [*names[:-1], ALL] if notes else names
-    peaks = {"process": devices.resident() / 2**20}
-    if course.peaks:
-        peaks = {"before": course.peaks[names[0]], "after": course.peaks[names[-1]]}
-    return rungs_of(named, [stepper.rate() for stepper in steppers], rounds), peaks, notes
+    def run(self, wanted: Sequence[tuple[str, Plan]], seconds: float) -> list[str]:
+        """Enter the ends, the rungs between them where there is time and memory, and give each its turns; returns
+        why not."""
+        for name, plan in (wanted[0], wanted[-1]):
+            self.enter(name, plan)
+        notes = self.refusal(len(wanted) - 2, seconds)
+        for name, plan in () if notes else wanted[1:-1]:
+            self.enter(name, plan)
+        names = [name for name, _ in wanted if name in self.steppers]
+        for _ in range(ROUNDS):
+            for name in names:
+                self.turn(name, 2 * seconds / len(names))
+        self.steppers = {name: self.steppers[name] for name in names}
+        if notes:
+            self.steppers[ALL] = self.steppers.pop(names[-1])
+        return notes
 
 
-def rungs_of(names: Sequence[str], rates: Sequence[Rate], rounds: Sequence[Sequence[float]]) -> tuple[Rung, ...]:
-    """Rungs of samples/s: rounds[k] are those of rung k. The factors of the rungs multiply to the last total."""
-
-    def over(k: int, base: int) -> list[float]:
-        return [speed / other for speed, other in zip(rounds[k], rounds[base], strict=True)]
-
+def rungs_of(steppers: Mapping[str, Stepper]) -> tuple[Rung, ...]:
+    """By name, from the baseline up. The factors of the rungs multiply to the last total."""
     found: list[Rung] = []
-    for k, (name, rate) in enumerate(zip(names, rates, strict=True)):
-        ratios, factor, steps, changes = over(k, 0), 1.0, [1.0], {}
-        total = statistics.median(ratios)
+    speeds = [[turn.samples_per_s for turn in stepper.turns] for stepper in steppers.values()]
+    for k, (name, stepper) in enumerate(steppers.items()):
+        rate, factor, changes = stepper.rate(), 1.0, {}
+        ratios, steps = ([a / b for a, b in zip(speeds[k], base, strict=True)] for base in (speeds[0], speeds[k - 1]))
         if found:
-            factor = total / found[-1].total
-            steps = [factor, *over(k, k - 1)]  # medians may be of different rounds
+            factor = median(ratios) / found[-1].total
             changes = changed(found[-1].rate.plan, rate.plan)
-        found.append(Rung(name, changes, rate, factor, min(steps), max(steps), total, min(ratios), max(ratios)))
+        steps = [factor, *(steps if found else [])]  # medians may be of different rounds
+        spread = min(steps), max(steps), median(ratios), min(ratios), max(ratios)
+        found.append(Rung(name, changes, rate, factor, *spread))
     return tuple(found)
 
 

@@ -22,7 +22,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The report of `to_dict`, also after JSON. Raises TypeError for the fields of another version."""
+        """The report of `to_dict`, also after JSON; fields that another version had are left out."""
         return restored(cls, values)
 
     def caption(self) -> str:
@@ -53,7 +53,7 @@ def restored(kind: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         hints = typing.get_type_hints(kind)
         made: Any = kind
-        return made(**{name: restored(hints.get(name), each) for name, each in value.items()})
+        return made(**{name: restored(hints[name], each) for name, each in value.items() if name in hints})
     if typing.get_origin(kind) in (types.UnionType, typing.Union) and value is not None:
         return restored(next(part for part in parts if part is not types.NoneType), value)
     if typing.get_origin(kind) is tuple and parts and value is not None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any, Self
 
 import numpy as np
@@ -32,7 +32,7 @@ from nbtools.train import Plan, Task, TaskLike, TrainState, as_task, prepare, re
 from nbtools.train import device as devices
 
 Clock = Callable[[], float]  # seconds since some moment; tests give one that they move by hand
-
+Act = Callable[..., tuple[Tensor, Tensor | float]]
 
 STILL = {"schedule": "constant", "warmup_epochs": 0.0, "lr": 1e-12, "min_lr": 0.0}
 """The same work a step, and no progress: a full lr without its warmup may lose the loss."""
@@ -71,9 +71,9 @@ class Rate:
 class Stepper:
     """A model of its own in training, at an lr that moves no weight unless it is `learning`.
 
-    feed: one that is open, for several to share; None: the plan's. clock: what turns are timed by; None: the clock on
-    the wall. act: what makes a step; `nbtools.train.attempt` where running out of memory is an answer, and not to be
-    met with smaller micro-batches. Raises TrainError where training could not start.
+    feed: one that is open, for several to share; None: the plan's. act: what makes a step; `nbtools.train.attempt`
+    where running out of memory is an answer, and not to be met with smaller micro-batches. Raises TrainError where
+    training could not start.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Stepper:
         device: torch.device,
         feed: Feed | None = None,
         clock: Clock | None = None,
-        act: Callable[..., tuple[Tensor, Tensor | float]] = step,
+        act: Act = step,
         learning: bool = False,
     ):
         require_sizes(pack, plan)
@@ -98,7 +98,7 @@ class Stepper:
         self.loss: Tensor | float = 0.0  # sum over the samples of the last step
         self.state.restore_rng()
 
-    def on(self, batches: Iterator[Raw], act: Callable[..., tuple[Tensor, Tensor | float]] | None = None) -> Self:
+    def on(self, batches: Iterator[Raw], act: Act | None = None) -> Self:
         """The same model in training on other batches, with turns of its own."""
         other = copy.copy(self)
         other.batches, other.turns, other.act = batches, [], act or self.act
@@ -106,11 +106,9 @@ class Stepper:
 
     def epochs(self, first: int = 0, feed: Feed | None = None) -> Generator[Raw, None, None]:
         """The batches of one epoch after another, in the order in which training sees them."""
-        ids, plan = self.pack.ids("train"), self.plan
-        lengths = lengths_of(self.pack, ids)
         for epoch in count(first):
             self.state.position.epoch = epoch
-            yield from (feed or self.feed)(batches_left(ids, lengths, plan.seed, epoch, [[plan.batch_size, 0]]))
+            yield from (feed or self.feed)(epoch_batches(self.pack, self.plan, epoch))
 
     def step(self, raw: Raw) -> tuple[Tensor, Tensor | float]:
         """Train on one batch; returns its (loss sum, count)."""
@@ -120,6 +118,11 @@ class Stepper:
         state.position.samples += len(raw["id"])
         state.events.clear()
         return self.loss, number
+
+    def mean_loss(self) -> float:
+        """Train on the next batch; its mean loss. Reading it waits for the device."""
+        loss_sum, number = self.step(next(self.batches))
+        return float(loss_sum) / max(float(number), 1)
 
     def advance(self, seconds: float = 0.0, steps: int = 1) -> Turn:
         """Train for at least so long and so many steps, to the device's end. On CUDA, where launching takes less time
@@ -141,6 +144,12 @@ class Stepper:
         best = best if self.device.type == "cpu" else took / done
         self.turns.append(Turn(samples, took, waited, done, best))
         return self.turns[-1]
+
+    def warm_up(self, steps: int = 3) -> Self:
+        """Train for some steps that do not count."""
+        self.advance(steps=steps)
+        self.turns.clear()
+        return self
 
     @property
     def lost(self) -> bool:
@@ -175,18 +184,30 @@ def apart(task: TaskLike) -> Task:
     return own
 
 
+def epoch_batches(pack: Pack, plan: Plan, epoch: int = 0) -> list[np.ndarray]:
+    """The ids of an epoch's training batches."""
+    ids = pack.ids("train")
+    return batches_left(ids, lengths_of(pack, ids), plan.seed, epoch, [[plan.batch_size, 0]])
+
+
+def typical(pack: Pack, plan: Plan, number: int = 1) -> list[tuple[np.ndarray, float]]:
+    """[(ids, samples that they stand for)]: whole batches of the plan's first epoch; where lengths differ, those whose
+    padded length is nearest to the epoch's mean a sample, so that few stand for all."""
+    batches, column = epoch_batches(pack, plan), pack.card.bucket_by
+    whole = [ids for ids in batches if len(ids) == plan.batch_size] or batches
+    if column is None:
+        return [(ids, len(ids)) for ids in whole[:number]]
+    padded = [(int(pack.lengths(column, ids).max()), ids) for ids in batches]
+    mean = sum(length * len(ids) for length, ids in padded) / sum(map(len, batches))
+    like = [(length, ids) for length, ids in padded if len(ids) == len(whole[0])]
+    like.sort(key=lambda each: abs(each[0] - mean))
+    return [(ids, len(ids) * length / mean) for length, ids in like[:number]]
+
+
 def made_ready(plan: Plan, pack: Pack, device: torch.device) -> int:
     """Batches that a plan's feed prepares while others have their turn: trained first, they are not its speed."""
     name, _ = choose(pack, plan, device)
     return {"resident": 0, "streamed": plan.prefetch}.get(name, plan.prefetch * plan.workers)
-
-
-def clock_of(device: torch.device, feed: str) -> tuple[Clock, str]:
-    """CPU time where one thread does all the work: other programs then cost little. Elsewhere the clock on the wall:
-    several threads wait for each other in CPU time, and a GPU or a worker process has none."""
-    if device.type == "cpu" and torch.get_num_threads() == 1 and feed == "resident":
-        return process_time, "CPU time"
-    return perf_counter, "wall-clock time"
 
 
 def finish(device: torch.device) -> None:
@@ -202,8 +223,7 @@ def untouched(device: torch.device) -> Iterator[None]:
     """Whatever is trained inside, outside nothing changed: the random states of torch, NumPy and Python, determinism,
     cuDNN's and TF32's switches; what was made inside is freed, its memory given back."""
     numbers, switches = (random.getstate(), np.random.get_state()), read_switches()
-    if device.type == "cuda":
-        gc.collect()
+    gc.collect()
     devices.give_back(device)  # what an earlier run left is free, though allocators may keep it
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
         try:

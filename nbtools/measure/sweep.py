@@ -9,6 +9,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 import torch
@@ -60,15 +61,10 @@ class Sweep(Report):
     def caption(self) -> str:
         return f"lr {self.suggestion:.2g}: {self.reason}" if self.suggestion else f"no suggestion: {self.reason}"
 
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str, str, str, str]]]:
-        """About a dozen points of the curve, its least one among them."""
-        headers, least = ("lr", "loss", "smoothed", ""), int(np.argmin(self.smoothed)) if self.lrs else 0
-        every = math.ceil(len(self.lrs) / 12) or 1
-        shown = sorted({*range(0, len(self.lrs), every), least, len(self.lrs) - 1}) if self.lrs else []
-        return headers, [
-            (f"{self.lrs[k]:.2g}", f"{self.losses[k]:.4g}", f"{self.smoothed[k]:.4g}", "least" if k == least else "")
-            for k in shown
-        ]
+    def table(self) -> tuple[tuple[str, ...], list[tuple[float, ...]]]:
+        """About a dozen points of the curve."""
+        points = list(zip(self.lrs, self.losses, self.smoothed, strict=True))
+        return ("lr", "loss", "smoothed"), points[:: math.ceil(len(points) / 12) or 1]
 
     def footer(self) -> str:
         skipped = f", {self.skipped} that fp16 left out" if self.skipped else ""
@@ -84,11 +80,10 @@ class Sweep(Report):
             return figure
         axes.plot(self.lrs, self.losses, color=BLUE, alpha=0.3)
         axes.plot(self.lrs, self.smoothed, color=BLUE, label="smoothed loss")
-        low, high = min(self.losses), max(self.smoothed)
-        span = max(high - min(self.smoothed), 1e-9)  # one wild loss at the end would hide all others
-        axes.set_ylim(max(low, min(self.smoothed) - span / 2), high + span / 4)
         if self.suggestion is not None:
             axes.axvline(self.suggestion, color=VERMILION, linestyle="--", label=f"suggested {self.suggestion:.2g}")
+        low, high = min(self.smoothed), max(self.smoothed)
+        axes.set_ylim(low - (high - low) / 4 - 1e-9, high + (high - low) / 4)  # not by one wild loss at the end
         axes.legend(frameon=False)
         return figure
 
@@ -139,19 +134,9 @@ def lr_sweep(
     suggestion, reason = judge(kept, losses, curve, lost, (low, high))
     if not math.isfinite(start):
         lost, reason = None, "the loss was not a number before any update; look at data and loss, or set amp=off"
-    return Sweep(
-        lrs=tuple(kept),
-        losses=tuple(losses),
-        smoothed=tuple(curve),
-        start=start if math.isfinite(start) else None,
-        lost=lost,
-        suggestion=suggestion,
-        reason=reason,
-        batch_size=plan.batch_size,
-        skipped=skipped,
-        seconds=took,
-        machine=machine(),
-    )
+    first = start if math.isfinite(start) else None
+    curves = tuple(kept), tuple(losses), tuple(curve)
+    return Sweep(*curves, first, lost, suggestion, reason, plan.batch_size, skipped, took, machine())
 
 
 class Climb(Stepper):
@@ -169,8 +154,7 @@ class Climb(Stepper):
         state.plan = self.plan.replace(lr=lr)
         for _ in range(MOST_SKIPS):
             before = state.position.skipped
-            loss_sum, number = self.step(next(self.batches))
-            loss = float(loss_sum) / max(float(number), 1)
+            loss = self.mean_loss()
             if state.position.skipped == before or not math.isfinite(loss):
                 return loss
             self.skipped += 1
@@ -187,12 +171,11 @@ class Climb(Stepper):
         number = max(LEAST_STEPS, min(steps, int(seconds / max(each, 1e-9))))
         lrs: list[float] = np.geomspace(*ends, number).tolist()
         losses: list[float] = []
-        running, least = 0.0, self.start
+        least = self.start
         self.at(lrs[0])
-        for k, lr in enumerate([*lrs[1:], lrs[-1]], 1):  # the loss after an update is that of the next batch
+        for lr in [*lrs[1:], lrs[-1]]:  # the loss after an update is that of the next batch
             loss = self.at(lr)
-            running = KEPT * running + (1 - KEPT) * loss
-            mean = running / (1 - KEPT**k)
+            mean = averaged([*losses, loss])[-1]
             if not math.isfinite(loss) or mean > least + (LOST - 1) * abs(least):  # right for a loss below zero too
                 break
             losses.append(loss)
@@ -226,7 +209,7 @@ def judge(
         return None, f"the loss was lost {when}; sweep lower (low={low / 100:.0e}), and look at data and loss"
     least = min(curve)
     fall = curve[0] - least
-    scatter = 1.4826 * float(np.median(np.abs(np.subtract(losses, curve))))  # a standard deviation, outliers aside
+    scatter = 1.4826 * median(abs(a - b) for a, b in zip(losses, curve, strict=True))  # σ, outliers aside
     if fall <= max(scatter, FALL * abs(curve[0])):
         end = f"before it was lost at lr {lost:.2g}" if lost else f"up to lr {high:g}"
         return None, (

@@ -1,26 +1,24 @@
-"""A plan profiled, and changes of it trained in turns with it: what no arithmetic tells is tried, where the profile
-suggests it. A faster precision is also compared by its first losses."""
+"""Changes of a plan, tried in turns with it: what no arithmetic on a profile tells."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from nbtools.data import Feed, Pack, cores
 from nbtools.measure import memory
-from nbtools.measure.profile import LEAST_ROUNDS, ROUNDS, WARMUP_STEPS, Bench, StepProfile, Tried
-from nbtools.measure.roofline import Rates, machine_rates
+from nbtools.measure.profile import LEAST_ROUNDS, ROUNDS, Bench, StepProfile, Tried
 from nbtools.measure.stepper import EAGER, Clock, Stepper, made_ready, untouched
 from nbtools.train import Diverged, Plan, TaskLike, within_memory
 from nbtools.train import device as devices
 
 SECONDS = 3.0  # a measurement takes two to three times as long, with its warm-up
-AHEAD_ROUNDS = 7  # where workers are tried: a round must outlast what they made ready
 WAIT_SHARE = 0.1  # of a step: from here another feed is tried
 AUGMENT_SHARE = 0.1  # of a step: from here the step is tried without augmentation
 FIXED_SHARE = 0.2  # of a step that does not grow with the batch: from here a larger batch is tried
@@ -42,30 +40,24 @@ def step_profile(
     fixed: Collection[str] = (),
     compiling: bool = False,
     clock: Clock | None = None,
-    rates: Rates | None = None,
 ) -> StepProfile:
     """Measure a plan for about two to three times `seconds` (SECONDS), or some 20 steps where they take longer, and a
     minute or two more where training is to last so long that compiling is worth trying, or `compiling` asks for it.
 
-    fixed: settings that need not be tried; clock: as of a Stepper; rates: this machine's, where they are known. Trains
-    a model of its own; nothing outside changes, no random state, no switch (on CUDA torch's peak memory statistics
-    begin anew). Raises TrainError where training could not start.
+    fixed: settings that need not be tried. Trains a model of its own; nothing outside changes, no random state, no
+    switch (on CUDA torch's peak memory statistics begin anew). Raises TrainError where training could not start.
     """
     device, seconds = device or devices.pick(), seconds or SECONDS
     with untouched(device):
-        bench = Bench(task, pack, plan, device, clock)
-        found = profiled(bench, seconds, fixed, compiling, rates)
-        del bench
-    return found
+        return profiled(Bench(task, pack, plan, device, clock), seconds, fixed, compiling)
 
 
-def profiled(bench: Bench, seconds: float, fixed: Collection[str], compiling: bool, rates: Rates | None) -> StepProfile:
-    start, plan, state = bench.clock(), bench.run.plan, bench.state
+def profiled(bench: Bench, seconds: float, fixed: Collection[str], compiling: bool) -> StepProfile:
+    start, plan, modules = bench.clock(), bench.run.plan, list(bench.state.model.modules())
     bench.advance(seconds)
-    found = bench.profile(rates or machine_rates(plan, state.device), seconds)
-    modules = list(state.model.modules())
+    found = bench.profile()
     changes = worth_trying(found, plan, modules, fixed)
-    programs = worth_compiling(found, plan, modules, fixed, asked=compiling)
+    programs = worth_compiling(found, plan, modules, fixed, compiling)
     trying = [*changes[: affordable(found.step_s, plan, changes, 2 * seconds)], *programs]
     trials = try_out(bench.run, trying, seconds / 2, found.memory["step"] * 2**20)
     untried = tuple(change for change in [*changes, *programs] if change not in [trial.change for trial in trials])
@@ -82,18 +74,16 @@ def worth_trying(
         return changes
     if profile.wait >= WAIT_SHARE:
         changes.append(other_feed(profile, plan, fixed))
-    if profile.wait >= max(profile.host, profile.device):
-        return [change for change in changes if change]
-    changes.append(other_precision(plan, torch.device(profile.device_type)))
-    if profile.small_s >= FIXED_SHARE * profile.cached_s:
-        most = profile.train_samples // LEAST_STEPS
-        larger = [{"batch_size": k * plan.batch_size} for k in (2, 4) if k * plan.batch_size <= most]
-        changes += [{"micro_batch_size": None}] if plan.parted else larger
-    if profile.augmentation >= AUGMENT_SHARE:
-        changes.append(without_augmentation(plan))
-    if profile.device > profile.host:
-        convolves = any(isinstance(module, torch.nn.Conv2d) for module in modules)
-        changes.append({"channels_last": not plan.channels_last} if convolves else {})
+    if profile.wait < max(profile.host, profile.device):
+        changes.append(other_precision(plan, torch.device(profile.device_type)))
+        if profile.fixed >= FIXED_SHARE:
+            most = profile.train_samples // LEAST_STEPS
+            larger = [{"batch_size": k * plan.batch_size} for k in (2, 4) if k * plan.batch_size <= most]
+            changes += [{"micro_batch_size": None}] if plan.parted else larger
+        if profile.augmentation >= AUGMENT_SHARE:
+            changes.append(without_augmentation(plan))
+        if profile.device > profile.host and any(isinstance(module, torch.nn.Conv2d) for module in modules):
+            changes.append({"channels_last": not plan.channels_last})
     return [change for change in changes if change and not set(change) & set(fixed)]
 
 
@@ -133,8 +123,6 @@ def own_settings(plan: Plan) -> set[str]:
 def other_feed(profile: StepProfile, plan: Plan, fixed: Collection[str]) -> dict[str, Any]:
     """The pack instead of the files, more workers where it has to be files, or the pack by the other feed; {}: none."""
     if "feed" not in fixed:
-        if profile.feed == "workers":
-            return {"feed": profile.packed}
         other = "streamed" if profile.feed == "resident" else profile.packed
         return {"feed": other} if other != profile.feed else {}
     more = profile.feed == "workers" and "workers" not in fixed and plan.workers < cores()
@@ -145,102 +133,92 @@ def affordable(step_s: float, plan: Plan, changes: Sequence[dict[str, Any]], sec
     """How many of the changes can be tried in the time, with the fewest rounds; step_s: of the plan."""
     spent = LEAST_ROUNDS * step_s  # the plan's own turns
     for n, change in enumerate(changes):
-        spent += (WARMUP_STEPS + LEAST_ROUNDS) * step_s * plan.turn(**change).batch_size / plan.batch_size
+        spent += 2 * LEAST_ROUNDS * step_s * plan.turn(**change).batch_size / plan.batch_size  # with its warm-up
         if spent > seconds:
             return n
     return len(changes)
 
 
+class Change:
+    """A change in training, in turns with the plan. failed: why it cannot be trained, or ""."""
+
+    def __init__(self, change: dict[str, Any], run: Stepper):
+        self.change, self.run, self.failed = change, run, ""
+        self.stepper: Stepper | None = None  # None where memory ends, or its model cannot be compiled here
+        plan, feed = run.plan.turn(**change), None if FEEDING & set(change) else run.feed
+        with self.watched():
+            self.stepper = begun(run.task, run.pack, plan, run.device, feed, run.clock)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note the failure of a precision: bfloat16 lacks some operations (CTC), or makes the loss NaN."""
+        try:
+            yield
+        except (RuntimeError, Diverged) as error:
+            if self.change.get("amp", "off") == "off":
+                raise
+            self.failed = str(error).split("\n")[0].split(". ")[0]
+
+    def advance(self, seconds: float) -> None:
+        if self.stepper is None or self.failed:
+            return
+        with self.watched():
+            self.stepper.advance(seconds, steps=steps_of(self.stepper))
+            if self.stepper.lost:
+                raise Diverged(f"the loss became {float(self.stepper.loss)}", (0, self.stepper.state.step))
+
+    def result(self) -> list[Tried]:
+        """[] where memory ended."""
+        if self.failed:
+            return [Tried(self.change, 0.0, 0.0, 0.0, 0, failed=self.failed)]
+        other = self.stepper
+        if other is None or other.state.recovery.micro != other.plan.micro_batch_size:  # it met the end of memory
+            return []
+        ratios = [b.samples_per_s / a.samples_per_s for a, b in zip(self.run.turns, other.turns, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        amp = self.change.get("amp", "off")
+        far = drift(self.run, amp) if amp != "off" and low > 1 else None
+        return [Tried(self.change, middle, low, high, len(ratios), far)]
+
+
 def try_out(run: Stepper, changes: Sequence[dict[str, Any]], seconds: float, step_bytes: float) -> tuple[Tried, ...]:
     """Each change in turns with a plan in training, all for so many seconds. step_bytes: what its step takes now; a
     change whose steps do not fit is left out."""
-    others: list[tuple[dict[str, Any], Stepper]] = []
-    failed: list[Tried] = []
+    trials: list[Change] = []
+    now = run.plan.micro_batch_size or run.plan.batch_size
     for change in changes:
-        plan = run.plan.turn(**change)
-        grown = (plan.micro_batch_size or plan.batch_size) / (run.plan.micro_batch_size or run.plan.batch_size)
-        room = memory.room(run.device)
-        if room is not None and step_bytes * grown > room.usable:
-            continue
-        try:
-            feed = None if FEEDING & set(change) else run.feed
-            if other := begun(run.task, run.pack, plan, run.device, feed, run.clock):
-                others.append((change, other))
-        except (RuntimeError, Diverged) as error:
-            failed.append(failure(change, error))
-    if others:
+        plan, room = run.plan.turn(**change), memory.room(run.device)
+        grown = (plan.micro_batch_size or plan.batch_size) / now
+        if room is None or step_bytes * grown <= room.usable:
+            trials.append(Change(change, run))
+    if any(trial.stepper is not None for trial in trials):
         run.turns.clear()
-        failed += take_turns(run, others, seconds)
-    over = [trial.change for trial in failed]
-    return (
-        *(
-            checked(compared(change, run, other), run)
-            for change, other in others
-            if change not in over
-            and other.state.recovery.micro == other.plan.micro_batch_size  # else it met the end of memory
-        ),
-        *failed,
-    )
+        start = run.clock()
+        for k in range(ROUNDS):
+            if k >= LEAST_ROUNDS and run.clock() - start > 2 * seconds:
+                break
+            each = seconds / ROUNDS / (1 + len(trials))
+            run.advance(each, steps=steps_of(run))
+            for trial in trials:
+                trial.advance(each)
+    return tuple(found for trial in trials for found in trial.result())
+
+
+def steps_of(stepper: Stepper) -> int:
+    """Steps of a turn that outlasts what the feed made ready while others had theirs."""
+    return 1 + 2 * made_ready(stepper.plan, stepper.pack, stepper.device)
 
 
 def begun(
     task: TaskLike, pack: Pack, plan: Plan, device: torch.device, feed: Feed | None, clock: Clock | None
 ) -> Stepper | None:
     """A plan in training, warmed up; None where memory ends, or its model cannot be compiled here."""
-
-    def begin() -> Stepper:
-        stepper = Stepper(task, pack, plan, device, feed, clock)
-        stepper.advance(steps=WARMUP_STEPS)
-        stepper.turns.clear()
-        return stepper
-
     try:
-        return within_memory(begin)[0]
+        return within_memory(lambda: Stepper(task, pack, plan, device, feed, clock).warm_up())[0]
     except RuntimeError:  # all of dynamo's and inductor's derive from it
         if not (plan.compile or plan.graph):
             raise
     return None
-
-
-def take_turns(run: Stepper, others: Sequence[tuple[dict[str, Any], Stepper]], seconds: float) -> list[Tried]:
-    """Time the plan and its changes round by round; returns those that failed on the way."""
-    ahead = {id(one): made_ready(one.plan, one.pack, one.device) for one in (run, *(other for _, other in others))}
-    rounds = AHEAD_ROUNDS if any(one.feed.name == "workers" and ahead[id(one)] for _, one in others) else ROUNDS
-    failed: list[Tried] = []
-    start = run.clock()
-    for k in range(rounds):
-        if k >= LEAST_ROUNDS and run.clock() - start > 2 * seconds:
-            break
-        for change, one in (({}, run), *others):
-            if change in [trial.change for trial in failed]:
-                continue
-            try:
-                one.advance(seconds / rounds / (1 + len(others)), steps=1 + 2 * ahead[id(one)])
-                if one.lost:
-                    raise Diverged(f"the loss became {float(one.loss)}", (0, one.state.step))
-            except Diverged as error:
-                failed.append(failure(change, error))
-    return failed
-
-
-def failure(change: dict[str, Any], error: Exception) -> Tried:
-    """A precision that a model cannot be trained in: bfloat16 lacks some operations (CTC), or makes the loss NaN.
-    Raises the error where the change is another."""
-    if change.get("amp", "off") == "off":
-        raise error
-    return Tried(change, 0.0, 0.0, 0.0, 0, failed=str(error).split("\n")[0].split(". ")[0])
-
-
-def compared(change: dict[str, Any], run: Stepper, other: Stepper) -> Tried:
-    ratios = [b.samples_per_s / a.samples_per_s for a, b in zip(run.turns, other.turns, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return Tried(change, middle, low, high, len(ratios))
-
-
-def checked(trial: Tried, run: Stepper) -> Tried:
-    """The trial; of a faster precision, with the drift of its losses."""
-    amp = trial.change.get("amp", "off")
-    return trial if amp == "off" or trial.low <= 1 else dataclasses.replace(trial, drift=drift(run, amp))
 
 
 def drift(run: Stepper, amp: str) -> float:
@@ -260,28 +238,18 @@ def drift(run: Stepper, amp: str) -> float:
 def first_losses(
     task: TaskLike, pack: Pack, plan: Plan, device: torch.device, feed: Feed | None = None, steps: int = LOSSES
 ) -> list[float]:
-    """The mean loss of each of the first steps from the plan's seed. Reading them waits for the device."""
+    """The mean loss of each of the first steps from the plan's seed."""
     stepper = Stepper(task, pack, plan, device, feed, learning=True)
-    losses = []
-    for _ in range(steps):
-        loss_sum, number = stepper.step(next(stepper.batches))
-        losses.append(float(loss_sum) / max(float(number), 1))
-    return losses
+    return [stepper.mean_loss() for _ in range(steps)]
 
 
 def find_precision(
-    task: TaskLike,
-    pack: Pack,
-    plan: Plan,
-    device: torch.device | None = None,
-    seconds: float = SECONDS,
-    clock: Clock | None = None,
+    task: TaskLike, pack: Pack, plan: Plan, seconds: float = SECONDS, clock: Clock | None = None
 ) -> Tried | None:
     """The plan's mixed precision, or the one that may be faster on this device, against float32: trained in turns for
     about so many seconds; where it is faster, 20 more steps compare losses. None where there is nothing to try, or
     memory ran out. Nothing outside changes."""
-    device = device or devices.pick()
-    base = plan.replace(amp="off", **EAGER)
+    device, base = devices.pick(), plan.replace(amp="off", **EAGER)
     change = {"amp": plan.amp} if plan.amp != "off" else other_precision(base, device)
     if not change:
         return None

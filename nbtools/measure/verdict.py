@@ -11,7 +11,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtools import table
 from nbtools.measure.profile import StepProfile, Tried, duration, shown
 from nbtools.measure.report import Report
 from nbtools.measure.trials import own_settings, without_augmentation
@@ -49,7 +48,8 @@ class Option:
 class Verdict(Report):
     """bound: data, launch, compute or memory. change: settings for `plan.turn`, None where no change is worth making.
 
-    predicted: the factor in samples/s that it gains, as computed in evidence["option"]. Shows as its sentence.
+    predicted: the factor in samples/s that it gains. evidence["options"]: what was considered, whether or not it is
+    worth it. Shows as its sentence.
     """
 
     bound: str
@@ -65,7 +65,6 @@ class Verdict(Report):
         return self.sentence
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, str, str]]]:
-        """What was considered, whether or not it is worth it."""
         headers, options = ("change", "gain", "because"), self.evidence["options"]
         return headers, [(o["name"], f"{o['gain']:.2f}×", f"{o['reason']} ({o['of']})") for o in options]
 
@@ -78,49 +77,34 @@ def verdict(profile: StepProfile, plan: Plan, fixed: Collection[str] = ()) -> Ve
     bound = bound_by(profile)
     options = [option for option in possible(profile, plan) if not set(option.change) & set(fixed)]
     best = chosen([option for option in options if option.whole >= WORTH])
-    evidence = {
-        "shares": {"data": profile.wait, "host": profile.host, "device": profile.device},
-        "floors": profile.floors,
-        "ceiling_ratio": profile.ceiling_ratio,
-        "untried": list(profile.untried),
-        "options": [dataclasses.asdict(option) for option in options],
-        "option": best.name if best else None,
-        "of": best.of if best else None,
-        "exact": best.exact if best else None,
-        "seconds": profile.took,
-    }
     text = f"{bound.capitalize()}-bound: {because(profile, bound)}; {advised(best, profile)}"
     if profile.most > BUSY * profile.least:
         spread = f"{profile.least:,.0f} to {profile.most:,.0f} samples/s"
         text += f"; rounds varied from {spread}: measure again on a quiet machine"
+    evidence = {"options": [dataclasses.asdict(option) for option in options]}
     return Verdict(bound, text, best and (best.change or None), best and best.gain, evidence)
 
 
 def bound_by(profile: StepProfile) -> str:
-    """Waiting, launching or the device, whichever takes most; the device's work is arithmetic or memory traffic,
-    whichever of the two needs longer at this machine's measured rates."""
+    """Waiting, launching or the device, whichever takes most; the device computes where its matrix products need more
+    than half of its time at the rate measured here, else it moves tensors."""
     if profile.wait >= max(profile.host, profile.device):
         return "data"
     if profile.host >= profile.device:
         return "launch"
-    return "compute" if profile.floors["compute"] >= profile.floors["memory"] else "memory"
+    return "compute" if profile.arithmetic >= 0.5 else "memory"
 
 
 def because(profile: StepProfile, bound: str) -> str:
     step = f"of a step of {duration(profile.step_s)}"
-    floors = {name: duration(seconds) for name, seconds in profile.floors.items()}
-    arithmetic = f"{profile.flops_per_s / profile.rates.matrix:.0%} of this machine's measured matrix rate"
     if bound == "data":
         return f"{profile.wait:.0%} {step} waits for data, {profile.ceiling_ratio:.0%} of the ceiling is reached"
     if bound == "launch":
-        ops = table.plural(profile.counts.ops, "operation")
-        return f"{profile.host:.0%} {step} is launching {ops}, the device works {profile.device:.0%}"
-    if bound == "compute":
-        return f"the device works {profile.device:.0%} {step}, at {arithmetic}"
-    return (
-        f"the device works {profile.device:.0%} {step}, at {arithmetic}: moving its tensors takes at least "
-        f"{floors['memory']}, the arithmetic {floors['compute']}"
-    )
+        what = "is launching its operations" if profile.device_type == "cuda" else "does not grow with the batch"
+        return f"{profile.host:.0%} {step} {what}, the device works {profile.device:.0%}"
+    products = f"matrix products need {profile.arithmetic:.0%} of that at the rate measured here"
+    rest = "" if bound == "compute" else ", the rest moves tensors"
+    return f"the device works {profile.device:.0%} {step}; {products}{rest}"
 
 
 def advised(option: Option | None, profile: StepProfile) -> str:
@@ -154,46 +138,29 @@ def outcome(trial: Tried) -> str:
 
 def chosen(options: list[Option]) -> Option | None:
     """The largest gain for an epoch; of near ones the first that leaves the training as it is, then the first."""
-    if not options:
-        return None
-    most = max(option.whole for option in options)
+    most = max((option.whole for option in options), default=0.0)
     near = [option for option in options if option.whole * NEAR >= most]
-    return next((option for option in near if option.same), near[0])
+    return next((option for option in near if option.same), near[0] if near else None)
 
 
 def possible(profile: StepProfile, plan: Plan) -> list[Option]:
     """All that could be done, whatever it brings."""
-    return [
-        *measured(profile, plan),
-        *waiting(profile),
-        *graph(profile, plan),
-        *augmenting(profile, plan),
-        *evaluating(profile, plan),
-    ]
-
-
-def step_option(profile: StepProfile, name: str, change: dict[str, Any], seconds: float, reason: str, **more) -> Option:
-    """A change that makes a step take so many seconds."""
-    gain = profile.step_s / seconds
-    return Option(name, change, gain, of_epoch(profile, gain), reason, **more)
+    return [*measured(profile, plan), *computed(profile, plan), *evaluating(profile, plan)]
 
 
 def of_epoch(profile: StepProfile, gain: float) -> float:
     """The factor of an epoch whose steps are so much faster."""
-    steps = profile.train_samples / profile.samples_per_s
-    return profile.epoch_s / (profile.epoch_s - steps + steps / gain)
+    return profile.epoch_s / (profile.epoch_s - profile.steps_s + profile.steps_s / gain)
 
 
 def measured(profile: StepProfile, plan: Plan) -> list[Option]:
     """What was tried; of batch sizes the smallest near the best."""
-    found = []
     faster = [trial for trial in profile.trials if trial.low > 1 and trial.agrees]
-    batches = [t for t in faster if "batch_size" in t.change]
+    batches = sorted((t for t in faster if "batch_size" in t.change), key=lambda t: t.change["batch_size"])
     best = max((t.ratio for t in batches), default=0.0)
-    smallest = min((t for t in batches if t.ratio * NEAR >= best), key=lambda t: t.change["batch_size"], default=None)
-    for trial in faster:
-        if trial in batches and trial is not smallest:
-            continue
+    left_out = [t for t in batches if t is not next(t for t in batches if t.ratio * NEAR >= best)]
+    found = []
+    for trial in (trial for trial in faster if trial not in left_out):
         reason = f"tried in turns, {trial.low:.2f}–{trial.high:.2f}× in {trial.rounds} rounds"
         same = not set(trial.change) & {"batch_size", *own_settings(plan)}
         whole = of_epoch(profile, trial.ratio)
@@ -201,43 +168,35 @@ def measured(profile: StepProfile, plan: Plan) -> list[Option]:
     return found
 
 
-def graph(profile: StepProfile, plan: Plan) -> list[Option]:
-    """Replayed as a graph, the model costs the host nothing; the optimizer and the batch still do."""
-    if profile.device_type != "cuda" or plan.graph or plan.parted or profile.syncs:  # a graph holds no synchronisation
-        return []
-    seconds = profile.step_s * (1 - profile.host)
-    reason = f"the device has nothing to do in {profile.host:.0%} of a step"
-    return [step_option(profile, "graph=True", {"graph": True}, seconds, reason, exact=False)]
+def computed(profile: StepProfile, plan: Plan) -> list[Option]:
+    """What was not tried, and gains at most its share of a step: a line that makes the host wait for the device; else
+    CUDA graphs, which launch the model at no cost (the optimizer and the batch still cost); augmentation."""
+    found: list[Option] = []
 
+    def add(name: str, change: dict[str, Any], share: float, reason: str, same: bool = True) -> None:
+        gain = 1 / max(1 - share, 1e-9)
+        found.append(Option(name, change, gain, of_epoch(profile, gain), reason, exact=False, same=same))
 
-def waiting(profile: StepProfile) -> list[Option]:
-    """A synchronisation in the step: without it the host runs ahead."""
-    if not profile.syncs:
-        return []
-    seconds = max(profile.step_s * (1 - profile.host), 1e-9)
-    reason = f"the host waits for the device at {profile.syncs[0]}"
-    return [step_option(profile, "without that line", {}, seconds, reason, exact=False)]
-
-
-def augmenting(profile: StepProfile, plan: Plan) -> list[Option]:
-    """A step whose augmentation costs nothing, where that was not tried."""
+    if profile.syncs:
+        add("without that line", {}, profile.host, f"the host waits for the device at {profile.syncs[0]}")
+    elif profile.device_type == "cuda" and not plan.graph and not plan.parted:
+        idle = f"the device has nothing to do in {profile.host:.0%} of a step"
+        add("graph=True", {"graph": True}, profile.host, idle)
     change = without_augmentation(plan)
-    if profile.augmentation < LITTLE or change in [trial.change for trial in profile.trials]:
-        return []
-    name = shown(change) if change else "a cheaper augmentation"
-    seconds = profile.step_s * (1 - profile.augmentation)
-    reason = f"augmentation takes {profile.augmentation:.0%} of a step"
-    return [step_option(profile, name, change, seconds, reason, exact=False, same=False)]
+    if profile.augmentation >= LITTLE and change not in [trial.change for trial in profile.trials]:
+        name = shown(change) if change else "a cheaper augmentation"
+        add(name, change, profile.augmentation, f"augmentation takes {profile.augmentation:.0%} of a step", same=False)
+    return found
 
 
 def evaluating(profile: StepProfile, plan: Plan) -> list[Option]:
     """Evaluations, and the checkpoints that follow them, further apart."""
-    steps = profile.train_samples / profile.samples_per_s
     most = max(plan.epochs // EVALUATIONS, 1)
-    wanted = -(-profile.between_s * (1 - BETWEEN) // (BETWEEN * steps))
+    wanted = -(-profile.between_s * (1 - BETWEEN) // (BETWEEN * profile.steps_s))
     every = int(min(max(wanted, plan.eval_every), most))
     if every <= plan.eval_every:
         return []
-    gain = profile.epoch_s / (steps + profile.between_s / every)
-    took = f"evaluations {profile.evaluation:.0%}, checkpoints {profile.checkpoint:.0%} of an epoch, {THUMB}"
+    gain = profile.epoch_s / (profile.steps_s + profile.between_s / every)
+    now = profile.between_s / plan.eval_every / profile.epoch_s
+    took = f"evaluations and checkpoints take {now:.0%} of an epoch, {THUMB}"
     return [Option(f"eval_every={every}", {"eval_every": every}, gain, gain, took, of="epoch")]
