@@ -4,9 +4,9 @@ from nbtools.tasks.common.figures import confusion_figure as confused
 from nbtools.tasks.sign.data import pack, read, survey, validate
 from nbtools.tasks.sign.demo import demo
 from nbtools.tasks.sign.features import features
+from nbtools.tasks.sign.networks import model
 from nbtools.tasks.sign.plans import BASELINE, PLAN, Plan, suggest, with_gru, with_network
-from nbtools.tasks.sign.streaming import latency, stream
-from nbtools.tasks.sign.task import BEST, batch, decode, loss, metrics, model
+from nbtools.tasks.sign.task import BEST, batch, decode, latency, loss, metrics, stream
 from nbtools.tasks.sign.visualize import (
     animate,
     by_class,

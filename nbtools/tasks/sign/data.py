@@ -6,10 +6,9 @@ Clips are decompressed once: reading a `.npz` at each access takes most of a sma
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from nbtools.data import Entry, Pack, Sample, Survey, bar, build_pack, stage
 from nbtools.errors import PackError
 from nbtools.table import plural
 from nbtools.tasks.common import report
-from nbtools.tasks.common.files import in_threads
-from nbtools.tasks.common.report import ERROR, WARNING, Row, ordered
-from nbtools.tasks.sign.clips import Keys, examine, has_features
-from nbtools.tasks.sign.labels import LABELS, Clip, Labels, labels_of
+from nbtools.tasks.common.files import in_threads, split_of
+from nbtools.tasks.common.report import ERROR, WARNING, Refused, Row, ordered
+from nbtools.tasks.sign.clips import Keys, examine, has_array
+from nbtools.tasks.sign.labels import LABELS, labels_of
 
 
 def pack(
@@ -51,50 +50,54 @@ def pack(
 
 
 def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
-    labels = labels_of(folder)
-    if not labels.labelled:
-        raise PackError(no_labels(folder, labels))
-    keys = with_features(Keys(options["kp_key"], options["feature_key"], options["require_x2048"]), folder, labels)
-    sizes = {"gloss": len(labels.classes), "category": len(labels.categories)}
+    found = labels_of(folder)
+    bad = [(row.file, *row.reasons) for row in found.rows if row.severity == ERROR]
+    if not found.labels:
+        first = f". The first fault: {bad[0][0]}: {bad[0][2]}, got {bad[0][1]}; {bad[0][3]}" if bad else ""
+        raise PackError(
+            f"{folder}: {plural(len(found.clips), 'clip')} and no label that can be used{first}. To train, write "
+            f"{LABELS} with the columns file,gloss,cat; run.predict(files) reads clips without labels"
+        )
+    asked = Keys(options["kp_key"], options["feature_key"], options["require_x2048"])
+    keys, _ = with_features(asked, folder, found.clips)
+    sizes = {"gloss": len(found.classes), "category": len(found.categories)}
 
     def count(columns: Mapping[str, np.ndarray], train: np.ndarray) -> dict[str, list[int]]:
         pairs = zip(sizes.items(), columns["label"][train].T, strict=True)
         return {name: np.bincount(ids, minlength=size).tolist() for (name, size), ids in pairs}
 
     return Survey(
-        [Entry(clip.name, split=clip.split, label=np.array(clip.label, np.int64)) for clip in labels.labelled],
-        labels.classes,
+        [
+            Entry(clip, split_of(clip), np.array(found.labels[clip], np.int64))
+            for clip in found.clips
+            if clip in found.labels
+        ],
+        found.classes,
         {
             "kp_key": keys.x,
             "feature_key": keys.features if keys.needed else None,
-            "categories": labels.categories,
-            "category_of": labels.category_of,
+            "categories": found.categories,
+            "category_of": found.category_of,
         },
         ragged=("x", "mask", "features"),
         bucket_by="features" if keys.x is None else "x",
-        bad=[(row.file, *row.reasons) for row in labels.rows if row.severity == ERROR],
+        bad=bad,
         count=count,
     )
 
 
-def no_labels(folder: Path, labels: Labels) -> str:
-    for row in labels.rows:
-        if row.severity == ERROR:
-            value, rule, fix = row.reasons
-            first = f"The first fault: {row.file}: {rule}, got {value}; {fix}"
-            return f"{folder}: no clip has a label that can be used. {first}"
-    return (
-        f"{folder}: {plural(len(labels.clips), 'clip')} and no {LABELS}, so there is nothing to train on; write one "
-        "with the columns file,gloss,cat. Clips without labels can be validated, and read by run.predict(files)"
-    )
-
-
-def with_features(keys: Keys, folder: Path, labels: Labels) -> Keys:
-    """The keys with the decision whether a pack takes the features: if every clip that can be opened has them."""
+def with_features(keys: Keys, folder: Path, clips: Iterable[str]) -> tuple[Keys, list[Row]]:
+    """The keys with the decision whether features are packed: if every clip that can be opened has them; and a warning
+    where only some do."""
     if keys.needed or keys.features is None:
-        return keys
-    answers = (has_features(folder / clip.name, keys.features) for clip in labels.clips)
-    return dataclasses.replace(keys, needed=all(answer for answer in answers if answer is not None))
+        return keys, []
+    have = {clip: has_array(folder / clip, keys.features) for clip in clips}
+    without = [clip for clip, has in have.items() if has is False]
+    if not without or not any(have.values()):
+        return replace(keys, needed=not without), []
+    fix = "extract them, or require_x2048=True leaves out these clips; otherwise a pack has no features"
+    rule, value = f"all clips have {keys.features}, or none", f"{len(without):,} of {len(have):,} have none"
+    return keys, [Row(keys.features, rule, value, fix, WARNING, without[0])]
 
 
 def read(path: Path, options: Mapping[str, Any]) -> Sample:
@@ -103,7 +106,11 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
     Raises PackError(value, rule, fix) with the first error that `validate` reports for it.
     """
     keys = Keys(options["kp_key"], options["feature_key"], needed=options["feature_key"] is not None)
-    return examine(Path(path), keys, whole=False).sample(keys)
+    columns, rows = examine(Path(path), keys, whole=False)
+    for row in rows:
+        if row.severity == ERROR:
+            raise Refused(row)
+    return columns
 
 
 @dataclass(frozen=True)
@@ -130,33 +137,26 @@ def validate(
     """
     keys = Keys(kp_key, feature_key, require_x2048)
     folder = stage(source, progress=progress)
-    labels = labels_of(folder)
-    check = partial(checked, folder, with_features(keys, folder, labels))
-    shown = bar(in_threads(check, labels.clips), "validating", len(labels.clips), leave=False, disable=not progress)
-    digests, faults = zip(*shown, strict=True)
-    rows = [*labels.rows, *(row for some in faults for row in some), *repeated(labels.clips, digests)]
-    about = f"{plural(len(labels.clips), 'clip')}, {len(labels.labelled):,} with a label"
-    return Report(ordered(rows), about, len(labels.clips), len(labels.labelled))
+    found = labels_of(folder)
+    keys, some = with_features(keys, folder, found.clips)
+    check = in_threads(partial(checked, folder, keys), found.clips)
+    shown = bar(check, "validating", len(found.clips), leave=False, disable=not progress)
+    rows, first = [*found.rows, *some], {}
+    for clip, (broken, digest) in zip(found.clips, shown, strict=True):
+        rows += [row.at(clip) for row in broken]
+        if digest and first.setdefault(digest, clip) != clip:
+            rule, fix = "a clip is there once; val is no judge of a clip that is in train", "delete one of them"
+            rows.append(Row("", rule, f"the same as {first[digest]}", fix, WARNING, clip))
+    about = f"{plural(len(found.clips), 'clip')}, {len(found.labels):,} with a label"
+    return Report(ordered(rows), about, len(found.clips), len(found.labels))
 
 
-def checked(folder: Path, keys: Keys, clip: Clip) -> tuple[str, list[Row]]:
-    """(digest of what a clip shows, '' where that cannot be read; what is wrong with it)."""
+def checked(folder: Path, keys: Keys, clip: str) -> tuple[list[Row], bytes]:
+    """(what is wrong with a clip, a digest of what it shows)."""
     try:
-        examined = examine(folder / clip.name, keys)
+        columns, rows = examine(folder / clip, keys)
     except OSError as error:
         fix = "copy the file again, or change its permissions"
-        return "", [Row("", "the file can be read", error.strerror or str(error), fix, file=clip.name)]
-    shows = examined.arrays.get("features" if keys.x is None else "x")
-    digest = "" if shows is None else hashlib.blake2b(shows.tobytes(), digest_size=16).hexdigest()
-    return digest, [row.at(clip.name) for row in examined.rows]
-
-
-def repeated(clips: Iterable[Clip], digests: Iterable[str]) -> Iterator[Row]:
-    """Clips that show the same as an earlier one, frame by frame."""
-    first: dict[str, Clip] = {}
-    for clip, digest in zip(clips, digests, strict=True):
-        other = first.setdefault(digest, clip) if digest else clip
-        if other is not clip:
-            twice = "both are trained and judged on" if other.split != clip.split else "it counts twice"
-            rule, fix = f"a clip is there once; {twice} otherwise", "delete one of them"
-            yield Row("", rule, f"the same as {other.name}", fix, WARNING, clip.name)
+        return [Row("", "the file can be read", error.strerror or str(error), fix)], b""
+    shows = columns.get("x", columns.get("features"))
+    return rows, b"" if shows is None else hashlib.blake2b(shows.tobytes(), digest_size=16).digest()

@@ -1,33 +1,57 @@
-"""Frames → X2048: a step of its own, once before training. T frames, D = 2048 numbers a frame."""
+"""Frames → X2048: a step of its own, once before training, by a frozen backbone or one that is fine-tuned first.
+
+A folder of images is a clip, and so is a file of several images (GIF, WebP, APNG, TIFF). Videos are refused, since
+decoding them takes ffmpeg, on which nbtools does not depend. T frames of H × W pixels, D = 2048 numbers a frame.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nbtools import disk
 from nbtools.data import bar, stage
 from nbtools.errors import PackError
-from nbtools.table import plural
+from nbtools.table import plural, sized
 from nbtools.tasks.common.demo import require, whole
-from nbtools.tasks.common.files import split_of, walk
+from nbtools.tasks.common.files import in_threads, open_image, split_of, walk
 from nbtools.tasks.common.report import Refused, Report, Row
-from nbtools.tasks.sign.clips import MASK, META_BYTES, TIMES, Keys, has_features, npz_bytes, open_npz
-from nbtools.tasks.sign.frames import Film, batches_of, find_films
+from nbtools.tasks.sign import task
+from nbtools.tasks.sign.clips import (
+    FEATURES,
+    MASK,
+    META_BYTES,
+    TIMES,
+    Keys,
+    has_array,
+    keys_in,
+    npz_bytes,
+    open_npz,
+    read_array,
+)
 from nbtools.tasks.sign.inception import IMAGENET, Backbone, inception, load, read_weights
-from nbtools.tasks.sign.inception import finetune as train_backbone
-from nbtools.tasks.sign.labels import REFERENCE, Ids, label_lists, match
-from nbtools.train import pick_device
+from nbtools.tasks.sign.labels import CLIP, Ids, label_lists, match
+from nbtools.tasks.sign.networks import Gru
+from nbtools.tasks.sign.plans import Plan
+from nbtools.train import again, pick_device
 
+STILLS = (".jpg", ".jpeg", ".bmp")
+FILMS = (".gif", ".webp", ".png", ".apng", ".tif", ".tiff")  # may hold one image, or several
+VIDEOS = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv")
 TUNED = "backbone.safetensors"
 MAKER = "{}_backbone"  # the array of text next to the features that names the backbone which made them
 MIXED = "features of two backbones do not mix; choose another folder, or overwrite=True makes them anew"
+CLIPS_A_STEP = 8  # of fine-tuning
+FASTER = 10  # times the backbone's lr is the GRU's, which begins with nothing
 
 
 @dataclass(frozen=True)
@@ -38,10 +62,6 @@ class Extracted(Report):
     written: tuple[str, ...] = ()
     ready: tuple[str, ...] = ()
     losses: tuple[float, ...] = ()
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.about)
 
     @property
     def summary(self) -> str:
@@ -69,7 +89,6 @@ def features(
     the arrays that are there, and copy the lists of labels. An interrupted extraction resumes: clips that have features
     are skipped, and where all have them no network is built.
 
-    A clip is a folder of images, or a GIF, WebP, APNG or TIFF of several; videos need ffmpeg first.
     weights: "imagenet", a file, or None for random ones. network: one of your own in place of InceptionV3, from
     normalised frames (N, 3, 299, 299) to (N, D). crop: the middle of a frame instead of all of it.
     finetune: epochs in which the backbone is first trained, with lr, on the labelled clips below train/; it is kept as
@@ -89,82 +108,62 @@ def features(
     folder, into = stage(source, progress=progress), Path(into)
     films, rows = find_films(folder)
     if not films:
-        raise PackError(no_frames(folder, rows))
+        first = f". The first of {plural(len(rows), 'other file')}: {Refused(rows[0])}" if rows else ""
+        raise PackError(f"{folder}: no frames; give a folder of folders of images, one a clip, or of GIFs{first}")
     makers = {film.name: maker(into / film.name, feature_key) for film in films}
-    have = tuple(name for name, made_by in makers.items() if made_by is not None and not overwrite)
+    have = {} if overwrite else {name: made_by for name, made_by in makers.items() if made_by is not None}
+    refuse_mixture(into, have.values())
     tuned = into / TUNED
     if finetune and have and not tuned.is_file():
-        raise PackError(f"{into / have[0]} has features, of no backbone that was fine-tuned here: {MIXED}")
-    if len({made_by for made_by in makers.values() if made_by}) > 1 and not overwrite:
-        raise PackError(f"{into} has features of several backbones: {MIXED}")
+        raise PackError(f"{into} has features of a backbone that was not fine-tuned here: {MIXED}")
     if len(have) == len(films):
-        return Extracted(tuple(rows), str(into), (), have)
+        return Extracted(tuple(rows), str(into), (), tuple(have))
     if network is None:
-        network = inception(tuned if finetune and tuned.is_file() else weights, seed)
+        network = inception(None if finetune and tuned.is_file() else weights, seed)
     backbone = Backbone(network, frozen=not finetune, pretrained=weights is not None, crop=crop).to(pick_device(device))
-    if backbone.device.type == "cpu":
+    if backbone.mean.device.type == "cpu":
         # 120 instead of 165 ms a frame on one core of a Xeon (n=4)
         backbone.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     losses = ()
     if finetune and tuned.is_file():
-        load(backbone.network, read_weights(tuned), tuned)
+        load(network, read_weights(tuned), tuned)
     elif finetune:
         losses = train_backbone(backbone, train_clips(folder, films), finetune, lr, batch_size, seed, progress)
-        keep(backbone, tuned)
-    backbone.eval()
-    own = backbone.mark()
-    todo = [film for film in films if is_due(into / film.name, makers[film.name], own, overwrite)]
+        write_weights(network, tuned)
+    own = backbone.eval().mark()
+    refuse_mixture(into, [*have.values(), own])
+    todo = [film for film in films if makers[film.name] is None or (overwrite and makers[film.name] != own)]
     copy_lists(folder, into)
     bad = tuple(fill(into, feature_key, todo, backbone, own, batch_size, progress))
     names, failed = [film.name for film in todo], {row.file for row in bad}
     written = tuple(name for name in names if name not in failed)
-    ready = tuple(name for name in makers if name not in names)
-    return Extracted((*rows, *bad), str(into), written, ready, losses)
+    return Extracted((*rows, *bad), str(into), written, tuple(name for name in makers if name not in names), losses)
 
 
-def keep(backbone: Backbone, path: Path) -> None:
-    """Write the fine-tuned weights. Raises DiskError."""
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in backbone.network.state_dict().items()}
-    with disk.explained("keeping the fine-tuned backbone", path):
-        disk.write_atomic(path, safetensors.torch.save(state))
+def refuse_mixture(into: Path, makers: Iterable[str]) -> None:
+    """makers: the marks of backbones; '' for an unknown one."""
+    if len(known := sorted({made_by for made_by in makers if made_by})) > 1:
+        raise PackError(f"{into} would have features of the backbones {' and '.join(known)}: {MIXED}")
 
 
-def no_frames(folder: Path, rows: Sequence[Row]) -> str:
-    if not rows:
-        return f"{folder}: no frames; give a folder of folders of images, one for each clip, or of GIFs"
-    value, rule, fix = rows[0].reasons
-    return f"{folder}: no frames. The first of {len(rows)} other files: {rows[0].file}: {rule}, got {value}; {fix}"
-
-
-def train_clips(folder: Path, films: Sequence[Film]) -> list[tuple[Film, Ids]]:
-    """The clips in train folders that have a label. Raises PackError where there are none."""
-    films_by_name = {film.name: film for film in films}
-    labels = match(dict(label_lists(folder, walk(folder))), list(films_by_name)).labels
-    chosen = [(films_by_name[name], labels[name]) for name in sorted(labels) if split_of(name) == "train"]
-    if not chosen:
-        raise PackError(
-            f"{folder}: finetune trains on clips with a label below a folder train/, and there are none; sort clips "
-            "into train/ and val/, with a labels.csv each: a backbone that has seen val is not judged by it"
-        )
-    return chosen
-
-
-def is_due(path: Path, made_by: str | None, own: str, overwrite: bool) -> bool:
-    """Whether a clip is to get features. Raises PackError where it has some that would not fit."""
-    if made_by not in (None, "", own) and not overwrite:
-        raise PackError(f"{path} has features of the backbone {made_by}, and this is {own}: {MIXED}")
-    return made_by is None or (overwrite and made_by != own)
+def maker(path: Path, key: str) -> str | None:
+    """The mark of the backbone that made a clip's features; '' where that is not recorded, None without features."""
+    if not path.is_file() or not has_array(path, key):
+        return None
+    try:
+        with open_npz(path) as npz:
+            name = MAKER.format(key)
+            return str(read_array(npz, name, META_BYTES)) if name in keys_in(npz) else ""
+    except Refused:
+        return ""
 
 
 def copy_lists(folder: Path, into: Path) -> None:
     """Copy lists of labels and names to where the clips are, except those that are there."""
-    names = walk(folder)
-    lists = dict(label_lists(folder, names))
-    lists |= {name: (folder / name).read_bytes() for name in names if PurePosixPath(name).name.lower() == REFERENCE}
-    for name, data in lists.items():
-        if not (into / name).exists():
+    for name in walk(folder):
+        if name.lower().endswith(".csv") and not (into / name).exists():
             with disk.explained("copying labels", into / name):
-                disk.write_atomic(into / name, data)
+                disk.write_atomic(into / name, (folder / name).read_bytes())
 
 
 def fill(
@@ -176,22 +175,10 @@ def fill(
         try:
             others = other_arrays(path, key)
             with torch.inference_mode():
-                parts = [backbone(frames.to(backbone.device)) for frames in batches_of(film, batch_size)]
-            store(path, key, torch.cat(parts).cpu().numpy(), own, others)
+                made = torch.cat([backbone(frames) for frames in batches_of(film, batch_size)]).cpu().numpy()
+            store(path, key, made, own, others)
         except Refused as refusal:
             yield refusal.row.at(film.name)
-
-
-def maker(path: Path, key: str) -> str | None:
-    """The mark of the backbone that made a clip's features; '' where that is not recorded, None without features."""
-    if not path.is_file() or not has_features(path, key):
-        return None
-    try:
-        with open_npz(path) as npz:
-            name = MAKER.format(key)
-            return str(npz.array(name, META_BYTES)) if name in npz.entries else ""
-    except Refused:
-        return ""
 
 
 def other_arrays(path: Path, key: str) -> dict[str, np.ndarray]:
@@ -199,17 +186,166 @@ def other_arrays(path: Path, key: str) -> dict[str, np.ndarray]:
     if not path.is_file():
         return {}
     with open_npz(path) as npz:
-        return {name: npz.array(name) for name in npz.entries if name not in (key, MAKER.format(key))}
+        return {name: read_array(npz, name) for name in keys_in(npz) if name not in (key, MAKER.format(key))}
 
 
 def store(path: Path, key: str, features: np.ndarray, mark: str, others: dict[str, np.ndarray]) -> None:
     """Rewrite a clip, whole or not at all. Raises Refused where it had another number of frames, DiskError.
 
     Not compressed: features of a frame shrink by 13 %, and that takes 18 times as long (a real clip)."""
-    for name in (Keys().x, MASK, TIMES):
+    for name in ("X", MASK, TIMES):
         if name in others and len(others[name]) != len(features):
             fix = "take the frames that the keypoints were extracted from, or delete the .npz"
             rule = f"there are as many frames as in {name}, {len(others[name])}"
             raise Refused(Row(key, rule, str(len(features)), fix))
     with disk.explained("writing features", path):
         disk.write_atomic(path, npz_bytes({**others, key: features, MAKER.format(key): np.array(mark)}, level=0))
+
+
+# Frames
+
+
+@dataclass(frozen=True)
+class Film:
+    """A filmed clip. name: of its `.npz`, relative to the source; files: its frames in order, or the one file that
+    holds them all."""
+
+    name: str
+    files: tuple[Path, ...]
+
+
+def find_films(folder: Path) -> tuple[list[Film], list[Row]]:
+    """The clips below a folder, and what cannot be one. Frames are in the order of the numbers in their names."""
+    images, rows, films = defaultdict(list), [], {}
+    for name in walk(folder):
+        path = PurePosixPath(name)
+        if path.suffix.lower() in (*STILLS, *FILMS):
+            images[path.parent].append(name)
+        elif path.suffix.lower() in VIDEOS:
+            rule = "frames are images: decoding videos takes ffmpeg or PyAV"
+            fix = "write its frames, as ffmpeg -i VIDEO -vf fps=30 CLIP/%05d.jpg does"
+            rows.append(Row("", rule, path.suffix, fix, file=name))
+    for parent, names in sorted(images.items()):
+        names.sort(key=natural)
+        files = [folder / name for name in names]
+        if is_animated(files[0]):
+            own = [Film(f"{PurePosixPath(name).with_suffix('')}{CLIP}", (folder / name,)) for name in names]
+        elif any(parent in other.parents for other in images):
+            rule, fix = "frames are in a folder of their own", "move them into one, or delete them"
+            rows.append(Row("", rule, f"{len(names)} next to folders of frames", fix, file=names[0]))
+            continue
+        else:
+            own = [Film(f"{parent if parent.name else folder.resolve().name}{CLIP}", tuple(files))]
+        for film in own:
+            if films.setdefault(film.name, film) is not film:
+                rule, fix = "clips have names of their own", "rename it; both would be written to one .npz"
+                rows.append(Row("", rule, f"also {films[film.name].files[0].name}", fix, file=film.files[0].name))
+    return list(films.values()), rows
+
+
+def natural(name: str) -> list[str | int]:
+    """Sorts frame_2 before frame_10."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
+
+
+def is_animated(path: Path) -> bool:
+    """Whether a file holds several images; False for one that cannot be read, which is reported when it is decoded."""
+    try:
+        with open_image(path) as image:
+            return path.suffix.lower() in FILMS and getattr(image, "is_animated", False)
+    except (Refused, OSError):
+        return False
+
+
+def batches_of(film: Film, size: int) -> Iterator[Tensor]:
+    """A clip's frames (n, 3, H, W) uint8, n ≤ size at once; separate images are decoded ahead in threads.
+
+    Raises Refused for frames that cannot be decoded or differ in size.
+    """
+    frames = images_in(film.files[0])
+    if len(film.files) > 1:
+        frames = chain.from_iterable(in_threads(lambda path: list(images_in(path)), film.files, 2 * size))
+    first = None
+    while batch := list(islice(frames, size)):
+        first = first or batch[0].shape
+        for other in {frame.shape for frame in batch} - {first}:
+            value = f"{sized(*other[:2])} after {sized(*first[:2])}"
+            raise Refused(Row("", "all frames of a clip have one size", value, "extract them again at one size"))
+        yield torch.from_numpy(np.stack(batch)).permute(0, 3, 1, 2)
+
+
+def images_in(path: Path) -> Iterator[np.ndarray]:
+    """(H, W, 3) uint8 of each image in a file."""
+    with open_image(path, key="frame") as image:
+        for index in range(getattr(image, "n_frames", 1)):
+            image.seek(index)
+            yield np.asarray(image.convert("RGB"))
+
+
+# Fine-tuning
+
+
+def train_clips(folder: Path, films: Sequence[Film]) -> list[tuple[Film, Ids]]:
+    """The clips in train folders that have a label. Raises PackError where there are none."""
+    labels, _ = match(label_lists(folder, walk(folder)), [film.name for film in films])
+    chosen = [(film, labels[film.name]) for film in films if film.name in labels and split_of(film.name) == "train"]
+    if not chosen:
+        raise PackError(
+            f"{folder}: finetune trains on clips with a label below a folder train/, and there are none; sort clips "
+            "into train/ and val/, with a labels.csv each: a backbone that has seen val is not judged by it"
+        )
+    return chosen
+
+
+def train_backbone(
+    backbone: Backbone,
+    clips: Sequence[tuple[Film, Ids]],
+    epochs: int,
+    lr: float,
+    batch_size: int,
+    seed: int,
+    progress: bool,
+) -> tuple[float, ...]:
+    """Train the backbone in place, end to end with a GRU that is then dropped; the mean loss of each epoch.
+
+    clips: with (gloss, category). lr: the backbone's. batch_size: frames at once. Interrupted training keeps nothing.
+    Raises PackError naming the clip whose frames cannot be decoded.
+    """
+    device, losses = backbone.mean.device, []
+    glosses, categories = (max(ids[i] for _, ids in clips) + 1 for i in range(2))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        gru = Gru(FEATURES, glosses, categories).to(device)
+        groups = [{"params": backbone.parameters(), "lr": lr}, {"params": gru.parameters(), "lr": lr * FASTER}]
+        optimizer = torch.optim.AdamW(groups)
+        backbone.train()
+        for _ in (shown := bar(range(epochs), "fine-tuning", disable=not progress, leave=False)):
+            total = torch.zeros((), device=device)
+            for step in torch.randperm(len(clips)).split(CLIPS_A_STEP):
+                optimizer.zero_grad()
+                for film, ids in (clips[i] for i in step.tolist()):
+                    loss = clip_loss(backbone, gru, film, ids, batch_size)
+                    (loss / len(step)).backward()
+                    total += loss.detach()
+                optimizer.step()
+            losses.append(float(total) / len(clips))
+            shown.set_postfix(loss=f"{losses[-1]:.3f}")
+    return tuple(losses)
+
+
+def clip_loss(backbone: Backbone, gru: Gru, film: Film, ids: Ids, batch_size: int) -> Tensor:
+    """The loss of one clip. A frame keeps 98 MB of InceptionV3's activations until backward, and a clip has about 122:
+    they are computed again there, so that only those of `batch_size` frames exist at once."""
+    try:
+        features = torch.cat([again(backbone, frames) for frames in batches_of(film, batch_size)])[None]
+    except Refused as refusal:
+        raise PackError(str(Refused(refusal.row.at(film.name)))) from refusal
+    length, label = torch.tensor([features.shape[1]]), torch.tensor([ids])
+    batch = {"features": features, "features_length": length.to(features.device), "label": label.to(features.device)}
+    return task.loss(gru, batch, Plan(network="gru"))[0]
+
+
+def write_weights(network: nn.Module, path: Path) -> None:
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
+    with disk.explained("keeping the fine-tuned backbone", path):
+        disk.write_atomic(path, safetensors.torch.save(state))

@@ -7,7 +7,7 @@ N frames of H × W pixels, D = 2048 numbers a frame.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,24 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from nbtools.data import bar
 from nbtools.errors import CheckpointError, MissingExtra, PackError, StageError
-from nbtools.tasks.common.report import Refused
-from nbtools.tasks.sign import task
 from nbtools.tasks.sign.clips import FEATURES
-from nbtools.tasks.sign.frames import Film, batches_of
-from nbtools.tasks.sign.labels import Ids
-from nbtools.tasks.sign.networks import Gru
-from nbtools.tasks.sign.plans import Plan
-from nbtools.train import again
 
 SIDE, SHORT = 299, 342  # pixels that the network reads, and of the shorter side before torchvision's own crop
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 IMAGENET = "imagenet"
 STEM = "Conv2d_1a_3x3.conv.weight"  # the first parameter: a prefix of its name is a prefix of all
 CLASSIFIERS = ("AuxLogits.", "fc.")
-CLIPS_A_STEP = 8  # of fine-tuning
-FASTER = 10  # times the GRU's lr is the backbone's: it begins with nothing
 
 
 class Backbone(nn.Module):
@@ -54,25 +44,18 @@ class Backbone(nn.Module):
         self.network, self.frozen, self.pretrained, self.crop = network, frozen, pretrained, crop
         for name, values in (("mean", MEAN), ("std", STD)):
             self.register_buffer(name, torch.tensor(values).view(3, 1, 1), persistent=False)
-        for parameter in network.parameters():
-            parameter.requires_grad_(not frozen)
+        network.requires_grad_(not frozen)
         self.train(not frozen)
-
-    @property
-    def device(self) -> torch.device:
-        return self.mean.device
 
     def train(self, mode: bool = True) -> Backbone:
         super().train(mode and not self.frozen)
-        if self.pretrained:
-            for module in self.network.modules():
-                if isinstance(module, _BatchNorm):
-                    module.eval()
+        for module in self.network.modules() if self.pretrained else ():
+            if isinstance(module, _BatchNorm):
+                module.eval()
         return self
 
     def forward(self, frames: Tensor) -> Tensor:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
-            features = self.network(self.prepared(frames))
+        features = self.network(self.prepared(frames.to(self.mean.device)))
         if not isinstance(features, Tensor) or features.shape != (len(frames), FEATURES):
             came = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
             raise PackError(
@@ -120,7 +103,7 @@ def inception(weights: str | Path | None = IMAGENET, seed: int = 0) -> nn.Module
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
     network.aux_logits, network.AuxLogits, network.fc = False, None, nn.Identity()
     if state is not None:
-        load(network, without_classifiers(state, str(weights)), str(weights))
+        load(network, without_classifiers(state, weights), weights)
     return network
 
 
@@ -148,22 +131,18 @@ def imagenet(models: ModuleType) -> dict[str, Tensor]:
 
 def read_weights(path: Path) -> dict[str, Any]:
     """What a file holds; nothing but plain tensors is unpickled. Raises CheckpointError."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever its unpickler meets
-        kind = "a .safetensors" if isinstance(error, SafetensorError) else "a file of weights"
         why = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise CheckpointError(
-            f"weights: {path} cannot be read as {kind}: {why}; copy it again from its origin"
+            f"weights: {path} cannot be read as weights: {why}; copy it again from its origin"
         ) from error
 
 
-def load(network: nn.Module, state: Mapping[str, Any], origin: str | Path) -> None:
+def load(network: nn.Module, state: Mapping[str, Any], origin: object) -> None:
     """Raises CheckpointError where the weights are not of this network."""
     try:
         network.load_state_dict(state)
@@ -172,7 +151,7 @@ def load(network: nn.Module, state: Mapping[str, Any], origin: str | Path) -> No
         raise CheckpointError(f"weights: {origin} does not fit the network: {why}; give another file") from error
 
 
-def without_classifiers(state: Mapping[str, Any], origin: str | Path) -> dict[str, Tensor]:
+def without_classifiers(state: Mapping[str, Any], origin: object) -> dict[str, Tensor]:
     """InceptionV3's own weights, from torchvision's file or from a network that contains it under any name.
 
     Raises CheckpointError where there are none."""
@@ -182,58 +161,3 @@ def without_classifiers(state: Mapping[str, Any], origin: str | Path) -> dict[st
             own = {name[len(prefix) :]: value for name, value in inner.items() if name.startswith(prefix)}
             return {name: value for name, value in own.items() if not name.startswith(CLASSIFIERS)}
     raise CheckpointError(f"weights: {origin} is not an InceptionV3: it has no {STEM}; give another file")
-
-
-def finetune(
-    backbone: Backbone,
-    clips: Sequence[tuple[Film, Ids]],
-    epochs: int,
-    lr: float,
-    batch_size: int,
-    seed: int,
-    progress: bool,
-) -> tuple[float, ...]:
-    """Train the backbone in place, end to end with a GRU that is then dropped; the mean loss of each epoch.
-
-    clips: with (gloss, category). lr: the backbone's. batch_size: frames at once. An interrupted run keeps nothing.
-    Raises PackError naming the clip whose frames cannot be decoded.
-    """
-    device = backbone.device
-    glosses, categories = (max(ids[i] for _, ids in clips) + 1 for i in range(2))
-    losses = []
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        gru = Gru(FEATURES, glosses, categories).to(device)
-        optimizer = torch.optim.AdamW(
-            [{"params": backbone.parameters(), "lr": lr}, {"params": gru.parameters(), "lr": lr * FASTER}]
-        )
-        backbone.train()
-        for _ in (shown := bar(range(epochs), "fine-tuning", disable=not progress, leave=False)):
-            order = torch.randperm(len(clips)).tolist()
-            total = torch.zeros((), device=device)
-            for at in range(0, len(clips), CLIPS_A_STEP):
-                optimizer.zero_grad()
-                group = [clips[i] for i in order[at : at + CLIPS_A_STEP]]
-                for film, ids in group:
-                    loss = clip_loss(backbone, gru, film, ids, batch_size)
-                    (loss / len(group)).backward()
-                    total += loss.detach()
-                optimizer.step()
-            losses.append(float(total) / len(clips))
-            shown.set_postfix(loss=f"{losses[-1]:.3f}")
-        backbone.eval()
-    return tuple(losses)
-
-
-def clip_loss(backbone: Backbone, gru: Gru, film: Film, ids: Ids, batch_size: int) -> Tensor:
-    """The loss of one clip. A frame keeps 98 MB of InceptionV3's activations until backward, and a clip has about 122:
-    they are computed again there, so that only those of `batch_size` frames exist at once."""
-    try:
-        parts = [again(backbone, frames.to(backbone.device)) for frames in batches_of(film, batch_size)]
-    except Refused as error:
-        value, rule, fix = error.row.reasons
-        raise PackError(f"{film.name}: {rule}, got {value}; {fix}") from error
-    features = torch.cat(parts)[None]
-    length, label = torch.tensor([features.shape[1]]), torch.tensor([ids])
-    batch = {"features": features, "features_length": length.to(features.device), "label": label.to(features.device)}
-    return task.loss(gru, batch, Plan(network="gru"))[0]

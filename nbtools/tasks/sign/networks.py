@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nbtools.data import Card
+from nbtools.data import Card, Pack
 from nbtools.errors import PlanError
 from nbtools.tasks.sign.plans import Plan, network_of
 from nbtools.train import Batch, again
@@ -27,8 +27,9 @@ LABELS = ("gloss", "category")  # the columns of a label, and the networks' head
 POWER = {"balanced": 1.0, "sqrt": 0.5}
 
 
-def build(card: Card, plan: Plan) -> Transformer | Gru:
-    """The network of a plan. Raises PlanError where the data lacks what it reads."""
+def model(card: Card | Pack, plan: Plan) -> Transformer | Gru:
+    """The network of a plan for a data set. Raises PlanError where that lacks what it reads."""
+    card = card.card if isinstance(card, Pack) else card
     name = network_of(plan, card.columns)
     column = card.columns.get(COLUMN[name])
     if column is None:
@@ -66,15 +67,7 @@ def class_weights(card: Card, kind: str, label: str) -> Tensor | None:
 
 
 class Transformer(nn.Module):
-    """The guide's SignTransformer: 3,280,371 parameters for 105 glosses in 10 categories.
-
-    | part                                    | parameters |
-    | --------------------------------------- | ---------- |
-    | Linear 156 → 256                        |     40,192 |
-    | sinusoidal positions, LayerNorm         |        512 |
-    | 4 layers: 8 heads, feed-forward 1024    |  3,159,040 |
-    | head 256 → 128 → ReLU → 105             |     46,441 |
-    | head 256 → 128 → ReLU → 10              |     34,186 |
+    """The guide's SignTransformer, pre-LN: 3,280,371 parameters for 105 glosses in 10 categories.
 
     Frames beyond a clip's end, and frames that show no point, are masked in attention and left out of the mean, so
     padding does not change the result. The mean over no frame is 0.
@@ -108,8 +101,9 @@ class Transformer(nn.Module):
         self.recompute = False
 
     def forward(self, batch: Batch) -> Outputs:
-        """x (B, T, D) float, x_length (B,), mask (B, T, P) bool where known → logits (B, G) and (B, C)."""
-        visible = visible_frames(batch)
+        """x (B, T, D) float, x_length (B,), mask (B, T, P) bool → logits (B, G) and (B, C)."""
+        step = torch.arange(batch["x"].shape[1], device=batch["x"].device)
+        visible = (step < batch["x_length"][:, None]) & batch["mask"].any(2)  # (B, T): within the clip, showing a point
         x, keys = self.cut(batch["x"], visible)
         x = self.norm(self.drop(self.embed(x) + self.positions[: x.shape[1]]))
         keys = (keys | ~keys.any(1, keepdim=True))[:, None, None]  # softmax over no key at all is NaN
@@ -166,13 +160,6 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=keys, dropout_p=dropout)
         return self.out(attended.transpose(1, 2).flatten(2))
-
-
-def visible_frames(batch: Batch) -> Tensor:
-    """(B, T) bool: the frames within a clip that show any point."""
-    step = torch.arange(batch["x"].shape[1], device=batch["x"].device)
-    within = step < batch["x_length"][:, None]
-    return within & batch["mask"].any(2) if "mask" in batch else within
 
 
 def head(width: int, classes: int, dropout: float) -> nn.Sequential:

@@ -1,38 +1,36 @@
-"""How signs are trained: batches, loss, metrics, decoding.
+"""How signs are trained and answered: batches, loss, metrics, decoding, and one clip at a time.
 
 B clips, T frames, P = 78 points, D = 2048 numbers a frame, G glosses, C categories.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nbtools.data import Card, Draws, Pack
+from nbtools.data import Card, Draws, Pack, Sample, collate
+from nbtools.errors import PlanError
 from nbtools.tasks.common import metrics as measures
+from nbtools.tasks.common.latency import Latency, measure_latency
 from nbtools.tasks.sign.keypoints import Keypoints, prepared
-from nbtools.tasks.sign.networks import LABELS, POSITIONS, build
+from nbtools.tasks.sign.networks import LABELS, POSITIONS, Outputs
 from nbtools.tasks.sign.plans import Plan, network_of
 from nbtools.train import Batch, Pair
 
-Outputs = tuple[Tensor, Tensor]  # logits of gloss (B, G) and of category (B, C)
-
 BEST = "gloss_accuracy"
-
-
-def model(card: Card | Pack, plan: Plan) -> nn.Module:
-    """The network for a data set. Raises PlanError where the data lacks what it reads."""
-    return build(card.card if isinstance(card, Pack) else card, plan)
 
 
 def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:
     """What the network reads: x (B, T, 156), mask (B, T, P) and x_length, or features (B, T, D) and features_length;
     label (B, 2), gloss and category, where there is one. Keypoints are augmented given draws.
 
-    mask says which points are seen; without one, those that are not 0. The others are 0 in x, whatever the clip holds
-    there.
+    mask says which points are seen; without one, those that are not 0. The others are 0 in x.
     """
     kept = {name: raw[name] for name in ("label", "id") if name in raw}
     if network_of(plan, raw) == "gru":
@@ -55,8 +53,8 @@ def padded(x: Tensor, bucket: int, most: int | None = None) -> Tensor:
 def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[Tensor, int]:
     """Sum of alpha · CE(gloss) + beta · CE(category) over the clips, and how many they are.
 
-    Classes have weights where the model brings them. Evaluation passes the logits alone: its loss is unweighted, and so
-    comparable.
+    Classes are weighted by the model's buffers. Evaluation passes a function of the batch instead of the model, so
+    that its loss is unweighted.
     """
     labels, outputs = batch["label"], model(batch)
 
@@ -82,3 +80,51 @@ def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
 def decode(outputs: Outputs, card: Card | Pack) -> list[str]:
     """The gloss of each clip."""
     return [card.classes[i] for i in outputs[0].argmax(1).tolist()]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The likeliest gloss up to a frame, its probability, and the seconds from arrays to this answer."""
+
+    frame: int
+    gloss: str
+    probability: float
+    seconds: float
+
+
+@torch.no_grad()
+def answer(model: nn.Module, card: Card | Pack, plan: Plan, clip: Sample) -> Answer:
+    """The answer of a model in eval mode to one clip, as `pack.sample` and `read` return it. Only the columns that the
+    network reads are copied to the device."""
+    device, began = next(model.parameters()).device, perf_counter()
+    columns = read_by(plan, clip)
+    raw = collate([{name: clip[name] for name in columns if name in clip}], card.columns)
+    glosses, _ = model(batch({name: tensor.to(device) for name, tensor in raw.items()}, plan, None))
+    best = glosses[0].float().softmax(0).max(0)  # reading the values waits for the device
+    probability, gloss = float(best.values), card.classes[int(best.indices)]
+    return Answer(len(clip[columns[0]]), gloss, probability, perf_counter() - began)
+
+
+def read_by(plan: Plan, clip: Sample) -> tuple[str, ...]:
+    """The columns that the plan's network reads."""
+    return ("features",) if network_of(plan, clip) == "gru" else ("x", "mask")
+
+
+def stream(
+    model: nn.Module, card: Card | Pack, plan: Plan, clip: Sample, window: int = 45, every: int = 5
+) -> Iterator[Answer]:
+    """An answer every so many frames, each to the last `window` frames, as for a camera. `frame` counts from the clip's
+    start. Raises PlanError for a window or a pace of less than one frame."""
+    if window < 1 or every < 1:
+        raise PlanError(f"stream: window and every must be ≥ 1 frame, got {window} and {every}")
+    frames = len(clip[read_by(plan, clip)[0]])
+    for end in range(min(every, frames), frames + 1, every):
+        part = {name: values[max(0, end - window) : end] for name, values in clip.items() if name != "label"}
+        yield replace(answer(model, card, plan, part), frame=end)
+
+
+def latency(model: nn.Module, card: Card | Pack, plan: Plan, clips: Sequence[Sample]) -> Latency:
+    """How long a model takes for single clips, from arrays to the answer. Raises PlanError without clips."""
+    frames = statistics.median([len(clip[read_by(plan, clip)[0]]) for clip in clips] or [0])
+    device = next(model.parameters()).device
+    return measure_latency(lambda clip: answer(model, card, plan, clip), clips, device, f"{frames:g} frames (median)")

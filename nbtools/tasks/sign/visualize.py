@@ -1,7 +1,7 @@
 """Clips as skeletons: strips of frames, animations, the live picture; charts of a pack; tables of confusions.
 
-A frame is drawn with Pillow alone, three times as large and then reduced: strips, animations and the live picture are
-the same drawing, and no frame costs a figure of matplotlib's. T frames, P = 78 points, S px of a square picture.
+A frame is drawn with Pillow alone, three times as large and then reduced: no frame costs a figure of matplotlib's.
+T frames, P = 78 points, S px of a square picture.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -23,7 +23,7 @@ from nbtools.table import plural
 from nbtools.tasks.common.figures import GREY, RIGHT, Picture, Sheet, blank, finish, gallery, judged
 from nbtools.tasks.common.mistakes import confusion as confusion_table
 from nbtools.tasks.common.mistakes import counts_of, most_confused, paired
-from nbtools.tasks.sign.keypoints import FACE, FACE_MESH, HANDS, LEFT, POINTS
+from nbtools.tasks.sign.keypoints import FACE, FACE_MESH, LEFT, POINTS
 from nbtools.tasks.sign.keypoints import RIGHT as RIGHT_HAND
 
 if TYPE_CHECKING:
@@ -31,17 +31,15 @@ if TYPE_CHECKING:
 
 BODY_INK, FACE_INK = "#4d4d4d", "#999999"
 LEFT_INK, RIGHT_INK = "#009e73", "#cc79a7"  # Okabe and Ito's, but not blue and vermilion, which mean right and wrong
-SPLIT_INKS = (RIGHT, "#e69f00", "#009e73")
+SPLIT_INKS = dict(zip(SPLITS, (RIGHT, "#e69f00", "#009e73"), strict=True))
 FINE = 3  # pixels drawn for a pixel shown
 MARGIN = 0.06  # around the person, as a share of their size
 MOMENTS, CELL = 9, 240  # frames of a strip; px of each
-LIVE = 320  # px of the live picture
-FPS = 30.0
 BINS = 30
 
 FINGERS = [bone for f in range(0, 20, 4) for bone in pairwise((0, *range(f + 1, f + 5)))] + [*pairwise((5, 9, 13, 17))]
 MESH = {number: FACE.start + i for i, number in enumerate(FACE_MESH)}
-OUTLINE = ((33, 133), (263, 362), (61, 291), (1, 4), (33, 105), (263, 334))
+OUTLINE = ((33, 133), (263, 362), (61, 291), (1, 4), (33, 105), (263, 334), (61, 199), (199, 291))
 LIMBS: tuple[tuple[str, float, Sequence[tuple[int, int]]], ...] = (
     (FACE_INK, 0.006, [*pairwise((8, 6, 5, 4, 0, 1, 2, 3, 7)), (9, 10)]),
     (FACE_INK, 0.006, [(MESH[a], MESH[b]) for a, b in OUTLINE]),
@@ -51,72 +49,42 @@ LIMBS: tuple[tuple[str, float, Sequence[tuple[int, int]]], ...] = (
 )
 """(colour, width as a share of the picture, pairs of points), from back to front."""
 
-DOTS = ((FACE_INK, 0.008, (0, 7, 8, MESH[199])), (BODY_INK, 0.014, (11, 12, 13, 14, 15, 16)))
-"""(colour, radius, points): what is seen without its neighbour shows as a dot."""
 
-
-class View(NamedTuple):
-    """The square of the camera's picture that is shown."""
-
-    left: float
-    top: float
-    side: float
-
-    def place(self, points: np.ndarray, size: int) -> np.ndarray:
-        """Points (…, 2) in the camera's picture → px."""
-        return (points - (self.left, self.top)) * (size / self.side)
-
-
-def view_of(points: np.ndarray, seen: np.ndarray) -> View:
-    """The square around all that is seen in a clip, points (T, P, 2), seen (T, P); the whole picture if nothing is."""
-    shown = points[seen]
-    if not len(shown):
-        return View(0.0, 0.0, 1.0)
-    low, high = shown.min(0), shown.max(0)
-    side = max(float((high - low).max()), 0.05) * (1 + 2 * MARGIN)
-    left, top = (low + high - side) / 2
-    return View(float(left), float(top), side)
-
-
-def frame(points: np.ndarray, seen: np.ndarray, view: View, size: int) -> Image.Image:
-    """One frame, points (P, 2), seen (P,), as an RGB picture (S, S)."""
+def frame(points: np.ndarray, seen: np.ndarray, size: int) -> Image.Image:
+    """One frame, points (P, 2) in [0, 1] of the picture, seen (P,), as an RGB picture (S, S)."""
     large = FINE * size
     image = Image.new("RGB", (large, large), "white")
-    pen, places = ImageDraw.Draw(image), view.place(points, large)
+    pen, places = ImageDraw.Draw(image), points * large
     for ink, width, pairs in LIMBS:
         thick = max(FINE, round(width * large))
         for a, b in pairs:
             if seen[a] and seen[b]:
                 pen.line([*places[a], *places[b]], fill=ink, width=thick)
-                dot(pen, places[a], thick / 2, ink)
-                dot(pen, places[b], thick / 2, ink)
-    for ink, radius, ones in DOTS:
-        for one in ones:
-            if seen[one]:
-                dot(pen, places[one], radius * large, ink)
+                for x, y in places[[a, b]]:
+                    pen.ellipse((x - thick / 2, y - thick / 2, x + thick / 2, y + thick / 2), fill=ink)
     return image.reduce(FINE)
 
 
-def dot(pen: ImageDraw.ImageDraw, place: np.ndarray, radius: float, ink: str) -> None:
-    x, y = place
-    pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=ink)
-
-
-def strip(points: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """(S, MOMENTS · S, 3) uint8: frames of a clip evenly from the first to the last, with lines between."""
-    view = view_of(points, seen)
-    chosen = np.linspace(0, len(points) - 1, MOMENTS).round().astype(int)
-    cells = np.stack([np.asarray(frame(points[t], seen[t], view, CELL)) for t in chosen])
-    cells[:, :, :1] = 238
-    return np.concatenate(list(cells), 1)
-
-
 def keypoints(pack: Pack, i: int) -> tuple[np.ndarray, np.ndarray]:
-    """(points (T, P, 2), seen (T, P) bool). Raises PackError for a pack of features alone."""
+    """(points (T, P, 2) in [0, 1] of the square around all that is seen in a clip, seen (T, P) bool). Raises PackError
+    for a pack of features alone."""
     if "x" not in pack.columns:
         raise PackError(f"{pack.folder}: a pack of features has no keypoints to draw; pack again with kp_key")
     sample = pack.sample(i)
-    return sample["x"].reshape(-1, POINTS, 2), sample["mask"].astype(bool)
+    points, seen = sample["x"].reshape(-1, POINTS, 2), sample["mask"].astype(bool)
+    shown = points[seen] if seen.any() else np.array([(0, 0), (1, 1)])
+    low, high = shown.min(0), shown.max(0)
+    side = max((high - low).max(), 0.05) * (1 + 2 * MARGIN)
+    return (points - (low + high - side) / 2) / side, seen
+
+
+def strip(points: np.ndarray, seen: np.ndarray, moments: int = MOMENTS) -> np.ndarray:
+    """(S, moments · S, 3) uint8: frames of a clip evenly from the first to the last, with lines between."""
+    chosen = np.linspace(0, len(points) - 1, moments).round().astype(int)
+    cells = [np.array(frame(points[t], seen[t], CELL)) for t in chosen]
+    for cell in cells:
+        cell[:, :1] = 238
+    return np.concatenate(cells, 1)
 
 
 def text_of(pack: Pack, i: int) -> str:
@@ -137,6 +105,14 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
     return gallery(pictures, columns=1)[0] if pictures else blank()
 
 
+def preview(pack: Pack, i: int, answer: str) -> tuple[np.ndarray, str, str, bool]:
+    """(image (S, 3 S, 3) uint8 of three moments, truth, answer, True: these are names) of one clip for the live
+    picture."""
+    points, seen = keypoints(pack, i)
+    inner = slice(len(seen) // 4, len(seen) - len(seen) // 4)  # hands mostly hang at both ends
+    return strip(points[inner], seen[inner], moments=3), text_of(pack, i), answer, True
+
+
 @dataclass(frozen=True, eq=False)
 class Animation:
     """A clip that a notebook plays, as an animated PNG: an ordinary picture to Jupyter, Colab, VS Code and GitHub, so
@@ -146,61 +122,38 @@ class Animation:
     frames: tuple[Image.Image, ...]
     pause: float
 
+    def encoded(self, form: str) -> bytes:
+        content, (first, *others) = io.BytesIO(), self.frames
+        first.save(content, form, save_all=True, append_images=others, loop=0, duration=self.pause)
+        return content.getvalue()
+
     def _repr_png_(self) -> bytes:
         return self.encoded("png")
 
-    def encoded(self, form: str) -> bytes:
-        """The file as `png` or `gif`, whose pauses are whole hundredths of a second."""
-        pauses: dict[str, Any] = {"duration": self.pause if form == "png" else max(20, 10 * round(self.pause / 10))}
-        content = io.BytesIO()
-        first, *others = self.frames
-        first.save(content, form, save_all=True, append_images=others, loop=0, **pauses)
-        return content.getvalue()
-
     def save(self, path: str | Path) -> Path:
         """Write it as .png or .gif, whichever the name ends with. Raises PackError for others, DiskError."""
-        path = Path(path)
-        form = path.suffix.lower().removeprefix(".")
+        form = Path(path).suffix.lower().removeprefix(".")
         if form not in ("png", "gif"):
-            raise PackError(f"an animation is saved as .png or .gif, got {path.name!r}")
-        with disk.explained("writing an animation", path):
-            return disk.write_atomic(path, self.encoded(form))
+            raise PackError(f"an animation is saved as .png or .gif, got {Path(path).name!r}")
+        with disk.explained("writing an animation", Path(path)):
+            return disk.write_atomic(Path(path), self.encoded(form))
 
 
-def animate(pack: Pack, i: int, *, size: int = 240, fps: float = FPS) -> Animation:
+def animate(pack: Pack, i: int, *, size: int = 240, fps: float = 30.0) -> Animation:
     """A clip of the pack as an Animation of size × size px, which shows by itself and has `.save(path)`."""
-    points, seen = keypoints(pack, i)
-    view = view_of(points, seen)
-    return Animation(tuple(frame(p, s, view, size) for p, s in zip(points, seen, strict=True)), 1000 / fps)
-
-
-def preview(pack: Pack, i: int, answer: str) -> tuple[np.ndarray, str, str, bool]:
-    """(image (S, S, 3) uint8, truth, answer, True: these are names) of one clip for the live picture: its middle frame,
-    and the paths of both hands as dots that grow towards the end."""
-    points, seen = keypoints(pack, i)
-    view, middle = view_of(points, seen), len(seen) // 2
-    if not seen[middle].any():
-        middle = int(np.argsort(seen.sum(1), kind="stable")[-1])
-    image = frame(points[middle], seen[middle], view, LIVE)
-    pen = ImageDraw.Draw(image)
-    for hand, ink in zip(HANDS, (LEFT_INK, RIGHT_INK), strict=True):
-        for t in np.flatnonzero(seen[:, hand].all(1)):
-            dot(pen, view.place(points[t, hand].mean(0), LIVE), 1 + 3 * t / len(points), ink)
-    return np.asarray(image), text_of(pack, i), answer, True
+    return Animation(tuple(frame(*each, size) for each in zip(*keypoints(pack, i), strict=True)), 1000 / fps)
 
 
 def lengths(pack: Pack) -> Sheet:
     """How many frames the clips of each split have."""
-    column = pack.card.bucket_by or "x"
-    parts = {name: pack.lengths(column, pack.ids(name)) for name in SPLITS if pack.splits[name]}
+    parts = {name: pack.lengths(pack.card.bucket_by or "x", pack.ids(name)) for name in SPLITS if pack.splits[name]}
     every = np.concatenate(list(parts.values()))
-    least, most = every.min(), every.max()
-    edges = np.unique(np.linspace(least, most + 1, BINS + 1).astype(int))
-    inks = [SPLIT_INKS[SPLITS.index(name)] for name in parts]
+    edges = np.unique(np.linspace(every.min(), every.max() + 1, BINS + 1).astype(int)) - 0.5
     sheet = Sheet(figsize=(8, 3), layout="constrained")
     axes = sheet.add_subplot(xlabel="frames of a clip", ylabel="clips")
-    axes.hist(list(parts.values()), list(edges - 0.5), stacked=True, color=inks, label=list(parts))
-    axes.set_title(f"median {np.median(every):g}, {least} to {most}", fontsize=9, color=GREY, loc="right")
+    inks = [ink for name, ink in SPLIT_INKS.items() if name in parts]
+    axes.hist(list(parts.values()), list(edges), stacked=True, color=inks, label=list(parts))
+    axes.set_title(f"median {np.median(every):g}, {every.min()} to {every.max()}", fontsize=9, color=GREY, loc="right")
     finish(axes)
     return sheet
 
@@ -212,15 +165,13 @@ def classes(pack: Pack) -> Sheet:
     sheet = Sheet(figsize=(min(max(6, 0.24 * len(of)), 24), 3.6), layout="constrained")
     axes = sheet.add_subplot(ylabel="clips")
     base, places = np.zeros(len(of), int), np.arange(len(of))
-    for name, ink in zip(SPLITS, SPLIT_INKS, strict=True):
+    for name, ink in SPLIT_INKS.items():
         if pack.splits[name]:
             count = np.bincount(pack.arrays["label"][pack.ids(name), 0], minlength=len(of))[ranked]
             axes.bar(places, count, bottom=base, color=ink, label=name)
             base += count
     axes.set_xticks(places, [pack.classes[gloss] for gloss in ranked], rotation=90, fontsize=7, parse_math=False)
     axes.margins(x=0.01)
-    for edge in np.flatnonzero(np.diff(of[ranked])):
-        axes.axvline(edge + 0.5, color=GREY, linewidth=0.6, linestyle=":")
     finish(axes)
     return sheet
 
@@ -258,17 +209,10 @@ def by_class(
     counts = counts_of(truth, predicted, names)
     clips, right = counts.sum(1), counts.diagonal()
     confused, times = most_confused(counts, names)
-    about = (
-        {"class": names} if categories is None else {"gloss": names, "category": [categories.get(n, "") for n in names]}
-    )
-    columns = {
-        **about,
-        "clips": clips,
-        "right": right,
-        "accuracy": right / clips.clip(1),
-        "confused": confused,
-        "times": times,
-    }
-    table = pd.DataFrame(columns).loc[clips > 0]
-    order = ["accuracy", "clips", next(iter(about))]
-    return table.sort_values(order, ascending=[True, False, True], ignore_index=True)
+    table = pd.DataFrame({"class": names, "clips": clips, "right": right, "accuracy": right / clips.clip(1)})
+    table = table.assign(confused=confused, times=times).loc[clips > 0]
+    table = table.sort_values(["accuracy", "clips", "class"], ascending=[True, False, True], ignore_index=True)
+    if categories is not None:
+        table.insert(1, "category", [categories.get(name, "") for name in table["class"]])
+        table = table.rename(columns={"class": "gloss"})
+    return table
