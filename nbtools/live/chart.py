@@ -1,9 +1,7 @@
-"""Values that a picture is made of: charts, lines, marks and their axes with round numbers. What draws them knows no
-History."""
+"""The values that a picture is made of: charts, lines, marks, and axes with round numbers."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,12 +11,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Scale:
-    """A vertical axis from low to high; step: between its ticks, None for what is round."""
+    """A vertical axis from low to high."""
 
     low: float
     high: float
     log: bool = False
-    step: float | None = None
 
     def heights(self, values: np.ndarray) -> np.ndarray:
         """(n,) → (n,): 0 at low, 1 at high; values beyond stay at the edge."""
@@ -29,10 +26,7 @@ class Scale:
 
     def ticks(self) -> tuple[list[float], list[str]]:
         """(values, labels) from low to high."""
-        if self.step is not None:
-            places = [self.low + i * self.step for i in range(round((self.high - self.low) / self.step) + 1)]
-        else:
-            places = log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high)
+        places = log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high)
         return places, tick_labels(places, self.log)
 
 
@@ -63,26 +57,29 @@ def scientific(value: float, decimals: int = 2) -> str:
     return f"{digits}e{int(power)}"
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers (1, 2, 2.5 or 5 times a power of ten) from low to high, about `count` of them."""
+TICKS = 5  # of an axis, about
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Round numbers from low to high: 1, 2, 2.5 or 5 times a power of ten apart."""
     span = high - low
     if not span > 0 or not math.isfinite(span):
         return [low]
-    power = 10 ** math.floor(math.log10(span / count))
-    step = next(s * power for s in (1, 2, 2.5, 5, 10) if s * power * count >= span * 0.999)
+    power = 10 ** math.floor(math.log10(span / TICKS))
+    step = next(s * power for s in (1, 2, 2.5, 5, 10) if s * power * TICKS >= span * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [i * step for i in range(first, last + 1)]
 
 
-def log_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Powers of ten, about `count` at most; where so many fit, 1 and 3 or 1, 2 and 5 times each."""
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten; where so many fit, 1 and 3 or 1, 2 and 5 times each."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     found: list[float] = []
     for steps in ((1, 2, 5), (1, 3), (1,)):
         found = [s * 10.0**p for p in powers for s in steps if low <= s * 10.0**p <= high]
-        if len(found) <= count + 1:
+        if len(found) <= TICKS + 1:
             break
-    return found[:: math.ceil(len(found) / (count + 1))]
+    return found[:: math.ceil(len(found) / (TICKS + 1))]
 
 
 def tick_labels(values: Sequence[float], log: bool = False) -> list[str]:
@@ -91,16 +88,14 @@ def tick_labels(values: Sequence[float], log: bool = False) -> list[str]:
         return [f"{v:g}" if 0.01 <= v < 1e4 else scientific(v, 0) for v in values]
     top = max(map(abs, values), default=0.0)
     for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if top >= scale * (1 if scale > 1e3 else 2):
+        if top >= 2 * scale:
             return [f"{v / scale:g}{suffix}" if v else "0" for v in values]
-    gap = min((b - a for a, b in itertools.pairwise(values)), default=top or 1.0)
-    decimals = max(0, -math.floor(math.log10(gap) + 1e-9)) if gap > 0 else 0
-    decimals += any(abs(v * 10**decimals - round(v * 10**decimals)) > 1e-6 for v in values)
+    decimals = next((d for d in range(12) if all(abs(round(v, d) - v) <= 1e-9 * top for v in values)), 12)
     return [f"{v + 0.0:.{decimals}f}" for v in values]
 
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
-"""Okabe & Ito (2008): told apart with every kind of colour vision, and on white as on black."""
+"""Okabe & Ito (2008): told apart with every kind of colour vision, on white and on black."""
 
 COLUMNS = 100  # a line has two points in each at most: its lowest and its highest
 
@@ -109,9 +104,8 @@ COLUMNS = 100  # a line has two points in each at most: its lowest and its highe
 class Line:
     """One curve: x and y (n,) float64.
 
-    look: `line`, `faint` (behind another, not in the legend) or `points`. value: its last one, as text for the legend.
-    ring: a point to point out. dash: px drawn and left out, in turns; (): a line without gaps. right: read it at the
-    axis on the right.
+    look: `line`, `faint` (behind another, not in the legend) or `points`. value: the last one, as text for the legend.
+    ring: a point to emphasize. dash: px drawn and left out, in turn; (): a solid line.
     """
 
     name: str
@@ -122,7 +116,6 @@ class Line:
     value: str = ""
     ring: tuple[float, float] | None = None
     dash: tuple[int, ...] = ()
-    right: bool = False
 
     @property
     def dotted(self) -> bool:
@@ -132,65 +125,50 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """One panel: lines over the picture's x axis; note: said in its middle when there is no line."""
+    """One panel: lines over the picture's x axis; note: shown in the middle where there is no line."""
 
     title: str
     lines: tuple[Line, ...]
     scale: Scale
     unit: str = ""
-    right: Scale | None = None
-    right_unit: str = ""
     note: str = ""
-
-    @property
-    def units(self) -> str:
-        return f"{self.unit} · {self.right_unit}, right" if self.right else self.unit
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A knob that was turned at x. short: only a tick at the top, as one of many. name: as much of `what` as there is
-    room for, in a row above the first chart (0: next to it), at the right (side 1) or the left (-1) of the mark."""
+    """A change of settings at x. name: as much of `what` as there is room for, in a row above the first chart (0: next
+    to it), to the right (side 1) or left (-1) of the mark. row None: an old change, only a tick at the top."""
 
     x: float
     what: str
     name: str = ""
     side: int = 1
-    row: int = 0
-    short: bool = False
-
-
-@dataclass(frozen=True)
-class Badge:
-    """A word that stands out; colour: of its ground, "" for none."""
-
-    text: str
-    colour: str = ""
+    row: int | None = None
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Charts that share an x axis from 0 to `last`, marks on it, facts (label, value) and badges above, samples below,
-    and the share of the run that is done. key: lines whose names explain all charts."""
+    """Charts that share an x axis from 0 to `last`; marks on it; facts (label, value) and badges (text, background
+    colour or "") above; and the share of the run that is done. key: lines whose names explain all charts."""
 
     charts: tuple[Chart, ...] = ()
     last: float = 1.0
     marks: tuple[Mark, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
-    badges: tuple[Badge, ...] = ()
+    badges: tuple[tuple[str, str], ...] = ()
     share: float | None = None
     title: str = ""
     x: str = "step"
     key: tuple[Line, ...] = ()
 
     @property
-    def names(self) -> int:
-        """Rows that the names of marks take."""
-        return 1 + max((mark.row for mark in self.marks if mark.name), default=-1)
+    def rows(self) -> int:
+        """Rows of names above the first chart."""
+        return max((mark.row + 1 for mark in self.marks if mark.row is not None), default=0)
 
     def ticks(self) -> tuple[list[float], list[str]]:
         """(values, labels) of the x axis; a half step or sample is none."""
-        places = ticks(0, self.last, 5)
+        places = ticks(0, self.last)
         if self.x != "minutes":
             places = [place for place in places if place == int(place)]
         return places, tick_labels(places)
@@ -210,37 +188,27 @@ def airy(low: float, high: float, log: bool = False) -> Scale:
     return Scale(max(0.0, low - air) if low >= 0 else low - air, high + air)
 
 
-def smoothed(values: np.ndarray, half: int) -> np.ndarray:
-    """(n,) → (n,): the mean of the 2·half + 1 points around each, fewer at the ends; it does not lag."""
+def calmed(x: np.ndarray, y: np.ndarray, part: float = 1 / 50) -> tuple[np.ndarray, np.ndarray]:
+    """At most COLUMNS means, each then averaged with its neighbours over a part of the line: readings of an instant
+    flicker, and a mean of both sides does not lag."""
+    size = math.ceil(len(x) / COLUMNS)
+    if size > 1:
+        starts = np.arange(0, len(x), size)
+        counts = np.diff(starts, append=len(x))
+        x, y = np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts
+    half = int(len(y) * part / 2)
     if not half:
-        return values
-    around, inside = np.ones(2 * half + 1), slice(half, half + len(values))
-    return np.convolve(values, around)[inside] / np.convolve(np.ones(len(values)), around)[inside]
-
-
-def averaged(x: np.ndarray, y: np.ndarray, columns: int = COLUMNS) -> tuple[np.ndarray, np.ndarray]:
-    """At most one point a column, the mean of those in it: what a smooth line has to show, however long the run."""
-    size = math.ceil(len(x) / columns)
-    if size <= 1:
         return x, y
-    starts = np.arange(0, len(x), size)
-    counts = np.full(len(starts), float(size))
-    counts[-1] = len(x) - starts[-1]
-    return np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts
+    around, inside = np.ones(2 * half + 1), slice(half, half + len(y))
+    return x, np.convolve(y, around)[inside] / np.convolve(np.ones(len(y)), around)[inside]
 
 
-def thinned(x: np.ndarray, y: np.ndarray, columns: int = COLUMNS) -> tuple[np.ndarray, np.ndarray]:
-    """At most two points a column, its lowest and its highest in their order: no peak is lost, as with every n-th."""
-    size = math.ceil(len(x) / columns)
+def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """At most two points a column, its lowest and its highest: no peak is lost, as it would be with every n-th."""
+    size = math.ceil(len(x) / COLUMNS)
     if size <= 2:
         return x, y
-    whole = len(x) // size * size
-    blocks, rest = y[:whole].reshape(-1, size), y[whole:]
-    start = np.arange(0, whole, size)
-    lowest, highest = blocks.argmin(1) + start, blocks.argmax(1) + start
-    pairs = np.empty(2 * len(start), np.int64)
-    pairs[::2], pairs[1::2] = np.minimum(lowest, highest), np.maximum(lowest, highest)
-    tail = sorted((whole + rest.argmin(), whole + rest.argmax())) if len(rest) else []
-    keep = np.concatenate(([0], pairs, tail, [len(x) - 1])).astype(int)
-    keep = keep[np.concatenate(([True], keep[1:] > keep[:-1]))]
+    columns = np.pad(y, (0, -len(y) % size), "edge").reshape(-1, size)
+    starts = np.arange(0, len(y), size)
+    keep = np.unique(np.concatenate((starts + columns.argmin(1), starts + columns.argmax(1), [0, len(y) - 1])))
     return x[keep], y[keep]

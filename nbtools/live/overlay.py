@@ -17,10 +17,11 @@ from nbtools.live.chart import (
     Line,
     Picture,
     Scale,
+    calmed,
     extent,
     thinned,
 )
-from nbtools.live.picture import Columns, Series, along, calmed, decade, falling, rates, shares, train_loss
+from nbtools.live.picture import Columns, Series, along, decade, falling, from_zero, rates, shares, train_loss
 from nbtools.train import History
 
 COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY)
@@ -34,11 +35,11 @@ Panel = tuple[str, Callable[[Columns], Series], Callable[[float, float], Scale],
 def overlay(names: Sequence[str], histories: Sequence[History], metrics: Sequence[str], x: str = "step") -> Picture:
     """The curves of runs over one of XS, and a key that says whose is which; metrics: the one that chooses each run's
     best checkpoint."""
-    tables = [Columns(history) for history in histories]
+    runs = [Columns(history) for history in histories]
     looks = [(COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)]) for i in range(len(names))]
     charts = []
     for title, read, scale, look in panels(metrics):
-        curves = [(*read(table), along(table, x), *style) for table, style in zip(tables, looks, strict=True)]
+        curves = [(*read(each), along(each, x), *style) for each, style in zip(runs, looks, strict=True)]
         lines = tuple(
             Line("", place(steps), values, colour, look, dash=dash)
             for steps, values, place, colour, dash in curves
@@ -54,17 +55,13 @@ def overlay(names: Sequence[str], histories: Sequence[History], metrics: Sequenc
 def panels(metrics: Sequence[str]) -> list[Panel]:
     """The charts; one for each metric but the loss, which has its own."""
     return [
-        ("train loss", lambda table: calmed(*train_loss(table), 1 / 20), falling, "line"),
-        ("validation loss", lambda table: thinned(*table.evaluated("val_loss")), falling, "points"),
+        ("train loss", lambda columns: calmed(*train_loss(columns), 1 / 20), falling, "line"),
+        ("validation loss", lambda columns: thinned(*columns.evaluated("val_loss")), falling, "points"),
         *(
-            (name, lambda table, name=name: thinned(*table.evaluated(f"val_{name}")), shares, "points")
+            (name, lambda columns, name=name: thinned(*columns.evaluated(f"val_{name}")), shares, "points")
             for name in dict.fromkeys(metrics)
             if name != "loss"
         ),
-        ("learning rate", lambda table: thinned(*rates(table)), decade, "line"),
-        ("samples/s", lambda table: calmed(*table.either("samples_per_s")), from_zero, "line"),
+        ("learning rate", lambda columns: thinned(*rates(columns)), decade, "line"),
+        ("samples/s", lambda columns: calmed(*columns.either("samples_per_s")), from_zero, "line"),
     ]
-
-
-def from_zero(low: float, high: float) -> Scale:
-    return Scale(0.0, high * 1.08 or 1.0)

@@ -1,11 +1,11 @@
-"""What a run's picture shows, decided apart from how it is drawn: the rows of a History → charts, marks and facts."""
+"""What a run's picture shows: from the rows of a History to charts, marks and facts. `svg` and `png` draw it."""
 
 from __future__ import annotations
 
 import math
 import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -18,28 +18,31 @@ from nbtools.live.chart import (
     PURPLE,
     SKY,
     VERMILLION,
-    Badge,
     Chart,
     Line,
     Mark,
     Picture,
     Scale,
     airy,
-    averaged,
+    calmed,
     duration,
     extent,
     number,
     scientific,
-    smoothed,
     thinned,
 )
 from nbtools.measure import REASONS
 from nbtools.train import History
 
+XS = ("step", "samples", "minutes")
+
+Series = tuple[np.ndarray, np.ndarray]
+"""(steps, values), both (n,) float64."""
+
 
 @dataclass(frozen=True)
 class About:
-    """What a history does not say of its run: its name, how long it shall be, and which metric is the best one
+    """What a history does not say of its run: its name, how long it is to be, and which metric is the best one
     (`whole_accuracy`, or `-cer` where lower is better)."""
 
     title: str = ""
@@ -48,15 +51,12 @@ class About:
     best: str = ""
 
 
-XS = ("step", "samples", "minutes")
-
-Series = tuple[np.ndarray, np.ndarray]
-"""(steps, values), both (n,) float64."""
-
-
 class Columns:
-    """Rows by kind, read by column. names: of all numeric columns, in the order of their first row. changes: rows of
-    turned knobs. ended: the newest step or epoch row."""
+    """The finite numbers of a history, by kind of row and column. `follow` reads new rows only: a frame of a long run
+    costs no more than one of a short run.
+
+    changes: rows of changed settings. ended: the newest step or epoch row.
+    """
 
     def __init__(self, history: History | None = None):
         self.clear()
@@ -66,47 +66,50 @@ class Columns:
     def clear(self) -> None:
         self.count, self.seen = 0, None
         self.found: dict[tuple[str, str], tuple[array[float], array[float]]] = {}
-        self.names: dict[str, None] = {}
         self.changes: list[Mapping[str, Any]] = []
         self.ended: Mapping[str, Any] | None = None
 
     def follow(self, history: History) -> Self:
-        """Take over the rows that are new; all of them anew where rows were cut off."""
+        """Read the new rows; all of them again where rows were cut off."""
         rows = history.rows
         if self.count > len(rows) or (self.count and rows[self.count - 1] is not self.seen):
             self.clear()
-        for i in range(self.count, len(rows)):
-            self.take(rows[i])
+        for row in rows[self.count :]:
+            kind, step = row["kind"], row["step"]
+            if kind == "change":
+                self.changes.append(row)
+            elif kind in ("step", "epoch"):
+                self.ended = row
+            for name, value in row.items():
+                if isinstance(value, (int, float)) and math.isfinite(value):  # a file edited by hand may hold text
+                    if (kind, name) not in self.found:
+                        self.found[kind, name] = (array("d"), array("d"))
+                    steps, values = self.found[kind, name]
+                    steps.append(step)
+                    values.append(value)
         if rows:
             self.count, self.seen = len(rows), rows[-1]
         return self
 
-    def take(self, row: Mapping[str, Any]) -> None:
-        kind, step = row["kind"], row["step"]
-        if kind == "change":
-            self.changes.append(row)
-        elif kind in ("step", "epoch"):
-            self.ended = row
-        for name, value in row.items():
-            if isinstance(value, (int, float)) and math.isfinite(value):  # a file edited by hand may hold text
-                pair = self.found.get((kind, name))
-                if pair is None:
-                    pair = self.found[kind, name] = (array("d"), array("d"))
-                    self.names.setdefault(name)
-                pair[0].append(step)
-                pair[1].append(value)
-
-    def series(self, kind: str, name: str) -> Series:
-        """(steps, values) float64 of the rows that have a finite number there."""
-        steps, values = self.found.get((kind, name), EMPTY)
-        return np.array(steps), np.array(values)
+    def series(self, name: str, *kinds: str) -> Series:
+        """The column in rows of these kinds, in order of steps."""
+        found = [self.found.get((kind, name), EMPTY) for kind in kinds]
+        steps, values = (np.concatenate([np.array(part) for part in parts]) for parts in zip(*found, strict=True))
+        if len(kinds) > 1:
+            order = np.argsort(steps, kind="stable")
+            steps, values = steps[order], values[order]
+        return steps, values
 
     def either(self, name: str) -> Series:
         """The column as logged on steps, else on epochs."""
-        return self.series("step" if ("step", name) in self.found else "epoch", name)
+        return self.series(name, "step" if ("step", name) in self.found else "epoch")
+
+    def evaluated(self, name: str) -> Series:
+        """A metric at the ends of epochs, and where the user asked for it between them."""
+        return self.series(name, "epoch", "evaluation")
 
     def newest(self, name: str) -> float | None:
-        """The last number of that column, where there is one."""
+        """The last number of a column."""
         _, values = self.found.get(("step", name)) or self.found.get(("epoch", name)) or EMPTY
         return values[-1] if values else None
 
@@ -114,18 +117,8 @@ class Columns:
     def train_loss(self) -> float | None:
         """The train loss of a run, the same number wherever it is shown: the mean over the samples of the last epoch
         that ended, each when it was trained on. Before the first epoch ends: the mean since the last log step."""
-        _, epochs = self.series("epoch", "train_loss")
-        return float(epochs[-1]) if len(epochs) else self.newest("loss")
-
-    def evaluated(self, name: str) -> Series:
-        """A metric at the ends of epochs, and where the user asked for it between them."""
-        x, y = self.series("epoch", name)
-        if ("evaluation", name) not in self.found:
-            return x, y
-        between_x, between_y = self.series("evaluation", name)
-        x, y = np.concatenate((x, between_x)), np.concatenate((y, between_y))
-        order = np.argsort(x, kind="stable")
-        return x[order], y[order]
+        _, epochs = self.found.get(("epoch", "train_loss"), EMPTY)
+        return epochs[-1] if epochs else self.newest("loss")
 
 
 EMPTY: tuple[array[float], array[float]] = (array("d"), array("d"))
@@ -142,16 +135,14 @@ def along(columns: Columns, x: str) -> Callable[[np.ndarray], np.ndarray]:
 
 def taken(columns: Columns) -> Series:
     """(steps, samples taken until then) of every row, in order, from (0, 0)."""
-    pairs = [columns.series(kind, "samples") for kind in ("step", "epoch", "evaluation")]
-    steps, samples = (np.concatenate([[0.0], *parts]) for parts in zip(*pairs, strict=True))
-    order = np.argsort(steps, kind="stable")
-    return steps[order], samples[order]
+    steps, samples = columns.series("samples", "step", "epoch", "evaluation")
+    return np.concatenate(([0.0], steps)), np.concatenate(([0.0], samples))
 
 
 def spent(columns: Columns) -> Series:
     """(steps, seconds of training until then): at the epochs' ends, and at the steps logged since the last of them."""
-    ends, seconds = columns.series("epoch", "epoch_time")
-    steps, speed = columns.series("step", "samples_per_s")
+    ends, seconds = columns.series("epoch_time", "epoch")
+    steps, speed = columns.series("samples_per_s", "step")
     last = ends[-1] if len(ends) else 0.0
     steps, speed = steps[steps > last], speed[steps > last]
     samples = np.interp(np.concatenate(([last], steps)), *taken(columns))
@@ -159,50 +150,42 @@ def spent(columns: Columns) -> Series:
     return np.concatenate(([0.0], ends, steps)), np.cumsum(np.concatenate(([0.0], seconds, since)))
 
 
-METRIC_COLOURS = (GREEN, PURPLE, ORANGE, SKY, BLUE, VERMILLION)
-DECADES = 4  # of a logarithmic axis at most: a cosine that ends at 0 would else go on for ever
-LR = re.compile(r"(^|, )lr ")  # among the knobs that a change names
-
-
-def picture(table: Columns, about: About | None = None, status: str = "", over: bool = False) -> Picture:
-    """All that a frame shows; over: of a run that nobody trains any more. Without rows there are no charts."""
+def picture(columns: Columns, about: About | None = None, status: str = "", over: bool = False) -> Picture:
+    """All that a frame shows; over: nobody trains the run any more. Without rows there are no charts."""
     about = about or About()
-    found = [loss(table), metrics(table, about.best), rate(table), speed(table), use(table), memory(table)]
-    charts = tuple(chart for chart in found if chart) if table.ended else ()
-    ends = [line.x[-1] for chart in charts for line in chart.lines] + [row["step"] for row in table.changes[-1:]]
+    found = [loss(columns), metrics(columns, about.best), rate(columns), speed(columns), use(columns), memory(columns)]
+    charts = tuple(chart for chart in found if chart) if columns.ended else ()
+    ends = [line.x[-1] for chart in charts for line in chart.lines] + [row["step"] for row in columns.changes[-1:]]
     last = float(max(ends, default=1.0)) or 1.0
     return Picture(
         charts=charts,
         last=last,
-        marks=marks(table.changes, last),
-        facts=facts(table, about, over),
-        badges=badges(table, status),
-        share=progress(table, about),
+        marks=marks(columns.changes, last),
+        facts=facts(columns, about, over),
+        badges=badges(columns, status),
+        share=progress(columns, about),
         title=about.title,
     )
 
 
-def loss(table: Columns) -> Chart | None:
-    """Train loss as logged (faint) and smoothed, and the validation's; logarithmic when it falls a lot. The number in
-    the legend is that of the last epoch, as everywhere, and not the end of the smoothed curve."""
-    x, y = train_loss(table)
-    at, smooth = calmed(x, y, 1 / 20)
-    lines = [Line("", *thinned(x, y), BLUE, "faint")] if len(x) > 8 else []
+def loss(columns: Columns) -> Chart | None:
+    """Train loss as logged (faint) and smoothed, and the validation's. The number in the legend is that of the last
+    epoch, as everywhere, and not the end of the smoothed curve."""
+    lines, (x, y) = [], train_loss(columns)
     if len(x):
-        label = "train, last epoch" if ("epoch", "train_loss") in table.found else "train"
-        lines.append(Line(label, at, smooth, BLUE, value=number(table.train_loss or 0.0)))
-    vx, vy = table.evaluated("val_loss")
-    if len(vx):
-        lines.append(Line("validation", *thinned(vx, vy), VERMILLION, "points", number(vy[-1])))
-    if not lines:
-        return None
-    return Chart("loss", tuple(lines), falling(*extent(line.y for line in lines)))
+        label = "train, last epoch" if ("epoch", "train_loss") in columns.found else "train"
+        lines += [Line("", *thinned(x, y), BLUE, "faint")] if len(x) > 8 else []
+        lines.append(Line(label, *calmed(x, y, 1 / 20), BLUE, value=number(columns.train_loss or 0.0)))
+    x, y = columns.evaluated("val_loss")
+    if len(x):
+        lines.append(Line("validation", *thinned(x, y), VERMILLION, "points", number(y[-1])))
+    return Chart("loss", tuple(lines), falling(*extent(line.y for line in lines))) if lines else None
 
 
-def train_loss(table: Columns) -> tuple[np.ndarray, np.ndarray]:
+def train_loss(columns: Columns) -> Series:
     """(steps, values) as logged on steps, else on epochs."""
-    x, y = table.series("step", "loss")
-    return (x, y) if len(x) else table.series("epoch", "train_loss")
+    x, y = columns.series("loss", "step")
+    return (x, y) if len(x) else columns.series("train_loss", "epoch")
 
 
 def falling(low: float, high: float) -> Scale:
@@ -210,14 +193,15 @@ def falling(low: float, high: float) -> Scale:
     return airy(low, high, low > 0 and high / low > 30)
 
 
-def metrics(table: Columns, chosen: str) -> Chart:
-    """Every validation metric, 0 to 1 and beyond where one goes there; the best point of the one that counts ringed."""
-    lines, top = [], best(table, chosen)
-    for name in (n for n in table.names if n.startswith("val_") and n != "val_loss"):
-        x, y = table.evaluated(name)
+def metrics(columns: Columns, chosen: str) -> Chart:
+    """Every validation metric; the best point of the one that counts ringed."""
+    lines, top = [], best(columns, chosen)
+    colours = (GREEN, PURPLE, ORANGE, SKY, BLUE, VERMILLION)
+    for name in dict.fromkeys(name for _, name in columns.found if name.startswith("val_") and name != "val_loss"):
+        x, y = columns.evaluated(name)
         short = name.removeprefix("val_")
         ring = (top[2], top[0]) if top and short == chosen.lstrip("-") else None
-        colour = METRIC_COLOURS[len(lines) % len(METRIC_COLOURS)]
+        colour = colours[len(lines) % len(colours)]
         lines.append(Line(short, *thinned(x, y), colour, "points", number(y[-1]), ring))
     if not lines:
         return Chart("validation metrics", (), Scale(0.0, 1.0), note="after the first evaluation")
@@ -229,22 +213,25 @@ def shares(low: float, high: float) -> Scale:
     return Scale(min(0.0, max(low, -1.0)), max(1.0, min(high, 2.0)))
 
 
-def rate(table: Columns) -> Chart | None:
-    """The learning rate over at least one decade, so that a constant one is no picture of rounding."""
-    x, y = rates(table)
+def rate(columns: Columns) -> Chart | None:
+    x, y = rates(columns)
     if not len(x):
         return None
-    last = table.newest("lr")
+    last = columns.newest("lr")
     line = Line("lr", *thinned(x, y), VERMILLION, value=scientific(last) if last else "0")
     return Chart("learning rate", (line,), decade(float(y.min()), float(y.max())))
 
 
-def rates(table: Columns) -> tuple[np.ndarray, np.ndarray]:
+DECADES = 4  # of a logarithmic axis at most: a cosine that ends at 0 would else go on for ever
+LR = re.compile(r"(^|, )lr ")  # among the settings that a change names
+
+
+def rates(columns: Columns) -> Series:
     """(steps, lr) that a logarithmic axis shows. A schedule may end at 0, so the axis ends DECADES below its highest
     lr; a schedule lasts from one change of lr to the next, so whatever value the user sets, what came before and
     after it stays in the picture."""
-    x, y = table.either("lr")
-    turned = sorted(row["step"] for row in table.changes if LR.search(str(row.get("what", ""))))
+    x, y = columns.either("lr")
+    turned = sorted(row["step"] for row in columns.changes if LR.search(str(row.get("what", ""))))
     highest = np.zeros(len(turned) + 1)
     np.maximum.at(highest, np.searchsorted(turned, x), y)
     shown = y > highest[highest > 0].min(initial=np.inf) / 10**DECADES
@@ -252,120 +239,66 @@ def rates(table: Columns) -> tuple[np.ndarray, np.ndarray]:
 
 
 def decade(low: float, high: float) -> Scale:
+    """Of lr: at least one decade, so that a constant lr is no picture of rounding."""
     return airy(min(low, high / 10), high, True)
 
 
-def speed(table: Columns) -> Chart | None:
-    x, y = table.either("samples_per_s")
-    if not len(x):
-        return None
-    x, calm = calmed(x, y)
-    line = Line("samples/s", x, calm, GREEN, value=samples_per_s(y[-1]))
-    return Chart("speed", (line,), Scale(0.0, float(calm.max()) * 1.08 or 1.0))
+def speed(columns: Columns) -> Chart | None:
+    lines = reading(columns, "samples_per_s", "samples/s", GREEN, samples_per_s)
+    return Chart("speed", tuple(lines), from_zero(*extent(line.y for line in lines))) if lines else None
 
 
-def use(table: Columns) -> Chart | None:
-    """How busy the GPU is and how long it waits, in one chart since one explains the other; its power at the right."""
-    lines = []
-    for name, label, scale, colour in (
-        ("gpu_utilisation", "in use", 1, BLUE),
-        ("data_wait", "waiting for data", 100, VERMILLION),
-    ):
-        x, y = table.either(name)
-        if len(x):
-            lines.append(Line(label, *calmed(x, y * scale), colour, value=f"{y[-1] * scale:.0f} %"))
-    x, y = table.either("gpu_power")
-    right = None
-    if len(x):
-        lines.append(Line("power", *calmed(x, y), ORANGE, value=f"{y[-1]:.0f} W", dash=(6, 3), right=True))
-        step = round_up(float(y.max()) / 5)
-        right = Scale(0.0, 5 * step, step=step)
-    if not lines:
-        return None
-    alone = [line.name for line in lines] == ["waiting for data"]
-    return Chart(
-        "waiting for data" if alone else "GPU",
-        tuple(lines),
-        Scale(0.0, 100.0, step=20.0),
-        "% of the time",
-        right,
-        "W" if right else "",
-    )
+def from_zero(low: float, high: float) -> Scale:
+    return Scale(0.0, high * 1.08 or 1.0)
 
 
-def calmed(x: np.ndarray, y: np.ndarray, part: float = 1 / 50) -> tuple[np.ndarray, np.ndarray]:
-    """Smoothed over a part of the line: readings of an instant flicker, and what lasts is seen."""
-    x, y = averaged(x, y)
-    return x, smoothed(y, int(len(y) * part / 2))
+def use(columns: Columns) -> Chart | None:
+    """How busy the GPU is and how long it waits, in one chart since one explains the other."""
+    busy = reading(columns, "gpu_utilisation", "in use", BLUE, "{:.0f} %".format)
+    wait = reading(columns, "data_wait", "waiting for data", VERMILLION, "{:.0f} %".format, 100)
+    title = "GPU" if busy else "waiting for data"
+    return Chart(title, (*busy, *wait), Scale(0.0, 100.0), "% of the time") if busy or wait else None
 
 
-def round_up(value: float) -> float:
-    """The next round number: 1, 1.5, 2, 2.5, 3, 4, 5, 6 or 8 times a power of ten."""
-    power = 10.0 ** np.floor(np.log10(value)) if value > 0 else 1.0
-    return next(float(s * power) for s in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if s * power >= value * 0.999)
-
-
-def memory(table: Columns) -> Chart | None:
+def memory(columns: Columns) -> Chart | None:
     """GPU memory where the run had a GPU, else that of the process."""
-    named = {"gpu_memory_allocated": "allocated", "gpu_memory_reserved": "reserved", "gpu_memory_used": "device"}
-    title, found = "GPU memory", [(label, *table.either(name)) for name, label in named.items()]
-    if not any(len(x) for _, x, _ in found):
-        title, found = "memory", [("of the process", *table.either("memory"))]
-    found = [(label, x, y) for label, x, y in found if len(x)]
-    if not found:
-        return None
-    top = max(float(y.max()) for _, _, y in found)
-    scale, unit, digits = (1024, "GiB", 1) if top >= 1024 else (1, "MiB", 0)
-    lines = [
-        Line(label, *thinned(x, y / scale), colour, value=f"{y[-1] / scale:.{digits}f}")
-        for (label, x, y), colour in zip(found, (SKY, PURPLE, ORANGE), strict=False)
-    ]
-    return Chart(title, tuple(lines), Scale(0.0, top / scale * 1.08 or 1.0), unit)
+    labels = {"gpu_memory_allocated": "allocated", "gpu_memory_reserved": "reserved", "gpu_memory_used": "device"}
+    found = {name: label for name, label in labels.items() if columns.newest(name) is not None}
+    title = "GPU memory" if found else "memory"
+    found = found or {"memory": "of the process"}
+    top = max(columns.either(name)[1].max(initial=0.0) for name in found)
+    scale, unit, write = (1 / 1024, "GiB", "{:.1f}".format) if top >= 1024 else (1.0, "MiB", "{:.0f}".format)
+    pairs = zip(found.items(), (SKY, PURPLE, ORANGE), strict=False)
+    lines = [line for (name, label), c in pairs for line in reading(columns, name, label, c, write, scale)]
+    return Chart(title, tuple(lines), from_zero(0.0, top * scale), unit) if lines else None
 
 
-IDLE, POWER_LIMIT = REASONS[0x1], REASONS[0x4]
-ALARMING = {REASONS[bit] for bit in (0x8, 0x20, 0x40, 0x80)}  # heat and hardware: slower than what was paid for
+def reading(
+    columns: Columns, name: str, label: str, colour: str, write: Callable[[float], str], scale: float = 1.0
+) -> list[Line]:
+    """The line of a column that was read off the machine; none without readings."""
+    x, y = columns.either(name)
+    return [Line(label, *calmed(x, y * scale), colour, value=write(y[-1] * scale))] if len(x) else []
 
 
-def facts(table: Columns, about: About, over: bool) -> tuple[tuple[str, str], ...]:
+def facts(columns: Columns, about: About, over: bool) -> tuple[tuple[str, str], ...]:
     """(label, value) in the order of reading; what is not known is left out."""
-    row = table.ended
+    row = columns.ended
     if row is None:
         return ()
     total = f" of {about.epochs}" if about.epochs else ""
     shown = [("epoch", f"{row['epoch'] + 1}{total}"), ("step", f"{row['step']:,}")]
-    left = time_left(table, about)
+    left = time_left(columns, about)
     if left and not over:
         shown.append(("time left", duration(left)))
     elif over or left == 0:
-        shown.append(("took", duration(sum(float(table.series("epoch", n)[1].sum()) for n in TIMES))))
-    shown += measured(table)
-    found = best(table, about.best)
-    if found:
+        spent = sum(float(columns.series(name, "epoch")[1].sum()) for name in ("epoch_time", "eval_time"))
+        shown.append(("took", duration(spent)))
+    readings = ((label, write, columns.newest(name)) for name, label, write in READINGS)
+    shown += [(label, write(value)) for label, write, value in readings if value is not None]
+    if found := best(columns, about.best):
         shown.append((f"best {about.best.lstrip('-')}", f"{number(found[0])} in epoch {found[1]}"))
     return tuple(shown)
-
-
-TIMES = ("epoch_time", "eval_time")
-
-
-def measured(table: Columns) -> Iterator[tuple[str, str]]:
-    """The newest readings."""
-    known = table.newest
-    if (speed := known("samples_per_s")) is not None:
-        yield "samples/s", samples_per_s(speed)
-    if (wait := known("data_wait")) is not None:
-        yield "waiting for data", f"{100 * wait:.0f} %"
-    if (reserved := known("gpu_memory_reserved")) is not None:
-        yield "GPU memory", mebibytes(reserved)
-    elif (resident := known("memory")) is not None:
-        yield "memory", mebibytes(resident)
-    if (use := known("gpu_utilisation")) is not None:
-        yield "GPU use", f"{use:.0f} %"
-    if (power := known("gpu_power")) is not None:
-        yield "power", f"{power:.0f} W"
-    if (energy := known("gpu_energy")) is not None:
-        yield "energy", watt_hours(energy)
 
 
 def samples_per_s(speed: float) -> str:
@@ -380,107 +313,82 @@ def watt_hours(energy: float) -> str:
     return f"{energy / 1000:.2f} kWh" if energy >= 1000 else f"{energy:.3g} Wh"
 
 
-def badges(table: Columns, status: str) -> tuple[Badge, ...]:
-    """What the run does, and what holds its GPU's clocks back: a GPU that has nothing to do is no trouble."""
-    found = [Badge(status)] if status else []
-    said = str((table.ended or {}).get("gpu_throttle") or "")
-    for reason in (part.strip() for part in said.split(",")):
+READINGS = (
+    ("samples_per_s", "samples/s", samples_per_s),
+    ("data_wait", "waiting for data", "{:.0%}".format),
+    ("gpu_memory_reserved", "GPU memory", mebibytes),
+    ("memory", "memory", mebibytes),
+    ("gpu_utilisation", "GPU use", "{:.0f} %".format),
+    ("gpu_power", "power", "{:.0f} W".format),
+    ("gpu_energy", "energy", watt_hours),
+)
+"""(column, label, how its newest value is written)."""
+
+IDLE, POWER_LIMIT = REASONS[0x1], REASONS[0x4]
+ALARMING = {REASONS[bit] for bit in (0x8, 0x20, 0x40, 0x80)}  # heat and hardware: slower than what was paid for
+
+
+def badges(columns: Columns, status: str) -> tuple[tuple[str, str], ...]:
+    """What the run does, and what limits its GPU's clocks; being idle is no trouble."""
+    found = [(status, "")] if status else []
+    for reason in str((columns.ended or {}).get("gpu_throttle") or "").split(", "):
         if reason and reason != IDLE:
             colour = VERMILLION if reason in ALARMING else ORANGE if reason == POWER_LIMIT else ""
-            found.append(Badge(f"GPU held back: {reason}", colour))
+            found.append((f"GPU held back: {reason}", colour))
     return tuple(found)
 
 
-def best(table: Columns, metric: str) -> tuple[float, int, float] | None:
+def best(columns: Columns, metric: str) -> tuple[float, int, float] | None:
     """(value, epoch counted from 1, step) of the best evaluation at an epoch's end so far."""
-    steps, values = table.series("epoch", f"val_{metric.lstrip('-')}")
+    steps, values = columns.series(f"val_{metric.lstrip('-')}", "epoch")
     if not len(values):
         return None
     at = int(values.argmin() if metric.startswith("-") else values.argmax())
-    ends, epochs = table.series("epoch", "epoch")
+    ends, epochs = columns.series("epoch", "epoch")
     return float(values[at]), int(epochs[np.searchsorted(ends, steps[at])]) + 1, float(steps[at])
 
 
-def progress(table: Columns, about: About) -> float | None:
+def progress(columns: Columns, about: About) -> float | None:
     """The share of the run's samples that is done, once the length of the run is known."""
-    if table.ended is None or not about.epochs or not about.epoch_samples:
+    if columns.ended is None or not about.epochs or not about.epoch_samples:
         return None
-    return min(1.0, table.ended["samples"] / (about.epochs * about.epoch_samples))
+    return min(1.0, columns.ended["samples"] / (about.epochs * about.epoch_samples))
 
 
-def time_left(table: Columns, about: About) -> float | None:
-    """Seconds to the end: what is left of samples at the recent pace, which starts anew after a change of settings, and
-    the evaluations at what they took so far."""
-    done = progress(table, about)
-    steps, pace = table.series("step", "samples_per_s")
+def time_left(columns: Columns, about: About) -> float | None:
+    """Seconds to the end: the samples left at the recent speed, measured anew after a change of settings, and the
+    evaluations at what they took so far."""
+    done = progress(columns, about)
+    steps, pace = columns.series("samples_per_s", "step")
     steps, pace = steps[pace > 0][-40:], pace[pace > 0][-40:]
-    since = steps > table.changes[-1]["step"] if table.changes else np.zeros(len(steps), bool)
+    since = steps > columns.changes[-1]["step"] if columns.changes else np.zeros(len(steps), bool)
     pace = pace[since] if since.any() else pace
     if done is None or not len(pace):
         return None
     epochs = (1 - done) * (about.epochs or 0)
-    evaluations = table.series("epoch", "eval_time")[1]
-    ended = max(len(table.series("epoch", "step")[0]), 1)
+    evaluations = columns.series("eval_time", "epoch")[1]
+    ended = max(len(columns.series("step", "epoch")[0]), 1)
     return epochs * ((about.epoch_samples or 0) / float(np.median(pace)) + float(evaluations.sum()) / ended)
 
 
-CHARACTER = 1 / 40  # of a chart's width, where it is as narrow as it gets
-LINES = 12  # marks at most that are whole lines: behind more, the curves would be lost
+NAMED = 3  # of the newest changes, which are whole lines; older ones are ticks, or the curves would be lost behind them
+LETTERS, SHORTEST = 40, 6  # of names: letters in a chart's width where it is narrow; fewer say nothing
 DIGITS = re.compile(r"\d+\.\d{4,}")  # of a lr by rule
-SHORTEST, ROWS, NAMES = 14, 3, 6  # of the names of marks: characters of one, rows, and how many
 
 
 def marks(changes: Sequence[Mapping[str, Any]], last: float) -> tuple[Mark, ...]:
-    """A mark a turned knob; the last ones with names as stairs that rise to the right or to the left, whichever says
-    more, so that no mark's line crosses another one's name."""
-    turned = [(float(row["step"]), DIGITS.sub(rounded, str(row.get("what", "")))) for row in changes]
-    rising, falling = arranged(turned[-NAMES:], last, -1), arranged(turned[: -NAMES - 1 : -1], last, 1)[::-1]
-    places = max(rising, falling, key=lambda stairs: sum(len(place.name) for place in stairs))
-    found = [Mark(x, what, short=len(turned) > LINES) for x, what in turned[:-NAMES]]
-    for (x, what), place in zip(turned[-NAMES:], places, strict=True):
-        found.append(Mark(x, what, place.name, place.side, place.row))
-    return tuple(found)
+    """A mark for each change. Names are in a row each, all on the side where the newest has more room, and the rows
+    rise away from it: so no line crosses another's name."""
+    found = [(float(row["step"]), DIGITS.sub(rounded, str(row.get("what", "")))) for row in changes]
+    old, new = found[:-NAMED], found[-NAMED:]
+    left = bool(new) and new[-1][0] > last / 2
+    named = []
+    for i, (x, what) in enumerate(new):
+        room = int(LETTERS * (x if left else last - x) / last) - 1
+        name = "" if room < SHORTEST else what if len(what) <= room else f"{what[: room - 1]}…"
+        named.append(Mark(x, what, name, -1 if left else 1, i if left else len(new) - 1 - i))
+    return (*(Mark(x, what) for x, what in old), *named)
 
 
 def rounded(digits: re.Match[str]) -> str:
     return f"{float(digits[0]):.3g}"
-
-
-def arranged(turned: Sequence[tuple[float, str]], last: float, side: int) -> list[Place]:
-    """Places one after another, the names on one side where they fit there."""
-    places: list[Place] = []
-    for x, what in turned:
-        places.append(placed(x / last, what, [place for place in places if place.name], side))
-    return places
-
-
-@dataclass(frozen=True)
-class Place:
-    """Of a mark's name: at and what it covers, low … high, in shares of the width."""
-
-    at: float
-    low: float
-    high: float
-    row: int = 0
-    side: int = 1
-    name: str = ""
-
-
-def placed(at: float, what: str, taken: Sequence[Place], first: int) -> Place:
-    """The lowest row and the side where a name fits whole between what is taken, else where most of it does."""
-    found = Place(at, at, at)
-    for row in range(ROWS):
-        if any(other.row <= row and other.low <= at <= other.high for other in taken):
-            break  # its line would cross that name
-        walls = [0.0, 1.0, *(other.at for other in taken if other.row >= row)]
-        walls += [edge for other in taken if other.row == row for edge in (other.low, other.high)]
-        for side in (first, -first):
-            room = min(abs(wall - at) for wall in walls if (wall - at) * side >= 0)
-            most = int(room / CHARACTER) - 1
-            if most >= min(len(what), SHORTEST) and most > len(found.name):
-                name = what if len(what) <= most else what[: most - 1] + "…"
-                end = at + side * (len(name) + 1) * CHARACTER
-                found = Place(at, min(at, end), max(at, end), row, side, name)
-            if found.name == what:
-                return found
-    return found

@@ -16,15 +16,14 @@ from PIL import Image
 from nbtools.live.chart import GREEN, VERMILLION
 from nbtools.table import columns, padded, plain
 
-MOST, ROWS = 12, 6  # samples at most, and rows of a page
-WIDTH, HIGH = 200, 160  # px of a sample: as wide; a tall image at most so high
-LONG, LINE_HIGH = 5, 48  # a line of text: so many times as wide as high at least; px high
-LEAST, ROOM, GAP = 120, 880, 16  # px: of a card, so that a short line's text has room; of a page; between cards
+WIDTH, HEIGHT = 200, 160  # px that a sample is wide, and high at most
+LONG, LINE_HEIGHT = 5, 48  # a line of text: wider than so many times its height; px that it is high
+LEAST = 120  # px of a card, so that a short line's text has room
 SHARP = 2  # pixels a px
-TERMINAL_ROWS, TERMINAL_GAP = 3, 3  # rows of samples in a terminal; columns between two of them
+SHOWN = 4  # samples in a terminal
 
 STYLE = f"""
-.nbt-cards{{display:flex;flex-wrap:wrap;gap:12px {GAP}px;padding:2px 2px 8px}}
+.nbt-cards{{display:flex;flex-wrap:wrap;gap:12px 16px;padding:2px 2px 8px}}
 .nbt-cards figure{{margin:0;max-width:100%}}
 .nbt-cards img{{display:block;max-width:100%;height:auto;border-radius:2px;margin:0 0 3px}}
 .nbt-cards div{{font:13px/18px ui-monospace,Menlo,Consolas,"DejaVu Sans Mono",monospace;overflow-wrap:anywhere;
@@ -60,34 +59,18 @@ class Preview:
         return found
 
 
-def chosen(previews: Sequence[Preview], room: float = ROOM) -> list[tuple[Preview, tuple[int, int], tuple[float, int]]]:
-    """(sample, (width, height) in px, (left in px, row)) of as many samples as fill the rows of a page."""
-    previews = previews[:MOST]
-    found = sizes([preview.image for preview in previews])
-    places = flowed([min(max(width, LEAST), room) + GAP for width, _ in found], room + GAP)
-    return [each for each in zip(previews, found, places, strict=True) if each[2][1] < ROWS]
-
-
 def sizes(images: Sequence[np.ndarray]) -> list[tuple[int, int]]:
-    """(width, height) in px at which images are shown: equally wide, or where one is a long line of text, equally high,
-    since the short ones among them are lines too."""
-    lines = any(image.shape[1] > LONG * image.shape[0] for image in images)
+    """(width, height) in px at which images are shown: equally wide, or equally high where they are lines of text."""
     found = []
     for height, width in (image.shape[:2] for image in images):
-        scale = LINE_HIGH / height if lines else min(WIDTH / width, HIGH / height)
+        scale = LINE_HEIGHT / height if lines(images) else min(WIDTH / width, HEIGHT / height)
         found.append((max(1, round(width * scale)), max(1, round(height * scale))))
     return found
 
 
-def flowed(widths: Sequence[float], room: float) -> list[tuple[float, int]]:
-    """(left, row) of things in a row that wraps where the room ends."""
-    places, left, row = [], 0.0, 0
-    for width in widths:
-        if left and left + width > room:
-            left, row = 0.0, row + 1
-        places.append((left, row))
-        left += width
-    return places
+def lines(images: Sequence[np.ndarray]) -> bool:
+    """Whether one is a long line of text: the short ones among them are lines too."""
+    return any(image.shape[1] > LONG * image.shape[0] for image in images)
 
 
 def thumbnail(image: np.ndarray, size: tuple[int, int]) -> bytes:
@@ -103,7 +86,7 @@ def thumbnail(image: np.ndarray, size: tuple[int, int]) -> bytes:
 
 def html(previews: Sequence[Preview]) -> str:
     """The samples as cards, wrong characters underlined; a page needs STYLE once. All text is escaped."""
-    cards = "".join(card(preview, size) for preview, size, _ in chosen(previews))
+    cards = "".join(map(card, previews, sizes([preview.image for preview in previews])))
     return f'<div class="nbt-cards">{cards}</div>' if previews else ""
 
 
@@ -134,30 +117,16 @@ def underlined(preview: Preview) -> Iterator[tuple[str, str]]:
 
 
 def text(previews: Sequence[Preview], room: int) -> list[str]:
-    """Lines of at most so many columns: short samples in a row, a long one broken. Control characters are escaped.
-    Nothing of samples without a text."""
-    blocks = [block(preview, room) for preview in previews if preview.truth or preview.predicted]
-    places = flowed([max(map(columns, lines)) + TERMINAL_GAP for lines in blocks], room + TERMINAL_GAP)
-    found = []
-    for row, group in groupby(zip(places, blocks, strict=True), lambda placed: placed[0][1]):
-        if row < TERMINAL_ROWS:
-            found += in_a_row([lines for _, lines in group])
-    return found
-
-
-def in_a_row(blocks: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(columns, lines)) + TERMINAL_GAP for lines in blocks]
-    rows = zip_longest(*blocks, fillvalue="")
-    return [
-        "".join(padded(line, width, False) for line, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    """The first samples in lines of at most so many columns, control characters escaped; nothing of samples without a
+    text."""
+    return [line for preview in previews[:SHOWN] for line in block(preview, room)]
 
 
 def block(preview: Preview, room: int, write: Callable[[str], str] = plain) -> list[str]:
     """The lines of one sample: truth, prediction and marks below the wrong characters, repeated where they are longer
     than the room. write: how a character is written."""
     if not preview.truth:
-        return ["PRE " + "".join(map(write, preview.predicted))]
+        return ["PRE " + "".join(map(write, preview.predicted))] if preview.predicted else []
     found, rows, used = [], [[]], 0
     for a, b in preview.pairs():
         pair = ("".join(map(write, a)), "".join(map(write, b)))

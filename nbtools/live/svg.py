@@ -1,4 +1,4 @@
-"""Draws a Picture as HTML: SVG for the curves, text next to it, so that only the curves stretch with the window.
+"""Draws a Picture as HTML: SVG for the curves and text next to it, so that only the curves stretch with the window.
 
 Text takes the colour of its surroundings (currentColor), which is right in every theme of every front end.
 """
@@ -9,7 +9,7 @@ from html import escape
 
 import numpy as np
 
-from nbtools.live.chart import BLUE, Badge, Chart, Line, Mark, Picture, Scale
+from nbtools.live.chart import BLUE, Chart, Line, Mark, Picture
 
 WIDTH, HEIGHT = 2000, 1000  # units of a plot: whole numbers become text ten times as fast as formatted floats
 COLUMN, THREE, GAP = 225, 860, 22  # px: least width of a chart; of a page with three in a row; between two
@@ -44,7 +44,6 @@ STYLE = f"""
 .nbt svg *{{vector-effect:non-scaling-stroke;fill:none;stroke-linejoin:round}}
 .nbt-plot>span{{position:absolute;font-size:11px;line-height:14px;white-space:nowrap;opacity:.72}}
 .nbt-y{{right:100%;margin:-7px 8px 0 0}}
-.nbt-r{{left:100%;margin:-7px 0 0 7px}}
 .nbt-x{{top:100%;margin-top:5px;transform:translateX(-50%)}}
 .nbt-plot>.nbt-name{{opacity:.9;padding:0 4px}}
 .nbt-plot>.nbt-ring{{width:7px;height:7px;border:2px solid;border-radius:50%;transform:translate(-50%,-50%);opacity:1}}
@@ -53,75 +52,68 @@ STYLE = f"""
 
 
 def frame(shown: Picture) -> str:
-    """One live frame: header, bar of progress and a grid of one to three columns of charts. All text is escaped.
-
-    It looks right with STYLE, which a page needs once.
-    """
+    """One live frame: header, progress bar and a grid of charts in one to three columns. All text is escaped. A page
+    needs STYLE once."""
     below = x_axis(shown)
-    charts = "".join([panel(chart, shown, below, named=i == 0) for i, chart in enumerate(shown.charts)])
+    charts = "".join([panel(chart, shown, below, i == 0) for i, chart in enumerate(shown.charts)])
     return f'<div class="nbt">{header(shown)}<div class="nbt-grid">{charts}</div></div>'
 
 
 def header(shown: Picture) -> str:
     title = f"<b>{escape(shown.title)}</b>" if shown.title else ""
+    badges = ""
+    for text, colour in shown.badges:
+        ground = f' style="background:{colour};color:#000"' if colour else ""
+        badges += f'<span class="nbt-badge"{ground}>{escape(text)}</span>'
     facts = "".join(
         f"<div><span>{escape(label)}</span><b>{escape(value)}</b></div>"
         for label, value in shown.facts or (("", "waiting for the first step"),)
     )
     return (
-        f'<div class="nbt-row">{title}{"".join(map(badge, shown.badges))}</div>'
+        f'<div class="nbt-row">{title}{badges}</div>'
         f'<div class="nbt-bar"><div style="width:{100 * (shown.share or 0):.1f}%"></div></div>'
         f'<div class="nbt-facts">{facts}</div>'
     )
 
 
-def badge(badge: Badge) -> str:
-    ground = f' style="background:{badge.colour};color:#000"' if badge.colour else ""
-    return f'<span class="nbt-badge"{ground}>{escape(badge.text)}</span>'
-
-
-def panel(chart: Chart, shown: Picture, below: str, named: bool) -> str:
-    """One chart under its title and legend; `named` writes what changed above the marks. below: its x axis."""
-    title, unit = escape(chart.title), f" <span>{escape(chart.units)}</span>" if chart.units else ""
-    legend = "".join([entry(line) for line in chart.lines if line.name])
-    note = f'<span class="nbt-note">{escape(chart.note)}</span>' if chart.note else ""
-    above = 7 + NAME * shown.names if named else 7
-    ticks, labels = y_axis(chart.scale, "y")
-    grid = "".join([f"M0 {HEIGHT - HEIGHT * height:.0f}h{WIDTH}" for height in ticks])
-    if chart.right:
-        labels += y_axis(chart.right, "r")[1]
+def panel(chart: Chart, shown: Picture, below: str, first: bool) -> str:
+    """One chart under its title and legend; the first has the names of marks above it. below: the x axis."""
+    title, unit = escape(chart.title), f" <span>{escape(chart.unit)}</span>" if chart.unit else ""
+    above = 7 + NAME * shown.rows * first
+    places, labels = chart.scale.ticks()
+    heights = chart.scale.heights(np.array(places)).tolist()
+    grid = "".join([f"M0 {HEIGHT - HEIGHT * height:.0f}h{WIDTH}" for height in heights])
+    texts = [
+        f'<span class="nbt-y" style="top:{100 - 100 * height:.1f}%">{label}</span>'
+        for height, label in zip(heights, labels, strict=True)
+    ]
+    texts += [name(mark, shown) for mark in shown.marks if first and mark.name]
+    texts += [ring(line, chart, shown) for line in chart.lines if line.ring]
+    texts += [f'<span class="nbt-note">{escape(chart.note)}</span>'] if chart.note else []
     return (
-        f'<div><div class="nbt-head"><b>{title}{unit}</b>{legend}</div>'
-        f'<div class="nbt-plot" style="margin-top:{above}px{";margin-right:40px" if chart.right else ""}">'
+        f'<div><div class="nbt-head"><b>{title}{unit}</b>{"".join([entry(each) for each in chart.lines if each.name])}'
+        f'</div><div class="nbt-plot" style="margin-top:{above}px">'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{title}">'
         f'<path d="{grid}" stroke="currentColor" stroke-opacity=".14"/>'
         f'<path d="M0 {HEIGHT}h{WIDTH}" stroke="currentColor" stroke-opacity=".5"/>'
-        f"{''.join([stroke(mark, shown, named) for mark in shown.marks])}"
-        f"{''.join([curve(line, chart, shown) for line in chart.lines])}</svg>{labels}{below}"
-        f"{''.join([name(mark, shown) for mark in shown.marks if named and mark.name])}"
-        f"{''.join([ring(line, chart, shown) for line in chart.lines if line.ring])}"
-        f"{note}</div></div>"
+        f"{''.join([stroke(mark, shown, first) for mark in shown.marks])}"
+        f"{''.join([curve(line, chart, shown) for line in chart.lines])}</svg>{below}{''.join(texts)}</div></div>"
     )
 
 
 def entry(line: Line) -> str:
     """A piece of the line as it is drawn, its name and its last value."""
-    path = f'<path d="M0 4h16" stroke="{line.colour}" stroke-width="2"{dashes(line)}/>'
+    path = f'<path d="M0 4h16" stroke="{line.colour}" stroke-width="2"/>'
     if line.look == "points":
         path += f'<path d="M8 4h.1" stroke="{line.colour}" stroke-width="6" stroke-linecap="round"/>'
     return f'<span><svg viewBox="0 0 16 8">{path}</svg><i>{escape(line.name)}</i><b>{escape(line.value)}</b></span>'
 
 
-def dashes(line: Line) -> str:
-    return f' stroke-dasharray="{" ".join(map(str, line.dash))}"' if line.dash else ""
-
-
 def curve(line: Line, chart: Chart, shown: Picture) -> str:
     """A polyline without the points in the middle of level stretches, and a round dot a point where they are few."""
-    scale = chart.right if line.right and chart.right else chart.scale
     points = np.empty((len(line.x), 2), np.int64)
     points[:, 0] = line.x * (WIDTH / shown.last)
-    points[:, 1] = HEIGHT - HEIGHT * scale.heights(line.y)
+    points[:, 1] = HEIGHT - HEIGHT * chart.scale.heights(line.y)
     drawn = ""
     if line.dotted:
         dots = "".join([f"M{x} {y}h1" for x, y in points.tolist()])
@@ -129,37 +121,32 @@ def curve(line: Line, chart: Chart, shown: Picture) -> str:
     if len(points) > 2:
         turns = points[1:, 1] != points[:-1, 1]
         points = points[np.concatenate(([True], turns[1:] | turns[:-1], [True]))]
-    look = 'stroke-width="1" stroke-opacity=".5"' if line.look == "faint" else f'stroke-width="1.8"{dashes(line)}'
+    look = 'stroke-width="1" stroke-opacity=".5"' if line.look == "faint" else 'stroke-width="1.8"'
     return f'<polyline points="{str(points.ravel().tolist())[1:-1]}" stroke="{line.colour}" {look}/>{drawn}'
 
 
-def stroke(mark: Mark, shown: Picture, named: bool) -> str:
-    """A dashed line where a setting was changed, up to its name."""
-    x, above = WIDTH * mark.x / shown.last, NAME * (mark.row + 1) * HEIGHT // TALL if named and mark.name else 0
-    foot = HEIGHT // 20 if mark.short else HEIGHT
+def stroke(mark: Mark, shown: Picture, first: bool) -> str:
+    """A dashed line where a setting was changed, up to its name; a tick where that was long ago."""
+    x, row = WIDTH * mark.x / shown.last, -1 if mark.row is None else mark.row
+    top = NAME * (row + 1) * HEIGHT // TALL if first else 0
+    foot = HEIGHT // 20 if mark.row is None else HEIGHT
     return (
-        f'<path d="M{x:.0f} {foot}V-{above}" stroke="currentColor" stroke-opacity=".6" '
+        f'<path d="M{x:.0f} {foot}V-{top}" stroke="currentColor" stroke-opacity=".6" '
         f'stroke-dasharray="3 3"><title>{escape(mark.what)}</title></path>'
     )
 
 
 def name(mark: Mark, shown: Picture) -> str:
-    share = mark.x / shown.last if mark.side > 0 else 1 - mark.x / shown.last
-    side = "left" if mark.side > 0 else "right"
-    place = f"{side}:{100 * share:.1f}%;top:-{NAME * (mark.row + 1)}px"
+    side, share = ("left", mark.x / shown.last) if mark.side > 0 else ("right", 1 - mark.x / shown.last)
+    place = f"{side}:{100 * share:.1f}%;top:-{NAME * ((mark.row or 0) + 1)}px"
     return f'<span class="nbt-name" style="{place}">{escape(mark.name)}</span>'
 
 
-def y_axis(scale: Scale, kind: str) -> tuple[list[float], str]:
-    """(heights of its ticks, their labels): y at the left, r at the right."""
-    places, labels = scale.ticks()
-    heights = scale.heights(np.array(places)).tolist()
-    return heights, "".join(
-        [
-            f'<span class="nbt-{kind}" style="top:{100 - 100 * height:.1f}%">{label}</span>'
-            for height, label in zip(heights, labels, strict=True)
-        ]
-    )
+def ring(line: Line, chart: Chart, shown: Picture) -> str:
+    x, y = line.ring or (0.0, 0.0)
+    height = float(chart.scale.heights(np.array(y)))
+    place = f"left:{100 * x / shown.last:.1f}%;top:{100 - 100 * height:.1f}%"
+    return f'<span class="nbt-ring" style="{place};border-color:{line.colour}"></span>'
 
 
 def x_axis(shown: Picture) -> str:
@@ -169,10 +156,3 @@ def x_axis(shown: Picture) -> str:
         for place, label in zip(*shown.ticks(), strict=True)
     ]
     return f'<span class="nbt-y" style="top:100%;margin-top:5px">{escape(shown.x)}</span>{"".join(ticks)}'
-
-
-def ring(line: Line, chart: Chart, shown: Picture) -> str:
-    x, y = line.ring or (0.0, 0.0)
-    height = float(chart.scale.heights(np.array(y)))
-    place = f"left:{100 * x / shown.last:.1f}%;top:{100 - 100 * height:.1f}%"
-    return f'<span class="nbt-ring" style="{place};border-color:{line.colour}"></span>'
