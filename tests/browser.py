@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,13 +41,13 @@ def chromium(path: str) -> Iterator[Browser]:
             browser.close()
 
 
-class Notebook(ABC):
-    """A notebook in a page. What differs between the two Jupyters is in `Lab` and `Classic`.
+class Notebook:
+    """A notebook in a page. What differs between the two Jupyters are selectors and scripts, in `Lab` and `Classic`.
 
     at: the cell in whose output controls are looked for. errors: what scripts of the page did not catch.
     """
 
-    PROMPT = OUTPUT = CELL = ""
+    PROMPT = OUTPUT = CELL = PATH = LOADED = READY = RUN_ALL = RUN = INTERRUPT = SAVE = NO_KERNEL = ""
 
     def __init__(self, browser: Browser, address: str, at: int = 0):
         self.address, self.at = address, at
@@ -59,28 +58,29 @@ class Notebook(ABC):
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("dialog", lambda dialog: dialog.accept())
 
-    @abstractmethod
-    def open(self, name: str) -> None: ...
+    def open(self, name: str) -> None:
+        self.page.goto(f"{self.address}/{self.PATH.format(name)}")
+        self.page.wait_for_function(self.LOADED)
 
-    @abstractmethod
     def ready(self) -> None:
         """Wait until its kernel listens."""
+        self.page.wait_for_function(self.READY)
 
-    @abstractmethod
-    def run_all(self) -> None: ...
-
-    @abstractmethod
-    def run(self, cell: int) -> None: ...
-
-    @abstractmethod
-    def interrupt(self) -> None: ...
-
-    @abstractmethod
-    def save(self) -> None: ...
-
-    @abstractmethod
     def without_kernel(self) -> None:
         """Answer the question for a kernel that a notebook of an unknown one brings."""
+        self.page.locator(self.NO_KERNEL).click()
+
+    def run_all(self) -> None:
+        self.page.evaluate(self.RUN_ALL)
+
+    def run(self, cell: int) -> None:
+        self.page.evaluate(self.RUN, cell)
+
+    def interrupt(self) -> None:
+        self.page.evaluate(self.INTERRUPT)
+
+    def save(self) -> None:
+        self.page.evaluate(self.SAVE)
 
     def prompt(self, cell: int) -> str:
         """`` before, `*` while, `3` after a cell ran."""
@@ -164,34 +164,15 @@ class Notebook(ABC):
 
 class Lab(Notebook):
     CELL, OUTPUT, PROMPT = ".jp-CodeCell", ".jp-Cell-outputArea", ".jp-CodeCell .jp-InputPrompt"
-
-    def open(self, name: str) -> None:
-        self.page.goto(f"{self.address}/doc/tree/{name}?reset")
-        self.page.wait_for_function("window.jupyterapp && window.jupyterapp.shell.currentWidget?.context?.isReady")
-
-    def ready(self) -> None:
-        self.page.wait_for_function(
-            "window.jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status === 'idle'"
-        )
-
-    def command(self, name: str, **arguments: Any) -> None:
-        self.page.evaluate("([name, given]) => { window.jupyterapp.commands.execute(name, given) }", [name, arguments])
-
-    def run_all(self) -> None:
-        self.command("notebook:run-all-cells")
-
-    def run(self, cell: int) -> None:
-        self.page.evaluate(f"window.jupyterapp.shell.currentWidget.content.activeCellIndex = {cell}")
-        self.command("notebook:run-cell")
-
-    def interrupt(self) -> None:
-        self.command("notebook:interrupt-kernel")
-
-    def save(self) -> None:
-        self.page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
-
-    def without_kernel(self) -> None:
-        self.page.locator(".jp-Dialog button", has_text="No Kernel").click()
+    PATH, NO_KERNEL = "doc/tree/{}?reset", ".jp-Dialog button:has-text('No Kernel')"
+    LOADED = "window.jupyterapp && window.jupyterapp.shell.currentWidget?.context?.isReady"
+    READY = "window.jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status === 'idle'"
+    RUN_ALL = "void window.jupyterapp.commands.execute('notebook:run-all-cells')"
+    RUN = """cell => {
+        window.jupyterapp.shell.currentWidget.content.activeCellIndex = cell;
+        window.jupyterapp.commands.execute('notebook:run-cell') }"""
+    INTERRUPT = "void window.jupyterapp.commands.execute('notebook:interrupt-kernel')"
+    SAVE = "window.jupyterapp.commands.execute('docmanager:save')"
 
     def theme(self, dark: bool) -> None:
         name = "JupyterLab Dark" if dark else "JupyterLab Light"
@@ -202,29 +183,11 @@ class Lab(Notebook):
 
 class Classic(Notebook):
     CELL, OUTPUT, PROMPT = ".code_cell", ".output_wrapper", ".code_cell .input_prompt"
-
-    def open(self, name: str) -> None:
-        self.page.goto(f"{self.address}/notebooks/{name}")
-        self.page.wait_for_function("window.Jupyter && Jupyter.notebook && Jupyter.notebook._fully_loaded")
-
-    def ready(self) -> None:
-        self.page.wait_for_function("Jupyter.notebook.kernel?.widget_manager")  # else no widget is ever shown
-        self.page.wait_for_function("Jupyter.notebook.kernel.info_reply.protocol_version")
-
-    def run_all(self) -> None:
-        self.page.evaluate("Jupyter.notebook.execute_all_cells()")
-
-    def run(self, cell: int) -> None:
-        self.page.evaluate(f"Jupyter.notebook.execute_cells([{cell}])")
-
-    def interrupt(self) -> None:
-        self.page.evaluate("Jupyter.notebook.kernel.interrupt()")
-
-    def save(self) -> None:
-        self.page.evaluate("Jupyter.notebook.save_notebook()")
-
-    def without_kernel(self) -> None:
-        self.page.locator(".modal.in button", has_text="Continue Without Kernel").click()
+    PATH, NO_KERNEL = "notebooks/{}", ".modal.in button:has-text('Continue Without Kernel')"
+    LOADED = "window.Jupyter && Jupyter.notebook && Jupyter.notebook._fully_loaded"
+    READY = "Jupyter.notebook.kernel?.widget_manager && Jupyter.notebook.kernel.info_reply.protocol_version"
+    RUN_ALL, RUN = "Jupyter.notebook.execute_all_cells()", "cell => Jupyter.notebook.execute_cells([cell])"
+    INTERRUPT, SAVE = "Jupyter.notebook.kernel.interrupt()", "Jupyter.notebook.save_notebook()"
 
 
 OPENED: dict[str, type[Notebook]] = {"lab": Lab, "classic": Classic}

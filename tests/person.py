@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,22 +151,19 @@ class Person:
         self.notebook.wait_for_prompt(self.cell, r"\d+")
         self.noted("Stop", clicked, self.log.steps()[-1]["time"])
 
-    def act(self, rounds: int, look: Callable[[], None]) -> None:
-        """Up to five rounds of ten, the last of which ends with all that was advised. look: in the first pause."""
-        last = (
-            lambda: self.typed("clip_norm", "0.5", 0.5),
-            lambda: self.typed("weight_decay", "0.001", 0.001),
-            lambda: self.typed("early_stop", "77", 77),
-            lambda: self.typed("clip_norm", "none", None),
-        )
-        preset = partial(self.turned, "As advised", self.advised, lambda row: row["batch_size"] == 32)
-        for turn, odd in enumerate((*last[: rounds - 1], preset)):
+    def act(self, look: Callable[[], None]) -> None:
+        """Two rounds of ten, the last of which ends with all that was advised. look: in the first pause."""
+        typed = (("weight_decay", "0.001", 0.001), ("clip_norm", "0.5", 0.5))
+        for turn in range(2):
             self.typed("lr", f"{turn + 1}e-4", float(f"{turn + 1}e-4"))  # what the rules offer stays below 10× advised
-            self.chosen("amp", "off" if turn % 2 else "bf16")
+            self.typed(*typed[turn])
             self.paused(look if turn == 0 else lambda: None)
             self.typed("batch_size", str(20 + 4 * turn), 20 + 4 * turn)
             self.took_offer()
             self.slid("lr", "ArrowLeft")
             self.slid("batch_size", "ArrowLeft")
-            self.saved() if turn % 2 else self.evaluated()
-            odd()
+            self.saved() if turn else self.evaluated()
+            if turn:
+                self.turned("As advised", self.advised, lambda row: row["batch_size"] == 32)
+            else:
+                self.chosen("amp", "bf16")

@@ -1,6 +1,6 @@
 """The live surface in a real browser: one visit to a training notebook in each of two generations of Jupyter.
 
-A visit does everything in one run of captchas: some thirty interactions, a typo, undo, a pause in which the cell is run
+A visit does everything in one run of captchas: some twenty interactions, a typo, undo, a pause in which the cell is run
 again and the page loaded anew, a stop, an interrupt, a look at the saved files without their kernel. It keeps what it
 saw; the claims below are about that. Screenshots and times stay in `browser.SHOTS`.
 """
@@ -27,7 +27,6 @@ from person import Act, Log, Person
 from serving import CLASSIC, LAB, Stack, until
 
 import nbtools as nb
-from nbtools.live import number
 from nbtools.train import checkpoint
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -53,19 +52,13 @@ panel""",
     "from nbtools.live import view; view.STILL_EVERY, view.STILL_COST = 0.3, 1.0",
 )
 PANEL, FIT, SECOND, THIRD, ASKED, STILLS = range(len(CELLS))
-WATCHING = (
-    f'import torch; torch.set_num_threads(1)\nimport nbtools as nb, watched\nrun = nb.watch("{RUN}", watched)',
-    "run.history",
-    "print(run.summary().train_loss.iloc[-1], nb.compare(run).frame.train_loss.iloc[0])",
-)
+WATCHING = f'import torch; torch.set_num_threads(1)\nimport nbtools as nb, watched\nrun = nb.watch("{RUN}", watched)'
 LIVE = """() => {
     window.live = document.querySelector('svg[role=img]').closest('.widget-vbox, .jupyter-widgets');
     window.drawn = 0;
     new MutationObserver(() => window.drawn++).observe(window.live.parentElement, {childList: true});
 }"""
 """Remembers the live view, and counts how often something else took its place."""
-CURVE = """svg => [...svg.querySelectorAll('polyline')].map(line => [...line.points].map(at => [at.x, at.y]))"""
-"""Of a chart, the points of each line, in 2000 by 1000 from the top left."""
 
 
 def cells(count: int, epochs: int) -> list[str]:
@@ -99,7 +92,7 @@ class Visit:
     def page(self) -> Notebook:
         return browser.OPENED[self.name](self.window, self.address, at=FIT)
 
-    def everything(self, rounds: int, watch: bool) -> None:
+    def everything(self) -> None:
         notebook, seen = self.notebook, self.seen
         notebook.open("captcha.ipynb")
         notebook.ready()
@@ -110,11 +103,11 @@ class Visit:
         self.hack()
         self.typo()
         self.output.get_by_text("More:").click()
-        self.person.act(rounds, lambda: notebook.shot(f"{self.name}-paused", FIT))
+        self.person.act(lambda: notebook.shot(f"{self.name}-paused", FIT))
         seen.facts["interactive"] = len(self.log.steps())
         seen.facts["train"] = nb.Pack.open(self.work / "pack").ids("train").tolist()
         self.undo()
-        watching = self.watch() if watch else None
+        watching = self.watch() if seen.stack is LAB else None
         self.best()
         notebook.run(ASKED)
         self.person.stopped()
@@ -124,7 +117,7 @@ class Visit:
         seen.facts["hacked"] = [self.hacked()]
         seen.saved["stopped"] = saved(notebook, self.work / "captcha.ipynb")
         if watching is not None:
-            watching.wait_for_prompt(2, r"\d+")
+            watching.wait_for_prompt(0, r"\d+")
             watching.shot(f"{self.name}-watched-after")
             seen.saved["watched"] = saved(watching, self.work / "watch.ipynb")
             seen.errors += watching.errors
@@ -195,12 +188,7 @@ class Visit:
         page.ready()
         page.run_all()
         output = page.output(0)
-        chart = output.locator('svg[aria-label="learning rate"]')
-        until(lambda: chart.count() and any(chart.evaluate(CURVE)), "the chart of lr")
-        seen.facts["curve"] = [point for line in chart.evaluate(CURVE) for point in line]
-        seen.texts["legend"] = output.locator(".nbt-head").first.inner_text()
-        run = nb.Run.open(self.work / RUN, watched)
-        seen.facts["losses"] = [number(row["train_loss"]) for row in run.history.of("epoch")]  # some are cut off later
+        until(output.locator('svg[aria-label="learning rate"] polyline').count, "the chart of lr")
         page.click("Save now")
         until(lambda: "saved at step" in output.inner_text(), "where it was saved")
         page.click(r"What limits it\?")
@@ -269,13 +257,13 @@ class Visit:
         until(lambda: re.search(r"training ends after this epoch|nothing left", history.read_text()), "the end")
         self.seen.texts["ending"] = history.read_text()
 
-    def reopen(self, when: str, kernel: bool) -> None:
-        """Look at a saved file whose kernel is gone."""
-        notebook, file = self.page(), self.seen.saved[when]
+    def reopen(self, kernel: bool) -> None:
+        """Look at the file that was saved amid the run, without its kernel."""
+        notebook, file = self.page(), self.seen.saved["amid"]
         facts = {name: value for name, value in file["metadata"].items() if name != "language_info"}
         if not kernel:
             facts["kernelspec"] = {"name": "gone", "display_name": "gone"}
-        name = f"{when}-{'new' if kernel else 'no'}-kernel"
+        name = f"{'new' if kernel else 'no'}-kernel"
         (self.work / f"{name}.ipynb").write_text(json.dumps({**file, "metadata": facts}))
         notebook.open(f"{name}.ipynb")
         notebook.ready() if kernel else notebook.without_kernel()
@@ -289,36 +277,24 @@ class Visit:
         notebook.page.close()
 
 
-def visit(stack: Stack, chromium: str, folder: Path, rounds: int, watch: bool) -> Seen:
+@pytest.fixture(scope="module", params=[LAB, CLASSIC], ids=lambda stack: stack.name)
+def seen(request, chromium, tmp_path_factory) -> Seen:
+    stack, folder = request.param, tmp_path_factory.mktemp(request.param.name)
     seen = Seen(stack, folder / "work")
     with serving.serving(stack, folder) as address, browser.chromium(chromium) as window:
         serving.write(seen.work / "captcha.ipynb", cells(400, 100_000))
-        serving.write(seen.work / "watch.ipynb", WATCHING)
-        going = Visit(window, address, seen)
+        serving.write(seen.work / "watch.ipynb", [WATCHING])
+        visit = Visit(window, address, seen)
         try:
-            going.everything(rounds, watch)
-            for when, kernel in (("stopped", False), ("amid", False), ("amid", True)):
-                going.reopen(when, kernel)
+            visit.everything()
+            for kernel in (False, True):
+                visit.reopen(kernel)
         except BaseException as error:
-            going.notebook.shot(f"{stack.name}-failed")
-            error.add_note(going.output.inner_text())
+            visit.notebook.shot(f"{stack.name}-failed")
+            error.add_note(visit.output.inner_text())
             raise
     (browser.SHOTS / f"{stack.name}.json").write_text(json.dumps(times(seen.acts), indent=1))
     return seen
-
-
-VISITS = [
-    pytest.param((LAB, 3, True), id="lab"),
-    pytest.param((CLASSIC, 3, False), id="classic"),
-    pytest.param((LAB, 5, False), id="lab-fifty", marks=pytest.mark.full),
-    pytest.param((CLASSIC, 5, True), id="classic-fifty", marks=pytest.mark.full),
-]
-
-
-@pytest.fixture(scope="module", params=VISITS)
-def seen(request, chromium, tmp_path_factory) -> Seen:
-    stack, rounds, watch = request.param
-    return visit(stack, chromium, tmp_path_factory.mktemp(stack.name), rounds, watch)
 
 
 def times(acts: list[Act]) -> dict[str, Any]:
@@ -337,14 +313,14 @@ def late(waits: list[float]) -> float:
 @pytest.mark.browser
 @pytest.mark.timeout(600)
 def test_every_interaction_takes_effect_within_a_quarter_of_a_second_and_the_step_under_way(seen):
-    assert len(seen.acts) in (31, 51), "rounds of ten, and Stop"
+    assert len(seen.acts) == 21, "two rounds of ten, and Stop"
     assert all(act.came for act in seen.acts)
     assert late([act.beyond for act in seen.acts]) <= PROMISED, sorted(seen.acts, key=lambda act: -act.beyond)[:5]
 
 
 @pytest.mark.browser
 def test_pause_stops_the_steps_and_resume_goes_on(seen):
-    assert len(seen.silences) in (3, 5)
+    assert len(seen.silences) == 2
     assert min(seen.silences) > 0.3
 
 
@@ -360,7 +336,7 @@ def test_batch_size_and_precision_change_within_epochs_and_every_sample_still_co
         if len(epoch) >= len(train):
             assert sorted(epoch) == train
             epoch = []
-    assert changes >= 5, "no change fell within an epoch"
+    assert changes >= 3, "no change fell within an epoch"
     assert len(set(epoch)) == len(epoch)
 
 
@@ -421,7 +397,7 @@ def test_saved_notebooks_are_valid_and_hold_one_picture(seen):
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("name", ["stopped-no-kernel", "amid-no-kernel", "amid-new-kernel"])
+@pytest.mark.parametrize("name", ["no-kernel", "new-kernel"])
 def test_opened_when_its_kernel_is_gone_it_shows_the_picture(seen, name):
     assert seen.facts[name]
     assert not re.search("widget|error displaying", seen.texts[name], re.IGNORECASE), seen.texts[name]
@@ -438,7 +414,7 @@ def test_names_labels_and_what_users_type_are_text_and_never_markup(seen):
     assert SCRIPT in seen.texts["live"], "the run's name"
     assert SCRIPT in seen.texts["refused"]
     assert seen.facts["kept"], "an invalid lr changed the plan"
-    assert seen.facts["hacked"] == [False] * 4
+    assert seen.facts["hacked"] == [False] * 3
 
 
 @pytest.mark.browser
@@ -449,23 +425,10 @@ def test_curves_lie_where_their_labels_say(seen):
 
 @pytest.mark.browser
 def test_a_run_that_another_process_trains_is_drawn_and_answers_where_it_is_watched(seen):
-    if "watched" not in seen.saved:
+    if seen.stack is not LAB:
         pytest.skip("this visit does not watch")
-    left, right, low = seen.facts["curve"][0], seen.facts["curve"][-1], max(y for _, y in seen.facts["curve"])
-    assert len(seen.facts["curve"]) > 4, "a dot"
-    assert (left[0] < 100, right[0] > 1900) == (True, True), "the chart has all of the history"
-    assert low > max(left[1], right[1]) + 100, "the lower lr between the advised at both ends"
-    notebook = seen.saved["watched"]
-    one, other = text(notebook, 2).split()
-    assert one == other
-    shown = re.search(r"train, last epoch\s*([\d.e-]+)", seen.texts["legend"])
-    assert shown is not None, seen.texts["legend"]
-    assert shown[1] in seen.facts["losses"]
     for message in (r"saved at step \d+", re.escape(seen.texts["verdict"])):
-        assert re.search(message, text(notebook, 0)), "gone from the saved notebook"
-    table = json.dumps(notebook["cells"][1]["outputs"])
-    assert " at 0x" not in table
-    assert "asked" in table
+        assert re.search(message, text(seen.saved["watched"], 0)), "gone from the saved notebook"
 
 
 @pytest.mark.browser
@@ -482,12 +445,8 @@ EXECUTORS = {
 
 @pytest.mark.parametrize(
     ("executor", "stack"),
-    [
-        ("papermill", LAB),
-        ("nbclient", CLASSIC),
-        pytest.param("papermill", CLASSIC, marks=pytest.mark.full),
-        pytest.param("nbclient", LAB, marks=pytest.mark.full),
-    ],
+    [("papermill", CLASSIC), pytest.param("papermill", LAB, marks=pytest.mark.full)]
+    + [pytest.param("nbclient", stack, marks=pytest.mark.full) for stack in (LAB, CLASSIC)],
 )
 def test_the_same_notebook_ends_without_anybody_clicking(executor, stack, tmp_path):
     work = tmp_path / "work"

@@ -3,9 +3,7 @@
 import dataclasses
 import functools
 import math
-import sys
 import threading
-import types
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbtools.errors import MissingExtra, PlanError, TrainError
+from nbtools.errors import PlanError, TrainError
 from nbtools.live import Panel, Plans, Requests
 from nbtools.train import knob
 from nbtools.train import plan as plans
@@ -51,8 +49,7 @@ def running(made, samples=10_000, **more):
         if plan.batch_size > samples:
             raise TrainError(f"Plan.batch_size {plan.batch_size} is larger than the train split ({samples} samples)")
 
-    state = Plans(made.plan, made.plan)
-    requests = Requests(state, more.pop("advised", made.advised), check, **more)
+    requests = Requests(Plans(made.plan, made.plan), more.pop("advised", made.advised), check, **more)
     made.begin(requests)
     return requests
 
@@ -64,33 +61,34 @@ def applied(made, requests):
 
 
 def buttons(widget) -> dict[str, Any]:
-    """Every button inside a widget by its label."""
+    """Every visible button inside a widget by its label."""
+    if widget.layout.display == "none":
+        return {}
     if type(widget).__name__ == "Button":
         return {widget.description: widget}
     return {label: found for child in getattr(widget, "children", ()) for label, found in buttons(child).items()}
 
 
-def questions(widget):
-    return [label for label in buttons(widget) if label.startswith("Apply")]
+def offered(made):
+    return list(buttons(made.form.offer_row))
+
+
+def question(made):
+    return "".join(label for label in buttons(made.form.view) if label.startswith("Apply"))
 
 
 def pending(made):
-    return made.buttons.message.value
+    return made.form.pending.value
 
 
-def offered(made):
-    """The visible offers under the batch size, in order."""
-    row = made.form.offer_row
-    shown = [button.description for button in row.children[1:] if button.layout.display != "none"]
-    return shown if row.layout.display != "none" else []
+def summary(made):
+    return made.form.summary.value
 
 
 def test_untouched_it_is_the_advised_plan_with_a_field_for_every_setting():
     made = panel(lr=0.00123456789, batch_size=48)
     assert list(made.fields) == [field.name for field in dataclasses.fields(Plan)]
-    made.read()
-    assert made.plan == made.advised
-    assert made.plan.lr == 0.00123456789
+    assert made.plan == made.advised == Plan(lr=0.00123456789, batch_size=48)
     assert Panel(Plan(epochs=2)).plan == Plan(epochs=2)
     wrong: Any = {"lr": 1}
     with pytest.raises(PlanError, match="takes an Advice or a Plan, got dict"):
@@ -102,23 +100,21 @@ def test_untouched_it_is_the_advised_plan_with_a_field_for_every_setting():
     [
         ("epochs", "30", 30),
         ("lr", " 3e-4 ", 3e-4),
-        ("clip_norm", "1", 1.0),
         ("clip_norm", "none", None),
         ("betas", "0.8, 0.95", (0.8, 0.95)),
         ("scales", "0.5,0.75,1", (0.5, 0.75, 1.0)),
         ("amp", "bf16", "bf16"),
         ("compile", True, True),
-        ("network", "large", "large"),
     ],
 )
 def test_a_field_sets_its_setting(name, text, value):
     made = panel(clip_norm=2.0)
     made.fields[name].value = text
     assert getattr(made.plan, name) == value
-    assert f"Changed: {name}" in made.form.summary.value
+    assert f"Changed: {name}" in summary(made)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     lr=st.floats(1e-12, 1e6),
     batch_size=st.integers(1, 2**20),
@@ -128,7 +124,7 @@ def test_a_field_sets_its_setting(name, text, value):
 def test_what_the_fields_show_is_read_back_as_the_same_plan_bit_for_bit(lr, batch_size, clip_norm, scales):
     made, plan = shared(), Plan(lr=lr, batch_size=batch_size, clip_norm=clip_norm, scales=scales)
     made.put(plan)
-    made.read()
+    assert made.changes() == ({}, {})
     assert made.plan == plan
     assert float(made.fields["lr"].value) == pytest.approx(lr, rel=5e-3), "three digits, for the eye"
 
@@ -143,7 +139,6 @@ def shared() -> Panel:
     [
         ("lr", "-1", "lr must be &gt; 0, got -1.0"),
         ("lr", "fast", "lr must be a number, got &#x27;fast&#x27;"),
-        ("epochs", "2.5", "epochs must be a whole number"),
         ("epochs", "", "epochs must be a whole number"),
         ("alpha", "1.5", "alpha must be ≤ 1"),
         ("betas", "0.9", "betas must be 2 values"),
@@ -155,8 +150,8 @@ def test_a_value_that_breaks_a_rule_shows_the_rule_and_changes_nothing(name, tex
     made = panel()
     made.fields[name].value = text
     assert made.plan == made.advised
-    assert rule in made.notes[name].value
-    assert "Not taken" in made.form.summary.value
+    assert rule in made.form.notes[name].value
+    assert "Not taken" in summary(made)
     assert made.fields[name].value == text
 
 
@@ -165,81 +160,75 @@ def test_a_wrong_field_does_not_hold_up_the_others_and_its_rule_goes_when_it_is_
     made.fields["lr"].value = "-3"
     made.fields["epochs"].value = "3"
     assert (made.plan.epochs, made.plan.lr) == (3, 1e-3)
-    assert made.sliders["lr"].value == pytest.approx(1e-3), "a slider stays where the plan is"
-    made.sliders["lr"].value = 2e-3
+    assert made.form.sliders["lr"].value == pytest.approx(1e-3), "a slider stays where the plan is"
+    made.form.sliders["lr"].value = 2e-3
     assert (made.plan.lr, made.fields["lr"].value) == (2e-3, "0.002")
-    assert "must be" not in made.notes["lr"].value
-    assert "Not taken" not in made.form.summary.value
+    assert "must be" not in made.form.notes["lr"].value
+    assert "Not taken" not in summary(made)
 
 
 def test_a_rule_between_fields_is_shown_next_to_the_changed_one_and_correcting_either_helps():
     made = panel(epochs=20, warmup_epochs=5.0)
     made.fields["epochs"].value = "3"
     assert made.plan.epochs == 20
-    assert "warmup_epochs must be ≤ epochs (3)" in made.notes["epochs"].value
+    assert "warmup_epochs must be ≤ epochs (3)" in made.form.notes["epochs"].value
     made.fields["seed"].value = "7"
     assert (made.plan.seed, made.plan.epochs) == (7, 20)
     made.fields["warmup_epochs"].value = "2"
     assert (made.plan.epochs, made.plan.warmup_epochs) == (3, 2.0)
-    assert "Not taken" not in made.form.summary.value
+    assert "Not taken" not in summary(made)
 
 
 def test_presets_and_reset_bring_whole_plans_back_even_over_a_wrong_value():
-    baseline = Plan(epochs=150, feed="workers", optimizer="adam")
-    made = panel(baseline=baseline, largest=Plan(batch_size=1024, lr=4e-3), largest_reason="batch 1024", epochs=5)
+    baseline, largest = Plan(epochs=150, feed="workers", optimizer="adam"), Plan(batch_size=1024, lr=4e-3)
+    made = panel(baseline=baseline, largest=largest, largest_reason="batch 1024", epochs=5)
     made.fields["lr"].value = "no"
-    for label, plan in (("Guide's baseline", baseline), ("Largest batch", made.presets["Largest batch"])):
-        buttons(made.view)[label].click()
+    for label, plan in (("Guide's baseline", baseline), ("Largest batch", largest)):
+        buttons(made.form.view)[label].click()
         assert made.plan == plan
         assert (made.fields["epochs"].value, made.fields["lr"].value) == (f"{plan.epochs}", f"{plan.lr}")
-        assert [label for label, button in buttons(made.view).items() if button.button_style] == [label]
-    assert buttons(made.view)["Largest batch"].tooltip == "batch 1024"
+        assert [label for label, button in buttons(made.form.view).items() if button.button_style] == [label]
+    assert buttons(made.form.view)["Largest batch"].tooltip == "batch 1024"
     made.reset()
     assert made.plan == made.advised
-
-
-def test_without_a_baseline_or_a_largest_batch_there_are_no_buttons_for_them_or_disabled_ones_that_say_why():
-    assert list(buttons(panel().form.top)) == ["As advised"]
-    button = buttons(panel(largest_reason="64 is as large as it goes").view)["Largest batch"]
+    assert list(buttons(panel().form.view)) == ["As advised"]
+    button = buttons(panel(largest_reason="64 is as large as it goes").form.view)["Largest batch"]
     assert (button.disabled, button.tooltip) == (True, "64 is as large as it goes")
 
 
 def test_eight_fields_are_in_view_and_all_others_under_more():
     made = panel()
-    _, _, *rows, more = made.view.children
+    _, _, *rows, more = made.form.view.children
     shown = [row.children[0].value.split()[0] for row in rows if row is not made.form.offer_row]
     inside = [row.children[0].value.split()[0] for row in more.children[0].children]
     assert shown == ["network", "epochs", "batch_size", "lr", "amp", "clip_norm", "eval_every", "early_stop"]
-    assert inside[:2] == ["weight_decay", "micro_batch_size"]
     assert sorted(shown + inside) == sorted(made.fields)
 
 
 def test_reasons_and_help_stand_next_to_the_fields_and_are_escaped():
-    made = panel(reasons={"lr": f"because {EVIL}"}, batch_size=256)
-    assert "because &lt;img" in made.notes["lr"].value
-    assert "which network &lt;img" in made.notes["network"].value
-    assert not [note.value for note in made.notes.values() if "<img" in note.value]
+    made = panel(reasons={"lr": f"because {EVIL}"})
+    assert "because &lt;img" in made.form.notes["lr"].value
+    assert "which network &lt;img" in made.form.notes["network"].value
+    assert not [note.value for note in made.form.notes.values() if "<img" in note.value]
     made.fields["lr"].value = "0.5"
-    assert "advised 0.001: because" in made.notes["lr"].value
-    assert "batch 256 in one forward pass" in made.notes["micro_batch_size"].value
-    made.fields["micro_batch_size"].value = "100"
-    assert "batch 256 in 3 forward passes of 100" in made.notes["micro_batch_size"].value
+    assert "advised 0.001: because" in made.form.notes["lr"].value
 
 
 def test_a_slider_moves_its_field_to_two_digits_or_a_power_of_two_and_follows_it_beyond_its_ends():
     made = panel(lr=1e-3, batch_size=8)
-    assert made.sliders["batch_size"].min == 0, "no batch below one"
-    made.sliders["lr"].value = 10**-3.45
+    sliders = made.form.sliders
+    assert sliders["batch_size"].min == 0, "no batch below one"
+    sliders["lr"].value = 10**-3.45
     assert (made.fields["lr"].value, made.plan.lr) == ("0.00035", 0.00035)
-    made.sliders["batch_size"].value = 128.0
+    sliders["batch_size"].value = 128.0
     assert (made.fields["batch_size"].value, made.plan.batch_size) == ("128", 128)
-    assert not any(slider.continuous_update for slider in made.sliders.values())
+    assert not any(slider.continuous_update for slider in sliders.values())
     made.fields["lr"].value = "1.2345e-7"
     assert made.plan.lr == 1.2345e-7
-    assert made.sliders["lr"].value == pytest.approx(1.2345e-7)
+    assert sliders["lr"].value == pytest.approx(1.2345e-7)
     for batch_size in (5000, 1):
         made.fields["batch_size"].value = str(batch_size)
-        assert (made.plan.batch_size, made.sliders["batch_size"].value) == (batch_size, batch_size)
+        assert (made.plan.batch_size, sliders["batch_size"].value) == (batch_size, batch_size)
 
 
 def test_another_batch_size_offers_lr_by_rule_with_its_number_before_it_is_taken():
@@ -254,7 +243,6 @@ def test_another_batch_size_offers_lr_by_rule_with_its_number_before_it_is_taken
     assert (made.plan.lr, made.fields["lr"].value, offered(made)) == (0.002, "0.002", [])
     made.fields["batch_size"].value = "1024"
     assert "batch 256 → 1024" in made.form.offered.value
-    assert offered(made) == ["√ rule: 0.004", "linear: 0.008"]
     made.fields["batch_size"].value = "256"
     assert offered(made) == []
 
@@ -262,10 +250,9 @@ def test_another_batch_size_offers_lr_by_rule_with_its_number_before_it_is_taken
 def test_a_plan_with_a_rule_follows_it_at_once_and_offers_the_others():
     made = panel(lr=1e-3, batch_size=64, lr_rule="sqrt")
     made.fields["batch_size"].value = "128"
-    assert math.isclose(made.plan.lr, math.sqrt(2) * 1e-3)
-    assert made.fields["lr"].value == "0.00141"  # for the eye: the plan keeps every bit, also when others change
     made.fields["weight_decay"].value = "0.02"
-    assert math.isclose(made.plan.lr, math.sqrt(2) * 1e-3)
+    assert math.isclose(made.plan.lr, math.sqrt(2) * 1e-3), "the plan keeps every bit, also when others change"
+    assert made.fields["lr"].value == "0.00141"
     assert "lr 0.001 → 0.00141 by its rule (sqrt)" in made.form.offered.value
     assert offered(made) == ["keep: 0.001", "linear: 0.002"]
     buttons(made.form.offer_row)["keep: 0.001"].click()
@@ -275,12 +262,10 @@ def test_a_plan_with_a_rule_follows_it_at_once_and_offers_the_others():
 def test_without_a_run_every_button_is_disabled_and_says_what_it_would_do():
     made = panel()
     for _ in range(2):  # before a run, and after one
-        found = buttons(made.buttons.view)
+        found = buttons(made.form.controls)
         assert list(found) == ["Pause", "Stop", "Evaluate now", "Save now", "What limits it?", "Back to best", "Undo"]
-        for button in found.values():
-            assert button.disabled
-            assert button.icon
-            assert "no run is in progress" in button.tooltip
+        assert all(button.disabled and button.icon for button in found.values())
+        assert all("no run is in progress" in button.tooltip for button in found.values())
         found["Stop"].click()
         assert pending(made) == ""
         requests = running(made)
@@ -305,7 +290,7 @@ def test_a_button_posts_a_request_and_shows_it_until_the_run_has_answered(label,
     able: set[str] = set()
     made = panel()
     requests = running(made, able=able.__contains__)
-    button = buttons(made.controls)[label]
+    button = buttons(made.form.controls)[label]
     assert button.disabled, "there is nothing to do for it"
     able.add(action)
     made.refresh()
@@ -316,23 +301,26 @@ def test_a_button_posts_a_request_and_shows_it_until_the_run_has_answered(label,
     assert message in pending(made)
     assert requests.take(action)
     made.refresh()
-    assert not button.disabled
-    assert pending(made) == ""
+    assert (button.disabled, pending(made)) == (False, "")
 
 
-def test_pause_becomes_resume_whoever_paused():
+def test_pause_becomes_resume_whoever_paused_and_while_it_runs_also_in_the_panels_own_cell():
+    """fit's output, which has the buttons too, is gone once its cell was run again or the page loaded anew."""
     made = panel()
+    assert "Pause" not in buttons(made.form.whole)
     requests = running(made)
-    buttons(made.controls)["Pause"].click()
+    buttons(made.form.whole)["Pause"].click()
     assert requests.paused
     assert "paused between two steps" in pending(made)
-    buttons(made.controls)["Resume"].click()
+    buttons(made.form.controls)["Resume"].click()
     assert not requests.paused
     requests.post("pause")
     requests.unread = True
     made.refresh()
-    assert "Resume" in buttons(made.buttons.view)
+    assert "Resume" in buttons(made.form.controls)
     assert "pausing after this step" in pending(made)
+    made.end()
+    assert "Pause" not in buttons(made.form.whole)
 
 
 def test_a_change_during_a_run_is_pending_until_it_is_applied_and_nothing_requested_since_is_taken_back():
@@ -356,10 +344,8 @@ def test_a_value_that_a_run_refuses_is_not_wanted_and_its_reason_stands_next_to_
     made = panel()
     requests = running(made, samples=300)
     made.fields["batch_size"].value = "512"
-    assert (requests.state.plan, made.sliders["batch_size"].value) == (Plan(), 64)
-    assert "larger than the train split (300 samples)" in made.notes["batch_size"].value
-    made.fields["lr"].value = "fast"
-    assert requests.state.plan == Plan()
+    assert (requests.state.plan, made.form.sliders["batch_size"].value) == (Plan(), 64)
+    assert "larger than the train split (300 samples)" in made.form.notes["batch_size"].value
     made.end()
     made.fields["batch_size"].value = "512"
     assert made.plan.batch_size == 512
@@ -373,87 +359,72 @@ def test_what_a_started_run_keeps_is_disabled_with_the_reason_until_it_ends():
     assert not disabled & {"lr", "batch_size", "epochs", "amp"}
     made.fields["optimizer"].value = "sgd"  # as a front end that lags behind might
     assert requests.state.plan.optimizer == made.plan.optimizer == "adamw"
-    assert "optimizer cannot change now: fixed in a started run" in made.notes["optimizer"].value
+    assert "optimizer cannot change now: fixed in a started run" in made.form.notes["optimizer"].value
     made.end()
-    assert not any(field.disabled for field in (*made.fields.values(), *made.sliders.values()))
-    assert "fixed" not in made.notes["optimizer"].value
+    assert not any(field.disabled for field in made.fields.values())
+    assert "fixed" not in made.form.notes["optimizer"].value
 
 
 def test_a_preset_during_a_run_changes_what_may_change_and_says_what_it_kept():
-    made = panel(baseline=Plan(optimizer="adam", feed="workers", lr=2e-4), largest=Plan(batch_size=1024))
+    made = panel(baseline=Plan(optimizer="adam", feed="workers", lr=2e-4), largest=Plan(batch_size=1024, lr=4e-3))
     requests = running(made, samples=300)
-    buttons(made.view)["Guide's baseline"].click()
+    buttons(made.form.view)["Guide's baseline"].click()
     assert made.plan == requests.state.plan == Plan(lr=2e-4)
-    assert "kept: optimizer, feed (fixed in a started run)" in made.form.summary.value
+    assert "kept: optimizer, feed (fixed in a started run)" in summary(made)
     assert "after this step: lr 0.001 → 0.0002" in pending(made)
-    buttons(made.view)["Largest batch"].click()
+    buttons(made.form.view)["Largest batch"].click()
     assert requests.state.plan == Plan(lr=2e-4), "refused, as a whole"
-    assert "Not taken" in made.form.summary.value
-    assert "1024 is larger than the train split" in made.form.summary.value
+    assert "Not taken: batch_size" in summary(made)
+    assert "1024 is larger than the train split" in made.form.notes["batch_size"].value
 
 
-def test_a_preset_that_changes_more_than_three_settings_of_a_run_asks_once_more():
-    made = panel(largest=Plan(batch_size=1024, lr=4e-3, warmup_epochs=2.0, amp="bf16"), baseline=Plan(lr=0.5))
+def test_more_than_three_settings_at_once_are_asked_about_together():
+    """As by a preset, or a proposal of several changes."""
+    largest = Plan(batch_size=1024, lr=4e-3, warmup_epochs=2.0, amp="bf16")
+    made = panel(largest=largest)
     requests = running(made)
-    buttons(made.view)["Guide's baseline"].click()
-    assert questions(made.view) == ["Apply 1 change: lr"], "far beyond the advised"
-    buttons(made.view)["Largest batch"].click()
+    buttons(made.form.view)["Largest batch"].click()
     assert requests.state.plan == made.advised
-    assert "4 settings change at once: batch_size 64 → 1024, lr 0.001 → 0.004" in made.form.summary.value
-    buttons(made.view)["Apply 4 changes: batch_size, lr, warmup_epochs, amp"].click()
-    assert requests.state.plan == made.presets["Largest batch"]
-    assert questions(made.view) == []
-    assert "after this step: batch_size, lr, warmup_epochs, amp<" in pending(made)
+    assert "4 settings change at once: batch_size 64 → 1024, lr 0.001 → 0.004" in summary(made)
+    buttons(made.form.view)["Apply 4 changes: batch_size, lr, warmup_epochs, amp"].click()
+    assert (requests.state.plan, question(made)) == (largest, "")
+    assert "after this step: batch_size 64 → 1024, lr 0.001 → 0.004" in pending(made)
+    made.propose("Launch-bound", {"lr": 2e-3, "amp": "off", "clip_norm": 1.0, "batch_size": 128})
+    made.form.make.click()
+    assert (requests.state.plan, question(made)[:15]) == (largest, "Apply 4 changes")
     made.end()
-    buttons(made.view)["As advised"].click()
+    buttons(made.form.view)["As advised"].click()
     assert made.plan == made.advised, "without a run nothing is asked"
-
-
-def test_four_fields_that_change_at_once_are_asked_about_together():
-    """As from a front end that lags behind, or a proposal of several changes."""
-    made = panel()
-    requests = running(made)
-    made.propose("Launch-bound", {"lr": 2e-3, "amp": "bf16", "clip_norm": 1.0, "batch_size": 128})
-    made.proposal.button.click()
-    assert requests.state.plan == made.advised
-    assert questions(made.view) == ["Apply 4 changes: lr, amp, clip_norm, batch_size"]
-    buttons(made.view)[questions(made.view)[0]].click()
-    assert set(made.plan.changes_from(made.advised)) == {"lr", "amp", "clip_norm", "batch_size"}
-    assert questions(made.view) == []
 
 
 @pytest.mark.parametrize(
     ("name", "text", "usual", "ratio"),
     [("lr", "1000", {"lr": 0.002}, "500,000"), ("weight_decay", "2", {"weight_decay": 0.1}, "20")],
 )
-def test_a_value_beyond_ten_times_the_advised_asks_once_more_next_to_its_field(name, text, usual, ratio):
+def test_a_value_beyond_ten_times_the_advised_asks_once_more(name, text, usual, ratio):
     made = panel(**usual)
     requests = running(made)
     made.fields[name].value = text
     assert requests.state.plan == made.advised
-    assert f"{name} {text} is {ratio}× the advised {usual[name]}" in made.notes[name].value
+    assert f"{name} {text} is {ratio}× the advised {usual[name]}" in made.form.notes[name].value
     assert made.fields[name].value == text
-    row = made.form.rows[name]
-    assert questions(row) == [f"Apply {name} = {text}"]
-    buttons(row)[f"Apply {name} = {text}"].click()
+    buttons(made.form.view)[f"Apply {name} = {text}"].click()
     assert getattr(requests.state.plan, name) == float(text)
-    assert not questions(row)
-    assert "Not" not in made.form.summary.value
+    assert question(made) == ""
+    assert "Not" not in summary(made)
 
 
 def test_what_is_asked_about_is_forgotten_when_another_value_is_typed_or_chosen():
     made = panel(lr=0.002)
-    requests, row = running(made), made.form.rows["lr"]
+    running(made)
     made.fields["lr"].value = "1000"
-    made.fields["epochs"].value = "20"
-    assert (requests.state.plan.epochs, made.plan.lr) == (20, 0.002), "a question holds nothing else up"
-    assert questions(row)
+    assert question(made)
     made.fields["lr"].value = "0.02"
-    assert (made.plan.lr, questions(row)) == (0.02, []), "up to ten times nothing is asked"
-    made.sliders["lr"].value = 0.1
-    assert (made.plan.lr, questions(row)) == (0.02, ["Apply lr = 0.1"])
+    assert (made.plan.lr, question(made)) == (0.02, ""), "up to ten times nothing is asked"
+    made.form.sliders["lr"].value = 0.1
+    assert (made.plan.lr, question(made)) == (0.02, "Apply lr = 0.1")
     made.reset()
-    assert (made.plan, questions(row), made.fields["lr"].value) == (made.advised, [], "0.002")
+    assert (made.plan, question(made), made.fields["lr"].value) == (made.advised, "", "0.002")
     made.fields["lr"].value = "1000"
     made.insist()
     made.fields["lr"].value = "1"
@@ -465,7 +436,7 @@ def test_the_advised_is_that_of_the_run_where_it_knows_another():
     requests = running(made, advised=Plan(lr=0.002))
     made.fields["lr"].value = "2"
     assert requests.state.plan.lr == 1.0
-    assert "lr 2 is 1,000× the advised 0.002" in made.notes["lr"].value
+    assert "lr 2 is 1,000× the advised 0.002" in made.form.notes["lr"].value
 
 
 def test_a_plan_that_came_from_elsewhere_is_shown():
@@ -475,11 +446,10 @@ def test_a_plan_that_came_from_elsewhere_is_shown():
     requests.state.plan = made.plan.replace(lr=7e-4, batch_size=128)
     applied(made, requests)
     assert (made.plan.lr, made.fields["lr"].value) == (7e-4, "0.0007")
-    assert made.sliders["lr"].value == pytest.approx(7e-4)
-    assert pending(made) == ""
-    assert offered(made) == []
+    assert made.form.sliders["lr"].value == pytest.approx(7e-4)
+    assert (pending(made), offered(made)) == ("", [])
     assert made.fields["epochs"].value == "no"
-    assert "must be a whole number" in made.notes["epochs"].value
+    assert "must be a whole number" in made.form.notes["epochs"].value
 
 
 def test_a_user_on_another_thread_is_not_lost_while_the_run_fills_the_fields():
@@ -501,53 +471,27 @@ def test_a_user_on_another_thread_is_not_lost_while_the_run_fills_the_fields():
 def test_a_page_without_a_kernel_and_a_terminal_show_the_plan_as_a_table():
     made = panel(reasons={"lr": f"because {EVIL}"})
     bundle = made._repr_mimebundle_()
-    assert bundle[VIEW]["model_id"] == made.whole.model_id
+    assert bundle[VIEW]["model_id"] == made.form.whole.model_id
     assert "because &lt;img" in bundle["text/html"]
     assert "<img" not in bundle["text/html"]
-    for shown in (bundle["text/html"], bundle["text/plain"]):
+    for shown in (bundle["text/html"], repr(made)):
         assert all(name in shown for name in made.fields)
-    assert repr(made) == bundle["text/plain"]
-
-
-def test_the_panels_own_cell_has_the_buttons_while_a_run_is_under_way():
-    """fit's output, which has them too, is gone once its cell was run again or the page loaded anew."""
-    made = panel()
-    assert "Pause" not in buttons(visible(made.whole))
-    requests = running(made)
-    buttons(visible(made.whole))["Pause"].click()
-    assert requests.paused
-    assert "Resume" in buttons(visible(made.whole))
-    made.end()
-    assert "Pause" not in buttons(visible(made.whole))
-
-
-def visible(widget):
-    """A widget with what is displayed of its children."""
-    return types.SimpleNamespace(children=[child for child in widget.children if child.layout.display != "none"])
-
-
-def test_without_ipywidgets_it_says_so(monkeypatch):
-    monkeypatch.delitem(sys.modules, "nbtools.live.form")
-    monkeypatch.delattr(sys.modules["nbtools.live"], "form")
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    with pytest.raises(MissingExtra, match="Panel is drawn with ipywidgets"):
-        Panel(Plan())
 
 
 def test_a_verdict_is_shown_with_a_button_that_makes_its_change():
     made = panel(amp="off")
+    form = made.form
     made.propose(f"Compute-bound: {EVIL}; amp = bf16 makes training 1.4× as fast", {"amp": "bf16"})
-    assert EVIL not in made.proposal.message.value
-    assert "Compute-bound" in made.proposal.message.value
-    assert made.proposal.button.description == "Make it so: amp = bf16"
+    assert EVIL not in form.sentence.value
+    assert "Compute-bound" in form.sentence.value
     requests = running(made, samples=300)
-    made.proposal.button.click()
+    buttons(form.controls)["Make it so: amp = bf16"].click()
     assert requests.state.plan.amp == "bf16"
-    assert made.proposal.view.layout.display == "none", "a change that was made is proposed no more"
+    assert form.verdict.layout.display == "none", "a change that was made is proposed no more"
     made.propose("Launch-bound: larger batch", {"batch_size": 10**6})
-    made.proposal.button.click()
+    form.make.click()
     assert made.plan.batch_size == Plan().batch_size
-    assert "larger than the train split" in made.notes["batch_size"].value
-    assert made.proposal.view.layout.display == "flex", "a refused change stays proposed"
+    assert "larger than the train split" in form.notes["batch_size"].value
+    assert form.verdict.layout.display == "flex", "a refused change stays proposed"
     made.propose("Compute-bound: nothing worth changing", None)
-    assert made.proposal.button.layout.display == "none"
+    assert not [label for label in buttons(form.controls) if label.startswith("Make")]

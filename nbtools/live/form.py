@@ -1,5 +1,4 @@
-"""How a Panel looks: name, input, slider and note of each setting in columns, the notes below where it is narrow; and
-the buttons that act on a run.
+"""The widgets of a Panel: buttons that act on a run, and a form with name, input, slider and note of each setting.
 
 Core ipywidgets that 7.7.1 and 8 both have. A number's text is the truth; its slider is one way to reach it.
 """
@@ -8,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field
 from functools import partial
@@ -18,14 +17,9 @@ from typing import Any
 from ipywidgets import HTML, Accordion, Button, Checkbox, Dropdown, FloatLogSlider, HBox, Label, Layout, Text, VBox
 
 from nbtools import table
-from nbtools.live.requests import Requests
 
-ORDER = (
-    *("network", "epochs", "batch_size", "lr", "amp", "clip_norm", "eval_every", "early_stop"),
-    *("weight_decay", "micro_batch_size"),
-)
-"""What users change most, in this order: the first IN_VIEW that a plan has are in view, the rest under More."""
-IN_VIEW = 8
+IN_VIEW = ("network", "epochs", "batch_size", "lr", "amp", "clip_norm", "eval_every", "early_stop")
+"""What users change most, in this order; all other settings are under More."""
 
 SPANS = {"lr": (10.0, 2, 0.05, ".1e"), "batch_size": (2.0, 4, 1.0, "d")}
 """setting → base of its logarithmic slider, reach to either side and step (exponents), format of a value (d3)."""
@@ -46,14 +40,6 @@ STYLE = """<style>
 """Lines between rows; where the form is narrow a note stands below its input (184 px: NAME, gap and margins). A host
 that drops it shows the same form, less neatly."""
 
-PENDING = {
-    "stop": "stopping after this step: saving, then the run is returned …",
-    "evaluate": "evaluating after this step …",
-    "save": "saving after this step …",
-    "profile": "measuring what a step consists of, for a few seconds …",
-    "best": "going back to the best checkpoint after this step …",
-    "undo": "undoing the last change after this step …",
-}
 BUTTONS = {
     "pause": ("Pause", "pause", "Pause after this step; the run stays in memory until Resume"),
     "stop": ("Stop", "stop", "Finish the step, save a checkpoint and return the run; run the cell again to continue"),
@@ -65,58 +51,92 @@ BUTTONS = {
 }
 """action → label, icon (a name that Font Awesome 4 to 6 know), tooltip."""
 RESUME = ("Resume", "play", "Continue with the next step")
-NO_RUN = "no run is in progress: nb.fit starts one"
+PENDING = {
+    "stop": "stopping after this step: saving, then the run is returned …",
+    "evaluate": "evaluating after this step …",
+    "save": "saving after this step …",
+    "profile": "measuring what a step consists of, for a few seconds …",
+    "best": "going back to the best checkpoint after this step …",
+    "undo": "undoing the last change after this step …",
+}
 PAUSED, PAUSING = "paused between two steps: change what you like, then Resume", "pausing after this step …"
+NO_RUN = "no run is in progress: nb.fit starts one"
 SLOW = 1.0  # seconds a step; from here on the panel says beforehand that clicks are read when it ends
+
+OFFERS = {
+    "none": ("keep", "lr as it was"),
+    "sqrt": ("√ rule", "times √k for a batch k times as large: rule of thumb for Adam (arXiv 2205.10287)"),
+    "linear": ("linear", "times k for a batch k times as large: rule of thumb for SGD with warmup (arXiv 1706.02677)"),
+}
+"""lr_rule → what the button that takes its lr says, and its tooltip."""
 
 
 class Form:
-    """The widgets of one panel: fields and sliders to change, notes to read.
+    """The widgets of one Panel, which call its methods.
 
-    read: called with setting and value when the user changes a field. presets: label → button. offers: lr_rule →
-    button. confirm: the button that applies what has to be confirmed. values: what the fields show, or would
-    show where the user's text is kept.
+    view: the form. controls: the buttons and the proposal. whole: the form below the buttons of a run in progress.
+    values: what the fields show, or would show where they keep the user's text.
     """
 
-    def __init__(
-        self,
-        values: Mapping[str, Any],
-        rules: Mapping[str, Field[Any]],
-        presets: Mapping[str, Button],
-        read: Callable[..., None],
-        offers: Mapping[str, Button],
-        confirm: Button,
-    ):
-        self.presets, self.offers, self.confirm = presets, offers, confirm
-        self.fields = {name: field(values[name], rule, name in SPANS) for name, rule in rules.items()}
-        self.sliders = {name: slider(values[name], *SPANS[name]) for name in SPANS}
-        self.notes = {name: markup() for name in rules}
-        self.summary, self.offered = markup(), markup()
-        self.offered.layout.flex = "0 1 auto"
-        self.offer_row = bar([self.offered, *offers.values()], margin="0 0 6px 184px")
-        self.values = dict(values)
+    def __init__(self, panel: Any):
+        self.panel, plan = panel, panel.plan
         self.filling: int | None = None  # the thread that fills the fields: what it sets was not set by the user
-        for name, made in self.fields.items():
-            made.observe(lambda change, n=name: read(n, change.new) if self.by_user() else None, names="value")
-        for name, made in self.sliders.items():
-            made.observe(lambda change, n=name: self.slid(n, change.new) if self.by_user() else None, names="value")
-        self.rows = {name: self.row(name, rule) for name, rule in rules.items()}
-        self.view = self.arrange(self.rows)
-        self.ask("", "")
+        self.actions = {action: button("", partial(panel.click, action)) for action in BUTTONS}
+        self.pending, self.sentence = markup(), markup()
+        self.make = button("", panel.accept, "Takes effect at the next step", "arrow-right")
+        self.verdict = bar([self.sentence, self.make])
+        buttons = bar([*self.actions.values(), self.pending])
+        self.controls, self.own = column([buttons, self.verdict]), column([buttons])
+
+        self.fields = {name: field(getattr(plan, name), rule, name in SPANS) for name, rule in panel.rules.items()}
+        self.sliders = {name: slider(getattr(plan, name), *span) for name, span in SPANS.items()}
+        self.notes = {name: markup() for name in self.fields}
+        self.values: dict[str, Any] = {}
+        for made, changed in ((self.fields, panel.read), (self.sliders, self.slid)):
+            for name, widget in made.items():
+                widget.observe(partial(self.by_user, changed, name), names="value")
+        self.presets = {
+            label: button(label, partial(panel.choose, label), why) for label, (_, why) in panel.presets.items()
+        }
+        self.confirm = button("", panel.insist, "Apply it anyway", "exclamation-triangle")
+        self.summary, self.offered = markup(), markup()
+        self.top = bar([*self.presets.values(), self.summary, self.confirm], margin="0 0 6px")
+        self.offered.layout.flex = "0 1 auto"
+        self.offers = {rule: button("", partial(panel.follow, rule), why) for rule, (_, why) in OFFERS.items()}
+        self.offer_row = bar([self.offered, *self.offers.values()], margin="0 0 6px 184px")
+        self.view = self.arranged()
+        self.whole = column([self.own, self.view])  # for the panel's own cell, which outlives the output of fit's
+        self.propose("", "")
+
+    def arranged(self) -> VBox:
+        rows = {name: self.row(name, rule) for name, rule in self.panel.rules.items()}
+        shown = [name for name in IN_VIEW if name in rows]
+        parts = [rows.pop(name) for name in shown]
+        parts.insert(shown.index("batch_size") + 1, self.offer_row)
+        more = Accordion(children=[VBox([*rows.values()])], selected_index=None, layout=Layout(margin="8px 0 0"))
+        more.set_title(0, f"More: {len(rows)} settings")
+        style = HTML(STYLE, layout=Layout(display="none"))
+        form = VBox([style, self.top, *parts, more], layout=Layout(width="100%", max_width="1100px"))
+        form.add_class("nbtools-form")
+        return form
+
+    def row(self, name: str, rule: Field[Any]) -> HBox:
+        unit, help = rule.metadata.get("unit", ""), rule.metadata.get("help", "")
+        title = f"{name} ({unit})" if unit and unit not in f"{name} {help}" else name
+        label = Label(title, layout=Layout(width=NAME, flex="0 0 auto"))
+        inputs = [made[name] for made in (self.fields, self.sliders) if name in made]
+        middle = HBox(inputs, layout=Layout(width=INPUT, flex="0 0 auto", align_items="center"))
+        row = bar([label, middle, self.notes[name]], grid_gap="0 14px", padding="2px 0")
+        row.add_class("nbtools-row")
+        return row
+
+    def by_user(self, changed: Callable[[str, Any], None], name: str, change: Any) -> None:
+        if self.filling != threading.get_ident():
+            changed(name, change.new)
 
     def slid(self, name: str, value: float) -> None:
         """The user let a slider go: its field says where, a power of two or two digits."""
         self.fields[name].value = str(round(value)) if SPANS[name][0] == 2 else f"{value:.2g}"
-
-    def fill(self, values: Mapping[str, Any], kept: Collection[str] = ()) -> None:
-        """Make fields and sliders show these values; kept: fields that keep the user's text, to be corrected."""
-        self.values |= values
-        with self.silently():
-            for name, value in values.items():
-                if name not in kept:
-                    self.fields[name].value = self.holds(name, value)
-                    if name in self.sliders:
-                        move(self.sliders[name], value)
 
     def hold(self, name: str, text: Any) -> None:
         """Make a field hold what the user put into it, word for word."""
@@ -131,84 +151,47 @@ class Form:
         finally:
             self.filling = None
 
-    def by_user(self) -> bool:
-        return self.filling != threading.get_ident()
-
     def holds(self, name: str, value: Any) -> Any:
         """A value as the input of a setting holds it."""
         return written(value) if isinstance(self.fields[name], Text) else value
 
-    def fix(self, names: Mapping[str, str]) -> None:
-        """Disable these, enable all others."""
-        for name, made in (*self.fields.items(), *self.sliders.items()):
-            made.disabled = name in names
-
-    def note(self, name: str, help: str, reason: str = "", wrong: str = "") -> None:
-        """What stands next to a field: what it does and why it has its value, or what is wrong with it."""
-        parts = [styled(WRONG, wrong)] if wrong else [styled(HELP, help), styled(MUTED, reason)]
-        self.notes[name].value = "".join(parts)
-
-    def mark(self, labels: Collection[str]) -> None:
-        """The presets that the plan is."""
-        for label, made in self.presets.items():
-            made.button_style = "primary" if label in labels else ""
-
-    def say(self, sentence: str, wrong: bool = False) -> None:
-        """What stands above the fields."""
-        self.summary.value = styled(WRONG if wrong else MUTED, sentence)
-
-    def offer(self, sentence: str, offers: Mapping[str, str]) -> None:
-        """Under the batch size: what happened to lr, and a button for each rule that would do otherwise."""
+    def show(self, wrong: Mapping[str, str], note: str = "") -> None:
+        """Show the wanted plan. wrong: setting → why the user's value, which stays in its field, is not taken."""
+        panel, plan = self.panel, self.panel.plan
+        waiting = panel.question.changes_from(plan) if panel.question is not None else {}
+        bad = {**panel.asks, **wrong}
+        self.values = plan.to_dict()
+        with self.silently():
+            for name, value in self.values.items():
+                self.fields[name].disabled = name in panel.fixed
+                if name not in wrong and name not in waiting:
+                    self.fields[name].value = self.holds(name, value)
+                if name in self.sliders:
+                    move(self.sliders[name], value)
+                help, reason = panel.rules[name].metadata.get("help", ""), panel.reason(name)
+                good = styled(HELP, help) + styled(MUTED, reason)
+                self.notes[name].value = styled(WRONG, bad[name]) if name in bad else good
+        changed = list(plan.changes_from(panel.advised))
+        summary = f"Changed: {', '.join(changed)}" if changed else ""
+        if wrong:
+            summary = f"Not taken: {', '.join(wrong)}; the plan keeps its last valid value"
+        elif waiting:
+            summary = f"Not applied yet: {'; '.join(panel.asks.values())}"
+        self.summary.value = styled(WRONG if bad else MUTED, " · ".join(filter(None, (summary, note))))
+        shown(self.confirm, applying(waiting, panel.question))
+        for label, (preset, _) in panel.presets.items():
+            self.presets[label].button_style = "primary" if preset == plan else ""
+            self.presets[label].disabled = preset is None
+        sentence, offers = panel.offers()
         self.offered.value = styled(HELP, sentence)
         self.offer_row.layout.display = "flex" if sentence else "none"
         for rule, made in self.offers.items():
-            made.description = offers.get(rule, "")
-            made.layout.display = "inline-block" if rule in offers else "none"
+            shown(made, f"{OFFERS[rule][0]}: {table.shown(offers[rule])}" if rule in offers else "")
+        self.show_run()
 
-    def ask(self, place: str, label: str) -> None:
-        """Show the confirming button in the row of a setting, or next to the presets where there is no such row; no
-        label: remove it."""
-        at = self.rows.get(place, self.top) if label else None
-        self.confirm.description = label
-        for bar in (self.top, *self.rows.values()):
-            others = tuple(child for child in bar.children if child is not self.confirm)
-            if (here := (*others, self.confirm) if bar is at else others) != bar.children:
-                bar.children = here
-
-    def row(self, name: str, rule: Field[Any]) -> HBox:
-        unit, help = rule.metadata.get("unit", ""), rule.metadata.get("help", "")
-        title = f"{name} ({unit})" if unit and unit not in f"{name} {help}" else name
-        label = Label(title, layout=Layout(width=NAME, flex="0 0 auto"))
-        inputs = [made[name] for made in (self.fields, self.sliders) if name in made]
-        middle = HBox(inputs, layout=Layout(width=INPUT, flex="0 0 auto", align_items="center"))
-        made = bar([label, middle, self.notes[name]], grid_gap="0 14px", padding="2px 0")
-        made.add_class("nbtools-row")
-        return made
-
-    def arrange(self, rows: Mapping[str, HBox]) -> VBox:
-        names = sorted(rows, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
-        in_view = [rows[name] for name in names[:IN_VIEW]]
-        in_view.insert(names.index("batch_size") + 1, self.offer_row)
-        hidden = VBox([rows[name] for name in names[IN_VIEW:]])
-        more = Accordion(children=[hidden], selected_index=None, layout=Layout(margin="8px 0 0"))
-        more.set_title(0, f"More: {len(hidden.children)} settings")
-        style = HTML(STYLE, layout=Layout(display="none"))
-        self.top = bar([*self.presets.values(), self.summary], margin="0 0 6px")
-        form = VBox([style, self.top, *in_view, more], layout=Layout(width="100%", max_width="1100px"))
-        form.add_class("nbtools-form")
-        return form
-
-
-class Buttons:
-    """The buttons of one panel, which post requests and show them as pending until the run has answered."""
-
-    def __init__(self, click: Callable[[str], None]):
-        self.made = {action: button("", partial(click, action)) for action in BUTTONS}
-        self.message = markup()
-        self.view = bar([*self.made.values(), self.message])
-
-    def show(self, requests: Requests | None) -> None:
-        """What is pending; None: no run is in progress. Setting what is set already sends nothing."""
+    def show_run(self) -> None:
+        """What is pending in the run, if one is in progress. Setting what is set already sends nothing."""
+        requests = self.panel.requests if self.panel.running else None
         paused, pending = (requests.paused, requests.pending) if requests else (False, ())
         messages = [sentence for action, sentence in PENDING.items() if action in pending]
         if requests is not None:
@@ -218,29 +201,27 @@ class Buttons:
                 messages.append(f"after this step: {requests.change}")
             if not messages and requests.pace >= SLOW:
                 messages.append(f"a step takes {requests.pace:.0f} s; requests are read when it ends")
-        self.message.value = styled(HELP, " · ".join(messages))
-        for action, made in self.made.items():
+        self.pending.value = styled(HELP, " · ".join(messages))
+        self.own.layout.display = "flex" if requests else "none"
+        for action, made in self.actions.items():
             resume = action == "pause" and paused
             made.description, made.icon, what = RESUME if resume else BUTTONS[action]
             made.button_style = "primary" if resume else ""
             made.tooltip = what if requests else f"{what} ({NO_RUN})"
             made.disabled = requests is None or requests.stop or action in pending or not requests.able(action)
 
+    def propose(self, sentence: str, change: str) -> None:
+        """Show what the plan is bound by; change: what a button would do, none without."""
+        self.sentence.value = styled(HELP, sentence)
+        self.verdict.layout.display = "flex" if sentence else "none"
+        shown(self.make, change)
 
-class Proposal:
-    """What a plan is bound by, and a button that makes the one change most worth making."""
 
-    def __init__(self, accept: Callable[[], None]):
-        self.message, self.button = markup(), button("", accept, "Takes effect at the next step", "arrow-right")
-        self.view = bar([self.message, self.button])
-        self.show("", "")
-
-    def show(self, sentence: str, change: str) -> None:
-        """change: what the button would do; no button without."""
-        self.message.value = styled(HELP, sentence)
-        self.view.layout.display = "flex" if sentence else "none"
-        self.button.description = change
-        self.button.layout.display = "inline-block" if change else "none"
+def applying(waiting: Mapping[str, str], plan: Any) -> str:
+    """What the button says that applies what has to be confirmed."""
+    if len(waiting) > 1:
+        return f"Apply {len(waiting)} changes: {', '.join(waiting)}"
+    return "".join(f"Apply {name} = {table.shown(getattr(plan, name))}" for name in waiting)
 
 
 def field(value: Any, rule: Field[Any], narrow: bool) -> Any:
@@ -282,13 +263,19 @@ def move(slider: FloatLogSlider, value: float) -> None:
     slider.value = value
 
 
-def markup() -> HTML:
-    return HTML(layout=Layout(flex=f"1 1 {NOTE}", width="auto", min_width="0", margin="2px 0"))
+def shown(button: Button, label: str) -> None:
+    """Show a button with this label; none without."""
+    button.description = label
+    button.layout.display = "inline-block" if label else "none"
 
 
 def styled(style: str, text: str) -> str:
     """Escaped text in a style."""
     return f'<div style="{style}">{escape(text)}</div>' if text else ""
+
+
+def markup() -> HTML:
+    return HTML(layout=Layout(flex=f"1 1 {NOTE}", width="auto", min_width="0", margin="2px 0"))
 
 
 def button(label: str, action: Callable[[], None], tooltip: str = "", icon: str = "") -> Button:

@@ -27,6 +27,9 @@ COMMS = frozenset({"comm_open", "comm_msg", "comm_close", "comm_info_request", "
 NEEDED = ("session", "shell_handlers", "set_parent", "get_parent", "_parent_ident", "_publish_status")
 """The attributes of a kernel that handling a message uses."""
 
+PERIOD = 0.05
+"""Seconds between two looks at the kernel's socket."""
+
 EVENTS, POLLIN, POLLOUT = 15, 1, 2
 """zmq.EVENTS, zmq.POLLIN and zmq.POLLOUT, without importing zmq where there is no kernel."""
 
@@ -43,16 +46,15 @@ class Messages:
                 step(batch)
                 messages.handle()
 
-    An event takes effect within 1/hertz seconds and one step. A call costs a look at the clock (0.2 µs) and, `hertz`
-    times a second, one at the kernel's socket (3 µs in a tight loop, about 60 µs between two steps of torch). Without a
-    kernel, or with an unknown one, nothing happens.
+    An event takes effect within PERIOD seconds and one step. A call costs a look at the clock (0.2 µs) and, once a
+    PERIOD, one at the kernel's socket (3 µs in a tight loop, about 60 µs between two steps of torch). Without a kernel,
+    or with an unknown one, nothing happens.
     """
 
     trouble: str | None = None
     """Why widgets do not react before the cell ends, in a sentence for the user; None: they do, or there are none."""
 
-    def __init__(self, hertz: float = 20.0) -> None:
-        self._pause = 1 / hertz
+    def __init__(self) -> None:
         self._due = math.inf
         self._kernel: Any = None
         self._inbox: Queued | Received | None = None
@@ -79,7 +81,7 @@ class Messages:
                 box.close()
 
     def handle(self) -> int:
-        """Handle the pending widget messages, at most `hertz` times a second; returns how many there were.
+        """Handle the pending widget messages, at most once a PERIOD; returns how many there were.
 
         An exception in a callback is printed, not raised; KeyboardInterrupt is raised, once everything is back in its
         place.
@@ -89,7 +91,7 @@ class Messages:
         if closing(self._kernel):
             self.__exit__()
             return 0
-        self._due = time.perf_counter() + self._pause
+        self._due = time.perf_counter() + PERIOD
         try:
             return self._handle_pending()
         except Exception as error:

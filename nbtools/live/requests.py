@@ -14,15 +14,13 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from nbtools import disk, table
+from nbtools import disk
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.live.kernel import flush
 from nbtools.train import CONTROL, Plan, TrainState, checkpoint, doubts
 
 ACTIONS = ("pause", "resume", "stop", "evaluate", "save", "profile", "best", "undo")
 REFUSED = "not taken: "  # the start of a row of the history that answers a request the run cannot fulfil
-MANY = 3  # changed settings beyond which a line names them without their values
-LONGEST = 100_000  # characters that a control file may have
 UNFINISHED = 2.0  # seconds in which a file that is not JSON may still be being written: `echo … > control.json`
 
 
@@ -79,12 +77,10 @@ class Requests:
 
     @property
     def change(self) -> str:
-        """The settings that are wanted and not applied yet, in a line: with their values as long as they are few."""
+        """The settings that are wanted and not applied yet, in a line."""
         old, new = self.state.applied, self.state.plan
-        names = list(new.changes_from(old)) if new is not old else []
-        if len(names) > MANY:
-            return ", ".join(names)
-        return ", ".join(f"{n} {table.shown(getattr(old, n))} → {table.shown(getattr(new, n))}" for n in names)
+        changes = new.changes_from(old) if new is not old else {}
+        return ", ".join(f"{name} {change}" for name, change in changes.items())
 
 
 def advised(folder: Path, plan: Plan) -> Plan:
@@ -107,9 +103,7 @@ def send(
         raise TrainError(f"{folder}: does not exist, so no run can take a request; name the folder of a run")
     with disk.explained("asking a run", path), suppress(FileNotFoundError):  # the run takes it at any moment
         waiting = parsed(read(path)) or {}
-    wanted = [*listed(waiting.pop("do", [])), *actions]
-    for action in wanted:
-        require(action)
+    wanted = listed([*listed(waiting.pop("do", [])), *actions])
     before = waiting.pop("force", False)
     if waiting:
         force = before and (force or not settings)  # force must not extend to requests of somebody else
@@ -126,22 +120,10 @@ def receive(folder: Path, requests: Requests) -> None:
     (`"force": true`); then none of it is posted. The file is removed either way.
     """
     path, plan = folder / CONTROL, requests.state.plan
-    try:
-        text, written = read(path), path.stat().st_mtime
-    except FileNotFoundError:
+    if (settings := taken(path)) is None:
         return
-    except OSError as error:
-        text, written = f"{error.strerror}", 0.0
-    if parsed(text) is None and time.time() - written < UNFINISHED:
-        return
-    text = taken(path, text)
-    settings = parsed(text)
-    if settings is None:
-        raise TrainError(f'{path} must be a JSON object such as {{"do": "pause", "lr": 1e-4}}, got {text[:40]!r}')
     try:
         actions, force = listed(settings.pop("do", [])), settings.pop("force", False)
-        for action in actions:
-            require(action)
         if not isinstance(force, bool):
             raise TrainError(f'"force" must be true or false, got {force!r}')
         wanted = plan.turn(**{n: plan.parse(n, v) if isinstance(v, str) else v for n, v in settings.items()})
@@ -159,22 +141,32 @@ def receive(folder: Path, requests: Requests) -> None:
         requests.state.plan = wanted
 
 
-def read(path: Path) -> str:
-    """As much of the file as a request may have. Raises OSError."""
-    with path.open(errors="replace") as file:
-        return file.read(LONGEST)
-
-
-def taken(path: Path, text: str) -> str:
-    """Remove the file and return its text by then: more may have been requested since it was read as `text`."""
+def taken(path: Path) -> dict[str, Any] | None:
+    """Remove a control file and return what it requests; None where there is none, or it is still being written."""
+    try:
+        if parsed(read(path)) is None and time.time() - path.lstat().st_mtime < UNFINISHED:
+            return None
+    except FileNotFoundError:
+        return None
     mine = path.with_name(f"{path.name}.part")
     with disk.explained("taking a request", path):
         disk.remove(mine)
-        disk.rename(path, mine)
-        with suppress(OSError):  # a folder, or not readable: `text` says so
-            text = read(mine)
+        disk.rename(path, mine)  # what is requested from now on is read at the next look
+        text = read(mine)
         disk.remove(mine)
-    return text
+    if (found := parsed(text)) is None:
+        raise TrainError(f'{path} must be a JSON object such as {{"do": "pause", "lr": 1e-4}}, got {text[:40]!r}')
+    return found
+
+
+def read(path: Path) -> str:
+    """The text of a control file, or why it cannot be read. Raises FileNotFoundError."""
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        return str(error.strerror)
 
 
 def parsed(text: str) -> dict[str, Any] | None:
@@ -186,13 +178,13 @@ def parsed(text: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def require(action: Any) -> None:
-    if action not in ACTIONS:
-        raise TrainError(f"a request must be one of {', '.join(ACTIONS)}, got {action!r}; name one of these")
+def listed(actions: Any) -> list[str]:
+    """One action or several as a list. Raises TrainError for an unknown one."""
+    found = actions if isinstance(actions, list) else [actions]
+    for action in found:
+        if action not in ACTIONS:
+            raise TrainError(f"a request must be one of {', '.join(ACTIONS)}, got {action!r}; name one of these")
+    return found
 
 
 class FirstSignal:

@@ -28,10 +28,8 @@ MOMENT = 0.05  # seconds of a pause between two looks at what is requested
 
 
 class Surface(View):
-    """A View whose buttons and fields act on the run; GPU readings; `control.json`; Ctrl-C.
-
-    Enter it while the run lasts. `listen` reads what is requested; `former` are the plans to undo to, the last of them
-    the one that was applied last.
+    """A View whose buttons and fields act on the run; GPU readings; `control.json`; Ctrl-C. Enter it while the run
+    lasts. former: the plans to undo to, the last of them the one that was applied last.
     """
 
     def __init__(self, folder: Path, state: TrainState, pack: Pack, history: History, given: Any, show: bool):
@@ -106,8 +104,8 @@ class Surface(View):
         self.changed(self.state.plan)
 
     def measured(self, record: Record) -> Record:
-        """The record with the GPU's newest reading, where it is a row and there is one. Energy is counted on from the
-        rows of an earlier session."""
+        """The record with the GPU's newest reading, where it is a row and there is one. Energy counts on from the rows
+        of an earlier session."""
         reading = self.sampler.latest if self.sampler is not None else None
         if reading is None or record.kind not in ("step", "epoch") or not record.values:
             return record

@@ -7,7 +7,6 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -42,11 +41,8 @@ MESSAGE = "font-size:12px;line-height:1.5;opacity:.75"
 
 
 class Previews:
-    """A few samples of the validation split with what the network reads in them now; none where the task shows none.
-
-    They are the same each time, evenly spaced over the split. `Task.preview` draws them, from the answers of
-    `Task.decode`.
-    """
+    """A few samples of the validation split, the same each time, with what the network reads in them now; none where
+    the task has no `preview`."""
 
     def __init__(self, state: TrainState, pack: Pack):
         self.state, self.pack = state, pack
@@ -85,7 +81,7 @@ class View:
         self.folder, self.history, self.count, self.progress = folder, history, count, show
         self.plot = LivePlot(folder.name, self.epochs(plan), count, best)
         self.notebook = in_notebook()
-        drawn = show and self.plot.widget is not None
+        drawn = show and self.notebook
         self.panel: Panel | None = given if isinstance(given, Panel) else Panel(given) if drawn else None
         self.output = Output() if drawn else None
         self.events: list[str] = []
@@ -109,9 +105,10 @@ class View:
 
     def start(self, status: str = "") -> None:
         """Put the live view into the output of the running cell."""
-        if self.output is not None:
+        if self.output is not None and self.panel is not None:
             self.draw(status)
-            self.output.live(self.panel, self.plot.widget, f"{self.folder}: {PLOT_FILE} in it shows how the run went")
+            form, text = self.panel.form, f"{self.folder}: {PLOT_FILE} in it shows how the run went"
+            self.output.live(form.controls, self.plot.widget, form.view, text)
 
     def draw(self, status: str = "") -> None:
         """Draw a new frame when it is due. Where one fails a message says so, and the run continues without."""
@@ -201,8 +198,7 @@ class View:
         except Exception as error:
             self.tell(f"no picture: {type(error).__name__}: {error}")
         if self.output is not None and self.output.lives:
-            kept = (self.panel.controls, self.panel.view) if self.panel is not None else ()
-            self.output.stay(picture, kept)
+            self.output.stay(picture)
         if path is not None and picture is not None:
             with disk.explained("writing the plot", self.folder):
                 disk.write_atomic(path, picture)
@@ -221,21 +217,17 @@ class Output:
         self.lives = False
         self.lines: list[str] = []
         self.recent: list[str] = []
-        self.messages: Any = None
-        self.view: Any = None
         self.stills: list[str] = []  # display ids of what stands for the view when the kernel is gone
 
-    def live(self, panel: Panel | None, plot: Any, text: str) -> None:
+    def live(self, controls: Any, plot: Any, form: Any, text: str) -> None:
         """Display buttons, messages, picture and form below one another; text: for readers without widgets."""
         from IPython.display import display
         from ipywidgets import HTML, Layout, VBox
 
-        self.messages = HTML(layout=Layout(width="100%", margin="0"))
-        parts = [self.messages, plot]
-        if panel is not None:
-            parts = [panel.controls, *parts, panel.view]
-        self.view, self.lives = VBox(parts, layout=Layout(width="100%")), True
+        self.messages, self.plot = HTML(layout=Layout(width="100%", margin="0")), plot
+        self.view = VBox([controls, self.messages, plot, form], layout=Layout(width="100%"))
         self.view.add_class(LIVE)
+        self.lives = True
         shown = {WIDGET: {"version_major": 2, "version_minor": 0, "model_id": self.view.model_id}, "text/plain": text}
         display(shown, raw=True, display_id=self.name)
 
@@ -257,9 +249,9 @@ class Output:
         else:
             display(Image(png, retina=True), display_id=self.stills[1], update=True)
 
-    def stay(self, png: bytes | None, kept: Sequence[Any]) -> None:
+    def stay(self, png: bytes | None) -> None:
         """Put the picture in the place of the view, and the messages under it. None: the last frame stays while the
-        kernel lives. kept: widgets that are not closed."""
+        kernel lives."""
         from IPython.display import HTML, Image, display
 
         if png is not None:
@@ -270,19 +262,17 @@ class Output:
         for line in self.lines:
             print(line)
         if png is not None:
-            close(self.view, kept)
+            for widget in (*self.plot.children, self.plot, self.messages, self.view):
+                close(widget)
 
 
-def close(widget: Any, kept: Sequence[Any]) -> None:
-    """Close a widget and its parts: ipywidgets keeps each open one, and its comm, as long as the kernel. Not for a
-    form: what follows its 900 closings waits for seconds in a classic notebook."""
+def close(widget: Any) -> None:
+    """Close a widget with its layout and style: ipywidgets keeps each open one, and its comm, as long as the kernel.
+    Not for a form: what follows its 900 closings waits for seconds in a classic notebook."""
     widget.close()
     for part in (getattr(widget, "style", None), widget.layout):
         if part is not None:
             part.close()
-    for child in getattr(widget, "children", ()):
-        if child not in kept:
-            close(child, kept)
 
 
 def line_of(record: Record) -> str:
