@@ -1,14 +1,13 @@
 """What is shown and changed while it trains: kernel messages, requests, panel, plots."""
 
 from nbtools.live import png
-from nbtools.live.chart import Mark, Picture, number
+from nbtools.live.chart import Picture, number
 from nbtools.live.kernel import Messages
 from nbtools.live.overlay import overlay
 from nbtools.live.panel import Panel
 from nbtools.live.picture import XS, Columns, spent, taken
 from nbtools.live.plot import LivePlot
 from nbtools.live.requests import ACTIONS, REFUSED, FirstSignal, Plans, Requests, advised, send
-from nbtools.live.samples import Preview
 from nbtools.live.surface import Surface
 from nbtools.live.view import View
 
@@ -19,12 +18,10 @@ __all__ = [
     "Columns",
     "FirstSignal",
     "LivePlot",
-    "Mark",
     "Messages",
     "Panel",
     "Picture",
     "Plans",
-    "Preview",
     "Requests",
     "Surface",
     "View",
