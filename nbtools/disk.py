@@ -7,6 +7,7 @@ reaches all of them. What is half-written is called `*.part`; a name without `.p
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import threading
@@ -146,6 +147,11 @@ def require_space(path: Path, need: int) -> None:
         raise errors.DiskError(
             f"{path}: needs {human(need)}, only {human(free)} are free there. Free some space, or choose another disk."
         )
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def walk(folder: Path) -> Iterator[os.DirEntry[str]]:

@@ -13,7 +13,7 @@ from time import monotonic, sleep
 from uuid import uuid4
 
 from nbtools import disk
-from nbtools.data import Card, Pack, cache, existing, place_to_keep
+from nbtools.data import Card, Pack, cache, place_to_keep
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.live import Surface
 from nbtools.run import CARD, HISTORY, PLAN
@@ -78,8 +78,7 @@ def kept_folder(keep: str | Path | None) -> Path | None:
     refused."""
     if keep is None:
         return None
-    place = place_to_keep(keep)
-    return existing(str(keep)) or place if place and str(keep).startswith("drive:") else place
+    return place_to_keep(keep)
 
 
 def restore(folder: Path, kept: Path | None) -> None:

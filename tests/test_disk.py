@@ -12,13 +12,6 @@ import pytest
 from nbtools import disk, errors
 
 
-def fail(code):
-    def operation(*_):
-        raise OSError(code, os.strerror(code))
-
-    return operation
-
-
 def test_write_atomic_replaces_the_whole_content_and_leaves_no_part(tmp_path):
     path = tmp_path / "new" / "run.json"
     disk.write_atomic(path, "a longer first text")
@@ -29,15 +22,18 @@ def test_write_atomic_replaces_the_whole_content_and_leaves_no_part(tmp_path):
 
 @pytest.mark.parametrize("operation", ["create", "write", "sync", "rename"])
 def test_write_atomic_keeps_the_old_content_when_an_operation_fails(tmp_path, monkeypatch, operation):
+    def failing(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
     path = disk.write_atomic(tmp_path / "run.json", "old")
-    monkeypatch.setattr(disk, operation, fail(errno.EIO))
+    monkeypatch.setattr(disk, operation, failing)
     with pytest.raises(OSError, match="Input/output error"):
         disk.write_atomic(path, "new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["run.json"]
 
 
-def test_write_goes_on_after_a_short_write():
+def test_a_short_write_is_completed():
     class Short:
         taken = b""
 
@@ -50,7 +46,7 @@ def test_write_goes_on_after_a_short_write():
     assert file.taken == b"0123456789"
 
 
-def test_create_refuses_a_taken_name_and_a_dangling_link(tmp_path):
+def test_a_new_file_is_refused_where_the_name_is_taken_even_by_a_dangling_link(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "outside")
     with pytest.raises(FileExistsError):
         disk.create(tmp_path / "link")
@@ -60,7 +56,7 @@ def test_create_refuses_a_taken_name_and_a_dangling_link(tmp_path):
 
 
 @pytest.mark.parametrize("count", [3, disk.MANY + 1])
-def test_publish_folder_moves_the_tree_at_once(tmp_path, count):
+def test_a_folder_is_published_at_once_and_never_over_a_filled_one(tmp_path, count):
     part = tmp_path / "data.part"
     disk.make_folder(part / "sub")
     for number in range(count):
@@ -68,15 +64,10 @@ def test_publish_folder_moves_the_tree_at_once(tmp_path, count):
     disk.publish_folder(part, tmp_path / "data")
     assert os.listdir(tmp_path) == ["data"]
     assert len(os.listdir(tmp_path / "data" / "sub")) == count
-
-
-def test_publish_folder_never_overwrites_a_filled_folder(tmp_path):
-    for name in ("data", "data.part"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text(name)
+    disk.make_folder(part)
     with pytest.raises(OSError, match="not empty"):
-        disk.publish_folder(tmp_path / "data.part", tmp_path / "data")
-    assert (tmp_path / "data" / "file").read_text() == "data"
+        disk.publish_folder(part, tmp_path / "data")
+    assert len(os.listdir(tmp_path / "data" / "sub")) == count
 
 
 def test_require_space_names_need_and_what_is_free(tmp_path):
@@ -85,22 +76,19 @@ def test_require_space_names_need_and_what_is_free(tmp_path):
         disk.require_space(tmp_path / "not" / "there" / "yet", 9 * 10**12)
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [(errno.ENOSPC, "the disk is full"), (errno.EROFS, "not writable"), (errno.EIO, "Input/output error")],
-)
-def test_explained_says_what_failed_and_what_to_do(tmp_path, code, words):
+EXPLAINED = {errno.ENOSPC: "the disk is full", errno.EROFS: "not writable", errno.EIO: "Input/output error"}
+
+
+@pytest.mark.parametrize(("code", "words"), EXPLAINED.items())
+def test_an_error_of_the_disk_says_what_failed_and_what_to_do(tmp_path, code, words):
     with pytest.raises(errors.DiskError, match=words) as caught, disk.explained("staging x.tar", tmp_path):
         raise OSError(code, os.strerror(code))
     assert str(caught.value).startswith(f"staging x.tar: {tmp_path}")
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (999_600, "1.0 MB"), (123_456_789, "123 MB"), (2.5e12, "2.5 TB")],
-)
-def test_human_uses_decimal_units(count, text):
-    assert disk.human(count) == text
+def test_human_uses_decimal_units():
+    sizes = {0: "0 B", 999: "999 B", 1500: "1.5 kB", 999_600: "1.0 MB", 123_456_789: "123 MB", 2.5e12: "2.5 TB"}
+    assert [disk.human(count) for count in sizes] == list(sizes.values())
 
 
 MOUNTS = r"""21 1 0:19 / / rw,relatime shared:1 - overlay overlay rw
@@ -108,23 +96,17 @@ MOUNTS = r"""21 1 0:19 / / rw,relatime shared:1 - overlay overlay rw
 31 21 0:26 / /data/my\040share rw - nfs4 server:/x rw
 32 21 0:27 / /data/my\040share/tmp rw - tmpfs tmpfs rw
 """
+PLACES = {
+    "/tmp/x": "overlay",
+    "/content/drive/MyDrive/x.tar": "fuse.drive",
+    "/content/driven": "overlay",
+    "/data/my share/x": "nfs4",
+    "/data/my share/tmp/x": "tmpfs",
+}
 
 
-@pytest.mark.parametrize(
-    ("path", "form"),
-    [
-        ("/tmp/x", "overlay"),
-        ("/content/drive/MyDrive/x.tar", "fuse.drive"),
-        ("/content/driven", "overlay"),
-        ("/data/my share/x", "nfs4"),
-        ("/data/my share/tmp/x", "tmpfs"),
-    ],
-)
-def test_the_file_system_of_a_path_is_that_of_its_longest_mount_point(path, form):
-    assert disk.file_system(Path(path), MOUNTS) == form
-
-
-def test_a_local_folder_is_not_slow(tmp_path):
+def test_the_file_system_of_a_path_is_that_of_its_longest_mount_point(tmp_path):
+    assert [disk.file_system(Path(path), MOUNTS) for path in PLACES] == list(PLACES.values())
     assert not disk.is_slow(tmp_path)
 
 
@@ -142,9 +124,7 @@ def test_only_one_process_is_inside_a_lock(tmp_path):
         worker.start()
     for worker in workers:
         worker.join()
-    spans = sorted(
-        (int(path.read_text()), int(path.with_name(path.name[:-2] + "out").read_text()))
-        for path in tmp_path.glob("*-in")
-    )
+    ends = sorted(tmp_path.glob("*-in")), sorted(tmp_path.glob("*-out"))
+    spans = sorted((int(one.read_text()), int(other.read_text())) for one, other in zip(*ends, strict=True))
     assert len(spans) == 4
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))

@@ -17,37 +17,23 @@ def sequence(draws: Draws) -> list[torch.Tensor]:
     return [draws.uniform(), draws.uniform(-1, 1, (2, 3)), draws.normal((4,)), draws.chance(0.3), draws.uniform()]
 
 
-@pytest.mark.parametrize("size", [1, 7, 333, 1000])
-def test_the_numbers_of_a_sample_do_not_depend_on_batch_size_or_order(size):
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_the_numbers_of_a_sample_do_not_depend_on_batch_size_or_order_nor_touch_the_global_state(size):
+    before = torch.get_rng_state()
     whole = sequence(Draws(5, 2, IDS))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [part.shape[1:] for part in whole] == [(), (2, 3), (4,), (), ()]
     order = torch.randperm(1000, generator=torch.Generator().manual_seed(0))
-    for ids in order.split(size)[:20]:
+    for ids in (*order.split(size)[:20], IDS[:0]):
         for part, all_of_it in zip(sequence(Draws(5, 2, ids)), whole, strict=True):
             assert torch.equal(part, all_of_it[ids])
-
-
-@pytest.mark.parametrize("other", [(6, 2), (5, 3), (2, 5)])
-def test_another_seed_or_epoch_gives_other_numbers(other: tuple[int, int]):
-    same = Draws(5, 2, IDS).uniform() == Draws(*other, IDS).uniform()
-    assert same.float().mean() < 0.01
 
 
 def test_every_call_takes_new_numbers():
     draws = Draws(5, 2, IDS)
     first, second = draws.uniform(shape=(3,)), draws.uniform(shape=(3,))
     assert (first[:, :, None] == second[:, None, :]).float().mean() < 0.001
-    again = Draws(5, 2, IDS)
-    assert torch.equal(again.uniform(shape=(6,)), torch.cat([first, second], 1))
-
-
-def test_shapes_and_types_are_as_asked():
-    draws = Draws(0, 0, torch.arange(5))
-    assert draws.uniform().shape == draws.normal().shape == draws.chance(0.5).shape == (5,)
-    assert draws.uniform(shape=(2, 3)).shape == (5, 2, 3)
-    assert (draws.uniform().dtype, draws.normal().dtype, draws.chance(0.5).dtype) == (
-        *(torch.float32, torch.float32, torch.bool),
-    )
-    assert Draws(0, 0, torch.arange(0)).uniform(shape=(2,)).shape == (0, 2)
+    assert torch.equal(Draws(5, 2, IDS).uniform(shape=(6,)), torch.cat([first, second], 1))
 
 
 def chi_square(values: np.ndarray, bins: int) -> float:
@@ -57,13 +43,12 @@ def chi_square(values: np.ndarray, bins: int) -> float:
     return (((counts - expected) ** 2 / expected).sum() - (bins - 1)) / math.sqrt(2 * (bins - 1))
 
 
-def test_uniform_numbers_are_uniform_over_samples_and_over_draws():
-    over_samples = Draws(0, 0, torch.arange(200_000)).uniform().double().numpy()
-    over_draws = Draws(0, 0, torch.arange(1)).uniform(shape=(200_000,)).double().numpy()[0]
-    over_epochs = torch.cat([Draws(0, e, torch.arange(10)).uniform() for e in range(5000)]).double().numpy()
-    for values in (over_samples, over_draws, over_epochs):
-        assert values.min() >= 0
-        assert values.max() < 1
+def test_uniform_numbers_are_uniform_over_samples_draws_and_epochs():
+    over_samples = Draws(0, 0, torch.arange(200_000)).uniform()
+    over_draws = Draws(0, 0, torch.arange(1)).uniform(shape=(200_000,))[0]
+    over_epochs = torch.cat([Draws(0, e, IDS).uniform() for e in range(100)])
+    for values in (over_samples.double().numpy(), over_draws.double().numpy(), over_epochs.double().numpy()):
+        assert 0 <= values.min() < values.max() < 1
         assert abs(chi_square(values, 256)) < 4
         assert abs(chi_square(values * 256 % 1, 256)) < 4  # the next 8 bits
 
@@ -71,29 +56,21 @@ def test_uniform_numbers_are_uniform_over_samples_and_over_draws():
 def test_neighbours_are_independent():
     """Samples, draws, epochs and seeds next to each other: correlations within 4 / √n of 0, and pairs fill a square."""
     numbers = Draws(1, 1, torch.arange(100_001)).uniform(shape=(2,)).double()
-    epochs = [Draws(1, epoch, IDS).uniform(shape=(100,)).double().flatten() for epoch in (0, 1)]
-    seeds = [Draws(seed, 0, IDS).uniform(shape=(100,)).double().flatten() for seed in (0, 1)]
-    pairs = [(numbers[:-1, 0], numbers[1:, 0]), (numbers[:, 0], numbers[:, 1]), tuple(epochs), tuple(seeds)]
-    for a, b in pairs:
+    other = {place: Draws(*place, IDS).uniform(shape=(100,)).double().flatten() for place in [(0, 1), (1, 0), (1, 1)]}
+    pairs = [(numbers[:-1, 0], numbers[1:, 0]), (numbers[:, 0], numbers[:, 1])]
+    for a, b in [*pairs, (other[1, 0], other[1, 1]), (other[0, 1], other[1, 1]), (other[0, 1], other[1, 0])]:
         assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 4 / math.sqrt(len(a))
         square = ((a * 16).floor() * 16 + (b * 16).floor()) / 256
         assert abs(chi_square(square.numpy(), 256)) < 4
 
 
-def test_normal_numbers_have_the_moments_of_a_normal():
+def test_normal_numbers_have_the_moments_of_a_normal_and_chance_its_probability():
     values = Draws(2, 0, torch.arange(50_000)).normal((4,)).double().flatten()
-    n = len(values)
-    assert values.isfinite().all()
     for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
-        assert abs(float((values**power).mean()) - moment) < 4 * math.sqrt(variance / n)
-    assert float((values.abs() > 1.959964).double().mean()) == pytest.approx(0.05, abs=0.003)
-
-
-def test_chance_is_true_with_its_probability_and_surely_at_0_and_1():
+        assert abs(float((values**power).mean()) - moment) < 4 * math.sqrt(variance / len(values))
     draws = Draws(3, 0, torch.arange(100_000))
     assert float(draws.chance(0.3).float().mean()) == pytest.approx(0.3, abs=4 * math.sqrt(0.21 / 100_000))
-    assert not draws.chance(0.0).any()
-    assert draws.chance(1.0).all()
+    assert draws.chance(1.0).all() > draws.chance(0.0).any()
 
 
 @pytest.mark.parametrize("high", [1.0, 2.0, 3.0, 10.0, 26.0, 36.0, 1000.0])
@@ -105,36 +82,14 @@ def test_a_range_from_zero_never_reaches_its_end(high):
     assert float(Largest(0, 0, torch.zeros(1, dtype=torch.int64)).uniform(0, high)) < high
 
 
-def test_the_mixer_is_a_permutation_and_pcgs():
-    """The first values of pcg_hash (Jarzynski & Olano 2020), in plain Python integers."""
-
-    def pcg(x: int) -> int:
-        state = (x * 747796405 + 2891336453) % 2**32
-        word = (((state >> ((state >> 28) + 4)) ^ state) * 277803737) % 2**32
-        return (word >> 22) ^ word
-
-    numbers = torch.cat([torch.arange(1000), torch.arange(MASK - 999, MASK + 1)])
-    assert mix(numbers).tolist() == [pcg(x) for x in numbers.tolist()]
-    assert pcg(0) == 129708002
+def test_the_generator_is_pcgs_and_the_one_that_runs_were_made_with():
+    """Frozen: another generator would change every resumed run and every pinned result. pcg_hash (Jarzynski & Olano
+    2020) of 0 is 129708002."""
+    assert mix(torch.tensor(0)) == mixed(0) == 129708002
     assert len(mix(torch.arange(300_000)).unique()) == 300_000
-    assert mixed(0) == pcg(0)
-
-
-def test_the_generator_is_the_one_that_runs_were_made_with():
-    """Frozen: another generator would change every resumed run and every pinned result."""
     draws = Draws(3, 1, torch.tensor([0, 1, 1_000_000]))
-    assert draws.bits((2,)).tolist() == [
-        [358559445, 4138466694],
-        [2779273659, 1012548349],
-        [2688244461, 3513015907],
-    ]
+    assert draws.bits((2,)).tolist() == [[358559445, 4138466694], [2779273659, 1012548349], [2688244461, 3513015907]]
     assert draws.uniform().tolist() == [0.5000614523887634, 0.376944363117218, 0.6421011686325073]
     assert draws.uniform(-1, 1, (2,))[0].tolist() == [-0.8139041662216187, 0.9814735651016235]
     assert draws.normal().tolist() == pytest.approx([0.83038205, 0.03075605, -0.07408998], abs=1e-6)
     assert mixed(3, 1) == 2781714507
-
-
-def test_the_global_random_state_is_left_alone():
-    before = torch.get_rng_state()
-    sequence(Draws(0, 0, IDS))
-    assert torch.equal(torch.get_rng_state(), before)

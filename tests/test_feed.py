@@ -89,12 +89,9 @@ def test_batches_have_the_size_asked_for_and_no_sample_is_alone_when_it_can_be_h
 
 def test_padding_of_simulated_text_lines_is_a_few_percent_where_random_batches_waste_a_third():
     lengths, ids = widths(20_000), np.arange(20_000)
-    for size, most in ((8, 0.03), (64, 0.03)):
-        random_waste = padding(batches_left(ids, None, 0, 0, [[size, 0]]), lengths)
-        sorted_waste = padding(batches_left(ids, lengths, 0, 0, [[size, 0]]), lengths)
-        print(f"batch {size}: padding {sorted_waste:.1%} by length, {random_waste:.1%} at random")
-        assert sorted_waste < most
-        assert random_waste > 10 * sorted_waste
+    for size in (8, 64):
+        random, grouped = (padding(batches_left(ids, by, 0, 0, [[size, 0]]), lengths) for by in (None, lengths))
+        assert grouped < min(0.03, random / 10)
 
 
 def test_batches_of_like_length_still_mix_the_samples():
@@ -117,28 +114,36 @@ def test_evaluation_sees_every_id_once_in_a_fixed_order():
     assert (np.diff(lengths[ordered - 100]) >= 0).all()
 
 
-def feeds(pack, workers=(0, 2)):
-    yield Resident(pack, CPU)
-    yield Streamed(pack, CPU, 2)
-    for count in workers:
-        yield Workers(pack, CPU, Plan(feed="workers", workers=count))
+def slowly(pack, batch: np.ndarray) -> dict[str, torch.Tensor]:
+    """The raw batch of these ids, sample by sample."""
+    raw = {"id": torch.from_numpy(batch)}
+    for name, column in pack.columns.items():
+        rows = [torch.from_numpy(pack.sample(i)[name].copy()) for i in batch]
+        if column.kind == "ragged":
+            raw[f"{name}_length"] = torch.tensor([len(row) for row in rows])
+        raw[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return raw
+
+
+def assert_equal(raw: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert raw.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert raw[name].dtype == tensor.dtype, name
+        assert torch.equal(raw[name], tensor), name
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:This DataLoader will create:UserWarning")
-def test_resident_streamed_and_workers_give_the_same_bits(pack):
-    ids = pack.ids("train")
-    epochs = [batches_left(ids, lengths_of(pack, ids), 3, epoch, [[7, 0]]) for epoch in (0, 1)]
-    for other in feeds(pack):
-        assert list(other([])) == []
-        for batches in epochs:  # the second epoch reuses ring, thread or workers
-            reference = list(Resident(pack, CPU)(batches))
-            found = list(other(batches))
-            assert len(found) == len(reference) == len(batches)
-            for raw, expected in zip(found, reference, strict=True):
-                assert raw.keys() == expected.keys()
-                for name, tensor in expected.items():
-                    assert raw[name].dtype == tensor.dtype, (other.name, name)
-                    assert torch.equal(raw[name], tensor), (other.name, name)
+@pytest.mark.parametrize("chosen", [Plan(), Plan(feed="streamed"), *(Plan(feed="workers", workers=n) for n in (0, 2))])
+def test_every_feed_gives_the_samples_bit_for_bit_padded_with_zeros(pack, chosen):
+    """And takes nothing from the random stream of training. The second epoch reuses ring, thread or workers."""
+    ids, made, before = pack.ids("train"), open_feed(pack, chosen, CPU), torch.get_rng_state()
+    assert list(made([])) == []
+    for epoch in (0, 1):
+        batches = batches_left(ids, lengths_of(pack, ids), 3, epoch, [[7, 0]])
+        for raw, batch in zip(made(batches), batches, strict=True):
+            assert_equal(raw, slowly(pack, batch))
+            raw["x"].zero_()  # writing to a batch does not touch the pack
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:This DataLoader will create:UserWarning")
@@ -152,33 +157,13 @@ def test_an_interrupt_that_reaches_the_workers_too_ends_none_of_them(pack):
     assert [*ids, *(i for raw in found for i in raw["id"].tolist())] == np.concatenate(batches).tolist()
 
 
-def test_a_batch_holds_its_samples_padded_with_zeros_to_their_true_lengths(pack):
-    ids = pack.ids("train")
-    batches = batches_left(ids, lengths_of(pack, ids), 0, 0, [[7, 0]])
-    for made in feeds(pack, workers=(0,)):
-        for batch, raw in zip(batches, made(batches), strict=True):
-            assert raw["id"].tolist() == batch.tolist()
-            assert raw["label"].shape == (len(batch), 1)
-            for row, i in enumerate(batch):
-                x = torch.from_numpy(pack.sample(i)["x"])
-                assert torch.equal(raw["x"][row, : len(x)], x)
-                assert not raw["x"][row, len(x) :].any()
-                if "x_length" in raw:
-                    assert raw["x_length"][row] == len(x)
-            if "x_length" in raw:
-                assert raw["x"].shape[1] == raw["x_length"].max()
-
-
 def test_samples_without_any_length_are_fed_as_padding(tmp_path):
-    lengths = [0, 2, 0]
-    samples = [{"text": np.full(n, i + 1), "other": np.zeros(0)} for i, n in enumerate(lengths)]
+    samples = [{"text": np.full(n, i + 1), "other": np.zeros(0)} for i, n in enumerate([0, 2, 0])]
     made = pack_of(samples, tmp_path, ragged={"text", "other"})
-    for batches, shapes in ([[np.arange(3)], [(3, 2)]], [[np.array([0, 2])], [(2, 0)]]):
+    for batch in (np.arange(3), np.array([0, 2])):
         for one in (Resident(made, CPU), Streamed(made, CPU, 2)):
-            raws = list(one(batches))
-            assert [tuple(raw["text"].shape) for raw in raws] == shapes
-            assert raws[0]["text_length"].tolist() == [lengths[i] for i in batches[0]]
-            assert raws[0]["other"].shape == (len(batches[0]), 0)
+            [raw] = one([batch])
+            assert_equal(raw, slowly(made, batch))
 
 
 def feed_threads() -> list[threading.Thread]:
@@ -243,30 +228,16 @@ def test_two_calls_of_the_streamed_feed_at_once_give_each_its_own_batches(pack, 
     train, val = ([ids[i : i + 4] for i in range(0, 40, 4)] for ids in (np.arange(40), np.arange(40, 80)))
     LateCopies().install(monkeypatch)
     feed = open_feed(pack, Plan(feed="streamed"), torch.device("cuda"))
-    wrong = 0
     for _ in range(4):
         for batches in zip(zip(train, feed(train), strict=True), zip(val, feed(val), strict=True), strict=True):
             for ids, raw in batches:
-                true = gather(pack, ids)
-                wrong += not all(torch.equal(raw[name], tensor) for name, tensor in true.items())
-    assert wrong == 0, f"{wrong} of 80 batches hold the samples of another call"
+                assert_equal(raw, gather(pack, ids))
 
 
-def test_the_streams_thread_ends_at_once_when_the_consumer_leaves_early(pack, monkeypatch):
+def test_a_stream_stays_prefetch_batches_ahead_and_its_thread_ends_when_the_consumer_leaves_early(pack, monkeypatch):
     gathered, real = [], feed.gather
     monkeypatch.setattr(feed, "gather", lambda *args: gathered.append(1) or real(*args))
-    stream = Streamed(pack, CPU, 1)([pack.ids("train")[:4]] * 1000)
-    next(stream)
-    assert len(feed_threads()) == 1
-    stream.close()
-    assert feed_threads() == []
-    assert len(gathered) < 100
-
-
-def test_a_stream_stays_at_most_prefetch_batches_ahead(pack, monkeypatch):
-    gathered, real = [], feed.gather
-    monkeypatch.setattr(feed, "gather", lambda *args: gathered.append(1) or real(*args))
-    stream = Streamed(pack, CPU, 2)(in_order(pack.ids("train"), None, 2))
+    stream = Streamed(pack, CPU, 2)([pack.ids("train")[:4]] * 1000)
     next(stream)
     deadline = time.monotonic() + 2
     while len(gathered) < 4 and time.monotonic() < deadline:
@@ -274,6 +245,8 @@ def test_a_stream_stays_at_most_prefetch_batches_ahead(pack, monkeypatch):
     time.sleep(0.05)
     assert len(gathered) == 4  # one taken, two ready, one in the thread's hands
     stream.close()
+    assert feed_threads() == []
+    assert len(gathered) < 100
 
 
 def test_an_error_of_the_streams_thread_reaches_the_consumer(pack):
@@ -305,21 +278,6 @@ def test_workers_that_cannot_work_are_refused_before_they_start(pack, monkeypatc
     with pytest.raises(TrainError, match=r"Plan.workers = 4 with prefetch 2 and batch 512 .* has 16.4 kB free; lower"):
         Workers(pack, CPU, Plan(feed="workers", workers=4, batch_size=512))
     Workers(pack, CPU, Plan(feed="workers", workers=0, batch_size=512))  # in this process: no shared memory
-
-
-def test_workers_take_nothing_from_the_random_stream_of_training(pack):
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    list(Workers(pack, CPU, Plan(feed="workers"))(in_order(pack.ids("train"), None, 16)))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_batch_of_the_resident_feed_can_be_written_without_touching_the_pack(pack):
-    made = Resident(pack, CPU)
-    batches = [pack.ids("train")[:4]]
-    for raw in made(batches):
-        raw["x"].zero_()
-    assert next(iter(made(batches)))["x"].any()
 
 
 @pytest.mark.parametrize(("free", "name"), [(1e6, "resident"), (1e4, "streamed")])

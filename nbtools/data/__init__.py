@@ -3,7 +3,7 @@
 from nbtools.data.archive import archive_index, read_member
 from nbtools.data.build import Entry, Survey, build_pack, cores
 from nbtools.data.draws import Draws
-from nbtools.data.drive import drive_path, existing, kept, on_colab, place_to_keep, release_runtime
+from nbtools.data.drive import drive_path, kept, on_colab, place_to_keep, release_runtime
 from nbtools.data.feed import (
     Feed,
     Raw,
@@ -54,7 +54,6 @@ __all__ = [
     "collate",
     "cores",
     "drive_path",
-    "existing",
     "gather",
     "in_notebook",
     "in_order",

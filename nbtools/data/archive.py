@@ -22,13 +22,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import FileIO
-from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
 from nbtools import disk
 from nbtools.errors import ArchiveError
 
+Progress = Callable[[int], object]  # called with the bytes that came
 CHUNK = 1 << 20
 MAGIC = {b"\x1f\x8b": "tar.gz", b"\xfd7zXZ\0": "tar.xz", b"BZh": "tar.bz2", b"PK\3\4": "zip", b"PK\5\6": "zip"}
 OPENERS: dict[str, Callable] = {
@@ -40,12 +40,16 @@ OPENERS: dict[str, Callable] = {
 IN_PLACE = ("tar", "zip")  # files can be read from these without unpacking them
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # bzip2 and lzma make 20 GB of a MB, and zipfile sets no bound
 ENTRIES = 5_000_000  # more than this is an attack on memory
-RATIO, FLOOR = 200, 100_000_000  # bytes unpacked: at most so many times the archive (deflate can 1,032), or the floor
 LARGEST = 1 << 28  # bytes of a file that is read into memory; a scanned page has 3 MB
+RATIO, FLOOR = 200, 100_000_000  # bytes unpacked: at most so many times the archive (deflate can 1,032), or the floor
 STRAY = (  # what the readers let escape on damaged input, besides their own errors; found by mutation
     *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError),
     *(ValueError, RuntimeError, ArithmeticError, LookupError, TypeError, MemoryError),
 )
+
+
+def ignored(count: int) -> None:
+    """Progress that nobody watches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +96,19 @@ def unpacked_size(path: Path) -> int:
     return path.stat().st_size
 
 
-def extract(path: Path, folder: Path, progress: Callable[[int], object] = lambda count: None) -> int:
-    """Write an archive's files below `folder`, which must not exist yet → number of files.
+def extract(path: Path, folder: Path, progress: Progress = ignored) -> None:
+    """Write an archive's files below `folder`, which must not exist yet.
 
     Raises ArchiveError, with file and entry, for links, devices, names that leave the folder or collide (by case or
     Unicode form too), damage of any kind, a missing end, and more bytes or entries than the budget. What was written
     until then stays in `folder`: the caller extracts into a `.part` and publishes afterwards.
     """
-    names, made, count = Names(), {folder}, 0
+    names = Names()
     with explained(path, names):
         if kind(path) is None:
             raise ArchiveError("is not a tar, tar.gz, tar.xz, tar.bz2 or zip")
         disk.make_folder(folder, fresh=True)
+        made = {folder}
         for name, place, content in files_in(path, names, progress):
             target = folder / name
             if target.parent not in made:
@@ -111,16 +116,14 @@ def extract(path: Path, folder: Path, progress: Callable[[int], object] = lambda
                 made.add(target.parent)
             with content() as stream, disk.create(target) as file:
                 pour(stream, file, place.size)
-            count += 1
-        if not count:
+        if not names.files:
             raise ArchiveError("holds no files")
         for folded, parts in names.spelled.items():
             if folded not in names.files:
                 disk.make_folder(folder.joinpath(*parts))  # the empty ones too
-    return count
 
 
-def plain(path: Path, target: Path, progress: Callable[[int], object] = lambda count: None) -> None:
+def plain(path: Path, target: Path, progress: Progress = ignored) -> None:
     """Write the plain tar that a compressed one is made of, within the same budget; a plain one and a zip as they are.
     Its files are not looked at."""
     with explained(path), open(path, "rb") as raw, OPENERS.get(kind(path) or "", OPENERS["tar"])(raw) as file:
@@ -128,6 +131,54 @@ def plain(path: Path, target: Path, progress: Callable[[int], object] = lambda c
         with disk.create(target) as unpacked:
             while data := stream.read(CHUNK):
                 disk.write(unpacked, data)
+
+
+def archive_index(path: Path) -> Index:
+    """Where each file of a plain tar or a zip lies; looked up once, as long as the archive does not change.
+
+    Raises ArchiveError, with file and entry, for all that `extract` would refuse.
+    """
+    seen = path.stat()
+    return index_of(path, seen.st_size, seen.st_mtime_ns)
+
+
+@lru_cache(maxsize=32)
+def index_of(path: Path, size: int, mtime: int) -> Index:
+    names = Names()
+    with explained(path, names):
+        if kind(path) not in IN_PLACE:
+            raise ArchiveError("has no files that can be read in place: it is no plain tar, and no zip")
+        files = {name: place for name, place, _ in files_in(path, names, ignored)}
+        if not files:
+            raise ArchiveError("holds no files")
+    tops = {parts[0] for parts in names.spelled.values()}
+    return Index(files, tops.pop() if len(tops) == 1 and not tops & files.keys() else "")
+
+
+def read_member(path: Path, name: str) -> bytes:
+    """A file of a plain tar or a zip, whole; many threads and processes may call it at once, since no handle is kept.
+
+    Raises ArchiveError, with archive and entry, where it is damaged, absent, or larger than fits the archive.
+    """
+    with explained(path, name):
+        place = archive_index(path).files.get(name)
+        if place is None:
+            raise ArchiveError("is not in it")
+        if place.size > (most := min(LARGEST, budget(place.packed))):
+            raise ArchiveError(f"has {disk.human(place.size)}, more than {disk.human(most)}. Give the unpacked folder")
+        with open(path, "rb", buffering=0) as file:
+            file.seek(place.start)
+            data = disk.read(file if place.method is None else inflated(file, name, place), place.size)
+        require_size(len(data), place.size)
+        return data
+
+
+def inflated(file: FileIO, name: str, place: Place) -> zipfile.ZipExtFile:
+    """A zip entry's bytes, no more of them than its header says, compared with its CRC at the end."""
+    info = zipfile.ZipInfo(name)
+    info.compress_type, info.compress_size = place.method or 0, place.packed
+    info.file_size, info.CRC = place.size, place.crc
+    return zipfile.ZipExtFile(file, "r", info)
 
 
 def write(folder: Path, path: Path) -> Path:
@@ -151,65 +202,6 @@ def write(folder: Path, path: Path) -> Path:
                     disk.write(file, bytes(-info.size % tarfile.BLOCKSIZE))
             disk.write(file, bytes(2 * tarfile.BLOCKSIZE))
         return disk.publish_file(part, path)
-
-
-def archive_index(path: Path) -> Index:
-    """Where each file of a plain tar or a zip lies; looked up once, as long as the archive does not change.
-
-    Raises ArchiveError, with file and entry, for all that `extract` would refuse.
-    """
-    seen = path.stat()
-    return _index(path, seen.st_size, seen.st_mtime_ns)
-
-
-@lru_cache(maxsize=32)
-def _index(path: Path, size: int, mtime: int) -> Index:
-    names = Names()
-    with explained(path, names):
-        if kind(path) not in IN_PLACE:
-            raise ArchiveError("has no files that can be read in place: it is no plain tar, and no zip")
-        files = {name: place for name, place, _ in files_in(path, names)}
-        if not files:
-            raise ArchiveError("holds no files")
-    tops = {parts[0] for parts in names.spelled.values()}
-    return Index(files, tops.pop() if len(tops) == 1 and not tops & files.keys() else "")
-
-
-def first(path: Path, count: int) -> list[str]:
-    """The names of the first files; of a tar without reading on."""
-    names = Names()
-    with explained(path, names):
-        return [name for name, _, _ in islice(files_in(path, names), count)] if kind(path) else []
-
-
-def read_member(path: Path, name: str) -> bytes:
-    """A file of a plain tar or a zip, whole; many threads and processes may call it at once, since no handle is kept.
-
-    Raises ArchiveError, with archive and entry, where it is damaged, absent, or larger than fits the archive.
-    """
-    with explained(path, name):
-        place = archive_index(path).files.get(name)
-        if place is None:
-            raise ArchiveError("is not in it")
-        most = min(LARGEST, budget(place.packed))
-        if place.size > most:
-            raise ArchiveError(
-                f"has {disk.human(place.size)}, and at most {disk.human(most)} of {disk.human(place.packed)} are "
-                "read at once. Unpack the archive, and give the folder"
-            )
-        with open(path, "rb", buffering=0) as file:
-            file.seek(place.start)
-            data = disk.read(file if place.method is None else inflated(file, name, place), place.size)
-        require_size(len(data), place.size)
-        return data
-
-
-def inflated(file: FileIO, name: str, place: Place) -> zipfile.ZipExtFile:
-    """A zip entry's bytes, no more of them than its header says, compared with its CRC at the end."""
-    info = zipfile.ZipInfo(name)
-    info.compress_type, info.compress_size = place.method or 0, place.packed
-    info.file_size, info.CRC = place.size, place.crc
-    return zipfile.ZipExtFile(file, "r", info)
 
 
 class Names:
@@ -258,12 +250,12 @@ def safe_parts(name: str) -> tuple[str, ...]:
     return tuple(part for part in name.split("/") if part not in ("", "."))
 
 
-File = tuple[str, Place, Callable[[], Any]]
+File = tuple[str, Place, Callable[[], Any]]  # name, place, how to open it while it is the current one
 
 
-def files_in(path: Path, names: Names, progress: Callable[[int], object] = lambda count: None) -> Iterator[File]:
-    """The files of any archive in order, as (name, place, how to open it while it is the current one). To be iterated
-    to the end: damage may lie behind the last. Of a compressed tar the places are those in the tar within it."""
+def files_in(path: Path, names: Names, progress: Progress) -> Iterator[File]:
+    """The files of any archive in order, to be iterated to the end: damage may lie behind the last. Of a compressed tar
+    the places are those in the tar within it."""
     form, limit = kind(path), budget(path.stat().st_size)
     with open(path, "rb") as raw:
         if form == "zip":
@@ -277,7 +269,7 @@ def files_in(path: Path, names: Names, progress: Callable[[int], object] = lambd
 class Forward:
     """What tarfile reads from: forward only, so that nothing is decompressed twice, and counted."""
 
-    def __init__(self, raw: IO[bytes], file: IO[bytes], limit: int, progress: Callable[[int], object]) -> None:
+    def __init__(self, raw: IO[bytes], file: IO[bytes], limit: int, progress: Progress) -> None:
         self.raw, self.file, self.limit, self.progress = raw, file, limit, progress
         self.position, self.raw_position, self.last = 0, 0, b""
 
@@ -328,9 +320,7 @@ def in_tar(stream: Forward, names: Names) -> Iterator[File]:
         pass
 
 
-def in_zip(
-    file: IO[bytes], reader: zipfile.ZipFile, names: Names, limit: int, progress: Callable[[int], object]
-) -> Iterator[File]:
+def in_zip(file: IO[bytes], reader: zipfile.ZipFile, names: Names, limit: int, progress: Progress) -> Iterator[File]:
     infos = reader.infolist()
     if sum(info.file_size for info in infos) > limit:
         raise bomb(limit)

@@ -17,18 +17,18 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from io import FileIO
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from nbtools import disk
-from nbtools.data import archive
+from nbtools.data.archive import archive_index
 from nbtools.data.pack import (
     BAD,
     FORMAT,
@@ -41,10 +41,11 @@ from nbtools.data.pack import (
     Reader,
     Sample,
     assigned,
+    columns_of,
     mapped,
     require_shares,
 )
-from nbtools.data.sources import cache
+from nbtools.data.sources import cache, listing
 from nbtools.data.stage import bar, stage
 from nbtools.errors import PackError
 from nbtools.table import plural
@@ -57,8 +58,10 @@ DAMAGED = (OSError, ValueError, EOFError, SyntaxError, zlib.error, struct.error,
 """What Pillow, NumPy and the like raise on damaged files."""
 
 CHUNK = 256  # samples decoded ahead: bounds memory, and the pool idles once in so many
-FEW = 100  # more files than a pack has
-JOURNAL = "journal.jsonl"
+JOURNAL = "samples.jsonl"
+OFFSETS = Column("fixed", "<i8", ())  # of a ragged column: where each sample begins, and the end
+SPLIT = Column("fixed", "|u1", ())
+READABLE = "the file can be read"
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,13 @@ def build_pack(
     """
     require_shares(val, test)
     reader = reader or (lambda folder: read)
-    folder = stage(source, extract=holds_pack if in_place else True, progress=progress)
+    folder, top = stage(source, extract=not in_place, progress=progress), ""
+    if folder.is_file():
+        index = archive_index(folder)
+        if PurePosixPath(index.top, MANIFEST).as_posix() in index.files:
+            folder = stage(folder, progress=progress)  # the files of a pack are mapped
+        else:
+            top = index.top
     if (folder / MANIFEST).is_file():
         pack = of_task(Pack.open(folder), task)
         return with_raw(pack, made_from(pack), reader)
@@ -142,26 +151,29 @@ def build_pack(
     lock = hashlib.blake2b(str(target).encode(errors="surrogateescape"), digest_size=8).hexdigest()
     with disk.explained(f"packing {folder}", target), disk.Lock(cache() / "locks" / f"pack-{lock}.lock"):
         if not finished(target, task, key):
-            with unfinished(target.with_name(f"{target.name}.part")) as part:
-                top = archive.archive_index(folder).top if folder.is_file() else ""
+            part = target.with_name(f"{target.name}.part")
+            disk.make_folder(part)
+            try:
                 found = survey(folder / top, asked)
                 if found.options is None:
                     found = dataclasses.replace(found, options=options)
                 with closing(Writer(part, found)) as writer:
-                    done = writer.resume(key)
-                    writer.decode(reader(folder / top), folder / top, done, progress)
-                    if not writer.names:
+                    writer.decode(reader(folder / top), folder / top, writer.resume(key), progress)
+                    if not writer.kept:
                         raise PackError(nothing(folder, writer.bad))
                     made = {"nbtools": VERSION, "key": key, "keyed": asked, "source": str(folder), "top": top}
                     writer.finish(task, val, test, made)
-                disk.remove(part / JOURNAL)
-                disk.publish_folder(part, target)
+            except PackError:
+                disk.remove(part)  # the data's fault: there is nothing to resume
+                raise
+            disk.remove(part / JOURNAL)
+            disk.publish_folder(part, target)
     return with_raw(Pack.open(target), folder, reader)
 
 
 def with_raw(pack: Pack, source: Path | None, reader: Callable[[Path], Reader]) -> Pack:
     """With the Dataset over the source files, where they are."""
-    if source is None or not source.exists():
+    if source is None:
         return pack
     root = source / pack.manifest.get("top", "")
     return dataclasses.replace(pack, raw=RawFiles(pack.folder, root, reader(root)))
@@ -193,25 +205,6 @@ def made_from(pack: Pack) -> Path | None:
     return source if same else None
 
 
-@contextmanager
-def unfinished(part: Path) -> Iterator[Path]:
-    """A pack's folder while it is made. It stays after any error that is not the data's fault, for the next call to
-    resume."""
-    if not (part / JOURNAL).exists():
-        disk.remove(part)
-    disk.make_folder(part)
-    try:
-        yield part
-    except PackError:
-        disk.remove(part)
-        raise
-
-
-def holds_pack(path: Path) -> bool:
-    """Whether an archive is what `Pack.keep` wrote: a few large files, which are mapped and so must be unpacked."""
-    return any(name.removeprefix(f"{name.partition('/')[0]}/") == MANIFEST for name in archive.first(path, FEW))
-
-
 def of_task(pack: Pack, task: str) -> Pack:
     if pack.card.task != task:
         raise PackError(
@@ -231,49 +224,38 @@ def fingerprint(task: str, folder: Path, asked: Options) -> str:
     """A key of the files (relative name, size, time of change) and of what is to be made of them."""
     text = json.dumps([FORMAT, task, str(folder.resolve()), asked], sort_keys=True)
     digest = hashlib.blake2b(text.encode(), digest_size=8)
-    for name, stat in sorted(files_of(folder)):
-        digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="surrogateescape"))
+    for name, (size, mtime) in sorted(listing(folder).items()):
+        digest.update(f"{name}\0{size}\0{mtime}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
-def files_of(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    if folder.is_file():
-        yield "", folder.stat()
-        return
-    for item in disk.walk(folder):
-        if item.is_file():  # no dangling links: reading one is refused by name
-            yield os.path.relpath(item.path, folder), item.stat()
-
-
 class Writer:
-    """The arrays of a new pack, appended sample by sample, and the journal of how far they are: a line of JSON for each
-    chunk, written once the bytes that it counts are on disk. A process that is killed leaves whole lines and perhaps a
-    torn last one."""
+    """The arrays of a new pack, appended sample by sample. Each chunk has a line of JSON in a journal, written once its
+    bytes are on disk: a process that is killed leaves whole lines and perhaps a torn last one."""
 
     def __init__(self, folder: Path, survey: Survey):
         self.folder, self.survey = folder, survey
-        self.journal: FileIO | None = None
         self.columns: dict[str, Column] = {}
-        self.files: dict[str, FileIO] = {}
-        self.offsets: dict[str, list[int]] = {}
-        self.names: list[str] = []
-        self.splits: list[str | None] = []
+        self.ends: dict[str, int] = {}  # ragged column → rows so far
+        self.files: dict[str, FileIO] = {}  # of columns, and of the offsets of ragged ones
+        self.journal: FileIO | None = None
+        self.kept: list[int] = []  # positions of the entries that became samples
         self.bad: list[Problem] = list(survey.bad)
 
     def resume(self, key: str) -> int:
         """Take over what an earlier process noted of the very same entries, and cut off what it wrote after that →
         entries that are done. key: of what is packed, and how. All other files in the folder are deleted."""
-        entries = [
-            (e.name, e.split, None if e.label is None else np.asarray(e.label).tolist()) for e in self.survey.entries
-        ]
-        what = repr([VERSION, key, self.survey.options, list(self.survey.classes), entries])
+        survey = self.survey
+        entries = [(e.name, e.split, None if e.label is None else np.asarray(e.label).tolist()) for e in survey.entries]
+        what = repr([JOURNAL, VERSION, key, survey.options, list(survey.classes), entries])
         head = {"entries": hashlib.blake2b(what.encode(errors="surrogateescape"), digest_size=16).hexdigest()}
         lines, size = whole_lines(self.folder / JOURNAL)
         notes = lines[1:] if lines[:1] == [head] else []
-        sizes = notes[-1]["sizes"] if notes else {}
-        paths = {column: self.folder / f"{column}.npy" for column in sizes}
-        if any(not path.is_file() or path.stat().st_size < sizes[column] for column, path in paths.items()):
-            notes, paths = [], {}  # a power cut: the journal came to the disk, the bytes did not
+        last = notes[-1] if notes else {"done": 0, "columns": {}, "ends": {}, "sizes": {}}
+        paths = {name: self.folder / f"{name}.npy" for name in last["sizes"]}
+        if any(not path.is_file() or path.stat().st_size < last["sizes"][name] for name, path in paths.items()):
+            disk.remove(self.folder / JOURNAL)  # a power cut: the journal came to the disk, the bytes did not
+            return self.resume(key)
         for path in self.folder.iterdir():
             if path not in paths.values() and not (notes and path.name == JOURNAL):
                 disk.remove(path)
@@ -283,98 +265,72 @@ class Writer:
         else:
             self.note(head)
         for note in notes:
-            self.names += note["names"]
-            self.splits += note["splits"]
+            self.kept += note["kept"]
             self.bad += map(tuple, note["bad"])
-            for column, (kind, dtype, shape) in note["columns"].items():
-                self.columns[column] = Column(kind, dtype, tuple(shape))
-                self.offsets.setdefault(column, [0]).extend(note["offsets"][column])
-        for column, path in paths.items():
-            self.files[column] = file = open(path, "r+b", buffering=0)  # noqa: SIM115
-            file.truncate(sizes[column])
-            file.seek(0, os.SEEK_END)
-        return notes[-1]["done"] if notes else 0
+        self.columns = columns_of(last["columns"])
+        self.ends = last["ends"]
+        for name, path in paths.items():
+            self.files[name] = open(path, "r+b", buffering=0)  # noqa: SIM115
+            self.files[name].truncate(last["sizes"][name])
+            self.files[name].seek(0, os.SEEK_END)
+        return last["done"]
 
     def decode(self, read: Reader, root: Path, done: int, progress: bool) -> None:
         """Read the entries from `done` on in a thread pool (decoders release the GIL) and append them in order."""
-        survey = self.survey
-
-        def attempt(entry: Entry) -> Sample | PackError:
-            try:
-                sample = read(root / entry.name, survey.options or {})
-            except PackError as error:
-                return error
-            except DAMAGED as error:
-                came = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-                return PackError(came, "the file can be read", "copy it again, or delete it")
-            if entry.label is not None:
-                sample = {**sample, "label": np.asarray(entry.label)}
-            try:
-                if survey.check is not None:
-                    survey.check(entry, sample)
-            except PackError as error:
-                return error
-            return sample
-
-        known = {"total": len(survey.entries), "initial": done, "unit": " samples"}
+        entries = self.survey.entries
+        known = {"total": len(entries), "initial": done, "unit": " samples"}
         shown = bar(desc="packing", **known, mininterval=0.5, disable=not progress, leave=False)
         with shown, ThreadPoolExecutor(max_workers=cores()) as pool:
-            for start in range(done, len(survey.entries), CHUNK):
-                chunk = survey.entries[start : start + CHUNK]
-                names, bad = len(self.names), len(self.bad)
-                for entry, found in zip(chunk, pool.map(attempt, chunk), strict=True):
+            for start in range(done, len(entries), CHUNK):
+                chunk = entries[start : start + CHUNK]
+                kept, bad = len(self.kept), len(self.bad)
+                found = pool.map(lambda entry: decoded(entry, read, root, self.survey), chunk)
+                for i, sample in enumerate(found, start):
                     shown.update()
-                    if isinstance(found, PackError):
-                        problem = found.args if len(found.args) == 3 else (found, "the file can be read", "fix it")
-                        self.bad.append((entry.name, *map(str, problem)))
+                    if isinstance(sample, tuple):
+                        self.bad.append(sample)
                     else:
-                        self.add(entry, found)
-                self.note_chunk(start + len(chunk), names, bad)
+                        self.add(i, sample)
+                for file in self.files.values():
+                    disk.sync(file)
+                self.note(
+                    {
+                        "done": start + len(chunk),
+                        "columns": {name: dataclasses.asdict(column) for name, column in self.columns.items()},
+                        "ends": self.ends,
+                        "sizes": {name: file.tell() for name, file in self.files.items()},
+                        "kept": self.kept[kept:],
+                        "bad": self.bad[bad:],
+                    }
+                )
 
-    def add(self, entry: Entry, arrays: Sample) -> None:
-        """Append one sample. Raises PackError, and writes nothing, unless names, dtypes and shapes of the arrays are
-        the first sample's, but for the length of a ragged one."""
-        sample = {column: np.asarray(array, order="C") for column, array in arrays.items()}
-        specs = {column: self.spec(column, array) for column, array in sample.items()}
+    def add(self, i: int, arrays: Sample) -> None:
+        """Append the sample of entry i. Raises PackError, and writes nothing, unless names, dtypes and shapes of the
+        arrays are the first sample's, but for the length of a ragged one."""
+        entry = self.survey.entries[i]
+        sample = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+        columns = {name: column_of(name, array, name in self.survey.ragged) for name, array in sample.items()}
         if entry.split is not None and entry.split not in SPLITS:
             raise PackError(f"{entry.name}: split must be one of {', '.join(SPLITS)}, or None, got {entry.split!r}")
-        if not self.names:
-            for column, spec in specs.items():
-                self.columns[column], self.offsets[column] = spec, [0]
-                self.files[column] = disk.create(self.folder / f"{column}.npy")
-                disk.write(self.files[column], header(spec, 0))
-        if specs != self.columns:
-            came, first = shown(specs), shown(self.columns)
+        if not self.kept:
+            self.begin(columns)
+        if columns != self.columns:
+            came, first = shown(columns), shown(self.columns)
             raise PackError(f"{entry.name}: its columns are {came}; the first sample's are {first}")
-        for column, array in sample.items():
+        for name, array in sample.items():
             if array.size:
-                disk.write(self.files[column], array.reshape(-1).view(np.uint8).data)
-            if column in self.survey.ragged:
-                self.offsets[column].append(self.offsets[column][-1] + len(array))
-        self.names.append(entry.name)
-        self.splits.append(entry.split)
+                disk.write(self.files[name], array.reshape(-1).view(np.uint8).data)
+            if name in self.ends:
+                self.ends[name] += len(array)
+                disk.write(self.files[f"{name}.offsets"], np.int64(self.ends[name]).tobytes())
+        self.kept.append(i)
 
-    def spec(self, column: str, array: np.ndarray) -> Column:
-        if array.dtype.kind not in "biuf":
-            raise PackError(f"{column}: a pack holds numbers and truth values, got {array.dtype}; store class indices")
-        if column in self.survey.ragged:
-            return Column("ragged", array.dtype.str, array.shape[1:])
-        return Column("fixed", array.dtype.str, array.shape)
-
-    def note_chunk(self, done: int, names: int, bad: int) -> None:
-        """Record a chunk in the journal, once the arrays' bytes are on disk. names, bad: how many came before it."""
-        for file in self.files.values():
-            disk.sync(file)
-        note = {
-            "done": done,
-            "sizes": {column: file.tell() for column, file in self.files.items()},
-            "columns": {column: (spec.kind, spec.dtype, spec.shape) for column, spec in self.columns.items()},
-            "offsets": {column: offsets[1 + names :] for column, offsets in self.offsets.items()},
-            "names": self.names[names:],
-            "splits": self.splits[names:],
-            "bad": self.bad[bad:],
-        }
-        self.note(note)
+    def begin(self, columns: dict[str, Column]) -> None:
+        """Create the files, as arrays without any row; offsets begin with 0."""
+        self.columns, self.ends = columns, {name: 0 for name, column in columns.items() if column.kind == "ragged"}
+        for name, column in [*columns.items(), *((f"{name}.offsets", OFFSETS) for name in self.ends)]:
+            self.files[name] = disk.create(self.folder / f"{name}.npy")
+            disk.write(self.files[name], header(column, 0) + (bytes(8) if column is OFFSETS else b""))
 
     def note(self, line: Mapping[str, Any]) -> None:
         assert self.journal is not None, "resume comes first"
@@ -382,22 +338,23 @@ class Writer:
 
     def finish(self, task: str, val: float, test: float, made: Mapping[str, Any]) -> None:
         """Close the arrays and write the manifest; the folder is then a whole pack."""
-        survey = self.survey
-        for column, file in self.files.items():
-            rows = self.offsets[column][-1] if column in survey.ragged else len(self.names)
+        survey, entries = self.survey, [self.survey.entries[i] for i in self.kept]
+        for name, file in self.files.items():
+            column = self.columns.get(name, OFFSETS)
+            rows = len(entries) + 1 if column is OFFSETS else self.ends.get(name, len(entries))
             file.seek(0)
-            disk.write(file, header(self.columns[column], rows))
+            disk.write(file, header(column, rows))
             file.close()
-            if column in survey.ragged:
-                self.save(f"{column}.offsets.npy", npy(np.array(self.offsets[column], np.int64)))
-        splits = [s or "train" for s in self.splits] if survey.drawn else assigned(self.names, self.splits, val, test)
-        self.save("split.npy", npy(np.array([SPLITS.index(s) for s in splits], np.uint8)))
-        self.save("names.json", json.dumps(self.names).encode())
+        names, own = [entry.name for entry in entries], [entry.split for entry in entries]
+        splits = [split or "train" for split in own] if survey.drawn else assigned(names, own, val, test)
+        self.save("split.npy", header(SPLIT, len(splits)) + bytes(map(SPLITS.index, splits)))
+        self.save("names.json", json.dumps(names).encode())
         self.save("bad.csv", bad_csv(self.bad))
-        files = {path.name: described(path) for path in sorted(self.folder.iterdir()) if path.name != JOURNAL}
+        paths = sorted(path for path in self.folder.iterdir() if path.name != JOURNAL)
+        files = {path.name: {"size": path.stat().st_size, "sha256": disk.sha256(path)} for path in paths}
         counts = {}
         if survey.count is not None:
-            arrays = {column: mapped(self.folder / f"{column}.npy") for column in self.columns}
+            arrays = {name: mapped(self.folder / f"{name}.npy") for name in self.columns}
             counts = survey.count(arrays, np.array([i for i, split in enumerate(splits) if split == "train"], np.int64))
         card = Card(
             task,
@@ -421,6 +378,24 @@ class Writer:
             file.close()
 
 
+def decoded(entry: Entry, read: Reader, root: Path, survey: Survey) -> Sample | Problem:
+    """A sample with its label, or its row of the table of bad samples."""
+    try:
+        try:
+            sample = read(root / entry.name, survey.options or {})
+        except DAMAGED as error:
+            came = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            raise PackError(came, READABLE, "copy it again, or delete it") from None
+        if entry.label is not None:
+            sample = {**sample, "label": np.asarray(entry.label)}
+        if survey.check is not None:
+            survey.check(entry, sample)
+    except PackError as error:
+        problem = error.args if len(error.args) == 3 else (error, READABLE, "fix it")
+        return entry.name, *map(str, problem)
+    return sample
+
+
 def whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """(the lines up to the first that was not written to its end, their bytes)."""
     lines, size = [], 0
@@ -438,6 +413,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def column_of(name: str, array: np.ndarray, ragged: bool) -> Column:
+    if array.dtype.kind not in "biuf":
+        raise PackError(f"{name}: a pack holds numbers and truth values, got {array.dtype}; store class indices")
+    return Column("ragged" if ragged else "fixed", array.dtype.str, array.shape[1:] if ragged else array.shape)
+
+
 def shown(columns: Mapping[str, Column]) -> str:
     return ", ".join(f"{name} {c.kind} {np.dtype(c.dtype)} {c.shape}" for name, c in columns.items())
 
@@ -450,20 +431,9 @@ def header(spec: Column, rows: int) -> bytes:
     return text.getvalue()
 
 
-def npy(array: np.ndarray) -> bytes:
-    text = io.BytesIO()
-    np.save(text, array)
-    return text.getvalue()
-
-
 def bad_csv(rows: Sequence[Problem]) -> bytes:
     """The table of bad samples; a cell that a spreadsheet would take for a formula is escaped."""
     text = io.StringIO(newline="")
     escaped = [["'" + cell if cell.startswith(("=", "+", "-", "@")) else cell for cell in row] for row in rows]
     csv.writer(text).writerows([BAD, *escaped])
     return text.getvalue().encode("utf-8-sig", "backslashreplace")
-
-
-def described(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

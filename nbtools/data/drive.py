@@ -18,7 +18,7 @@ from nbtools.errors import DriveRefused, MissingExtra, StageError
 
 MOUNT = Path("/content/drive")  # Colab's
 SITE = "https://drive.google.com"
-KEPT, FORMER = "drive:nbtools-data/", "drive:nbtools/"  # where notebooks keep packs and runs, and where they used to
+KEPT, FORMER = "nbtools-data", "nbtools"  # where on Drive notebooks keep packs and runs, and where they used to
 
 _declined = False  # whether Colab's dialog was declined: it is not shown a second time
 
@@ -26,25 +26,16 @@ _declined = False  # whether Colab's dialog was declined: it is not shown a seco
 def drive_path(path: str | Path) -> Path:
     """The local path of `drive:path/in/My Drive`; other paths as they are. Raises StageError, naming what is there
     under a similar name, where nothing is at the path, or DiskError."""
-    text = str(path)
-    if found := existing(text):
-        return found
-    raise missing(text, local(text))
-
-
-def existing(text: str) -> Path | None:
-    """The local path of what exists, or None. Files in the notebooks' former folder on Drive are found too, and a
-    sentence names them. Raises StageError or DiskError where that cannot be read."""
-    former = text.replace(KEPT, FORMER, 1) if text.startswith(KEPT) else text
-    for name in dict.fromkeys((text, former)):
-        place = local(name)
-        with disk.explained(f"looking at {name}", place):
-            if not disk.exists(place):
-                continue
-        if name != text:
-            print(f"{text} is not there yet; using {name}, where notebooks used to keep it.")
-        return place
-    return None
+    with disk.explained(f"looking at {path}", Path(path)):
+        place = parent = local(str(path))
+        if disk.exists(place):
+            return place
+    while not parent.is_dir():
+        parent = parent.parent
+    names = sorted(entry.name for entry in parent.iterdir())
+    near = difflib.get_close_matches(place.relative_to(parent).parts[0], names, n=3, cutoff=0.5) or names[:5]
+    there = f"{parent} has {', '.join(near)}" if near else f"{parent} is empty"
+    raise StageError(f"{path}: there is no {place}. {there}.")
 
 
 def kept(place: str, instead: str = "demo data") -> Path | None:
@@ -55,8 +46,8 @@ def kept(place: str, instead: str = "demo data") -> Path | None:
     """
     try:
         with disk.explained(f"looking at {place}", Path(place)):
-            found = existing(place)
-            if found and not (found.is_dir() and not any(found.iterdir())):
+            found = local(place)
+            if disk.exists(found) and not (found.is_dir() and not any(found.iterdir())):
                 return found
         reason = f"Nothing is kept at {place} yet"
     except DriveRefused as refusal:
@@ -71,23 +62,30 @@ def place_to_keep(where: str | Path) -> Path | None:
     if not str(where).startswith("drive:"):
         return Path(where)
     try:
-        place = local(str(where))
+        with disk.explained(f"making a place for {where}", Path(where)):
+            place = local(str(where))
+            disk.make_folder(place.parent)
     except DriveRefused as refusal:
         print(f"{refusal}: nothing is kept at {where}, and the work of this session is lost when its machine goes.")
         return None
-    with disk.explained(f"making a place for {where}", place):
-        disk.make_folder(place.parent)
     return place
 
 
 def local(text: str) -> Path:
-    """The absolute path, below Drive or not, whether it exists or not."""
+    """The absolute path, below Drive or not, whether it exists or not. What notebooks kept in their former folder on
+    Drive goes on there, and a sentence names it."""
     if not text.startswith("drive:"):
         return Path(text).expanduser().absolute()
     inside = PurePosixPath(text.removeprefix("drive:").lstrip("/"))
     if ".." in inside.parts:
         raise StageError(f"{text}: a drive: path stays inside My Drive and holds no `..`.")
-    return root() / inside
+    mine = root()
+    if inside.parts[:1] == (KEPT,) and not disk.exists(mine / inside):
+        former = PurePosixPath(FORMER, *inside.parts[1:])
+        if disk.exists(mine / former):
+            print(f"{text} is not there yet; using drive:{former}, where notebooks used to keep it.")
+            return mine / former
+    return mine / inside
 
 
 def root() -> Path:
@@ -150,29 +148,6 @@ def release_runtime() -> None:
             "folder on Drive, then release the machine by Runtime, Disconnect and delete runtime."
         ) from None
     runtime.unassign()
-
-
-def missing(source: str, path: Path) -> StageError:
-    """The error that names what was looked for, and what is there under a similar name."""
-    parent = path.parent
-    while not parent.is_dir():
-        parent = parent.parent
-    names = sorted(entry.name for entry in parent.iterdir())
-    wanted = path.relative_to(parent).parts[0]
-    near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.5) or names[:5]
-    there = f"{parent} has {', '.join(near)}" if near else f"{parent} is empty"
-    return StageError(f"{source}: there is no {path}. {there}.")
-
-
-def link(url: str) -> tuple[str, str] | None:
-    """(`folder` or `file`, id) of a Drive link in any of its spellings; None for another address."""
-    if not re.match(r"https?://(drive|docs|drive\.usercontent)\.google\.com/", url):
-        return None
-    if found := re.search(r"/folders/([\w-]+)", url):
-        return "folder", found[1]
-    if found := re.search(r"/d/([\w-]+)|[?&]id=([\w-]+)", url):
-        return "file", found[1] or found[2]
-    raise StageError(f"{url}: no file or folder in this Drive link. Copy it again with Share → Copy link.")
 
 
 def confirmed(page: str, url: str) -> str | None:

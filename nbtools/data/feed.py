@@ -139,7 +139,8 @@ class Resident:
             return
         sizes = [len(batch) for batch in batches]
         order = np.concatenate(batches)
-        longest = {name: longest_of(self.pack.lengths(name, order), sizes) for name in self.offsets}  # no sync later
+        starts = np.cumsum([0, *sizes[:-1]])  # lengths by the host, so that no batch waits for the device
+        longest = {n: np.maximum.reduceat(self.pack.lengths(n, order), starts).tolist() for n in self.offsets}
         for k, ids in enumerate(torch.from_numpy(order).to(self.device).split(sizes)):
             raw = {name: self.values[name].index_select(0, ids) for name in self.fixed}
             for name in self.offsets:
@@ -160,11 +161,6 @@ class Resident:
         else:
             found.masked_fill_(padding.view(-1, *[1] * (found.dim() - 1)), 0)
         return found.view(len(ids), longest, *values.shape[1:]), length
-
-
-def longest_of(lengths: np.ndarray, sizes: Sequence[int]) -> list[int]:
-    starts = np.cumsum([0, *sizes[:-1]])
-    return np.maximum.reduceat(lengths, starts).tolist()
 
 
 class Streamed:
@@ -201,7 +197,8 @@ class Streamed:
         finally:
             stop.set()
             while thread.is_alive():  # it may wait to put one more
-                drain(ready)
+                with suppress(queue.Empty):
+                    ready.get_nowait()
                 thread.join(0.01)
 
     def produce(self, batches: Sequence[np.ndarray], ready: queue.Queue, stop: threading.Event) -> None:
@@ -238,20 +235,12 @@ class Slot:
         return sent, self.copied
 
 
-def drain(ready: queue.Queue) -> None:
-    while not ready.empty():
-        ready.get_nowait()
-
-
 def gather(pack: Pack, ids: np.ndarray) -> Raw:
     """A raw batch in host memory, copied from the memory map."""
-    raw: Raw = {}
-    ragged = [name for name in pack.columns if name in pack.offsets]
-    for name in pack.columns:
-        if name not in pack.offsets:
-            raw[name] = torch.from_numpy(np.take(pack.arrays[name], ids, axis=0))
-    if ragged:
-        samples = [{n: pack.arrays[n][slice(*pack.offsets[n][i : i + 2])] for n in ragged} for i in ids]
+    fixed = [name for name in pack.columns if name not in pack.offsets]
+    raw = {name: torch.from_numpy(np.take(pack.arrays[name], ids, axis=0)) for name in fixed}
+    if pack.offsets:
+        samples = [{n: pack.arrays[n][slice(*ends[i : i + 2])] for n, ends in pack.offsets.items()} for i in ids]
         raw |= collate(samples, pack.columns)
     raw["id"] = torch.from_numpy(np.asarray(ids, np.int64))
     return raw

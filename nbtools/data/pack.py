@@ -4,7 +4,7 @@
     <column>.npy            fixed: (n, *shape); ragged: (sum of lengths, *shape)
     <column>.offsets.npy    ragged only: (n + 1,) int64; sample i is rows offsets[i]:offsets[i + 1]
     split.npy               (n,) uint8: 0 train, 1 val, 2 test
-    names.json              the samples' files, relative to the source, a folder or an archive
+    names.json              the samples' files, relative to the source
     bad.csv                 what was left out, and why
 
 A line of text is ragged along its width, so it is stored (W, H) or (W, H, C).
@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -75,9 +74,8 @@ class Card:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        columns = {k: Column(c["kind"], c["dtype"], tuple(c["shape"])) for k, c in values["columns"].items()}
         known = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
-        return cls(**{**known, "columns": columns})
+        return cls(**{**known, "columns": columns_of(values["columns"])})
 
 
 @dataclass(frozen=True)
@@ -118,8 +116,7 @@ class Pack:
     def verify(self) -> Self:
         """Compare every file's SHA-256 with the manifest; raises PackError naming the first that differs."""
         for name, entry in self.manifest["files"].items():
-            with open(self.folder / name, "rb") as file:
-                came = hashlib.file_digest(file, "sha256").hexdigest()
+            came = disk.sha256(self.folder / name)
             if came != entry["sha256"]:
                 raise PackError(
                     f"{self.folder / name}: SHA-256 {came[:12]}…, the manifest says {entry['sha256'][:12]}…"
@@ -225,11 +222,8 @@ class Pack:
 
 
 class RawFiles(Dataset):
-    """The source files of a pack, decoded at each access, as a DataLoader reads them: for comparison, and for data that
-    cannot be packed. Item i has the same values as the pack's sample i.
-
-    source: the folder of the files, or a path into an archive that `read` follows.
-    Picklable for workers of any start method: arrays are opened in the process that reads them.
+    """The source files of a pack, decoded at each access, as a DataLoader reads them: for comparison. Item i has the
+    same values as the pack's sample i. Picklable for workers of any start method: each opens the arrays itself.
     """
 
     def __init__(self, folder: Path, source: Path, read: Reader):
@@ -270,15 +264,17 @@ def collate(samples: Sequence[Sample], columns: Mapping[str, Column]) -> dict[st
     return batch
 
 
+def columns_of(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Column]:
+    """Columns as JSON keeps them."""
+    return {name: Column(c["kind"], c["dtype"], tuple(c["shape"])) for name, c in values.items()}
+
+
 def mapped(path: Path) -> np.ndarray:
     """A copy-on-write map, which torch accepts without a warning; an empty array where there is nothing to map."""
-    with open(path, "rb") as file:
-        version = np.lib.format.read_magic(file)
-        shape, _, dtype = getattr(np.lib.format, f"read_array_header_{version[0]}_{version[1]}")(file)
-        offset = file.tell()
-    if math.prod(shape) == 0:
-        return np.empty(shape, dtype)
-    return np.memmap(path, dtype, "c", offset, shape)
+    try:
+        return np.load(path, mmap_mode="c")
+    except ValueError:
+        return np.load(path)
 
 
 def split_of(name: str, val: float = 0.1, test: float = 0.1) -> str:
@@ -298,25 +294,21 @@ def assigned(names: Sequence[str], splits: Sequence[str | None], val: float, tes
     """The split of every sample: its own, else by the hash of its name; whole numbers take exactly so many, the
     smallest hashes first. A source with a test folder but no val folder gives its val share from train."""
     given = set(splits) - {None}
-    if given:
-        short = "val" not in given and {"train"} & given
-        drawn = [s == "train" if short else s is None for s in splits]
-        test = 0
-    else:
-        drawn = [True] * len(names)
-    order = sorted((position(n), i) for i, n in enumerate(names) if drawn[i])
-    result = [s or "train" for s in splits]
-    if is_count(val) or is_count(test):
-        ends = [int(x) if is_count(x) else round(x * len(order)) for x in (test, val)]
-        if sum(ends) >= len(order):
-            raise PackError(
-                f"val={val} and test={test} leave none of {table.plural(len(order), 'sample')} to train on; lower them"
-            )
-        for rank, (_, i) in enumerate(order):
-            result[i] = "test" if rank < ends[0] else "val" if rank < sum(ends) else "train"
-    else:
-        for _, i in order:
+    divided = "train" if "train" in given and "val" not in given else None
+    drawn = [i for i, split in enumerate(splits) if split == divided]
+    test = 0 if given else test
+    result = [split or "train" for split in splits]
+    if not is_count(val) and not is_count(test):
+        for i in drawn:
             result[i] = split_of(names[i], val, test)
+        return result
+    tests, vals = (int(share) if is_count(share) else round(share * len(drawn)) for share in (test, val))
+    if tests + vals >= len(drawn):
+        raise PackError(
+            f"val={val} and test={test} leave none of {table.plural(len(drawn), 'sample')} to train on; lower them"
+        )
+    for rank, i in enumerate(sorted(drawn, key=lambda i: position(names[i]))[: tests + vals]):
+        result[i] = "test" if rank < tests else "val"
     return result
 
 

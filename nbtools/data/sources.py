@@ -15,7 +15,6 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -23,6 +22,7 @@ from typing import IO, ClassVar
 
 from nbtools import disk
 from nbtools.data import archive, drive
+from nbtools.data.archive import Progress
 from nbtools.errors import ArchiveError, StageError
 
 CHUNK = 1 << 20
@@ -32,15 +32,14 @@ PAUSE = 1.0  # seconds before the second connection; doubles with each that brou
 TIMEOUT = 60.0  # seconds without a byte
 TRIES = 5
 
-Progress = Callable[[int], object]  # called with the bytes that came
-
 
 class Source:
     """A place that data comes from. Subclasses are asked in turn, the last defined first, whether a text is theirs.
 
     text: what the user wrote; origin: what distinguishes it from all other sources; name: of the archive or folder.
     here: its path on local disk, if it is there; it is then fetched only where a copy is asked for.
-    size: bytes to fetch, known after version(); None where the server does not announce it.
+    size: bytes to fetch, None where the server does not announce it; hint: what to tell the user before fetching. Both
+    are known after version().
     """
 
     kinds: ClassVar[list[type[Source]]] = []
@@ -49,6 +48,7 @@ class Source:
     verb = "copy"
     here: Path | None = None
     size: int | None = None
+    hint = ""
 
     def __init_subclass__(cls) -> None:
         Source.kinds.insert(0, cls)
@@ -64,10 +64,6 @@ class Source:
     def version(self) -> str:
         """A text that changes whenever the content does: a `.part` of another version is not resumed."""
         raise NotImplementedError
-
-    def hint(self) -> str:
-        """What to tell the user before fetching, if anything."""
-        return ""
 
     def fetch(self, part: Path, progress: Progress) -> None:
         """Write all of it to `part`, a file or a folder, resuming what is there. Raises StageError, and keeps what
@@ -90,9 +86,9 @@ class File(Source):
 
     @classmethod
     def of(cls, text: str) -> Source:
-        path = drive.drive_path(text) if text.startswith("drive:") else Path(text).expanduser().absolute()
-        if not disk.exists(path):
-            raise drive.missing(text, path)
+        path = Path(text).expanduser().absolute()
+        if text.startswith("drive:") or not disk.exists(path):
+            path = drive.drive_path(text)  # or an error that names what is there instead
         if path.is_dir():
             return Folder(text, path)
         require_archive(path, text)
@@ -120,13 +116,12 @@ class Folder(Source):
     def files(self) -> list[tuple[str, tuple[int, int]]]:
         return sorted(listing(self.path).items())
 
-    def hint(self) -> str:
-        if len(self.files) <= MANY:
-            return ""
-        return f"{self.path}: {len(self.files):,} files, which is slow there. One tar of them copies many times faster."
-
     def version(self) -> str:
         self.size = sum(size for _, (size, _) in self.files)
+        if len(self.files) > MANY:
+            self.hint = (
+                f"{self.path}: {len(self.files):,} files, which is slow there. One tar of them copies much faster."
+            )
         return hashlib.sha256(repr(self.files).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
     def fetch(self, part: Path, progress: Progress) -> None:
@@ -160,8 +155,8 @@ class DriveFile(Url):
 
     @classmethod
     def of(cls, text: str) -> Source | None:
-        file_id = drive_id(text, "file")
-        return cls(text, file_id, f"drive-{file_id[:8]}") if file_id else None
+        form, file_id = drive_link(text)
+        return cls(text, file_id, f"drive-{file_id[:8]}") if form == "file" else None
 
     @cached_property
     def announced(self) -> Announced:
@@ -184,8 +179,8 @@ class DriveFolder(Source):
 
     @classmethod
     def of(cls, text: str) -> Source | None:
-        folder_id = drive_id(text, "folder")
-        return cls(text, folder_id, f"drive-{folder_id[:8]}") if folder_id else None
+        form, folder_id = drive_link(text)
+        return cls(text, folder_id, f"drive-{folder_id[:8]}") if form == "folder" else None
 
     def version(self) -> str:
         return "listed"
@@ -202,10 +197,15 @@ class DriveFolder(Source):
                 disk.rename(unfinished, target)
 
 
-def drive_id(text: str, form: str) -> str | None:
-    """The id in a link to a `file` or a `folder` on Drive."""
-    found = drive.link(text) if text.startswith("http") else None
-    return found[1] if found and found[0] == form else None
+def drive_link(url: str) -> tuple[str, str]:
+    """(`folder` or `file`, id) of a Drive link in any of its spellings; two empty texts for any other text."""
+    if not re.match(r"https?://(drive|docs|drive\.usercontent)\.google\.com/", url):
+        return "", ""
+    if found := re.search(r"/folders/([\w-]+)", url):
+        return "folder", found[1]
+    if found := re.search(r"/d/([\w-]+)|[?&]id=([\w-]+)", url):
+        return "file", found[1] or found[2]
+    raise StageError(f"{url}: no file or folder in this Drive link. Copy it again with Share → Copy link.")
 
 
 def cache() -> Path:
@@ -218,43 +218,34 @@ def is_far(path: Path) -> bool:
     where it leads to, and so does a folder with one."""
     if path.is_relative_to(cache()):
         return False
-    roots = [drive.MOUNT, *([Path(folder)] if (folder := os.environ.get("NBTOOLS_DRIVE")) else [])]
-    roots = [root.resolve() for root in roots]
-    return any(any(map(real.is_relative_to, roots)) or disk.is_slow(real) for real in real_places(path))
-
-
-def real_places(path: Path) -> Iterator[Path]:
-    """Where a path really lies, then the folders that links below it lead to, each once."""
-    yield path.resolve()
-    seen = set()
+    places = {path.resolve()}
     for base, folders, names in os.walk(path):
-        for link in (link for name in (*folders, *names) if os.path.islink(link := os.path.join(base, name))):
+        for link in filter(os.path.islink, (os.path.join(base, name) for name in (*folders, *names))):
             real = Path(os.path.realpath(link))
-            place = real if real.is_dir() else real.parent
-            if place not in seen:
-                seen.add(place)
-                yield place
+            places.add(real if real.is_dir() else real.parent)
+    roots = [drive.MOUNT.resolve(), *(Path(folder).resolve() for folder in [os.environ.get("NBTOOLS_DRIVE")] if folder)]
+    return any(any(map(place.is_relative_to, roots)) or disk.is_slow(place) for place in places)
 
 
-def listing(folder: Path) -> dict[str, tuple[int, int]]:
-    """Relative path → (size, mtime in ns) of the files below a folder."""
-    seen = {os.path.relpath(item.path, folder): item.stat() for item in disk.walk(folder)} if folder.is_dir() else {}
+def listing(path: Path) -> dict[str, tuple[int, int]]:
+    """Relative path → (size, mtime in ns) of the files below a folder, and of a dangling link itself; of a file: ""."""
+    seen = {"": path.stat()} if path.is_file() else {}
+    for item in disk.walk(path) if path.is_dir() else ():
+        seen[os.path.relpath(item.path, path)] = item.stat(follow_symlinks=item.is_file())
     return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in seen.items()}
 
 
-def require_archive(path: Path, text: str) -> str:
-    """The kind of an archive. Raises ArchiveError for a file that is none by its first bytes, with what a web page in
-    its place says."""
-    form = archive.kind(path)
-    if form is None:
-        with open(path, "rb") as file:
-            head = disk.read(file, 100_000)
-        if re.match(rb"(?i)\s*(\xef\xbb\xbf)?\s*(<!doctype html|<html|<head)", head):
-            raise ArchiveError(f"{text}: {drive.complaint(head.decode('utf-8', 'replace'))}")
-        raise ArchiveError(
-            f"{text}: not an archive: it begins with {head[:16]!r}. Give a folder, tar (plain, gz, xz, bz2) or zip."
-        )
-    return form
+def require_archive(path: Path, text: str) -> None:
+    """Raise ArchiveError for a file that is no archive by its first bytes, with what a web page in its place says."""
+    if archive.kind(path):
+        return
+    with open(path, "rb") as file:
+        head = disk.read(file, 100_000)
+    if re.match(rb"(?i)\s*(\xef\xbb\xbf)?\s*(<!doctype html|<html|<head)", head):
+        raise ArchiveError(f"{text}: {drive.complaint(head.decode('utf-8', 'replace'))}")
+    raise ArchiveError(
+        f"{text}: not an archive: it begins with {head[:16]!r}. Give a folder, tar (plain, gz, xz, bz2) or zip."
+    )
 
 
 def copy(source: Path, part: Path, size: int, progress: Progress) -> None:
@@ -346,7 +337,7 @@ def download(file: Announced, part: Path, progress: Progress) -> None:
 
 def download_rest(url: str, part: Path, progress: Progress) -> None:
     done = bytes_in(part)
-    with connect(url, {"Range": f"bytes={done}-"} if done else {}) as response:
+    with connect(url, done) as response:
         if done and not response.headers.get("Content-Range", "").startswith(f"bytes {done}-"):
             disk.remove(part)  # this server starts from the beginning
             progress(-done)
@@ -356,25 +347,25 @@ def download_rest(url: str, part: Path, progress: Progress) -> None:
                 progress(len(data))
 
 
-def connect(url: str, headers: dict[str, str] | None = None) -> http.client.HTTPResponse:
-    request = urllib.request.Request(url, headers={"User-Agent": "Mozilla/5.0 nbtools", **(headers or {})})
+def connect(url: str, start: int = 0) -> http.client.HTTPResponse:
+    """The response from byte `start` on. Raises Dropped for trouble of the moment, StageError for a page that says why
+    or a wrong address."""
+    request = urllib.request.Request(url, headers={"User-Agent": "Mozilla/5.0 nbtools"})
+    if start:
+        request.add_header("Range", f"bytes={start}-")
     try:
         return OPENER.open(request, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
         with error:
-            raise refusal(url, error) from None
+            status = f"HTTP {error.code} {error.reason}"
+            if error.code >= 500 and error.code != 501:
+                raise Dropped(status) from None
+            if error.headers.get_content_type() == "text/html" and error.code != 404:
+                page = receive(error).decode("utf-8", "replace")
+                raise StageError(f"{url}: {status}: {drive.complaint(page)}") from None
+            raise unreachable(url, status) from None
     except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
         raise Dropped(str(getattr(error, "reason", error))) from None
-
-
-def refusal(url: str, error: urllib.error.HTTPError) -> Exception:
-    """What an HTTP status means: trouble of the moment, a page that says why, or a wrong address."""
-    status = f"HTTP {error.code} {error.reason}"
-    if error.code >= 500 and error.code != 501:
-        return Dropped(status)
-    if error.headers.get_content_type() == "text/html" and error.code != 404:
-        return StageError(f"{url}: {status}: {drive.complaint(receive(error).decode('utf-8', 'replace'))}")
-    return unreachable(url, status)
 
 
 def receive(response: IO[bytes]) -> bytes:

@@ -18,7 +18,6 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,12 @@ from tqdm import tqdm
 
 from nbtools import disk
 from nbtools.data import archive
-from nbtools.data.sources import Progress, Source, bytes_in, cache, listing, require_archive, source_of
+from nbtools.data.sources import Source, cache, listing, require_archive, source_of
 from nbtools.errors import ArchiveError, StageError
-
-Extract = bool | Callable[[Path], bool]
 
 RECEIPT = ".stage.json"  # no archive can give its folder this name
 SUFFIXES = r"\.(tar|tar\.gz|tgz|tar\.xz|txz|tar\.bz2|tbz2?|zip)$"
-WHOLE = "\0whole"  # part of an origin that may be staged as one file: it is published next to its unpacked folder
+WHOLE = "\0whole"  # ends an origin that is staged as one file: it is published next to its unpacked folder
 LEAST = 0.25  # seconds between two updates of a bar: quicker ones hang a Colab tab (lightning#2517)
 
 
@@ -41,7 +38,7 @@ def stage(
     source: str | Path,
     into: str | Path | None = None,
     *,
-    extract: Extract = True,
+    extract: bool = True,
     sha256: str | None = None,
     progress: bool = True,
 ) -> Path:
@@ -50,19 +47,22 @@ def stage(
     source: a folder, an archive (tar, tar.gz, tar.xz, tar.bz2, zip), `drive:path/in/My Drive`, a Drive link, or the
     http(s) address of an archive. into: the folder that it is put in; default: $NBTOOLS_CACHE, or nbtools in the
     temporary folder. extract: False keeps an archive as one file, a plain tar or a zip, from which files are read in
-    place: 50,000 images are not written one by one; a function of the archive's path may decide. sha256: the hash that
-    the archive must have. Raises StageError (also its subclass ArchiveError) or DiskError if that fails; then nothing
-    is published.
+    place: 50,000 images are not written one by one. sha256: the hash that the archive must have. Raises StageError
+    (also its subclass ArchiveError) or DiskError if that fails; then nothing is published.
     """
     sha256 = sha256.lower() if sha256 else None
     with disk.explained(f"looking at {source}", Path(source)):
         found = source_of(str(source))
-        root = cache() if into is None else Path(into).expanduser().absolute()
+        if sha256 and found.is_folder:
+            raise StageError(f"{source}: sha256 is that of an archive, and this is a folder. Leave it out.")
         if into is None and found.here and is_ready(found, extract):
-            if sha256 and not found.is_folder:
+            if sha256:
                 digest_of(found.here, found.text, sha256)
             return found.here
-        target = target_of(found, root, whole=extract is not True)
+        root = cache() if into is None else Path(into).expanduser().absolute()
+        stem = re.sub(r"[^\w.]+", "-", re.sub(SUFFIXES, "", found.name, flags=re.I))[:60].strip(".-") or "data"
+        origin = found.origin if extract or found.is_folder else found.origin + WHOLE
+        target = root / f"{stem}-{hashlib.sha256(origin.encode()).hexdigest()[:8]}"
         version = "" if found.is_remote else found.version()
     if ready := staged(target, version, sha256):
         return ready
@@ -73,20 +73,9 @@ def stage(
             return staged(target, version, sha256) or publish(found, target, extract, sha256, progress)
 
 
-def is_ready(source: Source, extract: Extract) -> bool:
+def is_ready(source: Source, extract: bool) -> bool:
     """Whether what is here can be used as it is: a folder, or an archive from which files are read in place."""
-    assert source.here is not None
-    return source.is_folder or (not unpacks(source.here, extract) and archive.kind(source.here) in archive.IN_PLACE)
-
-
-def unpacks(path: Path, extract: Extract) -> bool:
-    return extract(path) if callable(extract) else extract
-
-
-def target_of(source: Source, root: Path, whole: bool) -> Path:
-    stem = re.sub(r"[^\w.]+", "-", re.sub(SUFFIXES, "", source.name, flags=re.I))[:60].strip(".-") or "data"
-    origin = source.origin + (WHOLE if whole and not source.is_folder else "")
-    return root / f"{stem}-{hashlib.sha256(origin.encode()).hexdigest()[:8]}"
+    return source.is_folder or (not extract and archive.kind(Path(source.here or "")) in archive.IN_PLACE)
 
 
 def staged(target: Path, version: str, sha256: str | None) -> Path | None:
@@ -100,10 +89,8 @@ def staged(target: Path, version: str, sha256: str | None) -> Path | None:
     return data if same and data.exists() else None
 
 
-def publish(source: Source, target: Path, extract: Extract, sha256: str | None, progress: bool) -> Path:
+def publish(source: Source, target: Path, extract: bool, sha256: str | None, progress: bool) -> Path:
     """Fetch, check, extract if it is to be, and give the whole its name; the caller holds the lock."""
-    if sha256 and source.is_folder:
-        raise StageError(f"{source.text}: sha256 is that of an archive, and this is a folder. Leave it out.")
     version, part, name = source.version(), target.with_name(f"{target.name}.part"), target.name.rpartition("-")[0]
     disk.make_folder(part / version)
     for other in part.iterdir():
@@ -113,14 +100,13 @@ def publish(source: Source, target: Path, extract: Extract, sha256: str | None, 
     data, digest = new / name, None
     try:
         if source.is_folder:
-            fetch(source, data, name, progress)
-            size = bytes_below(data)
+            size = fetch(source, data, name, progress)
         else:
-            path = source.here or fetch(source, part / version / "archive", name, progress, room=1 + (extract is True))
-            size, digest = bytes_below(path), digest_of(path, source.text, sha256)
-            copied = path != source.here
-            data = unpacked(path, data, progress) if unpacks(path, extract) else one_file(path, data, copied, progress)
-            if copied:
+            path = source.here or part / version / "archive"
+            size = bytes_below(path) if source.here else fetch(source, path, name, progress, 1 + extract)
+            digest = digest_of(path, source.text, sha256)
+            data = unpacked(path, data, progress) if extract else one_file(path, data, not source.here, progress)
+            if not source.here:
                 disk.remove(path)
     except ArchiveError:
         disk.remove(part)  # else the next call would resume a bad copy
@@ -135,26 +121,25 @@ def publish(source: Source, target: Path, extract: Extract, sha256: str | None, 
     return target / folder
 
 
-def fetch(source: Source, part: Path, name: str, progress: bool, room: int = 1) -> Path:
-    """Fetch a source to a `.part`. room: how many times its size must be free, including what is already there."""
-    if progress and (hint := source.hint()):
-        tqdm.write(hint)
+def fetch(source: Source, part: Path, name: str, progress: bool, room: int = 1) -> int:
+    """Fetch a source to a `.part` → its bytes. room: how many times they must fit, including what is already there."""
+    if progress and source.hint:
+        tqdm.write(source.hint)
     if source.size is not None:
         disk.require_space(part, room * source.size - bytes_below(part))
-    with moving(source.size, f"{source.verb} {name}", progress) as moved:
-        source.fetch(part, moved)
-    return part
+    with moving(source.size, f"{source.verb} {name}", progress) as shown:
+        source.fetch(part, shown.update)
+    return bytes_below(part)
 
 
 def bytes_below(path: Path) -> int:
-    return sum(size for size, _ in listing(path).values()) if path.is_dir() else bytes_in(path)
+    return sum(size for size, _ in listing(path).values())
 
 
 def digest_of(path: Path, text: str, sha256: str | None) -> str:
     """An archive's SHA-256, which must be the expected one if there is one."""
     require_archive(path, text)
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = disk.sha256(path)
     if sha256 not in (None, digest):
         raise ArchiveError(f"{text}: its SHA-256 is {digest}, not {sha256}. Copy it again, or ask who gave the number.")
     return digest
@@ -166,8 +151,8 @@ def unpacked(path: Path, data: Path, progress: bool) -> Path:
     disk.remove(data.parent)
     disk.require_space(data, size)
     disk.make_folder(data.parent)
-    with moving(size, f"extract {data.name}", progress) as moved:
-        archive.extract(path, data, progress=moved)
+    with moving(size, f"extract {data.name}", progress) as shown:
+        archive.extract(path, data, shown.update)
     top = list(data.iterdir())
     return top[0] if len(top) == 1 and top[0].is_dir() else data
 
@@ -175,7 +160,7 @@ def unpacked(path: Path, data: Path, progress: bool) -> Path:
 def one_file(path: Path, data: Path, copied: bool, progress: bool) -> Path:
     """The archive as one file from which files are read in place: a compressed tar as the plain one within it, since
     gzip, xz and bzip2 cannot be read at any place."""
-    form = require_archive(path, str(path))
+    form = archive.kind(path) or ""
     target = data.with_name(f"{data.name}.{form.partition('.')[0]}")
     disk.remove(data.parent)
     disk.make_folder(data.parent)
@@ -183,17 +168,15 @@ def one_file(path: Path, data: Path, copied: bool, progress: bool) -> Path:
         disk.rename(path, target)
     else:
         disk.require_space(target, path.stat().st_size)
-        with moving(path.stat().st_size, f"unpack {data.name}", progress) as moved:
-            archive.plain(path, target, moved)
+        with moving(path.stat().st_size, f"unpack {data.name}", progress) as shown:
+            archive.plain(path, target, shown.update)
     archive.archive_index(target)
     return target
 
 
-@contextlib.contextmanager
-def moving(total: int | None, doing: str, progress: bool) -> Iterator[Progress]:
+def moving(total: int | None, doing: str, progress: bool) -> tqdm:
     """A bar of MB/s and time left."""
-    with bar(total=total or None, desc=doing, unit="B", unit_scale=True, disable=not progress) as shown:
-        yield shown.update
+    return bar(total=total or None, desc=doing, unit="B", unit_scale=True, disable=not progress)
 
 
 def bar(*arguments: Any, **options: Any) -> tqdm:
