@@ -2,8 +2,7 @@
 
 from nbtools.tasks.captcha.data import pack, read, survey
 from nbtools.tasks.captcha.demo import demo
-from nbtools.tasks.captcha.plans import BASELINE, PLAN, Plan, suggest
-from nbtools.tasks.captcha.task import BEST, batch, decode, loss, metrics, model
+from nbtools.tasks.captcha.task import BASELINE, BEST, PLAN, Plan, batch, decode, loss, metrics, model, suggest
 from nbtools.tasks.captcha.visualize import preview, show
 from nbtools.tasks.common.labels import text_of
 

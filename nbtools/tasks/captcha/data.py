@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from nbtools.data import Entry, Pack, Sample, Survey, build_pack
+from nbtools.data import Entry, Pack, Refused, Row, Sample, Survey, build_pack
 from nbtools.errors import PackError
 from nbtools.table import plural, sized
 from nbtools.tasks.captcha.ink import line_of
@@ -53,12 +53,6 @@ def pack(
     val, test: shares, or whole numbers for exactly so many; train, val and test folders of the source come first.
     Raises PackError where nothing can be used.
     """
-    options = asked(label, layout, height, case, classes)
-    return build_pack(source, "captcha", options, survey, read, val=val, test=test, into=into, progress=progress)
-
-
-def asked(label: str, layout: str, height: int, case: str, classes: Sequence[str] | None) -> dict[str, Any]:
-    """The options that the caller chose. Raises PackError naming the one that breaks its rule."""
     if layout not in LAYOUTS:
         raise PackError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     if case not in CASES:
@@ -66,7 +60,8 @@ def asked(label: str, layout: str, height: int, case: str, classes: Sequence[str
     if height < 16:
         raise PackError(f"height must be ≥ 16, got {height}: the network halves it three times")
     alphabet = None if classes is None else "".join(characters(classes))
-    return {"label": label, "layout": layout, "height": height, "case": case, "classes": alphabet}
+    options = {"label": label, "layout": layout, "height": height, "case": case, "classes": alphabet}
+    return build_pack(source, "captcha", options, survey, read, val=val, test=test, into=into, progress=progress)
 
 
 def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
@@ -83,8 +78,12 @@ def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
     lines = options["layout"] == "lines"
 
     def fits(entry: Entry, sample: Sample) -> None:
-        if lines and (problem := infeasible(spell(classes, entry.label), len(sample["image"]))):
-            raise PackError(*problem)
+        """A line has the time steps in which CTC can spell its text: else its loss would be infinite."""
+        text, steps = spell(classes, entry.label), -(-len(sample["image"]) // STRIDE)
+        if lines and steps < needed_steps(text):
+            rule = f"{plural(needed_steps(text), 'time step')} of {STRIDE} pixels for {text!r}"
+            fix = "pack with a larger height=, or correct the label"
+            raise Refused(Row("", rule, plural(steps, "step"), fix))
 
     return Survey(
         [
@@ -101,15 +100,15 @@ def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
 
 
 def read(path: Path, options: Mapping[str, Any]) -> Sample:
-    """One raw file → {"image": …} as the pack holds it. Raises PackError(value, rule, fix) for what cannot be used."""
+    """One raw file → {"image": …} as the pack holds it. Raises Refused for what cannot be used."""
     lines = options["layout"] == "lines"
     with open_image(path) as file:
         image = np.asarray(on_white(file, "RGB" if lines else "L"))
     if lines:
         return {"image": line_of(image, options["height"])}
     if image.shape != tuple(options["size"]):
-        rule = f"images are {sized(*options['size'])}"
-        raise PackError(sized(*image.shape), rule, 'resize it, or pack with layout="lines"')
+        rule, fix = f"images are {sized(*options['size'])}", 'resize it, or pack with layout="lines"'
+        raise Refused(Row("", rule, sized(*image.shape), fix))
     return {"image": image}
 
 
@@ -128,7 +127,7 @@ def pattern_of(label: str) -> re.Pattern[str]:
 
 def layout_of(folder: Path, texts: Mapping[str, str | None], layout: str, height: int) -> dict[str, Any]:
     """The layout's options, from the headers of some files. Raises PackError where no file can be used."""
-    usable = [name for name, text in texts.items() if text and is_image(name)]
+    usable = [name for name, text in texts.items() if text and name.lower().endswith(IMAGES)]
     if not usable:
         example = f"; the first of {plural(len(texts), 'file')} is {next(iter(texts))}" if texts else "; it is empty"
         raise PackError(
@@ -157,14 +156,10 @@ def size_of(file: Path) -> tuple[int, int] | None:
         return None
 
 
-def is_image(name: str) -> bool:
-    return name.lower().endswith(IMAGES)
-
-
 def refusal(name: str, text: str | None, options: Mapping[str, Any]) -> Problem | None:
     """Why a file cannot be used, where its name already tells."""
     path = PurePosixPath(name)
-    if not is_image(name):
+    if not name.lower().endswith(IMAGES):
         return path.suffix or "no suffix", f"images end in {', '.join(IMAGES)}", "convert it, or move it away"
     if text is None:
         return path.stem, f"the name fits the label pattern {options['label']!r}", "rename it, or set label="
@@ -177,12 +172,3 @@ def refusal(name: str, text: str | None, options: Mapping[str, Any]) -> Problem 
         rule = f"labels have {plural(options['length'], 'character')}"
         return text, rule, 'correct the name, or pack with layout="lines"'
     return None
-
-
-def infeasible(text: str, columns: int) -> Problem | None:
-    """Why a line cannot be learned, where CTC cannot spell the text in so few columns: its loss would be infinite."""
-    steps = -(-columns // STRIDE)
-    if steps >= needed_steps(text):
-        return None
-    rule = f"{plural(needed_steps(text), 'time step')} of {STRIDE} pixels for {text!r}"
-    return plural(steps, "step"), rule, "pack with a larger height=, or correct the label"

@@ -19,6 +19,8 @@ Size = tuple[int, int]
 FONT_SIZES = (36, 40, 44)
 DOT_SHADES = 6
 
+font_of = functools.lru_cache(maxsize=32)(ImageFont.load_default)
+
 
 def demo(
     folder: str | Path,
@@ -51,12 +53,16 @@ def demo(
 
 def captchas(package, count: int, alphabet: str, length: tuple[int, int], size: Size, seed: int) -> Iterator[File]:
     """Each captcha is a pure function of its number, so that 100 are the first 100 of 6,000."""
-    height, width = size
+    maker, numbers = package
     for n in range(count):
         rng = random.Random(f"{seed}-{n}")
         text = "".join(rng.choice(alphabet) for _ in range(rng.randint(*length)))
-        room = (height, width if length[0] == length[1] else round(width * len(text) / 4))
-        image = generated(package, text, room, rng) if n % 2 else drawn_by_hand(text, room, rng)
+        room = size if length[0] == length[1] else (size[0], round(size[1] * len(text) / 4))
+        if n % 2:
+            numbers.rng = rng
+            image = canvas(maker, room).generate_image(text)
+        else:
+            image = drawn_by_hand(text, room, rng)
         yield f"{text}_{n}.png", functools.partial(png, image)
 
 
@@ -97,12 +103,6 @@ def seeded_captcha() -> Iterator[tuple[type, Seeded]]:
         module.__dict__["secrets"] = original
 
 
-def generated(package: tuple[type, Seeded], text: str, size: Size, rng: random.Random) -> Image.Image:
-    maker, numbers = package
-    numbers.rng = rng
-    return canvas(maker, size).generate_image(text)
-
-
 @functools.lru_cache(maxsize=64)
 def canvas(maker: type, size: Size):
     """An ImageCaptcha of a size; kept, for it loads its fonts once. Its own font sizes are for 60 pixels of height."""
@@ -129,11 +129,6 @@ def drawn_by_hand(text: str, size: Size, rng: random.Random) -> Image.Image:
     for start in range(DOT_SHADES):
         pen.point(dots[start::DOT_SHADES], fill=shade(rng, 60, 200))
     return image
-
-
-@functools.lru_cache(maxsize=32)
-def font_of(size: int):
-    return ImageFont.load_default(size)
 
 
 def shade(rng: random.Random, low: int, high: int) -> tuple[int, int, int]:
