@@ -18,8 +18,7 @@ import nbtools as nb
 from nbtools.data import position
 from nbtools.tasks.common.demo import write_demo
 from nbtools.tasks.common.files import walk
-from nbtools.tasks.common.shapes import EM, soft
-from nbtools.tasks.hwdb.demo import LINES, Language, Writer, page_bytes, pool
+from nbtools.tasks.hwdb.demo import EM, LINES, Language, Writer, page_bytes, pool, soft
 from nbtools.tasks.hwdb.formats import SUFFIXES
 
 DRAWING = re.compile(r"(?P<alphabet>[^/]+)/(?P<character>[^/]+)/\d+_(?P<drawer>\d+)\.png$")
@@ -61,7 +60,7 @@ def compose(
             places = language.line(rng, (4, 12), begins)
             texts.append("".join(characters[k] for k in places))
             lines.append(hand.line(ink, places, rng))
-        return page_bytes(texts, lines, f"composed of {alphabet}", 8)
+        return page_bytes(texts, lines, f"composed of {alphabet}")
 
     pages = []
     for turn in counting():

@@ -22,7 +22,6 @@ from nbtools.tasks.common import ctc, figures, files, labels, mistakes
 from nbtools.tasks.common.demo import write_demo
 from nbtools.tasks.common.metrics import accuracy, edits, text_metrics, whole_accuracy
 from nbtools.tasks.common.report import Refused
-from nbtools.tasks.common.shapes import shapes
 
 # Metrics
 
@@ -255,14 +254,6 @@ def test_an_interrupted_demo_is_replaced_by_the_next(tmp_path):
     assert len(names_in(tmp_path)) == 64  # what was computed together
     write_demo(tmp_path, map(content, ["z.png"]), (".png",))
     assert names_in(tmp_path) == ["z.png"]
-
-
-def test_shapes_differ_by_character_and_seed_and_are_the_same_in_any_company():
-    some = shapes("的一是", 32, seed=1)
-    assert (some.shape, some.dtype) == ((3, 32, 32), np.uint8)
-    assert len({drawn.tobytes() for drawn in [*some, *shapes("的一是", 32, seed=2)]}) == 6
-    assert np.corrcoef(shapes("是人在", 32, seed=1)[0].ravel(), some[2].ravel())[0, 1] > 0.999  # up to the common peak
-    assert (some.max((1, 2)) > 200).all()
 
 
 # Mistakes

@@ -7,14 +7,12 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save as packed
 
 from nbtools.errors import NbtoolsError, PackError, PlanError
 from nbtools.tasks import hwdb
 from nbtools.tasks.common import ctc
-from nbtools.tasks.common.metrics import text_metrics
-from nbtools.tasks.hwdb import NGram, beam, peaks_of, search, tune
-from nbtools.tasks.hwdb.decode import Beams, find_peaks
+from nbtools.tasks.hwdb import NGram, peaks_of, search, tune
+from nbtools.tasks.hwdb.decode import find_peaks
 from nbtools.tasks.hwdb.language_model import ARRAYS, FALLBACK
 from tests.packs import pack_of
 
@@ -109,6 +107,10 @@ def enumerated(log_probs, classes, lm, alpha, beta):
     return max(score, key=lambda text: score[text])
 
 
+def beam(log_probs, steps, classes, lm=None, width=10, alpha=0.4, beta=0.0, **limits):
+    return search(find_peaks(log_probs, steps, **limits), classes, lm, width, alpha, beta)
+
+
 def answers(rng, steps, lines, classes, peak=2.0):
     """Random log-probabilities (T, B, C); a larger peak makes clearer ones."""
     return torch.tensor(rng.normal(0, peak, (steps, lines, classes))).log_softmax(2)
@@ -119,13 +121,6 @@ def lines_of(rng, classes, count, longest=12):
     return [
         "".join(rng.choice(list(classes), rng.integers(1, longest), p=weights / weights.sum())) for _ in range(count)
     ]
-
-
-def every_state(lm):
-    """(states, V) of the probabilities of all that can follow."""
-    size = len(lm.classes) + 1
-    states = np.arange(len(lm.back_off)).repeat(size)
-    return np.exp(lm.step(states, np.tile(np.arange(size), len(lm.back_off)))[0]).reshape(-1, size)
 
 
 def spelled(lm, text):
@@ -143,7 +138,8 @@ def spelled(lm, text):
 @pytest.mark.parametrize("order", [2, 3, 5])
 def test_the_probabilities_of_what_can_follow_any_context_sum_to_1(order):
     lm = NGram.train(lines_of(np.random.default_rng(order), "abcdefgh", 200), "abcdefghxyz", order)
-    found = every_state(lm)
+    states, symbols = np.indices((len(lm.back_off), len(lm.classes) + 1))
+    found = np.exp(lm.step(states.ravel(), symbols.ravel())[0]).reshape(states.shape)
     np.testing.assert_allclose(found.sum(1), 1, atol=1e-6)
     assert (found > 0).all()  # nothing is impossible: x, y and z never occur in the text
 
@@ -162,31 +158,10 @@ def test_every_probability_is_that_of_the_formulas_in_dictionaries(order, count)
     assert lm.perplexity(others) == pytest.approx(math.exp(-np.mean(scores)), rel=1e-9)
 
 
-def test_perplexity_comes_down_to_that_of_a_known_markov_source():
-    rng = np.random.default_rng(0)
-    chain = rng.dirichlet(np.full(9, 0.3), 9)  # from each of 8 characters and the start, to each of them and the end
-    chain[8, 8] = 0  # no blank lines
-    chain[8] /= chain[8].sum()
-
-    def text():
-        symbol, found = 8, []
-        while (symbol := rng.choice(9, p=chain[symbol])) != 8:
-            found.append("abcdefgh"[symbol])
-        return "".join(found)
-
-    fresh = [text() for _ in range(400)]
-    places = [[8, *map("abcdefgh".index, line), 8] for line in fresh]
-    scores = [math.log(chain[a, b]) for line in places for a, b in itertools.pairwise(line)]
-    truth = math.exp(-np.mean(scores))
-    few, many = ([text() for _ in range(count)] for count in (30, 3000))
-    assert NGram.train(many, "abcdefgh", 2).perplexity(fresh) == pytest.approx(truth, rel=0.02)
-    assert NGram.train(few, "abcdefgh", 2).perplexity(fresh) > 1.02 * truth
-
-
 def test_thousands_of_classes_do_not_mix_up_contexts():
     rng = np.random.default_rng(0)
     classes = [chr(0x4E00 + i) for i in range(20_000)]
-    lines = ["".join(map(classes.__getitem__, row)) for row in rng.integers(0, 20_000, (7_000, 30)).tolist()]
+    lines = ["".join(map(classes.__getitem__, row)) for row in rng.integers(0, 20_000, (4_000, 30)).tolist()]
     lm = NGram.train(lines, classes, 4)
     assert int(lm.shorter.max()) * 20_001 > 2**31  # where a key leaves int32
     states = np.array([1, lm.start, len(lm.back_off) // 2, len(lm.back_off) - 1]).repeat(20_001)
@@ -216,7 +191,7 @@ def test_other_characters_are_the_unknown_class_or_left_out():
 
 def test_a_saved_model_comes_back_bit_for_bit(tmp_path):
     lm = NGram.train(lines_of(np.random.default_rng(0), "数学中文", 50), ["数", "学", "中", "文", UNKNOWN])
-    again = NGram.load(lm.save(tmp_path / "lm.safetensors"))
+    again = NGram.load(lm.save(tmp_path / "lm.npz"))
     assert (again.order, again.classes, same(again, lm)) == (3, lm.classes, True)
 
 
@@ -237,7 +212,7 @@ def test_a_saved_model_comes_back_bit_for_bit(tmp_path):
         (lambda _: NGram.train(["ab"], "ab", "3"), "from 2 to 8, got '3'"),  # pyright: ignore[reportArgumentType]
         (lambda _: NGram.train(["ab"], ["a", "bb"]), "single characters"),
         (lambda _: NGram.train(["ab"], "aab"), "each once"),
-        (lambda path: NGram.load(path / "none.safetensors"), "none.safetensors: not a language model"),
+        (lambda path: NGram.load(path / "none.npz"), "none.npz: not a language model"),
     ],
 )
 def test_what_cannot_be_trained_or_loaded_says_why(tmp_path, call, message):
@@ -247,23 +222,21 @@ def test_what_cannot_be_trained_or_loaded_says_why(tmp_path, call, message):
         call(tmp_path)
 
 
-def test_any_changed_byte_of_a_model_file_is_refused_or_harmless(tmp_path):
-    lm, path, rng = NGram.train(["abcab", "bca"], "abc"), tmp_path / "lm.safetensors", np.random.default_rng(0)
-    whole = np.frombuffer(lm.save(path).read_bytes(), np.uint8)
-    refused = 0
+def test_a_damaged_file_of_a_model_is_refused_by_its_name(tmp_path):
+    lm, path, rng = NGram.train(["abcab", "bca"], "abc"), tmp_path / "lm.npz", np.random.default_rng(0)
+    whole, refused = lm.save(path).read_bytes(), 0
     for _ in range(200):
-        content = whole.copy()
-        content[rng.integers(len(whole))] ^= rng.integers(1, 256).astype(np.uint8)
-        path.write_bytes(content.tobytes())
+        content = bytearray(whole)
+        content[rng.integers(len(whole))] ^= int(rng.integers(1, 256))
+        path.write_bytes(content)
         try:
-            again = NGram.load(path)
-            assert (again.order, again.classes, same(again, lm)) == (lm.order, lm.classes, True)
+            assert same(NGram.load(path), lm)  # a byte that nothing depends on, such as a date
         except PackError:
             refused += 1
-    assert refused > 150
-    for content in (whole[:-1].tobytes(), packed({"keys": lm.keys}), b""):
+    assert refused > 100
+    for content in (whole[:-1], b"", b"GIF89a"):
         path.write_bytes(content)
-        with pytest.raises(PackError, match=r"lm\.safetensors: not a language model of nbtools"):
+        with pytest.raises(PackError, match=r"lm\.npz: not a language model of this nbtools"):
             NGram.load(path)
 
 
@@ -337,25 +310,6 @@ def test_frames_without_a_likely_character_are_skipped_and_still_part_repeats():
     [peaks] = find_peaks(log_probs.log(), [7])
     assert (len(peaks.blank), peaks.gap.tolist()) == (2, [False, True])
     assert search([peaks], "ab") == ["aa"]
-
-
-def test_the_bound_that_saves_look_ups_of_the_language_model_changes_nothing(monkeypatch):
-    rng = np.random.default_rng(4)
-    log_probs, classes = answers(rng, 20, 30, 12, 3.0), "abcdefghijk"
-    lm = NGram.train(lines_of(rng, classes, 80), classes)
-    queries, step = [], NGram.step
-    monkeypatch.setattr(
-        NGram, "step", lambda lm, states, symbols: queries.append(len(states)) or step(lm, states, symbols)
-    )
-    quick = beam(log_probs, np.full(30, 20), classes, lm, alpha=0.8, beta=1.0)
-    few = sum(queries)
-    queries.clear()
-    weighed = Beams.weighed
-    monkeypatch.setattr(
-        Beams, "weighed", lambda self, places, grown, floor: weighed(self, places, grown, floor - np.inf)
-    )
-    assert beam(log_probs, np.full(30, 20), classes, lm, alpha=0.8, beta=1.0) == quick
-    assert few < 0.75 * sum(queries)
 
 
 def test_alpha_and_beta_weigh_the_language_and_the_length_and_where_a_line_may_end_decides_too():
@@ -446,13 +400,12 @@ def test_tuning_finds_the_weights_that_read_best_and_a_language_model_helps(draw
     lm = NGram.train(texts[:30], classes, 2)
     found = peaks_of(Spelling(), pack, hwdb.Plan(amp="bf16"), np.arange(30, 60))
     tuned = tune(found, texts[30:], classes, lm, alphas=(0.0, 0.5, 1.0), betas=(0.0, 1.0))
-    tried = {pair: text_metrics(search(found, classes, lm, 10, *pair), texts[30:])["cer"] for pair in tuned.cers}
-    assert tuned.cers == {pair: wrong / count for pair, (wrong, count) in tried.items()}
-    assert tuned.cer == min(tuned.cers.values()) < 0.7 * tuned.cers[0.0, 0.0]
-    assert f"{100 * tuned.cer:.2f} %" in str(tuned)
-    assert tuned.table.loc[0.5, 1.0] == pytest.approx(100 * tuned.cers[0.5, 1.0], abs=0.01)
-    assert tuned.table.shape == (3, 2)
-    assert "<table" in tuned._repr_html_()
+    for alpha, beta in itertools.product((0.0, 0.5, 1.0), (0.0, 1.0)):
+        cer = hwdb.scores(texts[30:], search(found, classes, lm, 10, alpha, beta))["cer"]
+        assert tuned.table.loc[alpha, beta] == pytest.approx(100 * cer)
+    best = tuned.table.loc[tuned.alpha, tuned.beta]
+    assert best == tuned.table.min().min() < 0.7 * tuned.table.loc[0.0, 0.0]
+    assert f"{best:.2f} %" in str(tuned)
 
 
 def test_an_unknown_character_of_the_truth_is_an_error_whatever_is_read(drawn):
@@ -460,7 +413,7 @@ def test_an_unknown_character_of_the_truth_is_an_error_whatever_is_read(drawn):
     log_probs = torch.full((1, 1, 6), -20.0)
     log_probs[0, 0, 5] = 0
     lm = NGram.train([UNKNOWN, "a"], classes)
-    assert tune(find_peaks(log_probs, [1]), [UNKNOWN], classes, lm, alphas=[0], betas=[0]).cer == 1
+    assert tune(find_peaks(log_probs, [1]), [UNKNOWN], classes, lm, alphas=[0], betas=[0]).table.loc[0, 0] == 100
     assert beam(log_probs, [1], classes) == [UNKNOWN]
 
 

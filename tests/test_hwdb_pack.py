@@ -5,12 +5,10 @@ import pickle
 import re
 import shutil
 import tarfile
+import time
 import unicodedata
 import warnings
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +21,10 @@ from nbtools.data import Pack, collate, open_feed
 from nbtools.errors import ArchiveError, PackError
 from nbtools.tasks import hwdb
 from nbtools.tasks.common import ctc
-from nbtools.tasks.hwdb import sources
-from nbtools.tasks.hwdb.charset import Charset, given_charset, normalised
-from nbtools.tasks.hwdb.formats import UNKNOWN, write_page
-from nbtools.tasks.hwdb.report import STRIDES
-from nbtools.tasks.hwdb.sources import Labelled, split_lines
+from nbtools.tasks.hwdb.formats import UNKNOWN
 from nbtools.train import Plan
-from tests.test_hwdb_format import page as bytes_of
-from tests.test_hwdb_format import word, words
+from tests.test_hwdb_format import coded, line, word, words
+from tests.test_hwdb_format import page as page_of
 
 HEIGHT = 16
 TEXTS = ("一二三，四", "五六", "七八九十", "一,一")
@@ -48,14 +42,14 @@ def grey(height: int, width: int, seed: int = 0) -> np.ndarray:
 
 def page(path: Path, *texts: str, height: int = 40, width: int = 100) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [(text, 6, 30, grey(height, width, seed)) for seed, text in enumerate(texts)]
-    path.write_bytes(write_page(lines, 900, 700))
+    lines = [line(coded(text), 6, 30, height, width, grey(height, width, n).tobytes()) for n, text in enumerate(texts)]
+    path.write_bytes(page_of(*lines))
     return path
 
 
 def corpus(folder: Path) -> Path:
-    """Six folders as they are published, three pages each, a writer's number beginning the name."""
-    for n, part in enumerate(("0Train", "1Train", "2Train", "0Test", "1Test", "2Test")):
+    """Four folders as they are published, three pages each, a writer's number beginning the name."""
+    for n, part in enumerate(("0Train", "1Train", "0Test", "1Test")):
         for writer in range(3):
             page(folder / f"HWDB2.{part}" / f"{n}0{writer}-P16.dgrl", *TEXTS[: 2 + writer])
     return folder
@@ -102,8 +96,8 @@ def test_every_line_of_every_page_is_packed_with_its_text_and_its_split_and_no_s
     raw = corpus(tmp_path / "raw")
     before = set(tmp_path.rglob("*"))
     made = packed(raw)
-    assert len(made) == 6 * (2 + 3 + 4)
-    assert made.splits["test"] == 3 * (2 + 3 + 4)
+    assert len(made) == 4 * (2 + 3 + 4)
+    assert made.splits["test"] == 2 * (2 + 3 + 4)
     for i, name in enumerate(made.names):
         assert hwdb.text_of(made, i) == TEXTS[int(name.split("#")[1]) - 1]
         assert (made.split[i] == 2) == ("Test/" in name)
@@ -115,8 +109,9 @@ def test_every_line_of_every_page_is_packed_with_its_text_and_its_split_and_no_s
 @pytest.mark.parametrize(("height", "width"), [(40, 100), (9, 33), (16, 50), (64, 20)])
 def test_a_line_keeps_its_proportions_and_becomes_ink_on_its_side(tmp_path, height, width):
     """The guide's reader took top and left for height and width: slivers 6 to 30 pixels high."""
-    made = packed(page(tmp_path / "raw" / "1-P1.dgrl", "一", height=height, width=width).parent)
-    image = made.sample(0)["image"]
+    image = hwdb.read(
+        page(tmp_path / "1-P1.dgrl", "一", height=height, width=width).with_name("1-P1.dgrl#1"), {"height": HEIGHT}
+    )["image"]
     assert image.shape == (round(width * HEIGHT / height), HEIGHT)
     np.testing.assert_array_equal(image, slowly(grey(height, width)))
 
@@ -124,20 +119,20 @@ def test_a_line_keeps_its_proportions_and_becomes_ink_on_its_side(tmp_path, heig
 def test_neither_image_nor_label_is_ever_cropped_and_padding_is_blank_paper(tmp_path):
     """The guide cut both to the same share, which made wrong labels of right ones, repeated the last column, and called
     that part of the line."""
-    long, (dark, blank) = "一二三四五六七八九十" * 30, (np.full((16, n), g, np.uint8) for n, g in ((40, 0), (10, 255)))
+    long = "一二三四五六七八九十" * 30
     (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "1-P1.dgrl").write_bytes(write_page([(long, 0, 0, dark), ("二", 0, 0, blank)], 90, 90))
+    dark, blank = line(coded(long), 0, 0, 16, 40, bytes(640)), line(coded("二"), 0, 0, 16, 10, b"\xff" * 160)
+    (tmp_path / "raw" / "1-P1.dgrl").write_bytes(page_of(dark, blank))
     made = packed(tmp_path / "raw")
     assert hwdb.text_of(made, 0) == long
     raw = collate([made.sample(0), made.sample(1)], made.columns)
     assert (raw["image_length"].tolist(), raw["label_length"].tolist()) == ([40, 10], [300, 1])
     assert (raw["label"].shape, raw["image"].shape) == ((2, 300), (2, 40, HEIGHT))
-    assert raw["image"][0].min() == 255
-    assert raw["image"][1].max() == 0
+    assert (raw["image"][0].min(), raw["image"][1].max()) == (255, 0)
 
 
 def test_bad_pages_and_lines_are_listed_and_the_others_stay(tmp_path):
-    folder = corpus(tmp_path / "raw") / "HWDB2.0Train"
+    folder = tmp_path / "raw"
     whole = page(folder / "900-P1.dgrl", "一二", "三").read_bytes()
     (folder / "901-P1.dgrl").write_bytes(whole[: len(whole) - 100])
     (folder / "902-P1.dgrl").write_bytes(b"")
@@ -145,24 +140,22 @@ def test_bad_pages_and_lines_are_listed_and_the_others_stay(tmp_path):
     (folder / "904-P1.dgrl").write_bytes(whole.replace("一".encode("gb18030"), b"\xc4\x01"))
     page(folder / "905-P1.dgrl", "", "二")
     page(folder / "906-P1.dgrl", "二", height=1, width=101)
-    made = packed(tmp_path / "raw")
-    bad = {Path(row["file"]).name: row for row in made.bad.to_dict("records")}
-    assert sorted(bad) == [
-        *("901-P1.dgrl", "902-P1.dgrl", "903-P1.dgrl", "904-P1.dgrl#1"),
-        *("905-P1.dgrl#1", "906-P1.dgrl#1"),
-    ]
+    made = packed(folder)
+    bad = {row["file"]: row for row in made.bad.to_dict("records")}
+    lines = ["904-P1.dgrl#1", "905-P1.dgrl#1", "906-P1.dgrl#1"]
+    assert sorted(bad) == ["901-P1.dgrl", "902-P1.dgrl", "903-P1.dgrl", *lines]
     assert all(all(row.values()) for row in bad.values())
     assert bad["902-P1.dgrl"]["value"] == "no bytes"
     assert "0xc401" in bad["904-P1.dgrl#1"]["value"]
     assert bad["906-P1.dgrl#1"]["rule"] == "a line is at most 100 times as wide as high"
-    here = {Path(name).name for name in made.names if "/90" in name}
-    assert here == {"900-P1.dgrl#1", "900-P1.dgrl#2", "901-P1.dgrl#1", "904-P1.dgrl#2", "905-P1.dgrl#2"}
+    whole = ["900-P1.dgrl#1", "900-P1.dgrl#2", "901-P1.dgrl#1", "904-P1.dgrl#2", "905-P1.dgrl#2"]
+    assert made.names == whole
 
 
 def test_the_older_format_is_read_where_a_page_has_no_other(tmp_path):
     images = [grey(9, 8, seed) for seed in range(3)]
     row = [word(c.encode("gbk"), 5, 9 * n, 9, 8, images[n].tobytes()) for n, c in enumerate("一二三")]
-    old = bytes_of(words(*row), words(*row[:1]), kind=b"DGR")
+    old = page_of(words(*row), words(*row[:1]), kind=b"DGR")
     page(tmp_path / "raw" / "1-P1.dgrl", "四")
     (tmp_path / "raw" / "1-P1.dgr").write_bytes(old)
     (tmp_path / "raw" / "2-P1.dgr").write_bytes(old)
@@ -211,20 +204,17 @@ def test_archives_in_a_folder_are_read_in_place_by_packing_workers_and_to_predic
     zipped(raw / "HWDB2.0Train", archives / "HWDB2.0Train.zip")
     zipped(raw / "HWDB2.0Test", archives / "HWDB2.0Test.zip", "HWDB2.0Test/")
     tarred(raw / "HWDB2.1Train", archives / "HWDB2.1Train.tar.gz", "HWDB2.1Train", "w:gz")
-    tarred(raw / "HWDB2.1Test", archives / "HWDB2.1Test.tgz", mode="w:gz")
-    for name in ("HWDB2.2Train", "HWDB2.2Test"):
-        shutil.copytree(raw / name, archives / name)
+    shutil.copytree(raw / "HWDB2.1Test", archives / "HWDB2.1Test")
     plain, made = packed(raw), packed(archives, into=tmp_path / "pack")
     assert lines_by_page(made) == lines_by_page(plain)
-    assert "HWDB2.0Test.zip/HWDB2.0Test/300-P16.dgrl#1" in made.names
+    assert "HWDB2.0Test.zip/HWDB2.0Test/200-P16.dgrl#1" in made.names
     kept = [path for path in files_below(tmp_path / "cache") if path.suffix == ".tar"]
-    assert len(kept) == 2  # those that were compressed; nothing is unpacked
+    assert len(kept) == 1  # the one that was compressed; nothing is unpacked
     again = pickle.loads(pickle.dumps(made.raw))
     for i in (0, len(made) - 1):
-        np.testing.assert_array_equal(again[i]["image"], made.sample(i)["image"])
-        np.testing.assert_array_equal(
-            hwdb.read(archives / made.names[i], made.options)["image"], made.sample(i)["image"]
-        )
+        image = made.sample(i)["image"]
+        np.testing.assert_array_equal(again[i]["image"], image)
+        np.testing.assert_array_equal(hwdb.read(archives / made.names[i], made.options)["image"], image)
 
 
 def test_images_of_the_prepared_layout_may_be_in_archives_next_to_their_lists(tmp_path):
@@ -245,12 +235,9 @@ def test_an_archive_within_an_archive_and_one_next_to_its_folder_stay_closed_and
     made = packed(raw)
     assert lines_by_page(made) == lines_by_page(alone)
     assert made.bad["file"].tolist() == ["HWDB2.0Train.zip"]
-    (raw / "HWDB2.0Train").rename(tmp_path / "elsewhere")
-    inner = packed(zipped(raw, tmp_path / "all.zip"))
-    assert inner.bad["file"].tolist() == ["HWDB2.0Train.zip"]
-    assert "unpack it" in inner.bad["fix"][0]
+    assert "unpack it" in made.bad["fix"][0]
     zipped(raw / "HWDB2.0Test", tmp_path / "only" / "HWDB2.0Test.zip")
-    with pytest.raises(PackError, match=r"no page.*unpack the one around HWDB2.0Test\.zip, and give the folder"):
+    with pytest.raises(PackError, match=r"no page.*unpack the archive around HWDB2.0Test\.zip"):
         packed(zipped(tmp_path / "only", tmp_path / "nested.zip"))
 
 
@@ -261,9 +248,7 @@ def made_from(folder: Path, form: str, target: Path) -> Path:
     return tarred(folder, target / f"all.{form}", "hwdb", f"w:{form.partition('.')[2]}")
 
 
-@pytest.mark.parametrize(
-    ("form", "layout"), [("tar", "pages"), ("zip", "pages"), ("tar.gz", "lines"), ("tar.xz", "lines")]
-)
+@pytest.mark.parametrize(("form", "layout"), [("tar", "pages"), ("zip", "lines"), ("tar.xz", "lines")])
 def test_a_folder_and_its_archive_make_the_same_pack_near_and_far(tmp_path, monkeypatch, form, layout):
     monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
     raw = corpus(tmp_path / "raw") if layout == "pages" else prepared(tmp_path / "raw", ROWS)
@@ -279,15 +264,14 @@ def test_a_folder_and_its_archive_make_the_same_pack_near_and_far(tmp_path, monk
         assert packed(source).folder == made.folder
 
 
-@pytest.mark.parametrize("form", ["zip", "tar.gz"])
-def test_many_lines_are_packed_from_an_archive_without_a_file_for_each(tmp_path, monkeypatch, form):
+def test_many_lines_are_packed_from_an_archive_without_a_file_for_each(tmp_path, monkeypatch):
     monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
     raw = tmp_path / "raw"
     (raw / "train").mkdir(parents=True)
     for n in range(300):
         Image.fromarray(grey(16, 20, n)).save(raw / "train" / f"{n:04}.png", compress_level=0)
     (raw / "train_img_id_gt.txt").write_text("".join(f"{n:04},一\n" for n in range(300)))
-    made_from(raw, form, tmp_path / "drive")
+    made_from(raw, "tar.gz", tmp_path / "drive")
     most, create = [0], disk.create
 
     def counting(path):
@@ -295,35 +279,11 @@ def test_many_lines_are_packed_from_an_archive_without_a_file_for_each(tmp_path,
         return create(path)
 
     monkeypatch.setattr(disk, "create", counting)
-    made = packed(f"drive:all.{form}", into=tmp_path / "pack")
+    made = packed("drive:all.tar.gz", into=tmp_path / "pack")
     assert len(made) == 300
     assert most[0] <= 12
     assert len(files_below(tmp_path / "cache")) == 2  # the archive and its receipt
     np.testing.assert_array_equal(made.sample(299)["image"], slowly(grey(16, 20, int(made.names[299][6:10]))))
-
-
-def test_a_page_in_a_zip_is_inflated_once_for_all_its_lines_and_threads(tmp_path, monkeypatch):
-    page(tmp_path / "raw" / "1-P1.dgrl", *"一二三四五六七八九十")
-    archive, inflate, seen = zipped(tmp_path / "raw", tmp_path / "raw.zip"), sources.read_member, []
-    monkeypatch.setattr(sources, "read_member", lambda path, name: seen.append(name) or inflate(path, name))
-    with ThreadPoolExecutor(8) as pool:
-        images = list(pool.map(lambda n: hwdb.read(archive / f"1-P1.dgrl#{n}", {"height": 40}), range(1, 11)))
-    assert len(images) == 10
-    assert seen == ["1-P1.dgrl"]
-
-
-def test_a_forked_worker_waits_for_no_thread_of_its_parent(tmp_path):
-    page(tmp_path / "raw" / "1-P1.dgrl", *"一二三")
-    archive = zipped(tmp_path / "raw", tmp_path / "raw.zip")
-    name = archive / "1-P1.dgrl#2"
-    with warnings.catch_warnings(), sources.page_lock(archive / "1-P1.dgrl", archive.stat().st_mtime_ns):
-        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
-        process = get_context("fork").Process(target=hwdb.read, args=(name, {"height": 40}))
-        process.start()
-        process.join(30)
-    ended = process.exitcode
-    process.kill()
-    assert ended == 0
 
 
 def test_a_damaged_or_hostile_archive_is_refused_by_its_name_and_the_entrys(tmp_path):
@@ -348,11 +308,10 @@ def test_a_damaged_or_hostile_archive_is_refused_by_its_name_and_the_entrys(tmp_
         packed(tarred(raw, tmp_path / "folder" / "in.tar").parent)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_workers_and_the_pack_feed_the_same_batches(tmp_path, workers):
+def test_workers_and_the_pack_feed_the_same_batches(tmp_path):
     made = packed(zipped(corpus(tmp_path / "raw"), tmp_path / "all.zip"))
     ids = [np.array([0, 5, 9]), np.array([1, 2]), np.array([7])]
-    feeds = [open_feed(made, Plan(feed=f, workers=workers), torch.device("cpu")) for f in ("resident", "workers")]
+    feeds = [open_feed(made, Plan(feed=f, workers=1), torch.device("cpu")) for f in ("resident", "workers")]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
         for one, two in zip(*(feed(ids) for feed in feeds), strict=True):
@@ -363,15 +322,30 @@ def test_workers_and_the_pack_feed_the_same_batches(tmp_path, workers):
 # Splits
 
 
+def pages(folder: Path, writers, part: str = "", count: int = 2) -> Path:
+    """`count` pages of two lines by each writer."""
+    for n in writers:
+        for p in range(count):
+            page(folder / part / f"{n:03}-P{16 + p}.dgrl", "一", "二", height=4, width=4)
+    return folder
+
+
+def splits_of(made: Pack, until: str = "-") -> dict[str, set[str]]:
+    """Writer, or page, → the splits of its lines."""
+    found: dict[str, set[str]] = {}
+    for i, name in enumerate(made.names):
+        found.setdefault(Path(name).name.split(until)[0], set()).add(("train", "val", "test")[made.split[i]])
+    return found
+
+
 def test_no_writer_is_in_two_splits_and_val_comes_from_train(tmp_path):
-    for n in range(30):
-        for p in (16, 17):
-            page(tmp_path / "raw" / ("HWDB2.0Test" if n > 24 else "HWDB2.0Train") / f"{n:03}-P{p}.dgrl", "一", "二")
-    made = packed(tmp_path / "raw", val=0.2)
-    hands = [{Path(made.names[i]).name.split("-")[0] for i in made.ids(split)} for split in ("train", "val", "test")]
-    assert hands[2] == {f"{n:03}" for n in range(25, 30)}
-    assert 2 <= len(hands[1]) <= 10
-    assert sum(map(len, hands)) == len(set.union(*hands)) == 30
+    pages(tmp_path / "raw", range(25), "HWDB2.0Train")
+    pages(tmp_path / "raw", range(25, 30), "HWDB2.0Test")
+    hands = splits_of(packed(tmp_path / "raw", val=0.2))
+    assert len(hands) == 30
+    assert all(len(splits) == 1 for splits in hands.values())
+    assert {hand for hand, splits in hands.items() if splits == {"test"}} == {f"{n:03}" for n in range(25, 30)}
+    assert 2 <= sum(splits == {"val"} for splits in hands.values()) <= 10
     assert packed(tmp_path / "raw", val=10).splits["val"] == 12  # three writers of four lines
     with pytest.raises(PackError, match="leave none of 100 lines to train on; lower them"):
         packed(tmp_path / "raw", val=101)
@@ -379,31 +353,28 @@ def test_no_writer_is_in_two_splits_and_val_comes_from_train(tmp_path):
         packed(tmp_path / "raw", val=0.5, test=0.6)
 
 
-def labelled(names, split=None) -> list[Labelled]:
-    return [Labelled(name, "一", split, f"writer {name[:3]}") for name in names]
-
-
-def test_a_writer_stays_in_its_split_when_others_come():
-    few = labelled(f"{n:03}-P16.dgrl#{k}" for n in range(60) for k in (1, 2))
-    more = labelled(f"{n:03}-P16.dgrl#{k}" for n in range(90) for k in (1, 2))
-    assert split_lines(more, 0.1, 0.1)[: len(few)] == split_lines(few, 0.1, 0.1)
+def test_a_writer_stays_in_its_split_when_others_come(tmp_path):
+    few = splits_of(packed(pages(tmp_path / "raw", range(40), count=1)))
+    more = splits_of(packed(pages(tmp_path / "raw", range(60), count=1)))
+    assert {hand: more[hand] for hand in few} == few
+    assert set.union(*more.values()) == {"train", "val", "test"}
 
 
 @pytest.mark.parametrize("hands", [2, 3, 5])
-def test_each_split_that_was_asked_for_gets_lines_however_few_hands_there_are(hands):
-    for start in range(40):
-        names = [f"{start + n:03}-P{p}.dgrl#{k}" for n in range(hands) for p in range(3) for k in (1, 2)]
-        splits = split_lines(labelled(names), 0.1, 0.1)
-        assert set(splits) == {"train", "val", "test"}
-        groups = {(name.split("-" if hands > 2 else "#")[0], s) for name, s in zip(names, splits, strict=True)}
-        assert len(groups) == len({group for group, _ in groups})
-    assert set(split_lines(labelled(["001-P1.dgrl#1", "001-P1.dgrl#2"]), 0.1, 0.1)) == {"train"}
+def test_each_split_that_was_asked_for_gets_lines_however_few_hands_there_are(tmp_path, hands):
+    for start in range(0, 40, 10):
+        folder = pages(tmp_path / str(start), range(start, start + hands), count=3)
+        found = splits_of(packed(folder), "-" if hands > 2 else "#")  # with fewer than three hands by pages
+        assert set.union(*found.values()) == {"train", "val", "test"}
+        assert all(len(splits) == 1 for splits in found.values())
+    assert splits_of(packed(pages(tmp_path / "one", [1], count=1))) == {"001": {"train"}}
 
 
-def test_only_train_folders_give_all_three_and_only_test_ones_are_to_test_on():
-    names = [f"{n:03}-P1.dgrl#1" for n in range(50)]
-    assert set(split_lines(labelled(names, "train"), 0.2, 0.2)) == {"train", "val", "test"}
-    assert set(split_lines(labelled(names, "test"), 0.2, 0.2)) == {"test"}
+def test_only_train_folders_give_all_three_and_only_test_ones_are_to_test_on(tmp_path):
+    trained = packed(pages(tmp_path / "a", range(20), "Train", 1), val=0.2, test=0.2)
+    assert all(trained.splits.values())
+    tested = packed(pages(tmp_path / "b", range(5), "Test", 1), val=0.2, test=0.2)
+    assert tested.splits == {"train": 0, "val": 0, "test": 10}
 
 
 # The prepared layout
@@ -418,9 +389,8 @@ def test_the_one_tar_of_the_prepared_layout_is_read_and_only_its_first_comma_end
     assert made.classes == [*"六五四三二一，,零", UNKNOWN]  # the source's own list, in its order
     image = made.sample(made.names.index("train/001-P16_2.png"))["image"]
     np.testing.assert_array_equal(image, slowly(grey(24, 70, 1)))
-    pages = packed(corpus(tmp_path / "pages"))  # a run of the one may be evaluated on the other
-    assert (pages.options, pages.columns, pages.card.task) == (made.options, made.columns, "hwdb")
-    assert (pages.manifest["layout"], made.manifest["layout"]) == ("pages", "lines")
+    other = packed(corpus(tmp_path / "pages"))  # a run of the one may be evaluated on the other
+    assert (other.options, other.columns, other.card.task) == (made.options, made.columns, "hwdb")
 
 
 def test_lists_with_marks_blanks_quotes_and_no_suffixes_mean_what_they_say(tmp_path):
@@ -449,26 +419,11 @@ def test_bad_rows_and_images_are_listed_with_their_place(tmp_path):
     (raw / "train" / "c.png").write_bytes((raw / "train" / "c.png").read_bytes()[:60])
     Image.fromarray(np.zeros((20, 30), np.uint16)).save(raw / "train" / "e.png")
     Image.new("L", (5000, 2)).save(raw / "train" / "f.png")
-    rows = [
-        "a,一",
-        "b.png,",
-        "b.png,二",
-        "c.png,一",
-        "gone.png,一",
-        "x",
-        "d.png,一",
-        "d.png,一",
-        "e.png,一",
-        "f.png,一",
-        ",y",
-    ]
-    coded = [row.encode() for row in rows]
-    coded[6] += b"\xff"
-    (raw / "train_img_id_gt.txt").write_bytes(b"\n".join(coded))
+    rows = "a,一\nb.png,\nb.png,二\nc.png,一\ngone.png,一\nx\nd.png,?\nd.png,一\ne.png,一\nf.png,一\n,y"
+    (raw / "train_img_id_gt.txt").write_bytes(rows.encode().replace(b"?", b"\xff"))
     made = packed(raw)
-    rules = dict(zip(made.bad["file"], made.bad["rule"], strict=True))
     where = "train_img_id_gt.txt"
-    assert rules == {
+    assert dict(zip(made.bad["file"], made.bad["rule"], strict=True)) == {
         f"{where}:1": "a name means one image, and there are two",
         "train/b.png": "a line has a text",
         f"{where}:3": f"an image stands once in the lists, and this one is in {where}:2 already",
@@ -490,23 +445,20 @@ def test_bad_rows_and_images_are_listed_with_their_place(tmp_path):
 # Characters
 
 
-class Counted(str):
-    """A character that counts how often it is compared."""
-
-    compared = 0
-    __hash__ = str.__hash__
-
-    def __eq__(self, other):
-        Counted.compared += 1
-        return str.__eq__(self, other)
-
-
-def test_encoding_looks_a_character_up_and_does_not_search_for_it():
+def test_a_character_is_looked_up_and_not_searched_for(tmp_path):
     """`char in list` compares up to 7,373 times a character."""
-    characters = Charset((*map(chr, range(0x4E00, 0x4E00 + 7373)), UNKNOWN))
-    text = [Counted(chr(0x4E00 + n)) for n in range(7000, 7300)]
-    assert characters.encode(text).tolist() == list(range(7000, 7300))  # pyright: ignore[reportArgumentType]
-    assert Counted.compared <= 2 * len(text)
+    text = [chr(code) for code in range(0x4E00, 0x4E00 + 7000)]
+    lines = [line(coded("".join(text[-1000:])), 0, 0, 1, 1, b"\0")] * 10
+    (tmp_path / "1-P1.dgrl").write_bytes(page_of(*lines))
+
+    def cost(classes):
+        options = {"height": 32, "normalise": False, "layout": "auto", "val": 0, "test": 0}
+        hwdb.survey(tmp_path, {**options, "classes": classes + UNKNOWN})
+        start = time.process_time()
+        hwdb.survey(tmp_path, {**options, "classes": classes + UNKNOWN})
+        return time.process_time() - start
+
+    assert min(cost("".join(text)) for _ in range(3)) < 20 * min(cost("".join(text[:40])) for _ in range(3))
 
 
 def test_what_no_class_has_is_unknown_and_what_only_a_test_line_has_is_a_class_of_its_own(tmp_path):
@@ -516,13 +468,11 @@ def test_what_no_class_has_is_unknown_and_what_only_a_test_line_has_is_a_class_o
     made = packed(tmp_path / "raw", classes="二一")
     assert made.classes == ["二", "一", UNKNOWN]
     assert texts(made)["HWDB2.0Train/1-P1.dgrl#2"] == f"{UNKNOWN}{UNKNOWN}一"
-    report = hwdb.report(made)
-    assert report.outside == {"三": 2, "九": 1}
-    assert [(tally.split, tally.unknown) for tally in report.splits] == [("train", 3), ("test", 1), ("all", 4)]
+    assert made.manifest["outside"] == {"三": 2, "九": 1}
+    assert hwdb.report(made).unknown.to_dict() == {"train": 3, "test": 1, "all": 4}
     made = packed(tmp_path / "raw")
     assert made.classes == ["一", "三", "九", "二", UNKNOWN]
-    report = hwdb.report(made)
-    assert (report.untrained, report.outside, report.splits[-1].unknown) == ("九", {}, 1)
+    assert (made.manifest["outside"], hwdb.report(made).loc["test", "never trained"]) == ({}, 1)
 
 
 def test_a_class_list_of_other_data_is_warned_of_at_once_and_one_that_lacks_little_is_not(tmp_path, capsys):
@@ -531,52 +481,42 @@ def test_a_class_list_of_other_data_is_warned_of_at_once_and_one_that_lacks_litt
     hwdb.pack(tmp_path / "raw", height=HEIGHT, classes="一三")
     warning = r"16 of 35 characters are in no class, '二' above all, .* is it the right chars_list"
     assert re.search(warning, capsys.readouterr().out)
-    hwdb.pack(tmp_path / "raw", height=HEIGHT, classes="一二三")
     page(tmp_path / "raw" / "2-P1.dgrl", *["一二" * 15] * 3)
     hwdb.pack(tmp_path / "raw", height=HEIGHT, classes="一二")
     assert "no class" not in capsys.readouterr().out
 
 
 def test_full_width_forms_become_ascii_on_request_in_texts_and_classes(tmp_path):
-    page(tmp_path / "raw" / "1-P1.dgrl", "Ａ１，。", "A1,")
+    wide = "".join(map(chr, [*range(0xFF01, 0xFF5F), 0x3000]))
+    page(tmp_path / "raw" / "1-P1.dgrl", "Ａ１，。", "A1,", wide)
     assert texts(packed(tmp_path / "raw"))["1-P1.dgrl#1"] == "Ａ１，。"
-    made = packed(tmp_path / "raw", normalise=True, classes="Ａ，,。1")
-    assert made.classes == ["A", ",", "。", "1", UNKNOWN]
-    assert texts(made) == {"1-P1.dgrl#1": "A1,。", "1-P1.dgrl#2": "A1,"}
-    for code in range(0x110000):  # NFKC of the width forms, and nothing else
-        one = chr(code)
-        wide = 0xFF01 <= code <= 0xFF5E or code == 0x3000
-        assert normalised(one) == (unicodedata.normalize("NFKC", one) if wide else one)
+    assert packed(tmp_path / "raw", normalise=True, classes="Ａ，,。1").classes == ["A", ",", "。", "1", UNKNOWN]
+    found = texts(packed(tmp_path / "raw", normalise=True))
+    assert found == {"1-P1.dgrl#1": "A1,。", "1-P1.dgrl#2": "A1,", "1-P1.dgrl#3": unicodedata.normalize("NFKC", wide)}
 
 
 @pytest.mark.parametrize("kind", ["str", "list", "file", "path"])
 def test_classes_are_a_string_a_list_or_a_file(tmp_path, kind):
+    page(tmp_path / "raw" / "1-P1.dgrl", "一")
     (tmp_path / "chars.txt").write_bytes("\ufeff一\r\n二\n \n三".encode())
-    given = {
-        "str": "一二 三",
-        "list": [*"一二 三", UNKNOWN],
-        "file": str(tmp_path / "chars.txt"),
-        "path": tmp_path / "chars.txt",
-    }[kind]
-    assert given_charset(given).classes == ("一", "二", " ", "三", UNKNOWN)
+    path = tmp_path / "chars.txt"
+    given = {"str": "一二 三", "list": [*"一二 三", UNKNOWN], "file": str(path), "path": path}[kind]
+    assert packed(tmp_path / "raw", classes=given).classes == ["一", "二", " ", "三", UNKNOWN]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"\xff\n", "the file is text in UTF-8, got byte 0xff at offset 0"),
-        ("一\n二三\n".encode(), ":2: a line holds"),
-        ("一\n二\n一\n".encode(), ":3: a character stands there once, and '一' is in line 1"),
-        (b"\n", "it must have a character on each line, got none"),
+        (b"\xff\n", ".*UTF-8, got byte 0xff at offset 0"),
+        ("一\n二三\n".encode(), ":2: a line holds one character, .* got '二三'"),
+        ("一\n二\n一\n".encode(), ":3: .*which no other line has, got '一'"),
+        (b"\n", ".* must have a character on each line, got none"),
     ],
 )
 def test_a_list_of_characters_that_is_none_names_the_place(tmp_path, text, message):
     (tmp_path / "chars.txt").write_bytes(text)
-    with pytest.raises(PackError, match=rf"chars\.txt:? ?{message}|chars\.txt{message}"):
+    with pytest.raises(PackError, match=rf"chars\.txt{message}"):
         packed(tmp_path, classes=tmp_path / "chars.txt")
-
-
-# The report
 
 
 def test_the_report_counts_as_a_loop_over_the_lines_does(tmp_path):
@@ -586,42 +526,25 @@ def test_the_report_counts_as_a_loop_over_the_lines_does(tmp_path):
         page(tmp_path / "raw" / f"{n:03}-P1.dgrl", *lines, width=int(rng.integers(20, 200)))
     made = packed(tmp_path / "raw")
     report = hwdb.report(made)
-    for stride in STRIDES:
-        slow = [
-            name
-            for i, name in enumerate(made.names)
-            if -(-len(made.sample(i)["image"]) // stride) < ctc.needed_steps(made.sample(i)["label"].tolist())
-        ]
-        assert report.narrow[stride] == slow
-    assert len(report.narrow[32]) > len(report.narrow[4])
-    assert len(made) == 36  # they are counted and not dropped: another network has another stride
-    for tally in report.splits:
-        ids = range(len(made)) if tally.split == "all" else made.ids(tally.split)
+    assert report.loc["all", "lines"] == len(made) == 36  # narrow ones are counted and not dropped
+    assert report.loc["all", "narrow /32"] > report.loc["all", "narrow /4"]
+    for split, row in report.to_dict("index").items():
+        ids = range(len(made)) if split == "all" else made.ids(str(split))
         every, widths = "".join(hwdb.text_of(made, i) for i in ids), [len(made.sample(i)["image"]) for i in ids]
-        assert (tally.lines, tally.characters, tally.classes) == (len(widths), len(every), len(set(every)))
-        assert (tally.widths[0], tally.widths[1], tally.widths[3]) == (
-            min(widths),
-            round(np.median(widths)),
-            max(widths),
-        )
-    for (low, high), n in zip(pairwise(report.edges), report.histogram, strict=True):
-        assert n == sum(low <= len(made.sample(i)["image"]) < high for i in range(36))
-    assert sum(report.histogram) == 36
-    assert all(words in str(report) for words in ("narrow /32", "too narrow at stride 32", "classes", "columns"))
-    assert report._repr_html_().count("<table") == 3
-
-
-def test_a_pack_of_one_line_has_a_report(tmp_path):
-    report = hwdb.report(packed(page(tmp_path / "raw" / "1-P1.dgrl", "一").parent))
-    assert (report.splits[0].lines, report.histogram) == (1, (1,))
+        assert (row["lines"], row["characters"], row["unknown"]) == (len(widths), len(every), 0)
+        assert row["classes"] == len(set(every))
+        assert (row["narrowest"], row["median"], row["widest"]) == (min(widths), int(np.median(widths)), max(widths))
+        for stride in (4, 8, 16, 32):
+            steps = [
+                (-(-n // stride), ctc.needed_steps(hwdb.text_of(made, i))) for n, i in zip(widths, ids, strict=True)
+            ]
+            assert row[f"narrow /{stride}"] == sum(have < needed for have, needed in steps)
 
 
 # What is refused
 
 
-@pytest.mark.parametrize(
-    "other", [{"height": 20}, {"normalise": True}, {"classes": "一"}, {"val": 0.3}, {"layout": "pages"}]
-)
+@pytest.mark.parametrize("other", [{"height": 20}, {"normalise": True}, {"classes": "一"}, {"val": 0.3}])
 def test_another_choice_is_another_pack(tmp_path, other):
     made = packed(page(tmp_path / "raw" / "1-P1.dgrl", "一").parent)
     assert packed(tmp_path / "raw").folder == made.folder
@@ -653,17 +576,13 @@ def test_what_is_no_line_is_refused_with_value_rule_and_fix(tmp_path, name, prob
         ({"layout": "grid"}, "layout must be one of auto, pages, lines, got 'grid'"),
         ({"height": 8}, "height must be a whole number of pixels from 16 to 512, got 8"),
         ({"height": 1_000_000}, "from 16 to 512, got 1000000"),
-        ({"height": "abc"}, "got 'abc'"),
         ({"height": 32.0}, "got 32.0"),
         ({"normalise": "yes"}, "normalise must be true or false, got 'yes'"),
         ({"classes": 12}, "classes must be a string, a list, or a file of characters, got 12"),
         ({"classes": "一一"}, "single characters, each once, got '一'"),
         ({"classes": ["一二"]}, "got '一二'"),
         ({"classes": ""}, "got none"),
-        (
-            {"classes": "gone.txt"},
-            "gone.txt: the file can be read, got No such file or directory; name a file with one character",
-        ),
+        ({"classes": "gone.txt"}, "gone.txt: .*, got No such file or directory; name a file with one character"),
         ({"val": "all"}, "shares ≥ 0 and below 1, got all, 0.1"),
     ],
 )
@@ -675,7 +594,7 @@ def test_a_wrong_option_is_named(tmp_path, wrong, message):
 def test_a_source_without_lines_says_what_was_looked_for(tmp_path):
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "readme.txt").write_text("nothing")
-    with pytest.raises(PackError, match=r"raw: no page \(\.dgrl\) and no list of lines \(train_img_id_gt\.txt\)"):
+    with pytest.raises(PackError, match=r"raw: no page \(\.dgrl\) and no list of lines \(train_img_id_gt\.txt"):
         packed(tmp_path / "raw")
     page(tmp_path / "raw" / "1-P1.dgrl", "一")
     with pytest.raises(PackError, match="no list of lines"):
@@ -694,6 +613,4 @@ def test_real_lines_of_the_prepared_layout_are_read():
     assert (len(made), made.splits["test"], len(made.bad)) == (5, 5, 0)
     assert texts(made)["000002.jpg"].startswith("④自己独自漂泊的孤独之感。“人语朱离")
     assert made.lengths("image", np.arange(5)).tolist() == [3515, 908, 2376, 1913, 488]
-    report = hwdb.report(made)
-    assert report.splits[0].characters == sum(map(len, texts(made).values())) == 99
-    assert not any(report.narrow.values())
+    assert hwdb.report(made).loc["all", "characters"] == sum(map(len, texts(made).values())) == 99

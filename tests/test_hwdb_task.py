@@ -1,5 +1,7 @@
-"""How handwritten lines are trained: batches, augmentation, CTC, metrics, plans; and the faults of the guide's."""
+"""How handwritten lines are trained: networks, batches, augmentation, CTC, metrics, plans; and the faults of the
+guide's."""
 
+import copy
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from nbtools.measure import Machine, comparable, decide
 from nbtools.tasks import hwdb
 from nbtools.tasks.common import ctc
 from nbtools.tasks.common.metrics import text_metrics
-from nbtools.tasks.hwdb import augment, networks
+from nbtools.tasks.hwdb import networks
 from nbtools.tasks.hwdb.formats import UNKNOWN
 from nbtools.train import TrainState, train
 from nbtools.train.evaluation import evaluate
@@ -65,24 +67,159 @@ def narrow(card, plan):
 TASK: Any = SimpleNamespace(**{name: getattr(hwdb, name) for name in hwdb.__all__} | {"model": narrow})
 
 
+# networks
+
+NAMES = sorted(networks.NETWORKS)
+LENGTHS = (97, 33, 200, 64)
+
+
+def small(name, height=32) -> Any:
+    """A narrow network whose batch norms shift and scale: one that is fresh shifts by 0, and would hide what padding
+    does."""
+    torch.manual_seed(0)
+    network = networks.NETWORKS[name](height, 12, width=0.25)
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.weight, 1, 0.2)
+            nn.init.normal_(module.bias)
+            module.load_state_dict({"running_mean": torch.randn(module.num_features)}, strict=False)
+            module.load_state_dict({"running_var": torch.rand(module.num_features) + 0.5}, strict=False)
+    return network
+
+
+def padded(lengths=LENGTHS, height=32, width=None):
+    """A batch of lines of noise, paper beyond their ends."""
+    generator = torch.Generator().manual_seed(1)
+    image = torch.zeros(len(lengths), 1, height, width or max(lengths))
+    for row, length in zip(image, lengths, strict=True):
+        row[..., :length] = 2 * torch.rand(1, height, length, generator=generator)
+    return {"image": image, "image_length": torch.tensor(lengths)}
+
+
+def alone(batch, b):
+    length = int(batch["image_length"][b])
+    return {"image": batch["image"][b : b + 1, ..., :length], "image_length": batch["image_length"][b : b + 1]}
+
+
+def test_hctr_has_the_references_53_1_million_parameters_blocks_and_dropout_and_slim_is_small():
+    with torch.device("meta"):
+        network, slim = networks.Hctr(128, 7374), networks.build("slim", 32, 60)
+    assert sum(p.numel() for p in network.parameters()) == 53_104_143
+    assert network.linear.in_features == 2048
+    stages: Any = network.stages
+    assert [len([p for p in s.parts if isinstance(p, networks.Block)]) for s in stages] == [0, 2, 4, 5, 1]
+    assert [stage.dropout.p for stage in stages] == [0, 0.3, 0.3, 0.3, 0.9]
+    block = stages[2].parts[0]
+    assert block.dropout.p == 0.1
+    assert [m.weight.shape for m in block.excite.gate if isinstance(m, nn.Linear)] == [(16, 256), (256, 16)]
+    assert not [m for m in network.modules() if isinstance(m, nn.RNNBase)]
+    assert 0.3e6 < sum(p.numel() for p in slim.parameters()) < 1e6
+
+
+@pytest.mark.parametrize(("name", "stride", "least"), [("hctr", 32, 64), ("slim", 4, 16), ("crnn", 4, 16)])
+def test_a_line_of_any_height_has_as_many_steps_as_strides_begun_and_is_refused_where_it_is_too_low(
+    name, stride, least
+):
+    for width, height in zip((1, 31, 32, 33, 70, 97), (32, 45, 64, 128, 32, 45), strict=True):
+        with torch.no_grad():
+            logits, steps = small(name, height).eval()(padded((width,), height))
+        assert steps.tolist() == [len(logits)] == [-(-width // stride)]
+        assert logits.shape[1:] == (1, 13)
+    rule = rf'network = "{name}" reads lines ≥ {least} pixels high, and these are {least - 1}; pack with a larger'
+    with pytest.raises(PlanError, match=rule):
+        networks.build(name, least - 1, 3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plans_dropout_stands_before_the_classifier(name):
+    def share(dropout):
+        with torch.device("meta"):
+            network: Any = networks.build(name, 64, 3, dropout)
+        return (network.stages[-1].dropout if name == "hctr" else network.drop).p
+
+    assert (share(None), share(0.15), share(0.0)) == (networks.NETWORKS[name].dropout, 0.15, 0.0)
+
+
+@pytest.mark.parametrize(("name", "height"), [("crnn", 45), ("hctr", 45), ("slim", 45), ("slim", 32)])
+def test_a_line_gets_the_answer_in_a_padded_batch_that_it_gets_alone(name, height):
+    """The guide's collate gave every sample the padded length as its own."""
+    network, batch = small(name, height).eval(), padded(height=height, width=231)
+    with torch.no_grad():
+        logits, steps = network(batch)
+        for b in range(len(LENGTHS)):
+            own, [count] = network(alone(batch, b))
+            assert len(own) == count == steps[b]
+            assert own.abs().max() > 0.1
+            torch.testing.assert_close(logits[:count, b], own[:, 0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_of_a_line_does_not_depend_on_the_padding_beside_it(name):
+    labels, lengths = torch.tensor([[1, 5]]), torch.tensor([2])
+
+    def gradients(batch):
+        network = small(name).eval()
+        logits, steps = network(batch)
+        ctc.loss((logits[:, :1], steps[:1]), labels, lengths).backward()
+        return {n: p.grad for n, p in network.named_parameters()}
+
+    batch = padded((64, 20, 100))
+    together, own = gradients(batch), gradients(alone(batch, 0))
+    for n, gradient in own.items():
+        most = float(gradient.abs().max())
+        assert most > 0 or "gate" in n, n  # the two hidden units of a narrow gate may both be off
+        torch.testing.assert_close(together[n], gradient, rtol=0, atol=2e-5 * most, msg=n)
+
+
+def test_bidirectional_is_torchs_bidirectional_lstm_on_each_line_alone():
+    torch.manual_seed(0)
+    both, lengths = networks.Bidirectional(5, 6), torch.tensor([9, 4, 1])
+    torchs = nn.LSTM(5, 6, bidirectional=True)
+    weights = {f"{n}": w for n, w in both.forth.state_dict().items()}
+    weights |= {f"{n}_reverse": w for n, w in both.back.state_dict().items()}
+    torchs.load_state_dict(weights)
+    x = torch.randn(9, 3, 5)
+    found = both(x, lengths)
+    for b, length in enumerate(lengths.tolist()):
+        torch.testing.assert_close(found[:length, b], torchs(x[:length, b])[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recomputing_keeps_less_and_changes_no_gradient_and_no_running_average(name):
+    network, results, sizes = small(name), [], []
+    for recompute in (False, True):
+        torch.manual_seed(3)
+        again, kept = copy.deepcopy(network).train(), {}
+        again.recompute = recompute
+
+        def pack(tensor, kept=kept):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = again(padded((64, 40)))
+        for p in again.parameters():
+            kept.pop(p.untyped_storage().data_ptr(), None)
+        ctc.loss(outputs, torch.tensor([[1], [5]]), torch.tensor([1, 1])).backward()
+        results.append([*again.buffers(), *(p.grad for p in again.parameters())])
+        sizes.append(sum(kept.values()))
+    for stored, recomputed in zip(*results, strict=True):
+        torch.testing.assert_close(recomputed, stored)
+    assert sizes[1] < 0.8 * sizes[0]  # the LSTMs stay
+
+
 # batches
 
 
-def test_a_batch_is_upright_and_paper_is_zero(lines):
+def test_a_batch_is_upright_and_one_minus_the_guides_so_that_paper_is_zero(lines):
     raw = raw_of(lines, [0, 5, 2])
     batch = hwdb.batch(raw, hwdb.PLAN, None)
     assert batch["image"].shape == (3, 1, 32, 240)
     for row, i, length in zip(batch["image"], (0, 5, 2), batch["image_length"].tolist(), strict=True):
-        own = torch.from_numpy(lines.sample(i)["image"].T.astype(np.float32))
-        assert length == own.shape[1]
-        torch.testing.assert_close(row[0, :, :length], own / 127.5)
-    assert raw["image"].dtype == torch.uint8
-
-
-def test_the_image_is_one_minus_the_guides(lines):
-    ink = raw_of(lines, [5])["image"]
-    guides = ((255 - ink.float()) / 255 - 0.5) / 0.5  # of the paper-white scan
-    torch.testing.assert_close(hwdb.batch(raw_of(lines, [5]), hwdb.PLAN, None)["image"][0, 0].t(), 1 - guides[0])
+        ink = torch.from_numpy(lines.sample(i)["image"].T.astype(np.float32))
+        guides = ((255 - ink) / 255 - 0.5) / 0.5  # of the paper-white scan
+        assert length == ink.shape[1]
+        torch.testing.assert_close(row[0, :, :length], 1 - guides)
 
 
 def test_each_line_keeps_its_own_length_image_and_text_and_padding_is_paper(lines):
@@ -122,7 +259,7 @@ def test_augmentation_changes_lines_and_evaluation_never_does(lines):
     assert not torch.equal(varied(lines, range(8), epoch=1)["image"], varied(lines, range(8))["image"])
 
 
-@pytest.mark.parametrize("strength", [0.4, 1.0, 2.0])
+@pytest.mark.parametrize("strength", [0.4, 2.0])
 def test_what_a_line_becomes_depends_on_nothing_beside_it(lines, strength):
     together = varied(lines, range(8), strength)
     for i in range(8):
@@ -134,46 +271,16 @@ def test_what_a_line_becomes_depends_on_nothing_beside_it(lines, strength):
         )
 
 
-@pytest.mark.parametrize("strength", [0.4, 1.0, 2.0])
-def test_augmentation_shortens_no_line_and_leaves_padding_blank(lines, strength):
-    before = hwdb.batch(raw_of(lines, range(8)), hwdb.Plan(), None)["image_length"]
+def test_augmentation_shortens_no_line_hides_little_and_leaves_padding_blank(lines):
+    before = hwdb.batch(raw_of(lines, range(8)), hwdb.Plan(), None)
     for epoch in range(10):
-        batch = varied(lines, range(8), strength, epoch)
-        assert (batch["image_length"] >= before).all()
+        batch = varied(lines, range(8), 2.0, epoch)
+        assert (batch["image_length"] >= before["image_length"]).all()
         assert (batch["image_length"] <= batch["image"].shape[3]).all()
-        assert (batch["image"] >= 0).all()
-        assert (batch["image"] <= 2).all()
+        assert 0 <= batch["image"].min() <= batch["image"].max() <= 2
+        assert 0.4 < batch["image"].sum() / before["image"].sum() < 2
         for row, length in zip(batch["image"], batch["image_length"], strict=True):
             assert not row[..., length:].any()
-
-
-def test_bending_loses_no_ink_at_the_ends_of_a_line():
-    ink, lengths = torch.zeros(16, 1, 32, 90), torch.full((16,), 80)
-    ink[:, :, 8:24, :2] = ink[:, :, 8:24, 78:80] = 1  # what stands at the upper and lower edge may leave
-    for epoch in range(5):
-        moved, longer = augment.bent(ink, lengths, Draws(0, epoch, torch.arange(16)), 1.0)
-        for row, length in zip(moved, longer, strict=True):
-            for end in (row[..., : length // 2], row[..., length // 2 : length]):
-                assert 0.8 < end.sum() / 32 < 1.2
-
-
-def test_strokes_are_thickened_and_thinned_like_the_slow_obvious_filter():
-    image = torch.rand(3, 1, 6, 7)
-    amount = torch.tensor([0.5, -1.0, 0.0])
-    found = augment.thickened(image, amount)
-    around = F.pad(image, (1, 1, 1, 1))
-    for b, y, x in itertools.product(range(3), range(6), range(7)):
-        window = around[b, 0, y : y + 3, x : x + 3]
-        target = window.max() if amount[b] > 0 else window.min()
-        wanted = image[b, 0, y, x] + amount[b].abs() * (target - image[b, 0, y, x])
-        assert torch.isclose(found[b, 0, y, x], wanted)
-
-
-def test_spots_hide_little_of_a_line():
-    lengths, draws = torch.full((64,), 300), Draws(0, 0, torch.arange(64))
-    covered = augment.spots(torch.ones(64, 1, 32, 300), lengths, draws, 1.0).float()
-    assert 0 < covered.mean() < 0.05
-    assert covered.all(2).float().sum(2).max() <= 3 * 4  # columns hidden from top to bottom: three strips of a tenth
 
 
 # CTC
@@ -278,9 +385,9 @@ def test_decoding_gives_the_text_of_each_line(lines):
 # training
 
 
-@pytest.mark.parametrize(("network", "steps"), [("slim", 25), ("hctr", 25), ("crnn", 110)])
+@pytest.mark.parametrize(("network", "steps"), [("slim", 20), ("hctr", 10), ("crnn", 95)])
 def test_each_network_overfits_one_batch(lines, network, steps):
-    plan, ids = hwdb.Plan(network=network), (1, 2, 7)
+    plan, ids = hwdb.Plan(network=network), (1, 7)
     model = narrow(lines, plan)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -294,7 +401,7 @@ def test_each_network_overfits_one_batch(lines, network, steps):
         nn.utils.clip_grad_norm_(model.parameters(), 5.0)
         optimizer.step()
     truth = ["".join(LETTERS[k] for k in lines.sample(i)["label"]) for i in ids]
-    assert [len(text) for text in truth] == [2, 3, 2]
+    assert [len(text) for text in truth] == [2, 2]
     assert hwdb.decode(model(batch), lines) == truth
 
 
@@ -328,12 +435,11 @@ def test_bf16_training_gives_no_nan(lines, network):
     assert all(torch.isfinite(p).all() for p in state.model.parameters())
 
 
-@pytest.mark.parametrize("amp", ["off", "bf16"])
-def test_demo_pages_are_packed_trained_on_and_read(tmp_path, monkeypatch, amp):
+def test_demo_pages_are_packed_trained_on_and_read(tmp_path, monkeypatch):
     monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
     folder = hwdb.demo(tmp_path / "pages", 40, characters=12, height=32)
     pack = hwdb.pack(folder, height=32, val=6, into=tmp_path / "pack", progress=False)
-    plan = hwdb.Plan(epochs=3, batch_size=8, lr=3e-3, augment=0.5, clip_norm=5.0, amp=amp)
+    plan = hwdb.Plan(epochs=3, batch_size=8, lr=3e-3, augment=0.5, clip_norm=5.0, amp="bf16")
     state = TrainState(hwdb, pack, plan, CPU)
     losses = [r.values["train_loss"] for r in train(hwdb, state, pack) if r.kind == "epoch"]
     assert losses[-1] < losses[0]
@@ -354,13 +460,10 @@ def card_of(height, train_lines=30_000, classes=60):
     )
 
 
-@pytest.mark.parametrize(("height", "network"), [(32, networks.Slim), (64, networks.Slim), (96, networks.Hctr)])
-def test_auto_takes_the_references_network_where_the_lines_are_high_enough(height, network):
-    with torch.device("meta"):
-        assert isinstance(hwdb.model(card_of(height), hwdb.Plan()), network)
-
-
-def test_a_network_chosen_by_name_is_taken_and_refused_where_it_cannot_read(lines):
+def test_auto_takes_the_references_network_for_high_lines_and_a_name_is_taken_or_refused(lines):
+    for height, network in ((32, networks.Slim), (64, networks.Slim), (96, networks.Hctr)):
+        with torch.device("meta"):
+            assert isinstance(hwdb.model(card_of(height), hwdb.Plan()), network)
     model = hwdb.model(lines, hwdb.Plan(network="crnn", dropout=0.05, checkpoint_activations=True))
     assert isinstance(model, networks.Crnn)
     assert (model.drop.p, model.recompute) == (0.05, True)
@@ -368,13 +471,10 @@ def test_a_network_chosen_by_name_is_taken_and_refused_where_it_cannot_read(line
         hwdb.model(lines, hwdb.Plan(network="hctr"))
 
 
-def test_the_baseline_is_the_references_recipe():
+def test_the_baseline_is_the_references_recipe_and_the_plan_its_rate_by_the_sqrt_rule_clipped_and_warmed_up():
     base = hwdb.BASELINE
     assert (base.batch_size, base.lr, base.optimizer, base.betas[0], base.weight_decay) == (8, 1e-3, "sgd", 0.9, 1e-4)
     assert (base.epochs, base.amp, base.feed, base.workers, base.augment) == (90, "off", "workers", 0, 0)
-
-
-def test_the_plan_is_the_baselines_rate_by_the_sqrt_rule_clipped_and_warmed_up():
     plan = hwdb.PLAN
     assert plan.lr == pytest.approx(hwdb.BASELINE.lr * (plan.batch_size / hwdb.BASELINE.batch_size) ** 0.5, rel=1e-2)
     assert (plan.batch_size, plan.lr_rule, plan.clip_norm, plan.amp) == (64, "sqrt", 5.0, "bf16")

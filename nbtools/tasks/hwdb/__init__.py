@@ -3,14 +3,13 @@
 from typing import NoReturn
 
 from nbtools.tasks.common.labels import text_of
-from nbtools.tasks.hwdb.analysis import by_frequency, by_width, confusions, frequencies, scores, worst
-from nbtools.tasks.hwdb.data import pack, read
-from nbtools.tasks.hwdb.decode import beam, peaks_of, search, tune
+from nbtools.tasks.hwdb.analysis import by_frequency, by_width, confusions, frequencies, report, scores, worst
+from nbtools.tasks.hwdb.data import pack, read, survey
+from nbtools.tasks.hwdb.decode import peaks_of, search, tune
 from nbtools.tasks.hwdb.demo import demo
 from nbtools.tasks.hwdb.language_model import NGram
-from nbtools.tasks.hwdb.report import report
 from nbtools.tasks.hwdb.task import BASELINE, BEST, PLAN, Plan, batch, decode, loss, metrics, model, suggest
-from nbtools.tasks.hwdb.visualize import bars, confused, preview, show
+from nbtools.tasks.hwdb.visualize import confused, preview, show
 
 __all__ = [
     "BASELINE",
@@ -18,9 +17,7 @@ __all__ = [
     "PLAN",
     "NGram",
     "Plan",
-    "bars",
     "batch",
-    "beam",
     "by_frequency",
     "by_width",
     "confused",
@@ -40,12 +37,15 @@ __all__ = [
     "search",
     "show",
     "suggest",
+    "survey",
     "text_of",
     "tune",
     "worst",
 ]
 
 GONE = {
+    "beam": "hwdb.search(hwdb.peaks_of(model, pack, plan, ids), classes, lm)",
+    "bars": "draw the table with pandas, hwdb.by_width(…).plot.bar(x='width', y='cer')",
     "compose": "lines of people's drawings are composed by benchmarks/compose.py",
     "demo_text": "train a language model on the texts of the training lines, hwdb.text_of(pack, i)",
 }

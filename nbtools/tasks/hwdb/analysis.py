@@ -1,4 +1,4 @@
-"""What is read wrong, and where: tables of the errors in lines of text.
+"""Tables of what a pack of lines holds, before a network sees it, and of what a network reads wrong.
 
 `wrong` adds up to the same number in each table: the Levenshtein distance over all lines, the numerator of `cer`. As
 there, a character of the truth that is unknown counts as read wrong, whatever was read. N lines.
@@ -6,26 +6,74 @@ there, a character of the truth that is unknown counts as read wrong, whatever w
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbtools.data import Pack
+from nbtools.data import SPLITS, Pack
 from nbtools.errors import MissingExtra, PackError
 from nbtools.table import plural
 from nbtools.tasks.common.metrics import text_metrics
+from nbtools.tasks.common.mistakes import paired
 from nbtools.tasks.hwdb.formats import UNKNOWN
 
 if TYPE_CHECKING:
     import pandas as pd
 
+STRIDES = (4, 8, 16, 32)  # columns a time step of the networks
 NEVER = "\U0010ffff"  # no character: nothing reads it
-KINDS = ("substituted", "missing", "inserted")
-COUNTS = ("characters", *KINDS, "wrong")
+KINDS = ["substituted", "missing", "inserted"]
 BINS, EXAMPLES = 8, 3
+
+
+# What a pack holds
+
+
+def report(pack: Pack) -> pd.DataFrame:
+    """A row for each split and one for all: lines; characters; classes, how many different ones; unknown, characters of
+    the class UNKNOWN; never trained, of classes that no training line has; narrow, lines that CTC cannot spell at a
+    stride; and their widths in pixels. Narrow lines stay in the pack, since another network may have a smaller stride.
+    """
+    import pandas as pd
+
+    labels, widths, lengths = pack.arrays["label"], np.diff(pack.offsets["image"]), np.diff(pack.offsets["label"])
+    line = np.repeat(np.arange(len(pack)), lengths)
+    repeated = (labels[1:] == labels[:-1]) & (line[1:] == line[:-1])  # CTC needs a blank between them
+    needed = lengths + np.bincount(line[1:][repeated], minlength=len(pack))
+    trained, rows = counts_of(pack, pack.split == 0), {}
+    for name in (*SPLITS, "all"):
+        chosen = np.isin(pack.split, [k for k, split in enumerate(SPLITS) if name in (split, "all")])
+        if chosen.any():
+            counts = counts_of(pack, chosen)
+            rows[name] = {
+                "lines": chosen.sum(),
+                "characters": counts.sum(),
+                "classes": (counts[:-1] > 0).sum(),
+                "unknown": counts[-1],
+                "never trained": counts[trained == 0].sum(),
+                **{f"narrow /{s}": (-(-widths // s) < needed)[chosen].sum() for s in STRIDES},
+                "narrowest": widths[chosen].min(),
+                "median": int(np.median(widths[chosen])),
+                "widest": widths[chosen].max(),
+            }
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def counts_of(pack: Pack, chosen: np.ndarray) -> np.ndarray:
+    """(classes,) how often each occurs in the chosen lines, (n,) bool."""
+    inside = np.repeat(chosen, np.diff(pack.offsets["label"]))
+    return np.bincount(pack.arrays["label"][inside], minlength=len(pack.classes))
+
+
+def frequencies(pack: Pack, split: str = "train") -> dict[str, int]:
+    """How often each of the pack's characters occurs in a split."""
+    counts = counts_of(pack, pack.split == SPLITS.index(split))
+    return dict(zip(pack.classes, counts.tolist(), strict=True))
+
+
+# What is read wrong
 
 
 def aligned(truth: str, predicted: str) -> list[tuple[str, str]]:
@@ -47,21 +95,18 @@ def aligned(truth: str, predicted: str) -> list[tuple[str, str]]:
     return found
 
 
-def right(true: str, read: str) -> bool:
-    return true == read != UNKNOWN
-
-
 def kind(true: str, read: str) -> str:
-    """One of KINDS, for a wrong pair."""
-    if not read:
-        return "missing"
-    return "substituted" if true else "inserted"
+    """One of KINDS, "" for a pair that is right."""
+    if true == read != UNKNOWN:
+        return ""
+    return KINDS[0] if true and read else KINDS[1] if true else KINDS[2]
 
 
-def compared(
-    truth: Sequence[str], predicted: Sequence[str], ids: Iterable[Any] | None = None
-) -> list[tuple[Any, list[tuple[str, str]]]]:
-    """(id, pairs) of each line; without ids, its place. Raises PackError where the lists are not equally long."""
+def pairs_of(truth: Sequence[str], predicted: Sequence[str], ids: Iterable[Any] | None = None) -> pd.DataFrame:
+    """A row for each aligned pair: line (from 0), id, truth, read, kind. Raises PackError where the lists are not
+    equally long."""
+    import pandas as pd
+
     names = list(range(len(truth)) if ids is None else ids)
     if not len(truth) == len(predicted) == len(names):
         given = "" if ids is None else f" and {plural(len(names), 'id')}"
@@ -69,71 +114,57 @@ def compared(
             f"truth, predicted and ids belong together line by line, got {plural(len(truth), 'truth')}, "
             f"{plural(len(predicted), 'prediction')}{given}; take all three from the same ids"
         )
-    return [(name, aligned(*texts)) for name, *texts in zip(names, truth, predicted, strict=True)]
+    rows = [
+        (line, names[line], *pair, kind(*pair))
+        for line, texts in enumerate(zip(truth, predicted, strict=True))
+        for pair in aligned(*texts)
+    ]
+    return pd.DataFrame(rows, columns=["line", "id", "truth", "read", "kind"])
 
 
-def confusions(
-    truth: Sequence[str], predicted: Sequence[str], ids: Iterable[Any] | None = None, examples: int = EXAMPLES
-) -> pd.DataFrame:
+def tallied(pairs: pd.DataFrame, by: Any) -> pd.DataFrame:
+    """characters, each of KINDS, wrong and cer of each group of pairs: infinite where there are no characters to be
+    wrong, 0 where nothing is."""
+    flags: Any = pairs[[]].assign(characters=pairs.truth != "", **{name: pairs.kind == name for name in KINDS})
+    found = flags.assign(wrong=pairs.kind != "").astype(int).groupby(by).sum()
+    return found.assign(cer=(found.wrong / found.characters).where(found.wrong > 0, 0.0))
+
+
+def confusions(truth: Sequence[str], predicted: Sequence[str], ids: Iterable[Any] | None = None) -> pd.DataFrame:
     """What was read for what, the most frequent first: truth, read, kind, wrong (how often), lines (ids of the first).
 
     read is "" where a character is missing, truth where one was inserted.
     """
-    import pandas as pd
-
-    wrong: Counter[tuple[str, str]] = Counter()
-    where: dict[tuple[str, str], list[Any]] = {}
-    for name, pairs in compared(truth, predicted, ids):
-        errors = [pair for pair in pairs if not right(*pair)]
-        wrong.update(errors)
-        for pair in set(errors):
-            where.setdefault(pair, []).append(name)
-    ranked = sorted(wrong, key=lambda pair: (-wrong[pair], pair))
-    rows = [(*pair, kind(*pair), wrong[pair], where[pair][:examples]) for pair in ranked]
-    return pd.DataFrame(rows, columns=["truth", "read", "kind", "wrong", "lines"])
+    pairs = pairs_of(truth, predicted, ids)
+    groups: Any = pairs[pairs.kind != ""].groupby(["truth", "read", "kind"]).id
+    found = groups.agg(wrong="size", lines=lambda lines: lines.unique()[:EXAMPLES].tolist()).reset_index()
+    return found.sort_values("wrong", ascending=False, kind="stable", ignore_index=True)
 
 
-def worst(
-    truth: Sequence[str], predicted: Sequence[str], ids: Iterable[Any] | None = None, count: int | None = None
-) -> pd.DataFrame:
-    """A row a line, highest CER first, of equal ones the longest; the first `count`: id, characters, substituted,
-    missing, inserted, wrong, cer, truth, read. cer is infinite where the truth is empty and something was read."""
-    table = errors_of(truth, predicted, ids).sort_values(["cer", "wrong"], ascending=False, kind="stable")
-    return table.head(len(table) if count is None else count).reset_index(drop=True)
+def worst(truth: Sequence[str], predicted: Sequence[str], ids: Iterable[Any] | None = None) -> pd.DataFrame:
+    """A row a line, highest CER first, of equal ones the longest: id, characters, substituted, missing, inserted,
+    wrong, cer, truth, read. cer is infinite where the truth is empty and something was read."""
+    names = list(range(len(truth)) if ids is None else ids)
+    pairs = pairs_of(truth, predicted, names)
+    found = tallied(pairs, pairs.line).reindex(range(len(truth)), fill_value=0)
+    found.insert(0, "id", names)
+    found = found.assign(truth=list(truth), read=list(predicted))
+    return found.sort_values(["cer", "wrong"], ascending=False, kind="stable", ignore_index=True)
 
 
-def errors_of(truth: Sequence[str], predicted: Sequence[str], ids: Iterable[Any] | None = None) -> pd.DataFrame:
-    """The rows of `worst`, in the order of the lines."""
-    import pandas as pd
-
-    rows = []
-    for (name, pairs), true, read in zip(compared(truth, predicted, ids), truth, predicted, strict=True):
-        counts = Counter(kind(*pair) for pair in pairs if not right(*pair))
-        rows.append((name, len(true), *(counts[k] for k in KINDS), counts.total(), true, read))
-    table = pd.DataFrame(rows, columns=["id", *COUNTS, "truth", "read"])
-    table.insert(6, "cer", cer_of(table))
-    return table
-
-
-def by_width(
-    truth: Sequence[str], predicted: Sequence[str], widths: Sequence[int] | np.ndarray, bins: int | Sequence[int] = BINS
-) -> pd.DataFrame:
-    """CER of lines of similar width (N,): width (narrowest–widest), lines, characters, wrong, cer.
-
-    bins: how many, of about as many lines each, or the widths at which a new one begins; empty ones are left out.
-    """
-    table, widths = errors_of(truth, predicted), np.asarray(widths)
-    if len(widths) != len(table):
-        raise PackError(f"widths must be one number a line, got {len(widths)} for {plural(len(table), 'line')}")
-    if isinstance(bins, int):
-        edges = np.quantile(widths, np.arange(1, bins) / bins) if len(widths) else np.empty(0)
-    else:
-        edges = np.asarray(bins, float)
-    groups = table.assign(least=widths, most=widths, lines=1).groupby(np.digitize(widths, edges))
-    found = groups.agg({"least": "min", "most": "max", "lines": "sum", "characters": "sum", "wrong": "sum"})
-    names = [f"{a}–{b}" if a != b else str(a) for a, b in zip(found.pop("least"), found.pop("most"), strict=True)]
-    found.insert(0, "width", names)
-    return found.assign(cer=cer_of(found)).reset_index(drop=True)
+def by_width(truth: Sequence[str], predicted: Sequence[str], widths: Sequence[int] | np.ndarray) -> pd.DataFrame:
+    """CER of lines of similar width (N,), about as many in each row: width (narrowest–widest), lines, characters,
+    wrong, cer."""
+    pairs, widths = pairs_of(truth, predicted), np.asarray(widths)
+    if len(widths) != len(truth):
+        raise PackError(f"widths must be one number a line, got {len(widths)} for {plural(len(truth), 'line')}")
+    edges = np.quantile(widths, np.arange(1, BINS) / BINS) if len(widths) else []
+    bin_of = np.digitize(widths, edges)
+    found: Any = tallied(pairs, bin_of[pairs.line.to_numpy(int)]).reindex(np.unique(bin_of), fill_value=0)
+    lines = [widths[bin_of == each] for each in found.index]
+    found.insert(0, "width", [f"{few.min()}–{few.max()}" for few in lines])
+    found.insert(1, "lines", list(map(len, lines)))
+    return found[["width", "lines", "characters", "wrong", "cer"]].reset_index(drop=True)
 
 
 def by_frequency(truth: Sequence[str], predicted: Sequence[str], seen: Mapping[str, int]) -> pd.DataFrame:
@@ -142,44 +173,21 @@ def by_frequency(truth: Sequence[str], predicted: Sequence[str], seen: Mapping[s
 
     seen: character → count, as from `frequencies`; one that it does not name was never seen.
     """
-    import pandas as pd
-
-    def group(true: str) -> int:
-        """Digits of the count, 0 for none; what was inserted comes last."""
-        return len(str(seen.get(true, 0))) * bool(seen.get(true, 0)) if true else 99
-
-    def named(digits: int) -> str:
-        return {0: "never", 99: "inserted"}.get(digits, f"{10 ** max(digits - 1, 0):,}–{10**digits - 1:,}")
-
-    pairs = Counter(pair for _, found in compared(truth, predicted) for pair in found)
-    groups: dict[int, Counter[str]] = {99: Counter()}
-    for (true, read), count in pairs.items():
-        counts = groups.setdefault(group(true), Counter())
-        counts["characters"] += count if true else 0
-        if not right(true, read):
-            counts[kind(true, read)] += count
-            counts["wrong"] += count
-    kinds = Counter(map(group, {true for true, _ in pairs if true}))
-    rows = [(named(digits), kinds[digits], *(groups[digits][c] for c in COUNTS)) for digits in sorted(groups)]
-    table = pd.DataFrame(rows, columns=["seen", "kinds", *COUNTS])
-    return table.assign(cer=cer_of(table).where(table.characters > 0))
+    pairs = pairs_of(truth, predicted)
+    last = 99  # more digits than a count has
+    digits = pairs.truth.map(lambda true: len(str(seen.get(true) or "")) if true else last).astype(int)
+    found = tallied(pairs, digits)
+    found = found.reindex(found.index.union([last]), fill_value=0)
+    names = {0: "never", last: "inserted"}
+    found.insert(0, "seen", [names.get(n) or f"{10 ** (n - 1):,}–{10**n - 1:,}" for n in found.index])
+    found.insert(
+        1, "kinds", pairs.truth[pairs.truth != ""].groupby(digits).nunique().reindex(found.index, fill_value=0)
+    )
+    return found.assign(cer=found.cer.where(found.characters > 0)).reset_index(drop=True)
 
 
 def scores(truth: Sequence[str], predicted: Sequence[str]) -> dict[str, float]:
     """cer, ar, cr and whole_accuracy of answers that did not come from `evaluate`, by the same definitions."""
-    compared(truth, predicted)
-    sums = text_metrics(predicted, [text.replace(UNKNOWN, NEVER) for text in truth])
+    pairs = paired([text.replace(UNKNOWN, NEVER) for text in truth], predicted, "text", "line")
+    sums = text_metrics([read for _, read in pairs], [true for true, _ in pairs])
     return {name: float(wrong) / max(float(count), 1) for name, (wrong, count) in sums.items()}
-
-
-def frequencies(pack: Pack, split: str = "train") -> dict[str, int]:
-    """How often each of the pack's characters occurs in a split."""
-    chosen = np.isin(np.arange(len(pack)), pack.ids(split))
-    inside = np.repeat(chosen, np.diff(pack.offsets["label"]))
-    counts = np.bincount(pack.arrays["label"][inside], minlength=len(pack.classes))
-    return dict(zip(pack.classes, counts.tolist(), strict=True))
-
-
-def cer_of(table: pd.DataFrame) -> pd.Series:
-    """wrong / characters: infinite where there are none to be wrong, 0 where nothing is."""
-    return (table.wrong / table.characters).where(table.wrong > 0, 0.0)

@@ -1,12 +1,14 @@
 """Raw lines → pack, both columns ragged: image (W, height) uint8, a line's ink on its side (0 paper, as padding is, 255
 the darkest); label (N,) int64, places in the classes.
+
+The last class is always UNKNOWN: what nobody could read on the page, and what a given list of classes leaves out.
 """
 
 from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,33 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from nbtools.data import Entry, Pack, Sample, Survey, build_pack, require_shares
+from nbtools.data import (
+    Entry,
+    Pack,
+    Refused,
+    Row,
+    Sample,
+    Survey,
+    build_pack,
+    is_count,
+    position,
+    require_shares,
+    split_of,
+)
 from nbtools.errors import PackError
-from nbtools.table import sized
-from nbtools.tasks.common.files import on_white, open_image
-from nbtools.tasks.hwdb.charset import Charset, charset_of, given_charset, normalised
-from nbtools.tasks.hwdb.formats import SUFFIXES
-from nbtools.tasks.hwdb.sources import LAYOUTS, LINE, contents_of, read_bytes, read_line, split_lines
+from nbtools.table import plural, sized
+from nbtools.tasks.common import labels
+from nbtools.tasks.common.files import on_white, open_image, read_text
+from nbtools.tasks.hwdb.formats import SUFFIXES, UNKNOWN
+from nbtools.tasks.hwdb.sources import Labelled, contents_of, read_bytes, read_line
 
+LAYOUTS = ("auto", "pages", "lines")
 HEIGHTS = 16, 512  # pixels: the networks halve it several times; no line is scanned with more
 FOREIGN = 0.05  # of all characters in no class: with HWDB's own list there are none
 WIDEST = 100  # times as wide as high; lines of HWDB reach 20
+FEW = 3  # writers: one for each split
+HALF_WIDTH = {0xFF01 + n: 0x21 + n for n in range(94)} | {0x3000: 0x20}
+"""Full-width ASCII and the ideographic space → ASCII; NFKC does the same to them, and much else to other characters."""
 
 
 def pack(
@@ -47,7 +65,7 @@ def pack(
     classes: the characters to know, as a string, a list, or a file with one a line; what they leave out is UNKNOWN. By
     default the source's chars_list.txt, else every character of all its texts: one that occurs only in a test line is
     then read wrong, as it must be, while as UNKNOWN it could be called right.
-    normalise: full-width letters, digits, marks and blanks of texts and classes become ASCII.
+    normalise: full-width letters, digits, marks and blanks of texts and classes become ASCII; 。 and 、 stay.
     val, test: shares of the writers, or whole numbers: as many writers as have at least so many lines; folders called
     Train, Val or Test and the names of lists come first.
     Raises PackError where nothing can be used.
@@ -62,9 +80,8 @@ def pack(
     if not isinstance(normalise, bool):
         raise PackError(f"normalise must be true or false, got {normalise!r}")
     require_shares(val, test)
-    charset = None if classes is None else given_charset(classes, normalise)
-    options = {"height": height, "normalise": normalise, "layout": layout}
-    options["classes"] = charset and "".join(charset.classes)
+    chosen = None if classes is None else "".join(charset_of(classes, normalise))
+    options = {"height": height, "normalise": normalise, "layout": layout, "classes": chosen}
     found = partial(survey, progress=progress)
     return build_pack(
         source, "hwdb", options, found, read, val=val, test=test, into=into, progress=progress, in_place=True
@@ -74,52 +91,47 @@ def pack(
 def survey(folder: Path, options: Mapping[str, Any], progress: bool = False) -> Survey:
     """Every usable line of a source with its label and split; the others are bad, with the rule that they break."""
     contents = contents_of(folder, options["layout"], progress)
-    clean = normalised if options["normalise"] else str
-    texts = [clean(line.text) for line in contents.lines]
+    texts = [normalised(line.text) if options["normalise"] else line.text for line in contents.lines]
     if options["classes"] is not None:
-        charset = Charset(tuple(options["classes"]))
+        classes = tuple(options["classes"])
     elif contents.characters is not None:
-        charset = given_charset(contents.characters, options["normalise"])
+        path, listed = contents.characters
+        classes = charset_of(characters_of(listed, path), options["normalise"])
     else:
-        charset = charset_of(texts)
-    outside, characters = charset.outside(texts), sum(map(len, texts))
-    if progress and outside.total() > FOREIGN * characters:
-        tqdm.write(foreign(outside, characters))
+        classes = (*sorted(set().union(*texts) - {UNKNOWN}), UNKNOWN)
+    places = {character: place for place, character in enumerate(classes)}  # `in` a list reads half of 7,375
+    counts = Counter(character for text in texts for character in text)
+    outside = {character: n for character, n in counts.most_common() if character not in places}
+    if progress and sum(outside.values()) > FOREIGN * counts.total():
+        tqdm.write(
+            f"{sum(outside.values()):,} of {counts.total():,} characters are in no class, {''.join([*outside][:10])!r} "
+            "above all, and no network will read them: is it the right chars_list.txt, or classes=?"
+        )
     splits = split_lines(contents.lines, options["val"], options["test"])
     return Survey(
         [
-            Entry(line.name, split=split, label=charset.encode(text))
+            Entry(line.name, split, np.array([places.get(c, places[UNKNOWN]) for c in text], np.int64))
             for line, split, text in zip(contents.lines, splits, texts, strict=True)
         ],
-        charset.classes,
+        classes,
         {name: options[name] for name in ("height", "normalise")},
         ragged=("image", "label"),
         bucket_by="image",
         bad=contents.bad,
-        facts={"layout": contents.layout, "outside": dict(outside.most_common())},
+        facts={"layout": contents.layout, "outside": outside},
         drawn=True,
-    )
-
-
-def foreign(outside: Counter[str], characters: int) -> str:
-    """A warning about a class list that belongs to another data set."""
-    common = "".join(character for character, _ in outside.most_common(10))
-    return (
-        f"{outside.total():,} of {characters:,} characters are in no class, {common!r} above all, and no network will "
-        "read them: is it the right chars_list.txt, or classes=?"
     )
 
 
 def read(path: Path, options: Mapping[str, Any]) -> Sample:
     """One line → {"image": …} as the pack holds it: an image file, or `page.dgrl#3`, a page's third line; either may
-    lie in an archive, `HWDB2.0Train.zip/001-P16.dgrl#3`.
-
-    Raises PackError(value, rule, fix) on what cannot be used.
-    """
-    if match := LINE.fullmatch(path.name):
-        grey = read_line(path.with_name(match[1]), int(match[2]))
+    lie in an archive, `HWDB2.0Train.zip/001-P16.dgrl#3`. Raises Refused on what cannot be used."""
+    page, _, number = path.name.rpartition("#")
+    if page.lower().endswith(SUFFIXES) and number.isdecimal():
+        grey = read_line(path.with_name(page), int(number))
     elif path.suffix.lower() in SUFFIXES:
-        raise PackError(path.suffix, "a line is read, and not a whole page", f"name a line of it: {path.name}#1")
+        rule, fix = "a line is read, and not a whole page", f"name a line of it: {path.name}#1"
+        raise Refused(Row("", rule, path.suffix, fix))
     else:
         with open_image(io.BytesIO(read_bytes(path)), path.name) as image:
             grey = np.asarray(on_white(image, "L"))
@@ -131,9 +143,82 @@ def ink_of(grey: np.ndarray, height: int) -> np.ndarray:
     rows, columns = grey.shape
     width = max(1, round(columns * height / rows))
     if width > WIDEST * height:
-        raise PackError(
-            sized(rows, columns), f"a line is at most {WIDEST} times as wide as high", "cut it into shorter lines"
-        )
-    filter_ = Image.Resampling.BOX if rows > height else Image.Resampling.BILINEAR
-    scaled = Image.fromarray(grey).resize((width, height), filter_)
-    return np.ascontiguousarray(~np.asarray(scaled).T)
+        rule = f"a line is at most {WIDEST} times as wide as high"
+        raise Refused(Row("", rule, sized(rows, columns), "cut it into shorter lines"))
+    scaling = Image.Resampling.BOX if rows > height else Image.Resampling.BILINEAR
+    return np.ascontiguousarray(~np.asarray(Image.fromarray(grey).resize((width, height), scaling)).T)
+
+
+# Characters
+
+
+def charset_of(classes: str | Path | Iterable[str], normalise: bool) -> tuple[str, ...]:
+    """The classes that a caller names: a file with one character a line, a string or a list of characters. normalise:
+    as normalised texts need them. Raises PackError for what is not a character, or comes twice."""
+    if isinstance(classes, Path) or (isinstance(classes, str) and classes.endswith(".txt")):
+        classes = characters_of(read_text(Path(classes), "name a file with one character a line"), Path(classes))
+    if not isinstance(classes, Iterable):
+        raise PackError(f"classes must be a string, a list, or a file of characters, got {classes!r}")
+    listed = labels.characters([character for character in classes if character != UNKNOWN])
+    return (*dict.fromkeys(map(normalised, listed) if normalise else listed), UNKNOWN)
+
+
+def normalised(text: str) -> str:
+    return text.translate(HALF_WIDTH)
+
+
+def characters_of(text: str, path: Path) -> list[str]:
+    """The characters of a `chars_list.txt`, one a line. A line may be a blank: it is the space. Raises PackError."""
+    found: dict[str, None] = {}
+    for number, line in enumerate((line.removesuffix("\r") for line in text.split("\n")), 1):
+        if len(line) > 1 or line in found:
+            rule = "a line holds one character, which no other line has"
+            raise PackError(f"{path}:{number}: {rule}, got {line!r}; correct or delete it")
+        if line:
+            found[line] = None
+    if not found:
+        raise PackError(f"{path}: it must have a character on each line, got none; fill it, or delete it")
+    return list(found)
+
+
+# Splits
+
+
+def split_lines(lines: Sequence[Labelled], val: float, test: float) -> list[str]:
+    """The split of each line: what its source says, and the rest by whole writers, so that no hand is in two splits, or
+    by pages where there are fewer than three writers.
+
+    Where the source names only train lines all three splits are drawn from them; where it names a test set, val is
+    drawn from train. Raises PackError where nothing is left to train on.
+    """
+    named = {line.split for line in lines} - {None}
+    if named <= {"train"}:
+        splits = ["train"] * len(lines)
+    else:
+        splits, test = [line.split or "train" for line in lines], 0
+    if "val" in named or "train" not in splits:
+        return splits
+    by_writer = len({line.group for line, split in zip(lines, splits, strict=True) if split == "train"}) >= FEW
+    groups = [line.group if by_writer else line.name.partition("#")[0] for line in lines]
+    drawn = draw(Counter(group for group, split in zip(groups, splits, strict=True) if split == "train"), val, test)
+    return [drawn[group] if split == "train" else split for group, split in zip(groups, splits, strict=True)]
+
+
+def draw(sizes: Mapping[str, int], val: float, test: float) -> dict[str, str]:
+    """Group → split, of groups with so many lines each: by each group's own hash, so that it stays where it is when
+    others come. Where that gives a split none although a share was asked for, or too few for a whole number, it takes
+    groups from train, the smallest hashes first."""
+    order, shares = sorted(sizes, key=position), {"test": test, "val": val}
+    val, test = (0 if is_count(share) else share for share in (val, test))
+    result = {group: split_of(group, val, test) for group in order} | {order[-1]: "train"}
+    for split, share in shares.items():
+        rest = [group for group in order if result[group] == "train"]
+        missing = (share if is_count(share) else share > 0) - sum(sizes[g] for g in order if result[g] == split)
+        while missing > 0 and len(rest) > (not is_count(share)):
+            group = rest.pop(0)
+            result[group] = split
+            missing -= sizes[group]
+    if "train" not in result.values():
+        lines = plural(sum(sizes.values()), "line")
+        raise PackError(f"val={shares['val']} and test={shares['test']} leave none of {lines} to train on; lower them")
+    return result

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nbtools.data import Pack, collate
+from nbtools.data import Pack, gather, in_order, lengths_of, on
 from nbtools.errors import NbtoolsError, PlanError
 from nbtools.tasks.common.ctc import BLANK
-from nbtools.tasks.common.metrics import text_metrics
-from nbtools.tasks.hwdb.formats import UNKNOWN
+from nbtools.tasks.hwdb import task
+from nbtools.tasks.hwdb.analysis import scores
 from nbtools.tasks.hwdb.language_model import NGram
-from nbtools.tasks.hwdb.task import batch
-from nbtools.train import autocast
+from nbtools.train import forward
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,25 +56,6 @@ class Peaks:
     classes: int
 
 
-def beam(
-    log_probs: Tensor | np.ndarray,
-    steps: Tensor | np.ndarray | Sequence[int],
-    classes: Sequence[str],
-    lm: NGram | None = None,
-    width: int = 10,
-    alpha: float = 0.4,
-    beta: float = 0.0,
-    candidates: int = CANDIDATES,
-    least: float = LEAST,
-) -> list[str]:
-    """The text of each line: log_probs (T, B, C), or logits, on any device; steps (B,) of each line.
-
-    alpha is used with lm only. candidates, least: as in `find_peaks`; the search is exact where they and width are
-    large enough. Raises PlanError on an impossible setting, NbtoolsError on answers that are not numbers.
-    """
-    return search(find_peaks(log_probs, steps, candidates, least), classes, lm, width, alpha, beta)
-
-
 @torch.no_grad()
 def find_peaks(
     log_probs: Tensor | np.ndarray,
@@ -90,7 +70,13 @@ def find_peaks(
     the frames. log_probs (T, B, C) or logits, any float type and device; only the best ones leave the device.
     """
     scores, steps = torch.as_tensor(log_probs), torch.as_tensor(steps).cpu()
-    require_answers(scores, steps, candidates, least)
+    if scores.ndim != 3 or scores.shape[2] < 2 or not len(scores) or steps.shape != scores.shape[1:2]:
+        shapes = f"{tuple(scores.shape)} and {tuple(steps.shape)}"
+        raise NbtoolsError(f"beam: log_probs must be (T, B, 1 + classes) and steps (B,), got {shapes}")
+    if len(steps) and not 0 <= steps.min() <= steps.max() <= len(scores):
+        raise NbtoolsError(f"beam: steps must be from 0 to T = {len(scores)}, got {steps.min()} to {steps.max()}")
+    if candidates < 1 or not 0 <= least < 1:
+        raise PlanError(f"beam: candidates must be ≥ 1 and least in [0, 1), got {candidates} and {least}")
     found = []
     for frame in scores:  # (B, C): one at a time stays in a CPU's cache
         total = frame.float().logsumexp(1, keepdim=True)
@@ -107,29 +93,10 @@ def find_peaks(
         usable = best[line, :count] >= (math.log(least) if least else LOWEST)  # (T, K)
         frames = np.flatnonzero(usable.any(1))
         kept = slice(None), slice(usable.sum(1).max(initial=1))
-        peaks.append(
-            Peaks(
-                places=places[line, frames][kept],
-                log_probs=np.where(usable, best[line, :count], -np.inf)[frames][kept],
-                blank=blank[line, frames],
-                gap=np.diff(frames, prepend=frames[:1]) > 1,
-                classes=scores.shape[2] - 1,
-            )
-        )
+        log_probs = np.where(usable, best[line, :count], -np.inf)[frames][kept]
+        gap = np.diff(frames, prepend=frames[:1]) > 1
+        peaks.append(Peaks(places[line, frames][kept], log_probs, blank[line, frames], gap, scores.shape[2] - 1))
     return peaks
-
-
-def require_answers(scores: Tensor, steps: Tensor, candidates: int, least: float) -> None:
-    """Raises PlanError on a setting, NbtoolsError on shapes."""
-    if scores.ndim != 3 or scores.shape[2] < 2 or not len(scores) or steps.shape != scores.shape[1:2]:
-        raise NbtoolsError(
-            f"beam: log_probs must be (T, B, 1 + classes) and steps (B,), got {tuple(scores.shape)} and "
-            f"{tuple(steps.shape)}"
-        )
-    if len(steps) and not 0 <= steps.min() <= steps.max() <= len(scores):
-        raise NbtoolsError(f"beam: steps must be from 0 to T = {len(scores)}, got {steps.min()} to {steps.max()}")
-    if candidates < 1 or not 0 <= least < 1:
-        raise PlanError(f"beam: candidates must be ≥ 1 and least in [0, 1), got {candidates} and {least}")
 
 
 def search(
@@ -152,31 +119,28 @@ def search(
             f"beam: there are {len(classes)} classes, the answers have {other.pop()}; give those of the pack"
         )
     texts = [""] * len(peaks)
-    order = sorted(range(len(peaks)), key=lambda i: -len(peaks[i].blank))  # lines that end together leave together
+    order = sorted(range(len(peaks)), key=lambda i: len(peaks[i].blank))  # lines of a length share their frames
     for start in range(0, len(order), TOGETHER):
         ids = order[start : start + TOGETHER]
-        beams = Beams(len(ids), len(peaks[ids[0]].blank), width, lm if alpha else None, alpha, beta)
-        for frame in frames_of([peaks[i] for i in ids]):
+        frames = stacked([peaks[i] for i in ids])
+        beams = Beams(len(ids), len(frames[0]), width, lm if alpha else None, alpha, beta)
+        for frame in zip(*frames, strict=True):
             beams.step(*frame)
         for i, places in zip(ids, beams.best(), strict=True):
             texts[i] = "".join(classes[place] for place in places)
     return texts
 
 
-def frames_of(peaks: Sequence[Peaks]) -> Iterator[tuple[np.ndarray, ...]]:
-    """places (b, k), log_probs (b, k), blank (b,), gap (b,) of each frame, of the first b lines: those that still have
-    one. The longest line comes first."""
-    frames, many = len(peaks[0].blank), max(line.places.shape[1] for line in peaks)
-    places, log_probs = np.zeros((frames, len(peaks), many), np.int64), np.full((frames, len(peaks), many), -np.inf)
-    blank, gap = np.zeros((frames, len(peaks))), np.zeros((frames, len(peaks)), bool)
-    for row, line in enumerate(peaks):
+def stacked(peaks: Sequence[Peaks]) -> tuple[np.ndarray, ...]:
+    """places (F, B, K), log_probs (F, B, K), blank (F, B), gap (F, B): a line that has ended goes on with blanks."""
+    shape = max(len(line.blank) for line in peaks), len(peaks), max(line.places.shape[1] for line in peaks)
+    places, log_probs = np.zeros(shape, np.int64), np.full(shape, -np.inf)
+    blank, gap = np.zeros(shape[:2]), np.zeros(shape[:2], bool)
+    for b, line in enumerate(peaks):
         n, k = line.places.shape
-        places[:n, row, :k], log_probs[:n, row, :k] = line.places, line.log_probs
-        blank[:n, row], gap[:n, row] = line.blank, line.gap
-    for n in range(frames):
-        b = sum(len(line.blank) > n for line in peaks)
-        k = (log_probs[n, :b] > -np.inf).sum(1).max()
-        yield places[n, :b, :k], log_probs[n, :b, :k], blank[n, :b], gap[n, :b]
+        places[:n, b, :k], log_probs[:n, b, :k] = line.places, line.log_probs
+        blank[:n, b], gap[:n, b] = line.blank, line.gap
+    return places, log_probs, blank, gap
 
 
 class Beams:
@@ -184,7 +148,7 @@ class Beams:
 
     blank, char: log-probability of the ways that end in a blank, in the last character; bonus: what the language model
     and the length add; hash, parent: of the text, and of the text without its last character; last: the place of that
-    character; state: the language model's; text (B, W, F): places in classes, -1 after the end.
+    character; state: the language model's; text (B, W, F): places in classes; length: of the text.
     """
 
     def __init__(self, lines: int, frames: int, width: int, lm: NGram | None, alpha: float, beta: float):
@@ -193,67 +157,51 @@ class Beams:
         self.blank, self.char, self.bonus = np.full(shape, -np.inf), np.full(shape, -np.inf), np.zeros(shape)
         self.hash, self.parent, self.last = np.full(shape, FREE), np.full(shape, NOWHERE), np.full(shape, -1)
         self.state = np.full(shape, 0 if lm is None else lm.start)
-        self.text, self.length = np.full((*shape, frames), -1, np.int32), np.zeros(shape, np.int64)
+        self.text, self.length = np.zeros((*shape, frames), np.int32), np.zeros(shape, np.int64)
         self.blank[:, 0], self.hash[:, 0] = 0, EMPTY
 
     def step(self, places: np.ndarray, scores: np.ndarray, blank: np.ndarray, gap: np.ndarray) -> None:
-        """Advance the first b lines by a frame: places and scores (b, k) of its candidates, blank (b,), gap (b,)."""
-        now = slice(len(places))
-        before = np.logaddexp(self.blank[now], self.char[now])  # (b, W)
-        parted = np.where(gap[:, None], before, self.blank[now])
-        again = self.last[now, :, None] == places[:, None]  # (b, W, k)
-        grown = np.where(again, parted[..., None], before[..., None]) + scores[:, None]
-        char = np.where(gap[:, None], -np.inf, self.char[now]) + np.where(again, scores[:, None], -np.inf).max(2)
-        line, longer, shorter = np.nonzero(self.parent[now, :, None] == self.hash[now, None])
+        """Advance all lines by a frame: places and scores (B, K) of its candidates, blank (B,), gap (B,)."""
+        both = np.logaddexp(self.blank, self.char)  # (B, W)
+        parted = np.where(gap[:, None], both, self.blank)  # the ways that may repeat their last character
+        again = self.last[..., None] == places[:, None]  # (B, W, K)
+        grown = np.where(again, parted[..., None], both[..., None]) + scores[:, None]
+        char = np.where(gap[:, None], -np.inf, self.char) + np.where(again, scores[:, None], -np.inf).max(2)
+        line, longer, shorter = np.nonzero(self.parent[..., None] == self.hash[:, None])
         place = again[line, longer].argmax(1)  # a beam that another one grows into takes over its ways
         met = again[line, longer, place]
         line, longer, shorter, place = line[met], longer[met], shorter[met], place[met]
         char[line, longer] = np.logaddexp(char[line, longer], grown[line, shorter, place])
         grown[line, shorter, place] = -np.inf
-        self.keep(places, before + blank[:, None], char, grown)
+        self.keep(places, both + blank[:, None], char, grown)
 
     def keep(self, places: np.ndarray, blank: np.ndarray, char: np.ndarray, grown: np.ndarray) -> None:
-        """Keep the W best of the texts that stay, ended by blank or char (b, W), and those that grow (b, W, k)."""
+        """Keep the W best of the texts that stay, ended by blank or char (B, W), and those that grow (B, W, K)."""
         lines, width, many = grown.shape
-        now, flat = slice(lines), np.arange(lines)[:, None]
-        stays = np.logaddexp(blank, char) + self.bonus[now]
-        bonus, states = self.weighed(places, grown, stays.min(1))
-        ranks = np.concatenate([stays, (grown + bonus).reshape(lines, -1)], 1)
+        flat = np.arange(lines)[:, None]
+        bonus, states = np.repeat(self.bonus[..., None] + self.beta, many, 2), np.zeros(grown.shape, np.int64)
+        if self.lm is not None:
+            possible = line, above, place = np.nonzero(grown > -np.inf)
+            weights, states[possible] = self.lm.step(self.state[line, above], places[line, place])
+            bonus[possible] += self.alpha * weights
+        ranks = np.concatenate([np.logaddexp(blank, char) + self.bonus, (grown + bonus).reshape(lines, -1)], 1)
         best = np.argpartition(ranks, -width, axis=1)[:, -width:]
         new = best >= width
-        old = np.where(new, (best - width) // many, best)
-        place = (best - width) % many
+        old, place = np.where(new, (best - width) // many, best), (best - width) % many
         alive = ranks[flat, best] > -np.inf
-        self.blank[now] = np.where(new, -np.inf, blank[flat, old])
-        self.char[now] = np.where(new, grown[flat, old, place], char[flat, old])
-        self.bonus[now] = np.where(new, bonus[flat, old, place], self.bonus[flat, old])
-        self.state[now] = np.where(new, states[flat, old, place], self.state[flat, old])
-        self.last[now] = last = np.where(new, places[flat, place], self.last[flat, old])
+        self.blank = np.where(new, -np.inf, blank[flat, old])
+        self.char = np.where(new, grown[flat, old, place], char[flat, old])
+        self.bonus = np.where(new, bonus[flat, old, place], self.bonus[flat, old])
+        self.state = np.where(new, states[flat, old, place], self.state[flat, old])
+        self.last = np.where(new, places[flat, place], self.last[flat, old])
         kept, parent = self.hash[flat, old], np.where(new, self.hash[flat, old], self.parent[flat, old])
-        longer = kept * PRIME + last.astype(np.uint64) + np.uint64(3)  # 64 bits: two texts never meet by chance
-        self.hash[now] = np.where(alive, np.where(new, longer, kept), FREE)
-        self.parent[now] = np.where(alive, parent, NOWHERE)
-        self.text[now], self.length[now] = self.text[flat, old], self.length[flat, old]
+        longer = kept * PRIME + self.last.astype(np.uint64) + np.uint64(3)  # 64 bits: no two texts meet by chance
+        self.hash = np.where(alive, np.where(new, longer, kept), FREE)
+        self.parent = np.where(alive, parent, NOWHERE)
+        self.text, self.length = self.text[flat, old], self.length[flat, old]
         line, row = np.nonzero(new)
-        self.text[line, row, self.length[line, row]] = last[line, row]
-        self.length[line, row] += 1
-
-    def weighed(self, places: np.ndarray, grown: np.ndarray, floor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """bonus and state (b, W, k) of texts that grow; -inf where a text cannot rise above floor (b,) anyway.
-
-        A language model only ever takes away, so those need no look-up: 3 to 55 of 100, the fewest on the flattest
-        answers, and up to a third of the search's time (simulated lines, 7,373 classes).
-        """
-        bonus = np.repeat(self.bonus[: len(grown), :, None] + self.beta, grown.shape[2], 2)
-        states = np.zeros(grown.shape, np.int64)
-        if self.lm is not None:
-            possible = np.nonzero(grown + bonus > floor[:, None, None])
-            line, above, place = possible
-            scores, states[possible] = self.lm.step(self.state[line, above], places[line, place])
-            weighed = np.full(grown.shape, -np.inf)
-            weighed[possible] = bonus[possible] + self.alpha * scores
-            bonus = weighed
-        return bonus, states
+        self.text[line, row, self.length[line, row]] = self.last[line, row]
+        self.length += new
 
     def best(self) -> list[list[int]]:
         """The places in classes of each line's best text, now that it ends."""
@@ -265,66 +213,35 @@ class Beams:
         return [text[:n].tolist() for text, n in zip(self.text[lines, first], self.length[lines, first], strict=True)]
 
 
-@torch.no_grad()
 def peaks_of(
-    model: nn.Module,
-    pack: Pack,
-    plan: Any,
-    ids: Sequence[int] | np.ndarray,
-    batch_size: int = 64,
-    candidates: int = CANDIDATES,
-    least: float = LEAST,
+    model: nn.Module, pack: Pack, plan: Any, ids: Sequence[int] | np.ndarray, batch_size: int = 64
 ) -> list[Peaks]:
     """The peaks of lines of a pack, in the order of ids: the network reads them once, for any number of searches.
 
-    As in evaluation: never augmented, in the plan's precision, in eval mode, which is then set back. Lines of similar
+    As in evaluation: never augmented, in the plan's precision, in eval mode, which is left as it was. Lines of similar
     widths share a batch. About 10 kB a line of 7,375 classes, where the network's answer takes 2 MB. Raises
     NbtoolsError without lines.
     """
     if not len(ids):
         raise NbtoolsError("peaks_of: needs ids of lines, got none; pack with a larger share for that split")
-    device, training = next(model.parameters()).device, model.training
-    order = np.argsort(pack.lengths("image", np.asarray(ids)), kind="stable")
-    peaks: dict[int, Peaks] = {}
-    model.eval()
-    try:
-        for chunk in np.split(order, range(batch_size, len(order), batch_size)):
-            raw = collate([pack.sample(int(ids[i])) for i in chunk], pack.columns)
-            raw = {name: tensor.to(device) for name, tensor in raw.items()}
-            with autocast(plan, device, model):
-                logits, steps = model(batch(raw, plan, None))
-            peaks |= zip(chunk.tolist(), find_peaks(logits, steps, candidates, least), strict=True)
-    finally:
-        model.train(training)
-    return [peaks[i] for i in range(len(order))]
+    ids, device, peaks = np.asarray(ids), next(model.parameters()).device, {}
+    for chunk in in_order(ids, lengths_of(pack, ids), batch_size):
+        _, (logits, steps) = forward(task, model, on(device, gather(pack, chunk)), plan, device)
+        peaks |= zip(chunk.tolist(), find_peaks(logits, steps), strict=True)
+    return [peaks[i] for i in ids.tolist()]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Tuned:
-    """The weights with the lowest CER of those tried, (alpha, beta) → CER. Shows as a table."""
+    """The weights with the lowest CER of those tried. table: CER in percent, a row an alpha, a column a beta."""
 
     alpha: float
     beta: float
-    cers: dict[tuple[float, float], float]
+    table: pd.DataFrame
 
-    @property
-    def cer(self) -> float:
-        return self.cers[self.alpha, self.beta]
-
-    @property
-    def table(self) -> pd.DataFrame:
-        """CER in percent: a row an alpha, a column a beta."""
-        import pandas as pd
-
-        index = pd.MultiIndex.from_tuples(self.cers, names=["alpha", "beta"])
-        return (100 * pd.Series(list(self.cers.values()), index)).unstack().round(2)
-
-    def __str__(self) -> str:
-        return f"CER {100 * self.cer:.2f} % with alpha {self.alpha:g} and beta {self.beta:g}\n{self.table}"
-
-    def _repr_html_(self) -> str:
-        caption, _, _ = str(self).partition("\n")
-        return f"<p>{caption}</p>{self.table.to_html()}"
+    def __repr__(self) -> str:
+        cer = self.table.loc[self.alpha, self.beta]
+        return f"CER {cer:.2f} % with alpha {self.alpha:g} and beta {self.beta:g}\n{self.table.round(2)}"
 
 
 def tune(
@@ -337,20 +254,15 @@ def tune(
     betas: Sequence[float] = BETAS,
 ) -> Tuned:
     """Try every alpha with every beta on lines of the validation split, whose true texts are `texts`; the smallest on a
-    tie.
+    tie. Raises NbtoolsError when there is nothing to try, or not one text a line."""
+    import pandas as pd
 
-    As in `metrics`, an unknown character of the truth is an error whatever is read. Raises NbtoolsError when there is
-    nothing to try, or not one text a line.
-    """
     if len(texts) != len(peaks) or not len(texts) or not alphas or not betas:
         raise NbtoolsError(
             f"tune: needs a text for each line, and an alpha and a beta to try, got {len(texts)} texts, {len(peaks)} "
             f"lines, {len(alphas)} alphas and {len(betas)} betas"
         )
-    truth = [text.replace(UNKNOWN, "\n") for text in texts]  # which no answer has
-    cers = {}
-    for alpha, beta in itertools.product(alphas, betas):
-        wrong, count = text_metrics(search(peaks, classes, lm, width, alpha, beta), truth)["cer"]
-        cers[alpha, beta] = float(wrong) / max(float(count), 1)
-    alpha, beta = min(cers, key=lambda tried: cers[tried])
-    return Tuned(alpha, beta, cers)
+    tried = itertools.product(alphas, betas)
+    cers = {pair: 100 * scores(texts, search(peaks, classes, lm, width, *pair))["cer"] for pair in tried}
+    index = pd.MultiIndex.from_tuples(cers, names=["alpha", "beta"])
+    return Tuned(*min(cers, key=lambda pair: cers[pair]), pd.Series(list(cers.values()), index).unstack())

@@ -8,22 +8,22 @@ language model helps to read it. N characters in cells of S pixels, n of a line,
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from torch import Tensor
 from torch.nn import functional as F
 
 from nbtools.errors import PackError
-from nbtools.letters import best_of, drawable, system
+from nbtools.letters import best_of, system
 from nbtools.table import plural
 from nbtools.tasks.common.demo import require, whole, write_demo
-from nbtools.tasks.common.shapes import EM, shapes, soft
-from nbtools.tasks.hwdb.formats import SUFFIXES, code_of, write_page
+from nbtools.tasks.hwdb.formats import CODE, HEADER, LINE_BOX, SUFFIXES, code_of
 
 FREQUENT = (  # the head of Jun Da's list of modern Chinese (2004), so that a small demo looks like text
     "的一是不了在人有我他这个们中来上大为和国地到以说时要就出会可也你对生能而子那得于着下自之年过发后作里"
@@ -36,7 +36,9 @@ HEAD = 8  # added to a rank of Zipf's law: the rarest of 60 characters still occ
 FOLLOWERS, FAITHFUL = 5, 0.7  # characters that mostly come after a given one, and how often it is one of them
 GRAMMAR, HAND, TEXT = 1, 2, 3  # streams of random numbers
 COSINES, BEND, HABIT = 4, 0.065, 0.7  # BEND: of a cell, falls with the frequency; HABIT: the writer's own share
-FAINTEST, PAPER = 40, 200  # ink below it is no edge of a character; grey from which on there is no ink
+FAINTEST = 40  # ink below it is no edge of a character
+EM = 0.7  # of a cell: the rest is room for slant and wobble
+BLUR = 0.022  # of a cell: a slope along the strokes, on which a threshold makes them thick or thin
 
 
 def demo(
@@ -44,57 +46,49 @@ def demo(
     count: int = 2000,
     *,
     characters: int | str = 60,
-    font: str | Path | None = None,
     length: tuple[int, int] = (4, 12),
     height: int = 64,
-    variation: float = 1.0,
-    bits: int = 8,
     seed: int = 0,
 ) -> Path:
     """Write pages with `count` handwriting-like lines; returns the folder, and prints what they were drawn with.
 
     characters: how many (the frequent ones of Chinese first), or which, of any script that GB18030 has in two bytes.
-    font: a font file; None: an installed font that has them, else shapes from the seed; the pages' illustration field
-    names it too. length: (fewest, most) characters of a line; HWDB's have about (20, 30). height: of a character's cell
-    in pixels, of which it fills 70 %; HWDB's are about 100. variation: 0 as printed, 1 as people write. bits: 8 or 1 a
-    pixel. The same seed, characters and font give the same bytes, and 100 lines are the first of 6,000. As soon as
-    there are as many train lines as characters, each occurs there. Train and test writers differ; a fifth are test
-    writers.
-    Raises PackError on an impossible request, DiskError.
+    They are drawn with an installed font that has them all, else as shapes from the seed. length: (fewest, most)
+    characters of a line; HWDB's have about (20, 30). height: of a character's cell in pixels, of which it fills 70 %;
+    HWDB's are about 100. The same seed, characters and font give the same bytes, and 100 lines are the first of 6,000.
+    As soon as there are as many train lines as characters, each occurs there. Train and test writers differ; a fifth
+    are test writers. Raises PackError on an impossible request, DiskError.
     """
     pair = isinstance(length, tuple | list) and len(length) == 2 and whole(length[0], 1) and whole(length[1], length[0])
-    number = isinstance(variation, int | float) and 0 <= variation <= 2
     require(
         {
             "count must be a whole number of lines, 1 or more": (whole(count, 1), count),
             "length must be (fewest, most) characters of a line, both whole and ≥ 1": (pair, length),
             "height must be a whole number of pixels from 16 to 512": (whole(height, 16, 512), height),
-            "variation must be a number from 0 to 2": (number, variation),
-            "bits must be 1 or 8": (bits in (1, 8), bits),
             "seed must be a whole number, 0 or more": (whole(seed, 0), seed),
         }
     )
-    chosen = chosen_characters(characters, font)
-    ink, drawn = atlas(chosen, font, height, seed)
-    language, ink = Language(len(chosen), seed), torch.from_numpy(ink)
+    chosen = chosen_characters(characters)
+    cells, drawn = atlas(chosen, height, seed)
+    language, ink = Language(len(chosen), seed), torch.from_numpy(cells)
 
     def page(number: int) -> bytes:
         """A page is a pure function of the seed and its number; the last one has fewer lines."""
         writer = number // PAGES
-        rng, hand = np.random.default_rng([seed, TEXT, number]), Writer(seed, writer, len(chosen), variation)
+        rng, hand = np.random.default_rng([seed, TEXT, number]), Writer(seed, writer, len(chosen))
         texts, images = [], []
         for line in range(number * LINES, min(count, (number + 1) * LINES)):
             first = None if is_test(writer) else (line - PAGES * LINES * testers_before(writer)) % len(chosen)
             places = language.line(rng, length, first)
             texts.append("".join(chosen[place] for place in places))
             images.append(hand.line(ink, places, rng))
-        return page_bytes(texts, images, f"nbtools demo, seed {seed}, drawn with {drawn}", bits)
+        return page_bytes(texts, images, f"nbtools demo, seed {seed}, drawn with {drawn}")
 
     pages = range(-(-count // LINES))
     write_demo(folder, ((name_of(n), partial(page, n)) for n in pages), SUFFIXES, len(pages))
     print(f"{plural(count, 'line')} of {plural(len(chosen), 'character')} in {folder}, drawn with {drawn}.")
-    if font is None and drawn.startswith("shapes"):
-        print("For real characters install a CJK font (apt-get install fonts-lxgw-wenkai), or give font=")
+    if drawn.startswith("shapes"):
+        print("For real characters install a CJK font (apt-get install fonts-lxgw-wenkai)")
     return Path(folder)
 
 
@@ -113,6 +107,25 @@ def testers_before(writer: int) -> int:
     return (writer + HELD - 2) // HELD
 
 
+def page_bytes(texts: Sequence[str], images: Sequence[np.ndarray], illustration: str) -> bytes:
+    """A `.dgrl` of lines (H, W) uint8 one below the other with a margin; illustration: a note in latin-1. Raises
+    PackError naming a character that has no code of two bytes."""
+    margin, note = max(len(image) for image in images) // 2, illustration.encode("latin-1", "replace")
+    height = margin + sum(len(image) + margin for image in images)
+    width = max(image.shape[1] for image in images) + 2 * margin
+    parts = [struct.pack("<i8s", HEADER + len(note), b"DGRL"), note, struct.pack("<20s2h", b"GB", CODE, 8)]
+    parts.append(struct.pack("<3i", height, width, len(images)))
+    top = margin
+    for text, image in zip(texts, images, strict=True):
+        parts += [struct.pack("<i", len(text)), *map(code_of, text), LINE_BOX.pack(top, margin, *image.shape)]
+        parts.append(image.tobytes())
+        top += len(image) + margin
+    return b"".join(parts)
+
+
+# Characters
+
+
 def pool() -> str:
     """The 6,763 characters of GB 2312, all of two bytes in a page: the frequent ones, then by its own order."""
     rows = (bytes((row, column)) for row in range(0xB0, 0xF8) for column in range(0xA1, 0xFF))
@@ -120,44 +133,72 @@ def pool() -> str:
     return FREQUENT + "".join(character for character in listed if character not in FREQUENT)
 
 
-def chosen_characters(characters: int | str, font: str | Path | None) -> str:
-    """The characters to draw, in code point order. Raises PackError where they are none, or the font lacks some."""
+def chosen_characters(characters: int | str) -> str:
+    """The characters to draw, in code point order. Raises PackError where they are none."""
     if isinstance(characters, int):
         if not 2 <= characters <= len(pool()):
             raise PackError(f"characters must be 2 to {len(pool()):,}, or a string of them, got {characters}")
-        had = set(pool()) if font is None else drawable(Path(font), pool())
-        chosen = "".join(sorted(pool(), key=lambda one: one not in had))[:characters]
-    else:
-        text = isinstance(characters, Sequence) and all(isinstance(c, str) and len(c) == 1 for c in characters)
-        if not text or not len(set(characters)) == len(characters) >= 2:
-            raise PackError(f"characters must be 2 or more single characters, each once, got {characters!r}")
-        chosen = "".join(characters)
-    for one in chosen:
+        characters = pool()[:characters]
+    if not isinstance(characters, str) or not len(set(characters)) == len(characters) >= 2:
+        raise PackError(f"characters must be a number or 2 or more single ones, each once, got {characters!r}")
+    for one in characters:
         code_of(one)
-    if font is not None and not Path(font).is_file():
-        raise PackError(f"font={font} is not a file; give a font file, or leave it out")
-    if font is not None and (lacking := set(chosen) - drawable(Path(font), chosen)):
-        raise PackError(
-            f"font={font} has {len(chosen) - len(lacking):,} of {len(chosen):,} characters; choose another font, or a "
-            "string of those that it has as characters="
-        )
-    return "".join(sorted(chosen))
+    return "".join(sorted(characters))
 
 
-def atlas(characters: str, font: str | Path | None, size: int, seed: int) -> tuple[np.ndarray, str]:
+def atlas(characters: str, size: int, seed: int) -> tuple[np.ndarray, str]:
     """(N, S, S) uint8 soft ink of each character, 255 where the pen's middle goes; and what it was drawn with."""
-    path = Path(font) if font is not None else None
-    if path is None:
-        had, best = best_of(system(), characters)
-        path = best if len(had) == len(characters) else None
-    if path is None:
-        return shapes(characters, size, seed), "shapes from the seed"
+    had, path = best_of(system(), characters)
+    if path is None or len(had) < len(characters):
+        return soft([shape(character, size, seed) for character in characters]), "shapes from the seed"
     face = ImageFont.truetype(path, round(EM * size), layout_engine=ImageFont.Layout.BASIC)
     cells = []
     for character in characters:
         cells.append(Image.new("L", (size, size)))
         ImageDraw.Draw(cells[-1]).text((size / 2, size / 2), character, 255, face, anchor="mm")
     return soft(cells), f"the font {' '.join(filter(None, face.getname()))}"
+
+
+def shape(character: str, size: int, seed: int) -> Image.Image:
+    """(S, S) L, ink 255: for a character that no font draws four to six strokes in the places of a 3 × 3 grid, by the
+    seed and its code point alone."""
+    rng = np.random.default_rng([seed, ord(character)])
+    scale = 4 * size  # drawn large and reduced, since Pillow's lines have hard edges
+    cell = Image.new("L", (scale, scale))
+    pen, width = ImageDraw.Draw(cell), round(0.048 * scale)
+    for place in rng.permutation(9)[: rng.integers(4, 6, endpoint=True)]:
+        middle = (np.array([place % 3, place // 3]) - 1) * 0.27 * EM + rng.uniform(-0.06, 0.06, 2)
+        points = (np.clip(middle + stroke(rng), -EM / 2, EM / 2) + 0.5) * scale
+        pen.line([tuple(point) for point in points], 255, width, "curve")
+        for x, y in (points[0], points[-1]):
+            pen.ellipse((x - width / 2, y - width / 2, x + width / 2, y + width / 2), 255)
+    return cell.resize((size, size), Image.Resampling.BOX)
+
+
+def stroke(rng: np.random.Generator) -> np.ndarray:
+    """Points (n, 2) about the origin in parts of a cell, of the kinds that Chinese has."""
+    long, bend = rng.uniform(0.16, 0.34), rng.uniform(-0.04, 0.04)
+    kinds: Sequence[list[tuple[float, float]]] = (
+        [(-long, 0.02), (0, bend), (long, -0.02)],  # across
+        [(0, -long), (bend, 0), (0, long)],  # down
+        [(long * 0.7, -long), (0.04, 0), (-long * 0.7, long)],  # falling to the left
+        [(-long * 0.7, -long), (-0.04, 0), (long * 0.7, long)],  # falling to the right
+        [(-long, -long * 0.6), (long, -long * 0.6), (long * 0.8, long)],  # across, then down
+        [(-long * 0.6, -long), (-long * 0.6, long), (long, long * 0.8)],  # down, then across
+        [(-0.04, -0.05), (0.04, 0.05)],  # a dot
+    )
+    return np.array(kinds[rng.choice(7, p=(0.2, 0.2, 0.15, 0.15, 0.12, 0.12, 0.06))])
+
+
+def soft(cells: Sequence[Image.Image]) -> np.ndarray:
+    """(N, S, S) uint8 with a slope along the strokes; thin strokes are brought to the same peak as thick ones."""
+    radius = BLUR * cells[0].width
+    ink = np.stack([np.asarray(cell.filter(ImageFilter.GaussianBlur(radius))) for cell in cells])
+    peak = max(np.quantile(ink.max(axis=(1, 2)), 0.1), 32)
+    return np.minimum(ink * (255 / peak), 255).astype(np.uint8)
+
+
+# Language and hands
 
 
 class Language:
@@ -181,13 +222,14 @@ class Language:
 
 
 class Writer:
-    """One hand. matrix (2, 2): from where a pixel's ink comes; habits (N, 3, K, K): bend across, down, pressure; level:
-    of the soft stroke from which on there is ink, low for a thick pen; gap: between characters, in cells.
+    """One hand; variation: 0 as printed, 1 as people write. matrix (2, 2): from where a pixel's ink comes; habits
+    (N, 3, K, K): bend across, down, pressure; level: of the soft stroke from which on there is ink, low for a thick
+    pen; gap: between characters, in cells.
 
     A few cosines a character make bend and pressure: an elastic deformation without a random number a pixel.
     """
 
-    def __init__(self, seed: int, number: int, count: int, variation: float):
+    def __init__(self, seed: int, number: int, count: int, variation: float = 1.0):
         rng = np.random.default_rng([seed, HAND, number])
         wide, tall = np.exp(variation * rng.uniform(-0.2, 0.12, 2))
         slant, turn = variation * rng.normal(0, (0.17, 0.04))
@@ -242,13 +284,3 @@ def cosines(rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
     order = np.add.outer(np.arange(COSINES), np.arange(COSINES))
     fall = scale * BEND / np.maximum(order, 1) * ((order > 0) & (order < COSINES))
     return (rng.standard_normal((count, 3, COSINES, COSINES), np.float32) * fall).astype(np.float32)
-
-
-def page_bytes(texts: Sequence[str], images: Sequence[np.ndarray], illustration: str, bits: int) -> bytes:
-    """A `.dgrl` of lines one below the other with a margin. With one bit a pixel, pale ink too is ink."""
-    margin = max(len(image) for image in images) // 2
-    lines, top = [], margin
-    for text, image in zip(texts, images, strict=True):
-        lines.append((text, top, margin, image if bits == 8 else np.where(image < PAPER, 0, 255).astype(np.uint8)))
-        top += len(image) + margin
-    return write_page(lines, top, max(image.shape[1] for image in images) + 2 * margin, illustration, bits)

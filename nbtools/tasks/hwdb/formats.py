@@ -9,8 +9,8 @@ Little-endian, in this order (nlpr.ia.ac.cn/databases/handwriting/Offline_databa
             .dgr: int32 words, and for each its code; int16 top, left, height, width; bitmap
 
 A code is two bytes of GB18030, an ASCII character and a zero byte, or 0xFF for a character that nobody could read. With
-one bit a pixel a set bit is ink, the highest is leftmost. Real lines may reach a little past their page, so where a
-line lies is kept and not judged; its size is.
+one bit a pixel a set bit is ink, the highest is leftmost. Real lines may reach a little past their page, so the place
+of a line is not checked; its size is.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from nbtools.data import Refused, Row
 from nbtools.errors import PackError
 from nbtools.table import sized
 
@@ -31,130 +32,102 @@ Bytes = bytes | bytearray | memoryview | mmap
 
 SUFFIXES = (".dgrl", ".dgr")
 UNKNOWN = "\ufffd"
-INT, SHORTS, PAGE = struct.Struct("<i"), struct.Struct("<2h"), struct.Struct("<3i")
-BOX, WORD_BOX = struct.Struct("<4i"), struct.Struct("<4h")
+LINE_BOX, WORD_BOX = struct.Struct("<4i"), struct.Struct("<4h")
 CODE = 2  # bytes of a character
 HEADER = 36  # bytes without the illustration
 LONGEST = 100_000  # pixels of a side; pages scanned at 300 dots an inch have 2,000 to 4,000
 SPREAD = 16  # times the pixels of its words that a line may span: a few bytes must not ask for gigabytes of paper
-DAMAGED = "copy the file again from its origin, or delete it"
-
-
-class FormatError(PackError):
-    """A file breaks its format. Its args are (value, rule, fix), a row of a pack's table of bad samples."""
-
-    def __str__(self) -> str:
-        value, rule, fix = self.args
-        return f"{rule}, got {value}; {fix}"
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """A line of a page, or a word of a `.dgr`, found without reading a pixel; it holds none of the file's memory.
+class Box:
+    """A line's bitmap, or a word's; start: the place of its first byte in the file."""
 
-    number: from 1. offset: the byte where its codes begin; start: where its bitmap does; bits: of a pixel.
-    """
-
-    name: str
-    number: int
-    offset: int
-    codes: bytes
     top: int
     left: int
     height: int
     width: int
     start: int
-    bits: int
-
-    @property
-    def text(self) -> str:
-        """Raises FormatError at the first code that is none; the page's other lines can be read all the same."""
-        found = [character(self.codes[n : n + CODE]) for n in range(0, len(self.codes), CODE)]
-        if "" in found:
-            n = CODE * found.index("")
-            raise FormatError(
-                f"0x{self.codes[n : n + CODE].hex()} at byte {self.offset + n:,} of {self.name}",
-                "a code is two bytes of GB18030, ASCII and a zero byte, or 0xFF for unknown",
-                f"leave line {self.number} out, or correct the code",
-            )
-        return "".join(found)
-
-    def image(self, data: Bytes) -> np.ndarray:
-        """(H, W) uint8 grey, 255 paper, from the file's bytes."""
-        stride = row_bytes(self.width, self.bits)
-        rows = np.frombuffer(data, np.uint8, self.height * stride, self.start).reshape(self.height, stride)
-        if self.bits == 8:
-            return rows.copy()
-        image = np.unpackbits(rows, axis=1, count=self.width)
-        return np.subtract(image, 1, out=image)  # 1 → 0, 0 → 255
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """A line of a `.dgr`: at least one word."""
+class Line:
+    """A line of a page, found without reading a pixel. number: from 1; bits: of a pixel; codes: (place in the file,
+    code) of each character; boxes: one, or one for each word of a `.dgr`."""
 
-    words: tuple[Line, ...]
+    name: str
+    number: int
+    bits: int
+    codes: Sequence[tuple[int, bytes]]
+    boxes: Sequence[Box]
 
     @property
     def text(self) -> str:
-        """Raises FormatError at the first code that is none."""
-        return "".join(word.text for word in self.words)
+        """Raises Refused at the first code that is none; the page's other lines can be read all the same."""
+        for at, code in self.codes:
+            if not character(code):
+                rule = "a code is two bytes of GB18030, ASCII and a zero byte, or 0xFF for unknown"
+                value = f"0x{code.hex()} at byte {at:,} of {self.name}"
+                raise Refused(Row("", rule, value, f"leave line {self.number} out, or correct the code"))
+        return "".join(character(code) for _, code in self.codes)
 
     def image(self, data: Bytes) -> np.ndarray:
-        """(H, W) uint8 grey: the words on blank paper, the darker pixel where two overlap. Raises FormatError where
-        they lie too far apart."""
-        top, left = min(word.top for word in self.words), min(word.left for word in self.words)
-        height = max(word.top + word.height for word in self.words) - top
-        width = max(word.left + word.width for word in self.words) - left
-        pixels = sum(word.height * word.width for word in self.words)
+        """(H, W) uint8 grey, 255 paper, from the file's bytes; where words overlap, the darker pixel. Raises Refused
+        where words lie too far apart."""
+        top, left = min(box.top for box in self.boxes), min(box.left for box in self.boxes)
+        height = max(box.top + box.height for box in self.boxes) - top
+        width = max(box.left + box.width for box in self.boxes) - left
+        pixels = sum(box.height * box.width for box in self.boxes)
         if height * width > SPREAD * pixels:
-            rule = f"line {self.words[0].number} spans at most {SPREAD} times its words' {pixels:,} pixels"
-            raise FormatError(sized(height, width), rule, "leave the line out, or correct where its words lie")
+            rule = f"line {self.number} spans at most {SPREAD} times its words' {pixels:,} pixels"
+            raise Refused(Row("", rule, sized(height, width), "leave the line out, or correct where its words lie"))
         image = np.full((height, width), 255, np.uint8)
-        for word in self.words:
-            y, x = word.top - top, word.left - left
-            under = image[y : y + word.height, x : x + word.width]
-            np.minimum(under, word.image(data), out=under)
+        for box in self.boxes:
+            y, x = box.top - top, box.left - left
+            part = image[y : y + box.height, x : x + box.width]
+            np.minimum(part, pixels_of(box, data, self.bits), out=part)
         return image
 
 
-def lines_of(data: Bytes, name: str) -> Iterator[Line | Words]:
+def pixels_of(box: Box, data: Bytes, bits: int) -> np.ndarray:
+    """(H, W) uint8 grey, 255 paper."""
+    stride = row_bytes(box.width, bits)
+    rows = np.frombuffer(data, np.uint8, box.height * stride, box.start).reshape(box.height, stride)
+    return rows if bits == 8 else np.unpackbits(rows, axis=1, count=box.width) - np.uint8(1)  # 1 → 0, 0 → 255
+
+
+def row_bytes(width: int, bits: int) -> int:
+    return width if bits == 8 else -(-width // 8)
+
+
+def lines_of(data: Bytes, name: str) -> Iterator[Line]:
     """The lines of a page in order, by reading only the numbers between the bitmaps; name: the file's, which says the
     format. Lines of a `.dgr` without words are left out.
 
-    Raises FormatError where the file stops making sense, after the lines up to there, and on bytes after the last line.
+    Raises Refused where the file stops making sense, after the lines up to there, and on bytes after the last line.
     """
     old = name.lower().endswith(".dgr")
-    cursor = Cursor(data, name)
-    bits = read_header(cursor, "DGR" if old else "DGRL")
-    at = cursor.at
-    height, width, count = cursor.ints(PAGE, "the page's size")
-    cursor.require_sides("the page", height, width, at)
-    cursor.require_count("lines", count, INT.size if old else INT.size + BOX.size + 1, at + 8)
+    file = Reader(data, name)
+    bits = file.header("DGR" if old else "DGRL")
+    at = file.at
+    height, width = file.numbers("<2i", "the page's size")
+    file.require_sides("the page", height, width, at)
+    count = file.count("lines", 4 if old else 4 + LINE_BOX.size + 1)
     for number in range(1, count + 1):
-        if not old:
-            yield read_line(cursor, number, bits)
-        elif words := read_words(cursor, number, bits):
-            yield Words(words)
-    if cursor.rest:
-        cursor.refuse(f"the file ends after line {count:,}", f"{cursor.rest:,} bytes more")
-
-
-def write_page(
-    lines: Sequence[tuple[str, int, int, np.ndarray]], height: int, width: int, illustration: str = "", bits: int = 8
-) -> bytes:
-    """A `.dgrl` file of lines (text, top, left, image (H, W) uint8 grey) on a page of height × width pixels. With one
-    bit a pixel, ink is what is darker than 128. illustration: a note in latin-1.
-
-    Raises PackError naming a character that has no code of two bytes.
-    """
-    note = illustration.encode("latin-1", "replace")
-    parts = [INT.pack(HEADER + len(note)), b"DGRL".ljust(8, b"\0"), note, b"GB".ljust(20, b"\0")]
-    parts += [SHORTS.pack(CODE, bits), PAGE.pack(height, width, len(lines))]
-    for text, top, left, image in lines:
-        parts += [INT.pack(len(text)), *map(code_of, text), BOX.pack(top, left, *image.shape)]
-        parts.append(image.tobytes() if bits == 8 else np.packbits(image < 128, axis=1).tobytes())
-    return b"".join(parts)
+        what, codes, boxes = f"line {number}", [], []
+        if old:
+            for n in range(1, 1 + file.count(f"words of {what}", CODE + WORD_BOX.size + 1)):
+                codes.append((file.at, file.take(CODE, f"the code of word {n} of {what}")))
+                boxes.append(file.box(WORD_BOX, f"word {n} of {what}", bits))
+        else:
+            length = CODE * file.count(f"characters of {what}", CODE)
+            start, text = file.at, file.take(length, f"the text of {what}")
+            codes = [(start + n, text[n : n + CODE]) for n in range(0, length, CODE)]
+            boxes = [file.box(LINE_BOX, what, bits)]
+        if boxes:
+            yield Line(name, number, bits, codes, boxes)
+    if file.rest:
+        file.refuse(f"the file ends after line {count:,}", f"{file.rest:,} bytes more")
 
 
 @lru_cache(1 << 16)
@@ -177,8 +150,8 @@ def code_of(text: str) -> bytes:
     return code
 
 
-class Cursor:
-    """A place in a file's bytes. What would not fit in the rest of the file is refused before it is read."""
+class Reader:
+    """A file's bytes in order. What would not fit in the rest of the file is refused before it is read."""
 
     def __init__(self, data: Bytes, name: str):
         self.data, self.name, self.at = data, name, 0
@@ -186,6 +159,15 @@ class Cursor:
     @property
     def rest(self) -> int:
         return len(self.data) - self.at
+
+    def refuse(
+        self,
+        rule: str,
+        value: str,
+        at: int | None = None,
+        fix: str = "copy the file again from its origin, or delete it",
+    ) -> NoReturn:
+        raise Refused(Row("", rule, f"{value} at byte {self.at if at is None else at:,} of {self.name}", fix))
 
     def skip(self, size: int, what: str) -> int:
         """Move past so many bytes; returns where they begin."""
@@ -198,69 +180,42 @@ class Cursor:
         start = self.skip(size, what)
         return bytes(self.data[start : start + size])
 
-    def ints(self, layout: struct.Struct, what: str) -> tuple[int, ...]:
+    def numbers(self, layout: str | struct.Struct, what: str) -> tuple[int, ...]:
+        layout = struct.Struct(layout) if isinstance(layout, str) else layout
         start = self.skip(layout.size, what)
         return layout.unpack_from(self.data, start)
+
+    def count(self, what: str, smallest: int) -> int:
+        """How many of something follow; smallest: bytes that one of them takes at least."""
+        at, (count,) = self.at, self.numbers("<i", f"the number of {what}")
+        most = self.rest // smallest
+        if not 0 <= count <= most:
+            self.refuse(f"0 to {most:,} {what} fit in the rest of the file", f"{count:,}", at)
+        return count
+
+    def header(self, kind: str) -> int:
+        """The bits of a pixel; kind: DGRL or DGR."""
+        (size,) = self.numbers("<i", "the header")
+        magic = self.take(8, "the header")
+        if magic.split(b"\0")[0] != kind.encode():
+            self.refuse(f"a .{kind.lower()} file says {kind}", repr(magic), 4, "leave it out: it is another format")
+        if not HEADER <= size <= len(self.data):
+            self.refuse(f"the header has {HEADER} to {len(self.data):,} bytes", f"{size:,}", 0)
+        self.skip(size - HEADER + 20, "the header")
+        at, (length, bits) = self.at, self.numbers("<2h", "the header")
+        if length != CODE:
+            self.refuse(f"a character's code has {CODE} bytes", str(length), at)
+        if bits not in (1, 8):
+            self.refuse("a pixel has 1 or 8 bits", str(bits), at + 2)
+        return bits
 
     def require_sides(self, what: str, height: int, width: int, at: int) -> None:
         if not (1 <= height <= LONGEST and 1 <= width <= LONGEST):
             self.refuse(f"height and width of {what} are 1 to {LONGEST:,} pixels", f"{height:,} × {width:,}", at)
 
-    def require_count(self, what: str, count: int, smallest: int, at: int) -> None:
-        """smallest: bytes of the smallest one there can be."""
-        most = self.rest // smallest
-        if not 0 <= count <= most:
-            self.refuse(f"0 to {most:,} {what} fit in the rest of the file", f"{count:,}", at)
-
-    def refuse(self, rule: str, value: str, at: int | None = None, fix: str = DAMAGED) -> NoReturn:
-        raise FormatError(f"{value} at byte {self.at if at is None else at:,} of {self.name}", rule, fix)
-
-
-def read_header(cursor: Cursor, kind: str) -> int:
-    """The bits of a pixel; kind: DGRL or DGR."""
-    (size,) = cursor.ints(INT, "the header")
-    magic = cursor.take(8, "the header")
-    if magic.split(b"\0")[0] != kind.encode():
-        cursor.refuse(f"a .{kind.lower()} file says {kind}", repr(magic), 4, "leave it out: it is another format")
-    if not HEADER <= size <= len(cursor.data):
-        cursor.refuse(f"the header has {HEADER} to {len(cursor.data):,} bytes", f"{size:,}", 0)
-    cursor.skip(size - HEADER, "the illustration")
-    cursor.skip(20, "the header")
-    at = cursor.at
-    length, bits = cursor.ints(SHORTS, "the header")
-    if length != CODE:
-        cursor.refuse(f"a character's code has {CODE} bytes", str(length), at)
-    if bits not in (1, 8):
-        cursor.refuse("a pixel has 1 or 8 bits", str(bits), at + 2)
-    return bits
-
-
-def read_line(cursor: Cursor, number: int, bits: int) -> Line:
-    at, what = cursor.at, f"line {number}"
-    (count,) = cursor.ints(INT, what)
-    cursor.require_count(f"characters of {what}", count, CODE, at)
-    codes = cursor.take(count * CODE, f"the text of {what}")
-    return read_box(cursor, what, BOX, number, codes, bits)
-
-
-def read_words(cursor: Cursor, number: int, bits: int) -> tuple[Line, ...]:
-    at, found = cursor.at, []
-    (count,) = cursor.ints(INT, f"line {number}")
-    cursor.require_count(f"words of line {number}", count, CODE + WORD_BOX.size + 1, at)
-    for n in range(1, count + 1):
-        what = f"word {n} of line {number}"
-        found.append(read_box(cursor, what, WORD_BOX, number, cursor.take(CODE, f"the code of {what}"), bits))
-    return tuple(found)
-
-
-def read_box(cursor: Cursor, what: str, layout: struct.Struct, number: int, codes: bytes, bits: int) -> Line:
-    """The line, or word, whose codes end at the cursor and whose box and bitmap begin there."""
-    at = cursor.at
-    top, left, height, width = cursor.ints(layout, f"the box of {what}")
-    cursor.require_sides(what, height, width, at + layout.size // 2)
-    start = cursor.skip(height * row_bytes(width, bits), f"{what} of {sized(height, width)}")
-    return Line(cursor.name, number, at - len(codes), codes, top, left, height, width, start, bits)
-
-
-def row_bytes(width: int, bits: int) -> int:
-    return width if bits == 8 else -(-width // 8)
+    def box(self, layout: struct.Struct, what: str, bits: int) -> Box:
+        at = self.at
+        top, left, height, width = self.numbers(layout, f"the box of {what}")
+        self.require_sides(what, height, width, at + layout.size // 2)
+        start = self.skip(height * row_bytes(width, bits), f"{what} of {sized(height, width)}")
+        return Box(top, left, height, width, start)

@@ -25,15 +25,10 @@ from nbtools.errors import PlanError
 from nbtools.train import Batch, again
 
 Size = tuple[int, int]
-"""(down, along) of a stride or a pool."""
+"""(down, along) of a stride, a kernel or a pool."""
 
 HCTR = ((128, 2, 0.3), (256, 4, 0.3), (512, 5, 0.3), (512, 1, 0.9))  # channels, blocks, dropout
-CRNN: tuple[tuple[tuple[int, ...], Size], ...] = (
-    ((64,), (2, 2)),
-    ((128,), (2, 2)),
-    ((256, 256), (2, 1)),
-    ((512, 512), (2, 1)),
-)
+CRNN = (((64,), (2, 2)), ((128,), (2, 2)), ((256, 256), (2, 1)), ((512, 512), (2, 1)))
 """Channels of the convolutions, and the pool after them."""
 
 
@@ -70,6 +65,7 @@ class Hctr(nn.Module):
     stride = 32
     least_height = 64  # in lower lines a character, about as wide as high, gets one step, too few for CTC
     dropout = HCTR[-1][2]
+    recompute = False
 
     def __init__(self, height: int, classes: int, dropout: float | None = None, width: float = 1.0):
         super().__init__()
@@ -82,7 +78,6 @@ class Hctr(nn.Module):
             self.stages.append(Stage([*parts, ConvNorm(outputs, outputs)], (2, 2), share))
             inputs = outputs
         self.linear = nn.Linear(inputs * math.ceil(height / 32), 1 + classes)
-        self.recompute = False
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         x, lengths = batch["image"], batch["image_length"]
@@ -101,6 +96,7 @@ class Slim(nn.Module):
     stride = 4
     least_height = 16
     dropout = 0.2
+    recompute = False
 
     def __init__(self, height: int, classes: int, dropout: float | None = None, width: float = 1.0):
         super().__init__()
@@ -109,10 +105,10 @@ class Slim(nn.Module):
         self.middle = nn.ModuleList(
             [ConvNorm(a, b, 3, 2), Residual(b), ConvNorm(b, c, 3, (2, 1)), Residual(c), Residual(c)]
         )
-        self.head = nn.ModuleList([Fold(c, d, math.ceil(height / 8)), Context(d, 3), Context(d, 9, groups=d)])
+        fold = ConvNorm(c, d, (math.ceil(height / 8), 1))  # all rows of a column into one vector
+        self.head = nn.ModuleList([fold, Context(d, 3), Context(d, 9, groups=d)])
         self.drop = nn.Dropout(self.dropout if dropout is None else dropout)
         self.linear = nn.Linear(d, 1 + classes)
-        self.recompute = False
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         x, lengths = batch["image"], batch["image_length"]
@@ -130,6 +126,7 @@ class Crnn(nn.Module):
     stride = 4
     least_height = 16
     dropout = 0.3
+    recompute = False
 
     def __init__(self, height: int, classes: int, dropout: float | None = None, width: float = 1.0):
         super().__init__()
@@ -137,12 +134,11 @@ class Crnn(nn.Module):
         convolutions = iter([ConvNorm(a, b) for a, b in pairwise(sizes)])
         self.stages = nn.ModuleList([Stage(islice(convolutions, len(channels)), pool) for channels, pool in CRNN])
         inputs = sizes[-1]
-        self.fold = Fold(inputs, inputs, math.ceil(height / 16))
+        self.fold = ConvNorm(inputs, inputs, (math.ceil(height / 16), 1))  # a column's rows
         units = round(256 * width)
         self.recurrent = nn.ModuleList([Bidirectional(inputs, units), Bidirectional(2 * units, units)])
         self.drop = nn.Dropout(self.dropout if dropout is None else dropout)
         self.linear = nn.Linear(2 * units, 1 + classes)
-        self.recompute = False
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         x, lengths = batch["image"], batch["image_length"]
@@ -175,12 +171,13 @@ def run(parts: Iterable[nn.Module], x: Tensor, padding: Tensor, recompute: bool)
 
 
 class ConvNorm(nn.Module):
-    """Convolution, batch norm, padding set to zero, ReLU. Odd kernels keep the size, strides divide it, rounding up;
-    `padding` has the width of the result. The convolution has no bias: batch norm has one."""
+    """Convolution, batch norm, padding set to zero, ReLU. Odd square kernels keep the size, strides divide it, rounding
+    up; `padding` has the width of the result. The convolution has no bias: batch norm has one."""
 
-    def __init__(self, inputs: int, outputs: int, kernel: int = 3, stride: int | Size = 1, relu: bool = True):
+    def __init__(self, inputs: int, outputs: int, kernel: int | Size = 3, stride: int | Size = 1, relu: bool = True):
         super().__init__()
-        self.conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
+        around = kernel // 2 if isinstance(kernel, int) else 0
+        self.conv = nn.Conv2d(inputs, outputs, kernel, stride, around, bias=False)
         self.norm = nn.BatchNorm2d(outputs)
         self.relu = relu
 
@@ -249,18 +246,6 @@ class Context(nn.Module):
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
         return (x + self.mix(self.norm(self.look(x)).relu_(), padding)).relu_()
-
-
-class Fold(nn.Module):
-    """All rows of a column into one vector: (B, C, H, W) → (B, C', 1, W)."""
-
-    def __init__(self, inputs: int, outputs: int, height: int):
-        super().__init__()
-        self.conv = nn.Conv2d(inputs, outputs, (height, 1), bias=False)
-        self.norm = nn.BatchNorm2d(outputs)
-
-    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        return self.norm(self.conv(x)).masked_fill_(padding, 0).relu_()
 
 
 class Stage(nn.Module):

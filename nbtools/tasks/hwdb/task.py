@@ -1,33 +1,38 @@
-"""How lines are trained: plans, batches, loss, metrics, decoding.
+"""How lines are trained: plans, batches and their augmentation, loss, metrics, decoding.
 
-B samples, H × W pixels, N characters, T time steps.
+Augmentation draws from each sample's own random numbers only: what a line becomes depends neither on its batch nor on
+its padding nor on the machine. B samples, H × W pixels, N characters, T time steps; ink (B, 1, H, W) in [0, 1], 0 is
+paper; lengths (B,) columns.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from nbtools.data import Card, Draws, Pack
 from nbtools.tasks.common import ctc
+from nbtools.tasks.common.labels import spell
 from nbtools.tasks.common.metrics import text_metrics
 from nbtools.tasks.common.plans import THUMB, at_most, epochs_for
 from nbtools.tasks.hwdb import networks
-from nbtools.tasks.hwdb.augment import augmented
 from nbtools.train import Batch, Pair, knob
 from nbtools.train import Plan as BasePlan
 
 Outputs = tuple[Tensor, Tensor]
 
 BEST = "-cer"
-HCTR_HEIGHT = (
-    96  # pixels from which "auto" takes the reference's network: lower lines give it a step a character or less
-)
+HCTR_HEIGHT = 96  # pixels from which "auto" takes the reference's network: lower lines give it a step a character
 LINES_A_CLASS = 150  # to train on, over all epochs: that many read the demo's new writers with CER 0.02 (measured)
 SHORT = 12  # epochs up to which augmentation stays mild
+STRETCH, SLANT = 0.08, 0.2  # largest change of a line's length; columns a row leans by
+SPOTS = 3
 
 
 @dataclass(frozen=True)
@@ -100,16 +105,15 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
     }
 
 
-def network_for(card: Card) -> str:
+def network_for(card: Card | Pack) -> str:
     """What `auto` means for lines of that height."""
     return "hctr" if card.options["height"] >= HCTR_HEIGHT else "slim"
 
 
 def model(card: Card | Pack, plan: Plan) -> nn.Module:
     """The network for a data set. Raises PlanError where it cannot read lines of that height."""
-    about = card.card if isinstance(card, Pack) else card
-    name = network_for(about) if plan.network == "auto" else plan.network
-    network = networks.build(name, about.options["height"], len(about.classes), plan.dropout)
+    name = network_for(card) if plan.network == "auto" else plan.network
+    network = networks.build(name, card.options["height"], len(card.classes), plan.dropout)
     network.recompute = plan.checkpoint_activations
     return network
 
@@ -151,12 +155,70 @@ def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
     labels, lengths = batch["label"], batch["label_length"]
     known = labels.where(labels != logits.shape[2] - 2, -1)  # the last class is unknown; no answer is -1
     misfits = (~ctc.feasible(steps, labels, lengths)).sum()
-    return {
-        **text_metrics(ctc.greedy(outputs), ctc.texts(known, lengths)),
-        "infeasible": (misfits, len(labels)),
-    }
+    return text_metrics(ctc.greedy(outputs), ctc.texts(known, lengths)) | {"infeasible": (misfits, len(labels))}
 
 
 def decode(outputs: Outputs, card: Card | Pack) -> list[str]:
     """The text of each line, by the best class of every step."""
-    return ["".join(card.classes[place] for place in places) for places in ctc.greedy(outputs)]
+    return [spell(card.classes, places) for places in ctc.greedy(outputs)]
+
+
+def augmented(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> tuple[Tensor, Tensor]:
+    """Lines bent, with thicker or thinner strokes, in another contrast, partly covered by spots of paper; and their
+    lengths, which never shrink, so that every text that fitted still fits. strength: 1 is the recipe's."""
+    ink, lengths = bent(ink, lengths, draws, strength)
+    ink = thickened(ink, draws.uniform(-0.5 * strength, 0.5 * strength))
+    gain, offset = 1 + draws.uniform(-0.3, 0.3) * strength, draws.uniform(-0.08, 0.08) * strength
+    ink = (ink * gain.view(-1, 1, 1, 1) + offset.view(-1, 1, 1, 1)).clamp_(0, 1)
+    ink.masked_fill_(spots(ink, lengths, draws, strength), 0)
+    return ink.masked_fill_(networks.beyond(lengths, ink.shape[3]), 0), lengths
+
+
+def bent(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> tuple[Tensor, Tensor]:
+    """Stretched, slanted, scaled, shifted and turned a little; a turn moves a line's ends by at most 6 % of its height
+    up or down, however long it is."""
+    height, width = ink.shape[2:]
+
+    def u(most: float) -> Tensor:
+        return draws.uniform(-most * strength, most * strength).view(-1, 1, 1)
+
+    stretch, slant, size, rise, turn = 1 + u(STRETCH), u(SLANT), 1 + u(0.1), u(0.05), u(0.06)
+    wider = math.ceil(width * (1 + STRETCH * strength) + SLANT * strength * height) + 1
+    lean = slant.abs() * height / 2  # room on either side for what leans out
+    x = torch.arange(wider, device=ink.device, dtype=torch.float32).view(1, 1, -1)
+    y = torch.arange(height, device=ink.device, dtype=torch.float32).view(1, -1, 1) - (height - 1) / 2
+    from_x = (x - lean - slant * y) / stretch
+    along = from_x / lengths.view(-1, 1, 1) - 0.5
+    from_y = y / size + (rise + 2 * turn * along) * height + (height - 1) / 2
+    scale = torch.tensor([2 / width, 2 / height], device=ink.device)
+    moved = F.grid_sample(ink, (torch.stack([from_x, from_y], 3) + 0.5) * scale - 1, align_corners=False)
+    grown = torch.ceil(lengths * stretch.view(-1) + 2 * lean.view(-1)).long()
+    return moved, torch.maximum(lengths, grown)
+
+
+def thickened(ink: Tensor, amount: Tensor) -> Tensor:
+    """Strokes a pixel wider where the amount (B,) is positive, thinner where it is negative: interpolated by that
+    amount towards the 3 × 3 maximum or minimum. Padding and what lies outside of the picture are both paper."""
+    sign = amount.sign().view(-1, 1, 1, 1)
+    around = F.pad(ink * sign, (1, 1, 1, 1))
+    return ink + amount.view(-1, 1, 1, 1) * (F.max_pool2d(around, 3, 1) - ink * sign)
+
+
+def spots(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> Tensor:
+    """(B, 1, H, W) bool: rectangles of up to a quarter of the height, and strips of up to a tenth across all of it;
+    no character, which is about as wide as high, is covered whole."""
+    height, width = ink.shape[2:]
+    x = torch.arange(width, device=ink.device).view(1, 1, 1, -1)
+    y = torch.arange(height, device=ink.device).view(1, 1, -1, 1)
+
+    def u(most: float | Tensor) -> Tensor:
+        return draws.uniform().view(-1, 1, 1, 1) * most
+
+    covered = torch.zeros(1, dtype=torch.bool, device=ink.device)
+    for _ in range(SPOTS):
+        left, top = u(lengths.view(-1, 1, 1, 1)), u(height)
+        wide, high = u(0.25 * strength * height), u(0.25 * strength * height)
+        covered = covered | ((x >= left) & (x < left + wide) & (y >= top) & (y < top + high))
+        left, wide = u(lengths.view(-1, 1, 1, 1)), u(0.1 * strength * height)
+        covered = covered | ((x >= left) & (x < left + wide))
+    return covered
