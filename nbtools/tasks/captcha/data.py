@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from nbtools.data import Entry, Pack, Refused, Row, Sample, Survey, build_pack
+from nbtools.data import Entry, Pack, Sample, Survey, build_pack
 from nbtools.errors import PackError
 from nbtools.table import plural, sized
 from nbtools.tasks.captcha.ink import line_of
@@ -22,6 +22,7 @@ from nbtools.tasks.captcha.networks import STRIDE
 from nbtools.tasks.common.ctc import needed_steps
 from nbtools.tasks.common.files import IMAGES, on_white, open_image, split_of, walk
 from nbtools.tasks.common.labels import characters, spell
+from nbtools.tasks.common.report import Refused, Row
 
 CASES = {"keep": str, "lower": str.lower, "upper": str.upper}
 LAYOUTS = ("auto", "fixed", "lines")

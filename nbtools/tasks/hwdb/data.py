@@ -17,23 +17,12 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from nbtools.data import (
-    Entry,
-    Pack,
-    Refused,
-    Row,
-    Sample,
-    Survey,
-    build_pack,
-    is_count,
-    position,
-    require_shares,
-    split_of,
-)
+from nbtools.data import Entry, Pack, Sample, Survey, build_pack, is_count, position, require_shares, split_of
 from nbtools.errors import PackError
 from nbtools.table import plural, sized
 from nbtools.tasks.common import labels
 from nbtools.tasks.common.files import on_white, open_image, read_text
+from nbtools.tasks.common.report import Refused, Row
 from nbtools.tasks.hwdb.formats import SUFFIXES, UNKNOWN
 from nbtools.tasks.hwdb.sources import Labelled, contents_of, read_bytes, read_line
 

@@ -24,9 +24,9 @@ from typing import NoReturn
 
 import numpy as np
 
-from nbtools.data import Refused, Row
 from nbtools.errors import PackError
 from nbtools.table import sized
+from nbtools.tasks.common.report import Refused, Row
 
 Bytes = bytes | bytearray | memoryview | mmap
 

@@ -20,9 +20,10 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from nbtools.data import Refused, Row, archive_index, bar, read_member, stage
+from nbtools.data import archive_index, bar, read_member, stage
 from nbtools.errors import ArchiveError, PackError
 from nbtools.tasks.common import files
+from nbtools.tasks.common.report import Refused, Row
 from nbtools.tasks.hwdb.formats import SUFFIXES, Bytes, lines_of
 
 CHARS_LIST = "chars_list.txt"
