@@ -11,7 +11,7 @@ import toy
 
 from nbtools.live import Surface
 from nbtools.measure import Gpu, Sampler, gpus
-from nbtools.measure.machine import Process, cpu_name, torch_indices
+from nbtools.measure.machine import cpu_name, torch_indices
 from nbtools.train import History, Record, TrainState
 
 GIB = 2**30
@@ -46,7 +46,7 @@ def fake_nvml(names=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-40GB"), **change
         "nvmlDeviceGetClockInfo": lambda i, kind: {0: 1110, 2: 1215}[kind],
         "nvmlDeviceGetMaxClockInfo": lambda i, kind: 1410,
         "nvmlDeviceGetCurrentClocksEventReasons": plain(0x4 | 0x20),
-        "nvmlDeviceGetComputeRunningProcesses": plain([types.SimpleNamespace(pid=42, usedGpuMemory=GIB)]),
+        "nvmlDeviceGetComputeRunningProcesses": plain([types.SimpleNamespace(pid=42)]),
         "nvmlDeviceGetTotalEnergyConsumption": plain(5_000_000),
         **changed,
     }
@@ -93,7 +93,7 @@ def test_two_cards_are_read_as_values_in_the_named_units(nvml):
         clock_max=1410,
         memory_clock=1215,
         throttle=("power limit", "too hot (driver)"),
-        processes=(Process(42, 1024),),
+        processes=(42,),
     )
     assert (second.index, second.memory_used) == (1, 2048)
     assert first.gigabytes == 43

@@ -23,7 +23,7 @@ from nbtools.errors import TrainError
 from nbtools.measure import Stepper, StepProfile, Verdict, step_profile, verdict
 from nbtools.measure.profile import Tried, device_seconds, flops, memory_of, padding, shapes, synchronizing
 from nbtools.measure.stepper import epoch_batches, read_switches, typical
-from nbtools.measure.trials import affordable, worth_compiling, worth_trying
+from nbtools.measure.trials import worth_compiling, worth_trying
 from nbtools.train import TrainState, knob, train
 
 CPU = torch.device("cpu")
@@ -251,11 +251,13 @@ def test_a_compiled_step_is_tried_in_turns_with_the_plan_where_there_is_a_compil
     assert ({"compile": True} in profile.untried) != compiler
 
 
-def test_as_much_is_tried_as_the_time_allows():
-    changes = [{"batch_size": 16}, {"batch_size": 32}]
-    assert affordable(0.1, plan_of(batch_size=8), changes, 10.0) == 2
-    assert affordable(0.1, plan_of(batch_size=8), changes, 2.0) == 1  # 0.3 s for the plan, then 1.2 s and 2.4 s
-    assert affordable(0.1, plan_of(batch_size=8), changes, 1.0) == 0
+@pytest.mark.parametrize(("fixed", "tried"), [(0.05, 3), (0.3, 2), (1.0, 0)])
+def test_as_much_is_tried_as_the_time_allows(packs, fixed, tried):
+    """In 16 s: 3 steps of the plan, 6 of the same size, 6 of twice and 6 of four times."""
+    job = Job(a_sample=fixed / 8, fixed=fixed, amp={"bf16": 1.0})
+    profile = profiled(job, packs[False], plan_of(batch_size=8), fixed=("compile",))
+    assert len(profile.trials) == tried
+    assert len(profile.trials) + len(profile.untried) == 3
 
 
 def test_on_cuda_a_launch_bound_step_is_told_of_graphs_and_of_lines_that_wait(measured):

@@ -42,20 +42,13 @@ REASONS = {  # nvml.h, nvmlClocksEventReason*
 
 
 @dataclass(frozen=True)
-class Process:
-    """A program that computes on a GPU; memory in MiB, None where the system hides it (containers, WSL)."""
-
-    pid: int
-    memory: int | None
-
-
-@dataclass(frozen=True)
 class Gpu:
     """One NVIDIA GPU at one moment; None is what it refused to tell.
 
     index: NVML's, by PCI bus, as nvidia-smi shows it; CUDA_VISIBLE_DEVICES does not change it. torch_index: the N of
     torch's `cuda:N`, None for a GPU that this process does not see, or where the two orders cannot be matched.
-    Memory in MiB, utilisation in % of the last sample period, power in W, temperature in °C, clocks in MHz.
+    Memory in MiB, utilisation in % of the last sample period, power in W, temperature in °C, clocks in MHz. processes:
+    pids of programs that compute on it.
     """
 
     index: int
@@ -74,7 +67,7 @@ class Gpu:
     clock_max: int | None = None
     memory_clock: int | None = None
     throttle: tuple[str, ...] | None = None
-    processes: tuple[Process, ...] | None = None
+    processes: tuple[int, ...] | None = None
 
     @property
     def gigabytes(self) -> int | None:
@@ -181,12 +174,8 @@ def state(nvml: Any, handle: Any) -> dict[str, Any]:
         "clock_max": ask(nvml, "nvmlDeviceGetMaxClockInfo", handle, graphics),
         "memory_clock": ask(nvml, "nvmlDeviceGetClockInfo", handle, ram),
         "throttle": None if bits is None else tuple(text for bit, text in REASONS.items() if bits & bit),
-        "processes": None if running is None else tuple(Process(p.pid, mib(p.usedGpuMemory)) for p in running),
+        "processes": None if running is None else tuple(process.pid for process in running),
     }
-
-
-def mib(count: int | None) -> int | None:
-    return None if count is None else count // MIB
 
 
 def thousandth(value: float | None) -> float | None:

@@ -58,8 +58,7 @@ def profiled(bench: Bench, seconds: float, fixed: Collection[str], compiling: bo
     found = bench.profile()
     changes = worth_trying(found, plan, modules, fixed)
     programs = worth_compiling(found, plan, modules, fixed, compiling)
-    trying = [*changes[: affordable(found.step_s, plan, changes, 2 * seconds)], *programs]
-    trials = try_out(bench.run, trying, seconds / 2, found.memory["step"] * 2**20)
+    trials = try_out(bench.run, [*changes, *programs], seconds / 2, found.memory["step"] * 2**20)
     untried = tuple(change for change in [*changes, *programs] if change not in [trial.change for trial in trials])
     return dataclasses.replace(found, trials=trials, untried=untried, took=bench.clock() - start)
 
@@ -129,16 +128,6 @@ def other_feed(profile: StepProfile, plan: Plan, fixed: Collection[str]) -> dict
     return {"workers": cores()} if more else {}
 
 
-def affordable(step_s: float, plan: Plan, changes: Sequence[dict[str, Any]], seconds: float) -> int:
-    """How many of the changes can be tried in the time, with the fewest rounds; step_s: of the plan."""
-    spent = LEAST_ROUNDS * step_s  # the plan's own turns
-    for n, change in enumerate(changes):
-        spent += 2 * LEAST_ROUNDS * step_s * plan.turn(**change).batch_size / plan.batch_size  # with its warm-up
-        if spent > seconds:
-            return n
-    return len(changes)
-
-
 class Change:
     """A change in training, in turns with the plan. failed: why it cannot be trained, or ""."""
 
@@ -182,14 +171,18 @@ class Change:
 
 
 def try_out(run: Stepper, changes: Sequence[dict[str, Any]], seconds: float, step_bytes: float) -> tuple[Tried, ...]:
-    """Each change in turns with a plan in training, all for so many seconds. step_bytes: what its step takes now; a
-    change whose steps do not fit is left out."""
+    """Each change in turns with a plan in training, all for so many seconds. step_bytes: what its step takes now. Left
+    out is a change whose steps do not fit, or that takes too long with the fewest rounds, unless it is compiled, which
+    takes minutes in any case."""
     trials: list[Change] = []
-    now = run.plan.micro_batch_size or run.plan.batch_size
+    step_s = run.mean_s if run.turns else 0.0
+    spent = LEAST_ROUNDS * step_s  # the plan's own turns
     for change in changes:
         plan, room = run.plan.turn(**change), memory.room(run.device)
-        grown = (plan.micro_batch_size or plan.batch_size) / now
-        if room is None or step_bytes * grown <= room.usable:
+        grown = (plan.micro_batch_size or plan.batch_size) / (run.plan.micro_batch_size or run.plan.batch_size)
+        spent += 2 * LEAST_ROUNDS * step_s * plan.batch_size / run.plan.batch_size  # with its warm-up
+        slow = spent > 4 * seconds and not (plan.compile or plan.graph)
+        if not slow and (room is None or step_bytes * grown <= room.usable):
             trials.append(Change(change, run))
     if any(trial.stepper is not None for trial in trials):
         run.turns.clear()

@@ -21,25 +21,20 @@ NEAR = 1.05  # of two changes so close the one that needs less, or leaves the tr
 BUSY = 3.0  # the fastest round over the slowest: something else ran
 LITTLE = 0.01  # of a step: not worth a line
 BETWEEN = 0.05  # share of an epoch that evaluations and checkpoints may take: rule of thumb (ours)
-THUMB = f"at most {BETWEEN:.0%} is a rule of thumb (ours)"
 EVALUATIONS = 5  # fewer in a run choose no best checkpoint: rule of thumb (ours)
 
 
 @dataclass(frozen=True)
 class Option:
-    """One change and what it would gain. change: settings for `plan.turn`; {} if the user has to make it.
-
-    gain: the factor in samples/s of the steps; of: "step", or "epoch" where only the time between steps shrinks, and
-    gain is that of an epoch's samples/s. whole: the factor of an epoch in either case. exact: False where gain is at
-    most so much. same: whether what is learned stays the same.
-    """
+    """One change and what it would gain. change: settings for `plan.turn`; {} if the user has to make it. gain: the
+    factor in samples/s of the steps, or of an epoch where only the time between them shrinks; whole: of an epoch in
+    either case. exact: False where it is at most so much. same: whether what is learned stays the same."""
 
     name: str
     change: dict[str, Any]
     gain: float
     whole: float
     reason: str
-    of: str = "step"
     exact: bool = True
     same: bool = True
 
@@ -48,8 +43,8 @@ class Option:
 class Verdict(Report):
     """bound: data, launch, compute or memory. change: settings for `plan.turn`, None where no change is worth making.
 
-    predicted: the factor in samples/s that it gains. evidence["options"]: what was considered, whether or not it is
-    worth it. Shows as its sentence.
+    predicted: the factor in samples/s that it gains. evidence["options"]: what was considered, whether or
+    not it is worth it. Shows as its sentence.
     """
 
     bound: str
@@ -65,17 +60,15 @@ class Verdict(Report):
         return self.sentence
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, str, str]]]:
-        headers, options = ("change", "gain", "because"), self.evidence["options"]
-        return headers, [(o["name"], f"{o['gain']:.2f}×", f"{o['reason']} ({o['of']})") for o in options]
+        options = self.evidence["options"]
+        return ("change", "gain", "because"), [(o["name"], f"{o['gain']:.2f}×", o["reason"]) for o in options]
 
 
 def verdict(profile: StepProfile, plan: Plan, fixed: Collection[str] = ()) -> Verdict:
-    """The bound and the one change.
-
-    fixed: settings that may not change (a run that has started keeps some).
-    """
+    """The bound and the one change. fixed: settings that may not change (a run that has started keeps some)."""
     bound = bound_by(profile)
-    options = [option for option in possible(profile, plan) if not set(option.change) & set(fixed)]
+    possible = [*measured(profile, plan), *computed(profile, plan), *evaluating(profile, plan)]
+    options = [option for option in possible if not set(option.change) & set(fixed)]
     best = chosen([option for option in options if option.whole >= WORTH])
     text = f"{bound.capitalize()}-bound: {because(profile, bound)}; {advised(best, profile)}"
     if profile.most > BUSY * profile.least:
@@ -108,22 +101,13 @@ def because(profile: StepProfile, bound: str) -> str:
 
 
 def advised(option: Option | None, profile: StepProfile) -> str:
-    if option is None:
-        return nothing(profile)
-    most = "" if option.exact else "up to "
-    what = "an epoch" if option.of == "epoch" else "training"
-    otherwise = "" if option.same else "; it changes what is learned"
-    return f"{option.name} makes {what} {most}{option.gain:.2g}× as fast ({option.reason}){otherwise}"
-
-
-def nothing(profile: StepProfile) -> str:
-    """Where no change is worth it: which ones were tried, and what each brought."""
+    """The change, or where none is worth it, those that were tried and what each brought."""
+    if option is not None:
+        most, otherwise = "" if option.exact else "up to ", "" if option.same else "; it changes what is learned"
+        return f"{option.name} makes training {most}{option.gain:.2g}× as fast ({option.reason}){otherwise}"
     bar, count = f"{100 * (WORTH - 1):.0f} % faster", len(profile.trials)
-    named = ", ".join(map(outcome, profile.trials))
-    tried = {
-        0: "no change of a setting was tried",
-        1: f"the one change tried was not {bar}: {named}",
-    }.get(count, f"none of the {count} changes tried was {bar}: {named}")
+    tried = f"none of the {count} changes tried was {bar}: " if count > 1 else f"the one change tried was not {bar}: "
+    tried = tried + ", ".join(map(outcome, profile.trials)) if count else "no change of a setting was tried"
     left = ", ".join(shown(change) for change in profile.untried)
     return tried + (f"; not tried for lack of time or memory: {left}" if left else "")
 
@@ -143,11 +127,6 @@ def chosen(options: list[Option]) -> Option | None:
     return next((option for option in near if option.same), near[0] if near else None)
 
 
-def possible(profile: StepProfile, plan: Plan) -> list[Option]:
-    """All that could be done, whatever it brings."""
-    return [*measured(profile, plan), *computed(profile, plan), *evaluating(profile, plan)]
-
-
 def of_epoch(profile: StepProfile, gain: float) -> float:
     """The factor of an epoch whose steps are so much faster."""
     return profile.epoch_s / (profile.epoch_s - profile.steps_s + profile.steps_s / gain)
@@ -163,8 +142,8 @@ def measured(profile: StepProfile, plan: Plan) -> list[Option]:
     for trial in (trial for trial in faster if trial not in left_out):
         reason = f"tried in turns, {trial.low:.2f}–{trial.high:.2f}× in {trial.rounds} rounds"
         same = not set(trial.change) & {"batch_size", *own_settings(plan)}
-        whole = of_epoch(profile, trial.ratio)
-        found.append(Option(shown(trial.change), trial.change, trial.ratio, whole, reason, same=same))
+        gains = trial.ratio, of_epoch(profile, trial.ratio)
+        found.append(Option(shown(trial.change), trial.change, *gains, reason, same=same))
     return found
 
 
@@ -198,5 +177,5 @@ def evaluating(profile: StepProfile, plan: Plan) -> list[Option]:
         return []
     gain = profile.epoch_s / (profile.steps_s + profile.between_s / every)
     now = profile.between_s / plan.eval_every / profile.epoch_s
-    took = f"evaluations and checkpoints take {now:.0%} of an epoch, {THUMB}"
-    return [Option(f"eval_every={every}", {"eval_every": every}, gain, gain, took, of="epoch")]
+    took = f"evaluations and checkpoints take {now:.0%} of an epoch; at most {BETWEEN:.0%} is a rule of thumb (ours)"
+    return [Option(f"eval_every={every}", {"eval_every": every}, gain, gain, took)]
