@@ -37,7 +37,6 @@ class Client:
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             message = self.client.get_iopub_msg(timeout=PATIENCE)
-            message["arrived"] = time.monotonic()
             self.said.append(message)
             if wanted(message):
                 return message

@@ -1,9 +1,7 @@
 """While a cell trains its widgets react, and nothing else changes: real kernels, real widgets, real messages."""
 
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import quantiles
 
 import nbformat
 import pytest
@@ -12,11 +10,7 @@ from nbclient import NotebookClient
 
 from nbtools.live import Messages
 
-pytestmark = pytest.mark.alone  # measures latencies
-
-EVENTS = 16
-
-COUNTING, TORCH = "time.sleep(0.001)", "(net(x) ** 2).mean().backward()"
+EVENTS = 10
 
 TRAIN = """
 import os, signal, threading, time, ipywidgets
@@ -39,7 +33,7 @@ print("end", seen, messages.trouble, flush=True)
 """
 
 
-def train(events: int, step: str = COUNTING, before: str = "", after: str = "") -> str:
+def train(events: int, step: str = "time.sleep(0.001)", before: str = "", after: str = "") -> str:
     """A cell that runs until so many events were handled."""
     return TRAIN.format(events=events, step=step, before=before, after=after, patience=PATIENCE)
 
@@ -74,7 +68,6 @@ class Recording:
     kernel: Client
     cell: str
     events: list[str] = field(default_factory=list)
-    latencies: list[float] = field(default_factory=list)  # seconds from sending to the idle that ends the event
     queued: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
 
@@ -82,17 +75,14 @@ class Recording:
 @pytest.fixture(scope="module")
 def recording(kernel):
     """Events come one by one, as a frontend sends them, and other requests between them."""
-    setup = "import torch; net, x = torch.nn.Linear(256, 256), torch.randn(512, 256)"
-    cell, slider = begin(kernel, train(EVENTS, TORCH, setup))
+    cell, slider = begin(kernel, train(EVENTS))
     record = Recording(kernel, cell)
     for value in range(1, EVENTS + 1):
         if value in (3, 4, 9):
             record.queued.append(kernel.client.execute(f"print('queued', {value})"))
         if value == 5:
             record.asked += [kernel.client.kernel_info(), kernel.client.complete("displ")]
-        sent = time.monotonic()
-        record.events.append(kernel.slide(slider, value))
-        record.latencies.append(kernel.idle(record.events[-1])["arrived"] - sent)
+        record.events.append(slide(kernel, slider, value))
     kernel.end(record.queued[-1])
     return record
 
@@ -107,10 +97,6 @@ def test_every_event_is_handled_while_its_cell_runs_busy_and_idle_once_so_that_s
     assert f"end {list(range(1, EVENTS + 1))} None\n" in recording.kernel.text(recording.cell)
     for event in recording.events:
         assert recording.kernel.states(event) == ["busy", "idle"]
-
-
-def test_an_event_is_handled_within_a_quarter_of_a_second(recording):
-    assert quantiles(recording.latencies, n=20)[-1] <= 0.25, recording.latencies
 
 
 def test_what_the_cell_prints_and_shows_after_an_event_lands_in_its_own_output(recording):

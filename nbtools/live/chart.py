@@ -105,7 +105,7 @@ class Line:
     """One curve: x and y (n,) float64.
 
     look: `line`, `faint` (behind another, not in the legend) or `points`. value: the last one, as text for the legend.
-    ring: a point to emphasize. dash: px drawn and left out, in turn; (): a solid line.
+    dash: px drawn and left out, in turn; (): a solid line.
     """
 
     name: str
@@ -114,7 +114,6 @@ class Line:
     colour: str
     look: str = "line"
     value: str = ""
-    ring: tuple[float, float] | None = None
     dash: tuple[int, ...] = ()
 
     @property
@@ -125,13 +124,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """One panel: lines over the picture's x axis; note: shown in the middle where there is no line."""
+    """One panel: lines over the picture's x axis."""
 
     title: str
     lines: tuple[Line, ...]
     scale: Scale
     unit: str = ""
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -148,14 +146,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class Picture:
-    """Charts that share an x axis from 0 to `last`; marks on it; facts (label, value) and badges (text, background
-    colour or "") above; and the share of the run that is done. key: lines whose names explain all charts."""
+    """Charts that share an x axis from 0 to `last`; marks on it; badges, and facts (label, value), above; and the
+    share of the run that is done. key: lines whose names explain all charts."""
 
     charts: tuple[Chart, ...] = ()
     last: float = 1.0
     marks: tuple[Mark, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
-    badges: tuple[tuple[str, str], ...] = ()
+    badges: tuple[str, ...] = ()
     share: float | None = None
     title: str = ""
     x: str = "step"

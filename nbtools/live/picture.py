@@ -34,6 +34,8 @@ from nbtools.live.chart import (
 from nbtools.measure import REASONS
 from nbtools.train import History
 
+IDLE = REASONS[0x1]
+
 XS = ("step", "samples", "minutes")
 
 Series = tuple[np.ndarray, np.ndarray]
@@ -153,7 +155,7 @@ def spent(columns: Columns) -> Series:
 def picture(columns: Columns, about: About | None = None, status: str = "", over: bool = False) -> Picture:
     """All that a frame shows; over: nobody trains the run any more. Without rows there are no charts."""
     about = about or About()
-    found = [loss(columns), metrics(columns, about.best), rate(columns), speed(columns), use(columns), memory(columns)]
+    found = [loss(columns), metrics(columns), rate(columns), speed(columns), use(columns), memory(columns)]
     charts = tuple(chart for chart in found if chart) if columns.ended else ()
     ends = [line.x[-1] for chart in charts for line in chart.lines] + [row["step"] for row in columns.changes[-1:]]
     last = float(max(ends, default=1.0)) or 1.0
@@ -193,19 +195,15 @@ def falling(low: float, high: float) -> Scale:
     return airy(low, high, low > 0 and high / low > 30)
 
 
-def metrics(columns: Columns, chosen: str) -> Chart:
-    """Every validation metric; the best point of the one that counts ringed."""
-    lines, top = [], best(columns, chosen)
-    colours = (GREEN, PURPLE, ORANGE, SKY, BLUE, VERMILLION)
+def metrics(columns: Columns) -> Chart | None:
+    """Every validation metric."""
+    lines, colours = [], (GREEN, PURPLE, ORANGE, SKY, BLUE, VERMILLION)
     for name in dict.fromkeys(name for _, name in columns.found if name.startswith("val_") and name != "val_loss"):
         x, y = columns.evaluated(name)
-        short = name.removeprefix("val_")
-        ring = (top[2], top[0]) if top and short == chosen.lstrip("-") else None
         colour = colours[len(lines) % len(colours)]
-        lines.append(Line(short, *thinned(x, y), colour, "points", number(y[-1]), ring))
-    if not lines:
-        return Chart("validation metrics", (), Scale(0.0, 1.0), note="after the first evaluation")
-    return Chart("validation metrics", tuple(lines), shares(*extent(line.y for line in lines)))
+        lines.append(Line(name.removeprefix("val_"), *thinned(x, y), colour, "points", number(y[-1])))
+    scale = shares(*extent(line.y for line in lines)) if lines else Scale(0.0, 1.0)
+    return Chart("validation metrics", tuple(lines), scale) if lines else None
 
 
 def shares(low: float, high: float) -> Scale:
@@ -222,20 +220,14 @@ def rate(columns: Columns) -> Chart | None:
     return Chart("learning rate", (line,), decade(float(y.min()), float(y.max())))
 
 
-DECADES = 4  # of a logarithmic axis at most: a cosine that ends at 0 would else go on for ever
-LR = re.compile(r"(^|, )lr ")  # among the settings that a change names
+DECADES = 4  # below the usual lr: a cosine that ends at 0 would else have an axis without end
 
 
 def rates(columns: Columns) -> Series:
-    """(steps, lr) that a logarithmic axis shows. A schedule may end at 0, so the axis ends DECADES below its highest
-    lr; a schedule lasts from one change of lr to the next, so whatever value the user sets, what came before and
-    after it stays in the picture."""
+    """(steps, lr) that a logarithmic axis shows: what lies far below the usual is at its bottom."""
     x, y = columns.either("lr")
-    turned = sorted(row["step"] for row in columns.changes if LR.search(str(row.get("what", ""))))
-    highest = np.zeros(len(turned) + 1)
-    np.maximum.at(highest, np.searchsorted(turned, x), y)
-    shown = y > highest[highest > 0].min(initial=np.inf) / 10**DECADES
-    return x[shown], y[shown]
+    usual = np.median(y[y > 0]) if (y > 0).any() else math.inf
+    return (x, np.maximum(y, usual / 10**DECADES)) if math.isfinite(usual) else (x[:0], y[:0])
 
 
 def decade(low: float, high: float) -> Scale:
@@ -324,28 +316,22 @@ READINGS = (
 )
 """(column, label, how its newest value is written)."""
 
-IDLE, POWER_LIMIT = REASONS[0x1], REASONS[0x4]
-ALARMING = {REASONS[bit] for bit in (0x8, 0x20, 0x40, 0x80)}  # heat and hardware: slower than what was paid for
 
-
-def badges(columns: Columns, status: str) -> tuple[tuple[str, str], ...]:
+def badges(columns: Columns, status: str) -> tuple[str, ...]:
     """What the run does, and what limits its GPU's clocks; being idle is no trouble."""
-    found = [(status, "")] if status else []
-    for reason in str((columns.ended or {}).get("gpu_throttle") or "").split(", "):
-        if reason and reason != IDLE:
-            colour = VERMILLION if reason in ALARMING else ORANGE if reason == POWER_LIMIT else ""
-            found.append((f"GPU held back: {reason}", colour))
-    return tuple(found)
+    reasons = str((columns.ended or {}).get("gpu_throttle") or "").split(", ")
+    held = tuple(f"GPU held back: {reason}" for reason in reasons if reason and reason != IDLE)
+    return (status, *held) if status else held
 
 
-def best(columns: Columns, metric: str) -> tuple[float, int, float] | None:
-    """(value, epoch counted from 1, step) of the best evaluation at an epoch's end so far."""
+def best(columns: Columns, metric: str) -> tuple[float, int] | None:
+    """(value, epoch counted from 1) of the best evaluation at an epoch's end so far."""
     steps, values = columns.series(f"val_{metric.lstrip('-')}", "epoch")
     if not len(values):
         return None
     at = int(values.argmin() if metric.startswith("-") else values.argmax())
     ends, epochs = columns.series("epoch", "epoch")
-    return float(values[at]), int(epochs[np.searchsorted(ends, steps[at])]) + 1, float(steps[at])
+    return float(values[at]), int(epochs[np.searchsorted(ends, steps[at])]) + 1
 
 
 def progress(columns: Columns, about: About) -> float | None:

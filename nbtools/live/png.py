@@ -33,7 +33,8 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
 
     from nbtools.letters import Letters
 
-    head, key = header(shown), [line for line in shown.key if line.name]
+    facts = "  ·  ".join(f"{label} {value}".replace(" ", "\xa0") for label, value in shown.facts)
+    head, key = [*filter(None, [shown.title]), *shown.badges, *textwrap.wrap(facts, 120)], shown.key
     letters = Letters.of("✓ " + "".join(each.truth + each.predicted for each in previews), mono=True)
     across, high = (1, LINE) if samples.lines([each.image for each in previews]) else (SAMPLES, IMAGE)
     texts = [samples.block(each, int(WIDE / across / LETTER / SMALL) - 4, letters.plain) for each in previews]
@@ -69,20 +70,12 @@ def named(chart: Chart) -> int:
     return sum(bool(line.name) for line in chart.lines)
 
 
-def header(shown: Picture) -> list[tuple[str, str]]:
-    """(text, background colour or "") of the lines above the charts: title, badges, facts."""
-    facts = textwrap.wrap("  ·  ".join(f"{label} {value}".replace(" ", "\xa0") for label, value in shown.facts), 120)
-    return [*([(shown.title, "")] if shown.title else []), *shown.badges, *((line, "") for line in facts)]
-
-
-def draw_header(figure: Figure, head: Sequence[tuple[str, str]], key: Sequence[Line], tall: float) -> None:
+def draw_header(figure: Figure, head: Sequence[str], key: Sequence[Line], tall: float) -> None:
     from nbtools.letters import Letters
 
-    families = Letters.of("".join(words for words, _ in head)).families
-    for i, (words, colour) in enumerate(head):
-        ground = {"boxstyle": "round,pad=0.3", "facecolor": colour, "edgecolor": "none"} if colour else None
-        look = {"size": 13, "color": "#000" if colour else GREY, "family": families, "parse_math": False}
-        figure.text(LEFT / WIDE, 1 - (22 + HEAD * i) / tall, words, bbox=ground, **look)
+    look = {"size": 13, "color": GREY, "family": Letters.of("".join(head)).families, "parse_math": False}
+    for i, words in enumerate(head):
+        figure.text(LEFT / WIDE, 1 - (22 + HEAD * i) / tall, words, **look)
     if key:
         handles, place = [draw_line(None, line) for line in key], (LEFT / WIDE, 1 - (8 + HEAD * len(head)) / tall)
         look = {"loc": "upper left", "ncols": 2, "frameon": False, "labelcolor": GREY}
@@ -99,8 +92,6 @@ def draw_chart(axes: Axes, chart: Chart, shown: Picture, first: bool) -> None:
             offset, side = (3 * mark.side, ROW * (mark.row or 0) + 3), "left" if mark.side > 0 else "right"
             place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": side}
             axes.annotate(mark.name, (mark.x, 1), offset, **place, **small)
-    if chart.note:
-        axes.text(0.5, 0.5, chart.note, transform=axes.transAxes, ha="center", **small)
     up = ROW * shown.rows if first else 0
     if entries := [handle for handle, line in zip(handles, chart.lines, strict=True) if line.name]:
         place = {"loc": "lower left", "bbox_to_anchor": (-0.03, 1 + up / PLOT), "borderaxespad": 0.2}
@@ -130,8 +121,6 @@ def draw_line(axes: Axes | None, line: Line) -> Any:
     look = {"color": line.colour, "linewidth": width, "linestyle": dash, "alpha": 0.5 if faint else 1.0}
     if axes is not None:
         axes.plot(line.x, line.y, marker="o" if line.dotted else "", markersize=5, clip_on=not line.dotted, **look)
-        if line.ring is not None:
-            axes.plot(*line.ring, "o", color=line.colour, markersize=10, mew=2, fillstyle="none", clip_on=False)
     marker = "o" if line.look == "points" else ""
     return Line2D([], [], marker=marker, markersize=5, label=f"{line.name} {line.value}".strip(), **look)
 

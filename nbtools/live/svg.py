@@ -46,8 +46,6 @@ STYLE = f"""
 .nbt-y{{right:100%;margin:-7px 8px 0 0}}
 .nbt-x{{top:100%;margin-top:5px;transform:translateX(-50%)}}
 .nbt-plot>.nbt-name{{opacity:.9;padding:0 4px}}
-.nbt-plot>.nbt-ring{{width:7px;height:7px;border:2px solid;border-radius:50%;transform:translate(-50%,-50%);opacity:1}}
-.nbt-plot>.nbt-note{{left:0;right:0;top:45%;text-align:center;font-size:12px}}
 """
 
 
@@ -61,10 +59,7 @@ def frame(shown: Picture) -> str:
 
 def header(shown: Picture) -> str:
     title = f"<b>{escape(shown.title)}</b>" if shown.title else ""
-    badges = ""
-    for text, colour in shown.badges:
-        ground = f' style="background:{colour};color:#000"' if colour else ""
-        badges += f'<span class="nbt-badge"{ground}>{escape(text)}</span>'
+    badges = "".join(f'<span class="nbt-badge">{escape(badge)}</span>' for badge in shown.badges)
     facts = "".join(
         f"<div><span>{escape(label)}</span><b>{escape(value)}</b></div>"
         for label, value in shown.facts or (("", "waiting for the first step"),)
@@ -88,8 +83,6 @@ def panel(chart: Chart, shown: Picture, below: str, first: bool) -> str:
         for height, label in zip(heights, labels, strict=True)
     ]
     texts += [name(mark, shown) for mark in shown.marks if first and mark.name]
-    texts += [ring(line, chart, shown) for line in chart.lines if line.ring]
-    texts += [f'<span class="nbt-note">{escape(chart.note)}</span>'] if chart.note else []
     return (
         f'<div><div class="nbt-head"><b>{title}{unit}</b>{"".join([entry(each) for each in chart.lines if each.name])}'
         f'</div><div class="nbt-plot" style="margin-top:{above}px">'
@@ -140,13 +133,6 @@ def name(mark: Mark, shown: Picture) -> str:
     side, share = ("left", mark.x / shown.last) if mark.side > 0 else ("right", 1 - mark.x / shown.last)
     place = f"{side}:{100 * share:.1f}%;top:-{NAME * ((mark.row or 0) + 1)}px"
     return f'<span class="nbt-name" style="{place}">{escape(mark.name)}</span>'
-
-
-def ring(line: Line, chart: Chart, shown: Picture) -> str:
-    x, y = line.ring or (0.0, 0.0)
-    height = float(chart.scale.heights(np.array(y)))
-    place = f"left:{100 * x / shown.last:.1f}%;top:{100 - 100 * height:.1f}%"
-    return f'<span class="nbt-ring" style="{place};border-color:{line.colour}"></span>'
 
 
 def x_axis(shown: Picture) -> str:
