@@ -33,7 +33,7 @@ from nbtools.live import ACTIONS, advised, send
 from nbtools.measure import advise, find_batch, find_workers, gpus
 from nbtools.run import Run, evaluate, validate
 from nbtools.table import plural
-from nbtools.train import Plan, Task, TrainState, as_task, checkpoint, doubts, evaluation, step
+from nbtools.train import Plan, Task, TrainState, as_task, checkpoint, doubts, evaluation, train_step
 from nbtools.watch import watch
 
 BUILT_IN = ("captcha", "hwdb", "segment", "sign")
@@ -247,7 +247,7 @@ def smoke_test(task: Task, **knobs: Any) -> str:
         plan = plan.replace(batch_size=min(4, pack.splits["train"]), micro_batch_size=None)
         state, loaded = TrainState(task, pack, plan), TrainState(task, pack, plan)
         raw = next(iter(open_feed(pack, plan, state.device)([pack.ids("train")[: plan.batch_size]])))
-        total, count = step(state, raw, pack.splits["train"])
+        total, count = train_step(state, raw, pack.splits["train"])
         loss = float(total) / max(float(count), 1)
         if not math.isfinite(loss):
             raise TrainError(f"the loss of the first step is {loss}; train with amp=off, and look at the labels")

@@ -13,7 +13,7 @@ from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.folder import busy
 from nbtools.live import ACTIONS, REFUSED, FirstSignal, Messages, Plans, Requests, View, advised, send
 from nbtools.run import HISTORY, PLAN, Run
-from nbtools.train import CONTROL, KEYS, History, Record, TaskLike, best_of, checkpoint, require_batch
+from nbtools.train import CONTROL, KEYS, History, Record, TaskLike, checkpoint, require_batch
 
 MOMENT = 0.05  # seconds between two looks at the user
 READ_EVERY = 0.5  # seconds between two looks at the history
@@ -93,7 +93,7 @@ class Remote:
         """Whether there is anything to do for an action, as far as the folder says."""
         if action == "undo":
             return bool(self.view.history.of("change"))
-        return action != "best" or best_of(self.run.folder) is not None
+        return action != "best" or checkpoint.best_of(self.run.folder) is not None
 
     def send(self) -> None:
         """Send what was requested since the last call."""

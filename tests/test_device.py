@@ -1,7 +1,9 @@
-"""Claims about the device: how malloc keeps what tensors free, and the switches that training on a GPU sets."""
+"""Claims about the device: how malloc keeps what tensors free, the switches that training on a GPU sets, and what only
+a GPU can show of training (`pytest -m cuda`)."""
 
 import ast
 import os
+import runpy
 import subprocess
 import sys
 import warnings
@@ -14,7 +16,7 @@ import toy
 
 import nbtools as nb
 from nbtools.errors import TrainError
-from nbtools.measure import untouched
+from nbtools.measure import step_profile, untouched
 from nbtools.measure.profile import syncs
 from nbtools.tasks import captcha, hwdb
 from nbtools.train import Plan, device
@@ -53,7 +55,7 @@ print((faults[-1] - faults[2], losses))
 @pytest.mark.full  # two processes that import torch
 @pytest.mark.skipif(device.glibc() is None, reason="another C library frees in its own way")
 def test_training_on_a_cpu_keeps_its_memory_and_loses_none_of_its_bits(tmp_path):
-    """Page faults of the last three epochs, with malloc as nbtools sets it and as a person's own setting leaves it."""
+    """Page faults of the last three epochs, with malloc as nbtools sets it and as a user's own setting leaves it."""
     kept, losses = ran(tmp_path / "kept", {})
     freed, same = ran(tmp_path / "freed", {"MALLOC_ARENA_MAX": "8"})
     assert kept * 10 < freed
@@ -62,13 +64,8 @@ def test_training_on_a_cpu_keeps_its_memory_and_loses_none_of_its_bits(tmp_path)
 
 def ran(folder, settings):
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run(
-        [sys.executable, "-c", STEPS, str(folder)],
-        env={**plain, **settings, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-c", STEPS, str(folder)]
+    done = subprocess.run(command, env={**plain, **settings}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return ast.literal_eval(done.stdout)
 
@@ -124,18 +121,15 @@ def test_measuring_on_a_gpu_gives_the_users_precision_back(chosen):
         assert readings() == before
 
 
-@pytest.mark.parametrize("own", [None, ":16:8"])
-def test_importing_nbtools_settles_cublas_workspace_before_any_product(own):
+def test_importing_nbtools_settles_cublas_workspace_before_any_product(monkeypatch):
     """torch asks for it at the process's first product, and not again; a user's own setting stays."""
-    env = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
-    done = subprocess.run(
-        [sys.executable, "-c", "import os, nbtools; print(os.environ.get('CUBLAS_WORKSPACE_CONFIG'))"],
-        env=env if own is None else {**env, "CUBLAS_WORKSPACE_CONFIG": own},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.stdout.strip() == (own or ":4096:8"), done.stderr
+    assert "CUBLAS_WORKSPACE_CONFIG" in os.environ  # nbtools is imported
+    for own, expected in ((":16:8", ":16:8"), (None, ":4096:8")):
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+        if own is not None:
+            monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", own)
+        runpy.run_path(str(device.__file__))
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == expected
 
 
 def test_training_goes_to_the_device_that_the_environment_names(tmp_path, monkeypatch):
@@ -177,3 +171,48 @@ def test_ctc_is_refused_in_a_sentence_where_training_on_a_gpu_is_to_be_determini
     batch = {"label": torch.tensor([[0, 1]]), "label_length": torch.tensor([2])}
     with pytest.raises(TrainError, match=r"Plan\.deterministic .* CTC .* deterministic=False"):
         task.loss(lambda _batch: (OnCuda(), torch.tensor([9])), batch, task.PLAN)
+
+
+# -- on a GPU
+
+PLAN = toy.PLAN.replace(epochs=2, dropout=0.0)
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    return toy.make_pack(tmp_path_factory.mktemp("toy"))
+
+
+def trained(pack, plan, evaluating=False):
+    """Losses of all epochs on the GPU, evaluated in the middle of each where asked."""
+    state, losses = nb.TrainState(toy, pack, plan), []
+    assert state.device.type == "cuda"
+    for record in nb.train(toy, state, pack):
+        losses += [record.values["loss"]] if record.kind == "step" and record.values else []
+        state.evaluate_next = evaluating and record.kind == "step"
+    return losses
+
+
+@pytest.mark.cuda
+def test_streamed_batches_with_evaluations_amid_the_epoch_train_as_resident_ones(pack):
+    streamed = trained(pack, PLAN.replace(feed="streamed"), evaluating=True)
+    assert streamed == pytest.approx(trained(pack, PLAN.replace(feed="resident")), rel=1e-3)
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, while it compiles
+@pytest.mark.parametrize("lever", ["compile", "graph"])
+def test_compiled_and_replayed_models_train_to_the_same_losses(pack, lever):
+    assert trained(pack, PLAN.replace(**{lever: True})) == pytest.approx(trained(pack, PLAN), rel=0.05)
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+@pytest.mark.cuda
+def test_deterministic_training_repeats_its_losses(pack):
+    plan = PLAN.replace(deterministic=True)
+    assert trained(pack, plan) == trained(pack, plan)
+
+
+@pytest.mark.cuda
+def test_the_moving_average_makes_no_step_wait_for_the_gpu(pack):
+    assert step_profile(toy, pack, PLAN.replace(ema=0.9), seconds=0.3).syncs == ()

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 import types
 from typing import Any
@@ -239,7 +240,7 @@ def test_a_copy_that_failed_is_made_up_for_and_the_index_names_nothing_absent(ru
         monkeypatch.setattr(disk, "write_atomic", flaky)
         keeper = checkpoint.Keeper(run.folder, target)
         keeper.keep()
-        keeper.flush()
+        keeper.last.result()
         if (target / "run.json").exists():
             assert Run.open(target, toy).model("cpu") is not None
         keeper.keep()
@@ -252,21 +253,23 @@ def test_a_copy_that_failed_is_made_up_for_and_the_index_names_nothing_absent(ru
 
 def test_an_index_kept_while_the_run_goes_on_names_what_was_there(copy, tmp_path):
     target, keeper = tmp_path / "drive", checkpoint.Keeper(copy, tmp_path / "drive")
-    index = checkpoint.read_index(copy)
-    with keeper.change:  # the thread waits: the run is one checkpoint further before it copies
-        keeper.keep()
-        checkpoint.mark(copy, last="0009-00000081", best="0009-00000081.weights")
+    index, busy = checkpoint.read_index(copy), threading.Event()
+    keeper.pool.submit(busy.wait)  # the run is one checkpoint further before it copies
+    keeper.keep()
+    checkpoint.mark(copy, last="0009-00000081", best="0009-00000081.weights")
+    busy.set()
     keeper.close()
     assert checkpoint.read_index(target) == index
     assert len(checkpoint.weights(target)) > 0
 
 
 def test_what_is_pruned_before_it_is_kept_is_no_complaint(copy, tmp_path):
-    keeper = checkpoint.Keeper(copy, tmp_path / "drive")
-    with keeper.change:
-        keeper.keep()
-        for path in copy.glob("*.safetensors"):
-            path.unlink()
+    keeper, busy = checkpoint.Keeper(copy, tmp_path / "drive"), threading.Event()
+    keeper.pool.submit(busy.wait)
+    keeper.keep()
+    for path in copy.glob("*.safetensors"):
+        path.unlink()
+    busy.set()
     keeper.close()
     assert keeper.complaints == []
     assert not (tmp_path / "drive" / "run.json").exists()

@@ -479,7 +479,7 @@ def test_the_baseline_is_the_references_recipe_and_the_plan_its_rate_by_the_sqrt
     assert plan.lr == pytest.approx(hwdb.BASELINE.lr * (plan.batch_size / hwdb.BASELINE.batch_size) ** 0.5, rel=1e-2)
     assert (plan.batch_size, plan.lr_rule, plan.clip_norm, plan.amp) == (64, "sqrt", 5.0, "bf16")
     assert plan.warmup_epochs > 0
-    assert plan.with_batch_size(16).lr == pytest.approx(plan.lr / 2)
+    assert plan.turn(batch_size=16).lr == pytest.approx(plan.lr / 2)
 
 
 @pytest.mark.parametrize("accelerator", ["cuda", "mps", "cpu"])

@@ -1,6 +1,11 @@
-"""Task: modules, classes and instances as tasks, the defaults of what they leave out, and how a run finds them."""
+"""Task: modules, classes and instances as tasks, the defaults of what they leave out, how a run finds them, and answers
+that cost much, which are left to the end."""
 
+import dataclasses
+import shutil
+import signal
 import sys
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,7 +18,16 @@ import nbtools as nb
 from nbtools.data import Entry, Survey
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.live.view import Previews
+from nbtools.train import Sums, evaluation, loop
 from tests import toy
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+QUIET: dict[str, Any] = {"receipt": False, "progress": False}
+
+
+class Pick(nn.Module):
+    def forward(self, batch):
+        return batch["x"]
 
 
 class Least(nb.Task):
@@ -24,11 +38,6 @@ class Least(nb.Task):
 
     def loss(self, model, batch, plan):
         return nn.functional.cross_entropy(model(batch), batch["label"][:, 0], reduction="sum"), len(batch["id"])
-
-
-class Pick(nn.Module):
-    def forward(self, batch):
-        return batch["x"]
 
 
 class Static:
@@ -70,7 +79,7 @@ def test_a_class_an_instance_and_a_module_train_answer_and_are_found_again(tmp_p
     if name == "tests.least":
         monkeypatch.setitem(sys.modules, name, task)
     plan = (toy.PLAN if task is toy else nb.Plan()).replace(epochs=1, batch_size=8)
-    nb.fit(task, pack, plan, run=tmp_path / "run", receipt=False, progress=False)
+    nb.fit(task, pack, plan, run=tmp_path / "run", **QUIET)
     run = nb.Run.open(tmp_path / "run")
     assert f'"task": "{name}"' in (tmp_path / "run" / "run.json").read_text()
     assert nb.evaluate(run, pack).keys() >= {"loss"}
@@ -82,6 +91,7 @@ def test_what_two_functions_leave_out_has_its_default(pack):
     state = nb.TrainState(least, pack, nb.Plan(batch_size=8))
     task, x = state.task, torch.ones(2, 8)
     assert task.BASELINE.changes_from(nb.Plan()) == {"feed": "auto → workers"}
+    assert type("Own", (Least,), {"PLAN": toy.PLAN})().BASELINE.changes_from(toy.PLAN) == {"feed": "auto → workers"}
     assert task.batch({"x": x}, nb.Plan(), None) == {"x": x}
     assert task.metrics(x, {}) == {} == task.suggest(pack.card, "cpu")
     assert torch.equal(task.decode(x, pack.card)[1], x[1])
@@ -109,13 +119,6 @@ def test_a_survey_and_a_reader_make_a_pack(tmp_path):
     assert np.array_equal(pack.raw[3]["x"], pack.sample(3)["x"])
 
 
-def test_a_task_of_a_plan_of_its_own_is_compared_with_that_plan_read_one_by_one():
-    class Own(Least):
-        PLAN = toy.PLAN
-
-    assert Own().BASELINE.changes_from(toy.PLAN) == {"feed": "auto → workers"}
-
-
 @pytest.mark.parametrize("lacking", ["model", "loss"])
 def test_what_has_no_default_is_asked_for_by_its_name(pack, lacking):
     task: Any = SimpleNamespace(**{name: getattr(least, name) for name in ("model", "loss") if name != lacking})
@@ -124,8 +127,144 @@ def test_what_has_no_default_is_asked_for_by_its_name(pack, lacking):
 
 
 def test_an_object_without_a_name_is_opened_by_giving_it_again(tmp_path, pack):
-    task: Any = SimpleNamespace(**vars(toy))
-    nb.fit(task, pack, toy.PLAN.replace(epochs=1), run=tmp_path / "run", receipt=False, progress=False)
+    task = toy.with_()
+    nb.fit(task, pack, toy.PLAN.replace(epochs=1), run=tmp_path / "run", **QUIET)
     with pytest.raises(CheckpointError, match=r"'types:'.*pass task="):
         nb.Run.open(tmp_path / "run")
     assert nb.Run.open(tmp_path / "run", task).predict_pack(pack, [0])[0] in "abcd"
+
+
+def test_what_the_user_looks_at_in_a_cell_says_what_it_is(tmp_path, pack):
+    run = nb.fit(toy, pack, toy.PLAN.replace(epochs=1, batch_size=7), tmp_path / "run", **QUIET)
+    state = nb.TrainState(toy, pack, toy.PLAN, "cpu")
+    for shown in (run, run.history, run.summary(), nb.compare(run), pack, pack.raw, state, state.task):
+        assert " at 0x" not in repr(shown)
+    assert repr(state) == "TrainState of tests.toy: 0 steps, 0 of 3 epochs done, on cpu"
+    assert "60 samples of the pack" in repr(pack.raw)
+
+
+# -- answers that cost much
+
+
+@dataclass(frozen=True)
+class Plan(toy.Plan):
+    passes: int = nb.knob(3, "forward passes an answer", least=1, live=True)
+
+    def while_training(self):
+        return self.replace(passes=1)
+
+
+class Costly:
+    """The toy task with answers of several forward passes; `calls`: (passes, samples) of each."""
+
+    def __init__(self, failing: BaseException | None = None):
+        self.calls: list[tuple[int, int]] = []
+        self.failing, self.Plan = failing, Plan
+        self.PLAN = self.BASELINE = Plan(**{**toy.PLAN.to_dict(), "epochs": 2})
+
+    def infer(self, model, batch, plan):
+        self.calls.append((plan.passes, len(batch["x"])))
+        if self.failing is not None and plan.passes == 3:
+            raise self.failing
+        return sum(model(batch) for _ in range(plan.passes)) / plan.passes
+
+    def __getattr__(self, name):
+        return getattr(toy, name)
+
+
+@pytest.fixture
+def costly() -> Any:
+    return Costly()
+
+
+def test_costly_answers_are_left_to_the_end_where_the_best_weights_see_all_of_them(tmp_path, pack, costly):
+    folder, kept, plan = tmp_path / "run", tmp_path / "kept", costly.PLAN.replace(eval_samples=5)
+    run = nb.fit(costly, pack, plan, run=folder, keep=kept, **QUIET)
+    assert costly.calls == [(1, 5), (1, 5), (3, pack.splits["val"])]
+    assert run.final["epoch"] == run.best["epoch"]
+    assert run.final["values"] == nb.evaluate(run, pack, "val")
+    assert any(f"all {pack.splits['val']} validation samples" in said for said in run.events)
+    shutil.rmtree(folder)
+    costly.calls.clear()
+    back = nb.fit(costly, pack, plan, run=folder, keep=kept, **QUIET)  # it is kept, and not made twice
+    assert back.final == run.final
+    assert costly.calls == []
+    assert nb.fit(toy, pack, toy.PLAN.replace(epochs=1), run=tmp_path / "plain", **QUIET).final == {}
+
+
+def test_once_other_weights_are_the_best_what_was_found_of_earlier_ones_is_no_longer_told(tmp_path, pack, costly):
+    folder, plan = tmp_path / "run", costly.PLAN.replace(lr=1e-6)
+    before = nb.fit(costly, pack, plan, run=folder, **QUIET).final
+    costly.failing = KeyboardInterrupt()
+    longer = nb.fit(costly, pack, plan.replace(epochs=4, lr=0.03), run=folder, **QUIET)
+    assert longer.best["epoch"] != before["epoch"]
+    assert longer.final == {}
+    assert longer.events[-1] == "no last evaluation: stopped by you; run it again for it"
+
+
+@pytest.mark.parametrize("trouble", [TrainError("out of memory"), OSError("no space")])
+def test_a_last_evaluation_that_fails_does_not_cost_the_run(tmp_path, pack, trouble):
+    task = Costly(trouble)
+    run = nb.fit(task, pack, task.PLAN, run=tmp_path / "run", **QUIET)
+    assert run.final == {}
+    assert f"no last evaluation: {type(trouble).__name__}: {trouble}" in run.events
+
+
+def test_who_stops_a_run_waits_for_no_last_evaluation(tmp_path, pack, costly, monkeypatch):
+    end_epoch = loop.end_epoch
+    monkeypatch.setattr(loop, "end_epoch", lambda *given: signal.raise_signal(signal.SIGINT) or end_epoch(*given))
+    stopped = nb.fit(costly, pack, costly.PLAN.replace(epochs=1), run=tmp_path / "run", **QUIET)
+    assert len(stopped.history.of("epoch")) == 1
+    assert {passes for passes, _ in costly.calls} == {1}
+    assert stopped.final == {}
+
+
+def test_early_stop_too_ends_with_the_whole_split(tmp_path, pack, costly):
+    run = nb.fit(costly, pack, costly.PLAN.replace(epochs=30, early_stop=1), run=tmp_path / "run", **QUIET)
+    assert len(run.history.of("epoch")) < 30
+    assert run.final["epoch"] == run.best["epoch"]
+
+
+def test_without_a_validation_split_nothing_is_evaluated(tmp_path, costly):
+    pack = toy.make_pack(tmp_path, 40)
+    pack = dataclasses.replace(pack, card=dataclasses.replace(pack.card, splits={"train": 40, "val": 0, "test": 0}))
+    pack.split[:] = 0
+    run = nb.fit(costly, pack, costly.PLAN, run=tmp_path / "run", **QUIET)
+    assert run.final == {}
+    assert costly.calls == []
+
+
+def test_a_run_goes_on_and_is_evaluated_with_other_live_settings_and_refuses_the_rest(tmp_path, pack, costly):
+    nb.fit(costly, pack, costly.PLAN, run=tmp_path / "run", **QUIET)
+    more = costly.PLAN.replace(epochs=3, passes=2)
+    run = nb.fit(costly, pack, more, run=tmp_path / "run", **QUIET)
+    assert run.final["plan"]["passes"] == 2
+    with pytest.raises(TrainError, match="hidden"):
+        nb.fit(costly, pack, more.replace(hidden=8), run=tmp_path / "run", **QUIET)
+    costly.calls.clear()
+    nb.evaluate(run, pack, "test", passes=7)
+    assert {passes for passes, _ in costly.calls} == {7}
+    assert nb.Run.open(tmp_path / "run", costly).plan == more
+    refused = {"pases": "pases.*passes", "hidden": "Plan.hidden", "optimizer": "Plan.optimizer"}
+    for name, said in refused.items():
+        with pytest.raises(NbtoolsError, match=said):
+            nb.evaluate(run, pack, "val", **{name: "sgd" if name == "optimizer" else 8})
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 11])
+def test_a_part_of_a_split_is_the_same_samples_each_time_evenly_spaced(pack, most):
+    state, seen = nb.TrainState(toy, pack, toy.PLAN), []
+    for _ in range(2):
+        ids: list[int] = []
+        spied = toy.with_(batch=lambda raw, *given, ids=ids: ids.extend(raw["id"].tolist()) or toy.batch(raw, *given))
+        list(evaluation.score_split(spied, state.model, pack, toy.PLAN, "val", Sums(), most=most))
+        seen.append(ids)
+    assert seen[0] == seen[1]
+    assert len(set(seen[0])) == min(most, pack.splits["val"])
+    assert set(seen[0]) <= set(pack.ids("val").tolist())
+    assert evaluation.is_partial(toy.PLAN.replace(eval_samples=most), 10) == (most < 10)
+
+
+def test_the_live_picture_waits_for_no_costly_answers(pack, costly):
+    assert Previews(nb.TrainState(costly, pack, costly.PLAN), pack).now()
+    assert {passes for passes, _ in costly.calls} == {1}

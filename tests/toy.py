@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,6 +63,11 @@ def pack(source, *, ragged: bool = False, into: Path | None = None, progress: bo
 def make_pack(folder: Path, count: int = 200, ragged: bool = False, seed: int = 0) -> Pack:
     """A pack of demo files, both below a folder."""
     return pack(demo(folder / "raw", count, ragged, seed), ragged=ragged, into=folder / "pack")
+
+
+def with_(**changes) -> Any:
+    """This task with some of its names replaced."""
+    return SimpleNamespace(**{**globals(), **changes})
 
 
 class Net(nn.Module):

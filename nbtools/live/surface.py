@@ -20,7 +20,7 @@ from nbtools.live.requests import REFUSED, FirstSignal, Requests, advised
 from nbtools.live.samples import Preview
 from nbtools.live.view import PLOT_FILE, Previews, View
 from nbtools.measure import Sampler, nvml_index
-from nbtools.train import History, Record, TrainState, best_of, require_change
+from nbtools.train import History, Record, TrainState, checkpoint, require_change
 
 LOOK_EVERY = 0.5  # seconds between looks for control.json
 SHOW_EVERY = 0.25  # seconds between updates of the panel
@@ -86,7 +86,7 @@ class Surface(View):
         """Whether there is anything to do for an action."""
         if action == "undo":
             return len(self.former) > 1 or self.state.plan != self.former[-1]
-        return action != "best" or best_of(self.folder) is not None
+        return action != "best" or checkpoint.best_of(self.folder) is not None
 
     def undo(self) -> None:
         """Want the plan from before the last change, or before the one that is not applied yet."""

@@ -23,7 +23,7 @@ from nbtools.errors import TrainError
 from nbtools.measure import memory
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import EAGER, Clock, Stepper, made_ready, typical, untouched
-from nbtools.train import Plan, TaskLike, attempt, clear_gradients, release, within_memory
+from nbtools.train import Plan, TaskLike, attempt, clear_gradients, release
 from nbtools.train import device as devices
 
 WITHIN = 0.95  # of the best throughput
@@ -169,7 +169,7 @@ class Trial(Stepper):
 
     def tried(self, act: Callable[[], T]) -> tuple[T | None, str]:
         """(its result, ""), or (None, why) where memory ended; nothing is kept of a failed step then."""
-        found, reason = within_memory(act)
+        found, reason = devices.within_memory(act)
         if reason:
             release(self.state)
         return found, reason
@@ -204,7 +204,7 @@ class Trial(Stepper):
 
 
 def begun(task: TaskLike, pack: Pack, plan: Plan, device: torch.device, clock: Clock | None) -> Trial:
-    trial, reason = within_memory(lambda: Trial(task, pack, plan, device, clock))
+    trial, reason = devices.within_memory(lambda: Trial(task, pack, plan, device, clock))
     if trial is None:
         raise TrainError(f"out of memory before the first step ({reason}); use a smaller network, or free memory")
     return trial

@@ -30,7 +30,7 @@ from nbtools.measure import memory
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import Clock, Stepper, epoch_batches, finish, typical
-from nbtools.train import DTYPES, Batch, Plan, Sums, TaskLike, TrainState, backward, checkpoint, score, step
+from nbtools.train import DTYPES, Batch, Plan, Sums, TaskLike, TrainState, backward, checkpoint, evaluation, train_step
 
 ROUNDS = 16
 LEAST_ROUNDS = 3  # where a step takes long
@@ -233,7 +233,7 @@ class Bench:
         included; 0 where it is empty."""
         sums, start, done, took = Sums(self.state.device), self.clock(), 0, 0.0
         for k, raw in enumerate(self.run.feed(self.val)):
-            score(self.task, self.state.evaluated, raw, self.run.plan, sums)
+            evaluation.score(self.task, self.state.evaluated, raw, self.run.plan, sums)
             finish(self.state.device)
             done, took = done + len(raw["id"]), self.clock() - start
             if k and took > seconds:
@@ -303,7 +303,7 @@ def in_pairs(state: TrainState, raw: Batch, epoch_size: int) -> Any:
     kept = state.recovery.micro, state.network
     state.recovery.micro, state.network = 2, state.model
     try:
-        return step(state, raw, epoch_size)
+        return train_step(state, raw, epoch_size)
     finally:
         state.recovery.micro, state.network = kept
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from nbtools.data import Feed, Pack, Raw, batches_left, choose, lengths_of, open_feed
-from nbtools.train import Plan, Task, TaskLike, TrainState, as_task, prepare, require_sizes, step
+from nbtools.train import Plan, Task, TaskLike, TrainState, as_task, require_sizes, train_step
 from nbtools.train import device as devices
 
 Clock = Callable[[], float]  # seconds since some moment; tests give one that they move by hand
@@ -84,14 +84,14 @@ class Stepper:
         device: torch.device,
         feed: Feed | None = None,
         clock: Clock | None = None,
-        act: Act = step,
+        act: Act = train_step,
         learning: bool = False,
     ):
         require_sizes(pack, plan)
         self.task, self.pack, self.plan, self.device = as_task(task), pack, plan, device
         self.clock, self.act = clock or perf_counter, act
         self.state = TrainState(apart(self.task), pack, plan if learning else plan.replace(**STILL), device)
-        prepare(plan, device, many_shapes=self.state.card.bucket_by is not None)
+        devices.prepare(plan, device, many_shapes=self.state.card.bucket_by is not None)
         self.feed = feed or open_feed(pack, plan, device)
         self.batches: Iterator[Raw] = self.epochs()
         self.turns: list[Turn] = []
@@ -237,7 +237,7 @@ def untouched(device: torch.device) -> Iterator[None]:
 
 
 def read_switches() -> dict[str, Any]:
-    """Those that `nbtools.train.prepare` sets. precision: None where torch does not tell it because the user set
+    """Those that `nbtools.train.device.prepare` sets. precision: None where torch does not tell it because the user set
     `fp32_precision` (torch ≥ 2.9), which is kept instead."""
     try:
         precision, backends = torch.get_float32_matmul_precision(), []

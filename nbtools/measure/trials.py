@@ -15,7 +15,7 @@ from nbtools.data import Feed, Pack, cores
 from nbtools.measure import memory
 from nbtools.measure.profile import LEAST_ROUNDS, ROUNDS, Bench, StepProfile, Tried
 from nbtools.measure.stepper import EAGER, Clock, Stepper, made_ready, untouched
-from nbtools.train import Diverged, Plan, TaskLike, within_memory
+from nbtools.train import Diverged, Plan, TaskLike
 from nbtools.train import device as devices
 
 SECONDS = 3.0  # a measurement takes two to three times as long, with its warm-up
@@ -207,7 +207,7 @@ def begun(
 ) -> Stepper | None:
     """A plan in training, warmed up; None where memory ends, or its model cannot be compiled here."""
     try:
-        return within_memory(lambda: Stepper(task, pack, plan, device, feed, clock).warm_up())[0]
+        return devices.within_memory(lambda: Stepper(task, pack, plan, device, feed, clock).warm_up())[0]
     except RuntimeError:  # all of dynamo's and inductor's derive from it
         if not (plan.compile or plan.graph):
             raise

@@ -1,10 +1,9 @@
 """Plan, Task, TrainState, the loop, evaluation, checkpoints, history."""
 
 from nbtools.train import checkpoint, device, evaluation
-from nbtools.train.checkpoint import CONTROL, best_of
-from nbtools.train.device import DTYPES, again, autocast, prepare, within_memory
-from nbtools.train.device import pick as pick_device
-from nbtools.train.evaluation import Sums, forward, score, score_split
+from nbtools.train.checkpoint import CONTROL
+from nbtools.train.device import DTYPES, again, autocast
+from nbtools.train.evaluation import Sums
 from nbtools.train.history import KEYS, History, Record
 from nbtools.train.loop import adopt, caught_up, require_change, train
 from nbtools.train.plan import (
@@ -20,7 +19,7 @@ from nbtools.train.plan import (
     shown,
     times,
 )
-from nbtools.train.recovery import LEFT_OUT, Diverged, release, step
+from nbtools.train.recovery import LEFT_OUT, Diverged, release, train_step
 from nbtools.train.state import TrainState
 from nbtools.train.step import attempt, backward, clear_gradients
 from nbtools.train.task import Batch, Pair, Task, TaskLike, as_task, best_metric, import_task, task_name
@@ -47,7 +46,6 @@ __all__ = [
     "autocast",
     "backward",
     "best_metric",
-    "best_of",
     "beyond",
     "caught_up",
     "checkpoint",
@@ -56,23 +54,17 @@ __all__ = [
     "doubts",
     "evaluation",
     "fixed",
-    "forward",
     "import_task",
     "knob",
     "lr_factor",
-    "pick_device",
-    "prepare",
     "refuse_fixed",
     "release",
     "require_batch",
     "require_change",
     "require_sizes",
-    "score",
-    "score_split",
     "shown",
-    "step",
     "task_name",
     "times",
     "train",
-    "within_memory",
+    "train_step",
 ]

@@ -10,8 +10,8 @@ A run folder holds, next to plan.json and history.csv:
 The last checkpoint and OLDER ones before it are kept, the best epoch's, and the anchor: the one from before a change of
 settings that is still being watched (see `nbtools.rollback`).
 
-A file is never written in place: a crash leaves the older ones as they were, and `load` takes the newest whole one up
-to the last.
+A file is never written in place: a crash leaves the older ones as they were, and `newest` takes the newest whole one
+up to the last.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import dataclasses
 import hashlib
 import json
 import re
-import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,15 +61,12 @@ def save(folder: Path, state: TrainState, rows: int, best: bool = False) -> None
 
 
 def name_of(state: TrainState) -> str:
-    """The name of a checkpoint of the state as it is."""
     return f"{state.epoch:04d}-{state.step:08d}"
 
 
 def rewind(folder: Path, last: str, **entries: Any) -> None:
-    """Discard all checkpoints after this one, which becomes the last. entries: others of the index.
-
-    They are deleted after the index has stopped naming them: a run killed in between does not resume from them.
-    """
+    """Discard all checkpoints after this one, which becomes the last; the index first, so that a run killed in between
+    does not resume from them. entries: others of the index."""
     mark(folder, last=last, **entries)
     with disk.explained(f"going back to checkpoint {last}", folder):
         prune(folder, read_index(folder))
@@ -90,8 +87,7 @@ def best_of(folder: Path) -> str | None:
 
 
 def facts_of(folder: Path, name: str) -> dict[str, Any]:
-    """The plain part of a checkpoint: rows of the history, plan, position. Raises CheckpointError where it cannot be
-    read."""
+    """The plain part of a checkpoint. Raises CheckpointError where it cannot be read."""
     try:
         return json.loads((folder / f"{name}.json").read_text())
     except (OSError, ValueError) as error:
@@ -108,8 +104,8 @@ def write(folder: Path, name: str, tensors: dict[str, Tensor], facts: dict[str, 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that was read. facts: rows of the history, the applied plan, and the plain part of the state. complaints:
-    about newer ones, which are damaged."""
+    """One that was read. facts: the history's rows, the applied plan, the state's plain part. complaints: about newer
+    ones, which are damaged."""
 
     name: str
     tensors: dict[str, Tensor]
@@ -119,9 +115,8 @@ class Checkpoint:
 
 def read(folder: Path, name: str) -> Checkpoint:
     """One checkpoint. Raises CheckpointError where it is missing or not what was written."""
-    path = folder / f"{name}.safetensors"
+    path, facts = folder / f"{name}.safetensors", facts_of(folder, name)
     try:
-        facts = json.loads((folder / f"{name}.json").read_text())
         data = path.read_bytes()
         if len(data) != facts["bytes"] or hashlib.sha256(data).hexdigest() != facts["sha256"]:
             raise CheckpointError(f"{path}: {len(data)} bytes that are not the {facts['bytes']} written; it is damaged")
@@ -140,7 +135,7 @@ def load(folder: Path, state: TrainState) -> Checkpoint:
 def newest(folder: Path, last: str | None = None) -> Checkpoint:
     """The newest whole checkpoint up to the last (None: that of the index). Raises CheckpointError for none."""
     complaints: list[str] = []
-    for name in reached(folder, last or read_index(folder).get("last")):
+    for name in reached(folder, last):
         try:
             return dataclasses.replace(read(folder, name), complaints=tuple(complaints))
         except CheckpointError as error:
@@ -154,8 +149,9 @@ def names(folder: Path) -> list[str]:
     return sorted(found, key=place, reverse=True)
 
 
-def reached(folder: Path, last: str | None) -> list[str]:
-    """Those up to the last, newest first; later ones were discarded, or are another run's."""
+def reached(folder: Path, last: str | None = None) -> list[str]:
+    """Those up to the last (None: that of the index), newest first; later ones were discarded, or are another run's."""
+    last = last or read_index(folder).get("last")
     return [name for name in names(folder) if last is None or place(name) <= place(last)]
 
 
@@ -169,7 +165,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
     best = read_index(folder).get("best")
     if best is not None:
         return read(folder, best).tensors
-    for name in reached(folder, read_index(folder).get("last")):
+    for name in reached(folder):
         tensors = read(folder, name).tensors
         return below(tensors, "ema.module.") or below(tensors, "model.")
     raise CheckpointError(f"{folder}: no checkpoint; train first, or name another run folder")
@@ -186,8 +182,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def prune(folder: Path, index: dict[str, Any]) -> None:
-    """Keep what the index names and those before the last; later ones were discarded, are damaged
-    or another run's, and are deleted, as is what a crash left half-written."""
+    """Delete all but what the index names and OLDER ones before the last, and what a crash left half-written."""
     kept = {*named(index), *reached(folder, index["last"])[: 1 + OLDER]}
     for path in folder.iterdir():
         if FILE.fullmatch(path.name) and (path.suffix == ".part" or path.stem not in kept):
@@ -205,47 +200,38 @@ def named(index: dict[str, Any]) -> list[str]:
 class Keeper:
     """Copies a run to a second folder (Drive) on a thread of its own: what that folder lacks of the newest state.
 
-    Errors there go to `complaints` and do not stop training: what is local stays whole, and the next call
-    of `keep` brings what is still missing. behind: whether the folder lacks something that it was to get.
+    Errors there go to `complaints` and do not stop training: what is local stays whole, and the next call of `keep`
+    brings what is still missing.
     """
 
     def __init__(self, source: Path, target: Path):
         self.source, self.target = source, target
         self.complaints: list[str] = []
-        self.wanted: bytes | None = None
-        self.change = threading.Condition()
-        self.busy = self.closed = self.behind = False
-        self.thread = threading.Thread(target=self.work, name="nbtools-keeper", daemon=True)
-        self.thread.start()
+        self.pool = ThreadPoolExecutor(1, "nbtools-keeper")
+        self.last: Future[None] = Future()
+        self.asked = self.done = 0  # calls of `keep`, and the last one whose copy is there
+
+    @property
+    def behind(self) -> bool:
+        """Whether the folder lacks something that it was to get."""
+        return self.done != self.asked
 
     def keep(self) -> None:
         """Ask for a copy of the run as it is now. The index is read here: later it may name newer checkpoints."""
-        index = (self.source / INDEX).read_bytes()
-        with self.change:
-            self.wanted, self.behind = index, True
-            self.change.notify_all()
+        self.last.cancel()  # where it has not begun: this one brings all of it
+        self.asked += 1
+        self.last = self.pool.submit(self.work, (self.source / INDEX).read_bytes(), self.asked)
 
-    def work(self) -> None:
-        while True:
-            with self.change:
-                self.change.wait_for(lambda: self.wanted is not None or self.closed)
-                if self.wanted is None:
-                    return
-                index, self.wanted, self.busy = self.wanted, None, True
-            try:
-                self.copy(index)
-                with self.change:
-                    self.behind = self.wanted is not None
-            except Exception as error:  # whatever it is: a thread that ended would have `close` wait for ever
-                pruned = isinstance(error, FileNotFoundError) and Path(error.filename or "").parent == self.source
-                if not pruned:  # else a newer state is on its way
-                    self.complaints.append(
-                        f"{self.target}: not kept ({error}); the run continues, and is whole in {self.source}"
-                    )
-            finally:
-                with self.change:
-                    self.busy = False
-                    self.change.notify_all()
+    def work(self, index: bytes, asked: int) -> None:
+        try:
+            self.copy(index)
+            self.done = asked
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) and Path(error.filename or "").parent == self.source:
+                return  # pruned: a newer state is on its way
+            self.complaints.append(
+                f"{self.target}: not kept ({error}); the run continues, and is whole in {self.source}"
+            )
 
     def copy(self, index: bytes) -> None:
         """The checkpoints that the index names where they are not there yet, all other files, and the index at the end:
@@ -274,14 +260,6 @@ class Keeper:
         if copied.read_bytes() != data:
             raise OSError(f"{copied}: reads back other than it was written")
 
-    def flush(self) -> None:
-        """Wait until all that was asked for is copied."""
-        with self.change:
-            self.change.wait_for(lambda: self.wanted is None and not self.busy)
-
     def close(self) -> None:
-        self.flush()
-        with self.change:
-            self.closed = True
-            self.change.notify_all()
-        self.thread.join()
+        """Wait until all that was asked for is copied."""
+        self.pool.shutdown()

@@ -22,8 +22,7 @@ from nbtools.errors import TrainError
 from nbtools.train.plan import Plan
 
 # torch reads it once, at the process's first matrix product on CUDA, and without it refuses all of them under
-# Plan.deterministic (Context.cpp, alertCuBLASConfigNotDeterministic). cuBLAS's workspace takes 32 MiB then instead of 8
-# (on Hopper 32 in any case).
+# Plan.deterministic (Context.cpp, alertCuBLASConfigNotDeterministic). It costs 24 MiB of workspace, on Hopper none.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 FULL = (  # what torch says in a plain RuntimeError when memory runs out
@@ -53,8 +52,10 @@ def pick(name: str | None = None) -> torch.device:
         try:
             return torch.empty(0, device=name).device
         except (RuntimeError, AssertionError) as error:
-            said = str(error).splitlines()[0]
-        raise TrainError(f"{asked} must be a device that torch has here, such as cpu or cuda:0, got {name!r}: {said}")
+            why = f"{name!r}: {str(error).splitlines()[0]}"
+            raise TrainError(
+                f"{asked} must be a device that torch has here, such as cpu or cuda:0, got {why}"
+            ) from None
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
@@ -83,19 +84,17 @@ def prepare(plan: Plan, device: torch.device, many_shapes: bool) -> None:
     torch.use_deterministic_algorithms(plan.deterministic)
     if device.type == "cpu":
         keep_freed()
-    if device.type != "cuda":
-        return
-    torch.backends.cudnn.benchmark = not plan.deterministic and not many_shapes
-    # In all versions. The newer `fp32_precision` alone makes torch.get_float32_matmul_precision() raise, which inductor
-    # calls (pytorch#166387). Convolutions take TF32 by default.
-    torch.set_float32_matmul_precision("high")
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = not plan.deterministic and not many_shapes
+        # The newer `fp32_precision` alone makes torch.get_float32_matmul_precision() raise, which inductor calls
+        # (pytorch#166387). Convolutions take TF32 by default.
+        torch.set_float32_matmul_precision("high")
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: torch's own error, or what a CPU, MPS, cuBLAS and cuDNN raise instead."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)
+    full = isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)
+    return full or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 def within_memory(act: Callable[[], T]) -> tuple[T | None, str]:
@@ -118,9 +117,9 @@ def glibc() -> ctypes.CDLL | None:
 
 @cache
 def keep_freed() -> bool:
-    """Have malloc keep what tensors free, for this process and for good: else it hands every large activation back to
-    the system, and a CPU step spends 5 % (small network) to 25 % (the guide's) of its time on page faults. Settings of
-    the user's own (MALLOC_…, another allocator) stay. Returns whether it was done."""
+    """Have malloc keep what tensors free, for good: else it hands every large activation back to the system, and a CPU
+    step spends 5 % (small network) to 25 % (the guide's) of its time on page faults. Settings of the user's own
+    (MALLOC_…, another allocator) stay. Returns whether it was done."""
     library = glibc()
     if library is None or any(name.startswith("MALLOC_") for name in os.environ):
         return False
@@ -161,20 +160,18 @@ def recurrent_in_float32(plan: Plan, device: torch.device, model: nn.Module) -> 
     """Inside, under bf16, the model's LSTM, GRU and RNN layers leave autocast: forward, backward and recomputation.
 
     On CUDA autocast runs cuDNN's in fp16, whatever its dtype (`_cudnn_rnn_cast_reflatten` casts to kHalf,
-    aten/src/ATen/cudnn/AutocastRNN.cpp), and bf16 trains without the loss scaling that fp16 needs. On exit the layers
-    are as before.
+    aten/src/ATen/cudnn/AutocastRNN.cpp), and bf16 trains without the loss scaling that fp16 needs.
     """
     layers = recurrent(model) if plan.amp == "bf16" else []
     before = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
-        layer.forward = float32_forward(layer, device)
+        layer.forward = in_float32(layer.forward, device)
     try:
         yield
     finally:
         for layer, forward in zip(layers, before, strict=True):
-            if forward is None:
-                del layer.forward
-            else:
+            del layer.forward
+            if forward is not None:
                 layer.forward = forward
 
 
@@ -189,9 +186,8 @@ def recurrent(model: nn.Module) -> list[nn.RNNBase]:
     return list(found.values())
 
 
-def float32_forward(layer: nn.RNNBase, device: torch.device) -> Callable[..., Any]:
-    """The layer's forward outside autocast."""
-    forward = layer.forward
+def in_float32(forward: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """A layer's forward outside autocast."""
 
     def widened(value: Any) -> Any:
         floating = isinstance(value, (Tensor, PackedSequence)) and value.data.is_floating_point()
@@ -206,7 +202,7 @@ def float32_forward(layer: nn.RNNBase, device: torch.device) -> Callable[..., An
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which sums over a split are exact, as far as the device has one."""
+    """The dtype in which sums are exact, as far as the device has one."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 

@@ -1,10 +1,8 @@
-"""Evaluation: loss and metrics of a split as exact sums, never augmented, in eval mode, which is left as it was.
-
-K classes.
-"""
+"""Evaluation: loss and metrics of a split as exact sums, never augmented, in eval mode. K classes."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,7 +14,7 @@ from nbtools.data import Feed, Pack, in_order, lengths_of, open_feed
 from nbtools.errors import TrainError
 from nbtools.train.device import autocast, sum_dtype, within_memory
 from nbtools.train.plan import Plan
-from nbtools.train.task import Batch, Pair, Task, TaskLike, as_task
+from nbtools.train.task import Batch, Pair, TaskLike, as_task
 
 
 class Sums:
@@ -40,11 +38,11 @@ class Sums:
         if not self.totals:
             return {}
         flat = torch.cat([total.view(2, -1) for total in self.totals.values()], 1).tolist()
-        values, start = {}, 0
+        ratios = zip(*flat, strict=True)
+        values = {}
         for name, total in self.totals.items():
-            stop = start + total[0].numel()
-            ratios = [n / d for n, d in zip(*(row[start:stop] for row in flat), strict=True) if d]
-            values[name], start = sum(ratios) / max(len(ratios), 1), stop
+            counted = [n / d for n, d in itertools.islice(ratios, total[0].numel()) if d]
+            values[name] = sum(counted) / max(len(counted), 1)
         return values
 
 
@@ -70,12 +68,9 @@ def score_split(
     sums: Sums,
     feed: Feed | None = None,
     most: int | None = None,
-) -> Iterator[int]:
-    """Add loss and metrics of a split to sums; yields the samples done after every batch. most: so many samples, the
-    same ones each time, evenly spaced over the split.
-
-    Raises TrainError where the split is empty.
-    """
+) -> Iterator[None]:
+    """Add loss and metrics of a split to sums; yields after every batch. most: so many samples, always the same ones,
+    evenly spaced over the split. Raises TrainError where the split is empty."""
     ids = pack.ids(split)
     if not len(ids):
         there = ", ".join(f"{name}: {count:,}" for name, count in pack.splits.items() if count)
@@ -85,19 +80,25 @@ def score_split(
         )
     if most is not None and most < len(ids):
         ids = ids[np.linspace(0, len(ids) - 1, most).round().astype(int)]
-    feed, done = feed or open_feed(pack, plan, sums.device), 0
+    feed = feed or open_feed(pack, plan, sums.device)
     for raw in feed(in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)):
         score(task, model, raw, plan, sums)
-        done += len(raw["id"])
-        yield done
+        yield
 
 
 def score(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:
     """Add loss and metrics of a batch; out of memory, of its halves. Raises TrainError where one sample is too much."""
+
+    def pairs() -> dict[str, Pair]:
+        batch, outputs = forward(ours, model, raw, plan, sums.device)  # serves the loss and the metrics
+        with torch.no_grad(), autocast(plan, sums.device, model):
+            loss = ours.loss(lambda _batch: outputs, batch, plan)
+        return {"loss": loss, **ours.metrics(outputs, batch)}
+
     ours = as_task(task)
-    pairs, reason = within_memory(lambda: judged(ours, model, raw, plan, sums.device))
-    if pairs is not None:
-        sums.add(pairs)
+    found, reason = within_memory(pairs)
+    if found is not None:
+        sums.add(found)
         return
     if sums.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -106,14 +107,6 @@ def score(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) 
         raise TrainError(f"out of memory evaluating one sample ({reason}); use a smaller network or smaller samples")
     for part in (slice(half), slice(half, None)):
         score(ours, model, {name: tensor[part] for name, tensor in raw.items()}, plan, sums)
-
-
-def judged(task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.device) -> dict[str, Pair]:
-    """Loss and metrics of a batch; one forward pass serves both."""
-    batch, outputs = forward(task, model, raw, plan, device)
-    with torch.no_grad(), autocast(plan, device, model):
-        loss = task.loss(lambda _batch: outputs, batch, plan)
-    return {"loss": loss, **task.metrics(outputs, batch)}
 
 
 def evaluate(task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: str = "test") -> dict[str, float]:

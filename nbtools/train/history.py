@@ -53,8 +53,7 @@ class History:
         self.columns: list[str] = list(KEYS)
         self.whole = True
         self.place = (0, b"", 0)  # inode of the file, its header, and its bytes that were read
-        if self.path is not None and self.path.exists():
-            self.refresh()
+        self.refresh()
 
     def refresh(self) -> bool:
         """Take what another process has written to the file since; whether there was anything."""
@@ -69,11 +68,16 @@ class History:
             same = (now.st_ino, header) == (inode, known) and now.st_size >= end  # a number is given again when free
             file.seek(end if same else 0)
             data = file.read()
-        fresh = data[: data.rfind(b"\n") + 1]
-        if same:
-            self.rows += rows_of(lines_of(fresh), self.columns)
-        else:
-            self.rows, self.columns, self.whole = parsed(data)
+        fresh = data[: data.rfind(b"\n") + 1]  # before decoding: a crash may cut the last line within a character
+        lines = list(csv.reader(io.StringIO(fresh.decode("utf-8-sig"), newline="")))
+        if not same:
+            self.rows, self.columns, self.whole = [], lines.pop(0) if lines else list(KEYS), bool(fresh)
+        self.whole = self.whole and len(fresh) == len(data)
+        self.rows += [
+            {name: value(text) for name, text in zip(self.columns, line, strict=True) if text != ""}
+            for line in lines
+            if len(line) == len(self.columns)
+        ]
         self.place = (now.st_ino, header, (end if same else 0) + len(fresh))
         return bool(fresh) or not same
 
@@ -81,13 +85,7 @@ class History:
         """Keep a record that carries values; bare steps are not rows. Raises DiskError."""
         if not record.values:
             return
-        row = {
-            "kind": record.kind,
-            "epoch": record.epoch,
-            "step": record.step,
-            "samples": record.samples,
-            **record.values,
-        }
+        row = {**{name: getattr(record, name) for name in KEYS}, **record.values}
         self.rows.append(row)
         new = [name for name in row if name not in self.columns]
         self.columns += new
@@ -147,26 +145,6 @@ class History:
         columns = [name for name in self.columns if any(name in row for row in rows)]
         caption = f"{self!r}{f'; the last {LAST}, frame() has all' if len(self) > LAST else ''}"
         return table.html(columns, [[row.get(name) for name in columns] for row in rows], caption)
-
-
-def parsed(data: bytes) -> tuple[list[dict[str, Any]], list[str], bool]:
-    """(rows, columns, whether the file is whole) of a history file; a last line cut short by a crash is left out."""
-    end = data.rfind(b"\n") + 1  # before decoding: the cut may lie within a character
-    lines = lines_of(data[:end])
-    columns: list[str] = lines[0] if lines else list(KEYS)
-    return rows_of(lines[1:], columns), columns, bool(lines) and end == len(data)
-
-
-def lines_of(data: bytes) -> list[list[str]]:
-    return list(csv.reader(io.StringIO(data.decode("utf-8-sig"), newline="")))
-
-
-def rows_of(lines: list[list[str]], columns: list[str]) -> list[dict[str, Any]]:
-    return [
-        {name: value(text) for name, text in zip(columns, line, strict=True) if text != ""}
-        for line in lines
-        if len(line) == len(columns)
-    ]
 
 
 def cell(item: Any) -> Any:

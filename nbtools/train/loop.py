@@ -10,7 +10,7 @@ plot, clock, your own code) is simply code in the body of a `for`.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from time import perf_counter
 from typing import Any
 
@@ -23,8 +23,8 @@ from nbtools.train.device import memory, prepare, require
 from nbtools.train.evaluation import Sums, score_split
 from nbtools.train.history import Record
 from nbtools.train.optimizer import follow
-from nbtools.train.plan import Plan, refuse_fixed, require_batch, require_sizes
-from nbtools.train.recovery import Diverged, step
+from nbtools.train.plan import Plan, listed, refuse_fixed, require_batch, require_sizes
+from nbtools.train.recovery import Diverged, train_step
 from nbtools.train.state import EpochSums, TrainState
 from nbtools.train.task import TaskLike, as_task, best_metric
 
@@ -39,10 +39,9 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
     nothing. feed: one that is open, to share it; None: the plan's. Raises TrainError where training cannot start.
     """
     state.task = as_task(task)
-    count = len(pack.ids("train"))
     require_sizes(pack, state.plan)
     prepare(state.plan, state.device, many_shapes=state.card.bucket_by is not None)
-    feed = feed or open_feed(pack, state.plan, state.device)
+    feed, count = feed or open_feed(pack, state.plan, state.device), len(pack.ids("train"))
     state.restore_rng()
     try:
         while not state.over:
@@ -50,9 +49,11 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
             yield from train_epoch(state, feed, pack)
             if state.lost():
                 raise Diverged(f"the loss was lost in steps {start + 1} to {state.step}", (start, state.step))
-            values: dict[str, Any] = {}
-            if len(pack.ids("val")) and due(state):
-                values = yield from evaluate_epoch(state, feed, pack)
+            values, done, plan = {}, state.epoch + 1, state.plan
+            if len(pack.ids("val")) and (done % plan.eval_every == 0 or done >= plan.epochs):
+                values = yield from validate(state, feed, pack)
+                state.evaluate_next = False
+                judge(state, values)
             yield end_epoch(state, values, count)
         yield from changes(state, count)  # requested since the last step, such as fewer epochs
     finally:
@@ -77,19 +78,17 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
                     break
             start = perf_counter()
             raw = next(stream)
-            arrived = perf_counter()
-            loss_sum, count = step(state, raw, len(ids))
+            sums.waited += perf_counter() - start
+            loss_sum, count = train_step(state, raw, len(ids))
             sums.loss += loss_sum
             sums.count += count
+            sums.seconds += perf_counter() - start
             position.step += 1
             position.samples += len(batch)
             position.segments[-1][1] += 1
-            values = {"loss": window.loss(state)} if position.step % every == 0 else {}
-            sums.waited += arrived - start
-            sums.seconds += perf_counter() - start
-            if values:
-                values |= window.rates(state)
-                window = Window(state)
+            values = {}
+            if position.step % every == 0:
+                values, window = window.values(state), Window(state)
             while state.events:
                 yield record(state, "event", {"what": state.events.pop(0)})
             yield record(state, "step", values)
@@ -99,34 +98,42 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
 
 def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     """Apply a changed plan and evaluate where that was asked for, also while this yields; not beyond a change of batch
-    size, for which the epoch is regrouped first."""
+    size, for which the epoch is regrouped first. An evaluation counts for nothing, as if nobody had looked."""
     while state.plan.batch_size == state.position.segments[-1][0]:
         yield from changes(state, pack.splits["train"])
         if not state.evaluate_next:
             return
-        yield from evaluate_between(state, feed, pack)
+        state.evaluate_next = False
+        if len(pack.ids("val")):
+            yield record(state, "evaluation", (yield from validate(state, feed, pack)))
+        else:
+            what = "nothing to evaluate: the validation split is empty"
+            yield record(state, "event", {"what": what, "asked": "evaluate"})
+
+
+def log_interval(samples: int, batch_size: int) -> int:
+    """Steps between log rows: ten an epoch, at most 50 steps. Steps and not seconds, so that a log can be repeated."""
+    return min(50, max(1, math.ceil(samples / batch_size) // 10))
 
 
 class Window:
-    """What happened since a log step: its loss and its rates."""
+    """What happens from one log step to the next."""
 
     def __init__(self, state: TrainState):
         self.step, self.samples = state.step, state.samples
         self.seconds, self.waited = state.sums.seconds, state.sums.waited
 
-    def loss(self, state: TrainState) -> float:
-        """Mean loss since the last log step: the one transfer to the host. Raises Diverged where it is no number."""
-        sums = state.sums
+    def values(self, state: TrainState) -> dict[str, Any]:
+        """Its mean loss, the one transfer to the host, and its rates. Raises Diverged where the loss is no number."""
+        sums, start = state.sums, perf_counter()
         total, count = float(sums.loss), float(sums.count)
+        sums.seconds += perf_counter() - start  # the device finishes its steps meanwhile
         if not math.isfinite(total):
             raise Diverged(f"the loss became {total} in steps {self.step + 1} to {state.step}", (self.step, state.step))
         loss = (total - sums.logged[0]) / max(count - sums.logged[1], 1)
         sums.logged = (total, count)
-        return loss
-
-    def rates(self, state: TrainState) -> dict[str, Any]:
-        seconds, waited = state.sums.seconds - self.seconds, state.sums.waited - self.waited
-        return rates(state, state.samples - self.samples, seconds, waited)
+        seconds, waited = sums.seconds - self.seconds, sums.waited - self.waited
+        return {"loss": loss, **rates(state, state.samples - self.samples, seconds, waited)}
 
 
 def rates(state: TrainState, samples: int, seconds: float, waited: float) -> dict[str, Any]:
@@ -144,20 +151,10 @@ def record(state: TrainState, kind: str, values: dict[str, Any]) -> Record:
     return Record(kind, state.position.epoch, state.position.step, state.position.samples, values)
 
 
-def log_interval(samples: int, batch_size: int) -> int:
-    """Steps between log rows: ten an epoch, at most 50 steps. Steps and not seconds, so that a log can be repeated."""
-    return min(50, max(1, math.ceil(samples / batch_size) // 10))
+# -- the end of an epoch
 
 
-# -- evaluation
-
-
-def due(state: TrainState) -> bool:
-    """Whether this epoch ends with an evaluation; the last one always does."""
-    return (state.epoch + 1) % state.plan.eval_every == 0 or state.epoch + 1 >= state.plan.epochs
-
-
-def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, Any]]:
+def validate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, Any]]:
     """Loss and metrics of the validation split, or of as many of its samples as the plan looks at while it trains."""
     start, sums, plan = perf_counter(), Sums(state.device), state.plan.while_training()
     for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed, plan.eval_samples):
@@ -165,20 +162,8 @@ def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, Non
     return {**{f"val_{name}": value for name, value in sums.read().items()}, "eval_time": perf_counter() - start}
 
 
-def evaluate_between(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
-    """Evaluate in the middle of an epoch. It counts for nothing: the run continues as if nobody had looked."""
-    state.evaluate_next = False
-    if not len(pack.ids("val")):
-        what = "nothing to evaluate: the validation split is empty"
-        yield record(state, "event", {"what": what, "asked": "evaluate"})
-        return
-    yield record(state, "evaluation", (yield from evaluate(state, feed, pack)))
-
-
-def evaluate_epoch(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, Any]]:
-    """Evaluate the validation split; sets best, improved and stopped."""
-    values = yield from evaluate(state, feed, pack)
-    state.evaluate_next = False
+def judge(state: TrainState, values: dict[str, Any]) -> None:
+    """Whether an epoch's evaluation is the best so far, and how long none was; a plateau and an early stop follow."""
     best, plan, (metric, sign) = state.best, state.plan, best_metric(state.task)
     if f"val_{metric}" not in values:
         named = ", ".join(name.removeprefix("val_") for name in values if name != "eval_time")
@@ -190,7 +175,6 @@ def evaluate_epoch(state: TrainState, feed: Feed, pack: Pack) -> Generator[Recor
         best.drops += 1
     if plan.early_stop is not None and best.stale >= plan.early_stop:
         state.stopped = f"early stop: {metric} did not improve in {plural(best.stale, 'evaluation')}"
-    return values
 
 
 def end_epoch(state: TrainState, values: dict[str, Any], epoch_size: int) -> Record:
@@ -217,13 +201,12 @@ def changes(state: TrainState, epoch_size: int) -> Iterator[Record]:
     """Apply a replaced plan to model and optimizer; a row says what changes."""
     while state.plan is not state.applied:
         old, new = state.applied, state.plan
-        differing = new.changes_from(old)
         try:
             require_change(state, new, epoch_size)
         except TrainError:
             state.plan = old
             raise
-        if differing:  # while the old plan still applies: a watcher may save this moment
+        if differing := new.changes_from(old):  # while the old plan still applies: a watcher may save this moment
             yield record(state, "change", {"what": listed(differing)})
         adopt(state, new)
 
@@ -235,10 +218,10 @@ def require_change(state: TrainState, new: Plan, epoch_size: int) -> None:
     require_batch(new, epoch_size)
 
 
-def adopt(state: TrainState, new: Plan) -> None:
-    """Make model and optimizer follow a plan."""
-    differing = new.changes_from(state.applied)
-    if "micro_batch_size" in differing or "batch_size" in differing:
+def adopt(state: TrainState, new: Plan, since: Plan | None = None) -> None:
+    """Make model and optimizer follow a plan. since: the one that they follow now; None: the applied one."""
+    differing = new.changes_from(since or state.applied)
+    if differing.keys() & {"micro_batch_size", "batch_size"}:
         state.recovery.micro = new.micro_batch_size
     if "amp" in differing:
         state.scaler = torch.amp.GradScaler(state.device.type) if new.amp == "fp16" else None
@@ -248,12 +231,6 @@ def adopt(state: TrainState, new: Plan) -> None:
 
 def caught_up(state: TrainState, saved: Plan) -> Iterator[Record]:
     """Back at a checkpoint that was saved under another plan: settings changed since stay so, and a row says so."""
-    differing = state.applied.changes_from(saved)
-    if "micro_batch_size" in differing or "batch_size" in differing:
-        state.recovery.micro = state.applied.micro_batch_size
-    if differing:
+    adopt(state, state.applied, since=saved)
+    if differing := state.applied.changes_from(saved):
         yield record(state, "change", {"what": listed(differing)})
-
-
-def listed(differing: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {change}" for name, change in differing.items())

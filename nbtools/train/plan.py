@@ -1,8 +1,7 @@
 """Plan: every training setting, in one frozen value that is checked when it is made; the learning rate as a function of
 it; what a run may change of it.
 
-A task adds settings of its own by subclassing `Plan` with `knob(...)` fields; the panel and the command line read the
-dataclass fields, so a new setting appears in both by itself.
+A task adds settings by subclassing `Plan` with `knob(...)` fields; panel and terminal read the dataclass fields.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -47,8 +46,7 @@ def knob(
     """A Plan field: its default, one line of help, and the rule that a value must obey (≥ least, > above, ≤ most).
 
     live: for a task's own setting: a started run may change it, since neither model nor optimizer depends on it.
-    asks_beyond: a value more than this many times the advised one may be a typo: a run asks for confirmation before
-    applying it.
+    asks_beyond: a value more than this many times the advised one may be a typo, and a run asks before applying it.
     """
     rule = {"choices": choices, "least": least, "above": above, "most": most, "live": live, "asks_beyond": asks_beyond}
     return dataclasses.field(default=default, metadata={"help": help, "unit": unit, **rule})
@@ -96,18 +94,14 @@ class Plan:
             name = f"{type(self).__qualname__}.{field.name}"
             value = checked(name, getattr(self, field.name), hints[field.name], field.metadata)
             object.__setattr__(self, field.name, value)
-        if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
-            raise PlanError(
-                f"Plan.micro_batch_size must be ≤ batch_size ({self.batch_size}), got {self.micro_batch_size}; "
-                "lower it, or set None for the whole batch at once"
-            )
-        if self.min_lr > self.lr:
-            raise PlanError(f"Plan.min_lr must be ≤ lr ({self.lr:g}), got {self.min_lr:g}; lower it or raise lr")
-        if self.warmup_epochs > self.epochs:
-            raise PlanError(
-                f"Plan.warmup_epochs must be ≤ epochs ({self.epochs}), got {self.warmup_epochs:g}; "
-                "lower it or raise epochs"
-            )
+        for name, most, advice in (
+            ("micro_batch_size", "batch_size", "lower it, or set None for the whole batch at once"),
+            ("min_lr", "lr", "lower it or raise lr"),
+            ("warmup_epochs", "epochs", "lower it or raise epochs"),
+        ):
+            value, bound = getattr(self, name), getattr(self, most)
+            if value is not None and value > bound:
+                raise PlanError(f"Plan.{name} must be ≤ {most} ({shown(bound)}), got {shown(value)}; {advice}")
 
     @property
     def parted(self) -> bool:
@@ -118,27 +112,24 @@ class Plan:
         """A copy with some settings changed; an unknown name is an error that lists similar ones."""
         return type(self).from_dict({**self.to_dict(), **changes})
 
-    def with_batch_size(self, batch_size: int) -> Self:
-        """A copy for another effective batch, lr adjusted by `lr_rule` (√k: arXiv 2205.10287, linear: 1706.02677)."""
-        resized = self.replace(batch_size=batch_size, micro_batch_size=None)
-        lr = self.lr * lr_factor(self.lr_rule, resized.batch_size / self.batch_size)
-        micro = min(self.micro_batch_size, resized.batch_size) if self.micro_batch_size else None
-        return resized.replace(micro_batch_size=micro, lr=lr, min_lr=min(self.min_lr, lr))
-
     def turn(self, /, **settings: Any) -> Self:
-        """A copy with settings as a user changes them: a batch size given without an lr adjusts lr by `lr_rule`."""
-        ruled = self.replace(lr_rule=settings.get("lr_rule", self.lr_rule))
-        return ruled.with_batch_size(settings.get("batch_size", self.batch_size)).replace(**settings)
+        """A copy with settings as a user changes them: a batch size given without an lr adjusts lr by `lr_rule` (√k:
+        arXiv 2205.10287, linear: 1706.02677), and a smaller one takes micro-batch and min_lr along."""
+        first = {name: settings[name] for name in ("batch_size", "lr_rule") if name in settings}
+        resized = self.replace(**first, micro_batch_size=None)
+        lr = self.lr * lr_factor(resized.lr_rule, resized.batch_size / self.batch_size)
+        micro = self.micro_batch_size and min(self.micro_batch_size, resized.batch_size)
+        follows = {"micro_batch_size": micro, "lr": lr, "min_lr": min(self.min_lr, lr)}
+        return resized.replace(**{**follows, **settings})
 
     def while_training(self) -> Self:
-        """The plan of evaluations during training. A task whose evaluation has costly options overrides it, to leave
-        them to the end."""
+        """The plan of evaluations during training: a task overrides it to leave costly options to the end."""
         return self
 
     def changes_from(self, old: Plan) -> dict[str, str]:
         """What differs from another plan: field → `0.001 → 0.0005`."""
-        pairs = {name: (getattr(old, name), value) for name, value in self.to_dict().items()}
-        return {n: f"{shown(before)} → {shown(now)}" for n, (before, now) in pairs.items() if before != now}
+        pairs = ((name, getattr(old, name), value) for name, value in self.to_dict().items())
+        return {name: f"{shown(before)} → {shown(now)}" for name, before, now in pairs if before != now}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by field name, ready for JSON."""
@@ -146,10 +137,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        known = {f.name for f in dataclasses.fields(cls)}
-        for name in values:
-            if name not in known:
-                raise unknown(cls, name)
+        require_known(cls, values)
         return cls(**values)
 
     def to_json(self) -> str:
@@ -169,10 +157,18 @@ class Plan:
     @classmethod
     def parse(cls, name: str, text: str) -> Any:
         """The value that a user typed for one setting, by the field's type: `none`, `true`, `0.9,0.999`, `3e-4`."""
-        hints = typing.get_type_hints(cls)
-        if name not in hints:
-            raise unknown(cls, name)
-        return parsed(f"{cls.__qualname__}.{name}", text, hints[name])
+        require_known(cls, [name])
+        kind, optional = kind_of(typing.get_type_hints(cls)[name])
+        if text.lower() in ("none", "") and optional:
+            return None
+        try:
+            if typing.get_origin(kind) is tuple:
+                parts = text.strip("()[] ").split(",")
+                return tuple(typing.get_args(kind)[0](part) for part in parts if part.strip())
+            return BOOLEANS[text.lower()] if kind is bool else kind(text)
+        except (ValueError, KeyError):
+            rule = WORDS.get(kind, "numbers with commas between")
+            raise PlanError(f"{cls.__qualname__}.{name} must be {rule}, got {text!r}") from None
 
 
 def lr_factor(rule: str, k: float) -> float:
@@ -181,9 +177,9 @@ def lr_factor(rule: str, k: float) -> float:
 
 
 def lr_at(plan: Plan, progress: float, drops: int = 0) -> float:
-    """lr at a point of the run, in epochs: a pure function, so that resuming and changed settings need no memory.
+    """lr at a point of the run, in epochs: linear warmup, then the schedule; `drops`: of a plateau, so far.
 
-    Linear warmup, then constant, cosine, poly, or plateau, which has dropped `drops` times; it moves every step.
+    A pure function, so that resuming and changed settings need no memory.
     """
     if progress < plan.warmup_epochs:
         return plan.lr * progress / plan.warmup_epochs
@@ -221,8 +217,7 @@ def refuse_fixed(differing: Mapping[str, str], plan: Plan, resumed: bool = False
 
 def require_sizes(pack: Pack, plan: Plan) -> None:
     """Raise TrainError for a train split that is too small."""
-    count = len(pack.ids("train"))
-    if count < 2:
+    if (count := len(pack.ids("train"))) < 2:
         raise TrainError(
             f"{pack.folder}: the train split has {count} sample(s), training needs at least 2; pack more data"
         )
@@ -240,15 +235,13 @@ def require_batch(plan: Plan, count: int) -> None:
 def doubts(old: Plan, new: Plan, advised: Plan) -> dict[str, str]:
     """What needs confirmation before a run changes from the old plan to the new: setting → a sentence.
 
-    A setting that rises beyond `asks_beyond` times the advised value: lr and weight_decay, which scale every update. A
-    batch size that is too large does not ruin a run: if memory runs out, the micro-batch shrinks. Under "": that more
-    than MANY settings change at once, for example by a click on a preset.
+    A setting that rises beyond `asks_beyond` times the advised value; under "", that more than MANY change at once, for
+    example by a click on a preset.
     """
     changed = new.changes_from(old)
     asks = {n: why for n, why in beyond(new, advised).items() if getattr(new, n) > getattr(old, n)}
     if len(changed) > MANY:
-        listed = ", ".join(f"{name} {change}" for name, change in changed.items())
-        asks[""] = f"{len(changed)} settings change at once: {listed}"
+        asks[""] = f"{len(changed)} settings change at once: {listed(changed)}"
     return asks
 
 
@@ -263,6 +256,11 @@ def beyond(plan: Plan, advised: Plan) -> dict[str, str]:
     return sentences
 
 
+def listed(changes: Mapping[str, str]) -> str:
+    """What `changes_from` found, in a sentence."""
+    return ", ".join(f"{name} {change}" for name, change in changes.items())
+
+
 def times(ratio: float) -> str:
     """A ratio as written in a sentence: 2.5×, 500,000×."""
     return f"{ratio:,.0f}×" if ratio >= 10 else f"{ratio:.2g}×"
@@ -275,31 +273,47 @@ def shown(value: Any) -> str:
 
 # -- values
 
+RULES = {"least": ("≥", operator.ge), "above": (">", operator.gt), "most": ("≤", operator.le)}
+BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 
-def unknown(plan: type[Plan], name: str) -> PlanError:
-    """The error for a setting that a plan does not have: it lists similar names, else all."""
-    known = [f.name for f in dataclasses.fields(plan)]
-    close = difflib.get_close_matches(name, known, n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(known)}"
-    return PlanError(f"{plan.__qualname__} has no setting {name!r}; {hint}")
+
+def require_known(plan: type[Plan], names: Iterable[str]) -> None:
+    """Raise PlanError for a setting that a plan does not have: it lists similar names, else all."""
+    known = [field.name for field in dataclasses.fields(plan)]
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(known)}"
+            raise PlanError(f"{plan.__qualname__} has no setting {name!r}; {hint}")
+
+
+def kind_of(hint: Any) -> tuple[Any, bool]:
+    """A field's type, and whether it may also be None."""
+    members = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    return next(kind for kind in members if kind is not type(None)), type(None) in members
 
 
 def checked(name: str, value: Any, hint: Any, rule: Mapping[str, Any]) -> Any:
     """The value in its field's type, or a PlanError that names field, rule and what came."""
-    kinds = options(hint)
-    if value is None and type(None) in kinds:
+    kind, optional = kind_of(hint)
+    if value is None and optional:
         return None
-    kind = next(k for k in kinds if k is not type(None))
     if typing.get_origin(kind) is tuple:
-        members = typing.get_args(kind)
-        variadic = len(members) == 2 and members[1] is Ellipsis
-        if not isinstance(value, (tuple, list)) or not (variadic or len(value) == len(members)):
-            raise PlanError(
-                f"{name} must be {'several values' if variadic else f'{len(members)} values'}, got {value!r}"
-            )
-        each = [members[0]] * len(value) if variadic else members
-        return tuple(checked(name, v, k, rule) for v, k in zip(value, each, strict=True))
-    value = typed(name, value, kind)
+        first, *rest = typing.get_args(kind)  # members of one type
+        count = "several" if rest == [...] else 1 + len(rest)
+        if not isinstance(value, (tuple, list)) or count not in ("several", len(value)):
+            raise PlanError(f"{name} must be {count} values, got {value!r}")
+        return tuple(checked(name, member, first, rule) for member in value)
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise PlanError(f"{name} must be below 2**63, got one of {value.bit_length()} bits")
+    whole = isinstance(value, float) and value.is_integer() and kind is int
+    if whole or (kind is float and isinstance(value, int) and not isinstance(value, bool)):
+        value = kind(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise PlanError(f"{name} must be {WORDS.get(kind, kind.__name__)}, got {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise PlanError(f"{name} must be finite, got {value!r}")
     if rule.get("choices") and value not in rule["choices"]:
         raise PlanError(f"{name} must be one of {', '.join(map(str, rule['choices']))}, got {value!r}")
     for word, (sign, holds) in RULES.items():
@@ -307,42 +321,3 @@ def checked(name: str, value: Any, hint: Any, rule: Mapping[str, Any]) -> Any:
         if bound is not None and not holds(value, bound):
             raise PlanError(f"{name} must be {sign} {bound}, got {value!r}")
     return value
-
-
-def typed(name: str, value: Any, kind: type) -> Any:
-    if isinstance(value, int) and abs(value) >= 2**63:
-        raise PlanError(f"{name} must be below 2**63, got one of {value.bit_length()} bits")
-    whole = isinstance(value, float) and value.is_integer() and kind is int
-    if (kind is float and isinstance(value, int) and not isinstance(value, bool)) or whole:
-        value = kind(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise PlanError(f"{name} must be {WORDS.get(kind, kind.__name__)}, got {value!r}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise PlanError(f"{name} must be finite, got {value!r}")
-    return value
-
-
-def parsed(name: str, text: str, hint: Any) -> Any:
-    kinds = options(hint)
-    if text.lower() in ("none", "") and type(None) in kinds:
-        return None
-    kind = next(k for k in kinds if k is not type(None))
-    try:
-        if typing.get_origin(kind) is tuple:
-            parts = text.strip("()[] ").split(",")
-            return tuple(typing.get_args(kind)[0](part) for part in parts if part.strip())
-        if kind is bool:
-            return BOOLEANS[text.lower()]
-        return kind(text)
-    except (ValueError, KeyError):
-        raise PlanError(f"{name} must be {WORDS.get(kind, 'numbers with commas between')}, got {text!r}") from None
-
-
-def options(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, or the one type."""
-    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
-
-
-RULES = {"least": ("≥", operator.ge), "above": (">", operator.gt), "most": ("≤", operator.le)}
-BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}

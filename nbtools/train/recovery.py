@@ -31,7 +31,7 @@ class Diverged(TrainError):
         return [f"{type(self).__name__}: {self}"]
 
 
-def step(state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor | float]:
+def train_step(state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor | float]:
     """`attempt` until memory suffices: where it runs out, the micro batch is halved and the same batch tried again.
     Effective batch and lr stay, and `state.events` says so. An attempt allocates all that it needs before it changes
     the first weight, so that nothing is applied twice.
@@ -42,7 +42,10 @@ def step(state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor
     """
     elements = sum(tensor.numel() for tensor in raw.values())
     proven = state.proven[0] is state.plan and elements <= state.proven[1]
-    kept = None if proven else within_memory(lambda: Kept(state))[0]
+    kept = None
+    if not proven:
+        state.capture_rng()
+        kept = within_memory(lambda: buffers(state))[0]
     act = checked if state.position.step < state.recovery.careful_until else attempt
     while True:
         done, reason = within_memory(lambda: act(state, raw, epoch_size))
@@ -51,27 +54,20 @@ def step(state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor
                 state.proven = state.plan, elements
             return done
         halve(state, len(raw["id"]), reason)
+        if not proven:
+            state.restore_rng()
         if kept is not None:
-            kept.restore(state)
+            restore(state, kept)
 
 
-class Kept:
-    """What a forward pass changes: random states, and the model's buffers."""
+def buffers(state: TrainState) -> list[Tensor]:
+    """Copies of what a forward pass changes in the model."""
+    return [buffer.clone() for buffer in state.model.buffers()]
 
-    def __init__(self, state: TrainState):
-        self.buffers = [buffer.clone() for buffer in state.model.buffers()]
-        self.rng = torch.get_rng_state()
-        self.cuda_rng = torch.cuda.get_rng_state(state.device) if state.device.type == "cuda" else None
 
-    def restore(self, state: TrainState) -> None:
-        self.restore_buffers(state)
-        torch.set_rng_state(self.rng)
-        if self.cuda_rng is not None:
-            torch.cuda.set_rng_state(self.cuda_rng, state.device)
-
-    def restore_buffers(self, state: TrainState) -> None:
-        for buffer, kept in zip(state.model.buffers(), self.buffers, strict=True):
-            buffer.copy_(kept)
+def restore(state: TrainState, kept: list[Tensor]) -> None:
+    for buffer, before in zip(state.model.buffers(), kept, strict=True):
+        buffer.copy_(before)
 
 
 def halve(state: TrainState, size: int, reason: str) -> None:
@@ -81,7 +77,7 @@ def halve(state: TrainState, size: int, reason: str) -> None:
         raise TrainError(
             f"out of memory with one sample at a time ({reason}); use a smaller network or smaller samples"
         )
-    half = max(1, now // 2)
+    half = now // 2
     state.events.append(f"out of memory: micro batch {now} → {half}; effective batch and lr unchanged")
     state.take_parts(half)
     release(state)
@@ -101,10 +97,10 @@ def release(state: TrainState) -> None:
 
 def checked(state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor | float]:
     """An attempt that is left out, and counts for nothing, where the loss or a gradient is not finite."""
-    kept = Kept(state)
+    kept = buffers(state)
     loss_sum, count = differentiate(state, raw)
     if bad := first_bad(state, raw, loss_sum):
-        kept.restore_buffers(state)
+        restore(state, kept)
         refuse(state, raw, bad)
         return torch.zeros_like(loss_sum), 0
     update(state, len(raw["id"]), epoch_size)
@@ -116,8 +112,8 @@ def first_bad(state: TrainState, raw: Batch, loss_sum: Tensor) -> str | None:
 
     Under fp16 gradients that overflow are how the scaler finds its scale: it leaves such steps out by itself.
     """
-    task, plan = state.task, state.plan
-    named = state.model.named_parameters() if state.scaler is None else ()
+    task, plan, model = state.task, state.plan, state.model
+    named = model.named_parameters() if state.scaler is None else ()
     gradients = [(f"gradient of {n}", p.grad) for n, p in named if p.grad is not None]
     if finite(loss_sum) and all(finite(g) for _, g in gradients):
         return None
@@ -125,17 +121,17 @@ def first_bad(state: TrainState, raw: Batch, loss_sum: Tensor) -> str | None:
     layers: list[tuple[str, Any]] = []
     hooks = [
         module.register_forward_hook(lambda _m, _i, out, name=name: layers.append((f"output of layer {name}", out)))
-        for name, module in state.model.named_modules()
+        for name, module in model.named_modules()
         if name and not list(module.children())
     ]
     try:
-        with torch.no_grad(), autocast(plan, state.device, state.model):
-            task.loss(state.model, batch, plan)
+        with torch.no_grad(), autocast(plan, state.device, model):
+            task.loss(model, batch, plan)
     finally:
         for hook in hooks:
             hook.remove()
     inputs = [(f"batch[{name!r}]", tensor) for name, tensor in batch.items()]
-    weights = [(f"weight {n}", p) for n, p in state.model.named_parameters()]
+    weights = [(f"weight {n}", p) for n, p in model.named_parameters()]
     return next(
         (name for name, t in [*inputs, *weights, *layers, ("loss", loss_sum), *gradients] if not finite(t)), "loss"
     )

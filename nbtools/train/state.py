@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -21,56 +21,48 @@ from nbtools.train.task import TaskLike, as_task, task_name
 
 @dataclass
 class Position:
-    """Where a run is. epoch, step, samples: done; skipped: those of the samples whose step fp16 left out; segments:
-    [[batch size, batches done]] of this epoch; lr: of the last step."""
+    """Where a run is: what is done."""
 
     epoch: int = 0
     step: int = 0
     samples: int = 0
-    skipped: int = 0
-    segments: list[list[int]] = field(default_factory=list)
-    lr: float = 0.0
+    skipped: int = 0  # of the samples: those whose step fp16 left out
+    segments: list[list[int]] = field(default_factory=list)  # [[batch size, batches]] of this epoch
+    lr: float = 0.0  # of the last step
 
 
 @dataclass
 class EpochSums:
-    """This epoch so far. loss, count: sums on the device, and logged: their values at the last log step; seconds: of
-    training, and waited: the part of them that waited for data."""
+    """This epoch so far."""
 
-    loss: Tensor
+    loss: Tensor  # (), on the device
     count: Tensor | float = 0
-    logged: tuple[float, float] = (0.0, 0.0)
-    seconds: float = 0.0
-    waited: float = 0.0
+    logged: tuple[float, float] = (0.0, 0.0)  # loss and count at the last log step
+    seconds: float = 0.0  # of training
+    waited: float = 0.0  # of these, for data
 
 
 @dataclass
 class Best:
-    """value: the best one of the metric that `best_metric` names; stale: evaluations since; drops: of a plateau."""
+    """The best value of the metric that `best_metric` names."""
 
     value: float | None = None
-    stale: int = 0
-    drops: int = 0
+    stale: int = 0  # evaluations since
+    drops: int = 0  # of lr, on a plateau
 
 
 @dataclass
 class Recovery:
-    """micro: samples a forward pass, fewer than the plan's after an out-of-memory; careful_until: the step up to which
-    each one is checked before it counts, on the way again through steps that lost the loss; refused: steps left out."""
+    """What steps that failed left behind."""
 
-    micro: int | None = None
-    careful_until: int = 0
-    refused: int = 0
+    micro: int | None = None  # samples a forward pass: fewer than the plan's after an out-of-memory
+    careful_until: int = 0  # each step before this one is checked before it counts
+    refused: int = 0  # steps left out
 
 
 class TrainState:
     """Model, optimizer, and where the run is. Replace `plan` at any time; `applied` is the one that model and optimizer
-    follow so far.
-
-    stopped: why nothing is left to train before the last epoch. improved: whether the last evaluation was the best, and
-    is not saved yet. events: what there is to tell at the next yield. evaluate_next: ask for an evaluation before the
-    next step. proven: (plan, elements of the largest raw batch that fit into memory under it).
-    """
+    follow so far."""
 
     def __init__(self, task: TaskLike, pack: Pack | Card, plan: Plan, device: torch.device | str | None = None):
         self.task, self.plan, self.applied = as_task(task), plan, plan
@@ -98,10 +90,12 @@ class TrainState:
         self.position, self.best = Position(), Best()
         self.sums = EpochSums(torch.zeros((), dtype=devices.sum_dtype(self.device), device=self.device))
         self.recovery = Recovery(plan.micro_batch_size)
-        self.proven: tuple[Plan | None, int] = None, 0
-        self.stopped: str | None = None
-        self.training = self.improved = self.evaluate_next = False
-        self.events: list[str] = []
+        self.proven: tuple[Plan | None, int] = None, 0  # elements of the largest raw batch that fit under this plan
+        self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
+        self.evaluate_next = False  # ask for an evaluation before the next step
+        self.improved = False  # whether the last evaluation was the best, and is not saved yet
+        self.stopped: str | None = None  # why nothing is left to train before the last epoch
+        self.events: list[str] = []  # messages for the next yield
 
     def __repr__(self) -> str:
         done = f"{self.epoch:,} of {plural(self.plan.epochs, 'epoch')}"
@@ -131,27 +125,24 @@ class TrainState:
 
     def lost(self) -> bool:
         """Whether the loss or a weight is no longer a number: not to be saved. Waits for the device."""
-        weights = [torch.linalg.vector_norm(p.detach(), dtype=torch.float32) for p in self.parameters]
-        return not bool(torch.isfinite(torch.stack([self.sums.loss.to(torch.float32), *weights])).all())
+        norms = [torch.linalg.vector_norm(p.detach(), dtype=torch.float32) for p in self.parameters]
+        return not bool(torch.isfinite(torch.stack([self.sums.loss.float(), *norms])).all())
 
     def take_parts(self, micro: int | None) -> None:
-        """Set the samples of a forward pass, without CUDA graphs where that makes parts of a batch: the replay of a
-        part overwrites the gradients of the part before, and neither clones nor marked steps prevent it
-        (pytorch#169545)."""
+        """Set the samples of a forward pass; where that makes parts of a batch, without CUDA graphs: the replay of a
+        part overwrites the gradients of the one before, clones and marked steps or not (pytorch#169545)."""
         self.recovery.micro = micro
         if micro is not None and micro < self.plan.batch_size and self.plan.graph and self.network is not self.model:
             self.network = self.model
             torch.compiler.reset()  # else the graphs keep their memory; anything else compiled is compiled again
-            self.events.append(
-                "graph off: CUDA graphs need the whole batch in one forward pass; the model runs eagerly"
-            )
+            what = "graph off: CUDA graphs need the whole batch in one forward pass; the model runs eagerly"
+            self.events.append(what)
 
     def facts(self) -> dict[str, Any]:
         """The plain part of the state, for JSON. Waits for the device."""
-        loss, count = float(self.sums.loss), float(self.sums.count)
         return {
             "position": asdict(self.position),
-            "sums": {**vars(self.sums), "loss": loss, "count": count},
+            "sums": {**vars(self.sums), "loss": float(self.sums.loss), "count": float(self.sums.count)},
             "best": asdict(self.best),
             "recovery": asdict(self.recovery),
             "stopped": self.stopped,
@@ -159,7 +150,7 @@ class TrainState:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the state by name: model., ema., optimizer.<parameter>.<name>, and the random states."""
+        """Its tensors by name: model., ema., optimizer.<parameter>.<name>, and the random states."""
         if self.training:
             self.capture_rng()
         named = {f"model.{k}": v for k, v in self.model.state_dict().items()}
@@ -173,9 +164,14 @@ class TrainState:
 
     def load(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Become the saved state. Raises CheckpointError where the weights are of another model."""
-        load_module(self.model, tensors, "model.")
-        if self.ema is not None:
-            load_module(self.ema, tensors, "ema.")
+        try:
+            self.model.load_state_dict(below(tensors, "model."))
+            if self.ema is not None:
+                self.ema.load_state_dict(below(tensors, "ema."))
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"the weights are of another model: {error}; use the run's own task and plan"
+            ) from None
         self.optimizer.state.clear()
         for i, parameter in enumerate(self.parameters):
             if saved := below(tensors, f"optimizer.{i}."):
@@ -185,15 +181,14 @@ class TrainState:
         self.position, self.best = Position(**facts["position"]), Best(**facts["best"])
         self.recovery, self.stopped = Recovery(**facts["recovery"]), facts["stopped"]
         self.take_parts(self.recovery.micro)
-        loss, count, logged, *times = (facts["sums"][name] for name in ("loss", "count", "logged", "seconds", "waited"))
-        count = int(count) if float(count).is_integer() else count  # a float plus an int64 tensor is a float32
-        self.sums = EpochSums(self.sums.loss.fill_(loss), count, (logged[0], logged[1]), *times)
+        self.sums = EpochSums(**{**facts["sums"], "loss": self.sums.loss.fill_(facts["sums"]["loss"])})
+        if float(self.sums.count).is_integer():
+            self.sums.count = int(self.sums.count)  # a float plus an int64 tensor is a float32
         if self.scaler is not None and facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])
         self.rng, self.cuda_rng = tensors["rng"], tensors.get("cuda_rng", self.cuda_rng)
 
     def capture_rng(self) -> None:
-        """Take over torch's random state, which is the run's own only while its loop runs."""
         self.rng = torch.get_rng_state()
         if self.device.type == "cuda":
             self.cuda_rng = torch.cuda.get_rng_state(self.device)
@@ -207,17 +202,10 @@ class TrainState:
 
 def regrouped(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> dict[str, Any]:
     """What versions before 0.2 saved side by side, and the sum of the loss as a tensor."""
-
-    def take(*names: str) -> dict[str, Any]:
-        return {name: facts[name] for name in names}
-
-    return {
-        "position": take("epoch", "step", "samples", "skipped", "segments", "lr"),
-        "sums": {"loss": float(tensors["loss_sum"]), **take("count", "logged", "seconds", "waited")},
-        "best": {"value": facts["best"], **take("stale", "drops")},
-        "recovery": take("micro", "careful_until", "refused"),
-        **take("stopped", "scaler"),
-    }
+    flat = {**facts, "loss": float(tensors["loss_sum"]), "value": facts["best"]}
+    groups = {"position": Position, "sums": EpochSums, "best": Best, "recovery": Recovery}
+    grouped = {group: {f.name: flat[f.name] for f in fields(kind)} for group, kind in groups.items()}
+    return {**grouped, "stopped": facts["stopped"], "scaler": facts["scaler"]}
 
 
 def like(saved: Tensor, parameter: Tensor) -> Tensor:
@@ -230,10 +218,3 @@ def like(saved: Tensor, parameter: Tensor) -> Tensor:
 def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The tensors whose names begin so, by the rest of their names."""
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-
-
-def load_module(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str) -> None:
-    try:
-        module.load_state_dict(below(tensors, prefix))
-    except RuntimeError as error:
-        raise CheckpointError(f"the weights are of another model: {error}; use the run's own task and plan") from None

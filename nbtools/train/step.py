@@ -1,7 +1,4 @@
-"""One optimizer step: draw, forward, backward, clip, update. What may go wrong in it is `recovery`'s.
-
-B samples.
-"""
+"""One optimizer step: draw, forward, backward, clip, update. What may go wrong in it is `recovery`'s."""
 
 from __future__ import annotations
 
@@ -106,11 +103,8 @@ def clear_gradients(parameters: list[nn.Parameter]) -> None:
 
 
 def clip_gradients(parameters: list[nn.Parameter], most: float) -> None:
-    """Scale the gradients so that their norm, all taken together, is at most so much.
-
-    The kernels of `nn.utils.clip_grad_norm_` and so its bits, without sorting tensors by device and dtype twice: a run
-    has one device, and the foreach functions sort mixed dtypes by themselves. 31 CPU-µs a step instead of 57.
-    """
+    """`nn.utils.clip_grad_norm_`, its kernels and so its bits, without sorting tensors by device and dtype twice: a run
+    has one device, and the foreach functions sort mixed dtypes by themselves. 31 CPU-µs a step instead of 57."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
     factor = (most / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6)).clamp(max=1.0)
@@ -121,19 +115,18 @@ def clip_gradients(parameters: list[nn.Parameter], most: float) -> None:
 def average(ema: AveragedModel, model: nn.Module, decay: float) -> None:
     """Update the moving average after the weights; buffers that are not floats, such as counters, are copied.
 
-    `AveragedModel.update_parameters` with `get_ema_multi_avg_fn` gives the same bits of the floats. But it allocates
-    for the counters, where memory could run out after the weights were updated, and copies a counter of its own to the
-    GPU, which makes the host wait in every step.
+    The bits of `AveragedModel.update_parameters` with `get_ema_multi_avg_fn`, which allocates for the counters, where
+    memory could run out after the weights were updated, and copies a counter of its own to the GPU, which makes the
+    host wait in every step.
     """
-    first = not ema.n_averaged
+    share = 1 - decay if ema.n_averaged else 1.0  # the first average is the weights
     means, values = [], []
     ours, theirs = [*ema.module.parameters(), *ema.module.buffers()], [*model.parameters(), *model.buffers()]
     for mean, value in zip(ours, theirs, strict=True):
-        if first or not mean.is_floating_point():
-            mean.copy_(value)
-        else:
+        if mean.is_floating_point():
             means.append(mean)
             values.append(value)
-    if means:
-        torch._foreach_lerp_(means, values, 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            mean.copy_(value)
+    torch._foreach_lerp_(means, values, share)  # pyright: ignore[reportPrivateImportUsage]
     ema.n_averaged += 1

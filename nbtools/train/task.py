@@ -34,8 +34,7 @@ class OneByOne:
 
 
 class Task:
-    """Subclass it, or write a module with functions of these names: `model` and `loss`, and whatever else the task
-    needs.
+    """Subclass it, or write a module with functions of these names: `model`, `loss`, and what else the task needs.
 
     A raw batch holds tensors on the device under the names of the pack's columns; for a ragged column `x`, padded with
     0 to the longest sample of the batch, also its lengths `x_length` (B,); and `id` (B,), the samples' indices in the
@@ -103,7 +102,7 @@ class Task:
         return {}
 
     def with_network(self, plan: Any, pack: Pack | Card, network: str) -> Any:
-        """The plan with the settings that suit another network than the advised one. Default: the plan."""
+        """The plan with the settings that suit another network. Default: the plan."""
         return plan
 
     # -- data
@@ -157,14 +156,7 @@ class Adapted(Task):
 
     def __init__(self, source: Any):
         self.source = source
-        for name in HOOKS:
-            if hasattr(source, name):
-                self.__dict__[name] = getattr(source, name)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "source":  # a copy under way
-            raise AttributeError(name)
-        return getattr(self.source, name)
+        vars(self).update({name: getattr(source, name) for name in HOOKS if hasattr(source, name)})
 
 
 def as_task(task: Any) -> Task:

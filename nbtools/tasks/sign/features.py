@@ -42,7 +42,8 @@ from nbtools.tasks.sign.inception import IMAGENET, Backbone, inception, load, re
 from nbtools.tasks.sign.labels import CLIP, Ids, label_lists, match
 from nbtools.tasks.sign.networks import Gru
 from nbtools.tasks.sign.plans import Plan
-from nbtools.train import again, pick_device
+from nbtools.train import again
+from nbtools.train import device as devices
 
 STILLS = (".jpg", ".jpeg", ".bmp")
 FILMS = (".gif", ".webp", ".png", ".apng", ".tif", ".tiff")  # may hold one image, or several
@@ -120,7 +121,8 @@ def features(
         return Extracted(tuple(rows), str(into), (), tuple(have))
     if network is None:
         network = inception(None if finetune and tuned.is_file() else weights, seed)
-    backbone = Backbone(network, frozen=not finetune, pretrained=weights is not None, crop=crop).to(pick_device(device))
+    backbone = Backbone(network, frozen=not finetune, pretrained=weights is not None, crop=crop)
+    backbone.to(devices.pick(device))
     if backbone.mean.device.type == "cpu":
         # 120 instead of 165 ms a frame on one core of a Xeon (n=4)
         backbone.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
