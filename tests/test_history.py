@@ -55,9 +55,8 @@ def test_what_is_appended_is_read_back_bit_for_bit_a_line_a_row(lines):
 @pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", '=HYPERLINK("http://x")', "-cer"])
 def test_cells_that_a_spreadsheet_would_run_are_escaped(path, text):
     History(path).append(record(1, "event", what=text, loss=np.float64(0.1)))
-    cells = pd.read_csv(path, dtype=str)
-    assert cells["what"][0] == "'" + text
-    assert cells["loss"][0] == "0.1"
+    [cells] = pd.read_csv(path, dtype=str).to_dict("records")
+    assert (cells["what"], cells["loss"]) == ("'" + text, "0.1")
 
 
 def test_appended_rows_do_not_rewrite_the_file_and_a_new_column_widens_its_header(path):

@@ -7,6 +7,7 @@ import typing
 import warnings
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -99,7 +100,7 @@ def test_an_unknown_setting_lists_near_ones(entry):
 def valid(name: str) -> st.SearchStrategy:
     """Values that a field's type and rule allow."""
     rule, (kind, optional) = FIELDS[name].metadata, plan.kind_of(HINTS[name])
-    members = typing.get_args(kind) or (kind,)
+    members: tuple[Any, ...] = typing.get_args(kind) or (kind,)
     least, most = rule["least"] or rule["above"] or 0, rule["most"] or 10**6
     one = {
         bool: st.booleans(),

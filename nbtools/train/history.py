@@ -71,7 +71,8 @@ class History:
         fresh = data[: data.rfind(b"\n") + 1]  # before decoding: a crash may cut the last line within a character
         lines = list(csv.reader(io.StringIO(fresh.decode("utf-8-sig"), newline="")))
         if not same:
-            self.rows, self.columns, self.whole = [], lines.pop(0) if lines else list(KEYS), bool(fresh)
+            columns: list[str] = lines.pop(0) if lines else list(KEYS)
+            self.rows, self.columns, self.whole = [], columns, bool(fresh)
         self.whole = self.whole and len(fresh) == len(data)
         self.rows += [
             {name: value(text) for name, text in zip(self.columns, line, strict=True) if text != ""}

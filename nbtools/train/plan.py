@@ -305,6 +305,17 @@ def checked(name: str, value: Any, hint: Any, rule: Mapping[str, Any]) -> Any:
         if not isinstance(value, (tuple, list)) or count not in ("several", len(value)):
             raise PlanError(f"{name} must be {count} values, got {value!r}")
         return tuple(checked(name, member, first, rule) for member in value)
+    value = typed(name, value, kind)
+    if rule.get("choices") and value not in rule["choices"]:
+        raise PlanError(f"{name} must be one of {', '.join(map(str, rule['choices']))}, got {value!r}")
+    for word, (sign, holds) in RULES.items():
+        bound = rule.get(word)
+        if bound is not None and not holds(value, bound):
+            raise PlanError(f"{name} must be {sign} {bound}, got {value!r}")
+    return value
+
+
+def typed(name: str, value: Any, kind: type) -> Any:
     if isinstance(value, int) and abs(value) >= 2**63:
         raise PlanError(f"{name} must be below 2**63, got one of {value.bit_length()} bits")
     whole = isinstance(value, float) and value.is_integer() and kind is int
@@ -314,10 +325,4 @@ def checked(name: str, value: Any, hint: Any, rule: Mapping[str, Any]) -> Any:
         raise PlanError(f"{name} must be {WORDS.get(kind, kind.__name__)}, got {value!r}")
     if isinstance(value, float) and not math.isfinite(value):
         raise PlanError(f"{name} must be finite, got {value!r}")
-    if rule.get("choices") and value not in rule["choices"]:
-        raise PlanError(f"{name} must be one of {', '.join(map(str, rule['choices']))}, got {value!r}")
-    for word, (sign, holds) in RULES.items():
-        bound = rule.get(word)
-        if bound is not None and not holds(value, bound):
-            raise PlanError(f"{name} must be {sign} {bound}, got {value!r}")
     return value
