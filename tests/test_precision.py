@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 import toy
-from simulated import Job
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import nbtools as nb
-from nbtools import measure
 from nbtools.__main__ import main
 from nbtools.live import send
-from nbtools.train import again, device
+from nbtools.train import again
 
 QUIET: dict[str, Any] = {"receipt": False, "progress": False}
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -223,17 +221,6 @@ def test_a_run_that_a_gpu_trained_in_fp16_is_read_on_a_cpu_in_float32(pack, tmp_
     finally:
         hooked.remove()
     assert dtypes == {torch.float32}
-
-
-def test_a_precision_is_measured_without_a_trace(pack, monkeypatch):
-    monkeypatch.setattr(device, "pick", lambda: torch.device("cpu"))
-    before, job = torch.get_rng_state(), Job(amp={"bf16": 0.5})
-    found = measure.find_precision(job, pack, toy.PLAN, seconds=3.0, clock=job.clock)
-    assert found is not None
-    assert found.ratio == pytest.approx(2.0)
-    assert found.drift is not None
-    assert 0 <= found.drift < 0.02
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 # -- computed twice
