@@ -3,7 +3,7 @@
 from nbtools.train import checkpoint, device, evaluation
 from nbtools.train.checkpoint import CONTROL
 from nbtools.train.device import DTYPES, again, autocast
-from nbtools.train.evaluation import Sums
+from nbtools.train.evaluation import Sums, forward
 from nbtools.train.history import KEYS, History, Record
 from nbtools.train.loop import adopt, caught_up, require_change, train
 from nbtools.train.plan import (
@@ -54,6 +54,7 @@ __all__ = [
     "doubts",
     "evaluation",
     "fixed",
+    "forward",
     "import_task",
     "knob",
     "lr_factor",

@@ -22,7 +22,7 @@ from nbtools.tasks import segment
 from nbtools.tasks.common.latency import Latency, measure_latency
 from nbtools.tasks.segment.plans import ALL_SCALES, Plan
 from nbtools.tasks.segment.scores import argmax
-from nbtools.train import Batch, Sums, evaluation
+from nbtools.train import Batch, Sums, forward
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -184,6 +184,6 @@ def timed(model: nn.Module, raw: Batch, plan: Plan, pack: Pack) -> tuple[float, 
     first.flatten()[:1].cpu()  # what is still queued, such as the metrics of the batch before, does not count
     began = perf_counter()
     raw = {name: tensor.to(first.device) for name, tensor in raw.items()}
-    batch, outputs = evaluation.forward(segment, model, raw, plan, first.device)
+    batch, outputs = forward(segment, model, raw, plan, first.device)
     decode(outputs, pack)
     return perf_counter() - began, batch, outputs
