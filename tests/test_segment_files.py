@@ -20,14 +20,10 @@ ONE_LABEL = "an image has one label and one split"
         ("train/a.png", "trainannot/a.png", "train"),
         ("a.jpg", "labels/a_mask.png", "train"),
         ("JPEGImages/a.jpg", "SegmentationClass/a.png", "train"),
-        ("JPEGImages/a.jpg", "SegmentationClassPNG/a.png", "train"),
         ("train_images/a.jpg", "train_masks/a.gif", "train"),
         ("train/a.jpg", "train/a_mask.png", "train"),
         ("a.jpg", "a-label.png", "train"),
-        ("train/a.png", "train_labels/a_L.png", "train"),
-        ("image/a.jpg", "segmentation/a.png", "train"),
         ("Images/a.jpg", "GroundTruth/a.png", "train"),
-        ("val/images/a.png", "val/masks/a.png", "val"),
         ("images/val/a.png", "masks/val/a.png", "val"),
         ("images/validation/x/a.png", "masks/validation/x/a.png", "val"),
         ("val_images/a.png", "val_masks/a.png", "val"),
@@ -101,16 +97,6 @@ def test_a_list_of_pairs_gives_the_splits_also_if_labels_are_paired_by_name(tmp_
     assert not faults(checked(folder))
 
 
-def test_an_image_whose_name_could_be_a_header_is_read_below_the_first_line(tmp_path):
-    files = {
-        f"{kind}/{name}.png": content
-        for name in ("image", "file")
-        for kind, content in (("images", photo()), ("labels", ids()))
-    }
-    folder = tree(tmp_path / "raw", {**files, "test.txt": "image\nfile\nimage\n"})
-    assert packed(folder, val=0, test=0).splits == {"train": 0, "val": 0, "test": 2}
-
-
 def test_paths_of_a_list_may_start_at_any_folder_above_it_and_never_leave_the_source(tmp_path):
     voc = tree(tmp_path / "voc", {"VOC2012/JPEGImages/a.jpg": photo(), "VOC2012/SegmentationClassAug/a.png": ids()})
     saved(voc / "VOC2012/ImageSets/Segmentation/val.txt", "/JPEGImages/a.jpg /SegmentationClassAug/a.png\n")
@@ -135,11 +121,7 @@ def test_lines_that_cannot_be_used_are_rows_with_their_numbers(tmp_path):
     assert set(packed(folder).bad.file) == set(found)
     saved(folder / "train.txt", lines.encode("utf-16"))  # as PowerShell's > writes it
     row = next(row for row in checked(corpus(folder)).rows if row.file == "train.txt")
-    assert (row.severity, row.rule, row.fix) == (
-        ERROR,
-        "the file is text in UTF-8",
-        "save it as UTF-8, from GB18030 perhaps",
-    )
+    assert (row.severity, row.rule) == (ERROR, "the file is text in UTF-8")
 
 
 def test_images_without_labels_labels_without_images_and_two_of_one_name_are_rows(tmp_path):
@@ -188,12 +170,6 @@ def test_names_with_line_breaks_and_of_two_cases_are_names_like_others(tmp_path)
     np.testing.assert_array_equal(sample(made, "images/A\nb.png")["label"], ids(10))
     saved(source / "labels/A\nb.png", ids(0, 9, 9))
     assert "A\\nb.png" in str(checked(source))
-
-
-def test_without_splits_of_its_own_a_source_is_split_by_names(tmp_path):
-    for k in range(20):
-        tree(tmp_path / "raw", {f"images/{k}.png": photo(k, 32, 32), f"labels/{k}.png": ids(k, 32, 32)})
-    assert packed(tmp_path / "raw", val=4, test=2).splits == {"train": 14, "val": 4, "test": 2}
 
 
 def test_the_validators_summary_has_the_size_and_the_balance(tmp_path):

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from nbtools.tasks import segment
-from nbtools.tasks.segment import losses
 from nbtools.tasks.segment.networks import SLIM, BiSeNetV2
 
 CLASSES, IGNORE = 4, 255
@@ -139,14 +138,6 @@ def test_micro_batches_add_up_to_the_loss_and_the_gradient_of_the_whole_batch():
     assert torch.allclose(total, whole[0], rtol=1e-5)
     assert sum(int(count) for _, count in found) == int(whole[1])
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(gradient, expected, strict=True))
-
-
-@pytest.mark.parametrize("size", [(180, 240), (33, 7), (1, 5)])
-@pytest.mark.parametrize("stride", [4, 32])
-def test_coarse_logits_are_judged_by_the_pixels_on_which_they_are_centred(size, stride):
-    labels = torch.arange(size[0] * size[1]).view(1, *size)
-    logits = torch.zeros(1, 2, *(math.ceil(n / stride) for n in size))
-    assert torch.equal(losses.subsampled(labels, logits), labels[:, ::stride, ::stride])
 
 
 @pytest.mark.parametrize("autocast", [True, False])

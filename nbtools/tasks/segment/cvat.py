@@ -83,10 +83,9 @@ class Document:
         """The background first, for what no shape covers; then the labels, in their order."""
         own = next((label for label in self.labels if label[0].casefold() in BACKGROUND), None)
         rest = [label for label in self.labels if label is not own]
-        used = [colour for _, colour in rest]
-        colours = [c if used.count(c) < 2 else None for c in used]  # CVAT lets two labels have the same
-        first = Class(0, *(own or (BACKGROUND[0], None)))
-        return [first, *(Class(i, name, colours[i - 1]) for i, (name, _) in enumerate(rest, 1))]
+        used = [colour for _, colour in rest]  # CVAT lets two labels have the same
+        others = [Class(i, name, c if used.count(c) < 2 else None) for i, (name, c) in enumerate(rest, 1)]
+        return [Class(0, *(own or (BACKGROUND[0], None))), *others]
 
 
 # The file
@@ -175,18 +174,19 @@ def draw(drawing: Drawing, recipe: Recipe, size: Size, rows: list[Row]) -> np.nd
         rows.append(Row("shapes", "an image has shapes", "none: all of it is background", fix, WARNING))
     fix = "nothing: it is not drawn; or draw a polygon"
     rows += [Row(kind, "a shape has an area", kind, fix, WARNING) for kind in sorted(set(drawing.others))]
-    known, lookup, place = recipe.table.by_name, recipe.table.lookup, recipe.place(size)
-    canvas = Image.new("L", (place.width * FINE, place.height * FINE), recipe.table.background)
+    known, lookup, area = recipe.table.by_name, recipe.table.lookup, recipe.area(size)
+    height, width = (part.stop - part.start for part in area)
+    canvas = Image.new("L", (width * FINE, height * FINE), recipe.table.background)
     scale = np.array(canvas.size) / (size[1], size[0])
-    areas = [(z_order, shape, points) for shape in drawing.shapes for z_order, points in [outline(shape, known, size)]]
-    for _, shape, points in sorted(areas, key=lambda area: area[0]):
+    shapes = [(*outline(shape, known, size), shape) for shape in drawing.shapes]
+    for _, points, shape in sorted(shapes, key=lambda each: each[0]):
         value = int(lookup[known[shape.attributes["label"]]])
         if shape.kind == "mask":
             paste_mask(canvas, decode_runs(shape), points[0], scale, value)
         else:
             corners = np.clip(points * scale, -DRAWABLE, DRAWABLE)
             ImageDraw.Draw(canvas).polygon([tuple(point) for point in corners.tolist()], fill=value)
-    return recipe.label(canvas, place)
+    return recipe.label(canvas, area)
 
 
 def outline(shape: Shape, known: Mapping[str, int], size: Size) -> tuple[float, np.ndarray]:

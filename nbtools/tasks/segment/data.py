@@ -146,13 +146,13 @@ def completed(contents: Contents, asked: Mapping[str, Any]) -> dict[str, Any]:
     Raises PackError if no image has a label, or there is no class table.
     """
     if not contents.labelled:
-        raise PackError(unlabelled(contents))
+        raise PackError(f"{contents.folder}: {unlabelled(contents)}")
     fit, size = asked["fit"], asked["size"]
     if size is None:
-        found = sizes_of(contents)
-        own = [list(one) for one in found if min(one) >= LEAST and one[0] * one[1] <= LARGEST]
-        size = own[0] if len(found) == len(own) == 1 else list(MIXED)
-        if fit == "auto" and [size] == [list(one) for one in found]:
+        own = {one for one in in_threads(lambda name: header_size(contents.folder / name), contents.labelled) if one}
+        fits = [one for one in own if min(one) >= LEAST and one[0] * one[1] <= LARGEST]
+        size = list(fits[0]) if len(own) == len(fits) == 1 else list(MIXED)
+        if fit == "auto" and own == {tuple(size)}:
             fit = "same"
     if asked["classes"] is not None:
         entries = [Class(*one) for one in asked["classes"]]
@@ -170,22 +170,17 @@ def unlabelled(contents: Contents) -> str:
     for row in contents.rows:
         if row.severity == ERROR and row.value != "none":
             value, rule, fix = row.reasons
-            return f"{contents.folder}: no image has a label. The first fault: {row.file}: {rule}, got {value}; {fix}"
+            return f"no image has a label. The first fault: {row.file}: {rule}, got {value}; {fix}"
     return (
-        f"{contents.folder}: {plural(contents.images, 'image')} and no label: put label images of the same names into "
-        "labels/ next to images/, or a_mask.png next to a.jpg, or write train.txt of lines image,label, or export CVAT "
-        "for images 1.1 as annotations.xml"
+        f"{plural(contents.images, 'image')} and no label: put label images of the same names into labels/ next to "
+        "images/, or a_mask.png next to a.jpg, or write train.txt of lines image,label, or export CVAT for images 1.1 "
+        "as annotations.xml"
     )
 
 
-def sizes_of(contents: Contents) -> set[Size]:
-    """(height, width) by the headers of all images that can be opened."""
-
-    def size(name: str) -> Size | None:
-        with contextlib.suppress(PackError), open_image(contents.folder / name) as image:
-            return size_of(image)
-
-    return set(filter(None, in_threads(size, contents.labelled)))
+def header_size(path: Path) -> Size | None:
+    with contextlib.suppress(PackError), open_image(path) as image:
+        return size_of(image)
 
 
 def found_ids(contents: Contents) -> list[int]:
@@ -202,10 +197,10 @@ def found_ids(contents: Contents) -> list[int]:
             "them"
         )
     if len(known) < 2:
+        one = f": {known[0]}" if known else ""
         raise PackError(
-            f"{contents.folder}: labels have {len(known)} different ids besides {IGNORE}, which is ignored"
-            f"{f': {known[0]}' if known else ''}; there is nothing to tell apart. {TWO_CLASSES}; labels of "
-            "colours with classes= a file of names and colours"
+            f"{contents.folder}: labels have {len(known)} different ids besides {IGNORE}, which is ignored{one}; there "
+            f"is nothing to tell apart. {TWO_CLASSES}; labels of colours with classes= a file of names and colours"
         )
     return known
 
@@ -353,10 +348,10 @@ def save(answer: np.ndarray, picture: str | Path, folder: str | Path, card: Card
     try:
         with open_image(picture, key="image") as image:
             size = size_of(image)
-        place = Recipe.of(card.options).place(size)
+        area = Recipe.of(card.options).area(size)
     except Refused as refusal:
         raise Refused(refusal.row.at(picture.name)) from None
-    inner = Image.fromarray(np.ascontiguousarray(answer[place.area]))
+    inner = Image.fromarray(np.ascontiguousarray(answer[area]))
     found = inner.resize((size[1], size[0]), Image.Resampling.NEAREST)
     found.putpalette([value for colour in card.options["colours"] for value in colour])
     path = str(picture.resolve()).encode(errors="surrogateescape")

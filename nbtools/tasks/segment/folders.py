@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import os.path
 import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -184,13 +183,13 @@ class Contents:
 
     def known_stems(self) -> dict[str, str]:
         """Stem → the one image that has it; if there are several, the one that has a label."""
-        labels = {path.key for path in self.paths if path.is_label}
-        images = [path for path in self.paths if not path.is_label]
-        found: dict[str, str] = {}
-        for some in (images, [path for path in images if path.key in labels]):
-            count = Counter(PurePosixPath(path.name).stem for path in some)
-            found |= {stem: path.name for path in some if count[stem := PurePosixPath(path.name).stem] == 1}
-        return found
+        labels, found = {path.key for path in self.paths if path.is_label}, {}
+        for path in self.paths:
+            if not path.is_label:
+                found.setdefault(PurePosixPath(path.name).stem, []).append(path)
+        for stem, several in found.items():
+            found[stem] = several if len(several) == 1 else [path for path in several if path.key in labels]
+        return {stem: some[0].name for stem, some in found.items() if len(some) == 1}
 
     def head_of(self, name: str) -> bytes:
         with open(self.folder / name, "rb") as file:

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 from PIL import Image
@@ -40,19 +40,8 @@ AGAIN = "export it as PNG of one channel, whose values are the ids"
 
 Size = tuple[int, int]
 """(height, width) in pixels."""
-
-
-class Place(NamedTuple):
-    """Where in the packed image the picture lies."""
-
-    top: int
-    left: int
-    height: int
-    width: int
-
-    @property
-    def area(self) -> tuple[slice, slice]:
-        return slice(self.top, self.top + self.height), slice(self.left, self.left + self.width)
+Area = tuple[slice, slice]
+"""Rows and columns."""
 
 
 @dataclass(frozen=True)
@@ -69,23 +58,25 @@ class Recipe:
         height, width = options["size"]
         return cls((height, width), options["fit"], options["channels"], Table.of(options))
 
-    def place(self, size: Size) -> Place:
-        """Where a picture of a size lies: in the middle if it is scaled to fit inside. Raises Refused for another size
-        than `same` asks for."""
+    def area(self, size: Size) -> Area:
+        """Where in the packed image a picture of a size lies: in the middle if it is scaled to fit inside.
+
+        Raises Refused for another size than `same` asks for.
+        """
         (height, width), (rows, columns) = self.size, size
         if self.fit == "same" and size != self.size:
             fix = 'pack with size=, or with fit="pad": then all are scaled'
             raise Refused(Row("image", f"images have {sized(*self.size)}", sized(*size), fix))
-        if self.fit != "pad":
-            return Place(0, 0, height, width)
         scale = min(height / rows, width / columns)
-        inner = max(1, min(height, round(rows * scale))), max(1, min(width, round(columns * scale)))
-        return Place((height - inner[0]) // 2, (width - inner[1]) // 2, *inner)
+        pad = self.fit == "pad"
+        inner = [max(1, min(most, round(n * scale))) if pad else most for n, most in zip(size, self.size, strict=True)]
+        top, left = (height - inner[0]) // 2, (width - inner[1]) // 2
+        return slice(top, top + inner[0]), slice(left, left + inner[1])
 
-    def label(self, drawn: Image.Image, place: Place) -> np.ndarray:
+    def label(self, drawn: Image.Image, area: Area) -> np.ndarray:
         """(H, W) uint8: class indices drawn at any size, at the packed one. Raises Refused if all are ignored."""
         label = np.full(self.size, IGNORE, np.uint8)
-        label[place.area] = np.asarray(drawn.resize((place.width, place.height), Image.Resampling.NEAREST))
+        label[area] = np.asarray(drawn.resize(label[area].shape[::-1], Image.Resampling.NEAREST))
         if (label == IGNORE).all():
             fix = "annotate it, or delete it with its image; is the class in ignore=?"
             raise Refused(Row("label", "some pixel has a class", "all are ignored", fix))
@@ -114,8 +105,9 @@ def read_image(path: Path, recipe: Recipe, rows: list[Row]) -> tuple[np.ndarray,
     """
     with open_image(path, key="image") as image:
         size, turn = size_of(image), orientation(image)
-        place = recipe.place(size)
-        inner = (place.height, place.width) if turn >= SIDEWAYS else (place.width, place.height)
+        pixels, area = np.zeros((*recipe.size, recipe.channels), np.uint8), recipe.area(size)
+        height, width, _ = pixels[area].shape
+        inner = (height, width) if turn >= SIDEWAYS else (width, height)
         drafted = image.draft(None, inner) if image.format == "JPEG" else None  # type: ignore[arg-type]
         box = drafted[1] if drafted else (0, 0, *image.size)
         flat = flatten(image, recipe.channels, rows)
@@ -126,8 +118,7 @@ def read_image(path: Path, recipe: Recipe, rows: list[Row]) -> tuple[np.ndarray,
             flat = flat.transpose(TURNS[turn])
             fix = "nothing, if its label was drawn on the turned picture"
             rows.append(Row("image", "an image is turned as its EXIF data say", f"orientation {turn}", fix, WARNING))
-    pixels = np.zeros((*recipe.size, recipe.channels), np.uint8)
-    pixels[place.area] = np.asarray(flat)
+    pixels[area] = np.asarray(flat)
     return pixels, size
 
 
@@ -151,7 +142,7 @@ def read_label(path: Path, recipe: Recipe, size: Size) -> np.ndarray:
     if unknown := {i: count for i, count in count_ids(ids).items() if table.lookup[i] == UNKNOWN}:
         fix = "add them to classes=, or to ignore=; or correct the label"
         raise Refused(Row("label", "ids are in the class table", listed(unknown), fix))
-    return recipe.label(Image.fromarray(table.lookup[ids]), recipe.place(size))
+    return recipe.label(Image.fromarray(table.lookup[ids]), recipe.area(size))
 
 
 def ids_in(path: Path) -> list[int]:

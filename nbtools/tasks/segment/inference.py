@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 Ids = Sequence[int] | np.ndarray
 Outputs = tuple[Tensor, tuple[Tensor, ...]]
-Window = tuple[slice, slice]  # rows, columns
 
 
 def infer(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> Outputs:
@@ -73,7 +72,7 @@ def in_windows(predict: Callable[[Tensor], Tensor], image: Tensor, window: int |
     return total / seen
 
 
-def windows(size: tuple[int, int], side: int | None) -> list[Window]:
+def windows(size: tuple[int, int], side: int | None) -> list[tuple[slice, slice]]:
     """Windows of one size that cover an image; the last ones end at its border. They overlap by a third, so that few
     pixels lie at a window's edge only. side: None or at least the image's for one window."""
 
@@ -84,11 +83,6 @@ def windows(size: tuple[int, int], side: int | None) -> list[Window]:
 
     rows, columns = map(spans, size)
     return [(row, column) for row in rows for column in columns]
-
-
-def area(window: Window) -> int:
-    rows, columns = window
-    return (rows.stop - rows.start) * (columns.stop - columns.start)
 
 
 def scaled(size: tuple[int, int], scale: float) -> tuple[int, int]:
@@ -109,7 +103,8 @@ def decode(outputs: Outputs, card: Card | Pack) -> list[np.ndarray]:
 def eval_cost(plan: Plan, size: tuple[int, int]) -> float:
     """Pixels that evaluation passes through the network for each pixel of an image (H, W): about its cost relative to a
     single pass."""
-    pixels = sum(area(one) for scale in plan.eval_scales for one in windows(scaled(size, scale), plan.eval_window))
+    every = (one for scale in plan.eval_scales for one in windows(scaled(size, scale), plan.eval_window))
+    pixels = sum((rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in every)
     return pixels * (1 + plan.eval_flip) / math.prod(size)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -46,26 +46,21 @@ def distance_map(label: np.ndarray) -> np.ndarray:
         raise MissingExtra(
             "distances to the class boundary need the package scipy: pip install scipy, or nbtools[segment]"
         ) from None
-    on, valid = np.zeros(label.shape, bool), label != IGNORE
-    for one, other in ((np.s_[1:], np.s_[:-1]), (np.s_[:, 1:], np.s_[:, :-1])):  # NumPy: torch's threads spin here
-        differ = (label[one] != label[other]) & valid[one] & valid[other]
-        on[one] |= differ
-        on[other] |= differ
+    on = boundaries(label, label != IGNORE)  # of arrays: torch's threads spin here
     if not on.any():
         return np.full(label.shape, FAR, np.uint8)
     distance: np.ndarray = distance_transform_edt(~on)  # pyright: ignore[reportAssignmentType]
     return np.minimum(np.rint(distance * PER_PIXEL), FAR).astype(np.uint8)
 
 
-def boundaries(labels: Tensor, valid: Tensor) -> Tensor:
-    """(B, H, W) bool: pixels with a neighbour, above, below, left or right, of another class, both valid."""
-    edge = torch.zeros_like(valid)
-    for axis in (1, 2):
-        last = labels.shape[axis] - 1
-        one, other = labels.narrow(axis, 0, last), labels.narrow(axis, 1, last)
-        differ = (one != other) & valid.narrow(axis, 0, last) & valid.narrow(axis, 1, last)
-        edge.narrow(axis, 0, last).logical_or_(differ)
-        edge.narrow(axis, 1, last).logical_or_(differ)
+def boundaries(labels: Any, valid: Any) -> Any:
+    """(…, H, W) bool, of arrays or tensors: pixels with a neighbour, above, below, left or right, of another class,
+    both valid."""
+    edge = valid & ~valid
+    for one, other in ((np.s_[..., 1:, :], np.s_[..., :-1, :]), (np.s_[..., 1:], np.s_[..., :-1])):
+        differ = (labels[one] != labels[other]) & valid[one] & valid[other]
+        edge[one] |= differ
+        edge[other] |= differ
     return edge
 
 
@@ -194,22 +189,17 @@ def position_prior(pack: Pack, split: str = "val") -> dict[str, float]:
     the sums of `evaluate`: what a network must clearly exceed. Raises PackError for an empty split."""
     if not len(pack.ids(split)) or not len(pack.ids("train")):
         raise PackError(f"the split {split!r} or 'train' of {pack.folder} is empty; choose another")
-    guess, sums = prior(pack), Sums()
-    for i in pack.ids(split):
-        sums.add(metrics_of(pack, int(i), guess))
-    return sums.read()
-
-
-def prior(pack: Pack) -> np.ndarray:
-    """(H, W) uint8: the most frequent class at each pixel over the train split, the first of equally frequent ones;
-    where no image has a label, the most frequent of all."""
     shape = pack.columns["label"].shape
     counts, (rows, columns) = np.zeros((len(pack.classes), *shape), np.uint32), np.indices(shape)
     for i in pack.ids("train"):
         label = pack.arrays["label"][i]
         valid = label != IGNORE
         counts[label[valid], rows[valid], columns[valid]] += 1
-    return np.where(counts.any(0), counts.argmax(0), counts.sum((1, 2)).argmax()).astype(np.uint8)
+    prior = np.where(counts.any(0), counts.argmax(0), counts.sum((1, 2)).argmax())  # where none has a label, of all
+    sums = Sums()
+    for i in pack.ids(split):
+        sums.add(metrics_of(pack, int(i), prior))
+    return sums.read()
 
 
 def image_metrics(pack: Pack, i: int, predicted: np.ndarray) -> dict[str, float]:
