@@ -94,15 +94,12 @@ def test_one_batch_is_overfitted_by_the_loop(tmp_path):
 
 
 def test_heads_learn_ten_times_as_fast_in_at_most_four_groups(pack):
-    plan = Plan(**{**SLIM, "epochs": 1, "weight_decay": 0.01, "schedule": "constant"})
-    state = TrainState(segment, pack, plan, "cpu")
-    next(iter(r for r in train_loop(segment, state, pack) if r.kind == "step"))
-    groups, named = state.optimizer.param_groups, dict(state.model.named_parameters())
+    network = segment.model(pack, Plan(**SLIM))
+    groups, named = segment.groups(network, Plan(**SLIM)), dict(network.named_parameters())
     assert len(groups) <= 4
-    assert {g["lr"] for g in groups} == {plan.lr, 10 * plan.lr}
-    fast = {id(p) for g in groups if g["lr"] > plan.lr for p in g["params"]}
+    fast = {id(p) for g in groups if g["lr_scale"] == 10 for p in g["params"]}
     assert {name.split(".")[0] for name, p in named.items() if id(p) in fast} == {"head", "auxiliary"}
-    undecayed = {id(p) for g in groups if not g["weight_decay"] for p in g["params"]}
+    undecayed = {id(p) for g in groups if not g["decays"] for p in g["params"]}
     assert undecayed == {id(p) for p in named.values() if p.dim() < 2}
     assert sum(len(g["params"]) for g in groups) == len(named)
 
@@ -144,58 +141,55 @@ def test_a_training_step_never_asks_the_device_for_a_value(pack):
 # The guide's faults
 
 
-def test_warmup_ends_and_the_schedule_moves_at_every_step(pack):
-    """The guide stepped its schedule once an epoch, and 1,000 epochs of warmup never ended."""
-    plan = Plan(**{**SLIM, "epochs": 4, "batch_size": 4, "schedule": "poly", "warmup_epochs": 1.2})
-    state = TrainState(segment, pack, plan, "cpu")
-    steps = [
-        (state.position.lr, {round(g["lr"] / state.position.lr, 6) for g in state.optimizer.param_groups})
-        for r in train_loop(segment, state, pack)
-        if r.kind == "step"
-    ]
-    rates = [lr for lr, _ in steps]
-    assert rates == pytest.approx([lr_at(plan, (n + 0.5) / 5) for n in range(20)])
-    assert rates[:6] == sorted(rates[:6])
-    assert rates[6:] == sorted(rates[6:], reverse=True)
-    assert len(set(rates)) == 20
-    assert max(rates) > 0.95 * plan.lr
-    assert rates[-1] < 0.1 * plan.lr
-    assert all(scales == {1.0, 10.0} for _, scales in steps)
-
-
-def test_batch_norm_keeps_learning_after_an_evaluation(pack):
-    """The guide forgot `train()`: its running averages froze after the first one."""
-    plan = Plan(**{**SLIM, "epochs": 2})
-    state, modes, averages = TrainState(segment, pack, plan, "cpu"), [], []
-    norm = next(m for m in state.model.modules() if isinstance(m, nn.BatchNorm2d))
-    assert norm.running_mean is not None
-    for record in train_loop(segment, state, pack):
-        if record.kind in ("step", "evaluation", "epoch"):
-            modes.append({m.training for m in state.model.modules()})
-            averages.append((record.kind, norm.running_mean.clone()))
-        if record.kind == "step" and record.step == 1:
-            state.evaluate_next = True
-    kinds = [kind for kind, _ in averages]
-    assert kinds == ["step", "evaluation", "step", "step", "epoch", "step", "step", "step", "epoch"]
-    assert modes == [{True}] * len(modes)
-    for (_, before), (kind, after) in itertools.pairwise(averages):
-        assert torch.equal(before, after) == (kind != "step")
-
-
-def test_validation_is_neither_augmented_nor_cropped_nor_shuffled(pack):
-    seen = []
+@pytest.fixture(scope="module")
+def watched(pack):
+    """(plan, rows of (kind, lr, lr of each group, an average of a batch norm, modes), validation batches) of a run."""
+    evaluated, rows = [], []
 
     def batch(raw, plan, draws):
         found = segment.batch(raw, plan, draws)
         if draws is None:
-            seen.append((raw["id"], found))
+            evaluated.append((raw["id"], found))
         return found
 
-    plan = Plan(**{**SLIM, **AUGMENT, "epochs": 2, "batch_size": 3, "crop": 32})
-    trained(pack, plan, task_of(batch=batch))
-    ids = torch.cat([i for i, _ in seen])
-    assert ids.tolist() == pack.ids("val").tolist() * 2
-    images, labels = (torch.cat([found[name] for _, found in seen]) for name in ("image", "label"))
+    more = {"epochs": 3, "batch_size": 4, "schedule": "poly", "warmup_epochs": 1.2, "crop": 32}
+    plan, task = Plan(**{**SLIM, **AUGMENT, **more}), task_of(batch=batch)
+    state = TrainState(task, pack, plan, "cpu")
+    norm: Any = next(m for m in state.model.modules() if isinstance(m, nn.BatchNorm2d))
+    for record in train_loop(task, state, pack):
+        if record.kind in ("step", "evaluation", "epoch"):
+            lrs = {round(g["lr"] / state.position.lr, 6) for g in state.optimizer.param_groups}
+            modes = {m.training for m in state.model.modules()}
+            rows.append((record.kind, state.position.lr, lrs, norm.running_mean.clone(), modes))
+    return plan, rows, evaluated
+
+
+def test_warmup_ends_and_the_schedule_moves_at_every_step(watched):
+    """The guide stepped its schedule once an epoch, and 1,000 epochs of warmup never ended."""
+    plan, rows, _ = watched
+    steps = [row for row in rows if row[0] == "step"]
+    rates = [lr for _, lr, *_ in steps]
+    assert rates == pytest.approx([lr_at(plan, (n + 0.5) / 5) for n in range(15)])
+    assert rates[:6] == sorted(rates[:6])
+    assert rates[6:] == sorted(rates[6:], reverse=True)
+    assert len(set(rates)) == 15
+    assert all(lrs == {1.0, 10.0} for _, _, lrs, *_ in steps)
+
+
+def test_batch_norm_keeps_learning_after_an_evaluation(watched):
+    """The guide forgot `train()`: its running averages froze after the first one."""
+    rows = watched[1]
+    assert [kind for kind, *_ in rows] == [*["step"] * 5, "epoch"] * 3
+    for (*_, before, _), (kind, _, _, after, modes) in itertools.pairwise(rows):
+        assert torch.equal(before, after) == (kind != "step")
+        assert modes == {True}
+
+
+def test_validation_is_neither_augmented_nor_cropped_nor_shuffled(watched, pack):
+    evaluated = watched[2]
+    ids = torch.cat([i for i, _ in evaluated])
+    assert ids.tolist() == pack.ids("val").tolist() * 3
+    images, labels = (torch.cat([found[name] for _, found in evaluated]) for name in ("image", "label"))
     raw = raw_batch(pack, ids.tolist())
     assert torch.equal(images, (raw["image"].permute(0, 3, 1, 2).float() - 127.5) / 63.75)
     assert torch.equal(labels, raw["label"].long())
