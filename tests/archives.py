@@ -1,12 +1,21 @@
-"""Archives made in memory, for the tests of staging and of archives."""
+"""Archives made in memory, and a disk that fails, for the tests of staging, archives and packs."""
 
 import bz2
+import errno
 import gzip
 import io
 import lzma
+import os
+import signal
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbtools import disk
 
 PACKERS = {"tar": bytes, "tar.gz": gzip.compress, "tar.xz": lzma.compress, "tar.bz2": bz2.compress}
 FORMS = (*PACKERS, "zip")
@@ -48,3 +57,30 @@ def put(path: Path, data: bytes = b"") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return path
+
+
+def fault_at(patch: pytest.MonkeyPatch, nth: int, fault: Callable[..., Any]) -> list[str]:
+    """Make each operation on the disk from the nth on `fault(name, operation, arguments)` → the names as they come."""
+    calls: list[str] = []
+
+    def faulty(name: str, real: Callable[..., Any]):
+        def operation(*args, **more):
+            calls.append(name)
+            return fault(name, real, args) if len(calls) > nth else real(*args, **more)
+
+        return operation
+
+    for name in disk.OPERATIONS:
+        patch.setattr(disk, name, faulty(name, getattr(disk, name)))
+    return calls
+
+
+def full(name: str, real: Callable[..., Any], args: tuple) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def kill(name: str, real: Callable[..., Any], args: tuple) -> None:
+    """A write is cut in its midst: half of the bytes are there."""
+    if name == "write":
+        real(args[0], args[1][: len(args[1]) // 2])
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -10,8 +10,6 @@ import tempfile
 import tracemalloc
 import unicodedata
 import zipfile
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -342,21 +340,3 @@ def test_a_file_is_read_into_no_more_memory_than_its_archive_justifies(tmp_path,
     monkeypatch.setattr(archive, "LARGEST", 50_000)
     with pytest.raises(errors.ArchiveError, match=r"entry 'b' has 100 kB, more than 50\.0 kB"):
         in_place(tmp_path, zip_bytes(("b", os.urandom(100_000))))
-
-
-MANY = {f"many/{number:03}.png": bytes([number]) * (2000 + number) for number in range(60)}
-
-
-def read_many(path: Path, seed: int) -> None:
-    assert all(read_member(path, name) == MANY[name] for name in sorted(MANY, key=lambda name: hash((seed, name))))
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("form", ["tar", "zip"])
-def test_threads_and_forked_processes_read_at_once_without_disturbing_each_other(tmp_path, form):
-    path = put(tmp_path / "some.archive", archived(MANY, form))
-    archive_index(path)
-    with ProcessPoolExecutor(2, get_context("fork")) as forked, ThreadPoolExecutor(4) as threads:
-        for done in [forked.submit(read_many, path, seed) for seed in range(4)]:
-            list(threads.map(lambda seed: read_many(path, seed), range(4)))
-            done.result()

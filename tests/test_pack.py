@@ -1,6 +1,5 @@
 """Packs: every sample of the source or a line that says why not; whole or absent; opened and never decoded twice."""
 
-import errno
 import multiprocessing
 import os
 import pickle
@@ -13,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 import toy
+from archives import fault_at, full, kill
 from hypothesis import given
 from hypothesis import strategies as st
 from packs import pack_of
 
 import nbtools as nb
-from nbtools import disk
 from nbtools.data import SPLITS, Entry, Pack, Survey, build, build_pack, cache, split_of
 from nbtools.errors import DiskError, PackError, StageError
 
@@ -271,36 +270,9 @@ def test_eight_processes_at_once_make_one_pack(place):
 # Whole, or resumed
 
 
-def fault_at(nth: int, fault) -> list[str]:
-    """Make each operation on the disk from the nth on call `fault(operation, arguments)` → the calls that come."""
-    calls: list[str] = []
-
-    def faulty(name, real):
-        def operation(*args, **more):
-            calls.append(name)
-            return fault(name, real, args) if len(calls) > nth else real(*args, **more)
-
-        return operation
-
-    for name in disk.OPERATIONS:
-        setattr(disk, name, faulty(name, getattr(disk, name)))
-    return calls
-
-
-def full(name, real, args):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def kill(name, real, args):
-    """A write is cut in its midst: half of the bytes are there."""
-    if name == "write":
-        real(args[0], args[1][: len(args[1]) // 2])
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def pack_with_fault(nth: int, fault, source: Path, into: Path) -> None:
     try:
-        calls = fault_at(nth, fault)
+        calls = fault_at(pytest.MonkeyPatch(), nth, fault)
         pack(source, into=into)
         os._exit(0 if {"create", "append", "write", "sync", "rename", "make_folder"} <= set(calls) else 3)
     except DiskError as error:

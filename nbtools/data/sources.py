@@ -76,41 +76,23 @@ def source_of(text: str) -> Source:
     return next(source for source in found if source is not None)  # any text is a path
 
 
-class File(Source):
-    """An archive on a disk, or on a mounted Drive: `drive:path/in/My Drive`."""
+class Local(Source):
+    """A folder or an archive on a disk, or on a mounted Drive: `drive:path/in/My Drive`."""
 
     def __init__(self, text: str, path: Path):
         super().__init__(text, str(path), path.name)
-        self.path, self.here, self.seen = path, None if is_far(path) else path, path.stat()
-        self.size = self.seen.st_size
+        self.path, self.is_folder, self.here = path, path.is_dir(), None if is_far(path) else path
+        if not self.is_folder:
+            require_archive(path, text)
+        elif not any(True for _ in disk.walk(path)):
+            raise StageError(f"{text}: {path} holds no files. Is it the right folder?")
 
     @classmethod
     def of(cls, text: str) -> Source:
         path = Path(text).expanduser().absolute()
         if text.startswith("drive:") or not disk.exists(path):
             path = drive.drive_path(text)  # or an error that names what is there instead
-        if path.is_dir():
-            return Folder(text, path)
-        require_archive(path, text)
         return cls(text, path)
-
-    def version(self) -> str:
-        return f"{self.seen.st_size}-{self.seen.st_mtime_ns}"
-
-    def fetch(self, part: Path, progress: Progress) -> None:
-        copy(self.path, part, self.seen.st_size, progress)
-
-
-class Folder(Source):
-    """A folder on a disk, or on a mounted Drive; `File.of` tells the two apart."""
-
-    is_folder = True
-
-    def __init__(self, text: str, path: Path):
-        if not any(True for _ in disk.walk(path)):
-            raise StageError(f"{text}: {path} holds no files. Is it the right folder?")
-        super().__init__(text, str(path), path.name)
-        self.path, self.here = path, None if is_far(path) else path
 
     @cached_property
     def files(self) -> list[tuple[str, tuple[int, int]]]:
@@ -119,9 +101,10 @@ class Folder(Source):
     def version(self) -> str:
         self.size = sum(size for _, (size, _) in self.files)
         if len(self.files) > MANY:
-            self.hint = (
-                f"{self.path}: {len(self.files):,} files, which is slow there. One tar of them copies much faster."
-            )
+            slow = f"{len(self.files):,} files, which is slow there"
+            self.hint = f"{self.path}: {slow}. One tar of them copies many times faster."
+        if not self.is_folder:
+            return "-".join(map(str, self.files[0][1]))
         return hashlib.sha256(repr(self.files).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
     def fetch(self, part: Path, progress: Progress) -> None:
