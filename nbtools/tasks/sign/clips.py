@@ -26,6 +26,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -77,8 +78,7 @@ class Keys:
             object.__setattr__(self, "needed", True)
 
 
-@dataclass(frozen=True)
-class Array:
+class Array(NamedTuple):
     """The form of an array, (T, width), or (T,) for width 0. kinds: NumPy's that are converted to its dtype; check: its
     other rules; needed: whether it is an error to have none."""
 
@@ -98,58 +98,49 @@ def arrays_of(keys: Keys) -> dict[str, Array]:
         found[MASK] = Array(MASK, POINTS, "bool", "biu", check_mask, needed=False)
     if keys.needed:
         found["features"] = Array(keys.features or "", FEATURES, "float32", "f", check_finite)
-    found[TIMES] = Array(TIMES, 0, "int64", "iuf", check_times, needed=False)
-    return found
+    return {**found, TIMES: Array(TIMES, 0, "int64", "iuf", check_times, needed=False)}
 
 
 def examine(path: Path, keys: Keys, whole: bool = True) -> tuple[Sample, list[Row]]:
-    """(a clip's columns, without those that break a rule; the rules that it breaks). whole: meta's too.
+    """(a clip's columns, what is odd about it). whole: look at meta, too.
 
-    Raises OSError where the file cannot be opened.
+    Raises Refused with the first error, OSError where the file cannot be opened.
     """
-    columns, rows, expected = {}, [], arrays_of(keys)
-    try:
-        with open_npz(path) as npz:
-            for column, one in expected.items():
-                values, broken = examine_array(npz, one)
-                rows += broken
-                if values is not None:
-                    columns[column] = values
-            if whole:
-                rows += check_meta(npz)
-    except Refused as refusal:
-        rows.append(refusal.row)
-    rows += unequal({expected[column].key: len(values) for column, values in columns.items()})
+    columns, odd = {}, []
+    with open_npz(path) as npz:
+        for row in broken_rules(npz, keys, columns):
+            if row.severity == ERROR:
+                raise Refused(row)
+            odd.append(row)
+        if whole:
+            odd += check_meta(npz)
     columns.pop(TIMES, None)
-    if "x" in columns and MASK not in columns:
+    if keys.x is not None and MASK not in columns:
         columns[MASK] = columns["x"].reshape(-1, POINTS, 2).any(2)
-    return columns, rows
+    return columns, odd
 
 
-def examine_array(npz: zipfile.ZipFile, one: Array) -> tuple[np.ndarray | None, list[Row]]:
-    """(values in their dtype, None where an error makes them useless; the broken rules)."""
-    key = one.key
-    if key not in keys_in(npz):
-        return None, [absent(npz, key, one.needed)]
-    try:
+def broken_rules(npz: zipfile.ZipFile, keys: Keys, columns: dict[str, np.ndarray]) -> Iterator[Row]:
+    """Reads the arrays into columns, each in its dtype; a caller that stops at an error reads no further."""
+    frames = "T"
+    for column, one in arrays_of(keys).items():
+        key, rest = one.key, (one.width,) if one.width else ()
+        if key not in keys_in(npz):
+            yield absent(npz, key, one.needed)
+            continue
         values = read_array(npz, key)
-    except Refused as refusal:
-        return None, [refusal.row]
-    wanted, rest = (f"(T, {one.width})", (one.width,)) if one.width else ("(T,)", ())
-    if values.dtype.kind not in one.kinds:
-        return None, [Row(key, f"{key} is {one.dtype}", str(values.dtype), f"save {key}.astype('{one.dtype}')")]
-    if not values.shape or values.shape[1:] != rest:
-        fix = f"reshape it, or extract the clip again as {wanted}"
-        return None, [Row(key, f"{key} is {wanted}", str(values.shape), fix)]
-    with np.errstate(over="ignore", invalid="ignore"):
-        converted = np.ascontiguousarray(values, one.dtype)
-    rows = [*one.check(key, converted if one.kinds == "f" else values)]
-    if any(row.severity == ERROR for row in rows):
-        return None, rows
-    if values.dtype != one.dtype:
-        rule, fix = f"{key} is {one.dtype}; others are converted", f"nothing, or save {key}.astype('{one.dtype}')"
-        rows.append(Row(key, rule, str(values.dtype), fix, WARNING))
-    return converted, rows
+        if values.dtype.kind not in one.kinds:
+            yield Row(key, f"{key} is {one.dtype}", str(values.dtype), f"save {key}.astype('{one.dtype}')")
+        if not values.shape or values.shape[1:] != rest or frames not in ("T", len(values)):
+            wanted = f"({', '.join(map(str, (frames, *rest)))})"
+            yield Row(key, f"{key} is {wanted}", str(values.shape), f"reshape it, or {AGAIN}")
+        if not len(values):
+            yield Row(key, "a clip has frames", "none", AGAIN)
+        yield from one.check(key, values)
+        if values.dtype != one.dtype:
+            rule, fix = f"{key} is {one.dtype}; others are converted", f"nothing, or save {key}.astype('{one.dtype}')"
+            yield Row(key, rule, str(values.dtype), fix, WARNING)
+        frames, columns[column] = len(values), np.ascontiguousarray(values, one.dtype)
 
 
 def absent(npz: zipfile.ZipFile, key: str, needed: bool = False) -> Row:
@@ -158,18 +149,8 @@ def absent(npz: zipfile.ZipFile, key: str, needed: bool = False) -> Row:
     return Row(key, f"a clip has {key}", came, *((fix, ERROR) if needed else ("nothing: no network needs it", WARNING)))
 
 
-def unequal(frames: Mapping[str, int]) -> Iterator[Row]:
-    """Every array has as many frames as the first, and there are some. frames: of each array, by key."""
-    for key, count in frames.items():
-        first, expected = next(iter(frames.items()))
-        if key == first and not count:
-            yield Row(key, "a clip has frames", "none", AGAIN)
-        if count != expected:
-            yield Row(key, f"all arrays have as many frames as {first}, {expected}", str(count), AGAIN)
-
-
 def check_finite(key: str, values: np.ndarray) -> Iterator[Row]:
-    wrong = ~np.isfinite(values)
+    wrong = ~(np.abs(values) <= np.finfo(np.float32).max)
     if wrong.any():
         value = f"frame {first_frame(wrong)} has {values[wrong][0]}"
         yield Row(key, "numbers are finite", value, "write 0, where a point was not seen, or extract the clip again")
@@ -177,21 +158,19 @@ def check_finite(key: str, values: np.ndarray) -> Iterator[Row]:
 
 def check_points(key: str, x: np.ndarray) -> Iterator[Row]:
     """(T, 156): within the picture, something is seen, and no more frames than the Transformer reads."""
-    if infinite := [*check_finite(key, x)]:
-        yield from infinite
-        return
-    outside, far = (x < 0) | (x > 1), (x < -SLACK) | (x > 1 + SLACK)
-    if outside.any():
-        which = far if far.any() else outside
+    yield from check_finite(key, x)
+    far = (x < -SLACK) | (x > 1 + SLACK)
+    which = far if far.any() else (x < 0) | (x > 1)
+    if which.any():
         value = f"frame {first_frame(which)} has {x[which][0]:g}; all are from {x.min():g} to {x.max():g}"
-        fix, severity = "nothing: the point has left the picture; or np.clip(X, 0, 1)", WARNING
-        if far.any():
-            fix, severity = "divide x by the width and y by the height of a frame", ERROR
+        fix, severity = "divide x by the width and y by the height of a frame", ERROR
+        if not far.any():
+            fix, severity = "nothing: the point has left the picture; or np.clip(X, 0, 1)", WARNING
         yield Row(key, "coordinates are in [0, 1]", value, fix, severity)
     if len(x) > POSITIONS:
         fix = 'train the Transformer with long_clips="windows", or cut or thin out the clip'
         yield Row(key, f"a clip has at most {POSITIONS} frames, the Transformer's positions", str(len(x)), fix, WARNING)
-    if len(x) and not x.any():
+    if not x.any():
         yield Row(key, "some point is seen", "all are 0", AGAIN, WARNING)
 
 
@@ -221,14 +200,13 @@ def check_meta(npz: zipfile.ZipFile) -> Iterator[Row]:
         text = read_array(npz, META, META_BYTES)
         came = str(text)[:40]
         order = json.loads(text.item()).get("order", ORDER)
+        if order != ORDER:
+            fix = "put them in that order: the networks know a point by its place"
+            yield Row(META, f"points are in the order {ORDER}", str(order)[:80], fix, WARNING)
     except Refused as refusal:
         yield dataclasses.replace(refusal.row, fix=fix, severity=WARNING)
     except (ValueError, TypeError, AttributeError, RecursionError):
         yield Row(META, "meta is a JSON object", came, fix, WARNING)
-    else:
-        if order != ORDER:
-            fix = "put them in that order: the networks know a point by its place"
-            yield Row(META, f"points are in the order {ORDER}", str(order)[:80], fix, WARNING)
 
 
 def first_frame(which: np.ndarray) -> int:

@@ -106,11 +106,7 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
     Raises PackError(value, rule, fix) with the first error that `validate` reports for it.
     """
     keys = Keys(options["kp_key"], options["feature_key"], needed=options["feature_key"] is not None)
-    columns, rows = examine(Path(path), keys, whole=False)
-    for row in rows:
-        if row.severity == ERROR:
-            raise Refused(row)
-    return columns
+    return examine(Path(path), keys, whole=False)[0]
 
 
 @dataclass(frozen=True)
@@ -155,8 +151,9 @@ def checked(folder: Path, keys: Keys, clip: str) -> tuple[list[Row], bytes]:
     """(what is wrong with a clip, a digest of what it shows)."""
     try:
         columns, rows = examine(folder / clip, keys)
+    except Refused as refusal:
+        return [refusal.row], b""
     except OSError as error:
         fix = "copy the file again, or change its permissions"
         return [Row("", "the file can be read", error.strerror or str(error), fix)], b""
-    shows = columns.get("x", columns.get("features"))
-    return rows, b"" if shows is None else hashlib.blake2b(shows.tobytes(), digest_size=16).digest()
+    return rows, hashlib.blake2b(columns["features" if keys.x is None else "x"].tobytes(), digest_size=16).digest()
