@@ -108,9 +108,9 @@ def measure(rounds: int, steps: int, folder: str) -> None:
 
 def frame(surface: Surface) -> float:
     """CPU-ms of one frame on the training thread."""
-    surface.plot.due = 0.0
+    surface.due = 0.0
     start = thread_time()
-    surface.plot.update(surface.history)
+    surface.draw()
     return 1e3 * (thread_time() - start)
 
 

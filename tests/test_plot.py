@@ -8,6 +8,7 @@ import sys
 import time
 import types
 import xml.etree.ElementTree as ET
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +19,12 @@ from matplotlib.text import Text
 from PIL import Image
 
 from nbtools import letters
-from nbtools.live import Columns, chart, plot, png, samples, svg
+from nbtools.live import Columns, chart, png, samples, svg, view
 from nbtools.live.picture import LETTERS, About, picture
 from nbtools.live.samples import Preview
 from nbtools.measure import REASONS
 from nbtools.table import columns
-from nbtools.train import History, Record
+from nbtools.train import History, Plan, Record
 
 EVIL = '</svg><img src=x onerror="alert(1)">&'
 GPU = {"gpu_memory_allocated": 1200.0, "gpu_memory_reserved": 2300.0}
@@ -409,82 +410,74 @@ def test_a_name_is_wrong_as_a_whole_however_many_letters_it_shares():
 
 
 @pytest.fixture
-def notebook(monkeypatch):
-    """As in a kernel, with real ipywidgets."""
+def watching(monkeypatch, tmp_path):
+    """A view of a run in a notebook, with real ipywidgets and a clock that the test moves: now, and what the thread
+    spent."""
     kernel = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace(kernel=object()))
-    monkeypatch.setitem(sys.modules, "IPython", kernel)
-    assert plot.in_notebook()
-    monkeypatch.delitem(sys.modules, "IPython")
-    monkeypatch.setattr(plot, "in_notebook", lambda: True)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "IPython", kernel)
+        assert view.in_notebook()
+    monkeypatch.setattr(view, "in_notebook", lambda: True)
+    made: Any = view.View(tmp_path / "captcha", History(), Plan(epochs=8), 3200, "whole_accuracy", Plan(), show=True)
+    made.clock = types.SimpleNamespace(now=100.0, spent=0.0)
+    monkeypatch.setattr(view.time, "monotonic", lambda: made.clock.now)
+    monkeypatch.setattr(view.time, "thread_time", lambda: made.clock.spent)
+    return made
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Time that passes only where a test says so: now, and what the thread spent."""
-    found = types.SimpleNamespace(now=100.0, spent=0.0)
-    monkeypatch.setattr(plot.time, "monotonic", lambda: found.now)
-    monkeypatch.setattr(plot.time, "thread_time", lambda: found.spent)
-    return found
+def test_in_a_notebook_frame_and_samples_are_renewed_in_widgets_of_their_own(watching):
+    watching.show_samples([Preview(CAPTCHA, "abc", "abd")])
+    for steps in (40, 80):
+        watching.history, watching.due = history(steps), 0.0
+        watching.draw("paused")
+    assert watching.output.frame.value == frame(history(80), watching.about, "paused")
+    assert "data:image/png" in watching.output.samples.value
+    assert "data:image" not in watching.output.frame.value, "frames send no images"
+    watching.show_samples([])
+    assert watching.output.samples.value == ""
 
 
-def test_in_a_notebook_frame_and_samples_are_renewed_in_widgets_of_their_own(notebook):
-    live = plot.LivePlot("captcha", 8, 3200, "whole_accuracy")
-    live.show([Preview(CAPTCHA, "abc", "abd")])
-    live.update(history(40))
-    live.due = 0.0
-    live.update(history(80), "paused")
-    assert live.charts.value == frame(history(80), live.about, "paused")
-    assert {live.charts, live.cards} < {*live.widget.children}
-    assert "data:image/png" in live.cards.value
-    assert "data:image" not in live.charts.value, "frames send no images"
-    live.show([])
-    assert live.cards.value == ""
-
-
-def test_a_frame_without_news_is_not_drawn_again_but_when_asked(notebook, monkeypatch, clock):
+def test_a_frame_without_news_is_not_drawn_again_but_when_asked(watching, monkeypatch):
     drawn = []
-    monkeypatch.setattr(plot.svg, "frame", lambda made: drawn.append(made.badges) or "")
-    live, found = plot.LivePlot(), history(40)
+    monkeypatch.setattr(svg, "frame", lambda made: drawn.append(made.badges) or "")
+    watching.history = history(40)
 
     def later(status=""):
-        clock.now += 100
-        live.update(found, status)
+        watching.clock.now += 100
+        watching.draw(status)
         return len(drawn)
 
     assert [later(), later(), later("paused"), later("paused")] == [1, 1, 2, 2]
-    found.append(Record("step", 4, 41, 41 * 64, {"loss": 0.1}))
+    watching.history.append(Record("step", 4, 41, 41 * 64, {"loss": 0.1}))
     assert later("paused") == 3
-    live.about = About("captcha", 9)
+    watching.changed(Plan(epochs=9))
     assert later("paused") == 4
-    live.due = 0.0
+    watching.due = 0.0
     assert later("paused") == 5
 
 
 @pytest.mark.parametrize(("cost", "a_second"), [(0.0015, 4), (0.03, 0.2)])
-def test_it_draws_at_most_four_times_a_second_and_for_its_share_of_the_time(
-    notebook, monkeypatch, clock, cost, a_second
-):
-    drawn = []
+def test_it_draws_at_most_four_times_a_second_and_for_its_share_of_the_time(watching, monkeypatch, cost, a_second):
+    drawn, clock = [], watching.clock
 
     def draw(made):
         drawn.append(clock.now)
         clock.spent += cost
         return ""
 
-    monkeypatch.setattr(plot.svg, "frame", draw)
-    live, found = plot.LivePlot(), history(4)
+    monkeypatch.setattr(svg, "frame", draw)
+    watching.history = history(4)
     while clock.now < 160:
-        live.update(found, str(clock.now))
+        watching.draw(str(clock.now))
         clock.now += 0.01
     assert 60 * a_second * 0.9 <= len(drawn) <= 60 * a_second + 1
 
 
 def test_at_the_end_the_picture_is_a_png_and_all_that_is_drawn_outside_notebooks(tmp_path, monkeypatch):
-    monkeypatch.setattr(plot.svg, "frame", lambda made: pytest.fail("nothing to draw on"))
-    live = plot.LivePlot("captcha", 8, 3200)
-    assert live.widget is None
-    live.show([Preview(CAPTCHA, "abc", "abd")])
-    live.update(history(40))
-    image = live.finish(history(80), tmp_path / "new" / "plot.png")
-    assert image == (tmp_path / "new" / "plot.png").read_bytes()
-    assert image.startswith(b"\x89PNG")
+    monkeypatch.setattr(svg, "frame", lambda made: pytest.fail("nothing to draw on"))
+    (tmp_path / "run").mkdir()
+    made = view.View(tmp_path / "run", history(40), Plan(epochs=8), 3200, "whole_accuracy", Plan(), show=False)
+    made.start()
+    made.draw()
+    made.finish([Preview(CAPTCHA, "abc", "abd")], tmp_path / "run" / "plot.png")
+    assert (tmp_path / "run" / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -500,9 +500,9 @@ def test_while_a_step_compiles_the_surface_says_so(pack, tmp_path):
     assert made.status == "compiling"
     made.update(Record("step", 0, 1, 16))
     assert made.status == ""
-    made.plot.due = time.monotonic() + 1e6
+    made.due = time.monotonic() + 1e6
     made.update(Record("change", 0, 1, 16, {"what": "batch_size 16 → 32"}))
-    assert (made.status, made.plot.due) == ("compiling", 0.0), "another batch size is another program"
+    assert (made.status, made.due) == ("compiling", 0.0), "another batch size is another program"
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -539,4 +539,4 @@ def test_the_live_picture_counts_the_epochs_that_were_begun(tmp_path):
     for epochs in (30, 3):
         view = View(tmp_path / "run", history, PLAN.replace(epochs=epochs), 320, "-loss", None, show=False)
         view.changed(PLAN.replace(epochs=3))
-        assert (view.plot.about.epochs, view.bar.total) == (26, 26 * 320)
+        assert (view.about.epochs, view.bar.total) == (26, 26 * 320)

@@ -126,7 +126,7 @@ def test_a_run_leaves_nothing_of_its_picture_behind(kernel):
 def test_where_no_picture_can_be_drawn_it_is_said_and_so_is_the_rest(kernel):
     said = kernel.run(
         """
-from nbtools.live import plot as live
+from nbtools.live import view as live
 real, live.picture = live.picture, lambda *rest, **more: 1 / 0
 run = nb.fit(toy, pack, plan, "unseen", receipt=False)
 live.picture = real
@@ -181,7 +181,7 @@ def test_a_terminal_is_told_truth_and_prediction_of_the_samples(tmp_path, capsys
     view = View(tmp_path / "run", History(), toy.PLAN, 16, "-cer", None, show=True)
     view.show_samples([Preview(np.zeros((32, 400), np.uint8), "手写中文", "手与中文")])
     assert "TRU 手写中文\nPRE 手与中文\n      ^^\n" in capsys.readouterr().out
-    assert view.plot.previews[0].truth == "手写中文"
+    assert view.cards[0].truth == "手写中文"
     assert view.visible
     view.bar.close()
     quiet = View(tmp_path / "run", History(), toy.PLAN, 16, "-cer", None, show=False)

@@ -6,7 +6,6 @@ from nbtools.live.kernel import Messages
 from nbtools.live.overlay import overlay
 from nbtools.live.panel import Panel
 from nbtools.live.picture import XS, Columns, spent, taken
-from nbtools.live.plot import LivePlot
 from nbtools.live.requests import ACTIONS, REFUSED, FirstSignal, Plans, Requests, advised, send
 from nbtools.live.surface import Surface
 from nbtools.live.view import View
@@ -17,7 +16,6 @@ __all__ = [
     "XS",
     "Columns",
     "FirstSignal",
-    "LivePlot",
     "Messages",
     "Panel",
     "Picture",

@@ -128,7 +128,7 @@ class Surface(View):
             self.former += [plan] if plan != self.former[-1] else []
             self.changed(plan)
             if plan.compile or plan.graph:  # another batch size or precision is another program
-                self.status, self.plot.due = "compiling", 0.0
+                self.status, self.due = "compiling", 0.0
         if record.kind in ("epoch", "evaluation") and self.visible and self.previews.due():
             self.show_samples(self.samples())
         self.draw(self.status)

@@ -1,4 +1,8 @@
-"""What is shown of a run: buttons, live picture and form in a notebook, a bar in a terminal, messages in both."""
+"""What is shown of a run: buttons, live picture and form in a notebook, a bar in a terminal, messages in both.
+
+SVG in a core HTML widget takes about 1 ms a frame where a matplotlib figure takes 50 or more, but it does not survive
+saving; so the last frame is a PNG, which GitHub and every reader of notebooks shows.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import math
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -17,15 +22,18 @@ from tqdm import tqdm
 
 from nbtools import disk
 from nbtools.data import Pack, collate, in_notebook
-from nbtools.live import samples
+from nbtools.live import png, samples, svg
 from nbtools.live.panel import Panel
-from nbtools.live.plot import LivePlot
+from nbtools.live.picture import About, Columns, picture
 from nbtools.live.samples import Preview
 from nbtools.train import History, Plan, Record, TrainState, evaluation
 
 PLOT_FILE = "plot.png"
+FRAME_EVERY, FRAME_COST = 0.25, 0.006
+"""Seconds between frames: quicker ones hang a Colab tab (lightning#2517); share of the time that drawing may take, of
+the 0.01 that the whole surface may."""
+STILL_EVERY, STILL_COST = 60.0, 0.004  # the same of PNGs of a run in progress
 WIDGET = "application/vnd.jupyter.widget-view+json"
-STILL_EVERY, STILL_COST = 60.0, 0.004  # seconds between PNGs of a run in progress; share of the time they may take
 LIVE = "nbtools-live"
 STILL = f"""<style>
 :is(.jp-OutputArea, .output):has(.{LIVE}) :is(.jp-OutputArea-child, .output_area):has(.nbtools-still)
@@ -71,7 +79,8 @@ class Previews:
 
 
 class View:
-    """A run's history, drawn as it grows. events: every message so far.
+    """A run's history, drawn as it grows: what is new at most 4 times a second, and more rarely where that would take
+    above FRAME_COST of the time; `due = 0.0` has the next `draw` draw in any case. events: every message so far.
 
     count: samples an epoch. best: the metric that counts, as in `Task.BEST`. given: the panel to show, or the Advice or
     Plan that one is made of where it can be shown. show: False draws and prints nothing.
@@ -79,13 +88,16 @@ class View:
 
     def __init__(self, folder: Path, history: History, plan: Plan, count: int, best: str, given: Any, show: bool):
         self.folder, self.history, self.count, self.progress = folder, history, count, show
-        self.plot = LivePlot(folder.name, self.epochs(plan), count, best)
+        self.about = About(folder.name, self.epochs(plan), count, best)
+        self.columns = Columns()
+        self.cards: Sequence[Preview] = ()
+        self.drawn: Any = None
+        self.due = 0.0
         self.notebook = in_notebook()
         drawn = show and self.notebook
         self.panel: Panel | None = given if isinstance(given, Panel) else Panel(given) if drawn else None
         self.output = Output() if drawn else None
         self.events: list[str] = []
-        self.drawing = True
         self.next_still = 0.0
         self.bar = tqdm(
             total=count * self.epochs(plan),
@@ -108,17 +120,28 @@ class View:
         if self.output is not None and self.panel is not None:
             self.draw(status)
             form, text = self.panel.form, f"{self.folder}: {PLOT_FILE} in it shows how the run went"
-            self.output.live(form.controls, self.plot.widget, form.view, text)
+            self.output.live(form.controls, form.view, text)
 
     def draw(self, status: str = "") -> None:
-        """Draw a new frame when it is due. Where one fails a message says so, and the run continues without."""
-        if not self.progress or not self.drawing:
+        """Draw a new frame when it is due; else it costs a look at the clock. Where one fails a message says so, and
+        the run continues without."""
+        if self.output is None or time.monotonic() < self.due:
             return
         try:
-            self.plot.update(self.history, status)
+            self.columns.follow(self.history)  # paid once a row, and not for the frame: a resumed run brings thousands
+            start = time.thread_time()  # what others do meanwhile on these cores is no cost of drawing
+            news = (id(self.columns.seen), self.about, status)
+            if not self.due or news != self.drawn:
+                self.output.frame.value = svg.frame(picture(self.columns, self.about, status))
+                self.drawn = news
+            self.due = time.monotonic() + max(FRAME_EVERY, (time.thread_time() - start) / FRAME_COST)
         except Exception as error:
-            self.drawing = False
+            self.due = math.inf
             self.tell(f"the picture is no longer drawn ({type(error).__name__}: {error}); the run continues")
+
+    def png(self, over: bool = True) -> bytes:
+        """The frame and the samples as PNG; over: it is the run's last."""
+        return png.draw(picture(self.columns.follow(self.history), self.about, over=over), self.cards)
 
     def keep_still(self) -> None:
         """Write the picture as PNG when it is due: to the run folder, and to the output for whoever opens the notebook
@@ -127,9 +150,10 @@ class View:
             return
         start = time.thread_time()
         try:
-            png = self.plot.finish(self.history, self.folder / PLOT_FILE, over=False)
+            image = self.png(over=False)
+            disk.write_atomic(self.folder / PLOT_FILE, image)
             if self.output is not None and self.output.lives:
-                self.output.still(png)
+                self.output.still(image)
         except Exception as error:
             self.next_still = math.inf
             self.tell(f"no picture until the end: {type(error).__name__}: {error}")
@@ -158,9 +182,11 @@ class View:
         """Whether samples have a place where somebody looks."""
         return self.output is not None or not self.bar.disable
 
-    def show_samples(self, previews: list[Preview]) -> None:
+    def show_samples(self, previews: Sequence[Preview]) -> None:
         """The newest samples with their answers: in the live picture, or below the terminal's bar."""
-        self.plot.show(previews)
+        self.cards = previews
+        if self.output is not None:
+            self.output.samples.value = samples.html(previews)
         if not self.bar.disable:
             for line in samples.text(previews, shutil.get_terminal_size((120, 24)).columns - 1):
                 self.bar.write(line)
@@ -168,7 +194,7 @@ class View:
     def changed(self, plan: Plan) -> None:
         """The run continues with another plan."""
         epochs = self.epochs(plan)
-        self.plot.about = dataclasses.replace(self.plot.about, epochs=epochs)
+        self.about = dataclasses.replace(self.about, epochs=epochs)
         self.bar.total = self.count * epochs
         if self.panel is not None:
             self.panel.refresh()
@@ -191,17 +217,16 @@ class View:
         """Replace the live view by the final picture, and write it to `path`. Raises DiskError; where the picture
         cannot be drawn a message says so, since the run is whole without."""
         self.bar.close()
-        picture = None
+        image, self.cards = None, previews
         try:
-            self.plot.show(previews)
-            picture = self.plot.finish(self.history)
+            image = self.png()
         except Exception as error:
             self.tell(f"no picture: {type(error).__name__}: {error}")
         if self.output is not None and self.output.lives:
-            self.output.stay(picture)
-        if path is not None and picture is not None:
+            self.output.stay(image)
+        if path is not None and image is not None:
             with disk.explained("writing the plot", self.folder):
-                disk.write_atomic(path, picture)
+                disk.write_atomic(path, image)
 
 
 class Output:
@@ -213,19 +238,24 @@ class Output:
     """
 
     def __init__(self) -> None:
+        from ipywidgets import HTML, Layout
+
         self.name = uuid4().hex
         self.lives = False
         self.lines: list[str] = []
         self.recent: list[str] = []
         self.stills: list[str] = []  # display ids of what stands for the view when the kernel is gone
+        parts = [HTML(layout=Layout(width="100%", margin="0")) for _ in range(3)]
+        self.messages, self.frame, self.samples = parts  # samples apart, so that frames do not send images again
 
-    def live(self, controls: Any, plot: Any, form: Any, text: str) -> None:
+    def live(self, controls: Any, form: Any, text: str) -> None:
         """Display buttons, messages, picture and form below one another; text: for readers without widgets."""
         from IPython.display import display
         from ipywidgets import HTML, Layout, VBox
 
-        self.messages, self.plot = HTML(layout=Layout(width="100%", margin="0")), plot
-        self.view = VBox([controls, self.messages, plot, form], layout=Layout(width="100%"))
+        self.style = HTML(f"<style>{svg.STYLE}{samples.STYLE}</style>")
+        parts = [controls, self.messages, self.style, self.frame, self.samples, form]
+        self.view = VBox(parts, layout=Layout(width="100%"))
         self.view.add_class(LIVE)
         self.lives = True
         shown = {WIDGET: {"version_major": 2, "version_minor": 0, "model_id": self.view.model_id}, "text/plain": text}
@@ -237,7 +267,7 @@ class Output:
         if not passing:
             self.lines.append(message)
 
-    def still(self, png: bytes) -> None:
+    def still(self, image: bytes) -> None:
         """A PNG below the view, visible only where the view is not. In an output of its own: updating the view's would
         make Jupyter draw all its widgets again."""
         from IPython.display import HTML, Image, display
@@ -245,24 +275,24 @@ class Output:
         if not self.stills:
             self.stills = [f"{self.name}-style", f"{self.name}-still"]
             display(HTML(STILL), display_id=self.stills[0])
-            display(Image(png, retina=True), display_id=self.stills[1])
+            display(Image(image, retina=True), display_id=self.stills[1])
         else:
-            display(Image(png, retina=True), display_id=self.stills[1], update=True)
+            display(Image(image, retina=True), display_id=self.stills[1], update=True)
 
-    def stay(self, png: bytes | None) -> None:
+    def stay(self, image: bytes | None) -> None:
         """Put the picture in the place of the view, and the messages under it. None: the last frame stays while the
         kernel lives."""
         from IPython.display import HTML, Image, display
 
-        if png is not None:
-            display(Image(png, retina=True), display_id=self.name, update=True)
+        if image is not None:
+            display(Image(image, retina=True), display_id=self.name, update=True)
             for name in self.stills:
                 display(HTML(""), display_id=name, update=True)
         self.lives = False
         for line in self.lines:
             print(line)
-        if png is not None:
-            for widget in (*self.plot.children, self.plot, self.messages, self.view):
+        if image is not None:
+            for widget in (self.messages, self.style, self.frame, self.samples, self.view):
                 close(widget)
 
 
