@@ -18,7 +18,7 @@ import toy
 from simulated import Job
 from torch import nn
 
-from nbtools.data import batches_left, cores, gather, lengths_of, on, open_feed
+from nbtools.data import cores, gather, on, open_feed
 from nbtools.errors import TrainError
 from nbtools.measure import Stepper, StepProfile, Verdict, step_profile, verdict
 from nbtools.measure.profile import Tried, device_seconds, flops, memory_of, padding, shapes, synchronizing
@@ -27,7 +27,7 @@ from nbtools.measure.trials import worth_compiling, worth_trying
 from nbtools.train import TrainState, knob, train
 
 CPU = torch.device("cpu")
-SECONDS = 8.0  # on a job's own clock: enough for rounds of several steps
+SECONDS = 4.0  # on a job's own clock: enough for rounds of several steps
 FILES = {"feed": "workers", "workers": 0}
 pytestmark = pytest.mark.usefixtures("one_thread", "frozen")
 
@@ -47,63 +47,33 @@ def profiled(job: Job, pack, plan, **more) -> StepProfile:
     return step_profile(job, job.pack(pack), plan, CPU, SECONDS, clock=job.clock, **more)
 
 
-COMPUTE = {"fixed": 0.001, "a_sample": 0.01}  # on this clock the toy's few products need no time: bound by memory
+STEP = {"fixed": 0.001, "a_sample": 0.01}  # on this clock the toy's few products need no time: bound by memory
+BF16 = {**STEP, "amp": {"bf16": 0.4}}
+JOBS = {  # name → job, plan, what it is bound by, the change that helps, by how much
+    "files": ({"reading": 0.05}, FILES, "data", {"feed": "resident"}, (16 * 0.05 + 0.05) / 0.05),
+    "files that help little": ({"reading": 0.002, **STEP}, FILES, "memory", {"feed": "resident"}, 0.193 / 0.161),
+    "nothing but launching": ({}, {"batch_size": 8}, "launch", {"batch_size": 32}, 4.0),
+    "launching": ({"fixed": 0.08, "a_sample": 0.005}, {"batch_size": 8}, "launch", {"batch_size": 32}, 2.0),
+    "micro-batches": ({}, {"micro_batch_size": 2}, "launch", {"micro_batch_size": None}, 8.0),
+    "a step": (STEP, {}, "memory", None, None),
+    "noise": ({**STEP, "augmenting": 0.02}, {}, "memory", {"noise": 0.0}, (16 * 0.03 + 0.001) / 0.161),
+    "a faster precision": (BF16, {}, "memory", {"amp": "bf16"}, 1 / 0.4),
+    "another loss": ({**BF16, "loss_in_bf16": 1.5}, {}, "memory", None, None),
+    "much scoring": ({**STEP, "scoring": 2.0}, {"epochs": 50}, "memory", {"eval_every": 10}, None),
+}
 
 
-@pytest.mark.parametrize(
-    ("job", "plan", "bound", "change", "gain"),
-    [
-        pytest.param({"reading": 0.05}, FILES, "data", {"feed": "resident"}, (16 * 0.05 + 0.05) / 0.05, id="files"),
-        pytest.param(
-            {"reading": 0.002, **COMPUTE},
-            FILES,
-            "memory",
-            {"feed": "resident"},
-            (16 * 0.012 + 0.001) / (16 * 0.01 + 0.001),
-            id="files that help little beside the step",
-        ),
-        pytest.param({}, {"batch_size": 8}, "launch", {"batch_size": 32}, 4.0, id="nothing but launching"),
-        pytest.param(
-            {"fixed": 0.08, "a_sample": 0.005},
-            {"batch_size": 8},
-            "launch",
-            {"batch_size": 32},
-            4 * 0.12 / 0.24,
-            id="much launching",
-        ),
-        pytest.param({}, {"micro_batch_size": 2}, "launch", {"micro_batch_size": None}, 8.0, id="micro-batches"),
-        pytest.param(COMPUTE, {}, "memory", None, None, id="arithmetic"),
-        pytest.param(
-            {**COMPUTE, "augmenting": 0.02}, {}, "memory", {"noise": 0.0}, (16 * 0.03 + 0.001) / 0.161, id="noise"
-        ),
-        pytest.param(
-            {**COMPUTE, "amp": {"bf16": 0.4}}, {}, "memory", {"amp": "bf16"}, 1 / 0.4, id="a faster precision"
-        ),
-        pytest.param({**COMPUTE, "amp": {"bf16": 3.0}}, {}, "memory", None, None, id="a slower precision"),
-        pytest.param(
-            {**COMPUTE, "amp": {"bf16": 0.4}, "loss_in_bf16": 1.5}, {}, "memory", None, None, id="another loss"
-        ),
-        pytest.param(
-            {**COMPUTE, "scoring": 2.0}, {"epochs": 50}, "memory", {"eval_every": 10}, None, id="much scoring"
-        ),
-    ],
-)
-def test_the_verdict_finds_what_a_job_is_bound_by_and_predicts_what_its_change_brings(
-    packs, job, plan, bound, change, gain
-):
+@pytest.mark.parametrize("name", JOBS)
+def test_the_verdict_finds_what_a_job_is_bound_by_and_predicts_what_its_change_brings(packs, name):
+    job, plan, bound, change, gain = JOBS[name]
     job, plan = Job(**{"amp": {"bf16": 1.0}, **job}), plan_of(**plan)
     profile = profiled(job, packs[False], plan)
     found = verdict(profile, plan)
-    known = {"resident": "streamed"} if change and "feed" in change else {}
-    assert found.bound == bound, found
-    if change is None:
-        assert found.change is None, found
-        assert "tried" in found.sentence
-    else:
-        assert found.change == change or known, found
-        assert list(found.change or ()) == list(change)
+    assert (found.bound, found.change) == (bound, change), found
     if gain is not None:
         assert found.predicted == pytest.approx(gain, rel=0.02)
+    if change is None:
+        assert "tried" in found.sentence
     assert profile.wait + profile.host + profile.device == pytest.approx(1)
 
 
@@ -172,6 +142,7 @@ def test_the_bound_is_what_takes_most(measured, values, bound):
     found = judged(measured, **values)
     assert found.bound == bound
     assert found.sentence.lower().startswith(f"{bound}-bound: ")
+    assert "measure again on a quiet machine" in judged(measured, **values, least=1.0, most=4.0).sentence
 
 
 def test_where_no_change_is_worth_it_those_that_were_tried_are_named(measured):
@@ -251,9 +222,9 @@ def test_a_compiled_step_is_tried_in_turns_with_the_plan_where_there_is_a_compil
     assert ({"compile": True} in profile.untried) != compiler
 
 
-@pytest.mark.parametrize(("fixed", "tried"), [(0.05, 3), (0.3, 2), (1.0, 0)])
+@pytest.mark.parametrize(("fixed", "tried"), [(0.025, 3), (0.15, 2), (0.5, 0)])
 def test_as_much_is_tried_as_the_time_allows(packs, fixed, tried):
-    """In 16 s: 3 steps of the plan, 6 of the same size, 6 of twice and 6 of four times."""
+    """In 8 s: 3 steps of the plan, 6 of the same size, 6 of twice and 6 of four times."""
     job = Job(a_sample=fixed / 8, fixed=fixed, amp={"bf16": 1.0})
     profile = profiled(job, packs[False], plan_of(batch_size=8), fixed=("compile",))
     assert len(profile.trials) == tried
@@ -295,12 +266,6 @@ def test_augmentation_is_named_with_its_share_where_no_setting_turns_it_off(meas
     assert "changes what is learned" in tried.sentence
 
 
-def test_a_machine_that_was_busy_is_to_be_measured_again(measured):
-    busy, quiet = (judged(measured, least=100.0, most=most) for most in (400.0, 200.0))
-    assert "varied from 100 to 400 samples/s" in busy.sentence
-    assert "varied" not in quiet.sentence
-
-
 def test_evaluations_are_put_as_far_apart_as_the_run_still_chooses_among_five(measured):
     values = shares(0.0, 0.9, evaluation_s=9.9 * measured.train_samples / measured.samples_per_s)
     assert judged(measured, plan_of(batch_size=8, epochs=20, noise=0.0), **values).change == {"eval_every": 4}
@@ -339,12 +304,9 @@ def test_flops_and_memory_are_those_of_the_matrix_products_and_what_is_held(pack
     assert activations <= found["step"] * 2**20 <= 3 * activations + 4 * weights
 
 
-@pytest.mark.parametrize("batch_size", [7, 64])
-def test_padding_is_the_share_of_zeros_that_batches_bring(packs, batch_size):
-    pack, plan = packs[True], toy.PLAN.replace(batch_size=batch_size)
-    ids = pack.ids("train")
-    batches = batches_left(ids, lengths_of(pack, ids), plan.seed, 0, [[batch_size, 0]])
-    raws = list(open_feed(pack, plan, CPU)(batches))
+def test_padding_is_the_share_of_zeros_that_batches_bring(packs):
+    pack, plan = packs[True], toy.PLAN.replace(batch_size=7)
+    raws = list(open_feed(pack, plan, CPU)(epoch_batches(pack, plan)))
     elements = sum(raw["x"].shape[0] * raw["x"].shape[1] for raw in raws)
     assert padding(pack, plan) == {"x": pytest.approx(1 - sum(int(raw["x_length"].sum()) for raw in raws) / elements)}
     assert padding(packs[False], plan) == {}
@@ -402,14 +364,6 @@ def test_a_run_under_way_goes_on_as_if_nobody_had_measured(packs):
     assert all(torch.equal(v, after[k]) for k, v in twin.tensors().items())
 
 
-def test_a_task_that_hands_out_the_same_model_each_time_does_not_see_it_trained(packs):
-    network = toy.Net(16, 0.1)
-    before = copy.deepcopy(network.state_dict())
-    step_profile(own(model=lambda card, plan: network), packs[False], toy.PLAN, CPU, 0.05)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
-    assert all(parameter.grad is None for parameter in network.parameters())
-
-
 def test_measuring_that_fails_leaves_nothing_changed_either(packs):
     def metrics(outputs, batch):
         raise ZeroDivisionError
@@ -421,17 +375,11 @@ def test_measuring_that_fails_leaves_nothing_changed_either(packs):
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_a_pack_of_a_few_samples_is_measured(tmp_path, ragged):
+def test_a_pack_of_a_few_samples_is_measured_and_a_batch_larger_than_it_refused(tmp_path, ragged):
     pack, plan = toy.make_pack(tmp_path, 8, ragged), toy.PLAN.replace(batch_size=2)
-    profile = step_profile(toy, pack, plan, CPU, 0.05)
-    assert profile.samples_per_s > 0
-    assert profile.evaluation_s > 0 or not len(pack.ids("val"))
-    assert verdict(profile, plan).bound in ("data", "launch", "compute", "memory")
-
-
-def test_a_batch_larger_than_the_split_is_refused_as_training_refuses_it(packs):
+    assert step_profile(toy, pack, plan, CPU, 0.05).samples_per_s > 0
     with pytest.raises(TrainError, match="larger than the train split"):
-        step_profile(toy, packs[False], toy.PLAN.replace(batch_size=10**4), CPU, 0.1)
+        step_profile(toy, pack, toy.PLAN, CPU, 0.05)
 
 
 def waits() -> None:

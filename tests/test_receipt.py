@@ -16,7 +16,6 @@ import toy
 from simulated import Job
 
 import nbtools as nb
-from nbtools import measure
 from nbtools.data import Resident
 from nbtools.measure import Receipt, Stepper, comparable, receipt
 from nbtools.measure.receipt import GROUPS, Rung, ladder, rungs_of
@@ -44,18 +43,6 @@ def measured(job: Job, pack, plan: Any = toy.PLAN, seconds: float = 1.0) -> Rece
 @pytest.fixture(scope="module")
 def found(pack) -> Receipt:
     return measured(slow(), pack, FASTER)
-
-
-def test_the_machine_of_one_thread_has_1_thread():
-    before = torch.get_num_threads()
-    try:
-        texts = []
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            texts.append(measure.machine()["cores"].split(", ")[1])
-    finally:
-        torch.set_num_threads(before)
-    assert texts == ["1 thread", "2 threads"]
 
 
 def test_the_rungs_are_the_groups_of_settings_in_which_the_plans_differ_and_each_brings_what_it_does(found, pack):

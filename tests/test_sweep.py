@@ -92,24 +92,6 @@ def test_losses_are_those_of_training_with_the_same_lr(pack):
     assert found.losses == pytest.approx(losses[5:], rel=1e-5)
 
 
-def test_micro_batches_give_the_curve_of_the_whole_batch(pack):
-    """One lr an optimizer step, however many forward passes it has (without BatchNorm and dropout, which see parts)."""
-    task = task_with(model=lambda card, plan: Flat())
-    whole, parts = (lr_sweep(task, pack, SGD.replace(micro_batch_size=size), high=1e3, steps=40) for size in (None, 4))
-    assert parts.lrs == whole.lrs
-    assert parts.lost == whole.lost
-    assert parts.losses == pytest.approx(whole.losses, rel=1e-3)
-
-
-class Flat(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 4)
-
-    def forward(self, batch):
-        return self.layer(batch["x"])
-
-
 @pytest.mark.usefixtures("fp16_on_cpu")
 def test_steps_that_fp16_leaves_out_leave_the_lrs_and_the_number_of_losses_as_they_are(pack, monkeypatch):
     plan = toy.PLAN.replace(amp="fp16")
@@ -174,12 +156,6 @@ def test_the_same_seed_gives_the_same_curve_and_slow_steps_are_fewer_steps(pack,
     again = lr_sweep(toy, pack, toy.PLAN, high=100.0)
     assert (again.lrs, again.losses, again.suggestion) == (found.lrs, found.losses, found.suggestion)
     assert len(lr_sweep(toy, pack, toy.PLAN, seconds=1e-3).lrs) == 25
-
-
-def test_smoothing_lags_in_neither_direction_and_starts_unbiased():
-    tent = [float(50 - abs(k - 50)) for k in range(101)]
-    assert int(np.argmax(smooth(tent))) == 50
-    assert smooth([2.0] * 30) == pytest.approx([2.0] * 30)
 
 
 LRS = np.geomspace(1e-6, 1.0, 100).tolist()
