@@ -19,7 +19,7 @@ from nbtools.data.pack import Column
 from nbtools.live import send, surface
 from nbtools.measure import Machine, decide, trials
 from nbtools.measure import advice as act
-from nbtools.measure.advice import LEAST_STEPS, MOST_K, batch_size, inspect, learning_rate, warmup
+from nbtools.measure.advice import LEAST_STEPS, MOST_K, inspect, learning_rate, warmup
 from nbtools.measure.batch import Row
 from nbtools.train import Plan, as_task, device
 
@@ -28,19 +28,19 @@ CAPTCHA: Any = SimpleNamespace(
     BASELINE=Plan(epochs=150, batch_size=64, lr=2e-4, optimizer="adam", min_lr=1e-6, feed="workers"),
 )
 GIB = 2**30 / 1e9
-MACHINES = {  # as torch sees them: total_memory, capability
-    "T4": Machine("cuda", "Tesla T4", 14.56 * GIB, 1, 2, (7, 5)),
-    "L4": Machine("cuda", "NVIDIA L4", 22.03 * GIB, 1, 12, (8, 9)),
-    "A100-40": Machine("cuda", "NVIDIA A100-SXM4-40GB", 39.39 * GIB, 1, 12, (8, 0)),
-    "3 × A100-40": Machine("cuda", "NVIDIA A100-SXM4-40GB", 39.39 * GIB, 3, 64, (8, 0)),
-    "A100-80": Machine("cuda", "NVIDIA A100-SXM4-80GB", 79.15 * GIB, 8, 128, (8, 0)),
-    "RTX 3060": Machine("cuda", "NVIDIA GeForce RTX 3060", 11.63 * GIB, 1, 8, (8, 6)),
-    "GTX 1080 Ti": Machine("cuda", "NVIDIA GeForce GTX 1080 Ti", 10.91 * GIB, 1, 8, (6, 1)),
-    "RTX 3090": Machine("cuda", "NVIDIA GeForce RTX 3090", 23.55 * GIB, 1, 16, (8, 6)),
-    "RTX 4060": Machine("cuda", "NVIDIA GeForce RTX 4060", 7.63 * GIB, 1, 6, (8, 9)),
-    "MPS": Machine("mps", "Apple GPU", cores=10),
-    "CPU": Machine("cpu", "CPU", cores=2),
+GUIDED = {  # as torch sees machines: total_memory, capability → batch, lr, warmup, amp, workers
+    "T4": (Machine("cuda", "Tesla T4", 14.56 * GIB, 1, 2, (7, 5)), 128, 2.83e-4, 3, "fp16", 2),
+    "L4": (Machine("cuda", "NVIDIA L4", 22.03 * GIB, 1, 12, (8, 9)), 256, 4e-4, 5, "bf16", 4),
+    "A100-40": (Machine("cuda", "NVIDIA A100-SXM4-40GB", 39.39 * GIB, 1, 12, (8, 0)), 512, 5.66e-4, 10, "bf16", 4),
+    "3 × A100-40": (Machine("cuda", "NVIDIA A100", 39.39 * GIB, 3, 64, (8, 0)), 512, 5.66e-4, 10, "bf16", 12),
+    "A100-80": (Machine("cuda", "NVIDIA A100", 79.15 * GIB, 8, 128, (8, 0)), 512, 5.66e-4, 10, "bf16", 16),
+    "RTX 3060": (Machine("cuda", "RTX 3060", 11.63 * GIB, 1, 8, (8, 6)), 128, 2.83e-4, 3, "bf16", 4),
+    "GTX 1080 Ti": (Machine("cuda", "GTX 1080 Ti", 10.91 * GIB, 1, 8, (6, 1)), 64, 2e-4, 0, "off", 4),
+    "RTX 3090": (Machine("cuda", "RTX 3090", 23.55 * GIB, 1, 16, (8, 6)), 256, 4e-4, 5, "bf16", 4),
+    "MPS": (Machine("mps", "Apple GPU", cores=10), 64, 2e-4, 0, "off", 4),
+    "CPU": (Machine("cpu", "CPU", cores=2), 64, 2e-4, 0, "off", 2),
 }
+MACHINES = {name: row[0] for name, row in GUIDED.items()}
 
 
 def card(train: int) -> Card:
@@ -48,26 +48,14 @@ def card(train: int) -> Card:
     return Card("captcha", list("ab"), {}, {"image": Column("fixed", "|u1", (60, 160))}, splits)
 
 
-@pytest.mark.parametrize(
-    ("name", "batch", "lr", "warmup", "amp", "workers"),
-    [
-        ("T4", 128, 2.83e-4, 3, "fp16", 2),
-        ("L4", 256, 4e-4, 5, "bf16", 4),
-        ("A100-40", 512, 5.66e-4, 10, "bf16", 4),
-        ("3 × A100-40", 512, 5.66e-4, 10, "bf16", 12),
-        ("A100-80", 512, 5.66e-4, 10, "bf16", 16),
-        ("RTX 3060", 128, 2.83e-4, 3, "bf16", 4),
-        ("GTX 1080 Ti", 64, 2e-4, 0, "off", 4),
-        ("RTX 3090", 256, 4e-4, 5, "bf16", 4),
-        ("RTX 4060", 64, 2e-4, 0, "bf16", 4),
-        ("MPS", 64, 2e-4, 0, "off", 4),
-        ("CPU", 64, 2e-4, 0, "off", 2),
-    ],
-)
-def test_machines_get_the_guides_tiers_and_tables(name, batch, lr, warmup, amp, workers):
+def with_plan(**changes) -> Any:
+    return SimpleNamespace(PLAN=CAPTCHA.PLAN.replace(**changes), BASELINE=CAPTCHA.BASELINE)
+
+
+@pytest.mark.parametrize("name", GUIDED)
+def test_machines_get_the_guides_tiers_and_tables(name):
     plan = decide(CAPTCHA, card(50_030), MACHINES[name]).plan
-    found = (plan.batch_size, plan.lr, plan.warmup_epochs, plan.amp, plan.workers)
-    assert found == (batch, lr, warmup, amp, workers)
+    assert (plan.batch_size, plan.lr, plan.warmup_epochs, plan.amp, plan.workers) == GUIDED[name][1:]
 
 
 @pytest.mark.parametrize(
@@ -111,26 +99,26 @@ def test_what_the_task_suggests_stands_and_the_rest_follows_from_it():
     assert advice.plan.lr == pytest.approx(8e-4)
     assert advice.plan.warmup_epochs == 2  # a fifth of the suggested epochs
     assert advice.reasons["epochs"] == "cuda"
-    assert decide(suggesting(lr=3e-3), card(50_030), MACHINES["CPU"]).plan.lr == 3e-3
+    largest = decide(suggesting(batch_size=32, lr=2e-3, epochs=25), card(4803), MACHINES["CPU"]).largest
+    assert largest is not None
+    assert (largest.batch_size, largest.lr, largest.warmup_epochs) == (128, 4e-3, 3)
 
 
-def test_a_least_lr_above_the_advised_lr_comes_down_with_a_reason():
-    task: Any = SimpleNamespace(PLAN=CAPTCHA.PLAN.replace(min_lr=5e-4), BASELINE=CAPTCHA.BASELINE)
-    advice = decide(task, card(50_030), MACHINES["CPU"])
-    assert advice.plan.min_lr == advice.plan.lr == 2e-4
+def test_settings_that_cannot_stand_change_with_a_reason():
+    advice = decide(with_plan(min_lr=5e-4, graph=True), card(50_030), MACHINES["CPU"])
+    assert (advice.plan.min_lr, advice.plan.lr, advice.plan.graph) == (2e-4, 2e-4, False)
     assert "above the advised lr" in advice.reasons["min_lr"]
+    assert "need CUDA" in advice.reasons["graph"]
 
 
-@pytest.mark.parametrize("train", [50_030, 1000, 9])
+@pytest.mark.parametrize("train", [50_030, 4803, 100, 9, 1])
 @pytest.mark.parametrize("name", MACHINES)
 def test_every_changed_field_has_a_reason_and_every_figure_its_origin(name, train):
-    task: Any = SimpleNamespace(PLAN=CAPTCHA.PLAN.replace(micro_batch_size=256, min_lr=3e-4), BASELINE=CAPTCHA.BASELINE)
-    machine = MACHINES[name]
+    task, machine = with_plan(micro_batch_size=256, min_lr=3e-4), MACHINES[name]
     advice = decide(task, card(train), machine)
     before = task.PLAN.to_dict()
     changed = {field for field, value in advice.plan.to_dict().items() if value != before[field]}
-    assert changed <= advice.reasons.keys()
-    assert {"batch_size", "lr", "warmup_epochs", "amp", "workers"} <= advice.reasons.keys()
+    assert changed | {"batch_size", "lr", "warmup_epochs", "amp", "workers"} <= advice.reasons.keys()
     for field, reason in advice.reasons.items():
         assert reason.strip()
         if field in ("lr", "warmup_epochs", "workers") or "tier" in reason or "capped" in reason:
@@ -138,6 +126,29 @@ def test_every_changed_field_has_a_reason_and_every_figure_its_origin(name, trai
     if machine.accelerator == "cuda":
         assert f"{machine.gigabytes:.0f} GB of GPU memory" in advice.reasons["batch_size"]
         assert ".".join(map(str, machine.capability or ())) in advice.reasons["amp"]
+    assert "rule of thumb" in advice.largest_reason
+    if advice.largest is None:
+        assert f"the advised {advice.plan.batch_size} is as large as it goes" in advice.largest_reason
+    else:
+        batch = advice.largest.batch_size
+        assert advice.plan.batch_size < batch <= min(MOST_K * CAPTCHA.BASELINE.batch_size, train // LEAST_STEPS)
+        assert "has not been measured yet" in advice.largest_reason
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "expected"),
+    [
+        ("T4", 50_030, (1024, 128, 8e-4, 20)),
+        ("A100-80", 50_030, (1024, 512, 8e-4, 20)),
+        ("A100-80", 12_000, None),  # 600 is below 1024, and 512 is advised already
+        ("GTX 1080 Ti", 4803, (128, 64, 2.83e-4, 3)),
+        ("CPU", 4803, (128, None, 2.83e-4, 3)),
+    ],
+)
+def test_the_largest_batch_is_what_data_and_lr_rules_allow_in_passes_of_the_memory_tier(name, train, expected):
+    largest = decide(CAPTCHA, card(train), MACHINES[name]).largest
+    found = largest and (largest.batch_size, largest.micro_batch_size, largest.lr, largest.warmup_epochs)
+    assert found == expected
 
 
 def test_the_machine_is_read_from_the_device_that_torch_uses(monkeypatch):
@@ -147,63 +158,6 @@ def test_the_machine_is_read_from_the_device_that_torch_uses(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     found = inspect()
     assert found == dataclasses.replace(MACHINES["A100-40"], gigabytes=42.298834944, cores=found.cores)
-    assert batch_size(card(50_030), found, 64)[0] == 512
-
-
-@pytest.mark.parametrize("machine", [Machine("cpu", "CPU"), Machine("mps", "Apple GPU")])
-def test_a_plan_for_cuda_graphs_is_one_that_can_run_elsewhere(machine):
-    task: Any = SimpleNamespace(PLAN=toy.PLAN.replace(graph=True), BASELINE=toy.BASELINE)
-    advice = decide(task, card(1000), machine)
-    assert advice.plan.graph is False
-    assert "need CUDA" in advice.reasons["graph"]
-
-
-@pytest.mark.parametrize(
-    ("name", "train", "batch", "micro", "lr", "warmup"),
-    [
-        ("T4", 50_030, 1024, 128, 8e-4, 20),
-        ("A100-80", 50_030, 1024, 512, 8e-4, 20),
-        ("A100-80", 12_000, None, None, None, None),  # 600 is below 1024, and 512 is advised already
-        ("RTX 4060", 4803, 128, 64, 2.83e-4, 3),
-        ("CPU", 50_030, 1024, None, 8e-4, 20),
-        ("CPU", 4803, 128, None, 2.83e-4, 3),
-        ("CPU", 5, None, None, None, None),
-    ],
-)
-def test_the_largest_batch_is_what_data_and_lr_rules_allow_in_passes_of_the_memory_tier(
-    name, train, batch, micro, lr, warmup
-):
-    largest = decide(CAPTCHA, card(train), MACHINES[name]).largest
-    if batch is None:
-        assert largest is None
-    else:
-        assert largest is not None
-        found = (largest.batch_size, largest.micro_batch_size, largest.warmup_epochs)
-        assert found == (batch, micro, warmup)
-        assert largest.lr == pytest.approx(lr, rel=2e-3)
-
-
-@pytest.mark.parametrize("train", [50_030, 4803, 1000, 100, 9, 2, 1])
-@pytest.mark.parametrize("name", MACHINES)
-def test_the_largest_batch_starves_no_data_set_and_says_whose_rule_it_is(name, train):
-    advice = decide(CAPTCHA, card(train), MACHINES[name])
-    assert "rule of thumb" in advice.largest_reason
-    if advice.largest is None:
-        assert f"the advised {advice.plan.batch_size} is as large as it goes" in advice.largest_reason
-    else:
-        batch = advice.largest.batch_size
-        assert advice.plan.batch_size < batch <= min(MOST_K * CAPTCHA.BASELINE.batch_size, train // LEAST_STEPS)
-        assert batch.bit_count() == 1
-        assert "has not been measured yet" in advice.largest_reason
-        assert re.search(r"\((guide \d|ours)", advice.largest_reason)
-
-
-def test_the_largest_batch_goes_on_from_the_lr_that_the_task_measured():
-    advice = decide(suggesting(batch_size=32, lr=2e-3, warmup_epochs=1.0, epochs=25), card(4803), MACHINES["CPU"])
-    assert advice.largest is not None
-    assert (advice.largest.batch_size, advice.largest.lr) == (128, 4e-3)
-    assert advice.largest.warmup_epochs == 3
-    assert "0.002 at batch 32, times 2 by the sqrt rule" in advice.largest_reason
 
 
 def test_lr_is_rounded_where_it_is_read_and_exact_where_it_is_used(tmp_path):
@@ -301,19 +255,27 @@ def test_training_without_a_plan_never_measures(tmp_path, no_measuring):
     assert len(run.history.of("epoch")) == 1
 
 
+@pytest.fixture
+def at_once(monkeypatch):
+    """Measuring that takes no time."""
+    monkeypatch.setattr(act, "measured", lambda task, pack, thumb, *_: dataclasses.replace(thumb, evidence={"lr": "x"}))
+
+
+@pytest.mark.usefixtures("at_once")
 def test_advice_of_an_older_version_is_measured_again(tmp_path, monkeypatch):
-    pack, job = toy.make_pack(tmp_path, count=60), Job()
+    pack = toy.make_pack(tmp_path, count=60)
     act.shelf(pack).write_text("{")
-    measured(job, pack)
-    assert nb.advise(job, pack, measure=False).evidence
+    nb.advise(toy, pack)
+    assert nb.advise(toy, pack, measure=False).evidence
     monkeypatch.setattr(act, "VERSION", act.VERSION + 1)
-    assert nb.advise(job, pack, measure=False).evidence == {}
+    assert nb.advise(toy, pack, measure=False).evidence == {}
 
 
+@pytest.mark.usefixtures("at_once")
 def test_where_nothing_can_be_kept_the_advice_says_so(tmp_path):
     pack = toy.make_pack(tmp_path, count=60)
     act.shelf(pack).mkdir()
-    assert "Not kept for the next time" in measured(Job(), pack).note
+    assert "Not kept for the next time" in nb.advise(toy, pack).note
 
 
 def test_the_tasks_own_batch_size_is_not_overruled_by_speed(pack):
