@@ -59,16 +59,9 @@ def test_a_missing_rapidfuzz_is_named_with_the_command_that_installs_it(monkeypa
 
 
 def test_accuracies_count_positions_and_rows():
-    generator = torch.Generator().manual_seed(0)
-    predicted = torch.randint(3, (50, 4), generator=generator)
-    target = torch.randint(3, (50, 4), generator=generator)
-    target[:9] = predicted[:9]
-    rows = [(p, t) for p, t in zip(predicted.tolist(), target.tolist(), strict=True)]
-    right, count = accuracy(predicted, target)
-    assert (int(right), count) == (sum(a == b for p, t in rows for a, b in zip(p, t, strict=True)), 200)
-    whole, samples = whole_accuracy(predicted, target)
-    assert (int(whole), samples) == (sum(p == t for p, t in rows), 50)
-    assert int(whole) >= 9
+    predicted, target = torch.tensor([[1, 2, 0], [1, 1, 1], [0, 2, 2]]), torch.tensor([[1, 2, 0], [1, 0, 1], [2, 2, 0]])
+    assert accuracy(predicted, target) == (6, 9)
+    assert whole_accuracy(predicted, target) == (1, 3)
 
 
 # CTC
@@ -194,10 +187,7 @@ def test_a_table_of_labels_is_read_as_it_was_written_with_or_without_a_byte_orde
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (
-            b"file,label\na\xff,1\n",
-            r"labels\.csv: .*text in UTF-8, got byte 0xff at offset 12; save it as UTF-8, from GB18030 perhaps",
-        ),
+        (b"file,label\na\xff,1\n", r"labels\.csv: .*text in UTF-8, got byte 0xff at offset 12; save it as UTF-8"),
         (b'a,"' + b"x" * 200_000 + b'"\n', r"labels\.csv: .*the file is CSV, got field larger"),
     ],
 )
@@ -224,7 +214,7 @@ def names_in(folder):
     return list(files.walk(folder))
 
 
-def test_a_demo_replaces_a_demo_and_leaves_other_files_alone(tmp_path):
+def test_a_demo_replaces_a_demo_and_neither_mixes_with_other_data_nor_removes_it(tmp_path):
     folder = write_demo(tmp_path / "new", map(content, ["train/a.png", "val/b.png", "labels.csv"]), (".png",), 3)
     assert (folder / "val/b.png").read_bytes() == b"val/b.png"
     (folder / "train/planted.png").write_text("mine")
@@ -233,15 +223,11 @@ def test_a_demo_replaces_a_demo_and_leaves_other_files_alone(tmp_path):
     with pytest.raises(PackError, match=r"planted\.png was not written by this demo"):
         write_demo(folder, map(content, ["train/planted.png"]), (".png",))
     assert (folder / "train/planted.png").read_text() == "mine"
-
-
-def test_a_folder_of_real_data_is_refused_and_stays_as_it_was(tmp_path):
-    (tmp_path / "Train").mkdir()
-    (tmp_path / "Train/real.PNG").write_text("real")
-    with pytest.raises(PackError, match=r"real\.PNG was not written by this demo, .* choose another folder"):
-        write_demo(tmp_path, map(content, ["a.png"]), (".png",))
-    assert names_in(tmp_path) == ["Train/real.PNG"]
-    assert names_in(write_demo(tmp_path, map(content, ["a.npz"]), (".npz",))) == ["Train/real.PNG", "a.npz"]
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real/1.PNG").write_text("real")
+    with pytest.raises(PackError, match=r"1\.PNG was not written by this demo, .* choose another folder"):
+        write_demo(tmp_path / "real", map(content, ["a.png"]), (".png",))
+    assert names_in(tmp_path / "real") == ["1.PNG"]
 
 
 def test_an_interrupted_demo_is_replaced_by_the_next(tmp_path):
@@ -330,7 +316,6 @@ def test_characters_that_no_font_has_are_written_as_code_points():
     assert (found.plain("手a"), found.families) == ("U+624Ba", (letters.SANS,))
     assert (found.cell("手"), found.cell("a")) == (("62\n4B", letters.CODE), ("a", 1.0))
     assert "No font here has 1 of these characters" in found.note
-    assert letters.Letters.of("a", []).note == ""
 
 
 def test_a_text_that_is_too_long_loses_its_middle_and_as_little_as_must_be():
@@ -339,8 +324,6 @@ def test_a_text_that_is_too_long_loses_its_middle_and_as_little_as_must_be():
     whole = found.width(text, 9)
     assert found.shortened(text, 9, math.ceil(whole)) == text
     start, end = found.shortened(text, 9, whole - 1).split("…")
-    assert text.startswith(start)
-    assert text.endswith(end)
-    assert len(start + end) >= len(text) - 5
+    assert (text.startswith(start), text.endswith(end), len(start + end) >= len(text) - 5) == (True, True, True)
     for room in (20, 60, 120):
         assert found.width(found.shortened(text, 9, room), 9) <= room
