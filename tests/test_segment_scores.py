@@ -116,8 +116,11 @@ class Unread(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_no_metric_reads_a_value_so_none_waits_for_the_device(seen):
+def test_no_metric_reads_a_value_so_none_waits_for_the_device(seen, monkeypatch):
     labels, logits, distance, _ = seen
+    values = torch.randint(0, 26, (5000,), generator=torch.Generator().manual_seed(2))
+    assert torch.equal(scores.scatter_count(values, minlength=26), values.bincount(minlength=26))
+    monkeypatch.setattr(torch, "bincount", scores.scatter_count)  # as on a GPU
     with Unread():
         found = segment.metrics((logits, ()), {"label": labels, "distance": distance})
         with pytest.raises(AssertionError, match="_local_scalar_dense"):

@@ -7,6 +7,7 @@ class map (H, W) uint8 an id, as `run.predict_pack(pack, ids)` and `decode` give
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -88,10 +89,16 @@ def argmax(logits: Tensor) -> Tensor:
 
 def pairs_of(predicted: Tensor, labels: Tensor, classes: int) -> Tensor:
     """(K, K) int64: how many pixels of a class (row) were predicted as a class (column); both inputs (B, H, W)."""
-    size = classes * classes + 1  # not `bincount`, which waits for a GPU to know the largest value
+    size = classes * classes + 1
     cell = (labels * classes + predicted).where(labels != IGNORE, size - 1).flatten()
-    counts = torch.zeros(size, dtype=torch.int64, device=cell.device).scatter_add_(0, cell, torch.ones_like(cell))
-    return counts[:-1].view(classes, classes)
+    count = torch.bincount if cell.device.type == "cpu" else scatter_count
+    return count(cell, minlength=size)[:-1].view(classes, classes)
+
+
+def scatter_count(values: Tensor, minlength: int) -> Tensor:
+    """`torch.bincount`, which waits for a GPU to know the largest value; on a CPU this takes 4 times as long."""
+    counts = torch.zeros(minlength, dtype=torch.int64, device=values.device)
+    return counts.scatter_add_(0, values, torch.ones_like(values))
 
 
 def boundary_f(predicted: Tensor, labels: Tensor, distance: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,11 +121,14 @@ def boundary_f(predicted: Tensor, labels: Tensor, distance: Tensor) -> tuple[Ten
 
 
 def dilate(marked: Tensor, radius: float) -> Tensor:
-    """(B, H, W) bool: pixels within a disk around a marked one; distances in eighths, as stored ones are."""
-    reach = math.ceil(radius)
-    side = torch.arange(-reach, reach + 1, device=marked.device, dtype=torch.float32)
-    disk = (PER_PIXEL * torch.hypot(side[:, None], side)).round() <= PER_PIXEL * radius
-    return F.conv2d(marked[:, None].float(), disk[None, None].float(), padding=reach)[:, 0] > 0.5
+    """(B, H, W) bool: pixels within a disk around a marked one; distances in eighths, as stored ones are. One shift for
+    each pixel of the disk: 3.5 ms for 8 of 360 × 480 pixels on a CPU, where a convolution takes 270."""
+    reach, (height, width) = math.ceil(radius), marked.shape[1:]
+    padded, found = F.pad(marked, (reach,) * 4), marked.clone()
+    for y, x in itertools.product(range(-reach, reach + 1), repeat=2):
+        if round(PER_PIXEL * math.hypot(y, x)) <= PER_PIXEL * radius:
+            found |= padded[:, reach + y : reach + y + height, reach + x : reach + x + width]
+    return found
 
 
 def share(part: Tensor, whole: Tensor) -> Tensor:
