@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,71 +16,68 @@ from benchmarks.paired import RESULTS, Figure, Receipt, above, in_turns, times
 from nbtools.train import clear_gradients
 from nbtools.train.step import clip_gradients
 
-LONELY = find_spec("lightning") is None
 ROOT = Path(__file__).parent.parent
 LAST = re.compile(r"(\w+): -?[\d.,]+(?:e[+-]\d+)? (\S+) \(n=(\d+), spread -?\S+–-?\S+\)")
 
 
-def test_a_figure_is_the_median_with_its_spread():
-    figure = Figure.of("speed", "×", [5.0, 1.0, 3.0, 100.0])
-    assert (figure.value, figure.n, figure.least, figure.most) == (4.0, 4, 1.0, 100.0)
-    assert str(figure) == "speed: 4 × (n=4, spread 1–100)"
+def test_a_receipt_is_a_median_with_its_spread_and_is_written_without_a_place(tmp_path):
+    speed = Figure.of("speed", "×", [5.0, 1.0, 3.0, 100.0])
+    receipt = Receipt(speed, (Figure.of("other", "s", [1.0]),), {"batch": 64})
+    assert str(receipt).splitlines()[-1] == "speed: 4 × (n=4, spread 1–100)"
+    written = json.loads(receipt.write(tmp_path).read_text())
+    assert written["headline"] == {"name": "speed", "unit": "×", "value": 4.0, "n": 4, "least": 1.0, "most": 100.0}
+    assert [f["name"] for f in written["figures"]] == ["other"]
+    assert {"device", "cores", "torch", "python"} <= written["machine"].keys()
 
 
-def test_contestants_are_paired_within_a_round():
+def test_contestants_run_in_turns_and_are_paired_within_a_round():
+    calls = []
+    found = in_turns({name: lambda name=name: calls.append(name) or 1.0 for name in "abc"}, rounds=2, slices=3)
+    assert found == {name: [3.0, 3.0] for name in "abc"}
+    assert "".join(calls) == "abc" + "bca" + "cab" + "abc" + "bca" + "cab"
     drift = {"bare": [100.0, 200.0, 400.0], "loop": [110.0, 220.0, 440.0]}
     assert above(drift, "loop", "bare") == [10.0, 20.0, 40.0]
     assert times(drift, "loop", "bare") == pytest.approx([1.1, 1.1, 1.1])
-
-
-def test_pairing_refuses_rounds_that_have_no_partner():
     with pytest.raises(ValueError, match="longer"):
         above({"bare": [1.0, 2.0], "loop": [1.0]}, "loop", "bare")
 
 
-def test_every_contestant_runs_in_every_slice_and_each_begins_in_turn():
-    calls = []
-
-    def contestant(name):
-        return lambda: calls.append(name) or 1.0
-
-    found = in_turns({name: contestant(name) for name in "abc"}, rounds=2, slices=3)
-    assert found == {name: [3.0, 3.0] for name in "abc"}
-    assert "".join(calls) == "abc" + "bca" + "cab" + "abc" + "bca" + "cab"
-
-
-def test_a_receipt_holds_what_it_prints_and_no_place(tmp_path):
-    receipt = Receipt(Figure.of("speed", "×", [2.0]), (Figure.of("other", "s", [1.0]),), {"batch": 64})
-    written = json.loads(receipt.write(tmp_path).read_text())
-    assert written["headline"]["value"] == 2.0
-    assert [f["name"] for f in written["figures"]] == ["other"]
-    assert {"device", "cores", "torch", "python"} <= written["machine"].keys()
-    assert str(receipt).splitlines()[-1] == "speed: 2 × (n=1, spread 2–2)"
+QUICK = """
+import runpy, sys
+names, sys.argv = sys.argv[1:], ["", "--quick"]
+for name in names:
+    runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+    print("ended", flush=True)
+"""
+"""One process for all: importing torch takes longer than most of them."""
 
 
 @pytest.mark.parametrize(
-    ("name", "headline", "unit"),
+    "promised",
     [
-        ("overhead", "loop_overhead", "µs/step"),
-        ("feed", "feed_ratio", "×"),
-        ("surface", "surface_cost", "%"),
-        ("padding", "hwdb_padding", "%"),
-        ("sign_feed", "sign_feed_ratio", "×"),
-        ("segment_feed", "segment_feed_ratio", "×"),
-        pytest.param("knobs", "knobs_gain", "×", marks=pytest.mark.full),
+        {"feed": ("feed_ratio", "×"), "padding": ("hwdb_padding", "%"), "overhead": ("loop_overhead", "µs/step")},
         pytest.param(
-            "finder", "finder_ratio", "×", marks=pytest.mark.skipif(LONELY, reason="make bench installs Lightning")
+            {
+                "sign_feed": ("sign_feed_ratio", "×"),
+                "segment_feed": ("segment_feed_ratio", "×"),
+                "surface": ("surface_cost", "%"),
+                "knobs": ("knobs_gain", "×"),
+                **({} if find_spec("lightning") is None else {"finder": ("finder_ratio", "×")}),  # of make bench
+            },
+            marks=pytest.mark.full,
         ),
     ],
+    ids=["quick", "slow"],
 )
-def test_a_benchmark_runs_and_ends_in_its_promised_line(name, headline, unit):
-    command = [sys.executable, "-W", "error", "-m", f"benchmarks.{name}", "--quick"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+def test_each_benchmark_runs_and_ends_in_its_promised_line(promised):
+    command = [sys.executable, "-W", "error", "-c", QUICK, *promised]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stderr
-    match = LAST.fullmatch(ran.stdout.splitlines()[-1])
-    assert match, ran.stdout
-    assert match[1] == headline
-    assert match[2].endswith(unit)
+    for said, (headline, unit) in zip(ran.stdout.split("ended\n"), promised.values(), strict=False):
+        match = LAST.fullmatch(said.splitlines()[-1])
+        assert match, said
+        assert match[1] == headline
+        assert match[2].endswith(unit)
 
 
 KEPT = {
@@ -112,26 +110,21 @@ def test_no_single_change_of_a_knob_makes_the_advised_plan_much_faster_and_it_le
         assert found["difference of mean losses"]["value"] <= 1
 
 
-def test_one_update_of_the_plot_takes_no_more_than_promised():
-    receipt = json.loads((RESULTS / "surface_cost.json").read_text())
-    (update,) = [figure for figure in receipt["figures"] if figure["name"] == "plot_update"]
+def test_the_figures_next_to_the_headlines_keep_their_promises_too():
+    update = figures("surface_cost")["plot_update"]
     assert update["value"] <= 2.0
-
-
-def test_augmenting_whole_batches_was_never_slower_than_picture_by_picture():
-    receipt = json.loads((RESULTS / "segment_feed_ratio.json").read_text())
-    (ratio,) = [figure for figure in receipt["figures"] if figure["name"] == "augmented_packed_ratio"]
-    assert ratio["n"] >= 9
-    assert ratio["least"] >= 1
-
-
-def test_the_recorded_run_on_street_scenes_is_clearly_above_the_place_alone():
-    receipt = json.loads((RESULTS / "segment_camvid.json").read_text())
-    found = {figure["name"]: figure["value"] for figure in receipt["figures"]}
-    assert found["slim, single scale: miou"] > 2 * found["place alone: miou"]
-    assert found["last epoch"] > 2 * found["place alone: miou"]
-    assert found["cpu"] <= 60
+    augmented = figures("segment_feed_ratio")["augmented_packed_ratio"]
+    assert augmented["n"] >= 9
+    assert augmented["least"] >= 1, "augmenting whole batches was slower than picture by picture"
+    street = {name: figure["value"] for name, figure in figures("segment_camvid").items()}
+    assert street["slim, single scale: miou"] > 2 * street["place alone: miou"]
+    assert street["last epoch"] > 2 * street["place alone: miou"]
+    assert street["cpu"] <= 60
     assert (RESULTS / "segment_camvid.png").stat().st_size > 10_000
+
+
+def figures(name: str) -> dict[str, Any]:
+    return {figure["name"]: figure for figure in json.loads((RESULTS / f"{name}.json").read_text())["figures"]}
 
 
 @pytest.mark.parametrize(("scale", "acts"), [(1e-3, False), (1.0, True), (1e3, True)])

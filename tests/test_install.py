@@ -16,18 +16,17 @@ import pytest
 
 from notebooks import build, execute
 from tests import fresh
-from tests.kernels import started
+from tests.kernels import Client, started
 
 ZIP = "nbtools-main.zip"
 ADDRESS = build.repository()
 full = pytest.mark.full
 
 
-@pytest.fixture(scope="module")
-def pool():
-    """Two machines at a time, each driven by a process of its own: nbclient leaves its event loop open in a thread."""
-    with ProcessPoolExecutor(2, get_context("spawn")) as processes:
-        yield processes
+def apart(work, *arguments):
+    """What a function returns in a process of its own: nbclient leaves its event loop open in a thread."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(work, *arguments).result()
 
 
 def run_all(name: str, folder: Path, drive: Path | None, stack: str, source: str) -> tuple[str, dict[str, str]]:
@@ -63,9 +62,9 @@ CHAINS = [("captcha", "colab", ())] + [
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("task", "stack"), [pytest.param(*two, marks=marks) for *two, marks in CHAINS])
-def test_run_all_on_a_new_machine_installs_from_githubs_zip_and_runs_to_the_end(task, stack, tmp_path, pool):
+def test_run_all_on_a_new_machine_installs_from_githubs_zip_and_runs_to_the_end(task, stack, tmp_path):
     names = ["0_start_here"] if task == "start" else [f"{task}/{part}" for part in fresh.PARTS]
-    said = pool.submit(chain, names, tmp_path, stack).result()
+    said = apart(chain, names, tmp_path, stack)
     if task != "start":
         fresh.check_chain(task, said)
 
@@ -78,12 +77,11 @@ def declined(name: str, top: Path) -> tuple[str, list[str]]:
     return said, [path.name for path in (top / "machine").rglob("nbtools-data")]
 
 
+@full
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "name", [name if name == "captcha/2_train" else pytest.param(name, marks=full) for name in build.names()]
-)
-def test_where_drive_is_declined_run_all_goes_on_and_nothing_is_kept(name, tmp_path, pool):
-    said, kept = pool.submit(declined, name, tmp_path / "top").result()
+@pytest.mark.parametrize("name", build.names())
+def test_where_drive_is_declined_run_all_goes_on_and_nothing_is_kept(name, tmp_path):
+    said, kept = apart(declined, name, tmp_path / "top")
     assert kept == []
     assert said.count("asking for Drive") == (name != "0_start_here"), "the dialog comes once"
     if not name.startswith("0"):
@@ -116,32 +114,35 @@ STOPS = {  # SOURCE → the reason in the sentence
     "drive:other.zip": "does not appear to be a Python project",
     "missing/nbtools": "missing/nbtools does not exist",
     "https://127.0.0.1:9/me/nbtools": "fatal: unable to access",
-    "drive:declined.zip": "Drive cannot be opened (Error: credential propagation was unsuccessful)",
 }
+DECLINED = {"drive:declined.zip": "Drive cannot be opened (Error: credential propagation was unsuccessful)"}
 
 
-@pytest.mark.parametrize("stack", ["colab", "newest"])
+@pytest.mark.parametrize("stack", ["colab", pytest.param("newest", marks=full)])
 def test_where_installing_fails_one_sentence_says_why_and_run_all_stops(stack, tmp_path):
     (tmp_path / "drive" / "packs" / "runs").mkdir(parents=True)
     (tmp_path / "drive" / "other.zip").write_bytes(b"PK\5\6" + bytes(18))
     machine = fresh.machine(tmp_path / "machine", tmp_path / "drive", stack)
-    for source, words in STOPS.items() if stack == "colab" else list(STOPS.items())[-2:]:
-        environment = machine.environment
-        if "declined" in source:
-            del environment["COLAB_DRIVE"]
+    without = {name: value for name, value in machine.environment.items() if name != "COLAB_DRIVE"}
+    for stops, environment in ((STOPS, machine.environment), (DECLINED, without)):
         with started(stack, machine.folder, machine.python, environment) as kernel:
-            cells = ["import time; time.sleep(1)", *installing(source)]  # the rest is queued meanwhile, as Run all does
-            requests = [kernel.client.execute(code) for code in cells]
-            replies = [kernel.reply(request)["content"] for request in requests]
-            statuses = [reply["status"] for reply in replies]
-            assert statuses[-1] == "aborted", f"{source}: Run all went on"
-            [failed] = [reply for reply in replies if reply["status"] == "error"]
-            assert len(failed["traceback"]) == 1, "one sentence, no traceback"
-            [sentence] = failed["traceback"]
-            assert "\n" not in sentence
-            assert words in sentence
-            assert sentence.startswith("nbtools was not installed: ")
-            assert sentence.endswith("Correct SOURCE above, then Run all again.")
+            for source, words in stops.items():
+                sentence = stopped(kernel, source)
+                assert words in sentence
+                assert sentence.startswith("nbtools was not installed: ")
+                assert sentence.endswith("Correct SOURCE above, then Run all again.")
+
+
+def stopped(kernel: Client, source: str) -> str:
+    """The one sentence with which Run all stops."""
+    cells = ["import time; time.sleep(0.5)", *installing(source)]  # the rest is queued meanwhile, as Run all does
+    requests = [kernel.client.execute(code) for code in cells]
+    replies = [kernel.reply(request)["content"] for request in requests]
+    assert replies[-1]["status"] == "aborted", f"{source}: Run all went on"
+    [failed] = [reply for reply in replies if reply["status"] == "error"]
+    [sentence] = failed["traceback"]
+    assert "\n" not in sentence, "one sentence, no traceback"
+    return sentence
 
 
 @pytest.fixture

@@ -6,12 +6,15 @@ import itertools
 import json
 import os
 import re
+import shutil
 import tarfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbformat import NotebookNode
 
 import nbtools as nb
 from notebooks import build, execute
@@ -24,10 +27,6 @@ CHAINS = [task for task in fresh.SAID if task != "captcha"]  # which tests/test_
 
 def cells(name: str, kind: str) -> list[str]:
     return [cell.source for cell in build.notebook(name, ADDRESS).cells if cell.cell_type == kind]
-
-
-def python(source: str) -> ast.Module:
-    return ast.parse(re.sub(r"^(\s*)[%!].*$", r"\1pass", source, flags=re.M))
 
 
 def test_notebooks_and_readme_are_what_the_sources_say():
@@ -54,14 +53,20 @@ def test_a_source_that_changed_is_noticed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_carries_no_outputs_and_no_widget_state(name):
+def test_a_notebook_keeps_the_house_rules(name):
     made = json.loads((build.ROOT / "notebooks" / f"{name}.ipynb").read_text())
     assert "widgets" not in made["metadata"]
     assert len({cell["id"] for cell in made["cells"]}) == len(made["cells"])
     for cell in made["cells"]:
         assert cell["metadata"] in ({}, {"tags": ["parameters"]})
-        assert not cell.get("outputs")
+        assert not cell.get("outputs"), "generated without outputs"
         assert cell.get("execution_count") is None
+    kinds = [cell["cell_type"] for cell in made["cells"]]
+    assert all(not (a == b == "code") for a, b in itertools.pairwise(kinds)), "prose between cells"
+    for source in cells(name, "code"):
+        assert len(source.splitlines()) <= 12
+        for node in ast.walk(ast.parse(re.sub(r"^(\s*)[%!].*$", r"\1pass", source, flags=re.M))):
+            assert not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)), "this belongs in the package"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -75,73 +80,76 @@ def test_the_first_cells_are_promise_install_and_settings(name):
     assert f'SOURCE = "{ADDRESS}"' in cells(name, "code")[0]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_cells_are_short_with_prose_between_and_define_nothing(name):
-    kinds = [cell.cell_type for cell in build.notebook(name, ADDRESS).cells]
-    assert all(not (a == b == "code") for a, b in itertools.pairwise(kinds))
-    for source in cells(name, "code"):
-        assert len(source.splitlines()) <= 12
-        for node in ast.walk(python(source)):
-            assert not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)), "this belongs in the package"
+def apart(work, *arguments):
+    """What a function returns in a process of its own: nbclient leaves its event loop open in a thread."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(work, *arguments).result()
 
 
-@pytest.fixture(scope="module")
-def pool():
-    """Two notebooks at a time, each in a process of its own: nbclient leaves its event loop open in a thread."""
-    with ProcessPoolExecutor(2, get_context("spawn")) as processes:
-        yield processes
+BEFORE = """%reset -f
+import os; os.makedirs({drive!r}); os.chdir({folder!r})
+os.environ.update(NBTOOLS_CACHE={cache!r}, NBTOOLS_DRIVE={drive!r})"""
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory, pool, request):
-    """Every notebook but the first of each chain, executed on a machine and a Drive of its own."""
-    chosen = [item for item in request.session.items if getattr(item, "originalname", "") == "test_it_stands_alone"]
-    names = [item.callspec.params["name"] for item in chosen]
-    return {name: pool.submit(machine, name, tmp_path_factory.mktemp(name.replace("/", "-"))) for name in names}
+def in_turn(notebooks: dict[str, NotebookNode], top: Path) -> dict[str, list[NotebookNode]]:
+    """The cells of notebooks, executed one after another in one kernel, which spares the imports: each with nothing of
+    those before it, in a folder and with a Drive of its own."""
+    cells, ends = [], []
+    for name, notebook in notebooks.items():
+        folder = top / name.replace("/", "-")
+        places = {"folder": str(folder), "drive": str(folder / "drive"), "cache": str(folder / "cache")}
+        cells += [nbformat.v4.new_code_cell(BEFORE.format(**places)), *notebook.cells]
+        ends.append(len(cells))
+    whole = nbformat.v4.new_notebook(cells=[NotebookNode({**cell, "id": f"cell-{i}"}) for i, cell in enumerate(cells)])
+    ran = execute.run(whole, top, {**os.environ, "OMP_NUM_THREADS": "1"}).cells
+    return {name: ran[start:end] for name, start, end in zip(notebooks, [0, *ends], ends, strict=False)}
 
 
-def machine(name: str, folder: Path):
-    (folder / "drive").mkdir()
-    return execute.execute(execute.tiny(name), folder, folder / "drive", threads=1)
-
-
+ALONE = [name for name in NAMES if not name.endswith(fresh.PARTS[0])]  # all but the first of each chain
 SLOW = ("captcha/3_evaluate", "hwdb/3_evaluate", "segment/3_evaluate")  # each trains a short run first
+SIGNS = "sign/2_train without features"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.full if name in SLOW else ())
-        for name in NAMES
-        if not name.endswith(fresh.PARTS[0])
-    ],
-)
-def test_it_stands_alone(name, alone):
-    ran = alone[name].result()
-    assert all(cell.execution_count for cell in ran.cells if cell.cell_type == "code" and cell.source)
+@pytest.mark.timeout(900)
+def test_each_stands_alone(tmp_path):
+    chosen = {name: execute.tiny(name) for name in ALONE if name not in SLOW}
+    raw = demo("sign", tmp_path / "mine")
+    chosen[SIGNS] = fresh.with_settings(execute.tiny("sign/2_train"), RAW=str(raw), KEEP=None)
+    ran = apart(in_turn, chosen, tmp_path)
+    for name, cells in ran.items():
+        assert all(cell.execution_count for cell in cells if cell.cell_type == "code" and cell.source), name
+    said = fresh.text(NotebookNode(cells=ran[SIGNS]))
+    assert "The GRU is skipped" in said
+    assert "these have only keypoints" in said
+    [compared] = [cell for cell in ran[SIGNS] if "nb.compare" in cell.source]
+    assert any("gloss accuracy" in output.get("data", {}).get("text/html", "") for output in compared.outputs)
+    assert not [*tmp_path.glob("*/None")], "KEEP = None keeps nothing"
 
 
-@pytest.fixture(scope="module")
-def chains(tmp_path_factory, pool):
-    """Task → the texts of its notebooks, each run on a new machine: only Drive is common."""
-    return {task: pool.submit(chain, task, tmp_path_factory.mktemp(task)) for task in CHAINS}
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", SLOW)
+def test_a_slow_one_stands_alone(name, tmp_path):
+    [cells] = apart(in_turn, {name: execute.tiny(name)}, tmp_path).values()
+    assert all(cell.execution_count for cell in cells if cell.cell_type == "code" and cell.source)
 
 
 def chain(task: str, folder: Path) -> list[str]:
+    """The texts of a task's notebooks, each run on a new machine: only Drive is common."""
     (folder / "drive").mkdir()
     outputs = []
     for part in fresh.PARTS:
         (folder / part).mkdir()
-        outputs.append(
-            fresh.text(execute.execute(execute.tiny(f"{task}/{part}"), folder / part, folder / "drive", threads=1))
-        )
+        made = execute.tiny(f"{task}/{part}")
+        outputs.append(fresh.text(execute.execute(made, folder / part, folder / "drive", threads=1)))
     return outputs
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("task", CHAINS)
-def test_what_one_hands_to_the_next_lies_on_drive(task, chains):
-    fresh.check_chain(task, chains[task].result())
+def test_what_one_hands_to_the_next_lies_on_drive(task, tmp_path):
+    fresh.check_chain(task, apart(chain, task, tmp_path))
 
 
 @pytest.fixture
@@ -175,56 +183,62 @@ def demo(task: str, folder: Path) -> Path:
 
 def wrong(task: str) -> list[tuple[str, dict[str, str], str]]:
     """(notebook, settings, words of the error)."""
-    tar = f"{task}-typo.tar"
-    train = [({"RAW": f"drive:{tar}"}, tar), ({"PACK": f"drive:{tar}"}, tar), ({"RAW": "no/such/folder"}, "no/such")]
-    train += [({"PACK": "drive:damaged.tar"}, "damaged.tar"), ({"RAW": "https://127.0.0.1:9/x.tar"}, "127.0.0.1")]
-    evaluate = [({"PACK": f"drive:{tar}"}, tar), ({"RUN": "drive:runs/typo"}, "runs/typo")]
-    return [(f"{task}/2_train", *one) for one in train] + [(f"{task}/3_evaluate", *one) for one in evaluate]
+    tar, train, evaluate = f"{task}-typo.tar", f"{task}/2_train", f"{task}/3_evaluate"
+    return [
+        (train, {"RAW": f"drive:{tar}"}, tar),
+        (train, {"PACK": f"drive:{tar}"}, tar),
+        (train, {"RAW": "no/such/folder"}, "no/such"),
+        (train, {"PACK": "drive:damaged.tar"}, "damaged.tar"),
+        (train, {"RAW": "https://127.0.0.1:9/x.tar"}, "127.0.0.1"),
+        (evaluate, {"PACK": f"drive:{tar}"}, tar),
+        (evaluate, {"RUN": "drive:runs/typo"}, "runs/typo"),
+    ]
 
 
-@pytest.mark.parametrize(("name", "settings", "words"), [one for task in fresh.SAID for one in wrong(task)], ids=str)
-def test_a_wrong_setting_stops_with_its_reason_and_no_demo_data_is_made(name, settings, words, machine_of_mine, capsys):
+@pytest.mark.parametrize("task", fresh.SAID)
+def test_a_wrong_setting_stops_with_its_reason_and_no_demo_data_is_made(task, machine_of_mine, capsys):
     (machine_of_mine / "drive").mkdir()
     (machine_of_mine / "drive" / "damaged.tar").write_bytes(b"not a tar")
-    with pytest.raises(nb.NbtoolsError, match=words):
-        with_data(name, **settings)
-    assert not (machine_of_mine / "runs").exists()
-    if "RUN" not in settings:  # the pack is the default then, and nothing is kept yet
-        assert not (machine_of_mine / "data").exists()
-        assert "instead" not in capsys.readouterr().out
+    for name, settings, words in wrong(task):
+        with pytest.raises(nb.NbtoolsError, match=words):
+            with_data(name, **settings)
+        assert not (machine_of_mine / "runs").exists()
+        if "RUN" not in settings:  # the pack is the default then, and nothing is kept yet
+            assert not (machine_of_mine / "data").exists()
+            assert "instead" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("part", ["2_train", "3_evaluate"])
 @pytest.mark.parametrize("task", fresh.SAID)
-def test_a_kept_pack_that_is_damaged_or_cannot_be_reached_is_an_error(task, part, machine_of_mine):
+def test_a_kept_pack_that_is_damaged_or_cannot_be_reached_is_an_error(task, machine_of_mine):
     place = machine_of_mine / "drive" / "nbtools-data"
     place.mkdir(parents=True)
     (place / f"{task}.tar").write_bytes(b"not a tar")
-    with pytest.raises(nb.NbtoolsError, match=rf"{task}\.tar"):
-        with_data(f"{task}/{part}")
-    (place / f"{task}.tar").unlink()
-    place.rmdir()
+    for part in fresh.PARTS[1:]:
+        with pytest.raises(nb.NbtoolsError, match=rf"{task}\.tar"):
+            with_data(f"{task}/{part}")
+    shutil.rmtree(place)
     place.write_text("a file where the folder should be")
-    with pytest.raises(nb.NbtoolsError, match="nbtools-data"):
-        with_data(f"{task}/{part}")
+    for part in fresh.PARTS[1:]:
+        with pytest.raises(nb.NbtoolsError, match="nbtools-data"):
+            with_data(f"{task}/{part}")
     assert not (machine_of_mine / "data").exists()
 
 
 @pytest.mark.parametrize("task", fresh.SAID)
 def test_demo_data_comes_where_nothing_is_kept_and_the_output_says_so(task, machine_of_mine, capsys):
-    names = with_data(f"{task}/2_train")
-    assert len(names["pack"]) > 0
+    assert len(with_data(f"{task}/2_train")["pack"]) > 0
     said = capsys.readouterr().out
     assert f"Nothing is kept at drive:nbtools-data/{task}.tar yet: using demo data instead." in said
 
 
-@pytest.mark.parametrize("form", ["drive", "archive", "folder"])
-@pytest.mark.parametrize("task", fresh.SAID)
+@pytest.mark.parametrize(
+    ("task", "form"), [*((task, "drive") for task in fresh.SAID), ("captcha", "archive"), ("captcha", "folder")]
+)
 def test_raw_data_of_ones_own_is_trained_on_and_the_receipt_can_measure_it(task, form, machine_of_mine):
     folder = demo(task, machine_of_mine / "mine")
     place = {"drive": "drive/mine.tar", "archive": "mine.tar", "folder": "mine"}[form]
     if form != "folder":
-        (machine_of_mine / "drive").mkdir()
+        (machine_of_mine / place).parent.mkdir(exist_ok=True)
         with tarfile.open(machine_of_mine / place, "w") as archive:
             archive.add(folder, "mine")
     pack = with_data(f"{task}/2_train", RAW=place.replace("drive/", "drive:"))["pack"]
@@ -240,16 +254,3 @@ def test_a_kept_pack_on_the_machine_that_made_it_still_has_its_raw_data(task, ma
     pack = with_data(f"{task}/2_train")["pack"]
     assert pack.card == made.card
     assert pack.raw is not None
-
-
-def test_signs_without_features_skip_the_gru_and_are_still_compared(tmp_path):
-    demo("sign", tmp_path / "mine")
-    notebook = fresh.with_settings(execute.tiny("sign/2_train"), RAW=str(tmp_path / "mine"), KEEP=None)
-    tiny = {**os.environ, "NBTOOLS_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        ran = process.submit(execute.run, notebook, tmp_path, tiny).result()
-    assert "The GRU is skipped" in fresh.text(ran)
-    assert "these have only keypoints" in fresh.text(ran)
-    [compared] = [cell for cell in ran.cells if "nb.compare" in cell.source]
-    assert any("gloss accuracy" in output.get("data", {}).get("text/html", "") for output in compared.outputs)
-    assert not (tmp_path / "None").exists()

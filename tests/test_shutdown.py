@@ -1,20 +1,19 @@
 """A process that is asked to end while it trains: kernels that are shut down, and SIGTERM. What was trained is kept."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import Empty
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 import toy
+from acting import QUIET, acting, last_step, same
 from kernels import PATIENCE, Client, parent, started
 from serving import until
 
@@ -22,7 +21,6 @@ import nbtools as nb
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("undrawn")]  # a kernel has seconds to end
 
-QUIET: dict[str, Any] = {"receipt": False, "progress": False}
 PLAN = toy.PLAN.replace(epochs=4)
 TRAIN = f"""
 import sys, time; sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -96,14 +94,9 @@ def pending(kernel: Client):
             return
 
 
-def last_saved(folder: Path) -> int:
-    """The step of a run's newest checkpoint."""
-    return int(json.loads((folder / "run.json").read_text())["last"].split("-")[1])
-
-
 def test_a_kernel_shut_down_finishes_the_step_saves_and_ends(ended, one_thread):
     assert ended.code in (0, -signal.SIGTERM)
-    assert last_saved(ended.folder / "run") == steps(ended.folder) == 5
+    assert last_step(ended.folder / "run") == steps(ended.folder) == 5
     text = "".join(m["content"]["text"] for m in ended.said if m["msg_type"] == "stream" and parent(m) == ended.cell)
     assert "after step 5; run it again to continue" in text
     assert [m["content"]["ename"] for m in ended.said if m["msg_type"] == "error"] == []
@@ -115,16 +108,11 @@ def goes_on_bit_equal(pack: nb.Pack, folder: Path) -> None:
     """Whether the run in a folder, run again, becomes the one that was never ended."""
     whole = nb.fit(toy, pack, PLAN, folder / "whole", **QUIET)
     again = nb.fit(toy, pack, PLAN, folder / "run", **QUIET)
-    assert log(again) == log(whole)
+    assert same(again, whole)
     assert len(again.history.of("epoch")) == PLAN.epochs
-    for name, value in again.model("cpu").state_dict().items():
-        assert torch.equal(value, whole.model("cpu").state_dict()[name])
 
 
-def log(run: nb.Run) -> list[Any]:
-    return [(row["step"], row.get("loss"), row.get("val_loss")) for row in run.history.rows if row["kind"] != "change"]
-
-
+@pytest.mark.full
 def test_jupyters_own_shutdown_saves_long_before_it_kills(tmp_path):
     with started("newest", tmp_path) as kernel:
         kernel.manager.shutdown_wait_time = 5.0  # jupyter_client's own
@@ -133,52 +121,42 @@ def test_jupyters_own_shutdown_saves_long_before_it_kills(tmp_path):
         until(lambda: steps(tmp_path) > 5, "steps")
         asked = time.time()
         kernel.manager.shutdown_kernel()
-    assert last_saved(tmp_path / "run") == steps(tmp_path)
+    assert last_step(tmp_path / "run") == steps(tmp_path)
     assert (tmp_path / "run" / "run.json").stat().st_mtime - asked < 2.5
 
 
 @pytest.fixture
-def terminated():
-    """SIGTERMs that came through to whoever handles them in this process."""
-    came: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+def terminated(tmp_path):
+    """SIGTERMs that came through to whoever handles them in this process, and whether training was saved by then."""
+    came: list[tuple[int, bool]] = []
+
+    def handle(number, frame):
+        came.append((number, last_step(tmp_path / "run") > 0))
+
+    before = signal.signal(signal.SIGTERM, handle)
     yield came
     signal.signal(signal.SIGTERM, before)
 
 
 def test_sigterm_is_a_request_to_stop_and_comes_through_when_the_run_is_saved(tmp_path, terminated, one_thread):
-    pack, seen = toy.make_pack(tmp_path, count=60), []
-
-    def batch(raw, plan, draws):
-        if draws is not None:
-            seen.append(list(terminated))
-            if len(seen) == 5:
-                os.kill(os.getpid(), signal.SIGTERM)
-        return toy.batch(raw, plan, draws)
-
-    task: Any = SimpleNamespace(**{**vars(toy), "batch": batch})
+    pack = toy.make_pack(tmp_path, count=60)
+    task = acting({5: partial(os.kill, os.getpid(), signal.SIGTERM)})
     run = nb.fit(task, pack, PLAN, tmp_path / "run", keep=tmp_path / "kept", **QUIET)
     assert run.events == ["stopped by SIGTERM after step 5; run it again to continue"]
-    assert last_saved(tmp_path / "run") == last_saved(tmp_path / "kept") == 5
-    assert seen == [[]] * 5
-    assert terminated == [signal.SIGTERM]
+    assert last_step(tmp_path / "run") == last_step(tmp_path / "kept") == 5
+    assert terminated == [(signal.SIGTERM, True)], "it came through before the run was saved"
     goes_on_bit_equal(pack, tmp_path)
-    assert terminated == [signal.SIGTERM]
+    assert len(terminated) == 1
 
 
 def test_a_second_sigterm_comes_through_at_once(tmp_path, terminated):
-    seen = []
-
-    def batch(raw, plan, draws):
+    def twice():
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.01)
-        seen.append(list(terminated))
-        return toy.batch(raw, plan, draws)
 
-    task: Any = SimpleNamespace(**{**vars(toy), "batch": batch})
-    nb.fit(task, toy.make_pack(tmp_path, count=60), PLAN, tmp_path / "run", **QUIET)
-    assert seen[0] == [signal.SIGTERM]
+    nb.fit(acting({1: twice}), toy.make_pack(tmp_path, count=60), PLAN, tmp_path / "run", **QUIET)
+    assert terminated[0] == (signal.SIGTERM, False)
 
 
 def test_kill_ends_training_in_a_terminal_with_nothing_lost(tmp_path):
@@ -198,5 +176,5 @@ def test_kill_ends_training_in_a_terminal_with_nothing_lost(tmp_path):
     process.terminate()
     said = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == -signal.SIGTERM, said
-    assert f"stopped by SIGTERM after step {last_saved(tmp_path / 'run')}; run it again to continue" in said
+    assert f"stopped by SIGTERM after step {last_step(tmp_path / 'run')}; run it again to continue" in said
     assert "Traceback" not in said
