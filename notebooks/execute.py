@@ -33,10 +33,10 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 TINY = {
-    "0_start_here": {"COUNT": 300, "EPOCHS": 1},
-    "captcha": {"COUNT": 300},
+    "0_start_here": {"COUNT": 150, "EPOCHS": 1},
+    "captcha": {"COUNT": 200},
     "hwdb": {"COUNT": 240},
-    "sign": {"COUNT": 60, "GLOSSES": 6},
+    "sign": {"COUNT": 40, "GLOSSES": 4},
     "segment": {"COUNT": 28, "SIDES": (48, 48)},
     "2_train": {"CHANGES": {"epochs": 1, "warmup_epochs": 0.0}, "MEASURE": False},
     "sign/2_train": {"MORE": {}},

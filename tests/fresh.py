@@ -55,10 +55,10 @@ class Machine:
         return execute.run(notebook, self.folder, self.environment, self.python)
 
     def installed(self) -> dict[str, str]:
-        """Package → version, as pip sees them."""
-        command = [self.python, "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check"]
-        said = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=True).stdout
-        return dict(line.split("==") for line in said.splitlines())
+        """Package → version; what the virtual environment has hides the same package of the stack."""
+        places = (self.folder / "packages", *(self.folder / "venv").glob("lib/python*/site-packages"))
+        found = (entry.stem.partition("-") for place in places for entry in place.glob("*.dist-info"))
+        return {package: version for package, _, version in found}
 
 
 def machine(folder: Path, drive: Path | None, stack: str = "colab") -> Machine:

@@ -22,7 +22,6 @@ from tests import fresh
 
 ADDRESS = build.repository()
 NAMES = build.names()
-CHAINS = [task for task in fresh.SAID if task != "captcha"]  # which tests/test_install.py runs, on new machines
 
 
 def cells(name: str, kind: str) -> list[str]:
@@ -87,17 +86,19 @@ def apart(work, *arguments):
 
 
 BEFORE = """%reset -f
-import os; os.makedirs({drive!r}); os.chdir({folder!r})
+import os; os.makedirs({folder!r}); os.chdir({folder!r})
 os.environ.update(NBTOOLS_CACHE={cache!r}, NBTOOLS_DRIVE={drive!r})"""
 
 
 def in_turn(notebooks: dict[str, NotebookNode], top: Path) -> dict[str, list[NotebookNode]]:
-    """The cells of notebooks, executed one after another in one kernel, which spares the imports: each with nothing of
-    those before it, in a folder and with a Drive of its own."""
+    """The cells of notebooks, executed one after another in one kernel, which spares the imports: each in a folder of
+    its own and without the names of those before it. Only captcha's have a Drive in common."""
     cells, ends = [], []
     for name, notebook in notebooks.items():
         folder = top / name.replace("/", "-")
-        places = {"folder": str(folder), "drive": str(folder / "drive"), "cache": str(folder / "cache")}
+        drive = top / "drive" if name.startswith("captcha/") else top / f"drive of {folder.name}"
+        drive.mkdir(exist_ok=True)
+        places = {"folder": str(folder), "drive": str(drive), "cache": str(folder / "cache")}
         cells += [nbformat.v4.new_code_cell(BEFORE.format(**places)), *notebook.cells]
         ends.append(len(cells))
     whole = nbformat.v4.new_notebook(cells=[NotebookNode({**cell, "id": f"cell-{i}"}) for i, cell in enumerate(cells)])
@@ -105,22 +106,20 @@ def in_turn(notebooks: dict[str, NotebookNode], top: Path) -> dict[str, list[Not
     return {name: ran[start:end] for name, start, end in zip(notebooks, [0, *ends], ends, strict=False)}
 
 
-ALONE = [name for name in NAMES if not name.endswith(fresh.PARTS[0])]  # all but the first of each chain
-SLOW = ("captcha/3_evaluate", "hwdb/3_evaluate", "segment/3_evaluate")  # each trains a short run first
+QUICK = [*(f"captcha/{part}" for part in fresh.PARTS), "hwdb/2_train", "sign/2_train", "segment/2_train"]
 SIGNS = "sign/2_train without features"
 
 
 @pytest.mark.timeout(900)
-def test_each_stands_alone(tmp_path):
-    chosen = {name: execute.tiny(name) for name in ALONE if name not in SLOW}
+def test_each_runs_from_top_to_bottom_and_captchas_hand_on_what_lies_on_drive(tmp_path):
+    chosen = {name: execute.tiny(name) for name in QUICK}
     raw = demo("sign", tmp_path / "mine")
     chosen[SIGNS] = fresh.with_settings(execute.tiny("sign/2_train"), RAW=str(raw), KEEP=None)
     ran = apart(in_turn, chosen, tmp_path)
-    for name, cells in ran.items():
-        assert all(cell.execution_count for cell in cells if cell.cell_type == "code" and cell.source), name
-    said = fresh.text(NotebookNode(cells=ran[SIGNS]))
-    assert "The GRU is skipped" in said
-    assert "these have only keypoints" in said
+    said = {name: fresh.text(NotebookNode(cells=cells)) for name, cells in ran.items()}
+    fresh.check_chain("captcha", [said[name] for name in QUICK[:3]])
+    assert "The GRU is skipped" in said[SIGNS]
+    assert "these have only keypoints" in said[SIGNS]
     [compared] = [cell for cell in ran[SIGNS] if "nb.compare" in cell.source]
     assert any("gloss accuracy" in output.get("data", {}).get("text/html", "") for output in compared.outputs)
     assert not [*tmp_path.glob("*/None")], "KEEP = None keeps nothing"
@@ -128,8 +127,9 @@ def test_each_stands_alone(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", SLOW)
-def test_a_slow_one_stands_alone(name, tmp_path):
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(("2_train", "3_evaluate"))])
+def test_it_stands_alone(name, tmp_path):
+    """0_start_here does on a new machine, in test_install."""
     [cells] = apart(in_turn, {name: execute.tiny(name)}, tmp_path).values()
     assert all(cell.execution_count for cell in cells if cell.cell_type == "code" and cell.source)
 
@@ -147,7 +147,7 @@ def chain(task: str, folder: Path) -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("task", CHAINS)
+@pytest.mark.parametrize("task", [task for task in fresh.SAID if task != "captcha"])
 def test_what_one_hands_to_the_next_lies_on_drive(task, tmp_path):
     fresh.check_chain(task, apart(chain, task, tmp_path))
 
