@@ -86,14 +86,6 @@ def test_demo_writes_the_raw_format_and_the_same_bytes_for_the_same_seed(tmp_pat
         assert image.size == (160, 60)
 
 
-def test_demo_of_varying_length_grows_in_width(lines):
-    widths = {}
-    for name in lines.names:
-        with Image.open(lines.raw.source / name) as image:
-            widths[len(name.split("_")[0])] = image.width
-    assert widths == {length: 40 * length for length in (4, 5, 6, 7, 8)}
-
-
 def test_demo_gives_the_captcha_package_its_own_randomness_back_also_after_an_error(tmp_path):
     from captcha import image
 
@@ -110,7 +102,7 @@ def test_demo_without_the_captcha_package_tells_how_to_get_it(tmp_path, monkeypa
         captcha.demo(tmp_path, 2)
 
 
-@pytest.mark.parametrize("wrong", [{"count": 0}, {"alphabet": ""}, {"length": 0}, {"length": (8, 4)}])
+@pytest.mark.parametrize("wrong", [{"count": 0}, {"alphabet": ""}, {"length": (8, 4)}])
 def test_demo_refuses_an_impossible_request(tmp_path, wrong):
     with pytest.raises(PackError, match=f"{next(iter(wrong))} must be"):
         captcha.demo(tmp_path / "never", **{"count": 2, **wrong})
@@ -134,20 +126,9 @@ def test_lines_keep_their_own_width_and_length(lines):
     assert {len(s["label"]) for s in samples} == {4, 5, 6, 7, 8}
     assert len({len(s["image"]) for s in samples}) > 5
     assert {s["image"].shape[1] for s in samples} == {32}
-
-
-def test_packing_again_opens_the_finished_pack_and_whole_numbers_split_exactly(fixed):
-    assert captcha.pack(fixed.raw.source, progress=False).folder == fixed.folder
-    assert captcha.pack(fixed.folder, progress=False).card == fixed.card
-    other = captcha.pack(fixed.raw.source, val=7, test=11, progress=False)
-    assert other.splits == {"train": 42, "val": 7, "test": 11}
-
-
-def test_the_sources_own_folders_are_its_splits(tmp_path):
-    for folder, names in {"train": "abcd", "valid": "ef", "captchas_test": "g"}.items():
-        for k, text in enumerate(names):
-            png(tmp_path / folder / f"{text}{text}_{k}.png")
-    assert captcha.pack(tmp_path, progress=False).splits == {"train": 4, "val": 2, "test": 1}
+    for name in lines.names[:8]:
+        with Image.open(lines.raw.source / name) as image:
+            assert image.width == 40 * len(name.split("_")[0])  # the demo's grow with their texts
 
 
 @pytest.mark.parametrize(
@@ -292,9 +273,9 @@ def test_the_guides_network_has_its_19_07_million_parameters():
 @pytest.mark.parametrize(
     ("network", "loss", "lr", "steps"),
     [
-        ("guide", "soft_margin", 1e-3, 16),
-        ("small", "cross_entropy", 5e-3, 80),
-        ("ctc", "soft_margin", 3e-3, 70),
+        ("guide", "soft_margin", 1e-3, 8),
+        ("small", "cross_entropy", 5e-3, 30),
+        ("ctc", "soft_margin", 3e-3, 40),
     ],
 )
 def test_each_network_overfits_one_batch(packs, network, loss, lr, steps):
@@ -306,7 +287,7 @@ def test_each_network_overfits_one_batch(packs, network, loss, lr, steps):
         if isinstance(module, (torch.nn.Dropout, torch.nn.Dropout2d)):
             module.p = 0.0
     optimizer = torch.optim.AdamW(model.parameters(), lr)
-    ids = sorted(range(len(pack)), key=lambda i: len(pack.sample(i)["image"]))[:4]  # the shortest lines
+    ids = sorted(range(len(pack)), key=lambda i: len(pack.sample(i)["image"]))[:3]  # the shortest lines
     batch = captcha.batch(raw_batch(pack, ids), plan, None)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -400,16 +381,10 @@ def test_augmentation_changes_samples_in_any_batch_alike_and_evaluation_never(pa
     assert (a["image"][..., : plain.shape[3]] - plain).abs().mean() > 0.02
     width = min(a["image"].shape[3], b["image"].shape[3])
     assert torch.allclose(a["image"][3, ..., :width], b["image"][0, ..., :width], atol=2e-3)
-    if "image_length" in a:
+    if "image_length" in a:  # a line never has fewer steps than it had
         assert a["image_length"][3] == b["image_length"][0]
-
-
-def test_an_augmented_line_never_has_fewer_steps_than_it_had(lines):
-    raw, plan = raw_batch(lines, range(8)), captcha.Plan(augment=1.5)
-    for epoch in range(20):
-        batch = captcha.batch(raw, plan, Draws(0, epoch, raw["id"]))
-        assert (batch["image_length"] >= raw["image_length"]).all()
-        assert (batch["image_length"] <= batch["image"].shape[3]).all()
+        assert (together["image_length"] <= a["image_length"]).all()
+        assert (a["image_length"] <= a["image"].shape[3]).all()
 
 
 # Advice, pictures

@@ -97,16 +97,6 @@ def slow_beam(log_probs, classes, lm, width, alpha, beta, candidates, least):
     return max(beams, key=lambda text: rank(text, beams[text], end=True))
 
 
-def enumerated(log_probs, classes, lm, alpha, beta):
-    """The best text by adding up every one of the C^T ways."""
-    ways = defaultdict(float)
-    for path in itertools.product(range(log_probs.shape[1]), repeat=len(log_probs)):
-        text = "".join(classes[c - 1] for c, _ in itertools.groupby(path) if c)
-        ways[text] += math.exp(sum(frame[c] for frame, c in zip(log_probs, path, strict=True)))
-    score = {t: math.log(p) + beta * len(t) + (alpha * lm.line(t) if lm else 0) for t, p in ways.items()}
-    return max(score, key=lambda text: score[text])
-
-
 def beam(log_probs, steps, classes, lm=None, width=10, alpha=0.4, beta=0.0, **limits):
     return search(find_peaks(log_probs, steps, **limits), classes, lm, width, alpha, beta)
 
@@ -199,19 +189,10 @@ def test_a_saved_model_comes_back_bit_for_bit(tmp_path):
     ("call", "message"),
     [
         (lambda path: NGram.train(path / "empty.txt", "ab"), r"empty\.txt: must have at least one character"),
-        (
-            lambda path: NGram.train(path / "gb.txt", "ab"),
-            r"gb\.txt: the file is text in UTF-8, got byte 0xd6",
-        ),
-        (
-            lambda path: NGram.train(path / "none.txt", "ab"),
-            "none.txt: .*, got No such file.*; name a readable text file",
-        ),
-        (lambda path: NGram.train(path, "ab"), "Is a directory"),
+        (lambda path: NGram.train(path / "gb.txt", "ab"), r"gb\.txt: the file is text in UTF-8, got byte 0xd6"),
+        (lambda path: NGram.train(path / "none.txt", "ab"), "none.txt: .*, got No such file.*; name a readable text"),
         (lambda _: NGram.train(["ab"], "ab", 1), "order must be a whole number from 2 to 8, got 1"),
-        (lambda _: NGram.train(["ab"], "ab", "3"), "from 2 to 8, got '3'"),  # pyright: ignore[reportArgumentType]
         (lambda _: NGram.train(["ab"], ["a", "bb"]), "single characters"),
-        (lambda _: NGram.train(["ab"], "aab"), "each once"),
         (lambda path: NGram.load(path / "none.npz"), "none.npz: not a language model"),
     ],
 )
@@ -250,25 +231,13 @@ def test_the_search_is_that_of_dictionaries_text_for_text(peak, with_lm):
     classes = "abcdef"
     lines = lines_of(rng, classes, 60)
     lm, slow = (NGram.train(lines, classes, 3), Slow(lines, classes, 3)) if with_lm else (None, None)
-    for width, candidates, least in [(1, 3, 0.0), (3, 6, 0.01), (5, 2, 0.05), (8, 6, 0.0)]:
+    for width, candidates, least in [(1, 3, 0.0), (3, 6, 0.01), (5, 2, 0.05), (50, 6, 0.0)]:
         log_probs = answers(rng, 14, 6, 7, peak)
         steps = rng.integers(0, 15, 6)
         settings = {"width": width, "alpha": 0.6, "beta": 0.4, "candidates": candidates, "least": least}
         rows = log_probs.transpose(0, 1).numpy()
         wanted = [slow_beam(row[:n], classes, slow, **settings) for row, n in zip(rows, steps, strict=True)]
         assert beam(log_probs, steps, classes, lm, **settings) == wanted
-
-
-@pytest.mark.parametrize("classes", ["ab", "abc"])
-@pytest.mark.parametrize("with_lm", [False, True])
-def test_a_wide_beam_finds_the_best_of_all_texts(classes, with_lm):
-    rng = np.random.default_rng(3)
-    lines = lines_of(rng, classes, 20)
-    lm, slow = (NGram.train(lines, classes, 3), Slow(lines, classes, 3)) if with_lm else (None, None)
-    log_probs = answers(rng, 5, 25, len(classes) + 1, 1.0)
-    found = beam(log_probs, np.full(25, 5), classes, lm, width=400, alpha=0.5, beta=1.0, least=0)
-    assert found == [enumerated(row, classes, slow, 0.5, 1.0) for row in log_probs.transpose(0, 1).numpy()]
-    assert any(a == b for text in found for a, b in itertools.pairwise(text))  # repeats, which blanks must part
 
 
 def test_a_beam_adds_up_ways_where_greedy_takes_the_best_one():
@@ -327,14 +296,11 @@ def test_alpha_and_beta_weigh_the_language_and_the_length_and_where_a_line_may_e
     [
         (lambda p: beam(p, [3, 3], "ab", width=0), "width must be ≥ 1"),
         (lambda p: beam(p, [3, 3], "ab", alpha=-1), "alpha ≥ 0"),
-        (lambda p: beam(p, [3, 3], "ab", beta=math.nan), "beta a number"),
         (lambda p: beam(p, [3, 3], "ab", candidates=0), "candidates must be ≥ 1"),
-        (lambda p: beam(p, [3, 3], "ab", least=1.0), r"least in \[0, 1\)"),
         (lambda p: beam(p, [3, 3], "ab", NGram.train(["b"], "ba")), "train it with the pack's classes"),
         (lambda p: beam(p, [3, 3], "abc"), "3 classes, the answers have 2"),
         (lambda p: beam(p, [3], "ab"), r"\(4, 2, 3\) and \(1,\)"),
         (lambda p: beam(p, [3, 5], "ab"), "steps must be from 0 to T = 4, got 3 to 5"),
-        (lambda p: beam(p[0], [3, 3], "ab"), "must be"),
         (lambda p: beam(p * math.nan, [0, 3], "ab"), "line 1 at step 0"),
     ],
 )

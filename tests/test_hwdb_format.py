@@ -108,14 +108,6 @@ def test_with_one_bit_a_pixel_a_set_bit_is_ink_the_highest_leftmost_and_rows_end
             assert grey == (0 if ink else 255)
 
 
-def test_the_guides_slivers_are_not_here():
-    """Its preprocessing read top, left as height, width: for the second line on a page, a sliver 20 px high; and its
-    bitmap began eight bytes early, in the numbers."""
-    pixels = random.Random(2).randbytes(96 * 400)
-    [(text, image)] = read(page(line("天地玄黄".encode("gb2312"), 20, 130, 96, 400, pixels)))
-    assert (text, image.shape, image.tobytes()) == ("天地玄黄", (96, 400), pixels)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_words_are_joined_on_blank_paper_at_their_places_the_darker_pixel_on_top(seed):
     rows = some_rows(random.Random(seed), 4)
@@ -220,12 +212,10 @@ TEXT, BOX = 50, 58  # where the line begins, and its box
         (b"\x89PNG\r\n\x1a\n" + bytes(40), r"a .dgrl file says DGRL, got .* at byte 4 of page.dgrl; leave it out"),
         (page(words(), kind=b"DGR"), r"a \.dgrl file says DGRL, got b'DGR"),
         (with_int(0, 35), "the header has 36 to 80 bytes, got 35 at byte 0 of"),
-        (with_int(0, 1 << 30), "got 1,073,741,824 at byte 0 of"),
         (with_int(34, 4, "<h"), "a character's code has 2 bytes, got 4 at byte 34 of"),
         (with_int(36, 24, "<h"), "a pixel has 1 or 8 bits, got 24 at byte 36 of"),
         (with_int(38, 0), "height and width of the page are 1 to 100,000 pixels, got 0 × 80 at byte 38 of"),
         (with_int(46, 2), "0 to 1 lines fit in the rest of the file, got 2 at byte 46 of"),
-        (with_int(46, -1), "got -1 at byte 46 of"),
         (with_int(46, 0), "the file ends after line 0, got 30 bytes more at byte 50 of"),
         (with_int(TEXT, 0x7FFFFFFF), "0 to 13 characters of line 1 fit .*, got 2,147,483,647 at byte 50 of"),
         (with_int(TEXT, 13), "the box of line 1 takes 16 bytes, got 0 up to the end at byte 80 of"),
@@ -258,13 +248,6 @@ def test_a_file_cut_anywhere_is_refused_and_so_is_one_with_more_behind_it(make, 
             read(data[:size], name)
     with pytest.raises(PackError, match="the file ends after line 2"):
         read(data + data, name)
-
-
-def test_lines_up_to_the_damage_are_still_found():
-    data, found = page(*[line(b"a\0", 0, 0, 1, 2, b"\0\1")] * 2, line(b"", 0, 0, 5, 5, b"\2" * 9)), []
-    with pytest.raises(PackError, match=r"line 3 of 5 × 5 pixels \(height × width\) takes 25 bytes, got 9"):
-        found.extend(lines_of(data, "page.dgrl"))
-    assert [one.text for one in found] == ["a", "a"]
 
 
 NUMBERS = (-1, 0, 1, 2, 7, 35, 36, 255, 256, 32_767, 65_535, 100_000, 0x7FFFFFFF, -0x80000000)

@@ -7,22 +7,19 @@ import shutil
 import tarfile
 import time
 import unicodedata
-import warnings
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from nbtools import disk
-from nbtools.data import Pack, collate, open_feed
+from nbtools.data import Pack, collate
 from nbtools.errors import ArchiveError, PackError
 from nbtools.tasks import hwdb
 from nbtools.tasks.common import ctc
 from nbtools.tasks.hwdb.formats import UNKNOWN
-from nbtools.train import Plan
 from tests.test_hwdb_format import coded, line, word, words
 from tests.test_hwdb_format import page as page_of
 
@@ -217,17 +214,6 @@ def test_archives_in_a_folder_are_read_in_place_by_packing_workers_and_to_predic
         np.testing.assert_array_equal(hwdb.read(archives / made.names[i], made.options)["image"], image)
 
 
-def test_images_of_the_prepared_layout_may_be_in_archives_next_to_their_lists(tmp_path):
-    raw = prepared(tmp_path / "raw", ROWS)
-    plain = packed(raw)
-    for split in ROWS:
-        zipped(raw / split, raw / f"{split}.zip", f"{split}/" if split == "val" else "")
-        shutil.rmtree(raw / split)
-    made = packed(raw)
-    assert lines_by_page(made) == lines_by_page(plain)
-    assert "val.zip/val/003-P16_1.png" in made.names
-
-
 def test_an_archive_within_an_archive_and_one_next_to_its_folder_stay_closed_and_are_listed(tmp_path):
     raw = corpus(tmp_path / "raw")
     alone = packed(raw)
@@ -306,17 +292,6 @@ def test_a_damaged_or_hostile_archive_is_refused_by_its_name_and_the_entrys(tmp_
     (raw / "link.dgrl").symlink_to("/etc/passwd")
     with pytest.raises(ArchiveError, match=r"in\.tar: entry './link\.dgrl' is a link"):
         packed(tarred(raw, tmp_path / "folder" / "in.tar").parent)
-
-
-def test_workers_and_the_pack_feed_the_same_batches(tmp_path):
-    made = packed(zipped(corpus(tmp_path / "raw"), tmp_path / "all.zip"))
-    ids = [np.array([0, 5, 9]), np.array([1, 2]), np.array([7])]
-    feeds = [open_feed(made, Plan(feed=f, workers=1), torch.device("cpu")) for f in ("resident", "workers")]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
-        for one, two in zip(*(feed(ids) for feed in feeds), strict=True):
-            assert one.keys() == two.keys()
-            assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 # Splits
@@ -542,13 +517,6 @@ def test_the_report_counts_as_a_loop_over_the_lines_does(tmp_path):
 
 
 # What is refused
-
-
-@pytest.mark.parametrize("other", [{"height": 20}, {"normalise": True}, {"classes": "一"}, {"val": 0.3}])
-def test_another_choice_is_another_pack(tmp_path, other):
-    made = packed(page(tmp_path / "raw" / "1-P1.dgrl", "一").parent)
-    assert packed(tmp_path / "raw").folder == made.folder
-    assert packed(tmp_path / "raw", **other).folder != made.folder
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 guide's."""
 
 import copy
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 
 from nbtools.data import Card, Draws, gather, open_feed
 from nbtools.errors import PlanError
-from nbtools.measure import Machine, comparable, decide
+from nbtools.measure import Machine, decide
 from nbtools.tasks import hwdb
 from nbtools.tasks.common import ctc
 from nbtools.tasks.common.metrics import text_metrics
@@ -128,16 +127,6 @@ def test_a_line_of_any_height_has_as_many_steps_as_strides_begun_and_is_refused_
     rule = rf'network = "{name}" reads lines ≥ {least} pixels high, and these are {least - 1}; pack with a larger'
     with pytest.raises(PlanError, match=rule):
         networks.build(name, least - 1, 3)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_plans_dropout_stands_before_the_classifier(name):
-    def share(dropout):
-        with torch.device("meta"):
-            network: Any = networks.build(name, 64, 3, dropout)
-        return (network.stages[-1].dropout if name == "hctr" else network.drop).p
-
-    assert (share(None), share(0.15), share(0.0)) == (networks.NETWORKS[name].dropout, 0.15, 0.0)
 
 
 @pytest.mark.parametrize(("name", "height"), [("crnn", 45), ("hctr", 45), ("slim", 45), ("slim", 32)])
@@ -286,23 +275,6 @@ def test_augmentation_shortens_no_line_hides_little_and_leaves_padding_blank(lin
 # CTC
 
 
-def slow_ctc(logits, text):
-    """-log p(text) by the forward algorithm of Graves et al. 2006, eq. 6 and 7, in logarithms; logits (T, C)."""
-    log_p = logits.log_softmax(1)
-    spelled = [0, *itertools.chain.from_iterable((place + 1, 0) for place in text)]
-    never = logits.new_tensor(-1e30)
-    alpha = [log_p[0, s] if k < 2 else never for k, s in enumerate(spelled)]
-    for row in log_p[1:]:
-        after = []
-        for k, s in enumerate(spelled):
-            ways = [alpha[k], *alpha[max(k - 1, 0) : k]]
-            if k > 1 and s != 0 and s != spelled[k - 2]:
-                ways.append(alpha[k - 2])
-            after.append(row[s] + torch.logsumexp(torch.stack(ways), 0))
-        alpha = after
-    return -torch.logsumexp(torch.stack(alpha[-2:]), 0)
-
-
 TEXTS = ([0, 1, 2, 3], [4, 4, 0], [2], [], [1, 1, 1])
 STEPS = (14, 9, 3, 5, 5)
 
@@ -314,19 +286,22 @@ def answers():
     return logits, steps, {"label": labels, "label_length": torch.tensor([len(text) for text in TEXTS])}
 
 
-def test_the_loss_agrees_with_a_float64_reference_and_so_does_its_gradient():
+def alone_in_float64(logits, steps, b):
+    log_probs = logits[: steps[b], b].double().log_softmax(1)
+    text = torch.tensor(TEXTS[b], dtype=torch.long) + 1
+    return F.ctc_loss(log_probs, text, torch.tensor(int(steps[b])), torch.tensor(len(text)), reduction="sum")
+
+
+def test_the_loss_and_its_gradient_are_those_of_each_line_alone_in_float64():
     logits, steps, batch = answers()
-    given = logits.clone().requires_grad_()
+    given, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
     found, count = hwdb.loss(lambda _: (given, steps), batch, hwdb.PLAN)
+    wanted = torch.stack([alone_in_float64(exact, steps, b) for b in range(len(TEXTS))]).sum()
     found.backward()
-    exact = logits.double().requires_grad_()
-    wanted = torch.stack([slow_ctc(exact[:t, b], text) for b, (t, text) in enumerate(zip(STEPS, TEXTS, strict=True))])
-    wanted.sum().backward()
+    wanted.backward()
     assert count == len(TEXTS)
-    assert abs(found.item() / wanted.sum().item() - 1) < 1e-5
-    assert given.grad is not None
-    assert exact.grad is not None
-    torch.testing.assert_close(given.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
+    assert abs(found.item() / wanted.item() - 1) < 1e-5
+    torch.testing.assert_close(given.grad, exact.grad, rtol=1e-4, atol=1e-6, check_dtype=False)
 
 
 def test_a_line_without_room_for_its_text_is_left_out_and_counted():
@@ -336,24 +311,16 @@ def test_a_line_without_room_for_its_text_is_left_out_and_counted():
     short = torch.tensor([14, 3, 3, 5, 4])  # two equal neighbours need a blank between them
     found, count = hwdb.loss(lambda _: (logits, short), batch, hwdb.PLAN)
     found.backward()
-    rest = sum(slow_ctc(logits[:t, b].double(), TEXTS[b]).item() for b, t in ((0, 14), (2, 3), (3, 5)))
-    assert found.item() == pytest.approx(rest, rel=1e-5)
+    assert found.item() == pytest.approx(sum(alone_in_float64(logits, short, b).item() for b in (0, 2, 3)), rel=1e-5)
     assert count == 3
     assert logits.grad is not None
     assert [bool(logits.grad[:, b].any()) for b in range(5)] == [True, False, True, True, False]
     assert hwdb.metrics((logits, short), batch)["infeasible"] == (2, 5)
     assert hwdb.metrics((logits, steps), batch)["infeasible"] == (0, 5)
-
-
-def test_a_batch_of_nothing_but_such_lines_is_a_loss_of_nothing():
-    logits, _, batch = answers()
-    logits.requires_grad_()
-    batch = {name: tensor[[0, 1]] for name, tensor in batch.items()}
-    found, count = hwdb.loss(lambda _: (logits[:, :2], torch.tensor([3, 3])), batch, hwdb.PLAN)
+    logits.grad = None
+    found, count = hwdb.loss(lambda _: (logits, torch.full((5,), -1)), batch, hwdb.PLAN)  # nothing but such lines
     found.backward()
-    assert (found.item(), count.item()) == (0, 0)
-    assert logits.grad is not None
-    assert not logits.grad.any()
+    assert (found.item(), count.item(), bool(logits.grad.any())) == (0, 0, False)
 
 
 # metrics and decoding
@@ -413,8 +380,6 @@ def test_every_line_is_trained_on_and_evaluated_the_last_partial_batch_too(lines
     assert state.samples == 8
     assert [r for r in rows if r.kind == "step"][-1].step == 3  # the batch size reaches the loader: the guide's did not
     last = rows[-1].values
-    assert np.isfinite([last["train_loss"], last["val_loss"], last["val_cer"]]).all()
-    assert last["val_infeasible"] == 0
     truth = {i: lines.sample(i)["label"].tolist() for i in lines.ids("val")}
     model = state.model.eval()
     with torch.no_grad():
@@ -425,14 +390,6 @@ def test_every_line_is_trained_on_and_evaluated_the_last_partial_batch_too(lines
     for batch_size in (1, 2):
         found = evaluate(TASK, model, lines, plan.replace(batch_size=batch_size), "val")
         assert found["cer"] == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize("network", ["hctr", "crnn"])
-def test_bf16_training_gives_no_nan(lines, network):
-    state = TrainState(TASK, lines, hwdb.Plan(network=network, epochs=1, batch_size=4, amp="bf16", clip_norm=5.0), CPU)
-    *_, last = train(TASK, state, lines)
-    assert np.isfinite([last.values["train_loss"], last.values["val_loss"]]).all()
-    assert all(torch.isfinite(p).all() for p in state.model.parameters())
 
 
 def test_demo_pages_are_packed_trained_on_and_read(tmp_path, monkeypatch):
@@ -499,11 +456,6 @@ def test_advice_gives_a_network_for_the_machine_and_a_reason_for_every_number(ac
         assert (advice.plan.batch_size, advice.plan.lr, advice.plan.amp) == (64, 2.83e-3, "bf16")
 
 
-@pytest.mark.parametrize(("capability", "amp"), [((7, 5), "fp16"), ((8, 0), "bf16"), ((6, 1), "off")])
-def test_a_gpu_without_bfloat16_gets_fp16(capability, amp):
-    assert decide(TASK, card_of(128), Machine("cuda", "x", 16, 1, 2, capability)).plan.amp == amp
-
-
 def test_more_classes_are_shown_more_lines_and_few_lines_more_often():
     def epochs(**sizes):
         return hwdb.suggest(card_of(32, **sizes), "cpu")["epochs"][0]
@@ -511,9 +463,3 @@ def test_more_classes_are_shown_more_lines_and_few_lines_more_often():
     assert epochs(train_lines=1800, classes=200) > epochs(train_lines=1800) > epochs(train_lines=6000)
     assert epochs(train_lines=1_000_000) == 3
     assert epochs(train_lines=10) == 200
-
-
-def test_a_receipt_compares_the_same_network_in_both_recipes(lines):
-    baseline, _ = comparable(hwdb.BASELINE, hwdb.PLAN.replace(network="slim"), lines)
-    wanted = {"network": "slim", "augment": 1.0, "batch_size": 8, "optimizer": "sgd"}
-    assert wanted.items() <= baseline.to_dict().items()
