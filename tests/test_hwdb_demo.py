@@ -123,7 +123,6 @@ def test_the_same_seed_gives_the_same_bytes_and_fewer_lines_are_the_first_of_mor
         ({"characters": "aa"}, "each once"),
         ({"characters": "a😀"}, "two bytes in GB18030, got '😀'"),
         ({"length": (5, 4)}, "length must be"),
-        ({"length": 8}, "length must be"),
         ({"height": 8}, "height must be a whole number of pixels from 16 to 512, got 8"),
         ({"seed": -1}, "seed must be a whole number, 0 or more, got -1"),
     ],

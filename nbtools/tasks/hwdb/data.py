@@ -22,8 +22,7 @@ from nbtools.errors import PackError
 from nbtools.table import plural, sized
 from nbtools.tasks.common import labels
 from nbtools.tasks.common.files import on_white, open_image, read_text
-from nbtools.tasks.common.report import Refused, Row
-from nbtools.tasks.hwdb.formats import SUFFIXES, UNKNOWN
+from nbtools.tasks.hwdb.formats import SUFFIXES, UNKNOWN, refused
 from nbtools.tasks.hwdb.sources import Labelled, contents_of, read_bytes, read_line
 
 LAYOUTS = ("auto", "pages", "lines")
@@ -119,8 +118,7 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
     if page.lower().endswith(SUFFIXES) and number.isdecimal():
         grey = read_line(path.with_name(page), int(number))
     elif path.suffix.lower() in SUFFIXES:
-        rule, fix = "a line is read, and not a whole page", f"name a line of it: {path.name}#1"
-        raise Refused(Row("", rule, path.suffix, fix))
+        raise refused(path.suffix, "a line is read, and not a whole page", f"name a line of it: {path.name}#1")
     else:
         with open_image(io.BytesIO(read_bytes(path)), path.name) as image:
             grey = np.asarray(on_white(image, "L"))
@@ -133,7 +131,7 @@ def ink_of(grey: np.ndarray, height: int) -> np.ndarray:
     width = max(1, round(columns * height / rows))
     if width > WIDEST * height:
         rule = f"a line is at most {WIDEST} times as wide as high"
-        raise Refused(Row("", rule, sized(rows, columns), "cut it into shorter lines"))
+        raise refused(sized(rows, columns), rule, "cut it into shorter lines")
     scaling = Image.Resampling.BOX if rows > height else Image.Resampling.BILINEAR
     return np.ascontiguousarray(~np.asarray(Image.fromarray(grey).resize((width, height), scaling)).T)
 

@@ -46,24 +46,23 @@ def demo(
     count: int = 2000,
     *,
     characters: int | str = 60,
-    length: tuple[int, int] = (4, 12),
+    length: int | tuple[int, int] = (4, 12),
     height: int = 64,
     seed: int = 0,
 ) -> Path:
     """Write pages with `count` handwriting-like lines; returns the folder, and prints what they were drawn with.
 
-    characters: how many (the frequent ones of Chinese first), or which, of any script that GB18030 has in two bytes.
-    They are drawn with an installed font that has them all, else as shapes from the seed. length: (fewest, most)
-    characters of a line; HWDB's have about (20, 30). height: of a character's cell in pixels, of which it fills 70 %;
-    HWDB's are about 100. The same seed, characters and font give the same bytes, and 100 lines are the first of 6,000.
-    As soon as there are as many train lines as characters, each occurs there. Train and test writers differ; a fifth
-    are test writers. Raises PackError on an impossible request, DiskError.
+    characters: how many (the frequent ones of Chinese first), or which, of any script that GB18030 has in two bytes;
+    drawn with an installed font that has them all, else as shapes from the seed. length: characters of a line, or
+    (fewest, most); HWDB's have about (20, 30). height: of a character's cell in pixels; HWDB's are about 100. The same
+    seed, characters and font give the same bytes, and 100 lines are the first of 6,000. A fifth of the writers are test
+    writers; each character occurs in a train line once there are as many. Raises PackError, DiskError.
     """
-    pair = isinstance(length, tuple | list) and len(length) == 2 and whole(length[0], 1) and whole(length[1], length[0])
+    shortest, longest = (length, length) if isinstance(length, int) else length
     require(
         {
             "count must be a whole number of lines, 1 or more": (whole(count, 1), count),
-            "length must be (fewest, most) characters of a line, both whole and ≥ 1": (pair, length),
+            "length must be 1 or more characters of a line, or (fewest, most)": (1 <= shortest <= longest, length),
             "height must be a whole number of pixels from 16 to 512": (whole(height, 16, 512), height),
             "seed must be a whole number, 0 or more": (whole(seed, 0), seed),
         }
@@ -73,13 +72,16 @@ def demo(
     language, ink = Language(len(chosen), seed), torch.from_numpy(cells)
 
     def page(number: int) -> bytes:
-        """A page is a pure function of the seed and its number; the last one has fewer lines."""
+        """A pure function of the seed and the number; the last page has fewer lines."""
         writer = number // PAGES
         rng, hand = np.random.default_rng([seed, TEXT, number]), Writer(seed, writer, len(chosen))
         texts, images = [], []
-        for line in range(number * LINES, min(count, (number + 1) * LINES)):
-            first = None if is_test(writer) else (line - PAGES * LINES * testers_before(writer)) % len(chosen)
-            places = language.line(rng, length, first)
+        testers = (writer + HELD - 2) // HELD  # before this writer
+        for line in range(
+            number * LINES, min(count, (number + 1) * LINES)
+        ):  # those to train on begin with each in turn
+            first = None if is_test(writer) else (line - PAGES * LINES * testers) % len(chosen)
+            places = language.line(rng, (shortest, longest), first)
             texts.append("".join(chosen[place] for place in places))
             images.append(hand.line(ink, places, rng))
         return page_bytes(texts, images, f"nbtools demo, seed {seed}, drawn with {drawn}")
@@ -101,12 +103,6 @@ def is_test(writer: int) -> bool:
     return writer % HELD == 1
 
 
-def testers_before(writer: int) -> int:
-    """How many test writers come before one. The lines of the others begin with one character after the other, so that
-    none is missing in training."""
-    return (writer + HELD - 2) // HELD
-
-
 def page_bytes(texts: Sequence[str], images: Sequence[np.ndarray], illustration: str) -> bytes:
     """A `.dgrl` of lines (H, W) uint8 one below the other with a margin; illustration: a note in latin-1. Raises
     PackError naming a character that has no code of two bytes."""
@@ -117,7 +113,7 @@ def page_bytes(texts: Sequence[str], images: Sequence[np.ndarray], illustration:
     parts.append(struct.pack("<3i", height, width, len(images)))
     top = margin
     for text, image in zip(texts, images, strict=True):
-        parts += [struct.pack("<i", len(text)), *map(code_of, text), LINE_BOX.pack(top, margin, *image.shape)]
+        parts += [struct.pack("<i", len(text)), *map(code_of, text), struct.pack(LINE_BOX, top, margin, *image.shape)]
         parts.append(image.tobytes())
         top += len(image) + margin
     return b"".join(parts)

@@ -32,11 +32,15 @@ Bytes = bytes | bytearray | memoryview | mmap
 
 SUFFIXES = (".dgrl", ".dgr")
 UNKNOWN = "\ufffd"
-LINE_BOX, WORD_BOX = struct.Struct("<4i"), struct.Struct("<4h")
+LINE_BOX, WORD_BOX = "<4i", "<4h"
 CODE = 2  # bytes of a character
 HEADER = 36  # bytes without the illustration
 LONGEST = 100_000  # pixels of a side; pages scanned at 300 dots an inch have 2,000 to 4,000
 SPREAD = 16  # times the pixels of its words that a line may span: a few bytes must not ask for gigabytes of paper
+
+
+def refused(value: object, rule: str, fix: str) -> Refused:
+    return Refused(Row("", rule, str(value), fix))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +70,11 @@ class Line:
         """Raises Refused at the first code that is none; the page's other lines can be read all the same."""
         for at, code in self.codes:
             if not character(code):
-                rule = "a code is two bytes of GB18030, ASCII and a zero byte, or 0xFF for unknown"
-                value = f"0x{code.hex()} at byte {at:,} of {self.name}"
-                raise Refused(Row("", rule, value, f"leave line {self.number} out, or correct the code"))
+                raise refused(
+                    f"0x{code.hex()} at byte {at:,} of {self.name}",
+                    "a code is two bytes of GB18030, ASCII and a zero byte, or 0xFF for unknown",
+                    f"leave line {self.number} out, or correct the code",
+                )
         return "".join(character(code) for _, code in self.codes)
 
     def image(self, data: Bytes) -> np.ndarray:
@@ -80,7 +86,7 @@ class Line:
         pixels = sum(box.height * box.width for box in self.boxes)
         if height * width > SPREAD * pixels:
             rule = f"line {self.number} spans at most {SPREAD} times its words' {pixels:,} pixels"
-            raise Refused(Row("", rule, sized(height, width), "leave the line out, or correct where its words lie"))
+            raise refused(sized(height, width), rule, "leave the line out, or correct where its words lie")
         image = np.full((height, width), 255, np.uint8)
         for box in self.boxes:
             y, x = box.top - top, box.left - left
@@ -97,7 +103,7 @@ def pixels_of(box: Box, data: Bytes, bits: int) -> np.ndarray:
 
 
 def row_bytes(width: int, bits: int) -> int:
-    return width if bits == 8 else -(-width // 8)
+    return -(-width * bits // 8)
 
 
 def lines_of(data: Bytes, name: str) -> Iterator[Line]:
@@ -112,11 +118,11 @@ def lines_of(data: Bytes, name: str) -> Iterator[Line]:
     at = file.at
     height, width = file.numbers("<2i", "the page's size")
     file.require_sides("the page", height, width, at)
-    count = file.count("lines", 4 if old else 4 + LINE_BOX.size + 1)
+    count = file.count("lines", 4 if old else 4 + 16 + 1)
     for number in range(1, count + 1):
         what, codes, boxes = f"line {number}", [], []
         if old:
-            for n in range(1, 1 + file.count(f"words of {what}", CODE + WORD_BOX.size + 1)):
+            for n in range(1, 1 + file.count(f"words of {what}", CODE + 8 + 1)):
                 codes.append((file.at, file.take(CODE, f"the code of word {n} of {what}")))
                 boxes.append(file.box(WORD_BOX, f"word {n} of {what}", bits))
         else:
@@ -167,7 +173,7 @@ class Reader:
         at: int | None = None,
         fix: str = "copy the file again from its origin, or delete it",
     ) -> NoReturn:
-        raise Refused(Row("", rule, f"{value} at byte {self.at if at is None else at:,} of {self.name}", fix))
+        raise refused(f"{value} at byte {self.at if at is None else at:,} of {self.name}", rule, fix)
 
     def skip(self, size: int, what: str) -> int:
         """Move past so many bytes; returns where they begin."""
@@ -180,10 +186,8 @@ class Reader:
         start = self.skip(size, what)
         return bytes(self.data[start : start + size])
 
-    def numbers(self, layout: str | struct.Struct, what: str) -> tuple[int, ...]:
-        layout = struct.Struct(layout) if isinstance(layout, str) else layout
-        start = self.skip(layout.size, what)
-        return layout.unpack_from(self.data, start)
+    def numbers(self, layout: str, what: str) -> tuple[int, ...]:
+        return struct.unpack(layout, self.take(struct.calcsize(layout), what))
 
     def count(self, what: str, smallest: int) -> int:
         """How many of something follow; smallest: bytes that one of them takes at least."""
@@ -213,9 +217,9 @@ class Reader:
         if not (1 <= height <= LONGEST and 1 <= width <= LONGEST):
             self.refuse(f"height and width of {what} are 1 to {LONGEST:,} pixels", f"{height:,} × {width:,}", at)
 
-    def box(self, layout: struct.Struct, what: str, bits: int) -> Box:
+    def box(self, layout: str, what: str, bits: int) -> Box:
         at = self.at
         top, left, height, width = self.numbers(layout, f"the box of {what}")
-        self.require_sides(what, height, width, at + layout.size // 2)
+        self.require_sides(what, height, width, at + struct.calcsize(layout) // 2)
         start = self.skip(height * row_bytes(width, bits), f"{what} of {sized(height, width)}")
         return Box(top, left, height, width, start)

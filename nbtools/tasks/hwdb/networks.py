@@ -28,8 +28,7 @@ Size = tuple[int, int]
 """(down, along) of a stride, a kernel or a pool."""
 
 HCTR = ((128, 2, 0.3), (256, 4, 0.3), (512, 5, 0.3), (512, 1, 0.9))  # channels, blocks, dropout
-CRNN = (((64,), (2, 2)), ((128,), (2, 2)), ((256, 256), (2, 1)), ((512, 512), (2, 1)))
-"""Channels of the convolutions, and the pool after them."""
+CRNN = (((64,), (2, 2)), ((128,), (2, 2)), ((256, 256), (2, 1)), ((512, 512), (2, 1)))  # channels, the pool after them
 
 
 def build(name: str, height: int, classes: int, dropout: float | None = None) -> Hctr | Slim | Crnn:
@@ -46,37 +45,28 @@ def build(name: str, height: int, classes: int, dropout: float | None = None) ->
 class Hctr(nn.Module):
     """The reference's network for handwritten Chinese lines: a stem and four stages of squeeze-and-excitation blocks,
     each halved in both directions, no recurrent layer. 53,104,143 parameters for 7,374 classes on lines 128 pixels
-    high, of which the sizes below are:
-
-    | layer   | channels | size in   | parameters |
-    | ------- | -------- | --------- | ---------- |
-    | stem    | 64       | 128 × W   |     37,696 |
-    | stage 1 | 128      | 64 × W/2  |    677,376 |
-    | stage 2 | 256      | 32 × W/4  |  5,084,160 |
-    | stage 3 | 512      | 16 × W/8  | 25,079,808 |
-    | stage 4 | 512      | 8 × W/16  |  7,113,728 |
-    | linear  | 7,375    | 4 × W/32  | 15,111,375 |
+    high, 25 M of them in the third stage, 15 M in the linear layer.
 
     Pools round up, so that the last odd column is read: T = ⌈W / 32⌉. dropout: before the linear layer. width scales
     the channels. Source: Intel's handwritten-chinese-ocr-samples, whose convolutions also have biases, which the batch
     norm after them cancels.
     """
 
-    stride = 32
     least_height = 64  # in lower lines a character, about as wide as high, gets one step, too few for CTC
-    dropout = HCTR[-1][2]
     recompute = False
 
     def __init__(self, height: int, classes: int, dropout: float | None = None, width: float = 1.0):
         super().__init__()
         inputs = round(64 * width)
-        shares = [share for _, _, share in HCTR[:-1]] + [self.dropout if dropout is None else dropout]
-        self.stages = nn.ModuleList([Stage([ConvNorm(1, inputs), ConvNorm(inputs, inputs)], (2, 2))])
-        for (channels, blocks, _), share in zip(HCTR, shares, strict=True):
+        stages = [Stage([ConvNorm(1, inputs), ConvNorm(inputs, inputs)], (2, 2))]
+        for channels, blocks, share in HCTR:
             outputs = round(channels * width)
             parts = [Block(inputs if k == 0 else outputs, outputs) for k in range(blocks)]
-            self.stages.append(Stage([*parts, ConvNorm(outputs, outputs)], (2, 2), share))
+            stages.append(Stage([*parts, ConvNorm(outputs, outputs)], (2, 2), share))
             inputs = outputs
+        if dropout is not None:
+            stages[-1].dropout.p = dropout
+        self.stages = nn.ModuleList(stages)
         self.linear = nn.Linear(inputs * math.ceil(height / 32), 1 + classes)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -93,9 +83,7 @@ class Slim(nn.Module):
     A time step sees about 100 pixels of the line: its character and the neighbours. width scales the channels.
     """
 
-    stride = 4
     least_height = 16
-    dropout = 0.2
     recompute = False
 
     def __init__(self, height: int, classes: int, dropout: float | None = None, width: float = 1.0):
@@ -107,7 +95,7 @@ class Slim(nn.Module):
         )
         fold = ConvNorm(c, d, (math.ceil(height / 8), 1))  # all rows of a column into one vector
         self.head = nn.ModuleList([fold, Context(d, 3), Context(d, 9, groups=d)])
-        self.drop = nn.Dropout(self.dropout if dropout is None else dropout)
+        self.drop = nn.Dropout(0.2 if dropout is None else dropout)
         self.linear = nn.Linear(d, 1 + classes)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -123,9 +111,7 @@ class Crnn(nn.Module):
     """The convolutional recurrent network (Shi et al. 2015, arXiv 1507.05717) with batch norm throughout: seven
     convolutions, then two bidirectional LSTMs of 256 units; T = ⌈W / 4⌉."""
 
-    stride = 4
     least_height = 16
-    dropout = 0.3
     recompute = False
 
     def __init__(self, height: int, classes: int, dropout: float | None = None, width: float = 1.0):
@@ -137,7 +123,7 @@ class Crnn(nn.Module):
         self.fold = ConvNorm(inputs, inputs, (math.ceil(height / 16), 1))  # a column's rows
         units = round(256 * width)
         self.recurrent = nn.ModuleList([Bidirectional(inputs, units), Bidirectional(2 * units, units)])
-        self.drop = nn.Dropout(self.dropout if dropout is None else dropout)
+        self.drop = nn.Dropout(0.3 if dropout is None else dropout)
         self.linear = nn.Linear(2 * units, 1 + classes)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -216,18 +202,13 @@ class Block(nn.Module):
 
 
 class Excite(nn.Module):
-    """Scale channels by their mean over a line's own columns (squeeze and excitation, Hu et al. 2017, arXiv
-    1709.01507)."""
+    """Squeeze and excitation (Hu et al. 2017, arXiv 1709.01507): scale channels by their mean over a line's columns."""
 
-    def __init__(self, width: int, reduction: int = 16):
+    def __init__(self, width: int):
         super().__init__()
-        narrow = max(width // reduction, 1)
-        self.gate = nn.Sequential(
-            nn.Linear(width, narrow, bias=False),
-            nn.ReLU(inplace=True),
-            nn.Linear(narrow, width, bias=False),
-            nn.Sigmoid(),
-        )
+        narrow = max(width // 16, 1)
+        into, out = nn.Linear(width, narrow, bias=False), nn.Linear(narrow, width, bias=False)
+        self.gate = nn.Sequential(into, nn.ReLU(inplace=True), out, nn.Sigmoid())
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
         pixels = x.shape[2] * (~padding).sum(3).view(-1, 1)

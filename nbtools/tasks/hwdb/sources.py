@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -23,8 +23,8 @@ import numpy as np
 from nbtools.data import archive_index, bar, read_member, stage
 from nbtools.errors import ArchiveError, PackError
 from nbtools.tasks.common import files
-from nbtools.tasks.common.report import Refused, Row
-from nbtools.tasks.hwdb.formats import SUFFIXES, Bytes, lines_of
+from nbtools.tasks.common.report import Refused
+from nbtools.tasks.hwdb.formats import SUFFIXES, Bytes, lines_of, refused
 
 CHARS_LIST = "chars_list.txt"
 WRITER = re.compile(r"(\d+)-P\d+")
@@ -142,7 +142,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def unreadable(value: str) -> Refused:
-    return Refused(Row("", "the file can be read", value, "copy it again, or delete it"))
+    return refused(value, "the file can be read", "copy it again, or delete it")
 
 
 # Pages
@@ -172,7 +172,7 @@ def read_line(path: Path, number: int) -> np.ndarray:
     lines = list(islice(lines_of(data, path.name), number or None))
     if not 1 <= number <= len(lines):
         there = f"lines 1 to {len(lines)}" if lines else "no lines"
-        raise Refused(Row("", f"{path.name} has {there}", f"line {number}", "name one that is there"))
+        raise refused(f"line {number}", f"{path.name} has {there}", "name one that is there")
     return lines[-1].image(data)
 
 
@@ -210,25 +210,15 @@ def of_lists(folder: Path, lists: list[str], names: list[str]) -> Contents:
         for number, line in enumerate(read_bytes(folder / name).removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
             where = f"{name}:{number}"
             try:
-                row, comma, text = line.removesuffix(b"\r").decode().partition(",")
-            except UnicodeDecodeError as error:
-                contents.refuse(where, error, "a list is UTF-8", "save it as UTF-8")
-                continue
-            found = sorted(named.get(PurePosixPath(row.strip()).as_posix(), ()))
-            if not row and not comma:
-                continue
-            if not comma or not row.strip():
-                contents.refuse(where, row + comma + text, "a row is name,text", "correct the row")
-            elif not found:
-                contents.refuse(where, row, "the image of a row is there", "copy it too, or correct the row")
-            elif len(found) > 1:
-                contents.refuse(where, row, "a name means one image, and there are two", "write its suffix too")
-            elif found[0] in seen:
-                rule = f"an image stands once in the lists, and this one is in {seen[found[0]]} already"
-                contents.refuse(where, row, rule, "delete one of the rows")
-            else:
-                seen[found[0]] = where
-                contents.add(found[0], text, files.split_word(word), found[0])
+                if row := row_of(line.removesuffix(b"\r"), named):
+                    image, text = row
+                    if image in seen:
+                        rule = f"an image stands once in the lists, and this one is in {seen[image]} already"
+                        raise refused(image, rule, "delete one of the rows")
+                    seen[image] = where
+                    contents.add(image, text, files.split_word(word), image)
+            except Refused as error:
+                contents.refuse(where, *error.args)
     for name in candidates:
         if name not in seen:
             contents.refuse(name, "no text", "an image stands in a list", "add its row name,text, or delete it")
@@ -236,6 +226,25 @@ def of_lists(folder: Path, lists: list[str], names: list[str]) -> Contents:
         nearest = min(charsets, key=lambda n: n.count("/"))
         contents.characters = folder / nearest, files.decode_text(read_bytes(folder / nearest), nearest)
     return contents
+
+
+def row_of(line: bytes, named: Mapping[str, set[str]]) -> tuple[str, str] | None:
+    """(image, text) of a row, None of an empty one. The first comma ends the name; all others belong to the text, which
+    is taken as it is, blanks and quotes too. named: as of `images_of`. Raises Refused."""
+    try:
+        row, comma, text = line.decode().partition(",")
+    except UnicodeDecodeError as error:
+        raise refused(error, "a list is UTF-8", "save it as UTF-8") from None
+    if not line:
+        return None
+    if not comma or not row.strip():
+        raise refused(line.decode(), "a row is name,text", "correct the row")
+    found = sorted(named.get(PurePosixPath(row.strip()).as_posix(), ()))
+    if not found:
+        raise refused(row, "the image of a row is there", "copy it too, or correct the row")
+    if len(found) > 1:
+        raise refused(row, "a name means one image, and there are two", "write its suffix too")
+    return found[0], text
 
 
 def images_of(place: str, word: str, names: list[str]) -> tuple[list[str], dict[str, set[str]]]:
