@@ -6,12 +6,14 @@ decoding them takes ffmpeg, on which nbtools does not depend. T frames of H × W
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import numpy as np
 import safetensors.torch
@@ -108,9 +110,6 @@ def features(
     )
     folder, into = stage(source, progress=progress), Path(into)
     films, rows = find_films(folder)
-    if not films:
-        first = f". The first of {plural(len(rows), 'other file')}: {Refused(rows[0])}" if rows else ""
-        raise PackError(f"{folder}: no frames; give a folder of folders of images, one a clip, or of GIFs{first}")
     makers = {film.name: maker(into / film.name, feature_key) for film in films}
     have = {} if overwrite else {name: made_by for name, made_by in makers.items() if made_by is not None}
     refuse_mixture(into, have.values())
@@ -123,8 +122,7 @@ def features(
         network = inception(None if finetune and tuned.is_file() else weights, seed)
     backbone = Backbone(network, frozen=not finetune, pretrained=weights is not None, crop=crop)
     backbone.to(devices.pick(device))
-    if backbone.mean.device.type == "cpu":
-        # 120 instead of 165 ms a frame on one core of a Xeon (n=4)
+    if backbone.mean.device.type == "cpu":  # 120 instead of 165 ms a frame on one core of a Xeon (n=4)
         backbone.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     losses = ()
     if finetune and tuned.is_file():
@@ -134,12 +132,12 @@ def features(
         write_weights(network, tuned)
     own = backbone.eval().mark()
     refuse_mixture(into, [*have.values(), own])
-    todo = [film for film in films if makers[film.name] is None or (overwrite and makers[film.name] != own)]
     copy_lists(folder, into)
+    todo = [film for film in films if makers[film.name] is None or (overwrite and makers[film.name] != own)]
     bad = tuple(fill(into, feature_key, todo, backbone, own, batch_size, progress))
-    names, failed = [film.name for film in todo], {row.file for row in bad}
-    written = tuple(name for name in names if name not in failed)
-    return Extracted((*rows, *bad), str(into), written, tuple(name for name in makers if name not in names), losses)
+    due, failed = {film.name for film in todo}, {row.file for row in bad}
+    written, ready = (tuple(n for n in makers if n in some) for some in (due - failed, makers.keys() - due))
+    return Extracted((*rows, *bad), str(into), written, ready, losses)
 
 
 def refuse_mixture(into: Path, makers: Iterable[str]) -> None:
@@ -150,14 +148,11 @@ def refuse_mixture(into: Path, makers: Iterable[str]) -> None:
 
 def maker(path: Path, key: str) -> str | None:
     """The mark of the backbone that made a clip's features; '' where that is not recorded, None without features."""
-    if not path.is_file() or not has_array(path, key):
-        return None
-    try:
-        with open_npz(path) as npz:
-            name = MAKER.format(key)
+    name = MAKER.format(key)
+    if path.is_file() and has_array(path, key):
+        with contextlib.suppress(Refused), open_npz(path) as npz:
             return str(read_array(npz, name, META_BYTES)) if name in keys_in(npz) else ""
-    except Refused:
-        return ""
+    return None
 
 
 def copy_lists(folder: Path, into: Path) -> None:
@@ -171,44 +166,33 @@ def copy_lists(folder: Path, into: Path) -> None:
 def fill(
     into: Path, key: str, films: Sequence[Film], backbone: Backbone, own: str, batch_size: int, progress: bool
 ) -> Iterator[Row]:
-    """Write the features of each clip; yields what could not be used."""
-    for film in bar(films, "features", disable=not progress, leave=False):
-        path = into / film.name
-        try:
-            others = other_arrays(path, key)
-            with torch.inference_mode():
-                made = torch.cat([backbone(frames) for frames in batches_of(film, batch_size)]).cpu().numpy()
-            store(path, key, made, own, others)
-        except Refused as refusal:
-            yield refusal.row.at(film.name)
-
-
-def other_arrays(path: Path, key: str) -> dict[str, np.ndarray]:
-    """All that a clip holds but its features; nothing where there is no such file. Raises Refused."""
-    if not path.is_file():
-        return {}
-    with open_npz(path) as npz:
-        return {name: read_array(npz, name) for name in keys_in(npz) if name not in (key, MAKER.format(key))}
-
-
-def store(path: Path, key: str, features: np.ndarray, mark: str, others: dict[str, np.ndarray]) -> None:
-    """Rewrite a clip, whole or not at all. Raises Refused where it had another number of frames, DiskError.
+    """Write the features of each clip, whole or not at all; yields what could not be used. Raises DiskError.
 
     Not compressed: features of a frame shrink by 13 %, and that takes 18 times as long (a real clip)."""
-    for name in ("X", MASK, TIMES):
-        if name in others and len(others[name]) != len(features):
-            fix = "take the frames that the keypoints were extracted from, or delete the .npz"
-            rule = f"there are as many frames as in {name}, {len(others[name])}"
-            raise Refused(Row(key, rule, str(len(features)), fix))
-    with disk.explained("writing features", path):
-        disk.write_atomic(path, npz_bytes({**others, key: features, MAKER.format(key): np.array(mark)}, level=0))
+    for film in bar(films, "features", disable=not progress, leave=False):
+        path, arrays = into / film.name, {}
+        try:
+            if path.is_file():
+                with open_npz(path) as npz:
+                    arrays = {name: read_array(npz, name) for name in keys_in(npz)}
+            with torch.inference_mode():
+                made = torch.cat([backbone(frames) for frames in batches_of(film, batch_size)]).cpu().numpy()
+            for name in ("X", MASK, TIMES):
+                if name in arrays and len(arrays[name]) != len(made):
+                    rule = f"there are as many frames as in {name}, {len(arrays[name])}"
+                    fix = "take the frames that the keypoints were extracted from, or delete the .npz"
+                    raise Refused(Row(key, rule, str(len(made)), fix))
+            with disk.explained("writing features", path):
+                arrays |= {key: made, MAKER.format(key): np.array(own)}
+                disk.write_atomic(path, npz_bytes(arrays, level=0))
+        except Refused as refusal:
+            yield refusal.row.at(film.name)
 
 
 # Frames
 
 
-@dataclass(frozen=True)
-class Film:
+class Film(NamedTuple):
     """A filmed clip. name: of its `.npz`, relative to the source; files: its frames in order, or the one file that
     holds them all."""
 
@@ -217,7 +201,8 @@ class Film:
 
 
 def find_films(folder: Path) -> tuple[list[Film], list[Row]]:
-    """The clips below a folder, and what cannot be one. Frames are in the order of the numbers in their names."""
+    """The clips below a folder, and what cannot be one. Frames are in the order of the numbers in their names. Raises
+    PackError where there is no clip."""
     images, rows, films = defaultdict(list), [], {}
     for name in walk(folder):
         path = PurePosixPath(name)
@@ -228,10 +213,9 @@ def find_films(folder: Path) -> tuple[list[Film], list[Row]]:
             fix = "write its frames, as ffmpeg -i VIDEO -vf fps=30 CLIP/%05d.jpg does"
             rows.append(Row("", rule, path.suffix, fix, file=name))
     for parent, names in sorted(images.items()):
-        names.sort(key=natural)
-        files = [folder / name for name in names]
+        files = [folder / name for name in sorted(names, key=natural)]
         if is_animated(files[0]):
-            own = [Film(f"{PurePosixPath(name).with_suffix('')}{CLIP}", (folder / name,)) for name in names]
+            own = [Film(f"{parent / file.stem}{CLIP}", (file,)) for file in files]
         elif any(parent in other.parents for other in images):
             rule, fix = "frames are in a folder of their own", "move them into one, or delete them"
             rows.append(Row("", rule, f"{len(names)} next to folders of frames", fix, file=names[0]))
@@ -242,6 +226,9 @@ def find_films(folder: Path) -> tuple[list[Film], list[Row]]:
             if films.setdefault(film.name, film) is not film:
                 rule, fix = "clips have names of their own", "rename it; both would be written to one .npz"
                 rows.append(Row("", rule, f"also {films[film.name].files[0].name}", fix, file=film.files[0].name))
+    if not films:
+        first = f". The first of {plural(len(rows), 'other file')}: {Refused(rows[0])}" if rows else ""
+        raise PackError(f"{folder}: no frames; give a folder of folders of images, one a clip, or of GIFs{first}")
     return list(films.values()), rows
 
 
