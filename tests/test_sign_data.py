@@ -114,6 +114,9 @@ def test_ids_are_the_classes_until_a_reference_names_them_and_their_training_cli
     assert named.classes == ["HELLO", "RED", "BLUE"]
     assert named.card.counts == {"gloss": [1, 1, 0], "category": [1, 1]}, "clips to train on, for the classes' weights"
     assert (named.options["categories"], named.options["category_of"]) == (["GREETING", "COLOR"], [0, 1, 1])
+    listed(source / "val" / "labels.csv", "c,0,0", "d,4,1")
+    gaps = packed(source)
+    assert (gaps.classes, gaps.options["category_of"]) == (["HELLO", "RED", "BLUE", "3", "4"], [0, 1, 1, -1, 1])
 
 
 def test_a_point_is_seen_as_the_mask_says_and_without_one_where_it_is_not_zero(tmp_path):
@@ -230,7 +233,7 @@ def test_lists_lie_beside_or_above_their_folders_too(tmp_path, layout):
     assert [made.sample(i)["label"].tolist() for i in range(4)] == [[0, 0], [1, 1], [0, 0], [1, 1]]
 
 
-LISTS = {  # (lines, file of the row, part of its rule, of its value); without a first line that one
+LISTS = {  # (lines, file of the row, part of its rule, of its value)
     "a column is missing": (("file,gloss", "a,0", "b,1"), "labels.csv", "the columns file, gloss, cat", "file,gloss"),
     "semicolons part the cells": (("file;gloss;cat", "a;0;0"), "labels.csv", "the columns", "file;gloss;cat"),
     "the list is empty": (("", ""), "labels.csv", "the columns", "an empty file"),
@@ -278,13 +281,6 @@ def test_a_name_that_two_clips_have_is_no_name(tmp_path):
     listed(source / "labels.csv", "a,0,0", "train/a,0,0", "val/a,0,0", "b,1,1", "c,0,0", "d,1,1")
     (row,) = checked(source).rows
     assert (row.file, row.rule, row.value) == ("labels.csv:2", "a name means one clip", "a: train/a.npz, val/a.npz")
-
-
-def test_ids_may_have_gaps(tmp_path):
-    source = corpus(tmp_path / "raw", without=("X2048",))
-    listed(source / "val" / "labels.csv", "c,0,0", "d,4,1")
-    made = packed(source)
-    assert (made.classes, made.options["category_of"]) == (list("01234"), [0, 1, -1, -1, 1])
 
 
 @pytest.mark.parametrize(

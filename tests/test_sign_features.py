@@ -3,7 +3,6 @@
 A small real network stands in for InceptionV3: all but that network is the same.
 """
 
-import errno
 import sys
 import zlib
 from collections.abc import Sequence
@@ -17,8 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import nbtools as nb
-from nbtools import disk
-from nbtools.errors import CheckpointError, DiskError, MissingExtra, PackError, TrainError
+from nbtools.errors import CheckpointError, MissingExtra, PackError, TrainError
 from nbtools.tasks import sign
 from nbtools.tasks.sign import inception as backbones
 from nbtools.tasks.sign.features import TUNED, Film, clip_loss
@@ -200,20 +198,6 @@ def test_an_interrupted_extraction_resumes_and_leaves_nothing_half_written(tmp_p
     made(tmp_path / "raw", tmp_path / "whole")
     for name in ("clip_0.npz", "clip_1.npz", "clip_2.npz"):
         np.testing.assert_array_equal(held(into / name), held(tmp_path / "whole" / name))
-
-
-def test_a_full_disk_leaves_the_clip_as_it_was(tmp_path, monkeypatch):
-    filmed(tmp_path / "raw" / "hello")
-    keypoints(tmp_path / "clips" / "hello.npz")
-    before = (tmp_path / "clips" / "hello.npz").read_bytes()
-
-    def full(file, data):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(disk, "write", full)
-    with pytest.raises(DiskError, match=r"writing features: .*the disk is full"):
-        made(tmp_path / "raw", tmp_path / "clips")
-    assert [path.read_bytes() for path in (tmp_path / "clips").iterdir()] == [before]
 
 
 def test_features_of_two_backbones_do_not_mix(tmp_path):
