@@ -2,7 +2,7 @@
 
 from nbtools.train import checkpoint, device, evaluation
 from nbtools.train.checkpoint import CONTROL
-from nbtools.train.device import DTYPES, again, autocast
+from nbtools.train.device import DTYPES, again
 from nbtools.train.evaluation import Sums, forward
 from nbtools.train.history import KEYS, History, Record
 from nbtools.train.loop import adopt, caught_up, require_change, train
@@ -43,7 +43,6 @@ __all__ = [
     "again",
     "as_task",
     "attempt",
-    "autocast",
     "backward",
     "best_metric",
     "beyond",

@@ -1,4 +1,4 @@
-"""The torch device: which one, what it can do, what is in use on it, and the process-wide switches a plan asks for."""
+"""The torch device: which one, what it can do, what is in use on it, and the switches that a plan asks for."""
 
 from __future__ import annotations
 
@@ -36,17 +36,14 @@ FULL = (  # what torch says in a plain RuntimeError when memory runs out
 T = TypeVar("T")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-FP16_DEVICES = ("cuda", "mps")
-"""Where amp="fp16" may train. On a CPU most of its kernels are not vectorised, or emulated: a step took 14 s."""
+FP16_DEVICES = ("cuda", "mps")  # on a CPU most of its kernels are not vectorised, or emulated: a step took 14 s
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT = ((TRIM_THRESHOLD, 2**31 - 1, 2**31 - 1), (MMAP_THRESHOLD, 2**30, 2**25))  # the last where glibc allows no more
 
 
 def pick(name: str | None = None) -> torch.device:
-    """The device of a name, else of the environment variable NBTOOLS_DEVICE; else CUDA, else Apple's MPS, else the CPU.
-
-    Raises TrainError for one that torch does not have here.
-    """
+    """The device of a name, else of the environment variable NBTOOLS_DEVICE; else CUDA, Apple's MPS, or the CPU. Raises
+    TrainError for one that torch does not have here."""
     asked = "NBTOOLS_DEVICE" if name is None else "device"
     if name := os.environ.get("NBTOOLS_DEVICE") if name is None else name:
         try:
@@ -98,8 +95,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def within_memory(act: Callable[[], T]) -> tuple[T | None, str]:
-    """(its result, ""), or (None, why) where memory ran out. The error has been dropped by then, and with it the
-    frames that would keep the tensors of the failed attempt."""
+    """(its result, ""), or (None, why) where memory ran out; without the error, whose frames would keep tensors."""
     try:
         return act(), ""
     except (RuntimeError, MemoryError) as error:
@@ -110,7 +106,7 @@ def within_memory(act: Callable[[], T]) -> tuple[T | None, str]:
 
 @cache
 def glibc() -> ctypes.CDLL | None:
-    """The C library where it is glibc, whose malloc can be told what to keep."""
+    """The C library, where it is glibc."""
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     return library if hasattr(library, "gnu_get_libc_version") else None
 
@@ -136,7 +132,7 @@ def give_back(device: torch.device) -> None:
 
 
 def reduced(device: torch.device) -> str:
-    """Plan.amp that may be faster than float32 on the device, to be measured; "off" where none was ever tried (MPS)."""
+    """Plan.amp that may be faster than float32 on the device, to be measured; "off" where none was tried (MPS)."""
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     return "bf16" if device.type == "cpu" else "off"
@@ -144,10 +140,8 @@ def reduced(device: torch.device) -> str:
 
 @contextmanager
 def autocast(plan: Plan, device: torch.device, model: nn.Module) -> Iterator[None]:
-    """Mixed precision around a forward pass of the model. Exit it within a step: a generator must not yield inside.
-
-    fp16 where it may not train (`FP16_DEVICES`) is float32: evaluations and predictions of a run that a GPU trained.
-    """
+    """Mixed precision around a forward pass of the model; a generator must not yield inside. fp16 is float32 where it
+    may not train: evaluations and predictions of a run that a GPU trained."""
     if plan.amp == "off" or (plan.amp == "fp16" and device.type not in FP16_DEVICES):
         yield
     else:
@@ -157,11 +151,9 @@ def autocast(plan: Plan, device: torch.device, model: nn.Module) -> Iterator[Non
 
 @contextmanager
 def recurrent_in_float32(plan: Plan, device: torch.device, model: nn.Module) -> Iterator[None]:
-    """Inside, under bf16, the model's LSTM, GRU and RNN layers leave autocast: forward, backward and recomputation.
-
-    On CUDA autocast runs cuDNN's in fp16, whatever its dtype (`_cudnn_rnn_cast_reflatten` casts to kHalf,
-    aten/src/ATen/cudnn/AutocastRNN.cpp), and bf16 trains without the loss scaling that fp16 needs.
-    """
+    """Inside, under bf16, the model's LSTM, GRU and RNN layers leave autocast: forward, backward and recomputation. On
+    CUDA autocast runs cuDNN's in fp16, whatever its dtype (`_cudnn_rnn_cast_reflatten` casts to kHalf,
+    aten/src/ATen/cudnn/AutocastRNN.cpp), and bf16 trains without the loss scaling that fp16 needs."""
     layers = recurrent(model) if plan.amp == "bf16" else []
     before = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
@@ -177,13 +169,13 @@ def recurrent_in_float32(plan: Plan, device: torch.device, model: nn.Module) -> 
 
 def recurrent(model: nn.Module) -> list[nn.RNNBase]:
     """The LSTM, GRU and RNN layers. `model.modules()` takes four times as long, at every forward pass."""
-    found, left = {}, [model]
+    found, left = set(), [model]
     while left:
         module = left.pop()
         if isinstance(module, nn.RNNBase):
-            found[id(module)] = module
+            found.add(module)
         left += filter(None, module._modules.values())
-    return list(found.values())
+    return list(found)
 
 
 def in_float32(forward: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
@@ -207,7 +199,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """MiB in use: on CUDA gpu_memory_allocated and gpu_memory_reserved, elsewhere the process's resident memory."""
+    """MiB in use: on CUDA allocated and reserved, elsewhere the process's resident memory."""
     if device.type == "cuda":
         used = {"allocated": torch.cuda.memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
         return {f"gpu_memory_{name}": size / 2**20 for name, size in used.items()}
@@ -226,8 +218,8 @@ def resident() -> int:
 
 
 def again(part: nn.Module, *inputs: Any) -> Tensor:
-    """`part(*inputs)`, whose activations are computed a second time in backward instead of being kept; that second
-    forward must not move the running averages of batch norm again."""
+    """`part(*inputs)`, whose activations are computed a second time in backward instead of being kept, without moving
+    the running averages of batch norm a second time."""
     norms = [m for m in part.modules() if isinstance(m, _BatchNorm) and m.training]
     passes = 0
 

@@ -118,5 +118,5 @@ def evaluate(task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: st
 
 
 def is_partial(plan: Plan, samples: int) -> bool:
-    """Whether evaluations during training look at less than a whole split of so many samples, or less closely."""
+    """Whether evaluations during training look at less than a split of so many samples, or less closely."""
     return plan.while_training() != plan or (plan.eval_samples or samples) < samples

@@ -16,13 +16,12 @@ from nbtools.table import plural
 
 @dataclass(frozen=True)
 class Rule:
-    """An update rule. settings: what a plan says of it, which may change while it trains; buffers: the tensors that it
-    keeps for a parameter, of the parameter's shape; counts: whether it also counts steps."""
+    """An update rule."""
 
     kind: type[torch.optim.Optimizer]
-    settings: Callable[[Any], dict[str, Any]]
-    buffers: tuple[str, ...]
-    counts: bool
+    settings: Callable[[Any], dict[str, Any]]  # those of a plan that may change while it trains
+    buffers: tuple[str, ...]  # kept for each parameter, of its shape
+    counts: bool  # whether it also counts steps
 
 
 OPTIMIZERS = {
@@ -35,20 +34,17 @@ OPTIMIZERS = {
 
 def build_optimizer(groups: list[dict[str, Any]], plan: Any) -> torch.optim.Optimizer:
     """The fused form: 4 kernels a step and group instead of hundreds."""
-    rule = OPTIMIZERS[plan.optimizer]
-    settings: Any = {"lr": plan.lr, "weight_decay": plan.weight_decay, "fused": True, **rule.settings(plan)}
-    optimizer = rule.kind(groups, **settings)
+    fused: Any = {"lr": plan.lr, "fused": True}
+    optimizer = OPTIMIZERS[plan.optimizer].kind(groups, **fused)
+    follow(optimizer, plan)
     allocate(optimizer, plan)
     return optimizer
 
 
 def allocate(optimizer: torch.optim.Optimizer, plan: Any) -> None:
-    """Make the buffers that torch would make in the first step, where they are missing: zeros.
-
-    In the first step memory could run out between two of them, or after another group was updated; with its buffers in
-    place an update allocates nothing. Besides, fused SGD leaves its momentum uninitialised, and keeps what the memory
-    happened to hold where the first step overflows in fp16 (torch 2.13).
-    """
+    """Make the buffers that torch would make in the first step, where memory could run out between two of them; with
+    its buffers in place an update allocates nothing. Besides, fused SGD leaves its momentum uninitialised, and keeps
+    what the memory happened to hold where the first step overflows in fp16 (torch 2.13)."""
     rule = OPTIMIZERS[plan.optimizer]
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         state = optimizer.state[parameter]
@@ -62,7 +58,7 @@ def allocate(optimizer: torch.optim.Optimizer, plan: Any) -> None:
 def follow(optimizer: torch.optim.Optimizer, plan: Any) -> None:
     """Take over a plan's weight decay and moments; lr is set in every step."""
     for group in optimizer.param_groups:
-        group["weight_decay"] = plan.weight_decay if group["decays"] else 0.0
+        group["weight_decay"] = plan.weight_decay if group.get("decays", True) else 0.0
         group.update(OPTIMIZERS[plan.optimizer].settings(plan))
 
 
@@ -77,6 +73,4 @@ def parameter_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dic
         raise TrainError(
             f"{plural(len(count), 'parameter')} of the task's groups(model, plan) do not learn; leave them out"
         )
-    for group in groups:
-        group.update({} if group["decays"] else {"weight_decay": 0.0})
     return groups

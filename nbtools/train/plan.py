@@ -218,18 +218,14 @@ def refuse_fixed(differing: Mapping[str, str], plan: Plan, resumed: bool = False
 def require_sizes(pack: Pack, plan: Plan) -> None:
     """Raise TrainError for a train split that is too small."""
     if (count := len(pack.ids("train"))) < 2:
-        raise TrainError(
-            f"{pack.folder}: the train split has {count} sample(s), training needs at least 2; pack more data"
-        )
+        raise TrainError(f"{pack.folder}: training needs at least 2 samples, the train split has {count}; pack more")
     require_batch(plan, count)
 
 
 def require_batch(plan: Plan, count: int) -> None:
     if plan.batch_size > count:
-        raise TrainError(
-            f"Plan.batch_size {plan.batch_size} is larger than the train split ({table.plural(count, 'sample')}); set "
-            f"it to at most {count}"
-        )
+        split = f"the train split ({table.plural(count, 'sample')})"
+        raise TrainError(f"Plan.batch_size {plan.batch_size} is larger than {split}; set it to at most {count}")
 
 
 def doubts(old: Plan, new: Plan, advised: Plan) -> dict[str, str]:

@@ -19,33 +19,31 @@ LEFT_OUT = 3  # steps with a loss that is not finite that a run leaves out: more
 
 
 class Diverged(TrainError):
-    """The loss is no longer a number. steps: the first and last of the steps among which it happened. A notebook shows
-    the sentence without a traceback: no line of code is at fault."""
+    """The loss is no longer a number. steps: the first and last of those among which it happened."""
 
     def __init__(self, message: str, steps: tuple[int, int]):
         super().__init__(message)
         self.steps = steps
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows instead of a traceback."""
+        """What IPython shows instead of a traceback: no line of code is at fault."""
         return [f"{type(self).__name__}: {self}"]
 
 
 def train_step(state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor | float]:
-    """`attempt` until memory suffices: where it runs out, the micro batch is halved and the same batch tried again.
-    Effective batch and lr stay, and `state.events` says so. An attempt allocates all that it needs before it changes
-    the first weight, so that nothing is applied twice.
+    """`attempt` until memory suffices: where it runs out, the micro batch is halved and the batch tried again; the
+    effective batch and lr stay. An attempt allocates all that it needs before it changes the first weight, so that
+    nothing is applied twice.
 
     The first pass under a plan, and each larger than all before it, is where memory runs out if it does: there random
-    states and buffers are kept, so that a failed pass leaves no trace in them. Where it runs out in a later one, since
-    another process took memory, dropout draws other numbers, and BatchNorm's statistics count some samples twice.
+    states and buffers are kept. Where it runs out in a later one, since another process took memory, dropout draws
+    other numbers, and BatchNorm's statistics count some samples twice.
     """
-    elements = sum(tensor.numel() for tensor in raw.values())
+    elements, kept = sum(tensor.numel() for tensor in raw.values()), None
     proven = state.proven[0] is state.plan and elements <= state.proven[1]
-    kept = None
     if not proven:
         state.capture_rng()
-        kept = within_memory(lambda: buffers(state))[0]
+        kept, _ = within_memory(lambda: buffers(state))
     act = checked if state.position.step < state.recovery.careful_until else attempt
     while True:
         done, reason = within_memory(lambda: act(state, raw, epoch_size))
@@ -77,9 +75,8 @@ def halve(state: TrainState, size: int, reason: str) -> None:
         raise TrainError(
             f"out of memory with one sample at a time ({reason}); use a smaller network or smaller samples"
         )
-    half = now // 2
-    state.events.append(f"out of memory: micro batch {now} → {half}; effective batch and lr unchanged")
-    state.take_parts(half)
+    state.events.append(f"out of memory: micro batch {now} → {now // 2}; effective batch and lr unchanged")
+    state.take_parts(now // 2)
     release(state)
 
 
@@ -132,9 +129,8 @@ def first_bad(state: TrainState, raw: Batch, loss_sum: Tensor) -> str | None:
             hook.remove()
     inputs = [(f"batch[{name!r}]", tensor) for name, tensor in batch.items()]
     weights = [(f"weight {n}", p) for n, p in model.named_parameters()]
-    return next(
-        (name for name, t in [*inputs, *weights, *layers, ("loss", loss_sum), *gradients] if not finite(t)), "loss"
-    )
+    everything = [*inputs, *weights, *layers, ("loss", loss_sum), *gradients]
+    return next((name for name, tensor in everything if not finite(tensor)), "loss")
 
 
 def finite(tensor: Any) -> bool:
@@ -142,13 +138,10 @@ def finite(tensor: Any) -> bool:
 
 
 def refuse(state: TrainState, raw: Batch, bad: str) -> None:
-    """Leave a bad step out, and say so. Raises Diverged where that happens more often than by accident.
-
-    The samples are named where the batch, the loss or a gradient is the first that is bad. Where a weight or a layer
-    is, training has diverged, and any sample would do the same.
-    """
+    """Leave a bad step out, and say so. Raises Diverged where that happens more often than by accident."""
     clear_gradients(state.parameters)
     state.recovery.refused += 1
+    # Where a weight or a layer is the first that is bad, training has diverged, and any sample would do the same.
     ids = raw["id"].tolist() if bad.startswith(("batch[", "loss", "gradient")) else []
     shown = f" (sample ids {', '.join(map(str, ids[:16]))}{' …' if len(ids) > 16 else ''})" if ids else ""
     state.events.append(f"step {state.step + 1} left out: {bad} is not finite{shown}")

@@ -24,7 +24,7 @@ def attempt(state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, Ten
 
 
 def differentiate(state: TrainState, raw: Batch) -> tuple[Tensor, Tensor | float]:
-    """The gradient of sum / count over the whole batch, in however many micro-batches; returns (sum, count)."""
+    """The gradient of sum / count over the whole batch, in any number of micro-batches; returns (sum, count)."""
     if not state.model.training:
         state.model.train()
     clear_gradients(state.parameters)  # before the forward: an interrupt after backward leaves none to the next step
@@ -85,7 +85,7 @@ def update(state: TrainState, size: int, epoch_size: int) -> None:
 
 
 def parts(raw: Batch, size: int, micro: int) -> Iterator[Batch]:
-    """Parts of at most micro samples, and of at least two, where that is asked for: one breaks BatchNorm."""
+    """Parts of at most micro samples, and of at least two unless one is asked for: it breaks BatchNorm."""
     count = min(-(-size // micro), max(size // 2, 1) if micro > 1 else size)
     for start, end in pairwise(size * i // count for i in range(count + 1)):
         yield {name: tensor[start:end] for name, tensor in raw.items()}
