@@ -196,7 +196,10 @@ def test_an_image_of_another_size_or_annotated_twice_is_a_row(tmp_path):
     twice = f'<image id="1" name="a.png" width="{W}" height="{H}"></image></annotations>'
     source = edited(xml(tmp_path / "twice", TRIANGLE), ("</annotations>", twice))
     [row] = faults(checked(source))
-    assert row.rule == "an image has one label and one split"
+    assert (row.rule, row.value) == (
+        "an image has one label and one split",
+        "a.png: annotations.xml, before: other shapes",
+    )
     (source / "export.xml").write_text((source / "annotations.xml").read_text().replace(twice, "</annotations>"))
     (source / "annotations.xml").unlink()
     assert packed(source, val=0, test=0).names == ["a.png"], "of any name"

@@ -4,13 +4,11 @@ nor its position tells."""
 import numpy as np
 import pytest
 from masks import packed
-from PIL import Image
 
 from nbtools.errors import PackError
 from nbtools.tasks import segment
 
 SIZE = (64, 48)
-SPLITS = {"train": 20, "val": 4, "test": 4}
 NAMES = ["background", "striped", "dotted"]
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -36,26 +34,10 @@ def test_the_same_seed_gives_the_same_bytes_and_few_images_are_the_first_of_many
     assert all(most[name] == few[name] != other[name] for name in images)
 
 
-def test_each_image_has_a_label_of_its_size_with_ids_of_the_class_table(folder):
-    table = [line.split(",") for line in (folder / "classes.txt").read_text().splitlines()]
-    assert [(int(id), name) for id, name, *_ in table] == list(enumerate(NAMES))
-    found = np.zeros(256, int)
-    for split, count in SPLITS.items():
-        images = sorted((folder / "images" / split).iterdir())
-        assert len(images) == count
-        for path in images:
-            with Image.open(path) as image, Image.open(folder / "labels" / split / f"{path.stem}.png") as label:
-                assert (image.mode, image.format, label.mode) == ("RGB", "JPEG", "L")
-                assert image.size == label.size == SIZE[::-1]
-                found += np.bincount(np.asarray(label).ravel(), minlength=256)
-    assert (found[:3] > 0).all()
-    assert not found[3:].any()
-
-
 def test_packing_the_polygons_gives_what_packing_the_labels_gives(folder, tmp_path):
     images, cvat = (packed(folder, labels=labels, into=tmp_path / labels) for labels in ("images", "cvat"))
     assert images.classes == cvat.classes == NAMES
-    assert images.splits == cvat.splits == SPLITS
+    assert images.splits == cvat.splits == {"train": 20, "val": 4, "test": 4}
     order = [np.argsort(pack.names) for pack in (images, cvat)]
     for column in ("image", "label"):
         assert np.array_equal(images.arrays[column][order[0]], cvat.arrays[column][order[1]])

@@ -119,6 +119,11 @@ def test_lines_that_cannot_be_used_are_rows_with_their_numbers(tmp_path):
         "q/b.png": (ERROR, "an image has a label"),
     }
     assert set(packed(folder).bad.file) == set(found)
+    saved(folder / "train.txt", "p/a.png,q/a.png\n")
+    saved(folder / "pairs.txt", "p/a.png,q/a.png\n")
+    assert packed(folder).splits["train"] == 1, "named twice, alike: nothing is wrong"
+    tree(folder, {"p/val/c.png": photo(), "pairs.txt": "p/val/c.png,q/a.png\n"})
+    assert packed(folder).splits["val"] == 1, "where a list gives no split, the folder's"
     saved(folder / "train.txt", lines.encode("utf-16"))  # as PowerShell's > writes it
     row = next(row for row in checked(corpus(folder)).rows if row.file == "train.txt")
     assert (row.severity, row.rule) == (ERROR, "the file is text in UTF-8")

@@ -144,8 +144,9 @@ class Contents:
     def add(self, found: Labelled, where: str) -> None:
         """Take a labelled image, unless it has another label."""
         other = self.labelled.setdefault(found.name, found)
-        if other != found:
-            value = f"{found.name}: {found.label}, before: {other.label}"
+        if (other.label, other.drawing) != (found.label, found.drawing):
+            before = f"before: {other.label}" if other.label != found.label else "before: other shapes"
+            value = f"{found.name}: {found.label}, {before}"
             self.rows.append(Row("image", ONE_LABEL, value, FIRST_IS_READ, file=where))
 
     def pair_by_name(self) -> None:
@@ -235,7 +236,7 @@ class Contents:
                 value = f"{known}: {split}, before: {self.splits[known]}"
                 self.rows.append(Row("image", ONE_LABEL, value, FIRST_IS_READ, file=where))
             elif with_labels and (file := found.get("label")):
-                self.add(Labelled(known, split, file), where)
+                self.add(Labelled(known, parse_path(known).split, file), where)
 
     def find(self, path: str, folder: str) -> str | None:
         """The file that a path in a list of this folder names, relative to it or above, never outside the source."""
