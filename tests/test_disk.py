@@ -70,12 +70,6 @@ def test_a_folder_is_published_at_once_and_never_over_a_filled_one(tmp_path, cou
     assert len(os.listdir(tmp_path / "data" / "sub")) == count
 
 
-def test_require_space_names_need_and_what_is_free(tmp_path):
-    disk.require_space(tmp_path, 1)
-    with pytest.raises(errors.DiskError, match=r"needs 9\.0 TB, only .* are free"):
-        disk.require_space(tmp_path / "not" / "there" / "yet", 9 * 10**12)
-
-
 EXPLAINED = {errno.ENOSPC: "the disk is full", errno.EROFS: "not writable", errno.EIO: "Input/output error"}
 
 

@@ -7,7 +7,9 @@ import os
 import signal
 import threading
 import time
+import types
 from collections import namedtuple
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -170,63 +172,45 @@ def feed_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "nbtools-feed"]
 
 
-class LateCopies:
+def copy_late(patch: pytest.MonkeyPatch) -> None:
     """What `torch.cuda` does for the streamed feed, on a CPU: a copy from a pinned buffer reads it only when somebody
     waits for the copy's event, as late as a busy GPU may, so that a buffer filled again too early shows."""
+    to, empty, lock, here = torch.Tensor.to, torch.empty, threading.Lock(), threading.local()
 
-    def __init__(self) -> None:
-        self.lock, self.here = threading.Lock(), threading.local()
+    class Event:
+        copies: ClassVar[list] = []
 
-    def install(self, patch: pytest.MonkeyPatch) -> None:
-        to, empty = torch.Tensor.to, torch.empty
-        late = self
+        def record(self, stream):
+            self.copies, here.copies = here.copies, []
 
-        class Stream:
-            def __init__(self, device=None):
-                self.pending: list = []
+        def synchronize(self):
+            with lock:
+                while self.copies:
+                    target, source = self.copies.pop()
+                    target.copy_(source)
 
-            def wait_event(self, event):
-                event.synchronize()
+    def copied_later(tensor, *where, **more):
+        if not where or getattr(where[0], "type", None) != "cuda":
+            return to(tensor, *where, **more)
+        target = torch.full_like(tensor, 99)
+        here.copies = [*getattr(here, "copies", []), (target, tensor)]
+        time.sleep(0.0005)  # the other call's thread has its turn
+        return target
 
-        class Event:
-            stream, copies = Stream(), 0
-
-            def record(self, stream):
-                self.stream, self.copies = stream, len(stream.pending)
-
-            def synchronize(self):
-                with late.lock:
-                    for k in range(self.copies):
-                        target, source = self.stream.pending[k]
-                        if source is not None:
-                            target.copy_(source)
-                            self.stream.pending[k] = (target, None)
-
-        @contextlib.contextmanager
-        def stream(one):
-            late.here.stream = one
-            yield
-
-        def copied_later(tensor, *where, **more):
-            if not where or getattr(where[0], "type", None) != "cuda":
-                return to(tensor, *where, **more)
-            target = torch.full_like(tensor, 99)
-            late.here.stream.pending.append((target, tensor))
-            time.sleep(0.0005)  # the other call's thread has its turn
-            return target
-
-        for name, value in {"Stream": Stream, "Event": Event, "stream": stream}.items():
-            patch.setattr(torch.cuda, name, value)
-        patch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
-        patch.setattr(torch, "empty", lambda *shape, pin_memory=False, **more: empty(*shape, **more))
-        patch.setattr(torch.Tensor, "to", copied_later)
-        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    stream = types.SimpleNamespace(wait_event=Event.synchronize)
+    for name in ("Stream", "current_stream"):
+        patch.setattr(torch.cuda, name, lambda device: stream)
+    patch.setattr(torch.cuda, "Event", Event)
+    patch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    patch.setattr(torch, "empty", lambda *shape, pin_memory=False, **more: empty(*shape, **more))
+    patch.setattr(torch.Tensor, "to", copied_later)
+    patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
 
 
 def test_two_calls_of_the_streamed_feed_at_once_give_each_its_own_batches(pack, monkeypatch):
     """As an evaluation within an epoch makes them, on an emulated GPU."""
     train, val = ([ids[i : i + 4] for i in range(0, 40, 4)] for ids in (np.arange(40), np.arange(40, 80)))
-    LateCopies().install(monkeypatch)
+    copy_late(monkeypatch)
     feed = open_feed(pack, Plan(feed="streamed"), torch.device("cuda"))
     for _ in range(4):
         for batches in zip(zip(train, feed(train), strict=True), zip(val, feed(val), strict=True), strict=True):

@@ -370,7 +370,7 @@ def test_too_little_space_is_reported_before_the_first_byte(place, monkeypatch):
     put(place / "drive" / "digits.tar", TAR)
     monkeypatch.setattr(disk, "free_bytes", lambda path: 1_000_000)
     monkeypatch.setattr(disk, "append", lambda *_: pytest.fail("wrote a byte"))
-    with pytest.raises(errors.DiskError, match=r"needs 4\.1 MB, only 1\.0 MB are free"):
+    with pytest.raises(errors.DiskError, match=r"needs 4\.1 MB, only 1\.0 MB are free there. Free some space"):
         stage("drive:digits.tar")
 
 
