@@ -95,17 +95,17 @@ def test_fixed_and_ragged_columns_come_back_as_they_went_in(place):
     assert made.lengths("line", np.arange(5)).tolist() == [3, 0, 1, 700, 0]
     made.arrays["image"][:] = 7  # memory can be written, and the file stays
     np.testing.assert_array_equal(np.load(made.verify().folder / "image.npy")[0], samples[0]["image"])
-    for words in ("plain", "line <f4 (·, 6)", "none"):
+    for words in ("plain", "line float32 (·, 6)", "none"):
         assert words in str(made)
 
 
 @pytest.mark.parametrize(
     ("arrays", "words"),
     [
-        ({"x": np.zeros(3)}, r"second: its columns are x fixed float64 \(3,\); the first sample's are x fixed float32"),
-        ({"x": np.zeros(4, np.float32)}, r"x fixed float32 \(4,\)"),
+        ({"x": np.zeros(3)}, r"second: its columns are x float64 \(3\); the first sample's are x float32 \(3\)"),
+        ({"x": np.zeros(4, np.float32)}, r"x float32 \(4\)"),
         ({}, "second: its columns are ; the first"),
-        ({"x": np.zeros(3, np.float32), "y": np.zeros(1)}, "y fixed float64"),
+        ({"x": np.zeros(3, np.float32), "y": np.zeros(1)}, "y float64"),
         ({"x": np.array(["a", None, 3])}, "x: a pack holds numbers and truth values, got object"),
         ({"x": np.array(["a"])}, "got <U1; store class indices"),
     ],

@@ -249,30 +249,30 @@ class Writer:
         entries = [(e.name, e.split, None if e.label is None else np.asarray(e.label).tolist()) for e in survey.entries]
         what = repr([JOURNAL, VERSION, key, survey.options, list(survey.classes), entries])
         head = {"entries": hashlib.blake2b(what.encode(errors="surrogateescape"), digest_size=16).hexdigest()}
-        lines, size = whole_lines(self.folder / JOURNAL)
-        notes = lines[1:] if lines[:1] == [head] else []
-        last = notes[-1] if notes else {"done": 0, "columns": {}, "ends": {}, "sizes": {}}
-        paths = {name: self.folder / f"{name}.npy" for name in last["sizes"]}
-        if any(not path.is_file() or path.stat().st_size < last["sizes"][name] for name, path in paths.items()):
-            disk.remove(self.folder / JOURNAL)  # a power cut: the journal came to the disk, the bytes did not
-            return self.resume(key)
+        there = {path.stem: path.stat().st_size for path in self.folder.glob("*.npy")}
+        lines = whole_lines(self.folder / JOURNAL)
+        notes = [
+            (note, end)  # after a power cut the journal may be on the disk, and the bytes not
+            for note, end in (lines[1:] if lines and lines[0][0] == head else [])
+            if all(there.get(name, -1) >= size for name, size in note["sizes"].items())
+        ]
+        last, end = notes[-1] if notes else ({"done": 0, "columns": {}, "ends": {}, "sizes": {}}, 0)
         for path in self.folder.iterdir():
-            if path not in paths.values() and not (notes and path.name == JOURNAL):
+            if path.name != JOURNAL and path.stem not in last["sizes"]:
                 disk.remove(path)
         self.journal = disk.append(self.folder / JOURNAL)
-        if notes:
-            self.journal.truncate(size)
-        else:
+        self.journal.truncate(end)
+        if not notes:
             self.note(head)
-        for note in notes:
+        for note, _ in notes:
             self.kept += note["kept"]
             self.bad += map(tuple, note["bad"])
         self.columns = columns_of(last["columns"])
         self.ends = last["ends"]
-        for name, path in paths.items():
-            self.files[name] = open(path, "r+b", buffering=0)  # noqa: SIM115
-            self.files[name].truncate(last["sizes"][name])
-            self.files[name].seek(0, os.SEEK_END)
+        for name, size in last["sizes"].items():
+            self.files[name] = open(self.folder / f"{name}.npy", "r+b", buffering=0)  # noqa: SIM115
+            self.files[name].truncate(size)
+            self.files[name].seek(size)
         return last["done"]
 
     def decode(self, read: Reader, root: Path, done: int, progress: bool) -> None:
@@ -315,7 +315,7 @@ class Writer:
         if not self.kept:
             self.begin(columns)
         if columns != self.columns:
-            came, first = shown(columns), shown(self.columns)
+            came, first = (", ".join(f"{name} {c}" for name, c in one.items()) for one in (columns, self.columns))
             raise PackError(f"{entry.name}: its columns are {came}; the first sample's are {first}")
         for name, array in sample.items():
             if array.size:
@@ -396,16 +396,15 @@ def decoded(entry: Entry, read: Reader, root: Path, survey: Survey) -> Sample | 
     return sample
 
 
-def whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """(the lines up to the first that was not written to its end, their bytes)."""
-    lines, size = [], 0
+def whole_lines(path: Path) -> list[tuple[dict[str, Any], int]]:
+    """The lines up to the first that was not written to its end, each with the bytes up to its own."""
+    lines, end = [], 0
     for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
         try:
-            lines.append(json.loads(line))
+            lines.append((json.loads(line), end := end + len(line) + 1))
         except ValueError:
             break
-        size += len(line) + 1
-    return lines, size
+    return lines
 
 
 def cores() -> int:
@@ -417,10 +416,6 @@ def column_of(name: str, array: np.ndarray, ragged: bool) -> Column:
     if array.dtype.kind not in "biuf":
         raise PackError(f"{name}: a pack holds numbers and truth values, got {array.dtype}; store class indices")
     return Column("ragged" if ragged else "fixed", array.dtype.str, array.shape[1:] if ragged else array.shape)
-
-
-def shown(columns: Mapping[str, Column]) -> str:
-    return ", ".join(f"{name} {c.kind} {np.dtype(c.dtype)} {c.shape}" for name, c in columns.items())
 
 
 def header(spec: Column, rows: int) -> bytes:

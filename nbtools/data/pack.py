@@ -50,6 +50,10 @@ class Column:
     dtype: str
     shape: tuple[int, ...]
 
+    def __str__(self) -> str:
+        shape = ("·", *self.shape) if self.kind == "ragged" else self.shape
+        return f"{np.dtype(self.dtype)} ({', '.join(map(str, shape))})"
+
 
 @dataclass(frozen=True)
 class Card:
@@ -200,14 +204,10 @@ class Pack:
         return len(self.split)
 
     def rows(self) -> list[tuple[str, str]]:
-        columns = ", ".join(
-            f"{n} {c.dtype} {'(·, ' if c.kind == 'ragged' else '('}{', '.join(map(str, c.shape))})"
-            for n, c in self.columns.items()
-        )
         return [
             ("task", self.card.task),
             ("samples", ", ".join(f"{self.splits[s]:,} {s}" for s in SPLITS)),
-            ("columns", columns),
+            ("columns", ", ".join(f"{name} {column}" for name, column in self.columns.items())),
             ("classes", f"{len(self.classes)}: {' '.join(self.classes[:40])}{' …' if len(self.classes) > 40 else ''}"),
             ("left out", f"{self.manifest['bad']} (see .bad)" if self.manifest["bad"] else "none"),
             ("size", disk.human(self.bytes)),
@@ -221,13 +221,15 @@ class Pack:
         return table.html(("pack", ""), self.rows())
 
 
+@dataclass(eq=False)
 class RawFiles(Dataset):
     """The source files of a pack, decoded at each access, as a DataLoader reads them: for comparison. Item i has the
     same values as the pack's sample i. Picklable for workers of any start method: each opens the arrays itself.
     """
 
-    def __init__(self, folder: Path, source: Path, read: Reader):
-        self.folder, self.source, self.read = folder, source, read
+    folder: Path
+    source: Path
+    read: Reader
 
     @cached_property
     def pack(self) -> Pack:
@@ -240,9 +242,6 @@ class RawFiles(Dataset):
         decoded = self.read(self.source / self.pack.names[i], self.pack.options)
         labels = self.pack.sample(i)  # memory maps: what is replaced is not read
         return {**labels, **decoded, "id": np.asarray(i, np.int64)}
-
-    def __repr__(self) -> str:
-        return f"RawFiles {self.source}: {table.plural(len(self), 'sample')} of the pack {self.folder}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "source": self.source, "read": self.read}
