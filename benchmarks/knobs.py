@@ -57,7 +57,7 @@ class Turns:
     def __init__(self, task: Any, pack: Pack, plan: Plan, device: torch.device, seconds: float):
         self.stepper, self.seconds = measure.Stepper(task, pack, plan, device), seconds
         self.stepper.advance(steps=3)
-        self.steps = 2 + 2 * measure.made_ready(plan, pack, device)
+        self.steps = 2 + 2 * self.stepper.ahead
         self.cpu: list[float] = []
 
     def __call__(self) -> float:

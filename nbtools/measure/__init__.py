@@ -5,7 +5,7 @@ from nbtools.measure.batch import find_batch
 from nbtools.measure.machine import REASONS, Gpu, Sampler, gpus, machine, nvml_index
 from nbtools.measure.profile import StepProfile
 from nbtools.measure.receipt import Receipt, comparable, receipt
-from nbtools.measure.stepper import Stepper, made_ready, untouched
+from nbtools.measure.stepper import Stepper, untouched
 from nbtools.measure.sweep import lr_sweep
 from nbtools.measure.trials import first_losses, step_profile
 from nbtools.measure.verdict import Verdict, verdict
@@ -30,7 +30,6 @@ __all__ = [
     "gpus",
     "lr_sweep",
     "machine",
-    "made_ready",
     "nvml_index",
     "receipt",
     "step_profile",

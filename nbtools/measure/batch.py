@@ -22,7 +22,7 @@ from nbtools.data import Pack, choose, require_shared_memory
 from nbtools.errors import TrainError
 from nbtools.measure import memory
 from nbtools.measure.report import Report
-from nbtools.measure.stepper import EAGER, Clock, Stepper, made_ready, typical, untouched
+from nbtools.measure.stepper import EAGER, Clock, Stepper, typical, untouched
 from nbtools.train import Plan, TaskLike, attempt, clear_gradients, release
 from nbtools.train import device as devices
 
@@ -165,7 +165,6 @@ class Trial(Stepper):
         clock = clock or (process_time if alone else perf_counter)
         super().__init__(task, pack, whole, device, clock=clock, act=attempt)
         self.order = largest_first(pack)
-        self.ahead = made_ready(plan, pack, device)
 
     def tried(self, act: Callable[[], T]) -> tuple[T | None, str]:
         """(its result, ""), or (None, why) where memory ended; nothing is kept of a failed step then."""

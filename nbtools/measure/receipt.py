@@ -3,7 +3,6 @@ data. A rung has one more group of settings as the plan has them."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from nbtools.data import Pack, Resident, choose
 from nbtools.measure.machine import machine
 from nbtools.measure.profile import padded, padding
 from nbtools.measure.report import Report
-from nbtools.measure.stepper import Clock, Rate, Stepper, made_ready, untouched
+from nbtools.measure.stepper import Clock, Rate, Stepper, untouched
 from nbtools.measure.trials import own_settings
 from nbtools.train import Plan, TaskLike, as_task, shown
 from nbtools.train import device as devices
@@ -90,10 +89,7 @@ class Receipt(Report):
         """(headers, rows): one row per rung, spreads from least to most."""
         headers = ("", "samples/s", "over the rung before", "over the baseline", "waiting for data", "what changes")
         ratio = self.ratio, self.ratio_least, self.ratio_most
-        ends = (
-            Rung("baseline", {}, self.before, *[1.0] * 6),
-            Rung(ALL, changed(self.before.plan, self.after.plan), self.after, *ratio, *ratio),
-        )
+        ends = Rung("baseline", {}, self.before, *[1.0] * 6), Rung(ALL, {}, self.after, *ratio, *ratio)
         return headers, [rung.row(first=not k) for k, rung in enumerate(self.rungs or ends)]
 
     def caption(self) -> str:
@@ -152,10 +148,11 @@ def ladder(baseline: Plan, plan: Plan, pack: Pack, device: torch.device) -> list
 
     A rung is the run's plan with the groups above it still as in the baseline, so each is a plan that can train.
     """
+    before, now = costs(baseline, pack, device), costs(plan, pack, device)
+    differing = {name for name in {**before, **now} if before.get(name) != now.get(name)}
     grouped = {setting for settings in GROUPS.values() for setting in settings}
-    others = [f.name for f in dataclasses.fields(plan) if f.name not in grouped and f.name not in SILENT]
-    every = {**GROUPS, OTHERS: others}.items()
-    groups = [(name, settings) for name, settings in every if differs(settings, baseline, plan, pack, device)]
+    every = {**GROUPS, OTHERS: [name for name in now if name not in grouped]}
+    groups = [(name, settings) for name, settings in every.items() if differing & set(settings)]
     found = [("baseline", baseline)]
     for k, (name, _) in enumerate(groups):
         above = [setting for _, settings in groups[k + 1 :] for setting in settings]
@@ -163,16 +160,12 @@ def ladder(baseline: Plan, plan: Plan, pack: Pack, device: torch.device) -> list
     return found if groups else [*found, (ALL, plan)]
 
 
-def differs(settings: Sequence[str], one: Plan, other: Plan, pack: Pack, device: torch.device) -> bool:
-    """Whether two plans train differently by these settings; workers count only for a feed that has them."""
-
-    def source(plan: Plan) -> tuple[Any, ...]:
-        name, _ = choose(pack, plan, device)
-        return {"resident": (name,), "streamed": (name, plan.prefetch)}.get(name, (name, plan.workers, plan.prefetch))
-
-    if "feed" in settings:
-        return source(one) != source(other)
-    return any(getattr(one, setting) != getattr(other, setting) for setting in settings)
+def costs(plan: Plan, pack: Pack, device: torch.device) -> dict[str, Any]:
+    """The settings that make a step faster or slower, the feed as it is chosen; workers and prefetch only where that
+    has them."""
+    name, _ = choose(pack, plan, device)
+    unused = {"resident": ("workers", "prefetch"), "streamed": ("workers",)}.get(name, ())
+    return {k: v for k, v in {**plan.to_dict(), "feed": name}.items() if k not in (*SILENT, *unused)}
 
 
 class Course:
@@ -209,14 +202,6 @@ class Course:
             return ["GPU memory has no room for more models: of the rungs only the ends were measured"]
         return []
 
-    def turn(self, name: str, seconds: float) -> None:
-        """What its feed made ready while others had their turn is trained first, and not timed."""
-        stepper = self.steppers[name]
-        if ahead := made_ready(stepper.plan, self.pack, self.device):
-            stepper.advance(steps=ahead)
-            stepper.turns.pop()
-        stepper.advance(seconds)
-
     def run(self, wanted: Sequence[tuple[str, Plan]], seconds: float) -> list[str]:
         """Enter the ends, the rungs between them where there is time and memory, and give each its turns; returns
         why not."""
@@ -228,7 +213,7 @@ class Course:
         names = [name for name, _ in wanted if name in self.steppers]
         for _ in range(ROUNDS):
             for name in names:
-                self.turn(name, 2 * seconds / len(names))
+                self.steppers[name].turn(2 * seconds / len(names))
         self.steppers = {name: self.steppers[name] for name in names}
         if notes:
             self.steppers[ALL] = self.steppers.pop(names[-1])
@@ -238,24 +223,24 @@ class Course:
 def rungs_of(steppers: Mapping[str, Stepper]) -> tuple[Rung, ...]:
     """By name, from the baseline up. The factors of the rungs multiply to the last total."""
     found: list[Rung] = []
-    speeds = [[turn.samples_per_s for turn in stepper.turns] for stepper in steppers.values()]
-    for k, (name, stepper) in enumerate(steppers.items()):
-        rate, factor, changes = stepper.rate(), 1.0, {}
-        ratios, steps = ([a / b for a, b in zip(speeds[k], base, strict=True)] for base in (speeds[0], speeds[k - 1]))
-        if found:
-            factor = median(ratios) / found[-1].total
-            changes = changed(found[-1].rate.plan, rate.plan)
-        steps = [factor, *(steps if found else [])]  # medians may be of different rounds
-        spread = min(steps), max(steps), median(ratios), min(ratios), max(ratios)
-        found.append(Rung(name, changes, rate, factor, *spread))
+    first = below = next(iter(steppers.values()))
+    total = 1.0
+    for name, stepper in steppers.items():
+        before, now = (costs(each.plan, each.pack, each.device) for each in (below, stepper))
+        changed = (setting for setting, value in now.items() if value != before.get(setting))
+        changes = {setting: f"{shown(before.get(setting))} → {shown(now[setting])}" for setting in changed}
+        ratios = over(stepper, first)
+        factor, total = median(ratios) / total, median(ratios)
+        steps = [factor, *over(stepper, below)]  # medians may be of different rounds
+        spread = min(steps), max(steps), total, min(ratios), max(ratios)
+        found.append(Rung(name, changes, stepper.rate(), factor, *spread))
+        below = stepper
     return tuple(found)
 
 
-def changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """Setting → `before → now`, without those that make no difference."""
-    unused = () if now["feed"] == "workers" else ("workers", "prefetch")
-    differing = (name for name, value in now.items() if before.get(name) != value and name not in (*SILENT, *unused))
-    return {name: f"{shown(before.get(name))} → {shown(now[name])}" for name in differing}
+def over(one: Stepper, other: Stepper) -> list[float]:
+    """How much faster one was in each round."""
+    return [a.samples_per_s / b.samples_per_s for a, b in zip(one.turns, other.turns, strict=True)]
 
 
 def padding_of(pack: Pack, plan: Plan) -> list[str]:

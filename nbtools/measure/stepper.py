@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nbtools.data import Feed, Pack, Raw, batches_left, choose, lengths_of, open_feed
+from nbtools.data import Feed, Pack, Raw, batches_left, lengths_of, open_feed
 from nbtools.train import Plan, Task, TaskLike, TrainState, as_task, require_sizes, train_step
 from nbtools.train import device as devices
 
@@ -72,8 +72,8 @@ class Stepper:
     """A model of its own in training, at an lr that moves no weight unless it is `learning`.
 
     feed: one that is open, for several to share; None: the plan's. act: what makes a step; `nbtools.train.attempt`
-    where running out of memory is an answer, and not to be met with smaller micro-batches. Raises TrainError where
-    training could not start.
+    where running out of memory is an answer, and not to be met with smaller micro-batches. ahead: batches that the
+    plan's feed makes ready. Raises TrainError where training could not start.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class Stepper:
         self.state = TrainState(apart(self.task), pack, plan if learning else plan.replace(**STILL), device)
         devices.prepare(plan, device, many_shapes=self.state.card.bucket_by is not None)
         self.feed = feed or open_feed(pack, plan, device)
+        self.ahead = {"resident": 0, "streamed": plan.prefetch}.get(self.feed.name, plan.prefetch * plan.workers)
         self.batches: Iterator[Raw] = self.epochs()
         self.turns: list[Turn] = []
         self.loss: Tensor | float = 0.0  # sum over the samples of the last step
@@ -144,6 +145,13 @@ class Stepper:
         best = best if self.device.type == "cpu" else took / done
         self.turns.append(Turn(samples, took, waited, done, best))
         return self.turns[-1]
+
+    def turn(self, seconds: float) -> Turn:
+        """`advance`, after what the feed made ready while others had their turn: that is not its speed."""
+        if self.ahead:
+            self.advance(steps=self.ahead)
+            self.turns.pop()
+        return self.advance(seconds, 1 + self.ahead)
 
     def warm_up(self, steps: int = 3) -> Self:
         """Train for some steps that do not count."""
@@ -202,12 +210,6 @@ def typical(pack: Pack, plan: Plan, number: int = 1) -> list[tuple[np.ndarray, f
     like = [(length, ids) for length, ids in padded if len(ids) == len(whole[0])]
     like.sort(key=lambda each: abs(each[0] - mean))
     return [(ids, len(ids) * length / mean) for length, ids in like[:number]]
-
-
-def made_ready(plan: Plan, pack: Pack, device: torch.device) -> int:
-    """Batches that a plan's feed prepares while others have their turn: trained first, they are not its speed."""
-    name, _ = choose(pack, plan, device)
-    return {"resident": 0, "streamed": plan.prefetch}.get(name, plan.prefetch * plan.workers)
 
 
 def finish(device: torch.device) -> None:

@@ -14,7 +14,7 @@ import torch
 from nbtools.data import Feed, Pack, cores
 from nbtools.measure import memory
 from nbtools.measure.profile import LEAST_ROUNDS, ROUNDS, Bench, StepProfile, Tried
-from nbtools.measure.stepper import EAGER, Clock, Stepper, made_ready, untouched
+from nbtools.measure.stepper import EAGER, Clock, Stepper, untouched
 from nbtools.train import Diverged, Plan, TaskLike
 from nbtools.train import device as devices
 
@@ -152,7 +152,7 @@ class Change:
         if self.stepper is None or self.failed:
             return
         with self.watched():
-            self.stepper.advance(seconds, steps=steps_of(self.stepper))
+            self.stepper.turn(seconds)
             if self.stepper.lost:
                 raise Diverged(f"the loss became {float(self.stepper.loss)}", (0, self.stepper.state.step))
 
@@ -191,15 +191,10 @@ def try_out(run: Stepper, changes: Sequence[dict[str, Any]], seconds: float, ste
             if k >= LEAST_ROUNDS and run.clock() - start > 2 * seconds:
                 break
             each = seconds / ROUNDS / (1 + len(trials))
-            run.advance(each, steps=steps_of(run))
+            run.turn(each)
             for trial in trials:
                 trial.advance(each)
     return tuple(found for trial in trials for found in trial.result())
-
-
-def steps_of(stepper: Stepper) -> int:
-    """Steps of a turn that outlasts what the feed made ready while others had theirs."""
-    return 1 + 2 * made_ready(stepper.plan, stepper.pack, stepper.device)
 
 
 def begun(
