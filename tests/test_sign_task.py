@@ -260,6 +260,9 @@ def test_each_augmentation_changes_training_batches_alike_in_any_batch_and_nothi
     torch.testing.assert_close(changed["x"][3, :frames], b["x"][0, :frames], atol=1e-5, rtol=1e-4)
     assert torch.equal(changed["mask"][3, :frames], b["mask"][0, :frames])
     assert not changed["mask"][3, frames:].any()
+    noise = torch.where(raw["mask"].repeat_interleave(2, 2), raw["x"], 9.0)
+    blind = sign.batch({**raw, "x": noise}, plan, Draws(1, 0, raw["id"]))
+    torch.testing.assert_close(blind["x"], changed["x"], atol=1e-5, rtol=1e-4, msg="what is not seen says nothing")
 
 
 def test_a_warped_clip_keeps_its_ends_and_its_order():

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from nbtools import disk
 from nbtools.errors import PackError
@@ -29,7 +31,9 @@ COLUMNS = ("file", "gloss", "cat")
 NAMES = ("gloss_id", "label", "cat_id", "category")
 ID = re.compile("[0-9]{1,4}")  # a mistyped id must not make a network of a billion outputs
 
+T = TypeVar("T")
 Ids = tuple[int, int]  # (gloss, category)
+Named = tuple[int, str, int, str]  # gloss, its name, category, its name
 
 
 @dataclass(frozen=True)
@@ -95,38 +99,51 @@ def folded(cells: Iterable[str]) -> list[str]:
     return [cell.strip().strip('"').casefold() for cell in cells]
 
 
-def read_table(data: bytes, name: str, columns: Sequence[str]) -> Iterator[tuple[str, list[str] | Row]]:
-    """(`train/labels.csv:14`, the cells of these columns, or what is wrong with the row) of each row of a CSV file.
-    Raises Refused for one without these columns."""
-    table = list(csv_rows(data, name))
+def read_table(
+    data: bytes, name: str, columns: Sequence[str], parse: Callable[..., T]
+) -> tuple[list[tuple[str, T]], list[Row]]:
+    """([(`train/labels.csv:14`, parse(*cells of these columns)), …] of a CSV file's rows, what is wrong with these or
+    with the file); parse raises Refused."""
+    found, rows = [], []
+    try:
+        table = list(csv_rows(data, name))
+    except Refused as refusal:
+        return [], [refusal.row]
     head = folded(table[0][1]) if table else []
     if missing := [column for column in columns if column not in head]:
         rule, fix = f"a list has the columns {', '.join(columns)}", f"write {','.join(columns)} as the first line"
-        raise Refused(Row(", ".join(missing), rule, ",".join(head)[:60] or "an empty file", fix, file=name))
+        return [], [Row(", ".join(missing), rule, ",".join(head)[:60] or "an empty file", fix, file=name)]
     for line, cells in table[1:]:
-        where, rule = f"{name}:{line}", "a row has as many cells as the first line"
-        if len(cells) != len(head):
-            yield where, Row("", rule, f"{len(cells)} of {len(head)}", "quote a name that holds a comma", file=where)
-        else:
-            yield where, [cells[head.index(column)].strip() for column in columns]
+        try:
+            if len(cells) != len(head):
+                rule, fix = "a row has as many cells as the first line", "quote a name that holds a comma"
+                raise Refused(Row("", rule, f"{len(cells)} of {len(head)}", fix))
+            found.append((f"{name}:{line}", parse(*(cells[head.index(column)].strip() for column in columns))))
+        except Refused as refusal:
+            rows.append(refusal.row.at(f"{name}:{line}"))
+    return found, rows
 
 
-def read_reference(folder: Path, names: Iterable[str]) -> tuple[list[tuple[int, str, int, str]], list[Row]]:
-    """((gloss, its name, category, its name), …), and a warning where that cannot be read: names are for people."""
+def read_reference(folder: Path, names: Iterable[str]) -> tuple[list[Named], list[Row]]:
+    """The names of the ids, and a warning where these cannot be read: they are for people."""
     name = next((name for name in names if PurePosixPath(name).name.lower() == REFERENCE), None)
     if name is None:
         return [], []
-    found = []
-    try:
-        for where, cells in read_table((folder / name).read_bytes(), name, NAMES):
-            if isinstance(cells, Row):
-                raise Refused(cells)
-            gloss, label, cat, category = cells
-            found.append((id_in("gloss_id", gloss, where), label, id_in("cat_id", cat, where), category))
-    except Refused as refusal:
-        fix = f"{refusal.row.fix}; until then ids are shown"
-        return [], [replace(refusal.row, fix=fix, severity=WARNING, file=name)]
-    return found, []
+    found, rows = read_table((folder / name).read_bytes(), name, NAMES, named)
+    if rows:
+        return [], [replace(rows[0], fix=f"{rows[0].fix}; until then ids are shown", severity=WARNING, file=name)]
+    return [value for _, value in found], []
+
+
+def named(gloss: str, label: str, cat: str, category: str) -> Named:
+    return id_in("gloss_id", gloss), label, id_in("cat_id", cat), category
+
+
+def id_in(column: str, cell: str) -> int:
+    if not ID.fullmatch(cell):
+        fix = "write its id, and names into labels_reference.csv"
+        raise Refused(Row(column, f"{column} is a whole number from 0 to 9999", cell or "nothing", fix))
+    return int(cell)
 
 
 def match(lists: Mapping[str, bytes], clips: Sequence[str]) -> tuple[dict[str, Ids], list[Row]]:
@@ -134,16 +151,10 @@ def match(lists: Mapping[str, bytes], clips: Sequence[str]) -> tuple[dict[str, I
     said: dict[str, dict[Ids, str]] = defaultdict(dict)  # clip → label → the first row that says so
     rows = []
     for name, data in lists.items():
-        index = index_of(name, clips)
-        try:
-            for where, cells in read_table(data, name, COLUMNS):
-                try:
-                    clip, ids = read_row(cells, where, index)
-                    said[clip].setdefault(ids, where)
-                except Refused as refusal:
-                    rows.append(refusal.row)
-        except Refused as refusal:
-            rows.append(refusal.row)
+        found, broken = read_table(data, name, COLUMNS, partial(labelled, index_of(name, clips)))
+        rows += broken
+        for where, (clip, ids) in found:
+            said[clip].setdefault(ids, where)
     labels = {clip: next(iter(found)) for clip, found in said.items() if len(found) == 1}
     for found in said.values():
         (first, where), *others = found.items()
@@ -161,28 +172,18 @@ def match(lists: Mapping[str, bytes], clips: Sequence[str]) -> tuple[dict[str, I
     return labels, rows
 
 
-def read_row(cells: list[str] | Row, where: str, index: Mapping[str, list[str]]) -> tuple[str, Ids]:
-    """(clip, label) of a row. Raises Refused for what is wrong with it."""
-    if isinstance(cells, Row):
-        raise Refused(cells)
-    file, gloss, cat = cells
-    ids = id_in("gloss", gloss, where), id_in("cat", cat, where)
+def labelled(index: Mapping[str, list[str]], file: str, gloss: str, cat: str) -> tuple[str, Ids]:
+    """(clip, label) of a row. Raises Refused for an id that is none, and unless the file means one clip."""
+    ids = id_in("gloss", gloss), id_in("cat", cat)
     name = PurePosixPath(file.replace("\\", "/")).as_posix()
     some = index.get(name[: -len(CLIP)] if name.lower().endswith(CLIP) else name, [])
     if not some:
         fix = "correct the name, copy the clip too, or delete the row"
-        raise Refused(Row("file", "the clip of a row is there", file or "nothing", fix, file=where))
+        raise Refused(Row("file", "the clip of a row is there", file or "nothing", fix))
     if len(some) > 1:
         came, fix = f"{file}: {', '.join(some[:3])}", "write its folder too, as train/CLIP"
-        raise Refused(Row("file", "a name means one clip", came, fix, file=where))
+        raise Refused(Row("file", "a name means one clip", came, fix))
     return some[0], ids
-
-
-def id_in(column: str, cell: str, where: str) -> int:
-    if not ID.fullmatch(cell):
-        fix = "write its id, and names into labels_reference.csv"
-        raise Refused(Row(column, f"{column} is a whole number from 0 to 9999", cell or "nothing", fix, file=where))
-    return int(cell)
 
 
 def index_of(name: str, clips: Iterable[str]) -> dict[str, list[str]]:
