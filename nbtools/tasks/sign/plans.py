@@ -122,14 +122,11 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
 
 def for_transformer(card: Card) -> dict[str, tuple[Any, str]]:
     """Keypoints. Measured on one core of a Xeon (AVX-512) with 160 clips of ten signs, 30 frames each; twice the batch
-    on two cores of an EPYC: 1.02× (0.84–1.38, n = 7) the clips per second."""
+    on one thread of a two-core EPYC: 1.02× (0.84–1.38, n = 7) the clips per second."""
     epochs = epochs_for(card, SHOWN * len(card.classes), least=10)
     return {
         "network": ("transformer", "there are keypoints"),
-        "batch_size": (
-            at_most(16, card),
-            "many small steps for a small set; on a CPU twice as much is 1.02× as fast (measured)",
-        ),
+        "batch_size": (at_most(16, card), "many small steps; on a CPU twice as much is 1.02× as fast (measured)"),
         "lr": (5e-4, "with warmup and cosine; twice as much is no better (measured)"),
         "epochs": (epochs, f"{SHOWN} clips a gloss in all, from 10 to 200 epochs"),
         "warmup_epochs": (round(epochs * 0.1, 1), f"10 % of the run, {THUMB}"),
