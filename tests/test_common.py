@@ -100,21 +100,16 @@ def test_greedy_decoding_merges_repeats_drops_blanks_and_ends_with_the_sample():
 
 
 @pytest.mark.parametrize(
-    ("name", "split"),
+    ("split", "names"),
     [
-        ("train/a.png", "train"),
-        ("Validation/x/a.png", "val"),
-        ("test/train/a.png", "train"),
-        ("HWDB2.0Test.zip/001-P16.dgrl#3", "test"),
-        ("FSL105_val/clip.npz", "val"),
-        ("testing-1/a.png", "test"),
-        ("contest/a.png", None),
-        ("trainers/a.png", None),
-        ("train.png", None),
+        ("train", ["train/a.png", "test/train/a.png"]),
+        ("val", ["Validation/x/a.png", "FSL105_val/clip.npz"]),
+        ("test", ["HWDB2.0Test.zip/001-P16.dgrl#3", "testing-1/a.png"]),
+        (None, ["contest/a.png", "trainers/a.png", "train.png"]),
     ],
 )
-def test_the_nearest_folder_that_names_a_split_gives_it(name, split):
-    assert files.split_of(name) == split
+def test_the_nearest_folder_that_names_a_split_gives_it(split, names):
+    assert {files.split_of(name) for name in names} == {split}
 
 
 def test_all_files_are_listed_but_those_that_systems_leave_behind(tmp_path):
@@ -124,15 +119,13 @@ def test_all_files_are_listed_but_those_that_systems_leave_behind(tmp_path):
     assert files.walk(tmp_path) == ["a-1/d", "a/c.txt", "b.png"]
 
 
-@pytest.mark.parametrize(("mode", "colour"), [("RGBA", (0, 0, 0, 0)), ("LA", (0, 0)), ("P", 0)])
-def test_hidden_colours_of_transparent_pixels_do_not_show(tmp_path, mode, colour):
-    path = tmp_path / "clear.png"
-    image = Image.new(mode, (4, 4), colour)
-    image.info |= {"transparency": 0} if mode == "P" else {}
-    image.save(path)
-    for wanted in ("RGB", "L"):
-        with files.open_image(path) as image:
-            assert np.asarray(files.on_white(image, wanted)).min() == 255
+def test_hidden_colours_of_transparent_pixels_do_not_show(tmp_path):
+    for mode, colour in (("RGBA", (0, 0, 0, 0)), ("LA", (0, 0)), ("P", 0)):
+        image = Image.new(mode, (4, 4), colour)
+        image.save(tmp_path / "clear.png", **({"transparency": 0} if mode == "P" else {}))
+        for wanted in ("RGB", "L"):
+            with files.open_image(tmp_path / "clear.png") as image:
+                assert np.asarray(files.on_white(image, wanted)).min() == 255
 
 
 @pytest.mark.parametrize(
@@ -279,21 +272,16 @@ def test_pictures_fill_their_column_or_the_height_and_have_captions():
     wide, tall, grey = np.zeros((10, 100, 3), np.uint8), np.zeros((400, 100, 3), np.uint8), np.zeros((50, 50), np.uint8)
     pictures = [figures.Picture(wide, "a" * 200), figures.Picture(tall, remark="tall"), figures.Picture(grey, "$x$")]
     sheet, axes, boxes = figures.gallery(pictures, columns=2, below=30)
-    assert [(box.width, box.height) for box in boxes] == [(588, 59), (85, 340), (340, 340)]
-    assert [(box.left, box.top) for box in boxes] == [(8, 22), (604, 22), (8, 384)]
-    assert [image.get_extent() for image in axes.images][1] == [604, 689, 362, 22]
+    assert [(box.left, box.top, box.width, box.height) for box in boxes] == [
+        *((8, 22, 588, 59), (604, 22, 85, 340), (8, 384, 340, 340))
+    ]
     assert sheet.get_size_inches()[1] * 100 == 340 + 22 + 340 + 22 + 8 + 30
     texts = [text.get_text() for text in axes.texts]
     assert "…" in texts[0]
     assert {"tall", "$x$"} <= set(texts)
     assert sheet._repr_png_()  # a formula or a missing glyph would raise
-
-
-def test_where_there_is_nothing_to_draw_a_notebook_shows_a_sentence_and_no_empty_strip():
     shown, _ = DisplayFormatter().format(figures.blank())
     assert shown == {"text/plain": "No samples to show: the list of ids is empty."}
-    assert figures.judged("a", None) == ("a", "black")
-    assert figures.judged("a", "b") == ("a ≠ b", figures.WRONG)
 
 
 def test_the_font_with_most_of_the_missing_characters_is_the_fallback_and_broken_ones_are_passed_over(tmp_path):

@@ -16,6 +16,7 @@ from nbtools.data import Card, Draws, collate
 from nbtools.data.pack import Column
 from nbtools.errors import PlanError
 from nbtools.measure import Machine, decide
+from nbtools.run import Run
 from nbtools.tasks import segment
 from nbtools.tasks.segment import BASELINE, PLAN, Plan
 from nbtools.train import TrainState, evaluation
@@ -253,6 +254,18 @@ def test_evaluations_while_training_are_single_passes_and_the_last_has_all_scale
     full = plan.replace(eval_full=True)
     assert full.while_training() == full
     assert not evaluation.is_partial(full, 100)
+
+
+def test_a_run_predicts_with_the_scales_and_mirror_images_of_its_plan(pack, tmp_path):
+    plan = Plan(network="slim", eval_scales=(0.5, 1.0), eval_flip=True)
+    torch.manual_seed(0)
+    model, raw = segment.model(pack, plan).eval(), raw_batch(pack, pack.ids("val")[:1])
+    nn.init.normal_(dict(model.named_parameters())["head.classify.weight"])
+    [answer] = Run(tmp_path, segment, pack.card, plan).decoded(model, raw)
+    with torch.no_grad():
+        batch = segment.batch(raw, plan, None)
+        assert np.array_equal(answer, segment.decode(segment.infer(model, batch, plan), pack)[0])
+        assert not np.array_equal(answer, segment.decode(model(batch), pack)[0])
 
 
 # Plans
