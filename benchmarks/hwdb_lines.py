@@ -54,7 +54,7 @@ def trained(folder: Path, source: Path, name: str, title: str, **knobs: Any) -> 
     """Pack, train by the rules' plan, and write a receipt with the curve beside it."""
     pack = hwdb.pack(source, height=HEIGHT, into=folder / f"{name}.pack", progress=False)
     advice = nb.advise(hwdb, pack, measure=False)
-    print(hwdb.report(pack), advice, sep="\n\n")
+    print(hwdb.report(pack).to_string(), advice, sep="\n\n")
     clock, cpu = time.monotonic(), time.process_time()
     run = nb.fit(hwdb, pack, advice.plan.replace(**knobs), run=folder / name, receipt=False)
     minutes, cpu_minutes = (time.monotonic() - clock) / 60, (time.process_time() - cpu) / 60

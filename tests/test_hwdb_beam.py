@@ -13,7 +13,7 @@ from nbtools.tasks import hwdb
 from nbtools.tasks.common import ctc
 from nbtools.tasks.hwdb import NGram, peaks_of, search, tune
 from nbtools.tasks.hwdb.decode import find_peaks
-from nbtools.tasks.hwdb.language_model import ARRAYS, FALLBACK
+from nbtools.tasks.hwdb.language_model import FALLBACK
 from tests.packs import pack_of
 
 UNKNOWN = "\ufffd"
@@ -98,7 +98,7 @@ def slow_beam(log_probs, classes, lm, width, alpha, beta, candidates, least):
 
 
 def beam(log_probs, steps, classes, lm=None, width=10, alpha=0.4, beta=0.0, **limits):
-    return search(find_peaks(log_probs, steps, **limits), classes, lm, width, alpha, beta)
+    return search(find_peaks(log_probs, torch.as_tensor(steps), **limits), classes, lm, width, alpha, beta)
 
 
 def answers(rng, steps, lines, classes, peak=2.0):
@@ -123,15 +123,6 @@ def spelled(lm, text):
 
 
 # The language model
-
-
-@pytest.mark.parametrize("order", [2, 3, 5])
-def test_the_probabilities_of_what_can_follow_any_context_sum_to_1(order):
-    lm = NGram.train(lines_of(np.random.default_rng(order), "abcdefgh", 200), "abcdefghxyz", order)
-    states, symbols = np.indices((len(lm.back_off), len(lm.classes) + 1))
-    found = np.exp(lm.step(states.ravel(), symbols.ravel())[0]).reshape(states.shape)
-    np.testing.assert_allclose(found.sum(1), 1, atol=1e-6)
-    assert (found > 0).all()  # nothing is impossible: x, y and z never occur in the text
 
 
 @pytest.mark.parametrize(("order", "count"), [(2, 300), (3, 300), (4, 300), (3, 5)])
@@ -160,7 +151,8 @@ def test_thousands_of_classes_do_not_mix_up_contexts():
 
 
 def same(one, other):
-    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in ARRAYS)
+    names = ("keys", "shorter", "log_probs", "back_off")
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
 
 
 def test_a_file_a_byte_order_mark_and_blank_lines_change_nothing(tmp_path, monkeypatch):
@@ -179,12 +171,6 @@ def test_other_characters_are_the_unknown_class_or_left_out():
     assert same(NGram.train(["aXb"], "ab"), NGram.train(["ab"], "ab"))
 
 
-def test_a_saved_model_comes_back_bit_for_bit(tmp_path):
-    lm = NGram.train(lines_of(np.random.default_rng(0), "数学中文", 50), ["数", "学", "中", "文", UNKNOWN])
-    again = NGram.load(lm.save(tmp_path / "lm.npz"))
-    assert (again.order, again.classes, same(again, lm)) == (3, lm.classes, True)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -193,32 +179,13 @@ def test_a_saved_model_comes_back_bit_for_bit(tmp_path):
         (lambda path: NGram.train(path / "none.txt", "ab"), "none.txt: .*, got No such file.*; name a readable text"),
         (lambda _: NGram.train(["ab"], "ab", 1), "order must be a whole number from 2 to 8, got 1"),
         (lambda _: NGram.train(["ab"], ["a", "bb"]), "single characters"),
-        (lambda path: NGram.load(path / "none.npz"), "none.npz: not a language model"),
     ],
 )
-def test_what_cannot_be_trained_or_loaded_says_why(tmp_path, call, message):
+def test_what_cannot_be_counted_says_why(tmp_path, call, message):
     (tmp_path / "empty.txt").write_bytes(b"\n \n\r\n")
     (tmp_path / "gb.txt").write_bytes("中文".encode("gb18030"))
     with pytest.raises(PackError, match=message):
         call(tmp_path)
-
-
-def test_a_damaged_file_of_a_model_is_refused_by_its_name(tmp_path):
-    lm, path, rng = NGram.train(["abcab", "bca"], "abc"), tmp_path / "lm.npz", np.random.default_rng(0)
-    whole, refused = lm.save(path).read_bytes(), 0
-    for _ in range(200):
-        content = bytearray(whole)
-        content[rng.integers(len(whole))] ^= int(rng.integers(1, 256))
-        path.write_bytes(content)
-        try:
-            assert same(NGram.load(path), lm)  # a byte that nothing depends on, such as a date
-        except PackError:
-            refused += 1
-    assert refused > 100
-    for content in (whole[:-1], b"", b"GIF89a"):
-        path.write_bytes(content)
-        with pytest.raises(PackError, match=r"lm\.npz: not a language model of this nbtools"):
-            NGram.load(path)
 
 
 # The search
@@ -247,23 +214,12 @@ def test_a_beam_adds_up_ways_where_greedy_takes_the_best_one():
     assert beam(log_probs, [2], "a") == ["a"]
 
 
-@pytest.mark.parametrize(
-    ("text", "frames"), [("aa", [1, 0, 1]), ("a", [1, 1]), ("aba", [1, 2, 1]), ("", [0, 0]), ("", [])]
-)
-def test_clear_answers_are_read_as_ctc_spells_them(text, frames):
-    log_probs = torch.full((4, 1, 3), -20.0)
-    for t, c in enumerate(frames):
-        log_probs[t, 0, c] = 0
-    assert beam(log_probs, torch.tensor([len(frames)]), "ab") == [text]
-
-
-def test_logits_ndarrays_half_precision_and_batches_give_the_same_texts():
+def test_logits_half_precision_and_batches_give_the_same_texts():
     rng = np.random.default_rng(1)
     log_probs, steps = answers(rng, 12, 100, 8, 4.0).float(), torch.tensor(rng.integers(0, 13, 100))
     classes = "abcdefg"
     lm = NGram.train(lines_of(rng, classes, 50), classes)
     whole = beam(log_probs, steps, classes, lm)  # more lines than are searched together
-    assert beam(log_probs.numpy(), steps.numpy(), classes, lm) == whole
     assert beam(log_probs + torch.randn(12, 100, 1), steps, classes, lm) == whole  # logits
     assert [beam(log_probs[:, i : i + 1], steps[i : i + 1], classes, lm)[0] for i in range(100)] == whole
     half = log_probs.bfloat16()
@@ -276,7 +232,7 @@ def test_frames_without_a_likely_character_are_skipped_and_still_part_repeats():
     log_probs = torch.full((7, 1, 3), 1e-7)
     log_probs[[0, 4], 0, 1] = 1.0
     log_probs[[1, 2, 3, 5, 6], 0, 0] = 1.0
-    [peaks] = find_peaks(log_probs.log(), [7])
+    [peaks] = find_peaks(log_probs.log(), torch.tensor([7]))
     assert (len(peaks.blank), peaks.gap.tolist()) == (2, [False, True])
     assert search([peaks], "ab") == ["aa"]
 
@@ -296,20 +252,15 @@ def test_alpha_and_beta_weigh_the_language_and_the_length_and_where_a_line_may_e
     [
         (lambda p: beam(p, [3, 3], "ab", width=0), "width must be ≥ 1"),
         (lambda p: beam(p, [3, 3], "ab", alpha=-1), "alpha ≥ 0"),
-        (lambda p: beam(p, [3, 3], "ab", candidates=0), "candidates must be ≥ 1"),
         (lambda p: beam(p, [3, 3], "ab", NGram.train(["b"], "ba")), "train it with the pack's classes"),
         (lambda p: beam(p, [3, 3], "abc"), "3 classes, the answers have 2"),
-        (lambda p: beam(p, [3], "ab"), r"\(4, 2, 3\) and \(1,\)"),
-        (lambda p: beam(p, [3, 5], "ab"), "steps must be from 0 to T = 4, got 3 to 5"),
         (lambda p: beam(p * math.nan, [0, 3], "ab"), "line 1 at step 0"),
     ],
 )
 def test_what_cannot_be_searched_is_refused_with_the_rule(call, message):
     with pytest.raises(NbtoolsError, match=message) as caught:
         call(torch.zeros(4, 2, 3))
-    assert isinstance(caught.value, PlanError) == any(
-        word in message for word in ("width", "alpha", "beta", "cand", "least", "train")
-    )
+    assert isinstance(caught.value, PlanError) == any(word in message for word in ("width", "alpha", "train"))
 
 
 # A pack's lines, and the weights
@@ -379,7 +330,10 @@ def test_an_unknown_character_of_the_truth_is_an_error_whatever_is_read(drawn):
     log_probs = torch.full((1, 1, 6), -20.0)
     log_probs[0, 0, 5] = 0
     lm = NGram.train([UNKNOWN, "a"], classes)
-    assert tune(find_peaks(log_probs, [1]), [UNKNOWN], classes, lm, alphas=[0], betas=[0]).table.loc[0, 0] == 100
+    assert (
+        tune(find_peaks(log_probs, torch.tensor([1])), [UNKNOWN], classes, lm, alphas=[0], betas=[0]).table.loc[0, 0]
+        == 100
+    )
     assert beam(log_probs, [1], classes) == [UNKNOWN]
 
 

@@ -1,7 +1,6 @@
 """`.dgrl` and `.dgr`: files made by hand from the published table, not by the writer of the demo."""
 
 import contextlib
-import mmap
 import random
 import struct
 import tracemalloc
@@ -173,16 +172,6 @@ def test_a_page_of_the_demo_is_the_file_made_by_hand():
 
 
 # Reading costs a line, not a page
-
-
-def test_lines_are_read_from_anything_that_holds_bytes_and_outlive_it(tmp_path):
-    data = some_page(random.Random(5), 1, 6)
-    (tmp_path / "page.dgrl").write_bytes(data)
-    with open(tmp_path / "page.dgrl", "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        images = read(mapped)
-    for (text, image), (same, other) in zip(images, read(memoryview(data)), strict=True):  # the map is closed
-        assert text == same
-        np.testing.assert_array_equal(image, other)
 
 
 def test_locating_lines_and_reading_one_costs_that_line_not_the_page():

@@ -285,10 +285,6 @@ def test_a_damaged_or_hostile_archive_is_refused_by_its_name_and_the_entrys(tmp_
     [row] = made.bad.to_dict("records")
     assert row["file"] == "train/b.png"
     assert re.match(r"all\.zip: entry 'train/b\.png' is damaged: .*CRC", row["value"])
-    whole = tarred(raw, tmp_path / "all.tar").read_bytes()
-    (tmp_path / "all.tar").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ArchiveError, match=r"all\.tar: entry '\./.*' is damaged"):
-        packed(tmp_path / "all.tar")
     (raw / "link.dgrl").symlink_to("/etc/passwd")
     with pytest.raises(ArchiveError, match=r"in\.tar: entry './link\.dgrl' is a link"):
         packed(tarred(raw, tmp_path / "folder" / "in.tar").parent)

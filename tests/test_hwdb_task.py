@@ -320,7 +320,9 @@ def test_a_line_without_room_for_its_text_is_left_out_and_counted():
     logits.grad = None
     found, count = hwdb.loss(lambda _: (logits, torch.full((5,), -1)), batch, hwdb.PLAN)  # nothing but such lines
     found.backward()
-    assert (found.item(), count.item(), logits.grad.tolist()) == (0, 0, torch.zeros_like(logits).tolist())
+    assert (found.item(), count.item()) == (0, 0)
+    assert logits.grad is not None
+    assert not logits.grad.any()
 
 
 # metrics and decoding

@@ -57,26 +57,15 @@ class Peaks:
 
 
 @torch.no_grad()
-def find_peaks(
-    log_probs: Tensor | np.ndarray,
-    steps: Tensor | np.ndarray | Sequence[int],
-    candidates: int = CANDIDATES,
-    least: float = LEAST,
-) -> list[Peaks]:
+def find_peaks(scores: Tensor, steps: Tensor, candidates: int = CANDIDATES, least: float = LEAST) -> list[Peaks]:
     """The best classes of each frame: at most `candidates`, none less probable than `least`; frames without any are
     left out, as blanks.
 
     What is left out counts as impossible, so no text's probability is off by more than what was left out, summed over
-    the frames. log_probs (T, B, C) or logits, any float type and device; only the best ones leave the device.
+    the frames; the search is exact where candidates, least and width leave nothing out. scores (T, B, C): logits or
+    log-probabilities, any float type and device; only the best ones leave the device. steps (B,) of each line. Raises
+    NbtoolsError on scores that are no numbers.
     """
-    scores, steps = torch.as_tensor(log_probs), torch.as_tensor(steps).cpu()
-    if scores.ndim != 3 or scores.shape[2] < 2 or not len(scores) or steps.shape != scores.shape[1:2]:
-        shapes = f"{tuple(scores.shape)} and {tuple(steps.shape)}"
-        raise NbtoolsError(f"beam: log_probs must be (T, B, 1 + classes) and steps (B,), got {shapes}")
-    if len(steps) and not 0 <= steps.min() <= steps.max() <= len(scores):
-        raise NbtoolsError(f"beam: steps must be from 0 to T = {len(scores)}, got {steps.min()} to {steps.max()}")
-    if candidates < 1 or not 0 <= least < 1:
-        raise PlanError(f"beam: candidates must be ≥ 1 and least in [0, 1), got {candidates} and {least}")
     found = []
     for frame in scores:  # (B, C): one at a time stays in a CPU's cache
         total = frame.float().logsumexp(1, keepdim=True)
@@ -88,7 +77,7 @@ def find_peaks(
         if np.isnan(blank[line, :count]).any():
             frame = np.isnan(blank[line, :count]).argmax()
             raise NbtoolsError(
-                f"beam: log_probs of line {line} at step {frame} are no numbers; look for NaN in the weights"
+                f"beam: the answer for line {line} at step {frame} is no number; look for NaN in the weights"
             )
         usable = best[line, :count] >= (math.log(least) if least else LOWEST)  # (T, K)
         frames = np.flatnonzero(usable.any(1))

@@ -11,18 +11,15 @@ Q queries at once, V = classes + 1.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Self
-from zipfile import BadZipFile
 
 import numpy as np
 
-from nbtools import disk
 from nbtools.data import drive_path
 from nbtools.errors import PackError
 from nbtools.table import plural
@@ -30,7 +27,6 @@ from nbtools.tasks.common.files import read_text
 from nbtools.tasks.common.labels import characters
 from nbtools.tasks.hwdb.formats import UNKNOWN
 
-ARRAYS = ("keys", "shorter", "log_probs", "back_off")
 ORDERS = (2, 8)
 FALLBACK = (0.5, 1.0, 1.5)  # discounts where a text is too small to estimate them: KenLM's --discount_fallback
 
@@ -102,26 +98,6 @@ class NGram:
             before = np.full(back - 1, self.end)
             states = self.step(states, np.concatenate([before, symbols[: len(symbols) - back]])[: len(states)])[1]
         return math.exp(-self.step(states, symbols[1:])[0].mean())
-
-    def save(self, path: str | Path) -> Path:
-        """Write one .npz file, 20 bytes an n-gram. Raises DiskError."""
-        content = io.BytesIO()
-        arrays = {name: getattr(self, name) for name in ARRAYS}
-        np.savez(content, order=np.array(self.order), classes=np.array(self.classes), **arrays)
-        with disk.explained("writing a language model", Path(path)):
-            return disk.write_atomic(Path(path), content.getvalue())
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """What `save` wrote; a zip file has checksums. Raises PackError for any other file."""
-        try:
-            with np.load(io.BytesIO(Path(path).read_bytes())) as file:
-                order, classes = int(file["order"]), tuple(file["classes"].tolist())
-                return cls(order, classes, *(file[name] for name in ARRAYS))
-        except (OSError, ValueError, LookupError, TypeError, EOFError, BadZipFile, NotImplementedError) as error:
-            raise PackError(
-                f"{path}: not a language model of this nbtools ({error}); copy the file again, or train it again"
-            ) from None
 
     def __repr__(self) -> str:
         return (
