@@ -194,6 +194,16 @@ def test_a_setting_changed_in_the_step_of_the_stop_acts_and_is_marked_when_the_r
     assert sizes[0] == 8
 
 
+def test_a_change_wanted_amid_a_step_waits_for_the_next(pack):
+    """As from a widget whose messages another thread handles."""
+    plan = PLAN.replace(schedule="constant", warmup_epochs=0)
+    task = acting({3: lambda: setattr(state, "plan", plan.replace(lr=1000.0))})
+    state = nb.TrainState(task, pack, plan)
+    records = nb.train(task, state, pack)
+    rows = [next(records) for _ in range(5)]
+    assert [row.values.get("lr", row.kind) for row in rows] == [0.01, 0.01, 0.01, "change", 1000.0]
+
+
 def test_the_plan_of_a_run_has_two_homes_what_is_wanted_and_what_is_applied(pack, tmp_path, monkeypatch):
     """Whoever else needs it reads it there; the advised one, presets and those to undo to are others."""
     panel, homes, listen = nb.Panel(PLAN), [], Surface.listen

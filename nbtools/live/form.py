@@ -100,7 +100,7 @@ class Form:
         }
         self.confirm = button("", panel.insist, "Apply it anyway", "exclamation-triangle")
         self.summary, self.offered = markup(), markup()
-        self.top = bar([*self.presets.values(), self.summary, self.confirm], margin="0 0 6px")
+        self.top = bar([*self.presets.values(), self.confirm, self.summary], margin="0 0 6px")
         self.offered.layout.flex = "0 1 auto"
         self.offers = {rule: button("", partial(panel.follow, rule), why) for rule, (_, why) in OFFERS.items()}
         self.offer_row = bar([self.offered, *self.offers.values()], margin="0 0 6px 184px")

@@ -151,7 +151,7 @@ class Climb(Stepper):
         """One optimizer step with this lr; its mean loss, nan where fp16 finds no scale. A step that fp16 leaves out is
         made again on the next batch, and its loss does not count. Reading the loss waits for the device."""
         state = self.state
-        state.plan = self.plan.replace(lr=lr)
+        state.plan = state.applied = self.plan.replace(lr=lr)
         for _ in range(MOST_SKIPS):
             before = state.position.skipped
             loss = self.mean_loss()

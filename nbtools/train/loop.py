@@ -140,7 +140,7 @@ def rates(state: TrainState, samples: int, seconds: float, waited: float) -> dic
     seconds = max(seconds, 1e-9)
     return {
         "lr": state.position.lr,
-        "batch_size": state.plan.batch_size,
+        "batch_size": state.applied.batch_size,
         "samples_per_s": samples / seconds,
         "data_wait": waited / seconds,
         **memory(state.device),

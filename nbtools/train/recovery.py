@@ -40,7 +40,7 @@ def train_step(state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, 
     other numbers, and BatchNorm's statistics count some samples twice.
     """
     elements, kept = sum(tensor.numel() for tensor in raw.values()), None
-    proven = state.proven[0] is state.plan and elements <= state.proven[1]
+    proven = state.proven[0] is state.applied and elements <= state.proven[1]
     if not proven:
         state.capture_rng()
         kept, _ = within_memory(lambda: buffers(state))
@@ -49,7 +49,7 @@ def train_step(state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, 
         done, reason = within_memory(lambda: act(state, raw, epoch_size))
         if done is not None:
             if not proven:
-                state.proven = state.plan, elements
+                state.proven = state.applied, elements
             return done
         halve(state, len(raw["id"]), reason)
         if not proven:
@@ -109,7 +109,7 @@ def first_bad(state: TrainState, raw: Batch, loss_sum: Tensor) -> str | None:
 
     Under fp16 gradients that overflow are how the scaler finds its scale: it leaves such steps out by itself.
     """
-    task, plan, model = state.task, state.plan, state.model
+    task, plan, model = state.task, state.applied, state.model
     named = model.named_parameters() if state.scaler is None else ()
     gradients = [(f"gradient of {n}", p.grad) for n, p in named if p.grad is not None]
     if finite(loss_sum) and all(finite(g) for _, g in gradients):

@@ -44,7 +44,7 @@ def differentiate(state: TrainState, raw: Batch) -> tuple[Tensor, Tensor | float
 
 def backward(state: TrainState, raw: Batch, denominator: int | None = None) -> tuple[Tensor, Tensor | float]:
     """Draw, forward and backward of a micro-batch: adds the gradient of sum / denominator (None: its own count)."""
-    task, plan = state.task, state.plan
+    task, plan = state.task, state.applied  # a plan that another thread wants meanwhile waits for the next step
     batch = task.batch(raw, plan, Draws(plan.seed, state.position.epoch, raw["id"]))
     if plan.channels_last:
         batch = {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in batch.items()}
@@ -62,7 +62,7 @@ def backward(state: TrainState, raw: Batch, denominator: int | None = None) -> t
 
 def update(state: TrainState, size: int, epoch_size: int) -> None:
     """Clip, set lr, and update the weights and their moving average, on gradients of a batch of so many samples."""
-    plan, optimizer, position, scaler = state.plan, state.optimizer, state.position, state.scaler
+    plan, optimizer, position, scaler = state.applied, state.optimizer, state.position, state.scaler
     if plan.clip_norm is not None:
         if scaler is not None:
             scaler.unscale_(optimizer)
