@@ -9,7 +9,6 @@ import threading
 import time
 import types
 from collections import namedtuple
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -178,7 +177,8 @@ def copy_late(patch: pytest.MonkeyPatch) -> None:
     to, empty, lock, here = torch.Tensor.to, torch.empty, threading.Lock(), threading.local()
 
     class Event:
-        copies: ClassVar[list] = []
+        def __init__(self):
+            self.copies = []
 
         def record(self, stream):
             self.copies, here.copies = here.copies, []
