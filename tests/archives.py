@@ -8,14 +8,17 @@ import lzma
 import os
 import signal
 import tarfile
+import warnings
 import zipfile
 from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nbtools import disk
+from nbtools import disk, errors
 
 PACKERS = {"tar": bytes, "tar.gz": gzip.compress, "tar.xz": lzma.compress, "tar.bz2": bz2.compress}
 FORMS = (*PACKERS, "zip")
@@ -84,3 +87,27 @@ def kill(name: str, real: Callable[..., Any], args: tuple) -> None:
     if name == "write":
         real(args[0], args[1][: len(args[1]) // 2])
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def forked(job: Callable[..., Any], *args) -> BaseProcess:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+        process = get_context("fork").Process(target=job, args=args)
+        process.start()
+    return process
+
+
+def ended_at(nth: int, fault: Callable[..., Any], job: Callable[..., Any], *args) -> int | None:
+    """How a process ends that does the job with a fault from its nth operation on the disk on: 0: the job was done
+    before; 1: by an error of nbtools; -9: killed."""
+
+    def run() -> None:
+        fault_at(pytest.MonkeyPatch(), nth, fault)
+        try:
+            job(*args)
+        except errors.NbtoolsError:
+            os._exit(1)
+
+    process = forked(run)
+    process.join()
+    return process.exitcode

@@ -1,18 +1,15 @@
 """Packs: every sample of the source or a line that says why not; whole or absent; opened and never decoded twice."""
 
-import multiprocessing
 import os
 import pickle
 import shutil
-import signal
-import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import toy
-from archives import fault_at, full, kill
+from archives import ended_at, forked, full, kill
 from hypothesis import given
 from hypothesis import strategies as st
 from packs import pack_of
@@ -241,42 +238,16 @@ def test_a_folder_of_the_packs_own_is_not_given_to_other_options_or_tasks(place)
     assert os.listdir(place / "full") == ["thesis.tex"]
 
 
-def pack_in_process(source: Path) -> None:
-    torch.set_num_threads(1)
-    assert len(pack(source)) == 40
-
-
-def in_process(job, *args, **more):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
-        process = multiprocessing.get_context("fork").Process(target=job, args=args, kwargs=more)
-        process.start()
-    return process
-
-
-def exit_code(process) -> int | None:
-    process.join()
-    return process.exitcode
-
-
 def test_eight_processes_at_once_make_one_pack(place):
     source = vectors(place / "raw")
-    processes = [in_process(pack_in_process, source) for _ in range(8)]
-    assert [*map(exit_code, processes)] == [0] * 8
+    for process in [forked(pack, source) for _ in range(8)]:
+        process.join()
+        assert process.exitcode == 0
     assert len(reads(place)) == 40
     assert len(published()) == 1
 
 
 # Whole, or resumed
-
-
-def pack_with_fault(nth: int, fault, source: Path, into: Path) -> None:
-    try:
-        calls = fault_at(pytest.MonkeyPatch(), nth, fault)
-        pack(source, into=into)
-        os._exit(0 if {"create", "append", "write", "sync", "rename", "make_folder"} <= set(calls) else 3)
-    except DiskError as error:
-        os._exit(1 if "the disk is full" in str(error) else 2)
 
 
 @pytest.fixture
@@ -285,14 +256,14 @@ def small_chunks(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize(("fault", "code"), [(full, 1), (kill, -signal.SIGKILL)])
+@pytest.mark.parametrize(("fault", "code"), [(full, 1), (kill, -9)])
 def test_a_full_disk_or_a_kill_at_any_operation_publishes_nothing_and_changes_nothing_in_the_pack(place, fault, code):
     source = vectors(place / "raw", 6)
     (source / "3.npy").write_bytes(b"no")
     whole = contents(pack(source, into=place / "whole"))
     for nth in range(200):
         into = place / f"made {nth}"
-        ended = exit_code(in_process(pack_with_fault, nth, fault, source, into))
+        ended = ended_at(nth, fault, partial(pack, into=into), source)
         assert not into.exists() or contents(Pack.open(into)) == whole
         assert contents(pack(source, into=into)) == whole
         if ended == 0:

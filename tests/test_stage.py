@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from archives import archived, fault_at, full, put, tar_bytes, tree, zip_bytes
+from archives import archived, ended_at, forked, full, kill, put, tar_bytes, tree, zip_bytes
 
 import nbtools as nb
 from nbtools import disk, errors
@@ -215,12 +215,6 @@ def test_an_archive_may_stay_one_file_from_which_files_are_read(place, monkeypat
 # Whole or not at all
 
 
-def in_process(job, *arguments):
-    process = multiprocessing.get_context("fork").Process(target=job, args=arguments)
-    process.start()
-    return process
-
-
 def stage_and_note(place: Path, barrier) -> None:
     sources.copy = noted(place, sources.copy)
     barrier.wait()
@@ -232,48 +226,14 @@ def noted(place: Path, copy):
     return lambda *arguments: put(place / f"copy-{os.getpid()}") and copy(*arguments)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_eight_stagers_at_once_cause_one_copy(place):
     put(place / "drive" / "digits.tar", TAR)
     barrier = multiprocessing.get_context("fork").Barrier(8)
-    for process in [in_process(stage_and_note, place, barrier) for _ in range(8)]:
+    for process in [forked(stage_and_note, place, barrier) for _ in range(8)]:
         process.join()
     assert len(list(place.glob("copy-*"))) == 1
     results = [path.read_text() for path in place.glob("result-*")]
     assert results == 8 * [f"{stage('drive:digits.tar')} 3"]
-
-
-def killed_while_copying() -> None:
-    write, left = disk.write, [2]
-
-    def dying(file, data):
-        if not left[0]:
-            write(file, bytes(data[:1000]))
-            os.kill(os.getpid(), 9)
-        left[0] -= 1
-        write(file, data)
-
-    disk.write = dying
-    stage("drive:digits.tar")
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_killed_copy_leaves_a_part_and_is_resumed(place, monkeypatch):
-    data = tar_bytes({"digits/a": os.urandom(3_500_000)})
-    put(place / "drive" / "digits.tar", data)
-    process = in_process(killed_while_copying)
-    process.join()
-    assert process.exitcode == -9
-    assert published(cache()) == []
-    [part] = cache().glob("*.part/*/archive")
-    kept, moved = part.stat().st_size, []
-    assert 2_000_000 < kept < len(data)
-    copy = sources.copy
-    monkeypatch.setattr(sources, "copy", lambda path, part, size, _: copy(path, part, size, moved.append))
-    path = stage("drive:digits.tar")
-    assert moved[0] == kept
-    assert sum(moved) == len(data)
-    assert (path / "a").read_bytes() == data[512:3_500_512]
 
 
 def test_a_mount_that_stops_answering_says_so_and_the_next_call_resumes(place, monkeypatch):
@@ -289,9 +249,11 @@ def test_a_mount_that_stops_answering_says_so_and_the_next_call_resumes(place, m
     monkeypatch.setattr(disk, "read", stopping)
     with pytest.raises(errors.StageError, match=r"digits\.tar: stopped answering .*run it again"):
         stage("drive:digits.tar")
-    [part] = cache().glob("*.part/*/archive")
-    assert part.stat().st_size == 1 << 20
+    assert published(cache()) == []
+    copy, moved = sources.copy, []
+    monkeypatch.setattr(sources, "copy", lambda path, part, size, _: copy(path, part, size, moved.append))
     assert (stage("drive:digits.tar") / "a").stat().st_size == 2_500_000
+    assert moved[0] == 1 << 20, "what arrived was kept"
 
 
 def test_a_part_of_an_older_version_is_not_resumed(place, monkeypatch):
@@ -304,23 +266,25 @@ def test_a_part_of_an_older_version_is_not_resumed(place, monkeypatch):
     assert tree(stage("drive:digits.tar")) == INSIDE
 
 
-@pytest.mark.parametrize(("form", "extract"), [("tar", True), ("tar.gz", True), ("tar.gz", False)])
-def test_a_disk_that_is_full_at_any_operation_leaves_only_a_part_and_the_next_call_succeeds(
-    place, monkeypatch, form, extract
+@pytest.mark.parametrize(
+    ("form", "extract", "fault"),
+    [("tar", True, kill), ("tar.gz", True, full), ("tar.gz", False, kill)],
+)
+def test_a_full_disk_or_a_kill_at_any_operation_leaves_only_a_part_and_the_next_call_succeeds(
+    place, form, extract, fault
 ):
     source, files = f"drive:digits.{form}", {"digits/a": b"a" * 5000, "digits/sub/b": b"b"}
     put(place / "drive" / f"digits.{form}", archived(files, form))
     for nth in range(200):
         into = place / f"into-{nth}"
-        with monkeypatch.context() as patch, contextlib.suppress(errors.NbtoolsError):
-            calls = fault_at(patch, nth, full)
-            stage(source, into, extract=extract)
+        ended = ended_at(nth, fault, partial(stage, extract=extract), source, into)
         assert all((into / name / RECEIPT).exists() for name in published(into))
         path = stage(source, into, extract=extract)
         assert tree(path) == {"a": b"a" * 5000, "sub/b": b"b"} if extract else path.read_bytes() == tar_bytes(files)
         assert len(published(into)) == 1
-        if len(calls) <= nth:
+        if ended == 0:
             break
+        assert ended == {full: 1, kill: -9}[fault]
     assert 15 < nth < 199
 
 
