@@ -132,7 +132,7 @@ def follow(job: Job) -> None:
         for record in records:
             record = surface.measured(record)
             if record.kind == "change":  # of settings, which are applied next
-                guard.watch_change()
+                guard.watch(job.state.applied)
                 job.write_plan()
                 if sentence := ending(job.state):
                     surface.answer(sentence)

@@ -61,13 +61,10 @@ class Letters:
 
     def shortened(self, text: str, size: float, room: float) -> str:
         """A text as it is drawn in at most so many px: a longer one loses its middle, since its ends tell it apart."""
-        if self.width(text, size) <= room:
-            return self.plain(text)
-        least, most = 0, len(text)  # letters that fit; that do not
-        while most - least > 1:
-            middle = (least + most) // 2
-            least, most = (middle, most) if self.width(cut(text, middle), size) <= room else (least, middle)
-        return self.plain(cut(text, least))
+        lengths = range(min(len(text) - 1, int(room)), 0, -1)  # no letter is narrower than a px
+        cuts = (f"{text[: kept - kept // 2]}…{text[len(text) - kept // 2 :]}" for kept in lengths)
+        fitting = (self.plain(cut) for cut in (text, *cuts) if self.width(cut, size) <= room)
+        return next(fitting, "…")
 
     @property
     def note(self) -> str:
@@ -78,11 +75,6 @@ class Letters:
             f"No font here has {len(self.missing)} of these characters: their code points are drawn (U+624B as 62 over "
             "4B). A Chinese font, such as that of the package fonts-noto-cjk, shows them."
         )
-
-
-def cut(text: str, kept: int) -> str:
-    """The first and the last letters of a text, so many together."""
-    return f"{text[: kept - kept // 2]}…{text[len(text) - kept // 2 :]}"
 
 
 def system() -> list[Path]:

@@ -64,44 +64,36 @@ class Guard:
 
     def __init__(self, job: Job):
         self.job, self.advised = job, job.surface.requests.advised
-        self.returns = 0
-        index = checkpoint.read_index(job.folder)
-        stored, known = index.get("anchor"), {field.name for field in dataclasses.fields(Anchor)}
-        self.anchor = Anchor(**{name: stored[name] for name in known}) if stored else None  # older ones have more
+        self.returns, index = 0, checkpoint.read_index(job.folder)
+        known = {field.name for field in dataclasses.fields(Anchor)}  # an older nbtools wrote more
+        stored = {name: value for name, value in index.get("anchor", {}).items() if name in known}
+        self.anchor = Anchor(**stored) if stored else None
         if index.get("diverged"):  # by itself: the settings of that time are not worth going back to
             checkpoint.mark(job.folder, diverged=None)
         else:
             self.watch_since(checkpoint.name_of(job.state))
 
-    def watch_change(self) -> None:
-        """Watch the wanted plan, which is applied next. While a slider is dragged one checkpoint is the anchor of all
-        its values."""
-        state = self.job.state
-        names = affecting(state.applied, state.plan)
-        if names and (self.anchor is None or self.anchor.left <= WATCHED // 2):
-            if not self.job.done:
-                self.job.save()
-            self.anchor = self.anchored(checkpoint.read_index(self.job.folder)["last"])
-        self.watch(names)
-
     def watch_since(self, name: str) -> None:
         """Watch what differs from the plan of the checkpoint that the run continues from."""
-        new = self.job.state.plan
-        names = affecting(type(new).from_dict(checkpoint.facts_of(self.job.folder, name)["plan"]), new)
-        if names and self.anchor is None:
-            self.anchor = self.anchored(name)
-        self.watch(names)
+        plan = self.job.state.plan
+        self.watch(type(plan).from_dict(checkpoint.facts_of(self.job.folder, name)["plan"]), name)
 
-    def anchored(self, name: str) -> Anchor:
-        """A checkpoint as an anchor."""
-        best = checkpoint.read_index(self.job.folder).get("best")
-        _, losses = self.job.history.series("loss", "step")
-        return Anchor(name, checkpoint.facts_of(self.job.folder, name), best, highest(losses))
-
-    def watch(self, names: Sequence[str]) -> None:
-        if names and self.anchor is not None:
-            self.anchor.limit = self.anchor.limit if OWN.issuperset(names) else None
-            checkpoint.mark(self.job.folder, anchor=dataclasses.asdict(self.anchor))
+    def watch(self, old: Plan, name: str = "") -> None:
+        """Watch the change from an old plan to the wanted one. name: of the checkpoint from before it; "": of this
+        moment, or, while a slider is dragged, the one from before its first value."""
+        job = self.job
+        names = affecting(old, job.state.plan)
+        if not names:
+            return
+        if self.anchor is None or (not name and self.anchor.left <= WATCHED // 2):
+            if not name and not job.done:
+                job.save()
+            index, (_, losses) = checkpoint.read_index(job.folder), job.history.series("loss", "step")
+            name = name or index["last"]
+            self.anchor = Anchor(name, checkpoint.facts_of(job.folder, name), index.get("best"), highest(losses))
+        if not OWN.issuperset(names):
+            self.anchor.limit = None
+        checkpoint.mark(job.folder, anchor=dataclasses.asdict(self.anchor))
 
     def risen(self, record: Record) -> bool:
         """Whether a log step's loss says that training has diverged since the watched change."""

@@ -9,12 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from benchmarks.paired import RESULTS, Figure, Receipt, above, in_turns, times
-from nbtools.train import clear_gradients
-from nbtools.train.step import clip_gradients
 
 ROOT = Path(__file__).parent.parent
 LAST = re.compile(r"(\w+): -?[\d.,]+(?:e[+-]\d+)? (\S+) \(n=(\d+), spread -?\S+–-?\S+\)")
@@ -125,26 +121,3 @@ def test_the_figures_next_to_the_headlines_keep_their_promises_too():
 
 def figures(name: str) -> dict[str, Any]:
     return {figure["name"]: figure for figure in json.loads((RESULTS / f"{name}.json").read_text())["figures"]}
-
-
-@pytest.mark.parametrize(("scale", "acts"), [(1e-3, False), (1.0, True), (1e3, True)])
-def test_gradients_are_clipped_to_the_bits_of_torch(scale, acts):
-    torch.manual_seed(0)
-    given = [scale * torch.randn(5, 7), scale * torch.randn(3)]
-    sets = [[nn.Parameter(torch.zeros_like(g)) for g in given] for _ in range(2)]
-    for parameter, gradient in zip([*sets[0], *sets[1]], given * 2, strict=True):
-        parameter.grad = gradient.clone()
-    unused = nn.Parameter(torch.zeros(2))  # of a layer that the forward left out: it has no gradient
-    nn.utils.clip_grad_norm_([*sets[0], unused], 1.0)
-    clip_gradients([*sets[1], unused], 1.0)
-    by_torch, ours = ([p.grad for p in parameters if p.grad is not None] for parameters in sets)
-    assert all(map(torch.equal, by_torch, ours))
-    assert torch.equal(ours[0], given[0]) != acts
-    assert unused.grad is None
-
-
-def test_cleared_gradients_are_gone_not_zero():
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.sum().backward()
-    clear_gradients([parameter])
-    assert parameter.grad is None

@@ -52,7 +52,7 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_run_folder_holds_what_the_design_promises(run):
+def test_a_run_folder_holds_its_checkpoints_and_the_columns_of_the_guides_log(run):
     files = {path.name for path in run.folder.iterdir()}
     assert {"plan.json", "history.csv", "run.json", "card.json", "plot.png"} <= files
     index = json.loads((run.folder / "run.json").read_text())
@@ -60,9 +60,6 @@ def test_a_run_folder_holds_what_the_design_promises(run):
         assert {f"{name}.safetensors", f"{name}.json"} <= files
     assert len(checkpoint.names(run.folder)) == 3  # the last and two before it
     assert not [name for name in files if name.endswith(".part")]
-
-
-def test_the_csv_has_the_columns_of_the_guides_log(run):
     frame = pd.read_csv(run.folder / "history.csv")
     epochs = frame[frame.kind == "epoch"]
     wanted = ["train_loss", "val_loss", "val_accuracy", "lr", "batch_size", "epoch_time", "samples_per_s", "data_wait"]
@@ -412,14 +409,3 @@ def test_where_drive_is_declined_a_run_ends_and_its_machine_is_not_given_back(
     assert run.history.of("epoch")
     assert "nothing is kept at drive:kept" in capsys.readouterr().out
     assert colab.given_back == 0, "the run was only there"
-
-
-def test_a_run_kept_in_the_notebooks_former_folder_goes_on_there(pack, tmp_path, colab, capsys):
-    plan = toy.PLAN.replace(epochs=2)
-    nb.fit(toy, pack, ONE, tmp_path / "first", "drive:nbtools/runs/toy", **QUIET)
-    again = nb.fit(toy, pack, plan, tmp_path / "second", "drive:nbtools-data/runs/toy", **QUIET)
-    assert [row["epoch"] for row in again.history.of("epoch")] == [0, 1]
-    assert "using drive:nbtools/runs/toy, where notebooks used to keep it" in capsys.readouterr().out
-    assert len(Run.open(tmp_path / "nbtools" / "runs" / "toy", toy).history.of("epoch")) == 2
-    nb.fit(toy, pack, plan, tmp_path / "third", "drive:nbtools-data/runs/new", **QUIET)
-    assert Run.open(tmp_path / "nbtools-data" / "runs" / "new", toy)

@@ -112,19 +112,6 @@ def goes_on_bit_equal(pack: nb.Pack, folder: Path) -> None:
     assert len(again.history.of("epoch")) == PLAN.epochs
 
 
-@pytest.mark.full
-def test_jupyters_own_shutdown_saves_long_before_it_kills(tmp_path):
-    with started("newest", tmp_path) as kernel:
-        kernel.manager.shutdown_wait_time = 5.0  # jupyter_client's own
-        (tmp_path / "go").touch()
-        kernel.client.execute(TRAIN.format(knobs="epochs=100_000").replace("epochs=4, ", ""))
-        until(lambda: steps(tmp_path) > 5, "steps")
-        asked = time.time()
-        kernel.manager.shutdown_kernel()
-    assert last_step(tmp_path / "run") == steps(tmp_path)
-    assert (tmp_path / "run" / "run.json").stat().st_mtime - asked < 2.5
-
-
 @pytest.fixture
 def terminated(tmp_path):
     """SIGTERMs that came through to whoever handles them in this process, and whether training was saved by then."""
