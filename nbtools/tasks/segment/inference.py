@@ -20,6 +20,7 @@ from nbtools.data import Card, Pack, collate
 from nbtools.errors import PlanError
 from nbtools.tasks import segment
 from nbtools.tasks.common.latency import Latency, measure_latency
+from nbtools.tasks.segment.networks import Outputs
 from nbtools.tasks.segment.plans import ALL_SCALES, Plan
 from nbtools.tasks.segment.scores import argmax
 from nbtools.train import Batch, Sums, forward
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Ids = Sequence[int] | np.ndarray
-Outputs = tuple[Tensor, tuple[Tensor, ...]]
 
 
 def infer(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> Outputs:
@@ -60,13 +60,13 @@ def infer(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> Output
 
 def in_windows(predict: Callable[[Tensor], Tensor], image: Tensor, window: int | None) -> Tensor:
     """Probabilities (B, K, h, w): the mean over all windows that contain a pixel."""
-    size, total = (image.shape[2], image.shape[3]), torch.zeros(())
+    size = image.shape[2], image.shape[3]
     if len(places := windows(size, window)) == 1:
         return predict(image)
-    seen = image.new_zeros(size, dtype=torch.float32)
+    total, seen = torch.zeros(()), image.new_zeros(size, dtype=torch.float32)
     for n, (rows, columns) in enumerate(places):
         found = predict(image[:, :, rows, columns])
-        total = total if n else found.new_zeros((len(image), found.shape[1], *size))
+        total = total if n else found.new_zeros((*found.shape[:2], *size))
         total[:, :, rows, columns] += found
         seen[rows, columns] += 1
     return total / seen

@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nbtools.tasks.segment.classes import IGNORE
+from nbtools.tasks.segment.networks import Outputs
 from nbtools.tasks.segment.plans import Plan
 from nbtools.train import Batch
-
-Outputs = tuple[Tensor, tuple[Tensor, ...]]
 
 
 def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -30,8 +29,7 @@ def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[T
     entropy, valid = cross_entropy(main, labels), labels != IGNORE
     weights = ohem_weights(entropy.detach(), valid, plan.ohem_threshold, plan.ohem_least)
     if plan.edge_factor:
-        near = boundary_weights(batch["distance"], plan.edge_weight, plan.edge_width, plan.edge_threshold)
-        weights = weights + plan.edge_factor * normalised(near, valid)
+        weights = weights + plan.edge_factor * edge_weights(batch["distance"], valid, plan)
     total = (weights * entropy).sum()
     for logits in auxiliary if plan.aux_weight else ():
         coarse = subsampled(labels, logits)
@@ -74,13 +72,10 @@ def ohem_weights(entropy: Tensor, valid: Tensor, threshold: float, least: float)
     return ((above + tied * places) / kept).view_as(entropy)
 
 
-def boundary_weights(distance: Tensor, most: float, width: float, threshold: float) -> Tensor:
-    """`most` on a boundary, falling to 1 by exp(-distance / width); 1 where that closeness is below the threshold."""
-    closeness = (-distance / width).exp()
-    return 1 + (most - 1) * closeness.where(closeness >= threshold, 0.0)
-
-
-def normalised(weights: Tensor, valid: Tensor) -> Tensor:
-    """Weights (B, H, W) of the weighted mean over each image's valid pixels."""
-    weights = weights * valid
+def edge_weights(distance: Tensor, valid: Tensor, plan: Plan) -> Tensor:
+    """Weights (B, H, W) of the mean over each image's valid pixels, in which one on a boundary counts `edge_weight`
+    times, falling to 1 by exp(-distance / edge_width); and once where that closeness is below `edge_threshold`."""
+    closeness = (-distance / plan.edge_width).exp()
+    near = 1 + (plan.edge_weight - 1) * closeness.where(closeness >= plan.edge_threshold, 0.0)
+    weights = near * valid
     return weights / weights.sum((1, 2), keepdim=True).clamp(min=1)
