@@ -108,12 +108,7 @@ def test_the_table_names_readings_and_escapes_the_name(nvml):
             assert part in shown
         assert "550.54.15" in shown
     assert "<img" not in found._repr_html_()
-
-
-def test_up_to_three_gpus_stand_side_by_side_and_more_below_each_other(nvml):
-    nvml(["A"] * 3)
-    assert str(gpus()).split("\n")[0].split() == ["GPU", "0", "GPU", "1", "GPU", "2"]
-    nvml(["A"] * 4)
+    nvml(["A"] * 4)  # more than three stand below each other
     assert str(gpus()).split("\n")[5].split()[:3] == ["3", "cuda:3", "A"]
 
 
@@ -190,12 +185,10 @@ def test_the_torch_index_follows_cuda_visible_devices(names, environ, expected):
     assert torch_indices(list(names), ["GPU-0", "GPU-1"], environ) == expected
 
 
-@pytest.mark.parametrize(
-    ("sold", "mib"), [(16, 15360), (24, 23034), (24, 24564), (40, 40960), (40, 40339), (12, 12288)]
-)
-def test_a_card_counts_at_least_as_the_size_it_is_sold_under(sold, mib):
+def test_a_card_counts_at_least_as_the_size_it_is_sold_under():
     """NVML's figures of T4, L4, RTX 4090, A100-40GB (NVML's and torch's) and RTX 3060; a "24 GB" L4 has 22.5 GiB."""
-    assert sold <= Gpu(0, "a card", memory_total=mib).gigabytes <= sold * 1.1
+    for sold, mib in ((16, 15360), (24, 23034), (24, 24564), (40, 40960), (40, 40339), (12, 12288)):
+        assert sold <= Gpu(0, "a card", memory_total=mib).gigabytes <= sold * 1.1
 
 
 def wait_for(condition, seconds=5.0):

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 from collections import namedtuple
 
-import numpy as np
 import pytest
 import torch
 import toy
@@ -181,11 +180,3 @@ def test_the_fewest_workers_within_five_percent_of_the_best_are_chosen():
     number, _, reason = chosen(settings[:2])
     assert (number, reason) == (0, "no workers: 100 samples/s without them is the best rate")
     assert "95% of the best" in chosen(settings)[2]
-
-
-def test_the_caller_s_random_state_is_as_it_was(pack, two_cores):
-    torch.manual_seed(5)
-    before, numbers = torch.get_rng_state(), repr(np.random.get_state(legacy=False))
-    searched(Job(), pack)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert repr(np.random.get_state(legacy=False)) == numbers
