@@ -301,7 +301,7 @@ STATISTICS = {"2.running_mean", "2.running_var"}
     ("more", "learned"),
     [
         ({}, set()),
-        ({"finetune": 6, "lr": 3e-3}, WEIGHTS),  # the statistics stay those of the pretraining
+        ({"finetune": 4, "lr": 5e-3}, WEIGHTS),  # the statistics stay those of the pretraining
         ({"finetune": 1, "weights": None}, WEIGHTS | STATISTICS),
     ],
 )

@@ -344,7 +344,7 @@ def test_compiled_in_one_graph_the_seeded_loss_is_the_same(pack, narrow):
     plan = Plan(epochs=2, batch_size=4, dropout=0.0, bucket=16)
     model = sign.model(pack, plan)
     torch._dynamo.reset()
-    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    whole = torch.compile(model, backend="eager", fullgraph=True)
     for ids in ([0, 1, 2], [3, 4, 5]):
         batch = sign.batch(raw_batch(pack, ids), plan, None)
         torch.testing.assert_close(sign.loss(whole, batch, plan)[0], sign.loss(model, batch, plan)[0])
