@@ -47,17 +47,14 @@ def save(folder: Path, state: TrainState, rows: int, best: bool = False) -> None
     rows: of the history so far; a resume cuts what lies beyond. Raises DiskError, the older checkpoints untouched.
     """
     name = name_of(state)
+    entries = {"last": name, **({"best": name + WEIGHTS} if best else {})}
     with disk.explained(f"saving checkpoint {name}", folder):
-        index = read_index(folder)
         facts = {"rows": rows, "plan": state.applied.to_dict(), "state": state.facts()}  # not what waits to be applied
         write(folder, name, state.tensors(), facts)
-        index["last"] = name
         if best:
-            weights = name + WEIGHTS
-            write(folder, weights, state.evaluated.state_dict(), {"best": state.best.value, "epoch": state.epoch})
-            index["best"] = weights
-        disk.write_atomic(folder / INDEX, json.dumps(index, indent=1))
-        prune(folder, index)
+            evaluated = {"best": state.best.value, "epoch": state.epoch}
+            write(folder, entries["best"], state.evaluated.state_dict(), evaluated)
+        rewind(folder, **entries)
 
 
 def name_of(state: TrainState) -> str:
@@ -65,10 +62,10 @@ def name_of(state: TrainState) -> str:
 
 
 def rewind(folder: Path, last: str, **entries: Any) -> None:
-    """Discard all checkpoints after this one, which becomes the last; the index first, so that a run killed in between
-    does not resume from them. entries: others of the index."""
+    """Make this checkpoint the last, and discard later ones and those too old; the index first, so that a run killed in
+    between does not resume from them. entries: others of the index."""
     mark(folder, last=last, **entries)
-    with disk.explained(f"going back to checkpoint {last}", folder):
+    with disk.explained(f"discarding checkpoints around {last}", folder):
         prune(folder, read_index(folder))
 
 
@@ -135,12 +132,13 @@ def load(folder: Path, state: TrainState) -> Checkpoint:
 def newest(folder: Path, last: str | None = None) -> Checkpoint:
     """The newest whole checkpoint up to the last (None: that of the index). Raises CheckpointError for none."""
     complaints: list[str] = []
+    last = last or read_index(folder).get("last")
     for name in reached(folder, last):
         try:
             return dataclasses.replace(read(folder, name), complaints=tuple(complaints))
         except CheckpointError as error:
             complaints.append(f"{error}; the one before it is taken")
-    raise CheckpointError(f"{folder}: no whole checkpoint{': ' if complaints else ''}{'; '.join(complaints)}")
+    raise CheckpointError(f"{folder}: {'; '.join([*complaints, 'no whole checkpoint; name another run folder'])}")
 
 
 def names(folder: Path) -> list[str]:
@@ -149,9 +147,8 @@ def names(folder: Path) -> list[str]:
     return sorted(found, key=place, reverse=True)
 
 
-def reached(folder: Path, last: str | None = None) -> list[str]:
-    """Those up to the last (None: that of the index), newest first; later ones were discarded, or are another run's."""
-    last = last or read_index(folder).get("last")
+def reached(folder: Path, last: str | None) -> list[str]:
+    """Those up to the last, newest first; later ones were discarded, or are another run's."""
     return [name for name in names(folder) if last is None or place(name) <= place(last)]
 
 
@@ -165,10 +162,8 @@ def weights(folder: Path) -> dict[str, Tensor]:
     best = read_index(folder).get("best")
     if best is not None:
         return read(folder, best).tensors
-    for name in reached(folder):
-        tensors = read(folder, name).tensors
-        return below(tensors, "ema.module.") or below(tensors, "model.")
-    raise CheckpointError(f"{folder}: no checkpoint; train first, or name another run folder")
+    tensors = newest(folder).tensors
+    return below(tensors, "ema.module.") or below(tensors, "model.")
 
 
 def read_index(folder: Path) -> dict[str, Any]:

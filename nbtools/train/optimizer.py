@@ -20,14 +20,13 @@ class Rule:
 
     kind: type[torch.optim.Optimizer]
     settings: Callable[[Any], dict[str, Any]]  # those of a plan that may change while it trains
-    buffers: tuple[str, ...]  # kept for each parameter, of its shape
-    counts: bool  # whether it also counts steps
+    buffers: tuple[str, ...]  # kept for each parameter, of its shape; `step` is a count
 
 
 OPTIMIZERS = {
-    "adamw": Rule(torch.optim.AdamW, lambda plan: {"betas": plan.betas}, ("exp_avg", "exp_avg_sq"), counts=True),
-    "adam": Rule(torch.optim.Adam, lambda plan: {"betas": plan.betas}, ("exp_avg", "exp_avg_sq"), counts=True),
-    "sgd": Rule(torch.optim.SGD, lambda plan: {"momentum": plan.betas[0]}, ("momentum_buffer",), counts=False),
+    "adamw": Rule(torch.optim.AdamW, lambda plan: {"betas": plan.betas}, ("step", "exp_avg", "exp_avg_sq")),
+    "adam": Rule(torch.optim.Adam, lambda plan: {"betas": plan.betas}, ("step", "exp_avg", "exp_avg_sq")),
+    "sgd": Rule(torch.optim.SGD, lambda plan: {"momentum": plan.betas[0]}, ("momentum_buffer",)),
 }
 """The choices of `Plan.optimizer`."""
 
@@ -45,14 +44,12 @@ def allocate(optimizer: torch.optim.Optimizer, plan: Any) -> None:
     """Make the buffers that torch would make in the first step, where memory could run out between two of them; with
     its buffers in place an update allocates nothing. Besides, fused SGD leaves its momentum uninitialised, and keeps
     what the memory happened to hold where the first step overflows in fp16 (torch 2.13)."""
-    rule = OPTIMIZERS[plan.optimizer]
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         state = optimizer.state[parameter]
-        if rule.counts:
-            state.setdefault("step", torch.zeros((), device=parameter.device))
-        for name in rule.buffers:
+        for name in OPTIMIZERS[plan.optimizer].buffers:
             if name not in state:
-                state[name] = torch.zeros_like(parameter)
+                like = torch.zeros((), device=parameter.device) if name == "step" else torch.zeros_like(parameter)
+                state[name] = like
 
 
 def follow(optimizer: torch.optim.Optimizer, plan: Any) -> None:
