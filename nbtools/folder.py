@@ -74,11 +74,8 @@ def stored_plan(task: Task, folder: Path) -> Plan | None:
 
 
 def kept_folder(keep: str | Path | None) -> Path | None:
-    """Where a run is kept: where it is already, else a new place; None where nothing is to be kept, or Drive was
-    refused."""
-    if keep is None:
-        return None
-    return place_to_keep(keep)
+    """Where a run is kept; None where nothing is to be kept, or Drive was refused."""
+    return None if keep is None else place_to_keep(keep)
 
 
 def restore(folder: Path, kept: Path | None) -> None:

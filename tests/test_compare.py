@@ -85,22 +85,6 @@ def test_the_train_loss_is_one_number_in_summary_comparison_and_picture(runs, ot
         assert (line.name, line.value) == (name, number(value))
 
 
-def test_an_lr_of_a_thousand_leaves_the_rest_of_its_history_in_the_chart(other):
-    folder, found = other
-    for step in range(1, 101):
-        if step in (51, 53):
-            what = "lr 0.002 → 1000" if step == 51 else "clip_norm 1 → 2, lr 1000 → 0.002"
-            found.append(Record("change", 0, step - 1, 16 * step, {"what": what}))
-        found.append(Record("step", 0, step, 16 * step, {"loss": 1.0, "lr": 1000.0 if step in (51, 52) else 2e-3}))
-    chart = charts(nb.compare(folder))["learning rate"]
-    [line] = chart.lines
-    assert (line.x[0], line.x[-1]) == (1, 100)
-    assert {*line.y.tolist()} == {2e-3, 1000.0}
-    heights = chart.scale.heights(line.y)
-    assert 0 < heights.min() < 0.2
-    assert 0.8 < heights.max() < 1
-
-
 def test_each_chart_has_a_line_a_run_in_the_colour_and_dashes_of_the_key(runs):
     drawn = nb.compare(*runs).picture()
     assert [line.name for line in drawn.key] == ["slow", EVIL]
