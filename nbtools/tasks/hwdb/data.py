@@ -7,10 +7,11 @@ The last class is always UNKNOWN: what nobody could read on the page, and what a
 from __future__ import annotations
 
 import io
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,14 @@ from nbtools.table import plural, sized
 from nbtools.tasks.common import labels
 from nbtools.tasks.common.files import on_white, open_image, read_text
 from nbtools.tasks.hwdb.formats import SUFFIXES, UNKNOWN, refused
-from nbtools.tasks.hwdb.sources import Labelled, contents_of, read_bytes, read_line
+from nbtools.tasks.hwdb.sources import contents_of, read_bytes, read_line
 
 LAYOUTS = ("auto", "pages", "lines")
 HEIGHTS = 16, 512  # pixels: the networks halve it several times; no line is scanned with more
 FOREIGN = 0.05  # of all characters in no class: with HWDB's own list there are none
 WIDEST = 100  # times as wide as high; lines of HWDB reach 20
 FEW = 3  # writers: one for each split
+WRITER = re.compile(r"(\d+)-P\d+")
 HALF_WIDTH = {0xFF01 + n: 0x21 + n for n in range(94)} | {0x3000: 0x20}
 """Full-width ASCII and the ideographic space → ASCII; NFKC does the same to them, and much else to other characters."""
 
@@ -79,7 +81,7 @@ def pack(
 def survey(folder: Path, options: Mapping[str, Any], progress: bool = False) -> Survey:
     """Every usable line of a source with its label and split; the others are bad, with the rule that they break."""
     contents = contents_of(folder, options["layout"], progress)
-    texts = [normalised(line.text) if options["normalise"] else line.text for line in contents.lines]
+    texts = [normalised(line.label) if options["normalise"] else line.label for line in contents.lines]
     if options["classes"] is not None:
         classes = tuple(options["classes"])
     elif contents.characters is not None:
@@ -171,7 +173,7 @@ def characters_of(text: str, path: Path) -> list[str]:
 # Splits
 
 
-def split_lines(lines: Sequence[Labelled], val: float, test: float) -> list[str]:
+def split_lines(lines: Sequence[Entry], val: float, test: float) -> list[str]:
     """The split of each line: what its source says, and the rest by whole writers, so that no hand is in two splits, or
     by pages where there are fewer than three writers.
 
@@ -185,10 +187,18 @@ def split_lines(lines: Sequence[Labelled], val: float, test: float) -> list[str]
         splits, test = [line.split or "train" for line in lines], 0
     if "val" in named or "train" not in splits:
         return splits
-    by_writer = len({line.group for line, split in zip(lines, splits, strict=True) if split == "train"}) >= FEW
-    groups = [line.group if by_writer else line.name.partition("#")[0] for line in lines]
+    groups = [writer_of(line.name) for line in lines]
+    if len({group for group, split in zip(groups, splits, strict=True) if split == "train"}) < FEW:
+        groups = [line.name.partition("#")[0] for line in lines]
     drawn = draw(Counter(group for group, split in zip(groups, splits, strict=True) if split == "train"), val, test)
     return [drawn[group] if split == "train" else split for group, split in zip(groups, splits, strict=True)]
+
+
+def writer_of(name: str) -> str:
+    """Whose hand a line of a page is in; the page, or the image, where its name does not tell."""
+    page, _, line = name.partition("#")
+    match = WRITER.match(PurePosixPath(page).name) if line else None
+    return f"writer {match[1]}" if match else page
 
 
 def draw(sizes: Mapping[str, int], val: float, test: float) -> dict[str, str]:

@@ -20,41 +20,30 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from nbtools.data import archive_index, bar, read_member, stage
+from nbtools.data import Entry, archive_index, bar, read_member, stage
 from nbtools.errors import ArchiveError, PackError
 from nbtools.tasks.common import files
 from nbtools.tasks.common.report import Refused
 from nbtools.tasks.hwdb.formats import SUFFIXES, Bytes, lines_of, refused
 
 CHARS_LIST = "chars_list.txt"
-WRITER = re.compile(r"(\d+)-P\d+")
 LIST = re.compile(r"(.*)_img_id_gt\.txt", re.I)
 ARCHIVE = re.compile(r"\.(tar|tar\.gz|tgz|tar\.xz|txz|tar\.bz2|tbz2?|zip)$", re.I)
 
 
-@dataclass(frozen=True)
-class Labelled:
-    """A line and its text. name: from the source on; group: its writer's, or its file, which no two splits share."""
-
-    name: str
-    text: str
-    split: str | None
-    group: str
-
-
 @dataclass
 class Contents:
-    """All that a source holds; bad: (file, value, rule, fix) of what cannot be used; characters: the source's own
-    chars_list.txt, (its path, its text)."""
+    """All that a source holds. lines: each with its text as label; bad: (file, value, rule, fix) of what cannot be
+    used; characters: the source's own chars_list.txt, (its path, its text)."""
 
     layout: str
-    lines: list[Labelled] = field(default_factory=list)
+    lines: list[Entry] = field(default_factory=list)
     bad: list[tuple[str, ...]] = field(default_factory=list)
     characters: tuple[Path, str] | None = None
 
-    def add(self, name: str, text: str, split: str | None, group: str) -> None:
+    def add(self, name: str, text: str, split: str | None) -> None:
         if text:
-            self.lines.append(Labelled(name, text, split, group))
+            self.lines.append(Entry(name, split, text))
         else:
             self.refuse(name, "no characters", "a line has a text", "correct its text, or leave it out")
 
@@ -183,13 +172,11 @@ def of_pages(folder: Path, names: list[str], progress: bool) -> Contents:
             rule = "a page is read once, and its lines are in the .dgrl file next to it"
             contents.refuse(name, ".dgr", rule, "nothing: it is not needed")
             continue
-        page = PurePosixPath(name).name
-        match = WRITER.match(page)
         try:
-            for line in lines_of(page_bytes(folder / name), page):
+            for line in lines_of(page_bytes(folder / name), PurePosixPath(name).name):
                 where = f"{name}#{line.number}"
                 try:
-                    contents.add(where, line.text, files.split_of(name), f"writer {match[1]}" if match else name)
+                    contents.add(where, line.text, files.split_of(name))
                 except Refused as error:
                     contents.refuse(where, *error.args)
         except Refused as error:
@@ -216,7 +203,7 @@ def of_lists(folder: Path, lists: list[str], names: list[str]) -> Contents:
                         rule = f"an image stands once in the lists, and this one is in {seen[image]} already"
                         raise refused(image, rule, "delete one of the rows")
                     seen[image] = where
-                    contents.add(image, text, files.split_word(word), image)
+                    contents.add(image, text, files.split_word(word))
             except Refused as error:
                 contents.refuse(where, *error.args)
     for name in candidates:
