@@ -361,11 +361,17 @@ def test_a_kept_pack_is_one_tar_that_opens_without_decoding(place, monkeypatch, 
 
 
 def test_a_kept_pack_has_its_raw_files_where_they_still_are(place, monkeypatch):
-    source = vectors(place / "raw")
-    kept = pack(source).keep(place / "kept")
+    source, folders = vectors(place / "raw"), []
+
+    def reader(folder: Path):  # of tasks whose samples need the rest of their source
+        folders.append(folder)
+        return read
+
+    kept = pack(source, reader=reader).keep(place / "kept")
     assert kept
-    raw = pack(kept).raw
+    raw = pack(kept, reader=reader).raw
     assert raw is not None
+    assert set(folders) == {source}
     np.testing.assert_array_equal(raw[3]["x"], pack(source).sample(3)["x"])
     with monkeypatch.context() as patch:
         patch.setattr(build, "fingerprint", lambda *_: full(*_))  # as of another user's files

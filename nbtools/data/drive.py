@@ -184,19 +184,18 @@ def complaint(page: str) -> str:
     name = " ".join(html.unescape(title[1]).split())[:80] if title else "untitled"
     text = re.sub(r"(?is)<(script|style)\b.*?</\1>|<[^>]*>", " ", page)
     if re.search(r"(?i)quota|too many users|limit (was |is )?(reached|exceeded)", text):
-        return (
-            f"a web page ({name!r}) came instead of an archive: the download quota of this file is used up. Open the "
-            "link in a browser, choose Make a copy, and stage your copy as drive:…, or try again tomorrow."
+        advice = (
+            "the download quota of this file is used up. Open the link in a browser, choose Make a copy, and stage "
+            "your copy as drive:…, or try again tomorrow."
         )
-    if re.search(r"(?i)sign.?in|log.?in|permission|request access|need access|access denied|forbidden", text):
-        return (
-            f"a web page ({name!r}) came instead of an archive: you have no permission for this file. Its owner "
-            "chooses Share → Anyone with the link; or mount the Drive that has it and stage it as drive:…."
+    elif re.search(r"(?i)sign.?in|log.?in|permission|request access|need access|access denied|forbidden", text):
+        advice = (
+            "you have no permission for this file. Its owner chooses Share → Anyone with the link; or mount the Drive "
+            "that has it and stage it as drive:…."
         )
-    return (
-        f"a web page ({name!r}) came instead of an archive. Open the address in a browser, and use that of the file "
-        "itself."
-    )
+    else:
+        advice = "open the address in a browser, and use that of the file itself."
+    return f"a web page ({name!r}) came instead of an archive: {advice}"
 
 
 def gdown(module: str):
