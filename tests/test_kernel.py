@@ -3,10 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import nbformat
 import pytest
 from kernels import PATIENCE, STACKS, Client, parent, started
-from nbclient import NotebookClient
 
 from nbtools.live import Messages
 
@@ -321,17 +319,3 @@ def test_events_that_come_over_a_subshell_are_handled_too(kernel):
     kernel.end(cell)
     assert "end [1, 2, 3, 4, 5, 6] None" in kernel.text(cell)
     assert [kernel.states(event) for event in events] == [["busy", "idle"]] * 6
-
-
-def test_a_notebook_runs_from_top_to_bottom_without_anybody(tmp_path):
-    cell = nbformat.v4.new_code_cell("""
-import ipywidgets
-from nbtools.live import Messages, kernel
-kernel.PERIOD = 0.0
-with Messages() as messages:
-    display(ipywidgets.IntSlider())
-    print(sum(messages.handle() for step in range(1000)), messages.trouble)
-""")
-    notebook = nbformat.v4.new_notebook(cells=[cell, nbformat.v4.new_code_cell("print('next')")])
-    done = NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert [cell.outputs[-1]["text"] for cell in done.cells] == ["0 None\n", "next\n"]
