@@ -5,6 +5,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import traceback
 from collections import namedtuple
 
 import pytest
@@ -76,12 +77,13 @@ def test_a_call_amid_another_takes_none_of_its_batches(pack, count):
 @pytest.mark.parametrize("count", [0, 2])
 def test_an_evaluation_asked_for_within_an_epoch_changes_nothing_of_the_run(pack, count):
     def losses(look: bool) -> list[float]:
-        state = TrainState(toy, pack, WORKERS.replace(workers=count, epochs=2))
-        found = []
-        for record in train(toy, state, pack):
+        state, found = TrainState(toy, pack, WORKERS.replace(workers=count, epochs=2)), []
+        feed = Workers(pack, CPU, state.plan)
+        for record in train(toy, state, pack, feed):
             if record.kind == "step":
                 state.evaluate_next = look and state.step in (3, 12)
                 found += [record.values["loss"]] if record.values else []
+        feed.idle.clear()  # ends its processes at once; those of a cycle of garbage are waited for
         return found
 
     assert losses(look=True) == losses(look=False)
@@ -91,9 +93,11 @@ def test_an_error_of_a_worker_is_raised_and_the_next_call_has_new_workers(pack):
     broken = dataclasses.replace(pack, raw=Broken(pack.raw.folder, pack.raw.source, pack.raw.read))
     feed = Workers(broken, CPU, Plan(feed="workers", workers=1))
     ids = pack.ids("train")
-    with pytest.raises(ValueError, match="cannot decode"):
+    with pytest.raises(ValueError, match="cannot decode") as caught:
         list(feed([ids[:4]]))
     assert len(list(feed([ids[1:5]]))) == 1
+    traceback.clear_frames(caught.tb)
+    feed.idle.clear()
 
 
 class Broken(RawFiles):
