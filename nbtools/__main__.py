@@ -59,21 +59,25 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """The command line; a task's own options are there once its name stands in the arguments."""
     top = argparse.ArgumentParser(prog="python -m nbtools", description="Train in notebooks without wasting the GPU.")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    named = len(arguments) > 1 and arguments[0] in TASK_COMMANDS and not arguments[1].startswith("-")
-    task = find_task(arguments[1]) if named else Task()
+    word = next(iter(arguments[1:]), "-")
+    if word.startswith("-"):
+        word = next((other for other in arguments if other in BUILT_IN), None)
+    task = find_task(word) if word is not None and arguments[0] in TASK_COMMANDS else Task()
+
+    def same(name: str) -> str:
+        if name != word:
+            raise argparse.ArgumentTypeError(f"name it directly after the command, got {name!r} after the options")
+        return name
+
     for name, define in COMMANDS.items():
         one = commands.add_parser(name, help=define.__doc__, description=define.__doc__)
         one.set_defaults(act=define(one))
     for name, define in TASK_COMMANDS.items():
         one = commands.add_parser(name, help=define.__doc__, description=define.__doc__)
         known = f"{', '.join(BUILT_IN)}, or the dotted name of your own module"
-        one.add_argument("task", type=str if named else too_late, help=known)
+        one.add_argument("task", type=same, help=known)
         one.set_defaults(act=define(one, task))
     return top
-
-
-def too_late(name: str) -> str:
-    raise argparse.ArgumentTypeError(f"name it directly after the command, before the options, got {name!r} after them")
 
 
 def find_task(name: str) -> Task:
