@@ -23,15 +23,10 @@ from typing import Any
 
 COMMS = frozenset({"comm_open", "comm_msg", "comm_close", "comm_info_request", "kernel_info_request"})
 """What widgets send, and what a reloaded page requests before it shows them. Everything else waits for the cell."""
-
 NEEDED = ("session", "shell_handlers", "set_parent", "get_parent", "_parent_ident", "_publish_status")
 """The attributes of a kernel that handling a message uses."""
-
-PERIOD = 0.05
-"""Seconds between two looks at the kernel's socket."""
-
-EVENTS, POLLIN, POLLOUT = 15, 1, 2
-"""zmq.EVENTS, zmq.POLLIN and zmq.POLLOUT, without importing zmq where there is no kernel."""
+PERIOD = 0.05  # seconds between two looks at the kernel's socket
+EVENTS, POLLIN, POLLOUT = 15, 1, 2  # zmq's, without importing it where there is no kernel
 
 
 class Unknown(Exception):
@@ -52,7 +47,7 @@ class Messages:
     """
 
     trouble: str | None = None
-    """Why widgets do not react before the cell ends, in a sentence for the user; None: they do, or there are none."""
+    """Why widgets react only when the cell has ended, for the user; None: they do at once, or there are none."""
 
     def __init__(self) -> None:
         self._due = math.inf
@@ -81,35 +76,28 @@ class Messages:
                 box.close()
 
     def handle(self) -> int:
-        """Handle the pending widget messages, at most once a PERIOD; returns how many there were.
-
-        An exception in a callback is printed, not raised; KeyboardInterrupt is raised, once everything is back in its
-        place.
-        """
+        """Handle the pending widget messages, at most once a PERIOD; returns how many there were. An exception in a
+        callback is printed, KeyboardInterrupt raised once everything is back in its place."""
         if time.perf_counter() < self._due:
             return 0
         if closing(self._kernel):
             self.__exit__()
             return 0
         self._due = time.perf_counter() + PERIOD
+        count, box = 0, self._inbox
         try:
-            return self._handle_pending()
+            if not box or not box.waits():
+                return 0
+            with HeldInterrupt() as interrupt:
+                box.fetch()
+                while box.comms:
+                    # In a context of its own: the cell's variables (its parent header among them) stay as they are.
+                    contextvars.copy_context().run(self._answer, box.comms.popleft(), box, interrupt)
+                    count += 1
         except Exception as error:
             if not closing(self._kernel):
                 self.trouble = sentence(error)
             self.__exit__()
-            return 0
-
-    def _handle_pending(self) -> int:
-        count, box = 0, self._inbox
-        if not box or not box.waits():
-            return 0
-        with HeldInterrupt() as interrupt:
-            box.fetch()
-            while box.comms:
-                # In a context of its own: the cell's variables (its parent header among them) stay as they are.
-                contextvars.copy_context().run(self._answer, box.comms.popleft(), box, interrupt)
-                count += 1
         return count
 
     def _answer(self, message: list, box: "Queued | Received", interrupt: "HeldInterrupt") -> None:
@@ -259,7 +247,7 @@ class HeldInterrupt:
 
 
 def running_kernel() -> Any:
-    """The kernel whose cell this is; None in a terminal, a script or a test."""
+    """The kernel whose cell this is; None outside of notebooks."""
     ipython = sys.modules.get("IPython")
     return getattr(ipython.get_ipython(), "kernel", None) if ipython else None
 
@@ -272,9 +260,7 @@ def closing(kernel: Any) -> bool:
 
 def inbox(kernel: Any) -> Queued | Received | None:
     """Where the messages for this thread's cell are; None in a thread that runs no cells: the kernel handles them.
-
-    Raises Unknown, or whatever an unexpected kernel causes.
-    """
+    Raises Unknown, or whatever an unexpected kernel causes."""
     lacking = [name for name in NEEDED if not hasattr(kernel, name)]
     if lacking:
         raise Unknown(f"{type(kernel).__module__}.{type(kernel).__name__} has no {', '.join(lacking)}")
