@@ -6,9 +6,6 @@ import os
 import runpy
 import subprocess
 import sys
-import warnings
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ import toy
 import nbtools as nb
 from nbtools.errors import TrainError
 from nbtools.measure import step_profile, untouched
-from nbtools.measure.profile import syncs
 from nbtools.tasks import captcha, hwdb
 from nbtools.train import Plan, device
 
@@ -120,18 +116,6 @@ def test_training_goes_to_the_device_that_the_environment_names(tmp_path, monkey
     monkeypatch.setenv("NBTOOLS_DEVICE", "gpu")
     with pytest.raises(TrainError, match=r"NBTOOLS_DEVICE must be a device that torch has here, .* got 'gpu'"):
         nb.TrainState(toy, pack, toy.PLAN)
-
-
-def test_a_step_is_searched_for_synchronizations_without_torchs_warning_about_the_search(tmp_path, monkeypatch):
-    """torch warns once a process that the mode is a prototype; warnings are errors here, and noise to a user."""
-
-    def set_mode(mode):
-        warnings.warn("Synchronization debug mode does not yet detect all synchronizing operations", stacklevel=2)
-
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: set_mode(mode) if mode == "warn" else None)
-    stepper: Any = SimpleNamespace(device=CUDA, batches=iter([{}]), step=lambda raw: None)
-    assert syncs(stepper) == ()
 
 
 class OnCuda:
