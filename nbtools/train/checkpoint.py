@@ -171,9 +171,8 @@ def read_index(folder: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text()) if path.exists() else {}
     except ValueError as error:
-        raise CheckpointError(
-            f"{path}: not JSON ({error}); restore it from the kept copy, or delete the folder"
-        ) from None
+        fix = "restore it from the kept copy, or delete the folder"
+        raise CheckpointError(f"{path}: not JSON ({error}); {fix}") from None
 
 
 def prune(folder: Path, index: dict[str, Any]) -> None:
@@ -224,9 +223,8 @@ class Keeper:
         except Exception as error:
             if isinstance(error, FileNotFoundError) and Path(error.filename or "").parent == self.source:
                 return  # pruned: a newer state is on its way
-            self.complaints.append(
-                f"{self.target}: not kept ({error}); the run continues, and is whole in {self.source}"
-            )
+            whole = f"the run continues, and is whole in {self.source}"
+            self.complaints.append(f"{self.target}: not kept ({error}); {whole}")
 
     def copy(self, index: bytes) -> None:
         """The checkpoints that the index names where they are not there yet, all other files, and the index at the end:

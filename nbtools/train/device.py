@@ -38,7 +38,6 @@ T = TypeVar("T")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_DEVICES = ("cuda", "mps")  # on a CPU most of its kernels are not vectorised, or emulated: a step took 14 s
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
-KEPT = ((TRIM_THRESHOLD, 2**31 - 1, 2**31 - 1), (MMAP_THRESHOLD, 2**30, 2**25))  # the last where glibc allows no more
 
 
 def pick(name: str | None = None) -> torch.device:
@@ -49,10 +48,8 @@ def pick(name: str | None = None) -> torch.device:
         try:
             return torch.empty(0, device=name).device
         except (RuntimeError, AssertionError) as error:
-            why = f"{name!r}: {str(error).splitlines()[0]}"
-            raise TrainError(
-                f"{asked} must be a device that torch has here, such as cpu or cuda:0, got {why}"
-            ) from None
+            rule = f"{asked} must be a device that torch has here, such as cpu or cuda:0"
+            raise TrainError(f"{rule}, got {name!r}: {str(error).splitlines()[0]}") from None
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
@@ -112,14 +109,15 @@ def glibc() -> ctypes.CDLL | None:
 
 
 @cache
-def keep_freed() -> bool:
+def keep_freed() -> None:
     """Have malloc keep what tensors free, for good: else it hands every large activation back to the system, and a CPU
     step spends 5 % (small network) to 25 % (the guide's) of its time on page faults. Settings of the user's own
-    (MALLOC_…, another allocator) stay. Returns whether it was done."""
+    (MALLOC_…, another allocator) stay."""
     library = glibc()
-    if library is None or any(name.startswith("MALLOC_") for name in os.environ):
-        return False
-    return all(library.mallopt(kind, most) or library.mallopt(kind, less) for kind, most, less in KEPT)
+    if library is not None and not any(name.startswith("MALLOC_") for name in os.environ):
+        library.mallopt(TRIM_THRESHOLD, 2**31 - 1)
+        if not library.mallopt(MMAP_THRESHOLD, 2**30):
+            library.mallopt(MMAP_THRESHOLD, 2**25)  # where glibc allows no more
 
 
 def give_back(device: torch.device) -> None:

@@ -67,7 +67,6 @@ def parameter_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dic
         if parameter.requires_grad and count.pop(id(parameter), 0) != 1:
             raise TrainError(f"{name} must be in just one of the groups of the task; correct its groups(model, plan)")
     if count:
-        raise TrainError(
-            f"{plural(len(count), 'parameter')} of the task's groups(model, plan) do not learn; leave them out"
-        )
+        frozen = plural(len(count), "parameter")
+        raise TrainError(f"{frozen} of the task's groups(model, plan) do not learn; leave them out")
     return groups

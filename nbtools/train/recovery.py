@@ -47,9 +47,7 @@ def halve(state: TrainState, size: int, reason: str) -> None:
     """Choose the next smaller micro batch, and free what the failed attempt left."""
     now = min(state.recovery.micro or size, size)
     if now == 1:
-        raise TrainError(
-            f"out of memory with one sample at a time ({reason}); use a smaller network or smaller samples"
-        )
+        raise TrainError(f"out of memory with one sample at a time ({reason}); use a smaller network or samples")
     state.events.append(f"out of memory: micro batch {now} → {now // 2}; effective batch and lr unchanged")
     state.take_parts(now // 2)
     release(state)

@@ -78,9 +78,8 @@ class TrainState:
             model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  (torch's stub lacks it)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:
-            raise TrainError(
-                f"{type(model).__name__} has no parameter that requires a gradient; unfreeze what is to learn"
-            )
+            name = type(model).__name__
+            raise TrainError(f"{name} has no parameter that requires a gradient; unfreeze what is to learn")
         self.optimizer = build_optimizer(parameter_groups(model, self.task.groups(model, plan)), plan)
         self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
         self.ema = AveragedModel(model, use_buffers=True) if plan.ema else None  # the step updates it, see step.average
@@ -168,9 +167,7 @@ class TrainState:
             if self.ema is not None:
                 self.ema.load_state_dict(below(tensors, "ema."))
         except RuntimeError as error:
-            raise CheckpointError(
-                f"the weights are of another model: {error}; use the run's own task and plan"
-            ) from None
+            raise CheckpointError(f"weights of another model: {error}; use the run's own task and plan") from None
         self.optimizer.state.clear()
         for i, parameter in enumerate(self.parameters):
             if saved := below(tensors, f"optimizer.{i}."):
