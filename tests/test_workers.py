@@ -109,7 +109,6 @@ class Broken(RawFiles):
         return super().__getitem__(i)
 
 
-@pytest.mark.full
 def test_where_decoding_takes_the_time_workers_pay_and_the_finder_sees_it(pack, two_cores):
     """And what they made ready before the clock began is not counted as their speed."""
     job, others = Job(reading=0.01, fixed=0.02), multiprocessing.active_children()

@@ -102,9 +102,9 @@ def find_batch(
 ) -> BatchReport:
     """The smallest batch within 5 % of the best throughput that fits, for this plan on this machine.
 
-    most: no larger one is considered (never one larger than the train split). seconds: about so long, plus the first
-    step and one or two of the largest batch. clock: what turns are timed by; None: CPU time where one thread does all
-    the work, so that other programs cost little, else the clock on the wall. Nothing outside changes.
+    most: the largest size to consider (never more than the train split). seconds: roughly how long the search takes,
+    plus the first step and one or two of the largest batch. clock: what times the turns; None: CPU time where one
+    thread does all the work, so that other programs matter little, else wall-clock time. Nothing outside changes.
     Raises TrainError where not even one sample fits, or the train split has fewer than two.
     """
     device = device or devices.pick()
@@ -154,8 +154,7 @@ def chosen(rates: Mapping[int, Sequence[float]]) -> Choice:
 
 
 class Trial(Stepper):
-    """The plan's train step at any batch size. Out of memory comes back as an answer, and leaves a state that can go
-    on."""
+    """The plan's train step at any batch size. Running out of memory is an answer, and training can go on after it."""
 
     def __init__(self, task: TaskLike, pack: Pack, plan: Plan, device: torch.device, clock: Clock | None = None):
         self.before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
@@ -329,7 +328,7 @@ class Search:
             size *= 2
 
     def turns(self) -> Choice:
-        """Measure what is worth it in turns, begun by another size each time, until the choice is clear or the time is
+        """Time promising sizes in turns, each round starting with another one, until the choice is clear or time is
         up."""
         live = self.worth_turns()
         for done in range(MOST_TURNS):

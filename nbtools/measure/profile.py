@@ -250,7 +250,7 @@ class Bench:
     def profile(self) -> StepProfile:
         """What was timed, with all that is counted and derived from it; no trials yet."""
         run, cached, pack, plan, device = self.run, self.cached, self.run.pack, self.run.plan, self.state.device
-        rate, ratios = run.rate(), zip(run.turns, cached.turns, strict=True)
+        rate = run.rate()
         return StepProfile(
             plan=plan.to_dict(),
             device_type=device.type,
@@ -262,7 +262,7 @@ class Bench:
             most=rate.most,
             rounds=rate.rounds,
             ceiling=cached.rate().samples_per_s,
-            ceiling_ratio=median(one.samples_per_s / other.samples_per_s for one, other in ratios),
+            ceiling_ratio=median(run.over(cached)),
             **self.shares(rate.data_wait),
             evaluation_s=median(self.evaluations),
             checkpoint_s=median(self.checkpoints),

@@ -229,18 +229,13 @@ def rungs_of(steppers: Mapping[str, Stepper]) -> tuple[Rung, ...]:
         before, now = (costs(each.plan, each.pack, each.device) for each in (below, stepper))
         changed = (setting for setting, value in now.items() if value != before.get(setting))
         changes = {setting: f"{shown(before.get(setting))} → {shown(now[setting])}" for setting in changed}
-        ratios = over(stepper, first)
+        ratios = stepper.over(first)
         factor, total = median(ratios) / total, median(ratios)
-        steps = [factor, *over(stepper, below)]  # medians may be of different rounds
+        steps = [factor, *stepper.over(below)]  # medians may be of different rounds
         spread = min(steps), max(steps), total, min(ratios), max(ratios)
         found.append(Rung(name, changes, stepper.rate(), factor, *spread))
         below = stepper
     return tuple(found)
-
-
-def over(one: Stepper, other: Stepper) -> list[float]:
-    """How much faster one was in each round."""
-    return [a.samples_per_s / b.samples_per_s for a, b in zip(one.turns, other.turns, strict=True)]
 
 
 def padding_of(pack: Pack, plan: Plan) -> list[str]:

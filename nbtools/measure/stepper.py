@@ -72,8 +72,8 @@ class Stepper:
     """A model of its own in training, at an lr that moves no weight unless it is `learning`.
 
     feed: one that is open, for several to share; None: the plan's. act: what makes a step; `nbtools.train.attempt`
-    where running out of memory is an answer, and not to be met with smaller micro-batches. ahead: batches that the
-    plan's feed makes ready. Raises TrainError where training could not start.
+    where running out of memory is an answer, and not to be met with smaller micro-batches. ahead: batches that the feed
+    prepares in advance. Raises TrainError where training could not start.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Stepper:
         return self.turns[-1]
 
     def turn(self, seconds: float) -> Turn:
-        """`advance`, after what the feed made ready while others had their turn: that is not its speed."""
+        """`advance`, after training untimed on what the feed prepared during the turns of other steppers."""
         if self.ahead:
             self.advance(steps=self.ahead)
             self.turns.pop()
@@ -173,6 +173,10 @@ class Stepper:
     def mean_s(self) -> float:
         """Seconds a step, the median over turns."""
         return statistics.median(turn.seconds / turn.steps for turn in self.turns)
+
+    def over(self, other: Stepper) -> list[float]:
+        """How many times as fast as another one it was, turn by turn."""
+        return [a.samples_per_s / b.samples_per_s for a, b in zip(self.turns, other.turns, strict=True)]
 
     def rate(self) -> Rate:
         speeds = [turn.samples_per_s for turn in self.turns]
@@ -213,7 +217,7 @@ def typical(pack: Pack, plan: Plan, number: int = 1) -> list[tuple[np.ndarray, f
 
 
 def finish(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

@@ -163,7 +163,7 @@ class Change:
         other = self.stepper
         if other is None or other.state.recovery.micro != other.plan.micro_batch_size:  # it met the end of memory
             return []
-        ratios = [b.samples_per_s / a.samples_per_s for a, b in zip(self.run.turns, other.turns, strict=True)]
+        ratios = other.over(self.run)
         low, middle, high = statistics.quantiles(ratios, n=4)
         amp = self.change.get("amp", "off")
         far = drift(self.run, amp) if amp != "off" and low > 1 else None
@@ -171,9 +171,11 @@ class Change:
 
 
 def try_out(run: Stepper, changes: Sequence[dict[str, Any]], seconds: float, step_bytes: float) -> tuple[Tried, ...]:
-    """Each change in turns with a plan in training, all for so many seconds. step_bytes: what its step takes now. Left
-    out is a change whose steps do not fit, or that takes too long with the fewest rounds, unless it is compiled, which
-    takes minutes in any case."""
+    """Train each change in turns with the plan, for `seconds` in all. step_bytes: what the plan's step takes now.
+
+    A change is left out if its steps would not fit, or if even the fewest rounds would take too long. A compiled plan
+    is tried regardless: compiling takes minutes in any case.
+    """
     trials: list[Change] = []
     step_s = run.mean_s if run.turns else 0.0
     spent = LEAST_ROUNDS * step_s  # the plan's own turns
