@@ -407,7 +407,6 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
         ask("weight_decay=0.1", answer="weight_decay 0 → 0.1")
         ask("undo", answer="weight_decay 0.1 → 0")
         ask("stopp", refused=True)
-        ask("profile", answer=",profile")
         ask("stop")
 
     with beside(elsewhere, interrupt):
@@ -429,10 +428,8 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
         assert message in text
     [step] = {int(step) for step in re.findall(r"saved at step (\d+)", text)}
     assert 0 < step <= run.history.rows[-1]["step"]
-    assert run.verdict is not None
-    assert run.verdict.sentence in text
     assert re.search(r"stopped by .* after step \d+", text)
-    assert [row["asked"] for row in run.history.of("event") if "asked" in row] == ["save", "undo", "profile", "stop"]
+    assert [row["asked"] for row in run.history.of("event") if "asked" in row] == ["save", "undo", "stop"]
     assert terminal.main(["control", str(elsewhere), "stop"]) == 1
     assert "no process of this machine trains here" in capsys.readouterr().err
 
