@@ -155,25 +155,12 @@ def test_a_value_that_breaks_a_rule_shows_the_rule_and_changes_nothing(name, tex
     assert made.fields[name].value == text
 
 
-def test_a_wrong_field_does_not_hold_up_the_others_and_its_rule_goes_when_it_is_corrected():
-    made = panel(lr=1e-3)
-    made.fields["lr"].value = "-3"
-    made.fields["epochs"].value = "3"
-    assert (made.plan.epochs, made.plan.lr) == (3, 1e-3)
-    assert made.form.sliders["lr"].value == pytest.approx(1e-3), "a slider stays where the plan is"
-    made.form.sliders["lr"].value = 2e-3
-    assert (made.plan.lr, made.fields["lr"].value) == (2e-3, "0.002")
-    assert "must be" not in made.form.notes["lr"].value
-    assert "Not taken" not in summary(made)
-
-
 def test_a_rule_between_fields_is_shown_next_to_the_changed_one_and_correcting_either_helps():
     made = panel(epochs=20, warmup_epochs=5.0)
     made.fields["epochs"].value = "3"
-    assert made.plan.epochs == 20
     assert "warmup_epochs must be ≤ epochs (3)" in made.form.notes["epochs"].value
     made.fields["seed"].value = "7"
-    assert (made.plan.seed, made.plan.epochs) == (7, 20)
+    assert (made.plan.seed, made.plan.epochs) == (7, 20), "a wrong field holds no other up"
     made.fields["warmup_epochs"].value = "2"
     assert (made.plan.epochs, made.plan.warmup_epochs) == (3, 2.0)
     assert "Not taken" not in summary(made)
@@ -194,15 +181,6 @@ def test_presets_and_reset_bring_whole_plans_back_even_over_a_wrong_value():
     assert list(buttons(panel().form.view)) == ["As advised"]
     button = buttons(panel(largest_reason="64 is as large as it goes").form.view)["Largest batch"]
     assert (button.disabled, button.tooltip) == (True, "64 is as large as it goes")
-
-
-def test_eight_fields_are_in_view_and_all_others_under_more():
-    made = panel()
-    _, _, *rows, more = made.form.view.children
-    shown = [row.children[0].value.split()[0] for row in rows if row is not made.form.offer_row]
-    inside = [row.children[0].value.split()[0] for row in more.children[0].children]
-    assert shown == ["network", "epochs", "batch_size", "lr", "amp", "clip_norm", "eval_every", "early_stop"]
-    assert sorted(shown + inside) == sorted(made.fields)
 
 
 def test_reasons_and_help_stand_next_to_the_fields_and_are_escaped():
