@@ -56,8 +56,7 @@ def test_nothing_of_colabs_is_reinstalled(requirement):
 
 def test_every_package_that_tests_use_has_an_exact_version_in_its_range():
     optional = [Requirement(line) for extra in PROJECT["optional-dependencies"].values() for line in extra]
-    unpinned = {"nbtools", "torchvision", "pytest-cov"}
-    # PyPI's torchvision does not import next to the CPU build of torch; pytest-cov is for whoever looks for mutants
+    unpinned = {"nbtools", "torchvision"}  # PyPI's torchvision does not import next to the CPU build of torch
     for requirement in required() + [r for r in optional if r.name not in unpinned]:
         assert pins()[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
