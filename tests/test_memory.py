@@ -84,10 +84,10 @@ class Run:
         self.full = None
 
 
-PLAIN = toy.PLAN.replace(noise=0.0, dropout=0.0, ema=0.9)
+PLAIN = toy.PLAN.replace(noise=0.0, ema=0.9)
 CASES = {  # the plan, and the steps before the one that memory ends in
     "adamw, at the first step": (PLAIN, 0),
-    "sgd, fp16, micro-batches, later": (PLAIN.replace(optimizer="sgd", amp="fp16", micro_batch_size=8), 3),
+    "sgd, fp16, micro-batches, later": (PLAIN.replace(optimizer="sgd", amp="fp16", micro_batch_size=8, dropout=0.0), 3),
 }
 
 
@@ -100,12 +100,12 @@ def parted(model: nn.Module, plan: nb.Plan) -> list[dict]:
 @pytest.mark.parametrize("name", CASES)
 def test_memory_may_end_at_any_allocation_of_a_step_and_nothing_is_applied_twice(pack, monkeypatch, name):
     """Weights, optimizer, moving average, scaler and losses are those of a run that took the smaller parts unasked.
-    Dropout and BatchNorm's statistics are left out: see `train_step`."""
+    Later than in the first pass of a shape, dropout and BatchNorm's statistics are left out: see `step`."""
     monkeypatch.setattr(gc, "collect", lambda: 0)  # after each end: most of this test's time
     task = task_with(groups=parted)
     plan, before = CASES[name]
     ends = plan.micro_batch_size or plan.batch_size
-    expected = {micro: outcome(undisturbed(task, pack, plan, before, micro)) for micro in (ends, ends // 2)}
+    expected = {micro: outcome(undisturbed(task, pack, plan, before, micro), before) for micro in (ends, ends // 2)}
     at, halved, ended = 1, 0, True
     while ended:
         run = Run(task, pack, plan)
@@ -117,11 +117,11 @@ def test_memory_may_end_at_any_allocation_of_a_step_and_nothing_is_applied_twice
         run.step()
         micro = run.state.recovery.micro or plan.batch_size
         assert run.told == ([] if micro == ends else [SAID.format(ends, micro)]), at
-        differing = [k for k, v in outcome(run).items() if not torch.equal(v, expected[micro][k])]
+        differing = [k for k, v in outcome(run, before).items() if not torch.equal(v, expected[micro][k])]
         assert not differing, f"allocation {at} of the step: {differing}"
         halved += micro < ends
         at += 1
-    assert halved == at - 2 > 20, "memory ends at each allocation of a step but the last search, which finds no more"
+    assert halved >= 0.8 * (at - 2) > 20, "of the allocations only those that keep buffers may end without halving"
 
 
 SAID = "out of memory: micro batch {} → {}; effective batch and lr unchanged"
@@ -137,10 +137,11 @@ def undisturbed(task: Any, pack: nb.Pack, plan: nb.Plan, before: int, micro: int
     return run
 
 
-def outcome(run: Run) -> dict[str, torch.Tensor]:
+def outcome(run: Run, before: int) -> dict[str, torch.Tensor]:
     """All that a run is, by name."""
-    kept = {k: v for k, v in run.state.tensors().items() if "running" not in k and "tracked" not in k}
-    found = {name: tensor.clone() for name, tensor in kept.items()}
+    found = {name: tensor.clone() for name, tensor in run.state.tensors().items()}
+    if before:
+        found = {name: tensor for name, tensor in found.items() if "running" not in name and "tracked" not in name}
     facts = run.state.facts()
     scale = facts["scaler"]["scale"] if facts["scaler"] else 0.0
     samples = facts["position"]["samples"], facts["position"]["skipped"]

@@ -33,14 +33,39 @@ class Diverged(TrainError):
 def train_step(state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor | float]:
     """`attempt` until memory suffices: where it runs out, the micro batch is halved and the batch tried again; the
     effective batch and lr stay. An attempt allocates all that it needs before it changes the first weight, so that
-    nothing is applied twice; but dropout then draws other numbers, and BatchNorm's statistics count some samples twice.
+    nothing is applied twice.
+
+    The first pass under a plan, and each larger than all before it, is where memory runs out if it does: there random
+    states and buffers are kept. Where it runs out in a later one, since another process took memory, dropout draws
+    other numbers, and BatchNorm's statistics count some samples twice.
     """
+    elements, kept = sum(tensor.numel() for tensor in raw.values()), None
+    proven = state.proven[0] is state.applied and elements <= state.proven[1]
+    if not proven:
+        state.capture_rng()
+        kept, _ = within_memory(lambda: buffers(state))
     act = checked if state.position.step < state.recovery.careful_until else attempt
     while True:
         done, reason = within_memory(lambda: act(state, raw, epoch_size))
         if done is not None:
+            if not proven:
+                state.proven = state.applied, elements
             return done
         halve(state, len(raw["id"]), reason)
+        if not proven:
+            state.restore_rng()
+        if kept is not None:
+            restore(state, kept)
+
+
+def buffers(state: TrainState) -> list[Tensor]:
+    """Copies of what a forward pass changes in the model."""
+    return [buffer.clone() for buffer in state.model.buffers()]
+
+
+def restore(state: TrainState, kept: list[Tensor]) -> None:
+    for buffer, before in zip(state.model.buffers(), kept, strict=True):
+        buffer.copy_(before)
 
 
 def halve(state: TrainState, size: int, reason: str) -> None:
@@ -67,11 +92,10 @@ def release(state: TrainState) -> None:
 
 def checked(state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor | float]:
     """An attempt that is left out, and counts for nothing, where the loss or a gradient is not finite."""
-    kept = [buffer.clone() for buffer in state.model.buffers()]
+    kept = buffers(state)
     loss_sum, count = differentiate(state, raw)
     if bad := first_bad(state, raw, loss_sum):
-        for buffer, before in zip(state.model.buffers(), kept, strict=True):
-            buffer.copy_(before)
+        restore(state, kept)
         refuse(state, raw, bad)
         return torch.zeros_like(loss_sum), 0
     update(state, len(raw["id"]), epoch_size)

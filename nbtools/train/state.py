@@ -89,6 +89,7 @@ class TrainState:
         self.position, self.best = Position(), Best()
         self.sums = EpochSums(torch.zeros((), dtype=devices.sum_dtype(self.device), device=self.device))
         self.recovery = Recovery(plan.micro_batch_size)
+        self.proven: tuple[Plan | None, int] = None, 0  # elements of the largest raw batch that fit under this plan
         self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
         self.evaluate_next = False  # ask for an evaluation before the next step
         self.improved = False  # whether the last evaluation was the best, and is not saved yet
