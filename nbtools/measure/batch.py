@@ -118,9 +118,7 @@ def find_batch(
         free = memory.room(device)
         try:
             found = Search(begun(task, pack, plan, device, clock), plan, free, cap, seconds).run()
-        except (
-            TrainError
-        ) as error:  # as it is, it would keep the trial and its memory for as long as a notebook shows it
+        except TrainError as error:  # its traceback would keep the trial's memory for as long as a notebook shows it
             found = error.with_traceback(None)
     if isinstance(found, TrainError):
         raise found
