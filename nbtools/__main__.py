@@ -123,7 +123,7 @@ def control_command(one: argparse.ArgumentParser) -> Act:
     one.add_argument("run", type=Path, metavar="FOLDER", help="the run folder")
     one.add_argument("requests", nargs="+", metavar="REQUEST", help=f"{', '.join(ACTIONS)}, or SETTING=VALUE: lr=1e-4")
     one.add_argument(
-        "--force", action="store_true", help="apply what would otherwise have to be confirmed, such as a much larger lr"
+        "--force", action="store_true", help="apply changes that otherwise need confirmation, such as a much larger lr"
     )
     return control
 
@@ -132,7 +132,7 @@ def control(options: argparse.Namespace) -> None:
     run = Run.open(options.run)
     if not busy(options.run):
         raise CheckpointError(
-            f"{options.run}: no process of this machine trains here; python -m nbtools train resumes the run"
+            f"{options.run}: no process on this machine is training it; python -m nbtools train resumes the run"
         )
     pairs = [request.partition("=") for request in options.requests]
     settings = {name: run.plan.parse(name, value) for name, equals, value in pairs if equals}
@@ -188,7 +188,7 @@ def packed(task: Task, source: str, options: argparse.Namespace) -> Pack:
 def advise_command(one: argparse.ArgumentParser, task: Task) -> Act:
     """propose a plan for this machine and data, with reasons"""
     one.add_argument("--data", required=True, metavar="SOURCE", help=SOURCE)
-    one.add_argument("--no-measure", action="store_true", help="use rules of thumb, and earlier measurements")
+    one.add_argument("--no-measure", action="store_true", help="use rules of thumb and earlier measurements")
     one.add_argument("--compile", action="store_true", help="also try compiled steps: a minute or two more")
     one.add_argument("--noise", action="store_true", default=None, help=argparse.SUPPRESS)
     add_signature(one, task.pack)
@@ -208,14 +208,14 @@ def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
     one.add_argument("--run", type=Path, metavar="FOLDER", help="the run folder")
     one.add_argument("--keep", metavar="FOLDER", help="second folder for copies of the run, e.g. drive:runs/captcha")
     one.add_argument("--smoke-test", action="store_true", help="no data: one step on demo samples, saved and loaded")
-    one.add_argument("--processes", type=int, default=1, metavar="N", help="only 1 is supported yet")
+    one.add_argument("--processes", type=int, default=1, metavar="N", help="only 1 is supported so far")
     one.add_argument("--no-receipt", action="store_true", help="do not measure the baseline at the end")
     one.add_argument(
         "--from",
         dest="base",
         choices=("advised", "plan", "baseline"),
         default="advised",
-        help="where settings that are not given come from",
+        help="source of the settings that are not given",
     )
     add_knobs(one, type(task.PLAN), dataclasses.fields(task.PLAN))
     add_signature(one, task.pack)
@@ -224,14 +224,12 @@ def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
 
 def train(task: Task, options: argparse.Namespace) -> None:
     if options.processes != 1:
-        raise NbtoolsError(
-            "--processes must be 1: several processes are not supported yet; leave it out, and one trains"
-        )
+        raise NbtoolsError("--processes must be 1: several processes are not supported yet; leave it out")
     if options.smoke_test:
         print(smoke_test(task, **given(task.PLAN, options)))
         return
     if options.data is None or options.run is None:
-        raise NbtoolsError("train needs --data SOURCE and --run FOLDER; only --smoke-test does without")
+        raise NbtoolsError("train needs --data SOURCE and --run FOLDER; only --smoke-test needs neither")
     restore(options.run, kept_folder(options.keep))
     pack = packed(task, options.data, options)
     run = fit(task, pack, plan_of(task, pack, options), options.run, options.keep, receipt=not options.no_receipt)
@@ -254,18 +252,18 @@ def smoke_test(task: Task, **knobs: Any) -> str:
         total, count = train_step(state, raw, pack.splits["train"])
         loss = float(total) / max(float(count), 1)
         if not math.isfinite(loss):
-            raise TrainError(f"the loss of the first step is {loss}; train with amp=off, and look at the labels")
+            raise TrainError(f"the loss of the first step is {loss}; train with amp=off, and check the labels")
         checkpoint.save(folder / "run", state, rows=0)
         checkpoint.load(folder / "run", loaded)
     answers = (evaluation.forward(task, one.evaluated, raw, plan, one.device)[1] for one in (state, loaded))
     if not all(map(torch.equal, *(map(torch.as_tensor, tree_leaves(answer)) for answer in answers))):
         raise TrainError(
-            "the loaded weights must answer as the saved ones, and they differ: is the forward pass random in eval?"
+            "the outputs of the loaded weights differ from those of the saved ones: is the forward pass random in eval?"
         )
     return (
         f"it works on {state.device}: {plural(len(pack), 'demo sample')} packed, "
         f"{sum(p.numel() for p in state.parameters):,} parameters, first loss {loss:.4g}; "
-        "saved, and loaded with equal answers"
+        "saved, and loaded with equal outputs"
     )
 
 
@@ -333,7 +331,7 @@ def predict_command(one: argparse.ArgumentParser, task: Task) -> Act:
     one.add_argument("--run", required=True, type=Path, metavar="FOLDER", help="the run folder")
     one.add_argument("files", nargs="+", type=Path)
     if task.save is not None:
-        one.add_argument("--into", required=True, type=Path, metavar="FOLDER", help="where answers are written")
+        one.add_argument("--into", required=True, type=Path, metavar="FOLDER", help="folder for the predictions")
 
     def show(options: argparse.Namespace) -> None:
         run = Run.open(options.run, task)

@@ -212,11 +212,11 @@ def explained(doing: str, path: Path) -> Iterator[None]:
                 "Free some space, or choose another disk.",
             )
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            reason, advice = "this place is not writable", "Choose another folder, or change its permissions."
+            reason, advice = "this folder is not writable", "Choose another folder, or change its permissions."
         elif error.errno in (errno.ENOTDIR, errno.EEXIST):
             reason, advice = "a file is where a folder should be", "Move it, or choose another folder."
         else:
-            reason, advice = error.strerror or str(error), "Try again; if it repeats, choose another disk."
+            reason, advice = error.strerror or str(error), "Try again; if it happens again, choose another disk."
         raise errors.DiskError(f"{doing}: {error.filename or path}: {reason}. {advice}") from error
 
 

@@ -106,8 +106,8 @@ def places(run: str | Path, keep: str | Path | None, release_gpu: bool) -> tuple
     stays = keep is not None and (str(keep).startswith("drive:") or disk.is_slow(Path(keep)))
     if release_gpu and on_colab() and not stays:
         raise CheckpointError(
-            "release_gpu=True gives this Colab machine back at the end, and its disk with the run; "
-            f"name a folder that stays: keep='drive:runs/…', got keep={str(keep)!r}"
+            "release_gpu=True gives this Colab machine back at the end, with the run on its disk; "
+            f"name a folder that outlives it: keep='drive:runs/…', got keep={str(keep)!r}"
         )
     return Path(run), kept_folder(keep)
 
@@ -182,7 +182,7 @@ def ending(state: TrainState) -> str:
     """The message about a plan with fewer epochs than have begun."""
     epochs, present = state.plan.epochs, state.epoch + 1
     if state.position.segments and epochs < present:
-        return f"epochs {epochs} is below the present epoch {present}: training ends after this epoch"
+        return f"epochs {epochs} is below the current epoch {present}: training ends after this epoch"
     if epochs < state.epoch:
         return f"epochs {epochs} is below the {state.epoch} epochs done: there is nothing left to train"
     return ""
@@ -213,7 +213,7 @@ def optional(missing: str, tell: Callable[[str], None]) -> Iterator[None]:
     except (NbtoolsError, OSError, RuntimeError) as error:
         tell(f"{missing}: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
-        tell(f"{missing}: stopped by you; run it again for it")
+        tell(f"{missing}: interrupted; run it again to get it")
 
 
 def evaluate_all(job: Job) -> None:
@@ -224,7 +224,7 @@ def evaluate_all(job: Job) -> None:
         return
     tell("evaluating the best weights on the whole validation split …")
     start = monotonic()
-    with optional("no last evaluation", tell):
+    with optional("no final evaluation", tell):
         values = evaluation.evaluate(job.task, run.model(job.state.device), job.pack, job.state.plan, "val")
         seconds = monotonic() - start
         disk.write_atomic(

@@ -47,7 +47,7 @@ def only_one(folder: Path) -> Iterator[None]:
                 except BlockingIOError:
                     if not patience:
                         raise TrainError(
-                            f"{folder}: another process trains here; stop it, or name another run folder"
+                            f"{folder}: another process is training this run; stop it, or name another run folder"
                         ) from None
                     sleep(patience)
         yield
@@ -87,12 +87,12 @@ def restore(folder: Path, kept: Path | None) -> None:
         return
     if ours := checkpoint.read_index(folder):
         if ours.get("id") != theirs.get("id"):
-            raise CheckpointError(f"{kept} keeps another run than {folder}; name another keep=, or another run=")
+            raise CheckpointError(f"{kept} keeps a run other than {folder}; name another keep=, or another run=")
         return
     if folder.exists() and any(
         p.name not in (PLAN, CARD, HISTORY, CONTROL) and p.suffix != ".part" for p in folder.iterdir()
     ):
-        raise CheckpointError(f"{folder} holds files and no run, and {kept} keeps a run; name a new folder with run=")
+        raise CheckpointError(f"{folder} holds files but no run, and {kept} keeps a run; name a new folder with run=")
     part = folder.with_name(f"{folder.name}.part")
     with disk.explained(f"restoring {folder} from {kept}", folder):
         disk.remove(part)

@@ -73,7 +73,7 @@ class Letters:
             return ""
         return (
             f"No font here has {len(self.missing)} of these characters: their code points are drawn (U+624B as 62 over "
-            "4B). A Chinese font, such as that of the package fonts-noto-cjk, shows them."
+            "4B). A Chinese font, such as the one in the package fonts-noto-cjk, shows them."
         )
 
 

@@ -125,7 +125,7 @@ class Guard:
             back = ", ".join(map("{} {}".format, names, now)) if len(names) > 1 else now[0]
             what = f"Training diverged at {self.described(tried, names)}; back at step {state.step:,} with {back}"
         else:
-            what = f"Training diverged after a change that was taken back; back at step {state.step:,}"
+            what = f"Training diverged after a change that was undone; back at step {state.step:,}"
         yield from self.continued(facts, what)
 
     def to_best(self) -> Generator[Record, None, None]:
@@ -165,7 +165,7 @@ class Guard:
             )
         facts = checkpoint.load(job.folder, state).facts
         state.recovery.careful_until = trouble.steps[1] + 1
-        what = f"{trouble}; back to step {state.step}, and each step checked from there"
+        what = f"{trouble}; back at step {state.step}, checking each step from there"
         yield from self.continued(facts, what, type(state.plan).from_dict(facts["plan"]))
 
     def continued(

@@ -59,7 +59,7 @@ class Run:
         known = as_task(task) if task is not None else import_task(index["task"], folder)
         for name in (CARD, PLAN):
             if not (folder / name).exists():
-                raise CheckpointError(f"{folder}: {name} is missing; copy the run folder again, all of it")
+                raise CheckpointError(f"{folder}: {name} is missing; copy the whole run folder again")
         card = Card.from_dict(json.loads((folder / CARD).read_text()))
         return cls(folder, known, card, type(known.PLAN).from_json((folder / PLAN).read_text()))
 
@@ -190,8 +190,8 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[st
     for name in ("task", "classes", "options", "columns"):
         if getattr(ours, name) != getattr(theirs, name):
             raise PackError(
-                f"{pack.folder}: the pack's {name} are not those the run was trained with ({getattr(theirs, name)} and "
-                f"{getattr(ours, name)}); pack the data again with the run's options"
+                f"{pack.folder}: the pack's {name} are not the ones that the run was trained with "
+                f"({getattr(theirs, name)} and {getattr(ours, name)}); pack the data again with the run's options"
             )
     plan = run.plan.replace(**knobs)
     refuse_fixed(plan.changes_from(run.plan), plan, resumed=True)

@@ -66,7 +66,7 @@ def await_start(folder: Path, wait: float) -> None:
     while not checkpoint.read_index(folder):
         if monotonic() > end:
             raise CheckpointError(
-                f"{folder}: no run here after {wait:g} s; train with run={str(folder)!r}, or give the folder of one"
+                f"{folder}: no run here after {wait:g} s; train with run={str(folder)!r}, or name the folder of a run"
             )
         sleep(MOMENT)
 

@@ -76,7 +76,7 @@ def test_lr_follows_the_optimizers_rule_up_to_sixteen_times_the_batch(optimizer,
     found, reason = learning_rate(CAPTCHA.BASELINE, optimizer, batch)
     assert found == pytest.approx(lr)
     assert ("linear rule" if optimizer == "sgd" else "sqrt rule") in reason
-    assert ("no more beyond 16" in reason) == (batch == 4096)
+    assert ("no increase beyond 16" in reason) == (batch == 4096)
 
 
 @pytest.mark.parametrize(("k", "epochs"), [(0.5, 0), (1, 0), (2, 3), (3, 5), (4, 5), (8, 10), (16, 20), (64, 20)])
@@ -128,7 +128,7 @@ def test_every_changed_field_has_a_reason_and_every_figure_its_origin(name, trai
         assert ".".join(map(str, machine.capability or ())) in advice.reasons["amp"]
     assert "rule of thumb" in advice.largest_reason
     if advice.largest is None:
-        assert f"the advised {advice.plan.batch_size} is as large as it goes" in advice.largest_reason
+        assert f"the advised {advice.plan.batch_size} is the largest allowed" in advice.largest_reason
     else:
         batch = advice.largest.batch_size
         assert advice.plan.batch_size < batch <= min(MOST_K * CAPTCHA.BASELINE.batch_size, train // LEAST_STEPS)
@@ -246,7 +246,7 @@ def test_rules_alone_when_nothing_was_measured_before(tmp_path, no_measuring):
     assert headers == ("setting", "value", "reason")
     assert [row[0] for row in rows][: len(advice.reasons)] == list(advice.reasons)
     for shown in (str(advice), advice._repr_html_()):
-        assert "nothing here was measured" in shown
+        assert "nothing here has been measured" in shown
 
 
 def test_training_without_a_plan_never_measures(tmp_path, no_measuring):
@@ -275,7 +275,7 @@ def test_advice_of_an_older_version_is_measured_again(tmp_path, monkeypatch):
 def test_where_nothing_can_be_kept_the_advice_says_so(tmp_path):
     pack = toy.make_pack(tmp_path, count=60)
     act.shelf(pack).mkdir()
-    assert "Not kept for the next time" in nb.advise(toy, pack).note
+    assert "Not saved for the next time" in nb.advise(toy, pack).note
 
 
 def test_the_tasks_own_batch_size_is_not_overruled_by_speed(pack):

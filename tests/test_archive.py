@@ -313,7 +313,7 @@ def test_write_gives_the_same_bytes_whatever_the_times_and_reads_back(tmp_path):
 @pytest.mark.parametrize("form", FORMS)
 def test_files_read_in_place_are_those_that_come_out_once_the_tar_is_plain(tmp_path, form):
     if form not in archive.IN_PLACE:
-        with pytest.raises(errors.ArchiveError, match="no plain tar, and no zip"):
+        with pytest.raises(errors.ArchiveError, match="neither a plain tar nor a zip"):
             in_place(tmp_path, WHOLE[form])
     path = put(tmp_path / "packed", WHOLE[form])
     archive.plain(path, tmp_path / "plain")

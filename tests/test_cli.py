@@ -181,7 +181,7 @@ class Random(toy.Net):
 @pytest.mark.parametrize(
     ("hook", "sentence"),
     [
-        ({"model": lambda card, plan: Random(16, 0.1)}, "must answer as the saved ones, and they differ"),
+        ({"model": lambda card, plan: Random(16, 0.1)}, "differ from those of the saved ones"),
         ({"loss": lambda model, batch, plan: (model(batch).sum() * torch.nan, 1)}, "the loss of the first step is nan"),
     ],
 )

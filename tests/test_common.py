@@ -134,7 +134,7 @@ def test_hidden_colours_of_transparent_pixels_do_not_show(tmp_path):
         (b"", "an empty file", "the label is a whole image"),
         (b"text", "cannot identify image file 'bad.png'", "the label is a whole image"),
         ("cut", "image file is truncated", "the label is a whole image"),
-        ("deep", "mode I", "an image has 8 bits a channel"),
+        ("deep", "mode I", "an image has 8 bits per channel"),
         ("huge", "more", "the label has at most 200 pixels"),
     ],
 )

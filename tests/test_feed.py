@@ -271,4 +271,4 @@ def test_auto_is_resident_where_the_pack_takes_at_most_its_share_of_free_gpu_mem
     assert found == name
     assert "30% of free GPU memory" in reason
     assert choose(pack, Plan(), CPU)[0] == "resident"
-    assert choose(pack, Plan(feed="streamed"), CPU) == ("streamed", "the plan says so")
+    assert choose(pack, Plan(feed="streamed"), CPU) == ("streamed", "set in the plan")

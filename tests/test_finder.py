@@ -83,12 +83,12 @@ def test_a_search_ends_in_time_and_says_what_ended_it(toys):
     short = found(toys, job, seconds=1.0)
     assert job.now < 3.0
     assert not short.complete
-    assert "the time was up" in short.why
+    assert "time ran out" in short.why
     flat = found(toys, Job(fixed=0.001, a_sample=0.1))
     assert flat.complete
     assert "throughput no longer rises" in flat.why
     for most, why in (
-        (6, "no more than 6 were asked for"),
+        (6, "no more than 6 were requested"),
         (None, f"the train split has {toys.splits['train']} samples"),
     ):
         asked = found(toys, Job(fixed=100.0), seconds=1e6, most=most)
@@ -378,7 +378,7 @@ V2, V1 = "sys/fs/cgroup/box/memory", "sys/fs/cgroup/memory/memory"
                 f"{V2}.stat": f"anon {2 * GIB}\ninactive_file {1 * GIB}\n",
             },
             2 * GIB,
-            "RAM that the container's limit leaves",
+            "RAM left by the container's limit",
         ),
         (
             {
@@ -389,7 +389,7 @@ V2, V1 = "sys/fs/cgroup/box/memory", "sys/fs/cgroup/memory/memory"
                 f"{V1}.stat": "total_inactive_file 0\n",
             },
             GIB // 2,
-            "RAM that the container's limit leaves",
+            "RAM left by the container's limit",
         ),
     ],
     ids=["not Linux", "no limit", "a limit, less what is used and cannot be dropped", "the older cgroups"],

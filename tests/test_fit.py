@@ -124,7 +124,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(run, pack,
     refused(DiskError, "starting a run", folder=tmp_path / "file" / "run")
     other = dataclasses.replace(pack, card=dataclasses.replace(pack.card, classes=list("dcba")))
     refused(CheckpointError, "trained on another pack", pack=other, folder=run.folder)
-    with pytest.raises(PackError, match="classes are not those the run was trained with"):
+    with pytest.raises(PackError, match="classes are not the ones that the run was trained with"):
         nb.evaluate(run, other)  # wrong predictions since training and inference differ in preprocessing
 
 
@@ -195,7 +195,7 @@ def test_a_setting_changed_on_resume_survives_a_crash_before_the_next_checkpoint
 
 def test_two_at_once_in_one_run_folder_is_refused(pack, tmp_path):
     def second():
-        with pytest.raises(TrainError, match="another process trains here"):
+        with pytest.raises(TrainError, match="another process is training this run"):
             nb.fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET)
 
     task = acting({1: second})
@@ -213,8 +213,8 @@ def test_keep_named_only_after_the_run_brings_all_of_it_and_mixes_no_two(run, pa
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("mine")
     for folder, words in {
-        "other": r"keeps another run than .*; name another keep=",
-        "mine": "files and no run",
+        "other": r"keeps a run other than .*; name another keep=",
+        "mine": "files but no run",
     }.items():
         with pytest.raises(CheckpointError, match=words):
             nb.fit(toy, pack, toy.PLAN, tmp_path / folder, keep=tmp_path / "drive", **QUIET)
@@ -292,7 +292,7 @@ def test_a_receipt_is_measured_once_and_one_that_fails_costs_no_run(pack, tmp_pa
         return real(*arguments, seconds=0.05)
 
     monkeypatch.setattr(measure, "receipt", receipt)
-    for told in ("stopped by you; run it again for it", "OSError: a raw file is gone"):
+    for told in ("interrupted; run it again to get it", "OSError: a raw file is gone"):
         run = nb.fit(toy, pack, ONE, tmp_path / "run", progress=False)
         assert f"no receipt: {told}" in run.events
         assert run.receipt is None
@@ -385,7 +385,7 @@ def test_release_gpu_gives_the_machine_back_only_when_the_run_is_on_another_disk
         return nb.fit(task, pack, ONE, tmp_path / "run", "drive:kept", release_gpu=True, **QUIET)
 
     for keep in (None, tmp_path / "beside"):
-        with pytest.raises(CheckpointError, match="name a folder that stays: keep="):
+        with pytest.raises(CheckpointError, match="name a folder that outlives it: keep="):
             nb.fit(toy, pack, ONE, tmp_path / "run", keep, release_gpu=True, **QUIET)
     assert not (tmp_path / "run").exists()
     fitted(acting({3: interrupt}))

@@ -367,17 +367,17 @@ def test_bad_rows_and_images_are_listed_with_their_place(tmp_path):
     made = packed(raw)
     where = "train_img_id_gt.txt"
     assert dict(zip(made.bad["file"], made.bad["rule"], strict=True)) == {
-        f"{where}:1": "a name means one image, and there are two",
+        f"{where}:1": "a name stands for one image, and there are two",
         "train/b.png": "a line has a text",
-        f"{where}:3": f"an image stands once in the lists, and this one is in {where}:2 already",
+        f"{where}:3": f"an image is listed once, and this one is in {where}:2 already",
         "train/c.png": "the file is a whole image",
-        f"{where}:5": "the image of a row is there",
+        f"{where}:5": "the image of a row exists",
         f"{where}:6": "a row is name,text",
         f"{where}:7": "a list is UTF-8",
-        "train/e.png": "an image has 8 bits a channel",
+        "train/e.png": "an image has 8 bits per channel",
         "train/f.png": "a line is at most 100 times as wide as high",
         f"{where}:11": "a row is name,text",
-        **dict.fromkeys((f"train/{n}" for n in ("a.jpg", "a.png", "g.png", "h.png")), "an image stands in a list"),
+        **dict.fromkeys((f"train/{n}" for n in ("a.jpg", "a.png", "g.png", "h.png")), "an image is in a list"),
     }
     assert made.names == ["test/t.png", "train/d.png"]
     assert all(made.bad["fix"])
@@ -490,10 +490,10 @@ def test_the_report_counts_as_a_loop_over_the_lines_does(tmp_path):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("1-P1.dgrl", ("a line is read, and not a whole page", "name a line of it: 1-P1.dgrl#1")),
-        ("1-P1.dgrl#3", ("1-P1.dgrl has lines 1 to 2", "name one that is there")),
-        ("1-P1.dgrl#0", ("1-P1.dgrl has lines 1 to 2", "name one that is there")),
-        ("3-P1.dgrl#1", ("3-P1.dgrl has no lines", "name one that is there")),
+        ("1-P1.dgrl", ("single lines are read, not whole pages", "name a line of it: 1-P1.dgrl#1")),
+        ("1-P1.dgrl#3", ("1-P1.dgrl has lines 1 to 2", "name one of these")),
+        ("1-P1.dgrl#0", ("1-P1.dgrl has lines 1 to 2", "name one of these")),
+        ("3-P1.dgrl#1", ("3-P1.dgrl has no lines", "name one of these")),
         ("2-P1.dgrl#1", ("the file can be read", "copy it again, or delete it")),
         ("a.png", ("the file can be read", "copy it again, or delete it")),
     ],

@@ -124,7 +124,7 @@ def test_a_line_of_any_height_has_as_many_steps_as_strides_begun_and_is_refused_
             logits, steps = small(name, height).eval()(padded((width,), height))
         assert steps.tolist() == [len(logits)] == [-(-width // stride)]
         assert logits.shape[1:] == (1, 13)
-    rule = rf'network = "{name}" reads lines ≥ {least} pixels high, and these are {least - 1}; pack with a larger'
+    rule = rf'network = "{name}" reads lines ≥ {least} pixels high, but these are {least - 1}; pack with a larger'
     with pytest.raises(PlanError, match=rule):
         networks.build(name, least - 1, 3)
 
@@ -414,7 +414,7 @@ def test_auto_takes_the_references_network_for_high_lines_and_a_name_is_taken_or
     model = hwdb.model(lines, hwdb.Plan(network="crnn", dropout=0.05, checkpoint_activations=True))
     assert isinstance(model, networks.Crnn)
     assert (model.drop.p, model.recompute) == (0.05, True)
-    with pytest.raises(PlanError, match=r'network = "hctr" reads lines ≥ 64 pixels high, and these are 32'):
+    with pytest.raises(PlanError, match=r'network = "hctr" reads lines ≥ 64 pixels high, but these are 32'):
         hwdb.model(lines, hwdb.Plan(network="hctr"))
 
 

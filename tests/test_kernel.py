@@ -198,7 +198,7 @@ with Messages() as messages:
     print(messages.handle(), messages.trouble)
 shell.kernel = kernel
 """)
-    assert text.startswith("0 Buttons and sliders react only when this cell has ended, because nbtools does not know")
+    assert text.startswith("0 Buttons and sliders react only after this cell has ended, because nbtools does not know")
     assert "SimpleNamespace" in text
 
 

@@ -357,7 +357,7 @@ def test_back_to_best_and_an_early_end_say_what_they_did(seen):
     assert re.search(
         r"back at step [\d,]+, the best checkpoint: whole_accuracy \S+ after epoch \d+", seen.texts["best"]
     )
-    assert re.search(r"epochs 1 is below the (present epoch \d+|\d+ epochs done)", seen.texts["ending"])
+    assert re.search(r"epochs 1 is below the (current epoch \d+|\d+ epochs done)", seen.texts["ending"])
 
 
 @pytest.mark.browser

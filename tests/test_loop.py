@@ -102,7 +102,7 @@ def test_groups_step_as_torch_does_with_their_own_lr_and_weight_decay(pack, opti
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        (lambda model, plan: [{"params": list(model.parameters())[:-1]}], "layers.4.bias must be in just one"),
+        (lambda model, plan: [{"params": list(model.parameters())[:-1]}], "layers.4.bias must be in exactly one"),
         (lambda model, plan: [{"params": model.parameters()}, {"params": [model.layers[0].weight]}], "layers.0.weight"),
         (lambda model, plan: [{"params": [*model.parameters(), nn.Parameter(torch.ones(1))]}], "1 parameter of"),
     ],
@@ -262,7 +262,7 @@ def test_a_loss_lost_after_the_last_log_step_of_an_epoch_does_not_end_the_epoch(
     steps = [r for r in train(toy, TrainState(toy, pack, plan), pack) if r.kind == "step"]
     assert not steps[-1].values
     state = TrainState(toy.with_(loss=nan_from(len(steps))), pack, plan)
-    with pytest.raises(Diverged, match="lost in steps"):
+    with pytest.raises(Diverged, match="became non-finite in steps"):
         losses(state, pack)
     assert state.epoch == 0
 
@@ -325,7 +325,7 @@ def test_a_first_evaluation_that_is_no_number_is_not_the_best_for_ever(pack):
 
 
 def test_a_best_that_names_no_metric_is_said_so(pack):
-    with pytest.raises(TrainError, match="BEST is 'acc', and its metrics are loss, accuracy"):
+    with pytest.raises(TrainError, match="BEST is 'acc', but its metrics are loss, accuracy"):
         losses(TrainState(toy.with_(BEST="acc"), pack, toy.PLAN), pack)
 
 
@@ -415,5 +415,5 @@ def test_what_cannot_be_trained_is_refused_before_the_first_step(tmp_path, pack)
         losses(TrainState(toy, single, toy.PLAN.replace(batch_size=1)), single)
     with pytest.raises(TrainError, match="Net has no parameter that requires a gradient"):
         TrainState(toy.with_(model=lambda card, plan: toy.Net(4, 0.0).requires_grad_(False)), pack, toy.PLAN)
-    with pytest.raises(TrainError, match=r"Plan.graph replays CUDA graphs, and this device is cpu"):
+    with pytest.raises(TrainError, match=r"Plan.graph replays CUDA graphs, but this device is cpu"):
         TrainState(toy, pack, toy.PLAN.replace(graph=True), device="cpu")

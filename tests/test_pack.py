@@ -103,7 +103,7 @@ def test_fixed_and_ragged_columns_come_back_as_they_went_in(place):
         ({"x": np.zeros(4, np.float32)}, r"x float32 \(4\)"),
         ({}, "second: its columns are ; the first"),
         ({"x": np.zeros(3, np.float32), "y": np.zeros(1)}, "y float64"),
-        ({"x": np.array(["a", None, 3])}, "x: a pack holds numbers and truth values, got object"),
+        ({"x": np.array(["a", None, 3])}, "x: a pack holds numbers and booleans, got object"),
         ({"x": np.array(["a"])}, "got <U1; store class indices"),
     ],
 )

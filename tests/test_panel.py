@@ -151,7 +151,7 @@ def test_a_value_that_breaks_a_rule_shows_the_rule_and_changes_nothing(name, tex
     made.fields[name].value = text
     assert made.plan == made.advised
     assert rule in made.form.notes[name].value
-    assert "Not taken" in summary(made)
+    assert "Not applied" in summary(made)
     assert made.fields[name].value == text
 
 
@@ -163,7 +163,7 @@ def test_a_rule_between_fields_is_shown_next_to_the_changed_one_and_correcting_e
     assert (made.plan.seed, made.plan.epochs) == (7, 20), "a wrong field holds no other up"
     made.fields["warmup_epochs"].value = "2"
     assert (made.plan.epochs, made.plan.warmup_epochs) == (3, 2.0)
-    assert "Not taken" not in summary(made)
+    assert "Not applied" not in summary(made)
 
 
 def test_presets_and_reset_bring_whole_plans_back_even_over_a_wrong_value():
@@ -179,8 +179,8 @@ def test_presets_and_reset_bring_whole_plans_back_even_over_a_wrong_value():
     made.reset()
     assert made.plan == made.advised
     assert list(buttons(panel().form.view)) == ["As advised"]
-    button = buttons(panel(largest_reason="64 is as large as it goes").form.view)["Largest batch"]
-    assert (button.disabled, button.tooltip) == (True, "64 is as large as it goes")
+    button = buttons(panel(largest_reason="64 is the largest allowed").form.view)["Largest batch"]
+    assert (button.disabled, button.tooltip) == (True, "64 is the largest allowed")
 
 
 def test_reasons_and_help_stand_next_to_the_fields_and_are_escaped():
@@ -352,7 +352,7 @@ def test_a_preset_during_a_run_changes_what_may_change_and_says_what_it_kept():
     assert "after this step: lr 0.001 → 0.0002" in pending(made)
     buttons(made.form.view)["Largest batch"].click()
     assert requests.state.plan == Plan(lr=2e-4), "refused, as a whole"
-    assert "Not taken: batch_size" in summary(made)
+    assert "Not applied: batch_size" in summary(made)
     assert "1024 is larger than the train split" in made.form.notes["batch_size"].value
 
 
@@ -463,7 +463,7 @@ def test_a_verdict_is_shown_with_a_button_that_makes_its_change():
     assert EVIL not in form.sentence.value
     assert "Compute-bound" in form.sentence.value
     requests = running(made, samples=300)
-    buttons(form.controls)["Make it so: amp = bf16"].click()
+    buttons(form.controls)["Apply: amp = bf16"].click()
     assert requests.state.plan.amp == "bf16"
     assert form.verdict.layout.display == "none", "a change that was made is proposed no more"
     made.propose("Launch-bound: larger batch", {"batch_size": 10**6})

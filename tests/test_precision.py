@@ -76,7 +76,7 @@ def test_steps_that_overflow_in_fp16_count_for_nothing(pack, optimizer, checked)
             buffers = [b for kept in state.optimizer.state.values() for name, b in kept.items() if name != "step"]
             assert buffers
             assert not any(buffer.any() for buffer in buffers)
-    assert [what.split(":")[0] for what in told] == ["step 5 left out"] * checked
+    assert [what.split(":")[0] for what in told] == ["step 5 skipped"] * checked
     assert 0 < state.position.skipped < state.samples
     assert not state.lost()
 
@@ -176,7 +176,7 @@ def test_a_forward_of_ones_own_and_packed_sequences_survive(pack):
 
 # -- fp16 on a CPU
 
-REFUSED = r"Plan.amp = fp16 needs a GPU, and this device is cpu.*; use amp=bf16 or amp=off"
+REFUSED = r"Plan.amp = fp16 needs a GPU, but this device is cpu.*; use amp=bf16 or amp=off"
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -86,7 +86,7 @@ def test_factors_are_taken_within_rounds_and_multiply_to_the_total(pack):
 
 def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors(found):
     headers, rows = found.table()
-    assert headers[1:4] == ("samples/s", "over the rung before", "over the baseline")
+    assert headers[1:4] == ("samples/s", "over the previous rung", "over the baseline")
     assert [row[0] for row in rows] == [rung.name for rung in found.rungs]
     assert rows[1][2].startswith(f"{found.rungs[1].factor:.2f}× (")
     assert rows[2][5] == "batch_size 16 → 64"
@@ -153,7 +153,7 @@ def test_where_a_step_is_slow_only_the_ends_are_measured_and_it_is_said(pack):
     assert [rung.name for rung in found.rungs] == ["baseline", "this run"]
     assert found.rungs[-1].rate == found.after
     assert list(found.rungs[1].changes) == ["batch_size", "amp", "channels_last", "feed"]
-    assert "A step takes 9.0 s: of the rungs only the ends were measured" in str(found)
+    assert "A step takes 9.0 s: only the first and last rungs were measured" in str(found)
 
 
 def test_more_rungs_have_shorter_turns_so_that_the_whole_takes_as_long(pack):

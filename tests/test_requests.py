@@ -256,7 +256,7 @@ def test_what_cannot_be_is_explained_and_changes_nothing(pack, tmp_path, untouch
     actions[2 * len(REFUSED) + 1] = path.mkdir
     run = nb.fit(acting(actions), pack, PLAN, folder, **QUIET)
     for event, (text, answer) in zip(run.events, REFUSED, strict=False):
-        assert event.startswith("not taken: "), text[:80]
+        assert event.startswith("refused: "), text[:80]
         assert answer in event
     assert "Is a directory" in run.events[-1]
     assert texts(run) == run.events, "who asked from elsewhere reads the answers"
@@ -401,7 +401,7 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
     def user():
         wait_for(lambda: history_of(elsewhere).count("step,") > 1)
         ask("lr=0.005", "save", answer="lr 0.01 → 0.005")
-        ask("batch_size=100000", answer="not taken: ")
+        ask("batch_size=100000", answer="refused: ")
         ask("lr=1000", refused=True)
         ask("lr=1000", "--force", answer="Training diverged")
         ask("weight_decay=0.1", answer="weight_decay 0 → 0.1")
@@ -431,7 +431,7 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
     assert re.search(r"stopped by .* after step \d+", text)
     assert [row["asked"] for row in run.history.of("event") if "asked" in row] == ["save", "undo", "stop"]
     assert terminal.main(["control", str(elsewhere), "stop"]) == 1
-    assert "no process of this machine trains here" in capsys.readouterr().err
+    assert "no process on this machine is training it" in capsys.readouterr().err
 
 
 def test_watching_nothing_says_so_and_a_run_that_ended_is_shown_once(tmp_path, untouched, capsys):
@@ -513,7 +513,7 @@ def test_epochs_below_the_present_one_end_the_run_after_it_and_count_what_was_do
         actions[step + 2] = asking(folder, "stop")
     run = nb.fit(acting(actions), pack, PLAN, folder, **QUIET)
     said = [row for row in run.history.of("event") if row["what"].startswith("epochs 1")]
-    assert [row["what"] for row in said] == ["epochs 1 is below the present epoch 3: training ends after this epoch"]
+    assert [row["what"] for row in said] == ["epochs 1 is below the current epoch 3: training ends after this epoch"]
     assert said[0]["step"] == step, "said before it ends"
     assert texts(run, "change") == ["epochs 4 → 1"]
     run = nb.fit(toy, pack, None, folder, **QUIET) if stopped else run

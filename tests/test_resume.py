@@ -210,7 +210,7 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_it_taken(tmp_pat
     for damage in (data[: len(data) // 2], data[:-1] + bytes([data[-1] ^ 1]), b""):
         newest.write_bytes(damage)
         run = fit(toy, pack, toy.PLAN, folder, **QUIET)
-        assert any("it is damaged; the one before it is taken" in told for told in run.events)
+        assert any("it is damaged; the previous one is used" in told for told in run.events)
         assert log(run.history) == log(whole.history)
 
 
@@ -260,8 +260,8 @@ def test_a_lost_loss_goes_back_to_the_checkpoint_and_leaves_the_bad_step_out(tmp
     task, bad = overflowing(pack, epoch=1)
     run = fit(task, pack, toy.PLAN, tmp_path / "run", **QUIET)
     told = " | ".join(run.events)
-    assert "back to step" in told
-    assert "left out: batch['x'] is not finite (sample ids" in told
+    assert "back at step" in told
+    assert "skipped: batch['x'] is not finite (sample ids" in told
     assert str(bad) in told.split("(sample ids ")[1].split(")")[0].split(", ")
     assert len(run.summary()) == 3
     assert not run.summary()["train_loss"].isna().to_numpy().any()
@@ -280,7 +280,7 @@ def test_a_setting_changed_before_the_loss_was_lost_stays_changed_and_marked(tmp
     run = fit(overflowing(pack, 0, change)[0], pack, toy.PLAN.replace(epochs=1), folder, **QUIET)
     assert [row["what"] for row in run.history.of("change")] == ["micro_batch_size none → 8"]
     assert checkpoint.newest(folder).facts["state"]["recovery"]["micro"] == 8
-    assert "back to step 0" in " ".join(run.events)
+    assert "back at step 0" in " ".join(run.events)
 
 
 def test_a_loss_that_is_always_lost_stops_with_what_to_do(tmp_path, pack):
@@ -288,5 +288,5 @@ def test_a_loss_that_is_always_lost_stops_with_what_to_do(tmp_path, pack):
         total, count = toy.loss(model, batch, plan)
         return total * float("nan"), count
 
-    with pytest.raises(TrainError, match=r"four steps had to be left out.*lower Plan.lr"):
+    with pytest.raises(TrainError, match=r"four steps had to be skipped.*lower Plan.lr"):
         fit(toy.with_(loss=loss), pack, toy.PLAN, tmp_path / "run", **QUIET)

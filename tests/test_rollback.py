@@ -83,7 +83,7 @@ def test_a_change_after_which_the_loss_explodes_is_undone_and_leaves_no_trace(pa
 def test_a_typo_that_is_taken_back_before_its_loss_is_read_is_rolled_back_all_the_same(pack, folder, slow):
     task = acting({13: asking(folder, force=True, lr=1000), 15: asking(folder, lr=0.01)})
     run = nb.fit(task, pack, SLOW, folder, **QUIET)
-    assert texts(run) == ["Training diverged after a change that was taken back; back at step 13"]
+    assert texts(run) == ["Training diverged after a change that was undone; back at step 13"]
     assert same(run, slow)
 
 
@@ -275,8 +275,8 @@ def test_going_back_to_a_best_checkpoint_that_is_not_there_or_damaged_is_refused
 
     run = nb.fit(acting({3: asking(folder, "best"), second + 5: damage}, **FIRST), pack, PLAN, folder, **QUIET)
     missing, damaged = texts(run)
-    assert missing == "not taken: there is no best checkpoint yet; the first evaluation chooses one"
-    assert damaged.startswith("not taken: ")
+    assert missing == "refused: there is no best checkpoint yet; the first evaluation chooses one"
+    assert damaged.startswith("refused: ")
     assert f"0001-{best:08d}.safetensors: 0 bytes that are not the" in damaged
     assert losses(run) == losses(untouched)
 
@@ -296,6 +296,6 @@ def test_undo_takes_the_last_changes_back_one_by_one(pack, folder):
     actions = [asking(folder, one) if isinstance(one, str) else asking(folder, **one) for one in asked]
     run = nb.fit(acting(dict(zip(range(20, 30, 2), actions, strict=True))), pack, PLAN, folder, **QUIET)
     assert texts(run, "change") == ["lr 0.01 → 0.02", "clip_norm 1 → none", "clip_norm none → 1", "lr 0.02 → 0.01"]
-    undone = "the last change is undone"
-    assert texts(run) == [undone, undone, "not taken: there is no change to undo"]
+    undone = "the last change was undone"
+    assert texts(run) == [undone, undone, "refused: there is no change to undo"]
     assert run.plan == nb.Run.open(folder, toy).plan == PLAN

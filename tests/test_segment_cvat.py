@@ -110,7 +110,7 @@ def test_shapes_far_larger_than_their_image_cost_no_more_than_it(tmp_path):
     ("shapes", "key", "rule", "value"),
     [
         (polygon("50,1;60,1;60,9"), "polygon", INSIDE, "x 50 to 60"),
-        (polygon("1,1;20,20"), "polygon", "a polygon has 3 points at least", "shirt: 2"),
+        (polygon("1,1;20,20"), "polygon", "a polygon has at least 3 points", "shirt: 2"),
         (polygon("1,1;20,x;3,3"), "polygon", FINITE, "could not convert"),
         (polygon("1,1;20,nan;3,3"), "polygon", FINITE, "not finite"),
         (polygon("1,1;20,20;3,3", "hat"), "label", "a shape's label is in the class table", "hat"),
@@ -186,7 +186,7 @@ def test_names_lead_to_no_file_but_those_of_the_source(tmp_path, name):
     image = f'<image id="1" name="{name}" width="{W}" height="{H}">{TRIANGLE}</image></annotations>'
     source = edited(xml(tmp_path / "raw", TRIANGLE), ("</annotations>", image))
     [row] = faults(checked(source))
-    assert (row.file, row.rule, row.value) == ("annotations.xml", "an annotated image is there", name or "nothing")
+    assert (row.file, row.rule, row.value) == ("annotations.xml", "an annotated image exists", name or "nothing")
     assert packed(source, val=0, test=0).names == ["a.png"]
 
 
@@ -216,7 +216,7 @@ def test_an_image_of_another_size_or_annotated_twice_is_a_row(tmp_path):
         (lambda text: "", "are whole XML, got no element found.*; export it .*CVAT for images 1.1"),
         (lambda text: "<annotations></annotations>", "name images, got no <image>; export it as CVAT for images 1.1"),
         (lambda text: "<annotations><track id='0'/></annotations>", "name images, got none, but 1 track of a video"),
-        (lambda text: text.replace("a.png", "b.png"), "an annotated image is there, got b.png"),
+        (lambda text: text.replace("a.png", "b.png"), "an annotated image exists, got b.png"),
     ],
     ids=["entities", "cut off", "empty", "no image", "video", "image missing"],
 )

@@ -199,9 +199,9 @@ UNKNOWN = "add them to classes=, or to ignore=; or correct the label"
         ("images/a.png", b"<html>", "the image is a whole image", "cannot identify image file 'a.png'", "delete it"),
         ("images/a.png", None, "the image is a whole image", "image file is truncated", "delete it"),
         ("images/a.png", photo(0, 60, 80), "the image has at most 4,000 pixels", "more", "cut it into pieces"),
-        ("images/a.png", np.zeros((H, W), np.uint16), "an image has 8 bits a channel", "mode I;16", "convert it"),
+        ("images/a.png", np.zeros((H, W), np.uint16), "an image has 8 bits per channel", "mode I;16", "convert it"),
         (
-            *("labels/a.png", ids(0, 40, 50), "a label is as large as its image"),
+            *("labels/a.png", ids(0, 40, 50), "a label has the size of its image"),
             *("40 × 50 pixels (height × width), the image has 36 × 48 pixels", "export it again from the image"),
         ),
         ("labels/a.png", ids() + 1, "ids are in the class table", "3 (", UNKNOWN),

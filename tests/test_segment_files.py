@@ -103,7 +103,7 @@ def test_paths_of_a_list_may_start_at_any_folder_above_it_and_never_leave_the_so
     made = packed(voc)
     assert (made.names, made.splits["val"]) == (["VOC2012/JPEGImages/a.jpg"], 1)
     saved(tmp_path / "secret.png", ids())
-    with pytest.raises(PackError, match=r"the label of a line is there, got \.\./secret\.png"):
+    with pytest.raises(PackError, match=r"the label of a line exists, got \.\./secret\.png"):
         packed(tree(tmp_path / "raw", {"a.png": photo(), "train.txt": "a.png,../secret.png\n"}))
 
 
@@ -113,7 +113,7 @@ def test_lines_that_cannot_be_used_are_rows_with_their_numbers(tmp_path):
     folder = tree(tmp_path / "raw", {**files, "train.txt": lines})
     found = {row.file: (row.severity, row.rule) for row in checked(folder).rows}
     assert found == {
-        "train.txt:3": (ERROR, "the label of a line is there"),
+        "train.txt:3": (ERROR, "the label of a line exists"),
         "train.txt:4": (ERROR, ONE_LABEL),
         "p/b.png": (ERROR, "an image has a label"),
         "q/b.png": (ERROR, "an image has a label"),

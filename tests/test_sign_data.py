@@ -278,7 +278,11 @@ def test_a_name_that_two_clips_have_is_no_name(tmp_path):
     clip(source / "val" / "a.npz", seed=7, without=("X2048",))
     listed(source / "labels.csv", "a,0,0", "train/a,0,0", "val/a,0,0", "b,1,1", "c,0,0", "d,1,1")
     (row,) = checked(source).rows
-    assert (row.file, row.rule, row.value) == ("labels.csv:2", "a name means one clip", "a: train/a.npz, val/a.npz")
+    assert (row.file, row.rule, row.value) == (
+        "labels.csv:2",
+        "a name stands for one clip",
+        "a: train/a.npz, val/a.npz",
+    )
 
 
 @pytest.mark.parametrize(

@@ -206,14 +206,14 @@ def test_features_of_two_backbones_do_not_mix(tmp_path):
     made(tmp_path / "raw", into)
     filmed(tmp_path / "raw" / "b")
     for other in ({"network": network(seed=1)}, {"crop": True}):
-        with pytest.raises(PackError, match=r"features of the backbones .*do not mix"):
+        with pytest.raises(PackError, match=r"features of the backbones .*cannot be mixed"):
             made(tmp_path / "raw", into, **other)
     assert not (into / "b.npz").exists()
     with pytest.raises(KeyboardInterrupt):
         made(tmp_path / "raw", into, network=Interrupted(network(seed=1), at=2), overwrite=True)
     made(tmp_path / "raw", tmp_path / "before")
     (tmp_path / "before" / "b.npz").replace(into / "b.npz")
-    with pytest.raises(PackError, match=r"features of the backbones .*do not mix"):
+    with pytest.raises(PackError, match=r"features of the backbones .*cannot be mixed"):
         made(tmp_path / "raw", into)
     result = made(tmp_path / "raw", into, network=network(seed=1), overwrite=True)
     assert (result.written, result.ready) == (("b.npz",), ("a.npz",))
@@ -245,7 +245,7 @@ def test_what_cannot_be_used_has_a_row_and_the_rest_is_made(tmp_path):
     assert rows == {
         "talk.MOV": ("frames are images: decoding videos takes ffmpeg or PyAV", ".MOV"),
         "poster.jpg": ("frames are in a folder of their own", "1 next to folders of frames"),
-        "hello.webp": ("clips have names of their own", "also hello.gif"),
+        "hello.webp": ("clips have unique names", "also hello.gif"),
         "sizes.npz": ("all frames of a clip have one size", sizes),
         "short.npz": ("there are as many frames as in X, 4", "3"),
     }
@@ -264,7 +264,7 @@ def test_what_cannot_be_used_has_a_row_and_the_rest_is_made(tmp_path):
         (
             {"network": nn.Sequential(network(), nn.Linear(2048, 1000))},
             PackError,
-            r"network must make \(3, 2048\) of \(3, 3, 299, 299\), got \(3, 1000\)",
+            r"network must return \(3, 2048\) for \(3, 3, 299, 299\), got \(3, 1000\)",
         ),
     ],
 )
@@ -277,7 +277,7 @@ def test_options_that_cannot_be_are_refused(tmp_path, option, error, said):
 
 @pytest.mark.parametrize(
     ("file", "said"),
-    [("readme.txt", "no frames; give a folder"), ("a.mp4", "takes ffmpeg or PyAV, got .mp4; write its")],
+    [("readme.txt", "no frames; give a folder"), ("a.mp4", "takes ffmpeg or PyAV, got .mp4; extract its")],
 )
 def test_a_folder_without_frames_is_refused_with_what_to_do(tmp_path, file, said):
     (tmp_path / "raw").mkdir()
@@ -343,7 +343,7 @@ def test_fine_tuning_is_kept_and_taken_up_again_and_does_not_depend_on_how_many_
     for name in ("train/later.npz", "val/val_1_1.npz"):
         np.testing.assert_allclose(held(into / name), held(tmp_path / "other" / name), atol=1e-4)
     (into / TUNED).unlink()
-    with pytest.raises(PackError, match="do not mix"):
+    with pytest.raises(PackError, match="cannot be mixed"):
         made(source, into, finetune=2)
 
 

@@ -145,7 +145,7 @@ def test_the_keys_choose_what_is_read(data, tmp_path, capsys):
 @pytest.mark.parametrize("network", ["transformer", "gru"])
 def test_the_smoke_test_needs_no_data(network, capsys):
     assert main(["train", "sign", "--smoke-test", "--network", network]) == 0
-    assert "equal answers" in capsys.readouterr().out
+    assert "equal outputs" in capsys.readouterr().out
 
 
 def test_what_cannot_be_done_is_a_sentence(data, tmp_path, capsys):

@@ -194,7 +194,7 @@ def test_sha256_must_match_also_on_the_second_call(place, name):
     stage(source, sha256=digest.upper())
     with pytest.raises(errors.ArchiveError, match=f"SHA-256 is {digest}, not abc"):
         stage(source, sha256="abc")
-    with pytest.raises(errors.StageError, match="sha256 is that of an archive"):
+    with pytest.raises(errors.StageError, match="sha256 is for an archive"):
         stage(path.parent, sha256=digest)
 
 
@@ -247,7 +247,7 @@ def test_a_mount_that_stops_answering_says_so_and_the_next_call_resumes(place, m
         return read(file, count)
 
     monkeypatch.setattr(disk, "read", stopping)
-    with pytest.raises(errors.StageError, match=r"digits\.tar: stopped answering .*run it again"):
+    with pytest.raises(errors.StageError, match=r"digits\.tar: stopped responding .*run it again"):
         stage("drive:digits.tar")
     assert published(cache()) == []
     copy, moved = sources.copy, []
@@ -301,7 +301,7 @@ REFUSED = {
     "empty archive": ("nothing.tar", bytes(10240), "holds no files"),
     "quota page": ("digits.tar.gz", QUOTA.encode(), "quota.*Make a copy"),
     "sign-in page": ("digits.zip", SIGN_IN.encode(), "permission.*Anyone with the link"),
-    "some page": ("digits.zip", b"\n<html><title>Hi</title>", r"a web page \('Hi'\) came"),
+    "some page": ("digits.zip", b"\n<html><title>Hi</title>", r"a web page \('Hi'\) arrived"),
     "hostile": ("digits.zip", zip_bytes(("../evil", b"x")), r"entry '\.\./evil'"),
     "empty folder": ("raw", "folder", "raw holds no files"),
 }

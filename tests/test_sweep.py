@@ -102,7 +102,7 @@ def test_steps_that_fp16_leaves_out_leave_the_lrs_and_the_number_of_losses_as_th
     assert found.skipped > 0 == smooth_way.skipped
     assert found.lrs == smooth_way.lrs
     assert len(found.losses) == len(found.lrs)
-    assert f"{found.skipped} that fp16 left out" in str(found)
+    assert f"{found.skipped} that fp16 skipped" in str(found)
 
 
 @pytest.mark.usefixtures("fp16_on_cpu")
@@ -114,7 +114,7 @@ def test_a_scale_that_is_never_found_ends_the_sweep(pack):
 
     found = lr_sweep(task_with(loss=loss), pack, toy.PLAN.replace(amp="fp16"))
     assert (found.start, found.lost, found.losses, found.suggestion) == (None, None, (), None)
-    assert "not a number before any update; look at data and loss, or set amp=off" in str(found)
+    assert "not a number before any update; check data and loss, or set amp=off" in str(found)
     json.dumps(found.to_dict(), allow_nan=False)
 
 
@@ -165,8 +165,8 @@ def judged(losses: list[float], lost: float | None = None) -> tuple[float | None
     ("losses", "lost", "said"),
     [
         ([2.0 + 0.1 * (-1) ** k for k in range(100)], None, "nothing was learnt up to lr 1; take more steps"),
-        ([2.0 + 0.01 * k for k in range(60)], 0.01, "nothing was learnt before it was lost at lr 0.01"),
-        ([2.0, 4.0], 2e-6, "lost within the first steps, at lr 2e-06; sweep lower (low=1e-08)"),
+        ([2.0 + 0.01 * k for k in range(60)], 0.01, "nothing was learnt before it diverged at lr 0.01"),
+        ([2.0, 4.0], 2e-6, "diverged within the first steps, at lr 2e-06; sweep lower (low=1e-08)"),
         ([3.0 - 0.02 * k for k in range(100)], None, "may fall further; sweep higher (high=10)"),
         ([3.0 - 0.2 * min(k, 20 - k) for k in range(20)], 2e-5, "a tenth of that was not measured; sweep lower"),
     ],

@@ -198,7 +198,7 @@ def test_once_other_weights_are_the_best_what_was_found_of_earlier_ones_is_no_lo
     longer = nb.fit(costly, pack, plan.replace(epochs=4, lr=0.03), run=folder, **QUIET)
     assert longer.best["epoch"] != before["epoch"]
     assert longer.final == {}
-    assert longer.events[-1] == "no last evaluation: stopped by you; run it again for it"
+    assert longer.events[-1] == "no final evaluation: interrupted; run it again to get it"
 
 
 @pytest.mark.parametrize("trouble", [TrainError("out of memory"), OSError("no space")])
@@ -206,7 +206,7 @@ def test_a_last_evaluation_that_fails_does_not_cost_the_run(tmp_path, pack, trou
     task = Costly(trouble)
     run = nb.fit(task, pack, task.PLAN, run=tmp_path / "run", **QUIET)
     assert run.final == {}
-    assert f"no last evaluation: {type(trouble).__name__}: {trouble}" in run.events
+    assert f"no final evaluation: {type(trouble).__name__}: {trouble}" in run.events
 
 
 def test_who_stops_a_run_waits_for_no_last_evaluation(tmp_path, pack, costly, monkeypatch):

@@ -143,7 +143,7 @@ def test_workers_that_ram_has_no_room_for_are_not_started(pack, two_cores, monke
     monkeypatch.setattr(Workers, "open", lambda self: (started.append(self.plan.workers), real(self))[1])
     found = searched(Job(), pack)
     assert max(started) == 1  # the one that is weighed
-    assert "of available RAM can be had" in found.settings[2].skipped
+    assert "of available RAM is usable" in found.settings[2].skipped
 
 
 def test_a_reader_of_the_notebook_itself_is_not_sent_to_processes_that_cannot_import_it(pack, monkeypatch):
@@ -166,11 +166,11 @@ def test_a_feed_without_workers_is_not_measured_and_the_reason_is_said(pack, fee
     found = find_workers(toy, pack, toy.PLAN.replace(feed=feed, workers=3))
     assert found.settings == ()
     assert found.workers == 3
-    assert "no workers take part in it, there is nothing to measure" in str(found)
+    assert "it uses no workers, so there is nothing to measure" in str(found)
 
 
 def test_without_the_source_files_the_finder_says_what_the_feed_says(pack):
-    with pytest.raises(TrainError, match="reads the source files, and they are not here"):
+    with pytest.raises(TrainError, match="reads the source files, but they are not here"):
         find_workers(toy, dataclasses.replace(pack, raw=None), WORKERS)
 
 

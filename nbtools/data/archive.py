@@ -147,7 +147,7 @@ def index_of(path: Path, size: int, mtime: int) -> Index:
     names = Names()
     with explained(path, names):
         if kind(path) not in IN_PLACE:
-            raise ArchiveError("has no files that can be read in place: it is no plain tar, and no zip")
+            raise ArchiveError("has no files that can be read in place: it is neither a plain tar nor a zip")
         files = {name: place for name, place, _ in files_in(path, names, ignored)}
         if not files:
             raise ArchiveError("holds no files")
@@ -332,8 +332,8 @@ def in_zip(file: IO[bytes], reader: zipfile.ZipFile, names: Names, limit: int, p
             raise ArchiveError("is a link, a device or encrypted: only plain files and folders are read")
         if info.compress_type not in METHODS:
             raise ArchiveError(
-                f"is compressed by method {info.compress_type}, and entries are stored or deflated. Make the zip again "
-                "in the usual way"
+                f"is compressed by method {info.compress_type}, but only stored and deflated entries are "
+                "read. Make the zip again with the usual settings"
             )
         if name is not None and not info.is_dir():
             start = starts[info.header_offset]
@@ -392,7 +392,7 @@ def pour(content: IO[bytes], file: FileIO, size: int) -> None:
 
 def require_size(came: int, size: int) -> None:
     if came != size:
-        raise ArchiveError(f"is {came} bytes long where {size} were announced")
+        raise ArchiveError(f"is {came} bytes long instead of the {size} announced")
 
 
 @contextlib.contextmanager

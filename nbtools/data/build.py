@@ -414,7 +414,7 @@ def cores() -> int:
 
 def column_of(name: str, array: np.ndarray, ragged: bool) -> Column:
     if array.dtype.kind not in "biuf":
-        raise PackError(f"{name}: a pack holds numbers and truth values, got {array.dtype}; store class indices")
+        raise PackError(f"{name}: a pack holds numbers and booleans, got {array.dtype}; store class indices")
     return Column("ragged" if ragged else "fixed", array.dtype.str, array.shape[1:] if ragged else array.shape)
 
 

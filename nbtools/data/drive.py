@@ -62,11 +62,11 @@ def place_to_keep(where: str | Path) -> Path | None:
     if not str(where).startswith("drive:"):
         return Path(where)
     try:
-        with disk.explained(f"making a place for {where}", Path(where)):
+        with disk.explained(f"creating the folder of {where}", Path(where)):
             place = local(str(where))
             disk.make_folder(place.parent)
     except DriveRefused as refusal:
-        print(f"{refusal}: nothing is kept at {where}, and the work of this session is lost when its machine goes.")
+        print(f"{refusal}: nothing is kept at {where}, and the work of this session is lost with the machine.")
         return None
     return place
 
@@ -93,7 +93,7 @@ def root() -> Path:
     global _declined
     if folder := os.environ.get("NBTOOLS_DRIVE"):
         return Path(folder).absolute()
-    reason = "it does not answer"
+    reason = "it does not respond"
     for force in (False, True):  # a stale mount needs the second try
         if answers(MOUNT):
             return MOUNT / "MyDrive"
@@ -105,7 +105,7 @@ def root() -> Path:
             drive.mount(str(MOUNT), force_remount=force)
         except ImportError:
             raise StageError(
-                "drive: is Colab's Drive, and this is not Colab. Set NBTOOLS_DRIVE to a folder to use in its place."
+                "drive: is Colab's Drive, and this is not Colab. Set NBTOOLS_DRIVE to a folder to use instead."
             ) from None
         except Exception as error:  # colab raises ValueError, RuntimeError and its own MessageError, by version
             _declined = type(error).__name__ == "MessageError"  # the browser's answer, when access is not granted
@@ -114,7 +114,7 @@ def root() -> Path:
         return MOUNT / "MyDrive"
     if _declined:
         raise DriveRefused("Access to Drive was declined in Colab's dialog (restart the session to be asked again)")
-    raise StageError(f"Drive is not mounted: {reason}. Allow access in Colab's dialog; else restart the runtime.")
+    raise StageError(f"Drive is not mounted: {reason}. Allow access in Colab's dialog, or restart the runtime.")
 
 
 def answers(mount: Path, bare: bool = False) -> bool:
@@ -144,8 +144,8 @@ def release_runtime() -> None:
             drive.flush_and_unmount()
     except Exception as error:  # colab raises ValueError and its own errors, by version
         raise StageError(
-            f"The machine is kept: Drive could not be written out ({type(error).__name__}: {error}). Look at the kept "
-            "folder on Drive, then release the machine by Runtime, Disconnect and delete runtime."
+            f"The machine is kept: Drive could not be flushed ({type(error).__name__}: {error}). Check the kept "
+            "folder on Drive, then release the machine with Runtime, Disconnect and delete runtime."
         ) from None
     runtime.unassign()
 
@@ -194,8 +194,8 @@ def complaint(page: str) -> str:
             "that has it and stage it as drive:…."
         )
     else:
-        advice = "open the address in a browser, and use that of the file itself."
-    return f"a web page ({name!r}) came instead of an archive: {advice}"
+        advice = "open the address in a browser, and use the address of the file itself."
+    return f"a web page ({name!r}) arrived instead of an archive: {advice}"
 
 
 def gdown(module: str):

@@ -105,7 +105,7 @@ def lengths_of(pack: Pack, ids: np.ndarray) -> np.ndarray | None:
 def choose(pack: Pack, plan: Plan, device: torch.device) -> tuple[str, str]:
     """(feed, reason) for `feed="auto"`, the plan's own otherwise."""
     if plan.feed != "auto":
-        return plan.feed, "the plan says so"
+        return plan.feed, "set in the plan"
     if device.type != "cuda":
         return "resident", "the pack is memory-mapped and training reads it in place"
     room = RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0]
@@ -260,7 +260,7 @@ class Workers:
     def __init__(self, pack: Pack, device: torch.device, plan: Plan):
         if pack.raw is None:
             raise TrainError(
-                'Plan.feed = "workers" reads the source files, and they are not here: the pack was opened without '
+                'Plan.feed = "workers" reads the source files, but they are not here: the pack was opened without '
                 'them; stage the source again, or choose feed="auto"'
             )
         if plan.workers:

@@ -102,7 +102,7 @@ class Local(Source):
         self.size = sum(size for _, (size, _) in self.files)
         if len(self.files) > MANY:
             slow = f"{len(self.files):,} files, which is slow there"
-            self.hint = f"{self.path}: {slow}. One tar of them copies many times faster."
+            self.hint = f"{self.path}: {slow}. A single tar of them copies many times faster."
         if not self.is_folder:
             return "-".join(map(str, self.files[0][1]))
         return hashlib.sha256(repr(self.files).encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -254,7 +254,7 @@ def read_mounted(content: IO[bytes], source: Path) -> bytes:
         return disk.read(content, CHUNK)
     except OSError as error:  # Drive gives errno 5 or 107 after a while
         raise StageError(
-            f"{source}: stopped answering ({error.strerror}). What arrived is kept: run it again, on Colab after "
+            f"{source}: stopped responding ({error.strerror}). What arrived is kept: run it again, on Colab after "
             "remounting Drive."
         ) from None
 

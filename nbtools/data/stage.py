@@ -54,7 +54,7 @@ def stage(
     with disk.explained(f"looking at {source}", Path(source)):
         found = source_of(str(source))
         if sha256 and found.is_folder:
-            raise StageError(f"{source}: sha256 is that of an archive, and this is a folder. Leave it out.")
+            raise StageError(f"{source}: sha256 is for an archive, and this is a folder. Leave it out.")
         if into is None and found.here and is_ready(found, extract):
             if sha256:
                 digest_of(found.here, found.text, sha256)
@@ -141,7 +141,7 @@ def digest_of(path: Path, text: str, sha256: str | None) -> str:
     require_archive(path, text)
     digest = disk.sha256(path)
     if sha256 not in (None, digest):
-        raise ArchiveError(f"{text}: its SHA-256 is {digest}, not {sha256}. Copy it again, or ask who gave the number.")
+        raise ArchiveError(f"{text}: its SHA-256 is {digest}, not {sha256}. Copy it again, or correct the number.")
     return digest
 
 

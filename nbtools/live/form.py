@@ -64,7 +64,7 @@ NO_RUN = "no run is in progress: nb.fit starts one"
 SLOW = 1.0  # seconds a step; from here on the panel says beforehand that clicks are read when it ends
 
 OFFERS = {
-    "none": ("keep", "lr as it was"),
+    "none": ("keep", "keep the lr"),
     "sqrt": ("√ rule", "times √k for a batch k times as large: rule of thumb for Adam (arXiv 2205.10287)"),
     "linear": ("linear", "times k for a batch k times as large: rule of thumb for SGD with warmup (arXiv 1706.02677)"),
 }
@@ -174,9 +174,9 @@ class Form:
         changed = list(plan.changes_from(panel.advised))
         summary = f"Changed: {', '.join(changed)}" if changed else ""
         if wrong:
-            summary = f"Not taken: {', '.join(wrong)}; the plan keeps its last valid value"
+            summary = f"Not applied: {', '.join(wrong)}; the plan keeps its last valid value"
         elif waiting:
-            summary = f"Not applied yet: {'; '.join(panel.asks.values())}"
+            summary = f"To be confirmed: {'; '.join(panel.asks.values())}"
         self.summary.value = styled(WRONG if bad else MUTED, " · ".join(filter(None, (summary, note))))
         shown(self.confirm, applying(waiting, panel.question))
         for label, (preset, _) in panel.presets.items():

@@ -307,6 +307,6 @@ def flush() -> None:
 
 def sentence(error: Exception) -> str:
     return (
-        "Buttons and sliders react only when this cell has ended, because nbtools does not know this notebook's kernel "
-        f"({type(error).__name__}: {error}); interrupting the kernel and control.json work as usual."
+        "Buttons and sliders react only after this cell has ended, because nbtools does not know this notebook's "
+        f"kernel ({type(error).__name__}: {error}); interrupting the kernel and control.json work as usual."
     )

@@ -75,7 +75,7 @@ class Panel:
     @property
     def presets(self) -> dict[str, tuple[Plan | None, str]]:
         """label → (plan, what it is); None: there is none, and why."""
-        advised = (self.advised, "Every setting as it was advised")
+        advised = (self.advised, "Every setting as advised")
         found = {"Guide's baseline": self.baseline, "As advised": advised, "Largest batch": self.largest}
         return {label: (plan, why) for label, (plan, why) in found.items() if plan is not None or why}
 
@@ -161,7 +161,7 @@ class Panel:
         with self.lock:
             self.proposed = dict(change or {})
             done = ", ".join(f"{name} = {table.shown(value)}" for name, value in self.proposed.items())
-            self.form.propose(sentence, f"Make it so: {done}" if done else "")
+            self.form.propose(sentence, f"Apply: {done}" if done else "")
 
     def changes(self) -> tuple[dict[str, Any], dict[str, str]]:
         """(field → value that differs from the plan's, field → why its value is refused)."""

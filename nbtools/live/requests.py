@@ -20,7 +20,7 @@ from nbtools.live.kernel import flush
 from nbtools.train import CONTROL, Plan, TrainState, checkpoint, doubts
 
 ACTIONS = ("pause", "resume", "stop", "evaluate", "save", "profile", "best", "undo")
-REFUSED = "not taken: "  # the start of a row of the history that answers a request the run cannot fulfil
+REFUSED = "refused: "  # the start of a row of the history that answers a request the run cannot fulfil
 UNFINISHED = 2.0  # seconds in which a file that is not JSON may still be being written: `echo … > control.json`
 
 

@@ -96,7 +96,7 @@ class Surface(View):
         if self.state.plan == self.former[-1]:
             self.former.pop()
         self.state.plan = self.former[-1]
-        self.answer("the last change is undone", "undo")
+        self.answer("the last change was undone", "undo")
 
     def returned(self) -> None:
         """The run is back at the plan of an earlier checkpoint, and there is nothing to undo."""
@@ -138,7 +138,7 @@ class Surface(View):
         settings, which the loop applies."""
         self.messages.handle()
         if closing(running_kernel()):
-            self.requests.post("stop", by="the shutdown of the kernel")
+            self.requests.post("stop", by="the kernel's shutdown")
         if (trouble := self.messages.trouble) is not None and trouble not in self.events:
             self.tell(trouble)
         now = monotonic()

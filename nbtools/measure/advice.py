@@ -97,7 +97,7 @@ class Advice(Report):
 
     @property
     def ladder(self) -> Any:
-        raise AttributeError("Advice.ladder is gone: print the advice, or use advice.other_batches() for the plans")
+        raise AttributeError("Advice.ladder was removed: print the advice, or use advice.other_batches() for the plans")
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
         """One row per setting, then one row for each other batch size."""
@@ -136,7 +136,7 @@ def advise(
     """
     if noise is not None:
         raise TrainError(
-            "nb.advise no longer takes noise: the gradient noise scale is gone; to cap the batch size, use "
+            "nb.advise no longer takes noise: the gradient noise scale was removed; to cap the batch size, use "
             "advice.plan.turn(batch_size=…) and compare the runs with nb.compare"
         )
     task = as_task(task)
@@ -154,7 +154,7 @@ def advise(
         with disk.explained("keeping the advice", path):
             disk.write_atomic(path, json.dumps(dict(list(shelved.items())[-KEPT:])))
     except DiskError as error:  # a pack may lie where nobody may write
-        made = dataclasses.replace(made, note=f"{made.note} Not kept for the next time: {error}")
+        made = dataclasses.replace(made, note=f"{made.note} Not saved for the next time: {error}")
     return made
 
 
@@ -176,10 +176,10 @@ def measured(task: Task, pack: Pack, thumb: Advice, seconds: float, compiling: b
     precision = None if "amp" in own else find_precision(task, pack, thumb.plan, seconds / 6, clock)
     if precision is not None:
         amp, evidence["amp"] = choose_precision(precision)
-        found["amp"] = amp, "the faster one that learns the same, measured here"
+        found["amp"] = amp, "the faster one whose losses agree, measured here"
     plan = by_rules(task, pack, found).plan
     batches = find_batch(task, pack, plan, None, seconds, enough(pack.card), clock)
-    evidence["batch_size"] = f"not taken for its speed alone: {batches.why}"
+    evidence["batch_size"] = f"not chosen on speed alone: {batches.why}"
     if "batch_size" not in own and conclusive(batches, plan):
         found["batch_size"] = batches.batch_size, "the smallest within 5 % of the best rate"
         evidence["batch_size"] = batches.why
@@ -201,7 +201,7 @@ def measured(task: Task, pack: Pack, thumb: Advice, seconds: float, compiling: b
         evidence |= dict.fromkeys(judged.change, judged.sentence)
         fixed = [*fixed, *judged.change, "compile", "graph"]  # compiling takes a minute, and gained less than this
     took = f"{perf_counter() - start:.0f} s"
-    note = f"Measured on {', '.join(machine().values())} in {took}, except what is called a {THUMB}."
+    note = f"Measured on {', '.join(machine().values())} in {took}, except where a {THUMB} is named."
     results = {"precision": precision, "batches": batches, "workers": crew, "profile": profile, "verdict": judged}
     return dataclasses.replace(by_rules(task, pack, found), note=note, evidence=evidence, **results)
 
@@ -270,17 +270,17 @@ def decide(task: TaskLike, card: Card, machine: Machine, found: Mapping[str, tup
     advised.setdefault("amp", precision(machine))
     advised.setdefault("workers", workers(machine))
     if chosen("graph") and machine.accelerator != "cuda":
-        advised["graph"] = False, f"CUDA graphs need CUDA, and this is {machine.name}"
+        advised["graph"] = False, f"CUDA graphs need CUDA, but this is {machine.name}"
     if chosen("min_lr") > chosen("lr"):
         advised["min_lr"] = chosen("lr"), f"the task's {digits(chosen('min_lr'))} is above the advised lr"
     if "micro_batch_size" not in advised and plan.micro_batch_size is not None:
-        advised["micro_batch_size"] = None, "the whole batch at once; training halves it where memory ends"
+        advised["micro_batch_size"] = None, "the whole batch at once; training halves it if memory runs out"
     if chosen("graph") and (chosen("micro_batch_size") or batch) < batch:
         advised["graph"] = False, "CUDA graphs need the whole batch in one forward pass"
     made = plan.replace(**{name: value for name, (value, _) in advised.items()})
     reasons = {name: advised[name][1] for name in made.to_dict() if name in advised}
     size = f"{machine.gigabytes:.0f} GB" if machine.gigabytes else plural(machine.cores, "core")
-    note = f"For {machine.name} ({size}); nothing here was measured on it yet, it is what to start from."
+    note = f"For {machine.name} ({size}); a starting point: nothing here has been measured on it yet."
     largest, why = largest_batch(made, base, card, machine)
     return Advice(made, reasons, base, note, largest, why)
 
@@ -317,7 +317,7 @@ def largest_batch(plan: Plan, base: Plan, card: Card, machine: Machine) -> tuple
         why = f"{LEAST_STEPS} steps an epoch of {train:,} training samples, or batch {LEAST_BATCH} (ours)"
     batch = 2 ** (max(bound, 1).bit_length() - 1)
     if batch <= plan.batch_size:
-        return None, f"{THUMB}: the advised {plan.batch_size} is as large as it goes, by {why}"
+        return None, f"{THUMB}: the advised {plan.batch_size} is the largest allowed, by {why}"
     reason, micro = f"{THUMB}: batch {batch}, by {why}", plan.micro_batch_size
     if machine.accelerator == "cuda" and batch > (tier := memory_tier(machine))[1]:
         micro = min(micro or tier[1], tier[1])
@@ -334,7 +334,7 @@ def learning_rate(base: Plan, optimizer: str, batch: int) -> tuple[float, str]:
     k = batch / base.batch_size
     factor = lr_factor(rule, min(k, MOST_K))
     why = f"{digits(base.lr)} at batch {base.batch_size}, times {factor:.3g} by the {rule} rule, {THUMB} ({source})"
-    return float(f"{base.lr * factor:.3g}"), why + (f"; no more beyond {MOST_K} × the batch" if k > MOST_K else "")
+    return float(f"{base.lr * factor:.3g}"), why + (f"; no increase beyond {MOST_K} × the batch" if k > MOST_K else "")
 
 
 def warmup(k: float, epochs: int) -> tuple[float, str]:
@@ -345,7 +345,7 @@ def warmup(k: float, epochs: int) -> tuple[float, str]:
 
 
 def workers(machine: Machine) -> tuple[int, str]:
-    why = f'min(4 a GPU, {plural(machine.cores, "core")}, 16), {THUMB} (guide 2); used by feed="workers" alone'
+    why = f'min(4 per GPU, {plural(machine.cores, "core")}, 16), {THUMB} (guide 2); used only by feed="workers"'
     return min(4 * max(machine.gpus, 1), machine.cores, 16), why
 
 
@@ -353,10 +353,10 @@ def precision(machine: Machine) -> tuple[str, str]:
     if machine.accelerator == "cpu":
         return "off", f"only some CPUs (AMX, AVX512-BF16) are faster in bf16: float32 until that is measured, {THUMB}"
     if machine.accelerator != "cuda" or machine.capability is None:
-        return "off", f"mixed precision was never tried on {machine.accelerator}"
+        return "off", f"mixed precision has not been tried on {machine.accelerator}"
     shown = ".".join(map(str, machine.capability))
     if machine.capability >= (8, 0):
         return "bf16", f"compute capability {shown} has bfloat16 in hardware; it needs no loss scaling"
     if machine.capability >= (7, 0):
-        return "fp16", f"compute capability {shown} has fp16 tensor cores, and only emulates bfloat16"
+        return "fp16", f"compute capability {shown} has fp16 tensor cores, but only emulates bfloat16"
     return "off", f"compute capability {shown} has no tensor cores"

@@ -34,7 +34,7 @@ RISING = 1.03  # a doubling that gives less than this twice in a row is flat
 GLANCES = 3  # turns at first sight, of which the best counts: a busy machine makes steps slower, never faster
 CLIMB = 0.5  # of the time at most for doubling; the rest is for turns
 LONG = 1.0  # seconds of a step: a shorter one is not timed just after another size, whose memory malloc still holds
-FLAT, LATE = "throughput no longer rises", "the time was up"
+FLAT, LATE = "throughput no longer rises", "time ran out"
 T = TypeVar("T")
 
 
@@ -113,7 +113,7 @@ def find_batch(
         raise TrainError(f"{pack.folder}: the train split has {train} sample(s); pack at least 2")
     cap = train, f"the train split has {train:,} samples"
     if most is not None and most < train:
-        cap = max(most, 1), f"no more than {most:,} were asked for"
+        cap = max(most, 1), f"no more than {most:,} were requested"
     with untouched(device):
         free = memory.room(device)
         try:
@@ -337,7 +337,7 @@ class Search:
                 row.rates += [rate] if (rate := self.time(row)) else []
             live = [row for row in live if not row.reason]
             if not live:
-                raise TrainError(f"memory ended while measuring ({self.ended}); free memory and try again")
+                raise TrainError(f"memory ran out while measuring ({self.ended}); free memory and try again")
             if chosen({c.batch_size: c.rates for c in live}).clear:
                 break
         return chosen({c.batch_size: c.rates for c in live})
@@ -370,12 +370,12 @@ class Search:
         if found is best:
             text += f"the best rate found, {median(found.rates):,.0f} samples/s"
         else:
-            text += f"{choice.ratio:.0%} of the best rate, that at {choice.best}"
+            text += f"{choice.ratio:.0%} of the best rate, at batch {choice.best}"
             text += f", with {found.memory / best.memory:.0%} of its memory" if found.memory and best.memory else ""
         largest = max(c.batch_size for c in self.rows.values() if c.first or c.rates)
         text += f"; none above {largest} was timed: {self.ended}"
         if micro is not None:
             text += f"; the plan's {self.plan.batch_size} does not fit at once: forward passes of {micro}, lr unchanged"
-        text += "" if choice.clear else "; close: another measurement may choose a neighbour"
+        text += "" if choice.clear else "; a close call: another measurement may choose a neighbour"
         text += "; measured without compiling" if self.plan.compile or self.plan.graph else ""
         return f"{text}; measured {self.elapsed():.1f} s"

@@ -125,7 +125,7 @@ def ram(root: Path = Path("/")) -> Room | None:
         paths = ["/", *(path for _, kinds, path in (line.split(":", 2) for line in cgroup) if base in kinds.split(","))]
         for path in {parent for each in paths for parent in (Path(each), *Path(each).parents)}:
             left = allowance(root / "sys/fs/cgroup" / base / path.relative_to("/"), *names)
-            found += [] if left is None else [(left, "RAM that the container's limit leaves")]
+            found += [] if left is None else [(left, "RAM left by the container's limit")]
     return Room(*min(found), HEADROOM_RAM) if found else None
 
 

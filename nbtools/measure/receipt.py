@@ -87,7 +87,7 @@ class Receipt(Report):
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
         """(headers, rows): one row per rung, spreads from least to most."""
-        headers = ("", "samples/s", "over the rung before", "over the baseline", "waiting for data", "what changes")
+        headers = ("", "samples/s", "over the previous rung", "over the baseline", "waiting for data", "what changes")
         ratio = self.ratio, self.ratio_least, self.ratio_most
         ends = Rung("baseline", {}, self.before, *[1.0] * 6), Rung(ALL, {}, self.after, *ratio, *ratio)
         return headers, [rung.row(first=not k) for k, rung in enumerate(self.rungs or ends)]
@@ -139,7 +139,7 @@ def comparable(baseline: Plan, plan: Plan, pack: Pack) -> tuple[Plan, list[str]]
     notes = ["Both train the same network"]
     if pack.raw is None:
         changes["feed"] = "auto"
-        notes.append("The source files are gone: both read the pack, and the data pipeline was not measured")
+        notes.append("The source files are gone: both read the pack, so the data pipeline was not measured")
     return baseline.replace(**changes), notes
 
 
@@ -196,10 +196,10 @@ class Course:
     def refusal(self, number: int, seconds: float) -> list[str]:
         """Why so many more plans would take too long or too much memory; [] where they do not."""
         if number * (4 + ROUNDS) * self.step_s > 2 * seconds * ROUNDS:  # with their warm-up
-            return [f"A step takes {self.step_s:.1f} s: of the rungs only the ends were measured"]
+            return [f"A step takes {self.step_s:.1f} s: only the first and last rungs were measured"]
         most = number * max(self.peaks.values(), default=0.0) * 2**20
         if most and most > SHARE * torch.cuda.mem_get_info(self.device)[0]:
-            return ["GPU memory has no room for more models: of the rungs only the ends were measured"]
+            return ["GPU memory has no room for more models: only the first and last rungs were measured"]
         return []
 
     def run(self, wanted: Sequence[tuple[str, Plan]], seconds: float) -> list[str]:

@@ -29,7 +29,7 @@ WARMUP_STEPS = 3  # at the lowest lr: what a step costs, and the loss to start f
 LOST = 4.0  # times the least smoothed loss: there the sweep ends (as fastai's and Lightning's do)
 MOST_SKIPS = 30  # steps that fp16 may leave out one after another while its scaler looks for a scale
 KEPT = 0.8  # of a running average, from step to step
-BELOW = 10.0  # the suggestion is so many times below the lr of the least loss
+BELOW = 10.0  # the suggestion is this many times below the lr of the least loss
 NEARLY = 0.05  # of its fall above the least loss: in a flat valley noise says where the least one is
 FALL = 0.01  # of the loss: less is no fall
 BLUE, VERMILION = "#0072b2", "#d55e00"  # colour-blind-safe (Okabe & Ito)
@@ -42,8 +42,8 @@ class Sweep(Report):
 
     losses[k]: mean loss of the batch that came after the update with lrs[k]; start: before any; None: not a number.
     smoothed: running averages from both sides, so that the curve does not lag. lost: the lr after which the loss was no
-    number, or LOST times its least; None where it never was. suggestion: None where none is sensible. reason: one
-    sentence for either. skipped: steps that fp16 left out and that were made again. seconds: of the whole sweep.
+    number, or LOST times its least; None if it never was. suggestion: None where none is sensible. reason: one
+    sentence for either. skipped: steps that fp16 skipped and that were made again. seconds: of the whole sweep.
     """
 
     lrs: tuple[float, ...]
@@ -67,16 +67,16 @@ class Sweep(Report):
         return ("lr", "loss", "smoothed"), points[:: math.ceil(len(points) / 12) or 1]
 
     def footer(self) -> str:
-        skipped = f", {self.skipped} that fp16 left out" if self.skipped else ""
+        skipped = f", {self.skipped} that fp16 skipped" if self.skipped else ""
         how = f"{len(self.lrs)} steps of {self.batch_size} samples{skipped}, {self.seconds:.1f} s"
         return ", ".join([how, *self.machine.values()])
 
     def figure(self) -> Figure:
         """The loss over lr, as measured (faint) and smoothed, the suggestion marked."""
         figure = Figure(figsize=(5.6, 2.8), dpi=200, layout="constrained", facecolor="white")
-        axes = figure.add_subplot(xlabel="learning rate", ylabel="loss a sample", xscale="log")
+        axes = figure.add_subplot(xlabel="learning rate", ylabel="loss per sample", xscale="log")
         if not self.lrs:
-            axes.set_title("lost at once")
+            axes.set_title("diverged at once")
             return figure
         axes.plot(self.lrs, self.losses, color=BLUE, alpha=0.3)
         axes.plot(self.lrs, self.smoothed, color=BLUE, label="smoothed loss")
@@ -133,7 +133,7 @@ def lr_sweep(
     kept, curve = lrs[: len(losses)], smooth(losses)
     suggestion, reason = judge(kept, losses, curve, lost, (low, high))
     if not math.isfinite(start):
-        lost, reason = None, "the loss was not a number before any update; look at data and loss, or set amp=off"
+        lost, reason = None, "the loss was not a number before any update; check data and loss, or set amp=off"
     first = start if math.isfinite(start) else None
     curves = tuple(kept), tuple(losses), tuple(curve)
     return Sweep(*curves, first, lost, suggestion, reason, plan.batch_size, skipped, took, machine())
@@ -161,7 +161,7 @@ class Climb(Stepper):
         return math.nan
 
     def sweep(self, ends: tuple[float, float], steps: int, seconds: float) -> tuple[list[float], list[float]]:
-        """(lrs, losses). Where the loss is lost, losses end before lrs do."""
+        """(lrs, losses). Where the loss diverges, losses end before lrs do."""
         self.start, begun = self.at(ends[0]), self.clock()  # the first step warms the device up, and is not timed
         if not math.isfinite(self.start):
             return list(ends), []
@@ -206,12 +206,12 @@ def judge(
     low, high = ends
     if len(losses) < LEAST_STEPS // 3:
         when = f"within the first steps, at lr {lost:.2g}" if lost and losses else "before lr rose"
-        return None, f"the loss was lost {when}; sweep lower (low={low / 100:.0e}), and look at data and loss"
+        return None, f"the loss diverged {when}; sweep lower (low={low / 100:.0e}), and check data and loss"
     least = min(curve)
     fall = curve[0] - least
     scatter = 1.4826 * median(abs(a - b) for a, b in zip(losses, curve, strict=True))  # σ, outliers aside
     if fall <= max(scatter, FALL * abs(curve[0])):
-        end = f"before it was lost at lr {lost:.2g}" if lost else f"up to lr {high:g}"
+        end = f"before it diverged at lr {lost:.2g}" if lost else f"up to lr {high:g}"
         return None, (
             f"the smoothed loss fell by {max(fall, 0.0):.2g} and single ones scatter by {scatter:.2g}: nothing was "
             f"learnt {end}; take more steps, another range, or a larger batch"
@@ -222,5 +222,5 @@ def judge(
         return None, f"{at}, the end of the range, and may fall further; sweep higher (high={10 * high:g})"
     if lrs[k] / BELOW < low:
         return None, f"{at}, and a tenth of that was not measured; sweep lower (low={low / 100:.0e})"
-    end = f"lost at lr {lost:.2g}" if lost else f"not lost up to lr {high:g}"
+    end = f"diverged at lr {lost:.2g}" if lost else f"no divergence up to lr {high:g}"
     return float(f"{lrs[k] / BELOW:.2g}"), f"{at}, {end}; a tenth of that lr is a {RULE}"

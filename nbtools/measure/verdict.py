@@ -94,10 +94,10 @@ def because(profile: StepProfile, bound: str) -> str:
         return f"{profile.wait:.0%} {step} waits for data, {profile.ceiling_ratio:.0%} of the ceiling is reached"
     if bound == "launch":
         what = "is launching its operations" if profile.device_type == "cuda" else "does not grow with the batch"
-        return f"{profile.host:.0%} {step} {what}, the device works {profile.device:.0%}"
+        return f"{profile.host:.0%} {step} {what}, the device is busy for {profile.device:.0%}"
     products = f"matrix products need {profile.arithmetic:.0%} of that at the rate measured here"
     rest = "" if bound == "compute" else ", the rest moves tensors"
-    return f"the device works {profile.device:.0%} {step}; {products}{rest}"
+    return f"the device is busy for {profile.device:.0%} {step}; {products}{rest}"
 
 
 def advised(option: Option | None, profile: StepProfile) -> str:
@@ -140,7 +140,7 @@ def measured(profile: StepProfile, plan: Plan) -> list[Option]:
     left_out = [t for t in batches if t is not next(t for t in batches if t.ratio * NEAR >= best)]
     found = []
     for trial in (trial for trial in faster if trial not in left_out):
-        reason = f"tried in turns, {trial.low:.2f}–{trial.high:.2f}× in {trial.rounds} rounds"
+        reason = f"tried in alternation, {trial.low:.2f}–{trial.high:.2f}× in {trial.rounds} rounds"
         same = not set(trial.change) & {"batch_size", *own_settings(plan)}
         gains = trial.ratio, of_epoch(profile, trial.ratio)
         found.append(Option(shown(trial.change), trial.change, *gains, reason, same=same))
@@ -159,7 +159,7 @@ def computed(profile: StepProfile, plan: Plan) -> list[Option]:
     if profile.syncs:
         add("without that line", {}, profile.host, f"the host waits for the device at {profile.syncs[0]}")
     elif profile.device_type == "cuda" and not plan.graph and not plan.parted:
-        idle = f"the device has nothing to do in {profile.host:.0%} of a step"
+        idle = f"the device is idle for {profile.host:.0%} of a step"
         add("graph=True", {"graph": True}, profile.host, idle)
     change = without_augmentation(plan)
     if profile.augmentation >= LITTLE and change not in [trial.change for trial in profile.trials]:

@@ -84,7 +84,7 @@ def find_workers(
     device = devices.pick()
     name, why = choose(pack, plan, device)
     if name != "workers":
-        reason = f"the feed is {name} ({why}): no workers take part in it, there is nothing to measure"
+        reason = f"the feed is {name} ({why}): it uses no workers, so there is nothing to measure"
         return WorkersReport(plan.workers, plan.prefetch, reason)
     with untouched(device):
         settings = tried(Stepper(task, pack, plan.replace(workers=0, **EAGER), device, clock=clock), plan, seconds)
@@ -165,7 +165,7 @@ def refusal(pack: Pack, plan: Plan, device: torch.device, weight: int) -> str:
     if room is None or need <= room.usable:
         return ""
     who = f"the batches of {plural(plan.workers, 'worker')} need about {disk.human(need)}"
-    return f"{who}, and {disk.human(room.usable)} of {room.source} can be had"
+    return f"{who}, but only {disk.human(room.usable)} of {room.source} is usable"
 
 
 def private(process: Any) -> int:

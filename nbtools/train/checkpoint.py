@@ -137,8 +137,8 @@ def newest(folder: Path, last: str | None = None) -> Checkpoint:
         try:
             return dataclasses.replace(read(folder, name), complaints=tuple(complaints))
         except CheckpointError as error:
-            complaints.append(f"{error}; the one before it is taken")
-    raise CheckpointError(f"{folder}: {'; '.join([*complaints, 'no whole checkpoint; name another run folder'])}")
+            complaints.append(f"{error}; the previous one is used")
+    raise CheckpointError(f"{folder}: {'; '.join([*complaints, 'no intact checkpoint; name another run folder'])}")
 
 
 def names(folder: Path) -> list[str]:
@@ -223,7 +223,7 @@ class Keeper:
         except Exception as error:
             if isinstance(error, FileNotFoundError) and Path(error.filename or "").parent == self.source:
                 return  # pruned: a newer state is on its way
-            whole = f"the run continues, and is whole in {self.source}"
+            whole = f"the run continues, and is complete in {self.source}"
             self.complaints.append(f"{self.target}: not kept ({error}); {whole}")
 
     def copy(self, index: bytes) -> None:
@@ -251,7 +251,7 @@ class Keeper:
     def put(self, name: str, data: bytes) -> None:
         copied = disk.write_atomic(self.target / name, data)
         if copied.read_bytes() != data:
-            raise OSError(f"{copied}: reads back other than it was written")
+            raise OSError(f"{copied}: reads back differently from what was written")
 
     def close(self) -> None:
         """Wait until all that was asked for is copied."""

@@ -60,13 +60,13 @@ def require(plan: Plan, device: torch.device) -> None:
     if plan.graph and plan.parted:
         raise TrainError(
             f"Plan.graph needs micro_batch_size ≥ batch_size ({plan.batch_size}), got {plan.micro_batch_size}: a "
-            "graph's replay overwrites the gradients of the one before; set graph=False or micro_batch_size=None"
+            "graph's replay overwrites the gradients of the previous one; set graph=False or micro_batch_size=None"
         )
     if plan.graph and device.type != "cuda":
-        raise TrainError(f"Plan.graph replays CUDA graphs, and this device is {device.type}; set graph=False")
+        raise TrainError(f"Plan.graph replays CUDA graphs, but this device is {device.type}; set graph=False")
     if plan.amp == "fp16" and device.type not in FP16_DEVICES:
         raise TrainError(
-            f"Plan.amp = fp16 needs a GPU, and this device is {device.type}, where a step would take many times as "
+            f"Plan.amp = fp16 needs a GPU, but this device is {device.type}, where a step would take many times as "
             "long as in float32; use amp=bf16 or amp=off"
         )
     if plan.amp == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):

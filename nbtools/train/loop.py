@@ -48,7 +48,7 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
             start = state.step
             yield from train_epoch(state, feed, pack)
             if state.lost():
-                raise Diverged(f"the loss was lost in steps {start + 1} to {state.step}", (start, state.step))
+                raise Diverged(f"the loss became non-finite in steps {start + 1} to {state.step}", (start, state.step))
             values, done, plan = {}, state.epoch + 1, state.plan
             if len(pack.ids("val")) and (done % plan.eval_every == 0 or done >= plan.epochs):
                 values = yield from validate(state, feed, pack)
@@ -167,7 +167,7 @@ def judge(state: TrainState, values: dict[str, Any]) -> None:
     best, plan, (metric, sign) = state.best, state.plan, best_metric(state.task)
     if f"val_{metric}" not in values:
         named = ", ".join(name.removeprefix("val_") for name in values if name != "eval_time")
-        raise TrainError(f"the task's BEST is {metric!r}, and its metrics are {named}; name one of them")
+        raise TrainError(f"the task's BEST is {metric!r}, but its metrics are {named}; name one of them")
     value = values[f"val_{metric}"]
     state.improved = math.isfinite(value) and (best.value is None or sign * value > sign * best.value)
     best.value, best.stale = (value, 0) if state.improved else (best.value, best.stale + 1)

@@ -65,8 +65,8 @@ def parameter_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dic
     count = Counter(id(p) for group in groups for p in group["params"])
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and count.pop(id(parameter), 0) != 1:
-            raise TrainError(f"{name} must be in just one of the groups of the task; correct its groups(model, plan)")
+            raise TrainError(f"{name} must be in exactly one of the task's groups; correct groups(model, plan)")
     if count:
         frozen = plural(len(count), "parameter")
-        raise TrainError(f"{frozen} of the task's groups(model, plan) do not learn; leave them out")
+        raise TrainError(f"{frozen} of the task's groups(model, plan) do not require a gradient; leave them out")
     return groups

@@ -142,9 +142,9 @@ def refuse(state: TrainState, raw: Batch, bad: str) -> None:
     # Where a weight or a layer is the first that is bad, training has diverged, and any sample would do the same.
     ids = raw["id"].tolist() if bad.startswith(("batch[", "loss", "gradient")) else []
     shown = f" (sample ids {', '.join(map(str, ids[:16]))}{' …' if len(ids) > 16 else ''})" if ids else ""
-    state.events.append(f"step {state.step + 1} left out: {bad} is not finite{shown}")
+    state.events.append(f"step {state.step + 1} skipped: {bad} is not finite{shown}")
     if state.recovery.refused > LEFT_OUT:
         raise Diverged(
-            f"four steps had to be left out, the last: {state.events[-1]}{'; look at these samples' if ids else ''}",
+            f"four steps had to be skipped, the last: {state.events[-1]}{'; check these samples' if ids else ''}",
             (state.step, state.step),
         )

@@ -79,7 +79,7 @@ class TrainState:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:
             name = type(model).__name__
-            raise TrainError(f"{name} has no parameter that requires a gradient; unfreeze what is to learn")
+            raise TrainError(f"{name} has no parameter that requires a gradient; unfreeze what should be trained")
         self.optimizer = build_optimizer(parameter_groups(model, self.task.groups(model, plan)), plan)
         self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
         self.ema = AveragedModel(model, use_buffers=True) if plan.ema else None  # the step updates it, see step.average

@@ -76,7 +76,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
     if card.options["layout"] == "lines":
         return for_lines(card, accelerator)
     if accelerator == "cuda":
-        return {"network": ("guide", "the guide's own: a GPU has time for it")}
+        return {"network": ("guide", "the guide's own: a GPU is fast enough for it")}
     return for_small(card)
 
 
@@ -86,7 +86,7 @@ def for_small(card: Card) -> dict[str, tuple[Any, str]]:
     return {
         "network": ("small", "trains 8 times as many images/s on a CPU as the guide's, and needs fewer (measured)"),
         "loss": ("cross_entropy", "learns in fewer epochs than the guide's soft margin"),
-        "augment": (0.3, "mild shifts, shear and contrast, for a small set; 7 % of a step"),
+        "augment": (0.3, "mild shifts, shear and contrast, for a small set; costs 7 % of a step"),
         "batch_size": (
             at_most(64, card),
             "17 % faster than 32 in bf16, and learns as much (measured); 128 gains 6 % more",
@@ -96,7 +96,7 @@ def for_small(card: Card) -> dict[str, tuple[Any, str]]:
         "warmup_epochs": (min(1.0, epochs / 5), f"Adam's first estimates are poor, {THUMB}"),
         "weight_decay": (0.02, f"for a small set, {THUMB}"),
         "clip_norm": (5.0, "only guards against outliers"),
-        "channels_last": (True, "a fifth less time a step on a CPU (measured)"),
+        "channels_last": (True, "a fifth less time per step on a CPU (measured)"),
     }
 
 
@@ -104,19 +104,19 @@ def for_lines(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
     """Lines on any machine. Measured on a CPU with 3,100 real captchas; no GPU was at hand."""
     batch, lr = (128, 6e-3) if accelerator == "cuda" else (32, 3e-3)
     rule = (
-        f"the CPU's 3e-3 at batch 32 by the sqrt rule, {THUMB}" if accelerator == "cuda" else "2 × as much is no better"
+        f"the CPU's 3e-3 at batch 32 by the sqrt rule, {THUMB}" if accelerator == "cuda" else "twice that is no better"
     )
     epochs = epochs_for(card, LINES)
     return {
         "network": ("ctc", "lines need CTC"),
-        "augment": (1.3, "at 1.0 the training loss fell to half of the validation loss in 66 epochs; 5 % of a step"),
+        "augment": (1.3, "at 1.0 the training loss fell to half the validation loss in 66 epochs; costs 5 % of a step"),
         "batch_size": (at_most(batch, card), f"many steps for a small set, {THUMB}"),
         "lr": (lr, f"with warmup and cosine; {rule}"),
         "epochs": (epochs, f"{LINES:,} lines in all: about 20 minutes on two cores"),
-        "warmup_epochs": (round(epochs * 0.06, 1), "6 % of the run: CTC answers blank everywhere at first"),
+        "warmup_epochs": (round(epochs * 0.06, 1), "6 % of the run: CTC predicts blank everywhere at first"),
         "weight_decay": (0.05, f"for a small set, {THUMB}"),
         "clip_norm": (5.0, "only guards against outliers"),
-        "channels_last": (True, "a quarter less time a step on a CPU (measured)"),
+        "channels_last": (True, "a quarter less time per step on a CPU (measured)"),
         "eval_every": (2, "an evaluation takes a tenth of an epoch's time"),
     }
 

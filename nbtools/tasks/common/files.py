@@ -78,7 +78,7 @@ def on_white(image: Image.Image, mode: str = "RGB") -> Image.Image:
     Raises Refused for more than 8 bits a channel.
     """
     if image.mode.startswith(("I", "F")):
-        raise Refused(Row("image", "an image has 8 bits a channel", f"mode {image.mode}", "convert it to 8 bits"))
+        raise Refused(Row("image", "an image has 8 bits per channel", f"mode {image.mode}", "convert it to 8 bits"))
     if image.has_transparency_data:
         paper = Image.new("RGBA", image.size, "white")
         paper.alpha_composite(image.convert("RGBA"))
@@ -103,7 +103,7 @@ def decode_text(data: bytes, file: str) -> str:
     except UnicodeDecodeError as error:
         value = f"byte {error.object[error.start]:#04x} at offset {error.start:,}"
         raise Refused(
-            Row("", "the file is text in UTF-8", value, "save it as UTF-8, from GB18030 perhaps", file=file)
+            Row("", "the file is text in UTF-8", value, "save it as UTF-8; it may be GB18030", file=file)
         ) from None
 
 

@@ -35,7 +35,7 @@ def counts_of(truth: Sequence[str], predicted: Sequence[str], classes: Sequence[
     """
     pairs = Counter(paired(truth, predicted))
     if strange := sorted({name for pair in pairs for name in pair} - set(classes)):
-        raise PackError(f"classes must hold all that was there or predicted, {strange[0]!r} is missing")
+        raise PackError(f"classes must hold all true and predicted ones, {strange[0]!r} is missing")
     counts = [pairs[stood, read] for stood in classes for read in classes]
     return np.array(counts, np.int64).reshape(len(classes), len(classes))
 

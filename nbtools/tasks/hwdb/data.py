@@ -120,7 +120,7 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
     if page.lower().endswith(SUFFIXES) and number.isdecimal():
         grey = read_line(path.with_name(page), int(number))
     elif path.suffix.lower() in SUFFIXES:
-        raise refused(path.suffix, "a line is read, and not a whole page", f"name a line of it: {path.name}#1")
+        raise refused(path.suffix, "single lines are read, not whole pages", f"name a line of it: {path.name}#1")
     else:
         with open_image(io.BytesIO(read_bytes(path)), path.name) as image:
             grey = np.asarray(on_white(image, "L"))
@@ -145,7 +145,7 @@ def charset_of(classes: str | Path | Iterable[str], normalise: bool) -> tuple[st
     """The classes that a caller names: a file with one character a line, a string or a list of characters. normalise:
     as normalised texts need them. Raises PackError for what is not a character, or comes twice."""
     if isinstance(classes, Path) or (isinstance(classes, str) and classes.endswith(".txt")):
-        classes = characters_of(read_text(Path(classes), "name a file with one character a line"), Path(classes))
+        classes = characters_of(read_text(Path(classes), "name a file with one character per line"), Path(classes))
     if not isinstance(classes, Iterable):
         raise PackError(f"classes must be a string, a list, or a file of characters, got {classes!r}")
     listed = labels.characters([character for character in classes if character != UNKNOWN])

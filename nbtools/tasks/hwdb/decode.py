@@ -77,7 +77,7 @@ def find_peaks(scores: Tensor, steps: Tensor, candidates: int = CANDIDATES, leas
         if np.isnan(blank[line, :count]).any():
             frame = np.isnan(blank[line, :count]).argmax()
             raise NbtoolsError(
-                f"beam: the answer for line {line} at step {frame} is no number; look for NaN in the weights"
+                f"beam: the output for line {line} at step {frame} is not a number; check the weights for NaN"
             )
         usable = best[line, :count] >= (math.log(least) if least else LOWEST)  # (T, K)
         frames = np.flatnonzero(usable.any(1))
@@ -101,11 +101,11 @@ def search(
         raise PlanError(f"beam: width must be ≥ 1, alpha ≥ 0 and beta a number, got {width}, {alpha} and {beta}")
     if lm is not None and lm.classes != tuple(classes):
         raise PlanError(
-            f"beam: the language model has {len(lm.classes)} other classes; train it with the pack's classes"
+            f"beam: the language model has {len(lm.classes)} different classes; train it with the pack's classes"
         )
     if other := {line.classes for line in peaks} - {len(classes)}:
         raise NbtoolsError(
-            f"beam: there are {len(classes)} classes, the answers have {other.pop()}; give those of the pack"
+            f"beam: there are {len(classes)} classes, the outputs have {other.pop()}; give those of the pack"
         )
     texts = [""] * len(peaks)
     order = sorted(range(len(peaks)), key=lambda i: len(peaks[i].blank))  # lines of a length share their frames

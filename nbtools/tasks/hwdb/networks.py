@@ -36,7 +36,7 @@ def build(name: str, height: int, classes: int, dropout: float | None = None) ->
     kind = NETWORKS[name]
     if height < kind.least_height:
         raise PlanError(
-            f'Plan.network = "{name}" reads lines ≥ {kind.least_height} pixels high, and these are {height}; pack '
+            f'Plan.network = "{name}" reads lines ≥ {kind.least_height} pixels high, but these are {height}; pack '
             "with a larger height=, or choose another network"
         )
     return kind(height, classes, dropout)

@@ -161,7 +161,7 @@ def read_line(path: Path, number: int) -> np.ndarray:
     lines = list(islice(lines_of(data, path.name), number or None))
     if not 1 <= number <= len(lines):
         there = f"lines 1 to {len(lines)}" if lines else "no lines"
-        raise refused(f"line {number}", f"{path.name} has {there}", "name one that is there")
+        raise refused(f"line {number}", f"{path.name} has {there}", "name one of these")
     return lines[-1].image(data)
 
 
@@ -200,7 +200,7 @@ def of_lists(folder: Path, lists: list[str], names: list[str]) -> Contents:
                 if row := row_of(line.removesuffix(b"\r"), named):
                     image, text = row
                     if image in seen:
-                        rule = f"an image stands once in the lists, and this one is in {seen[image]} already"
+                        rule = f"an image is listed once, and this one is in {seen[image]} already"
                         raise refused(image, rule, "delete one of the rows")
                     seen[image] = where
                     contents.add(image, text, files.split_word(word))
@@ -208,7 +208,7 @@ def of_lists(folder: Path, lists: list[str], names: list[str]) -> Contents:
                 contents.refuse(where, *error.args)
     for name in candidates:
         if name not in seen:
-            contents.refuse(name, "no text", "an image stands in a list", "add its row name,text, or delete it")
+            contents.refuse(name, "no text", "an image is in a list", "add its row name,text, or delete it")
     if charsets := [name for name in names if PurePosixPath(name).name == CHARS_LIST]:
         nearest = min(charsets, key=lambda n: n.count("/"))
         contents.characters = folder / nearest, files.decode_text(read_bytes(folder / nearest), nearest)
@@ -228,9 +228,9 @@ def row_of(line: bytes, named: Mapping[str, set[str]]) -> tuple[str, str] | None
         raise refused(line.decode(), "a row is name,text", "correct the row")
     found = sorted(named.get(PurePosixPath(row.strip()).as_posix(), ()))
     if not found:
-        raise refused(row, "the image of a row is there", "copy it too, or correct the row")
+        raise refused(row, "the image of a row exists", "copy it too, or correct the row")
     if len(found) > 1:
-        raise refused(row, "a name means one image, and there are two", "write its suffix too")
+        raise refused(row, "a name stands for one image, and there are two", "write its suffix too")
     return found[0], text
 
 

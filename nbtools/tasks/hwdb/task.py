@@ -80,8 +80,8 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
     cuda = accelerator == "cuda"
     if cuda and network_for(card) == "hctr":
         return {
-            "network": ("hctr", "the reference's own: a GPU has time for it"),
-            "batch_size": (at_most(64, card), f"the guide's, {THUMB}; a smaller micro batch where memory asks for it"),
+            "network": ("hctr", "the reference's own: a GPU is fast enough for it"),
+            "batch_size": (at_most(64, card), f"the guide's, {THUMB}; a smaller micro batch where memory requires it"),
         }
     scaled = f"the CPU's {{}} by the sqrt rule, {THUMB}"
     epochs = epochs_for(card, (4 if cuda else 1) * LINES_A_CLASS * len(card.classes))
@@ -97,11 +97,11 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
         "lr": (6e-3, scaled.format("3e-3"))
         if cuda
         else (3e-3, "with warmup and cosine; 5e-3 ended at CER 0.04 instead of 0.03 (measured)"),
-        "epochs": (epochs, "as many as show every class often enough, from 3 to 200"),
-        "warmup_epochs": (round(epochs * 0.08, 2), "8 % of the run: CTC answers blank everywhere at first"),
+        "epochs": (epochs, "enough to show every class often, from 3 to 200"),
+        "warmup_epochs": (round(epochs * 0.08, 2), "8 % of the run: CTC predicts blank everywhere at first"),
         "weight_decay": (0.02, f"for a small set, {THUMB}"),
         "clip_norm": (5.0, "only guards against outliers"),
-        "channels_last": (cuda, THUMB if cuda else "9 % more time a step on a CPU (measured)"),
+        "channels_last": (cuda, THUMB if cuda else "9 % more time per step on a CPU (measured)"),
     }
 
 

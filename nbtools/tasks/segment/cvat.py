@@ -205,7 +205,7 @@ def outline(shape: Shape, known: Mapping[str, int], size: Size) -> tuple[float, 
         rule = "shapes are given in finite numbers"
         raise Refused(Row(shape.kind, rule, f"{label}: {error}"[:80], fix)) from None
     if len(points) < 3:
-        raise Refused(Row(shape.kind, "a polygon has 3 points at least", f"{label}: {len(points)}", fix))
+        raise Refused(Row(shape.kind, "a polygon has at least 3 points", f"{label}: {len(points)}", fix))
     low, high = points.min(0), points.max(0)
     if (high <= 0).any() or (low >= (size[1], size[0])).any():
         fix += "; were the images scaled after they were annotated?"

@@ -164,8 +164,8 @@ class Contents:
                 if image.name not in self.labelled:
                     self.add(Labelled(image.name, image.split, label.name), label.name)
             elif label.name not in listed:
-                fix = f"copy its image too, called {key[2]}; or write a list of lines image,label; or delete it"
-                self.rows.append(Row("image", "a label has an image", "none of its name", fix, file=label.name))
+                fix = f"copy its image too, named {key[2]}; or write a list of lines image,label; or delete it"
+                self.rows.append(Row("image", "a label has an image", "none with its name", fix, file=label.name))
 
     def count_images(self) -> int:
         """Count the images, and list those without a label."""
@@ -227,7 +227,7 @@ class Contents:
                 stem = PurePosixPath(image).stem if is_image(image) else image
                 found["image"] = found["image"] or self.stems.get(stem)
             for key in [key for key, there in found.items() if there is None]:
-                rule = f"the {key} of a line is there" if label else ONE_NAME
+                rule = f"the {key} of a line exists" if label else ONE_NAME
                 fix = "copy the file too, correct the line, or delete it"
                 self.rows.append(Row(key, rule, (given[key] or "nothing")[:120], fix, file=where))
             if (known := found["image"]) is None or None in found.values():
@@ -260,7 +260,7 @@ class Contents:
             image = self.image_of(drawing, str(PurePosixPath(name).parent))
             if image is None:
                 fix = "copy the image too, next to the XML or into images/; or delete it there"
-                rule = "an annotated image is there"
+                rule = "an annotated image exists"
                 self.rows.append(Row("image", rule, drawing.name or "nothing", fix, file=name))
             elif image in self.labelled and self.labelled[image].drawing is None:
                 unread += 1

@@ -116,8 +116,8 @@ def read_image(path: Path, recipe: Recipe, rows: list[Row]) -> tuple[np.ndarray,
             flat = flat.resize(inner, method, box=box)
         if turn in TURNS:
             flat = flat.transpose(TURNS[turn])
-            fix = "nothing, if its label was drawn on the turned picture"
-            rows.append(Row("image", "an image is turned as its EXIF data say", f"orientation {turn}", fix, WARNING))
+            fix = "nothing, if its label was drawn on the rotated image"
+            rows.append(Row("image", "an image is rotated as its EXIF data say", f"orientation {turn}", fix, WARNING))
     pixels[area] = np.asarray(flat)
     return pixels, size
 
@@ -127,7 +127,7 @@ def flatten(image: Image.Image, channels: int, rows: list[Row]) -> Image.Image:
     if channels == 4 and not image.mode.startswith(("I", "F")):
         return image.convert("RGBA")
     if image.has_transparency_data and np.asarray(image.convert("RGBA").getchannel("A")).min() < 255:
-        rule, fix = "3 channels have no transparency", "nothing: it lies on white; channels=4 keeps it"
+        rule, fix = "3 channels have no transparency", "nothing: it is drawn on white; channels=4 keeps it"
         rows.append(Row("image", rule, "transparent pixels", fix, WARNING))
     return on_white(image)
 
@@ -156,9 +156,9 @@ def require_size(label: Size, image: Size) -> None:
     if label != image:
         fix = "export it again from the image as it is"
         if label == image[::-1]:
-            fix = "turn one of them: the image may have an EXIF orientation that its label does not follow"
+            fix = "rotate one of them: the image may have an EXIF orientation that its label does not follow"
         value = f"{sized(*label)}, the image has {sized(*image)}"
-        raise Refused(Row("label", "a label is as large as its image", value, fix))
+        raise Refused(Row("label", "a label has the size of its image", value, fix))
 
 
 def listed(unknown: Mapping[Any, int]) -> str:

@@ -79,7 +79,7 @@ class Plan(BasePlan):
                 "lower it or raise scale_high"
             )
         if not self.eval_scales:
-            raise PlanError("Plan.eval_scales must name at least one zoom, got none; 1.0 is the image as it is")
+            raise PlanError("Plan.eval_scales must name at least one zoom, got none; 1.0 is the image at its own size")
 
     @property
     def net(self) -> str:
@@ -139,7 +139,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
         batch = at_most(min(32, max(8, card.splits["train"] // 20)), card)
         crop = min(384, max(32, min(height, width) // 32 * 32))
         return {
-            "network": ("bisenetv2", "the guide's own: a GPU has time for it"),
+            "network": ("bisenetv2", "the guide's own: a GPU is fast enough for it"),
             "batch_size": (batch, f"the guide's 32, less for a small set: 20 steps an epoch, {THUMB}"),
             "crop": (crop, f"the guide's 384, or the multiple of 32 that fits into the images, {THUMB}"),
             **course(card, 100_000, batch, f"100,000 images in all, {THUMB}"),
@@ -154,7 +154,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
         "scale_low": (0.5, zoom),
         **course(card, images, batch, f"{images:,} images in all, {SECONDS / 60:.0f} minutes on one core (measured)"),
         **recipe("slim", batch),
-        "channels_last": (True, "12 % less time a step on a CPU (measured)"),
+        "channels_last": (True, "12 % less time per step on a CPU (measured)"),
     }
 
 

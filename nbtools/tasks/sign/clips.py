@@ -153,7 +153,7 @@ def check_finite(key: str, values: np.ndarray) -> Iterator[Row]:
     wrong = ~(np.abs(values) <= np.finfo(np.float32).max)
     if wrong.any():
         value = f"frame {first_frame(wrong)} has {values[wrong][0]}"
-        yield Row(key, "numbers are finite", value, "write 0, where a point was not seen, or extract the clip again")
+        yield Row(key, "numbers are finite", value, "write 0 where a point was not seen, or extract the clip again")
 
 
 def check_points(key: str, x: np.ndarray) -> Iterator[Row]:
@@ -178,7 +178,7 @@ def check_mask(key: str, seen: np.ndarray) -> Iterator[Row]:
     """(T, 78) bool, or integers 0 and 1."""
     other = seen[(seen != 0) & (seen != 1)]
     if other.size:
-        yield Row(key, "mask is true or false", str(other[0]), "save mask > 0.5, or whatever means that it was seen")
+        yield Row(key, "mask is true or false", str(other[0]), "save mask > 0.5, or whatever marks a seen point")
 
 
 def check_times(key: str, ms: np.ndarray) -> Iterator[Row]:
@@ -201,7 +201,7 @@ def check_meta(npz: zipfile.ZipFile) -> Iterator[Row]:
         came = str(text)[:40]
         order = json.loads(text.item()).get("order", ORDER)
         if order != ORDER:
-            fix = "put them in that order: the networks know a point by its place"
+            fix = "put them in that order: the networks know a point by its position"
             yield Row(META, f"points are in the order {ORDER}", str(order)[:80], fix, WARNING)
     except Refused as refusal:
         yield dataclasses.replace(refusal.row, fix=fix, severity=WARNING)

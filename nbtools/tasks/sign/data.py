@@ -141,7 +141,7 @@ def validate(
     for clip, (broken, digest) in zip(found.clips, shown, strict=True):
         rows += [row.at(clip) for row in broken]
         if digest and first.setdefault(digest, clip) != clip:
-            rule, fix = "a clip is there once; val is no judge of a clip that is in train", "delete one of them"
+            rule, fix = "each clip occurs once; a clip in train cannot validate", "delete one of them"
             rows.append(Row("", rule, f"the same as {first[digest]}", fix, WARNING, clip))
     about = f"{plural(len(found.clips), 'clip')}, {len(found.labels):,} with a label"
     return Report(ordered(rows), about, len(found.clips), len(found.labels))

@@ -52,7 +52,7 @@ FILMS = (".gif", ".webp", ".png", ".apng", ".tif", ".tiff")  # may hold one imag
 VIDEOS = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv")
 TUNED = "backbone.safetensors"
 MAKER = "{}_backbone"  # the array of text next to the features that names the backbone which made them
-MIXED = "features of two backbones do not mix; choose another folder, or overwrite=True makes them anew"
+MIXED = "features of two backbones cannot be mixed; choose another folder, or overwrite=True makes them anew"
 CLIPS_A_STEP = 8  # of fine-tuning
 FASTER = 10  # times the backbone's lr is the GRU's, which begins with nothing
 
@@ -210,7 +210,7 @@ def find_films(folder: Path) -> tuple[list[Film], list[Row]]:
             images[path.parent].append(name)
         elif path.suffix.lower() in VIDEOS:
             rule = "frames are images: decoding videos takes ffmpeg or PyAV"
-            fix = "write its frames, as ffmpeg -i VIDEO -vf fps=30 CLIP/%05d.jpg does"
+            fix = "extract its frames, as with ffmpeg -i VIDEO -vf fps=30 CLIP/%05d.jpg"
             rows.append(Row("", rule, path.suffix, fix, file=name))
     for parent, names in sorted(images.items()):
         files = [folder / name for name in sorted(names, key=natural)]
@@ -224,7 +224,7 @@ def find_films(folder: Path) -> tuple[list[Film], list[Row]]:
             own = [Film(f"{parent if parent.name else folder.resolve().name}{CLIP}", tuple(files))]
         for film in own:
             if films.setdefault(film.name, film) is not film:
-                rule, fix = "clips have names of their own", "rename it; both would be written to one .npz"
+                rule, fix = "clips have unique names", "rename it; both would be written to one .npz"
                 rows.append(Row("", rule, f"also {films[film.name].files[0].name}", fix, file=film.files[0].name))
     if not films:
         first = f". The first of {plural(len(rows), 'other file')}: {Refused(rows[0])}" if rows else ""
@@ -281,7 +281,7 @@ def train_clips(folder: Path, films: Sequence[Film]) -> list[tuple[Film, Ids]]:
     if not chosen:
         raise PackError(
             f"{folder}: finetune trains on clips with a label below a folder train/, and there are none; sort clips "
-            "into train/ and val/, with a labels.csv each: a backbone that has seen val is not judged by it"
+            "into train/ and val/, with a labels.csv each: a backbone that has seen val cannot be validated on it"
         )
     return chosen
 

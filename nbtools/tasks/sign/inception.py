@@ -59,8 +59,8 @@ class Backbone(nn.Module):
         if not isinstance(features, Tensor) or features.shape != (len(frames), FEATURES):
             came = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
             raise PackError(
-                f"network must make ({len(frames)}, {FEATURES}) of ({len(frames)}, 3, {SIDE}, {SIDE}), got {came}; "
-                "take what it has before its classifier, pooled over the picture"
+                f"network must return ({len(frames)}, {FEATURES}) for ({len(frames)}, 3, {SIDE}, {SIDE}), got {came}; "
+                "take its output before the classifier, pooled over the image"
             )
         return features.float()
 

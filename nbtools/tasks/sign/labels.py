@@ -179,10 +179,10 @@ def labelled(index: Mapping[str, list[str]], file: str, gloss: str, cat: str) ->
     some = index.get(name[: -len(CLIP)] if name.lower().endswith(CLIP) else name, [])
     if not some:
         fix = "correct the name, copy the clip too, or delete the row"
-        raise Refused(Row("file", "the clip of a row is there", file or "nothing", fix))
+        raise Refused(Row("file", "the clip of a row exists", file or "nothing", fix))
     if len(some) > 1:
         came, fix = f"{file}: {', '.join(some[:3])}", "write its folder too, as train/CLIP"
-        raise Refused(Row("file", "a name means one clip", came, fix))
+        raise Refused(Row("file", "a name stands for one clip", came, fix))
     return some[0], ids
 
 

@@ -36,7 +36,7 @@ class Plan(plan.Plan):
     )
     normalise: str = plan.knob(
         "hands",
-        "coordinates: none: of the picture; body: relative to the shoulders; hands: fingers to their wrists, too",
+        "coordinates: none: of the picture; body: relative to the shoulders; hands: fingers also to their wrists",
         choices=("none", "body", "hands"),
     )
     long_clips: str = plan.knob(
@@ -115,7 +115,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
         settings |= {
             "batch_size": (at_most(32, card), small),
             "lr": (7e-4, f"the CPU's 5e-4 at batch 16 by the sqrt rule, {THUMB}"),
-            "bucket": (16, "so that compiled programs meet few lengths"),
+            "bucket": (16, "so that compiled programs see few lengths"),
         }
     return settings
 
@@ -127,10 +127,13 @@ def for_transformer(card: Card) -> dict[str, tuple[Any, str]]:
     return {
         "network": ("transformer", "there are keypoints"),
         "batch_size": (at_most(16, card), "many small steps; on a CPU twice as much is 1.02× as fast (measured)"),
-        "lr": (5e-4, "with warmup and cosine; twice as much is no better (measured)"),
+        "lr": (5e-4, "with warmup and cosine; twice that is no better (measured)"),
         "epochs": (epochs, f"{SHOWN} clips a gloss in all, from 10 to 200 epochs"),
         "warmup_epochs": (round(epochs * 0.1, 1), f"10 % of the run, {THUMB}"),
-        "normalise": ("hands", "from 40 clips 76 % of 160 others are read; relative to the body alone 59 % (measured)"),
+        "normalise": (
+            "hands",
+            "from 40 clips, 76 % of 160 others are right; relative to the body alone 59 % (measured)",
+        ),
         "mirror": (0.5, "some signers lead with the other hand: 76 % → 91 % of these (measured)"),
         "time_warp": (0.5, "with cropping 76 % → 81 % of these (measured)"),
         "time_crop": (0.2, "where a recording starts and ends is arbitrary"),
