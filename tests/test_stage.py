@@ -454,6 +454,14 @@ def test_what_lies_in_the_notebooks_former_folder_is_found_and_named(place, caps
     assert nb.kept(f"drive:nbtools-data/{name}") == place / "drive" / "nbtools-data" / name, "the new one comes first"
 
 
+def test_the_former_folder_itself_is_nobodys_place(place):
+    """Users clone the repository there."""
+    clone = put(place / "drive" / "nbtools" / "README.md", b"# nbtools").parent
+    for text in ("drive:nbtools-data", "drive:/nbtools-data/"):
+        assert place_to_keep(text) == place / "drive" / "nbtools-data" != clone
+        assert nb.kept(text) is None
+
+
 def test_a_folder_without_files_keeps_nothing_and_a_place_that_cannot_be_looked_at_is_an_error(place):
     (place / "drive" / "nbtools-data" / "runs" / "captcha").mkdir(parents=True)
     assert nb.kept("drive:nbtools-data/runs/captcha") is None

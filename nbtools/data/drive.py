@@ -73,14 +73,14 @@ def place_to_keep(where: str | Path) -> Path | None:
 
 def local(text: str) -> Path:
     """The absolute path, below Drive or not, whether it exists or not. What notebooks kept in their former folder on
-    Drive goes on there, and a sentence names it."""
+    Drive goes on there, and a sentence names it; the folder itself may be a clone of the repository."""
     if not text.startswith("drive:"):
         return Path(text).expanduser().absolute()
     inside = PurePosixPath(text.removeprefix("drive:").lstrip("/"))
     if ".." in inside.parts:
         raise StageError(f"{text}: a drive: path stays inside My Drive and holds no `..`.")
     mine = root()
-    if inside.parts[:1] == (KEPT,) and not disk.exists(mine / inside):
+    if inside.parts[1:] and inside.parts[0] == KEPT and not disk.exists(mine / inside):
         former = PurePosixPath(FORMER, *inside.parts[1:])
         if disk.exists(mine / former):
             print(f"{text} is not there yet; using drive:{former}, where notebooks used to keep it.")
