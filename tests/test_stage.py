@@ -167,6 +167,14 @@ def test_a_link_to_drive_is_still_drive(place, link):
     assert not any(path.is_symlink() for path in folder.rglob("*"))
 
 
+def test_a_path_on_drive_is_known_as_such_without_a_look_at_its_files(place, monkeypatch):
+    folder = put(place / "drive" / "digits" / "1.png").parent
+    (place / "data").symlink_to(folder)
+    monkeypatch.setattr(os, "walk", lambda *_: pytest.fail("the folder is listed"))
+    assert sources.is_far(folder)
+    assert sources.is_far(place / "data")
+
+
 # Once
 
 

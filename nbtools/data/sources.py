@@ -201,13 +201,19 @@ def is_far(path: Path) -> bool:
     where it leads to, and so does a folder with one."""
     if path.is_relative_to(cache()):
         return False
-    places = {path.resolve()}
+    roots = [drive.MOUNT.resolve(), *(Path(folder).resolve() for folder in [os.environ.get("NBTOOLS_DRIVE")] if folder)]
+
+    def far(place: Path) -> bool:
+        return any(map(place.is_relative_to, roots)) or disk.is_slow(place)
+
+    if far(path.resolve()):  # and no look at its files, each of which takes a while there
+        return True
+    places = set()
     for base, folders, names in os.walk(path):
         for link in filter(os.path.islink, (os.path.join(base, name) for name in (*folders, *names))):
             real = Path(os.path.realpath(link))
             places.add(real if real.is_dir() else real.parent)
-    roots = [drive.MOUNT.resolve(), *(Path(folder).resolve() for folder in [os.environ.get("NBTOOLS_DRIVE")] if folder)]
-    return any(any(map(place.is_relative_to, roots)) or disk.is_slow(place) for place in places)
+    return any(map(far, places))
 
 
 def listing(path: Path) -> dict[str, tuple[int, int]]:
