@@ -113,6 +113,15 @@ def test_a_sample_unlike_the_first_is_refused_and_nothing_published(place, array
     assert sorted(os.listdir(place)) == ["cache", "raw"]
 
 
+@pytest.mark.parametrize("name", ["split", "id", "x_length", "x.offsets"])
+def test_a_column_named_like_one_of_nbtools_own_is_refused_at_the_first_sample(place, name):
+    with pytest.raises(
+        PackError, match=rf"column '{name}': nbtools itself uses id, split, x\.offsets, x_length; rename"
+    ):
+        pack_of([{"x": np.zeros(3, np.float32), name: np.zeros(1)}], place, ragged=["x"])
+    assert sorted(os.listdir(place)) == ["cache", "raw"]
+
+
 def test_a_survey_gives_labels_options_counts_and_facts_and_checks_each_sample(place):
     """What a task knows beyond the files; what it rejects comes before what reading rejects."""
 

@@ -326,8 +326,12 @@ class Writer:
         self.kept.append(i)
 
     def begin(self, columns: dict[str, Column]) -> None:
-        """Create the files, as arrays without any row; offsets begin with 0."""
+        """Create the files, as arrays without any row; offsets begin with 0. Raises PackError for a column whose name
+        the pack's own files or a batch need."""
         self.columns, self.ends = columns, {name: 0 for name, column in columns.items() if column.kind == "ragged"}
+        own = {"split", "id", *(f"{name}{end}" for name in self.ends for end in (".offsets", "_length"))}
+        if taken := sorted(own & columns.keys()):
+            raise PackError(f"column {taken[0]!r}: nbtools itself uses {', '.join(sorted(own))}; rename it in `read`")
         for name, column in [*columns.items(), *((f"{name}.offsets", OFFSETS) for name in self.ends)]:
             self.files[name] = disk.create(self.folder / f"{name}.npy")
             disk.write(self.files[name], header(column, 0) + (bytes(8) if column is OFFSETS else b""))
