@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """The command line; a task's own options are there once its name stands in the arguments."""
+    """The command line; a task's own options are added once its name is among the arguments."""
     top = argparse.ArgumentParser(prog="python -m nbtools", description="Train in notebooks without wasting the GPU.")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     word = next(iter(arguments[1:]), "-")
@@ -113,7 +113,7 @@ def stage_command(one: argparse.ArgumentParser) -> Act:
 
 
 def watch_command(one: argparse.ArgumentParser) -> Act:
-    """follow a run that another process trains"""
+    """follow a run that another process is training"""
     one.add_argument("run", type=Path, metavar="FOLDER", help="the run folder")
     return lambda options: print(watch(options.run, wait=0))
 
@@ -136,7 +136,7 @@ def control(options: argparse.Namespace) -> None:
         )
     pairs = [request.partition("=") for request in options.requests]
     settings = {name: run.plan.parse(name, value) for name, equals, value in pairs if equals}
-    wanted = run.plan.turn(**settings)  # raises for what no plan allows; the run answers for what it cannot change
+    wanted = run.plan.turn(**settings)  # raises for what no plan allows; the run reports what it cannot change
     if not options.force and (asks := doubts(run.plan, wanted, advised(options.run, run.plan))):
         command = f"python -m nbtools control {options.run} {' '.join(options.requests)} --force"
         raise NbtoolsError(f"{'; '.join(asks.values())}; to apply it anyway: {command}")
@@ -237,10 +237,10 @@ def train(task: Task, options: argparse.Namespace) -> None:
 
 
 def smoke_test(task: Task, **knobs: Any) -> str:
-    """One step on demo data, saved and loaded again, in a temporary folder; what came of it, in a sentence. knobs:
+    """One step on demo data, saved and loaded again, in a temporary folder; returns the result in a sentence. knobs:
     settings in place of the advised ones.
 
-    Raises TrainError if the loss is not a number or the loaded weights answer differently.
+    Raises TrainError if the loss is not a number or the loaded weights give different outputs.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -297,7 +297,7 @@ def based(task: Task, pack: Pack, base: str, network: str | None) -> Plan:
 
 
 def measured(task: Task, pack: Pack, plan: Plan, options: argparse.Namespace) -> Plan:
-    """The plan with the settings that the command line leaves to measuring; the result is reported on stderr."""
+    """The plan with the settings that the command line asks to measure; the result is reported on stderr."""
     asked = options_of(options, "knob_").items()
     if AUTO[0] in asked:
         found = find_batch(task, pack, plan)
@@ -356,7 +356,7 @@ TASK_COMMANDS = {
 
 # -- options read from definitions
 
-AUTO = (("batch_size", "auto"), ("workers", "auto"))  # settings that may be left to measuring
+AUTO = (("batch_size", "auto"), ("workers", "auto"))  # settings that may be `auto`: measured
 
 
 def add_signature(one: argparse.ArgumentParser, function: Any, *skip: str) -> None:

@@ -38,7 +38,7 @@ def compare(*runs: Run | str | Path, x: str = "step") -> Comparison:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Runs with the names that tell them apart. Shows as a table and a picture in a notebook, as a table in text."""
+    """Runs with unique names. Shows as a table and a picture in a notebook, as a table in text."""
 
     runs: tuple[Run, ...]
     names: tuple[str, ...]
@@ -46,7 +46,7 @@ class Comparison:
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """One row per run: its best metrics, losses, what was done and what it took, and each setting of the plan in
+        """One row per run: its best metrics, losses, what was done, its cost, and each setting of the plan in
         which the runs differ. epochs: the finished ones; `planned_epochs` where the plans differ. train_loss: the mean
         over the last epoch, see `Columns.train_loss`. val_loss: of the newest evaluation. Memory in MiB, energy in Wh.
         """
@@ -83,7 +83,7 @@ class Comparison:
         return table.text(*self.table())
 
     def _ipython_display_(self) -> None:
-        """Two outputs, since a saved notebook keeps a picture where GitHub shows it only as one of its own."""
+        """Two outputs, since in a saved notebook GitHub shows a picture only if it is an output by itself."""
         if not in_notebook():
             raise NotImplementedError  # IPython then prints the repr
         from IPython.display import HTML, Image, display
@@ -93,7 +93,7 @@ class Comparison:
 
 
 def distinct(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart; the same one twice is numbered."""
+    """The shortest path suffixes that are unique; duplicates are numbered."""
     parts = [folder.resolve().parts for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
@@ -107,7 +107,7 @@ def distinct(folders: Sequence[Path]) -> list[str]:
 
 
 def outcome(run: Run) -> dict[str, Any]:
-    """What a run came to; None where it is not known."""
+    """A run's results; None for what is unknown."""
     columns, best = Columns(run.history), run.best
     seconds, samples = spent(columns)[1][-1], taken(columns)[1][-1]
     losses = columns.evaluated("val_loss")[1]

@@ -1,7 +1,7 @@
-"""Every operation that changes a disk, in one place: so that a test can make each of them fail in turn.
+"""Every operation that changes a disk, in one place, so that a test can make each of them fail in turn.
 
-Callers write `disk.write(file, data)`, never `from nbtools.disk import write`: whoever replaces `disk.write` then
-reaches all of them. What is half-written is called `*.part`; a name without `.part` is whole. POSIX only (flock).
+Callers write `disk.write(file, data)`, never `from nbtools.disk import write`: replacing `disk.write` then affects
+all of them. Unfinished files are named `*.part`; a file without `.part` is complete. POSIX only (flock).
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from nbtools import errors
 OPERATIONS = ("create", "append", "read", "write", "sync", "sync_folder", "rename", "remove", "make_folder")
 """The primitives: what fault injection replaces. Everything else is made of them."""
 
-MANY = 64  # above so many files one sync() of everything is cheaper than an fsync each (50,000 images: minutes)
+MANY = 64  # above this many files one sync() of everything is cheaper than an fsync each (50,000 images: minutes)
 
 
 def create(path: Path) -> FileIO:
@@ -132,7 +132,7 @@ def exists(path: Path) -> bool:
 
 
 def free_bytes(path: Path) -> int:
-    """Free for this user on the disk that holds `path`, which need not exist yet."""
+    """Bytes free for this user on the disk that holds `path`, which need not exist yet."""
     path = Path(path).absolute()
     while not path.exists():
         path = path.parent
@@ -172,7 +172,7 @@ def walk(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def is_slow(path: Path) -> bool:
-    """Whether a path lies on FUSE (Drive), NFS or SMB, as far as Linux tells."""
+    """Whether a path is on FUSE (Drive), NFS or SMB, as far as Linux reports it."""
     mounts = Path("/proc/self/mountinfo")
     if not mounts.exists():
         return False
@@ -202,7 +202,7 @@ def human(count: float) -> str:
 
 @contextlib.contextmanager
 def explained(doing: str, path: Path) -> Iterator[None]:
-    """Turn an OSError inside into a DiskError: what was being done, where, the reason, what to do next."""
+    """Turn an OSError inside into a DiskError: what was being done, where, why it failed, what to do next."""
     try:
         yield
     except OSError as error:

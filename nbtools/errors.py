@@ -1,4 +1,4 @@
-"""The errors that nbtools raises on purpose: each names the field, the rule, what came, and what to do next."""
+"""The errors that nbtools raises on purpose: each names the field, the rule, the value, and what to do next."""
 
 
 class NbtoolsError(Exception):
@@ -30,7 +30,7 @@ class PackError(NbtoolsError):
 
 
 class CheckpointError(NbtoolsError):
-    """A run folder or a checkpoint in it is missing, damaged, or of another run."""
+    """A run folder or a checkpoint in it is missing, damaged, or from another run."""
 
 
 class TrainError(NbtoolsError):

@@ -1,4 +1,5 @@
-"""fit: the one call of a notebook: loop, history, live plot, checkpoints and receipt; called again, it resumes."""
+"""fit: a whole training run in one call: loop, history, live plot, checkpoints and receipt; called again, it
+resumes."""
 
 from __future__ import annotations
 
@@ -189,7 +190,7 @@ def ending(state: TrainState) -> str:
 
 
 def finish(job: Job, receipt: bool) -> None:
-    """Why the run stopped early, the evaluation that training left to its end, and the receipt."""
+    """Report why the run stopped early; the evaluation that training left to its end, and the receipt."""
     state, surface, path = job.state, job.surface, job.folder / RECEIPT
     if state.stopped:
         surface.tell(f"{state.stopped}; to continue, change the plan")
@@ -207,7 +208,7 @@ def finish(job: Job, receipt: bool) -> None:
 
 @contextmanager
 def optional(missing: str, tell: Callable[[str], None]) -> Iterator[None]:
-    """For what is measured next to a run that is saved: a failure, as for want of memory, is a message."""
+    """For measurements after the run is saved: a failure, such as out of memory, becomes a message."""
     try:
         yield
     except (NbtoolsError, OSError, RuntimeError) as error:
@@ -217,7 +218,8 @@ def optional(missing: str, tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def evaluate_all(job: Job) -> None:
-    """Evaluate the best weights on the whole validation split, with all scales and the like, and keep the result."""
+    """Evaluate the best weights on the whole validation split, with all scales and other costly options, and keep the
+    result."""
     run, tell, count = Run.open(job.folder, job.task), job.surface.tell, job.pack.splits["val"]
     asked = {"epoch": run.best.get("epoch"), "plan": json.loads(run.plan.to_json())}
     if not count or {name: run.final.get(name) for name in asked} == asked:

@@ -54,7 +54,7 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 def busy(folder: Path) -> bool:
-    """Whether a process of this machine trains in a run folder now."""
+    """Whether a process on this machine is training in a run folder now."""
     try:
         with lock(folder):
             return False
@@ -68,7 +68,7 @@ def lock(folder: Path) -> disk.Lock:
 
 
 def stored_plan(task: Task, folder: Path) -> Plan | None:
-    """The plan of the run in a folder, where one was started."""
+    """The plan of the run in a folder, if one was started."""
     path = folder / PLAN
     return type(task.PLAN).from_json(path.read_text()) if checkpoint.names(folder) and path.exists() else None
 
@@ -124,7 +124,7 @@ def begin(folder: Path, pack: Pack, state: TrainState, advised: Plan | None = No
 
 
 def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[str]]:
-    """The history and the state of the last checkpoint, with the plan that the state was made with. Raises
+    """The history and the state of the last checkpoint, with the plan that the state was created with. Raises
     CheckpointError for another pack, TrainError for a change of what a run keeps."""
     if Card.from_dict(json.loads((folder / CARD).read_text())) != pack.card:
         raise CheckpointError(
@@ -165,7 +165,7 @@ class Job:
         return self.place == (self.state.epoch, self.state.step)
 
     def watch(self, record: Record) -> None:
-        """Save at the end of an epoch when it is the best, or checkpoints stay cheap; inside one every minute."""
+        """Save at the end of an epoch if it is the best or checkpoints are cheap; within an epoch every minute."""
         since = monotonic() - self.saved
         if record.kind == "epoch" and (self.state.improved or since * SAVE_SHARE >= self.cost):
             self.save(best=self.state.improved)
@@ -173,7 +173,7 @@ class Job:
             self.save()
 
     def save(self, best: bool = False) -> bool:
-        """Whether the state was worth it: a lost loss is reported at the next log step, and undone."""
+        """Whether the state was worth saving: a non-finite loss is reported at the next log step, and undone."""
         start, worth = monotonic(), not self.state.lost()
         if worth:
             checkpoint.save(self.folder, self.state, len(self.history), best)
@@ -196,7 +196,7 @@ class Job:
                 disk.write_atomic(path, text)
 
     def close(self) -> None:
-        """Wait until all is kept."""
+        """Wait until everything is kept."""
         if self.keeper is not None:
             self.keeper.keep()
             self.keeper.close()

@@ -1,4 +1,4 @@
-"""Fonts for any text, on every machine: matplotlib's own has no Chinese characters, and would warn of each.
+"""Fonts for any text, on every machine: matplotlib's own has no Chinese characters, and would warn about each.
 
 A character that no font here has is drawn as its code point.
 """
@@ -60,7 +60,7 @@ class Letters:
         return text_to_path.get_text_width_height_descent(self.plain(text), style, False)[0] * INCH / POINTS
 
     def shortened(self, text: str, size: float, room: float) -> str:
-        """A text as it is drawn in at most so many px: a longer one loses its middle, since its ends tell it apart."""
+        """A text as drawn in at most `room` px: a longer one loses its middle, since its ends identify it."""
         lengths = range(min(len(text) - 1, int(room)), 0, -1)  # no letter is narrower than a px
         cuts = (f"{text[: kept - kept // 2]}…{text[len(text) - kept // 2 :]}" for kept in lengths)
         fitting = (self.plain(cut) for cut in (text, *cuts) if self.width(cut, size) <= room)
@@ -84,7 +84,7 @@ def system() -> list[Path]:
 def best_of(fonts: Iterable[Path], needed: Collection[str]) -> tuple[frozenset[str], Path | None]:
     """(what it has of the needed letters, the font): the first that has all, else the first of those with the most.
 
-    Cost: 0.4 ms a font that it looks at.
+    Cost: 0.4 ms per font examined.
     """
     best: tuple[frozenset[str], Path | None] = frozenset(), None
     for font in fonts:
@@ -97,7 +97,7 @@ def best_of(fonts: Iterable[Path], needed: Collection[str]) -> tuple[frozenset[s
 
 
 def drawable(font: Path, letters: Iterable[str]) -> frozenset[str]:
-    """Those that a font has; none where matplotlib cannot draw with it."""
+    """The characters that a font has; none if matplotlib cannot draw with it."""
     try:
         face = FT2Font(str(font))
     except (RuntimeError, OSError):

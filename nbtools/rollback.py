@@ -40,7 +40,7 @@ UNWATCHED = {"lr_rule", "micro_batch_size", "eval_every", "eval_samples", "early
 """Settings that no gradient depends on, BatchNorm's statistics aside."""
 OWN = {field.name for field in dataclasses.fields(Plan)}
 """Settings of every task. The others belong to a task and may define its loss (a weight of one of its terms): a
-change may raise it by any factor, and only a loss that is not a number says that training diverged."""
+change may raise it by any factor, and only a loss that is not a number means that training diverged."""
 
 
 @dataclass
@@ -48,8 +48,8 @@ class Anchor:
     """The checkpoint from before a change that is being watched.
 
     name: of the checkpoint; facts: its own, which a later one of the same step would replace; best: the name of the
-    best weights then. limit: the loss above which training has diverged; None: only NaN or infinity says so. left: log
-    steps until the watch ends.
+    best weights then. limit: the loss above which training has diverged; None: only NaN or infinity means that. left:
+    log steps until the watch ends.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Anchor:
 
 
 class Guard:
-    """Watches the changes of a run's settings, and takes the run back if one ruins it."""
+    """Watches the changes of a run's settings, and rolls the run back if one ruins it."""
 
     def __init__(self, job: Job):
         self.job, self.advised = job, job.surface.requests.advised
@@ -96,7 +96,7 @@ class Guard:
         checkpoint.mark(job.folder, anchor=dataclasses.asdict(self.anchor))
 
     def risen(self, record: Record) -> bool:
-        """Whether a log step's loss says that training has diverged since the watched change."""
+        """Whether a log step's loss shows that training has diverged since the watched change."""
         loss, anchor = record.values.get("loss"), self.anchor
         if anchor is None or record.kind != "step" or loss is None:
             return False
@@ -109,7 +109,7 @@ class Guard:
         return False
 
     def undo(self, anchor: Anchor) -> Generator[Record, None, None]:
-        """Back to before the watched change, which is undone with all since."""
+        """Back to before the watched change, which is undone with all changes since."""
         job, state, self.anchor = self.job, self.job.state, None
         found = checkpoint.newest(job.folder, anchor.name)
         facts = anchor.facts if found.name == anchor.name else found.facts  # else the anchor's is damaged
@@ -129,7 +129,7 @@ class Guard:
         yield from self.continued(facts, what)
 
     def to_best(self) -> Generator[Record, None, None]:
-        """Back to the best checkpoint, the settings as they are; refused where it is damaged."""
+        """Back to the best checkpoint, settings unchanged; refused if it is damaged."""
         job, state = self.job, self.job.state
         name = str(checkpoint.best_of(job.folder))
         try:
@@ -149,7 +149,8 @@ class Guard:
 
     def retry(self, trouble: Diverged) -> Generator[Record, None, None]:
         """Back to the last checkpoint, and from there with each step checked before it counts. Raises Diverged where
-        that would not help: lr is far beyond the advised one, leaving steps out did not help, or too many returns."""
+        that would not help: lr is far beyond the advised one, skipping steps did not help, or there were too many
+        returns."""
         job, state = self.job, self.job.state
         self.returns += 1
         if beyond(state.plan, self.advised) or state.recovery.refused > LEFT_OUT or self.returns > RETRIES:
@@ -198,7 +199,7 @@ def affecting(old: Plan, new: Plan) -> list[str]:
 def highest(losses: Sequence[float]) -> float | None:
     """The loss above which training has diverged: FACTOR times the highest of the last WATCHED ones; None without any.
 
-    A loss may be negative, where a factor says nothing: what counts is the distance from the highest, twice the
+    A loss may be negative, where a factor is meaningless: what counts is the distance from the highest, twice the
     largest magnitude among them, which is the same for positive ones. Close to 0, where everything is learned, the
     distance is at least NOISE of the run's first loss.
     """

@@ -1,4 +1,4 @@
-"""Run: what training leaves behind, opened from its folder: weights, history, receipt, and the way to use them."""
+"""Run: what training leaves behind, opened from its folder: weights, history, receipt, and how to use them."""
 
 from __future__ import annotations
 
@@ -180,10 +180,10 @@ class Run:
 
 
 def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[str, float]:
-    """Metric → value of a run's best model (or of a TrainState as it is) over a whole split of a pack.
+    """Metric → value of a run's best model (or of a TrainState's current one) over a whole split of a pack.
 
     knobs: settings of the plan that differ from training: `eval_scales=(0.5, 1.0)`.
-    Raises PackError if the pack was made with other classes or preprocessing than the run's: its answers would be
+    Raises PackError if the pack was made with other classes or preprocessing than the run's: its results would be
     silently wrong; PlanError for an unknown setting, TrainError for one on which the model depends.
     """
     ours, theirs = run.card, pack.card

@@ -17,7 +17,7 @@ from typing import Any
 EMPTY = "–"
 NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( ?[%×]| [^\d\s]+)?")  # 12, 1e-06, 97 %, 24.3×, 1.5 GB; not 0001.png
 WHOLE = 24  # characters: a shorter cell is not broken, as `250 of 400 W`
-LEAST = 24  # characters: a narrower wrapped column reads worse than a line that the terminal breaks
+LEAST = 24  # characters: a narrower wrapped column is harder to read than a line that the terminal breaks
 
 # Inline, since GitHub and Colab drop or share <style>; only inherited colours and half-grey, so any theme's text shows.
 TABLE = "border-collapse:collapse;font-size:13px;line-height:1.45;font-variant-numeric:tabular-nums;margin:4px 0 8px"

@@ -15,17 +15,17 @@ from nbtools.live import ACTIONS, REFUSED, FirstSignal, Messages, Plans, Request
 from nbtools.run import HISTORY, PLAN, Run
 from nbtools.train import CONTROL, KEYS, History, Record, TaskLike, checkpoint, require_batch
 
-MOMENT = 0.05  # seconds between two looks at the user
-READ_EVERY = 0.5  # seconds between two looks at the history
+MOMENT = 0.05  # seconds between two checks for requests
+READ_EVERY = 0.5  # seconds between two reads of the history
 
 
 def watch(run: str | Path, task: TaskLike | None = None, wait: float = 60.0) -> Run:
-    """Draw a run of another process of this machine until it ends; returns the Run.
+    """Draw a run that another process on this machine is training until it ends; returns the Run.
 
     Buttons and fields send requests to that process through `control.json`, and its answers come back through the
-    history: where it saved, what limits it. An interrupt ends the watching, not the run. wait: seconds to wait for the
+    history: where it saved, what limits it. An interrupt stops watching, not the run. wait: seconds to wait for the
     run to start. A run that is no longer training is drawn once. task: only for one that cannot be imported by name.
-    Raises CheckpointError where there is no run.
+    Raises CheckpointError if there is no run.
     """
     folder, left = Path(run), Event()
     await_start(folder, wait)
@@ -61,7 +61,7 @@ def watch(run: str | Path, task: TaskLike | None = None, wait: float = 60.0) -> 
 
 
 def await_start(folder: Path, wait: float) -> None:
-    """Wait for a run to appear. Raises CheckpointError where none did."""
+    """Wait for a run to appear. Raises CheckpointError if none did."""
     end = monotonic() + wait
     while not checkpoint.read_index(folder):
         if monotonic() > end:
@@ -105,7 +105,7 @@ class Remote:
             self.paused = self.requests.paused
             actions.append("pause" if self.paused else "resume")
         if actions or settings:
-            send(self.run.folder, actions, settings, force=bool(settings))  # the panel has asked already
+            send(self.run.folder, actions, settings, force=bool(settings))  # the panel has already asked
 
     def read(self) -> None:
         """Show what the other process wrote."""

@@ -1,9 +1,9 @@
-"""Archives: extracted safely, read where they lie, and written as the one plain tar that a pack is kept as.
+"""Archives: extracted safely, read in place, and written as the one plain tar that a pack is kept as.
 
 `tarfile` and `zipfile` only read here, and believe too much: `extractall`, even with `filter="data"`, was escaped on
 3.11.7, 3.12.1 and 3.13.0 by a dangling link and a hard link; truncated tars pass in silence, gzip's checksum is not
 read, the two directories of a zip may disagree. So every name and header is checked, only files are read, every file
-is created anew (O_EXCL) below a new folder, and what is unpacked has a budget.
+is created anew (O_EXCL) below a new folder, and the unpacked size has a limit.
 """
 
 import bz2
@@ -49,12 +49,12 @@ STRAY = (  # what the readers let escape on damaged input, besides their own err
 
 
 def ignored(count: int) -> None:
-    """Progress that nobody watches."""
+    """Progress that is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a file of an archive has its bytes. method and crc: of a zip; a tar has neither."""
+    """Where the bytes of a file in an archive are. method and crc: of a zip; a tar has neither."""
 
     start: int
     packed: int
@@ -125,7 +125,7 @@ def extract(path: Path, folder: Path, progress: Progress = ignored) -> None:
 
 def plain(path: Path, target: Path, progress: Progress = ignored) -> None:
     """Write the plain tar that a compressed one is made of, within the same budget; a plain one and a zip as they are.
-    Its files are not looked at."""
+    Its files are not examined."""
     with explained(path), open(path, "rb") as raw, OPENERS.get(kind(path) or "", OPENERS["tar"])(raw) as file:
         stream = Forward(raw, file, budget(path.stat().st_size), progress)
         with disk.create(target) as unpacked:
@@ -205,7 +205,7 @@ def write(folder: Path, path: Path) -> Path:
 
 
 class Names:
-    """The names of an archive: each leads below its folder and stands once, on disks that ignore case too."""
+    """The names of an archive: each stays below its folder and occurs once, also on disks that ignore case."""
 
     def __init__(self) -> None:
         self.spelled: dict[str, tuple[str, ...]] = {}  # folded → as first spelled
@@ -213,7 +213,7 @@ class Names:
         self.entry, self.entries = "", 0
 
     def __str__(self) -> str:
-        """The entry that is being looked at."""
+        """The entry being examined."""
         return self.entry
 
     def take(self, name: str, is_file: bool) -> str | None:
@@ -244,7 +244,7 @@ class Names:
 
 
 def safe_parts(name: str) -> tuple[str, ...]:
-    """The components of a relative POSIX name; ArchiveError for one that could lead anywhere but below its folder."""
+    """The components of a relative POSIX name; ArchiveError for one that could lead outside its folder."""
     if name.startswith("/") or "\\" in name or "\0" in name or re.match("[A-Za-z]:", name) or ".." in name.split("/"):
         raise ArchiveError("has a name that is absolute, or holds `..`, a backslash, a drive letter or NUL")
     return tuple(part for part in name.split("/") if part not in ("", "."))
@@ -254,7 +254,7 @@ File = tuple[str, Place, Callable[[], Any]]  # name, place, how to open it while
 
 
 def files_in(path: Path, names: Names, progress: Progress) -> Iterator[File]:
-    """The files of any archive in order, to be iterated to the end: damage may lie behind the last. Of a compressed tar
+    """The files of any archive in order, to be iterated to the end: damage may follow the last. Of a compressed tar
     the places are those in the tar within it."""
     form, limit = kind(path), budget(path.stat().st_size)
     with open(path, "rb") as raw:
@@ -287,7 +287,7 @@ class Forward:
     def seek(self, position: int) -> None:
         if position < self.position:
             raise ArchiveError("has a header that points backwards")
-        if self.file is self.raw:  # a plain tar: what nobody wants is not read
+        if self.file is self.raw:  # a plain tar: what is not wanted is not read
             self.position = self.file.seek(position)
         while self.position < position and self.read(min(CHUNK, position - self.position)):
             pass
@@ -371,7 +371,7 @@ def compare_directories(file: IO[bytes], infos: list[zipfile.ZipInfo], end: int,
 
 
 def budget(packed: int) -> int:
-    """Bytes that so many may unpack to."""
+    """Bytes that this many may unpack to."""
     return max(FLOOR, RATIO * packed)
 
 
@@ -382,7 +382,7 @@ def bomb(limit: int) -> ArchiveError:
 
 
 def pour(content: IO[bytes], file: FileIO, size: int) -> None:
-    """Copy `size` bytes; raise where there are fewer."""
+    """Copy `size` bytes; raise if there are fewer."""
     rest = size
     while data := disk.read(content, min(CHUNK, rest)):
         rest -= len(data)

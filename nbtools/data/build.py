@@ -57,7 +57,7 @@ Problem = tuple[str, ...]  # a row of the table of bad samples: file, value, rul
 DAMAGED = (OSError, ValueError, EOFError, SyntaxError, zlib.error, struct.error, zipfile.BadZipFile)
 """What Pillow, NumPy and the like raise on damaged files."""
 
-CHUNK = 256  # samples decoded ahead: bounds memory, and the pool idles once in so many
+CHUNK = 256  # samples decoded ahead: bounds memory, and the pool idles once per chunk
 JOURNAL = "samples.jsonl"
 OFFSETS = Column("fixed", "<i8", ())  # of a ragged column: where each sample begins, and the end
 SPLIT = Column("fixed", "|u1", ())
@@ -82,7 +82,7 @@ class Survey:
     """What a task finds in a source without decoding it.
 
     entries: the samples to read, in the pack's order.
-    options: what `read` and `run.predict` need, completed by a look at the files; None: as they were asked for.
+    options: what `read` and `run.predict` need, completed by inspecting the files; None: as requested.
     ragged: columns whose samples differ in their first dimension; bucket_by: the one whose length groups batches.
     bad: (file, value, rule, fix) of each file that cannot be used.
     facts: what else the manifest records.
@@ -120,17 +120,17 @@ def build_pack(
     """The pack of a source, opened where it is finished.
 
     source: anything `stage` takes, or a pack (a folder, or the one file that `Pack.keep` wrote).
-    options: what was asked for, as JSON takes it. With val, test and the source's files it identifies the pack.
+    options: what was requested, as plain JSON values. With val, test and the source's files it identifies the pack.
     survey: `survey(folder, {**options, "val": val, "test": test})`, called for a pack that is made anew.
     read: `read(path, options)` → the arrays of one sample; called by several threads, and later for the raw files. It
     refuses a file by PackError(value, rule, fix); what decoders raise on damage counts as that too.
     reader: where a sample cannot be read without the rest of its source, `reader(folder)` returns what to call in place
     of `read`; workers get it pickled.
-    val, test: shares of the samples without a split of their own, or whole numbers for exactly so many.
-    into: a folder of the pack's own; by default one under the cache, named by task, options and the source's files.
+    val, test: shares of the samples without a split of their own, or whole numbers for exactly that many.
+    into: a folder for the pack alone; by default one under the cache, named by task, options and the source's files.
     in_place: an archive stays one file, `folder` leads into it, and `read` gets paths through it,
     `lines.tar/train/1.png`, which `read_member` reads.
-    Raises PackError where nothing can be packed, DiskError where it cannot be written; nothing is published then.
+    Raises PackError if nothing can be packed, DiskError if it cannot be written; nothing is published then.
     """
     require_shares(val, test)
     reader = reader or (lambda folder: read)
@@ -180,7 +180,7 @@ def with_raw(pack: Pack, source: Path | None, reader: Callable[[Path], Reader]) 
 
 
 def finished(target: Path, task: str, key: str) -> bool:
-    """Whether the pack is there already. Raises PackError where something else is."""
+    """Whether the pack already exists. Raises PackError if something else is there."""
     if (target / MANIFEST).is_file():
         if of_task(Pack.open(target), task).manifest.get("key") == key:
             return True
@@ -200,7 +200,7 @@ def made_from(pack: Pack) -> Path | None:
     source = Path(made.get("source", ""))
     try:
         same = "keyed" in made and source.exists() and fingerprint(pack.card.task, source, made["keyed"]) == made["key"]
-    except OSError:  # another user's, or of a disk that does not answer: the pack is whole without
+    except OSError:  # another user's, or on a disk that does not respond: the pack is complete without it
         return None
     return source if same else None
 
@@ -243,7 +243,7 @@ class Writer:
         self.bad: list[Problem] = list(survey.bad)
 
     def resume(self, key: str) -> int:
-        """Take over what an earlier process noted of the very same entries, and cut off what it wrote after that →
+        """Take over what an earlier process recorded of the very same entries, and cut off what it wrote after that →
         entries that are done. key: of what is packed, and how. All other files in the folder are deleted."""
         survey = self.survey
         entries = [(e.name, e.split, None if e.label is None else np.asarray(e.label).tolist()) for e in survey.entries]

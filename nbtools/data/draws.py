@@ -1,4 +1,4 @@
-"""Draws: random numbers per sample, the same whatever batch, device or order the sample comes in.
+"""Draws: random numbers per sample, independent of the batch, device or order in which the sample comes.
 
 A counter-based generator: the n-th number of a sample is a hash of (seed, epoch, sample id, n), in whole-number tensor
 operations, so that CPU and GPU give the same bits. Augmentation built on it resumes exactly and survives a change of

@@ -46,7 +46,7 @@ class Plan(Protocol):
 
 
 class Feed(Protocol):
-    """Called with the batches of ids to come, it yields a raw batch for each."""
+    """Called with the coming batches of ids, it yields a raw batch for each."""
 
     name: str
 
@@ -114,7 +114,7 @@ def choose(pack: Pack, plan: Plan, device: torch.device) -> tuple[str, str]:
 
 
 def open_feed(pack: Pack, plan: Plan, device: torch.device) -> Feed:
-    """The feed that the plan asks for. Raises TrainError where it cannot work here."""
+    """The feed that the plan asks for. Raises TrainError if it cannot work here."""
     name, _ = choose(pack, plan, device)
     if name == "resident":
         return Resident(pack, device)
@@ -124,7 +124,7 @@ def open_feed(pack: Pack, plan: Plan, device: torch.device) -> Feed:
 
 
 class Resident:
-    """The whole pack as tensors on the device; a batch is one gather a column."""
+    """The whole pack as tensors on the device; a batch is one gather per column."""
 
     name = "resident"
 
@@ -164,8 +164,8 @@ class Resident:
 
 
 class Streamed:
-    """One thread a call gathers batches from the memory map ahead of training; on CUDA through a ring of pinned buffers
-    and a copy stream, so that neither the copy nor the gather waits in the step.
+    """One thread per call gathers batches from the memory map ahead of training; on CUDA through a ring of pinned
+    buffers and a copy stream, so that neither the copy nor the gather waits in the step.
 
     The ring belongs to the call: an evaluation within an epoch would otherwise refill buffers that the epoch's copies
     still read. A new ring costs little, since torch keeps the pinned memory that the last one freed. The stream belongs
@@ -251,9 +251,9 @@ def on(device: torch.device, raw: Raw) -> Raw:
 
 
 class Workers:
-    """A DataLoader over the source files, which decodes every sample at every access: what the guides do, kept as the
+    """A DataLoader over the source files, which decodes every sample at every access: as the guides do, kept as the
     baseline and for data that cannot be packed; same batches, same order. Its processes live from call to call; a call
-    within another, such as an evaluation between two steps, has a loader of its own."""
+    within another, such as an evaluation between two steps, has its own loader."""
 
     name = "workers"
 
@@ -296,7 +296,7 @@ class Workers:
 
 
 def ignore_signals(worker: int) -> None:
-    """Leave it to the run what an interrupt means: it reaches every process of a notebook or terminal. SIGTERM does not
+    """Let the run decide what an interrupt means: it reaches every process of a notebook or terminal. SIGTERM does not
     end a worker at once either: a kernel that shuts down sends it to all its children, and a dead worker would raise in
     the middle of the step that is to be finished and saved."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Pack: a data set decoded once into flat arrays on disk, memory-mapped; opening it again costs nothing.
+"""Pack: a data set decoded once into flat arrays on disk, memory-mapped; opening it again is instant.
 
     pack.json               the manifest: task, classes, preprocessing options, columns, file sizes and hashes
     <column>.npy            fixed: (n, *shape); ragged: (sum of lengths, *shape)
@@ -277,8 +277,8 @@ def mapped(path: Path) -> np.ndarray:
 
 
 def split_of(name: str, val: float = 0.1, test: float = 0.1) -> str:
-    """The split of a sample by a hash of its name: the same on every machine, whatever other samples there are, so that
-    it stays where it is when others come."""
+    """The split of a sample by a hash of its name: the same on every machine, whatever the other samples, so that it
+    does not move when others are added."""
     place = position(name)
     return "test" if place < test else "val" if place < test + val else "train"
 
@@ -290,8 +290,8 @@ def position(name: str) -> float:
 
 
 def assigned(names: Sequence[str], splits: Sequence[str | None], val: float, test: float) -> list[str]:
-    """The split of every sample: its own, else by the hash of its name; whole numbers take exactly so many, the
-    smallest hashes first. A source with a test folder but no val folder gives its val share from train."""
+    """The split of every sample: its own, else by the hash of its name; whole numbers take exactly that many,
+    the smallest hashes first. A source with a test folder but no val folder gives its val share from train."""
     given = set(splits) - {None}
     divided = "train" if "train" in given and "val" not in given else None
     drawn = [i for i, split in enumerate(splits) if split == divided]

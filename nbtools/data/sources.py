@@ -1,4 +1,4 @@
-"""Where data comes from: one small class per kind of source. A new kind is a subclass of Source and nothing else.
+"""Where data comes from: one small class per kind of source. A new kind only needs a subclass of Source.
 
 What is fetched goes into a `.part` that the next call resumes: free space is known first, an interrupted download loses
 nothing, and every write goes through `disk`.
@@ -134,7 +134,7 @@ class Url(Source):
 
 
 class DriveFile(Url):
-    """A link to an archive on somebody's Drive."""
+    """A link to an archive on Google Drive."""
 
     @classmethod
     def of(cls, text: str) -> Source | None:
@@ -156,7 +156,7 @@ class DriveFile(Url):
 
 
 class DriveFolder(Source):
-    """A link to a folder on somebody's Drive."""
+    """A link to a folder on Google Drive."""
 
     is_folder, is_remote, verb = True, True, "download"
 
@@ -192,13 +192,13 @@ def drive_link(url: str) -> tuple[str, str]:
 
 
 def cache() -> Path:
-    """Where staged data and packs live unless told otherwise: local, fast, and lost with the machine."""
+    """Where staged data and packs are stored by default: local, fast, and lost with the machine."""
     return Path(os.environ.get("NBTOOLS_CACHE") or Path(tempfile.gettempdir()) / "nbtools").absolute()
 
 
 def is_far(path: Path) -> bool:
-    """Whether a path lies on Drive, or what stands for it, or on another slow mount, but not in the cache; a link lies
-    where it leads to, and so does a folder with one."""
+    """Whether a path is on Drive, or what stands in for it, or on another slow mount, but not in the cache; links, and
+    folders that hold one, are followed."""
     if path.is_relative_to(cache()):
         return False
     roots = [drive.MOUNT.resolve(), *(Path(folder).resolve() for folder in [os.environ.get("NBTOOLS_DRIVE")] if folder)]
@@ -238,7 +238,7 @@ def require_archive(path: Path, text: str) -> None:
 
 
 def copy(source: Path, part: Path, size: int, progress: Progress) -> None:
-    """Append to `part` what is missing of a file of `size` bytes; one that stops answering can be resumed."""
+    """Append to `part` what is missing of a file of `size` bytes; one that stops responding can be resumed."""
     if bytes_in(part) > size:
         disk.remove(part)
     done = bytes_in(part)
@@ -271,12 +271,12 @@ def bytes_in(part: Path) -> int:
 
 @dataclass(frozen=True)
 class Announced:
-    """What a server says about a file before any of it is read."""
+    """What a server reports about a file before any of it is read."""
 
     url: str
     size: int | None  # bytes
     version: str  # changes when the content does
-    page: str  # the web page that came instead, else ""
+    page: str  # the web page that arrived instead, else ""
 
 
 class Dropped(Exception):

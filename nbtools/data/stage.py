@@ -6,8 +6,8 @@ called `digits.tar`:
     <cache>/digits-1f3a5b7c/             appears at once, by one rename
         .stage.json                      the receipt: source, version, size, sha256
         digits/…                         the data; or digits.tar, with extract=False
-    <cache>/digits-1f3a5b7c.part/        all that is unfinished; the next call resumes or replaces it
-    <cache>/locks/                       so that of many processes one copies and the others wait
+    <cache>/digits-1f3a5b7c.part/        everything unfinished; the next call resumes or replaces it
+    <cache>/locks/                       so that one of many processes copies and the others wait
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def stage(
     """A folder on local disk with the files of a source, which are copied only if necessary.
 
     source: a folder, an archive (tar, tar.gz, tar.xz, tar.bz2, zip), `drive:path/in/My Drive`, a Drive link, or the
-    http(s) address of an archive. into: the folder that it is put in; default: $NBTOOLS_CACHE, or nbtools in the
+    http(s) address of an archive. into: the target folder; default: $NBTOOLS_CACHE, or nbtools in the
     temporary folder. extract: False keeps an archive as one file, a plain tar or a zip, from which files are read in
     place: 50,000 images are not written one by one. sha256: the hash that the archive must have. Raises StageError
     (also its subclass ArchiveError) or DiskError if that fails; then nothing is published.
@@ -74,7 +74,7 @@ def stage(
 
 
 def is_ready(source: Source, extract: bool) -> bool:
-    """Whether what is here can be used as it is: a folder, or an archive from which files are read in place."""
+    """Whether what is here can be used directly: a folder, or an archive from which files are read in place."""
     return source.is_folder or (not extract and archive.kind(Path(source.here or "")) in archive.IN_PLACE)
 
 
@@ -90,7 +90,7 @@ def staged(target: Path, version: str, sha256: str | None) -> Path | None:
 
 
 def publish(source: Source, target: Path, extract: bool, sha256: str | None, progress: bool) -> Path:
-    """Fetch, check, extract if it is to be, and give the whole its name; the caller holds the lock."""
+    """Fetch, check, extract if requested, and publish under the final name; the caller holds the lock."""
     version, part, name = source.version(), target.with_name(f"{target.name}.part"), target.name.rpartition("-")[0]
     disk.make_folder(part / version)
     for other in part.iterdir():
@@ -175,7 +175,7 @@ def one_file(path: Path, data: Path, copied: bool, progress: bool) -> Path:
 
 
 def moving(total: int | None, doing: str, progress: bool) -> tqdm:
-    """A bar of MB/s and time left."""
+    """A progress bar with MB/s and time left."""
     return bar(total=total or None, desc=doing, unit="B", unit_scale=True, disable=not progress)
 
 

@@ -93,7 +93,7 @@ class Sweep(Report):
         return file.getvalue()
 
     def _ipython_display_(self) -> None:
-        """Two outputs, since a saved notebook keeps a picture where GitHub shows it only as one of its own."""
+        """Two outputs, since in a saved notebook GitHub shows a picture only if it is an output by itself."""
         if not in_notebook():
             raise NotImplementedError  # IPython then prints the text
         from IPython.display import HTML, Image, display

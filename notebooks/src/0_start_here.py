@@ -31,7 +31,7 @@ nb.gpus()
 
 # %% [markdown]
 # ## Where data goes
-# A GPU waits for whatever is slowest before it, which is usually the place that the files come from:
+# A GPU waits for the slowest stage before it, which is usually where the files come from:
 #
 # | place | good for | bad for |
 # | --- | --- | --- |
@@ -88,4 +88,4 @@ run.summary().round(4)
 # | `captcha/2_train` | a trained model, and a receipt: how much faster than the guide's settings here |
 # | `captcha/3_evaluate` | accuracy on unseen images, the mistakes, reading your own files, the model to take away |
 #
-# They belong in this order, but each also runs on its own.
+# They build on each other in this order, but each also runs on its own.

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 MISSING = getattr(importlib.util.find_spec("nbtools"), "origin", None) is None  # a folder of that name has none
-print(f"nbtools comes from {SOURCE}" if MISSING else "nbtools is installed already")
+print(f"nbtools comes from {SOURCE}" if MISSING else "nbtools is already installed")
 
 # %% [markdown]
 # If `SOURCE` is a copy on Drive, Colab asks for your permission here.

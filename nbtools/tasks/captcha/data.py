@@ -51,7 +51,7 @@ def pack(
     label: the character that ends the text in a file name (`_`, `-`), or a regular expression whose group is the text.
     layout: `fixed` (one size, one length), `lines` (any width and length, scaled to `height` pixels), or `auto`.
     case: `lower` and `upper` fold the labels. classes: the alphabet; other characters are then bad samples.
-    val, test: shares, or whole numbers for exactly so many; train, val and test folders of the source come first.
+    val, test: shares, or whole numbers for exactly that many; train, val and test folders of the source come first.
     Raises PackError where nothing can be used.
     """
     if layout not in LAYOUTS:

@@ -72,7 +72,7 @@ def pack(
     id → name; or a file, see `classes.py`; by default the file `classes.txt` of the source, else the labels of CVAT's
     file, else the ids in the label images. ignore: raw ids, or names, that are no class, besides 255, which is none
     unless `classes` names it. labels: `lists`, `images` or `cvat` if a source has several.
-    val, test: shares, or whole numbers for exactly so many; the source's own folders and lists come first.
+    val, test: shares, or whole numbers for exactly that many; the source's own folders and lists come first.
     Raises PackError if nothing can be used. What is wrong with single files, `validate` reports too.
     """
     asked = requested(size, fit, channels, classes, ignore, labels)

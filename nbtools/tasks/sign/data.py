@@ -41,8 +41,9 @@ def pack(
     kp_key: the array of keypoints; None reads none. feature_key: that of features, packed where every clip has them;
     None leaves them out, which makes a pack for the Transformer alone 13 times as small. require_x2048: leave out clips
     without features, instead of the features.
-    val, test: shares, or whole numbers for exactly so many; train, val and test folders of the source take precedence.
-    Raises PackError where nothing can be used. `validate` reports what is wrong with single clips and labels.
+    val, test: shares, or whole numbers for exactly that many; train, val and test folders of the source take
+    precedence. Raises PackError where nothing can be used. `validate` reports what is wrong with single clips and
+    labels.
     """
     Keys(kp_key, feature_key, require_x2048)
     options = {"kp_key": kp_key, "feature_key": feature_key, "require_x2048": require_x2048}

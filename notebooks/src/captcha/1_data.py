@@ -44,7 +44,7 @@ folder
 
 # %% [markdown]
 # ## Look at the raw images
-# Before anything else: are these the images you expect, and do their names say what they show?
+# Before anything else: are these the images you expect, and do their names match what they show?
 
 # %%
 from IPython.display import Image, display

@@ -62,7 +62,7 @@ advice = nb.advise(captcha, pack, measure=MEASURE)
 advice
 
 # %% [markdown]
-# Change what you like. The form needs no click: *Run all* takes the plan as it stands. (The form lives in the kernel; a
+# Change what you like. The form needs no click: *Run all* uses the plan as shown. (The form lives in the kernel; a
 # saved page shows the plan as a table.)
 
 # %%

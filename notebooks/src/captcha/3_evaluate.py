@@ -27,7 +27,7 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 
 # %% [markdown]
 # ## The data and the run
-# Whatever is missing on Drive is named, and made here on a small scale, so that this notebook also runs on its own.
+# Whatever is missing on Drive is reported, and made here on a small scale, so that this notebook also runs on its own.
 
 # %%
 import nbtools as nb
@@ -52,7 +52,7 @@ nb.evaluate(run, pack, split="test")
 # %% [markdown]
 # ## What it gets wrong
 # Above each image: the truth, then what the model read. A pattern here (one letter for another, the last character
-# missing) says more than the figure above.
+# missing) tells you more than the figure above.
 
 # %%
 ids = pack.ids("test")

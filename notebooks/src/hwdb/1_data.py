@@ -34,7 +34,7 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 # %% [markdown]
 # ## A font for the demo
 # On Colab this installs a Chinese font, so that the demo writes real characters. Elsewhere the demo uses one that is
-# installed; where there is none, shapes drawn from a seed stand for the characters, and a message reports it.
+# installed; where there is none, shapes drawn from a seed stand in for the characters, and a message says so.
 
 # %%
 if RAW is None and "COLAB_RELEASE_TAG" in os.environ:
@@ -59,7 +59,7 @@ folder
 
 # %% [markdown]
 # ## Pack
-# Lines are found in their pages, scaled to one height by area, turned to ink (paper is 0, and so is padding), and
+# Lines are located in their pages, scaled to one height by area, turned to ink (paper is 0, and so is padding), and
 # written one after the other into flat arrays, with their texts as classes. Validation and test get whole writers, so
 # that the score is for handwriting that training never saw.
 

@@ -30,7 +30,7 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 
 # %% [markdown]
 # ## The data and the run
-# Whatever is missing on Drive is named, and made here on a small scale, so that this notebook also runs on its own.
+# Whatever is missing on Drive is reported, and made here on a small scale, so that this notebook also runs on its own.
 
 # %%
 import nbtools as nb
@@ -100,7 +100,7 @@ hwdb.by_frequency(truth, read, hwdb.frequencies(pack))
 
 # %% [markdown]
 # ## A language model
-# Greedy decoding takes the best class of each step on its own. A language model knows which character follows which.
+# Greedy decoding takes the best class at each step independently. A language model knows which character follows which.
 # Perplexity is the number of characters it hesitates between, on lines that it has not seen; without a model, that is
 # all of them.
 
@@ -111,7 +111,7 @@ print(f"perplexity on the test lines: {lm.perplexity(truth):.1f} of {len(pack.cl
 
 # %% [markdown]
 # ## Beam search against greedy
-# The beam keeps the ten best texts so far, each with all the ways to spell it, and weighs them with the language model.
+# The beam keeps the ten best texts so far, each with all its alignments, and scores them with the language model.
 # The weight of the language model is chosen on the validation lines, never on the test lines.
 
 # %%

@@ -52,7 +52,7 @@ advice = nb.advise(segment, pack, measure=MEASURE)
 advice
 
 # %% [markdown]
-# Change what you like. The form needs no click: *Run all* takes the plan as it stands.
+# Change what you like. The form needs no click: *Run all* uses the plan as shown.
 
 # %%
 panel = nb.Panel(advice)

@@ -79,8 +79,8 @@ segment.show(pack, worst, run.predict_pack(pack, worst))
 
 # %% [markdown]
 # ## What several scales cost, and what they gain
-# Each image at more scales and mirrored, the predictions averaged. The gain is in mIoU; `ms` is an image's time here,
-# `times` and `pixels` are relative to the single pass.
+# Each image at more scales and mirrored, the predictions averaged. The gain is in mIoU; `ms` is the time per image
+# here, `times` and `pixels` are relative to the single pass.
 
 # %%
 segment.costs(run.model(), pack, run.plan, split=SPLIT, ids=ids[:40]).round(4)

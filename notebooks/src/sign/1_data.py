@@ -22,7 +22,7 @@ import os
 
 RAW = None  # "drive:datasets/signs.tar"; None: make demo clips
 KEEP = "drive:nbtools-data/sign.tar"  # where the pack is kept; None: nowhere
-COUNT, GLOSSES = 600, 12  # demo clips, of so many signs
+COUNT, GLOSSES = 600, 12  # demo clips, and how many signs
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 

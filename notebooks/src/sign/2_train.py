@@ -23,7 +23,7 @@ RAW = None  # your data as in 1_data: "drive:datasets/signs.tar", a folder, an a
 PACK = None  # or a pack of your own; None: the one that 1_data kept, otherwise demo clips
 RUNS = "runs"  # on this machine, fast
 KEEP = "drive:nbtools-data/runs"  # checkpoints go there in the background; None: nowhere
-COUNT, GLOSSES = 600, 12  # demo clips, of so many signs
+COUNT, GLOSSES = 600, 12  # demo clips, and how many signs
 MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
 CHANGES = {}
 MORE = {"epochs": 18}  # 1.5 times the advised: the demo's signs differ only in the order of movements
@@ -51,7 +51,7 @@ advice = nb.advise(sign, pack, measure=MEASURE)
 advice
 
 # %% [markdown]
-# Change what you like. The form needs no click: *Run all* takes the plan as it stands.
+# Change what you like. The form needs no click: *Run all* uses the plan as shown.
 
 # %%
 panel = nb.Panel(advice)
@@ -59,8 +59,8 @@ panel
 
 # %% [markdown]
 # ## Train the Transformer
-# It reads the whole clip at once, every frame attending to all others, and takes the mean over the frames that are
-# there.
+# It reads the whole clip at once, every frame attending to all others, and averages over the valid
+# frames.
 
 # %%
 panel.put(panel.plan.replace(**{**MORE, **CHANGES}))
@@ -68,7 +68,7 @@ run = nb.fit(sign, pack, panel, run=f"{RUNS}/sign", keep=KEEP and f"{KEEP}/sign"
 
 # %% [markdown]
 # ## Train the GRU
-# It reads one frame after the other, as the 2,048 numbers that an image network makes of it; 0.1 million weights.
+# It reads frame by frame, each as the 2,048 features that an image network computes; 0.1 million weights.
 
 # %%
 runs = [run]

@@ -26,7 +26,7 @@ if "COLAB_RELEASE_TAG" not in os.environ:
 
 # %% [markdown]
 # ## The data and the run
-# Whatever is missing on Drive is named, and made here on a small scale, so that this notebook also runs on its own.
+# Whatever is missing on Drive is reported, and made here on a small scale, so that this notebook also runs on its own.
 
 # %%
 import nbtools as nb
@@ -74,7 +74,7 @@ sign.show(pack, ids[wrong], [read[place] for place in wrong])
 
 # %% [markdown]
 # ## How long does one prediction take?
-# A single clip, from its arrays to the gloss: the wait of somebody who signs into a camera.
+# A single clip, from its arrays to the gloss: how long somebody signing into a camera would wait.
 
 # %%
 clips = [pack.sample(i) for i in ids[:40]]
@@ -83,7 +83,7 @@ sign.latency(run.model(), pack, run.plan, clips)
 # %% [markdown]
 # ## While somebody is still signing
 # The same model on a window that slides over a clip: a prediction every five frames. It becomes certain once it has
-# seen what tells this sign from the others.
+# seen what distinguishes this sign from the others.
 
 # %%
 import pandas as pd
