@@ -1,6 +1,7 @@
-"""Google Drive: mounted on Colab, its `drive:` paths, what is kept there, its links, and the pages it sends instead.
+"""Google Drive: its mount on Colab, its `drive:` paths, what is kept there, its links, and the web pages it sends
+instead of files.
 
-Drive is $NBTOOLS_DRIVE where that is set, else Colab's mount. gdown reads Drive's pages (they change, and it follows),
+Drive is $NBTOOLS_DRIVE if that is set, else Colab's mount. gdown reads Drive's pages (they change, and it keeps up),
 with the two functions that 5.2 and 6 have in common; the bytes come through `sources`.
 """
 
@@ -24,7 +25,7 @@ _declined = False  # whether Colab's dialog was declined: it is not shown a seco
 
 
 def drive_path(path: str | Path) -> Path:
-    """The local path of `drive:path/in/My Drive`; other paths as they are. Raises StageError, naming what is there
+    """The local path of `drive:path/in/My Drive`; other paths unchanged. Raises StageError, naming what is there
     under a similar name, where nothing is at the path, or DiskError."""
     with disk.explained(f"looking at {path}", Path(path)):
         place = parent = local(str(path))
@@ -39,10 +40,10 @@ def drive_path(path: str | Path) -> Path:
 
 
 def kept(place: str, instead: str = "demo data") -> Path | None:
-    """What a notebook kept at a `drive:` place; None where nothing is there yet, or the dialog that asks for Drive was
+    """What a notebook kept at a `drive:` place; None if nothing is there yet, or access to Drive was
     declined. A sentence names the place and what is used instead.
 
-    Raises StageError or DiskError where Drive cannot be read: that does not mean that nothing is kept.
+    Raises StageError or DiskError if Drive cannot be read, which does not mean that nothing is kept.
     """
     try:
         with disk.explained(f"looking at {place}", Path(place)):
@@ -58,7 +59,7 @@ def kept(place: str, instead: str = "demo data") -> Path | None:
 
 def place_to_keep(where: str | Path) -> Path | None:
     """The local path to write what should outlive this machine to; on Drive its folder is made. None, and a sentence,
-    where the dialog that asks for Drive was declined."""
+    if access to Drive was declined."""
     if not str(where).startswith("drive:"):
         return Path(where)
     try:
@@ -131,9 +132,9 @@ def on_colab() -> bool:
 
 
 def release_runtime() -> None:
-    """On Colab, flush what Drive has not got yet, then give the machine back, disk and all; elsewhere do nothing.
+    """On Colab, flush what has not reached Drive yet, then give the machine back, disk and all; elsewhere do nothing.
 
-    Raises StageError where Drive cannot be flushed: the machine is kept then, since what it holds may be lost.
+    Raises StageError where Drive cannot be flushed: the machine is kept then, since its data would be lost.
     """
     if not on_colab():
         return
@@ -179,7 +180,7 @@ def files_in_folder(folder_id: str) -> dict[str, str]:
 
 
 def complaint(page: str) -> str:
-    """Why a web page came instead of an archive, quota or permission, and what to do about it."""
+    """Why a web page arrived instead of an archive, quota or permission, and what to do about it."""
     title = re.search(r"(?is)<title[^>]*>(.*?)</title>", page)
     name = " ".join(html.unescape(title[1]).split())[:80] if title else "untitled"
     text = re.sub(r"(?is)<(script|style)\b.*?</\1>|<[^>]*>", " ", page)
