@@ -291,12 +291,22 @@ def own(**parts) -> Any:
 
 
 def test_flops_and_memory_are_those_of_the_matrix_products_and_what_is_held(packs):
-    task, pack = own(model=lambda card, plan: Wide()), packs[False]
+    sizes = set()
+
+    def loss(model, batch, plan):
+        sizes.add(len(batch["x"]))
+        return toy.loss(model, batch, plan)
+
+    task, pack = own(model=lambda card, plan: Wide(), loss=loss), packs[False]
     raw = on(CPU, gather(pack, pack.ids("train")[:32]))
     stepper = Stepper(task, pack, plan_of(batch_size=32), CPU)
     rows, w = 32 * 16, 384
     forward = 2 * (rows * 8 * w + 2 * rows * w * w + 32 * w * 4)
     assert flops(stepper.state, raw) == forward * 3 - 2 * rows * 8 * w  # the input needs no gradient
+    sizes.clear()
+    halves = Stepper(task, pack, plan_of(batch_size=32, micro_batch_size=16), CPU)
+    assert flops(halves.state, raw) == forward * 3 - 2 * rows * 8 * w
+    assert sizes == {16}, "a batch that does not fit at once is counted in parts that do"
     stepper.step(raw)
     found, weights = memory_of(stepper.on(iter([raw]))), sum(p.numel() for p in stepper.state.parameters)
     assert found["held"] * 2**20 == pytest.approx(16 * weights, rel=0.01)  # weight, gradient, two moments

@@ -256,9 +256,17 @@ def overflowing(pack, epoch: int, before=lambda: None) -> tuple[Any, int]:
     return toy.with_(batch=batch), bad
 
 
-def test_a_lost_loss_goes_back_to_the_checkpoint_and_leaves_the_bad_step_out(tmp_path, pack):
+@pytest.mark.parametrize("most", [16, 8], ids=["whole batches", "of which half fits in memory"])
+def test_a_lost_loss_goes_back_to_the_checkpoint_and_leaves_the_bad_step_out(tmp_path, pack, most):
     task, bad = overflowing(pack, epoch=1)
-    run = fit(task, pack, toy.PLAN, tmp_path / "run", **QUIET)
+
+    def loss(model, batch, plan):
+        if len(batch["x"]) > most:
+            raise torch.OutOfMemoryError("simulated")
+        return toy.loss(model, batch, plan)
+
+    task.loss = loss
+    run = fit(task, pack, toy.PLAN.replace(micro_batch_size=most), tmp_path / "run", **QUIET)
     told = " | ".join(run.events)
     assert "back at step" in told
     assert "skipped: batch['x'] is not finite (sample ids" in told

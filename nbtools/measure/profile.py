@@ -30,7 +30,18 @@ from nbtools.measure import memory
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import Clock, Stepper, epoch_batches, finish, typical
-from nbtools.train import DTYPES, Batch, Plan, Sums, TaskLike, TrainState, backward, checkpoint, evaluation, train_step
+from nbtools.train import (
+    DTYPES,
+    Batch,
+    Plan,
+    Sums,
+    TaskLike,
+    TrainState,
+    checkpoint,
+    differentiate,
+    evaluation,
+    train_step,
+)
 
 ROUNDS = 16
 LEAST_ROUNDS = 3  # where a step takes long
@@ -338,11 +349,12 @@ def device_seconds(events: Iterable[dict[str, Any]]) -> float:
 
 
 def flops(state: TrainState, raw: Batch) -> int:
-    """Floating-point operations of a forward and backward pass: not of elementwise ones, fused RNN and CTC."""
+    """Floating-point operations of the forward and backward passes of a batch, in its micro-batches: not of elementwise
+    ones, fused RNN and CTC."""
     kept, state.network = state.network, state.model.train()  # a compiled network hides its operations
     try:
         with FlopCounterMode(display=False) as counter:
-            backward(state, raw)
+            differentiate(state, raw)
         return int(counter.get_total_flops())
     finally:
         state.network = kept

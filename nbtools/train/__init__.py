@@ -21,7 +21,7 @@ from nbtools.train.plan import (
 )
 from nbtools.train.recovery import LEFT_OUT, Diverged, release, train_step
 from nbtools.train.state import TrainState
-from nbtools.train.step import attempt, backward, clear_gradients
+from nbtools.train.step import attempt, clear_gradients, differentiate
 from nbtools.train.task import Batch, Pair, Task, TaskLike, as_task, best_metric, import_task, task_name
 
 __all__ = [
@@ -43,13 +43,13 @@ __all__ = [
     "again",
     "as_task",
     "attempt",
-    "backward",
     "best_metric",
     "beyond",
     "caught_up",
     "checkpoint",
     "clear_gradients",
     "device",
+    "differentiate",
     "doubts",
     "evaluation",
     "fixed",

@@ -12,7 +12,7 @@ from nbtools.data import Draws
 from nbtools.errors import TrainError
 from nbtools.train.device import autocast, within_memory
 from nbtools.train.state import TrainState
-from nbtools.train.step import attempt, clear_gradients, differentiate, update
+from nbtools.train.step import attempt, clear_gradients, differentiate, parts, update
 from nbtools.train.task import Batch
 
 LEFT_OUT = 3  # steps with a loss that is not finite that a run leaves out: more are no accident
@@ -107,28 +107,35 @@ def first_bad(state: TrainState, raw: Batch, loss_sum: Tensor) -> str | None:
 
     Under fp16 gradients that overflow are how the scaler finds its scale: it leaves such steps out by itself.
     """
-    task, plan, model = state.task, state.applied, state.model
+    task, plan, model, size = state.task, state.applied, state.model, len(raw["id"])
     named = model.named_parameters() if state.scaler is None else ()
-    gradients = [(f"gradient of {n}", p.grad) for n, p in named if p.grad is not None]
-    if finite(loss_sum) and all(finite(g) for _, g in gradients):
+    after = [("loss", loss_sum), *((f"gradient of {name}", p.grad) for name, p in named if p.grad is not None)]
+    after = [name for name, tensor in after if not finite(tensor)]
+    if not after:
         return None
-    batch = task.batch(raw, plan, Draws(plan.seed, state.position.epoch, raw["id"]))
-    layers: list[tuple[str, Any]] = []
+    inputs: list[str] = []
+    layers: list[str] = []
+
+    def look(name: str, out: Any) -> None:
+        if not finite(out):
+            layers.append(name)
+
     hooks = [
-        module.register_forward_hook(lambda _m, _i, out, name=name: layers.append((f"output of layer {name}", out)))
+        module.register_forward_hook(lambda _m, _i, out, name=name: look(name, out))
         for name, module in model.named_modules()
         if name and not list(module.children())
     ]
     try:
-        with torch.no_grad(), autocast(plan, state.device, model):
-            task.loss(model, batch, plan)
+        for part in parts(raw, size, state.recovery.micro or size):
+            batch = task.batch(part, plan, Draws(plan.seed, state.position.epoch, part["id"]))
+            inputs += [f"batch[{name!r}]" for name, tensor in batch.items() if not finite(tensor)]
+            with torch.no_grad(), autocast(plan, state.device, model):
+                task.loss(model, batch, plan)
     finally:
         for hook in hooks:
             hook.remove()
-    inputs = [(f"batch[{name!r}]", tensor) for name, tensor in batch.items()]
-    weights = [(f"weight {n}", p) for n, p in model.named_parameters()]
-    everything = [*inputs, *weights, *layers, ("loss", loss_sum), *gradients]
-    return next((name for name, tensor in everything if not finite(tensor)), "loss")
+    weights = [f"weight {name}" for name, p in model.named_parameters() if not finite(p)]
+    return [*inputs, *weights, *(f"output of layer {name}" for name in layers), *after][0]
 
 
 def finite(tensor: Any) -> bool:
