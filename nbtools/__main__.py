@@ -14,6 +14,7 @@ import importlib
 import inspect
 import json
 import math
+import pkgutil
 import sys
 import tempfile
 import typing
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from nbtools import tasks
 from nbtools.data import Pack, open_feed, stage
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.fit import fit
@@ -36,7 +38,7 @@ from nbtools.table import plural
 from nbtools.train import Plan, Task, TrainState, as_task, checkpoint, doubts, evaluation, train_step
 from nbtools.watch import watch
 
-BUILT_IN = ("captcha", "hwdb", "segment", "sign")
+BUILT_IN = tuple(found.name for found in pkgutil.iter_modules(tasks.__path__) if found.name != "common")
 SOURCE = "a folder, an archive, drive:…, a Google Drive link, or a pack"
 
 

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import runpy
 import types
 
 import pytest
 import torch
 import toy
 
+from nbtools import __main__, tasks
 from nbtools.__main__ import literal, main, smoke_test
 from nbtools.errors import TrainError
 from nbtools.train import as_task, knob
@@ -129,6 +131,14 @@ def test_what_is_asked_for_wrongly_is_answered_in_a_sentence(words, code, senten
         found = end.code
     assert found == code
     assert sentence in capsys.readouterr().err
+
+
+def test_a_new_folder_under_tasks_is_found_by_its_name(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").touch()
+    monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
+    found = runpy.run_path(__main__.__file__)["BUILT_IN"]
+    assert sorted(found) == ["captcha", "hwdb", "mine", "segment", "sign"]
 
 
 def test_an_interrupt_is_no_traceback(monkeypatch, capsys, tmp_path):
