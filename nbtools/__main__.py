@@ -102,7 +102,7 @@ def find_task(name: str) -> Task:
 Act = Callable[[argparse.Namespace], Any]
 
 
-def gpus_command(one: argparse.ArgumentParser) -> Act:
+def gpus_command(_: argparse.ArgumentParser) -> Act:
     """show what this machine trains on"""
     return lambda options: print(gpus())
 
@@ -156,7 +156,7 @@ def validate_command(one: argparse.ArgumentParser, task: Task) -> Act:
     """report what is wrong with a data set"""
     one.add_argument("source", help=SOURCE)
     add_signature(one, task.validate)
-    return lambda options: shown(validate(task, options.source, **own(options)))
+    return lambda options: print_report(validate(task, options.source, **own(options)))
 
 
 def features_command(one: argparse.ArgumentParser, task: Task) -> Act:
@@ -164,10 +164,11 @@ def features_command(one: argparse.ArgumentParser, task: Task) -> Act:
     one.add_argument("source", help=SOURCE)
     one.add_argument("into", type=Path, help="folder of the clips that receive them; may be the source")
     add_signature(one, task.features, "into", "network")
-    return lambda options: shown(task.features(options.source, options.into, **own(options)))
+    return lambda options: print_report(task.features(options.source, options.into, **own(options)))
 
 
-def shown(report: Any) -> bool:
+def print_report(report: Any) -> bool:
+    """Whether it found no errors."""
     print(report)
     return report.ok
 
@@ -221,10 +222,10 @@ def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
     )
     add_knobs(one, type(task.PLAN), dataclasses.fields(task.PLAN))
     add_signature(one, task.pack)
-    return partial(train, task)
+    return partial(train_run, task)
 
 
-def train(task: Task, options: argparse.Namespace) -> None:
+def train_run(task: Task, options: argparse.Namespace) -> None:
     if options.processes != 1:
         raise NbtoolsError("--processes must be 1: several processes are not supported yet; leave it out")
     if options.smoke_test:
