@@ -104,7 +104,8 @@ def main() -> None:
     if asked.revision and not asked.quick:
         receipt.write()
     print(receipt)
-    sys.exit(bool(different))
+    if different:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ for name in names:
                 "segment_feed": ("segment_feed_ratio", "×"),
                 "surface": ("surface_cost", "%"),
                 "knobs": ("knobs_gain", "×"),
+                "same_losses": ("same_losses", "differences"),
                 **({} if find_spec("lightning") is None else {"finder": ("finder_ratio", "×")}),  # of make bench
             },
             marks=pytest.mark.full,
@@ -84,6 +85,7 @@ KEPT = {
     "sign_feed_ratio": lambda x: x >= 10,
     "segment_feed_ratio": lambda x: x >= 20,
     "finder_ratio": lambda x: x >= 0.95,  # of the speed of Lightning's choice
+    "same_losses": lambda x: x == 0,  # packs and three feeds of four tasks, against the last revision of 0.1.0
 }
 
 
