@@ -8,7 +8,6 @@ becomes an option here. Progress goes to stderr, results to stdout.
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import importlib
 import inspect
@@ -17,8 +16,10 @@ import math
 import pkgutil
 import sys
 import tempfile
+import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -365,11 +366,15 @@ AUTO = (("batch_size", "auto"), ("workers", "auto"))  # settings that may be `au
 def add_signature(one: argparse.ArgumentParser, function: Any, *skip: str) -> None:
     """The keyword parameters of a task's function as options."""
     group = one.add_argument_group("the task's options for " + function.__name__)
-    for name, parameter in inspect.signature(function).parameters.items():
+    try:
+        signature = inspect.signature(function, eval_str=True)
+    except NameError:  # of a type that is imported for type checkers only
+        signature = inspect.signature(function)
+    for name, parameter in signature.parameters.items():
         variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if not variadic and name not in ("source", "folder", "progress", *skip):
             text = "default: from the data" if parameter.default is None else f"default {parameter.default}"
-            add_option(group, f"option_{name}", text, type=literal)
+            add_option(group, f"option_{name}", text, type=partial(read_option, parameter))
 
 
 def add_knobs(one: argparse.ArgumentParser, kind: type[Plan], fields: Iterable[dataclasses.Field[Any]]) -> None:
@@ -405,18 +410,72 @@ def given(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
     return {name: plan.parse(name, value) if isinstance(value, str) else value for name, value in knobs.items()}
 
 
-def literal(text: str) -> Any:
-    """A typed option as a plain value: a number, true, false, none, several of them separated by commas, else text."""
-    if "," in text:
-        return tuple(map(literal, text.split(",")))
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
+def read_option(parameter: inspect.Parameter, text: str) -> Any:
+    """An option's text as the parameter's annotation has it; without one, as its default. Raises NbtoolsError for what
+    does not fit."""
+    kind, default = parameter.annotation, parameter.default
+    if kind is parameter.empty or isinstance(kind, str):
+        kind = str | None if default is None else type(default)
     try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):  # "0123" too: a text of digits
-        return text
-    return value if isinstance(value, (int, float)) else text
+        return converted(text, kind)
+    except (KeyError, ValueError):
+        flag = parameter.name.replace("_", "-")
+        raise NbtoolsError(f"--{flag} must be {described(kind)}, got {text!r}") from None
+
+
+def whole(text: str) -> int:
+    if str(int(text)) != text.strip():  # "0123" is a text of digits, where a text may stand
+        raise ValueError
+    return int(text)
+
+
+def number(text: str) -> float:
+    try:
+        return whole(text)  # val=100 are 100 samples
+    except ValueError:
+        return float(text)
+
+
+PLAIN: dict[Any, tuple[str, Callable[[str], Any]]] = {
+    int: ("a whole number", whole),
+    float: ("a number", number),
+    bool: ("true or false", {"true": True, "false": False}.__getitem__),
+    types.NoneType: ("none", {"none": None}.__getitem__),
+}
+"""Type → the rule for its texts, and how one is read; a text of any other type is taken as it is."""
+UNIONS, SEVERAL = (types.UnionType, typing.Union), (tuple, list, Sequence, Iterable)
+
+
+def converted(text: str, kind: Any) -> Any:
+    """A text as a value of an annotation; commas stand between several. Raises KeyError or ValueError."""
+    origin, args = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin in UNIONS:
+        for one in sorted(args, key=lambda one: (typing.get_origin(one) or one) not in (*PLAIN, *SEVERAL)):  # text last
+            with suppress(KeyError, ValueError):
+                return converted(text, one)
+        raise ValueError
+    if kind in PLAIN:
+        return PLAIN[kind][1](text.lower())
+    if origin in SEVERAL and not (args == (str,) and "," not in text):  # a text is a sequence of characters
+        parts = text.split(",")
+        kinds = args if is_counted(kind) else [args[0] if args else int | float | str] * len(parts)
+        return tuple(converted(part, one) for part, one in zip(parts, kinds, strict=True))
+    return Path(text) if kind is Path else text
+
+
+def described(kind: Any) -> str:
+    """The rule for the texts of an annotation."""
+    origin, args = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin in UNIONS:
+        return " or ".join(dict.fromkeys(map(described, args)))
+    if origin in SEVERAL:
+        return f"{len(args)} numbers with commas between" if is_counted(kind) else "numbers with commas between"
+    return PLAIN[kind][0] if kind in PLAIN else "text"
+
+
+def is_counted(kind: Any) -> bool:
+    """Whether it is a tuple of so many."""
+    return typing.get_origin(kind) is tuple and Ellipsis not in typing.get_args(kind)
 
 
 if __name__ == "__main__":

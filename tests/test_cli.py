@@ -4,13 +4,15 @@ import dataclasses
 import json
 import runpy
 import types
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 import toy
 
 from nbtools import __main__, tasks
-from nbtools.__main__ import literal, main, smoke_test
+from nbtools.__main__ import main, smoke_test
 from nbtools.errors import TrainError
 from nbtools.train import as_task, knob
 
@@ -164,9 +166,57 @@ def test_gpus_says_what_there_is(capsys):
     assert capsys.readouterr().out.strip()
 
 
-def test_literals():
-    texts = ["3", "0.5", "true", "None", "a", "4,8", "a,1", "0123", "1e-3", "[1]", "'a'"]
-    assert [literal(t) for t in texts] == [3, 0.5, True, None, "a", (4, 8), ("a", 1), "0123", 0.001, "[1]", "'a'"]
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (str, "123", "123"),
+        (str, "a,b", "a,b"),
+        (str, "none", "none"),
+        (int, "-3", -3),
+        (float, "1e-3", 0.001),
+        (float, "5", 5),
+        (bool, "False", False),
+        (str | None, "None", None),
+        (int | str, "60", 60),
+        (str | int, "0123", "0123"),
+        (int | str, "1_000", "1_000"),
+        (int | tuple[int, int] | None, "4, 8", (4, 8)),
+        (tuple[float, ...], "1,0.5", (1, 0.5)),
+        (Sequence[str] | None, "abc", "abc"),
+        (str | Path | Sequence[str], "a,1", ("a", "1")),
+        (int | str | Iterable[int | str] | None, "7,sky", (7, "sky")),
+        (Path | None, "a/b", Path("a/b")),
+        (tuple, "a,1", ("a", 1)),
+        ("Unknown", "7", 7),
+    ],
+)
+def test_an_option_is_read_by_its_annotation(kind, text, value, monkeypatch, capsys):
+    def demo(folder, *, one_more=1):
+        return repr(one_more)
+
+    demo.__annotations__["one_more"] = kind
+    monkeypatch.setattr(toy, "demo", demo)
+    assert main(["demo", "toy", "x", "--one-more", text]) == 0
+    assert capsys.readouterr().out == f"{value!r}\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "rule"),
+    [
+        (int, "0x10", "a whole number"),
+        (float, "much", "a number"),
+        (bool, "1", "true or false"),
+        (int | None, "x", "a whole number or none"),
+        (int | tuple[int, int], "4,8,9", "a whole number or 2 numbers with commas between"),
+    ],
+)
+def test_an_option_that_its_annotation_does_not_allow_is_refused_in_a_sentence(kind, text, rule, monkeypatch, capsys):
+    def demo(folder, *, one_more): ...
+
+    demo.__annotations__["one_more"] = kind
+    monkeypatch.setattr(toy, "demo", demo)
+    assert main(["demo", "toy", "x", "--one-more", text]) == 1
+    assert capsys.readouterr().err == f"nbtools: --one-more must be {rule}, got {text!r}\n"
 
 
 def test_a_report_with_errors_ends_the_command_with_one(capsys, monkeypatch):
