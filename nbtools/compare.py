@@ -64,7 +64,7 @@ class Comparison:
         return frame.dropna(axis="columns", how="all")
 
     def picture(self) -> Picture:
-        """The curves of all runs, and a key that says whose is which."""
+        """The curves of all runs, and a key to the runs."""
         metrics = [best_metric(run.task)[0] for run in self.runs]
         return overlay(self.names, [run.history for run in self.runs], metrics, self.x)
 

@@ -1,4 +1,4 @@
-"""The values that a picture is made of: charts, lines, marks, and axes with round numbers."""
+"""The values that make up a picture: charts, lines, marks, and axes with round numbers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def tick_labels(values: Sequence[float], log: bool = False) -> list[str]:
 
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
-"""Okabe & Ito (2008): told apart with every kind of colour vision, on white and on black."""
+"""Okabe & Ito (2008): distinguishable with every kind of colour vision, on white and on black."""
 
 COLUMNS = 100  # a line has two points in each at most: its lowest and its highest
 
@@ -202,7 +202,7 @@ def calmed(x: np.ndarray, y: np.ndarray, part: float = 1 / 50) -> tuple[np.ndarr
 
 
 def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most two points a column, its lowest and its highest: no peak is lost, as it would be with every n-th."""
+    """At most two points a column, its lowest and its highest: no peak is lost, unlike with every n-th point."""
     size = math.ceil(len(x) / COLUMNS)
     if size <= 2:
         return x, y

@@ -1,6 +1,6 @@
 """The widgets of a Panel: buttons that act on a run, and a form with name, input, slider and note of each setting.
 
-Core ipywidgets that 7.7.1 and 8 both have. A number's text is the truth; its slider is one way to reach it.
+Core ipywidgets that 7.7.1 and 8 both have. A number's text holds the value; its slider is one way to set it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ipywidgets import HTML, Accordion, Button, Checkbox, Dropdown, FloatLogSlid
 from nbtools import table
 
 IN_VIEW = ("network", "epochs", "batch_size", "lr", "amp", "clip_norm", "eval_every", "early_stop")
-"""What users change most, in this order; all other settings are under More."""
+"""The settings that users change most, in this order; all other settings are under More."""
 
 SPANS = {"lr": (10.0, 2, 0.05, ".1e"), "batch_size": (2.0, 4, 1.0, "d")}
 """setting → base of its logarithmic slider, reach to either side and step (exponents), format of a value (d3)."""
@@ -37,7 +37,7 @@ STYLE = """<style>
   .nbtools-row > .widget-html { flex-basis: 100% !important; margin: 0 0 4px 184px !important }
 }
 </style>"""
-"""Lines between rows; where the form is narrow a note stands below its input (184 px: NAME, gap and margins). A host
+"""Lines between rows; where the form is narrow, a note is below its input (184 px: NAME, gap and margins). A host
 that drops it shows the same form, less neatly."""
 
 BUTTONS = {
@@ -61,14 +61,14 @@ PENDING = {
 }
 PAUSED, PAUSING = "paused between two steps: change what you like, then Resume", "pausing after this step …"
 NO_RUN = "no run is in progress: nb.fit starts one"
-SLOW = 1.0  # seconds a step; from here on the panel says beforehand that clicks are read when it ends
+SLOW = 1.0  # seconds a step; from here on the panel announces that clicks are read when a step ends
 
 OFFERS = {
     "none": ("keep", "keep the lr"),
     "sqrt": ("√ rule", "times √k for a batch k times as large: rule of thumb for Adam (arXiv 2205.10287)"),
     "linear": ("linear", "times k for a batch k times as large: rule of thumb for SGD with warmup (arXiv 1706.02677)"),
 }
-"""lr_rule → what the button that takes its lr says, and its tooltip."""
+"""lr_rule → label of the button that takes its lr, and its tooltip."""
 
 
 class Form:
@@ -135,11 +135,11 @@ class Form:
             changed(name, change.new)
 
     def slid(self, name: str, value: float) -> None:
-        """The user let a slider go: its field says where, a power of two or two digits."""
+        """The user released a slider: its field gets the value, a power of two or two digits."""
         self.fields[name].value = str(round(value)) if SPANS[name][0] == 2 else f"{value:.2g}"
 
     def hold(self, name: str, text: Any) -> None:
-        """Make a field hold what the user put into it, word for word."""
+        """Keep what the user typed into a field, verbatim."""
         with self.silently():
             self.fields[name].value = text
 
@@ -190,7 +190,7 @@ class Form:
         self.show_run()
 
     def show_run(self) -> None:
-        """What is pending in the run, if one is in progress. Setting what is set already sends nothing."""
+        """Show what is pending in the run, if one is in progress. An unchanged value sends nothing."""
         requests = self.panel.requests if self.panel.running else None
         paused, pending = (requests.paused, requests.pending) if requests else (False, ())
         messages = [sentence for action, sentence in PENDING.items() if action in pending]
@@ -211,14 +211,14 @@ class Form:
             made.disabled = requests is None or requests.stop or action in pending or not requests.able(action)
 
     def propose(self, sentence: str, change: str) -> None:
-        """Show what the plan is bound by; change: what a button would do, none without."""
+        """Show what limits the plan; change: what the button would do; no button without."""
         self.sentence.value = styled(HELP, sentence)
         self.verdict.layout.display = "flex" if sentence else "none"
         shown(self.make, change)
 
 
 def applying(waiting: Mapping[str, str], plan: Any) -> str:
-    """What the button says that applies what has to be confirmed."""
+    """The label of the button that confirms a change."""
     if len(waiting) > 1:
         return f"Apply {len(waiting)} changes: {', '.join(waiting)}"
     return "".join(f"Apply {name} = {table.shown(getattr(plan, name))}" for name in waiting)
@@ -242,7 +242,7 @@ def written(value: Any) -> str:
 
 
 def slider(value: float, base: float, reach: int, step: float, format: str) -> FloatLogSlider:
-    """A logarithmic slider around a value; it says where it was let go, not where it passes."""
+    """A logarithmic slider around a value; it reports where it is released, not the values in between."""
     middle = round(math.log(value, base))
     return FloatLogSlider(
         value=value,
@@ -257,14 +257,14 @@ def slider(value: float, base: float, reach: int, step: float, format: str) -> F
 
 
 def move(slider: FloatLogSlider, value: float) -> None:
-    """To a value; the slider's ends give way."""
+    """Move to a value; the slider's range grows if needed."""
     exponent = math.log(value, slider.base)
     slider.min, slider.max = min(slider.min, math.floor(exponent)), max(slider.max, math.ceil(exponent))
     slider.value = value
 
 
 def shown(button: Button, label: str) -> None:
-    """Show a button with this label; none without."""
+    """Show a button with this label; hide it without."""
     button.description = label
     button.layout.display = "inline-block" if label else "none"
 

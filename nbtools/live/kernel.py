@@ -1,10 +1,10 @@
 """Widget messages of the kernel whose cell is running, handled between two steps of that cell.
 
 A kernel runs one request after another: while a training cell runs, the clicks on its own panel wait until it ends.
-Here the cell itself takes the pending `comm_*` messages and has them handled, and leaves every other request in its
+Here the cell itself has the pending `comm_*` messages handled, and leaves every other request in its
 place and order, so that *Run all*, a cell queued meanwhile and completion behave as usual. No thread, no nested event
 loop, no server. It relies on private attributes of ipykernel, read in the sources of 6.17.1, 7.3.0 and 7.4.0; where
-they are not as expected `Messages.trouble` says so and the cell continues without.
+they are not as expected `Messages.trouble` explains it, and the cell continues without.
 """
 
 import asyncio
@@ -22,15 +22,16 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 COMMS = frozenset({"comm_open", "comm_msg", "comm_close", "comm_info_request", "kernel_info_request"})
-"""What widgets send, and what a reloaded page requests before it shows them. Everything else waits for the cell."""
+"""Messages that widgets send, and that a reloaded page sends before it shows them. Everything else waits for the
+cell."""
 NEEDED = ("session", "shell_handlers", "set_parent", "get_parent", "_parent_ident", "_publish_status")
-"""The attributes of a kernel that handling a message uses."""
-PERIOD = 0.05  # seconds between two looks at the kernel's socket
+"""The attributes of a kernel that message handling uses."""
+PERIOD = 0.05  # seconds between two polls of the kernel's socket
 EVENTS, POLLIN, POLLOUT = 15, 1, 2  # zmq's, without importing it where there is no kernel
 
 
 class Unknown(Exception):
-    """This kernel is not one of those we know; the message says why."""
+    """This kernel is not supported; the message says why."""
 
 
 class Messages:
@@ -41,13 +42,13 @@ class Messages:
                 step(batch)
                 messages.handle()
 
-    An event takes effect within PERIOD seconds and one step. A call costs a look at the clock (0.2 µs) and, once a
-    PERIOD, one at the kernel's socket (3 µs in a tight loop, about 60 µs between two steps of torch). Without a kernel,
+    An event takes effect within PERIOD seconds and one step. A call costs a clock read (0.2 µs) and, once per PERIOD,
+    a poll of the kernel's socket (3 µs in a tight loop, about 60 µs between two steps of torch). Without a kernel,
     or with an unknown one, nothing happens.
     """
 
     trouble: str | None = None
-    """Why widgets react only when the cell has ended, for the user; None: they do at once, or there are none."""
+    """Why widgets react only after the cell has ended, for the user; None: they react at once, or there are none."""
 
     def __init__(self) -> None:
         self._due = math.inf
@@ -64,7 +65,7 @@ class Messages:
         except KeyboardInterrupt:
             self.__exit__()
             raise
-        except Exception as error:  # an unknown kernel may fail in any way, and training matters more
+        except Exception as error:  # an unknown kernel may fail anywhere, and training matters more
             self.trouble = sentence(error)
         self._due = 0.0 if self._inbox else math.inf
         return self
@@ -76,7 +77,7 @@ class Messages:
                 box.close()
 
     def handle(self) -> int:
-        """Handle the pending widget messages, at most once a PERIOD; returns how many there were. An exception in a
+        """Handle the pending widget messages, at most once per PERIOD; returns their number. An exception in a
         callback is printed, KeyboardInterrupt raised once everything is back in its place."""
         if time.perf_counter() < self._due:
             return 0
@@ -139,7 +140,7 @@ class Queued:
         return bool(self._stream.socket.get(EVENTS) & POLLIN) or self._queue.qsize() != self._waiting
 
     def fetch(self) -> None:
-        """Take the comm messages out. The queue is walked only when something arrived: each look checks a signature."""
+        """Take the comm messages out. The queue is walked only when something arrived: each read checks a signature."""
         self._stream.flush(POLLIN)
         if self._queue.qsize() == self._waiting:
             return
@@ -165,11 +166,11 @@ class Queued:
 
 
 class Received:
-    """ipykernel 7: a stream hands each request to a task of its own, which then waits for the running cell's lock.
+    """ipykernel 7: a stream hands each request to a separate task, which then waits for the running cell's lock.
 
-    A task cannot be taken back, so while the cell runs the stream's receiver is ours: it keeps the requests, and at the
-    end the kernel's own receiver gets them in the order of arrival. What became a task before, in the few turns of the
-    event loop between two cells of *Run all*, is out of reach and waits for the end of the cell.
+    A task cannot be taken back, so while the cell runs we replace the stream's receiver: it keeps the requests, and at
+    the end the kernel's own receiver gets them in the order of arrival. What became a task before, in the few turns of
+    the event loop between two cells of *Run all*, is out of reach and waits for the end of the cell.
     """
 
     def __init__(self, kernel: Any, stream: Any, replies: Any) -> None:
@@ -247,14 +248,14 @@ class HeldInterrupt:
 
 
 def running_kernel() -> Any:
-    """The kernel whose cell this is; None outside of notebooks."""
+    """The kernel that runs this cell; None outside of notebooks."""
     ipython = sys.modules.get("IPython")
     return getattr(ipython.get_ipython(), "kernel", None) if ipython else None
 
 
 def closing(kernel: Any) -> bool:
     """Whether a kernel was asked to shut down. Its other threads then close the shell's sockets, in ipykernel 7 while
-    the cell still runs, and using a socket that another thread closes may end the process: leave them alone."""
+    the cell still runs, and using a socket that another thread closes may end the process: so they are not touched."""
     return bool(getattr(getattr(kernel, "shell", None), "exit_now", False))
 
 

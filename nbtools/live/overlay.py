@@ -25,7 +25,7 @@ from nbtools.live.picture import Columns, Series, along, decade, falling, from_z
 from nbtools.train import History
 
 COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY)
-DASHES = ((), (7, 3), (2, 2), (9, 3, 2, 3), (12, 5))  # five with six colours: thirty looks before one repeats
+DASHES = ((), (7, 3), (2, 2), (9, 3, 2, 3), (12, 5))  # five with six colours: thirty combinations before one repeats
 NONE = np.empty(0)
 
 Panel = tuple[str, Callable[[Columns], Series], Callable[[float, float], Scale], str]
@@ -33,7 +33,7 @@ Panel = tuple[str, Callable[[Columns], Series], Callable[[float, float], Scale],
 
 
 def overlay(names: Sequence[str], histories: Sequence[History], metrics: Sequence[str], x: str = "step") -> Picture:
-    """The curves of runs over one of XS, and a key that says whose is which; metrics: the one that chooses each run's
+    """The curves of runs over one of XS, and a key to the runs; metrics: the one that chooses each run's
     best checkpoint."""
     runs = [Columns(history) for history in histories]
     looks = [(COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)]) for i in range(len(names))]

@@ -23,14 +23,14 @@ from nbtools.train import plan as plans
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 SPEED = {"batch_size", "micro_batch_size", "amp", "compile", "graph", "channels_last", "feed", "workers", "prefetch"}
-"""Settings on which depends what a step is bound by."""
+"""Settings that affect what a step is bound by."""
 NOTHING: Mapping[str, str] = types.MappingProxyType({})
 
 
 class Panel:
     """The plan of an Advice, or a Plan, as a form to read and change, before and during the run.
 
-    `plan` is always valid: for a value that breaks a rule, the rule is shown next to its field and nothing changes. A
+    `plan` is always valid: if a value breaks a rule, the rule is shown next to its field and nothing changes. A
     change of batch size adjusts lr by the plan's lr_rule, and offers the lr of the other rules. Works without a front
     end: `panel.fields["lr"].value = "3e-4"`.
     """
@@ -74,14 +74,14 @@ class Panel:
 
     @property
     def presets(self) -> dict[str, tuple[Plan | None, str]]:
-        """label → (plan, what it is); None: there is none, and why."""
+        """label → (plan, description); None: there is none, and why."""
         advised = (self.advised, "Every setting as advised")
         found = {"Guide's baseline": self.baseline, "As advised": advised, "Largest batch": self.largest}
         return {label: (plan, why) for label, (plan, why) in found.items() if plan is not None or why}
 
     def begin(self, requests: Requests) -> None:
-        """A run starts: changes and clicks are posted to its requests, and so is what another thread changed here while
-        the run was made ready."""
+        """A run starts: changes and clicks are posted to its requests, including changes that another thread made here
+        meanwhile."""
         with self.lock:
             late, self.requests, self.running = self.plan, requests, True
             self.fixed = fixed(self.plan)
@@ -110,8 +110,8 @@ class Panel:
             self.form.show_run()
 
     def read(self, name: str, text: Any) -> None:
-        """The user changed a field. Take what the fields hold; what breaks a rule stays in its field, and the plan as
-        it was."""
+        """The user changed a field. Adopt the fields' values; one that breaks a rule stays in its field, and the plan
+        is unchanged."""
         with self.lock:
             self.form.hold(name, text)  # the run may have overwritten it since
             changed, wrong = self.changes()
@@ -145,11 +145,11 @@ class Panel:
     # -- what they come to
 
     def reset(self) -> None:
-        """Back to what was advised."""
+        """Back to the advised plan."""
         self.put(self.advised)
 
     def put(self, plan: Plan) -> None:
-        """Request a whole plan, or nothing of it if it breaks a rule; a started run keeps what is fixed in it."""
+        """Request a whole plan, or none of it if it breaks a rule; a started run keeps its fixed settings."""
         with self.lock:
             kept = [name for name in self.fixed if getattr(plan, name) != getattr(self.plan, name)]
             wrong = self.want(plan.replace(**{name: getattr(self.plan, name) for name in kept}))
@@ -157,7 +157,7 @@ class Panel:
             self.form.show(wrong, f"kept: {', '.join(kept)} (fixed in a started run)" if kept else "")
 
     def propose(self, sentence: str, change: Mapping[str, Any] | None) -> None:
-        """Show what the plan is bound by, and a button for the one change worth making."""
+        """Show what limits the plan, and a button for the one change worth making."""
         with self.lock:
             self.proposed = dict(change or {})
             done = ", ".join(f"{name} = {table.shown(value)}" for name, value in self.proposed.items())
@@ -188,7 +188,7 @@ class Panel:
         return plans.checked(f"{kind.__qualname__}.{name}", value, self.hints[name], self.rules[name].metadata)
 
     def make(self, changes: Mapping[str, Any]) -> dict[str, str]:
-        """Want these changes of the plan; setting → the rule that refuses all of them."""
+        """Request these changes of the plan; setting → the rule that refuses all of them."""
         size, lr = self.plan.batch_size, self.plan.lr
         try:
             wrong = self.want(self.plan.turn(**changes))
@@ -235,7 +235,7 @@ class Panel:
         return f"batch {size} → {plan.batch_size}: {did}", others
 
     def reason(self, name: str) -> str:
-        """Why a setting is as it is, where there is a reason."""
+        """The reason for a setting's value, if there is one."""
         value, advised, reason = getattr(self.plan, name), getattr(self.advised, name), self.reasons.get(name, "")
         if name in self.fixed:
             return self.fixed[name]

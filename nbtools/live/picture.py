@@ -44,7 +44,7 @@ Series = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class About:
-    """What a history does not say of its run: its name, how long it is to be, and which metric is the best one
+    """What a history does not record about its run: its name, its planned length, and which metric is the main one
     (`whole_accuracy`, or `-cer` where lower is better)."""
 
     title: str = ""
@@ -107,7 +107,7 @@ class Columns:
         return self.series(name, "step" if ("step", name) in self.found else "epoch")
 
     def evaluated(self, name: str) -> Series:
-        """A metric at the ends of epochs, and where the user asked for it between them."""
+        """A metric at the ends of epochs, and wherever the user requested it in between."""
         return self.series(name, "epoch", "evaluation")
 
     def newest(self, name: str) -> float | None:
@@ -153,7 +153,7 @@ def spent(columns: Columns) -> Series:
 
 
 def picture(columns: Columns, about: About | None = None, status: str = "", over: bool = False) -> Picture:
-    """All that a frame shows; over: nobody trains the run any more. Without rows there are no charts."""
+    """Everything a frame shows; over: the run is no longer training. Without rows there are no charts."""
     about = about or About()
     found = [loss(columns), metrics(columns), rate(columns), speed(columns), use(columns), memory(columns)]
     charts = tuple(chart for chart in found if chart) if columns.ended else ()
@@ -207,7 +207,7 @@ def metrics(columns: Columns) -> Chart | None:
 
 
 def shares(low: float, high: float) -> Scale:
-    """Of metrics: 0 to 1, and beyond where one goes there."""
+    """Of metrics: 0 to 1, and beyond if one exceeds that."""
     return Scale(min(0.0, max(low, -1.0)), max(1.0, min(high, 2.0)))
 
 
@@ -220,7 +220,7 @@ def rate(columns: Columns) -> Chart | None:
     return Chart("learning rate", (line,), decade(float(y.min()), float(y.max())))
 
 
-DECADES = 4  # below the usual lr: a cosine that ends at 0 would else have an axis without end
+DECADES = 4  # below the usual lr: a cosine that ends at 0 would otherwise need an infinite axis
 
 
 def rates(columns: Columns) -> Series:
@@ -231,7 +231,7 @@ def rates(columns: Columns) -> Series:
 
 
 def decade(low: float, high: float) -> Scale:
-    """Of lr: at least one decade, so that a constant lr is no picture of rounding."""
+    """Of lr: at least one decade, so that a constant lr does not show rounding."""
     return airy(min(low, high / 10), high, True)
 
 
@@ -274,7 +274,7 @@ def reading(
 
 
 def facts(columns: Columns, about: About, over: bool) -> tuple[tuple[str, str], ...]:
-    """(label, value) in the order of reading; what is not known is left out."""
+    """(label, value) in the order of reading; unknown ones are omitted."""
     row = columns.ended
     if row is None:
         return ()
@@ -318,7 +318,7 @@ READINGS = (
 
 
 def badges(columns: Columns, status: str) -> tuple[str, ...]:
-    """What the run does, and what limits its GPU's clocks; being idle is no trouble."""
+    """The run's state, and what limits its GPU's clocks; idle does not count."""
     reasons = str((columns.ended or {}).get("gpu_throttle") or "").split(", ")
     held = tuple(f"GPU held back: {reason}" for reason in reasons if reason and reason != IDLE)
     return (status, *held) if status else held
@@ -343,7 +343,7 @@ def progress(columns: Columns, about: About) -> float | None:
 
 def time_left(columns: Columns, about: About) -> float | None:
     """Seconds to the end: the samples left at the recent speed, measured anew after a change of settings, and the
-    evaluations at what they took so far."""
+    evaluations at their mean time so far."""
     done = progress(columns, about)
     steps, pace = columns.series("samples_per_s", "step")
     steps, pace = steps[pace > 0][-40:], pace[pace > 0][-40:]

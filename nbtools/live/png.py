@@ -1,4 +1,5 @@
-"""Draws a Picture as a PNG with matplotlib, for what stays: transparent, in greys that read on white and on black."""
+"""Draws a Picture as a PNG with matplotlib, for what stays: transparent, in greys that are readable on white and on
+black."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
             draw_sample(figure.add_subplot(grid[divmod(i, across)]), preview, texts[i], letters)
     stream = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # a letter without a font is a box: no news
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a character without a font is a box: expected
         figure.savefig(stream, format="png", dpi=DPI)
     return stream.getvalue()
 

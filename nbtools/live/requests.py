@@ -34,7 +34,7 @@ class Plans:
 
 @dataclass(eq=False)
 class Requests:
-    """What is requested of a run and not done yet.
+    """What is requested of a run but not done yet.
 
     state: takes the wanted plan as its `plan`; its `applied` is the one that acts. advised: what values are compared
     with. check: raises NbtoolsError for a plan that the run cannot continue with. able: whether there is anything to do
@@ -77,14 +77,14 @@ class Requests:
 
     @property
     def change(self) -> str:
-        """The settings that are wanted and not applied yet, in a line."""
+        """The settings that are wanted but not applied yet, in a line."""
         old, new = self.state.applied, self.state.plan
         changes = new.changes_from(old) if new is not old else {}
         return ", ".join(f"{name} {change}" for name, change in changes.items())
 
 
 def advised(folder: Path, plan: Plan) -> Plan:
-    """The plan that was advised for the run in a folder, else the one it was started with; `plan` where neither is
+    """The plan that was advised for the run in a folder, else the one it was started with; `plan` if neither is
     known."""
     values = checkpoint.read_index(folder).get("advised", {})
     return plan.replace(**{name: value for name, value in values.items() if name in plan.to_dict()})
@@ -93,9 +93,9 @@ def advised(folder: Path, plan: Plan) -> Plan:
 def send(
     folder: str | Path, actions: Iterable[str] = (), settings: Mapping[str, Any] | None = None, force: bool = False
 ) -> Path:
-    """Add to what is requested of the run in a folder, which another process trains.
+    """Add requests to the run in a folder, which another process is training.
 
-    force: apply values that would otherwise have to be confirmed (see `Requests.doubts`). Raises TrainError for an
+    force: apply values that would otherwise need confirmation (see `Requests.doubts`). Raises TrainError for an
     unknown action, or if there is no folder; a setting is checked by the run, which answers in its history.
     """
     path, waiting = Path(folder) / CONTROL, {}
@@ -113,7 +113,7 @@ def send(
 
 
 def receive(folder: Path, requests: Requests) -> None:
-    """Post what control.json requests, if one lies in the folder: `{"do": "pause", "lr": 1e-4}`, settings as in the
+    """Post what control.json requests, if the folder has one: `{"do": "pause", "lr": 1e-4}`, settings as in the
     Plan.
 
     Raises what `requests.check` raises, TrainError or PlanError where a request breaks a rule or must be forced
@@ -151,7 +151,7 @@ def taken(path: Path) -> dict[str, Any] | None:
     mine = path.with_name(f"{path.name}.part")
     with disk.explained("taking a request", path):
         disk.remove(mine)
-        disk.rename(path, mine)  # what is requested from now on is read at the next look
+        disk.rename(path, mine)  # later requests are read the next time
         text = read(mine)
         disk.remove(mine)
     if (found := parsed(text)) is None:
@@ -170,7 +170,7 @@ def read(path: Path) -> str:
 
 
 def parsed(text: str) -> dict[str, Any] | None:
-    """The object in a control file, None where it is none."""
+    """The object in a control file, None if it is not an object."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

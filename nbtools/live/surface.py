@@ -1,4 +1,5 @@
-"""The live surface of a run in this process: what is shown of it, and the requests to it, read between steps."""
+"""The live surface of a run in this process: what is shown of it, and the requests to it, which are read between
+steps."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from nbtools.train import History, Record, TrainState, checkpoint, require_chang
 
 LOOK_EVERY = 0.5  # seconds between looks for control.json
 SHOW_EVERY = 0.25  # seconds between updates of the panel
-MOMENT = 0.05  # seconds of a pause between two looks at what is requested
+MOMENT = 0.05  # seconds between two reads of the requests during a pause
 
 
 class Surface(View):
@@ -72,7 +73,8 @@ class Surface(View):
                 self.finish([])
 
     def samples(self) -> list[Preview]:
-        """What the network reads now; nothing where nobody looks. Where the task fails to show it a message says so."""
+        """The network's current answers; none where they are not displayed. If the task fails to show them, a message
+        says so."""
         if not self.progress:
             return []
         try:
@@ -89,7 +91,7 @@ class Surface(View):
         return action != "best" or checkpoint.best_of(self.folder) is not None
 
     def undo(self) -> None:
-        """Want the plan from before the last change, or before the one that is not applied yet."""
+        """Request the plan from before the last change, or before the one that is not applied yet."""
         if not self.able("undo"):
             self.answer(f"{REFUSED}there is no change to undo", "undo")
             return
@@ -104,8 +106,8 @@ class Surface(View):
         self.changed(self.state.plan)
 
     def measured(self, record: Record) -> Record:
-        """The record with the GPU's newest reading, where it is a row and there is one. Energy counts on from the rows
-        of an earlier session."""
+        """The record with the GPU's newest reading, if it is a row and there is one. Energy adds to that of an earlier
+        session."""
         reading = self.sampler.latest if self.sampler is not None else None
         if reading is None or record.kind not in ("step", "epoch") or not record.values:
             return record
@@ -115,7 +117,7 @@ class Surface(View):
         return dataclasses.replace(record, values={**record.values, **values})
 
     def update(self, record: Record) -> None:
-        """Show a record where it is time to."""
+        """Show a record when it is due."""
         self.advance(record)
         self.looking = self.looking and (self.state.evaluate_next or record.kind == "evaluating")
         if record.kind == "step":
@@ -161,6 +163,6 @@ class Surface(View):
         self.history.append(Record("event", state.epoch, state.step, state.samples, values))
 
     def hold(self) -> None:
-        """A moment of a pause."""
+        """Wait a moment during a pause."""
         self.draw("paused")
         sleep(MOMENT)

@@ -49,8 +49,8 @@ MESSAGE = "font-size:12px;line-height:1.5;opacity:.75"
 
 
 class Previews:
-    """A few samples of the validation split, the same each time, with what the network reads in them now; none where
-    the task has no `preview`."""
+    """A few samples of the validation split, the same each time, with the network's current answers; none if the task
+    has no `preview`."""
 
     def __init__(self, state: TrainState, pack: Pack):
         self.state, self.pack = state, pack
@@ -60,7 +60,7 @@ class Previews:
         self.next = 0.0
 
     def due(self) -> bool:
-        """Whether another look costs less than its share of the time."""
+        """Whether another update costs less than its share of the time."""
         return bool(self.ids) and time.monotonic() >= self.next
 
     def now(self) -> list[Preview]:
@@ -123,13 +123,13 @@ class View:
             self.output.live(form.controls, form.view, text)
 
     def draw(self, status: str = "") -> None:
-        """Draw a new frame when it is due; else it costs a look at the clock. Where one fails a message says so, and
-        the run continues without."""
+        """Draw a new frame when it is due; else it costs only a clock read. If one fails, a message says so, and the
+        run continues without."""
         if self.output is None or time.monotonic() < self.due:
             return
         try:
             self.columns.follow(self.history)  # paid once a row, and not for the frame: a resumed run brings thousands
-            start = time.thread_time()  # what others do meanwhile on these cores is no cost of drawing
+            start = time.thread_time()  # work of other processes on these cores is not a cost of drawing
             news = (id(self.columns.seen), self.about, status)
             if not self.due or news != self.drawn:
                 self.output.frame.value = svg.frame(picture(self.columns, self.about, status))
@@ -144,8 +144,8 @@ class View:
         return png.draw(picture(self.columns.follow(self.history), self.about, over=over), self.cards)
 
     def keep_still(self) -> None:
-        """Write the picture as PNG when it is due: to the run folder, and to the output for whoever opens the notebook
-        when this kernel is gone. Where drawing fails a message says so, and the run continues without."""
+        """Write the picture as PNG when it is due: to the run folder, and to the output for readers of the notebook
+        when this kernel is gone. If drawing fails, a message says so, and the run continues without."""
         if time.monotonic() < self.next_still:
             return
         start = time.thread_time()
@@ -179,7 +179,7 @@ class View:
 
     @property
     def visible(self) -> bool:
-        """Whether samples have a place where somebody looks."""
+        """Whether samples can be displayed."""
         return self.output is not None or not self.bar.disable
 
     def show_samples(self, previews: Sequence[Preview]) -> None:
@@ -214,8 +214,8 @@ class View:
             self.tell(messages.pop(0))
 
     def finish(self, previews: list[Preview], path: Path | None = None) -> None:
-        """Replace the live view by the final picture, and write it to `path`. Raises DiskError; where the picture
-        cannot be drawn a message says so, since the run is whole without."""
+        """Replace the live view by the final picture, and write it to `path`. Raises DiskError; if the picture
+        cannot be drawn, a message says so, since the run is complete without it."""
         self.bar.close()
         image, self.cards = None, previews
         try:
@@ -244,7 +244,7 @@ class Output:
         self.lives = False
         self.lines: list[str] = []
         self.recent: list[str] = []
-        self.stills: list[str] = []  # display ids of what stands for the view when the kernel is gone
+        self.stills: list[str] = []  # display ids of what replaces the view when the kernel is gone
         parts = [HTML(layout=Layout(width="100%", margin="0")) for _ in range(3)]
         self.messages, self.frame, self.samples = parts  # samples apart, so that frames do not send images again
 

@@ -1,7 +1,7 @@
 """Advice: the plan to start from, with a reason for each number; by rules of thumb, and by what measuring on this
 machine found better.
 
-The guides' tiers and tables stand here as what they are: rules of thumb. What was measured is kept next to the pack.
+The guides' tiers and tables are labelled as what they are: rules of thumb. What was measured is kept next to the pack.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from nbtools.train import Plan, Task, TaskLike, as_task, lr_factor, task_name
 from nbtools.train import device as devices
 
 VERSION = 4  # of what is measured: what an older version advised is measured again
-KEPT = 8  # advices next to a pack: of other machines, say
+KEPT = 8  # kept results next to a pack, for instance of other machines
 TURNS = 2  # changes to the measured plan, each based on a profile of its own
-SECONDS = 20.0  # for the batch size; a third of it for the profile, which takes two to three times its own
+SECONDS = 20.0  # for the batch size; a third of it for the profile, which takes two to three times that
 FREE = ("feed", "workers", "prefetch", "channels_last", "compile", "graph", "amp")
 """Settings that advice changes by itself where that was measured faster: training takes the same course, but for the
 precision of its arithmetic."""
@@ -73,7 +73,7 @@ class Advice(Report):
 
     def other_batches(self) -> list[tuple[Plan, str]]:
         """(plan, why) at other batch sizes, from the largest down: lr by the optimizer's rule, and as many forward
-        passes as it takes where a size does not fit at once, or was not tried."""
+        passes as needed if a size does not fit at once, or was not tried."""
         plan, (most, limit) = self.plan, self.at_once()
         sizes = {(self.largest or plan).batch_size, *(plan.batch_size * part // 4 for part in (3, 2, 1))}
         found = []
@@ -153,13 +153,13 @@ def advise(
     try:
         with disk.explained("keeping the advice", path):
             disk.write_atomic(path, json.dumps(dict(list(shelved.items())[-KEPT:])))
-    except DiskError as error:  # a pack may lie where nobody may write
+    except DiskError as error:  # a pack may be on a read-only disk
         made = dataclasses.replace(made, note=f"{made.note} Not saved for the next time: {error}")
     return made
 
 
 def by_rules(task: TaskLike, pack: Pack, found: dict[str, tuple[Any, str]]) -> Advice:
-    """What the rules make of what was found so far; where the batches come from is decided by the pack's size."""
+    """Advice by the rules from the results so far; the feed is chosen by the pack's size."""
     advice = decide(task, pack.card, inspect(), found)
     if "feed" in found:
         return advice
@@ -212,7 +212,7 @@ def conclusive(batches: BatchReport, plan: Plan) -> bool:
 
 
 def shelf(pack: Pack) -> Path:
-    """Next to the pack, and not in it: what is in a pack is verified."""
+    """Next to the pack, not in it: a pack's contents are verified."""
     return pack.folder.with_name(f"{pack.folder.name}.advice.json")
 
 
@@ -223,7 +223,7 @@ def label(task: TaskLike, pack: Pack, thumb: Advice, compiling: bool) -> str:
 
 
 def kept(path: Path) -> dict[str, Any]:
-    """Label → what was measured before; {} where nothing was."""
+    """Label → what was measured before; {} if nothing was."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError):
@@ -243,7 +243,7 @@ class Machine:
 
 
 def inspect() -> Machine:
-    """The machine as it is now."""
+    """The machine's current state."""
     device = devices.pick()
     if device.type != "cuda":
         return Machine(device.type, "Apple GPU" if device.type == "mps" else "CPU")

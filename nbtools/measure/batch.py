@@ -1,8 +1,9 @@
 """The batch size: the smallest whose throughput is within 5 % of the best, measured on this machine.
 
-The largest batch that fits is not the fastest, and rarely needed: past a knee throughput is flat. So batch sizes are
-doubled until throughput no longer rises, or memory, data or time end; then those near the best, and sizes between, are
-measured in turns (other programs and clocks change a machine's speed by more than 5 %), until the choice is clear.
+The largest batch that fits is not the fastest, and rarely needed: past a knee, throughput is flat. So batch sizes are
+doubled until throughput no longer rises, or memory, data or time runs out; then those near the best, and sizes
+between, are measured in alternation (other programs and clocks change a machine's speed by more than 5 %), until the
+choice is clear.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from nbtools.train import device as devices
 WITHIN = 0.95  # of the best throughput
 NEAR = 0.75  # of the best at first sight: worth turns
 CLEAR = 2.0  # standard errors between a ratio and WITHIN
-LEAST_TURNS, MOST_TURNS = 8, 60  # fewer say nothing
+LEAST_TURNS, MOST_TURNS = 8, 60  # fewer are inconclusive
 RISING = 1.03  # a doubling that gives less than this twice in a row is flat
 GLANCES = 3  # turns at first sight, of which the best counts: a busy machine makes steps slower, never faster
 CLIMB = 0.5  # of the time at most for doubling; the rest is for turns
@@ -57,7 +58,7 @@ class Row:
 
     @property
     def samples_per_s(self) -> float:
-        """0 where it was not timed."""
+        """0 if it was not timed."""
         return median(self.rates) if self.rates else self.first
 
 
@@ -66,7 +67,7 @@ class BatchReport(Report):
     """A batch size and its evidence. Shows as a table.
 
     micro_batch_size: samples a forward pass for the plan's own batch size where that does not fit at once, else None.
-    complete: whether something else than the time ended the search for larger sizes.
+    complete: whether something other than time ended the search for larger sizes.
     """
 
     batch_size: int
@@ -105,7 +106,7 @@ def find_batch(
     most: the largest size to consider (never more than the train split). seconds: roughly how long the search takes,
     plus the first step and one or two of the largest batch. clock: what times the turns; None: CPU time where one
     thread does all the work, so that other programs matter little, else wall-clock time. Nothing outside changes.
-    Raises TrainError where not even one sample fits, or the train split has fewer than two.
+    Raises TrainError if not even one sample fits, or the train split has fewer than two.
     """
     device = device or devices.pick()
     train = pack.splits["train"]
@@ -152,7 +153,8 @@ def chosen(rates: Mapping[int, Sequence[float]]) -> Choice:
 
 
 class Trial(Stepper):
-    """The plan's train step at any batch size. Running out of memory is an answer, and training can go on after it."""
+    """The plan's train step at any batch size. Running out of memory is a result, and training can continue after
+    it."""
 
     def __init__(self, task: TaskLike, pack: Pack, plan: Plan, device: torch.device, clock: Clock | None = None):
         self.before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
@@ -164,7 +166,7 @@ class Trial(Stepper):
         self.order = largest_first(pack)
 
     def tried(self, act: Callable[[], T]) -> tuple[T | None, str]:
-        """(its result, ""), or (None, why) where memory ended; nothing is kept of a failed step then."""
+        """(its result, ""), or (None, why) if memory ran out; nothing is kept of a failed step."""
         found, reason = devices.within_memory(act)
         if reason:
             release(self.state)
@@ -176,8 +178,8 @@ class Trial(Stepper):
             self.step(raw)
 
     def memory(self, size: int) -> tuple[int | None, str]:
-        """(bytes, "") that training at this batch size takes in all at its peak, from a step with the largest samples;
-        (None, why) where memory ended."""
+        """(bytes, "") that training at this batch size takes at its peak, from a step with the largest samples;
+        (None, why) if memory ran out."""
         clear_gradients(self.state.parameters)
         cuda = self.device.type == "cuda"
         kept = torch.cuda.memory_allocated(self.device) - self.before if cuda else memory.held(self.state)
@@ -185,8 +187,8 @@ class Trial(Stepper):
         return (None if found is None else kept + found), reason
 
     def rate(self, loads: Sequence[tuple[np.ndarray, float]], steps: int, lead: int) -> tuple[float | None, str]:
-        """(samples/s, "") over so many steps through [(ids, samples that they stand for)] in turn, after `lead` untimed
-        ones; (None, why) where memory ended."""
+        """(samples/s, "") over `steps` steps through [(ids, samples that they stand for)] in turn, after `lead` untimed
+        ones; (None, why) if memory ran out."""
         loads = [loads[i % len(loads)] for i in range(lead + steps)]
 
         def timed() -> float:
@@ -296,7 +298,7 @@ class Search:
         return ""
 
     def time(self, row: Row) -> float:
-        """samples/s of one turn; 0, and the row does not fit, where memory ended."""
+        """samples/s of one turn; 0, and the row does not fit, if memory ran out."""
         if row.batch_size not in self.loads:
             plan = self.trial.plan.replace(batch_size=row.batch_size)
             self.loads[row.batch_size] = typical(self.trial.pack, plan, 4)
@@ -308,7 +310,7 @@ class Search:
         return rate or 0.0
 
     def climb(self) -> None:
-        """Double until throughput is flat, or memory, data or time end."""
+        """Double until throughput is flat, or memory, data or time runs out."""
         best, flat, size = 0.0, 0, min(self.rows)
         while not self.ended:
             row = self.rows.get(size) or self.probe(size)

@@ -2,7 +2,7 @@
 every measured figure carries.
 
 NVML (through nvidia-ml-py) reads a GPU without starting CUDA on it: that costs no VRAM, and processes can still be
-forked. What a device refuses to tell (Colab's vGPUs and MIG slices refuse much) is None. Tested on a fake NVML only.
+forked. What a device does not report (Colab's vGPUs and MIG slices omit much) is None. Tested on a fake NVML only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REASONS = {  # nvml.h, nvmlClocksEventReason*
 
 @dataclass(frozen=True)
 class Gpu:
-    """One NVIDIA GPU at one moment; None is what it refused to tell.
+    """One NVIDIA GPU at one moment; None is what it does not report.
 
     index: NVML's, by PCI bus, as nvidia-smi shows it; CUDA_VISIBLE_DEVICES does not change it. torch_index: the N of
     torch's `cuda:N`, None for a GPU that this process does not see, or where the two orders cannot be matched.
@@ -81,7 +81,7 @@ class Gpu:
 
 
 class Gpus(list[Gpu]):
-    """The GPUs of this machine; shows as a table. Empty without NVIDIA; `note` then tells what there is instead."""
+    """The GPUs of this machine; shows as a table. Empty without NVIDIA; `note` then describes what there is instead."""
 
     def __init__(self, found: Sequence[Gpu] = (), note: str = ""):
         super().__init__(found)
@@ -94,7 +94,7 @@ class Gpus(list[Gpu]):
         return table.html(*self.table(), self.note) if self else f"<div>{html.escape(self.note)}</div>"
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
-        """(headers, rows): a column a GPU while they fit side by side, else a row a GPU."""
+        """(headers, rows): one column per GPU if they fit side by side, else one row per GPU."""
         headers, rows = list(cells(self[0])), [list(cells(g).values()) for g in self]
         if len(rows) > 3:
             return headers, rows
@@ -130,7 +130,7 @@ class Unavailable(Exception):
 
 @contextlib.contextmanager
 def opened() -> Iterator[Any]:
-    """NVML, started and stopped again (it counts its users). Raises Unavailable."""
+    """NVML, started and stopped (it is reference-counted). Raises Unavailable."""
     try:
         import pynvml as nvml
     except ImportError:
@@ -235,7 +235,7 @@ def pair(now: float | None, limit: float | None, unit: str, scale: int = 1) -> s
 
 
 def without_nvidia(why: str) -> str:
-    """One line for machines without NVIDIA: what will do the work, and where a GPU can be had."""
+    """One line for machines without NVIDIA: what will do the work, and where to get a GPU."""
     machine = f"{cpu_name()}, {table.plural(cores(), 'core')}"
     if torch.backends.mps.is_available():
         return f"No NVIDIA GPU. Training uses Apple's GPU (MPS); the CPU is {machine}."
@@ -293,7 +293,7 @@ class Sampler:
 
 
 def machine() -> dict[str, str]:
-    """What a figure is worth nothing without: device, cores, versions."""
+    """What every measured figure depends on: device, cores, versions."""
     device = devices.pick()
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),

@@ -28,7 +28,7 @@ CGROUPS = {  # limit, in use, the line of memory.stat with what the kernel can d
 
 
 def peak(device: torch.device, act: Callable[[], Any]) -> int:
-    """The most bytes that `act` takes at once, above those in use before. On CUDA the allocator's peak starts anew."""
+    """Peak bytes that `act` takes, above those in use before. On CUDA the allocator's peak starts anew."""
     if device.type != "cuda":
         with Live() as live:
             act()
@@ -94,7 +94,7 @@ def size_of(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that this process may still take, and who says so."""
+    """Bytes that this process may still take, and the source of that figure."""
 
     bytes: int
     source: str
@@ -107,7 +107,7 @@ class Room:
 
 def room(device: torch.device) -> Room | None:
     """What is free now: of the GPU's memory (with what torch holds in reserve), or of RAM, the container's limit
-    included. None where the system does not say (RAM on macOS and Windows)."""
+    included. None if the system does not report it (RAM on macOS and Windows)."""
     if device.type == "cuda":
         reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return Room(torch.cuda.mem_get_info(device)[0] + reserve, "free GPU memory")

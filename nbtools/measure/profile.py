@@ -70,12 +70,12 @@ class Tried:
 
     @property
     def agrees(self) -> bool:
-        """Whether it learns the same, as far as that was checked."""
+        """Whether its losses agree, as far as that was checked."""
         return not self.failed and (self.drift is None or self.drift <= AGREES)
 
     @property
     def objection(self) -> str:
-        """Why not to take it, however fast it is; or ""."""
+        """Why not to use it, however fast it is; or ""."""
         if self.failed:
             return f", it fails ({self.failed})"
         if self.agrees or self.drift is None:
@@ -101,7 +101,7 @@ class StepProfile(Report):
     different lengths its batches have, after Plan.bucket where a task has that setting.
     memory: MiB. step: the most that a step takes beyond what is held; held: weights, gradients and optimizer.
     trials: changes that were tried; untried: those that memory or time (a slow step) did not allow to try. syncs:
-    `file:line` where a step makes the host wait (CUDA). took: seconds that all this took.
+    `file:line` where a step makes the host wait (CUDA). took: seconds for the whole profile.
     """
 
     plan: dict[str, Any]
@@ -189,7 +189,7 @@ def duration(seconds: float) -> str:
 
 
 class Bench:
-    """A plan in training and its parts, each timed a little at a time: a machine's speed changes, and ratios are to be
+    """A plan in training and its parts, each timed a little at a time: a machine's speed changes, and ratios should be
     of one moment.
 
     run: as the plan trains; cached: on one raw batch that lies on the device; small: on two samples a forward pass, in
@@ -207,7 +207,7 @@ class Bench:
         self.cached, self.small = self.run.on(repeat(self.raw)), self.run.on(repeat(small), act=in_pairs)
         ids = pack.ids("val")
         batches = in_order(ids, lengths_of(pack, ids), micro)
-        shuffled = np.random.default_rng(0).permutation(len(batches))  # as they are, the short ones come first
+        shuffled = np.random.default_rng(0).permutation(len(batches))  # else the short ones come first
         self.val = [batches[i] for i in shuffled]
         self.evaluations: list[float] = []
         self.checkpoints: list[float] = []
@@ -218,7 +218,7 @@ class Bench:
             stepper.warm_up()
 
     def advance(self, seconds: float) -> None:
-        """Rounds of all parts for about so long, three at least."""
+        """Rounds of all parts for about `seconds`, at least three."""
         start = self.clock()
         for k in range(ROUNDS):
             if k >= LEAST_ROUNDS and self.clock() - start > seconds:  # a step takes long
@@ -259,7 +259,7 @@ class Bench:
             return self.clock() - start
 
     def profile(self) -> StepProfile:
-        """What was timed, with all that is counted and derived from it; no trials yet."""
+        """The timings, with all that is counted and derived from them; no trials yet."""
         run, cached, pack, plan, device = self.run, self.cached, self.run.pack, self.run.plan, self.state.device
         rate = run.rate()
         return StepProfile(
@@ -320,7 +320,7 @@ def in_pairs(state: TrainState, raw: Batch, epoch_size: int) -> Any:
 
 
 def worked(cached: Stepper) -> float:
-    """Seconds that a GPU works for a step, by the clock of its own that the profiler reads.
+    """Seconds that a GPU works for a step, by its own clock, which the profiler reads.
 
     Events around a step queued behind long products would serve for short steps only: beyond about 1,000 launches the
     queue is full, the host waits, and its launching counts as the device's work.

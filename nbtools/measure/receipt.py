@@ -1,5 +1,5 @@
-"""The receipt: the task's baseline and a plan, and the rungs between them, trained in turns on the same machine and
-data. A rung has one more group of settings as the plan has them."""
+"""The receipt: the task's baseline and a plan, and the rungs between them, trained in alternation on the same machine
+and data. A rung has one more group of settings as the plan has them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GROUPS = {
     "+ compile, graph, layout": ("compile", "graph", "channels_last"),
 }
 """In the guide's order, each with the settings in which plans must differ for it to be a rung; OTHERS is one more, and
-ALL is what a run is called that has no rungs."""
+ALL is the name of a run without rungs."""
 
 OTHERS, ALL = "+ the rest", "this run"
 SILENT = (
@@ -44,8 +44,8 @@ SILENT = (
 @dataclass(frozen=True)
 class Rung:
     """One more group of settings as the run has them. changes: setting → `before → now`. total: samples/s over the
-    baseline, the median over rounds of what was measured in turns, with its least and most; factor: over the rung
-    before, so that factors multiply to the total, with the least and most of the rounds."""
+    baseline, the median over rounds of what was measured in turns, with its least and most; factor: over the previous
+    rung, so that factors multiply to the total, with the least and most of the rounds."""
 
     name: str
     changes: dict[str, str]
@@ -68,7 +68,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Receipt(Report):
-    """Before and after on this machine and this data: the same network, two ways to train it, and the rungs between
+    """Before and after on this machine and this data: the same network, trained with two plans, and the rungs between
     them, () in receipts of older versions. Shows as a table.
 
     ratio: the median over rounds of after / before, measured in turns, with its least and most. peak_memory: MiB, of
@@ -133,7 +133,7 @@ def receipt(
 
 
 def comparable(baseline: Plan, plan: Plan, pack: Pack) -> tuple[Plan, list[str]]:
-    """The baseline's way to train, with the run's own network and loss: a smaller network is no speed-up."""
+    """The baseline's settings, with the run's own network and loss: a smaller network is no speed-up."""
     changes: dict[str, Any] = {name: getattr(plan, name) for name in own_settings(plan)}
     changes["batch_size"] = min(baseline.batch_size, pack.splits["train"])
     notes = ["Both train the same network"]
@@ -194,7 +194,7 @@ class Course:
             self.peaks[name] = peak / 2**20
 
     def refusal(self, number: int, seconds: float) -> list[str]:
-        """Why so many more plans would take too long or too much memory; [] where they do not."""
+        """Why that many more plans would take too long or too much memory; [] if they do not."""
         if number * (4 + ROUNDS) * self.step_s > 2 * seconds * ROUNDS:  # with their warm-up
             return [f"A step takes {self.step_s:.1f} s: only the first and last rungs were measured"]
         most = number * max(self.peaks.values(), default=0.0) * 2**20

@@ -1,4 +1,4 @@
-"""What a measurement leaves: a value that becomes plain JSON and back, and shows as a table."""
+"""The result of a measurement: a value that converts to plain JSON and back, and shows as a table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Report:
         return restored(cls, values)
 
     def caption(self) -> str:
-        """What was found, in one sentence."""
+        """The result in one sentence."""
         return ""
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
@@ -34,7 +34,7 @@ class Report:
         return (), ()
 
     def footer(self) -> str:
-        """What the figures depend on: the machine, how long they took."""
+        """What the figures depend on: the machine, and the time taken."""
         return ""
 
     def __str__(self) -> str:

@@ -1,5 +1,5 @@
-"""The stepper: a task training for some steps on given batches, timed, leaving no trace. Every measurement in this
-package consists of its turns.
+"""The stepper: a task training for some steps on given batches, timed, without side effects. Every measurement in
+this package consists of its turns.
 
     with untouched(device):
         stepper = Stepper(task, pack, plan, device)
@@ -35,7 +35,7 @@ Clock = Callable[[], float]  # seconds since some moment; tests give one that th
 Act = Callable[..., tuple[Tensor, Tensor | float]]
 
 STILL = {"schedule": "constant", "warmup_epochs": 0.0, "lr": 1e-12, "min_lr": 0.0}
-"""The same work a step, and no progress: a full lr without its warmup may lose the loss."""
+"""The same work per step, and no progress: a full lr without its warmup may lose the loss."""
 
 EAGER = {"compile": False, "graph": False}
 """The same arithmetic, without minutes of compilation."""
@@ -69,11 +69,11 @@ class Rate:
 
 
 class Stepper:
-    """A model of its own in training, at an lr that moves no weight unless it is `learning`.
+    """A separate model in training, at an lr that moves no weight unless it is `learning`.
 
-    feed: one that is open, for several to share; None: the plan's. act: what makes a step; `nbtools.train.attempt`
+    feed: an open one, for several to share; None: the plan's. act: what makes a step; `nbtools.train.attempt`
     where running out of memory is an answer, and not to be met with smaller micro-batches. ahead: batches that the feed
-    prepares in advance. Raises TrainError where training could not start.
+    prepares in advance. Raises TrainError if training could not start.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Stepper:
         self.state.restore_rng()
 
     def on(self, batches: Iterator[Raw], act: Act | None = None) -> Self:
-        """The same model in training on other batches, with turns of its own."""
+        """The same model in training on other batches, with separate turns."""
         other = copy.copy(self)
         other.batches, other.turns, other.act = batches, [], act or self.act
         return other
@@ -126,8 +126,8 @@ class Stepper:
         return float(loss_sum) / max(float(number), 1)
 
     def advance(self, seconds: float = 0.0, steps: int = 1) -> Turn:
-        """Train for at least so long and so many steps, to the device's end. On CUDA, where launching takes less time
-        than the steps do, their number follows from the turn before."""
+        """Train for at least this long and this many steps, until the device has finished. On CUDA, where launching
+        takes less time than the steps do, their number follows from the turn before."""
         if self.device.type == "cuda" and self.turns:
             steps, seconds = max(steps, round(seconds / self.mean_s)), 0.0
         finish(self.device)
@@ -171,7 +171,7 @@ class Stepper:
 
     @property
     def mean_s(self) -> float:
-        """Seconds a step, the median over turns."""
+        """Seconds per step, the median over turns."""
         return statistics.median(turn.seconds / turn.steps for turn in self.turns)
 
     def over(self, other: Stepper) -> list[float]:
@@ -226,8 +226,8 @@ def finish(device: torch.device) -> None:
 
 @contextmanager
 def untouched(device: torch.device) -> Iterator[None]:
-    """Whatever is trained inside, outside nothing changed: the random states of torch, NumPy and Python, determinism,
-    cuDNN's and TF32's switches; what was made inside is freed, its memory given back."""
+    """Training inside changes nothing outside: the random states of torch, NumPy and Python, determinism,
+    cuDNN's and TF32's switches; what was created inside is freed, its memory returned."""
     numbers, switches = (random.getstate(), np.random.get_state()), read_switches()
     gc.collect()
     devices.give_back(device)  # what an earlier run left is free, though allocators may keep it

@@ -1,6 +1,6 @@
-"""The learning-rate range test (Smith, arXiv 1506.01186): lr rises geometrically step by step until the loss is lost.
+"""The learning-rate range test (Smith, arXiv 1506.01186): lr rises geometrically step by step until the loss diverges.
 
-The steps are those of training: one lr a step, in however many micro-batches; one that fp16 leaves out is made again.
+The steps are those of training: one lr a step, in however many micro-batches; one that fp16 skips is repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS, SECONDS = 100, 60.0
 LEAST_STEPS = 25  # that draw a curve through noise
 WARMUP_STEPS = 3  # at the lowest lr: what a step costs, and the loss to start from
 LOST = 4.0  # times the least smoothed loss: there the sweep ends (as fastai's and Lightning's do)
-MOST_SKIPS = 30  # steps that fp16 may leave out one after another while its scaler looks for a scale
+MOST_SKIPS = 30  # steps that fp16 may skip in a row while its scaler looks for a scale
 KEPT = 0.8  # of a running average, from step to step
 BELOW = 10.0  # the suggestion is this many times below the lr of the least loss
 NEARLY = 0.05  # of its fall above the least loss: in a flat valley noise says where the least one is
@@ -42,8 +42,8 @@ class Sweep(Report):
 
     losses[k]: mean loss of the batch that came after the update with lrs[k]; start: before any; None: not a number.
     smoothed: running averages from both sides, so that the curve does not lag. lost: the lr after which the loss was no
-    number, or LOST times its least; None if it never was. suggestion: None where none is sensible. reason: one
-    sentence for either. skipped: steps that fp16 skipped and that were made again. seconds: of the whole sweep.
+    number, or LOST times its least; None if it never was. suggestion: None if none is sensible. reason: one
+    sentence for either. skipped: steps that fp16 skipped and that were repeated. seconds: of the whole sweep.
     """
 
     lrs: tuple[float, ...]
@@ -112,10 +112,10 @@ def lr_sweep(
     steps: int = STEPS,
     seconds: float = SECONDS,
 ) -> Sweep:
-    """Raise lr step by step from low to high on a model of its own, and suggest an lr from the curve.
+    """Raise lr step by step from low to high on a separate model, and suggest an lr from the curve.
 
     Takes `steps` steps of training; fewer if they would take longer than `seconds`, but at least LEAST_STEPS. The
-    caller's model, random state and GPU memory are left as they were. Raises TrainError for an impossible range, or if
+    caller's model, random state and GPU memory are unchanged. Raises TrainError for an impossible range, or if
     training cannot start.
     """
     if not 0 < low < high < math.inf:
@@ -140,16 +140,16 @@ def lr_sweep(
 
 
 class Climb(Stepper):
-    """A stepper whose every step has an lr of its own. start: the loss before any update; skipped: steps that fp16 left
-    out."""
+    """A stepper with a different lr at every step. start: the loss before any update; skipped: steps that fp16
+    skipped."""
 
     def __init__(self, task: TaskLike, pack: Pack, plan: Plan, device: torch.device):
         super().__init__(task, pack, plan.replace(**STILL, **EAGER, ema=None), device)
         self.began, self.start, self.skipped = self.clock(), math.nan, 0
 
     def at(self, lr: float) -> float:
-        """One optimizer step with this lr; its mean loss, nan where fp16 finds no scale. A step that fp16 leaves out is
-        made again on the next batch, and its loss does not count. Reading the loss waits for the device."""
+        """One optimizer step with this lr; its mean loss, nan if fp16 finds no scale. A step that fp16 skips is
+        repeated on the next batch, and its loss does not count. Reading the loss waits for the device."""
         state = self.state
         state.plan = state.applied = self.plan.replace(lr=lr)
         for _ in range(MOST_SKIPS):
@@ -176,7 +176,7 @@ class Climb(Stepper):
         for lr in [*lrs[1:], lrs[-1]]:  # the loss after an update is that of the next batch
             loss = self.at(lr)
             mean = averaged([*losses, loss])[-1]
-            if not math.isfinite(loss) or mean > least + (LOST - 1) * abs(least):  # right for a loss below zero too
+            if not math.isfinite(loss) or mean > least + (LOST - 1) * abs(least):  # also right for a negative loss
                 break
             losses.append(loss)
             least = min(least, mean)

@@ -1,4 +1,4 @@
-"""Changes of a plan, tried in turns with it: what no arithmetic on a profile tells."""
+"""Changes of a plan, tried in alternation with it: for gains that cannot be computed from a profile."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def step_profile(
     """Measure a plan for about two to three times `seconds` (SECONDS), or some 20 steps where they take longer, and a
     minute or two more where training is to last so long that compiling is worth trying, or `compiling` asks for it.
 
-    fixed: settings that need not be tried. Trains a model of its own; nothing outside changes, no random state, no
-    switch (on CUDA torch's peak memory statistics begin anew). Raises TrainError where training could not start.
+    fixed: settings that need not be tried. Trains a separate model; nothing outside changes, no random state, no
+    switch (on CUDA torch's peak memory statistics begin anew). Raises TrainError if training could not start.
     """
     device, seconds = device or devices.pick(), seconds or SECONDS
     with untouched(device):
@@ -66,7 +66,7 @@ def profiled(bench: Bench, seconds: float, fixed: Collection[str], compiling: bo
 def worth_trying(
     profile: StepProfile, plan: Plan, modules: Sequence[torch.nn.Module], fixed: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Changes whose gain no arithmetic tells, so that they are tried; none of a compiled plan, where each would be
+    """Changes whose gain cannot be computed, so that they are tried; none of a compiled plan, where each would be
     compiled first."""
     changes: list[dict[str, Any]] = []
     if plan.compile or plan.graph:
@@ -108,14 +108,14 @@ def other_precision(plan: Plan, device: torch.device) -> dict[str, Any]:
 
 
 def without_augmentation(plan: Plan) -> dict[str, Any]:
-    """The settings of the task's own whose help speaks of augmentation, and that 0 turns off."""
+    """The task's own settings whose help mentions augmentation, and that 0 turns off."""
     own = [f for f in dataclasses.fields(plan) if f.name in own_settings(plan)]
     names = [f.name for f in own if "augment" in f.metadata.get("help", "") and f.metadata["least"] == 0]
     return {name: 0.0 for name in names if getattr(plan, name)}
 
 
 def own_settings(plan: Plan) -> set[str]:
-    """Those that the task added."""
+    """The settings that the task added."""
     return {f.name for f in dataclasses.fields(plan)} - {f.name for f in dataclasses.fields(Plan)}
 
 
@@ -129,11 +129,11 @@ def other_feed(profile: StepProfile, plan: Plan, fixed: Collection[str]) -> dict
 
 
 class Change:
-    """A change in training, in turns with the plan. failed: why it cannot be trained, or ""."""
+    """A change in training, in alternation with the plan. failed: why it cannot be trained, or ""."""
 
     def __init__(self, change: dict[str, Any], run: Stepper):
         self.change, self.run, self.failed = change, run, ""
-        self.stepper: Stepper | None = None  # None where memory ends, or its model cannot be compiled here
+        self.stepper: Stepper | None = None  # None if memory runs out, or its model cannot be compiled here
         plan, feed = run.plan.turn(**change), None if FEEDING & set(change) else run.feed
         with self.watched():
             self.stepper = begun(run.task, run.pack, plan, run.device, feed, run.clock)
@@ -157,11 +157,11 @@ class Change:
                 raise Diverged(f"the loss became {float(self.stepper.loss)}", (0, self.stepper.state.step))
 
     def result(self) -> list[Tried]:
-        """[] where memory ended."""
+        """[] if memory ran out."""
         if self.failed:
             return [Tried(self.change, 0.0, 0.0, 0.0, 0, failed=self.failed)]
         other = self.stepper
-        if other is None or other.state.recovery.micro != other.plan.micro_batch_size:  # it met the end of memory
+        if other is None or other.state.recovery.micro != other.plan.micro_batch_size:  # it ran out of memory
             return []
         ratios = other.over(self.run)
         low, middle, high = statistics.quantiles(ratios, n=4)
@@ -171,9 +171,9 @@ class Change:
 
 
 def try_out(run: Stepper, changes: Sequence[dict[str, Any]], seconds: float, step_bytes: float) -> tuple[Tried, ...]:
-    """Train each change in turns with the plan, for `seconds` in all. step_bytes: what the plan's step takes now.
+    """Train each change in alternation with the plan, for `seconds` in all. step_bytes: what the plan's step takes now.
 
-    A change is left out if its steps would not fit, or if even the fewest rounds would take too long. A compiled plan
+    A change is skipped if its steps would not fit, or if even the fewest rounds would take too long. A compiled plan
     is tried regardless: compiling takes minutes in any case.
     """
     trials: list[Change] = []
@@ -202,7 +202,7 @@ def try_out(run: Stepper, changes: Sequence[dict[str, Any]], seconds: float, ste
 def begun(
     task: TaskLike, pack: Pack, plan: Plan, device: torch.device, feed: Feed | None, clock: Clock | None
 ) -> Stepper | None:
-    """A plan in training, warmed up; None where memory ends, or its model cannot be compiled here."""
+    """A plan in training, warmed up; None if memory runs out, or its model cannot be compiled here."""
     try:
         return devices.within_memory(lambda: Stepper(task, pack, plan, device, feed, clock).warm_up())[0]
     except RuntimeError:  # all of dynamo's and inductor's derive from it
@@ -236,8 +236,8 @@ def first_losses(
 def find_precision(
     task: TaskLike, pack: Pack, plan: Plan, seconds: float = SECONDS, clock: Clock | None = None
 ) -> Tried | None:
-    """The plan's mixed precision, or the one that may be faster on this device, against float32: trained in turns for
-    about so many seconds; where it is faster, 20 more steps compare losses. None where there is nothing to try, or
+    """The plan's mixed precision, or the one that may be faster on this device, against float32: trained in alternation
+    for about `seconds`; where it is faster, 20 more steps compare losses. None if there is nothing to try, or
     memory ran out. Nothing outside changes."""
     device, base = devices.pick(), plan.replace(amp="off", **EAGER)
     change = {"amp": plan.amp} if plan.amp != "off" else other_precision(base, device)

@@ -1,6 +1,6 @@
 """What a plan is bound by on this machine, and the one change most worth making: decided from a StepProfile alone.
 
-Every figure in a verdict was measured by the profile or follows from such by arithmetic; limits that are ours are named
+Every figure in a verdict was measured by the profile or is computed from such figures; our own limits are labelled
 rules of thumb.
 """
 
@@ -16,8 +16,8 @@ from nbtools.measure.report import Report
 from nbtools.measure.trials import own_settings, without_augmentation
 from nbtools.train import Plan
 
-WORTH = 1.1  # a smaller gain is within what such a measurement varies by: rule of thumb (ours)
-NEAR = 1.05  # of two changes so close the one that needs less, or leaves the training as it is, is taken
+WORTH = 1.1  # a smaller gain is within the noise of such a measurement: rule of thumb (ours)
+NEAR = 1.05  # of two changes this close, the one that needs less, or does not change the training, is taken
 BUSY = 3.0  # the fastest round over the slowest: something else ran
 LITTLE = 0.01  # of a step: not worth a line
 BETWEEN = 0.05  # share of an epoch that evaluations and checkpoints may take: rule of thumb (ours)
@@ -28,7 +28,7 @@ EVALUATIONS = 5  # fewer in a run choose no best checkpoint: rule of thumb (ours
 class Option:
     """One change and what it would gain. change: settings for `plan.turn`; {} if the user has to make it. gain: the
     factor in samples/s of the steps, or of an epoch where only the time between them shrinks; whole: of an epoch in
-    either case. exact: False where it is at most so much. same: whether what is learned stays the same."""
+    either case. exact: False if it is an upper bound. same: whether what is learned stays the same."""
 
     name: str
     change: dict[str, Any]
@@ -101,7 +101,7 @@ def because(profile: StepProfile, bound: str) -> str:
 
 
 def advised(option: Option | None, profile: StepProfile) -> str:
-    """The change, or where none is worth it, those that were tried and what each brought."""
+    """The change, or if none is worth it, those that were tried and the gain of each."""
     if option is not None:
         most, otherwise = "" if option.exact else "up to ", "" if option.same else "; it changes what is learned"
         return f"{option.name} makes training {most}{option.gain:.2g}× as fast ({option.reason}){otherwise}"
@@ -121,14 +121,14 @@ def outcome(trial: Tried) -> str:
 
 
 def chosen(options: list[Option]) -> Option | None:
-    """The largest gain for an epoch; of near ones the first that leaves the training as it is, then the first."""
+    """The largest gain for an epoch; among near ones the first that does not change the training, then the first."""
     most = max((option.whole for option in options), default=0.0)
     near = [option for option in options if option.whole * NEAR >= most]
     return next((option for option in near if option.same), near[0] if near else None)
 
 
 def of_epoch(profile: StepProfile, gain: float) -> float:
-    """The factor of an epoch whose steps are so much faster."""
+    """The factor of an epoch whose steps are `gain` times as fast."""
     return profile.epoch_s / (profile.epoch_s - profile.steps_s + profile.steps_s / gain)
 
 

@@ -1,6 +1,6 @@
 """How many DataLoader processes pay on this machine, and how many batches ahead: only for `feed="workers"`.
 
-The settings are tried one after another on training itself, so that none has another's processes next to it.
+The settings are tried one after another on training itself, so that the processes of one do not slow down another.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ CLOSE = 0.95  # of the best rate: fewer processes that reach it are chosen
 @dataclass(frozen=True)
 class Setting:
     """What a number of workers gave: samples/s as the median of slices, the share of the time that waited for data, and
-    seconds from the opening to the first batch; weight: bytes of RAM that the largest worker had for itself. skipped:
-    why it was not tried; then all else is 0."""
+    seconds from the opening to the first batch; weight: bytes of private RAM of the largest worker. skipped: why it
+    was not tried; everything else is then 0."""
 
     workers: int
     prefetch: int
@@ -75,10 +75,10 @@ class WorkersReport(Report):
 def find_workers(
     task: TaskLike, pack: Pack, plan: Plan, seconds: float = SECONDS, clock: Clock | None = None
 ) -> WorkersReport:
-    """Measure a few settings, where the plan's feed has workers at all; otherwise say at once that there is nothing to
+    """Measure a few settings, if the plan's feed has workers at all; otherwise report at once that there is nothing to
     measure.
 
-    No setting is tried for which there are too few cores, too little RAM, or too small a /dev/shm: the last would end
+    A setting is not tried if there are too few cores, too little RAM, or too small a /dev/shm: the last would end
     in a bus error. Raises TrainError where training, or this feed, cannot start.
     """
     device = devices.pick()
@@ -92,7 +92,7 @@ def find_workers(
 
 
 def tried(stepper: Stepper, plan: Plan, seconds: float) -> list[Setting]:
-    """More workers until twice nothing was gained; then the best number with another prefetch."""
+    """More workers until two in a row gain nothing; then the best number with another prefetch."""
     most = cores()
     numbers = [0, *sorted({2**k for k in range(most.bit_length())} | {most})]
     slice_s = seconds / (len(numbers) + 1) / SLICES
@@ -169,6 +169,6 @@ def refusal(pack: Pack, plan: Plan, device: torch.device, weight: int) -> str:
 
 
 def private(process: Any) -> int:
-    """Bytes of RAM that a process has for itself (Linux); 0 where the system does not say."""
+    """Bytes of private RAM of a process (Linux); 0 if the system does not report it."""
     lines = read(Path(f"/proc/{process.pid}/smaps_rollup"))
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))

@@ -10,8 +10,8 @@ A run folder holds, next to plan.json and history.csv:
 The last checkpoint and OLDER ones before it are kept, the best epoch's, and the anchor: the one from before a change of
 settings that is still being watched (see `nbtools.rollback`).
 
-A file is never written in place: a crash leaves the older ones as they were, and `newest` takes the newest whole one
-up to the last.
+A file is never written in place: a crash leaves the older ones intact, and `newest` takes the newest intact one up to
+the last.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ INDEX, CONTROL = "run.json", "control.json"  # what a run is, and what is reques
 NAME = r"\d{4,}-\d{8,}"
 FILE = re.compile(NAME + r"(\.weights)?\.(safetensors|json)(\..+\.part)?")
 WEIGHTS = ".weights"  # at the end of the name of weights alone
-OLDER = 2  # checkpoints kept behind the last: a copy on Drive may turn out not to have arrived
+OLDER = 2  # checkpoints kept behind the last: a copy may not have reached Drive
 
 
 def save(folder: Path, state: TrainState, rows: int, best: bool = False) -> None:
@@ -84,7 +84,7 @@ def best_of(folder: Path) -> str | None:
 
 
 def facts_of(folder: Path, name: str) -> dict[str, Any]:
-    """The plain part of a checkpoint. Raises CheckpointError where it cannot be read."""
+    """The plain part of a checkpoint. Raises CheckpointError if it cannot be read."""
     try:
         return json.loads((folder / f"{name}.json").read_text())
     except (OSError, ValueError) as error:
@@ -111,7 +111,7 @@ class Checkpoint:
 
 
 def read(folder: Path, name: str) -> Checkpoint:
-    """One checkpoint. Raises CheckpointError where it is missing or not what was written."""
+    """One checkpoint. Raises CheckpointError if it is missing or differs from what was written."""
     path, facts = folder / f"{name}.safetensors", facts_of(folder, name)
     try:
         data = path.read_bytes()
@@ -123,14 +123,14 @@ def read(folder: Path, name: str) -> Checkpoint:
 
 
 def load(folder: Path, state: TrainState) -> Checkpoint:
-    """Bring the state to the newest whole checkpoint."""
+    """Load the newest intact checkpoint into the state."""
     found = newest(folder)
     state.load(found.tensors, found.facts["state"])
     return found
 
 
 def newest(folder: Path, last: str | None = None) -> Checkpoint:
-    """The newest whole checkpoint up to the last (None: that of the index). Raises CheckpointError for none."""
+    """The newest intact checkpoint up to the last (None: that of the index). Raises CheckpointError for none."""
     complaints: list[str] = []
     last = last or read_index(folder).get("last")
     for name in reached(folder, last):
@@ -158,7 +158,7 @@ def place(name: str) -> tuple[int, ...]:
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    """The best evaluated weights; the newest ones where no evaluation chose."""
+    """The best evaluated weights; the newest ones if there was no evaluation."""
     best = read_index(folder).get("best")
     if best is not None:
         return read(folder, best).tensors
@@ -192,10 +192,10 @@ def named(index: dict[str, Any]) -> list[str]:
 
 
 class Keeper:
-    """Copies a run to a second folder (Drive) on a thread of its own: what that folder lacks of the newest state.
+    """Copies a run to a second folder (Drive) on its own thread: what that folder lacks of the newest state.
 
-    Errors there go to `complaints` and do not stop training: what is local stays whole, and the next call of `keep`
-    brings what is still missing.
+    Errors there go to `complaints` and do not stop training: the local files stay intact, and the next call of `keep`
+    copies what is still missing.
     """
 
     def __init__(self, source: Path, target: Path):
@@ -207,11 +207,11 @@ class Keeper:
 
     @property
     def behind(self) -> bool:
-        """Whether the folder lacks something that it was to get."""
+        """Whether the folder still lacks something."""
         return self.done != self.asked
 
     def keep(self) -> None:
-        """Ask for a copy of the run as it is now. The index is read here: later it may name newer checkpoints."""
+        """Request a copy of the run's current state. The index is read here: later it may name newer checkpoints."""
         self.last.cancel()  # where it has not begun: this one brings all of it
         self.asked += 1
         self.last = self.pool.submit(self.work, (self.source / INDEX).read_bytes(), self.asked)
@@ -254,5 +254,5 @@ class Keeper:
             raise OSError(f"{copied}: reads back differently from what was written")
 
     def close(self) -> None:
-        """Wait until all that was asked for is copied."""
+        """Wait until everything requested is copied."""
         self.pool.shutdown()

@@ -25,7 +25,7 @@ from nbtools.train.plan import Plan
 # Plan.deterministic (Context.cpp, alertCuBLASConfigNotDeterministic). It costs 24 MiB of workspace, on Hopper none.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-FULL = (  # what torch says in a plain RuntimeError when memory runs out
+FULL = (  # torch's message in a plain RuntimeError when memory runs out
     "DefaultCPUAllocator: can't allocate",
     "DefaultCPUAllocator: not enough memory",
     "CUDA error: out of memory",  # outside torch's allocator: a kernel's code, a pinned buffer
@@ -42,7 +42,7 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
 
 def pick(name: str | None = None) -> torch.device:
     """The device of a name, else of the environment variable NBTOOLS_DEVICE; else CUDA, Apple's MPS, or the CPU. Raises
-    TrainError for one that torch does not have here."""
+    TrainError for one that torch does not offer here."""
     asked = "NBTOOLS_DEVICE" if name is None else "device"
     if name := os.environ.get("NBTOOLS_DEVICE") if name is None else name:
         try:
@@ -111,7 +111,7 @@ def glibc() -> ctypes.CDLL | None:
 @cache
 def keep_freed() -> None:
     """Have malloc keep what tensors free, for good: else it hands every large activation back to the system, and a CPU
-    step spends 5 % (small network) to 25 % (the guide's) of its time on page faults. Settings of the user's own
+    step spends 5 % (small network) to 25 % (the guide's) of its time on page faults. The user's own settings
     (MALLOC_…, another allocator) stay."""
     library = glibc()
     if library is not None and not any(name.startswith("MALLOC_") for name in os.environ):
@@ -121,7 +121,7 @@ def keep_freed() -> None:
 
 
 def give_back(device: torch.device) -> None:
-    """Hand memory that is free, and kept for the next step, back to the GPU or the system."""
+    """Return free memory that is cached for the next step to the GPU or the system."""
     library = glibc()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -130,7 +130,7 @@ def give_back(device: torch.device) -> None:
 
 
 def reduced(device: torch.device) -> str:
-    """Plan.amp that may be faster than float32 on the device, to be measured; "off" where none was tried (MPS)."""
+    """The Plan.amp that may be faster than float32 on the device, to be measured; "off" if none was tried (MPS)."""
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     return "bf16" if device.type == "cpu" else "off"
@@ -192,7 +192,7 @@ def in_float32(forward: Callable[..., Any], device: torch.device) -> Callable[..
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which sums are exact, as far as the device has one."""
+    """The dtype for exact sums, if the device has one."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -205,7 +205,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def resident() -> int:
-    """Bytes of this process in RAM now (Linux); elsewhere the most it ever had."""
+    """Bytes of this process in RAM now (Linux); elsewhere its peak."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * 4096

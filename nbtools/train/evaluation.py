@@ -34,7 +34,7 @@ class Sums:
             total[1] += denominator
 
     def read(self) -> dict[str, float]:
-        """name → numerator / denominator, 0 where nothing was counted; of classes the mean of those that were."""
+        """name → numerator / denominator, 0 if nothing was counted; for classes, the mean over those that were."""
         if not self.totals:
             return {}
         flat = torch.cat([total.view(2, -1) for total in self.totals.values()], 1).tolist()
@@ -48,7 +48,7 @@ class Sums:
 
 @torch.no_grad()
 def forward(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, device: torch.device) -> tuple[Any, Any]:
-    """(batch, outputs) of a raw batch in evaluation: never augmented, in eval mode, which is left as it was."""
+    """(batch, outputs) of a raw batch in evaluation: never augmented, in eval mode, which is restored afterwards."""
     task, training = as_task(task), model.training
     model.eval()
     try:
@@ -69,8 +69,8 @@ def score_split(
     feed: Feed | None = None,
     most: int | None = None,
 ) -> Iterator[None]:
-    """Add loss and metrics of a split to sums; yields after every batch. most: so many samples, always the same ones,
-    evenly spaced over the split. Raises TrainError where the split is empty."""
+    """Add loss and metrics of a split to sums; yields after every batch. most: at most this many samples, always the
+    same ones, evenly spaced over the split. Raises TrainError if the split is empty."""
     ids = pack.ids(split)
     if not len(ids):
         there = ", ".join(f"{name}: {count:,}" for name, count in pack.splits.items() if count)
@@ -87,7 +87,8 @@ def score_split(
 
 
 def score(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:
-    """Add loss and metrics of a batch; out of memory, of its halves. Raises TrainError where one sample is too much."""
+    """Add loss and metrics of a batch; out of memory, of its halves. Raises TrainError if a single sample does not
+    fit."""
 
     def pairs() -> dict[str, Pair]:
         batch, outputs = forward(ours, model, raw, plan, sums.device)  # serves the loss and the metrics
@@ -110,7 +111,7 @@ def score(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) 
 
 
 def evaluate(task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: str = "test") -> dict[str, float]:
-    """Metric → value over a whole split. Raises TrainError where it is empty."""
+    """Metric → value over a whole split. Raises TrainError if it is empty."""
     sums = Sums(next(model.parameters()).device)
     for _ in score_split(task, model, pack, plan, split, sums):
         continue
@@ -118,5 +119,5 @@ def evaluate(task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: st
 
 
 def is_partial(plan: Plan, samples: int) -> bool:
-    """Whether evaluations during training look at less than a split of so many samples, or less closely."""
+    """Whether evaluations during training use fewer samples than the split has, or cheaper settings."""
     return plan.while_training() != plan or (plan.eval_samples or samples) < samples

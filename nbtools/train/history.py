@@ -1,4 +1,4 @@
-"""Record and History: what a run reports, as rows for a CSV file and a DataFrame. The store knows no drawing."""
+"""Record and History: what a run reports, as rows for a CSV file and a DataFrame. Drawing is elsewhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Record:
     """One event of the loop.
 
     kind: `step` (an optimizer step; values only on log steps), `evaluating` (one batch of it), `epoch` (a row of the
-    epoch table), `evaluation` (asked for between steps), `change` (of a setting), `event` (out of memory, a bad
+    epoch table), `evaluation` (requested between steps), `change` (of a setting), `event` (out of memory, a bad
     step, a rollback, the answer to what was `asked`).
     Among the values, `loss` of a log step is the mean since the log step before it; `train_loss` of an epoch the mean
     over all of its samples, which is what the train loss is wherever a run is shown.
@@ -40,7 +40,7 @@ class Record:
 
 
 class History:
-    """The rows of one run, in memory and, given a path, in a CSV file that grows by a line a row.
+    """The rows of one run, in memory and, given a path, in a CSV file that grows by one line per row.
 
     The file is rewritten when a new column first appears, or its last line was cut short by a crash: reading alone
     never writes. Text that a spreadsheet would run as a formula (= + - @), or that would be read back as a number, is
@@ -56,7 +56,7 @@ class History:
         self.refresh()
 
     def refresh(self) -> bool:
-        """Take what another process has written to the file since; whether there was anything."""
+        """Read what another process has since written to the file; returns whether there was anything."""
         if self.path is None:
             return False
         try:
@@ -149,7 +149,7 @@ class History:
 
 
 def cell(item: Any) -> Any:
-    """What stands in the file: one line of text that `value` reads back."""
+    """The text in the file: one line, which `value` reads back."""
     if isinstance(item, float):
         return float.__repr__(item)  # every bit: two logs can be compared for equality
     if not isinstance(item, str):

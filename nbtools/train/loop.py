@@ -34,9 +34,9 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
 
     Yields Record `step` after every step (with values on log steps only: reading a value waits for the device),
     `evaluating` after every batch of an evaluation, `epoch` after each epoch, `change` just before a changed plan is
-    applied, `event` when something happened. Replace `state.plan` to change settings from the next step on. Set
+    applied, `event` for anything else. Replace `state.plan` to change settings from the next step on. Set
     `state.evaluate_next` for an evaluation before the next step, which ends with a Record `evaluation` and changes
-    nothing. feed: one that is open, to share it; None: the plan's. Raises TrainError where training cannot start.
+    nothing. feed: one that is open, to share it; None: the plan's. Raises TrainError if training cannot start.
     """
     state.task = as_task(task)
     require_sizes(pack, state.plan)
@@ -98,7 +98,7 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
 
 def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     """Apply a changed plan and evaluate where that was asked for, also while this yields; not beyond a change of batch
-    size, for which the epoch is regrouped first. An evaluation counts for nothing, as if nobody had looked."""
+    size, for which the epoch is regrouped first. An evaluation changes nothing in the run."""
     while state.plan.batch_size == state.position.segments[-1][0]:
         yield from changes(state, pack.splits["train"])
         if not state.evaluate_next:
@@ -117,14 +117,14 @@ def log_interval(samples: int, batch_size: int) -> int:
 
 
 class Window:
-    """What happens from one log step to the next."""
+    """The losses and times from one log step to the next."""
 
     def __init__(self, state: TrainState):
         self.step, self.samples = state.step, state.samples
         self.seconds, self.waited = state.sums.seconds, state.sums.waited
 
     def values(self, state: TrainState) -> dict[str, Any]:
-        """Its mean loss, the one transfer to the host, and its rates. Raises Diverged where the loss is no number."""
+        """Its mean loss, the one transfer to the host, and its rates. Raises Diverged if the loss is not finite."""
         sums, start = state.sums, perf_counter()
         total, count = float(sums.loss), float(sums.count)
         sums.seconds += perf_counter() - start  # the device finishes its steps meanwhile
@@ -155,7 +155,7 @@ def record(state: TrainState, kind: str, values: dict[str, Any]) -> Record:
 
 
 def validate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, Any]]:
-    """Loss and metrics of the validation split, or of as many of its samples as the plan looks at while it trains."""
+    """Loss and metrics of the validation split, or of as many of its samples as the plan evaluates during training."""
     start, sums, plan = perf_counter(), Sums(state.device), state.plan.while_training()
     for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed, plan.eval_samples):
         yield record(state, "evaluating", {})
@@ -163,7 +163,8 @@ def validate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, Non
 
 
 def judge(state: TrainState, values: dict[str, Any]) -> None:
-    """Whether an epoch's evaluation is the best so far, and how long none was; a plateau and an early stop follow."""
+    """Whether an epoch's evaluation is the best so far, and how many since were not; a plateau and an early stop
+    follow from it."""
     best, plan, (metric, sign) = state.best, state.plan, best_metric(state.task)
     if f"val_{metric}" not in values:
         named = ", ".join(name.removeprefix("val_") for name in values if name != "eval_time")
@@ -212,7 +213,7 @@ def changes(state: TrainState, epoch_size: int) -> Iterator[Record]:
 
 
 def require_change(state: TrainState, new: Plan, epoch_size: int) -> None:
-    """Raise TrainError for a plan that this run cannot take over where it stands."""
+    """Raise TrainError for a plan that this run cannot adopt at this point."""
     refuse_fixed(new.changes_from(state.applied), new)
     require(new, state.device)
     require_batch(new, epoch_size)
@@ -230,7 +231,7 @@ def adopt(state: TrainState, new: Plan, since: Plan | None = None) -> None:
 
 
 def caught_up(state: TrainState, saved: Plan) -> Iterator[Record]:
-    """Back at a checkpoint that was saved under another plan: settings changed since stay so, and a row says so."""
+    """Back at a checkpoint that was saved under another plan: settings changed since are kept, and a row records it."""
     adopt(state, state.applied, since=saved)
     if differing := state.applied.changes_from(saved):
         yield record(state, "change", {"what": listed(differing)})

@@ -43,7 +43,7 @@ def build_optimizer(groups: list[dict[str, Any]], plan: Any) -> torch.optim.Opti
 def allocate(optimizer: torch.optim.Optimizer, plan: Any) -> None:
     """Make the buffers that torch would make in the first step, where memory could run out between two of them; with
     its buffers in place an update allocates nothing. Besides, fused SGD leaves its momentum uninitialised, and keeps
-    what the memory happened to hold where the first step overflows in fp16 (torch 2.13)."""
+    whatever the memory held if the first step overflows in fp16 (torch 2.13)."""
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         state = optimizer.state[parameter]
         for name in OPTIMIZERS[plan.optimizer].buffers:
@@ -60,7 +60,7 @@ def follow(optimizer: torch.optim.Optimizer, plan: Any) -> None:
 
 
 def parameter_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A task's groups, completed. Raises TrainError unless each parameter that learns is in just one."""
+    """A task's groups, completed. Raises TrainError unless each trainable parameter is in exactly one."""
     groups = [{"lr_scale": 1.0, "decays": True, **group, "params": list(group["params"])} for group in groups]
     count = Counter(id(p) for group in groups for p in group["params"])
     for name, parameter in model.named_parameters():

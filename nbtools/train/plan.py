@@ -172,7 +172,7 @@ class Plan:
 
 
 def lr_factor(rule: str, k: float) -> float:
-    """What a batch k times as large multiplies lr by."""
+    """The factor on lr for a batch k times as large."""
     return {"none": 1.0, "sqrt": math.sqrt(k), "linear": k}[rule]
 
 
@@ -263,7 +263,7 @@ def times(ratio: float) -> str:
 
 
 def shown(value: Any) -> str:
-    """A setting's value in a sentence."""
+    """A setting's value as text."""
     return "none" if value is None else table.shown(value)
 
 
@@ -291,7 +291,7 @@ def kind_of(hint: Any) -> tuple[Any, bool]:
 
 
 def checked(name: str, value: Any, hint: Any, rule: Mapping[str, Any]) -> Any:
-    """The value in its field's type, or a PlanError that names field, rule and what came."""
+    """The value in its field's type, or a PlanError that names field, rule and value."""
     kind, optional = kind_of(hint)
     if value is None and optional:
         return None

@@ -1,4 +1,4 @@
-"""What surrounds a step: memory that runs out, at any allocation, and losses that are no longer numbers."""
+"""Recovery around a step: from out of memory, at any allocation, and from losses that are not finite."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from nbtools.train.state import TrainState
 from nbtools.train.step import attempt, clear_gradients, differentiate, parts, update
 from nbtools.train.task import Batch
 
-LEFT_OUT = 3  # steps with a loss that is not finite that a run leaves out: more are no accident
+LEFT_OUT = 3  # steps with a non-finite loss that a run skips: more are no accident
 
 
 class Diverged(TrainError):
-    """The loss is no longer a number. steps: the first and last of those among which it happened."""
+    """The loss is no longer a number. steps: the first and last of the interval in which it happened."""
 
     def __init__(self, message: str, steps: tuple[int, int]):
         super().__init__(message)
         self.steps = steps
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows instead of a traceback: no line of code is at fault."""
+        """Shown by IPython instead of a traceback: no line of code is at fault."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -69,7 +69,7 @@ def restore(state: TrainState, kept: list[Tensor]) -> None:
 
 
 def halve(state: TrainState, size: int, reason: str) -> None:
-    """Choose the next smaller micro batch, and free what the failed attempt left."""
+    """Choose the next smaller micro batch, and free what the failed attempt left behind."""
     now = min(state.recovery.micro or size, size)
     if now == 1:
         raise TrainError(f"out of memory with one sample at a time ({reason}); use a smaller network or samples")
@@ -91,7 +91,7 @@ def release(state: TrainState) -> None:
 
 
 def checked(state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor | float]:
-    """An attempt that is left out, and counts for nothing, where the loss or a gradient is not finite."""
+    """An attempt that is skipped, without any effect, if the loss or a gradient is not finite."""
     kept = buffers(state)
     loss_sum, count = differentiate(state, raw)
     if bad := first_bad(state, raw, loss_sum):
@@ -105,7 +105,7 @@ def checked(state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, Ten
 def first_bad(state: TrainState, raw: Batch, loss_sum: Tensor) -> str | None:
     """The first tensor of this step that is not finite: of the batch, the weights, a layer, the loss, a gradient.
 
-    Under fp16 gradients that overflow are how the scaler finds its scale: it leaves such steps out by itself.
+    Under fp16 gradients that overflow are how the scaler finds its scale: it skips such steps by itself.
     """
     task, plan, model, size = state.task, state.applied, state.model, len(raw["id"])
     named = model.named_parameters() if state.scaler is None else ()
@@ -143,7 +143,7 @@ def finite(tensor: Any) -> bool:
 
 
 def refuse(state: TrainState, raw: Batch, bad: str) -> None:
-    """Leave a bad step out, and say so. Raises Diverged where that happens more often than by accident."""
+    """Skip a bad step, and report it. Raises Diverged if that happens more often than by accident."""
     clear_gradients(state.parameters)
     state.recovery.refused += 1
     # Where a weight or a layer is the first that is bad, training has diverged, and any sample would do the same.

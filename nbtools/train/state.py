@@ -1,4 +1,4 @@
-"""TrainState: all that a run is at one moment. It outlives the loop, so that an interrupt is a pause."""
+"""TrainState: the complete state of a run. It outlives the loop, so that an interrupt is a pause."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from nbtools.train.task import TaskLike, as_task, task_name
 
 @dataclass
 class Position:
-    """Where a run is: what is done."""
+    """The position of a run."""
 
     epoch: int = 0
     step: int = 0
     samples: int = 0
-    skipped: int = 0  # of the samples: those whose step fp16 left out
+    skipped: int = 0  # of the samples: those whose step fp16 skipped
     segments: list[list[int]] = field(default_factory=list)  # [[batch size, batches]] of this epoch
     lr: float = 0.0  # of the last step
 
 
 @dataclass
 class EpochSums:
-    """This epoch so far."""
+    """Sums over this epoch so far."""
 
     loss: Tensor  # (), on the device
     count: Tensor | float = 0
@@ -53,7 +53,7 @@ class Best:
 
 @dataclass
 class Recovery:
-    """What steps that failed left behind."""
+    """What failed steps left behind."""
 
     micro: int | None = None  # samples a forward pass: fewer than the plan's after an out-of-memory
     careful_until: int = 0  # each step before this one is checked before it counts
@@ -162,7 +162,7 @@ class TrainState:
         return named if self.cuda_rng is None else {**named, "cuda_rng": self.cuda_rng}
 
     def load(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Become the saved state. Raises CheckpointError where the weights are of another model."""
+        """Load the saved state. Raises CheckpointError if the weights are of another model."""
         try:
             self.model.load_state_dict(below(tensors, "model."))
             if self.ema is not None:
@@ -213,5 +213,5 @@ def like(saved: Tensor, parameter: Tensor) -> Tensor:
 
 
 def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin so, by the rest of their names."""
+    """The tensors whose names have this prefix, by the rest of their names."""
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

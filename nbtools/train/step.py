@@ -1,4 +1,4 @@
-"""One optimizer step: draw, forward, backward, clip, update. What may go wrong in it is `recovery`'s."""
+"""One optimizer step: draw, forward, backward, clip, update. Failures are handled in `recovery`."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def update(state: TrainState, size: int, epoch_size: int) -> None:
 
 
 def parts(raw: Batch, size: int, micro: int) -> Iterator[Batch]:
-    """Parts of at most micro samples, and of at least two unless one is asked for: it breaks BatchNorm."""
+    """Parts of at most `micro` samples, and of at least two unless one is requested: a single sample breaks
+    BatchNorm."""
     count = min(-(-size // micro), max(size // 2, 1) if micro > 1 else size)
     for start, end in pairwise(size * i // count for i in range(count + 1)):
         yield {name: tensor[start:end] for name, tensor in raw.items()}

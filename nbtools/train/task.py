@@ -23,7 +23,7 @@ Batch = dict[str, Tensor]
 Pair = tuple[Tensor | float, Tensor | float]
 """A metric's numerator and denominator, which add up; or two tensors (K,) of a mean over K classes, as mIoU is."""
 TaskLike = Any
-"""What `nb.fit` and its kin take as a task: a `Task`, or a module, class or object with some of its hooks."""
+"""What `nb.fit` and the like accept as a task: a `Task`, or a module, class or object with some of its hooks."""
 
 
 class OneByOne:
@@ -44,7 +44,7 @@ class Task:
     PLAN: Plan = Plan()
     """The recommended settings. A task with settings of its own subclasses Plan."""
     BASELINE: Any = OneByOne()
-    """The settings that a receipt compares with. Default: PLAN, its samples read one by one as they are needed."""
+    """The settings that a receipt compares with. Default: PLAN, its samples read one by one on demand."""
     BEST: str = "-loss"
     """The metric that chooses the best checkpoint, on the validation split; "-cer" where lower is better."""
     SMOKE: Mapping[str, Any] = {}
@@ -160,7 +160,7 @@ class Adapted(Task):
 
 
 def as_task(task: Any) -> Task:
-    """The one adapter: a Task as it is, a subclass of it as an instance, anything else as an Adapted."""
+    """The one adapter: a Task unchanged, a subclass of it as an instance, anything else as an Adapted."""
     if isinstance(task, Task):
         return task
     return task() if isinstance(task, type) and issubclass(task, Task) else Adapted(task)
@@ -192,7 +192,7 @@ def task_name(task: Any) -> str:
 
 
 def import_task(name: str, where: Path | str) -> Task:
-    """The task of that name. where: what names it. Raises CheckpointError where it cannot be imported."""
+    """The task of that name. where: what names it. Raises CheckpointError if it cannot be imported."""
     module, colon, attribute = name.partition(":")
     try:
         found = importlib.import_module(module)

@@ -158,7 +158,7 @@ def size_of(file: Path) -> tuple[int, int] | None:
 
 
 def refusal(name: str, text: str | None, options: Mapping[str, Any]) -> Problem | None:
-    """Why a file cannot be used, where its name already tells."""
+    """Why a file cannot be used, if its name already shows it."""
     path = PurePosixPath(name)
     if not name.lower().endswith(IMAGES):
         return path.suffix or "no suffix", f"images end in {', '.join(IMAGES)}", "convert it, or move it away"

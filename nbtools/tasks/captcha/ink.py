@@ -64,7 +64,7 @@ def thin(mask: np.ndarray) -> np.ndarray:
 
 
 def contrast(ink: np.ndarray) -> np.ndarray:
-    """Every glyph as dark as the next: ink (H, W) over the strongest of the columns around; its colour says nothing."""
+    """Every glyph equally dark: ink (H, W) over the strongest of the columns around; its colour says nothing."""
     strongest = np.pad(ink.max(0), NEAR)
     around = np.lib.stride_tricks.sliding_window_view(strongest, 2 * NEAR + 1).max(1)
     return np.rint(ink * (255.0 / np.maximum(around, FLOOR))).clip(0, 255).astype(np.uint8)

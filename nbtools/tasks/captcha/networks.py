@@ -84,7 +84,7 @@ def stage(*widths: int) -> nn.Sequential:
 
 class Small(nn.Module):
     """For CPUs and small sets: strides in place of full-resolution layers, and for every character a softmax over the
-    columns, which looks for it where it stands; 0.47 M parameters for 4 of 10 on 60 × 160.
+    columns, which locates it; 0.47 M parameters for 4 of 10 on 60 × 160.
 
     A dense layer over all positions in its stead must see every digit in every place: trained on the same 4,800
     captchas for two epochs it read 1.6 % of new ones, this 96 %.
@@ -105,7 +105,7 @@ class Small(nn.Module):
         )
         fold = nn.Conv2d(64, 128, (height, 3), padding=(0, 1), bias=False)
         self.fold = nn.Sequential(fold, nn.BatchNorm2d(128), nn.ReLU(inplace=True))
-        self.places = nn.Parameter(torch.randn(128, width) * 0.1)  # what tells the first column from the last
+        self.places = nn.Parameter(torch.randn(128, width) * 0.1)  # which distinguishes the first column from the last
         mix = nn.Conv1d(128, 128, 5, padding=2, bias=False)
         self.mix = nn.Sequential(mix, nn.BatchNorm1d(128), nn.ReLU(inplace=True))
         self.attention = nn.Conv1d(128, length, 1)
@@ -119,9 +119,9 @@ class Small(nn.Module):
 
 
 class Ctc(nn.Module):
-    """Convolutions that shrink early, height folded into channels, context along time; no recurrent layer.
+    """Convolutions with early downsampling, height folded into channels, context along time; no recurrent layer.
 
-    A step of time sees about 100 pixels of the line: its glyph and the neighbours, which tell o from 0 by their size.
+    A step of time sees about 100 pixels of the line: its glyph and the neighbours, whose size distinguishes o from 0.
     """
 
     recompute = False

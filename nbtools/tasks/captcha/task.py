@@ -101,7 +101,7 @@ def for_small(card: Card) -> dict[str, tuple[Any, str]]:
 
 
 def for_lines(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
-    """Lines on any machine. Measured on a CPU with 3,100 real captchas; no GPU was at hand."""
+    """Lines on any machine. Measured on a CPU with 3,100 real captchas; no GPU was available."""
     batch, lr = (128, 6e-3) if accelerator == "cuda" else (32, 3e-3)
     rule = (
         f"the CPU's 3e-3 at batch 32 by the sqrt rule, {THUMB}" if accelerator == "cuda" else "twice that is no better"
@@ -122,7 +122,7 @@ def for_lines(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
 
 
 def model(card: Card | Pack, plan: Plan) -> nn.Module:
-    """The network for a data set. Raises PlanError where they do not fit each other."""
+    """The network for a data set. Raises PlanError if they do not fit each other."""
     lines = card.options["layout"] == "lines"
     network = plan.network if plan.network != "auto" else "ctc" if lines else "guide"
     if (network == "ctc") != lines:

@@ -1,4 +1,4 @@
-"""Samples as pictures with their text, and with what a network read."""
+"""Samples as pictures with their text, and with a network's answer."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ WRITTEN, NAMED = 24, 120  # classes up to which a confusion figure writes its nu
 
 
 class Sheet(Figure):
-    """A Figure without pyplot, whose state leaks from cell to cell: IPython alone knows no way to show one. note: the
+    """A Figure without pyplot, whose state leaks from cell to cell: IPython by itself cannot show one. note: the
     sentence that a notebook shows in place of an empty strip where there is nothing to draw."""
 
     note = ""
@@ -45,14 +45,14 @@ class Sheet(Figure):
 
 
 def blank(note: str = "No samples to show: the list of ids is empty.") -> Sheet:
-    """The sheet for no samples, for instance of wrong answers where none is wrong."""
+    """The figure for no samples, for instance of wrong answers when none is wrong."""
     sheet = Sheet(figsize=(4, 0.5))
     sheet.note = note
     return sheet
 
 
 def canvas(width: float, height: float) -> tuple[Sheet, Axes]:
-    """A sheet with one pair of axes whose units are px from its top left."""
+    """A figure with one pair of axes whose units are px from its top left."""
     sheet = Sheet(figsize=(width / 100, height / 100), dpi=100, facecolor="white")
     axes = sheet.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0), autoscale_on=False)
     axes.set_axis_off()
@@ -71,7 +71,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Box:
-    """Where a picture stands on a canvas."""
+    """The position of a picture on a canvas."""
 
     left: float
     top: float
@@ -80,7 +80,7 @@ class Box:
 
 
 def gallery(pictures: Sequence[Picture], columns: int = 4, below: float = 0) -> tuple[Sheet, Axes, list[Box]]:
-    """Pictures in rows, each scaled to the width of its column or to TALL; and where each one stands, to draw on it.
+    """Pictures in rows, each scaled to the width of its column or to TALL; and the position of each, to draw on it.
 
     below: px left free under the last row, for a legend.
     """

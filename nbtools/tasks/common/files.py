@@ -32,7 +32,7 @@ def walk(folder: Path) -> list[str]:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a relative path leads through something that systems leave behind: .DS_Store, ._name.png, __MACOSX."""
+    """Whether a relative path contains files that operating systems leave behind: .DS_Store, ._name.png, __MACOSX."""
     return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
 
 
@@ -45,7 +45,7 @@ def split_of(name: str) -> str | None:
 
 
 def split_word(text: str) -> str | None:
-    """train, val or test where a text has it as a word of its own, also as training, valid, validation or testing."""
+    """train, val or test if a text has it as a separate word, also as training, valid, validation or testing."""
     match = SPLIT.search(text)
     return next(word.lower() for word in match.groups() if word) if match else None
 

@@ -1,4 +1,4 @@
-"""How long a model takes for one sample alone, as a user of it waits."""
+"""How long a model takes for one single sample, as its user experiences it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ ALIKE = 3  # rows that differ in file and value only; more of them are shown as 
 
 @dataclass(frozen=True)
 class Row:
-    """A rule that something breaks. key: the part of a file, as an array or a column of a CSV; value: what came; file:
+    """A broken rule. key: the part of a file, such as an array or a column of a CSV; value: the offending one; file:
     where."""
 
     key: str

@@ -1,4 +1,4 @@
-"""Tables of what a pack of lines holds, before a network sees it, and of what a network reads wrong.
+"""Tables of what a pack of lines contains, before training, and of what a network reads wrong.
 
 `wrong` adds up to the same number in each table: the Levenshtein distance over all lines, the numerator of `cer`. As
 there, a character of the truth that is unknown counts as read wrong, whatever was read. N lines.
@@ -142,8 +142,8 @@ def confusions(truth: Sequence[str], predicted: Sequence[str], ids: Iterable[Any
 
 
 def worst(truth: Sequence[str], predicted: Sequence[str], ids: Iterable[Any] | None = None) -> pd.DataFrame:
-    """A row a line, highest CER first, of equal ones the longest: id, characters, substituted, missing, inserted,
-    wrong, cer, truth, read. cer is infinite where the truth is empty and something was read."""
+    """One row per line, highest CER first, the longest first among equals: id, characters, substituted, missing,
+    inserted, wrong, cer, truth, read. cer is infinite where the truth is empty and something was read."""
     names = list(range(len(truth)) if ids is None else ids)
     pairs = pairs_of(truth, predicted, names)
     found = tallied(pairs, pairs.line).reindex(range(len(truth)), fill_value=0)
@@ -169,7 +169,7 @@ def by_width(truth: Sequence[str], predicted: Sequence[str], widths: Sequence[in
 
 def by_frequency(truth: Sequence[str], predicted: Sequence[str], seen: Mapping[str, int]) -> pd.DataFrame:
     """CER by how often training shows a character: seen, kinds (different characters), characters, substituted,
-    missing, inserted, wrong, cer. The last row counts what was inserted, which stands for no character.
+    missing, inserted, wrong, cer. The last row counts what was inserted, which has no true character.
 
     seen: character → count, as from `frequencies`; one that it does not name was never seen.
     """
@@ -187,7 +187,7 @@ def by_frequency(truth: Sequence[str], predicted: Sequence[str], seen: Mapping[s
 
 
 def scores(truth: Sequence[str], predicted: Sequence[str]) -> dict[str, float]:
-    """cer, ar, cr and whole_accuracy of answers that did not come from `evaluate`, by the same definitions."""
+    """cer, ar, cr and whole_accuracy of answers that are not from `evaluate`, by the same definitions."""
     pairs = paired([text.replace(UNKNOWN, NEVER) for text in truth], predicted, "text", "line")
     sums = text_metrics([read for _, read in pairs], [true for true, _ in pairs])
     return {name: float(wrong) / max(float(count), 1) for name, (wrong, count) in sums.items()}

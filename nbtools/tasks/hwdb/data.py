@@ -1,7 +1,8 @@
 """Raw lines → pack, both columns ragged: image (W, height) uint8, a line's ink on its side (0 paper, as padding is, 255
 the darkest); label (N,) int64, places in the classes.
 
-The last class is always UNKNOWN: what nobody could read on the page, and what a given list of classes leaves out.
+The last class is always UNKNOWN: characters that were illegible on the page, and those that a given list of classes
+omits.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def pack(
     """The pack of pages (.dgrl) or of images of lines, from a folder, archive or link; a second call opens it, and
     interrupted packing resumes. Archives stay one file each and are read in place.
 
-    height: pixels that every line is scaled to. layout: `pages`, `lines`, or `auto`, which looks.
-    classes: the characters to know, as a string, a list, or a file with one a line; what they leave out is UNKNOWN. By
+    height: pixels that every line is scaled to. layout: `pages`, `lines`, or `auto`, which detects
+    it. classes: the characters to know, as a string, a list, or a file with one per line; all others are UNKNOWN. By
     default the source's chars_list.txt, else every character of all its texts: one that occurs only in a test line is
     then read wrong, as it must be, while as UNKNOWN it could be called right.
     normalise: full-width letters, digits, marks and blanks of texts and classes become ASCII; 。 and 、 stay.
@@ -142,7 +143,7 @@ def ink_of(grey: np.ndarray, height: int) -> np.ndarray:
 
 
 def charset_of(classes: str | Path | Iterable[str], normalise: bool) -> tuple[str, ...]:
-    """The classes that a caller names: a file with one character a line, a string or a list of characters. normalise:
+    """The classes that a caller passes: a file with one character a line, a string or a list of characters. normalise:
     as normalised texts need them. Raises PackError for what is not a character, or comes twice."""
     if isinstance(classes, Path) or (isinstance(classes, str) and classes.endswith(".txt")):
         classes = characters_of(read_text(Path(classes), "name a file with one character per line"), Path(classes))
@@ -157,7 +158,7 @@ def normalised(text: str) -> str:
 
 
 def characters_of(text: str, path: Path) -> list[str]:
-    """The characters of a `chars_list.txt`, one a line. A line may be a blank: it is the space. Raises PackError."""
+    """The characters of a `chars_list.txt`, one per line. A line may be a blank: it is the space. Raises PackError."""
     found: dict[str, None] = {}
     for number, line in enumerate((line.removesuffix("\r") for line in text.split("\n")), 1):
         if len(line) > 1 or line in found:
@@ -195,16 +196,16 @@ def split_lines(lines: Sequence[Entry], val: float, test: float) -> list[str]:
 
 
 def writer_of(name: str) -> str:
-    """Whose hand a line of a page is in; the page, or the image, where its name does not tell."""
+    """The writer of a line; the page, or the image, if its name does not tell."""
     page, _, line = name.partition("#")
     match = WRITER.match(PurePosixPath(page).name) if line else None
     return f"writer {match[1]}" if match else page
 
 
 def draw(sizes: Mapping[str, int], val: float, test: float) -> dict[str, str]:
-    """Group → split, of groups with so many lines each: by each group's own hash, so that it stays where it is when
-    others come. Where that gives a split none although a share was asked for, or too few for a whole number, it takes
-    groups from train, the smallest hashes first."""
+    """Group → split, of groups with these numbers of lines: by each group's own hash, so that it does not move when
+    others are added. Where that gives a split none although a share was asked for, or too few for a whole number, it
+    takes groups from train, the smallest hashes first."""
     order, shares = sorted(sizes, key=position), {"test": test, "val": val}
     val, test = (0 if is_count(share) else share for share in (val, test))
     result = {group: split_of(group, val, test) for group in order} | {order[-1]: "train"}

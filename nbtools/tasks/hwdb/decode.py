@@ -1,4 +1,4 @@
-"""Prefix beam search over a network's answers, with or without a language model, and the weights that read best.
+"""Prefix beam search over a network's answers, with or without a language model, and the weights with the lowest error.
 
 CTC sums over all ways to spell a text; greedy decoding takes the single best way. A beam holds the `width` best texts
 so far, each with the probability of all its ways that end in a blank and of those that end in its last character
@@ -45,7 +45,7 @@ class Peaks:
     """The likely classes of one line: a few hundred bytes a frame, where the network's answer has tens of thousands.
 
     places (F, K) int32: candidates as places in classes, the best first; log_probs (F, K) float32, -inf where there are
-    fewer; blank (F,) float32; gap (F,) bool: only blanks stand between this frame and the one before; classes: of which
+    fewer; blank (F,) float32; gap (F,) bool: only blanks are between this frame and the previous one; classes: of which
     these are places.
     """
 
@@ -121,7 +121,7 @@ def search(
 
 
 def stacked(peaks: Sequence[Peaks]) -> tuple[np.ndarray, ...]:
-    """places (F, B, K), log_probs (F, B, K), blank (F, B), gap (F, B): a line that has ended goes on with blanks."""
+    """places (F, B, K), log_probs (F, B, K), blank (F, B), gap (F, B): a line that has ended continues with blanks."""
     shape = max(len(line.blank) for line in peaks), len(peaks), max(line.places.shape[1] for line in peaks)
     places, log_probs = np.zeros(shape, np.int64), np.full(shape, -np.inf)
     blank, gap = np.zeros(shape[:2]), np.zeros(shape[:2], bool)
@@ -157,7 +157,7 @@ class Beams:
         grown = np.where(again, parted[..., None], both[..., None]) + scores[:, None]
         char = np.where(gap[:, None], -np.inf, self.char) + np.where(again, scores[:, None], -np.inf).max(2)
         line, longer, shorter = np.nonzero(self.parent[..., None] == self.hash[:, None])
-        place = again[line, longer].argmax(1)  # a beam that another one grows into takes over its ways
+        place = again[line, longer].argmax(1)  # a beam that another one grows into takes over its alignments
         met = again[line, longer, place]
         line, longer, shorter, place = line[met], longer[met], shorter[met], place[met]
         char[line, longer] = np.logaddexp(char[line, longer], grown[line, shorter, place])
@@ -207,8 +207,8 @@ def peaks_of(
 ) -> list[Peaks]:
     """The peaks of lines of a pack, in the order of ids: the network reads them once, for any number of searches.
 
-    As in evaluation: never augmented, in the plan's precision, in eval mode, which is left as it was. Lines of similar
-    widths share a batch. About 10 kB a line of 7,375 classes, where the network's answer takes 2 MB. Raises
+    As in evaluation: never augmented, in the plan's precision, in eval mode, which is restored afterwards. Lines of
+    similar widths share a batch. About 10 kB a line of 7,375 classes, where the network's answer takes 2 MB. Raises
     NbtoolsError without lines.
     """
     if not len(ids):
@@ -222,7 +222,7 @@ def peaks_of(
 
 @dataclass(frozen=True, repr=False)
 class Tuned:
-    """The weights with the lowest CER of those tried. table: CER in percent, a row an alpha, a column a beta."""
+    """The weights with the lowest CER of those tried. table: CER in percent, one row per alpha, one column per beta."""
 
     alpha: float
     beta: float
@@ -243,7 +243,7 @@ def tune(
     betas: Sequence[float] = BETAS,
 ) -> Tuned:
     """Try every alpha with every beta on lines of the validation split, whose true texts are `texts`; the smallest on a
-    tie. Raises NbtoolsError when there is nothing to try, or not one text a line."""
+    tie. Raises NbtoolsError when there is nothing to try, or not one text per line."""
     import pandas as pd
 
     if len(texts) != len(peaks) or not len(texts) or not alphas or not betas:

@@ -25,7 +25,7 @@ from nbtools.table import plural
 from nbtools.tasks.common.demo import require, whole, write_demo
 from nbtools.tasks.hwdb.formats import CODE, HEADER, LINE_BOX, SUFFIXES, code_of
 
-FREQUENT = (  # the head of Jun Da's list of modern Chinese (2004), so that a small demo looks like text
+FREQUENT = (  # the start of Jun Da's list of modern Chinese (2004), so that a small demo looks like text
     "的一是不了在人有我他这个们中来上大为和国地到以说时要就出会可也你对生能而子那得于着下自之年过发后作里"
     "用道行所然家种事成方多经么去法学如都同现当没动面起看定天分还进好小部其些主样理心她本前开但因只从想实"
 )

@@ -8,7 +8,7 @@ Little-endian, in this order (nlpr.ia.ac.cn/databases/handwriting/Offline_databa
     line    .dgrl: int32 characters; their codes; int32 top, left, height, width; bitmap, its rows of whole bytes
             .dgr: int32 words, and for each its code; int16 top, left, height, width; bitmap
 
-A code is two bytes of GB18030, an ASCII character and a zero byte, or 0xFF for a character that nobody could read. With
+A code is two bytes of GB18030, an ASCII character and a zero byte, or 0xFF for an illegible character. With
 one bit a pixel a set bit is ink, the highest is leftmost. Real lines may reach a little past their page, so the place
 of a line is not checked; its size is.
 """
@@ -176,7 +176,7 @@ class Reader:
         raise refused(f"{value} at byte {self.at if at is None else at:,} of {self.name}", rule, fix)
 
     def skip(self, size: int, what: str) -> int:
-        """Move past so many bytes; returns where they begin."""
+        """Skip this many bytes; returns their start."""
         if size > self.rest:
             self.refuse(f"{what} takes {size:,} bytes", f"{self.rest:,} up to the end")
         self.at += size

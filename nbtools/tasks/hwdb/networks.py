@@ -3,10 +3,11 @@
 Each maps a batch, image (B, 1, H, W) float ink and image_length (B,) columns, to logits (T, B, 1 + classes), blank 0,
 and the number of time steps of each line (B,).
 
-Padding changes no answer: after every batch norm the columns beyond a line's own length are set to zero, which is what
-lies outside of a picture, so convolutions, pools and means over a line in a padded batch equal those over the line
-alone. Zeroing writes into the output of batch norm, which no backward pass keeps: it costs no activation memory. Only
-the batch statistics of batch norm count padding in training; batches of similar widths keep that to a few percent.
+Padding does not change the output: after every batch norm the columns beyond a line's own length are set to zero,
+which is what lies outside of a picture, so convolutions, pools and means over a line in a padded batch equal those
+over the line alone. Zeroing writes into the output of batch norm, which no backward pass keeps: it costs no activation
+memory. Only the batch statistics of batch norm count padding in training; batches of similar widths keep that to a few
+percent.
 
 B samples, C channels, H × W pixels, T = ⌈W / stride⌉ time steps.
 """
@@ -32,7 +33,7 @@ CRNN = (((64,), (2, 2)), ((128,), (2, 2)), ((256, 256), (2, 1)), ((512, 512), (2
 
 
 def build(name: str, height: int, classes: int, dropout: float | None = None) -> Hctr | Slim | Crnn:
-    """A network for lines of a height in pixels. Raises PlanError where the lines are too low for it."""
+    """A network for lines of a height in pixels. Raises PlanError if the lines are too low for it."""
     kind = NETWORKS[name]
     if height < kind.least_height:
         raise PlanError(
@@ -140,7 +141,7 @@ NETWORKS: dict[str, type[Hctr] | type[Slim] | type[Crnn]] = {"hctr": Hctr, "slim
 
 
 def strided(columns: Tensor, stride: int) -> Tensor:
-    """What remains of so many columns after strides and pools that round up."""
+    """The number of columns left after strides and pools that round up."""
     return (columns + stride - 1) // stride
 
 

@@ -1,4 +1,4 @@
-"""What a source holds: pages of CASIA-HWDB, or images of lines with their texts in a list, of any script.
+"""The contents of a source: pages of CASIA-HWDB, or images of lines with their texts in a list, of any script.
 
     pages   …Train/001-P16.dgrl …, as folders or as the archives they are published in
     lines   {train,val,test}/NAME.png, {train,val,test}_img_id_gt.txt with `name,text`, and perhaps chars_list.txt
@@ -53,7 +53,7 @@ class Contents:
 
 
 def contents_of(folder: Path, layout: str = "auto", progress: bool = False) -> Contents:
-    """What a folder or an archive holds; images are not read. Raises PackError where there is nothing to read."""
+    """The contents of a folder or an archive; images are not read. Raises PackError if there is nothing to read."""
     names = sorted(names_in(folder, progress))
     pages = [name for name in names if name.lower().endswith(SUFFIXES)]
     lists = [name for name in names if LIST.fullmatch(PurePosixPath(name).name)]

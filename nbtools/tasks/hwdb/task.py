@@ -1,7 +1,7 @@
 """How lines are trained: plans, batches and their augmentation, loss, metrics, decoding.
 
-Augmentation draws from each sample's own random numbers only: what a line becomes depends neither on its batch nor on
-its padding nor on the machine. B samples, H × W pixels, N characters, T time steps; ink (B, 1, H, W) in [0, 1], 0 is
+Augmentation draws from each sample's own random numbers only: the result does not depend on the batch, its padding, or
+the machine. B samples, H × W pixels, N characters, T time steps; ink (B, 1, H, W) in [0, 1], 0 is
 paper; lengths (B,) columns.
 """
 
@@ -76,7 +76,7 @@ CPU), hctr was not. `nb.advise` fits it to the machine and the data."""
 
 def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
     """The task's settings for a machine: field → (value, reason). Those for slim were measured on a CPU with 1,828
-    lines of the demo, 60 characters, 32 pixels high; no GPU was at hand."""
+    lines of the demo, 60 characters, 32 pixels high; no GPU was available."""
     cuda = accelerator == "cuda"
     if cuda and network_for(card) == "hctr":
         return {
@@ -133,7 +133,7 @@ def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:
 def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[Tensor, Tensor]:
     """Sum of the CTC loss over the lines whose text fits into their time steps, and the number of those lines.
 
-    The others have an infinite loss, and no gradient could change that: they are left out, and `metrics` counts them.
+    The others have an infinite loss, and no gradient could change that: they are excluded, and `metrics` counts them.
     """
     logits, steps = model(batch)
     labels, lengths = batch["label"], batch["label_length"]
@@ -145,7 +145,7 @@ def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[T
 
 
 def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
-    """cer, ar, cr and whole_accuracy, over all lines; infeasible: the share of lines that the loss leaves out.
+    """cer, ar, cr and whole_accuracy, over all lines; infeasible: the share of lines that the loss excludes.
 
     By the definitions of the ICDAR 2013 competition, ar = 1 - (substitutions + deletions + insertions) / characters,
     and cr the same without insertions. A character of the truth that is unknown counts as an error whatever is read

@@ -1,7 +1,7 @@
 """Raw batches → what the network takes, augmented as a whole on their device, from each sample's own random numbers
-only: what a sample becomes depends neither on its batch nor on the machine.
+only: the result does not depend on the batch or the machine.
 
-One resampling a batch: scale, position and mirroring of a crop are one affine map from its pixels to the image's.
+One resampling per batch: scale, position and mirroring of a crop are one affine map from its pixels to the image's.
 Images are read bilinearly, class ids and distances at the nearest pixel, so no class appears between two others.
 
 B samples, C channels, H × W pixels of an image, h × w of a crop.

@@ -73,7 +73,7 @@ def pack(
     file, else the ids in the label images. ignore: raw ids, or names, that are no class, besides 255, which is none
     unless `classes` names it. labels: `lists`, `images` or `cvat` if a source has several.
     val, test: shares, or whole numbers for exactly that many; the source's own folders and lists come first.
-    Raises PackError if nothing can be used. What is wrong with single files, `validate` reports too.
+    Raises PackError if nothing can be used. `validate` also reports what is wrong with single files.
     """
     asked = requested(size, fit, channels, classes, ignore, labels)
     reader = cache(partial(Reader, labels=labels))  # looks at the folder once, for the pack and for its samples
@@ -88,9 +88,9 @@ def pack(
 def requested(
     size: int | tuple[int, int] | None, fit: str, channels: int, classes: Given | None, ignore: Ignored, labels: str
 ) -> dict[str, Any]:
-    """The options of `pack` and `validate` as plain values; None and `auto` are left to the files.
+    """The options of `pack` and `validate` as plain values; None and `auto` are decided from the files.
 
-    Raises PackError for what is impossible, without a look at the source.
+    Raises PackError for impossible values, before reading the source.
     """
     sides = size if isinstance(size, tuple | list) else (size, size)
     if size is not None and (len(sides) != 2 or not all(type(s) is int and LEAST <= s <= MOST for s in sides)):
@@ -112,7 +112,7 @@ def requested(
 
 
 def ignored(ignore: Ignored) -> list[int | str]:
-    """Raises PackError for what is no id and no name."""
+    """Raises PackError for anything that is neither an id nor a name."""
     with contextlib.suppress(TypeError):
         every: list[Any] = [] if ignore is None else [ignore] if isinstance(ignore, int | str) else list(ignore)
         if not any(isinstance(one, bool) for one in every):
@@ -121,8 +121,8 @@ def ignored(ignore: Ignored) -> list[int | str]:
 
 
 def survey(folder: Path, asked: Mapping[str, Any], contents: Contents | None = None) -> Survey:
-    """The labelled images of a folder, and the options that were left to the files. contents: what is in the folder, if
-    it is known already."""
+    """The labelled images of a folder, and the options that the files decide. contents: those of the folder, if already
+    known."""
     contents = contents or Contents(folder, asked["labels"])
     options = completed(contents, asked)
 
@@ -140,8 +140,8 @@ def survey(folder: Path, asked: Mapping[str, Any], contents: Contents | None = N
 
 
 def completed(contents: Contents, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """A pack's options, with all that was left open. Looks into images for sizes, and into labels for ids, if nothing
-    else has them.
+    """A pack's options, complete. Reads sizes from images, and ids from labels, if nothing else has
+    them.
 
     Raises PackError if no image has a label, or there is no class table.
     """
@@ -184,8 +184,8 @@ def header_size(path: Path) -> Size | None:
 
 
 def found_ids(contents: Contents) -> list[int]:
-    """The ids in all labels but 255. Raises PackError for more than can be classes: such labels are pictures, or
-    smoothed."""
+    """The ids in all labels but 255. Raises PackError for more than can be classes: such labels are photographs,
+    or smoothed."""
     files = [one.label for one in contents.labelled.values()]
     found = dict(zip(files, in_threads(lambda name: ids_in(contents.folder / name), files), strict=True))
     known = sorted(set().union(*found.values()) - {IGNORE})
@@ -210,8 +210,8 @@ def found_ids(contents: Contents) -> list[int]:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads an image with its label from the source files, whole, at each access: packing calls it once an image, and
-    `feed="workers"` at every step, as scripts do. Picklable: each worker looks at the folder once."""
+    """Reads an image with its label from the source files, whole, at each access: packing calls it once per image, and
+    `feed="workers"` at every step, as scripts do. Picklable: each worker scans the folder once."""
 
     folder: Path
     labels: str = "auto"
@@ -321,7 +321,7 @@ def validate(
 
 
 def remarks(contents: Contents, table: Table, pixels: np.ndarray) -> Iterator[Row]:
-    """What only all labels together show."""
+    """Problems that only all labels together show."""
     for k, one in enumerate(table.classes if pixels.any() else ()):
         if pixels[k] == 0:
             fix = "nothing, or annotate some; or leave it out of classes="

@@ -1,7 +1,7 @@
 """Demo data in the raw format: images of patterned shapes, label images of class ids, and the same as CVAT polygons.
 
 A pixel's class is the pattern around it. Every shape, and the ground, takes its two colours from the same distribution
-and lies anywhere, so neither a pixel's colour nor its position tells the class.
+and lies anywhere, so neither a pixel's colour nor its position reveals the class.
 """
 
 from __future__ import annotations

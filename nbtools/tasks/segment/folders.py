@@ -93,7 +93,7 @@ def parse_path(name: str) -> Parsed:
 
 
 def parse_paths(names: Iterable[str]) -> list[Parsed]:
-    """Images and labels. A file next to an image that is called as it, with a mark, is its label: a_mask.png."""
+    """Images and labels. A file next to an image with its name and a suffix is its label: a_mask.png."""
     paths = [parse_path(name) for name in names if not OTHER_TASKS.fullmatch(name)]
     images = {path.key for path in paths if not path.is_label}
     for i, path in enumerate(paths):
@@ -105,8 +105,8 @@ def parse_paths(names: Iterable[str]) -> list[Parsed]:
 
 
 class Contents:
-    """What a folder holds by its names, lists and XML, without a look into images. labels: where they are; `auto` looks
-    everywhere.
+    """The contents of a folder by its names, lists and XML, without opening images. labels: where they are; `auto`
+    searches everywhere.
 
     images: how many there are; labelled: by the image's name; document: the labels of CVAT's files; table: the file of
     the class table, if any; rows: what is wrong.

@@ -1,7 +1,7 @@
 """Image files and label images → arrays at the packed size.
 
-Images are turned as their EXIF data say, and decoded no larger than needed. Transparency is kept with 4 channels; with
-3 the image lies on white paper, as most viewers and converters show it.
+Images are rotated according to their EXIF data, and decoded no larger than needed. Transparency is kept with 4
+channels; with 3 the image is drawn on white, as most viewers and converters show it.
 
 A label's pixel value is its id: grey images of 1 to 16 bits, and the index of a palette. Colour images, and palettes
 whose colours in use are all in the class table, are read by their colours.
@@ -84,8 +84,8 @@ class Recipe:
 
 
 def orientation(image: Image.Image) -> int:
-    """EXIF's, 1 to 8, as far as it is left to do. A PNG may have it only after decoding, unless it comes first; a TIFF
-    is turned by Pillow itself."""
+    """The remaining EXIF orientation, 1 to 8. A PNG may have it only after decoding, unless it comes first; a TIFF
+    is rotated by Pillow itself."""
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return 1
     turn = image.getexif().get(ORIENTATION, 1)
@@ -146,7 +146,7 @@ def read_label(path: Path, recipe: Recipe, size: Size) -> np.ndarray:
 
 
 def ids_in(path: Path) -> list[int]:
-    """The ids in a label image, to learn which there are; none if it cannot be used, or has colours."""
+    """The ids in a label image, to see which occur; none if it cannot be used, or has colours."""
     with contextlib.suppress(Refused):
         return list(count_ids(read_ids(path, {})))
     return []
@@ -195,7 +195,7 @@ def read_ids(path: Path, by_colour: Mapping[Colour, int]) -> np.ndarray:
 
 
 def ids_of_palette(index: np.ndarray, palette: list[int], by_colour: Mapping[Colour, int]) -> np.ndarray:
-    """By colour if the table has all colours in use, since programs number them as they please; else the index."""
+    """By colour if the table has all colours in use, since programs number them arbitrarily; else the index."""
     lookup = np.zeros(256, np.uint16)
     for i in count_ids(index):
         if (found := by_colour.get((*palette[3 * i : 3 * i + 3],))) is None:  # type: ignore[arg-type]

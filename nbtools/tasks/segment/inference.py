@@ -109,7 +109,7 @@ def eval_cost(plan: Plan, size: tuple[int, int]) -> float:
 
 
 def usual(size: tuple[int, int]) -> dict[str, dict[str, Any]]:
-    """The ways to compare for images (H, W): name → settings of the plan. Windows have half the longer side."""
+    """The variants to compare for images (H, W): name → settings of the plan. Windows have half the longer side."""
     window = max(32, round(max(size) / 64) * 32)
     scales = f"{len(ALL_SCALES)} scales, {min(ALL_SCALES):g} to {max(ALL_SCALES):g}"
     return {
@@ -130,7 +130,7 @@ def costs(
     ids: Ids | None = None,
     batch_size: int = 8,
 ) -> pd.DataFrame:
-    """A row for each way to evaluate a split, or some ids of a pack: miou, gain (over the first way), ms (an image, the
+    """One row per way to evaluate a split, or some ids of a pack: miou, gain (over the first way), ms (an image, the
     median of all batches), times (relative to the first way, the median of the batches' ratios) and pixels (evaluated
     for each of an image's). A machine's speed varies, so every batch is evaluated in all ways in turn.
 

@@ -1,6 +1,6 @@
 """The loss: OHEM cross-entropy of each output, plus all pixels again, weighted by closeness to a class boundary.
 
-Each image is judged by itself and images are summed, so that micro-batches and processes give the gradient of one big
+Each image is scored separately and images are summed, so that micro-batches and processes give the gradient of one big
 batch. A pixel's weight is a constant of the backward pass: the loss of an output is Σ weight · cross-entropy. Nothing
 synchronises with the device. An image without a valid pixel adds 0, never NaN.
 

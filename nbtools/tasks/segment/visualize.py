@@ -149,7 +149,7 @@ def figure(pack: Pack, panels: Sequence[Panel]) -> Sheet:
 
 def label_spots(label: np.ndarray) -> list[tuple[int, int, int]]:
     """label (H, W) uint8 → (class, x, y) of the pixel farthest from a boundary, for each class that has room for a
-    number there: so classes differ not by colour alone."""
+    number there, so that classes differ not only by colour."""
     framed = np.pad(np.where(label == IGNORE, UNKNOWN, label), 1, constant_values=UNKNOWN)
     far, found = distance_map(framed)[1:-1, 1:-1], []
     for k in np.unique(label[label != IGNORE]):

@@ -1,4 +1,4 @@
-"""A clip's file: the arrays that are read, the rules they keep, and the columns that a pack takes from them.
+"""A clip's file: the arrays that are read, their rules, and the columns that a pack takes from them.
 
     X              (T, 156)   float32   x, y of pose 25, left hand 21, right hand 21, face 11 points, in [0, 1]
     X2048          (T, 2048)  float32   features of each frame
@@ -40,7 +40,7 @@ from nbtools.tasks.sign.networks import POSITIONS
 WIDTH, FEATURES = 2 * POINTS, 2048
 MASK, TIMES, META = "mask", "timestamps_ms", "meta"
 META_BYTES = 1_000_000  # at most
-SLACK = 0.5  # how far outside the picture a point may be: trackers guess where one is that has left it, as hips below
+SLACK = 0.5  # how far outside the picture a point may be: trackers guess points outside, as hips below
 LARGEST = 160_000_000  # bytes of an array: ten minutes of features at 30 frames/s; each reading thread may take as much
 DAMAGED = "copy the file again from its origin, or delete it"
 AGAIN = "extract the clip again, or delete it"
@@ -102,7 +102,7 @@ def arrays_of(keys: Keys) -> dict[str, Array]:
 
 
 def examine(path: Path, keys: Keys, whole: bool = True) -> tuple[Sample, list[Row]]:
-    """(a clip's columns, what is odd about it). whole: look at meta, too.
+    """(a clip's columns, remarks). whole: also check meta.
 
     Raises Refused with the first error, OSError where the file cannot be opened.
     """
@@ -191,7 +191,7 @@ def check_times(key: str, ms: np.ndarray) -> Iterator[Row]:
 
 
 def check_meta(npz: zipfile.ZipFile) -> Iterator[Row]:
-    """Nothing depends on meta, so that all that is wrong with it is a warning."""
+    """Nothing depends on meta, so all its faults are warnings."""
     if META not in keys_in(npz):
         yield absent(npz, META)
         return
@@ -215,7 +215,7 @@ def first_frame(which: np.ndarray) -> int:
 
 
 def has_array(path: Path, key: str) -> bool | None:
-    """Whether a clip has an array of this name; None where it cannot be opened."""
+    """Whether a clip has an array of this name; None if it cannot be opened."""
     try:
         with open_npz(path) as npz:
             return key in keys_in(npz)

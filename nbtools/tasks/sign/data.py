@@ -36,7 +36,7 @@ def pack(
     into: str | Path | None = None,
     progress: bool = True,
 ) -> Pack:
-    """The pack of labelled clips from a folder, archive or link; opened where it is finished.
+    """The pack of labelled clips from a folder, archive or link; opened if it is finished.
 
     kp_key: the array of keypoints; None reads none. feature_key: that of features, packed where every clip has them;
     None leaves them out, which makes a pack for the Transformer alone 13 times as small. require_x2048: leave out clips
@@ -149,7 +149,7 @@ def validate(
 
 
 def checked(folder: Path, keys: Keys, clip: str) -> tuple[list[Row], bytes]:
-    """(what is wrong with a clip, a digest of what it shows)."""
+    """(what is wrong with a clip, a digest of its contents)."""
     try:
         columns, rows = examine(folder / clip, keys)
     except Refused as refusal:

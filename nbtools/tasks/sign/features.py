@@ -1,4 +1,4 @@
-"""Frames → X2048: a step of its own, once before training, by a frozen backbone or one that is fine-tuned first.
+"""Frames → X2048: a separate step, once before training, by a frozen backbone or one that is fine-tuned first.
 
 A folder of images is a clip, and so is a file of several images (GIF, WebP, APNG, TIFF). Videos are refused, since
 decoding them takes ffmpeg, on which nbtools does not depend. T frames of H × W pixels, D = 2048 numbers a frame.
@@ -92,12 +92,12 @@ def features(
     the arrays that are there, and copy the lists of labels. An interrupted extraction resumes: clips that have features
     are skipped, and where all have them no network is built.
 
-    weights: "imagenet", a file, or None for random ones. network: one of your own in place of InceptionV3, from
+    weights: "imagenet", a file, or None for random ones. network: your own in place of InceptionV3, from
     normalised frames (N, 3, 299, 299) to (N, D). crop: the middle of a frame instead of all of it.
     finetune: epochs in which the backbone is first trained, with lr, on the labelled clips below train/; it is kept as
     `into/backbone.safetensors` and loaded from there the next time. batch_size: frames at once.
     overwrite: replace features that another backbone made, or an unknown one; the latter are kept otherwise.
-    Raises PackError, TrainError for a device that is not there, MissingExtra without torchvision, CheckpointError for
+    Raises PackError, TrainError for a missing device, MissingExtra without torchvision, CheckpointError for
     weights that do not fit, DiskError.
     """
     Keys(None, feature_key)  # raises for a name that is another array's

@@ -78,7 +78,7 @@ class Backbone(nn.Module):
         return (pictures - self.mean) / self.std
 
     def mark(self) -> str:
-        """A short name of the weights and of how frames are cropped: equal for what makes the same features."""
+        """A short name of the weights and of how frames are cropped: equal if they make the same features."""
         digest = hashlib.blake2b(f"crop={self.crop}".encode(), digest_size=8)
         for name, tensor in self.network.state_dict().items():
             digest.update(f"{name} {tuple(tensor.shape)}".encode())

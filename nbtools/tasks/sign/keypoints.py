@@ -61,7 +61,7 @@ class Keypoints(NamedTuple):
 
 
 def prepared(clips: Keypoints, plan: Plan, draws: Draws | None) -> Keypoints:
-    """Clips in the plan's coordinates, augmented given draws; 0 where a point is not seen, whatever stood there."""
+    """Clips in the plan's coordinates, augmented given draws; 0 where a point is not seen, whatever its value was."""
     if draws is not None and (plan.time_warp or plan.time_crop):
         clips = retimed(clips, draws, plan.time_warp, plan.time_crop, longest=POSITIONS)
     if draws is not None and plan.mirror:
@@ -146,7 +146,7 @@ def between(points: Tensor, seen: Tensor, place: Tensor) -> tuple[Tensor, Tensor
 
 
 def mirrored(clips: Keypoints, chosen: Tensor) -> Keypoints:
-    """Left-right mirror images of the chosen (B,) clips; what was the left hand is then the right one."""
+    """Left-right mirror images of the chosen (B,) clips; the left hand then becomes the right one."""
     table, swapped = mirror_on(clips.points.device), chosen[:, None, None]
     image, seen = clips.points.index_select(2, table), clips.seen.index_select(2, table)
     image = torch.stack([1 - image[..., 0], image[..., 1]], 3)

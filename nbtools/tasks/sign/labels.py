@@ -83,7 +83,7 @@ def labels_of(folder: Path) -> Labels:
 
 
 def label_lists(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """name → content of each list of labels, whatever it is called; other CSV files are passed over."""
+    """name → content of each list of labels, whatever it is called; other CSV files are skipped."""
     lists = {}
     for name in names:
         last = PurePosixPath(name).name.lower()
@@ -125,7 +125,7 @@ def read_table(
 
 
 def read_reference(folder: Path, names: Iterable[str]) -> tuple[list[Named], list[Row]]:
-    """The names of the ids, and a warning where these cannot be read: they are for people."""
+    """The names of the ids, and a warning if these cannot be read: they are only for display."""
     name = next((name for name in names if PurePosixPath(name).name.lower() == REFERENCE), None)
     if name is None:
         return [], []

@@ -28,7 +28,7 @@ POWER = {"balanced": 1.0, "sqrt": 0.5}
 
 
 def model(card: Card | Pack, plan: Plan) -> Transformer | Gru:
-    """The network of a plan for a data set. Raises PlanError where that lacks what it reads."""
+    """The network of a plan for a data set. Raises PlanError if that lacks what it reads."""
     card = card.card if isinstance(card, Pack) else card
     name = network_of(plan, card.columns)
     column = card.columns.get(COLUMN[name])
@@ -179,7 +179,7 @@ class Gru(nn.Module):
     10 categories.
 
     Clips are padded, not packed: a forward GRU reaches a clip's last frame before it sees any padding, and
-    PackedSequence costs cuDNN's fast path and a wait for the lengths. torch.compile gives nothing here.
+    PackedSequence loses cuDNN's fast path and waits for the lengths. torch.compile gains nothing here.
     """
 
     dropout = 0.3

@@ -1,4 +1,4 @@
-"""How signs are trained and answered: batches, loss, metrics, decoding, and one clip at a time.
+"""How signs are trained and predicted: batches, loss, metrics, decoding, and one clip at a time.
 
 B clips, T frames, P = 78 points, D = 2048 numbers a frame, G glosses, C categories.
 """
@@ -94,8 +94,8 @@ class Answer:
 
 @torch.no_grad()
 def answer(model: nn.Module, card: Card | Pack, plan: Plan, clip: Sample) -> Answer:
-    """The answer of a model in eval mode to one clip, as `pack.sample` and `read` return it. Only the columns that the
-    network reads are copied to the device."""
+    """The prediction of a model in eval mode for one clip, as `pack.sample` and `read` return it. Only the columns
+    that the network reads are copied to the device."""
     device, began = next(model.parameters()).device, perf_counter()
     columns = read_by(plan, clip)
     raw = collate([{name: clip[name] for name in columns if name in clip}], card.columns)
@@ -113,8 +113,8 @@ def read_by(plan: Plan, clip: Sample) -> tuple[str, ...]:
 def stream(
     model: nn.Module, card: Card | Pack, plan: Plan, clip: Sample, window: int = 45, every: int = 5
 ) -> Iterator[Answer]:
-    """An answer every so many frames, each to the last `window` frames, as for a camera. `frame` counts from the clip's
-    start. Raises PlanError for a window or a pace of less than one frame."""
+    """A prediction every `every` frames, each from the last `window` frames, as for a camera. `frame` counts from the
+    clip's start. Raises PlanError for a window or a pace of less than one frame."""
     if window < 1 or every < 1:
         raise PlanError(f"stream: window and every must be ≥ 1 frame, got {window} and {every}")
     frames = len(clip[read_by(plan, clip)[0]])
