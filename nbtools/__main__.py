@@ -442,7 +442,7 @@ PLAIN: dict[Any, tuple[str, Callable[[str], Any]]] = {
     bool: ("true or false", {"true": True, "false": False}.__getitem__),
     types.NoneType: ("none", {"none": None}.__getitem__),
 }
-"""Type → the rule for its texts, and how one is read; a text of any other type is taken as it is."""
+"""Type → the rule for its texts, and how one is read; a text of any other type is taken unchanged."""
 UNIONS, SEVERAL = (types.UnionType, typing.Union), (tuple, list, Sequence, Iterable)
 
 
@@ -474,7 +474,7 @@ def described(kind: Any) -> str:
 
 
 def is_counted(kind: Any) -> bool:
-    """Whether it is a tuple of so many."""
+    """Whether it is a tuple of this length."""
     return typing.get_origin(kind) is tuple and Ellipsis not in typing.get_args(kind)
 
 

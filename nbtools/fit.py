@@ -139,7 +139,7 @@ def follow(job: Job) -> None:
                     surface.answer(sentence)
             job.history.append(record)
             surface.update(record)
-            if record.kind != "change":  # a checkpoint amid a change would resume with its row, and without it
+            if record.kind != "change":  # a checkpoint amid a change would resume with its row, but without the change
                 job.watch(record)
                 if surface.listen() and act(job):
                     return
@@ -237,7 +237,7 @@ def evaluate_all(job: Job) -> None:
 
 
 def diagnose(job: Job, tell: Callable[[str], None]) -> None:
-    """Measure what a step of this run consists of, on a model of its own; report the verdict and save it."""
+    """Measure what a step of this run consists of, on a separate model; report the verdict and save it."""
     state, surface, kept = job.state, job.surface, fixed(job.state.plan)
     surface.tell("measuring what a step consists of …", passing=True)
     with optional("not measured", tell):

@@ -40,7 +40,7 @@ def only_one(folder: Path) -> Iterator[None]:
     """Two processes in one run folder would mix their histories. Raises TrainError for the second."""
     with ExitStack() as stack:
         with disk.explained("locking a run", cache()):
-            for patience in (0.1, 0.1, 0):  # `busy` holds the lock for an instant to look at it
+            for patience in (0.1, 0.1, 0):  # `busy` holds the lock for an instant to test it
                 try:
                     stack.enter_context(lock(folder))
                     break
@@ -79,7 +79,7 @@ def kept_folder(keep: str | Path | None) -> Path | None:
 
 
 def restore(folder: Path, kept: Path | None) -> None:
-    """Restore a run from the folder where it is kept, when the local folder is gone, as after a lost session.
+    """Restore a run from the folder where it is kept, when the local folder is missing, as after a lost session.
 
     Raises CheckpointError where that would mix two runs, or replace files that are no run's.
     """

@@ -42,7 +42,7 @@ class Letters:
         return 2 if letter in self.wide else 1
 
     def cell(self, letter: str) -> tuple[str, float]:
-        """(text, relative size) of one character in a cell of its own: a code point stands in two rows of digits."""
+        """(text, relative size) of one character in a separate cell: a code point takes two rows of digits."""
         code = f"{ord(letter):04X}"
         return (f"{code[:-2]}\n{code[-2:]}", CODE) if letter in self.missing else (letter, 1.0)
 

@@ -41,7 +41,7 @@ IN_PLACE = ("tar", "zip")  # files can be read from these without unpacking them
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # bzip2 and lzma make 20 GB of a MB, and zipfile sets no bound
 ENTRIES = 5_000_000  # more than this is an attack on memory
 LARGEST = 1 << 28  # bytes of a file that is read into memory; a scanned page has 3 MB
-RATIO, FLOOR = 200, 100_000_000  # bytes unpacked: at most so many times the archive (deflate can 1,032), or the floor
+RATIO, FLOOR = 200, 100_000_000  # bytes unpacked: at most this many times the archive (deflate can 1,032), or the floor
 STRAY = (  # what the readers let escape on damaged input, besides their own errors; found by mutation
     *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError),
     *(ValueError, RuntimeError, ArithmeticError, LookupError, TypeError, MemoryError),
@@ -100,7 +100,7 @@ def extract(path: Path, folder: Path, progress: Progress = ignored) -> None:
     """Write an archive's files below `folder`, which must not exist yet.
 
     Raises ArchiveError, with file and entry, for links, devices, names that leave the folder or collide (by case or
-    Unicode form too), damage of any kind, a missing end, and more bytes or entries than the budget. What was written
+    Unicode form too), damage of any kind, a missing end, and more bytes or entries than the limits. What was written
     until then stays in `folder`: the caller extracts into a `.part` and publishes afterwards.
     """
     names = Names()
@@ -124,7 +124,7 @@ def extract(path: Path, folder: Path, progress: Progress = ignored) -> None:
 
 
 def plain(path: Path, target: Path, progress: Progress = ignored) -> None:
-    """Write the plain tar that a compressed one is made of, within the same budget; a plain one and a zip as they are.
+    """Write the plain tar that a compressed one is made of, within the same limit; a plain one and a zip unchanged.
     Its files are not examined."""
     with explained(path), open(path, "rb") as raw, OPENERS.get(kind(path) or "", OPENERS["tar"])(raw) as file:
         stream = Forward(raw, file, budget(path.stat().st_size), progress)

@@ -206,7 +206,7 @@ def is_far(path: Path) -> bool:
     def far(place: Path) -> bool:
         return any(map(place.is_relative_to, roots)) or disk.is_slow(place)
 
-    if far(path.resolve()):  # and no look at its files, each of which takes a while there
+    if far(path.resolve()):  # without listing its files, which is slow there
         return True
     places = set()
     for base, folders, names in os.walk(path):

@@ -180,7 +180,7 @@ def moving(total: int | None, doing: str, progress: bool) -> tqdm:
 
 
 def bar(*arguments: Any, **options: Any) -> tqdm:
-    """A tqdm bar; arguments and options are tqdm's. In a notebook it is one line of text in an output of its own, which
+    """A tqdm bar; arguments and options are tqdm's. In a notebook it is one line of text in a separate output, which
     stays whatever `leave` says: tqdm's widget would be saved with its first text, `packing: 0%`."""
     options["mininterval"] = max(LEAST, options.get("mininterval", LEAST))
     if in_notebook() and not options.get("disable"):

@@ -72,7 +72,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten; where so many fit, 1 and 3 or 1, 2 and 5 times each."""
+    """Powers of ten; where there is room, 1 and 3 or 1, 2 and 5 times each."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     found: list[float] = []
     for steps in ((1, 2, 5), (1, 3), (1,)):
@@ -202,7 +202,7 @@ def calmed(x: np.ndarray, y: np.ndarray, part: float = 1 / 50) -> tuple[np.ndarr
 
 
 def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most two points a column, its lowest and its highest: no peak is lost, unlike with every n-th point."""
+    """At most two points per column, its lowest and its highest: no peak is lost, unlike with every n-th point."""
     size = math.ceil(len(x) / COLUMNS)
     if size <= 2:
         return x, y

@@ -61,7 +61,7 @@ PENDING = {
 }
 PAUSED, PAUSING = "paused between two steps: change what you like, then Resume", "pausing after this step …"
 NO_RUN = "no run is in progress: nb.fit starts one"
-SLOW = 1.0  # seconds a step; from here on the panel announces that clicks are read when a step ends
+SLOW = 1.0  # seconds per step; from here on the panel announces that clicks are read when a step ends
 
 OFFERS = {
     "none": ("keep", "keep the lr"),

@@ -92,7 +92,7 @@ class Messages:
             with HeldInterrupt() as interrupt:
                 box.fetch()
                 while box.comms:
-                    # In a context of its own: the cell's variables (its parent header among them) stay as they are.
+                    # In a separate context: the cell's variables (its parent header among them) are unchanged.
                     contextvars.copy_context().run(self._answer, box.comms.popleft(), box, interrupt)
                     count += 1
         except Exception as error:

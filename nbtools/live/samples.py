@@ -17,7 +17,7 @@ from nbtools.live.chart import GREEN, VERMILLION
 from nbtools.table import columns, padded, plain
 
 WIDTH, HEIGHT = 200, 160  # px that a sample is wide, and high at most
-LONG, LINE_HEIGHT = 5, 48  # a line of text: wider than so many times its height; px that it is high
+LONG, LINE_HEIGHT = 5, 48  # a line of text: wider than this many times its height; px that it is high
 LEAST = 120  # px of a card, so that a short line's text has room
 SHARP = 2  # pixels a px
 SHOWN = 4  # samples in a terminal

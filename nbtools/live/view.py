@@ -82,8 +82,8 @@ class View:
     """A run's history, drawn as it grows: what is new at most 4 times a second, and more rarely where that would take
     above FRAME_COST of the time; `due = 0.0` has the next `draw` draw in any case. events: every message so far.
 
-    count: samples an epoch. best: the metric that counts, as in `Task.BEST`. given: the panel to show, or the Advice or
-    Plan that one is made of where it can be shown. show: False draws and prints nothing.
+    count: samples per epoch. best: the metric that counts, as in `Task.BEST`. given: the panel to show, or the Advice
+    or Plan that one is made of where it can be shown. show: False draws and prints nothing.
     """
 
     def __init__(self, folder: Path, history: History, plan: Plan, count: int, best: str, given: Any, show: bool):
@@ -268,7 +268,7 @@ class Output:
             self.lines.append(message)
 
     def still(self, image: bytes) -> None:
-        """A PNG below the view, visible only where the view is not. In an output of its own: updating the view's would
+        """A PNG below the view, visible only where the view is not. In a separate output: updating the view's would
         make Jupyter draw all its widgets again."""
         from IPython.display import HTML, Image, display
 

@@ -35,7 +35,7 @@ from nbtools.train import device as devices
 
 VERSION = 4  # of what is measured: what an older version advised is measured again
 KEPT = 8  # kept results next to a pack, for instance of other machines
-TURNS = 2  # changes to the measured plan, each based on a profile of its own
+TURNS = 2  # changes to the measured plan, each based on a new profile
 SECONDS = 20.0  # for the batch size; a third of it for the profile, which takes two to three times that
 FREE = ("feed", "workers", "prefetch", "channels_last", "compile", "graph", "amp")
 """Settings that advice changes by itself where that was measured faster: training takes the same course, but for the
@@ -304,7 +304,7 @@ def batch_size(card: Card, machine: Machine, base: int) -> tuple[int, str]:
     most = max(train // LEAST_STEPS, LEAST_BATCH)
     if batch > most:
         batch = max(1, min(2 ** (most.bit_length() - 1), train))
-        why += f"; capped to {batch}: {train:,} training samples are few, {THUMB} (ours: {LEAST_STEPS} steps an epoch)"
+        why += f"; capped to {batch}: {train:,} training samples are few, {THUMB} (ours: {LEAST_STEPS} steps per epoch)"
     return batch, why
 
 
@@ -314,7 +314,7 @@ def largest_batch(plan: Plan, base: Plan, card: Card, machine: Machine) -> tuple
     why = f"{MOST_K} × the baseline's {base.batch_size}, where the lr rules end (guide 3, arXiv 2405.14578)"
     if enough(card) < bound:
         bound = enough(card)
-        why = f"{LEAST_STEPS} steps an epoch of {train:,} training samples, or batch {LEAST_BATCH} (ours)"
+        why = f"{LEAST_STEPS} steps per epoch of {train:,} training samples, or batch {LEAST_BATCH} (ours)"
     batch = 2 ** (max(bound, 1).bit_length() - 1)
     if batch <= plan.batch_size:
         return None, f"{THUMB}: the advised {plan.batch_size} is the largest allowed, by {why}"

@@ -42,7 +42,7 @@ def peak(device: torch.device, act: Callable[[], Any]) -> int:
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the tensors that operations made and that are still alive; their most. About 10 µs an operation.
+    """Bytes of the tensors that operations made and that are still alive; their most. About 10 µs per operation.
 
     A storage counts once, however many views it has; what the operations were given from outside does not count.
     """
@@ -132,7 +132,7 @@ def ram(root: Path = Path("/")) -> Room | None:
 def allowance(group: Path, limit: str, usage: str, droppable: str) -> int | None:
     """Bytes that a cgroup still allows; None without a limit. File cache that can be dropped does not count as used."""
     most, used = read(group / limit), read(group / usage)
-    if not most or not used or not most[0].isdigit() or int(most[0]) >= 1 << 60:  # "max", or version 1's way to say so
+    if not most or not used or not most[0].isdigit() or int(most[0]) >= 1 << 60:  # "max", or version 1's equivalent
         return None
     stat = dict(line.split() for line in read(group / "memory.stat"))
     return max(0, int(most[0]) - int(used[0]) + int(stat.get(droppable, 0)))

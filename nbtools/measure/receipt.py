@@ -161,7 +161,7 @@ def ladder(baseline: Plan, plan: Plan, pack: Pack, device: torch.device) -> list
 
 
 def costs(plan: Plan, pack: Pack, device: torch.device) -> dict[str, Any]:
-    """The settings that make a step faster or slower, the feed as it is chosen; workers and prefetch only where that
+    """The settings that make a step faster or slower, with the feed chosen; workers and prefetch only where that
     has them."""
     name, _ = choose(pack, plan, device)
     unused = {"resident": ("workers", "prefetch"), "streamed": ("workers",)}.get(name, ())
@@ -169,7 +169,7 @@ def costs(plan: Plan, pack: Pack, device: torch.device) -> dict[str, Any]:
 
 
 class Course:
-    """Plans in training side by side, each with a turn a round. By name: steppers, and peaks, MiB of GPU memory at
+    """Plans in training side by side, each with a turn per round. By name: steppers, and peaks, MiB of GPU memory at
     most. step_s: seconds of the slowest one's step."""
 
     def __init__(self, task: TaskLike, pack: Pack, device: torch.device, clock: Clock | None = None):

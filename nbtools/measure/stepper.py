@@ -190,7 +190,7 @@ class Stepper:
 
 
 def apart(task: TaskLike) -> Task:
-    """The task, but for a model of its own: one that hands out the same module each time does not see it trained."""
+    """The task with a separate model: one that returns the same module each time does not see it trained."""
     own = copy.copy(task)
     vars(own)["model"] = lambda card, plan: copy.deepcopy(task.model(card, plan))
     return own

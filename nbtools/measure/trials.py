@@ -27,7 +27,7 @@ SHAPES = 8  # programs of one function that dynamo keeps before it gives up
 FASTER = 1.05  # lower quartile of the ratio to float32 from which mixed precision is used
 LOSSES = 10  # steps whose losses are compared
 RAMP = 30  # steps in which lr rises to the plan's while they are
-LEAST_STEPS = 20  # optimizer steps an epoch below which a larger batch starves a small data set: rule of thumb (ours)
+LEAST_STEPS = 20  # optimizer steps per epoch below which a larger batch starves a small data set: rule of thumb (ours)
 FEEDING = {"feed", "workers", "prefetch"}
 
 
@@ -42,7 +42,7 @@ def step_profile(
     clock: Clock | None = None,
 ) -> StepProfile:
     """Measure a plan for about two to three times `seconds` (SECONDS), or some 20 steps where they take longer, and a
-    minute or two more where training is to last so long that compiling is worth trying, or `compiling` asks for it.
+    minute or two more if training will last long enough that compiling is worth trying, or `compiling` asks for it.
 
     fixed: settings that need not be tried. Trains a separate model; nothing outside changes, no random state, no
     switch (on CUDA torch's peak memory statistics begin anew). Raises TrainError if training could not start.

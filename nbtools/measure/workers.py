@@ -117,7 +117,7 @@ def measured(stepper: Stepper, plan: Plan, slice_s: float, before: Sequence[Sett
     if skipped:
         return Setting(*setting, skipped=skipped)
     others, opened = set(multiprocessing.active_children()), stepper.clock()
-    # an epoch of its own: other files than those before it, where there are so many
+    # a separate epoch: other files than those before it, if there are enough
     reader = stepper.on(stepper.epochs(len(before) + 1, Workers(stepper.pack, stepper.device, plan)))
     next(reader.batches)
     start = stepper.clock() - opened

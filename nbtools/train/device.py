@@ -110,8 +110,8 @@ def glibc() -> ctypes.CDLL | None:
 
 @cache
 def keep_freed() -> None:
-    """Have malloc keep what tensors free, for good: else it hands every large activation back to the system, and a CPU
-    step spends 5 % (small network) to 25 % (the guide's) of its time on page faults. The user's own settings
+    """Have malloc keep what tensors free, permanently: else it hands every large activation back to the system, and a
+    CPU step spends 5 % (small network) to 25 % (the guide's) of its time on page faults. The user's own settings
     (MALLOC_…, another allocator) stay."""
     library = glibc()
     if library is not None and not any(name.startswith("MALLOC_") for name in os.environ):

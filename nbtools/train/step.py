@@ -117,7 +117,7 @@ def average(ema: AveragedModel, model: nn.Module, decay: float) -> None:
     """Update the moving average after the weights; buffers that are not floats, such as counters, are copied.
 
     The bits of `AveragedModel.update_parameters` with `get_ema_multi_avg_fn`, which allocates for the counters, where
-    memory could run out after the weights were updated, and copies a counter of its own to the GPU, which makes the
+    memory could run out after the weights were updated, and copies its own counter to the GPU, which makes the
     host wait in every step.
     """
     share = 1 - decay if ema.n_averaged else 1.0  # the first average is the weights

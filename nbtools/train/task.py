@@ -69,7 +69,7 @@ class Task:
 
     def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch:
         """The network's input, from the pack's arrays: normalised, and augmented if draws are given. Default: the
-        arrays as they are."""
+        arrays unchanged."""
         return raw
 
     def groups(self, model: nn.Module, plan: Any) -> list[dict[str, Any]]:
@@ -133,7 +133,7 @@ class Task:
         """A report of everything that is wrong with a source; `.ok`: no errors. Default: raises NbtoolsError, since
         packing checks the files."""
         raise NbtoolsError(
-            f"{task_name(self)} checks its files while it packs them: call its pack(source), and look at pack.bad"
+            f"{task_name(self)} checks its files while it packs them: call its pack(source), and check pack.bad"
         )
 
     def features(self, source: str | Path, into: Path, **options: Any) -> Any:

@@ -59,7 +59,7 @@ def texts(labels: Tensor, lengths: Tensor) -> list[list[int]]:
 
 
 def feasible(steps: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
-    """(B,) bool: whether CTC can spell labels (B, N) of such lengths in so many steps; else its loss is infinite."""
+    """(B,) bool: whether CTC can spell labels (B, N) of these lengths in this many steps; else its loss is infinite."""
     real = torch.arange(1, labels.shape[1], device=labels.device) < lengths[:, None]
     repeats = ((labels[:, 1:] == labels[:, :-1]) & real).sum(1)
     return steps >= lengths + repeats

@@ -11,7 +11,7 @@ from nbtools.data import bar
 from nbtools.errors import PackError
 from nbtools.tasks.common.files import in_threads, walk
 
-LIST = ".nbtools-demo"  # names of the files that a demo wrote; hidden, so that packing does not look at it
+LIST = ".nbtools-demo"  # names of the files that a demo wrote; hidden, so that packing skips it
 SLOW = 2  # seconds before a progress bar appears
 
 File = tuple[str, Callable[[], bytes]]

@@ -108,7 +108,7 @@ def decode_text(data: bytes, file: str) -> str:
 
 
 def in_threads(work: Callable[[T], R], items: Iterable[T], chunk: int = 64) -> Iterator[R]:
-    """work(item) of each item, in order, computed by one thread a core; at most `chunk` results wait in memory."""
+    """work(item) of each item, in order, computed by one thread per core; at most `chunk` results wait in memory."""
     source = iter(items)
     with ThreadPoolExecutor(cores()) as pool:
         while part := list(islice(source, chunk)):

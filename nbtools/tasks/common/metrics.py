@@ -23,7 +23,7 @@ def whole_accuracy(predicted: Tensor, target: Tensor) -> Pair:
 def edits(predicted: Sequence, target: Sequence) -> tuple[int, int, int]:
     """(substitutions, deletions, insertions) that turn target into predicted in the fewest steps (Levenshtein).
 
-    Of several shortest ways, rapidfuzz's: `cr` depends on the choice, `cer` and `ar` do not.
+    Of several shortest edits, rapidfuzz's: `cr` depends on the choice, `cer` and `ar` do not.
     """
     try:
         from rapidfuzz.distance import Levenshtein

@@ -8,7 +8,7 @@ THUMB = "rule of thumb"
 
 
 def epochs_for(card: Card, samples: float, least: int = 3, most: int = 200) -> int:
-    """Epochs that show so many training samples in all, within limits."""
+    """Epochs that show this many training samples in all, within limits."""
     return min(most, max(least, round(samples / max(card.splits["train"], 1))))
 
 

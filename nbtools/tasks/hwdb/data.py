@@ -57,7 +57,7 @@ def pack(
     default the source's chars_list.txt, else every character of all its texts: one that occurs only in a test line is
     then read wrong, as it must be, while as UNKNOWN it could be called right.
     normalise: full-width letters, digits, marks and blanks of texts and classes become ASCII; 。 and 、 stay.
-    val, test: shares of the writers, or whole numbers: as many writers as have at least so many lines; folders called
+    val, test: shares of the writers, or whole numbers: as many writers as have at least that many lines; folders called
     Train, Val or Test and the names of lists come first.
     Raises PackError where nothing can be used.
     """
@@ -143,8 +143,8 @@ def ink_of(grey: np.ndarray, height: int) -> np.ndarray:
 
 
 def charset_of(classes: str | Path | Iterable[str], normalise: bool) -> tuple[str, ...]:
-    """The classes that a caller passes: a file with one character a line, a string or a list of characters. normalise:
-    as normalised texts need them. Raises PackError for what is not a character, or comes twice."""
+    """The classes that a caller passes: a file with one character per line, a string or a list of characters.
+    normalise: as normalised texts need them. Raises PackError for what is not a character, or comes twice."""
     if isinstance(classes, Path) or (isinstance(classes, str) and classes.endswith(".txt")):
         classes = characters_of(read_text(Path(classes), "name a file with one character per line"), Path(classes))
     if not isinstance(classes, Iterable):

@@ -1,9 +1,9 @@
 """Prefix beam search over a network's answers, with or without a language model, and the weights with the lowest error.
 
-CTC sums over all ways to spell a text; greedy decoding takes the single best way. A beam holds the `width` best texts
-so far, each with the probability of all its ways that end in a blank and of those that end in its last character
+CTC sums over all alignments of a text; greedy decoding takes the single best one. A beam holds the `width` best texts
+so far, each with the probability of all its alignments that end in a blank and of those that end in its last character
 (Hannun et al. 2014, arXiv 1408.2873; Graves & Jaitly 2014). A text is ranked by log P(CTC) + alpha · log P(LM) +
-beta · its length. A search looks at the *peaks* of an answer only, the few likely classes of each time step: a
+beta · its length. A search uses only the *peaks* of an output, the few likely classes of each time step: a
 hundredth of it. Many lines go through their frames together, in numpy.
 
 B lines, T time steps, C = 1 + classes, blank 0; F frames in which more than a blank is likely, K candidates, W beams.
@@ -135,9 +135,9 @@ def stacked(peaks: Sequence[Peaks]) -> tuple[np.ndarray, ...]:
 class Beams:
     """The best texts of B lines so far; arrays (B, W).
 
-    blank, char: log-probability of the ways that end in a blank, in the last character; bonus: what the language model
-    and the length add; hash, parent: of the text, and of the text without its last character; last: the place of that
-    character; state: the language model's; text (B, W, F): places in classes; length: of the text.
+    blank, char: log-probability of the alignments that end in a blank, in the last character; bonus: what the language
+    model and the length add; hash, parent: of the text, and of the text without its last character; last: the place of
+    that character; state: the language model's; text (B, W, F): places in classes; length: of the text.
     """
 
     def __init__(self, lines: int, frames: int, width: int, lm: NGram | None, alpha: float, beta: float):
@@ -152,7 +152,7 @@ class Beams:
     def step(self, places: np.ndarray, scores: np.ndarray, blank: np.ndarray, gap: np.ndarray) -> None:
         """Advance all lines by a frame: places and scores (B, K) of its candidates, blank (B,), gap (B,)."""
         both = np.logaddexp(self.blank, self.char)  # (B, W)
-        parted = np.where(gap[:, None], both, self.blank)  # the ways that may repeat their last character
+        parted = np.where(gap[:, None], both, self.blank)  # the alignments that may repeat their last character
         again = self.last[..., None] == places[:, None]  # (B, W, K)
         grown = np.where(again, parted[..., None], both[..., None]) + scores[:, None]
         char = np.where(gap[:, None], -np.inf, self.char) + np.where(again, scores[:, None], -np.inf).max(2)
@@ -184,7 +184,7 @@ class Beams:
         self.state = np.where(new, states[flat, old, place], self.state[flat, old])
         self.last = np.where(new, places[flat, place], self.last[flat, old])
         kept, parent = self.hash[flat, old], np.where(new, self.hash[flat, old], self.parent[flat, old])
-        longer = kept * PRIME + self.last.astype(np.uint64) + np.uint64(3)  # 64 bits: no two texts meet by chance
+        longer = kept * PRIME + self.last.astype(np.uint64) + np.uint64(3)  # 64 bits: no two texts collide by chance
         self.hash = np.where(alive, np.where(new, longer, kept), FREE)
         self.parent = np.where(alive, parent, NOWHERE)
         self.text, self.length = self.text[flat, old], self.length[flat, old]
@@ -208,7 +208,7 @@ def peaks_of(
     """The peaks of lines of a pack, in the order of ids: the network reads them once, for any number of searches.
 
     As in evaluation: never augmented, in the plan's precision, in eval mode, which is restored afterwards. Lines of
-    similar widths share a batch. About 10 kB a line of 7,375 classes, where the network's answer takes 2 MB. Raises
+    similar widths share a batch. About 10 kB per line of 7,375 classes, where the network's answer takes 2 MB. Raises
     NbtoolsError without lines.
     """
     if not len(ids):

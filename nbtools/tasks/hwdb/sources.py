@@ -217,7 +217,7 @@ def of_lists(folder: Path, lists: list[str], names: list[str]) -> Contents:
 
 def row_of(line: bytes, named: Mapping[str, set[str]]) -> tuple[str, str] | None:
     """(image, text) of a row, None of an empty one. The first comma ends the name; all others belong to the text, which
-    is taken as it is, blanks and quotes too. named: as of `images_of`. Raises Refused."""
+    is taken verbatim, blanks and quotes too. named: as of `images_of`. Raises Refused."""
     try:
         row, comma, text = line.decode().partition(",")
     except UnicodeDecodeError as error:

@@ -29,7 +29,7 @@ SIZE = 12  # points of a letter, 16.7 px: a monospaced one is a cell wide
 
 def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] | None = None) -> Sheet:
     """Lines one below the other with their text; below each character what was read for it, wrong ones coloured, and an
-    empty box where one is missing (below) or was inserted (above). Raises PackError unless there is one text an id.
+    empty box where one is missing (below) or was inserted (above). Raises PackError unless there is one text per id.
     """
     lines = [(picture(pack, int(i)), text_of(pack, int(i))) for i in ids]
     answers = [truth for _, truth in lines] if predicted is None else predicted

@@ -76,7 +76,7 @@ def pack(
     Raises PackError if nothing can be used. `validate` also reports what is wrong with single files.
     """
     asked = requested(size, fit, channels, classes, ignore, labels)
-    reader = cache(partial(Reader, labels=labels))  # looks at the folder once, for the pack and for its samples
+    reader = cache(partial(Reader, labels=labels))  # scans the folder once, for the pack and for its samples
 
     def found(folder: Path, asked: Mapping[str, Any]) -> Survey:
         return survey(folder, asked, reader(folder).contents)

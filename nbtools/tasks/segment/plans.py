@@ -140,7 +140,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
         crop = min(384, max(32, min(height, width) // 32 * 32))
         return {
             "network": ("bisenetv2", "the guide's own: a GPU is fast enough for it"),
-            "batch_size": (batch, f"the guide's 32, less for a small set: 20 steps an epoch, {THUMB}"),
+            "batch_size": (batch, f"the guide's 32, less for a small set: 20 steps per epoch, {THUMB}"),
             "crop": (crop, f"the guide's 384, or the multiple of 32 that fits into the images, {THUMB}"),
             **course(card, 100_000, batch, f"100,000 images in all, {THUMB}"),
             **recipe("bisenetv2", batch),
@@ -181,7 +181,7 @@ def recipe(network: str, batch: int) -> dict[str, tuple[Any, str]]:
 
 
 def course(card: Card, images: int, batch: int, why: str) -> dict[str, tuple[Any, str]]:
-    """How long to train and to warm up, and when to evaluate, for so many images shown in all."""
+    """How long to train and to warm up, and when to evaluate, for this many images shown in all."""
     epochs = epochs_for(card, images, FEWEST, MOST)
     why += "" if FEWEST < epochs < MOST else f", but from {FEWEST} to {MOST:,} epochs"
     warmup = round(min(epochs / 10, 1000 * batch / max(card.splits["train"], 1)), 1)

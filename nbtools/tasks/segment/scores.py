@@ -2,7 +2,7 @@
 by image; and what the position of a pixel alone predicts.
 
 B images, H × W pixels, K classes. Pixels whose label is 255 are ignored everywhere. In the tables, predicted is one
-class map (H, W) uint8 an id, as `run.predict_pack(pack, ids)` and `decode` give them.
+class map (H, W) uint8 per id, as `run.predict_pack(pack, ids)` and `decode` give them.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def metrics_of(pack: Pack, i: int, predicted: np.ndarray) -> dict[str, Pair]:
 
 
 def maps(pack: Pack, ids: Ids, predicted: Sequence[np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
-    """(id, class map) one by one. Raises PackError unless there is one map an id, of the size of the pack's labels and
+    """(id, class map) one by one. Raises PackError unless there is one map per id, of the size of the pack's labels and
     of its classes only."""
     shape, classes = pack.columns["label"].shape, len(pack.classes)
     for i, guess in mistakes.paired(list(map(int, ids)), predicted, "class map"):

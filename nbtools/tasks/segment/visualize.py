@@ -59,10 +59,10 @@ Panel = tuple[Picture, np.ndarray | None]
 
 
 def show(pack: Pack, ids: Ids, predicted: Sequence[np.ndarray] | None = None) -> Sheet:
-    """Images, each next to its classes; with predictions also these and where they are wrong, one image a row. Classes
-    are numbered, and named below; pixels without a label are hatched.
+    """Images, each next to its classes; with predictions also these and where they are wrong, one image per row.
+    Classes are numbered, and named below; pixels without a label are hatched.
 
-    predicted: a class map an id. Raises PackError for anything else.
+    predicted: one class map per id. Raises PackError for anything else.
     """
     panels: list[Panel] = []
     for i, guess in maps(pack, ids, predicted) if predicted is not None else ((int(i), None) for i in ids):

@@ -196,7 +196,7 @@ def skeletons(main: np.ndarray, other: np.ndarray, size: float) -> np.ndarray:
 
 
 def between(stations: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """(T, P, 2): from the first of the stations (K, P, 2) to the last, with stays and ways of any length."""
+    """(T, P, 2): from the first of the stations (K, P, 2) to the last, with pauses and paths of any length."""
     ends = np.cumsum([0, *PACE * rng.uniform(0.5, 1.5, len(PACE))])
     at = np.interp(np.linspace(0, ends[-1], count), ends, np.arange(len(ends)))
     first = at.astype(int).clip(max=len(ends) - 2)

@@ -135,7 +135,7 @@ def read_weights(path: Path) -> dict[str, Any]:
 
     try:
         return load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-    except Exception as error:  # torch.load raises whatever its unpickler meets
+    except Exception as error:  # torch.load raises whatever its unpickler encounters
         why = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise CheckpointError(
             f"weights: {path} cannot be read as weights: {why}; copy it again from its origin"

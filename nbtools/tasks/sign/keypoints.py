@@ -33,7 +33,7 @@ FACE_PAIRS = ((33, 263), (133, 362), (61, 291), (105, 334))
 """Eye corners (outer, inner), mouth corners, brows, by their numbers in the mesh; nose and chin have no partner."""
 
 SPAN = 3.0  # times a finger is enlarged relative to its wrist: in shoulder widths a hand is a third of what an arm is
-NARROW = 0.02  # of the picture: least width of the shoulders, lest a profile view blow the rest up
+NARROW = 0.02  # of the picture: least width of the shoulders, so that a profile view does not enlarge the rest
 STRETCH, BEND = 0.3, 0.5  # at time_warp 1: change of a clip's length; of its pace within it
 TURN, SIZE, SHIFT = 0.2, 0.15, 0.15  # at move 1: radians; share; shoulder widths
 

@@ -155,7 +155,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, keys: Tensor) -> Tensor:
-        """x (B, T, W) → (B, T, W); keys (B, 1, 1, T) bool: the frames that are attended to, at least one a clip."""
+        """x (B, T, W) → (B, T, W); keys (B, 1, 1, T) bool: the frames that are attended to, at least one per clip."""
         q, k, v = self.qkv(x).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, T, W / H)
         dropout = self.dropout if self.training else 0.0
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=keys, dropout_p=dropout)

@@ -3,7 +3,7 @@
 #
 # {badge}
 #
-# Checks images and their labels (PNGs of class ids, lists, or CVAT's polygons) before a network meets them: sizes, ids
+# Checks images and their labels (PNGs of class ids, lists, or CVAT's polygons) before training: sizes, ids
 # that are in no class, files that are cut off. Then it shows them with their classes over them, and packs them: decoded
 # once, polygons drawn once, with the distance of every pixel to the nearest class boundary. Without data of your own it
 # generates images of striped and dotted shapes. The pack is kept on your Drive as one file.
