@@ -99,7 +99,7 @@ def fit(
 
 
 def places(run: str | Path, keep: str | Path | None, release_gpu: bool) -> tuple[Path, Path | None]:
-    """(folder, kept folder). Raises CheckpointError where a run would be lost."""
+    """(folder, kept folder). Raises CheckpointError if a run would be lost."""
     if str(run).startswith("drive:"):
         raise CheckpointError(
             f"run={str(run)!r}: a run is written to local disk, and copied to Drive by keep={str(run)!r}"

@@ -74,14 +74,14 @@ def stored_plan(task: Task, folder: Path) -> Plan | None:
 
 
 def kept_folder(keep: str | Path | None) -> Path | None:
-    """Where a run is kept; None where nothing is to be kept, or Drive was refused."""
+    """Where a run is kept; None if nothing is to be kept, or Drive was refused."""
     return None if keep is None else place_to_keep(keep)
 
 
 def restore(folder: Path, kept: Path | None) -> None:
     """Restore a run from the folder where it is kept, when the local folder is missing, as after a lost session.
 
-    Raises CheckpointError where that would mix two runs, or replace files that are no run's.
+    Raises CheckpointError if that would mix two runs, or replace files that do not belong to a run.
     """
     if kept is None or not (theirs := checkpoint.read_index(kept)):
         return

@@ -68,7 +68,7 @@ class Letters:
 
     @property
     def note(self) -> str:
-        """A sentence that explains the code points, "" where there are none."""
+        """A sentence that explains the code points, "" if there are none."""
         if not self.missing:
             return ""
         return (

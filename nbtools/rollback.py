@@ -148,7 +148,7 @@ class Guard:
         yield from self.continued(found.facts, what, type(state.plan).from_dict(found.facts["plan"]), asked="best")
 
     def retry(self, trouble: Diverged) -> Generator[Record, None, None]:
-        """Back to the last checkpoint, and from there with each step checked before it counts. Raises Diverged where
+        """Back to the last checkpoint, and from there with each step checked before it counts. Raises Diverged if
         that would not help: lr is far beyond the advised one, skipping steps did not help, or there were too many
         returns."""
         job, state = self.job, self.job.state

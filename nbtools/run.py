@@ -68,7 +68,7 @@ class Run:
         return History(self.folder / HISTORY)
 
     def stored(self, name: str) -> dict[str, Any]:
-        """A JSON file of the folder; {} where there is none."""
+        """A JSON file of the folder; {} if there is none."""
         path = self.folder / name
         return json.loads(path.read_text()) if path.exists() else {}
 

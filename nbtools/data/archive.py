@@ -65,7 +65,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Index:
-    """All files of an archive. top: the only folder that holds them all, "" where there is none."""
+    """All files of an archive. top: the only folder that holds them all, "" if there is none."""
 
     files: dict[str, Place]
     top: str

@@ -66,7 +66,7 @@ READABLE = "the file can be read"
 
 @dataclass(frozen=True)
 class Entry:
-    """One sample to read. name: its file, relative to the source; split: the source's own, None where it has none.
+    """One sample to read. name: its file, relative to the source; split: the source's own, None if it has none.
 
     label: a number or an array of numbers, which becomes the column `label`; None where `read` gives it, or there is
     none.

@@ -134,7 +134,7 @@ def on_colab() -> bool:
 def release_runtime() -> None:
     """On Colab, flush what has not reached Drive yet, then give the machine back, disk and all; elsewhere do nothing.
 
-    Raises StageError where Drive cannot be flushed: the machine is kept then, since its data would be lost.
+    Raises StageError if Drive cannot be flushed: the machine is kept then, since its data would be lost.
     """
     if not on_colab():
         return

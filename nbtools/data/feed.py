@@ -59,7 +59,7 @@ def batches_left(
     """What remains of an epoch: batches of ids in order, after the given position.
 
     A change of batch size is a new segment: it regroups what the earlier ones left, so every id still comes exactly
-    once. lengths (same order as ids) groups samples of like length; None where all are equal.
+    once. lengths (same order as ids) groups samples of like length; None if all are equal.
     """
     left = np.random.default_rng([seed, epoch]).permutation(len(ids))
     batches: list[np.ndarray] = []
@@ -310,7 +310,7 @@ def end_soon(*_: Any) -> None:
 
 
 def require_shared_memory(pack: Pack, plan: Plan) -> None:
-    """Raise TrainError where /dev/shm, through which workers hand over batches, is too small: that is a bus error."""
+    """Raise TrainError if /dev/shm, through which workers hand over batches, is too small: that is a bus error."""
     if not os.path.isdir("/dev/shm"):
         return
     stat = os.statvfs("/dev/shm")

@@ -38,7 +38,7 @@ class Source:
 
     text: what the user wrote; origin: what distinguishes it from all other sources; name: of the archive or folder.
     here: its path on local disk, if it is there; it is then fetched only where a copy is asked for.
-    size: bytes to fetch, None where the server does not announce it; hint: what to tell the user before fetching. Both
+    size: bytes to fetch, None if the server does not announce it; hint: what to tell the user before fetching. Both
     are known after version().
     """
 
@@ -58,7 +58,7 @@ class Source:
 
     @classmethod
     def of(cls, text: str) -> Source | None:
-        """The source that a text names, None where it is of another kind. Raises StageError for nothing usable."""
+        """The source that a text names, None if it is of another kind. Raises StageError for nothing usable."""
         return None
 
     def version(self) -> str:

@@ -116,7 +116,7 @@ def receive(folder: Path, requests: Requests) -> None:
     """Post what control.json requests, if the folder has one: `{"do": "pause", "lr": 1e-4}`, settings as in the
     Plan.
 
-    Raises what `requests.check` raises, TrainError or PlanError where a request breaks a rule or must be forced
+    Raises what `requests.check` raises, TrainError or PlanError if a request breaks a rule or must be forced
     (`"force": true`); then none of it is posted. The file is removed either way.
     """
     path, plan = folder / CONTROL, requests.state.plan
@@ -142,7 +142,7 @@ def receive(folder: Path, requests: Requests) -> None:
 
 
 def taken(path: Path) -> dict[str, Any] | None:
-    """Remove a control file and return what it requests; None where there is none, or it is still being written."""
+    """Remove a control file and return what it requests; None if there is none, or it is still being written."""
     try:
         if parsed(read(path)) is None and time.time() - path.lstat().st_mtime < UNFINISHED:
             return None

@@ -49,7 +49,7 @@ class Preview:
         return bool(self.truth) and self.truth == self.predicted
 
     def pairs(self) -> list[tuple[str, str]]:
-        """(character, what was read for it): "" where nothing was read, or nothing was to be read."""
+        """(character, what was read for it): "" if nothing was read, or nothing was to be read."""
         if self.whole:
             return [(self.truth, self.predicted)]
         found = []

@@ -55,7 +55,7 @@ class Advice(Report):
 
     The panel's presets: baseline, the guide's "before", and largest, the largest batch that the rules allow, or None if
     there is none larger, for which `largest_reason` gives the reason. precision, batches, workers, profile: the
-    measurements, None where there was none; verdict: what this plan is bound by here.
+    measurements, None if there was none; verdict: what this plan is bound by here.
     """
 
     plan: Plan

@@ -120,7 +120,7 @@ def gpus() -> Gpus:
 
 
 def nvml_index(torch_index: int) -> int | None:
-    """NVML's index of torch's `cuda:N`, None where it cannot be known."""
+    """NVML's index of torch's `cuda:N`, None if it cannot be known."""
     return next((g.index for g in gpus() if g.torch_index == torch_index), None)
 
 
@@ -146,7 +146,7 @@ def opened() -> Iterator[Any]:
 
 
 def ask(nvml: Any, question: str, *arguments: Any) -> Any:
-    """One reading, or None where the device, the driver or an older nvidia-ml-py does not offer it."""
+    """One reading, or None if the device, the driver or an older nvidia-ml-py does not offer it."""
     try:
         return getattr(nvml, question)(*arguments)
     except (nvml.NVMLError, AttributeError):

@@ -139,7 +139,7 @@ def allowance(group: Path, limit: str, usage: str, droppable: str) -> int | None
 
 
 def read(path: Path) -> list[str]:
-    """The lines of a file; [] where there is none."""
+    """The lines of a file; [] if there is none."""
     try:
         return path.read_text().splitlines()
     except OSError:

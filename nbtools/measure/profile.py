@@ -56,7 +56,7 @@ class Tried:
     """A change of the plan. ratio: its samples/s over the plan's, the median over rounds; low, high: the quartiles.
 
     drift: of a faster precision, how far its first losses are from float32's, relative (see `trials.drift`), infinite
-    where one of them is not a number; None where they were not compared. failed: why the model cannot be trained with
+    where one of them is not a number; None if they were not compared. failed: why the model cannot be trained with
     it at all; the ratio is then 0.
     """
 

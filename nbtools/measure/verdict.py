@@ -41,7 +41,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Verdict(Report):
-    """bound: data, launch, compute or memory. change: settings for `plan.turn`, None where no change is worth making.
+    """bound: data, launch, compute or memory. change: settings for `plan.turn`, None if no change is worth making.
 
     predicted: the factor in samples/s that it gains. evidence["options"]: what was considered, whether or
     not it is worth it. Shows as its sentence.

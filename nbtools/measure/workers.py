@@ -79,7 +79,7 @@ def find_workers(
     measure.
 
     A setting is not tried if there are too few cores, too little RAM, or too small a /dev/shm: the last would end
-    in a bus error. Raises TrainError where training, or this feed, cannot start.
+    in a bus error. Raises TrainError if training, or this feed, cannot start.
     """
     device = devices.pick()
     name, why = choose(pack, plan, device)

@@ -52,7 +52,7 @@ def pack(
     layout: `fixed` (one size, one length), `lines` (any width and length, scaled to `height` pixels), or `auto`.
     case: `lower` and `upper` fold the labels. classes: the alphabet; other characters are then bad samples.
     val, test: shares, or whole numbers for exactly that many; train, val and test folders of the source come first.
-    Raises PackError where nothing can be used.
+    Raises PackError if nothing can be used.
     """
     if layout not in LAYOUTS:
         raise PackError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
@@ -127,7 +127,7 @@ def pattern_of(label: str) -> re.Pattern[str]:
 
 
 def layout_of(folder: Path, texts: Mapping[str, str | None], layout: str, height: int) -> dict[str, Any]:
-    """The layout's options, from the headers of some files. Raises PackError where no file can be used."""
+    """The layout's options, from the headers of some files. Raises PackError if no file can be used."""
     usable = [name for name, text in texts.items() if text and name.lower().endswith(IMAGES)]
     if not usable:
         example = f"; the first of {plural(len(texts), 'file')} is {next(iter(texts))}" if texts else "; it is empty"
@@ -149,7 +149,7 @@ def layout_of(folder: Path, texts: Mapping[str, str | None], layout: str, height
 
 
 def size_of(file: Path) -> tuple[int, int] | None:
-    """(height, width) from the header; None where it cannot be read, which packing explains."""
+    """(height, width) from the header; None if it cannot be read, which packing explains."""
     try:
         with open_image(file) as image:
             return image.height, image.width

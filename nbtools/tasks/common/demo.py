@@ -23,7 +23,7 @@ def write_demo(folder: str | Path, files: Iterable[File], suffixes: tuple[str, .
 
     The contents are computed in threads, since encoders release the GIL, and not fsynced: a demo is made anew in
     seconds. suffixes: of the files that a reader of the folder would take for data. total: how many files there are,
-    for the progress bar. Other files in the folder of an earlier demo are kept. Raises PackError where the
+    for the progress bar. Other files in the folder of an earlier demo are kept. Raises PackError if the
     folder has such files and no demo wrote it, or a foreign file has a name that is needed; DiskError.
     """
     folder = Path(folder)

@@ -39,7 +39,7 @@ def is_hidden(name: str) -> bool:
 def split_of(name: str) -> str | None:
     """The split of a file by the nearest folder (or archive) on its path that names one: HWDB2.0Train, valid, test_1.
 
-    None where no folder does: the pack then draws the split by a hash of the name.
+    None if no folder does: the pack then draws the split by a hash of the name.
     """
     return next(filter(None, map(split_word, reversed(PurePosixPath(name).parts[:-1]))), None)
 

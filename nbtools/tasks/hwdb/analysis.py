@@ -77,7 +77,7 @@ def frequencies(pack: Pack, split: str = "train") -> dict[str, int]:
 
 
 def aligned(truth: str, predicted: str) -> list[tuple[str, str]]:
-    """(true character, what was read for it) from left to right: "" where one is missing, or was inserted.
+    """(true character, what was read for it) from left to right: "" if one is missing, or was inserted.
 
     No alignment has fewer wrong pairs; of those with as few, the one that `cr` counts. Raises MissingExtra without
     rapidfuzz.
@@ -103,7 +103,7 @@ def kind(true: str, read: str) -> str:
 
 
 def pairs_of(truth: Sequence[str], predicted: Sequence[str], ids: Iterable[Any] | None = None) -> pd.DataFrame:
-    """A row for each aligned pair: line (from 0), id, truth, read, kind. Raises PackError where the lists are not
+    """A row for each aligned pair: line (from 0), id, truth, read, kind. Raises PackError if the lists are not
     equally long."""
     import pandas as pd
 
@@ -133,7 +133,7 @@ def tallied(pairs: pd.DataFrame, by: Any) -> pd.DataFrame:
 def confusions(truth: Sequence[str], predicted: Sequence[str], ids: Iterable[Any] | None = None) -> pd.DataFrame:
     """What was read for what, the most frequent first: truth, read, kind, wrong (how often), lines (ids of the first).
 
-    read is "" where a character is missing, truth where one was inserted.
+    read is "" if a character is missing, truth if one was inserted.
     """
     pairs = pairs_of(truth, predicted, ids)
     groups: Any = pairs[pairs.kind != ""].groupby(["truth", "read", "kind"]).id

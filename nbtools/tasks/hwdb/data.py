@@ -59,7 +59,7 @@ def pack(
     normalise: full-width letters, digits, marks and blanks of texts and classes become ASCII; 。 and 、 stay.
     val, test: shares of the writers, or whole numbers: as many writers as have at least that many lines; folders called
     Train, Val or Test and the names of lists come first.
-    Raises PackError where nothing can be used.
+    Raises PackError if nothing can be used.
     """
     if layout not in LAYOUTS:
         raise PackError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
@@ -179,7 +179,7 @@ def split_lines(lines: Sequence[Entry], val: float, test: float) -> list[str]:
     by pages where there are fewer than three writers.
 
     Where the source names only train lines all three splits are drawn from them; where it names a test set, val is
-    drawn from train. Raises PackError where nothing is left to train on.
+    drawn from train. Raises PackError if nothing is left to train on.
     """
     named = {line.split for line in lines} - {None}
     if named <= {"train"}:

@@ -130,7 +130,7 @@ def pool() -> str:
 
 
 def chosen_characters(characters: int | str) -> str:
-    """The characters to draw, in code point order. Raises PackError where they are none."""
+    """The characters to draw, in code point order. Raises PackError if they are invalid."""
     if isinstance(characters, int):
         if not 2 <= characters <= len(pool()):
             raise PackError(f"characters must be 2 to {len(pool()):,}, or a string of them, got {characters}")

@@ -79,7 +79,7 @@ class Line:
 
     def image(self, data: Bytes) -> np.ndarray:
         """(H, W) uint8 grey, 255 paper, from the file's bytes; where words overlap, the darker pixel. Raises Refused
-        where words lie too far apart."""
+        if words lie too far apart."""
         top, left = min(box.top for box in self.boxes), min(box.left for box in self.boxes)
         height = max(box.top + box.height for box in self.boxes) - top
         width = max(box.left + box.width for box in self.boxes) - left
@@ -110,7 +110,7 @@ def lines_of(data: Bytes, name: str) -> Iterator[Line]:
     """The lines of a page in order, by reading only the numbers between the bitmaps; name: the file's, which says the
     format. Lines of a `.dgr` without words are left out.
 
-    Raises Refused where the file stops making sense, after the lines up to there, and on bytes after the last line.
+    Raises Refused if the file stops making sense, after the lines up to there, and on bytes after the last line.
     """
     old = name.lower().endswith(".dgr")
     file = Reader(data, name)
@@ -138,7 +138,7 @@ def lines_of(data: Bytes, name: str) -> Iterator[Line]:
 
 @lru_cache(1 << 16)
 def character(code: bytes) -> str:
-    """The character of a code, "" where it is none."""
+    """The character of a code, "" if it is none."""
     if code[0] == 0xFF:
         return UNKNOWN
     try:
@@ -149,7 +149,7 @@ def character(code: bytes) -> str:
 
 
 def code_of(text: str) -> bytes:
-    """The code of a character. Raises PackError where it has none."""
+    """The code of a character. Raises PackError if it has none."""
     code = b"\xff\xff" if text == UNKNOWN else text.encode("gb18030", "replace").ljust(CODE, b"\0")
     if len(code) != CODE or character(code) != text:
         raise PackError(f"a text's characters have two bytes in GB18030, got {text!r}; leave it out or replace it")

@@ -166,7 +166,7 @@ def discounts(counts: np.ndarray) -> np.ndarray:
 
 
 def symbols_of(texts: Texts, classes: Sequence[str]) -> np.ndarray:
-    """(N,) int64: the lines of a text between boundaries, without blank ones. Raises PackError where none is left."""
+    """(N,) int64: the lines of a text between boundaries, without blank ones. Raises PackError if none is left."""
     classes = characters(classes)
     end = len(classes)
     places = np.full(0x110000, classes.index(UNKNOWN) if UNKNOWN in classes else -1)

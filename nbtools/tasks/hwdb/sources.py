@@ -101,7 +101,7 @@ def names_in_archive(archive: Path, top: str) -> list[str]:
 
 
 def on_disk(path: Path, progress: bool = False) -> tuple[Path, str]:
-    """(file or folder on disk, name within it): "" where the path is all there, else of a file in an archive."""
+    """(file or folder on disk, name within it): "" if the path is all there, else of a file in an archive."""
     for above in (path, *path.parents):
         if above.is_file() and (above != path or ARCHIVE.search(path.name)):
             inner = path.relative_to(above).as_posix()

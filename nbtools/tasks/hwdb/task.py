@@ -111,7 +111,7 @@ def network_for(card: Card | Pack) -> str:
 
 
 def model(card: Card | Pack, plan: Plan) -> nn.Module:
-    """The network for a data set. Raises PlanError where it cannot read lines of that height."""
+    """The network for a data set. Raises PlanError if it cannot read lines of that height."""
     name = network_for(card) if plan.network == "auto" else plan.network
     network = networks.build(name, card.options["height"], len(card.classes), plan.dropout)
     network.recompute = plan.checkpoint_activations

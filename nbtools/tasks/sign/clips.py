@@ -104,7 +104,7 @@ def arrays_of(keys: Keys) -> dict[str, Array]:
 def examine(path: Path, keys: Keys, whole: bool = True) -> tuple[Sample, list[Row]]:
     """(a clip's columns, remarks). whole: also check meta.
 
-    Raises Refused with the first error, OSError where the file cannot be opened.
+    Raises Refused with the first error, OSError if the file cannot be opened.
     """
     columns, odd = {}, []
     with open_npz(path) as npz:
@@ -228,7 +228,7 @@ def keys_in(npz: zipfile.ZipFile) -> list[str]:
 
 
 def read_array(npz: zipfile.ZipFile, key: str, largest: int = LARGEST) -> np.ndarray:
-    """One array. Raises Refused where it is damaged, pickled, not of the size it says, or larger than `largest`
+    """One array. Raises Refused if it is damaged, pickled, not of the size it says, or larger than `largest`
     bytes."""
     size = npz.getinfo(f"{key}.npy").file_size
     if size > largest:
@@ -243,7 +243,7 @@ def read_array(npz: zipfile.ZipFile, key: str, largest: int = LARGEST) -> np.nda
 
 @contextlib.contextmanager
 def open_npz(path: Path) -> Iterator[zipfile.ZipFile]:
-    """The archive of a clip. Raises Refused where the file is none, OSError where it cannot be opened."""
+    """The archive of a clip. Raises Refused if it is not an archive, OSError if it cannot be opened."""
     with open(path, "rb") as file:
         with damage_refused(""):
             npz = zipfile.ZipFile(file)

@@ -42,7 +42,7 @@ def pack(
     None leaves them out, which makes a pack for the Transformer alone 13 times as small. require_x2048: leave out clips
     without features, instead of the features.
     val, test: shares, or whole numbers for exactly that many; train, val and test folders of the source take
-    precedence. Raises PackError where nothing can be used. `validate` reports what is wrong with single clips and
+    precedence. Raises PackError if nothing can be used. `validate` reports what is wrong with single clips and
     labels.
     """
     Keys(kp_key, feature_key, require_x2048)
@@ -130,7 +130,7 @@ def validate(
     file, key, rule, value and fix.
 
     kp_key, feature_key and require_x2048 as for `pack`: an error is what a pack with the same options leaves out.
-    Raises PackError where there is no clip, and for impossible keys.
+    Raises PackError if there is no clip, and for impossible keys.
     """
     keys = Keys(kp_key, feature_key, require_x2048)
     folder = stage(source, progress=progress)

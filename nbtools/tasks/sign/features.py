@@ -275,7 +275,7 @@ def images_in(path: Path) -> Iterator[np.ndarray]:
 
 
 def train_clips(folder: Path, films: Sequence[Film]) -> list[tuple[Film, Ids]]:
-    """The clips in train folders that have a label. Raises PackError where there are none."""
+    """The clips in train folders that have a label. Raises PackError if there are none."""
     labels, _ = match(label_lists(folder, walk(folder)), [film.name for film in films])
     chosen = [(film, labels[film.name]) for film in films if film.name in labels and split_of(film.name) == "train"]
     if not chosen:

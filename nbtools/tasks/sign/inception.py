@@ -90,7 +90,7 @@ def inception(weights: str | Path | None = IMAGENET, seed: int = 0) -> nn.Module
     """torchvision's InceptionV3 up to its pooled features (N, D).
 
     weights: "imagenet" (torchvision's, 104 MB, downloaded once), a file (.safetensors, .pth), or None: random ones.
-    Raises MissingExtra without torchvision, CheckpointError for a file that does not fit, StageError where the
+    Raises MissingExtra without torchvision, CheckpointError for a file that does not fit, StageError if the
     download fails.
     """
     models = torchvision_models()
@@ -143,7 +143,7 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 
 def load(network: nn.Module, state: Mapping[str, Any], origin: object) -> None:
-    """Raises CheckpointError where the weights are not of this network."""
+    """Raises CheckpointError if the weights are not of this network."""
     try:
         network.load_state_dict(state)
     except (RuntimeError, AttributeError, TypeError) as error:
@@ -154,7 +154,7 @@ def load(network: nn.Module, state: Mapping[str, Any], origin: object) -> None:
 def without_classifiers(state: Mapping[str, Any], origin: object) -> dict[str, Tensor]:
     """InceptionV3's own weights, from torchvision's file or from a network that contains it under any name.
 
-    Raises CheckpointError where there are none."""
+    Raises CheckpointError if there are none."""
     for inner in (state, *(value for value in state.values() if isinstance(value, Mapping))):
         prefix = next((name.removesuffix(STEM) for name in inner if name.endswith(STEM)), None)
         if prefix is not None:

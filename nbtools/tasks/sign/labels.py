@@ -50,7 +50,7 @@ class Labels:
 
 
 def labels_of(folder: Path) -> Labels:
-    """Read names and lists, not clips. Raises PackError where there is no clip, DiskError for a list that cannot be
+    """Read names and lists, not clips. Raises PackError if there is no clip, DiskError for a list that cannot be
     opened."""
     names = walk(folder)
     clips = [name for name in names if name.lower().endswith(CLIP)]

@@ -51,7 +51,7 @@ def model(card: Card | Pack, plan: Plan) -> Transformer | Gru:
 def class_weights(card: Card, kind: str, label: str) -> Tensor | None:
     """(classes,) float32 with mean 1 over the training clips, which keeps the scale of the loss; None for "none".
 
-    A class without a training clip gets weight 0. Raises PlanError where the pack does not count the clips of a class.
+    A class without a training clip gets weight 0. Raises PlanError if the pack does not count the clips of a class.
     """
     if kind == "none":
         return None
