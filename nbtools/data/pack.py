@@ -229,7 +229,7 @@ class RawFiles(Dataset):
 
     folder: Path
     source: Path
-    read: Reader
+    read: Reader = field(repr=False)
 
     @cached_property
     def pack(self) -> Pack:
