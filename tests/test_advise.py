@@ -21,7 +21,7 @@ from nbtools.measure import Machine, decide, trials
 from nbtools.measure import advice as act
 from nbtools.measure.advice import LEAST_STEPS, MOST_K, inspect, learning_rate, warmup
 from nbtools.measure.batch import Row
-from nbtools.train import Plan, as_task, device
+from nbtools.train import OPTIMIZERS, Plan, as_task, device
 
 CAPTCHA: Any = SimpleNamespace(
     PLAN=Plan(epochs=150, batch_size=512, lr=6e-4, warmup_epochs=5, min_lr=1e-6, clip_norm=1.0),
@@ -77,6 +77,12 @@ def test_lr_follows_the_optimizers_rule_up_to_sixteen_times_the_batch(optimizer,
     assert found == pytest.approx(lr)
     assert ("linear rule" if optimizer == "sgd" else "sqrt rule") in reason
     assert ("no increase beyond 16" in reason) == (batch == 4096)
+
+
+def test_the_row_of_an_optimizer_says_how_lr_follows_the_batch(monkeypatch):
+    new = dataclasses.replace(OPTIMIZERS["sgd"], lr_rule=("none", "ours"))
+    monkeypatch.setitem(OPTIMIZERS, "new", new)
+    assert learning_rate(CAPTCHA.BASELINE, "new", 256)[0] == CAPTCHA.BASELINE.lr
 
 
 @pytest.mark.parametrize(("k", "epochs"), [(0.5, 0), (1, 0), (2, 3), (3, 5), (4, 5), (8, 10), (16, 20), (64, 20)])

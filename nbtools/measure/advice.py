@@ -30,7 +30,7 @@ from nbtools.measure.trials import LEAST_STEPS, choose_precision, find_precision
 from nbtools.measure.verdict import Verdict, verdict
 from nbtools.measure.workers import WorkersReport, find_workers
 from nbtools.table import digits, plural
-from nbtools.train import Plan, Task, TaskLike, as_task, lr_factor, task_name
+from nbtools.train import OPTIMIZERS, Plan, Task, TaskLike, as_task, lr_factor, task_name
 from nbtools.train import device as devices
 
 VERSION = 4  # of what is measured: what an older version advised is measured again
@@ -330,7 +330,7 @@ def largest_batch(plan: Plan, base: Plan, card: Card, machine: Machine) -> tuple
 
 def learning_rate(base: Plan, optimizer: str, batch: int) -> tuple[float, str]:
     """From another plan's lr at its batch size, by the rule for the optimizer; k is capped."""
-    rule, source = ("linear", "arXiv 1706.02677") if optimizer == "sgd" else ("sqrt", "arXiv 2205.10287")
+    rule, source = OPTIMIZERS[optimizer].lr_rule
     k = batch / base.batch_size
     factor = lr_factor(rule, min(k, MOST_K))
     why = f"{digits(base.lr)} at batch {base.batch_size}, times {factor:.3g} by the {rule} rule, {THUMB} ({source})"

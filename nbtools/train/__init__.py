@@ -6,6 +6,7 @@ from nbtools.train.device import DTYPES, again
 from nbtools.train.evaluation import Sums, forward
 from nbtools.train.history import KEYS, History, Record
 from nbtools.train.loop import adopt, caught_up, require_change, train
+from nbtools.train.optimizer import OPTIMIZERS
 from nbtools.train.plan import (
     Plan,
     beyond,
@@ -29,6 +30,7 @@ __all__ = [
     "DTYPES",
     "KEYS",
     "LEFT_OUT",
+    "OPTIMIZERS",
     "Batch",
     "Diverged",
     "History",
