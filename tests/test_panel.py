@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbtools.errors import PlanError, TrainError
-from nbtools.live import Panel, Plans, Requests
+from nbtools.live import ACTIONS, Panel, Plans, Requests, form
 from nbtools.train import knob
 from nbtools.train import plan as plans
 
@@ -473,3 +473,8 @@ def test_a_verdict_is_shown_with_a_button_that_makes_its_change():
     assert form.verdict.layout.display == "flex", "a refused change stays proposed"
     made.propose("Compute-bound: nothing worth changing", None)
     assert not [label for label in buttons(form.controls) if label.startswith("Make")]
+
+
+def test_every_button_is_a_request_and_says_that_it_is_pending():
+    assert form.BUTTONS.keys() <= {*ACTIONS}
+    assert form.PENDING.keys() == form.BUTTONS.keys() - {"pause"}
