@@ -48,14 +48,15 @@ class Anchor:
     """The checkpoint from before a change that is being watched.
 
     name: of the checkpoint; facts: its own, which a later one of the same step would replace; best: the name of the
-    best weights then. limit: the loss above which training has diverged; None: only NaN or infinity means that. left:
-    log steps until the watch ends.
+    best weights then. limit: the loss above which training has diverged; None: only NaN or infinity means that. age:
+    log steps since the first change; left: those until the watch ends, counted anew from each change.
     """
 
     name: str
     facts: dict[str, Any]
     best: str | None
     limit: float | None
+    age: int = 0
     left: int = WATCHED
 
 
@@ -85,7 +86,7 @@ class Guard:
         names = affecting(old, job.state.plan)
         if not names:
             return
-        if self.anchor is None or (not name and self.anchor.left <= WATCHED // 2):
+        if self.anchor is None or (not name and self.anchor.age >= WATCHED):
             if not name and not job.done:
                 job.save()
             index, (_, losses) = checkpoint.read_index(job.folder), job.history.series("loss", "step")
@@ -93,6 +94,7 @@ class Guard:
             self.anchor = Anchor(name, checkpoint.facts_of(job.folder, name), index.get("best"), highest(losses))
         if not OWN.issuperset(names):
             self.anchor.limit = None
+        self.anchor.left = WATCHED
         checkpoint.mark(job.folder, anchor=dataclasses.asdict(self.anchor))
 
     def risen(self, record: Record) -> bool:
@@ -100,7 +102,7 @@ class Guard:
         loss, anchor = record.values.get("loss"), self.anchor
         if anchor is None or record.kind != "step" or loss is None:
             return False
-        anchor.left -= 1
+        anchor.age, anchor.left = anchor.age + 1, anchor.left - 1
         if anchor.limit is not None and loss > anchor.limit:
             return True
         if anchor.left <= 0:

@@ -6,6 +6,7 @@ import sys
 import types
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -159,6 +160,26 @@ def test_a_slider_that_is_dragged_costs_one_checkpoint(pack, folder, monkeypatch
     run = nb.fit(acting(actions), pack, PLAN, folder, **QUIET)
     assert len(run.history.of("change")) == 6
     assert [step for step in steps if 20 <= step < 27] == [20]
+
+
+@pytest.mark.parametrize(
+    ("actions", "name", "end"),
+    [
+        pytest.param({20: [{"lr": 0.011}], 31: [{"lr": 0.012}]}, "0002-00000020", 51, id="another change"),
+        pytest.param({2: [{"lr": 0.011}], 21: ["best", {"lr": 0.012}]}, "0000-00000002", 41, id="back to best"),
+    ],
+)
+def test_each_change_is_watched_in_full_from_before_the_first(pack, folder, actions, name, end):
+    """Steps are counted as they are made, those after going back too."""
+    seen = {}
+
+    def look(step):
+        seen[step] = checkpoint.read_index(folder).get("anchor", {}).get("name")
+
+    asked = {step: asking(folder, *one[:-1], **one[-1]) for step, one in actions.items()}
+    looks = {step: partial(look, step) for step in (end, end + 1)}
+    nb.fit(acting(asked | looks, **FIRST), pack, PLAN, folder, **QUIET)
+    assert seen == {end: name, end + 1: None}
 
 
 @dataclass(frozen=True)
