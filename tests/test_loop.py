@@ -316,6 +316,37 @@ def test_evaluation_comes_every_n_epochs_and_at_the_last(pack):
     assert evaluated == [1, 3, 4]
 
 
+@pytest.mark.parametrize(
+    ("settings", "wanted", "evaluated", "drops"),
+    [
+        ({}, {"eval_every": 4, "batch_size": 8}, [0, 1, 3], 1),
+        ({"eval_every": 4}, {"epochs": 2, "batch_size": 8}, [1], 0),
+        ({"early_stop": 1}, {"early_stop": None, "schedule": "constant"}, [0, 1, 2, 3], 1),
+    ],
+    ids=["eval_every", "epochs", "early_stop"],
+)
+def test_what_is_wanted_in_an_epochs_last_step_may_end_the_run_but_not_change_the_evaluation(
+    pack, settings, wanted, evaluated, drops
+):
+    """Wanted at the end of the second epoch. The metric stays as it was at first: a plateau."""
+    used, rows, plan = [], [], toy.PLAN.replace(epochs=4, schedule="plateau", patience=1, **settings)
+
+    def batch(raw, plan, draws):
+        used.extend([] if draws else [plan])
+        return toy.batch(raw, plan, draws)
+
+    state = TrainState(toy.with_(batch=batch, metrics=lambda *_: {"accuracy": (1, 2)}), pack, plan)
+    for record in train(state.task, state, pack):
+        if record.kind == "step" and state.step == 2 * math.ceil(len(pack.ids("train")) / plan.batch_size):
+            state.plan = plan.replace(**wanted)
+        if record.kind == "epoch" and "val_loss" in record.values:
+            rows.append(record.epoch)
+        if record.kind == "epoch" and record.epoch == 1:
+            assert used[-1] is plan
+            assert state.best.drops == drops
+    assert rows == evaluated
+
+
 def test_a_first_evaluation_that_is_no_number_is_not_the_best_for_ever(pack):
     values = iter([float("nan"), 1.0])
     task = toy.with_(metrics=lambda *_: {"accuracy": (next(values), 1)})

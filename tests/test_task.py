@@ -267,3 +267,12 @@ def test_a_part_of_a_split_is_the_same_samples_each_time_evenly_spaced(pack, mos
 def test_the_live_picture_waits_for_no_costly_answers(pack, costly):
     assert Previews(nb.TrainState(costly, pack, costly.PLAN), pack).now()
     assert {passes for passes, _ in costly.calls} == {1}
+
+
+def test_the_live_picture_shows_answers_under_the_applied_plan(pack):
+    used = []
+    task = toy.with_(batch=lambda raw, plan, draws: (used.append(plan), toy.batch(raw, plan, draws))[1])
+    state = nb.TrainState(task, pack, toy.PLAN)
+    state.plan = toy.PLAN.replace(amp="bf16")
+    assert Previews(state, pack).now()
+    assert used == [toy.PLAN]

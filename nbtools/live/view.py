@@ -70,7 +70,7 @@ class Previews:
         start, state = time.monotonic(), self.state
         raw = collate([self.pack.sample(i) for i in self.ids], self.pack.columns)
         raw = {name: tensor.to(state.device) for name, tensor in raw.items()}
-        _, outputs = evaluation.forward(state.task, state.evaluated, raw, state.plan.while_training(), state.device)
+        _, outputs = evaluation.forward(state.task, state.evaluated, raw, state.applied.while_training(), state.device)
         answers = state.task.decode(outputs, state.card)
         found = [Preview(*state.task.preview(self.pack, i, a)) for i, a in zip(self.ids, answers, strict=True)]
         end = time.monotonic()

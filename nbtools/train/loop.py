@@ -49,8 +49,9 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
             yield from train_epoch(state, feed, pack)
             if state.lost():
                 raise Diverged(f"the loss became non-finite in steps {start + 1} to {state.step}", (start, state.step))
-            values, done, plan = {}, state.epoch + 1, state.plan
-            if len(pack.ids("val")) and (done % plan.eval_every == 0 or done >= plan.epochs):
+            values, done = {}, state.epoch + 1
+            ends = done >= state.plan.epochs  # as wanted, like `over`
+            if len(pack.ids("val")) and (done % state.applied.eval_every == 0 or ends):
                 values = yield from validate(state, feed, pack)
                 state.evaluate_next = False
                 judge(state, values)
@@ -156,7 +157,7 @@ def record(state: TrainState, kind: str, values: dict[str, Any]) -> Record:
 
 def validate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, Any]]:
     """Loss and metrics of the validation split, or of as many of its samples as the plan evaluates during training."""
-    start, sums, plan = perf_counter(), Sums(state.device), state.plan.while_training()
+    start, sums, plan = perf_counter(), Sums(state.device), state.applied.while_training()
     for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed, plan.eval_samples):
         yield record(state, "evaluating", {})
     return {**{f"val_{name}": value for name, value in sums.read().items()}, "eval_time": perf_counter() - start}
@@ -165,7 +166,7 @@ def validate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, Non
 def judge(state: TrainState, values: dict[str, Any]) -> None:
     """Whether an epoch's evaluation is the best so far, and how many since were not; a plateau and an early stop
     follow from it."""
-    best, plan, (metric, sign) = state.best, state.plan, best_metric(state.task)
+    best, plan, (metric, sign) = state.best, state.applied, best_metric(state.task)
     if f"val_{metric}" not in values:
         named = ", ".join(name.removeprefix("val_") for name in values if name != "eval_time")
         raise TrainError(f"the task's BEST is {metric!r}, but its metrics are {named}; name one of them")
@@ -174,7 +175,8 @@ def judge(state: TrainState, values: dict[str, Any]) -> None:
     best.value, best.stale = (value, 0) if state.improved else (best.value, best.stale + 1)
     if plan.schedule == "plateau" and best.stale and best.stale % plan.patience == 0:
         best.drops += 1
-    if plan.early_stop is not None and best.stale >= plan.early_stop:
+    early = state.plan.early_stop  # as wanted: one that was just turned off ends nothing
+    if early is not None and best.stale >= early:
         state.stopped = f"early stop: {metric} did not improve in {plural(best.stale, 'evaluation')}"
 
 
