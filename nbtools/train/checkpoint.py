@@ -20,9 +20,10 @@ import dataclasses
 import hashlib
 import json
 import re
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 from safetensors import SafetensorError
@@ -201,9 +202,11 @@ class Keeper:
     def __init__(self, source: Path, target: Path):
         self.source, self.target = source, target
         self.complaints: list[str] = []
-        self.pool = ThreadPoolExecutor(1, "nbtools-keeper")
-        self.last: Future[None] = Future()
         self.asked = self.done = 0  # calls of `keep`, and the last one whose copy is there
+        self.queue: SimpleQueue[tuple[bytes, int] | None] = SimpleQueue()
+        # A daemon: a process can end while a copy hangs, which it could not with a ThreadPoolExecutor.
+        self.thread = Thread(target=self.work, name="nbtools-keeper", daemon=True)
+        self.thread.start()
 
     @property
     def behind(self) -> bool:
@@ -212,19 +215,22 @@ class Keeper:
 
     def keep(self) -> None:
         """Request a copy of the run's current state. The index is read here: later it may name newer checkpoints."""
-        self.last.cancel()  # where it has not begun: this one brings all of it
+        index = (self.source / INDEX).read_bytes()
         self.asked += 1
-        self.last = self.pool.submit(self.work, (self.source / INDEX).read_bytes(), self.asked)
+        self.queue.put((index, self.asked))
 
-    def work(self, index: bytes, asked: int) -> None:
-        try:
-            self.copy(index)
-            self.done = asked
-        except Exception as error:
-            if isinstance(error, FileNotFoundError) and Path(error.filename or "").parent == self.source:
-                return  # pruned: a newer state is on its way
-            whole = f"the run continues, and is complete in {self.source}"
-            self.complaints.append(f"{self.target}: not kept ({error}); {whole}")
+    def work(self) -> None:
+        for index, asked in iter(self.queue.get, None):
+            if asked != self.asked:
+                continue  # a newer one brings all of it
+            try:
+                self.copy(index)
+                self.done = asked
+            except Exception as error:
+                if isinstance(error, FileNotFoundError) and Path(error.filename or "").parent == self.source:
+                    continue  # pruned: a newer state is on its way
+                whole = f"the run continues, and is complete in {self.source}"
+                self.complaints.append(f"{self.target}: not kept ({error}); {whole}")
 
     def copy(self, index: bytes) -> None:
         """The checkpoints that the index names where they are not there yet, all other files, and the index at the end:
@@ -255,4 +261,5 @@ class Keeper:
 
     def close(self) -> None:
         """Wait until everything requested is copied."""
-        self.pool.shutdown()
+        self.queue.put(None)
+        self.thread.join()
