@@ -31,7 +31,7 @@ from nbtools import tasks
 from nbtools.data import Pack, open_feed, stage
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.fit import fit
-from nbtools.folder import busy, kept_folder, restore, stored_plan
+from nbtools.folder import busy, stored_plan
 from nbtools.live import ACTIONS, advised, send
 from nbtools.measure import advise, find_batch, find_workers, gpus
 from nbtools.run import Run, evaluate, validate
@@ -234,9 +234,9 @@ def train_run(task: Task, options: argparse.Namespace) -> None:
         return
     if options.data is None or options.run is None:
         raise NbtoolsError("train needs --data SOURCE and --run FOLDER; only --smoke-test needs neither")
-    restore(options.run, kept_folder(options.keep))
     pack = packed(task, options.data, options)
-    run = fit(task, pack, plan_of(task, pack, options), options.run, options.keep, receipt=not options.no_receipt)
+    plan = partial(plan_of, task, pack, options)
+    run = fit(task, pack, plan, options.run, options.keep, receipt=not options.no_receipt)
     print(run.summary().to_string(), run.receipt or "no receipt", run.verdict or "no verdict", run, sep="\n")
 
 

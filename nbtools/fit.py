@@ -50,11 +50,12 @@ def fit(
 ) -> Run:
     """Train in this cell, drawing as it goes; returns the Run.
 
-    plan: a Plan, a Panel or an Advice; None: the run's own, or what `advise` proposes. run: a folder on local disk; a
-    run that is already there resumes from its last checkpoint, bit for bit (CPU). keep: a second folder, usually on
-    Drive (`drive:…`), to which everything is copied in the background, and from which a lost local folder is restored.
-    receipt: measure the task's baseline next to this run at the end, for a few seconds. release_gpu: at the end free
-    the GPU's memory, and on Colab give the machine back, with everything on its disk.
+    plan: a Plan, a Panel or an Advice, or a function that returns one, called once a lost folder is restored; None:
+    the run's own, or what `advise` proposes. run: a folder on local disk; a run that is already there resumes from its
+    last checkpoint, bit for bit (CPU). keep: a second folder, usually on Drive (`drive:…`), to which everything is
+    copied in the background, and from which a lost local folder is restored. receipt: measure the task's baseline next
+    to this run at the end, for a few seconds. release_gpu: at the end free the GPU's memory, and on Colab give the
+    machine back, with everything on its disk.
 
     While it trains, buttons and fields in the notebook act on it, and so does `control.json` in its folder (see
     `nbtools.live.send`). Stop, Ctrl-C or the notebook's own stop button finish the step, save, and return the run; so
@@ -71,6 +72,7 @@ def fit(
         with disk.explained("starting a run", folder):
             disk.remove(folder / CONTROL)  # meant for an earlier run
         restore(folder, kept)
+        plan = plan() if callable(plan) else plan
         wanted = chosen_plan(task, pack, plan, folder)
         require_sizes(pack, wanted)
         state, reason = devices.within_memory(lambda: TrainState(task, pack, wanted))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import runpy
+import shutil
 import types
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import toy
 from nbtools import __main__, tasks
 from nbtools.__main__ import main, smoke_test
 from nbtools.errors import TrainError
+from nbtools.folder import busy
 from nbtools.train import as_task, knob
 
 pytestmark = pytest.mark.usefixtures("undrawn", "one_thread")
@@ -88,6 +90,21 @@ def test_few_epochs_shorten_the_warmup_of_a_plan_and_that_is_said(train, tmp_pat
     assert train("--from", "plan", "--epochs", "2") == 0
     assert "warmup_epochs 6 → 0.4" in capsys.readouterr().err
     assert planned(tmp_path)["warmup_epochs"] == 0.4
+
+
+def test_a_lost_run_is_restored_once_under_its_lock_and_keeps_its_settings(train, tmp_path, monkeypatch):
+    keep, locked, copytree = ["--keep", str(tmp_path / "kept")], [], shutil.copytree
+    assert train("--epochs", "1", "--from", "plan", "--hidden", "24", *keep) == 0
+    shutil.rmtree(tmp_path / "run")
+
+    def copy(*given, **more):
+        locked.append(busy(tmp_path / "run"))
+        return copytree(*given, **more)
+
+    monkeypatch.setattr(shutil, "copytree", copy)
+    assert train("--epochs", "2", *keep) == 0
+    assert locked == [True]
+    assert (planned(tmp_path)["epochs"], planned(tmp_path)["hidden"]) == (2, 24)
 
 
 def test_the_baseline_is_a_plan_to_train_with(train, tmp_path):
