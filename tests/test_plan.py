@@ -186,6 +186,15 @@ def test_a_smaller_batch_size_takes_micro_batch_and_min_lr_along():
     assert made.turn(batch_size=128).micro_batch_size == 32
 
 
+def test_a_lower_lr_takes_min_lr_along_unless_one_is_given():
+    made = Plan(lr=1e-3, min_lr=1e-4)
+    assert made.turn(lr=1e-5).min_lr == 1e-5
+    assert made.turn(lr=5e-4).min_lr == 1e-4
+    for wanted in ({"lr": 1e-5, "min_lr": 1e-4}, {"lr": "1e-5"}):
+        with pytest.raises(PlanError, match=r"Plan\.(min_)?lr must be"):
+            made.turn(**wanted)
+
+
 # -- the learning rate
 
 STEPS = 50  # an epoch

@@ -114,10 +114,11 @@ class Plan:
 
     def turn(self, /, **settings: Any) -> Self:
         """A copy with settings as a user changes them: a batch size given without an lr adjusts lr by `lr_rule` (√k:
-        arXiv 2205.10287, linear: 1706.02677), and a smaller one takes micro-batch and min_lr along."""
-        first = {name: settings[name] for name in ("batch_size", "lr_rule") if name in settings}
-        resized = self.replace(**first, micro_batch_size=None)
-        lr = self.lr * lr_factor(resized.lr_rule, resized.batch_size / self.batch_size)
+        arXiv 2205.10287, linear: 1706.02677); a smaller one takes micro-batch along, and a lower lr min_lr."""
+        first = {name: settings[name] for name in ("batch_size", "lr_rule", "lr") if name in settings}
+        resized = self.replace(**first, micro_batch_size=None, min_lr=0.0)
+        factor = lr_factor(resized.lr_rule, resized.batch_size / self.batch_size)
+        lr = resized.lr if "lr" in settings else self.lr * factor
         micro = self.micro_batch_size and min(self.micro_batch_size, resized.batch_size)
         follows = {"micro_batch_size": micro, "lr": lr, "min_lr": min(self.min_lr, lr)}
         return resized.replace(**{**follows, **settings})
