@@ -2,6 +2,7 @@
 inside a function counts too. A room is imported by its face, `from nbtools.train import Plan`, not by its files."""
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,9 @@ def faults(module: str, source: str) -> list[str]:
                 found.append(f"{module}: {name} is above {inside}")
             elif other in ROOMS[1:-1] and other != mine and name.count(".") > 1:
                 found.append(f"{module}: import nbtools.{other}, not its file {name}")
+            elif other in ROOMS[1:-1] and other != mine and isinstance(node, ast.ImportFrom) and node.module == name:
+                hidden = {alias.name for alias in node.names} - set(importlib.import_module(name).__all__)
+                found += [f"{module}: nbtools.{other} has no {one} in its __all__" for one in sorted(hidden)]
             elif other and other not in ROOMS and other not in (mine, "common", "tasks"):
                 found.append(f"{module}: nobody imports a task; {name} is reached by name")
     return found
@@ -64,6 +68,7 @@ def test_arrows_point_down(module):
         ("train.loop", "def f():\n    from nbtools.live import Panel", "above train"),
         ("measure.advise", "from nbtools import fit", "above measure"),
         ("fit", "from nbtools.train.plan import Plan", "not its file"),
+        ("live.panel", "from nbtools.train import Plan, plan", "no plan in its __all__"),
         ("train.loop", "from .step import step", "absolutely"),
         ("train.loop", "import nbtools", "import the room"),
         ("train.loop", "from nbtools.tasks import captcha", "by name"),

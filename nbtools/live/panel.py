@@ -11,7 +11,6 @@ import math
 import re
 import threading
 import types
-import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,7 +18,6 @@ from nbtools import table
 from nbtools.errors import NbtoolsError, PlanError
 from nbtools.live.requests import Plans, Requests
 from nbtools.train import Plan, fixed, lr_factor
-from nbtools.train import plan as plans
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 SPEED = {"batch_size", "micro_batch_size", "amp", "compile", "graph", "channels_last", "feed", "workers", "prefetch"}
@@ -45,7 +43,7 @@ class Panel:
 
         self.requests, self.running = Requests(Plans(plan, plan), plan), False
         self.lock = threading.RLock()  # the run and the user may both be changing it
-        self.rules, self.hints = {f.name: f for f in dataclasses.fields(plan)}, typing.get_type_hints(type(plan))
+        self.rules = {field.name: field for field in dataclasses.fields(plan)}
         why, measured = getattr(advice, "reasons", {}), getattr(advice, "evidence", {})
         self.reasons = {n: "; ".join(filter(None, (why.get(n), measured.get(n)))) for n in {**why, **measured}}
         baseline = getattr(advice, "baseline", None)
@@ -184,8 +182,7 @@ class Panel:
         if text == self.form.holds(name, current):
             return current  # every bit of it: the text shows three digits
         kind = type(self.plan)
-        value = kind.parse(name, text.strip()) if isinstance(text, str) else text
-        return plans.checked(f"{kind.__qualname__}.{name}", value, self.hints[name], self.rules[name].metadata)
+        return kind.check(name, kind.parse(name, text.strip()) if isinstance(text, str) else text)
 
     def make(self, changes: Mapping[str, Any]) -> dict[str, str]:
         """Request these changes of the plan; setting → the rule that refuses all of them."""

@@ -156,6 +156,13 @@ class Plan:
         return cls.from_dict(values)
 
     @classmethod
+    def check(cls, name: str, value: Any) -> Any:
+        """A value for one setting in its field's type. Raises PlanError naming field and rule."""
+        require_known(cls, [name])
+        hint, rule = typing.get_type_hints(cls)[name], cls.__dataclass_fields__[name].metadata
+        return checked(f"{cls.__qualname__}.{name}", value, hint, rule)
+
+    @classmethod
     def parse(cls, name: str, text: str) -> Any:
         """The value that a user typed for one setting, by the field's type: `none`, `true`, `0.9,0.999`, `3e-4`."""
         require_known(cls, [name])

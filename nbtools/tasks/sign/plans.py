@@ -9,60 +9,61 @@ from typing import Any
 from nbtools.data import Card, Pack
 from nbtools.errors import PlanError
 from nbtools.tasks.common.plans import THUMB, at_most, epochs_for
-from nbtools.train import plan
+from nbtools.train import Plan as BasePlan
+from nbtools.train import knob
 
 SHOWN = 480  # clips of a gloss to train on, all epochs together: more taught ten signs nothing (measured)
 
 
 @dataclass(frozen=True)
-class Plan(plan.Plan):
+class Plan(BasePlan):
     """The settings of signs, in addition to those of every plan."""
 
-    network: str = plan.knob(
+    network: str = knob(
         "auto",
         "transformer: on keypoints; gru: on ready-made features; auto: transformer if there are keypoints",
         choices=("auto", "transformer", "gru"),
     )
-    alpha: float = plan.knob(0.5, "weight of the gloss in the loss", least=0)
-    beta: float = plan.knob(0.5, "weight of the category in the loss", least=0)
-    label_smoothing: float = plan.knob(0.0, "share of a target spread over all classes", least=0, most=0.99)
-    class_weights: str = plan.knob(
+    alpha: float = knob(0.5, "weight of the gloss in the loss", least=0)
+    beta: float = knob(0.5, "weight of the category in the loss", least=0)
+    label_smoothing: float = knob(0.0, "share of a target spread over all classes", least=0, most=0.99)
+    class_weights: str = knob(
         "none",
         "weights of rare classes: balanced: one over their share of training clips; sqrt: the root of that",
         choices=("none", "balanced", "sqrt"),
     )
-    dropout: float | None = plan.knob(
+    dropout: float | None = knob(
         None, "dropout of the network; None: its own (Transformer 0.1, GRU 0.3)", least=0, most=0.99
     )
-    normalise: str = plan.knob(
+    normalise: str = knob(
         "hands",
         "coordinates: none: of the picture; body: relative to the shoulders; hands: fingers also to their wrists",
         choices=("none", "body", "hands"),
     )
-    long_clips: str = plan.knob(
+    long_clips: str = knob(
         "refuse",
         "clips with more frames than the position table: refuse, or cut into windows",
         choices=("refuse", "windows"),
     )
-    bucket: int = plan.knob(
+    bucket: int = knob(
         1,
         "pad batches to a multiple of this many frames: compiled programs then see few lengths",
         least=1,
         unit="frames",
     )
-    time_warp: float = plan.knob(0.0, "augmentation: change of length and pace; 1: up to 30 %", least=0, most=1)
-    time_crop: float = plan.knob(0.0, "augmentation: largest share of a clip to cut off its ends", least=0, most=0.9)
-    mirror: float = plan.knob(
+    time_warp: float = knob(0.0, "augmentation: change of length and pace; 1: up to 30 %", least=0, most=1)
+    time_crop: float = knob(0.0, "augmentation: largest share of a clip to cut off its ends", least=0, most=0.9)
+    mirror: float = knob(
         0.0,
         "augmentation: chance of a left-right mirror image, hands swapped; not if right and left are two signs",
         least=0,
         most=1,
     )
-    move: float = plan.knob(
+    move: float = knob(
         0.0, "augmentation: rotation, size and shift of the body; 1: up to 0.2 rad, 15 %", least=0, most=3
     )
-    drop_points: float = plan.knob(0.0, "augmentation: chance that a point is missing in a clip", least=0, most=0.9)
-    drop_hand: float = plan.knob(0.0, "augmentation: chance that a hand is missing for a while", least=0, most=1)
+    drop_points: float = knob(0.0, "augmentation: chance that a point is missing in a clip", least=0, most=0.9)
+    drop_hand: float = knob(0.0, "augmentation: chance that a hand is missing for a while", least=0, most=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
