@@ -52,7 +52,7 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
             values, done = {}, state.epoch + 1
             ends = done >= state.plan.epochs  # as wanted, like `over`
             if len(pack.ids("val")) and (done % state.applied.eval_every == 0 or ends):
-                values = yield from validate(state, feed, pack)
+                values = yield from evaluate_val(state, feed, pack)
                 state.evaluate_next = False
                 judge(state, values)
             yield end_epoch(state, values, count)
@@ -106,7 +106,7 @@ def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]
             return
         state.evaluate_next = False
         if len(pack.ids("val")):
-            yield record(state, "evaluation", (yield from validate(state, feed, pack)))
+            yield record(state, "evaluation", (yield from evaluate_val(state, feed, pack)))
         else:
             what = "nothing to evaluate: the validation split is empty"
             yield record(state, "event", {"what": what, "asked": "evaluate"})
@@ -155,7 +155,7 @@ def record(state: TrainState, kind: str, values: dict[str, Any]) -> Record:
 # -- the end of an epoch
 
 
-def validate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, Any]]:
+def evaluate_val(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, Any]]:
     """Loss and metrics of the validation split, or of as many of its samples as the plan evaluates during training."""
     start, sums, plan = perf_counter(), Sums(state.device), state.applied.while_training()
     for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed, plan.eval_samples):
