@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch.nn import functional as F
 
-from nbtools import letters
+from nbtools import fonts
 from nbtools.errors import MissingExtra, PackError
 from nbtools.tasks.common import ctc, figures, files, labels, mistakes
 from nbtools.tasks.common.demo import write_demo
@@ -286,29 +286,29 @@ def test_pictures_fill_their_column_or_the_height_and_have_captions():
 
 def test_the_font_with_most_of_the_missing_characters_is_the_fallback_and_broken_ones_are_passed_over(tmp_path):
     (tmp_path / "broken.ttf").write_bytes(b"no font")
-    boxes = made_font(tmp_path / "boxes.ttf", ["手", letters.NEVER])  # draws one box for all it does not know
+    boxes = made_font(tmp_path / "boxes.ttf", ["手", fonts.NEVER])  # draws one box for all it does not know
     some, every = made_font(tmp_path / "some.ttf", "手"), made_font(tmp_path / "every.ttf", "手写")
-    fonts = [tmp_path / "broken.ttf", tmp_path / "none.ttf", boxes, some, every]
-    found = letters.Letters.of("a手写\n", fonts, mono=True)
-    assert found.families == (letters.MONO, "every")
+    files = [tmp_path / "broken.ttf", tmp_path / "none.ttf", boxes, some, every]
+    found = fonts.Fonts.of("a手写\n", files, mono=True)
+    assert found.families == (fonts.MONO, "every")
     assert (found.plain("手a\n"), found.columns("a"), found.columns("手")) == ("手aU+000A", 1, 2)
-    assert letters.Letters.of("手写", fonts[:4]).families == (letters.SANS, "some")
-    assert letters.Letters.of("手写", fonts[:4]).missing == {"写"}
+    assert fonts.Fonts.of("手写", files[:4]).families == (fonts.SANS, "some")
+    assert fonts.Fonts.of("手写", files[:4]).missing == {"写"}
     figure = Figure()
     figure.text(0, 0, "a手写", **found.look(9))
     figure.savefig(BytesIO())  # a missing glyph would warn
 
 
 def test_characters_that_no_font_has_are_written_as_code_points():
-    found = letters.Letters.of("手a", [])
-    assert (found.plain("手a"), found.families) == ("U+624Ba", (letters.SANS,))
-    assert (found.cell("手"), found.cell("a")) == (("62\n4B", letters.CODE), ("a", 1.0))
+    found = fonts.Fonts.of("手a", [])
+    assert (found.plain("手a"), found.families) == ("U+624Ba", (fonts.SANS,))
+    assert (found.cell("手"), found.cell("a")) == (("62\n4B", fonts.CODE), ("a", 1.0))
     assert "No font here has 1 of these characters" in found.note
 
 
 def test_a_text_that_is_too_long_loses_its_middle_and_as_little_as_must_be():
     text = "train/a folder/0016E5_07959.png"
-    found = letters.Letters.of(text)
+    found = fonts.Fonts.of(text)
     whole = found.width(text, 9)
     assert found.shortened(text, 9, math.ceil(whole)) == text
     start, end = found.shortened(text, 9, whole - 1).split("…")

@@ -17,7 +17,7 @@ from torch import nn
 
 import nbtools as nb
 from benchmarks.compose import compose, held_back
-from nbtools import letters
+from nbtools import fonts
 from nbtools.errors import PackError
 from nbtools.tasks import hwdb
 from nbtools.tasks.hwdb.demo import Language, Writer, atlas, pool
@@ -31,14 +31,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def no_cjk(monkeypatch):
     """A machine that has matplotlib's own font only."""
-    monkeypatch.setattr(letters, "findSystemFonts", lambda: [str(LATIN)])
+    monkeypatch.setattr(fonts, "findSystemFonts", lambda: [str(LATIN)])
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """100 lines drawn with shapes, 84 of them for training."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(letters, "findSystemFonts", list)
+        patch.setattr(fonts, "findSystemFonts", list)
         return hwdb.demo(tmp_path_factory.mktemp("pages"), 100, height=24)
 
 

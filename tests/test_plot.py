@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
-from nbtools import letters
+from nbtools import fonts
 from nbtools.live import Columns, chart, png, samples, svg, view
 from nbtools.live.picture import LETTERS, About, picture
 from nbtools.live.samples import Preview
@@ -345,7 +345,7 @@ def test_the_png_shows_the_samples_below_the_charts():
 
 
 def test_in_the_png_a_letter_without_a_font_is_its_code_point_and_a_long_text_is_broken(monkeypatch, drawn):
-    monkeypatch.setattr(letters, "system", list)
+    monkeypatch.setattr(fonts, "system", list)
     png.draw(shown(history()), [Preview(CAPTCHA, "手a", "手b"), Preview(CAPTCHA, "ab" * 40, "ab" * 40)])
     short, long = [(text.split("\n"), colour) for text, colour in drawn if text.startswith("TRU")]
     assert short == (["TRU U+624Ba", "PRE U+624Bb", "          ^"], chart.VERMILLION)

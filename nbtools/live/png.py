@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from nbtools.letters import Letters
+    from nbtools.fonts import Fonts
 
 DPI = 144  # two pixels a px, and 72 px an inch: a point of matplotlib is a px here
 GREY = "#7d7d7d"  # contrast 4.1 on white and 4.6 on the black of JupyterLab's dark theme
@@ -32,13 +32,13 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
     """Header, a grid of charts, and below them the samples."""
     from matplotlib.figure import Figure
 
-    from nbtools.letters import Letters
+    from nbtools.fonts import Fonts
 
     facts = "  ·  ".join(f"{label} {value}".replace(" ", "\xa0") for label, value in shown.facts)
     head, key = [*filter(None, [shown.title]), *shown.badges, *textwrap.wrap(facts, 120)], shown.key
-    letters = Letters.of("✓ " + "".join(each.truth + each.predicted for each in previews), mono=True)
+    fonts = Fonts.of("✓ " + "".join(each.truth + each.predicted for each in previews), mono=True)
     across, high = (1, LINE) if samples.lines([each.image for each in previews]) else (SAMPLES, IMAGE)
-    texts = [samples.block(each, int(WIDE / across / LETTER / SMALL) - 4, letters.plain) for each in previews]
+    texts = [samples.block(each, int(WIDE / across / LETTER / SMALL) - 4, fonts.plain) for each in previews]
     text = ROW * (max(map(len, texts), default=0) + 1)
     columns = max(1, min(CHARTS, len(shown.charts)))
     rows, below = math.ceil(len(shown.charts) / columns), math.ceil(len(previews) / across)
@@ -58,7 +58,7 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
     if previews:
         grid = figure.add_gridspec(below, across, top=bottom / tall, bottom=text / tall, hspace=text / high, **sides)
         for i, preview in enumerate(previews):
-            draw_sample(figure.add_subplot(grid[divmod(i, across)]), preview, texts[i], letters)
+            draw_sample(figure.add_subplot(grid[divmod(i, across)]), preview, texts[i], fonts)
     stream = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a character without a font is a box: expected
@@ -72,9 +72,9 @@ def named(chart: Chart) -> int:
 
 
 def draw_header(figure: Figure, head: Sequence[str], key: Sequence[Line], tall: float) -> None:
-    from nbtools.letters import Letters
+    from nbtools.fonts import Fonts
 
-    look = {"size": 13, "color": GREY, "family": Letters.of("".join(head)).families, "parse_math": False}
+    look = {"size": 13, "color": GREY, "family": Fonts.of("".join(head)).families, "parse_math": False}
     for i, words in enumerate(head):
         figure.text(LEFT / WIDE, 1 - (22 + HEAD * i) / tall, words, **look)
     if key:
@@ -126,9 +126,9 @@ def draw_line(axes: Axes | None, line: Line) -> Any:
     return Line2D([], [], marker=marker, markersize=5, label=f"{line.name} {line.value}".strip(), **look)
 
 
-def draw_sample(axes: Axes, preview: samples.Preview, text: Sequence[str], letters: Letters) -> None:
+def draw_sample(axes: Axes, preview: samples.Preview, text: Sequence[str], fonts: Fonts) -> None:
     colour = GREEN if preview.right else VERMILLION if preview.truth else GREY
-    look = {"size": SMALL, "family": letters.families, "parse_math": False}
+    look = {"size": SMALL, "family": fonts.families, "parse_math": False}
     place = {"xycoords": "axes fraction", "textcoords": "offset points"}
     axes.imshow(preview.image, cmap="gray", vmin=0, vmax=255)
     axes.set(xticks=[], yticks=[], anchor="NW", facecolor="none")

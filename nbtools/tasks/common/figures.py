@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nbtools.letters import Letters
+from nbtools.fonts import Fonts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -88,17 +88,17 @@ def gallery(pictures: Sequence[Picture], columns: int = 4, below: float = 0) -> 
     sizes = [scaled(picture.image, cell) for picture in pictures]
     rows = [max(height for _, height in sizes[i : i + columns]) + TITLE for i in range(0, len(sizes), columns)]
     sheet, axes = canvas(WIDE, sum(rows) + MARGIN + below)
-    letters = Letters.of("".join(picture.caption + picture.remark for picture in pictures))
+    fonts = Fonts.of("".join(picture.caption + picture.remark for picture in pictures))
     boxes = []
     for n, (picture, (width, height)) in enumerate(zip(pictures, sizes, strict=True)):
         row, column = divmod(n, columns)
         box = Box(MARGIN + column * (cell + MARGIN), sum(rows[:row]) + TITLE, width, height)
         place = (box.left, box.left + width, box.top + height, box.top)
         axes.imshow(picture.image, cmap="gray", vmin=0, vmax=255, extent=place, aspect="auto")
-        caption = letters.shortened(picture.caption, SIZE, cell)
-        axes.text(box.left, box.top - 6, caption, color=picture.colour, **letters.look(SIZE))
-        remark = {"color": GREY, "ha": "right", **letters.look(SIZE)}
-        axes.text(box.left + cell, box.top - 6, letters.plain(picture.remark), **remark)
+        caption = fonts.shortened(picture.caption, SIZE, cell)
+        axes.text(box.left, box.top - 6, caption, color=picture.colour, **fonts.look(SIZE))
+        remark = {"color": GREY, "ha": "right", **fonts.look(SIZE)}
+        axes.text(box.left + cell, box.top - 6, fonts.plain(picture.remark), **remark)
         boxes.append(box)
     return sheet, axes, boxes
 
@@ -121,7 +121,7 @@ def confusion_figure(table: pd.DataFrame, note: str = "", percent: bool = False)
     right. percent: write shares of the row and not counts."""
     counts = table.to_numpy()
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    letters = Letters.of("".join(map(str, (*table.index, *table.columns))))
+    fonts = Fonts.of("".join(map(str, (*table.index, *table.columns))))
     size = 7 if len(table) <= 60 else 4
     side = min(max(4.5, 0.3 * len(table) + 2.5), 16)
     sheet = Sheet(figsize=(side, side), layout="constrained")
@@ -129,9 +129,9 @@ def confusion_figure(table: pd.DataFrame, note: str = "", percent: bool = False)
     axes.set_title(note, fontsize=8, color=GREY, loc="right")
     axes.imshow(tinted(shares), interpolation="nearest")
     if len(table) <= NAMED:
-        columns, rows = ([letters.shortened(str(name), size, 260) for name in names] for names in (table, table.index))
-        axes.set_xticks(range(len(table)), columns, rotation=90, **letters.look(size))
-        axes.set_yticks(range(len(table)), rows, **letters.look(size))
+        columns, rows = ([fonts.shortened(str(name), size, 260) for name in names] for names in (table, table.index))
+        axes.set_xticks(range(len(table)), columns, rotation=90, **fonts.look(size))
+        axes.set_yticks(range(len(table)), rows, **fonts.look(size))
     if len(table) <= WRITTEN:
         for row, column in zip(*np.nonzero(shares >= 0.005 if percent else counts), strict=True):
             text = f"{100 * shares[row, column]:.0f}" if percent else f"{counts[row, column]:,}"

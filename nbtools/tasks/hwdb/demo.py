@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nbtools.errors import PackError
-from nbtools.letters import best_of, system
+from nbtools.fonts import best_of, system
 from nbtools.table import plural
 from nbtools.tasks.common.demo import require, whole, write_demo
 from nbtools.tasks.hwdb.formats import CODE, HEADER, LINE_BOX, SUFFIXES, code_of

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from nbtools.data import Pack
-from nbtools.letters import Letters
+from nbtools.fonts import Fonts
 from nbtools.tasks.common.figures import GREY, RIGHT, WIDE, WRONG, Sheet, blank, canvas, finish, scaled
 from nbtools.tasks.common.labels import text_of
 from nbtools.tasks.common.mistakes import paired
@@ -36,17 +36,17 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
     texts = [aligned(truth, read) for (_, truth), read in paired(lines, answers, "text")]
     if not lines:
         return blank()
-    letters = Letters.of("".join([*(truth for _, truth in lines), *answers]), mono=True)
+    fonts = Fonts.of("".join([*(truth for _, truth in lines), *answers]), mono=True)
     sizes = [scaled(image, WIDE - 2 * MARGIN, TALL) for image, _ in lines]
     rows = 1 if predicted is None else 2
-    top = MARGIN + ROW * bool(letters.note)
+    top = MARGIN + ROW * bool(fonts.note)
     sheet, axes = canvas(WIDE, top + sum(height + rows * ROW + MARGIN for _, height in sizes))
-    note(axes, MARGIN, MARGIN, letters.note)
+    note(axes, MARGIN, MARGIN, fonts.note)
     for (image, _), (width, height), pairs in zip(lines, sizes, texts, strict=True):
         place = (MARGIN, MARGIN + width, top + height, top)
         axes.imshow(image, cmap="gray", vmin=0, vmax=255, extent=place, aspect="auto")
         top += height + ROW
-        spell(axes, letters, pairs, top - 6, predicted is not None)
+        spell(axes, fonts, pairs, top - 6, predicted is not None)
         top += (rows - 1) * ROW + MARGIN
     return sheet
 
@@ -61,9 +61,9 @@ def picture(pack: Pack, i: int) -> np.ndarray:
     return 255 - pack.sample(i)["image"].T
 
 
-def spell(axes: Axes, letters: Letters, pairs: list[tuple[str, str]], base: int, compared: bool) -> None:
+def spell(axes: Axes, fonts: Fonts, pairs: list[tuple[str, str]], base: int, compared: bool) -> None:
     """The truth on a base line, and below it what was read; a text that is too long for the figure is drawn smaller."""
-    widths = [max(map(letters.columns, true + read)) for true, read in pairs]
+    widths = [max(map(fonts.columns, true + read)) for true, read in pairs]
     left = MARGIN + LABEL * compared
     unit = min(CELL, (WIDE - MARGIN - left) / max(sum(widths), 1))
     if compared:
@@ -74,8 +74,8 @@ def spell(axes: Axes, letters: Letters, pairs: list[tuple[str, str]], base: int,
         sides = [(true, RIGHT if wrong else "black"), (read, WRONG if wrong else "black")]
         for row, (letter, colour) in enumerate(sides[: 1 + compared]):
             if letter:
-                text, size = letters.cell(letter)
-                style = letters.look(SIZE * size * unit / CELL)
+                text, size = fonts.cell(letter)
+                style = fonts.look(SIZE * size * unit / CELL)
                 axes.text(left, base + row * ROW, text, color=colour, linespacing=1, **style)
             else:
                 place = (left + 1, base + row * ROW - ROW + 8)
@@ -89,15 +89,15 @@ def confused(table: pd.DataFrame, count: int = 12) -> Sheet:
     table = table.head(count)
     if table.empty:
         return blank("Nothing was read wrong: the table of confusions is empty.")
-    letters = Letters.of("".join([*table.truth, *table.read]), mono=True)
+    fonts = Fonts.of("".join([*table.truth, *table.read]), mono=True)
     names = [
-        f"{letters.plain(true) or 'inserted'} → {letters.plain(read) or 'missing'}"
+        f"{fonts.plain(true) or 'inserted'} → {fonts.plain(read) or 'missing'}"
         for true, read in zip(table.truth, table.read, strict=True)
     ]
     sheet = Sheet(figsize=(6, 0.6 + 0.28 * len(table)), layout="constrained")
     axes = sheet.add_subplot(xticks=[])
     axes.bar_label(axes.barh(range(len(table)), table.wrong, color=WRONG), padding=4)
-    axes.set_yticks(range(len(table)), names, **letters.look(SIZE))
+    axes.set_yticks(range(len(table)), names, **fonts.look(SIZE))
     axes.invert_yaxis()
     finish(axes)
     return sheet

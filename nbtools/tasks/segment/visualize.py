@@ -18,7 +18,7 @@ from matplotlib.ticker import PercentFormatter
 from PIL import Image
 
 from nbtools.data import SPLITS, Draws, Pack, collate
-from nbtools.letters import Letters
+from nbtools.fonts import Fonts
 from nbtools.tasks.common.figures import (
     GREY,
     MARGIN,
@@ -134,13 +134,13 @@ def figure(pack: Pack, panels: Sequence[Panel]) -> Sheet:
             stroke = [withStroke(linewidth=2, foreground="black")]
             style = {"ha": "center", "va": "center", "color": "white", "size": 7, "path_effects": stroke}
             axes.text(box.left + x, box.top + y, str(k), **style)
-    letters, colours = Letters.of("".join(names)), colours_of(pack) / 255
+    fonts, colours = Fonts.of("".join(names)), colours_of(pack) / 255
     patches = [
         Patch(facecolor="#c8c8c8" if k == IGNORE else colours[k], edgecolor=GREY, hatch="////" if k == IGNORE else None)
         for k in seen
     ]
-    texts = [letters.shortened(name, SIZE, WIDE / NAMES - 50) for name in names]
-    font = FontProperties(family=letters.families, size=SIZE)
+    texts = [fonts.shortened(name, SIZE, WIDE / NAMES - 50) for name in names]
+    font = FontProperties(family=fonts.families, size=SIZE)
     legend = axes.legend(patches, texts, ncols=NAMES, loc="lower left", frameon=False, prop=font, borderpad=0)
     for text in legend.get_texts():
         text.set_parse_math(False)
@@ -218,9 +218,9 @@ def balance(pack: Pack) -> Sheet:
         drawn = axes.barh(at, shares[row, ranked], 0.9 * tall, color=SHADES[SPLITS.index(split)], label=split)
         if classes <= WRITTEN:
             axes.bar_label(drawn, [f"{x:.1%}" for x in shares[row, ranked]], fontsize=7, color=GREY, padding=2)
-    letters = Letters.of("".join(pack.classes))
-    names = [letters.shortened(pack.classes[k], 8, 260) for k in ranked]
-    axes.set_yticks(range(classes), names, **letters.look(8))
+    fonts = Fonts.of("".join(pack.classes))
+    names = [fonts.shortened(pack.classes[k], 8, 260) for k in ranked]
+    axes.set_yticks(range(classes), names, **fonts.look(8))
     axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.margins(x=0.1)
     finish(axes)

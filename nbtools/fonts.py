@@ -21,7 +21,7 @@ INCH, POINTS = 100, 72  # px and points of an inch
 
 
 @dataclass(frozen=True)
-class Letters:
+class Fonts:
     """How to draw the characters of a text. families: for matplotlib, which falls back from the first to the second;
     wide: what the first does not have; missing: what neither has."""
 
@@ -30,7 +30,7 @@ class Letters:
     missing: frozenset[str]
 
     @classmethod
-    def of(cls, text: str, fonts: Iterable[Path] | None = None, *, mono: bool = False) -> Letters:
+    def of(cls, text: str, fonts: Iterable[Path] | None = None, *, mono: bool = False) -> Fonts:
         """fonts: where to look for what matplotlib's own font lacks, by default the system's, regular ones first."""
         first = MONO if mono else SANS
         wide = frozenset(text) - drawable(Path(findfont(FontProperties(family=first))), text)
