@@ -72,7 +72,7 @@ def fit(
         with disk.explained("starting a run", folder):
             disk.remove(folder / CONTROL)  # meant for an earlier run
         restore(folder, kept)
-        plan = plan() if callable(plan) else plan
+        plan = plan() if callable(plan) and not isinstance(plan, type) else plan
         wanted = chosen_plan(task, pack, plan, folder)
         require_sizes(pack, wanted)
         state, reason = devices.within_memory(lambda: TrainState(task, pack, wanted))

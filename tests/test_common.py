@@ -122,7 +122,8 @@ def test_all_files_are_listed_but_those_that_systems_leave_behind(tmp_path):
 def test_hidden_colours_of_transparent_pixels_do_not_show(tmp_path):
     for mode, colour in (("RGBA", (0, 0, 0, 0)), ("LA", (0, 0)), ("P", 0)):
         image = Image.new(mode, (4, 4), colour)
-        image.save(tmp_path / "clear.png", **({"transparency": 0} if mode == "P" else {}))
+        image.info = {"transparency": 0} if mode == "P" else {}
+        image.save(tmp_path / "clear.png")
         for wanted in ("RGB", "L"):
             with files.open_image(tmp_path / "clear.png") as image:
                 assert np.asarray(files.on_white(image, wanted)).min() == 255

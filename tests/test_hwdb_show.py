@@ -12,7 +12,6 @@ from IPython.core.formatters import DisplayFormatter
 from matplotlib.colors import same_color, to_rgba
 from matplotlib.patches import Rectangle
 
-from nbtools import fonts as nbfonts
 from nbtools.errors import MissingExtra, PackError
 from nbtools.tasks import hwdb
 from nbtools.tasks.common import metrics
@@ -176,7 +175,7 @@ def test_scores_of_other_answers_are_those_of_an_evaluation():
 def fonts(request, monkeypatch, tmp_path):
     """On a machine with a Chinese font, and on one without: how it writes a character."""
     found = [made_font(tmp_path / "squares.ttf", LETTERS[:5])] if request.param == "with a font" else []
-    monkeypatch.setattr(nbfonts, "system", lambda: found)
+    monkeypatch.setattr("nbtools.fonts.system", lambda: found)
     return str if found else lambda letter: f"{ord(letter):04X}"[:2] + "\n" + f"{ord(letter):04X}"[2:]
 
 
