@@ -19,7 +19,7 @@ demo: .venv/ready  ## a task's notebooks from top to bottom on generated data, T
 # tests are in files of few, and would leave a core idle at the end.
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
     -m 'not alone and not full'
-QUICK := layers project plan draws history metrics old loop pack captcha
+QUICK := layers project plan draws history old loop task memory rollback requests pack captcha
 
 quick: .venv/ready  ## in less than a minute: whether a change broke something
 	@$(BIN)/ruff check -q $(CODE)

@@ -148,7 +148,10 @@ def test_an_interrupt_in_a_callback_is_the_cells(kernel):
 STORM = """
 armed, hits = False, 0
 def interrupt(*_):
-    if armed: raise KeyboardInterrupt
+    global armed
+    if armed:
+        armed = False  # one at a time: the next would come amid the handling of this one
+        raise KeyboardInterrupt
 def storm():
     while not os.path.exists("stop"):
         os.kill(os.getpid(), signal.SIGINT)
