@@ -1,5 +1,6 @@
 """Packs: every sample of the source or a line that says why not; whole or absent; opened and never decoded twice."""
 
+import collections
 import os
 import pickle
 import shutil
@@ -468,3 +469,24 @@ def test_val_is_taken_from_train_where_only_train_and_test_exist(place, val, lea
     assert made.splits["test"] == 20
     assert least <= made.splits["val"] <= most
     assert all(made.names[i].startswith("train/") for i in made.ids("val"))
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_a_reader_that_pythons_parser_fails_among_threads_is_tried_again_and_not_for_ever(tmp_path, times):
+    """Before Python 3.13 NumPy's reading of a header may raise SystemError where threads switch within it."""
+    source, calls = toy.demo(tmp_path / "raw", 20), collections.Counter()
+
+    def read(path, options):
+        calls[path] += 1
+        if calls[path] <= times:
+            raise SystemError("AST constructor recursion depth mismatch (before=45, after=43)")
+        return toy.read(path, options)
+
+    def made():
+        return build_pack(source, "toy", {"ragged": False}, toy.survey, read, into=tmp_path / "pack", progress=False)
+
+    if times == 1:
+        assert len(made()) == 20
+    else:
+        with pytest.raises(SystemError):
+            made()

@@ -1,7 +1,7 @@
 """A source anywhere → local disk → Pack → batches on the device."""
 
 from nbtools.data.archive import archive_index, read_member
-from nbtools.data.build import Entry, Survey, build_pack, cores
+from nbtools.data.build import Entry, Survey, build_pack, cores, steady
 from nbtools.data.draws import Draws
 from nbtools.data.drive import drive_path, kept, on_colab, place_to_keep, release_runtime
 from nbtools.data.feed import (
@@ -71,4 +71,5 @@ __all__ = [
     "require_shares",
     "split_of",
     "stage",
+    "steady",
 ]

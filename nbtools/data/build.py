@@ -8,6 +8,7 @@ journal records how far that is.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import hashlib
@@ -19,11 +20,10 @@ import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -57,6 +57,9 @@ Problem = tuple[str, ...]  # a row of the table of bad samples: file, value, rul
 DAMAGED = (OSError, ValueError, EOFError, SyntaxError, zlib.error, struct.error, zipfile.BadZipFile)
 """What Pillow, NumPy and the like raise on damaged files."""
 
+TRIES = 9  # of a reader that fails because of other threads
+T = TypeVar("T")
+R = TypeVar("R")
 CHUNK = 256  # samples decoded ahead: bounds memory, and the pool idles once per chunk
 JOURNAL = "samples.jsonl"
 OFFSETS = Column("fixed", "<i8", ())  # of a ragged column: where each sample begins, and the end
@@ -157,7 +160,7 @@ def build_pack(
                 found = survey(folder / top, asked)
                 if found.options is None:
                     found = dataclasses.replace(found, options=options)
-                with closing(Writer(part, found)) as writer:
+                with contextlib.closing(Writer(part, found)) as writer:
                     writer.decode(reader(folder / top), folder / top, writer.resume(key), progress)
                     if not writer.kept:
                         raise PackError(nothing(folder, writer.bad))
@@ -229,6 +232,20 @@ def fingerprint(task: str, folder: Path, asked: Options) -> str:
     return digest.hexdigest()
 
 
+def steady(work: Callable[[T], R]) -> Callable[[T], R]:
+    """work for a pool of threads, tried again when it raises SystemError: before Python 3.13 `ast.parse`, with which
+    NumPy reads the header of an array, counts its recursion for all threads together, and raises that if they switch
+    within it (python/cpython#106905)."""
+
+    def tried(item: T) -> R:
+        for _ in range(TRIES):
+            with contextlib.suppress(SystemError):
+                return work(item)
+        return work(item)
+
+    return tried
+
+
 class Writer:
     """The arrays of a new pack, appended sample by sample. Each chunk has a line of JSON in a journal, written once its
     bytes are on disk: a process that is killed leaves whole lines and perhaps a torn last one."""
@@ -284,7 +301,7 @@ class Writer:
             for start in range(done, len(entries), CHUNK):
                 chunk = entries[start : start + CHUNK]
                 kept, bad = len(self.kept), len(self.bad)
-                found = pool.map(lambda entry: decoded(entry, read, root, self.survey), chunk)
+                found = pool.map(steady(lambda entry: decoded(entry, read, root, self.survey)), chunk)
                 for i, sample in enumerate(found, start):
                     shown.update()
                     if isinstance(sample, tuple):

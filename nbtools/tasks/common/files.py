@@ -13,7 +13,7 @@ from typing import BinaryIO, TypeVar
 from PIL import Image
 
 from nbtools import disk
-from nbtools.data import cores
+from nbtools.data import cores, steady
 from nbtools.tasks.common.report import Refused, Row
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -112,4 +112,4 @@ def in_threads(work: Callable[[T], R], items: Iterable[T], chunk: int = 64) -> I
     source = iter(items)
     with ThreadPoolExecutor(cores()) as pool:
         while part := list(islice(source, chunk)):
-            yield from pool.map(work, part)
+            yield from pool.map(steady(work), part)
