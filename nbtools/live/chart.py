@@ -192,7 +192,7 @@ def calmed(x: np.ndarray, y: np.ndarray, part: float = 1 / 50) -> tuple[np.ndarr
     size = math.ceil(len(x) / COLUMNS)
     if size > 1:
         starts = np.arange(0, len(x), size)
-        counts = np.diff(starts, append=len(x))
+        counts = np.append(starts[1:], len(x)) - starts
         x, y = np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts
     half = int(len(y) * part / 2)
     if not half:
@@ -206,7 +206,8 @@ def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     size = math.ceil(len(x) / COLUMNS)
     if size <= 2:
         return x, y
-    columns = np.pad(y, (0, -len(y) % size), "edge").reshape(-1, size)
+    columns = np.concatenate((y, y[-1:].repeat(-len(y) % size))).reshape(-1, size)
     starts = np.arange(0, len(y), size)
-    keep = np.unique(np.concatenate((starts + columns.argmin(1), starts + columns.argmax(1), [0, len(y) - 1])))
+    keep = np.zeros(len(y), bool)
+    keep[starts + columns.argmin(1)] = keep[starts + columns.argmax(1)] = keep[0] = keep[-1] = True
     return x[keep], y[keep]

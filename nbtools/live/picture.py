@@ -95,9 +95,10 @@ class Columns:
 
     def series(self, name: str, *kinds: str) -> Series:
         """The column in rows of these kinds, in order of steps."""
-        found = [self.found.get((kind, name), EMPTY) for kind in kinds]
-        steps, values = (np.concatenate([np.array(part) for part in parts]) for parts in zip(*found, strict=True))
-        if len(kinds) > 1:
+        found = [self.found[kind, name] for kind in kinds if (kind, name) in self.found] or [EMPTY]
+        steps, values = np.array(found[0][0]), np.array(found[0][1])
+        for more in found[1:]:
+            steps, values = np.append(steps, more[0]), np.append(values, more[1])
             order = np.argsort(steps, kind="stable")
             steps, values = steps[order], values[order]
         return steps, values
