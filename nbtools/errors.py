@@ -1,5 +1,8 @@
 """The errors that nbtools raises on purpose: each names the field, the rule, the value, and what to do next."""
 
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
 
 class NbtoolsError(Exception):
     """The base class; catching it catches every error that nbtools raises on purpose, and nothing else."""
@@ -39,3 +42,13 @@ class TrainError(NbtoolsError):
 
 class MissingExtra(NbtoolsError, ImportError):
     """An optional package is needed for this; the message names it, and how to install it."""
+
+
+def successors(module: str, gone: Mapping[str, str]) -> Callable[[str], NoReturn]:
+    """A module's `__getattr__` that says what to use in place of names that earlier versions had."""
+
+    def refuse(name: str) -> NoReturn:
+        instead = f"; {gone[name]}" if name in gone else ""
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{instead}")
+
+    return refuse

@@ -1,7 +1,6 @@
 """Handwritten lines of text: pages of CASIA-HWDB, or any folder of images of lines, and networks with CTC."""
 
-from typing import NoReturn
-
+from nbtools.errors import successors
 from nbtools.tasks.common.labels import text_of
 from nbtools.tasks.hwdb.analysis import by_frequency, by_width, confusions, frequencies, report, scores, worst
 from nbtools.tasks.hwdb.data import pack, read, survey
@@ -43,15 +42,12 @@ __all__ = [
     "worst",
 ]
 
-GONE = {
-    "beam": "hwdb.search(hwdb.peaks_of(model, pack, plan, ids), classes, lm)",
-    "bars": "draw the table with pandas, hwdb.by_width(…).plot.bar(x='width', y='cer')",
-    "compose": "lines of people's drawings are composed by benchmarks/compose.py",
-    "demo_text": "train a language model on the texts of the training lines, hwdb.text_of(pack, i)",
-}
-"""Names of version 0.1 → what to do instead."""
-
-
-def __getattr__(name: str) -> NoReturn:
-    instead = f"; {GONE[name]}" if name in GONE else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
+__getattr__ = successors(
+    __name__,
+    {
+        "beam": "hwdb.search(hwdb.peaks_of(model, pack, plan, ids), classes, lm)",
+        "bars": "draw the table with pandas, hwdb.by_width(…).plot.bar(x='width', y='cer')",
+        "compose": "lines of people's drawings are composed by benchmarks/compose.py",
+        "demo_text": "train a language model on the texts of the training lines, hwdb.text_of(pack, i)",
+    },
+)

@@ -1,7 +1,6 @@
 """Segmentation: the class of every pixel, by BiSeNetV2 with a loss that weights hard pixels and boundaries."""
 
-from typing import NoReturn
-
+from nbtools.errors import successors
 from nbtools.tasks.segment.augment import batch
 from nbtools.tasks.segment.data import pack, read, save, survey, validate
 from nbtools.tasks.segment.demo import demo
@@ -55,17 +54,14 @@ __all__ = [
     "worst",
 ]
 
-GONE = {
-    "classes_legend": "segment.show has the legend of its classes",
-    "eval_cost": "segment.costs has it in the column pixels",
-    "network_of": "plan.net",
-    "overlay": "segment.show(pack, ids)",
-    "prior": "segment.position_prior scores it",
-    "text_of": "the classes are pack.classes",
-}
-"""Names of version 0.1 → what to use instead."""
-
-
-def __getattr__(name: str) -> NoReturn:
-    instead = f"; {GONE[name]}" if name in GONE else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
+__getattr__ = successors(
+    __name__,
+    {
+        "classes_legend": "segment.show has the legend of its classes",
+        "eval_cost": "segment.costs has it in the column pixels",
+        "network_of": "plan.net",
+        "overlay": "segment.show(pack, ids)",
+        "prior": "segment.position_prior scores it",
+        "text_of": "the classes are pack.classes",
+    },
+)
