@@ -122,7 +122,7 @@ class Notebook:
         field.fill(words)
         return self.acting(lambda: field.press("Enter"))
 
-    def shows(self, setting: str, words: str) -> None:
+    def holds(self, setting: str, words: str) -> None:
         """Wait until a field shows what the run made of it."""
         field = self.row(setting).locator("input[type=text]").first
         until(lambda: field.input_value() == words, f"{words} in the field of {setting}")

@@ -159,14 +159,14 @@ class Visit:
         until(told.count, "the sentence")
         seen.texts["diverged"] = told.first.inner_text()
         self.steps_of(0.002)
-        notebook.shows("lr", "0.002")
+        notebook.holds("lr", "0.002")
         seen.facts["ruined"] = 1000 in [step["lr"] for step in self.log.steps()]
         seen.texts["undone"] = row.inner_text()
         notebook.shot(f"{self.name}-typo-undone")
 
     def undo(self) -> None:
         """Two changes taken back one by one."""
-        self.notebook.shows("lr", "0.002")  # a change on its way to the page would overwrite what is typed
+        self.notebook.holds("lr", "0.002")  # a change on its way to the page would overwrite what is typed
         for value in (0.001, 0.003):
             self.notebook.type("lr", str(value))
             self.steps_of(value)
