@@ -49,9 +49,12 @@ class Client:
         )
 
     def end(self, cell: str) -> None:
-        """Waits for all that ends a cell. ipykernel 7.3 may never read a request that comes while it sends a reply."""
+        """Waits for all that ends a cell, and until others may follow: ipykernel 7.3 may never read a request that
+        comes while it sends a reply, and ipykernel 6 aborts what comes in the same instant as an error."""
         self.idle(cell)
-        self.reply(cell)
+        status = self.reply(cell)["content"]["status"]
+        while status != "ok":
+            status = self.reply(self.client.execute("", silent=True))["content"]["status"]
 
     def printed(self, text: str) -> dict:
         return self.until(lambda m: text in m["content"].get("text", ""), f"“{text}”")
