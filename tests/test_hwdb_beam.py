@@ -207,6 +207,18 @@ def test_the_search_is_that_of_dictionaries_text_for_text(peak, with_lm):
         assert beam(log_probs, steps, classes, lm, **settings) == wanted
 
 
+def test_the_language_model_is_asked_only_about_texts_that_could_be_kept(monkeypatch):
+    """Each look-up is a search in millions of n-grams: most of a search's time, were all texts looked up."""
+    rng = np.random.default_rng(3)
+    classes = [chr(0x4E00 + i) for i in range(99)]
+    lm, asked, step = NGram.train(lines_of(rng, classes, 60), classes), [], NGram.step
+    monkeypatch.setattr(NGram, "step", lambda self, states, s: asked.append(len(states)) or step(self, states, s))
+    logits = answers(rng, 30, 8, 100, 4.0)
+    logits[..., 0] += 10  # most frames of a network are blank
+    beam(logits, [30] * 8, classes, lm, width=10, candidates=20, least=0.0)
+    assert 0 < sum(asked) < 30 * 8 * 10 * 20 / 3
+
+
 def test_a_beam_adds_up_ways_where_greedy_takes_the_best_one():
     """Blank is likelier at each frame, and yet a is likelier than no text: .4·.4 + 2·.4·.6 > .6·.6."""
     log_probs = torch.tensor([[[0.6, 0.4]], [[0.6, 0.4]]]).log()

@@ -169,11 +169,13 @@ class Beams:
         lines, width, many = grown.shape
         flat = np.arange(lines)[:, None]
         bonus, states = np.repeat(self.bonus[..., None] + self.beta, many, 2), np.zeros(grown.shape, np.int64)
+        stay = np.logaddexp(blank, char) + self.bonus
+        possible = grown + bonus > stay.min(1)[:, None, None]  # a language model only lowers it: most need no look-up
         if self.lm is not None:
-            possible = line, above, place = np.nonzero(grown > -np.inf)
+            line, above, place = np.nonzero(possible)
             weights, states[possible] = self.lm.step(self.state[line, above], places[line, place])
             bonus[possible] += self.alpha * weights
-        ranks = np.concatenate([np.logaddexp(blank, char) + self.bonus, (grown + bonus).reshape(lines, -1)], 1)
+        ranks = np.concatenate([stay, np.where(possible, grown + bonus, -np.inf).reshape(lines, -1)], 1)
         best = np.argpartition(ranks, -width, axis=1)[:, -width:]
         new = best >= width
         old, place = np.where(new, (best - width) // many, best), (best - width) % many
