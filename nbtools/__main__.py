@@ -33,7 +33,7 @@ from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.fit import fit
 from nbtools.folder import busy, stored_plan
 from nbtools.live import ACTIONS, advised, send
-from nbtools.measure import advise, find_batch, find_workers, gpus
+from nbtools.measure import advise, find_batch, find_workers, gpus, preset
 from nbtools.run import Run, evaluate, validate
 from nbtools.table import plural
 from nbtools.train import Plan, Task, TrainState, as_task, checkpoint, doubts, evaluation, train_step
@@ -217,9 +217,9 @@ def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
     one.add_argument(
         "--from",
         dest="base",
-        choices=("advised", "plan", "baseline"),
+        choices=("advised", "plan", "baseline", *task.PRESETS),
         default="advised",
-        help="source of the settings that are not given",
+        help="source of the settings that are not given: advice, the task's plan, its baseline, or one of its presets",
     )
     add_knobs(one, type(task.PLAN), dataclasses.fields(task.PLAN))
     add_signature(one, task.pack)
@@ -228,7 +228,8 @@ def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
 
 def train_run(task: Task, options: argparse.Namespace) -> None:
     if options.processes != 1:
-        raise NbtoolsError("--processes must be 1: several processes are not supported yet; leave it out")
+        rule = "--processes must be 1: several processes are not supported yet"
+        raise NbtoolsError(f"{rule}; leave it out", entry="Several processes on the GPU")
     if options.smoke_test:
         print(smoke_test(task, **given(task.PLAN, options)))
         return
@@ -256,13 +257,15 @@ def smoke_test(task: Task, **knobs: Any) -> str:
         total, count = train_step(state, raw, pack.splits["train"])
         loss = float(total) / max(float(count), 1)
         if not math.isfinite(loss):
-            raise TrainError(f"the loss of the first step is {loss}; train with amp=off, and check the labels")
+            rule = f"the loss of the first step is {loss}"
+            raise TrainError(f"{rule}; train with amp=off, and check the labels", entry="NaN")
         checkpoint.save(folder / "run", state, rows=0)
         checkpoint.load(folder / "run", loaded)
     answers = (evaluation.forward(task, one.evaluated, raw, plan, one.device)[1] for one in (state, loaded))
     if not all(map(torch.equal, *(map(torch.as_tensor, tree_leaves(answer)) for answer in answers))):
+        rule = "the outputs of the loaded weights differ from those of the saved ones"
         raise TrainError(
-            "the outputs of the loaded weights differ from those of the saved ones: is the forward pass random in eval?"
+            f"{rule}: is the forward pass random in eval?", entry="Predictions differ between training and inference"
         )
     return (
         f"it works on {state.device}: {plural(len(pack), 'demo sample')} packed, "
@@ -293,7 +296,15 @@ def plan_of(task: Task, pack: Pack, options: argparse.Namespace) -> Plan:
 
 
 def based(task: Task, pack: Pack, base: str, network: str | None) -> Plan:
-    """The plan that --from names; an advised one is for the requested network."""
+    """The plan that --from names; an advised one is for the requested network. What a preset leaves to the machine and
+    the data is reported on stderr. Raises NbtoolsError for one that cannot train here."""
+    if base in task.PRESETS:
+        plan, why = preset(task, pack, base)
+        if plan is None:
+            raise NbtoolsError(f"--from {base} cannot train here: {why}")
+        if why:
+            print(f"{base}: {why}", file=sys.stderr)
+        return plan
     if base != "advised":
         return task.PLAN if base == "plan" else task.BASELINE
     plan = advise(task, pack, measure=False).plan

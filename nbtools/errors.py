@@ -1,11 +1,24 @@
 """The errors that nbtools raises on purpose: each names the field, the rule, the value, and what to do next."""
 
+import re
 from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, metadata
 from typing import NoReturn
+
+PAGE = "docs/troubleshooting.md"
 
 
 class NbtoolsError(Exception):
-    """The base class; catching it catches every error that nbtools raises on purpose, and nothing else."""
+    """The base class; catching it catches every error that nbtools raises on purpose, and nothing else. entry: the
+    heading in docs/troubleshooting.md that explains more; the message then ends with its address."""
+
+    def __init__(self, *args: object, entry: str = "") -> None:
+        super().__init__(*args)
+        self.entry = entry
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text.rstrip('.')}. {see(self.entry)}" if self.entry else text
 
 
 class PlanError(NbtoolsError, ValueError):
@@ -42,6 +55,17 @@ class TrainError(NbtoolsError):
 
 class MissingExtra(NbtoolsError, ImportError):
     """An optional package is needed for this; the message names it, and how to install it."""
+
+
+def see(entry: str) -> str:
+    """A reference to a heading in docs/troubleshooting.md, at the repository's address in the installed package."""
+    try:
+        urls = metadata("nbtools").get_all("Project-URL") or []
+    except PackageNotFoundError:  # imported from a folder, which has the file
+        urls = []
+    addresses = [f"{url.removeprefix('Repository, ')}/blob/main/" for url in urls if url.startswith("Repository, ")]
+    anchor = re.sub(r"[^\w -]", "", entry.lower()).replace(" ", "-")  # as GitHub makes them
+    return f"See “{entry}”: {''.join(addresses[:1])}{PAGE}#{anchor}"
 
 
 def successors(module: str, gone: Mapping[str, str]) -> Callable[[str], NoReturn]:

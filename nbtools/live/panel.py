@@ -49,6 +49,7 @@ class Panel:
         baseline = getattr(advice, "baseline", None)
         self.baseline = (baseline, "The guide's settings, the receipt's “before”" if baseline else "")
         self.largest = (getattr(advice, "largest", None), getattr(advice, "largest_reason", ""))
+        self.own_presets: Mapping[str, tuple[Plan | None, str]] = getattr(advice, "presets", {})
         self.fixed: dict[str, str] = {}
         self.before: tuple[int, float] | None = None  # batch size and lr before the batch was changed, until lr is
         self.proposed: Mapping[str, Any] = {}
@@ -73,8 +74,10 @@ class Panel:
     @property
     def presets(self) -> dict[str, tuple[Plan | None, str]]:
         """label → (plan, description); None: there is none, and why."""
-        advised = (self.advised, "Every setting as advised")
-        found = {"Guide's baseline": self.baseline, "As advised": advised, "Largest batch": self.largest}
+        found: dict[str, tuple[Plan | None, str]] = {"Guide's baseline": self.baseline}
+        for name, (plan, why) in self.own_presets.items():
+            found[name] = plan, "; here ".join(filter(None, [f"As in train --from {name}", why])) if plan else why
+        found |= {"As advised": (self.advised, "Every setting as advised"), "Largest batch": self.largest}
         return {label: (plan, why) for label, (plan, why) in found.items() if plan is not None or why}
 
     def begin(self, requests: Requests) -> None:

@@ -3,6 +3,7 @@
 from nbtools.measure.advice import Advice, Machine, advise, decide
 from nbtools.measure.batch import find_batch
 from nbtools.measure.machine import REASONS, Gpu, Sampler, gpus, machine, nvml_index
+from nbtools.measure.presets import preset
 from nbtools.measure.profile import StepProfile
 from nbtools.measure.receipt import Receipt, comparable, receipt
 from nbtools.measure.stepper import Stepper, untouched
@@ -31,6 +32,7 @@ __all__ = [
     "lr_sweep",
     "machine",
     "nvml_index",
+    "preset",
     "receipt",
     "step_profile",
     "untouched",

@@ -23,6 +23,7 @@ from nbtools.data import Card, Pack, choose, cores
 from nbtools.errors import DiskError, TrainError
 from nbtools.measure.batch import BatchReport, find_batch
 from nbtools.measure.machine import machine
+from nbtools.measure.presets import preset
 from nbtools.measure.profile import StepProfile, Tried
 from nbtools.measure.report import Report, restored
 from nbtools.measure.stepper import Clock
@@ -54,8 +55,9 @@ class Advice(Report):
     """A plan, one reason per field, and the evidence for those that were measured. Shows as a table.
 
     The panel's presets: baseline, the guide's "before", and largest, the largest batch that the rules allow, or None if
-    there is none larger, for which `largest_reason` gives the reason. precision, batches, workers, profile: the
-    measurements, None if there was none; verdict: what this plan is bound by here.
+    there is none larger, for which `largest_reason` gives the reason; presets: the task's own, name → (plan, what
+    differs here), or (None, why it cannot train here). precision, batches, workers, profile: the measurements, None if
+    there was none; verdict: what this plan is bound by here.
     """
 
     plan: Plan
@@ -64,6 +66,7 @@ class Advice(Report):
     note: str = ""
     largest: Plan | None = None
     largest_reason: str = ""
+    presets: dict[str, tuple[Plan | None, str]] = field(default_factory=dict)
     evidence: dict[str, str] = field(default_factory=dict)
     precision: Tried | None = None
     batches: BatchReport | None = None
@@ -115,7 +118,8 @@ class Advice(Report):
     def from_dict(cls, values: Mapping[str, Any], kind: type[Plan] = Plan) -> Self:
         """kind: of the plans."""
         plans = {name: values[name] and kind.from_dict(values[name]) for name in ("plan", "baseline", "largest")}
-        return restored(cls, {**values, **plans})
+        presets = {n: (plan and kind.from_dict(plan), why) for n, (plan, why) in values.get("presets", {}).items()}
+        return restored(cls, {**values, **plans, "presets": presets})
 
 
 def advise(
@@ -140,6 +144,14 @@ def advise(
             "advice.plan.turn(batch_size=…) and compare the runs with nb.compare"
         )
     task = as_task(task)
+    made = known_or_measured(task, pack, measure, seconds, compiling, clock)
+    return dataclasses.replace(made, presets={name: preset(task, pack, name) for name in task.PRESETS})
+
+
+def known_or_measured(
+    task: Task, pack: Pack, measure: bool, seconds: float, compiling: bool, clock: Clock | None
+) -> Advice:
+    """What was measured before, else by the rules, or measured now and kept."""
     thumb, path = by_rules(task, pack, {}), shelf(pack)
     before = kept(path)
     for asked in (compiling,) if measure else (True, False):  # without measuring whatever there is, the most first

@@ -204,7 +204,8 @@ class Trial(Stepper):
 def begun(task: TaskLike, pack: Pack, plan: Plan, device: torch.device, clock: Clock | None) -> Trial:
     trial, reason = devices.within_memory(lambda: Trial(task, pack, plan, device, clock))
     if trial is None:
-        raise TrainError(f"out of memory before the first step ({reason}); use a smaller network, or free memory")
+        rule = f"out of memory before the first step ({reason})"
+        raise TrainError(f"{rule}; use a smaller network, or free memory", entry="Out of memory")
     return trial
 
 
@@ -260,7 +261,8 @@ class Search:
         if reason:
             raise TrainError(
                 f"not even one sample fits ({reason}): use a smaller network or smaller samples, "
-                "Plan.amp or Plan.checkpoint_activations, or free memory"
+                "Plan.amp or Plan.checkpoint_activations, or free memory",
+                entry="Out of memory",
             )
 
     def refusal(self, size: int) -> str:
@@ -294,7 +296,7 @@ class Search:
         try:
             require_shared_memory(self.trial.pack, self.plan.replace(micro_batch_size=None, batch_size=size))
         except TrainError as error:
-            return str(error)
+            return error.args[0]
         return ""
 
     def time(self, row: Row) -> float:
@@ -339,7 +341,8 @@ class Search:
                 row.rates += [rate] if (rate := self.time(row)) else []
             live = [row for row in live if not row.reason]
             if not live:
-                raise TrainError(f"memory ran out while measuring ({self.ended}); free memory and try again")
+                rule = f"memory ran out while measuring ({self.ended})"
+                raise TrainError(f"{rule}; free memory and try again", entry="Out of memory")
             if chosen({c.batch_size: c.rates for c in live}).clear:
                 break
         return chosen({c.batch_size: c.rates for c in live})

@@ -1,5 +1,5 @@
-"""The receipt: the task's baseline and a plan, and the rungs between them, trained in alternation on the same machine
-and data. A rung has one more group of settings as the plan has them."""
+"""The receipt: the task's baseline and a plan, the rungs between them, and the guide's optimised settings, trained in
+alternation on the same machine and data. A rung has one more group of settings as the plan has them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import numpy as np
 import torch
 
 from nbtools.data import Pack, Resident, choose
+from nbtools.errors import NbtoolsError
 from nbtools.measure.machine import machine
+from nbtools.measure.presets import preset
 from nbtools.measure.profile import padded, padding
 from nbtools.measure.report import Report
-from nbtools.measure.stepper import Clock, Rate, Stepper, untouched
+from nbtools.measure.stepper import Clock, Rate, Stepper, Turn, untouched
 from nbtools.measure.trials import own_settings
-from nbtools.train import Plan, TaskLike, as_task, shown
+from nbtools.train import Plan, TaskLike, as_task, listed, shown
 from nbtools.train import device as devices
 
 ROUNDS, SECONDS = 3, 1.5
@@ -33,7 +35,8 @@ GROUPS = {
 """In the guide's order, each with the settings in which plans must differ for it to be a rung; OTHERS is one more, and
 ALL is the name of a run without rungs."""
 
-OTHERS, ALL = "+ the rest", "this run"
+OTHERS, ALL, GUIDE = "+ the rest", "this run", "guide's optimised"
+WARMING = 4  # steps of a plan before its first turn
 SILENT = (
     *("epochs", "lr", "lr_rule", "schedule", "warmup_epochs", "min_lr", "weight_decay", "betas"),
     *("eval_every", "early_stop", "patience", "seed"),
@@ -57,19 +60,21 @@ class Rung:
     total_least: float
     total_most: float
 
-    def row(self, first: bool) -> tuple[Any, ...]:
+    def row(self, baseline: bool = False, rung: bool = True) -> tuple[Any, ...]:
         factor = f"{self.factor:.2f}× ({self.factor_least:.2f}–{self.factor_most:.2f})"
-        total = f"{self.total:.2f}× ({self.total_least:.2f}–{self.total_most:.2f})"
-        ratios = (None, None) if first else (factor, total)
-        changes = ", ".join(f"{name} {change}" for name, change in self.changes.items())
+        ratios = None if baseline or not rung else factor, None if baseline else self.over_baseline()
         speed = f"{self.rate.samples_per_s:,.0f} ({self.rate.least:,.0f}–{self.rate.most:,.0f})"
-        return self.name, speed, *ratios, f"{self.rate.data_wait:.0%}", changes
+        return self.name, speed, *ratios, f"{self.rate.data_wait:.0%}", listed(self.changes)
+
+    def over_baseline(self) -> str:
+        return f"{self.total:.2f}× ({self.total_least:.2f}–{self.total_most:.2f})"
 
 
 @dataclass(frozen=True)
 class Receipt(Report):
     """Before and after on this machine and this data: the same network, trained with two plans, and the rungs between
-    them, () in receipts of older versions. Shows as a table.
+    them, () in receipts of older versions; guide: the guide's optimised settings, over the baseline, None if they were
+    not measured. Shows as a table.
 
     ratio: the median over rounds of after / before, measured in turns, with its least and most. peak_memory: MiB, of
     the GPU for either; without one, of the whole process for both together.
@@ -84,17 +89,21 @@ class Receipt(Report):
     machine: dict[str, str]
     notes: tuple[str, ...]
     rungs: tuple[Rung, ...] = ()
+    guide: Rung | None = None
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
-        """(headers, rows): one row per rung, spreads from least to most."""
+        """(headers, rows): one row per rung, below the first one the guide's, spreads from least to most."""
         headers = ("", "samples/s", "over the previous rung", "over the baseline", "waiting for data", "what changes")
         ratio = self.ratio, self.ratio_least, self.ratio_most
         ends = Rung("baseline", {}, self.before, *[1.0] * 6), Rung(ALL, {}, self.after, *ratio, *ratio)
-        return headers, [rung.row(first=not k) for k, rung in enumerate(self.rungs or ends)]
+        first, *others = self.rungs or ends
+        guide = [self.guide.row(rung=False)] if self.guide is not None else []
+        return headers, [first.row(baseline=True), *guide, *(rung.row() for rung in others)]
 
     def caption(self) -> str:
         spread = f"{self.ratio_least:.2f}–{self.ratio_most:.2f}, n = {self.after.rounds}"
-        return f"{self.ratio:.2f}× the baseline's samples/s on this machine ({spread})"
+        guide = f"; the guide's optimised settings: {self.guide.over_baseline()}" if self.guide is not None else ""
+        return f"{self.ratio:.2f}× the baseline's samples/s on this machine ({spread}){guide}"
 
     def footer(self) -> str:
         names = {"before": "baseline", "after": "this run"}
@@ -114,14 +123,16 @@ def receipt(
     seconds: float | None = None,
     clock: Clock | None = None,
 ) -> Receipt:
-    """Measure the task's BASELINE, a plan and the rungs between them in turns. seconds: of a turn, were there only two
-    (SECONDS); more rungs have shorter ones, so that the whole takes as long."""
+    """Measure the task's BASELINE, a plan, the rungs between them and the first of its PRESETS in turns. seconds: of a
+    turn, were there only two (SECONDS); more rungs have shorter ones, so that the whole takes as long."""
     device = device or devices.pick()
     baseline, notes = comparable(as_task(task).BASELINE, plan, pack)
+    optimised, adapted = optimised_by_guide(task, plan, pack)
     with untouched(device):
         course = Course(task, pack, device, clock)
-        notes += course.run(ladder(baseline, plan, pack, device), seconds or SECONDS)
+        notes += adapted + course.run(ladder(baseline, plan, pack, device), seconds or SECONDS, optimised)
         rungs, memory = rungs_of(course.steppers), list(course.peaks.values())  # first of the ends, which came first
+        guide = course.aside()
         del course
     notes += padding_of(pack, plan)
     peaks = {"before": memory[0], "after": memory[1]} if memory else {"process": devices.resident() / 2**20}
@@ -129,7 +140,7 @@ def receipt(
         notes.append("No GPU: what mixed precision, larger batches and resident data gain on one was not measured")
     first, last = rungs[0], rungs[-1]
     spread = last.total, last.total_least, last.total_most
-    return Receipt(first.rate, last.rate, *spread, peaks, machine(), tuple(notes), rungs)
+    return Receipt(first.rate, last.rate, *spread, peaks, machine(), tuple(notes), rungs, guide)
 
 
 def comparable(baseline: Plan, plan: Plan, pack: Pack) -> tuple[Plan, list[str]]:
@@ -141,6 +152,18 @@ def comparable(baseline: Plan, plan: Plan, pack: Pack) -> tuple[Plan, list[str]]
         changes["feed"] = "auto"
         notes.append("The source files are gone: both read the pack, so the data pipeline was not measured")
     return baseline.replace(**changes), notes
+
+
+def optimised_by_guide(task: TaskLike, plan: Plan, pack: Pack) -> tuple[Plan | None, list[str]]:
+    """(the first of the task's presets with the run's own network, what differs here), (None, why it cannot train
+    here), or (None, []) for a task without presets."""
+    name = next(iter(as_task(task).PRESETS), None)
+    if name is None:
+        return None, []
+    found, why = preset(task, pack, name)
+    if found is None:
+        return None, [f"The {GUIDE} settings cannot train here: {why.rstrip('.')}"]
+    return comparable(found, plan, pack)[0], [f"The {GUIDE} settings here: {why}"] if why else []
 
 
 def ladder(baseline: Plan, plan: Plan, pack: Pack, device: torch.device) -> list[tuple[str, Plan]]:
@@ -169,15 +192,16 @@ def costs(plan: Plan, pack: Pack, device: torch.device) -> dict[str, Any]:
 
 
 class Course:
-    """Plans in training side by side, each with a turn per round. By name: steppers, and peaks, MiB of GPU memory at
-    most. step_s: seconds of the slowest one's step."""
+    """Plans in training side by side, each with a turn per round. By name: steppers, first, a step of each before the
+    turns, and peaks, MiB of GPU memory at most."""
 
     def __init__(self, task: TaskLike, pack: Pack, device: torch.device, clock: Clock | None = None):
         self.task, self.pack, self.device, self.clock = task, pack, device, clock
         self.shared: Resident | None = None  # the pack in memory, for all that read it there
         self.steppers: dict[str, Stepper] = {}
+        self.optimised: Stepper | None = None  # with the guide's settings
+        self.first: dict[str, Turn] = {}
         self.peaks: dict[str, float] = {}
-        self.step_s = 0.0
 
     def enter(self, name: str, plan: Plan) -> None:
         cuda, feed, before = self.device.type == "cuda", None, 0
@@ -186,8 +210,8 @@ class Course:
         if cuda:
             before = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
-        stepper = self.steppers[name] = Stepper(self.task, self.pack, plan, self.device, feed, self.clock).warm_up()
-        self.step_s = max(self.step_s, stepper.advance().step_s)
+        stepper = Stepper(self.task, self.pack, plan, self.device, feed, self.clock).warm_up(WARMING - 1)
+        self.steppers[name], self.first[name] = stepper, stepper.advance()
         stepper.turns.clear()
         if cuda:
             peak = torch.cuda.max_memory_allocated(self.device) - before + (self.pack.bytes if feed else 0)
@@ -195,29 +219,59 @@ class Course:
 
     def refusal(self, number: int, seconds: float) -> list[str]:
         """Why that many more plans would take too long or too much memory; [] if they do not."""
-        if number * (4 + ROUNDS) * self.step_s > 2 * seconds * ROUNDS:  # with their warm-up
-            return [f"A step takes {self.step_s:.1f} s: only the first and last rungs were measured"]
+        step_s = max(turn.step_s for turn in self.first.values())
+        if number * (WARMING + ROUNDS) * step_s > 2 * seconds * ROUNDS:
+            return [f"A step takes {step_s:.1f} s: only the first and last rungs were measured"]
         most = number * max(self.peaks.values(), default=0.0) * 2**20
         if most and most > SHARE * torch.cuda.mem_get_info(self.device)[0]:
             return ["GPU memory has no room for more models: only the first and last rungs were measured"]
         return []
 
-    def run(self, wanted: Sequence[tuple[str, Plan]], seconds: float) -> list[str]:
-        """Enter the ends, the rungs between them where there is time and memory, and give each its turns; returns
-        why not."""
+    def run(self, wanted: Sequence[tuple[str, Plan]], seconds: float, guide: Plan | None = None) -> list[str]:
+        """Enter the ends, the rungs between them and the guide's settings where there is time and memory, and give each
+        its turns; returns why not."""
         for name, plan in (wanted[0], wanted[-1]):
             self.enter(name, plan)
         notes = self.refusal(len(wanted) - 2, seconds)
         for name, plan in () if notes else wanted[1:-1]:
             self.enter(name, plan)
         names = [name for name, _ in wanted if name in self.steppers]
+        told = self.enter_aside(guide, seconds) if guide is not None else []
+        running = [self.steppers[name] for name in (*names, GUIDE) if name in self.steppers]
         for _ in range(ROUNDS):
-            for name in names:
-                self.steppers[name].turn(2 * seconds / len(names))
+            for stepper in running:
+                stepper.turn(2 * seconds / len(running))
+        if (optimised := self.steppers.pop(GUIDE, None)) is not None:
+            self.optimised, micro = optimised, optimised.state.recovery.micro
+            if micro != optimised.plan.micro_batch_size:
+                told = [f"Memory ran out with the {GUIDE} settings: measured in passes of {micro} samples"]
         self.steppers = {name: self.steppers[name] for name in names}
         if notes:
             self.steppers[ALL] = self.steppers.pop(names[-1])
-        return notes
+        return notes + told
+
+    def enter_aside(self, plan: Plan, seconds: float) -> list[str]:
+        """Enter the guide's settings, which are no rung, unless their steps would take as long as all else; returns why
+        not. A step's time is computed from the baseline's: its wait for data is shared by the workers."""
+        turn, workers = self.first["baseline"], plan.workers if plan.feed == "workers" else 0
+        worked, waited = (turn.seconds - turn.waited) / turn.samples, turn.waited / turn.samples
+        step_s = plan.batch_size * (max(worked, waited / workers) if workers else worked + waited)
+        number = WARMING + ROUNDS * max(1, 2 * workers)
+        if number * step_s > 2 * seconds * ROUNDS:
+            likely = f"{number} steps of {plan.batch_size} samples would take about {number * step_s:.0f} s"
+            return [f"The {GUIDE} settings were not measured: {likely}"]
+        try:
+            self.enter(GUIDE, plan)
+        except (NbtoolsError, RuntimeError, MemoryError) as error:  # the receipt is complete without it
+            why = str(error.args[0]) if error.args else type(error).__name__
+            return [f"The {GUIDE} settings cannot train here: {why.splitlines()[0].rstrip('.')}"]
+        return []
+
+    def aside(self) -> Rung | None:
+        """The guide's settings over the baseline; None if they were not measured."""
+        if self.optimised is None:
+            return None
+        return rungs_of({"baseline": next(iter(self.steppers.values())), GUIDE: self.optimised})[1]
 
 
 def rungs_of(steppers: Mapping[str, Stepper]) -> tuple[Rung, ...]:

@@ -72,8 +72,8 @@ class Stepper:
     """A separate model in training, at an lr that moves no weight unless it is `learning`.
 
     feed: an open one, for several to share; None: the plan's. act: what makes a step; `nbtools.train.attempt`
-    where running out of memory is an answer, and not to be met with smaller micro-batches. ahead: batches that the feed
-    prepares in advance. Raises TrainError if training could not start.
+    where running out of memory is an answer, and not to be met with smaller micro-batches. lanes: the feed's threads or
+    processes; ahead: batches that they prepare in advance. Raises TrainError if training could not start.
     """
 
     def __init__(
@@ -93,7 +93,8 @@ class Stepper:
         self.state = TrainState(apart(self.task), pack, plan if learning else plan.replace(**STILL), device)
         devices.prepare(plan, device, many_shapes=self.state.card.bucket_by is not None)
         self.feed = feed or open_feed(pack, plan, device)
-        self.ahead = {"resident": 0, "streamed": plan.prefetch}.get(self.feed.name, plan.prefetch * plan.workers)
+        self.lanes = {"resident": 0, "streamed": 1}.get(self.feed.name, plan.workers)
+        self.ahead = self.lanes * plan.prefetch
         self.batches: Iterator[Raw] = self.epochs()
         self.turns: list[Turn] = []
         self.loss: Tensor | float = 0.0  # sum over the samples of the last step
@@ -147,11 +148,14 @@ class Stepper:
         return self.turns[-1]
 
     def turn(self, seconds: float) -> Turn:
-        """`advance`, after training untimed on what the feed prepared during the turns of other steppers."""
-        if self.ahead:
-            self.advance(steps=self.ahead)
+        """`advance`, without what the feed prepared during the turns of other steppers: that is drawn, and the first
+        batch of each of its threads or processes trained on, untimed."""
+        for _ in range(self.ahead):
+            next(self.batches)
+        if self.lanes:
+            self.advance(steps=self.lanes)
             self.turns.pop()
-        return self.advance(seconds, 1 + self.ahead)
+        return self.advance(seconds, max(1, self.lanes))
 
     def warm_up(self, steps: int = 3) -> Self:
         """Train for some steps that do not count."""

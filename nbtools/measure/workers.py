@@ -159,7 +159,7 @@ def refusal(pack: Pack, plan: Plan, device: torch.device, weight: int) -> str:
     try:
         require_shared_memory(pack, plan)
     except TrainError as error:
-        return str(error)
+        return error.args[0]
     room, batch = ram(), pack.bytes / max(len(pack), 1) * plan.batch_size
     need = plan.workers * (weight + plan.prefetch * batch)
     if room is None or need <= room.usable:

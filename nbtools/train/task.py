@@ -45,6 +45,9 @@ class Task:
     """The recommended settings. A task with settings of its own subclasses Plan."""
     BASELINE: Any = OneByOne()
     """The settings that a receipt compares with. Default: PLAN, its samples read one by one on demand."""
+    PRESETS: Mapping[str, Any] = {}
+    """Further settings to choose from, as a guide's optimised ones: name → Plan, or a function of the card that returns
+    one, and raises NbtoolsError where the data does not allow it. A receipt also measures the first. Default: none."""
     BEST: str = "-loss"
     """The metric that chooses the best checkpoint, on the validation split; "-cer" where lower is better."""
     SMOKE: Mapping[str, Any] = {}

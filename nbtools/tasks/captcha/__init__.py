@@ -2,7 +2,7 @@
 
 from nbtools.tasks.captcha.data import pack, read, survey
 from nbtools.tasks.captcha.demo import demo
-from nbtools.tasks.captcha.task import BASELINE, BEST, PLAN, Plan, batch, decode, loss, metrics, model, suggest
+from nbtools.tasks.captcha.task import BASELINE, BEST, PLAN, PRESETS, Plan, batch, decode, loss, metrics, model, suggest
 from nbtools.tasks.captcha.visualize import preview, show
 from nbtools.tasks.common.labels import text_of
 
@@ -10,6 +10,7 @@ __all__ = [
     "BASELINE",
     "BEST",
     "PLAN",
+    "PRESETS",
     "Plan",
     "batch",
     "decode",

@@ -55,6 +55,22 @@ BASELINE = Plan(
 )
 """The guide's "before": every image decoded again in the main process, no mixed precision."""
 
+GUIDE = BASELINE.replace(batch_size=512, amp="fp16", workers=12)
+PRESETS = {
+    "guide": GUIDE,
+    "guide-large": GUIDE.replace(
+        batch_size=1024,
+        optimizer="adamw",
+        lr=6e-4,
+        lr_rule="sqrt",
+        weight_decay=1e-4,
+        warmup_epochs=5,
+        clip_norm=1.0,
+        workers=16,
+    ),
+}
+"""The optimised settings of the guide for captchas and of the one for very large batches, as for one of their GPUs."""
+
 PLAN = Plan(
     epochs=150,
     batch_size=1024,

@@ -7,13 +7,14 @@ from nbtools.tasks.hwdb.data import pack, read, survey
 from nbtools.tasks.hwdb.decode import peaks_of, search, tune
 from nbtools.tasks.hwdb.demo import demo
 from nbtools.tasks.hwdb.language_model import NGram
-from nbtools.tasks.hwdb.task import BASELINE, BEST, PLAN, Plan, batch, decode, loss, metrics, model, suggest
+from nbtools.tasks.hwdb.task import BASELINE, BEST, PLAN, PRESETS, Plan, batch, decode, loss, metrics, model, suggest
 from nbtools.tasks.hwdb.visualize import confused, preview, show
 
 __all__ = [
     "BASELINE",
     "BEST",
     "PLAN",
+    "PRESETS",
     "NGram",
     "Plan",
     "batch",

@@ -56,6 +56,17 @@ BASELINE = Plan(
 """The reference's recipe: every line decoded again in the main process, no mixed precision. It multiplies the lr by 0.1
 every 30 epochs; here that happens when the validation no longer improves."""
 
+GUIDE = BASELINE.replace(epochs=10, batch_size=64, lr=3e-3, lr_rule="sqrt", schedule="constant", amp="fp16", workers=8)
+PRESETS = {
+    "guide": GUIDE,
+    "guide-batch-48": GUIDE.replace(batch_size=48, lr=2.5e-3),
+    "guide-batch-32": GUIDE.replace(batch_size=32, lr=2e-3),
+    "guide-lr-0.002": GUIDE.replace(lr=2e-3, clip_norm=5.0),
+    "guide-lr-0.0015": GUIDE.replace(lr=1.5e-3, clip_norm=5.0),
+}
+"""The guide's optimised settings, its ladder where memory runs out, and its two lrs for a loss that is unstable or NaN.
+Its ten epochs end before the lr would fall."""
+
 PLAN = Plan(
     epochs=30,
     batch_size=64,

@@ -7,7 +7,7 @@ from nbtools.tasks.segment.demo import demo
 from nbtools.tasks.segment.inference import costs, decode, infer, latency
 from nbtools.tasks.segment.losses import loss
 from nbtools.tasks.segment.networks import groups, model
-from nbtools.tasks.segment.plans import BASELINE, BEST, PLAN, Plan, suggest, with_network
+from nbtools.tasks.segment.plans import BASELINE, BEST, PLAN, PRESETS, Plan, suggest, with_network
 from nbtools.tasks.segment.scores import (
     by_class,
     confusion,
@@ -23,6 +23,7 @@ __all__ = [
     "BASELINE",
     "BEST",
     "PLAN",
+    "PRESETS",
     "Plan",
     "balance",
     "batch",

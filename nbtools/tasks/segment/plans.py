@@ -115,6 +115,14 @@ BASELINE = Plan(
 """The guide's "before": every image decoded again in the main process, no mixed precision, and every fifth epoch an
 evaluation with all scales and mirror images. Its warmup counted 1,000 steps as epochs and never ended: here 5."""
 
+GUIDE = BASELINE.replace(batch_size=64, amp="fp16", workers=8)
+PRESETS = {
+    "guide": GUIDE,
+    "guide-low-memory": GUIDE.replace(micro_batch_size=32),
+    "guide-extreme": GUIDE.replace(batch_size=128, workers=16, prefetch=4),
+}
+"""The guide's three sets: fast, little memory (32 images accumulated twice), and extreme."""
+
 PLAN = BASELINE.replace(
     lr_rule="linear",
     amp="bf16",

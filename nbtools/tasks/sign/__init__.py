@@ -5,7 +5,7 @@ from nbtools.tasks.sign.data import pack, read, survey, validate
 from nbtools.tasks.sign.demo import demo
 from nbtools.tasks.sign.features import features
 from nbtools.tasks.sign.networks import model
-from nbtools.tasks.sign.plans import BASELINE, PLAN, Plan, suggest, with_gru, with_network
+from nbtools.tasks.sign.plans import BASELINE, PLAN, PRESETS, Plan, suggest, with_gru, with_network
 from nbtools.tasks.sign.task import BEST, batch, decode, latency, loss, metrics, stream
 from nbtools.tasks.sign.visualize import (
     animate,
@@ -27,6 +27,7 @@ __all__ = [
     "BASELINE",
     "BEST",
     "PLAN",
+    "PRESETS",
     "SMOKE",
     "Plan",
     "animate",

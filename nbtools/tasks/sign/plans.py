@@ -88,6 +88,40 @@ BASELINE = Plan(
 )
 """The guide's "before": its defaults, every clip decompressed again in the main process, no mixed precision."""
 
+GUIDE = BASELINE.replace(
+    epochs=50,
+    batch_size=64,
+    micro_batch_size=32,
+    lr=3e-4,
+    weight_decay=1e-4,
+    clip_norm=1.0,
+    schedule="cosine",
+    early_stop=10,
+    amp="fp16",
+    workers=8,
+)
+
+
+def small_gru(card: Card) -> Plan:
+    """The guide's settings for little memory. Raises PlanError for data without features."""
+    if "features" not in card.columns:
+        raise PlanError("the GRU reads features (X2048), and these clips have none; pack clips that hold them")
+    changes = {"network": "gru", "epochs": 40, "micro_batch_size": 16, "lr": 1e-4, "weight_decay": 0.0}
+    return GUIDE.replace(**changes, clip_norm=None, schedule="plateau", patience=3, early_stop=8)
+
+
+PRESETS = {
+    "guide": GUIDE,
+    "guide-gpus": GUIDE.replace(
+        epochs=100, batch_size=128, micro_batch_size=64, lr=5e-5, schedule="plateau", early_stop=15
+    ),
+    "guide-low-memory": small_gru,
+    "guide-cpu": BASELINE.replace(epochs=30, batch_size=8, schedule="plateau"),
+    "guide-quick": BASELINE.replace(epochs=10, batch_size=16),
+}
+"""The guide's recommended sets: for one GPU, for several, for little memory, for a CPU, and a quick one. Its batch of
+32, accumulated twice, is a batch of 64 in two passes."""
+
 PLAN = Plan(
     epochs=100,
     batch_size=32,

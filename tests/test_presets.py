@@ -1,0 +1,259 @@
+"""Presets: the guides' optimised settings as they are on this machine, in panel, terminal and receipt."""
+
+import dataclasses
+import html
+import json
+import os
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+import toy
+from simulated import Job
+
+import nbtools as nb
+from nbtools.__main__ import main
+from nbtools.data import Card, cores
+from nbtools.data.pack import Column
+from nbtools.errors import PlanError
+from nbtools.live import Plans, Requests
+from nbtools.measure import Receipt, preset, receipt
+from nbtools.tasks import captcha, hwdb, segment, sign
+from nbtools.train import Plan
+
+pytestmark = pytest.mark.usefixtures("one_thread", "frozen", "undrawn")
+
+TASKS: dict[str, Any] = {"captcha": captcha, "hwdb": hwdb, "segment": segment, "sign": sign}
+GUIDES = {  # as the guides write them
+    "hwdb guide": "epochs=10 batch_size=64 lr=3e-3 amp=fp16 workers=8",
+    "hwdb guide-batch-48": "batch_size=48 lr=2.5e-3",
+    "hwdb guide-batch-32": "batch_size=32 lr=2e-3",
+    "hwdb guide-lr-0.002": "batch_size=64 lr=2e-3 clip_norm=5",
+    "hwdb guide-lr-0.0015": "batch_size=64 lr=1.5e-3 clip_norm=5",
+    "captcha guide": "epochs=150 batch_size=512 lr=2e-4 min_lr=1e-6 workers=12 prefetch=2",
+    "captcha guide-large": "batch_size=1024 optimizer=adamw lr=6e-4 weight_decay=1e-4 warmup_epochs=5 schedule=cosine "
+    "min_lr=1e-6 clip_norm=1",
+    "sign guide": "epochs=50 batch_size=64 micro_batch_size=32 lr=3e-4 weight_decay=1e-4 clip_norm=1 schedule=cosine "
+    "early_stop=10",
+    "sign guide-gpus": "epochs=100 batch_size=128 micro_batch_size=64 lr=5e-5 weight_decay=1e-4 clip_norm=1 "
+    "schedule=plateau early_stop=15",
+    "sign guide-low-memory": "network=gru epochs=40 batch_size=64 micro_batch_size=16 schedule=plateau patience=3 "
+    "early_stop=8",
+    "sign guide-cpu": "epochs=30 batch_size=8 schedule=plateau amp=off",
+    "sign guide-quick": "epochs=10 batch_size=16 amp=off",
+    "segment guide": "batch_size=64 micro_batch_size=none amp=fp16 workers=8 prefetch=2",
+    "segment guide-low-memory": "batch_size=64 micro_batch_size=32",
+    "segment guide-extreme": "batch_size=128 workers=16 prefetch=4",
+}
+
+
+def clips(*columns: str) -> Card:
+    shapes = {"x": Column("ragged", "<f4", (156,)), "features": Column("ragged", "<f4", (2048,))}
+    return Card("sign", list("ab"), {}, {name: shapes[name] for name in columns}, {"train": 9})
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_the_presets_are_the_guides_optimised_settings_read_as_the_guides_do(name):
+    task, _, named = name.partition(" ")
+    made = TASKS[task].PRESETS[named]
+    plan: Any = made(clips("x", "features")) if callable(made) else made
+    assert isinstance(plan, type(TASKS[task].PLAN))
+    expected = dict(pair.split("=") for pair in GUIDES[name].split())
+    assert {n: getattr(plan, n) for n in expected} == {n: plan.parse(n, text) for n, text in expected.items()}
+    assert plan.feed == "workers"
+
+
+def test_every_preset_is_in_the_table_and_the_first_is_the_guides_main_one():
+    assert {f"{name} {each}" for name, task in TASKS.items() for each in task.PRESETS} == GUIDES.keys()
+    assert {next(iter(task.PRESETS)) for task in TASKS.values()} == {"guide"}
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    return toy.make_pack(tmp_path_factory.mktemp("toy"), count=184)
+
+
+def no_features(card: Card) -> Plan:
+    raise PlanError("the network reads features, and this data has none")
+
+
+GUIDE = toy.BASELINE.replace(
+    batch_size=10_000, micro_batch_size=5000, lr=0.1, amp="fp16", workers=100, dropout=0.0, noise=0.0
+)
+PRESETS = {"guide": GUIDE, "guide-as-it-is": toy.BASELINE.replace(epochs=2), "guide-features": no_features}
+
+
+def guided(**presets: Any) -> Any:
+    return toy.with_(PRESETS=presets or PRESETS)
+
+
+def test_a_preset_leaves_to_machine_and_data_what_it_must_and_says_so(pack):
+    plan, why = preset(guided(), pack, "guide")
+    train = pack.splits["train"]
+    assert plan is not None
+    assert (plan.batch_size, plan.micro_batch_size, plan.amp, plan.workers) == (train, train, "off", cores())
+    assert (plan.lr, plan.feed) == (0.1, "workers")
+    assert f"batch_size 10000 → {train} (the whole train split)" in why
+    assert "amp fp16 → off (fp16 needs a GPU)" in why
+    assert f"workers 100 → {cores()} (this machine has {cores()} core" in why
+    assert preset(guided(), pack, "guide-as-it-is") == (PRESETS["guide-as-it-is"], "")
+    gone, why = preset(guided(), dataclasses.replace(pack, raw=None), "guide-as-it-is")
+    assert gone is not None
+    assert (gone.feed, why) == ("auto", "feed workers → auto (the source files are gone)")
+
+
+def test_with_a_gpu_mixed_precision_is_the_guides(pack, fp16_on_cpu):
+    plan, why = preset(guided(), pack, "guide")
+    assert plan is not None
+    assert plan.amp == "fp16"
+    assert "amp" not in why
+
+
+def test_a_preset_that_cannot_train_here_says_why(pack, monkeypatch):
+    assert preset(guided(), pack, "guide-features") == (None, "the network reads features, and this data has none")
+    assert preset(sign, dataclasses.replace(pack, card=clips("x")), "guide-low-memory")[0] is None
+    gru: Any = preset(sign, dataclasses.replace(pack, card=clips("features")), "guide-low-memory")[0]
+    assert gru.network == "gru"
+    graph = guided(graph=toy.PLAN.replace(graph=True))
+    assert preset(graph, pack, "graph") == (
+        None,
+        "Plan.graph replays CUDA graphs, but this device is cpu; set graph=False",
+    )
+    small = namedtuple("Stat", "f_bavail f_frsize")(1, 512)
+    monkeypatch.setattr(os, "statvfs", lambda path: small)
+    monkeypatch.setattr(os.path, "isdir", lambda path: True)
+    none, why = preset(guided(), pack, "guide")
+    assert none is None
+    assert "/dev/shm has 512 B free; lower workers or prefetch" in why
+    assert "See" not in why, "a tooltip is no place for an address"
+
+
+# -- the panel
+
+
+def test_advice_has_the_presets_of_now_also_where_it_was_kept(pack, monkeypatch):
+    advice = nb.advise(guided(), pack, measure=False)
+    assert list(advice.presets) == list(PRESETS)
+    assert advice.presets["guide"] == preset(guided(), pack, "guide")
+    again = nb.Advice.from_dict(json.loads(json.dumps(advice.to_dict())), toy.Plan)
+    assert again.presets == advice.presets
+    assert nb.advise(toy, pack, measure=False).presets == {}
+
+
+def test_the_panel_offers_the_presets_between_before_and_advice(pack):
+    panel = nb.Panel(nb.advise(guided(), pack, measure=False))
+    assert list(panel.form.presets)[:5] == ["Guide's baseline", *PRESETS, "As advised"]
+    here, _ = preset(guided(), pack, "guide")
+    panel.form.presets["guide"].click()
+    assert panel.plan == here
+    assert panel.form.presets["guide"].button_style == "primary"
+    assert "As in train --from guide; here batch_size 10000 → " in str(panel.form.presets["guide"].tooltip)
+    refused = panel.form.presets["guide-features"]
+    assert (refused.disabled, refused.tooltip) == (True, "the network reads features, and this data has none")
+
+
+def test_in_a_started_run_a_preset_keeps_what_is_fixed(pack):
+    advice: Any = nb.advise(guided(), pack, measure=False)
+    panel: Any = nb.Panel(advice)
+    panel.begin(Requests(Plans(panel.plan, panel.plan), panel.advised))
+    panel.form.presets["guide"].click()
+    panel.insist()
+    assert panel.plan.lr == 0.1
+    assert (panel.plan.feed, panel.plan.workers) == (advice.plan.feed, advice.plan.workers)
+    assert panel.plan.dropout == advice.plan.dropout != 0.0
+
+
+# -- the terminal
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(toy, "PRESETS", PRESETS, raising=False)
+    words = ["train", "toy", "--data", str(toy.demo(tmp_path / "raw", 60)), "--run", str(tmp_path / "run")]
+    return lambda *more: main([*words, "--no-receipt", "--epochs", "1", *more])
+
+
+def test_the_terminal_trains_from_a_preset_and_tells_what_differs(train, tmp_path, capsys):
+    assert train("--from", "guide", "--workers", "0") == 0
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert (plan["lr"], plan["amp"], plan["feed"]) == (0.1, "off", "workers")
+    assert "guide: batch_size 10000 → " in capsys.readouterr().err
+
+
+def test_the_terminal_refuses_a_preset_that_cannot_train_and_one_that_is_none(train, capsys):
+    assert train("--from", "guide-features") == 1
+    err = capsys.readouterr().err
+    assert "--from guide-features cannot train here: the network reads features, and this data has none" in err
+    with pytest.raises(SystemExit):
+        train("--from", "guide-nothing")
+    assert "guide-as-it-is" in capsys.readouterr().err
+
+
+# -- the receipt
+
+
+def measured(job: Job, pack: nb.Pack, *presets: Any, seconds: float = 1.0) -> Receipt:
+    if presets:
+        job.PRESETS = dict(zip(("guide", "guide-large"), presets, strict=False))  # pyright: ignore
+    return receipt(job, job.pack(pack), toy.PLAN.replace(hidden=24), torch.device("cpu"), seconds, job.clock)
+
+
+def job(**more: Any) -> Job:
+    return Job(**{"reading": 0.001, "fixed": 0.1, "a_sample": 0.001, **more})
+
+
+LARGE = toy.BASELINE.replace(batch_size=64, amp="fp16")
+
+
+def test_a_receipt_measures_the_guides_settings_next_to_its_before(pack):
+    found = measured(job(), pack, LARGE, toy.PLAN)
+    small, large = (0.1 / batch + 0.001 + 0.001 for batch in (16, 64))
+    assert found.guide is not None
+    assert found.guide.total == pytest.approx(small / large, rel=0.1)  # 128 to train on, or nearly
+    assert found.guide.rate.rounds == found.after.rounds
+    assert found.guide.rate.plan["hidden"] == 24, "the run's own network"
+    assert [rung.name for rung in found.rungs] == ["baseline", "+ packed feed", "+ the rest"]
+    assert found.rungs[-1].total == found.ratio, "the guide's settings are no rung"
+    _, rows = found.table()
+    assert [row[0] for row in rows] == ["baseline", "guide's optimised", "+ packed feed", "+ the rest"]
+    assert rows[1][2:4] == (None, found.guide.over_baseline())
+    assert "batch_size 16 → 64" in rows[1][5]
+    sentence = f"; the guide's optimised settings: {found.guide.over_baseline()}"
+    assert sentence in str(found)
+    assert sentence in html.unescape(found._repr_html_())
+    assert "The guide's optimised settings here: amp fp16 → off (fp16 needs a GPU)" in found.notes
+    again = Receipt.from_dict(json.loads(found.to_json()))
+    assert again.to_json() == found.to_json()
+
+
+def test_a_receipt_with_the_guides_settings_takes_about_as_long(pack):
+    without, with_it = job(), job()
+    measured(without, pack)
+    measured(with_it, pack, LARGE)
+    assert with_it.now == pytest.approx(without.now, rel=0.25)
+
+
+def test_a_receipt_without_them_is_as_before(pack):
+    found = measured(job(), pack)
+    assert found.guide is None
+    assert "guide" not in str(found)
+    old = json.loads(found.to_json())
+    del old["guide"]
+    assert str(Receipt.from_dict(old)) == str(found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "note"),
+    [
+        (LARGE, {"fixed": 1.0}, "were not measured: 7 steps of 64 samples would take about "),
+        (LARGE, {"most": 32}, "Memory ran out with the guide's optimised settings: measured in passes of 32 samples"),
+        (no_features, {}, "cannot train here: the network reads features, and this data has none"),
+    ],
+)
+def test_a_note_tells_where_the_guides_settings_could_not_be_measured_as_they_are(pack, settings, more, note):
+    found = measured(job(**more), pack, settings)
+    assert note in " ".join(found.notes)
+    assert (found.guide is None) == ("passes" not in note)
+    assert found.rungs[-1].total == found.ratio
