@@ -217,7 +217,8 @@ def explained(doing: str, path: Path) -> Iterator[None]:
             reason, advice = "a file is where a folder should be", "Move it, or choose another folder."
         else:
             reason, advice = error.strerror or str(error), "Try again; if it happens again, choose another disk."
-        raise errors.DiskError(f"{doing}: {error.filename or path}: {reason}. {advice}") from error
+        entry = "Drive errors 5 and 107" if error.errno in (errno.EIO, errno.ENOTCONN) else ""
+        raise errors.DiskError(f"{doing}: {error.filename or path}: {reason}. {advice}", entry=entry) from error
 
 
 class Lock:

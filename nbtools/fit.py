@@ -77,7 +77,8 @@ def fit(
         require_sizes(pack, wanted)
         state, reason = devices.within_memory(lambda: TrainState(task, pack, wanted))
         if state is None:
-            raise TrainError(f"out of memory before the first step ({reason}); use a smaller network, or free memory")
+            rule = f"out of memory before the first step ({reason})"
+            raise TrainError(f"{rule}; use a smaller network, or free memory", entry="Out of memory")
         advised = getattr(plan, "advised", getattr(plan, "plan", None))  # a plain plan may come from anywhere
         history, complaints = begin(folder, pack, state, advised)
         surface = Surface(folder, state, pack, history, plan, progress)
@@ -110,7 +111,8 @@ def places(run: str | Path, keep: str | Path | None, release_gpu: bool) -> tuple
     if release_gpu and on_colab() and not stays:
         raise CheckpointError(
             "release_gpu=True gives this Colab machine back at the end, with the run on its disk; "
-            f"name a folder that outlives it: keep='drive:runs/…', got keep={str(keep)!r}"
+            f"name a folder that outlives it: keep='drive:runs/…', got keep={str(keep)!r}",
+            entry="Session lost",
         )
     return Path(run), kept_folder(keep)
 

@@ -47,7 +47,8 @@ def only_one(folder: Path) -> Iterator[None]:
                 except BlockingIOError:
                     if not patience:
                         raise TrainError(
-                            f"{folder}: another process is training this run; stop it, or name another run folder"
+                            f"{folder}: another process is training this run; stop it, or name another run folder",
+                            entry="Several processes on the GPU",
                         ) from None
                     sleep(patience)
         yield
@@ -87,12 +88,14 @@ def restore(folder: Path, kept: Path | None) -> None:
         return
     if ours := checkpoint.read_index(folder):
         if ours.get("id") != theirs.get("id"):
-            raise CheckpointError(f"{kept} keeps a run other than {folder}; name another keep=, or another run=")
+            rule = f"{kept} keeps a run other than {folder}"
+            raise CheckpointError(f"{rule}; name another keep=, or another run=", entry="Session lost")
         return
     if folder.exists() and any(
         p.name not in (PLAN, CARD, HISTORY, CONTROL) and p.suffix != ".part" for p in folder.iterdir()
     ):
-        raise CheckpointError(f"{folder} holds files but no run, and {kept} keeps a run; name a new folder with run=")
+        rule = f"{folder} holds files but no run, and {kept} keeps a run"
+        raise CheckpointError(f"{rule}; name a new folder with run=", entry="Session lost")
     part = folder.with_name(f"{folder.name}.part")
     with disk.explained(f"restoring {folder} from {kept}", folder):
         disk.remove(part)

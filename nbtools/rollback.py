@@ -161,14 +161,14 @@ class Guard:
             checkpoint.mark(job.folder, diverged=True)
             lower = self.advised.lr if self.advised.lr < state.plan.lr else state.plan.lr / 10
             raise Diverged(
-                f"Training diverged at {self.described(state.plan, ['lr'])}: {trouble}{often}. "
+                f"Training diverged at {self.described(state.plan, ['lr'])}: {trouble.args[0]}{often}. "
                 f"To continue from step {last:,}, lower Plan.lr, for instance by plan.replace(lr={lower:g}), "
                 "set Plan.clip_norm or amp=off, and run it again.",
                 trouble.steps,
             )
         facts = checkpoint.load(job.folder, state).facts
         state.recovery.careful_until = trouble.steps[1] + 1
-        what = f"{trouble}; back at step {state.step}, checking each step from there"
+        what = f"{trouble.args[0]}; back at step {state.step}, checking each step from there"
         yield from self.continued(facts, what, type(state.plan).from_dict(facts["plan"]))
 
     def continued(

@@ -191,7 +191,8 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[st
         if getattr(ours, name) != getattr(theirs, name):
             raise PackError(
                 f"{pack.folder}: the pack's {name} are not the ones that the run was trained with "
-                f"({getattr(theirs, name)} and {getattr(ours, name)}); pack the data again with the run's options"
+                f"({getattr(theirs, name)} and {getattr(ours, name)}); pack the data again with the run's options",
+                entry="Predictions differ between training and inference",
             )
     plan = run.plan.replace(**knobs)
     refuse_fixed(plan.changes_from(run.plan), plan, resumed=True)

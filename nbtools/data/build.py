@@ -163,7 +163,7 @@ def build_pack(
                 with contextlib.closing(Writer(part, found)) as writer:
                     writer.decode(reader(folder / top), folder / top, writer.resume(key), progress)
                     if not writer.kept:
-                        raise PackError(nothing(folder, writer.bad))
+                        raise PackError(nothing(folder, writer.bad), entry="Keys, columns and paths")
                     made = {"nbtools": VERSION, "key": key, "keyed": asked, "source": str(folder), "top": top}
                     writer.finish(task, val, test, made)
             except PackError:
@@ -211,7 +211,8 @@ def made_from(pack: Pack) -> Path | None:
 def of_task(pack: Pack, task: str) -> Pack:
     if pack.card.task != task:
         raise PackError(
-            f"{pack.folder} is a pack of the task {pack.card.task!r}, not of {task!r}; use that task, or other data"
+            f"{pack.folder} is a pack of the task {pack.card.task!r}, not of {task!r}; use that task, or other data",
+            entry="Wrong script or mode",
         )
     return pack
 

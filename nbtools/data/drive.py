@@ -36,7 +36,7 @@ def drive_path(path: str | Path) -> Path:
     names = sorted(entry.name for entry in parent.iterdir())
     near = difflib.get_close_matches(place.relative_to(parent).parts[0], names, n=3, cutoff=0.5) or names[:5]
     there = f"{parent} has {', '.join(near)}" if near else f"{parent} is empty"
-    raise StageError(f"{path}: there is no {place}. {there}.")
+    raise StageError(f"{path}: there is no {place}. {there}.", entry="Keys, columns and paths")
 
 
 def kept(place: str, instead: str = "demo data") -> Path | None:

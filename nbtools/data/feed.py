@@ -319,5 +319,6 @@ def require_shared_memory(pack: Pack, plan: Plan) -> None:
     if need > free:
         raise TrainError(
             f"Plan.workers = {plan.workers} with prefetch {plan.prefetch} and batch {plan.batch_size} needs about "
-            f"{disk.human(need)} of shared memory, /dev/shm has {disk.human(free)} free; lower workers or prefetch"
+            f"{disk.human(need)} of shared memory, /dev/shm has {disk.human(free)} free; lower workers or prefetch",
+            entry="The loader hangs",
         )

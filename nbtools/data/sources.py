@@ -85,7 +85,7 @@ class Local(Source):
         if not self.is_folder:
             require_archive(path, text)
         elif not any(True for _ in disk.walk(path)):
-            raise StageError(f"{text}: {path} holds no files. Is it the right folder?")
+            raise StageError(f"{text}: {path} holds no files. Is it the right folder?", entry="Keys, columns and paths")
 
     @classmethod
     def of(cls, text: str) -> Source:
@@ -151,7 +151,7 @@ class DriveFile(Url):
                 break
             url, found = following, probe(following)
         if found.page:
-            raise StageError(f"{url}: {drive.complaint(found.page)}")
+            raise StageError(f"{url}: {drive.complaint(found.page)}", entry="Quota page")
         return found
 
 
@@ -231,7 +231,7 @@ def require_archive(path: Path, text: str) -> None:
     with open(path, "rb") as file:
         head = disk.read(file, 100_000)
     if re.match(rb"(?i)\s*(\xef\xbb\xbf)?\s*(<!doctype html|<html|<head)", head):
-        raise ArchiveError(f"{text}: {drive.complaint(head.decode('utf-8', 'replace'))}")
+        raise ArchiveError(f"{text}: {drive.complaint(head.decode('utf-8', 'replace'))}", entry="Quota page")
     raise ArchiveError(
         f"{text}: not an archive: it begins with {head[:16]!r}. Give a folder, tar (plain, gz, xz, bz2) or zip."
     )
@@ -260,8 +260,9 @@ def read_mounted(content: IO[bytes], source: Path) -> bytes:
         return disk.read(content, CHUNK)
     except OSError as error:  # Drive gives errno 5 or 107 after a while
         raise StageError(
-            f"{source}: stopped responding ({error.strerror}). What arrived is kept: run it again, on Colab after "
-            "remounting Drive."
+            f"{source}: stopped responding (errno {error.errno}, {error.strerror}). What arrived is kept: run it "
+            "again, on Colab after remounting Drive.",
+            entry="Drive errors 5 and 107",
         ) from None
 
 
@@ -351,7 +352,7 @@ def connect(url: str, start: int = 0) -> http.client.HTTPResponse:
                 raise Dropped(status) from None
             if error.headers.get_content_type() == "text/html" and error.code != 404:
                 page = receive(error).decode("utf-8", "replace")
-                raise StageError(f"{url}: {status}: {drive.complaint(page)}") from None
+                raise StageError(f"{url}: {status}: {drive.complaint(page)}", entry="Quota page") from None
             raise unreachable(url, status) from None
     except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
         raise Dropped(str(getattr(error, "reason", error))) from None

@@ -105,7 +105,8 @@ def score(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) 
         torch.cuda.empty_cache()
     half = len(raw["id"]) // 2
     if not half:
-        raise TrainError(f"out of memory evaluating one sample ({reason}); use a smaller network or smaller samples")
+        rule = f"out of memory evaluating one sample ({reason})"
+        raise TrainError(f"{rule}; use a smaller network or smaller samples", entry="Out of memory")
     for part in (slice(half), slice(half, None)):
         score(ours, model, {name: tensor[part] for name, tensor in raw.items()}, plan, sums)
 

@@ -22,7 +22,7 @@ class Diverged(TrainError):
     """The loss is no longer a number. steps: the first and last of the interval in which it happened."""
 
     def __init__(self, message: str, steps: tuple[int, int]):
-        super().__init__(message)
+        super().__init__(message, entry="NaN")
         self.steps = steps
 
     def _render_traceback_(self) -> list[str]:
@@ -72,7 +72,8 @@ def halve(state: TrainState, size: int, reason: str) -> None:
     """Choose the next smaller micro batch, and free what the failed attempt left behind."""
     now = min(state.recovery.micro or size, size)
     if now == 1:
-        raise TrainError(f"out of memory with one sample at a time ({reason}); use a smaller network or samples")
+        rule = f"out of memory with one sample at a time ({reason})"
+        raise TrainError(f"{rule}; use a smaller network or samples", entry="Out of memory")
     state.events.append(f"out of memory: micro batch {now} → {now // 2}; effective batch and lr unchanged")
     state.take_parts(now // 2)
     release(state)
