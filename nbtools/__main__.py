@@ -36,7 +36,7 @@ from nbtools.live import ACTIONS, advised, send
 from nbtools.measure import advise, find_batch, find_workers, gpus, preset
 from nbtools.run import Run, evaluate, validate
 from nbtools.table import plural
-from nbtools.train import Plan, Task, TrainState, as_task, checkpoint, doubts, evaluation, train_step
+from nbtools.train import Plan, Task, TrainState, as_task, checkpoint, doubts, evaluation, train_step, unread
 from nbtools.watch import watch
 
 BUILT_IN = tuple(found.name for found in pkgutil.iter_modules(tasks.__path__) if found.name != "common")
@@ -58,9 +58,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+class Parser(argparse.ArgumentParser):
+    """One that also takes a switch with its value: `--flag true` is `--flag`, and `--flag false` is `--no-flag`."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words: list[str] = []
+        for word in args:
+            flag, equals, value = word.partition("=") if "=" in word else ((words or [""])[-1], "", word)
+            negated = f"--no-{flag.removeprefix('--')}"
+            if value.lower() in ("true", "false") and negated in self._option_string_actions:
+                words[len(words) - (not equals) :] = [flag if value.lower() == "true" else negated]
+            else:
+                words.append(word)
+        return super().parse_known_args(words, namespace)
+
+
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """The command line; a task's own options are added once its name is among the arguments."""
-    top = argparse.ArgumentParser(prog="python -m nbtools", description="Train in notebooks without wasting the GPU.")
+    top = Parser(prog="python -m nbtools", description="Train in notebooks without wasting the GPU.")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     word = next(iter(arguments[1:]), "-")
     if word.startswith("-"):
@@ -336,6 +351,8 @@ def evaluate_command(one: argparse.ArgumentParser, task: Task) -> Act:
 
     def show(options: argparse.Namespace) -> None:
         run, pack = Run.open(options.run, task), packed(task, options.data, options)
+        if limits := unread(task, pack, run.plan):
+            print(limits, file=sys.stderr)
         print(json.dumps(evaluate(run, pack, options.split, **given(run.plan, options))))
 
     return show
@@ -372,6 +389,7 @@ TASK_COMMANDS = {
 # -- options read from definitions
 
 AUTO = (("batch_size", "auto"), ("workers", "auto"))  # settings that may be `auto`: measured
+SWITCH: Any = {"action": argparse.BooleanOptionalAction, "metavar": None}
 
 
 def add_signature(one: argparse.ArgumentParser, function: Any, *skip: str) -> None:
@@ -385,7 +403,8 @@ def add_signature(one: argparse.ArgumentParser, function: Any, *skip: str) -> No
         variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if not variadic and name not in ("source", "folder", "progress", *skip):
             text = "default: from the data" if parameter.default is None else f"default {parameter.default}"
-            add_option(group, f"option_{name}", text, type=partial(read_option, parameter))
+            reads: Any = SWITCH if kind_of(parameter) is bool else {"type": partial(read_option, parameter)}
+            add_option(group, f"option_{name}", text, **reads)
 
 
 def add_knobs(one: argparse.ArgumentParser, kind: type[Plan], fields: Iterable[dataclasses.Field[Any]]) -> None:
@@ -395,8 +414,7 @@ def add_knobs(one: argparse.ArgumentParser, kind: type[Plan], fields: Iterable[d
         choices, text = field.metadata.get("choices"), field.metadata.get("help", "")
         text += f" ({', '.join(map(str, choices))})" if choices else ""
         text += "; auto: measure it here" if (field.name, "auto") in AUTO else ""
-        switch: Any = {"action": argparse.BooleanOptionalAction, "metavar": None}
-        add_option(group, f"knob_{field.name}", text, **(switch if hints[field.name] is bool else {}))
+        add_option(group, f"knob_{field.name}", text, **(SWITCH if hints[field.name] is bool else {}))
 
 
 def add_option(group: Any, dest: str, text: str, **more: Any) -> None:
@@ -421,12 +439,18 @@ def given(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
     return {name: plan.parse(name, value) if isinstance(value, str) else value for name, value in knobs.items()}
 
 
+def kind_of(parameter: inspect.Parameter) -> Any:
+    """A parameter's annotation; without one, the type of its default."""
+    kind, default = parameter.annotation, parameter.default
+    if kind is parameter.empty or isinstance(kind, str):
+        return str | None if default is None else type(default)
+    return kind
+
+
 def read_option(parameter: inspect.Parameter, text: str) -> Any:
     """An option's text as the parameter's annotation has it; without one, as its default. Raises NbtoolsError for what
     does not fit."""
-    kind, default = parameter.annotation, parameter.default
-    if kind is parameter.empty or isinstance(kind, str):
-        kind = str | None if default is None else type(default)
+    kind = kind_of(parameter)
     try:
         return converted(text, kind)
     except (KeyError, ValueError):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nbtools import errors
 
-OPERATIONS = ("create", "append", "read", "write", "sync", "sync_folder", "rename", "remove", "make_folder")
+OPERATIONS = ("create", "append", "read", "write", "sync", "sync_folder", "rename", "remove", "link", "make_folder")
 """The primitives: what fault injection replaces. Everything else is made of them."""
 
 MANY = 64  # above this many files one sync() of everything is cheaper than an fsync each (50,000 images: minutes)
@@ -73,6 +73,11 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def link(path: Path, name: Path) -> None:
+    """A symbolic link of this name to a path; fails when the name is taken."""
+    name.symlink_to(path)
 
 
 def make_folder(path: Path, fresh: bool = False) -> None:

@@ -32,8 +32,10 @@ from nbtools.train import (
     checkpoint,
     evaluation,
     fixed,
+    readable,
     require_sizes,
     task_name,
+    unread,
 )
 from nbtools.train import device as devices
 
@@ -74,6 +76,8 @@ def fit(
         restore(folder, kept)
         plan = plan() if callable(plan) and not isinstance(plan, type) else plan
         wanted = chosen_plan(task, pack, plan, folder)
+        limits = unread(task, pack, wanted)
+        pack = readable(task, pack, wanted)
         require_sizes(pack, wanted)
         state, reason = devices.within_memory(lambda: TrainState(task, pack, wanted))
         if state is None:
@@ -84,7 +88,8 @@ def fit(
         surface = Surface(folder, state, pack, history, plan, progress)
         job = Job(pack, folder, state, surface, checkpoint.Keeper(folder, kept) if kept is not None else None)
         requests = surface.requests
-        surface.tell_all([*complaints, *beyond(wanted, requests.advised).values(), *filter(None, [ending(state)])])
+        doubtful = beyond(wanted, requests.advised).values()
+        surface.tell_all([*complaints, *doubtful, *filter(None, [limits, ending(state)])])
         with FirstSignal(signal.SIGTERM, partial(requests.post, "stop", by="SIGTERM"), later=True):
             try:
                 with surface:

@@ -28,6 +28,7 @@ from nbtools.train import (
     checkpoint,
     evaluation,
     import_task,
+    readable,
     refuse_fixed,
 )
 from nbtools.train import device as devices
@@ -122,6 +123,10 @@ class Run:
         model.load_state_dict(checkpoint.weights(self.folder))
         return model.to(device or devices.pick()).eval()
 
+    def readable(self, pack: Pack) -> Pack:
+        """The part of a pack that this run's network can read: the pack itself, if it can read all."""
+        return readable(self.task, pack, self.plan)
+
     def predict(self, files: str | Path | Sequence[str | Path], batch_size: int = 64) -> list[Any]:
         """The run's predictions for raw files, in their order, with the preprocessing of its training.
 
@@ -135,9 +140,17 @@ class Run:
         return self.answers(pack.sample, ids, batch_size)
 
     def answers(self, read: Callable[[Any], Sample], samples: Sequence[Any] | np.ndarray, size: int) -> list[Any]:
-        model = self.model()
+        model, inputs = self.model(), self.task.inputs(self.plan, self.card.columns)
+
+        def whole(which: Any) -> Sample:
+            sample = read(which)
+            if empty := [name for name in inputs if not len(sample[name])]:
+                fix = "take another file" if isinstance(which, Path) else "take ids of run.readable(pack)"
+                raise PackError(f"sample {which} has no {empty[0]}, which this run's network reads; {fix}")
+            return sample
+
         chunks = (samples[i : i + size] for i in range(0, len(samples), size))
-        batches = (collate([read(sample) for sample in chunk], self.card.columns) for chunk in chunks)
+        batches = (collate([whole(sample) for sample in chunk], self.card.columns) for chunk in chunks)
         return [answer for raw in batches for answer in self.decoded(model, raw)]
 
     def decoded(self, model: nn.Module, raw: dict[str, torch.Tensor]) -> list[Any]:

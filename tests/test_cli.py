@@ -192,7 +192,6 @@ def test_gpus_says_what_there_is(capsys):
         (int, "-3", -3),
         (float, "1e-3", 0.001),
         (float, "5", 5),
-        (bool, "False", False),
         (str | None, "None", None),
         (int | str, "60", 60),
         (str | int, "0123", "0123"),
@@ -222,7 +221,7 @@ def test_an_option_is_read_by_its_annotation(kind, text, value, monkeypatch, cap
     [
         (int, "0x10", "a whole number"),
         (float, "much", "a number"),
-        (bool, "1", "true or false"),
+        (bool | int, "much", "true or false or a whole number"),
         (int | None, "x", "a whole number or none"),
         (int | tuple[int, int], "4,8,9", "a whole number or 2 numbers with commas between"),
     ],
@@ -234,6 +233,25 @@ def test_an_option_that_its_annotation_does_not_allow_is_refused_in_a_sentence(k
     monkeypatch.setattr(toy, "demo", demo)
     assert main(["demo", "toy", "x", "--one-more", text]) == 1
     assert capsys.readouterr().err == f"nbtools: --one-more must be {rule}, got {text!r}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["--twice"], True),
+        (["--no-twice"], False),
+        (["--twice", "true"], True),
+        (["--twice", "False"], False),
+        (["--twice=true"], True),
+        (["--twice=false"], False),
+        ([], None),
+    ],
+)
+def test_a_boolean_option_is_a_bare_flag_and_takes_its_value_too(words, value, monkeypatch, capsys):
+    monkeypatch.setattr(toy, "demo", lambda folder, *, twice=False, **more: repr((str(folder), twice)))
+    for line in ([*words, "x"], ["x", *words]):
+        assert main(["demo", "toy", *line]) == 0
+        assert capsys.readouterr().out == f"{('x', bool(value))!r}\n"
 
 
 def test_a_report_with_errors_ends_the_command_with_one(capsys, monkeypatch):

@@ -130,14 +130,22 @@ def test_a_point_is_seen_as_the_mask_says_and_without_one_where_it_is_not_zero(t
     np.testing.assert_array_equal(filled["mask"], seen)
 
 
-def test_features_are_packed_where_every_clip_has_them(tmp_path):
+def test_a_clip_may_lack_keypoints_or_features_and_those_are_packed_that_some_clip_has(tmp_path):
     source = corpus(tmp_path / "raw")
     assert "features" not in packed(source, feature_key=None).columns
     clip(source / "train" / "a.npz", without=("X2048",))
+    clip(source / "val" / "d.npz", without=("X", "mask"))
     made = packed(source)
-    assert (len(made), made.options["feature_key"], "features" in made.columns) == (4, None, False)
-    [row] = checked(source).rows
-    assert (row.severity, row.file, row.value) == (WARNING, "train/a.npz", "1 of 4 have none")
+    assert (len(made), len(made.bad), made.options["kp_key"], made.options["feature_key"]) == (4, 0, "X", "X2048")
+    lengths = [[len(made.sample(i)[column]) for i in range(4)] for column in ("x", "mask", "features")]
+    assert lengths == [[T, 6, 7, 0], [T, 6, 7, 0], [0, 6, 7, T]]
+    assert "float32 (·, 2048) of 3 samples" in str(made)
+    rows = [(row.severity, row.file, row.key, row.value) for row in checked(source).rows]
+    assert rows == [
+        (WARNING, "train/a.npz", "X2048", "1 of 4 have none"),
+        (WARNING, "val/d.npz", "X", "1 of 4 have none"),
+    ]
+    clip(source / "val" / "d.npz")
     with_features = packed(source, require_x2048=True)
     assert (len(with_features), "features" in with_features.columns) == (3, True)
     assert with_features.bad["file"].tolist() == ["train/a.npz"]
@@ -156,7 +164,15 @@ def test_the_keys_are_chosen(tmp_path):
     assert (set(alone.columns), alone.card.bucket_by) == ({"features", "label"}, "features")
     assert set(sign.read(path, alone.options)) == {"features"}
     assert checked(source, kp_key=None, feature_key="X").errors == 0
-    assert checked(source).errors == 2
+    for options in ({}, {"kp_key": None}):
+        own = packed(source, **options)
+        assert set(own.columns) == {"features", "label"}, "X of (T, 2048) are features"
+        np.testing.assert_array_equal(own.sample(1)["features"], found["X2048"])
+    assert checked(source).errors == 0
+    assert checked(source, feature_key=None).errors == 2
+    for act in (packed, checked):
+        with pytest.raises(PackError, match="no clip has kp_key 'points'"):
+            act(source, kp_key="points")
 
 
 @pytest.mark.parametrize(

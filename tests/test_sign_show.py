@@ -72,7 +72,7 @@ def test_each_point_of_a_body_is_drawn():
 
 
 def test_a_view_holds_all_that_is_seen_in_a_square_and_nothing_else_matters(pack):
-    points, seen = keypoints(pack, 0)
+    points, seen = keypoints(pack.sample(0))
     x, mask = pack.sample(0)["x"].reshape(-1, 78, 2), pack.sample(0)["mask"]
     assert (seen == mask).all()
     assert 0 < points[seen].min() < points[seen].max() < 1
@@ -89,7 +89,7 @@ def test_show_has_a_strip_from_the_first_frame_to_the_last_with_gloss_category_a
     categories = [pack.options["categories"][pack.sample(i)["label"][1]] for i in ids]
     expected = [(t, f"{c} · {len(pack.sample(i)['x'])} frames") for t, c, i in zip(truth, categories, ids, strict=True)]
     assert [text.get_text() for text in axes.texts] == list(itertools.chain(*expected))
-    points, seen = keypoints(pack, 5)
+    points, seen = keypoints(pack.sample(5))
     cells = np.split(np.asarray(axes.images[1].get_array()), visualize.MOMENTS, axis=1)
     for t in (0, -1):
         assert (cells[t][:, 1:] == np.asarray(frame(points[t], seen[t], visualize.CELL))[:, 1:]).all()
@@ -106,7 +106,7 @@ def test_show_has_a_strip_from_the_first_frame_to_the_last_with_gloss_category_a
 
 
 def test_an_animation_is_a_png_with_every_frame_at_30_a_second_and_saved_where_asked(pack, tmp_path):
-    points, seen = keypoints(pack, 2)
+    points, seen = keypoints(pack.sample(2))
     movie = sign.animate(pack, 2, size=64)
     data = movie._repr_png_()
     assert b"acTL" in data, "an animated PNG says so before its first picture"
@@ -146,8 +146,12 @@ def test_every_clip_is_in_the_chart_of_lengths_and_of_glosses(pack, folder, tmp_
     assert dict(zip(labels, train, strict=True)) == dict(zip(pack.classes, pack.card.counts["gloss"], strict=True))
     alone = sign.pack(folder, kp_key=None, into=tmp_path / "pack", progress=False)
     assert heights(sign.lengths(alone).axes[0]) == COUNT
-    with pytest.raises(PackError, match="no keypoints to draw"):
-        sign.animate(alone, 0)
+    features = alone.sample(0)["features"]
+    assert len(sign.animate(alone, 0).frames) == len(features)
+    image, *names = sign.preview(alone, 0, "x")
+    assert (image.shape, names) == ((visualize.CELL, 3 * visualize.CELL, 3), [sign.text_of(alone, 0), "x", True])
+    drawn = np.asarray(visualize.features(features[0], features.max(), 64), float)[16:48, :, 0]
+    assert (np.abs(drawn - 255 + 255 * features[0].reshape(32, 64) / features.max()) <= 1).all(), "a square for each"
 
 
 OF = dict(zip("abcde", "xxyyz", strict=True))

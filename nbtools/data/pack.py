@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -84,12 +84,16 @@ class Card:
 
 @dataclass(frozen=True)
 class Pack:
-    """An open pack. `raw` is the Dataset over the source files, None if they are gone. Shows as a table."""
+    """An open pack. `raw` is the Dataset over the source files, None if they are gone. Shows as a table.
+
+    wanted: (n,) bool, the samples that are in a split; None: all. See `part`.
+    """
 
     folder: Path
     card: Card
     manifest: dict[str, Any] = field(repr=False)
     raw: RawFiles | None = field(default=None, repr=False)
+    wanted: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
@@ -176,7 +180,20 @@ class Pack:
         """(n,) int64 sample ids of a split, ascending."""
         if split not in SPLITS:
             raise PackError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-        return np.flatnonzero(self.split == SPLITS.index(split))
+        chosen = self.split == SPLITS.index(split)
+        return np.flatnonzero(chosen if self.wanted is None else chosen & self.wanted)
+
+    def part(self, columns: Collection[str]) -> Self:
+        """The pack without the samples that have nothing in one of these columns, which are then in no split; ids stay.
+        The pack itself where there are none."""
+        ragged = [name for name in columns if name in self.offsets]
+        wanted = np.all([np.ones(len(self), bool), *(np.diff(self.offsets[name]) > 0 for name in ragged)], axis=0)
+        splits = {split: int(wanted[self.ids(split)].sum()) for split in SPLITS}
+        if splits == self.splits:
+            return self
+        by = self.card.bucket_by if self.card.bucket_by in ragged else ragged[0]
+        card = dataclasses.replace(self.card, splits=splits, bucket_by=by)
+        return dataclasses.replace(self, card=card, wanted=wanted if self.wanted is None else wanted & self.wanted)
 
     def lengths(self, column: str, ids: np.ndarray) -> np.ndarray:
         offsets = self.offsets[column]
@@ -203,11 +220,16 @@ class Pack:
     def __len__(self) -> int:
         return len(self.split)
 
+    def only(self, column: str) -> str:
+        """How many samples have something in a column, where others do not."""
+        having = np.count_nonzero(np.diff(self.offsets[column])) if column in self.offsets else len(self)
+        return f" of {having:,} samples" if having < len(self) else ""
+
     def rows(self) -> list[tuple[str, str]]:
         return [
             ("task", self.card.task),
             ("samples", ", ".join(f"{self.splits[s]:,} {s}" for s in SPLITS)),
-            ("columns", ", ".join(f"{name} {column}" for name, column in self.columns.items())),
+            ("columns", ", ".join(f"{name} {column}{self.only(name)}" for name, column in self.columns.items())),
             ("classes", f"{len(self.classes)}: {' '.join(self.classes[:40])}{' …' if len(self.classes) > 40 else ''}"),
             ("left out", f"{self.manifest['bad']} (see .bad)" if self.manifest["bad"] else "none"),
             ("size", disk.human(self.bytes)),

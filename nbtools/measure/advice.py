@@ -31,7 +31,7 @@ from nbtools.measure.trials import LEAST_STEPS, choose_precision, find_precision
 from nbtools.measure.verdict import Verdict, verdict
 from nbtools.measure.workers import WorkersReport, find_workers
 from nbtools.table import digits, plural
-from nbtools.train import OPTIMIZERS, Plan, Task, TaskLike, as_task, lr_factor, task_name
+from nbtools.train import OPTIMIZERS, Plan, Task, TaskLike, as_task, lr_factor, readable, task_name
 from nbtools.train import device as devices
 
 VERSION = 4  # of what is measured: what an older version advised is measured again
@@ -153,6 +153,8 @@ def known_or_measured(
 ) -> Advice:
     """What was measured before, else by the rules, or measured now and kept."""
     thumb, path = by_rules(task, pack, {}), shelf(pack)
+    if (part := readable(task, pack, thumb.plan)) is not pack:
+        pack, thumb = part, by_rules(task, part, {})
     before = kept(path)
     for asked in (compiling,) if measure else (True, False):  # without measuring whatever there is, the most first
         if found := before.get(label(task, pack, thumb, asked)):

@@ -24,7 +24,7 @@ from nbtools.errors import TrainError
 from nbtools.measure import memory
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import EAGER, Clock, Stepper, typical, untouched
-from nbtools.train import Plan, TaskLike, attempt, clear_gradients, release
+from nbtools.train import Plan, TaskLike, attempt, clear_gradients, readable, release
 from nbtools.train import device as devices
 
 WITHIN = 0.95  # of the best throughput
@@ -108,7 +108,7 @@ def find_batch(
     thread does all the work, so that other programs matter little, else wall-clock time. Nothing outside changes.
     Raises TrainError if not even one sample fits, or the train split has fewer than two.
     """
-    device = device or devices.pick()
+    device, pack = device or devices.pick(), readable(task, pack, plan)
     train = pack.splits["train"]
     if train < 2:
         raise TrainError(f"{pack.folder}: the train split has {train} sample(s); pack at least 2")

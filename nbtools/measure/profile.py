@@ -199,6 +199,7 @@ class Bench:
 
     def __init__(self, task: TaskLike, pack: Pack, plan: Plan, device: torch.device, clock: Clock | None):
         self.run = Stepper(task, pack, plan, device, clock=clock)
+        pack = self.run.pack
         self.task, self.state, self.clock = self.run.task, self.run.state, self.run.clock
         self.raw = on(device, gather(pack, typical(pack, plan)[0][0]))
         self.size, micro = len(self.raw["id"]), plan.micro_batch_size or plan.batch_size

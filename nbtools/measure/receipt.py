@@ -20,7 +20,7 @@ from nbtools.measure.profile import padded, padding
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import Clock, Rate, Stepper, Turn, untouched
 from nbtools.measure.trials import own_settings
-from nbtools.train import Plan, TaskLike, as_task, listed, shown
+from nbtools.train import Plan, TaskLike, as_task, listed, readable, shown
 from nbtools.train import device as devices
 
 ROUNDS, SECONDS = 3, 1.5
@@ -125,7 +125,7 @@ def receipt(
 ) -> Receipt:
     """Measure the task's BASELINE, a plan, the rungs between them and the first of its PRESETS in turns. seconds: of a
     turn, were there only two (SECONDS); more rungs have shorter ones, so that the whole takes as long."""
-    device = device or devices.pick()
+    device, pack = device or devices.pick(), readable(task, pack, plan)
     baseline, notes = comparable(as_task(task).BASELINE, plan, pack)
     optimised, adapted = optimised_by_guide(task, plan, pack)
     with untouched(device):

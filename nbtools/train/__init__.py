@@ -24,7 +24,18 @@ from nbtools.train.plan import (
 from nbtools.train.recovery import LEFT_OUT, Diverged, release, train_step
 from nbtools.train.state import TrainState
 from nbtools.train.step import attempt, clear_gradients, differentiate
-from nbtools.train.task import Batch, Pair, Task, TaskLike, as_task, best_metric, import_task, task_name
+from nbtools.train.task import (
+    Batch,
+    Pair,
+    Task,
+    TaskLike,
+    as_task,
+    best_metric,
+    import_task,
+    readable,
+    task_name,
+    unread,
+)
 
 __all__ = [
     "CONTROL",
@@ -61,6 +72,7 @@ __all__ = [
     "knob",
     "listed",
     "lr_factor",
+    "readable",
     "refuse_fixed",
     "release",
     "require_batch",
@@ -71,4 +83,5 @@ __all__ = [
     "times",
     "train",
     "train_step",
+    "unread",
 ]

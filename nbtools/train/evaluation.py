@@ -14,7 +14,7 @@ from nbtools.data import Feed, Pack, in_order, lengths_of, open_feed
 from nbtools.errors import TrainError
 from nbtools.train.device import autocast, sum_dtype, within_memory
 from nbtools.train.plan import Plan
-from nbtools.train.task import Batch, Pair, TaskLike, as_task
+from nbtools.train.task import Batch, Pair, TaskLike, as_task, readable
 
 
 class Sums:
@@ -112,9 +112,9 @@ def score(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) 
 
 
 def evaluate(task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: str = "test") -> dict[str, float]:
-    """Metric → value over a whole split. Raises TrainError if it is empty."""
+    """Metric → value over a whole split, or what the network can read of it. Raises TrainError if that is empty."""
     sums = Sums(next(model.parameters()).device)
-    for _ in score_split(task, model, pack, plan, split, sums):
+    for _ in score_split(task, model, readable(task, pack, plan), plan, split, sums):
         continue
     return sums.read()
 

@@ -26,7 +26,7 @@ from nbtools.train.optimizer import follow
 from nbtools.train.plan import Plan, listed, refuse_fixed, require_batch, require_sizes
 from nbtools.train.recovery import Diverged, train_step
 from nbtools.train.state import EpochSums, TrainState
-from nbtools.train.task import TaskLike, as_task, best_metric
+from nbtools.train.task import TaskLike, as_task, best_metric, readable
 
 
 def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None) -> Generator[Record, None, None]:
@@ -39,6 +39,7 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
     nothing. feed: one that is open, to share it; None: the plan's. Raises TrainError if training cannot start.
     """
     state.task = as_task(task)
+    pack = readable(task, pack, state.plan)
     require_sizes(pack, state.plan)
     prepare(state.plan, state.device, many_shapes=state.card.bucket_by is not None)
     feed, count = feed or open_feed(pack, state.plan, state.device), len(pack.ids("train"))

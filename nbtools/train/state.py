@@ -16,7 +16,7 @@ from nbtools.table import plural
 from nbtools.train import device as devices
 from nbtools.train.optimizer import allocate, build_optimizer, parameter_groups
 from nbtools.train.plan import Plan
-from nbtools.train.task import TaskLike, as_task, task_name
+from nbtools.train.task import TaskLike, as_task, readable, task_name
 
 
 @dataclass
@@ -66,7 +66,7 @@ class TrainState:
 
     def __init__(self, task: TaskLike, pack: Pack | Card, plan: Plan, device: torch.device | str | None = None):
         self.task, self.plan, self.applied = as_task(task), plan, plan
-        self.card = pack.card if isinstance(pack, Pack) else pack
+        self.card = readable(task, pack, plan).card if isinstance(pack, Pack) else pack
         self.device = torch.device(device) if device is not None else devices.pick()
         devices.require(plan, self.device)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):

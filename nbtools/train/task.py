@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -74,6 +74,11 @@ class Task:
         """The network's input, from the pack's arrays: normalised, and augmented if draws are given. Default: the
         arrays unchanged."""
         return raw
+
+    def inputs(self, plan: Any, columns: Collection[str]) -> Collection[str]:
+        """The columns of a pack that the plan's network reads: samples that have nothing in one of them are left out of
+        training, evaluation and prediction. Default: none, which leaves out no sample."""
+        return ()
 
     def groups(self, model: nn.Module, plan: Any) -> list[dict[str, Any]]:
         """Parameter groups: `{"params": [...]}`, with `"lr_scale": 10.0` for a multiple of the plan's lr, `"decays":
@@ -167,6 +172,23 @@ def as_task(task: Any) -> Task:
     if isinstance(task, Task):
         return task
     return task() if isinstance(task, type) and issubclass(task, Task) else Adapted(task)
+
+
+def readable(task: TaskLike, pack: Pack, plan: Any) -> Pack:
+    """The part of a pack that the plan's network can read; the pack itself where it can read all, or nothing: its
+    `model` then says what is missing."""
+    columns = as_task(task).inputs(plan, pack.columns)
+    return pack.part(columns) if columns and set(columns) <= pack.columns.keys() else pack
+
+
+def unread(task: TaskLike, pack: Pack, plan: Any) -> str:
+    """What the plan's network cannot read of a pack, in a sentence; "" if it can read all."""
+    part = readable(task, pack, plan)
+    if part is pack:
+        return ""
+    counts = [f"{part.splits[split]:,} of {count:,} {split}" for split, count in pack.splits.items() if count]
+    columns = " or ".join(sorted(as_task(task).inputs(plan, pack.columns)))
+    return f"this network reads {', '.join(counts)} samples; the others have no {columns}"
 
 
 def best_metric(task: Task) -> tuple[str, float]:

@@ -6,7 +6,7 @@ from nbtools.tasks.sign.demo import demo
 from nbtools.tasks.sign.features import features
 from nbtools.tasks.sign.networks import model
 from nbtools.tasks.sign.plans import BASELINE, PLAN, PRESETS, Plan, suggest, with_gru, with_network
-from nbtools.tasks.sign.task import BEST, batch, decode, latency, loss, metrics, stream
+from nbtools.tasks.sign.task import BEST, batch, decode, inputs, latency, loss, metrics, stream
 from nbtools.tasks.sign.visualize import (
     animate,
     by_class,
@@ -41,6 +41,7 @@ __all__ = [
     "demo",
     "features",
     "grouped",
+    "inputs",
     "latency",
     "lengths",
     "loss",

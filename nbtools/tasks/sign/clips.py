@@ -6,8 +6,10 @@
     timestamps_ms  (T,)       int64     increasing
     meta           ()         text      JSON
 
-A clip with an error is left out of the pack; one with a warning stays in: what nothing reads is missing or odd, or what
-is read had to be converted. Without a mask every point that is not 0 counts as seen.
+A clip has X, X2048 or both; X of (T, 2048) is read as features. `transformer_only+iv3_gru_only/CLIP.npz` is a sample of
+two files, the clips of this name in both folders. A clip with an error is left out of the pack; one with a warning
+stays in: what nothing reads is missing or odd, or what is read had to be converted. Without a mask every point that is
+not 0 counts as seen.
 
 No file can do harm: nothing is unpickled, nor decompressed beyond a limit.
 """
@@ -52,8 +54,7 @@ STRAY = (  # what zipfile, its decompressors and NumPy's header parser raise on 
 
 @dataclass(frozen=True)
 class Keys:
-    """The arrays of a clip that are keypoints (x) and features; None: not read. needed: whether features are packed, so
-    that every clip must have them.
+    """The arrays of a clip that are keypoints (x) and features; None: not read. needed: every clip must have features.
 
     Raises PackError for impossible names.
     """
@@ -74,59 +75,107 @@ class Keys:
             raise PackError(
                 f"kp_key and feature_key must differ, got {self.x!r} twice; kp_key=None reads the features alone"
             )
-        if self.x is None:
-            object.__setattr__(self, "needed", True)
 
 
 class Array(NamedTuple):
     """The form of an array, (T, width), or (T,) for width 0. kinds: NumPy's that are converted to its dtype; check: its
-    other rules; needed: whether it is an error to have none."""
+    other rules."""
 
     key: str
     width: int
     dtype: str
     kinds: str
     check: Callable[[str, np.ndarray], Iterable[Row]]
-    needed: bool = True
 
 
-def arrays_of(keys: Keys) -> dict[str, Array]:
-    """Column → the array that it is made of; and the times, which are only checked."""
+def arrays_of(places: Mapping[str, str]) -> dict[str, Array]:
+    """Column → the array that it is made of; and the times, which are only checked. places: as of `located`."""
     found = {}
-    if keys.x is not None:
-        found["x"] = Array(keys.x, WIDTH, "float32", "f", check_points)
-        found[MASK] = Array(MASK, POINTS, "bool", "biu", check_mask, needed=False)
-    if keys.needed:
-        found["features"] = Array(keys.features or "", FEATURES, "float32", "f", check_finite)
-    return {**found, TIMES: Array(TIMES, 0, "int64", "iuf", check_times, needed=False)}
+    if "x" in places:
+        found["x"] = Array(places["x"], WIDTH, "float32", "f", check_points)
+        found[MASK] = Array(MASK, POINTS, "bool", "biu", check_mask)
+    if "features" in places:
+        found["features"] = Array(places["features"], FEATURES, "float32", "f", check_finite)
+    return {**found, TIMES: Array(TIMES, 0, "int64", "iuf", check_times)}
+
+
+def located(npz: zipfile.ZipFile, keys: Keys) -> dict[str, str]:
+    """x and features → the array of a file that holds it, for those that are asked for and there."""
+    names, places = keys_in(npz), {}
+    x = keys.x or Keys.x
+    holds_features = keys.features is not None and keys.features not in names and frame_of(npz, x) == (FEATURES,)
+    if keys.x in names and not holds_features:
+        places["x"] = x
+    if holds_features:
+        places["features"] = x
+    elif keys.features in names:
+        places["features"] = keys.features
+    return places
+
+
+def frame_of(npz: zipfile.ZipFile, key: str | None) -> tuple[int, ...]:
+    """The shape of a frame of an array by its header; () where there is none to read."""
+    with contextlib.suppress(*STRAY), npz.open(f"{key}.npy") as member:
+        version = np.lib.format.read_magic(member)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        return read(member)[0][1:]
+    return ()
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a sample: its own, or the clips of this name in the folders that `a+b/CLIP.npz` joins."""
+    if "+" not in path.parent.name or path.is_file():
+        return [path]
+    return [path.parent.with_name(folder) / path.name for folder in path.parent.name.split("+")]
+
+
+def columns_in(path: Path, keys: Keys) -> set[str] | None:
+    """Which of x and features a sample has; None if a file of it cannot be opened."""
+    found = set()
+    try:
+        for file in files_of(path):
+            with open_npz(file) as npz:
+                found |= located(npz, keys).keys()
+    except (Refused, OSError):
+        return None
+    return found
 
 
 def examine(path: Path, keys: Keys, whole: bool = True) -> tuple[Sample, list[Row]]:
-    """(a clip's columns, remarks). whole: also check meta.
+    """(a clip's columns, of x, mask and features those that it has; remarks). whole: also check meta.
 
-    Raises Refused with the first error, OSError if the file cannot be opened.
+    Raises Refused with the first error, OSError if a file cannot be opened.
     """
-    columns, odd = {}, []
-    with open_npz(path) as npz:
-        for row in broken_rules(npz, keys, columns):
-            if row.severity == ERROR:
-                raise Refused(row)
-            odd.append(row)
-        if whole:
-            odd += check_meta(npz)
+    columns: dict[str, np.ndarray] = {}
+    odd = []
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(open_npz(file)) for file in files_of(path)]
+        places = [located(npz, keys) for npz in opened]
+        there = set().union(*places)
+        if not there or (keys.needed and "features" not in there):
+            either = [keys.features] if keys.needed else [keys.x, keys.features]
+            raise Refused(absent(opened[0], " or ".join(filter(None, either)), needed=True))
+        for npz, own in zip(opened, places, strict=True):
+            new = {column: key for column, key in own.items() if column not in columns}
+            for row in broken_rules(npz, new, columns):
+                if row.severity == ERROR:
+                    raise Refused(row)
+                odd.append(row)
+            if whole:
+                odd += check_meta(npz)
     columns.pop(TIMES, None)
-    if keys.x is not None and MASK not in columns:
+    if "x" in columns and MASK not in columns:
         columns[MASK] = columns["x"].reshape(-1, POINTS, 2).any(2)
     return columns, odd
 
 
-def broken_rules(npz: zipfile.ZipFile, keys: Keys, columns: dict[str, np.ndarray]) -> Iterator[Row]:
-    """Reads the arrays into columns, each in its dtype; a caller that stops at an error reads no further."""
+def broken_rules(npz: zipfile.ZipFile, places: Mapping[str, str], columns: dict[str, np.ndarray]) -> Iterator[Row]:
+    """Reads a file's arrays into columns, each in its dtype; a caller that stops at an error reads no further."""
     frames = "T"
-    for column, one in arrays_of(keys).items():
+    for column, one in arrays_of(places).items():
         key, rest = one.key, (one.width,) if one.width else ()
         if key not in keys_in(npz):
-            yield absent(npz, key, one.needed)
+            yield absent(npz, key)
             continue
         values = read_array(npz, key)
         if values.dtype.kind not in one.kinds:

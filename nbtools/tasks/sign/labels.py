@@ -3,18 +3,22 @@
     train/CLIP.npz  train/labels.csv  val/…  test/…      one list in each folder
     FSL105_train/CLIP.npz  FSL105_train.csv  …           a list next to the folder of its name
     CLIP.npz  labels.csv                                 one folder; the splits are drawn by a hash of the names
+    transformer_only/…  iv3_gru_only/…  test_15fps/…     the guide's: the first two train, the third validates
     labels_reference.csv                                 anywhere: the names of the ids
 
-A list is a CSV with the columns file, gloss and cat, ids from 0, and perhaps others. It covers the folder of its name
-next to it, else its own folder and all below. A row names a clip by its path from there, or by any end of its path that
-no other clip has; `.npz` may be left out. The reference has the columns gloss_id, label, cat_id and category.
+A list is a CSV with the columns file, gloss and cat, ids from 0, and perhaps others. It covers the folder next to it
+that its own name holds, else the clips below its folder that are of the split in its name (`labels_val.csv`), else all
+of these. A row names a clip by its path from there, or by any end of its path that no other clip has; `.npz` may be
+left out. The reference has the columns gloss_id, label, cat_id and category.
+
+A clip with the same name and label in both of the guide's train folders is one sample.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -22,7 +26,7 @@ from typing import TypeVar
 
 from nbtools import disk
 from nbtools.errors import PackError
-from nbtools.tasks.common.files import walk
+from nbtools.tasks.common.files import split_word, walk
 from nbtools.tasks.common.labels import csv_rows
 from nbtools.tasks.common.report import WARNING, Refused, Row
 
@@ -30,6 +34,10 @@ CLIP, LABELS, REFERENCE = ".npz", "labels.csv", "labels_reference.csv"
 COLUMNS = ("file", "gloss", "cat")
 NAMES = ("gloss_id", "label", "cat_id", "category")
 ID = re.compile("[0-9]{1,4}")  # a mistyped id must not make a network of a billion outputs
+HALVES = ("transformer_only", "iv3_gru_only")  # of a clip: its keypoints, its features
+BOTH = "+".join(HALVES)  # in the name of the sample that they make
+GUIDE = dict.fromkeys((*HALVES, BOTH), "train") | {"test_15fps": "val"}
+"""The guide's folders: it validates both networks on the last, and has no test split."""
 
 T = TypeVar("T")
 Ids = tuple[int, int]  # (gloss, category)
@@ -38,8 +46,8 @@ Named = tuple[int, str, int, str]  # gloss, its name, category, its name
 
 @dataclass(frozen=True)
 class Labels:
-    """What a folder holds: the clips' files, relative to it, and the labels of those that have one that can be used.
-    category_of: of each gloss, -1 for one that neither a clip nor the reference has."""
+    """What a folder holds: the clips by their files, relative to it (`a+b/CLIP.npz` are two), and the labels of those
+    that have one that can be used. category_of: of each gloss, -1 for one that neither a clip nor the reference has."""
 
     clips: list[str]
     labels: dict[str, Ids]
@@ -49,48 +57,84 @@ class Labels:
     category_of: list[int]
 
 
-def labels_of(folder: Path) -> Labels:
-    """Read names and lists, not clips. Raises PackError if there is no clip, DiskError for a list that cannot be
-    opened."""
+def labels_of(
+    folder: Path, given: Collection[str] = (), glosses: int | None = None, categories: int | None = None
+) -> Labels:
+    """Read names and lists, not clips. given: folders that the list next to them alone covers; glosses, categories: how
+    many classes there are, None: up to the largest id. Raises PackError if there is no clip, and for a larger id;
+    DiskError for a list that cannot be opened."""
     names = walk(folder)
     clips = [name for name in names if name.lower().endswith(CLIP)]
     if not clips:
         there = f"; it has {', '.join(names[:3])}" if names else "; it is empty"
         raise PackError(f"{folder}: no clips ({CLIP}){there}. Give the folder that holds train/ and val/")
     with disk.explained(f"reading the labels of {folder}", folder):
-        lists = label_lists(folder, names)
+        lists = label_lists(folder, names, given)
         reference, broken = read_reference(folder, names)
     labels, rows = match(lists, clips)
+    clips, labels = joined(clips, labels)
     fix = f"write its row file,gloss,cat into {LABELS}; to predict, nothing"
     if not lists:
         rows = [Row("", "clips have labels", f"no {LABELS}", fix, WARNING, LABELS)]
     else:
         bare = (clip for clip in clips if clip not in labels)
         rows += [Row("", "a clip has a label", "no row that can be used", fix, file=clip) for clip in bare]
-    glosses = {gloss: name for gloss, name, _, _ in reference}
-    categories = {cat: name for _, _, cat, name in reference}
+    words = {gloss: name for gloss, name, _, _ in reference}
+    names_of = {cat: name for _, _, cat, name in reference}
     category_of = {gloss: cat for gloss, _, cat, _ in reference} | dict(labels.values())
-    ids = range(max(category_of, default=-1) + 1)
-    last = max(category_of.values(), default=-1)
+    ids = range(count_of("glosses", category_of, glosses))
+    cats = range(count_of("categories", category_of.values(), categories))
     return Labels(
         clips,
         labels,
         [*rows, *broken],
-        classes=[glosses.get(i, str(i)) for i in ids],
-        categories=[categories.get(i, str(i)) for i in range(last + 1)],
+        classes=[words.get(i, str(i)) for i in ids],
+        categories=[names_of.get(i, str(i)) for i in cats],
         category_of=[category_of.get(i, -1) for i in ids],
     )
 
 
-def label_lists(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """name → content of each list of labels, whatever it is called; other CSV files are skipped."""
-    lists = {}
+def count_of(option: str, ids: Iterable[int], wanted: int | None) -> int:
+    """How many classes there are: as wanted, else up to the largest id. Raises PackError if that is too few."""
+    most = max(ids, default=-1)
+    if wanted is not None and wanted <= most:
+        fix = f"give {most + 1} or more, or correct the labels"
+        raise PackError(f"{option} must be above the largest id, {most}, since ids are from 0, got {wanted}; {fix}")
+    return most + 1 if wanted is None else wanted
+
+
+def split_in(clip: str, folder: str = "") -> str | None:
+    """The split of a clip by the nearest folder that names one; folder: the name of the source itself, which counts
+    only if it is one of the guide's."""
+    named = (GUIDE.get(part) or split_word(part) for part in reversed(PurePosixPath(clip).parts[:-1]))
+    return next(filter(None, named), GUIDE.get(folder))
+
+
+def whole(clip: str) -> str:
+    """The sample that a clip in one of the guide's train folders makes with that of its name in the other."""
+    path = PurePosixPath(clip)
+    return (path.parent.with_name(BOTH) / path.name).as_posix() if path.parent.name in HALVES else clip
+
+
+def joined(clips: Sequence[str], labels: Mapping[str, Ids]) -> tuple[list[str], dict[str, Ids]]:
+    """(the samples that clips make, their labels): halves with contradictory labels stay apart."""
+    halves = defaultdict(list)
+    for clip in clips:
+        halves[whole(clip), labels.get(clip)].append(clip)
+    names = {clip: name if len(some) > 1 else clip for (name, _), some in halves.items() for clip in some}
+    return list(dict.fromkeys(names.values())), {names[clip]: ids for clip, ids in labels.items()}
+
+
+def label_lists(folder: Path, names: Iterable[str], given: Collection[str] = ()) -> dict[str, bytes]:
+    """name → content of each list of labels, whatever it is called; other CSV files are skipped, and those in a folder
+    that has a given one next to it."""
+    lists, stated = {}, {f"{name}.csv" for name in given}
     for name in names:
         last = PurePosixPath(name).name.lower()
-        if last.endswith(".csv") and last != REFERENCE:
+        if last.endswith(".csv") and last != REFERENCE and name.partition("/")[0] not in given:
             data = (folder / name).read_bytes()
             head = data.partition(b"\n")[0].decode("utf-8-sig", "replace").split(",")
-            if last == LABELS or set(COLUMNS) <= set(folded(head)):
+            if last == LABELS or name in stated or set(COLUMNS) <= set(folded(head)):
                 lists[name] = data
     return lists
 
@@ -153,8 +197,9 @@ def match(lists: Mapping[str, bytes], clips: Sequence[str]) -> tuple[dict[str, I
     for name, data in lists.items():
         found, broken = read_table(data, name, COLUMNS, partial(labelled, index_of(name, clips)))
         rows += broken
-        for where, (clip, ids) in found:
-            said[clip].setdefault(ids, where)
+        for where, (some, ids) in found:
+            for clip in some:
+                said[clip].setdefault(ids, where)
     labels = {clip: next(iter(found)) for clip, found in said.items() if len(found) == 1}
     for found in said.values():
         (first, where), *others = found.items()
@@ -172,32 +217,43 @@ def match(lists: Mapping[str, bytes], clips: Sequence[str]) -> tuple[dict[str, I
     return labels, rows
 
 
-def labelled(index: Mapping[str, list[str]], file: str, gloss: str, cat: str) -> tuple[str, Ids]:
-    """(clip, label) of a row. Raises Refused for an id that is none, and unless the file means one clip."""
+def labelled(index: Mapping[str, list[str]], file: str, gloss: str, cat: str) -> tuple[list[str], Ids]:
+    """(a clip or its two halves, label) of a row. Raises Refused for an id that is none, and unless the file means one
+    clip."""
     ids = id_in("gloss", gloss), id_in("cat", cat)
     name = PurePosixPath(file.replace("\\", "/")).as_posix()
     some = index.get(name[: -len(CLIP)] if name.lower().endswith(CLIP) else name, [])
     if not some:
         fix = "correct the name, copy the clip too, or delete the row"
         raise Refused(Row("file", "the clip of a row exists", file or "nothing", fix))
-    if len(some) > 1:
+    if len(set(map(whole, some))) > 1:
         came, fix = f"{file}: {', '.join(some[:3])}", "write its folder too, as train/CLIP"
         raise Refused(Row("file", "a name stands for one clip", came, fix))
-    return some[0], ids
+    return some, ids
 
 
 def index_of(name: str, clips: Iterable[str]) -> dict[str, list[str]]:
     """Path from the folder that a list covers, or any end of a path → the clips that it may mean."""
+    above, covered = covered_by(name, clips)
+    index, full = defaultdict(list), {}
+    for clip in covered:
+        stem = clip[: -len(CLIP)]
+        parts = stem.split("/")
+        for first in range(len(parts)):
+            index["/".join(parts[first:])].append(clip)
+        full[stem.removeprefix(above)] = [clip]
+    return {**index, **full}
+
+
+def covered_by(name: str, clips: Iterable[str]) -> tuple[str, list[str]]:
+    """(the folder that a list covers, "" or ending in "/"; the clips that it may mean)."""
     path = PurePosixPath(name)
-    above = f"{path.with_suffix('')}/"
-    if not any(clip.startswith(above) for clip in clips):
-        above = "" if path.parent == PurePosixPath() else f"{path.parent}/"
-    index, whole = defaultdict(list), {}
-    for clip in clips:
-        if clip.startswith(above):
-            stem = clip[: -len(CLIP)]
-            parts = stem.split("/")
-            for first in range(len(parts)):
-                index["/".join(parts[first:])].append(clip)
-            whole[stem.removeprefix(above)] = [clip]
-    return {**index, **whole}
+    above = "" if path.parent == PurePosixPath() else f"{path.parent}/"
+    below = [clip for clip in clips if clip.startswith(above)]
+    beside = {clip.removeprefix(above).partition("/")[0] for clip in below if "/" in clip.removeprefix(above)}
+    held = [folder for folder in beside if re.search(rf"(?<![a-z0-9]){re.escape(folder)}(?![a-z0-9])", path.stem, re.I)]
+    if held:
+        above += f"{max(held, key=len)}/"
+        return above, [clip for clip in below if clip.startswith(above)]
+    split = split_word(path.stem)
+    return above, [clip for clip in below if split and split_in(clip) == split] or below

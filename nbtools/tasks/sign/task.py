@@ -6,7 +6,7 @@ B clips, T frames, P = 78 points, D = 2048 numbers a frame, G glosses, C categor
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -97,7 +97,7 @@ def answer(model: nn.Module, card: Card | Pack, plan: Plan, clip: Sample) -> Ans
     """The prediction of a model in eval mode for one clip, as `pack.sample` and `read` return it. Only the columns
     that the network reads are copied to the device."""
     device, began = next(model.parameters()).device, perf_counter()
-    columns = read_by(plan, clip)
+    columns = inputs(plan, clip)
     raw = collate([{name: clip[name] for name in columns if name in clip}], card.columns)
     glosses, _ = model(batch({name: tensor.to(device) for name, tensor in raw.items()}, plan, None))
     best = glosses[0].float().softmax(0).max(0)  # reading the values waits for the device
@@ -105,9 +105,9 @@ def answer(model: nn.Module, card: Card | Pack, plan: Plan, clip: Sample) -> Ans
     return Answer(len(clip[columns[0]]), gloss, probability, perf_counter() - began)
 
 
-def read_by(plan: Plan, clip: Sample) -> tuple[str, ...]:
-    """The columns that the plan's network reads."""
-    return ("features",) if network_of(plan, clip) == "gru" else ("x", "mask")
+def inputs(plan: Plan, columns: Collection[str]) -> tuple[str, ...]:
+    """The columns that the plan's network reads, of a pack or a clip with these."""
+    return ("features",) if network_of(plan, columns) == "gru" else ("x", "mask")
 
 
 def stream(
@@ -117,7 +117,7 @@ def stream(
     clip's start. Raises PlanError for a window or a pace of less than one frame."""
     if window < 1 or every < 1:
         raise PlanError(f"stream: window and every must be ≥ 1 frame, got {window} and {every}")
-    frames = len(clip[read_by(plan, clip)[0]])
+    frames = len(clip[inputs(plan, clip)[0]])
     for end in range(min(every, frames), frames + 1, every):
         part = {name: values[max(0, end - window) : end] for name, values in clip.items() if name != "label"}
         yield replace(answer(model, card, plan, part), frame=end)
@@ -125,6 +125,6 @@ def stream(
 
 def latency(model: nn.Module, card: Card | Pack, plan: Plan, clips: Sequence[Sample]) -> Latency:
     """How long a model takes for single clips, from arrays to the answer. Raises PlanError without clips."""
-    frames = statistics.median([len(clip[read_by(plan, clip)[0]]) for clip in clips] or [0])
+    frames = statistics.median([len(clip[inputs(plan, clip)[0]]) for clip in clips] or [0])
     device = next(model.parameters()).device
     return measure_latency(lambda clip: answer(model, card, plan, clip), clips, device, f"{frames:g} frames (median)")

@@ -1,13 +1,14 @@
 """Clips as skeletons: strips of frames, animations, the live picture; charts of a pack; tables of confusions.
 
-A frame is drawn with Pillow alone, three times as large and then reduced: no frame costs a figure of matplotlib's.
-T frames, P = 78 points, S px of a square picture.
+A frame is drawn with Pillow alone, three times as large and then reduced: no frame costs a figure of matplotlib's. A
+frame without keypoints is drawn as its features, a square of grey each.
+T frames, P = 78 points, D = 2048 features, S px of a square picture.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from nbtools import disk
-from nbtools.data import SPLITS, Card, Pack
+from nbtools.data import SPLITS, Card, Pack, Sample
 from nbtools.errors import PackError
 from nbtools.table import plural
 from nbtools.tasks.common.figures import GREY, RIGHT, Picture, Sheet, blank, finish, gallery, judged
@@ -36,6 +37,7 @@ FINE = 3  # pixels drawn for a pixel shown
 MARGIN = 0.06  # around the person, as a share of their size
 MOMENTS, CELL = 9, 240  # frames of a strip; px of each
 BINS = 30
+ROWS = 32  # of a picture of features, twice as wide as high
 
 FINGERS = [bone for f in range(0, 20, 4) for bone in pairwise((0, *range(f + 1, f + 5)))] + [*pairwise((5, 9, 13, 17))]
 MESH = {number: FACE.start + i for i, number in enumerate(FACE_MESH)}
@@ -65,12 +67,8 @@ def frame(points: np.ndarray, seen: np.ndarray, size: int) -> Image.Image:
     return image.reduce(FINE)
 
 
-def keypoints(pack: Pack, i: int) -> tuple[np.ndarray, np.ndarray]:
-    """(points (T, P, 2) in [0, 1] of the square around all that is seen in a clip, seen (T, P) bool). Raises PackError
-    for a pack of features alone."""
-    if "x" not in pack.columns:
-        raise PackError(f"{pack.folder}: a pack of features has no keypoints to draw; pack again with kp_key")
-    sample = pack.sample(i)
+def keypoints(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+    """(points (T, P, 2) in [0, 1] of the square around all that is seen in a clip, seen (T, P) bool)."""
     points, seen = sample["x"].reshape(-1, POINTS, 2), sample["mask"].astype(bool)
     shown = points[seen] if seen.any() else np.array([(0, 0), (1, 1)])
     low, high = shown.min(0), shown.max(0)
@@ -78,10 +76,30 @@ def keypoints(pack: Pack, i: int) -> tuple[np.ndarray, np.ndarray]:
     return (points - (low + high - side) / 2) / side, seen
 
 
-def strip(points: np.ndarray, seen: np.ndarray, moments: int = MOMENTS) -> np.ndarray:
+def features(values: np.ndarray, most: float, size: int) -> Image.Image:
+    """One frame's features (D,) as an RGB picture (S, S), row by row; most: the value that is black."""
+    ink = (255 - 255 * (np.abs(values) / (most or 1)).clip(0, 1)).astype(np.uint8)
+    image = Image.fromarray(ink.reshape(ROWS, -1)).resize((size, size // 2), Image.Resampling.NEAREST).convert("RGB")
+    whole = Image.new("RGB", (size, size), "white")
+    whole.paste(image, (0, size // 4))
+    return whole
+
+
+def drawing(pack: Pack, i: int) -> tuple[int, Callable[[int, int], Image.Image]]:
+    """(the frames of a clip; what draws one, given its number and S): its keypoints, or its features where it has
+    none."""
+    sample = pack.sample(i)
+    if not len(sample.get("x", ())):
+        values = sample["features"]
+        most = float(np.quantile(np.abs(values), 0.99))
+        return len(values), lambda t, size: features(values[t], most, size)
+    points, seen = keypoints(sample)
+    return len(points), lambda t, size: frame(points[t], seen[t], size)
+
+
+def strip(draw: Callable[[int, int], Image.Image], first: int, last: int, moments: int = MOMENTS) -> np.ndarray:
     """(S, moments · S, 3) uint8: frames of a clip evenly from the first to the last, with lines between."""
-    chosen = np.linspace(0, len(points) - 1, moments).round().astype(int)
-    cells = [np.array(frame(points[t], seen[t], CELL)) for t in chosen]
+    cells = [np.array(draw(int(t), CELL)) for t in np.linspace(first, last, moments).round()]
     for cell in cells:
         cell[:, :1] = 238
     return np.concatenate(cells, 1)
@@ -94,23 +112,23 @@ def text_of(pack: Pack, i: int) -> str:
 
 def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] | None = None) -> Sheet:
     """Clips one below the other, each as a strip of frames with its gloss, category and length; wrong predictions are
-    marked by colour and ≠. Raises PackError for a pack without keypoints, and unless there is one prediction an id."""
+    marked by colour and ≠. Raises PackError unless there is one prediction an id."""
     ids = [int(i) for i in ids]
     pictures = []
     for i, guess in paired(ids, [None] * len(ids) if predicted is None else predicted, "gloss"):
-        points, seen = keypoints(pack, i)
+        count, draw = drawing(pack, i)
         category = pack.options["categories"][int(pack.arrays["label"][i][1])]
-        about = f"{category} · {plural(len(points), 'frame')}"
-        pictures.append(Picture(strip(points, seen), *judged(text_of(pack, i), guess), about))
+        about = f"{category} · {plural(count, 'frame')}"
+        pictures.append(Picture(strip(draw, 0, count - 1), *judged(text_of(pack, i), guess), about))
     return gallery(pictures, columns=1)[0] if pictures else blank()
 
 
 def preview(pack: Pack, i: int, answer: str) -> tuple[np.ndarray, str, str, bool]:
     """(image (S, 3 S, 3) uint8 of three moments, truth, answer, True: these are names) of one clip for the live
     picture."""
-    points, seen = keypoints(pack, i)
-    inner = slice(len(seen) // 4, len(seen) - len(seen) // 4)  # hands mostly hang at both ends
-    return strip(points[inner], seen[inner], moments=3), text_of(pack, i), answer, True
+    count, draw = drawing(pack, i)
+    quarter = count // 4  # hands mostly hang at both ends
+    return strip(draw, quarter, count - 1 - quarter, moments=3), text_of(pack, i), answer, True
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,12 +159,14 @@ class Animation:
 
 def animate(pack: Pack, i: int, *, size: int = 240, fps: float = 30.0) -> Animation:
     """A clip of the pack as an Animation of size × size px, which shows by itself and has `.save(path)`."""
-    return Animation(tuple(frame(*each, size) for each in zip(*keypoints(pack, i), strict=True)), 1000 / fps)
+    count, draw = drawing(pack, i)
+    return Animation(tuple(draw(t, size) for t in range(count)), 1000 / fps)
 
 
 def lengths(pack: Pack) -> Sheet:
     """How many frames the clips of each split have."""
-    parts = {name: pack.lengths(pack.card.bucket_by or "x", pack.ids(name)) for name in SPLITS if pack.splits[name]}
+    frames = np.max([np.diff(pack.offsets[name]) for name in ("x", "features") if name in pack.offsets], axis=0)
+    parts = {name: frames[pack.ids(name)] for name in SPLITS if pack.splits[name]}
     every = np.concatenate(list(parts.values()))
     edges = np.unique(np.linspace(every.min(), every.max() + 1, BINS + 1).astype(int)) - 0.5
     sheet = Sheet(figsize=(8, 3), layout="constrained")

@@ -15,7 +15,7 @@
 # %% [markdown]
 # ## Settings
 # `RAW` may be a folder, an archive, `drive:…` for a path in your Drive, or a Drive link: of `train/` and `val/` with
-# `.npz` clips and a `labels.csv` (`file,gloss,cat`) each.
+# `.npz` clips and a `labels.csv` (`file,gloss,cat`) each. The guide's `data/processed` opens as it is.
 
 # %% tags=["parameters"]
 import os

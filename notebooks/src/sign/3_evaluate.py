@@ -39,6 +39,7 @@ if not trained:
     plan = nb.advise(sign, pack, measure=False).plan.replace(epochs=EPOCHS, warmup_epochs=0.5)
     trained = nb.fit(sign, pack, plan, run="runs/short", receipt=False).folder
 run = nb.Run.open(nb.stage(trained))
+pack = run.readable(pack)  # some clips may lack what its network reads
 
 # %% [markdown]
 # ## How good is it?

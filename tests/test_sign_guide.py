@@ -1,0 +1,230 @@
+"""The folders of the sign-language guide open as they are: together, each by itself, and named apart."""
+
+import shutil
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from guide_layouts import FEATURES, KEYPOINTS, VALIDATION, sign_folders, sign_labels
+
+import nbtools as nb
+from nbtools.__main__ import main
+from nbtools.data import Pack
+from nbtools.errors import PackError, TrainError
+from nbtools.tasks import sign
+from nbtools.train import Plan
+
+pytestmark = pytest.mark.usefixtures("one_thread", "undrawn")
+BOTH = "transformer_only+iv3_gru_only"
+NETWORKS = {"transformer": "x", "gru": "features"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def processed(tmp_path_factory):
+    """30 train clips: 10 with both halves, 10 with keypoints alone, 10 with features alone; 10 to validate."""
+    return sign_folders(tmp_path_factory.mktemp("guide"), 40, together=10)
+
+
+def packed(source, **options) -> Pack:
+    return sign.pack(source, progress=False, **options)
+
+
+def counts(pack: Pack) -> tuple[int, int, int]:
+    return pack.splits["train"], pack.splits["val"], pack.splits["test"]
+
+
+def fitted(pack: Pack, network: str, folder: Path) -> nb.Run:
+    plan = sign.BASELINE.replace(network=network, epochs=1, batch_size=4, feed="auto")
+    return nb.fit(sign, pack, plan, folder, receipt=False, progress=False)
+
+
+def arrays(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path) as file:
+        return {key: file[key] for key in file.files}
+
+
+# Together
+
+
+def test_the_three_folders_are_one_pack_whose_third_validates(processed, tmp_path):
+    report = nb.validate(sign, processed, progress=False)
+    assert (report.clips, report.labelled, report.errors) == (40, 40, 0)
+    rows = [(row.key, row.value) for row in report.rows if row.rule.startswith("all clips have")]
+    assert sorted(rows) == [("X", "10 of 40 have none"), ("X2048", "10 of 40 have none")]
+    made = packed(processed)
+    assert (counts(made), len(made.bad)) == ((30, 10, 0), 0)
+    assert {Path(made.names[i]).parent.name for i in made.ids("val")} == {VALIDATION}
+    assert {Path(made.names[i]).parent.name for i in made.ids("train")} == {KEYPOINTS, FEATURES, BOTH}
+    with tarfile.open(tmp_path / "processed.tar", "w") as file:
+        file.add(processed, "processed")
+    assert packed(tmp_path / "processed.tar").card == made.card
+
+
+def test_a_clip_in_both_train_folders_is_one_sample_of_both(processed):
+    made = packed(processed)
+    joined = [i for i, name in enumerate(made.names) if name.startswith(f"{BOTH}/")]
+    assert len(joined) == 10
+    for i in joined:
+        name, sample = Path(made.names[i]).name, made.sample(i)
+        np.testing.assert_array_equal(sample["x"], arrays(processed / KEYPOINTS / name)["X"])
+        np.testing.assert_array_equal(sample["mask"], arrays(processed / KEYPOINTS / name)["mask"])
+        np.testing.assert_array_equal(sample["features"], arrays(processed / FEATURES / name)["X2048"])
+        again = made.raw[i] if made.raw is not None else {}
+        assert all((again[column] == values).all() for column, values in sample.items()), "raw files read the same"
+
+
+def test_halves_with_contradictory_labels_are_two_samples_and_a_list_above_both_labels_both(processed, tmp_path):
+    shutil.copytree(processed, tmp_path / "processed")
+    source = tmp_path / "processed"
+    lists = {name: (source / name / "labels.csv").read_text().splitlines()[1:] for name in (KEYPOINTS, FEATURES)}
+    first = next(row for row in lists[KEYPOINTS] if row in lists[FEATURES])
+    name, gloss, _ = first.split(",")
+    other = next(row for row in lists[FEATURES] if row.split(",")[1] != gloss).partition(",")[2]
+    changed = [f"{name},{other}" if row == first else row for row in lists[FEATURES]]
+    sign_labels(source / FEATURES / "labels.csv", (row.split(",") for row in changed))
+    made = packed(source)
+    assert sorted(n for n in made.names if name in n) == [f"{FEATURES}/{name}.npz", f"{KEYPOINTS}/{name}.npz"]
+    for folder in (KEYPOINTS, FEATURES):
+        (source / folder / "labels.csv").unlink()
+    every = {row.split(",")[0]: row.split(",") for row in lists[KEYPOINTS] + lists[FEATURES]}
+    sign_labels(source / "train_labels.csv", every.values())
+    assert nb.validate(sign, source, progress=False).errors == 0
+    assert packed(source).card.splits == packed(processed).card.splits
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_each_network_trains_on_what_it_can_read_and_says_what_it_cannot(processed, network, tmp_path, capsys):
+    made = packed(processed)
+    run = fitted(made, network, tmp_path / "run")
+    column = {"transformer": "mask or x", "gru": "features"}[network]
+    sentence = f"this network reads 20 of 30 train, 10 of 10 val samples; the others have no {column}"
+    assert sentence in run.events
+    assert [row["samples"] for row in run.history.of("epoch")] == [20]
+    part = run.readable(made)
+    lengths = part.lengths(NETWORKS[network], part.ids("train"))
+    assert (len(lengths), lengths.min() > 0, part.card.bucket_by) == (20, True, NETWORKS[network])
+    assert run.card == part.card
+    assert fitted(made, network, tmp_path / "run").history.rows == run.history.rows, "it resumes with the same pack"
+    assert len(run.predict_pack(made, part.ids("train"))) == 20
+    missing = sorted(set(made.ids("train")) - set(part.ids("train")))[0]
+    with pytest.raises(PackError, match=rf"sample {missing} has no .*take ids of run\.readable\(pack\)"):
+        run.predict_pack(made, [missing])
+    with pytest.raises(PackError, match="which this run's network reads"):
+        run.predict(processed / made.names[missing])
+    with pytest.raises(TrainError, match=r"the test split is empty; choose one that is not \(train: 20, val: 10\)"):
+        nb.evaluate(run, made)
+    assert main(["evaluate", "sign", "--data", str(processed), "--run", str(tmp_path / "run"), "--split", "val"]) == 0
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_advice_is_for_the_clips_that_are_read(processed):
+    made = packed(processed)
+    advice = nb.advise(sign, made, measure=False).plan
+    alone = nb.advise(sign, packed(processed / KEYPOINTS, val=processed / VALIDATION), measure=False).plan
+    assert (advice.network, advice.epochs, advice.batch_size) == ("transformer", alone.epochs, alone.batch_size)
+    assert sign.with_gru(advice, made).batch_size == 20, "all that there are, for the GRU"
+
+
+# Each by itself
+
+
+@pytest.mark.parametrize(("folder", "columns"), [(KEYPOINTS, {"x", "mask"}), (FEATURES, {"features"})])
+def test_a_train_folder_alone_validates_packs_and_trains_its_network(processed, folder, columns, tmp_path, capsys):
+    assert main(["validate", "sign", str(processed / folder)]) == 0
+    assert "20 clips, 20 with a label: 0 errors" in capsys.readouterr().out
+    made = packed(processed / folder, val=5)
+    assert (set(made.columns), counts(made)) == ({*columns, "label"}, (15, 5, 0))
+    run = fitted(made, "auto", tmp_path / "run")
+    assert [row["samples"] for row in run.history.of("epoch")] == [15]
+    assert nb.evaluate(run, made, split="val").keys() == {"loss", "gloss_accuracy", "cat_accuracy", "top5"}
+
+
+def test_the_validation_folder_alone_is_val(processed, tmp_path):
+    assert counts(packed(processed / VALIDATION)) == (0, 10, 0)
+    with tarfile.open(tmp_path / "test_15fps.tar", "w") as file:
+        file.add(processed / VALIDATION, VALIDATION)
+    assert counts(packed(tmp_path / "test_15fps.tar")) == (0, 10, 0)
+
+
+def test_features_may_be_called_x(tmp_path):
+    processed = sign_folders(tmp_path, 20, feature_key="X")
+    alone = packed(processed / FEATURES)
+    assert (set(alone.columns), alone.options["kp_key"]) == ({"features", "label"}, None)
+    assert nb.validate(sign, processed / FEATURES, require_x2048=True, progress=False).errors == 0
+    made = packed(processed)
+    assert (counts(made), made.part(["features"]) is made, made.part(["x"]) is made) == ((10, 10, 0), True, True)
+
+
+def test_the_validator_of_the_guide_has_its_bare_flag(processed, capsys):
+    assert main(["validate", "sign", str(processed / VALIDATION), "--require-x2048"]) == 0
+    assert main(["validate", "sign", "--require-x2048", str(processed / KEYPOINTS)]) == 1
+    assert "a clip has X2048" in capsys.readouterr().out
+
+
+# Named apart
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_train_and_validation_are_named_apart_with_lists_of_their_own(processed, network, tmp_path):
+    """As `--features-train D --features-val D --labels-train-csv F --labels-val-csv F`."""
+    train, lists = tmp_path / "my clips", {}
+    shutil.copytree(processed / {"transformer": KEYPOINTS, "gru": FEATURES}[network], train)
+    for name, folder in (("train", train), ("val", processed / VALIDATION)):
+        lists[name] = tmp_path / f"any name of {name}.csv"
+        lists[name].write_text((folder / "labels.csv").read_text())
+    (train / "labels.csv").write_text("file,gloss,cat\nclip_9,77,1\n")  # not the list that is named
+    options = {"val": processed / VALIDATION, "labels": lists["train"], "labels_val": lists["val"]}
+    made = packed(train, **options)
+    assert (counts(made), len(made.bad), len(made.classes)) == ((20, 10, 0), 0, 6)
+    assert packed(train, **options).folder == made.folder, "a second call opens the finished one"
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    settings = ["--network", network, "--from", "baseline", "--epochs", "1", "--batch-size", "8", "--feed", "auto"]
+    run = tmp_path / "run"
+    assert main(["train", "sign", "--data", str(train), *words, "--run", str(run), *settings, "--no-receipt"]) == 0
+    assert nb.Run.open(run).card.splits == {"train": 20, "val": 10, "test": 0}
+
+
+def test_one_source_may_have_a_list_elsewhere(processed, tmp_path):
+    (tmp_path / "clips").mkdir()
+    for path in (processed / KEYPOINTS).glob("*.npz"):
+        shutil.copy(path, tmp_path / "clips")
+    rows = (processed / KEYPOINTS / "labels.csv").read_text()
+    (tmp_path / "list.csv").write_text(rows)
+    made = packed(tmp_path / "clips", labels=tmp_path / "list.csv", val=4, test=3)
+    assert counts(made) == (13, 4, 3)
+    assert main(["validate", "sign", str(tmp_path / "clips"), "--labels", str(tmp_path / "list.csv")]) == 0
+    (tmp_path / "list.csv").write_text(rows.replace("gloss", "sign"))
+    with pytest.raises(PackError, match="a list has the columns file, gloss, cat, got file,sign,cat"):
+        packed(tmp_path / "clips", labels=tmp_path / "list.csv")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"labels_val": "a.csv"}, "labels_val is the list of val=, a source of its own, and there is none"),
+        ({"val": "{}/test_15fps"}, r"test_15fps, the source of val, lies within .*, that of train"),
+        ({"val": "{}"}, "so its clips would be in both"),
+        ({"labels": "{}/test_15fps"}, "a list of labels is a CSV file, and .*test_15fps is a folder"),
+        ({"glosses": 3}, "glosses must be above the largest id, 5, since ids are from 0, got 3; give 6 or more"),
+        ({"categories": 1}, "categories must be above the largest id, 1,"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(processed, options, said):
+    with pytest.raises(PackError, match=said):
+        packed(processed, **{k: v.format(processed) if isinstance(v, str) else v for k, v in options.items()})
+
+
+def test_classes_beyond_the_largest_id_are_outputs_too(processed):
+    made = packed(processed, glosses=105, categories=10)
+    assert (len(made.classes), len(made.options["categories"])) == (105, 10)
+    plan: Plan = sign.PLAN.replace(network="transformer")
+    network = sign.model(made, plan)
+    assert sum(p.numel() for p in network.parameters()) == 3_280_371, "the guide's network"
