@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import shutil
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -91,7 +91,7 @@ def sign_folders(folder: Path, count: int = 40, feature_key: str = "X2048", toge
     return processed
 
 
-def sign_labels(path: Path, rows: Iterable[tuple[str, str, str]]) -> Path:
+def sign_labels(path: Path, rows: Iterable[Sequence[str]]) -> Path:
     """A list of labels as the guide has it: the file without its suffix."""
     path.write_text("file,gloss,cat\n" + "".join(f"{','.join(row)}\n" for row in rows))
     return path

@@ -172,7 +172,7 @@ def test_the_keys_are_chosen(tmp_path):
     assert checked(source, feature_key=None).errors == 2
     for act in (packed, checked):
         with pytest.raises(PackError, match="no clip has kp_key 'points'"):
-            act(source, kp_key="points")
+            act(source, kp_key="points", feature_key="X")
 
 
 @pytest.mark.parametrize(

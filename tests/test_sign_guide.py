@@ -13,7 +13,6 @@ from nbtools.__main__ import main
 from nbtools.data import Pack
 from nbtools.errors import PackError, TrainError
 from nbtools.tasks import sign
-from nbtools.train import Plan
 
 pytestmark = pytest.mark.usefixtures("one_thread", "undrawn")
 BOTH = "transformer_only+iv3_gru_only"
@@ -127,9 +126,11 @@ def test_each_network_trains_on_what_it_can_read_and_says_what_it_cannot(process
 
 def test_the_advice_is_for_the_clips_that_are_read(processed):
     made = packed(processed)
-    advice = nb.advise(sign, made, measure=False).plan
-    alone = nb.advise(sign, packed(processed / KEYPOINTS, val=processed / VALIDATION), measure=False).plan
-    assert (advice.network, advice.epochs, advice.batch_size) == ("transformer", alone.epochs, alone.batch_size)
+    alone = packed(processed / KEYPOINTS, val=processed / VALIDATION)
+    advice, other = (nb.advise(sign, pack, measure=False).plan for pack in (made, alone))
+    assert isinstance(advice, sign.Plan)
+    assert advice.network == "transformer"
+    assert (advice.epochs, advice.batch_size) == (other.epochs, other.batch_size)
     assert sign.with_gru(advice, made).batch_size == 20, "all that there are, for the GRU"
 
 
@@ -225,6 +226,5 @@ def test_what_cannot_be_is_refused_in_a_sentence(processed, options, said):
 def test_classes_beyond_the_largest_id_are_outputs_too(processed):
     made = packed(processed, glosses=105, categories=10)
     assert (len(made.classes), len(made.options["categories"])) == (105, 10)
-    plan: Plan = sign.PLAN.replace(network="transformer")
-    network = sign.model(made, plan)
+    network = sign.model(made, sign.PLAN.replace(network="transformer"))
     assert sum(p.numel() for p in network.parameters()) == 3_280_371, "the guide's network"

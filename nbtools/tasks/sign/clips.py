@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -146,7 +146,7 @@ def examine(path: Path, keys: Keys, whole: bool = True) -> tuple[Sample, list[Ro
 
     Raises Refused with the first error, OSError if a file cannot be opened.
     """
-    columns: dict[str, np.ndarray] = {}
+    columns: dict[str, Any] = {}
     odd = []
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(open_npz(file)) for file in files_of(path)]

@@ -172,8 +172,8 @@ def there(keys: Keys, folder: Path, clips: Sequence[str]) -> tuple[Keys, list[Ro
         kept[column] = key if column in some or not some or needed else None
         if key not in (None, getattr(Keys, column)) and kept[column] is None:
             raise PackError(f"{folder}: no clip has {option} {key!r}; `nbtools validate sign` lists what they have")
-        without = [clip for clip, columns in have.items() if columns is not None and column not in columns]
-        if without and kept[column] and not needed:
+        without = [clip for clip, columns in have.items() if columns and column not in columns]
+        if key and kept[column] and without and not needed:
             value = f"{len(without):,} of {len(have):,} have none"
             fix = f"extract them, or nothing: the {network} leaves out clips that have none"
             rows.append(Row(key, f"all clips have {key}, or none", value, fix, WARNING, without[0]))
