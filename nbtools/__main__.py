@@ -1,5 +1,5 @@
-"""The terminal: `python -m nbtools COMMAND`, of `gpus stage watch control demo validate features pack advise train
-evaluate predict`.
+"""The terminal: `python -m nbtools COMMAND`, of `gpus stage watch control guide demo validate features pack advise
+train evaluate predict`.
 
 The fields of the task's Plan and the options of its `pack` are read from their definitions, so a new one automatically
 becomes an option here. Progress goes to stderr, results to stdout.
@@ -14,6 +14,7 @@ import inspect
 import json
 import math
 import pkgutil
+import re
 import sys
 import tempfile
 import types
@@ -22,12 +23,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from nbtools import tasks
+from nbtools import guides, tasks
 from nbtools.data import Pack, open_feed, stage
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.fit import fit
@@ -59,7 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """One that also takes a switch with its value: `--flag true` is `--flag`, and `--flag false` is `--no-flag`."""
+    """Takes options by their whole names, and a switch also with its value: `--flag true` is `--flag`, and `--flag false`
+    is `--no-flag`. Answers a mistake in one sentence, also an option of a guide."""
+
+    def __init__(self, **more: Any):
+        super().__init__(**more, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words: list[str] = []
@@ -70,7 +75,16 @@ class Parser(argparse.ArgumentParser):
                 words[len(words) - (not equals) :] = [flag if value.lower() == "true" else negated]
             else:
                 words.append(word)
-        return super().parse_known_args(words, namespace)
+        found, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            said = guides.answer(unknown, getattr(found, "task", ""), self._option_string_actions)
+            self.error(said or f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        bare = re.fullmatch(r"argument (--\S+): expected one argument", message)
+        said = guides.answer([bare[1]], "", self._option_string_actions) if bare else ""
+        self.exit(2, f"nbtools: {said or message}; see {self.prog} --help\n")
 
 
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -159,6 +173,20 @@ def control(options: argparse.Namespace) -> None:
         command = f"python -m nbtools control {options.run} {' '.join(options.requests)} --force"
         raise NbtoolsError(f"{'; '.join(asks.values())}; to apply it anyway: {command}")
     send(options.run, [name for name, equals, _ in pairs if not equals], settings, options.force)
+
+
+def guide_command(one: argparse.ArgumentParser) -> Act:
+    """run a command of a guide that nbtools replaces, and show what it is here"""
+    one.add_argument("--print", action="store_true", help="only show it")
+    text = "as the guide has it: main.py -m hctr -d DIR -b 64, or settings of its config: ims_per_gpu=64"
+    one.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help=text)
+
+    def run(options: argparse.Namespace) -> bool:
+        ours = guides.translate(options.words)
+        print(ours, *ours.notes, sep="\n", file=sys.stderr)
+        return options.print or main(ours.words) == 0
+
+    return run
 
 
 def demo_command(one: argparse.ArgumentParser, task: Task) -> Act:
@@ -374,7 +402,13 @@ def predict_command(one: argparse.ArgumentParser, task: Task) -> Act:
     return show
 
 
-COMMANDS = {"gpus": gpus_command, "stage": stage_command, "watch": watch_command, "control": control_command}
+COMMANDS = {
+    "gpus": gpus_command,
+    "stage": stage_command,
+    "watch": watch_command,
+    "control": control_command,
+    "guide": guide_command,
+}
 TASK_COMMANDS = {
     "demo": demo_command,
     "validate": validate_command,
