@@ -17,6 +17,7 @@ import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
+from typing import Any
 
 from nbtools.errors import NbtoolsError
 from nbtools.train import device
@@ -184,7 +185,7 @@ class Translation:
         reader = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
         rules, typed = named(table), []
         for name, rule in rules.items():
-            how = {} if takes_value(rule) else {"action": "store_const", "const": ""}
+            how: dict[str, Any] = {} if takes_value(rule) else {"action": "store_const", "const": ""}
             flag = name if name.startswith("-") else f"--{name}"
             reader.add_argument(flag, dest=name, default=argparse.SUPPRESS, **how)
         for word in words:
@@ -285,7 +286,8 @@ def answer(words: Sequence[str], task: str, known: Collection[str]) -> str:
         rule = rules.get(name) if equals or word.startswith("-") else None
         if rule is not None and not (name in known and takes_value(rule)):
             here = Translation()
-            here.add(rule, name, value or ("…" if after.startswith("-") else after))
+            value = value or ("…" if after.startswith("-") else after)
+            here.add(rule, name, value if takes_value(rule) else "")
             here.ours.pop("--accumulate", None)
             said += [f"{name} is {' '.join(here.words)} here"] if here.ours else here.notes + here.refused
         elif word.startswith("-") and name not in known:
