@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes options by their whole names, and a switch also with its value: `--flag true` is `--flag`, and `--flag false`
-    is `--no-flag`. Answers a mistake in one sentence, also an option of a guide."""
+    """Takes options by their whole names, and a switch also with its value: `--flag false` is `--no-flag`. Answers a
+    mistake in one sentence, also an option of a guide."""
 
     def __init__(self, **more: Any):
         super().__init__(**more, allow_abbrev=False)
