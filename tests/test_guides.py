@@ -150,6 +150,7 @@ def test_some_commands_run_on_the_guides_own_folders(home, capsys):
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch.compile uses it
 @pytest.mark.parametrize("section", sections())
 def test_every_command_runs_on_the_guides_own_folders(section, home, capsys):
     for words in commands(sections()[section]):
