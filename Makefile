@@ -2,13 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
-CODE := nbtools tests benchmarks notebooks
+CODE := nbtools tests benchmarks notebooks setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test full bench notebooks check
+.PHONY: help demo quick test full bench notebooks wheel check
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*  ## /  make \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-18s%s\n", $$1, $$2}'
+	@sed -n '/^[a-z%-]*:.*  ## /{s/:.*  ## /|/;s/%/STACK/;s/^/  make /;p;}' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s%s\n", $$1, $$2}'
 
 TASK ?= captcha
 
@@ -17,23 +17,37 @@ demo: .venv/ready  ## a task's notebooks from top to bottom on generated data, T
 
 # As many tests at once as there are cores. By itself xdist begins with the files that have the most tests; the longest
 # tests are in files of few, and would leave a core idle at the end.
-PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
+PARALLEL = OMP_NUM_THREADS=1 $1/bin/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
     -m 'not alone and not full'
 QUICK := layers project plan draws history old loop task memory rollback requests pack captcha
 
 quick: .venv/ready  ## in less than a minute: whether a change broke something
 	@$(BIN)/ruff check -q $(CODE)
-	@$(PARALLEL) $(wildcard $(QUICK:%=tests/test_%.py))
+	@$(call PARALLEL,.venv) $(QUICK:%=tests/test_%.py)
 
 # Those that read a clock or drive a browser come last, one at a time.
 test: .venv/ready .venv-colab/ready .venv-ipykernel-7.3/ready  ## every test but the longest
 	@result=0; \
-	$(PARALLEL) || result=$$?; \
+	$(call PARALLEL,.venv) || result=$$?; \
 	$(BIN)/python -m pytest -q -m 'alone and not full' || result=$$?; \
 	exit $$result
 
 full: test  ## make test, and what takes too long for every change
 	@$(BIN)/python -m pytest -q -m full
+
+# Where versions differ most: what is fetched, tabled, drawn and saved, and notebooks from top to bottom.
+STACKED := $(QUICK) stage table plot panel resume notebooks
+
+.PRECIOUS: .venv-%/ready .venv-own-%/ready  # else make removes what only a pattern asks for
+
+quick-%: .venv-%/ready  ## the same and notebooks with the packages of tests/stacks/STACK.txt over .venv: colab
+	@$(call PARALLEL,.venv-$*) $(STACKED:%=tests/test_%.py)
+
+test-%: .venv-own-%/ready  ## all but clocks and browsers on a Python and torch of its own: colab, 3.12 or oldest
+	@result=0; \
+	$(call PARALLEL,.venv-own-$*) || result=$$?; \
+	.venv-own-$*/bin/python -m pytest -q -m full tests/test_install.py || result=$$?; \
+	exit $$result
 
 bench: .venv/ready-bench  ## benchmarks one after another; receipts under benchmarks/results/
 	@for name in $$(grep -l __main__ benchmarks/*.py | xargs -n1 basename -s .py); do \
@@ -41,6 +55,12 @@ bench: .venv/ready-bench  ## benchmarks one after another; receipts under benchm
 
 notebooks: .venv/ready  ## write notebooks/**/*.ipynb and the README's tables; REPOSITORY=https://… sets a fork's address
 	@$(BIN)/python -m notebooks.build $(if $(REPOSITORY),--repository '$(REPOSITORY)')
+
+# setuptools would pack what an earlier build left in build/, removed modules too.
+wheel: .venv/ready  ## dist/nbtools-….whl, which needs no repository: put it on Drive, SOURCE = "drive:nbtools-….whl"
+	@rm -rf build dist
+	@$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .
+	@ls dist/*.whl
 
 check: .venv/ready  ## format, lint, types, layers, notebooks up to date
 	@$(BIN)/ruff format --check -q $(CODE) || { echo "to format: $(BIN)/ruff format $(CODE)"; exit 1; }
@@ -63,12 +83,28 @@ check: .venv/ready  ## format, lint, types, layers, notebooks up to date
 	@$(PIP) -e '.[bench]'
 	@touch $@
 
-# Older notebook stacks for the tests: their own packages first on the path, then all of .venv (torch once on the disk).
+# Other stacks, each a list in tests/stacks/, in two forms. Over .venv, which CI can afford: the list's packages come
+# first on the path, then all of .venv, so Python and torch are its own (torch lies on the disk once).
 .venv-%/ready: tests/stacks/%.txt .venv/ready
 	@echo "Installing $< into .venv-$* …"
 	@rm -rf .venv-$*
 	@$(BIN)/python -m venv --without-pip .venv-$*
-	@$(BIN)/python -m pip --python .venv-$*/bin/python install -q --disable-pip-version-check --no-deps -r $<
+	@grep -v '^torch==' $< > .venv-$*/list.txt
+	@$(BIN)/python -m pip --python .venv-$*/bin/python install -q --disable-pip-version-check --no-deps -r .venv-$*/list.txt
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	    > $$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/after.pth
+	@touch $@
+
+# By itself: the Python that the list's first line names, the list's versions, and for the rest those in constraints.txt.
+# PyPI's torch for Linux is a CUDA build of several GB, which runs on a CPU too; for PyTorch's own CPU build set
+# PIP_EXTRA_INDEX_URL to its index.
+.venv-own-%/ready: tests/stacks/%.txt requirements.txt constraints.txt pyproject.toml
+	@echo "Installing $< into .venv-own-$* (several GB) …"
+	@rm -rf .venv-own-$*
+	@version=$$(sed -n '1s/^# Python \([0-9]*\.[0-9]*\):.*/\1/p' $<); \
+	for python in python$$version "$$HOME"/.pyenv/versions/$$version.*/bin/python; do \
+	    "$$python" -m venv .venv-own-$* 2>/dev/null && exit; done; \
+	echo "$< needs Python $$version: neither python$$version nor pyenv has one" >&2; exit 1
+	@awk -F== 'NR == FNR { own[tolower($$1)]; next } !(tolower($$1) in own)' $< constraints.txt > .venv-own-$*/rest.txt
+	@.venv-own-$*/bin/python -m pip install -q --disable-pip-version-check -r $< -c .venv-own-$*/rest.txt -e '.[test]'
 	@touch $@

@@ -4,6 +4,7 @@ on which a copy of the repository may lie; and a stand-in of `google.colab`, in 
 import os
 import re
 import subprocess
+import sys
 import sysconfig
 import venv
 import zipfile
@@ -94,6 +95,16 @@ def repository_zip(path: Path) -> Path:
             if (build.ROOT / file).is_file():
                 archive.write(build.ROOT / file, f"nbtools-main/{file}")
     return path
+
+
+def wheel(folder: Path) -> Path:
+    """What `make wheel` builds of the repository as GitHub's zip has it, without git, in a new folder."""
+    with zipfile.ZipFile(repository_zip(folder / "nbtools-main.zip")) as archive:
+        archive.extractall(folder)
+    command = ["make", "-s", "-o", ".venv/ready", "wheel", f"BIN={sys.prefix}/bin"]
+    subprocess.run(command, cwd=folder / "nbtools-main", check=True, env={**os.environ, "MAKEFLAGS": ""})
+    [built] = folder.glob("nbtools-main/dist/*.whl")
+    return built
 
 
 def text(notebook: NotebookNode) -> str:

@@ -45,7 +45,7 @@ def pins() -> dict[str, str]:
 
 def test_installing_takes_its_requirements_from_the_one_list():
     dynamic = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"]
-    assert PROJECT["dynamic"] == ["dependencies"]
+    assert "dependencies" in PROJECT["dynamic"]
     assert dynamic["dependencies"] == {"file": ["requirements.txt"]}
 
 
