@@ -16,7 +16,8 @@ from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 
 ROOT = Path(__file__).parent.parent
 STACKS = {"colab": ROOT / ".venv-colab", "ipykernel-7.3": ROOT / ".venv-ipykernel-7.3", "newest": Path(sys.prefix)}
-"""Virtual environments by the name of their list in tests/stacks; the newest is the one that runs the tests."""
+"""Virtual environments: two by the name of their list in tests/stacks, which lie over .venv, and the one that runs the
+tests."""
 
 PATIENCE = 30
 """Seconds; only a defect waits as long."""
@@ -113,8 +114,11 @@ def parent(message: dict) -> str | None:
 
 
 def python(stack: str) -> Path:
-    """The interpreter of a stack; skips without it, but not in CI."""
+    """The interpreter of a stack. Skips without it, but not in CI, and where another environment than .venv runs the
+    tests: the stacks over that one have its Python and packages."""
     found = STACKS[stack] / "bin" / "python"
+    if stack != "newest" and Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
+        pytest.skip(f"{found} lies over .venv, and {sys.prefix} runs the tests")
     if not found.exists():
         assert os.environ.get("CI") != "true", f"{found} is not there, and CI must test every stack: run make test"
         pytest.skip(f"no {found}; make test installs it")

@@ -5,28 +5,20 @@ import re
 import shutil
 import subprocess
 import tomllib
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-COLAB = {  # what a Colab machine came with in autumn 2026
-    "torch": "2.11.0",
-    "ipywidgets": "7.7.1",
-    "gdown": "5.2.2",
-    "matplotlib": "3.10.0",
-    "pandas": "2.2.2",
-    "numpy": "2.0.2",
-    "nvidia-ml-py": "12.575.51",
-    "pillow": "11.3.0",
-    "safetensors": "0.6.2",
-    "tqdm": "4.67.1",
-}
+OLDEST_OF = ("text", "segment", "captcha", "notebooks")  # options that the oldest stack has too
 
 
 def lines(name: str) -> list[str]:
@@ -38,9 +30,13 @@ def required() -> list[Requirement]:
     return [Requirement(line) for line in lines("requirements.txt")]
 
 
-def pins() -> dict[str, str]:
-    pairs = (line.split("==") for line in lines("constraints.txt"))
+def pins(name: str = "constraints.txt") -> dict[str, str]:
+    pairs = (line.split("==") for line in lines(name))
     return {canonicalize_name(name): version for name, version in pairs}
+
+
+def stacks() -> list[str]:
+    return sorted(f"tests/stacks/{path.name}" for path in (ROOT / "tests" / "stacks").iterdir())
 
 
 def test_installing_takes_its_requirements_from_the_one_list():
@@ -51,7 +47,37 @@ def test_installing_takes_its_requirements_from_the_one_list():
 
 @pytest.mark.parametrize("requirement", required(), ids=str)
 def test_nothing_of_colabs_is_reinstalled(requirement):
-    assert COLAB[requirement.name] in requirement.specifier
+    assert pins("tests/stacks/colab.txt")[canonicalize_name(requirement.name)] in requirement.specifier
+
+
+def test_the_oldest_stack_has_the_lower_end_of_each_range():
+    optional = [Requirement(line) for extra in OLDEST_OF for line in PROJECT["optional-dependencies"][extra]]
+    for requirement in required() + optional:
+        [lower] = [Version(each.version) for each in requirement.specifier if each.operator == ">="]
+        pinned = Version(pins("tests/stacks/oldest.txt")[canonicalize_name(requirement.name)])
+        assert pinned.release[: len(lower.release)] == lower.release, requirement
+        assert pinned in requirement.specifier
+
+
+def test_every_python_that_is_promised_has_a_stack():
+    named = {Path(name).stem: (ROOT / name).read_text().partition("\n")[0] for name in stacks()}
+    own = {stem: found[1] for stem, first in named.items() if (found := re.match(r"# Python (3\.\d+): ", first))}
+    assert {f"Programming Language :: Python :: {version}" for version in own.values()} == {
+        one for one in PROJECT["classifiers"] if re.search(r":: 3\.\d", one)
+    }
+    assert own["colab"] == "3.13"
+    said = (ROOT / "Makefile").read_text()
+    [offered] = re.findall(r"^test-%: .*of its own: (.+)$", said, re.M)
+    assert set(re.split(r", | or ", offered)) == own.keys()
+
+
+@pytest.mark.parametrize("stack", stacks())
+def test_a_stacks_version_replaces_that_of_the_constraints(stack):
+    """make finds the line that it replaces by its spelling."""
+    spelled = {canonicalize_name(line.partition("==")[0]): line.partition("==")[0] for line in lines("constraints.txt")}
+    for line in lines(stack):
+        name = line.partition("==")[0]
+        assert spelled.get(canonicalize_name(name), name).lower() == name.lower()
 
 
 def test_every_package_that_tests_use_has_an_exact_version_in_its_range():
@@ -122,7 +148,8 @@ def test_the_readmes_tree_is_true_and_complete():
 def test_make_alone_explains_every_target():
     said = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "MAKEFLAGS": ""})
     assert said.returncode == 0
-    for target in ("demo", "quick", "test", "full", "bench", "notebooks", "check", "help"):
+    [targets] = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.M)
+    for target in [*targets.split(), "quick-STACK", "test-STACK"]:
         assert re.search(rf"^  make {target}\s+\S", said.stdout, re.M), target
 
 
@@ -143,5 +170,18 @@ def test_an_old_python_is_refused_in_a_sentence(tmp_path):
 def test_ci_stops_at_the_first_fault_and_runs_the_tests():
     path = ROOT / ".ci" / "run"
     assert os.access(path, os.X_OK)
-    assert {"set -euo pipefail", "make test"} <= set(lines(".ci/run"))
+    assert {"set -euo pipefail", "make test", "make quick-colab"} <= set(lines(".ci/run"))
     assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
+
+
+WARNING = {  # module → whether it is ours
+    **dict.fromkeys(("nbtools.train.loop", "notebooks.build", "tests.toy", "test_loop"), True),
+    **dict.fromkeys(("torch.utils.data", "gdown.download", "google.nbtools"), False),
+}
+
+
+@pytest.mark.parametrize(("module", "ours"), WARNING.items())
+def test_only_warnings_in_our_own_modules_are_errors(module, ours):
+    with warnings.catch_warnings(record=True) as seen, pytest.raises(DeprecationWarning) if ours else nullcontext():
+        warnings.warn_explicit("soon removed", DeprecationWarning, "file.py", 1, module)
+    assert len(seen) == (not ours)
