@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import json
+import multiprocessing
 import os
 from collections import namedtuple
 from typing import Any
@@ -226,6 +227,14 @@ def test_a_receipt_measures_the_guides_settings_next_to_its_before(pack):
     assert "The guide's optimised settings here: amp fp16 → off (fp16 needs a GPU)" in found.notes
     again = Receipt.from_dict(json.loads(found.to_json()))
     assert again.to_json() == found.to_json()
+
+
+def test_the_guides_workers_are_processes_that_end_with_the_receipt(pack):
+    before = set(multiprocessing.active_children())
+    found = measured(job(), pack, toy.BASELINE.replace(workers=1))
+    assert found.guide is not None, found.notes
+    assert found.guide.changes["workers"] == "0 → 1"
+    assert set(multiprocessing.active_children()) == before
 
 
 def test_a_receipt_with_the_guides_settings_takes_about_as_long(pack):

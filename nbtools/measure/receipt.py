@@ -241,6 +241,8 @@ class Course:
         for _ in range(ROUNDS):
             for stepper in running:
                 stepper.turn(2 * seconds / len(running))
+        for stepper in running:
+            stepper.close()
         if (optimised := self.steppers.pop(GUIDE, None)) is not None:
             self.optimised, micro = optimised, optimised.state.recovery.micro
             if micro != optimised.plan.micro_batch_size:
