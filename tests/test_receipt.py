@@ -19,7 +19,7 @@ import nbtools as nb
 from nbtools.data import Resident
 from nbtools.measure import Receipt, Stepper, comparable, receipt
 from nbtools.measure.receipt import GROUPS, Rung, ladder, rungs_of
-from nbtools.measure.stepper import Turn
+from nbtools.measure.stepper import Turn, epoch_batches
 
 CPU = torch.device("cpu")
 FASTER = toy.PLAN.replace(batch_size=64, lr=2e-2, amp="bf16", channels_last=True, clip_norm=None, hidden=24)
@@ -82,6 +82,16 @@ def test_factors_are_taken_within_rounds_and_multiply_to_the_total(pack):
     assert [(step.factor, step.total) for step in steps] == [(1.0, 1.0), (2.0, 2.0), (1.5, 3.0)]
     assert [(step.total_least, step.total_most) for step in steps[1:]] == [(2.0, 2.0), (3.0, 4.0)]
     assert (steps[2].factor_least, steps[2].factor_most) == (1.5, 2.0)
+
+
+def test_what_a_feed_prepared_during_other_turns_is_drawn_and_not_trained_on(pack):
+    job, plan = Job(), toy.PLAN.replace(feed="streamed", prefetch=3)
+    stepper = Stepper(job, pack, plan, CPU, clock=job.clock)
+    stepper.turn(0.0)
+    assert len(job.passes) == 2, "one untimed, one timed"
+    assert [turn.steps for turn in stepper.turns] == [1]
+    assert next(stepper.batches)["id"].tolist() == epoch_batches(pack, plan)[5].tolist()
+    stepper.close()
 
 
 def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors(found):
