@@ -29,7 +29,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from nbtools import guides, tasks
-from nbtools.data import Pack, open_feed, stage
+from nbtools.data import Pack, is_all, open_feed, stage
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.fit import fit
 from nbtools.folder import busy, stored_plan
@@ -224,7 +224,7 @@ def pack_command(one: argparse.ArgumentParser, task: Task) -> Act:
     return lambda options: print(packed(task, options.source, options))
 
 
-def packed(task: Task, source: str, options: argparse.Namespace) -> Pack:
+def packed(task: Task | Run, source: str, options: argparse.Namespace) -> Pack:
     pack = task.pack(source, **own(options))
     if len(pack.bad):
         print(f"{plural(len(pack.bad), 'file')} left out, listed in {pack.folder / 'bad.csv'}:", file=sys.stderr)
@@ -372,13 +372,16 @@ def evaluate_command(one: argparse.ArgumentParser, task: Task) -> Act:
     """compute the metrics of a run on a split; the last line is JSON"""
     one.add_argument("--data", required=True, metavar="SOURCE", help=SOURCE)
     one.add_argument("--run", required=True, type=Path, metavar="FOLDER", help="the run folder")
-    one.add_argument("--split", default="test", choices=("train", "val", "test"))
+    which = "with --test 1.0 that is all of SOURCE, read with the run's classes: for data that it has not seen"
+    one.add_argument("--split", default="test", choices=("train", "val", "test"), help=f"default test; {which}")
     fields = dataclasses.fields(task.PLAN)
     add_knobs(one, type(task.PLAN), [f for f in fields if f.metadata.get("live") and f.name.startswith("eval_")])
     add_signature(one, task.pack)
 
     def show(options: argparse.Namespace) -> None:
-        run, pack = Run.open(options.run, task), packed(task, options.data, options)
+        run = Run.open(options.run, task)
+        new = is_all(own(options).get("test", 0.0))
+        pack = packed(run if new else task, options.data, options)
         if limits := unread(task, pack, run.plan):
             print(limits, file=sys.stderr)
         print(json.dumps(evaluate(run, pack, options.split, **given(run.plan, options))))

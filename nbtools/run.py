@@ -127,6 +127,11 @@ class Run:
         """The part of a pack that this run's network can read: the pack itself, if it can read all."""
         return readable(self.task, pack, self.plan)
 
+    def pack(self, source: str | Path, **options: Any) -> Pack:
+        """The pack of a source that this run has not seen, with its classes and preprocessing as far as the task's
+        `pack_options` gives them: `nb.evaluate(run, run.pack("new", test=1.0))`. options: of the task's `pack`."""
+        return self.task.pack(source, **{**self.task.pack_options(self.card), **options})
+
     def predict(self, files: str | Path | Sequence[str | Path], batch_size: int = 64) -> list[Any]:
         """The run's predictions for raw files, in their order, with the preprocessing of its training.
 
@@ -199,12 +204,12 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[st
     Raises PackError if the pack was made with other classes or preprocessing than the run's: its results would be
     silently wrong; PlanError for an unknown setting, TrainError for one on which the model depends.
     """
-    ours, theirs = run.card, pack.card
     for name in ("task", "classes", "options", "columns"):
-        if getattr(ours, name) != getattr(theirs, name):
+        ours, theirs = (compared(card, name) for card in (run.card, pack.card))
+        if ours != theirs:
             raise PackError(
-                f"{pack.folder}: the pack's {name} are not the ones that the run was trained with "
-                f"({getattr(theirs, name)} and {getattr(ours, name)}); pack the data again with the run's options",
+                f"{pack.folder}: the pack's {name} are not the ones that the run was trained with ({theirs} and "
+                f"{ours}); pack the data again with run.pack(source)",
                 entry="Predictions differ between training and inference",
             )
     plan = run.plan.replace(**knobs)
@@ -213,10 +218,18 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[st
     return evaluation.evaluate(run.task, model, pack, plan, split)
 
 
+def compared(card: Card, name: str) -> Any:
+    """What a run and a pack to evaluate it on must have in common. Classes that were asked for are an option of some
+    tasks; what counts is which there are."""
+    value = getattr(card, name)
+    return {n: v for n, v in value.items() if n != "classes"} if name == "options" else value
+
+
 def validate(task: TaskLike, source: str | Path, **options: Any) -> Any:
     """The task's report on a source, before it is packed: every rule that a file breaks, with the value and what to do.
-    Shows as a table; `.ok` is True if there are no errors. options: the task's own.
+    Shows as a table; `.ok` is True if there are no errors. options: those of the task's `pack`, of which splits and
+    place break no rule.
 
     Raises NbtoolsError for a task that checks while it packs.
     """
-    return as_task(task).validate(source, **options)
+    return as_task(task).validate(source, **{n: v for n, v in options.items() if n not in ("val", "test", "into")})

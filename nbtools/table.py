@@ -94,6 +94,18 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
+def duration(seconds: float) -> str:
+    """`45 s`, `3 min 20 s`, `2 h 05 min`, `4 d 17 h`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    if whole < 48 * 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
 def numeric(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:
     """Which columns hold numbers, or nothing; a number may carry a unit. Raises ValueError on a ragged row."""
     if not rows:

@@ -21,6 +21,7 @@ from nbtools.measure import Machine, decide, trials
 from nbtools.measure import advice as act
 from nbtools.measure.advice import LEAST_STEPS, MOST_K, inspect, learning_rate, warmup
 from nbtools.measure.batch import Row
+from nbtools.table import duration
 from nbtools.train import OPTIMIZERS, Plan, as_task, device
 
 CAPTCHA: Any = SimpleNamespace(
@@ -222,6 +223,8 @@ def test_each_measured_number_has_its_evidence_and_the_rest_its_rule(advice):
     assert re.search(r"; measured [\d.]+ s$", advice.evidence["batch_size"])
     assert "rule of thumb" in advice.reasons["lr"]
     assert advice.verdict.sentence in str(advice)
+    seconds = advice.plan.epochs * advice.profile.epoch_s
+    assert f" of warmup · about {duration(seconds)} at the measured speed." in str(advice)
     assert {"setting", "measured here"} <= set(advice.table()[0])
     for name, value, reason, *_ in advice.table()[1][: len(advice.reasons)]:
         assert value == getattr(advice.plan, name)
@@ -253,6 +256,8 @@ def test_rules_alone_when_nothing_was_measured_before(tmp_path, no_measuring):
     assert [row[0] for row in rows][: len(advice.reasons)] == list(advice.reasons)
     for shown in (str(advice), advice._repr_html_()):
         assert "nothing here has been measured" in shown
+        assert f"{advice.samples} samples · " in shown
+        assert "of warmup · time not measured yet." in shown
 
 
 def test_training_without_a_plan_never_measures(tmp_path, no_measuring):

@@ -16,9 +16,11 @@ from PIL import Image
 from nbtools import disk
 from nbtools.data import Pack, collate
 from nbtools.errors import PackError
+from nbtools.measure import Machine, decide
 from nbtools.tasks import hwdb
 from nbtools.tasks.common import ctc
 from nbtools.tasks.hwdb.formats import UNKNOWN
+from nbtools.train import device
 from tests.archives import archived, put, tree, zip_bytes
 from tests.test_hwdb_format import coded, line, word, words
 from tests.test_hwdb_format import page as page_of
@@ -513,6 +515,7 @@ def test_what_is_no_line_is_refused_with_value_rule_and_fix(tmp_path, name, prob
         ({"height": 8}, "height must be a whole number of pixels from 16 to 512, got 8"),
         ({"height": 1_000_000}, "from 16 to 512, got 1000000"),
         ({"height": 32.0}, "got 32.0"),
+        ({"height": "high"}, "got 'high'; 128 is the reference's, 32 is for CPUs, auto chooses by the GPU"),
         ({"normalise": "yes"}, "normalise must be true or false, got 'yes'"),
         ({"classes": 12}, "classes must be a string, a list, or a file of characters, got 12"),
         ({"classes": "一一"}, "single characters, each once, got '一'"),
@@ -540,6 +543,27 @@ def test_a_source_without_lines_says_what_was_looked_for(tmp_path):
         packed(tmp_path / "raw")
     assert len(packed(tmp_path / "raw", layout="pages")) == 1
     assert len(packed(tmp_path / "raw", layout="lines")) == 5
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "height", "network"),
+    [(0, 32, "slim"), (15.8, 64, "slim"), (23.7, 96, "hctr"), (42.3, 128, "hctr"), (85.0, 128, "hctr")],
+    ids=["no GPU", "T4", "L4", "A100 of 40 GB", "A100 of 80 GB"],
+)
+def test_the_height_follows_the_gpu_and_the_network_the_height(
+    tmp_path, monkeypatch, capsys, gigabytes, height, network
+):
+    """With the memory of those GPUs; on none of them was anything trained."""
+    monkeypatch.setattr(device, "gigabytes", lambda _: gigabytes)
+    made = hwdb.pack(pages(tmp_path / "raw", range(3)))
+    said = capsys.readouterr().out
+    assert made.options["height"] == height
+    assert f"lines are scaled to {height} pixels, for {network}: " in said
+    assert "rule of thumb" in said
+    machine = Machine("cuda" if gigabytes else "cpu", "x", gigabytes, 1, 2, (8, 0))
+    assert decide(hwdb, made.card, machine).plan.to_dict()["network"] == network
+    assert hwdb.pack(made.folder).options == made.options, "a kept pack carries its height"
+    assert "scaled" not in capsys.readouterr().out
 
 
 @pytest.mark.real

@@ -439,6 +439,16 @@ def test_whole_numbers_are_exact_counts_and_a_share_stands_next_to_one(place):
         pack(source, val=30, test=20)
 
 
+def test_a_source_may_be_all_test_or_all_train(place):
+    source = vectors(place / "raw" / "train", 20).parent
+    vectors(place / "raw" / "val", 10, start=20)
+    assert pack(source, test=1.0, split=of_folder).splits == {"train": 0, "val": 0, "test": 30}
+    assert pack(source, val=0, test=0).splits == {"train": 30, "val": 0, "test": 0}
+    assert pack(source, test=1).splits["test"] == 1, "a whole number is a count"
+    with pytest.raises(PackError, match=r"but for test=1\.0"):
+        pack(source, val=1.0, test=0.0)
+
+
 @pytest.mark.parametrize(("val", "test"), [(-0.1, 0.1), (0.5, 0.5), (0.1, 1.5), ("x", 0.1), (0.1, float("nan"))])
 def test_shares_that_leave_no_training_data_are_refused(place, val, test):
     with pytest.raises(PackError, match=r"val and test must be whole numbers of samples, or shares ≥ 0 and below 1"):

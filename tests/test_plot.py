@@ -23,7 +23,7 @@ from nbtools.live import Columns, chart, png, samples, svg, view
 from nbtools.live.picture import LETTERS, About, picture
 from nbtools.live.samples import Preview
 from nbtools.measure import REASONS
-from nbtools.table import columns
+from nbtools.table import columns, duration
 from nbtools.train import History, Plan, Record
 
 EVIL = '</svg><img src=x onerror="alert(1)">&'
@@ -276,9 +276,9 @@ def test_ticks_of_any_axis_are_few_inside_and_told_apart(low, power):
     ("text", "expected"),
     [
         *((chart.number(0.9731), "0.973"), (chart.number(0.0258), "0.0258"), (chart.number(31.24), "31.24")),
-        *((chart.number(0), "0.0000"), (chart.number(2e-7), "2.00e-7"), (chart.duration(45), "45 s")),
-        *((chart.duration(59.7), "1 min 00 s"), (chart.duration(200), "3 min 20 s")),
-        *((chart.duration(7500), "2 h 05 min"), (chart.duration(409_000), "4 d 17 h")),
+        *((chart.number(0), "0.0000"), (chart.number(2e-7), "2.00e-7"), (duration(45), "45 s")),
+        *((duration(59.7), "1 min 00 s"), (duration(200), "3 min 20 s")),
+        *((duration(7500), "2 h 05 min"), (duration(409_000), "4 d 17 h")),
     ],
 )
 def test_numbers_and_durations_are_read_at_once(text, expected):

@@ -42,6 +42,7 @@ from nbtools.data.pack import (
     Sample,
     assigned,
     columns_of,
+    is_all,
     mapped,
     require_shares,
 )
@@ -129,7 +130,8 @@ def build_pack(
     refuses a file by PackError(value, rule, fix); what decoders raise on damage counts as that too.
     reader: where a sample cannot be read without the rest of its source, `reader(folder)` returns what to call in place
     of `read`; workers get it pickled.
-    val, test: shares of the samples without a split of their own, or whole numbers for exactly that many.
+    val, test: shares of the samples without a split of their own, or whole numbers for exactly that many; test=1.0
+    makes all of them test, also those with a split of their own: a source that a run is evaluated on.
     into: a folder for the pack alone; by default one under the cache, named by task, options and the source's files.
     in_place: an archive stays one file, `folder` leads into it, and `read` gets paths through it,
     `lines.tar/train/1.png`, which `read_member` reads.
@@ -368,7 +370,8 @@ class Writer:
             disk.write(file, header(column, rows))
             file.close()
         names, own = [entry.name for entry in entries], [entry.split for entry in entries]
-        splits = [split or "train" for split in own] if survey.drawn else assigned(names, own, val, test)
+        drawn = survey.drawn and not is_all(test)
+        splits = [split or "train" for split in own] if drawn else assigned(names, own, val, test)
         self.save("split.npy", header(SPLIT, len(splits)) + bytes(map(SPLITS.index, splits)))
         self.save("names.json", json.dumps(names).encode())
         self.save("bad.csv", bad_csv(self.bad))

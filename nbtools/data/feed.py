@@ -92,6 +92,11 @@ def split(order: np.ndarray, size: int) -> list[np.ndarray]:
     return [order[start:end] for start, end in pairwise([0, *cuts, len(order)])] if len(order) else []
 
 
+def batches_in(count: int, batch_size: int) -> int:
+    """How many batches an epoch over so many samples has, grouped by length or not: as `split` makes them."""
+    return -(-count // batch_size) - (batch_size == 2 and count > 1 and count % 2)
+
+
 def in_order(ids: np.ndarray, lengths: np.ndarray | None, batch_size: int) -> list[np.ndarray]:
     """Every id once, for evaluation: ascending, or by length so that little is padded."""
     return split(ids if lengths is None else ids[np.argsort(lengths, kind="stable")], batch_size)

@@ -313,7 +313,10 @@ def position(name: str) -> float:
 
 def assigned(names: Sequence[str], splits: Sequence[str | None], val: float, test: float) -> list[str]:
     """The split of every sample: its own, else by the hash of its name; whole numbers take exactly that many,
-    the smallest hashes first. A source with a test folder but no val folder gives its val share from train."""
+    the smallest hashes first. A source with a test folder but no val folder gives its val share from train. test=1.0:
+    all are test, whatever split they have."""
+    if is_all(test):
+        return ["test"] * len(names)
     given = set(splits) - {None}
     divided = "train" if "train" in given and "val" not in given else None
     drawn = [i for i, split in enumerate(splits) if split == divided]
@@ -334,11 +337,20 @@ def assigned(names: Sequence[str], splits: Sequence[str | None], val: float, tes
 
 
 def require_shares(val: float, test: float) -> None:
+    """Raise PackError unless these can be the validation's and the test's part of a source."""
     shares = [x for x in (val, test) if not is_count(x)]
     numbers = all(isinstance(x, (int, float)) for x in (val, test))
-    if not numbers or not min(val, test) >= 0 or not sum(shares) < 1:
-        raise PackError(f"val and test must be whole numbers of samples, or shares ≥ 0 and below 1, got {val}, {test}")
+    if not numbers or not min(val, test) >= 0 or not (sum(shares) < 1 or is_all(test)):
+        raise PackError(
+            f"val and test must be whole numbers of samples, or shares ≥ 0 and below 1, got {val}, {test}; "
+            "their sum leaves samples to train on, but for test=1.0, which makes all of them test"
+        )
 
 
 def is_count(share: float) -> bool:
     return isinstance(share, int) and share >= 1
+
+
+def is_all(share: float) -> bool:
+    """Whether it is the share of a split that takes every sample; the whole number 1 is one sample."""
+    return isinstance(share, float) and share == 1

@@ -25,13 +25,13 @@ from nbtools.live.chart import (
     Scale,
     airy,
     calmed,
-    duration,
     extent,
     number,
     scientific,
     thinned,
 )
 from nbtools.measure import REASONS
+from nbtools.table import duration
 from nbtools.train import History
 
 IDLE = REASONS[0x1]
@@ -45,12 +45,18 @@ Series = tuple[np.ndarray, np.ndarray]
 @dataclass(frozen=True)
 class About:
     """What a history does not record about its run: its name, its planned length, and which metric is the main one
-    (`whole_accuracy`, or `-cer` where lower is better)."""
+    (`whole_accuracy`, or `-cer` where lower is better); the plan's schedule and its warmup, in epochs."""
 
     title: str = ""
     epochs: int | None = None
     epoch_samples: int | None = None
     best: str = ""
+    schedule: str = ""
+    warmup: float = 0.0
+
+    def phase(self, progress: float) -> str:
+        """What lr does at a point of the run, in epochs: `warmup`, or the name of the schedule."""
+        return "warmup" if progress < self.warmup else self.schedule
 
 
 class Columns:

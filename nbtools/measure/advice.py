@@ -30,8 +30,19 @@ from nbtools.measure.stepper import Clock
 from nbtools.measure.trials import LEAST_STEPS, choose_precision, find_precision, step_profile
 from nbtools.measure.verdict import Verdict, verdict
 from nbtools.measure.workers import WorkersReport, find_workers
-from nbtools.table import digits, plural
-from nbtools.train import OPTIMIZERS, Plan, Task, TaskLike, as_task, lr_factor, readable, task_name
+from nbtools.table import digits, duration, plural
+from nbtools.train import (
+    OPTIMIZERS,
+    Plan,
+    Steps,
+    Task,
+    TaskLike,
+    as_task,
+    lr_factor,
+    readable,
+    require_training,
+    task_name,
+)
 from nbtools.train import device as devices
 
 VERSION = 4  # of what is measured: what an older version advised is measured again
@@ -57,7 +68,8 @@ class Advice(Report):
     The panel's presets: baseline, the guide's "before", and largest, the largest batch that the rules allow, or None if
     there is none larger, for which `largest_reason` gives the reason; presets: the task's own, name → (plan, what
     differs here), or (None, why it cannot train here). precision, batches, workers, profile: the measurements, None if
-    there was none; verdict: what this plan is bound by here.
+    there was none; verdict: what this plan is bound by here. samples: of the train
+    split.
     """
 
     plan: Plan
@@ -73,6 +85,7 @@ class Advice(Report):
     workers: WorkersReport | None = None
     profile: StepProfile | None = None
     verdict: Verdict | None = None
+    samples: int = 0
 
     def other_batches(self) -> list[tuple[Plan, str]]:
         """(plan, why) at other batch sizes, from the largest down: lr by the optimizer's rule, and as many forward
@@ -112,7 +125,15 @@ class Advice(Report):
         return ("setting", "value", "reason", "measured here")[:shown], [row[:shown] for row in rows]
 
     def caption(self) -> str:
-        return " ".join(filter(None, [self.verdict and f"{self.verdict.sentence}.", self.note]))
+        return " ".join(filter(None, [self.length(), self.verdict and f"{self.verdict.sentence}.", self.note]))
+
+    def length(self) -> str:
+        """Samples, steps per epoch, in all and of warmup; and the time for them where a step was measured here."""
+        if not self.samples:  # advice that an older nbtools kept
+            return ""
+        seconds = self.profile and self.plan.epochs * self.profile.epoch_s
+        time = f"about {duration(seconds)} at the measured speed" if seconds else "time not measured yet"
+        return f"{Steps.of(self.plan, self.samples)} · {time}."
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], kind: type[Plan] = Plan) -> Self:
@@ -161,6 +182,7 @@ def known_or_measured(
             return Advice.from_dict(found, type(task.PLAN))
     if not measure:
         return thumb
+    require_training(pack)
     print(f"measuring {task_name(task)} on this machine, about {2.5 * seconds:.0f} s …", file=sys.stderr)
     made = measured(task, pack, thumb, seconds, compiling, clock)
     shelved = {**before, label(task, pack, thumb, compiling): made.to_dict()}
@@ -296,7 +318,7 @@ def decide(task: TaskLike, card: Card, machine: Machine, found: Mapping[str, tup
     size = f"{machine.gigabytes:.0f} GB" if machine.gigabytes else plural(machine.cores, "core")
     note = f"For {machine.name} ({size}); a starting point: nothing here has been measured on it yet."
     largest, why = largest_batch(made, base, card, machine)
-    return Advice(made, reasons, base, note, largest, why)
+    return Advice(made, reasons, base, note, largest, why, samples=card.splits["train"])
 
 
 def enough(card: Card) -> int:

@@ -9,6 +9,7 @@ from nbtools.train.loop import adopt, caught_up, require_change, train
 from nbtools.train.optimizer import OPTIMIZERS
 from nbtools.train.plan import (
     Plan,
+    Steps,
     beyond,
     doubts,
     fixed,
@@ -18,6 +19,7 @@ from nbtools.train.plan import (
     refuse_fixed,
     require_batch,
     require_sizes,
+    require_training,
     shown,
     times,
 )
@@ -49,6 +51,7 @@ __all__ = [
     "Pair",
     "Plan",
     "Record",
+    "Steps",
     "Sums",
     "Task",
     "TaskLike",
@@ -78,6 +81,7 @@ __all__ = [
     "require_batch",
     "require_change",
     "require_sizes",
+    "require_training",
     "shown",
     "task_name",
     "times",

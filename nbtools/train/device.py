@@ -129,6 +129,11 @@ def give_back(device: torch.device) -> None:
         library.malloc_trim(0)
 
 
+def gigabytes(device: torch.device) -> float:
+    """10⁹ bytes of a CUDA GPU's memory, 0 elsewhere."""
+    return torch.cuda.get_device_properties(device).total_memory / 1e9 if device.type == "cuda" else 0.0
+
+
 def reduced(device: torch.device) -> str:
     """The Plan.amp that may be faster than float32 on the device, to be measured; "off" if none was tried (MPS)."""
     if device.type == "cuda":

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from nbtools import table
-from nbtools.data import Pack
+from nbtools.data import Pack, batches_in
 from nbtools.errors import PlanError, TrainError
 from nbtools.train.optimizer import OPTIMIZERS
 
@@ -200,6 +200,36 @@ def lr_at(plan: Plan, progress: float, drops: int = 0) -> float:
     return plan.min_lr + (plan.lr - plan.min_lr) * fall
 
 
+@dataclass(frozen=True)
+class Steps:
+    """How long a plan trains on so many samples, in optimizer steps; warmup: those with a rising lr."""
+
+    samples: int
+    epochs: int
+    per_epoch: int
+    warmup: int
+
+    @classmethod
+    def of(cls, plan: Plan, samples: int) -> Self:
+        per_epoch = batches_in(samples, plan.batch_size)
+        whole, part = divmod(plan.warmup_epochs, 1)
+        begun = math.ceil(part * samples / plan.batch_size - 0.5)  # a step's lr is that of its middle
+        return cls(samples, plan.epochs, per_epoch, int(whole) * per_epoch + min(max(begun, 0), per_epoch))
+
+    @property
+    def total(self) -> int:
+        return self.epochs * self.per_epoch
+
+    def __str__(self) -> str:
+        parts = (
+            table.plural(self.samples, "sample"),
+            f"{table.plural(self.per_epoch, 'step')} per epoch",
+            f"{table.plural(self.total, 'step')} in {table.plural(self.epochs, 'epoch')}",
+            f"{table.plural(self.warmup, 'step')} of warmup",
+        )
+        return " · ".join(parts)
+
+
 # -- what a run may change
 
 
@@ -225,9 +255,20 @@ def refuse_fixed(differing: Mapping[str, str], plan: Plan, resumed: bool = False
 
 def require_sizes(pack: Pack, plan: Plan) -> None:
     """Raise TrainError for a train split that is too small."""
-    if (count := len(pack.ids("train"))) < 2:
+    require_training(pack)
+    require_batch(plan, len(pack.ids("train")))
+
+
+def require_training(pack: Pack) -> None:
+    """Raise TrainError for a pack without samples to train on."""
+    count = len(pack.ids("train"))
+    if not count and pack.splits["test"] == len(pack):
+        raise TrainError(
+            f"{pack.folder}: all {table.plural(len(pack), 'sample')} are test, so there is nothing to train on; "
+            "evaluate a run on it, or pack the source again without test=1.0"
+        )
+    if count < 2:
         raise TrainError(f"{pack.folder}: training needs at least 2 samples, the train split has {count}; pack more")
-    require_batch(plan, count)
 
 
 def require_batch(plan: Plan, count: int) -> None:

@@ -137,6 +137,11 @@ class Task:
         ends: Any = {"val": val, "test": test, "into": into, "progress": progress}
         return build_pack(source, task_name(self), options, self.survey, self.read, **ends)
 
+    def pack_options(self, card: Card) -> Mapping[str, Any]:
+        """Options of `pack` with which another source has the classes and the preprocessing of a card, so that the
+        card's run can be evaluated on it. Default: none."""
+        return {}
+
     def validate(self, source: str | Path, **options: Any) -> Any:
         """A report of everything that is wrong with a source; `.ok`: no errors. Default: raises NbtoolsError, since
         packing checks the files."""

@@ -1,6 +1,6 @@
 """Captchas: images of one size with as many characters, or lines of any width and length."""
 
-from nbtools.tasks.captcha.data import pack, read, survey
+from nbtools.tasks.captcha.data import pack, pack_options, read, survey
 from nbtools.tasks.captcha.demo import demo
 from nbtools.tasks.captcha.task import BASELINE, BEST, PLAN, PRESETS, Plan, batch, decode, loss, metrics, model, suggest
 from nbtools.tasks.captcha.visualize import preview, show
@@ -19,6 +19,7 @@ __all__ = [
     "metrics",
     "model",
     "pack",
+    "pack_options",
     "preview",
     "read",
     "show",

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from nbtools.data import Entry, Pack, Sample, Survey, build_pack
+from nbtools.data import Card, Entry, Pack, Sample, Survey, build_pack
 from nbtools.errors import PackError
 from nbtools.table import plural, sized
 from nbtools.tasks.captcha.ink import line_of
@@ -52,6 +52,7 @@ def pack(
     layout: `fixed` (one size, one length), `lines` (any width and length, scaled to `height` pixels), or `auto`.
     case: `lower` and `upper` fold the labels. classes: the alphabet; other characters are then bad samples.
     val, test: shares, or whole numbers for exactly that many; train, val and test folders of the source come first.
+    test=1.0 makes all of them test, for a source that a run is evaluated on.
     Raises PackError if nothing can be used.
     """
     if layout not in LAYOUTS:
@@ -63,6 +64,12 @@ def pack(
     alphabet = None if classes is None else "".join(characters(classes))
     options = {"label": label, "layout": layout, "height": height, "case": case, "classes": alphabet}
     return build_pack(source, "captcha", options, survey, read, val=val, test=test, into=into, progress=progress)
+
+
+def pack_options(card: Card) -> dict[str, Any]:
+    """Options of `pack` with which another source has the classes and the preprocessing of a card."""
+    own = {name: card.options[name] for name in ("label", "case", "layout", "height") if name in card.options}
+    return {**own, "classes": card.classes}
 
 
 def survey(folder: Path, options: Mapping[str, Any]) -> Survey:

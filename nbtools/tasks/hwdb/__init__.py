@@ -3,7 +3,7 @@
 from nbtools.errors import successors
 from nbtools.tasks.common.labels import text_of
 from nbtools.tasks.hwdb.analysis import by_frequency, by_width, confusions, frequencies, report, scores, worst
-from nbtools.tasks.hwdb.data import pack, read, survey
+from nbtools.tasks.hwdb.data import height_for, pack, pack_options, read, survey
 from nbtools.tasks.hwdb.decode import peaks_of, search, tune
 from nbtools.tasks.hwdb.demo import demo
 from nbtools.tasks.hwdb.language_model import NGram
@@ -25,10 +25,12 @@ __all__ = [
     "decode",
     "demo",
     "frequencies",
+    "height_for",
     "loss",
     "metrics",
     "model",
     "pack",
+    "pack_options",
     "peaks_of",
     "preview",
     "read",

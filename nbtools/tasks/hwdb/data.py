@@ -19,16 +19,34 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from nbtools.data import Entry, Pack, Sample, Survey, build_pack, is_count, position, require_shares, split_of
+from nbtools.data import (
+    Card,
+    Entry,
+    Pack,
+    Sample,
+    Survey,
+    build_pack,
+    is_all,
+    is_count,
+    position,
+    require_shares,
+    split_of,
+)
 from nbtools.errors import PackError
 from nbtools.table import plural, sized
 from nbtools.tasks.common import labels
 from nbtools.tasks.common.files import on_white, open_image, read_text
+from nbtools.tasks.common.plans import THUMB
 from nbtools.tasks.hwdb.formats import SUFFIXES, UNKNOWN, refused
 from nbtools.tasks.hwdb.sources import contents_of, read_bytes, read_line
+from nbtools.train import device
 
 LAYOUTS = ("auto", "pages", "lines")
 HEIGHTS = 16, 512  # pixels: the networks halve it several times; no line is scanned with more
+HCTR_HEIGHT = 96  # from which the plan's "auto" takes the reference's network: lower lines give it a step a character
+TIERS = ((40, 128), (24, 96), (1, 64), (0, 32))
+"""GB of GPU memory → height of the lines in pixels. Calculated: in hctr and bf16 a line 128 pixels high and 2,000 long
+saves 0.88 GiB of activations, and they grow with the square of the height. Not tested on a GPU."""
 FOREIGN = 0.05  # of all characters in no class: with HWDB's own list there are none
 WIDEST = 100  # times as wide as high; lines of HWDB reach 20
 FEW = 3  # writers: one for each split
@@ -40,7 +58,7 @@ HALF_WIDTH = {0xFF01 + n: 0x21 + n for n in range(94)} | {0x3000: 0x20}
 def pack(
     source: str | Path,
     *,
-    height: int = 128,
+    height: int | str = "auto",
     layout: str = "auto",
     classes: str | Path | Sequence[str] | None = None,
     normalise: bool = False,
@@ -52,35 +70,53 @@ def pack(
     """The pack of pages (.dgrl) or of images of lines, from a folder, archive or link; a second call opens it, and
     interrupted packing resumes. Archives stay one file each and are read in place.
 
-    height: pixels that every line is scaled to. layout: `pages`, `lines`, or `auto`, which detects
-    it. classes: the characters to know, as a string, a list, or a file with one per line; all others are UNKNOWN. By
-    default the source's chars_list.txt, else every character of all its texts: one that occurs only in a test line is
-    then read wrong, as it must be, while as UNKNOWN it could be called right.
+    height: pixels that every line is scaled to; `auto`: by `height_for`, 128 for a GPU of 40 GB, 32 without one.
+    layout: `pages`, `lines`, or `auto`, which detects it. classes: the characters to know, as a string, a list, or a
+    file with one per line; all others are UNKNOWN. By default the source's chars_list.txt, else every character of all
+    its texts: one that occurs only in a test line is then read wrong, as it must be, while as UNKNOWN it could be
+    called right.
     normalise: full-width letters, digits, marks and blanks of texts and classes become ASCII; 。 and 、 stay.
     val, test: shares of the writers, or whole numbers: as many writers as have at least that many lines; folders called
-    Train, Val or Test and the names of lists come first.
+    Train, Val or Test and the names of lists come first. test=1.0 makes all of them test, for a source that a run is
+    evaluated on.
     Raises PackError if nothing can be used.
     """
     if layout not in LAYOUTS:
         raise PackError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    height, why = height_for(device.gigabytes(device.pick())) if height == "auto" else (height, "")
     if type(height) is not int or not HEIGHTS[0] <= height <= HEIGHTS[1]:
         raise PackError(
             f"height must be a whole number of pixels from {HEIGHTS[0]} to {HEIGHTS[1]}, got {height!r}; "
-            "128 is the reference's, 32 is for CPUs"
+            "128 is the reference's, 32 is for CPUs, auto chooses by the GPU"
         )
     if not isinstance(normalise, bool):
         raise PackError(f"normalise must be true or false, got {normalise!r}")
     require_shares(val, test)
     chosen = None if classes is None else "".join(charset_of(classes, normalise))
     options = {"height": height, "normalise": normalise, "layout": layout, "classes": chosen}
-    found = partial(survey, progress=progress)
+    found = partial(survey, progress=progress, why=why)
     return build_pack(
         source, "hwdb", options, found, read, val=val, test=test, into=into, progress=progress, in_place=True
     )
 
 
-def survey(folder: Path, options: Mapping[str, Any], progress: bool = False) -> Survey:
-    """Every usable line of a source with its label and split; the others are bad, with the rule that they break."""
+def height_for(gigabytes: float) -> tuple[int, str]:
+    """(pixels, why): the height of lines for a GPU of this memory, 10⁹ bytes; 0: no CUDA GPU."""
+    least, height = next(tier for tier in TIERS if round(gigabytes) >= tier[0])
+    size = f"{gigabytes:.0f} GB of GPU memory, {THUMB}, not tested on a GPU" if least else f"no CUDA GPU, {THUMB}"
+    return height, f"{height} pixels, for {'hctr' if height >= HCTR_HEIGHT else 'slim'}: {size}"
+
+
+def pack_options(card: Card) -> dict[str, Any]:
+    """Options of `pack` with which another source has the classes and the preprocessing of a card."""
+    return {**card.options, "classes": [character for character in card.classes if character != UNKNOWN]}
+
+
+def survey(folder: Path, options: Mapping[str, Any], progress: bool = False, why: str = "") -> Survey:
+    """Every usable line of a source with its label and split; the others are bad, with the rule that they break.
+    why: the reason for the height, which is shown."""
+    if progress and why:
+        tqdm.write(f"lines are scaled to {why}; height= sets another")
     contents = contents_of(folder, options["layout"], progress)
     texts = [normalised(line.label) if options["normalise"] else line.label for line in contents.lines]
     if options["classes"] is not None:
@@ -179,8 +215,10 @@ def split_lines(lines: Sequence[Entry], val: float, test: float) -> list[str]:
     by pages where there are fewer than three writers.
 
     Where the source names only train lines all three splits are drawn from them; where it names a test set, val is
-    drawn from train. Raises PackError if nothing is left to train on.
+    drawn from train. test=1.0: all are test. Raises PackError if nothing is left to train on.
     """
+    if is_all(test):
+        return ["test"] * len(lines)
     named = {line.split for line in lines} - {None}
     if named <= {"train"}:
         splits = ["train"] * len(lines)

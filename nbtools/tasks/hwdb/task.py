@@ -22,13 +22,13 @@ from nbtools.tasks.common.labels import spell
 from nbtools.tasks.common.metrics import text_metrics
 from nbtools.tasks.common.plans import THUMB, at_most, epochs_for
 from nbtools.tasks.hwdb import networks
+from nbtools.tasks.hwdb.data import HCTR_HEIGHT
 from nbtools.train import Batch, Pair, knob
 from nbtools.train import Plan as BasePlan
 
 Outputs = tuple[Tensor, Tensor]
 
 BEST = "-cer"
-HCTR_HEIGHT = 96  # pixels from which "auto" takes the reference's network: lower lines give it a step a character
 LINES_A_CLASS = 150  # to train on, over all epochs: that many read the demo's new writers with CER 0.02 (measured)
 SHORT = 12  # epochs up to which augmentation stays mild
 STRETCH, SLANT = 0.08, 0.2  # largest change of a line's length; columns a row leans by

@@ -2,7 +2,7 @@
 
 from nbtools.errors import successors
 from nbtools.tasks.segment.augment import batch
-from nbtools.tasks.segment.data import pack, read, save, survey, validate
+from nbtools.tasks.segment.data import pack, pack_options, read, save, survey, validate
 from nbtools.tasks.segment.demo import demo
 from nbtools.tasks.segment.inference import costs, decode, infer, latency
 from nbtools.tasks.segment.losses import loss
@@ -42,6 +42,7 @@ __all__ = [
     "metrics",
     "model",
     "pack",
+    "pack_options",
     "position_prior",
     "preview",
     "read",

@@ -149,7 +149,8 @@ def class_table(entries: Sequence[Class], ignore: Sequence[int | str] = ()) -> T
 
 
 def parse_classes(classes: Given) -> list[Class]:
-    """The classes of a list of names, a mapping id → name, or a file. Raises PackError for anything else."""
+    """The classes of a list of names (or of classes, as `pack_options` has them), a mapping id → name, or a file.
+    Raises PackError for anything else."""
     if isinstance(classes, str | Path):
         path = Path(classes).expanduser()
         if not path.is_file():
@@ -161,7 +162,7 @@ def parse_classes(classes: Given) -> list[Class]:
         return [Class(int(i) if isinstance(i, np.integer) else i, name) for i, name in classes.items()]
     if not isinstance(classes, Iterable):
         raise PackError(f"classes must be names, a mapping id → name, or a file of them, got {classes!r}")
-    return [Class(i, name) for i, name in enumerate(classes)]
+    return [one if isinstance(one, Class) else Class(i, one) for i, one in enumerate(classes)]
 
 
 def read_classes(text: str, file: str) -> Iterator[Class]:

@@ -73,6 +73,7 @@ def pack(
     file, else the ids in the label images. ignore: raw ids, or names, that are no class, besides 255, which is none
     unless `classes` names it. labels: `lists`, `images` or `cvat` if a source has several.
     val, test: shares, or whole numbers for exactly that many; the source's own folders and lists come first.
+    test=1.0 makes all of them test, for a source that a run is evaluated on.
     Raises PackError if nothing can be used. `validate` also reports what is wrong with single files.
     """
     asked = requested(size, fit, channels, classes, ignore, labels)
@@ -83,6 +84,14 @@ def pack(
 
     more = {"val": val, "test": test, "into": into, "progress": progress}
     return build_pack(source, "segment", asked, found, read, reader=reader, **more)
+
+
+def pack_options(card: Card) -> dict[str, Any]:
+    """Options of `pack` with which another source has the classes and the preprocessing of a card."""
+    table = Table.of(card.options)
+    own = {name: card.options[name] for name in ("size", "fit", "channels")}
+    named = [one for one in (*table.classes, *table.ignored) if one.name]  # an id that no class has is a number alone
+    return {**own, "classes": named, "ignore": [one.id for one in table.ignored if one.name or one.id != IGNORE]}
 
 
 def requested(
