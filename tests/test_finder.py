@@ -365,10 +365,15 @@ V2, V1 = "sys/fs/cgroup/box/memory", "sys/fs/cgroup/memory/memory"
 
 
 @pytest.mark.parametrize(
-    ("files", "left", "source"),
+    ("files", "left", "source", "whole"),
     [
-        ({}, None, ""),
-        ({**MEMINFO, "proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"}, 32 * GIB, "available RAM"),
+        ({}, None, "", None),
+        (
+            {**MEMINFO, "proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"},
+            32 * GIB,
+            "available RAM",
+            64 * GIB,
+        ),
         (
             {
                 **MEMINFO,
@@ -379,6 +384,7 @@ V2, V1 = "sys/fs/cgroup/box/memory", "sys/fs/cgroup/memory/memory"
             },
             2 * GIB,
             "RAM left by the container's limit",
+            4 * GIB,
         ),
         (
             {
@@ -390,11 +396,12 @@ V2, V1 = "sys/fs/cgroup/box/memory", "sys/fs/cgroup/memory/memory"
             },
             GIB // 2,
             "RAM left by the container's limit",
+            GIB,
         ),
     ],
     ids=["not Linux", "no limit", "a limit, less what is used and cannot be dropped", "the older cgroups"],
 )
-def test_ram_is_what_the_machine_and_the_container_leave(tmp_path, files, left, source):
+def test_ram_is_what_the_machine_and_the_container_leave(tmp_path, files, left, source, whole):
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -402,6 +409,7 @@ def test_ram_is_what_the_machine_and_the_container_leave(tmp_path, files, left, 
     free = memory.ram(tmp_path)
     assert (free.bytes, free.source) == (left, source) if free is not None else left is None
     assert free is None or free.usable == int(0.8 * free.bytes)
+    assert memory.ram_in_all(tmp_path) == whole
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody knows")

@@ -1,6 +1,7 @@
 """GPU readings against a fake NVML: two cards, cards that refuse readings, no driver, no library."""
 
 import html
+import re
 import sys
 import time
 import types
@@ -9,6 +10,7 @@ import pytest
 import torch
 import toy
 
+from nbtools.data import cores
 from nbtools.live import Surface
 from nbtools.measure import Gpu, Sampler, gpus
 from nbtools.measure.machine import cpu_name, torch_indices
@@ -110,6 +112,21 @@ def test_the_table_names_readings_and_escapes_the_name(nvml):
     assert "<img" not in found._repr_html_()
     nvml(["A"] * 4)  # more than three stand below each other
     assert str(gpus()).split("\n")[5].split()[:3] == ["3", "cuda:3", "A"]
+
+
+@pytest.mark.parametrize("cards", [["Tesla T4"], []])
+def test_cores_ram_and_free_disk_are_shown_with_a_gpu_and_without(nvml, cards, monkeypatch, tmp_path):
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "not yet made"))
+    nvml(cards)
+    found = gpus()
+    for shown in (str(found), html.unescape(found._repr_html_())):
+        ram, space = r"RAM: ([\d.]+) of ([\d.]+) GiB free", r"disk: [\d.]+ [kMGT]?B free for (.+)"
+        rest = re.search(rf"CPU: .+, (\d+) cores?; {ram}; {space}", shown)
+        assert rest, shown
+        assert int(rest[1]) == cores()
+        assert 0 < float(rest[2]) <= float(rest[3])
+        assert str(tmp_path / "not yet made") in rest[4]
+    assert found.note.count("\n") == 0
 
 
 READINGS = [name for name in vars(fake_nvml()) if name.startswith(("nvmlDeviceGet", "nvmlSystemGet"))]

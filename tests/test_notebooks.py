@@ -68,6 +68,19 @@ def test_a_notebook_keeps_the_house_rules(name):
             assert not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)), "this belongs in the package"
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(("1_data", "2_train"))])
+def test_options_and_the_gpus_release_are_settings_wherever_they_apply(name):
+    made = build.notebook(name, ADDRESS)
+    [settings] = [cell.source for cell in made.cells if "parameters" in cell.metadata.get("tags", [])]
+    code = "\n".join(cells(name, "code"))
+    assert re.search(r"^OPTIONS = ", settings, re.M)
+    assert re.search(r"\.pack\(.*\*\*OPTIONS\)", code)
+    if name.endswith("2_train"):
+        assert re.search(r"^RELEASE_GPU = False", settings, re.M)
+        assert code.count("nb.fit(") == code.count("release_gpu=RELEASE_GPU")
+        assert "nb.gpus()" in code
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_first_cells_are_promise_install_and_settings(name):
     first, install, *texts = cells(name, "markdown")
@@ -114,7 +127,7 @@ SIGNS = "sign/2_train without features"
 def test_each_runs_from_top_to_bottom_and_captchas_hand_on_what_lies_on_drive(tmp_path):
     chosen = {name: execute.tiny(name) for name in QUICK}
     raw = demo("sign", tmp_path / "mine")
-    chosen[SIGNS] = fresh.with_settings(execute.tiny("sign/2_train"), RAW=str(raw), KEEP=None)
+    chosen[SIGNS] = build.with_parameters(execute.tiny("sign/2_train"), RAW=str(raw), KEEP=None)
     ran = apart(in_turn, chosen, tmp_path)
     said = {name: fresh.text(NotebookNode(cells=cells)) for name, cells in ran.items()}
     fresh.check_chain("captcha", [said[name] for name in QUICK[:3]])
@@ -123,6 +136,14 @@ def test_each_runs_from_top_to_bottom_and_captchas_hand_on_what_lies_on_drive(tm
     [compared] = [cell for cell in ran[SIGNS] if "nb.compare" in cell.source]
     assert any("gloss accuracy" in output.get("data", {}).get("text/html", "") for output in compared.outputs)
     assert not [*tmp_path.glob("*/None")], "KEEP = None keeps nothing"
+    for name in (name for name in chosen if "2_train" in name):
+        assert re.search(r"cores?; RAM: .* GiB free; disk: .* free for ", said[name]), name
+        assert re.search(r"^length +[\d,]+ samples · [\d,]+ steps? per epoch · .* of warmup$", said[name], re.M), name
+        assert re.search(r"^epoch 1 of 1: train_loss .* lr \S+ \(\w+\) .* samples/s  memory ", said[name], re.M), name
+        pages = [
+            output.get("data", {}).get("text/html", "") for cell in ran[name] for output in cell.get("outputs", [])
+        ]
+        assert any("per epoch · " in page and "time not measured yet" in page for page in pages), name
 
 
 @pytest.mark.full

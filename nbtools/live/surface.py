@@ -16,6 +16,7 @@ from nbtools.data import Pack
 from nbtools.errors import NbtoolsError
 from nbtools.live import requests
 from nbtools.live.kernel import Messages, closing, running_kernel
+from nbtools.live.log import opening
 from nbtools.live.panel import Panel
 from nbtools.live.requests import REFUSED, FirstSignal, Requests, advised
 from nbtools.live.samples import Preview
@@ -61,6 +62,8 @@ class Surface(View):
                 stack.callback(self.panel.end)
             if self.state.device.type == "cuda" and (index := nvml_index(self.state.device.index or 0)) is not None:
                 self.sampler = stack.enter_context(Sampler(index))
+            if self.visible and not self.state.over:
+                self.log(opening(self.state, self.previews.pack), opening=True)
             self.start(self.status)
             self.entered = stack.pop_all()
         return self

@@ -23,9 +23,11 @@ from tqdm import tqdm
 from nbtools import disk
 from nbtools.data import Pack, collate, in_notebook
 from nbtools.live import png, samples, svg
+from nbtools.live.log import line_of
 from nbtools.live.panel import Panel
 from nbtools.live.picture import About, Columns, picture
 from nbtools.live.samples import Preview
+from nbtools.table import plural
 from nbtools.train import History, Plan, Record, TrainState, evaluation
 
 PLOT_FILE = "plot.png"
@@ -40,12 +42,15 @@ STILL = f"""<style>
   + :is(.jp-OutputArea-child, .output_area) {{ display: none }}
 :is(.jp-OutputArea, .output):has(.nbtools-still)
   :is(.jp-OutputArea-output.jupyter-widgets, .jupyter-widgets-view):not(:has(*)) {{ display: none }}
-</style><div class="nbtools-still"></div>"""
-"""Makes JupyterLab 4 and the classic notebook show the PNG after it only where the live view is not, and nothing where
-they would report that a widget's model was not found."""
+:is(.jp-OutputArea, .output):has(.{LIVE}) .nbtools-still {{ display: none }}
+</style>"""
+"""Makes JupyterLab 4 and the classic notebook show the log and the PNG after it only where the live view is not, and
+nothing where they would report that a widget's model was not found."""
 RECENT = 3  # messages shown with the live picture
+EPOCHS, LIVE_EPOCHS = 100, 5  # lines of the newest epochs that a notebook keeps, and that the live view shows
 SAMPLES, SAMPLES_COST = 8, 0.002  # of the live picture; share of the time that they may take
 MESSAGE = "font-size:12px;line-height:1.5;opacity:.75"
+LOG = "font-size:12px;line-height:1.4;margin:4px 0;overflow-x:auto;background:none;color:inherit"
 
 
 class Previews:
@@ -88,7 +93,7 @@ class View:
 
     def __init__(self, folder: Path, history: History, plan: Plan, count: int, best: str, given: Any, show: bool):
         self.folder, self.history, self.count, self.progress = folder, history, count, show
-        self.about = About(folder.name, self.epochs(plan), count, best)
+        self.about = About(folder.name, self.epochs(plan), count, best, plan.schedule, plan.warmup_epochs)
         self.columns = Columns()
         self.cards: Sequence[Preview] = ()
         self.drawn: Any = None
@@ -133,6 +138,7 @@ class View:
             news = (id(self.columns.seen), self.about, status)
             if not self.due or news != self.drawn:
                 self.output.frame.value = svg.frame(picture(self.columns, self.about, status))
+                self.output.log.value = self.output.logged(LIVE_EPOCHS)
                 self.drawn = news
             self.due = time.monotonic() + max(FRAME_EVERY, (time.thread_time() - start) / FRAME_COST)
         except Exception as error:
@@ -165,17 +171,24 @@ class View:
         repeated under it."""
         if record.kind in ("event", "change"):
             self.tell(record.values["what"], passing=record.kind == "change")
+        if record.kind in ("epoch", "evaluation") and self.visible:
+            self.log([line_of(record, self.columns.follow(self.history), self.about)])
         if self.bar.disable:
             return
         if record.kind == "step":
             self.bar.update(record.samples - self.bar.n)
-        if record.kind in ("epoch", "evaluation"):
-            self.bar.write(line_of(record))
         if record.values:
             shown = {
                 n: v for n, v in record.values.items() if n == "loss" or (n.startswith("val_") and n != "val_loss")
             }
             self.bar.set_postfix({name: f"{value:.3f}" for name, value in shown.items()}, refresh=False)
+
+    def log(self, lines: Sequence[str], opening: bool = False) -> None:
+        """Add lines that stay: to the terminal, or to the cell, where those of an opening come first."""
+        if self.output is not None:
+            (self.output.opening if opening else self.output.epochs).extend(lines)
+        elif not self.bar.disable:
+            self.bar.write("\n".join(lines))
 
     @property
     def visible(self) -> bool:
@@ -194,7 +207,8 @@ class View:
     def changed(self, plan: Plan) -> None:
         """The run continues with another plan."""
         epochs = self.epochs(plan)
-        self.about = dataclasses.replace(self.about, epochs=epochs)
+        follows = {"epochs": epochs, "schedule": plan.schedule, "warmup": plan.warmup_epochs}
+        self.about = dataclasses.replace(self.about, **follows)
         self.bar.total = self.count * epochs
         if self.panel is not None:
             self.panel.refresh()
@@ -242,19 +256,21 @@ class Output:
 
         self.name = uuid4().hex
         self.lives = False
-        self.lines: list[str] = []
+        self.opening: list[str] = []
+        self.epochs: list[str] = []
+        self.lines: list[str] = []  # messages
         self.recent: list[str] = []
         self.stills: list[str] = []  # display ids of what replaces the view when the kernel is gone
-        parts = [HTML(layout=Layout(width="100%", margin="0")) for _ in range(3)]
-        self.messages, self.frame, self.samples = parts  # samples apart, so that frames do not send images again
+        parts = [HTML(layout=Layout(width="100%", margin="0")) for _ in range(4)]
+        self.messages, self.frame, self.samples, self.log = parts  # apart, so that frames do not send images again
 
     def live(self, controls: Any, form: Any, text: str) -> None:
-        """Display buttons, messages, picture and form below one another; text: for readers without widgets."""
+        """Display buttons, messages, picture, log and form below one another; text: for readers without widgets."""
         from IPython.display import display
         from ipywidgets import HTML, Layout, VBox
 
         self.style = HTML(f"<style>{svg.STYLE}{samples.STYLE}</style>")
-        parts = [controls, self.messages, self.style, self.frame, self.samples, form]
+        parts = [controls, self.messages, self.style, self.frame, self.samples, self.log, form]
         self.view = VBox(parts, layout=Layout(width="100%"))
         self.view.add_class(LIVE)
         self.lives = True
@@ -267,21 +283,29 @@ class Output:
         if not passing:
             self.lines.append(message)
 
+    def text(self, most: int) -> str:
+        """The log: the opening, and at most so many lines of epochs, the newest."""
+        left = len(self.epochs) - most
+        gap = [f"… {plural(left, 'line')} before these; run.summary() has every epoch"] if left > 0 else []
+        return "\n".join([*self.opening, *gap, *self.epochs[-most:]])
+
+    def logged(self, most: int) -> str:
+        return f'<pre style="{LOG}">{escape(self.text(most))}</pre>'
+
     def still(self, image: bytes) -> None:
-        """A PNG below the view, visible only where the view is not. In a separate output: updating the view's would
-        make Jupyter draw all its widgets again."""
+        """The log and a PNG below the view, visible only where the view is not. In separate outputs: updating the
+        view's would make Jupyter draw all its widgets again."""
         from IPython.display import HTML, Image, display
 
-        if not self.stills:
-            self.stills = [f"{self.name}-style", f"{self.name}-still"]
-            display(HTML(STILL), display_id=self.stills[0])
-            display(Image(image, retina=True), display_id=self.stills[1])
-        else:
-            display(Image(image, retina=True), display_id=self.stills[1], update=True)
+        parts = HTML(f'{STILL}<div class="nbtools-still">{self.logged(EPOCHS)}</div>'), Image(image, retina=True)
+        known = bool(self.stills)
+        self.stills = [f"{self.name}-style", f"{self.name}-still"]
+        for part, name in zip(parts, self.stills, strict=True):
+            display(part, display_id=name, update=known)
 
     def stay(self, image: bytes | None) -> None:
-        """Put the picture in the place of the view, and the messages under it. None: the last frame stays while the
-        kernel lives."""
+        """Put the picture in the place of the view, and log and messages under it. None: the last frame stays while
+        the kernel lives."""
         from IPython.display import HTML, Image, display
 
         if image is not None:
@@ -289,10 +313,10 @@ class Output:
             for name in self.stills:
                 display(HTML(""), display_id=name, update=True)
         self.lives = False
-        for line in self.lines:
-            print(line)
+        for text in filter(None, [self.text(EPOCHS), *self.lines]):
+            print(text)
         if image is not None:
-            for widget in (self.messages, self.style, self.frame, self.samples, self.view):
+            for widget in (self.messages, self.style, self.frame, self.samples, self.log, self.view):
                 close(widget)
 
 
@@ -303,12 +327,3 @@ def close(widget: Any) -> None:
     for part in (getattr(widget, "style", None), widget.layout):
         if part is not None:
             part.close()
-
-
-def line_of(record: Record) -> str:
-    """An epoch, or an evaluation between steps, in one line, for terminals and logs."""
-    values = record.values
-    shown = "  ".join(f"{name} {v:.4f}" for name, v in values.items() if name.startswith(("train_", "val_")))
-    if record.kind == "evaluation":
-        return f"step {record.step}: {shown}"
-    return f"epoch {record.epoch + 1}: {shown}  lr {values['lr']:.2e}  {values['epoch_time']:.1f} s"

@@ -2,7 +2,7 @@
 
 from nbtools.measure.advice import Advice, Machine, advise, decide
 from nbtools.measure.batch import find_batch
-from nbtools.measure.machine import REASONS, Gpu, Sampler, gpus, machine, nvml_index
+from nbtools.measure.machine import REASONS, Gpu, Sampler, described, gpus, machine, nvml_index
 from nbtools.measure.presets import preset
 from nbtools.measure.profile import StepProfile
 from nbtools.measure.receipt import Receipt, comparable, receipt
@@ -25,6 +25,7 @@ __all__ = [
     "advise",
     "comparable",
     "decide",
+    "described",
     "find_batch",
     "find_workers",
     "first_losses",

@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
-from nbtools import table
-from nbtools.data import cores
+from nbtools import disk, table
+from nbtools.data import cache, cores
+from nbtools.measure import memory
 from nbtools.train import device as devices
 
 MIB = 2**20
@@ -81,7 +82,8 @@ class Gpu:
 
 
 class Gpus(list[Gpu]):
-    """The GPUs of this machine; shows as a table. Empty without NVIDIA; `note` then describes what there is instead."""
+    """The GPUs of this machine; shows as a table. Empty without NVIDIA. note: the rest of the machine: processor,
+    cores, RAM and disk."""
 
     def __init__(self, found: Sequence[Gpu] = (), note: str = ""):
         super().__init__(found)
@@ -116,7 +118,9 @@ def gpus() -> Gpus:
             ]
     except Unavailable as why:
         return Gpus(note=without_nvidia(str(why)))
-    return Gpus(found, f"NVIDIA driver {driver}" if found else without_nvidia("the driver lists none"))
+    if not found:
+        return Gpus(note=without_nvidia("the driver lists none"))
+    return Gpus(found, f"NVIDIA driver {driver}; CPU: {processor()}")
 
 
 def nvml_index(torch_index: int) -> int | None:
@@ -236,11 +240,35 @@ def pair(now: float | None, limit: float | None, unit: str, scale: int = 1) -> s
 
 def without_nvidia(why: str) -> str:
     """One line for machines without NVIDIA: what will do the work, and where to get a GPU."""
-    machine = f"{cpu_name()}, {table.plural(cores(), 'core')}"
     if torch.backends.mps.is_available():
-        return f"No NVIDIA GPU. Training uses Apple's GPU (MPS); the CPU is {machine}."
+        return f"No NVIDIA GPU. Training uses Apple's GPU (MPS); the CPU is {processor()}."
     hint = " On Colab: Runtime, Change runtime type, T4 GPU." if "google.colab" in sys.modules else ""
-    return f"No NVIDIA GPU ({why.rstrip('.')}). Training uses the CPU: {machine}.{hint}"
+    return f"No NVIDIA GPU ({why.rstrip('.')}). Training uses the CPU: {processor()}.{hint}"
+
+
+def processor() -> str:
+    """The processor, and what this process may use of the machine: `AMD EPYC 7B13, 2 cores; RAM: 6.1 of 7.8 GiB free;
+    disk: 74 GB free for /tmp/nbtools`, the folder of staged data and packs."""
+    parts = [f"{cpu_name()}, {table.plural(cores(), 'core')}"]
+    if room := memory.ram():
+        parts.append(f"RAM: {pair(room.bytes / MIB, (memory.ram_in_all() or room.bytes) / MIB, 'GiB', 1024)} free")
+    with contextlib.suppress(OSError):
+        parts.append(f"disk: {disk.human(disk.free_bytes(cache()))} free for {cache()}")
+    return "; ".join(parts)
+
+
+def described(device: torch.device) -> str:
+    """Name and memory of what trains: `NVIDIA A100-SXM4-40GB, 39.4 GiB`; of a CPU also its cores."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"{properties.name}, {gibibytes(properties.total_memory)}"
+    size = memory.ram_in_all()
+    parts = ["Apple GPU (MPS)"] if device.type == "mps" else [cpu_name(), table.plural(cores(), "core")]
+    return ", ".join([*parts, *([] if size is None else [f"{gibibytes(size)} RAM"])])
+
+
+def gibibytes(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
 
 
 def cpu_name() -> str:

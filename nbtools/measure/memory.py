@@ -119,23 +119,47 @@ def room(device: torch.device) -> Room | None:
 
 def ram(root: Path = Path("/")) -> Room | None:
     """The least of what Linux has available and what each cgroup above this process allows, below this root."""
-    meminfo, cgroup = (read(root / "proc" / name) for name in ("meminfo", "self/cgroup"))
-    found = [(int(line.split()[1]) * 1024, "available RAM") for line in meminfo if line.startswith("MemAvailable:")]
+    found = [(free, "available RAM") for free in meminfo(root, "MemAvailable")]
+    allowed = (allowance(group, *names) for group, names in groups(root))
+    found += [(left, "RAM left by the container's limit") for left in allowed if left is not None]
+    return Room(*min(found), HEADROOM_RAM) if found else None
+
+
+def ram_in_all(root: Path = Path("/")) -> int | None:
+    """Bytes of RAM that this process may use if nothing else does: the machine's, or the least limit of a cgroup above
+    it. None if the system does not report it."""
+    limits = (limit_of(group / names[0]) for group, names in groups(root))
+    return min((size for size in (*meminfo(root, "MemTotal"), *limits) if size is not None), default=None)
+
+
+def meminfo(root: Path, name: str) -> list[int]:
+    """Bytes of a line of /proc/meminfo; [] without it."""
+    lines = read(root / "proc/meminfo")
+    return [int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")]
+
+
+def groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Every cgroup above this process, with the names of its files."""
+    cgroup = read(root / "proc/self/cgroup")
     for base, names in CGROUPS.items():
         paths = ["/", *(path for _, kinds, path in (line.split(":", 2) for line in cgroup) if base in kinds.split(","))]
         for path in {parent for each in paths for parent in (Path(each), *Path(each).parents)}:
-            left = allowance(root / "sys/fs/cgroup" / base / path.relative_to("/"), *names)
-            found += [] if left is None else [(left, "RAM left by the container's limit")]
-    return Room(*min(found), HEADROOM_RAM) if found else None
+            yield root / "sys/fs/cgroup" / base / path.relative_to("/"), names
 
 
 def allowance(group: Path, limit: str, usage: str, droppable: str) -> int | None:
     """Bytes that a cgroup still allows; None without a limit. File cache that can be dropped does not count as used."""
-    most, used = read(group / limit), read(group / usage)
-    if not most or not used or not most[0].isdigit() or int(most[0]) >= 1 << 60:  # "max", or version 1's equivalent
+    most, used = limit_of(group / limit), read(group / usage)
+    if most is None or not used:
         return None
     stat = dict(line.split() for line in read(group / "memory.stat"))
-    return max(0, int(most[0]) - int(used[0]) + int(stat.get(droppable, 0)))
+    return max(0, most - int(used[0]) + int(stat.get(droppable, 0)))
+
+
+def limit_of(file: Path) -> int | None:
+    """A cgroup's limit in bytes; None for "max", or version 1's equivalent."""
+    text = read(file)
+    return int(text[0]) if text and text[0].isdigit() and int(text[0]) < 1 << 60 else None
 
 
 def read(path: Path) -> list[str]:

@@ -1,0 +1,80 @@
+"""A run in lines of text, the same in a terminal, in a notebook and in a log file: a block before its first step, and
+a line after each epoch."""
+
+from __future__ import annotations
+
+import math
+
+from nbtools.data import Pack, choose
+from nbtools.live.chart import scientific
+from nbtools.live.picture import About, Columns, mebibytes, samples_per_s, time_left
+from nbtools.measure import described
+from nbtools.table import digits, duration
+from nbtools.train import Plan, Record, Steps, TrainState
+
+MEMORY = (("gpu_memory_allocated", "gpu_memory_peak"), ("memory", "memory"))
+"""Columns of what is in use now, and of its peak: on a GPU the allocator's of the epoch, else the largest so far."""
+
+
+def opening(state: TrainState, pack: Pack, processes: int = 1) -> list[str]:
+    """What a run starts with, or resumes with: devices, batch, lr, optimizer, feed, and how many steps it takes.
+    processes: that train together, each on a device like this one and on its part of every batch."""
+    plan, device, count = state.plan, described(state.device), pack.splits["train"]
+    feed, why = choose(pack, plan, state.device)
+    rows = [
+        ("GPU" if state.device.type == "cuda" else "device", f"{processes} × {device}" if processes > 1 else device),
+        ("batch", batch_of(plan, state.recovery.micro, processes)),
+        ("lr", lr_of(plan)),
+        ("optimizer", optimizer_of(plan)),
+        ("feed", f"{feed}: {f'{plan.workers} processes' if feed == 'workers' else why}"),
+        ("length", str(Steps.of(plan, count))),
+    ]
+    if state.step:
+        rows.append(("resumed", f"after step {state.step:,}, in epoch {state.epoch + 1} of {plan.epochs}"))
+    return [f"{name:<11}{text}" for name, text in rows]
+
+
+def batch_of(plan: Plan, micro: int | None, processes: int) -> str:
+    """The batch in all and of each GPU, and the forward passes that it takes there."""
+    each = math.ceil(plan.batch_size / processes)
+    text = f"{plan.batch_size} in all, {each} per GPU" if processes > 1 else str(plan.batch_size)
+    if micro is not None and micro < each:
+        text += f", accumulated over {math.ceil(each / micro)} forward passes of at most {micro}"
+    return text
+
+
+def lr_of(plan: Plan) -> str:
+    """The peak, what leads to it and what follows."""
+    epochs = f"{plan.warmup_epochs:g} epoch{'' if plan.warmup_epochs == 1 else 's'}"
+    lowest = f" to {digits(plan.min_lr)}" if plan.schedule != "constant" else ""
+    return f"{digits(plan.lr)}, {f'warmup over {epochs}, ' if plan.warmup_epochs else ''}{plan.schedule}{lowest}"
+
+
+def optimizer_of(plan: Plan) -> str:
+    clip = f", gradient norm at most {plan.clip_norm:g}" if plan.clip_norm is not None else ""
+    precision = "float32" if plan.amp == "off" else plan.amp
+    return f"{plan.optimizer}, weight decay {plan.weight_decay:g}{clip}, {precision}"
+
+
+def line_of(record: Record, columns: Columns, about: About) -> str:
+    """An epoch, or an evaluation between steps. columns: of the history that ends with it."""
+    values = record.values
+    shown = [f"{name} {v:.4f}" for name, v in values.items() if name.startswith(("train_", "val_"))]
+    if record.kind == "evaluation":
+        return f"step {record.step}: {'  '.join(shown)}"
+    of = f" of {about.epochs}" if about.epochs else ""
+    middle = record.epoch + 1 - values["batch_size"] / max(2 * (about.epoch_samples or 0), 1)  # of the last step
+    evaluation = f" + {values['eval_time']:.1f} s evaluation" if "eval_time" in values else ""
+    parts = [
+        f"epoch {record.epoch + 1}{of}: {'  '.join(shown)}",
+        f"lr {scientific(values['lr'])} ({about.phase(middle)})",
+        f"{values['epoch_time']:.1f} s{evaluation}",
+        f"{samples_per_s(values['samples_per_s'])} samples/s",
+    ]
+    for now, peak in MEMORY:
+        if now in values:
+            most = values.get(peak) if peak != now else max(columns.either(now)[1].max(initial=0.0), values[now])
+            parts.append(f"memory {mebibytes(values[now])}" + (f" (peak {mebibytes(most)})" if most else ""))
+    if left := time_left(columns, about):
+        parts.append(f"{duration(left)} left")
+    return "  ".join(parts)
