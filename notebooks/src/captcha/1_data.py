@@ -15,12 +15,14 @@
 # %% [markdown]
 # ## Settings
 # `RAW` may be a folder, an archive (tar, tar.gz, tar.xz, zip), `drive:…` for a path in your Drive, or a Drive link.
-# An image's text is its file name up to the first `_`: `7402_a.png` shows 7402.
+# An image's text is its file name up to the first `_`: `7402_a.png` shows 7402. `OPTIONS` are those of `captcha.pack`,
+# for names or labels of another form: `{"label": "-", "case": "upper"}`; `help(captcha.pack)` lists them.
 
 # %% tags=["parameters"]
 import os
 
 RAW = None  # "drive:datasets/captcha.tar"; None: make demo images
+OPTIONS = {}
 KEEP = "drive:nbtools-data/captcha.tar"  # where the pack is kept; None: nowhere
 COUNT = 6000  # demo images
 if "COLAB_RELEASE_TAG" not in os.environ:
@@ -59,7 +61,7 @@ for path in sorted(folder.rglob("*.png"))[:400:100]:
 # on the file's name alone: 80 % train, 10 % validation, 10 % test.
 
 # %%
-pack = captcha.pack(folder)
+pack = captcha.pack(folder, **OPTIONS)
 pack
 
 # %% [markdown]

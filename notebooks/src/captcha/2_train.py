@@ -22,8 +22,8 @@ import os
 
 RAW = None  # your data as in 1_data: "drive:datasets/captcha.tar", a folder, an archive or a link
 PACK = None  # or a pack of your own; None: the one that 1_data kept, otherwise demo images
-RUN = "runs/captcha"  # on this machine, fast
-KEEP = "drive:nbtools-data/runs/captcha"  # checkpoints go there in the background; None: nowhere
+OPTIONS = {}  # of your data, as in 1_data; a kept pack has its own
+RUN, KEEP = "runs/captcha", "drive:nbtools-data/runs/captcha"  # on this machine, fast; and where checkpoints are kept
 RELEASE_GPU = False  # True: on Colab give the machine back when training ends, so that it costs no more
 COUNT = 6000  # demo images
 MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
@@ -48,14 +48,15 @@ nb.gpus()
 from nbtools.tasks import captcha
 
 data = RAW or PACK or nb.kept("drive:nbtools-data/captcha.tar")
-pack = captcha.pack(data or captcha.demo("data/captcha", count=COUNT))
+pack = captcha.pack(data or captcha.demo("data/captcha", count=COUNT), **OPTIONS)
 pack
 
 # %% [markdown]
 # ## The plan
 # Measured here, on your data: which batch size is the fastest that fits, what a step spends its time on, and which
 # single change is worth making. It takes about a minute the first time and is kept next to the pack. Every field has
-# its reason next to it; where nothing was measured, the reason names the rule of thumb. The last line is the verdict.
+# its reason next to it; where nothing was measured, the reason names the rule of thumb. Above the table: how many steps
+# that is, of these how many of warmup, how long they take at the measured speed, and what limits it.
 
 # %%
 advice = nb.advise(captcha, pack, measure=MEASURE)
@@ -74,6 +75,9 @@ panel
 # The panel now acts on the run: *Pause*, *Evaluate now*, *Save now*, and lr, batch size, mixed precision and more take
 # effect at the next step, each with a mark in the picture. *Stop*, or the notebook's own stop button, finishes the
 # step, saves, and returns the run; running this cell again resumes it.
+#
+# Before the first step the cell states machine, batch, lr and steps, and after each epoch losses, lr, time, memory and
+# the time left; the lines stay in its output.
 
 # %%
 panel.put(panel.plan.replace(**CHANGES))

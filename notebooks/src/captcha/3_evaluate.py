@@ -45,6 +45,8 @@ run = nb.Run.open(nb.stage(trained))
 # ## How good is it?
 # On the test split, which neither training nor the choice of the best checkpoint has seen: the share of characters that
 # are right, and the share of captchas with every character right.
+#
+# `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for data that this run has not seen: all of it is test.
 
 # %%
 nb.evaluate(run, pack, split="test")

@@ -17,14 +17,16 @@
 # ## Settings
 # `RAW` may be a folder, an archive (tar, tar.gz, tar.xz, zip), `drive:…` for a path in your Drive, or a Drive link:
 # of the folders `HWDB2.0Train` … `HWDB2.2Test` or their archives, or of `train/`, `train_img_id_gt.txt` with
-# `name,text` on each line, and `chars_list.txt`. The guide's network reads lines 128 pixels high; 32 is enough for a
-# network that a CPU can train.
+# `name,text` on each line, and `chars_list.txt`. `OPTIONS` are those of `hwdb.pack`; `help(hwdb.pack)` lists them. The
+# height of the lines follows the machine, by a rule of thumb (not tested on a GPU yet): 128 pixels, as the guide's
+# network reads them, on a GPU of 40 GB; 96 from 24 GB, 64 on a smaller one, and 32 without. `{"height": 96}` sets
+# another.
 
 # %% tags=["parameters"]
 import os
 
 RAW = None  # "drive:datasets/hwdb_full.tar"; None: write demo pages
-HEIGHT = 32  # 128 on a GPU
+OPTIONS = {}
 CHARACTERS = 60  # of the demo, each in its own shape
 KEEP = "drive:nbtools-data/hwdb.tar"  # where the pack is kept; None: nowhere
 COUNT = 6000  # demo lines
@@ -64,7 +66,7 @@ folder
 # that the score is for handwriting that training never saw.
 
 # %%
-pack = hwdb.pack(folder, height=HEIGHT)
+pack = hwdb.pack(folder, **OPTIONS)
 pack
 
 # %% [markdown]

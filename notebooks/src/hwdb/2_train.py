@@ -23,9 +23,9 @@ import os
 
 RAW = None  # your data as in 1_data: "drive:datasets/hwdb_full.tar", a folder, an archive or a link
 PACK = None  # or a pack of your own; None: the one that 1_data kept, otherwise demo pages
-HEIGHT = 32  # as in 1_data
-RUN = "runs/hwdb"  # on this machine, fast
-KEEP = "drive:nbtools-data/runs/hwdb"  # checkpoints go there in the background; None: nowhere
+OPTIONS = {}  # of your data, as in 1_data; a kept pack has its own
+RUN, KEEP = "runs/hwdb", "drive:nbtools-data/runs/hwdb"  # on this machine, fast; and where checkpoints are kept
+RELEASE_GPU = False  # True: on Colab give the machine back when training ends, so that it costs no more
 COUNT = 6000  # demo lines
 MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
 CHANGES = {}
@@ -49,14 +49,15 @@ nb.gpus()
 from nbtools.tasks import hwdb
 
 data = RAW or PACK or nb.kept("drive:nbtools-data/hwdb.tar")
-pack = hwdb.pack(data or hwdb.demo("data/hwdb", count=COUNT), height=HEIGHT)
+pack = hwdb.pack(data or hwdb.demo("data/hwdb", count=COUNT), **OPTIONS)
 pack
 
 # %% [markdown]
 # ## The plan
 # Measured here, on your data: which batch size is the fastest that fits, what a step spends its time on, how much of a
 # batch is padding, and which single change is worth making. It takes about a minute the first time and is kept next to
-# the pack. Every field has its reason next to it; where nothing was measured, the reason names the rule of thumb.
+# the pack. Every field has its reason next to it; where nothing was measured, the reason names the rule of thumb. Above
+# the table: how many steps that is, of these how many of warmup, and how long they take at the measured speed.
 
 # %%
 advice = nb.advise(hwdb, pack, measure=MEASURE)
@@ -74,10 +75,13 @@ panel
 # At first CTC predicts blank everywhere: the character error rate stays at 1 for a while, and then falls quickly. The
 # panel acts on the run; *Stop*, or the notebook's own stop button, finishes the step, saves, and returns the run;
 # running this cell again resumes it.
+#
+# Before the first step the cell states machine, batch, lr and steps, and after each epoch losses, lr, time, memory and
+# the time left; the lines stay in its output.
 
 # %%
 panel.put(panel.plan.replace(**CHANGES))
-run = nb.fit(hwdb, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE)
+run = nb.fit(hwdb, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_gpu=RELEASE_GPU)
 
 # %% [markdown]
 # ## The result

@@ -37,7 +37,7 @@ import nbtools as nb
 from nbtools.tasks import hwdb
 
 data = PACK or nb.kept("drive:nbtools-data/hwdb.tar")
-pack = hwdb.pack(data or hwdb.demo("data/short", count=COUNT), height=32)
+pack = hwdb.pack(data or hwdb.demo("data/short", count=COUNT))
 trained = RUN or (data and nb.kept("drive:nbtools-data/runs/hwdb", "a short run"))
 if not trained:
     plan = nb.advise(hwdb, pack, measure=False).plan.replace(epochs=EPOCHS, warmup_epochs=0.2)
@@ -49,6 +49,8 @@ run = nb.Run.open(nb.stage(trained))
 # On the test split: writers that neither training nor the choice of the best checkpoint has seen. `cer` counts
 # substituted, missing and inserted characters, `ar` is 1 - cer, and `cr` ignores insertions: the ICDAR competition's
 # metrics.
+#
+# `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for data that this run has not seen: all of it is test.
 
 # %%
 nb.evaluate(run, pack, split="test")

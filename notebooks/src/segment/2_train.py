@@ -23,19 +23,29 @@ import os
 
 RAW = None  # your data as in 1_data: "drive:datasets/garments.tar", a folder, an archive or a link
 PACK = None  # or a pack of your own; None: the one that 1_data kept, otherwise demo images
+OPTIONS = {}  # of your data, as in 1_data; a kept pack has its own
 RUN, KEEP = "runs/segment", "drive:nbtools-data/runs/segment"  # on this machine, fast; and where checkpoints are kept
+RELEASE_GPU = False  # True: on Colab give the machine back when training ends, so that it costs no more
 COUNT, SIDES = 1400, (128, 96)  # demo images, and their height and width in pixels
-OPTIONS = {}  # of your data, as in 1_data
 MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
 CHANGES = {"epochs": 14, "warmup_epochs": 1.0, "scale_low": 0.8, "scale_high": 1.25, "jitter": 0.2}
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 
 # %% [markdown]
-# ## The data
+# ## The machine
 
 # %%
 import nbtools as nb
+
+nb.gpus()
+
+# %% [markdown]
+# ## The data
+# The pack that `1_data` kept is copied from Drive. On the same machine, or where `RAW` names your data, the receipt
+# below measures the raw files too.
+
+# %%
 from nbtools.tasks import segment
 
 data = RAW or PACK or nb.kept("drive:nbtools-data/segment.tar")
@@ -45,7 +55,8 @@ pack
 # %% [markdown]
 # ## A plan
 # Measured here, on your data: which batch size is fast enough, what a step spends its time on, and which single change
-# is worth making.
+# is worth making. Above the table: how many steps that is, of these how many of warmup, and how long they take at the
+# measured speed.
 
 # %%
 advice = nb.advise(segment, pack, measure=MEASURE)
@@ -70,9 +81,12 @@ segment.training_views(pack, pack.ids("train")[:3], panel.plan)
 # ## Train
 # Evaluations during training are single passes; several scales and mirror images, if the plan asks for them, are left
 # to the end.
+#
+# Before the first step the cell states machine, batch, lr and steps, and after each epoch losses, lr, time, memory and
+# the time left; the lines stay in its output.
 
 # %%
-run = nb.fit(segment, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE)
+run = nb.fit(segment, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_gpu=RELEASE_GPU)
 
 # %% [markdown]
 # ## Epoch by epoch

@@ -45,6 +45,8 @@ run = nb.Run.open(nb.stage(trained))
 # ## How good is it?
 # On images that training never saw. mIoU: the overlap of prediction and truth divided by their union, per class over
 # the whole set, then averaged. boundary_f: how much of the class boundaries is where it should be.
+#
+# `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for data that this run has not seen: all of it is test.
 
 # %%
 found = nb.evaluate(run, pack, split=SPLIT)

@@ -15,12 +15,14 @@
 # %% [markdown]
 # ## Settings
 # `RAW` may be a folder, an archive, `drive:…` for a path in your Drive, or a Drive link: of `train/` and `val/` with
-# `.npz` clips and a `labels.csv` (`file,gloss,cat`) each. The guide's `data/processed` opens as it is.
+# `.npz` clips and a `labels.csv` (`file,gloss,cat`) each. The guide's `data/processed` opens as it is. `OPTIONS` are
+# those of `sign.pack`, such as `{"feature_key": None}` to pack keypoints only; `help(sign.pack)` lists them.
 
 # %% tags=["parameters"]
 import os
 
 RAW = None  # "drive:datasets/signs.tar"; None: make demo clips
+OPTIONS = {}
 KEEP = "drive:nbtools-data/sign.tar"  # where the pack is kept; None: nowhere
 COUNT, GLOSSES = 600, 12  # demo clips, and how many signs
 if "COLAB_RELEASE_TAG" not in os.environ:
@@ -50,13 +52,13 @@ folder
 # pack; one with a warning stays in. The same in a terminal: `python -m nbtools validate sign FOLDER`.
 
 # %%
-nb.validate(sign, folder)
+nb.validate(sign, folder, **OPTIONS)
 
 # %% [markdown]
 # ## Pack
 
 # %%
-pack = sign.pack(folder)
+pack = sign.pack(folder, **OPTIONS)
 pack
 
 # %% [markdown]

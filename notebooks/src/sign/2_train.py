@@ -14,37 +14,50 @@
 
 # %% [markdown]
 # ## Settings
-# `CHANGES` overrides the advice: `{"epochs": 50, "mirror": 0.5}`.
+# `CHANGES` overrides the advice: `{"epochs": 50, "mirror": 0.5}`. `MORE` is 1.5 times the advised epochs for the
+# Transformer, as the demo's signs differ only in the order of movements.
 
 # %% tags=["parameters"]
 import os
 
 RAW = None  # your data as in 1_data: "drive:datasets/signs.tar", a folder, an archive or a link
 PACK = None  # or a pack of your own; None: the one that 1_data kept, otherwise demo clips
-RUNS = "runs"  # on this machine, fast
-KEEP = "drive:nbtools-data/runs"  # checkpoints go there in the background; None: nowhere
+OPTIONS = {}  # of your data, as in 1_data; a kept pack has its own
+RUNS, KEEP = "runs", "drive:nbtools-data/runs"  # on this machine, fast; and where checkpoints are kept
+RELEASE_GPU = False  # True: on Colab give the machine back when training ends, so that it costs no more
 COUNT, GLOSSES = 600, 12  # demo clips, and how many signs
 MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
-CHANGES = {}
-MORE = {"epochs": 18}  # 1.5 times the advised: the demo's signs differ only in the order of movements
+CHANGES, MORE = {}, {"epochs": 18}
 if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # off Colab this folder stands for Drive
 
 # %% [markdown]
-# ## The data
+# ## The machine
 
 # %%
 import nbtools as nb
+
+nb.gpus()
+
+# %% [markdown]
+# ## The data
+# The pack that `1_data` kept is copied from Drive. On the same machine, or where `RAW` names your data, the receipt
+# below measures the raw clips too. With keypoints and features two models can be trained.
+
+# %%
 from nbtools.tasks import sign
 
 data = RAW or PACK or nb.kept("drive:nbtools-data/sign.tar")
-pack = sign.pack(data or sign.demo("data/sign", count=COUNT, glosses=GLOSSES, categories=2, features=True))
+source = data or sign.demo("data/sign", count=COUNT, glosses=GLOSSES, categories=2, features=True)
+pack = sign.pack(source, **OPTIONS)
+both = {"x", "features"} <= set(pack.columns)
 pack
 
 # %% [markdown]
 # ## A plan for the Transformer
 # Measured here, on your data: which batch size is fast enough, what a step spends its time on, and which single change
-# is worth making.
+# is worth making. Above the table: how many steps that is, of these how many of warmup, and how long they take at the
+# measured speed.
 
 # %%
 advice = nb.advise(sign, pack, measure=MEASURE)
@@ -61,10 +74,14 @@ panel
 # ## Train the Transformer
 # It reads the whole clip at once, every frame attending to all others, and averages over the valid
 # frames.
+#
+# Before the first step the cell states machine, batch, lr and steps, and after each epoch losses, lr, time, memory and
+# the time left; the lines stay in its output.
 
 # %%
 panel.put(panel.plan.replace(**{**MORE, **CHANGES}))
-run = nb.fit(sign, pack, panel, run=f"{RUNS}/sign", keep=KEEP and f"{KEEP}/sign", receipt=MEASURE)
+places = {"run": f"{RUNS}/sign", "keep": KEEP and f"{KEEP}/sign"}
+run = nb.fit(sign, pack, panel, **places, receipt=MEASURE, release_gpu=RELEASE_GPU and not both)
 
 # %% [markdown]
 # ## Train the GRU
@@ -72,9 +89,10 @@ run = nb.fit(sign, pack, panel, run=f"{RUNS}/sign", keep=KEEP and f"{KEEP}/sign"
 
 # %%
 runs = [run]
-if {"x", "features"} <= set(pack.columns):
+if both:
     plan = sign.with_gru(panel.plan, pack).replace(**CHANGES)
-    runs.append(nb.fit(sign, pack, plan, f"{RUNS}/sign-gru", KEEP and f"{KEEP}/sign-gru", receipt=False))
+    places = {"run": f"{RUNS}/sign-gru", "keep": KEEP and f"{KEEP}/sign-gru"}
+    runs.append(nb.fit(sign, pack, plan, **places, receipt=False, release_gpu=RELEASE_GPU))
 else:
     only = "keypoints" if "x" in pack.columns else "features"
     print(f"The GRU is skipped: it needs clips with keypoints and features, and these have only {only}.")
