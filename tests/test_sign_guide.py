@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from guide_layouts import FEATURES, KEYPOINTS, VALIDATION, sign_folders, sign_labels
+from guide_layouts import FEATURES, GLOSSES, KEYPOINTS, VALIDATION, sign_folders, sign_labels
 
 import nbtools as nb
 from nbtools.__main__ import main
@@ -60,6 +60,7 @@ def test_the_three_folders_are_one_pack_whose_third_validates(processed, tmp_pat
     assert sorted(rows) == [("X", "10 of 40 have none"), ("X2048", "10 of 40 have none")]
     made = packed(processed)
     assert (counts(made), len(made.bad)) == ((30, 10, 0), 0)
+    assert made.classes == list(GLOSSES), "the names of clips hold them"
     assert {Path(made.names[i]).parent.name for i in made.ids("val")} == {VALIDATION}
     assert {Path(made.names[i]).parent.name for i in made.ids("train")} == {KEYPOINTS, FEATURES, BOTH}
     with tarfile.open(tmp_path / "processed.tar", "w") as file:
@@ -103,7 +104,7 @@ def test_halves_with_contradictory_labels_are_two_samples_and_a_list_above_both_
 def test_each_network_trains_on_what_it_can_read_and_says_what_it_cannot(processed, network, tmp_path, capsys):
     made = packed(processed)
     run = fitted(made, network, tmp_path / "run")
-    column = {"transformer": "mask or x", "gru": "features"}[network]
+    column = {"transformer": "x or mask", "gru": "features"}[network]
     sentence = f"this network reads 20 of 30 train, 10 of 10 val samples; the others have no {column}"
     assert sentence in run.events
     assert [row["samples"] for row in run.history.of("epoch")] == [20]
@@ -190,7 +191,9 @@ def test_train_and_validation_are_named_apart_with_lists_of_their_own(processed,
     settings = ["--network", network, "--from", "baseline", "--epochs", "1", "--batch-size", "8", "--feed", "auto"]
     run = tmp_path / "run"
     assert main(["train", "sign", "--data", str(train), *words, "--run", str(run), *settings, "--no-receipt"]) == 0
-    assert nb.Run.open(run).card.splits == {"train": 20, "val": 10, "test": 0}
+    card = nb.Run.open(run).card
+    assert card.splits == {"train": 20, "val": 10, "test": 0}
+    assert card.bucket_by == NETWORKS[network], "the GRU's train clips have no length in keypoints"
 
 
 def test_one_source_may_have_a_list_elsewhere(processed, tmp_path):

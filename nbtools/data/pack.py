@@ -184,15 +184,17 @@ class Pack:
         return np.flatnonzero(chosen if self.wanted is None else chosen & self.wanted)
 
     def part(self, columns: Collection[str]) -> Self:
-        """The pack without the samples that have nothing in one of these columns, which are then in no split; ids stay.
-        The pack itself where there are none."""
+        """The pack without the samples that have nothing in one of these columns: they are in no split, and ids stay.
+        Batches are grouped by one of them if the pack's own column is empty in some. The pack itself where nothing
+        changes."""
         ragged = [name for name in columns if name in self.offsets]
         wanted = np.all([np.ones(len(self), bool), *(np.diff(self.offsets[name]) > 0 for name in ragged)], axis=0)
-        splits = {split: int(wanted[self.ids(split)].sum()) for split in SPLITS}
-        if splits == self.splits:
-            return self
-        by = self.card.bucket_by if self.card.bucket_by in ragged else ragged[0]
+        splits, by = {split: int(wanted[self.ids(split)].sum()) for split in SPLITS}, self.card.bucket_by
+        if ragged and by not in (None, *ragged) and not np.diff(self.offsets[by])[wanted].all():
+            by = ragged[0]
         card = dataclasses.replace(self.card, splits=splits, bucket_by=by)
+        if card == self.card:
+            return self
         return dataclasses.replace(self, card=card, wanted=wanted if self.wanted is None else wanted & self.wanted)
 
     def lengths(self, column: str, ids: np.ndarray) -> np.ndarray:

@@ -189,10 +189,10 @@ def readable(task: TaskLike, pack: Pack, plan: Any) -> Pack:
 def unread(task: TaskLike, pack: Pack, plan: Any) -> str:
     """What the plan's network cannot read of a pack, in a sentence; "" if it can read all."""
     part = readable(task, pack, plan)
-    if part is pack:
+    if part.splits == pack.splits:
         return ""
     counts = [f"{part.splits[split]:,} of {count:,} {split}" for split, count in pack.splits.items() if count]
-    columns = " or ".join(sorted(as_task(task).inputs(plan, pack.columns)))
+    columns = " or ".join(as_task(task).inputs(plan, pack.columns))
     return f"this network reads {', '.join(counts)} samples; the others have no {columns}"
 
 

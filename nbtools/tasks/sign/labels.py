@@ -9,7 +9,8 @@
 A list is a CSV with the columns file, gloss and cat, ids from 0, and perhaps others. It covers the folder next to it
 that its own name holds, else the clips below its folder that are of the split in its name (`labels_val.csv`), else all
 of these. A row names a clip by its path from there, or by any end of its path that no other clip has; `.npz` may be
-left out. The reference has the columns gloss_id, label, cat_id and category.
+left out. The reference has the columns gloss_id, label, cat_id and category; without one, the guide's names of clips,
+`clip_0089_how are you`, name the glosses.
 
 A clip with the same name and label in both of the guide's train folders is one sample.
 """
@@ -34,6 +35,7 @@ CLIP, LABELS, REFERENCE = ".npz", "labels.csv", "labels_reference.csv"
 COLUMNS = ("file", "gloss", "cat")
 NAMES = ("gloss_id", "label", "cat_id", "category")
 ID = re.compile("[0-9]{1,4}")  # a mistyped id must not make a network of a billion outputs
+TITLE = re.compile(r"clip_\d+_(.+)")
 HALVES = ("transformer_only", "iv3_gru_only")  # of a clip: its keypoints, its features
 BOTH = "+".join(HALVES)  # in the name of the sample that they make
 GUIDE = dict.fromkeys((*HALVES, BOTH), "train") | {"test_15fps": "val"}
@@ -79,7 +81,7 @@ def labels_of(
     else:
         bare = (clip for clip in clips if clip not in labels)
         rows += [Row("", "a clip has a label", "no row that can be used", fix, file=clip) for clip in bare]
-    words = {gloss: name for gloss, name, _, _ in reference}
+    words = words_of(labels) | {gloss: name for gloss, name, _, _ in reference}
     names_of = {cat: name for _, _, cat, name in reference}
     category_of = {gloss: cat for gloss, _, cat, _ in reference} | dict(labels.values())
     ids = range(count_of("glosses", category_of, glosses))
@@ -92,6 +94,16 @@ def labels_of(
         categories=[names_of.get(i, str(i)) for i in cats],
         category_of=[category_of.get(i, -1) for i in ids],
     )
+
+
+def words_of(labels: Mapping[str, Ids]) -> dict[int, str]:
+    """The names of glosses whose clips are called `clip_0089_how are you`; {} unless every gloss has one of its own."""
+    said = defaultdict(Counter)
+    for clip, (gloss, _) in labels.items():
+        title = TITLE.fullmatch(PurePosixPath(clip).stem)
+        said[gloss][title[1] if title else ""] += 1
+    words = {gloss: texts.most_common(1)[0][0] for gloss, texts in said.items()}
+    return words if len(set(words.values()) - {""}) == len(words) else {}
 
 
 def count_of(option: str, ids: Iterable[int], wanted: int | None) -> int:
