@@ -426,7 +426,7 @@ TASK_COMMANDS = {
 # -- options read from definitions
 
 AUTO = (("batch_size", "auto"), ("workers", "auto"))  # settings that may be `auto`: measured
-SWITCH: Any = {"action": argparse.BooleanOptionalAction, "metavar": None}
+SWITCH: Any = {"action": argparse.BooleanOptionalAction}  # Python 3.14 takes no metavar with it
 
 
 def add_signature(one: argparse.ArgumentParser, function: Any, *skip: str) -> None:
@@ -457,7 +457,7 @@ def add_knobs(one: argparse.ArgumentParser, kind: type[Plan], fields: Iterable[d
 def add_option(group: Any, dest: str, text: str, **more: Any) -> None:
     """An option that is absent from the namespace unless it is given."""
     flag = "--" + dest.partition("_")[2].replace("_", "-")
-    more = {"metavar": "VALUE", "default": argparse.SUPPRESS, **more}
+    more = {"default": argparse.SUPPRESS, **({} if "action" in more else {"metavar": "VALUE"}), **more}
     group.add_argument(flag, dest=dest, help=text.replace("%", "%%"), **more)
 
 

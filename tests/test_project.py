@@ -175,7 +175,7 @@ def test_ci_stops_at_the_first_fault_and_runs_the_tests():
 
 
 WARNING = {  # module → whether it is ours
-    **dict.fromkeys(("nbtools.train.loop", "notebooks.build", "tests.toy", "test_loop"), True),
+    **dict.fromkeys(("nbtools.train.loop", "notebooks.build", "tests.test_loop"), True),
     **dict.fromkeys(("torch.utils.data", "gdown.download", "google.nbtools"), False),
 }
 
