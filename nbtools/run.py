@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -220,9 +221,9 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[st
 
 def compared(card: Card, name: str) -> Any:
     """What a run and a pack to evaluate it on must have in common. Classes that were asked for are an option of some
-    tasks; what counts is which there are."""
-    value = getattr(card, name)
-    return {n: v for n, v in value.items() if n != "classes"} if name == "options" else value
+    tasks; what counts is which there are. Which category a class has is for display."""
+    value, others = getattr(card, name), ("classes", "category_of")
+    return {n: v for n, v in value.items() if n not in others} if name == "options" else value
 
 
 def validate(task: TaskLike, source: str | Path, **options: Any) -> Any:
@@ -232,4 +233,6 @@ def validate(task: TaskLike, source: str | Path, **options: Any) -> Any:
 
     Raises NbtoolsError for a task that checks while it packs.
     """
-    return as_task(task).validate(source, **{n: v for n, v in options.items() if n not in ("val", "test", "into")})
+    act = as_task(task).validate
+    known = inspect.signature(act).parameters
+    return act(source, **{n: v for n, v in options.items() if n in known or n not in ("val", "test", "into")})

@@ -156,6 +156,16 @@ def test_the_validation_folder_alone_is_val(processed, tmp_path):
     assert counts(packed(tmp_path / "test_15fps.tar")) == (0, 10, 0)
 
 
+def test_a_run_is_evaluated_on_a_folder_of_its_own_that_lacks_a_gloss(processed, tmp_path):
+    run = fitted(packed(processed / KEYPOINTS, glosses=7), "auto", tmp_path / "run")
+    shutil.copytree(processed / VALIDATION, tmp_path / "new")
+    for path in (tmp_path / "new").glob(f"*{GLOSSES[-1]}.npz"):
+        path.unlink()
+    new = run.pack(tmp_path / "new", test=1.0, progress=False)
+    assert new.classes == [*GLOSSES, "6"] == run.card.classes
+    assert 0 <= nb.evaluate(run, new)["gloss_accuracy"] <= 1
+
+
 def test_features_may_be_called_x(tmp_path):
     processed = sign_folders(tmp_path, 20, feature_key="X")
     alone = packed(processed / FEATURES)
@@ -188,6 +198,8 @@ def test_train_and_validation_are_named_apart_with_lists_of_their_own(processed,
     assert (counts(made), len(made.bad), len(made.classes)) == ((20, 10, 0), 0, 6)
     assert packed(train, **options).folder == made.folder, "a second call opens the finished one"
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    assert nb.validate(sign, train, **options, progress=False).labelled == 30
+    assert main(["validate", "sign", str(train), *words]) == 0
     settings = ["--network", network, "--from", "baseline", "--epochs", "1", "--batch-size", "8", "--feed", "auto"]
     run = tmp_path / "run"
     assert main(["train", "sign", "--data", str(train), *words, "--run", str(run), *settings, "--no-receipt"]) == 0

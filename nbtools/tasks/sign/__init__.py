@@ -1,7 +1,7 @@
 """Sign language: clips of keypoints or features to a gloss and its category, by a Transformer or a GRU."""
 
 from nbtools.tasks.common.figures import confusion_figure as confused
-from nbtools.tasks.sign.data import pack, read, survey, validate
+from nbtools.tasks.sign.data import pack, pack_options, read, survey, validate
 from nbtools.tasks.sign.demo import demo
 from nbtools.tasks.sign.features import features
 from nbtools.tasks.sign.networks import model
@@ -48,6 +48,7 @@ __all__ = [
     "metrics",
     "model",
     "pack",
+    "pack_options",
     "preview",
     "read",
     "show",

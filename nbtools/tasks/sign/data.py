@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from nbtools import disk
-from nbtools.data import Entry, Pack, Sample, Survey, bar, build_pack, cache, drive_path, stage
+from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, cache, drive_path, stage
 from nbtools.errors import PackError
 from nbtools.table import plural
 from nbtools.tasks.common import report
@@ -49,8 +49,8 @@ def pack(
     kp_key: str | None = "X",
     feature_key: str | None = "X2048",
     require_x2048: bool = False,
-    glosses: int | None = None,
-    categories: int | None = None,
+    glosses: int | Sequence[str] | None = None,
+    categories: int | Sequence[str] | None = None,
     into: str | Path | None = None,
     progress: bool = True,
 ) -> Pack:
@@ -63,8 +63,8 @@ def pack(
     kp_key: the array of keypoints; None reads none. feature_key: that of features; None leaves them out, which makes a
     pack for the Transformer alone 13 times as small. A clip may lack one of the two: a network trains and is evaluated
     on those that it can read. require_x2048: leave out clips without features.
-    glosses, categories: how many classes there are, where no clip has the last; None: up to the largest id.
-    Raises PackError if nothing can be used. `validate` reports what is wrong with single clips and labels.
+    glosses, categories: how many classes there are, or their names, where no clip has the last; None: up to the largest
+    id. Raises PackError if nothing can be used. `validate` reports what is wrong with single clips and labels.
     """
     Keys(kp_key, feature_key, require_x2048)
     lists = {"train": labels, "val": labels_val, "test": labels_test}
@@ -74,6 +74,12 @@ def pack(
     more = {"given": given or None, "glosses": glosses, "categories": categories}
     options |= {name: value for name, value in more.items() if value is not None}
     return build_pack(source, "sign", options, survey, read, val=val, test=test, into=into, progress=progress)
+
+
+def pack_options(card: Card) -> dict[str, Any]:
+    """A new source is read by the same arrays, and its ids mean the same classes."""
+    options = {name: card.options[name] for name in ("kp_key", "feature_key", "categories")}
+    return {**options, "glosses": card.classes}
 
 
 def arranged(
@@ -203,22 +209,29 @@ class Report(report.Report):
 def validate(
     source: str | Path,
     *,
+    val: float | str | Path = 0.1,
+    test: float | str | Path = 0.1,
     labels: str | Path | None = None,
+    labels_val: str | Path | None = None,
+    labels_test: str | Path | None = None,
     kp_key: str | None = "X",
     feature_key: str | None = "X2048",
     require_x2048: bool = False,
+    glosses: int | Sequence[str] | None = None,
+    categories: int | Sequence[str] | None = None,
     progress: bool = True,
 ) -> Report:
     """Check every clip and every label of a folder, archive or link, with or without labels, as one table of severity,
     file, key, rule, value and fix.
 
-    labels, kp_key, feature_key and require_x2048 as for `pack`: an error is what a pack with the same options leaves
-    out. Raises PackError if there is no clip, and for impossible keys.
+    Options as for `pack`: an error is what a pack with the same ones leaves out. Raises PackError if there is no clip,
+    and for what `pack` refuses.
     """
     keys = Keys(kp_key, feature_key, require_x2048)
-    source, given = arranged(source, {}, {"train": labels}, progress)
+    lists = {"train": labels, "val": labels_val, "test": labels_test}
+    source, given = arranged(source, {"val": val, "test": test}, lists, progress)
     folder = stage(source, progress=progress)
-    found = labels_of(folder, given)
+    found = labels_of(folder, given, glosses, categories)
     keys, some = there(keys, folder, found.clips)
     check = in_threads(partial(checked, folder, keys), found.clips)
     shown = bar(check, "validating", len(found.clips), leave=False, disable=not progress)

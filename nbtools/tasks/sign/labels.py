@@ -43,6 +43,7 @@ GUIDE = dict.fromkeys((*HALVES, BOTH), "train") | {"test_15fps": "val"}
 
 T = TypeVar("T")
 Ids = tuple[int, int]  # (gloss, category)
+Classes = int | Sequence[str] | None
 Named = tuple[int, str, int, str]  # gloss, its name, category, its name
 
 
@@ -59,12 +60,10 @@ class Labels:
     category_of: list[int]
 
 
-def labels_of(
-    folder: Path, given: Collection[str] = (), glosses: int | None = None, categories: int | None = None
-) -> Labels:
-    """Read names and lists, not clips. given: folders that the list next to them alone covers; glosses, categories: how
-    many classes there are, None: up to the largest id. Raises PackError if there is no clip, and for a larger id;
-    DiskError for a list that cannot be opened."""
+def labels_of(folder: Path, given: Collection[str] = (), glosses: Classes = None, categories: Classes = None) -> Labels:
+    """Read names and lists, not clips. given: folders that the list next to them alone covers; glosses, categories: as
+    for `pack`. Raises PackError if there is no clip, and for an id beyond these; DiskError for a list that cannot be
+    opened."""
     names = walk(folder)
     clips = [name for name in names if name.lower().endswith(CLIP)]
     if not clips:
@@ -82,17 +81,16 @@ def labels_of(
         bare = (clip for clip in clips if clip not in labels)
         rows += [Row("", "a clip has a label", "no row that can be used", fix, file=clip) for clip in bare]
     words = words_of(labels) | {gloss: name for gloss, name, _, _ in reference}
-    names_of = {cat: name for _, _, cat, name in reference}
+    titles = {cat: name for _, _, cat, name in reference}
     category_of = {gloss: cat for gloss, _, cat, _ in reference} | dict(labels.values())
-    ids = range(count_of("glosses", category_of, glosses))
-    cats = range(count_of("categories", category_of.values(), categories))
+    classes = names_of("glosses", category_of, words, glosses)
     return Labels(
         clips,
         labels,
         [*rows, *broken],
-        classes=[words.get(i, str(i)) for i in ids],
-        categories=[names_of.get(i, str(i)) for i in cats],
-        category_of=[category_of.get(i, -1) for i in ids],
+        classes,
+        categories=names_of("categories", category_of.values(), titles, categories),
+        category_of=[category_of.get(i, -1) for i in range(len(classes))],
     )
 
 
@@ -106,13 +104,14 @@ def words_of(labels: Mapping[str, Ids]) -> dict[int, str]:
     return words if len(set(words.values()) - {""}) == len(words) else {}
 
 
-def count_of(option: str, ids: Iterable[int], wanted: int | None) -> int:
-    """How many classes there are: as wanted, else up to the largest id. Raises PackError if that is too few."""
+def names_of(option: str, ids: Iterable[int], known: Mapping[int, str], wanted: Classes) -> list[str]:
+    """The classes: as wanted, else those up to the largest id. Raises PackError if they are too few."""
     most = max(ids, default=-1)
-    if wanted is not None and wanted <= most:
+    count = most + 1 if wanted is None else wanted if isinstance(wanted, int) else len(wanted)
+    if count <= most:
         fix = f"give {most + 1} or more, or correct the labels"
-        raise PackError(f"{option} must be above the largest id, {most}, since ids are from 0, got {wanted}; {fix}")
-    return most + 1 if wanted is None else wanted
+        raise PackError(f"{option} must be above the largest id, {most}, since ids are from 0, got {count}; {fix}")
+    return [known.get(i, str(i)) for i in range(count)] if wanted is None or isinstance(wanted, int) else [*wanted]
 
 
 def split_in(clip: str, folder: str = "") -> str | None:
