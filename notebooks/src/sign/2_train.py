@@ -94,8 +94,8 @@ if both:
     places = {"run": f"{RUNS}/sign-gru", "keep": KEEP and f"{KEEP}/sign-gru"}
     runs.append(nb.fit(sign, pack, plan, **places, receipt=False, release_gpu=RELEASE_GPU))
 else:
-    only = "keypoints" if "x" in pack.columns else "features"
-    print(f"The GRU is skipped: it needs clips with keypoints and features, and these have only {only}.")
+    name, what = ("GRU", "features") if "x" in pack.columns else ("Transformer", "keypoints")
+    print(f"The {name} is skipped: it needs {what}, and no clip has any.")
 
 # %% [markdown]
 # ## Side by side
