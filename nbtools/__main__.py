@@ -84,7 +84,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         bare = re.fullmatch(r"argument (--\S+): expected one argument", message)
         said = guides.answer([bare[1]], "", self._option_string_actions) if bare else ""
-        self.exit(2, f"nbtools: {said or message}; see {self.prog} --help\n")
+        text = said or message
+        self.exit(2, f"nbtools: {text}{'.' * (not text.endswith('?'))} See {self.prog} --help\n")
 
 
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -182,9 +183,10 @@ def guide_command(one: argparse.ArgumentParser) -> Act:
     one.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help=text)
 
     def run(options: argparse.Namespace) -> bool:
-        ours = guides.translate(options.words)
+        words = [word for word in options.words if word != "--print"]
+        ours = guides.translate(words)
         print(ours, *ours.notes, sep="\n", file=sys.stderr)
-        return options.print or main(ours.words) == 0
+        return options.print or words != options.words or main(ours.words) == 0
 
     return run
 

@@ -222,3 +222,11 @@ def test_a_guides_option_given_to_our_own_command_is_answered_with_ours(typed, s
     said = capsys.readouterr().err
     assert said.startswith(f"nbtools: {sentence}")
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["--print", "main.py", "-d", "x"], ["main.py", "-d", "x", "--print"]])
+def test_print_only_shows_our_command(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["guide", *words]) == 0
+    assert capsys.readouterr().err.startswith("python -m nbtools train hwdb --run runs/hwdb --from baseline ")
+    assert not [*tmp_path.iterdir()]
