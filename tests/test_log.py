@@ -38,7 +38,7 @@ def test_a_terminal_is_told_what_a_run_starts_with_and_every_epoch(pack, tmp_pat
     count, last = pack.splits["train"], run.history.of("epoch")[-1]
     each = last["step"] // 3
     assert re.search(r", \d+ cores?, [\d.]+ GiB RAM$", opened["device"])
-    assert opened["batch"] == "16, accumulated over 3 forward passes of at most 6"
+    assert opened["batch"] == "16 per step, accumulated over 3 forward passes of at most 6"
     assert opened["lr"] == "0.01, warmup over 1 epoch, cosine to 1e-06"
     assert opened["optimizer"] == "adamw, weight decay 0.01, gradient norm at most 1, float32"
     assert opened["feed"].startswith("resident: ")
@@ -70,7 +70,7 @@ def test_of_several_processes_the_batch_is_that_of_each_and_of_all(pack):
     state = TrainState(toy, pack, PLAN.replace(batch_size=48, micro_batch_size=8))
     device, batch = opening(state, pack, processes=3)[:2]
     assert device.startswith("device     3 × ")
-    assert batch == "batch      48 in all, 16 per GPU, accumulated over 2 forward passes of at most 8"
+    assert batch == "batch      48 per step, 16 per GPU, accumulated over 2 forward passes of at most 8"
 
 
 def epoch_row(epoch: int, step: int, samples: int, **values: Any) -> Record:

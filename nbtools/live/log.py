@@ -37,7 +37,7 @@ def opening(state: TrainState, pack: Pack, processes: int = 1) -> list[str]:
 def batch_of(plan: Plan, micro: int | None, processes: int) -> str:
     """The batch in all and of each GPU, and the forward passes that it takes there."""
     each = math.ceil(plan.batch_size / processes)
-    text = f"{plan.batch_size} in all, {each} per GPU" if processes > 1 else str(plan.batch_size)
+    text = f"{plan.batch_size} per step" + (f", {each} per GPU" if processes > 1 else "")
     if micro is not None and micro < each:
         text += f", accumulated over {math.ceil(each / micro)} forward passes of at most {micro}"
     return text
