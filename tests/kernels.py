@@ -1,6 +1,7 @@
 """Kernels of three notebook stacks in processes of their own, and a client that clicks as a frontend does."""
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +16,16 @@ from jupyter_client.manager import KernelManager
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 
 ROOT = Path(__file__).parent.parent
-STACKS = {"colab": ROOT / ".venv-colab", "ipykernel-7.3": ROOT / ".venv-ipykernel-7.3", "newest": Path(sys.prefix)}
-"""Virtual environments: two by the name of their list in tests/stacks, which lie over .venv, and the one that runs the
-tests."""
+NAMED = re.fullmatch(r"\.venv-(own-)?(.+)", Path(sys.prefix).name)
+MINE = NAMED[2] if NAMED else "newest"
+STACKS = (
+    {MINE: Path(sys.prefix)}
+    if NAMED
+    else {"colab": ROOT / ".venv-colab", "ipykernel-7.3": ROOT / ".venv-ipykernel-7.3", MINE: Path(sys.prefix)}
+)
+"""Virtual environments by the name of their list in tests/stacks; the last, MINE, runs the tests. Where that is not
+.venv, there are no others: those over .venv have its Python and packages."""
+IPYKERNEL_6 = ("colab", "oldest")
 
 PATIENCE = 30
 """Seconds; only a defect waits as long."""
@@ -114,11 +122,10 @@ def parent(message: dict) -> str | None:
 
 
 def python(stack: str) -> Path:
-    """The interpreter of a stack. Skips without it, but not in CI, and where another environment than .venv runs the
-    tests: the stacks over that one have its Python and packages."""
+    """The interpreter of a stack; skips where another one runs the tests, and without it, but not in CI."""
+    if stack not in STACKS:
+        pytest.skip(f"the tests run on {MINE}")
     found = STACKS[stack] / "bin" / "python"
-    if stack != "newest" and Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
-        pytest.skip(f"{found} lies over .venv, and {sys.prefix} runs the tests")
     if not found.exists():
         assert os.environ.get("CI") != "true", f"{found} is not there, and CI must test every stack: run make test"
         pytest.skip(f"no {found}; make test installs it")

@@ -14,6 +14,7 @@ import pytest
 
 from notebooks import build
 from tests import fresh
+from tests.kernels import MINE
 
 ADDRESS = build.repository()
 SESSION = """
@@ -110,7 +111,7 @@ def test_it_trains_in_a_folder_without_a_repository(wheel, tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_pip_installs_it_from_drive_and_the_terminal_trains_with_it(wheel, tmp_path):
-    machine = fresh.machine(tmp_path / "machine", None, "newest")
+    machine = fresh.machine(tmp_path / "machine", None, MINE)
     pip = [str(machine.python), "-m", "pip", "install", "-q", "--no-deps", str(wheel)]
     subprocess.run(pip, cwd=tmp_path, env=machine.environment, check=True)
     environment = {name: value for name, value in machine.environment.items() if name != "PYTHONPATH"}
