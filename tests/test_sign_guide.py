@@ -101,6 +101,20 @@ def test_halves_with_contradictory_labels_are_two_samples_and_a_list_above_both_
     assert packed(source).card.splits == packed(processed).card.splits
 
 
+@pytest.mark.parametrize("title", ["{}_labels.csv", "labels-{}.csv", "{}.csv"])
+def test_a_list_above_the_folders_covers_the_one_in_its_name(processed, title, tmp_path):
+    """All three have a clip of one name, with another label each."""
+    names = (KEYPOINTS, FEATURES, VALIDATION)
+    for gloss, name in enumerate(names):
+        (tmp_path / name).mkdir()
+        shutil.copy(next((processed / name).glob("*.npz")), tmp_path / name / "a.npz")
+        sign_labels(tmp_path / title.format(name), [("a", str(gloss), "0")])
+    made = packed(tmp_path, val=1)  # a number, of which nothing is left to draw
+    assert {Path(n).parent.name: int(made.sample(i)["label"][0]) for i, n in enumerate(made.names)} == {
+        name: gloss for gloss, name in enumerate(names)
+    }
+
+
 @pytest.mark.parametrize("network", NETWORKS)
 def test_each_network_trains_on_what_it_can_read_and_says_what_it_cannot(processed, network, tmp_path, capsys):
     made = packed(processed)

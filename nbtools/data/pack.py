@@ -329,7 +329,7 @@ def assigned(names: Sequence[str], splits: Sequence[str | None], val: float, tes
             result[i] = split_of(names[i], val, test)
         return result
     tests, vals = (int(share) if is_count(share) else round(share * len(drawn)) for share in (test, val))
-    if tests + vals >= len(drawn):
+    if drawn and tests + vals >= len(drawn):
         raise PackError(
             f"val={val} and test={test} leave none of {table.plural(len(drawn), 'sample')} to train on; lower them"
         )
