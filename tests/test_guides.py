@@ -230,3 +230,18 @@ def test_print_only_shows_our_command(words, capsys, tmp_path, monkeypatch):
     assert main(["guide", *words]) == 0
     assert capsys.readouterr().err.startswith("python -m nbtools train hwdb --run runs/hwdb --from baseline ")
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("set.yaml", "# fast\nims_per_gpu: 8  # twice as many\nscales: [0.75, 2.]\nim_root: 'my garments'\n"),
+        ("set.json", '{\n  "ims_per_gpu": 8,\n  "scales": [0.75, 2.0],\n  "im_root": "my garments"\n}\n'),
+        ("set.py", "ims_per_gpu = 8\nscales = (0.75, 2.)\n\nim_root = 'my garments'\n"),
+    ],
+)
+def test_a_config_may_be_yaml_json_or_python(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    ours = guides.translate([str(tmp_path / name)]).ours
+    assert (ours["--batch-size"], ours["--scale-low"], ours["--scale-high"]) == (["8"], ["0.75"], ["2.0"])
+    assert ours["--data"] == ["my garments"]
