@@ -70,7 +70,7 @@ def home(tmp_path_factory):
     """The folders that the guides' commands name."""
     folder = tmp_path_factory.mktemp("home")
     guide_layouts.captcha_folders(folder, 24).rename(folder / "dataset")
-    guide_layouts.hwdb_full(folder / "data", 12)
+    guide_layouts.hwdb_full(folder / "data", 5)
     (folder / "data" / "pages").rename(folder / "pages")
     guide_layouts.sign_folders(folder)
     guide_layouts.segment_lists(folder)
