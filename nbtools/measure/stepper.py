@@ -253,7 +253,7 @@ def read_switches() -> dict[str, Any]:
     try:
         precision, backends = torch.get_float32_matmul_precision(), []
     except RuntimeError:
-        precision, backends = None, [module.fp32_precision for module in products()]
+        precision, backends = None, [(module, module.fp32_precision) for module in products()]
     return {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -268,7 +268,7 @@ def write_switches(switches: dict[str, Any]) -> None:
     torch.backends.cudnn.benchmark = switches["benchmark"]
     if switches["precision"] is not None and read_switches()["precision"] != switches["precision"]:
         torch.set_float32_matmul_precision(switches["precision"])
-    for module, precision in zip(products(), switches["backends"], strict=False):
+    for module, precision in switches["backends"]:
         module.fp32_precision = precision
 
 
