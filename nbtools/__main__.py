@@ -29,7 +29,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from nbtools import guides, tasks
-from nbtools.data import Pack, is_all, open_feed, stage
+from nbtools.data import Pack, open_feed, stage
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.fit import fit
 from nbtools.folder import busy, stored_plan
@@ -371,10 +371,10 @@ def measured(task: Task, pack: Pack, plan: Plan, options: argparse.Namespace) ->
 
 
 def evaluate_command(one: argparse.ArgumentParser, task: Task) -> Act:
-    """compute the metrics of a run on a split; the last line is JSON"""
+    """compute the metrics of a run on a split, packed with its classes; the last line is JSON"""
     one.add_argument("--data", required=True, metavar="SOURCE", help=SOURCE)
     one.add_argument("--run", required=True, type=Path, metavar="FOLDER", help="the run folder")
-    which = "with --test 1.0 that is all of SOURCE, read with the run's classes: for data that it has not seen"
+    which = "with --test 1.0 that is all of SOURCE: for data that the run has not seen"
     one.add_argument("--split", default="test", choices=("train", "val", "test"), help=f"default test; {which}")
     fields = dataclasses.fields(task.PLAN)
     add_knobs(one, type(task.PLAN), [f for f in fields if f.metadata.get("live") and f.name.startswith("eval_")])
@@ -382,8 +382,7 @@ def evaluate_command(one: argparse.ArgumentParser, task: Task) -> Act:
 
     def show(options: argparse.Namespace) -> None:
         run = Run.open(options.run, task)
-        new = is_all(own(options).get("test", 0.0))
-        pack = packed(run if new else task, options.data, options)
+        pack = packed(run, options.data, options)
         if limits := unread(task, pack, run.plan):
             print(limits, file=sys.stderr)
         print(json.dumps(evaluate(run, pack, options.split, **given(run.plan, options))))

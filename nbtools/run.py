@@ -24,6 +24,7 @@ from nbtools.train import (
     History,
     Plan,
     TaskLike,
+    array_of,
     as_task,
     best_metric,
     checkpoint,
@@ -152,7 +153,8 @@ class Run:
             sample = read(which)
             if empty := [name for name in inputs if not len(sample[name])]:
                 fix = "take another file" if isinstance(which, Path) else "take ids of run.readable(pack)"
-                raise PackError(f"sample {which} has no {empty[0]}, which this run's network reads; {fix}")
+                array = array_of(self.task, self.card, empty[0])
+                raise PackError(f"sample {which} has no {array}, which this run's network reads; {fix}")
             return sample
 
         chunks = (samples[i : i + size] for i in range(0, len(samples), size))
@@ -206,7 +208,7 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[st
     silently wrong; PlanError for an unknown setting, TrainError for one on which the model depends.
     """
     for name in ("task", "classes", "options", "columns"):
-        ours, theirs = (compared(card, name) for card in (run.card, pack.card))
+        ours, theirs = (compared(run, card, name) for card in (run.card, pack.card))
         if ours != theirs:
             raise PackError(
                 f"{pack.folder}: the pack's {name} are not the ones that the run was trained with ({theirs} and "
@@ -219,11 +221,15 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[st
     return evaluation.evaluate(run.task, model, pack, plan, split)
 
 
-def compared(card: Card, name: str) -> Any:
+def compared(run: Any, card: Card, name: str) -> Any:
     """What a run and a pack to evaluate it on must have in common. Classes that were asked for are an option of some
-    tasks; what counts is which there are. Which category a class has is for display."""
-    value, others = getattr(card, name), ("classes", "category_of")
-    return {n: v for n, v in value.items() if n not in others} if name == "options" else value
+    tasks; what counts is which there are. Which category a class has is for display. Columns that the network does not
+    read may differ, and so may the options that concern these alone."""
+    reads, keys = run.task.inputs(run.plan, card.columns), run.task.COLUMN_OPTIONS
+    unread = keys.keys() - set(reads) if reads else set()
+    ignored = {"options": {"classes", "category_of"}.union(*(keys[column] for column in unread)), "columns": unread}
+    value = getattr(card, name)
+    return {n: v for n, v in value.items() if n not in ignored[name]} if name in ignored else value
 
 
 def validate(task: TaskLike, source: str | Path, **options: Any) -> Any:

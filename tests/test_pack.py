@@ -443,7 +443,10 @@ def test_a_source_may_be_all_test_or_all_train(place):
     source = vectors(place / "raw" / "train", 20).parent
     vectors(place / "raw" / "val", 10, start=20)
     assert pack(source, test=1.0, split=of_folder).splits == {"train": 0, "val": 0, "test": 30}
-    assert pack(source, val=0, test=0).splits == {"train": 30, "val": 0, "test": 0}
+    whole = pack(source, val=0, test=0)
+    assert whole.splits == {"train": 30, "val": 0, "test": 0}
+    with pytest.raises(PackError, match=r"is a pack, whose splits stay; name the raw source, of which test=1\.0"):
+        pack(whole.folder, test=1.0)
     assert pack(source, test=1).splits["test"] == 1, "a whole number is a count"
     with pytest.raises(PackError, match=r"but for test=1\.0"):
         pack(source, val=1.0, test=0.0)

@@ -119,8 +119,8 @@ def test_a_list_above_the_folders_covers_the_one_in_its_name(processed, title, t
 def test_each_network_trains_on_what_it_can_read_and_says_what_it_cannot(processed, network, tmp_path, capsys):
     made = packed(processed)
     run = fitted(made, network, tmp_path / "run")
-    column = {"transformer": "x or mask", "gru": "features"}[network]
-    sentence = f"this network reads 20 of 30 train, 10 of 10 val samples; the others have no {column}"
+    key = {"transformer": "X", "gru": "X2048"}[network]
+    sentence = f"this network reads 20 of 30 train, 10 of 10 val samples; the others have no {key}"
     assert sentence in run.events
     assert [row["samples"] for row in run.history.of("epoch")] == [20]
     part = run.readable(made)
@@ -132,7 +132,7 @@ def test_each_network_trains_on_what_it_can_read_and_says_what_it_cannot(process
     missing = sorted(set(made.ids("train")) - set(part.ids("train")))[0]
     with pytest.raises(PackError, match=rf"sample {missing} has no .*take ids of run\.readable\(pack\)"):
         run.predict_pack(made, [missing])
-    with pytest.raises(PackError, match="which this run's network reads"):
+    with pytest.raises(PackError, match=f"has no {key}, which this run's network reads"):
         run.predict(processed / made.names[missing])
     with pytest.raises(TrainError, match=r"the test split is empty; choose one that is not \(train: 20, val: 10\)"):
         nb.evaluate(run, made)
@@ -182,6 +182,23 @@ def test_a_run_is_evaluated_on_a_folder_of_its_own_that_lacks_a_gloss(processed,
     words = ["--data", str(tmp_path / "new"), "--run", str(tmp_path / "run"), "--test", "1.0"]
     assert main(["evaluate", "sign", *words]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == nb.evaluate(run, new)
+
+
+@pytest.mark.parametrize(
+    ("network", "folder", "other"), [("transformer", KEYPOINTS, FEATURES), ("gru", FEATURES, KEYPOINTS)]
+)
+def test_a_run_of_both_is_evaluated_on_what_its_network_reads(processed, network, folder, other, tmp_path):
+    run = fitted(packed(processed), network, tmp_path / "run")
+    new = run.pack(processed / folder, test=1.0, progress=False)
+    assert nb.evaluate(run, new).keys() == {"loss", "gloss_accuracy", "cat_accuracy", "top5"}
+    with pytest.raises(PackError, match="the pack's options are not the ones that the run was trained with"):
+        nb.evaluate(run, run.pack(processed / other, test=1.0, progress=False))
+
+
+def test_an_evaluation_reads_a_source_as_the_run_did_and_names_none_of_its_options(processed, tmp_path):
+    run = fitted(packed(processed, glosses=7, require_x2048=True), "gru", tmp_path / "run")
+    assert run.pack(processed, progress=False).options == run.card.options
+    assert main(["evaluate", "sign", "--data", str(processed), "--run", str(tmp_path / "run"), "--split", "val"]) == 0
 
 
 def test_features_may_be_called_x(tmp_path):
@@ -248,6 +265,8 @@ def test_one_source_may_have_a_list_elsewhere(processed, tmp_path):
         ({"val": "{}"}, "so its clips would be in both"),
         ({"labels": "{}/test_15fps"}, "a list of labels is a CSV file, and .*test_15fps is a folder"),
         ({"glosses": 3}, "glosses must be above the largest id, 5, since ids are from 0, got 3; give 6 or more"),
+        ({"glosses": "105"}, "glosses must be a whole number or a list of names, got '105'"),
+        ({"glosses": GLOSSES[::-1]}, f"glosses: id 0 must be '{GLOSSES[-1]}', and the source calls it '{GLOSSES[0]}'"),
         ({"categories": 1}, "categories must be above the largest id, 1,"),
     ],
 )

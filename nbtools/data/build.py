@@ -131,7 +131,8 @@ def build_pack(
     reader: where a sample cannot be read without the rest of its source, `reader(folder)` returns what to call in place
     of `read`; workers get it pickled.
     val, test: shares of the samples without a split of their own, or whole numbers for exactly that many; test=1.0
-    makes all of them test, also those with a split of their own: a source that a run is evaluated on.
+    makes all of them test, also those with a split of their own: a source that a run is evaluated on. A pack keeps its
+    splits.
     into: a folder for the pack alone; by default one under the cache, named by task, options and the source's files.
     in_place: an archive stays one file, `folder` leads into it, and `read` gets paths through it,
     `lines.tar/train/1.png`, which `read_member` reads.
@@ -148,6 +149,10 @@ def build_pack(
             top = index.top
     if (folder / MANIFEST).is_file():
         pack = of_task(Pack.open(folder), task)
+        if is_all(test) and pack.splits["test"] < len(pack):
+            raise PackError(
+                f"{folder} is a pack, whose splits stay; name the raw source, of which test=1.0 makes all test"
+            )
         return with_raw(pack, made_from(pack), reader)
     asked = {**options, "val": val, "test": test}
     with disk.explained(f"looking at {folder}", folder):

@@ -52,6 +52,9 @@ class Task:
     """The metric that chooses the best checkpoint, on the validation split; "-cer" where lower is better."""
     SMOKE: Mapping[str, Any] = {}
     """Options of `demo` for the smoke test, where not every network can read what it writes by default."""
+    COLUMN_OPTIONS: Mapping[str, Collection[str]] = {}
+    """Options of `pack` that concern a single column, which some networks do not read: column → options, first the one
+    that names its array in the files. Default: none."""
     save: Any = None
     """save(answer, file, folder, card) -> text: write the answer to a file's sample into a folder, for tasks whose
     answers are files; the terminal prints the text. None: the terminal prints the answer."""
@@ -192,8 +195,14 @@ def unread(task: TaskLike, pack: Pack, plan: Any) -> str:
     if part.splits == pack.splits:
         return ""
     counts = [f"{part.splits[split]:,} of {count:,} {split}" for split, count in pack.splits.items() if count]
-    columns = " or ".join(as_task(task).inputs(plan, pack.columns))
-    return f"this network reads {', '.join(counts)} samples; the others have no {columns}"
+    arrays = dict.fromkeys(array_of(task, pack.card, name) for name in as_task(task).inputs(plan, pack.columns))
+    return f"this network reads {', '.join(counts)} samples; the others have no {' or '.join(arrays)}"
+
+
+def array_of(task: TaskLike, card: Card, column: str) -> str:
+    """What the files call the array that became a column."""
+    first, *_ = (*as_task(task).COLUMN_OPTIONS.get(column, ()), "")
+    return card.options.get(first) or column
 
 
 def best_metric(task: Task) -> tuple[str, float]:

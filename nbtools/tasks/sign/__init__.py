@@ -23,9 +23,12 @@ from nbtools.tasks.sign.visualize import (
 SMOKE = {"features": True}
 """Options of `demo` for the smoke test: clips that both networks read."""
 
+COLUMN_OPTIONS = {"x": ["kp_key"], "mask": ["kp_key"], "features": ["feature_key", "require_x2048"]}
+
 __all__ = [
     "BASELINE",
     "BEST",
+    "COLUMN_OPTIONS",
     "PLAN",
     "PRESETS",
     "SMOKE",

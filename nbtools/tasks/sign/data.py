@@ -78,8 +78,8 @@ def pack(
 
 def pack_options(card: Card) -> dict[str, Any]:
     """A new source is read by the same arrays, and its ids mean the same classes."""
-    options = {name: card.options[name] for name in ("kp_key", "feature_key", "categories")}
-    return {**options, "glosses": card.classes}
+    names = ("kp_key", "feature_key", "require_x2048", "categories")
+    return {**{name: card.options[name] for name in names if name in card.options}, "glosses": card.classes}
 
 
 def arranged(

@@ -105,13 +105,27 @@ def words_of(labels: Mapping[str, Ids]) -> dict[int, str]:
 
 
 def names_of(option: str, ids: Iterable[int], known: Mapping[int, str], wanted: Classes) -> list[str]:
-    """The classes: as wanted, else those up to the largest id. Raises PackError if they are too few."""
+    """The classes: as wanted, else those up to the largest id. Raises PackError if they are too few, or not those that
+    the source itself names."""
+    if isinstance(wanted, str | float):
+        raise PackError(f"{option} must be a whole number or a list of names, got {wanted!r}; give one of them")
     most = max(ids, default=-1)
     count = most + 1 if wanted is None else wanted if isinstance(wanted, int) else len(wanted)
     if count <= most:
         fix = f"give {most + 1} or more, or correct the labels"
         raise PackError(f"{option} must be above the largest id, {most}, since ids are from 0, got {count}; {fix}")
-    return [known.get(i, str(i)) for i in range(count)] if wanted is None or isinstance(wanted, int) else [*wanted]
+    if wanted is None or isinstance(wanted, int):
+        return [known.get(i, str(i)) for i in range(count)]
+    for i, title in enumerate(wanted):
+        if known.get(i) and title != str(i) and plain(title) != plain(known[i]):
+            fix = f"correct its ids, or the name, in {REFERENCE} or the names of clips"
+            raise PackError(f"{option}: id {i} must be {title!r}, and the source calls it {known[i]!r}; {fix}")
+    return [*wanted]
+
+
+def plain(name: str) -> str:
+    """A name as it is compared: its letters and digits."""
+    return re.sub(r"[\W_]", "", name.casefold())
 
 
 def split_in(clip: str, folder: str = "") -> str | None:
