@@ -120,7 +120,7 @@ def test_a_receipt_is_json_and_back_and_one_of_an_older_version_is_read_and_show
 
 
 def names(plan: Any, pack) -> list[str]:
-    baseline, _ = comparable(toy.BASELINE, plan, pack)
+    baseline, _ = comparable(toy.BASELINE, plan, pack, CPU)
     return [name for name, _ in ladder(baseline, plan, pack, CPU)]
 
 
@@ -139,7 +139,7 @@ def test_only_rungs_in_which_something_differs_that_costs_time_appear(pack):
 
 def test_a_rung_is_the_run_with_what_is_above_it_as_in_the_baseline(pack):
     plan = FASTER.replace(micro_batch_size=32, warmup_epochs=2.0, min_lr=1e-3, clip_norm=0.5)
-    baseline, _ = comparable(toy.BASELINE, plan, pack)
+    baseline, _ = comparable(toy.BASELINE, plan, pack, CPU)
     steps = ladder(baseline, plan, pack, CPU)
     assert steps[0][1] == baseline
     assert steps[-1] == ("+ the rest", plan)

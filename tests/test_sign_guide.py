@@ -13,6 +13,7 @@ import nbtools as nb
 from nbtools.__main__ import main
 from nbtools.data import Pack
 from nbtools.errors import PackError, TrainError
+from nbtools.measure import preset
 from nbtools.tasks import sign
 
 pytestmark = pytest.mark.usefixtures("one_thread", "undrawn")
@@ -150,6 +151,13 @@ def test_the_advice_is_for_the_clips_that_are_read(processed):
     assert sign.with_gru(advice, made).batch_size == 20, "all that there are, for the GRU"
 
 
+def test_a_preset_fits_the_clips_that_its_network_reads(processed):
+    plan, why = preset(sign, packed(processed), "guide-low-memory")
+    assert isinstance(plan, sign.Plan)
+    assert (plan.network, plan.batch_size) == ("gru", 20)
+    assert "batch_size 64 → 20 (the whole train split)" in why
+
+
 # Each by itself
 
 
@@ -255,6 +263,13 @@ def test_one_source_may_have_a_list_elsewhere(processed, tmp_path):
     (tmp_path / "list.csv").write_text(rows.replace("gloss", "sign"))
     with pytest.raises(PackError, match="a list has the columns file, gloss, cat, got file,sign,cat"):
         packed(tmp_path / "clips", labels=tmp_path / "list.csv")
+
+
+def test_a_kept_pack_opens_as_it_is_whatever_else_is_named(processed, tmp_path):
+    made = packed(processed / KEYPOINTS, val=5)
+    more = {"val": processed / VALIDATION, "labels": processed / KEYPOINTS / "labels.csv", "glosses": 105}
+    assert packed(made.keep(tmp_path / "kept.tar"), **more).card == made.card
+    assert packed(made.folder, **more).folder == made.folder
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ from nbtools.data.pack import (
     assigned,
     columns_of,
     is_all,
+    is_pack,
     mapped,
     require_shares,
 )
@@ -147,7 +148,7 @@ def build_pack(
             folder = stage(folder, progress=progress)  # the files of a pack are mapped
         else:
             top = index.top
-    if (folder / MANIFEST).is_file():
+    if is_pack(folder):
         pack = of_task(Pack.open(folder), task)
         if is_all(test) and pack.splits["test"] < len(pack):
             raise PackError(
@@ -191,7 +192,7 @@ def with_raw(pack: Pack, source: Path | None, reader: Callable[[Path], Reader]) 
 
 def finished(target: Path, task: str, key: str) -> bool:
     """Whether the pack already exists. Raises PackError if something else is there."""
-    if (target / MANIFEST).is_file():
+    if is_pack(target):
         if of_task(Pack.open(target), task).manifest.get("key") == key:
             return True
         raise PackError(

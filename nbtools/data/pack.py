@@ -292,6 +292,10 @@ def columns_of(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Column]:
     return {name: Column(c["kind"], c["dtype"], tuple(c["shape"])) for name, c in values.items()}
 
 
+def is_pack(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file()
+
+
 def mapped(path: Path) -> np.ndarray:
     """A copy-on-write map, which torch accepts without a warning; an empty array where there is nothing to map."""
     try:

@@ -10,17 +10,18 @@ from nbtools.data import Pack, cores
 from nbtools.errors import NbtoolsError
 from nbtools.measure.workers import refusal
 from nbtools.table import plural
-from nbtools.train import Plan, TaskLike, as_task
+from nbtools.train import Plan, TaskLike, as_task, readable
 from nbtools.train import device as devices
 
 
-def preset(task: TaskLike, pack: Pack, name: str) -> tuple[Plan | None, str]:
-    """(plan, what differs from the task's own and why); (None, why), if it cannot train on this machine or data."""
+def preset(task: TaskLike, pack: Pack, name: str, /, **own: Any) -> tuple[Plan | None, str]:
+    """(plan, what differs from the task's own and why); (None, why), if it cannot train on this machine or data. own:
+    settings in place of the preset's."""
     made, device = as_task(task).PRESETS[name], devices.pick()
     try:
-        plan = made if isinstance(made, Plan) else made(pack.card)
-        changes = fitting(plan, pack, device)
-        fitted = plan.turn(**{setting: value for setting, (value, _) in changes.items()})
+        plan = (made if isinstance(made, Plan) else made(pack.card)).replace(**own)
+        pack = readable(task, pack, plan)
+        fitted, changes = fitting(plan, pack, device)
         devices.require(fitted, device)
     except NbtoolsError as error:
         return None, error.args[0]
@@ -30,9 +31,9 @@ def preset(task: TaskLike, pack: Pack, name: str) -> tuple[Plan | None, str]:
     return fitted, "; ".join(f"{n} {change}{f' ({changes[n][1]})' if n in changes else ''}" for n, change in moved)
 
 
-def fitting(plan: Plan, pack: Pack, device: torch.device) -> dict[str, tuple[Any, str]]:
-    """Setting → (value, why): what has to differ here. fp16 becomes float32 without a GPU, as torch's own autocast for
-    CUDA does there."""
+def fitting(plan: Plan, pack: Pack, device: torch.device) -> tuple[Plan, dict[str, tuple[Any, str]]]:
+    """(the plan as it fits here, setting → (value, why)): what has to differ. fp16 becomes float32 without a GPU, as
+    torch's own autocast for CUDA does there."""
     found: dict[str, tuple[Any, str]] = {}
     if plan.batch_size > (train := pack.splits["train"]):
         found["batch_size"] = train, "the whole train split"
@@ -42,4 +43,4 @@ def fitting(plan: Plan, pack: Pack, device: torch.device) -> dict[str, tuple[Any
         found["feed"] = "auto", "the source files are gone"
     if plan.workers > cores():
         found["workers"] = cores(), f"this machine has {plural(cores(), 'core')}"
-    return found
+    return plan.turn(**{setting: value for setting, (value, _) in found.items()}), found

@@ -15,7 +15,7 @@ import torch
 from nbtools.data import Pack, Resident, choose
 from nbtools.errors import NbtoolsError
 from nbtools.measure.machine import machine
-from nbtools.measure.presets import preset
+from nbtools.measure.presets import fitting, preset
 from nbtools.measure.profile import padded, padding
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import Clock, Rate, Stepper, Turn, untouched
@@ -126,7 +126,7 @@ def receipt(
     """Measure the task's BASELINE, a plan, the rungs between them and the first of its PRESETS in turns. seconds: of a
     turn, were there only two (SECONDS); more rungs have shorter ones, so that the whole takes as long."""
     device, pack = device or devices.pick(), readable(task, pack, plan)
-    baseline, notes = comparable(as_task(task).BASELINE, plan, pack)
+    baseline, notes = comparable(as_task(task).BASELINE, plan, pack, device)
     optimised, adapted = optimised_by_guide(task, plan, pack)
     with untouched(device):
         course = Course(task, pack, device, clock)
@@ -143,15 +143,17 @@ def receipt(
     return Receipt(first.rate, last.rate, *spread, peaks, machine(), tuple(notes), rungs, guide)
 
 
-def comparable(baseline: Plan, plan: Plan, pack: Pack) -> tuple[Plan, list[str]]:
-    """The baseline's settings, with the run's own network and loss: a smaller network is no speed-up."""
-    changes: dict[str, Any] = {name: getattr(plan, name) for name in own_settings(plan)}
-    changes["batch_size"] = min(baseline.batch_size, pack.splits["train"])
+def comparable(baseline: Plan, plan: Plan, pack: Pack, device: torch.device) -> tuple[Plan, list[str]]:
+    """The baseline's settings as they fit here, with the run's own network and loss: a smaller network is no
+    speed-up."""
     notes = ["Both train the same network"]
     if pack.raw is None:
-        changes["feed"] = "auto"
         notes.append("The source files are gone: both read the pack, so the data pipeline was not measured")
-    return baseline.replace(**changes), notes
+    return fitting(baseline.replace(**own_values(plan)), pack, device)[0], notes
+
+
+def own_values(plan: Plan) -> dict[str, Any]:
+    return {name: getattr(plan, name) for name in own_settings(plan)}
 
 
 def optimised_by_guide(task: TaskLike, plan: Plan, pack: Pack) -> tuple[Plan | None, list[str]]:
@@ -160,10 +162,10 @@ def optimised_by_guide(task: TaskLike, plan: Plan, pack: Pack) -> tuple[Plan | N
     name = next(iter(as_task(task).PRESETS), None)
     if name is None:
         return None, []
-    found, why = preset(task, pack, name)
+    found, why = preset(task, pack, name, **own_values(plan))
     if found is None:
         return None, [f"The {GUIDE} settings cannot train here: {why.rstrip('.')}"]
-    return comparable(found, plan, pack)[0], [f"The {GUIDE} settings here: {why}"] if why else []
+    return found, [f"The {GUIDE} settings here: {why}"] if why else []
 
 
 def ladder(baseline: Plan, plan: Plan, pack: Pack, device: torch.device) -> list[tuple[str, Plan]]:

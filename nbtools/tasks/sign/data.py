@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from nbtools import disk
-from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, cache, drive_path, stage
+from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, cache, drive_path, is_pack, stage
 from nbtools.errors import PackError
 from nbtools.table import plural
 from nbtools.tasks.common import report
@@ -86,7 +86,8 @@ def arranged(
     source: str | Path, shares: Mapping[str, Any], lists: Mapping[str, str | Path | None], progress: bool
 ) -> tuple[str | Path, list[str]]:
     """(one folder of links to the sources and their lists, the links that have a list); the source unchanged where it
-    is all there is. Raises PackError for a list without its source, and for one source within another."""
+    is all there is, or a pack, which opens as it is. Raises PackError for a list without its source, and for one source
+    within another."""
     places = {split: place for split, place in shares.items() if isinstance(place, str | Path)}
     named = {split: name for split, name in lists.items() if name is not None}
     for split in named.keys() - {"train"} - places.keys():
@@ -94,6 +95,8 @@ def arranged(
     if not places and not named:
         return source, []
     folders = {"train": stage(source, progress=progress)}
+    if is_pack(folders["train"]):
+        return folders["train"], []
     folders |= {split: stage(place, progress=progress) for split, place in places.items()}
     for (one, folder), (other, inner) in permutations(folders.items(), 2):
         if inner.resolve().is_relative_to(folder.resolve()):
