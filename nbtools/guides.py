@@ -94,6 +94,7 @@ SIGN = {  # options with the same name here are passed on
     "--enable-parallel": SEVERAL,
     "--resume": RESUMED,
     "--log-csv": {"": "# history.csv in the run's folder has its columns"},
+    "--smoke-test": "--smoke-test # on demo clips, which have classes of their own",
     "--no-pretrained-backbone": "# clips hold ready-made features, which python -m nbtools features sign makes",
 }
 SEGMENT = {  # a config's names, as KEY=VALUE or in a file
@@ -249,8 +250,8 @@ def program_in(words: Sequence[str]) -> tuple[int, str]:
             return at, name
     if any(word.partition("=")[0] in named(SEGMENT) or word.endswith(CONFIGS) for word in words):
         return -1, CONFIG
-    known = ", ".join(f"{name}.py" for name in PROGRAMS)
-    raise NbtoolsError(f"{shlex.join(words)!r} names no program of a guide: {known}, or settings as KEY=VALUE")
+    known, came = ", ".join(f"{name}.py" for name in PROGRAMS), repr(shlex.join(words)) if words else "nothing"
+    raise NbtoolsError(f"name a program of a guide, got {came}: {known}, or settings as KEY=VALUE")
 
 
 def with_files(words: Sequence[str]) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -210,9 +211,10 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[st
     for name in ("task", "classes", "options", "columns"):
         ours, theirs = (compared(run, card, name) for card in (run.card, pack.card))
         if ours != theirs:
+            short = " and ".join(textwrap.shorten(str(card), 120, placeholder=" …") for card in (theirs, ours))
             raise PackError(
-                f"{pack.folder}: the pack's {name} are not the ones that the run was trained with ({theirs} and "
-                f"{ours}); pack the data again with run.pack(source)",
+                f"{pack.folder}: the pack's {name} are not the ones that the run was trained with ({short}); pack the "
+                "data again with run.pack(source)",
                 entry="Predictions differ between training and inference",
             )
     plan = run.plan.replace(**knobs)

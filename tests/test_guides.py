@@ -180,7 +180,8 @@ def test_every_command_runs_on_the_guides_own_folders(words, home, capsys):
             "tools/train_amp.py --config no/such.py",
             "no/such.py is neither a program of a guide nor a file with settings",
         ),
-        ("something.sh", "names no program of a guide"),
+        ("something.sh", "name a program of a guide, got 'something.sh': "),
+        ("", "name a program of a guide, got nothing: "),
     ],
 )
 def test_what_no_command_of_ours_can_do_is_a_sentence(typed, sentence, capsys):

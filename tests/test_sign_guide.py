@@ -141,6 +141,22 @@ def test_each_network_trains_on_what_it_can_read_and_says_what_it_cannot(process
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("network", "folder"), [("transformer", FEATURES), ("gru", KEYPOINTS)])
+def test_the_other_networks_folder_is_refused_by_what_it_lacks(processed, network, folder, tmp_path):
+    made = packed(processed / folder, val=processed / VALIDATION)
+    said = "the train split has 0 that this network reads; choose a network that reads its samples, or other data"
+    with pytest.raises(TrainError, match=said):
+        fitted(made, network, tmp_path / "run")
+
+
+def test_a_train_folder_without_its_list_is_refused_by_what_was_left_out(processed, tmp_path):
+    shutil.copytree(processed / KEYPOINTS, tmp_path / KEYPOINTS)
+    (tmp_path / KEYPOINTS / "labels.csv").unlink()
+    made = packed(tmp_path / KEYPOINTS, val=processed / VALIDATION)
+    with pytest.raises(TrainError, match=r"the train split has 0; correct the 20 that were left out, see pack\.bad"):
+        fitted(made, "transformer", tmp_path / "run")
+
+
 def test_the_advice_is_for_the_clips_that_are_read(processed):
     made = packed(processed)
     alone = packed(processed / KEYPOINTS, val=processed / VALIDATION)
@@ -279,7 +295,10 @@ def test_a_kept_pack_opens_as_it_is_whatever_else_is_named(processed, tmp_path):
         ({"val": "{}/test_15fps"}, r"test_15fps, the source of val, lies within .*, that of train"),
         ({"val": "{}"}, "so its clips would be in both"),
         ({"labels": "{}/test_15fps"}, "a list of labels is a CSV file, and .*test_15fps is a folder"),
-        ({"glosses": 3}, "glosses must be above the largest id, 5, since ids are from 0, got 3; give 6 or more"),
+        (
+            {"glosses": 3},
+            r"glosses must be above the largest id, 5, since .*, got 3; give 6 or more, .* label of .*_red\.npz",
+        ),
         ({"glosses": "105"}, "glosses must be a whole number or a list of names, got '105'"),
         ({"glosses": GLOSSES[::-1]}, f"glosses: id 0 must be '{GLOSSES[-1]}', and the source calls it '{GLOSSES[0]}'"),
         ({"categories": 1}, "categories must be above the largest id, 1,"),

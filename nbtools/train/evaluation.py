@@ -75,8 +75,8 @@ def score_split(
     if not len(ids):
         there = ", ".join(f"{name}: {count:,}" for name, count in pack.splits.items() if count)
         raise TrainError(
-            f"{pack.folder}: the {split} split is empty; choose one that is not ({there}), or pack with {split}= a "
-            "larger share, a folder for it, or more samples"
+            f"{pack.folder}: the {split} split is empty; choose one that is not ({there}) with split=, or pack with "
+            f"{split}= a larger share, a folder for it, or more samples"
         )
     if most is not None and most < len(ids):
         ids = ids[np.linspace(0, len(ids) - 1, most).round().astype(int)]

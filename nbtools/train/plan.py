@@ -268,7 +268,13 @@ def require_training(pack: Pack) -> None:
             "evaluate a run on it, or pack the source again without test=1.0"
         )
     if count < 2:
-        raise TrainError(f"{pack.folder}: training needs at least 2 samples, the train split has {count}; pack more")
+        rule, left_out = f"training needs at least 2 samples, the train split has {count}", pack.manifest["bad"]
+        if pack.wanted is not None:
+            rule += " that this network reads"
+            fix = "choose a network that reads its samples, or other data"
+        else:
+            fix = f"correct the {left_out:,} that were left out, see pack.bad or bad.csv" if left_out else "pack more"
+        raise TrainError(f"{pack.folder}: {rule}; {fix}")
 
 
 def require_batch(plan: Plan, count: int) -> None:

@@ -141,6 +141,15 @@ def columns_in(path: Path, keys: Keys) -> set[str] | None:
     return found
 
 
+def arrays_in(path: Path) -> list[str]:
+    """The names of a sample's arrays. Raises Refused or OSError if a file of it cannot be opened."""
+    names: dict[str, None] = {}
+    for file in files_of(path):
+        with open_npz(file) as npz:
+            names |= dict.fromkeys(keys_in(npz))
+    return [*names]
+
+
 def examine(path: Path, keys: Keys, whole: bool = True) -> tuple[Sample, list[Row]]:
     """(a clip's columns, of x, mask and features those that it has; remarks). whole: also check meta.
 

@@ -26,7 +26,7 @@ from nbtools.table import plural
 from nbtools.tasks.common import report
 from nbtools.tasks.common.files import in_threads
 from nbtools.tasks.common.report import ERROR, WARNING, Refused, Row, ordered
-from nbtools.tasks.sign.clips import FEATURES, WIDTH, Keys, columns_in, examine
+from nbtools.tasks.sign.clips import FEATURES, WIDTH, Keys, arrays_in, columns_in, examine
 from nbtools.tasks.sign.keypoints import POINTS
 from nbtools.tasks.sign.labels import GUIDE, LABELS, labels_of, split_in
 
@@ -180,7 +180,8 @@ def there(keys: Keys, folder: Path, clips: Sequence[str]) -> tuple[Keys, list[Ro
         needed = keys.needed and column == "features"
         kept[column] = key if column in some or not some or needed else None
         if key not in (None, getattr(Keys, column)) and kept[column] is None:
-            raise PackError(f"{folder}: no clip has {option} {key!r}; `nbtools validate sign` lists what they have")
+            clip = next(clip for clip, columns in have.items() if columns)
+            raise PackError(f"no clip has {option} {key!r}; {clip} has {', '.join(arrays_in(folder / clip))}")
         without = [clip for clip, columns in have.items() if columns and column not in columns]
         if key and kept[column] and without and not needed:
             value = f"{len(without):,} of {len(have):,} have none"

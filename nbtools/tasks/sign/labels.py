@@ -83,13 +83,14 @@ def labels_of(folder: Path, given: Collection[str] = (), glosses: Classes = None
     words = words_of(labels) | {gloss: name for gloss, name, _, _ in reference}
     titles = {cat: name for _, _, cat, name in reference}
     category_of = {gloss: cat for gloss, _, cat, _ in reference} | dict(labels.values())
-    classes = names_of("glosses", category_of, words, glosses)
+    clips_of = [{ids[place]: clip for clip, ids in labels.items()} for place in (0, 1)]
+    classes = names_of("glosses", category_of, words, glosses, clips_of[0])
     return Labels(
         clips,
         labels,
         [*rows, *broken],
         classes,
-        categories=names_of("categories", category_of.values(), titles, categories),
+        categories=names_of("categories", category_of.values(), titles, categories, clips_of[1]),
         category_of=[category_of.get(i, -1) for i in range(len(classes))],
     )
 
@@ -104,15 +105,17 @@ def words_of(labels: Mapping[str, Ids]) -> dict[int, str]:
     return words if len(set(words.values()) - {""}) == len(words) else {}
 
 
-def names_of(option: str, ids: Iterable[int], known: Mapping[int, str], wanted: Classes) -> list[str]:
-    """The classes: as wanted, else those up to the largest id. Raises PackError if they are too few, or not those that
-    the source itself names."""
+def names_of(
+    option: str, ids: Iterable[int], known: Mapping[int, str], wanted: Classes, clips: Mapping[int, str]
+) -> list[str]:
+    """The classes: as wanted, else those up to the largest id. clips: one of each id. Raises PackError if they are too
+    few, or not those that the source itself names."""
     if isinstance(wanted, str | float):
         raise PackError(f"{option} must be a whole number or a list of names, got {wanted!r}; give one of them")
     most = max(ids, default=-1)
     count = most + 1 if wanted is None else wanted if isinstance(wanted, int) else len(wanted)
     if count <= most:
-        fix = f"give {most + 1} or more, or correct the labels"
+        fix = f"give {most + 1} or more, or correct the label of {clips.get(most, REFERENCE)}"
         raise PackError(f"{option} must be above the largest id, {most}, since ids are from 0, got {count}; {fix}")
     if wanted is None or isinstance(wanted, int):
         return [known.get(i, str(i)) for i in range(count)]
