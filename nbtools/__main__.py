@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from nbtools import guides, tasks
 from nbtools.data import Pack, open_feed, stage
-from nbtools.errors import CheckpointError, NbtoolsError, TrainError
+from nbtools.errors import CheckpointError, NbtoolsError, TrainError, sentence
 from nbtools.fit import fit
 from nbtools.folder import busy, stored_plan
 from nbtools.live import ACTIONS, advised, send
@@ -49,8 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     validated data has errors, 130 for Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if arguments[:1] == ["guide"] and arguments[1:2] not in (["-h"], ["--help"]):
+            arguments.insert(1, "--")  # what follows has options of its own
         options = parser(arguments).parse_args(arguments)
-        return int(options.act(options) is False)
+        return options.act(options) or 0
     except NbtoolsError as error:
         print(f"nbtools: {error}", file=sys.stderr)
         return 1
@@ -77,15 +79,14 @@ class Parser(argparse.ArgumentParser):
                 words.append(word)
         found, unknown = super().parse_known_args(words, namespace)
         if unknown:
-            said = guides.answer(unknown, getattr(found, "task", ""), self._option_string_actions)
-            self.error(said or f"unrecognized arguments: {' '.join(unknown)}")
+            text = guides.answer(unknown, getattr(found, "task", ""), self._option_string_actions)
+            self.error(text or f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
         bare = re.fullmatch(r"argument (--\S+): expected one argument", message)
-        said = guides.answer([bare[1]], "", self._option_string_actions) if bare else ""
-        text = said or message
-        self.exit(2, f"nbtools: {text}{'.' * (not text.endswith('?'))} See {self.prog} --help\n")
+        text = guides.answer([bare[1]], "", self._option_string_actions) if bare else ""
+        self.exit(2, f"nbtools: {sentence(text or message)} See {self.prog} --help\n")
 
 
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -130,7 +131,7 @@ def find_task(name: str) -> Task:
 
 # -- commands: each adds its options, and returns what it does with them; the docstring is its help
 
-Act = Callable[[argparse.Namespace], Any]
+Act = Callable[[argparse.Namespace], int | None]  # the exit code, None if it succeeded
 
 
 def gpus_command(_: argparse.ArgumentParser) -> Act:
@@ -182,11 +183,12 @@ def guide_command(one: argparse.ArgumentParser) -> Act:
     text = "as the guide has it: main.py -m hctr -d DIR -b 64, or settings of its config: ims_per_gpu=64"
     one.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help=text)
 
-    def run(options: argparse.Namespace) -> bool:
-        words = [word for word in options.words if word != "--print"]
-        ours = guides.translate(words)
-        print(ours, *ours.notes, sep="\n", file=sys.stderr)
-        return options.print or words != options.words or main(ours.words) == 0
+    def run(options: argparse.Namespace) -> int:
+        show = "--print" in options.words
+        ours = guides.translate([word for word in options.words if word not in ("--", "--print")])
+        print(ours, file=sys.stdout if show else sys.stderr)
+        print(*ours.notes, sep="\n", end="\n" if ours.notes else "", file=sys.stderr)
+        return 0 if show else main(ours.words)
 
     return run
 
@@ -213,10 +215,10 @@ def features_command(one: argparse.ArgumentParser, task: Task) -> Act:
     return lambda options: print_report(task.features(options.source, options.into, **own(options)))
 
 
-def print_report(report: Any) -> bool:
-    """Whether it found no errors."""
+def print_report(report: Any) -> int:
+    """Returns 1 if it found errors."""
     print(report)
-    return report.ok
+    return int(not report.ok)
 
 
 def pack_command(one: argparse.ArgumentParser, task: Task) -> Act:

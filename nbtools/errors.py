@@ -18,7 +18,7 @@ class NbtoolsError(Exception):
 
     def __str__(self) -> str:
         text = super().__str__()
-        return f"{text.rstrip('.')}. {see(self.entry)}" if self.entry else text
+        return f"{sentence(text)} {see(self.entry)}" if self.entry else text
 
 
 class PlanError(NbtoolsError, ValueError):
@@ -55,6 +55,11 @@ class TrainError(NbtoolsError):
 
 class MissingExtra(NbtoolsError, ImportError):
     """An optional package is needed for this; the message names it, and how to install it."""
+
+
+def sentence(text: str) -> str:
+    """With a full stop, unless it ends with one or asks."""
+    return text if text.endswith((".", "?")) else f"{text}."
 
 
 def see(entry: str) -> str:

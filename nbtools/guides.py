@@ -125,7 +125,7 @@ SEGMENT = {  # a config's names, as KEY=VALUE or in a file
 }
 BEFORE = "--from baseline --feed auto"  # the program's own settings, but from a pack
 CAPTCHA_RUN = "train captcha --data dataset --run runs/captcha"
-LARGE = "--from guide-large --feed auto --batch-size 3072 --micro-batch-size 1024 --lr 0.0006"
+LARGE = "--from guide-large --feed auto --batch-size 1024 --gpus 3 --lr 0.0006"  # the batch is that of each GPU
 
 PROGRAMS: dict[str, tuple[str, Mapping[str, Rule]]] = {
     "main": (f"train hwdb --run runs/hwdb {BEFORE} --amp {{amp}} --epochs 10 --batch-size 8", HWDB),
@@ -177,8 +177,8 @@ class Translation:
             else:
                 self.ours.setdefault(option, []).append(word.format(value, *parts, amp=amp))
         if about:
-            said = self.refused if about[0] == "!" else self.notes
-            said.append(f"{name} {value}".strip() + f": {about.strip('! ').format(value, *parts, ours='{ours}')}")
+            notes = self.refused if about[0] == "!" else self.notes
+            notes.append(f"{name} {value}".strip() + f": {about.strip('! ').format(value, *parts, ours='{ours}')}")
 
     def read(self, words: Sequence[str], table: Mapping[str, Rule], program: str) -> list[str]:
         """Add the options among the words; returns the other words. Raises NbtoolsError for an option without its
@@ -215,12 +215,16 @@ class Translation:
                 raise NbtoolsError(f"{program}.py takes no {word}{nearest(word.partition('=')[0], named(table))}")
 
     def finish(self) -> None:
-        """Make batch and micro-batch of accumulation. Raises NbtoolsError for what cannot run here."""
-        steps, batch = self.ours.pop("--accumulate", ["1"])[0], self.ours.get("--batch-size", ["auto"])[0]
-        if batch != "auto" and steps != "1":
+        """Make batch and micro-batch of accumulation, and of the batch of each GPU. Raises NbtoolsError for what cannot
+        run here."""
+        steps, gpus = (self.ours.pop(option, ["1"])[0] for option in ("--accumulate", "--gpus"))
+        batch = self.ours.get("--batch-size", ["none"])[0]
+        if batch != "auto" and (steps, gpus) != ("1", "1"):
             if not (batch.isdecimal() and steps.isdecimal()):
-                raise NbtoolsError(f"batch size and accumulation must be whole numbers, got {batch} and {steps}")
-            self.ours |= {"--batch-size": [str(int(batch) * int(steps))], "--micro-batch-size": [batch]}
+                rule = "batch size and accumulation must be whole numbers"
+                raise NbtoolsError(f"{rule}, got {batch} and {steps}; name both")
+            self.ours["--batch-size"] = [str(int(batch) * int(steps) * int(gpus))]
+            self.ours["--micro-batch-size"] = [batch]
         run = self.ours.get("--run", [""])[0]
         if run.endswith(FOREIGN):
             self.refused.append(f"{run}: another program's checkpoint; nbtools resumes a run folder of its own")
@@ -279,7 +283,7 @@ def plain(text: str) -> str:
 def answer(words: Sequence[str], task: str, known: Collection[str]) -> str:
     """One sentence about words that our command cannot read: what an option of a guide is here, that of the task first,
     else the nearest that there is; "" if there is nothing to say. known: our command's options."""
-    rules, said = {}, []
+    rules, notes = {}, []
     for command, table in sorted(PROGRAMS.values(), key=lambda row: row[0].split()[1:2] == [task]):
         rules |= named(table) if command.startswith("train") else {}
     for word, after in zip(words, [*words[1:], "-"], strict=True):
@@ -290,10 +294,14 @@ def answer(words: Sequence[str], task: str, known: Collection[str]) -> str:
             value = value or ("…" if after.startswith("-") else after)
             here.add(rule, name, value if takes_value(rule) else "")
             here.ours.pop("--accumulate", None)
-            said += [f"{name} is {' '.join(here.words)} here"] if here.ours else here.notes + here.refused
+            if not here.ours:
+                notes += here.notes + here.refused
+                continue
+            here.ours = {option: words for option, words in here.ours.items() if option in known}
+            notes.append(f"{name} is {' '.join(here.words)} here" if here.ours else f"no option {name}")
         elif word.startswith("-") and name not in known:
-            said.append(f"no option {name}{nearest(name, [*known, *rules])}")
-    return "; ".join(said).replace("; on one: {ours}", "")
+            notes.append(f"no option {name}{nearest(name, [*known, *rules])}")
+    return "; ".join(notes).replace("; on one: {ours}", "")
 
 
 def named(table: Mapping[str, Rule]) -> dict[str, Rule]:

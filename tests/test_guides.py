@@ -182,6 +182,15 @@ def test_every_command_runs_on_the_guides_own_folders(words, home, capsys):
         ),
         ("something.sh", "name a program of a guide, got 'something.sh': "),
         ("", "name a program of a guide, got nothing: "),
+        ("captcha_train_a100_optimized.py accumulation_steps=2", "must be whole numbers, got none and 2; name both"),
+        (
+            "captcha_train_a100_ultra_optimized.py batch_size=896",
+            " --batch-size 2688 --lr 0.0006 --micro-batch-size 896",
+        ),
+        (
+            "captcha_train_a100_ultra_optimized.py batch_size=512 accumulation_steps=2",
+            " --batch-size 3072 --lr 0.0006 --micro-batch-size 512",
+        ),
     ],
 )
 def test_what_no_command_of_ours_can_do_is_a_sentence(typed, sentence, capsys):
@@ -214,6 +223,9 @@ def test_what_no_command_of_ours_can_do_is_a_sentence(typed, sentence, capsys):
         ("train hwdb -lr 0.003", "-lr is --lr 0.003 here"),
         ("train segment ims_per_gpu=4", "ims_per_gpu is --batch-size 4 here"),
         ("pack captcha x --nosuch 1", "no option --nosuch"),
+        ("pack sign x --amp", "no option --amp."),
+        ("pack sign x --labels-train-csv F", "--labels-train-csv is --labels F here"),
+        ("pack hwdb x -m hctr", "-m is --height 128 here"),
     ],
 )
 def test_a_guides_option_given_to_our_own_command_is_answered_with_ours(typed, sentence, capsys):
@@ -225,11 +237,11 @@ def test_a_guides_option_given_to_our_own_command_is_answered_with_ours(typed, s
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [["--print", "main.py", "-d", "x"], ["main.py", "-d", "x", "--print"]])
-def test_print_only_shows_our_command(words, capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("typed", ["--print main.py -d x", "main.py -d x --print", "--print -m main -d x"])
+def test_print_only_shows_our_command(typed, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["guide", *words]) == 0
-    assert capsys.readouterr().err.startswith("python -m nbtools train hwdb --run runs/hwdb --from baseline ")
+    assert main(["guide", *typed.split()]) == 0
+    assert capsys.readouterr().out.startswith("python -m nbtools train hwdb --run runs/hwdb --from baseline ")
     assert not [*tmp_path.iterdir()]
 
 
@@ -246,3 +258,12 @@ def test_a_config_may_be_yaml_json_or_python(name, text, tmp_path):
     ours = guides.translate([str(tmp_path / name)]).ours
     assert (ours["--batch-size"], ours["--scale-low"], ours["--scale-high"]) == (["8"], ["0.75"], ["2.0"])
     assert ours["--data"] == ["my garments"]
+
+
+def test_an_interrupted_command_of_a_guide_has_our_exit_code(monkeypatch, capsys):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nbtools.__main__.gpus", interrupt)
+    assert main(["guide", "check_gpu.py"]) == 130
+    assert capsys.readouterr().err == "python -m nbtools gpus\nnbtools: stopped by you\n"

@@ -8,8 +8,7 @@ import sys
 import tomllib
 from collections import namedtuple
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ import nbtools as nb
 from nbtools import disk, errors
 from nbtools.__main__ import main, parser
 from nbtools.data import open_feed
-from nbtools.errors import NbtoolsError, PackError, TrainError, see
+from nbtools.errors import NbtoolsError, PackError, PlanError, TrainError, see
 from nbtools.folder import only_one
 from nbtools.tasks import captcha, hwdb, segment, sign
 
@@ -178,8 +177,8 @@ def other_task(pack, folder, patch) -> None:
 
 
 def other_classes(pack, folder, patch) -> None:
-    run: Any = SimpleNamespace(card=dataclasses.replace(pack.card, classes=list("dcba")))
-    nb.evaluate(run, pack)
+    other = dataclasses.replace(pack, card=dataclasses.replace(pack.card, classes=list("dcba")))
+    nb.evaluate(nb.TrainState(toy, pack, toy.PLAN), other)
 
 
 def wrong_path(pack, folder, patch) -> None:
@@ -213,7 +212,7 @@ def test_what_goes_wrong_ends_with_its_entry(act, pack, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(NbtoolsError) as caught:
         act(pack, tmp_path, patch)
     message = str(caught.value)
-    assert message.endswith(f". {see(PROVOKED[act])}"), message
+    assert message.endswith((f". {see(PROVOKED[act])}", f"? {see(PROVOKED[act])}")), message
     assert message.count("See “") == 1
 
 
@@ -261,7 +260,15 @@ def test_links_within_the_page_lead_to_its_headings_and_all_are_listed_at_its_to
 def test_a_message_without_an_entry_and_one_with_several_arguments_are_as_they_were():
     assert str(TrainError("stop; go on")) == "stop; go on"
     assert str(TrainError("Done.", entry="NaN")) == f"Done. {see('NaN')}"
+    assert str(TrainError("Done?", entry="NaN")) == f"Done? {see('NaN')}"
     assert PackError("rule", 3, "fix").args == ("rule", 3, "fix")
+
+
+def takes(plan: nb.Plan, field: str, value: str) -> bool:
+    try:
+        return bool(plan.turn(**{field: plan.parse(field, value)}))
+    except PlanError:
+        return False
 
 
 def test_every_option_command_and_preset_in_it_is_one(capsys):
@@ -274,5 +281,9 @@ def test_every_option_command_and_preset_in_it_is_one(capsys):
     assert set(re.findall(r"--[a-z][\w-]*", PAGE)) <= set(re.findall(r"--[a-z][\w-]*", helps))
     for command in re.findall(r"`python -m nbtools (\w+ [^`]+)`", PAGE):
         parser(command.split()).parse_args(command.split())
+    plans = [task.PLAN for task in tasks.values()]
+    for option, value in re.findall(r"(?<=[` ])--([a-z][\w-]*) ([\w.-]*\w)", PAGE):
+        fitting = [plan for plan in plans if hasattr(plan, field := option.replace("-", "_"))]
+        assert value == "auto" or not fitting or any(takes(plan, field, value) for plan in fitting), (option, value)
     presets = {name for task in tasks.values() for name in task.PRESETS}
     assert set(re.findall(r"--from ([\w.-]+)", PAGE)) <= presets

@@ -97,11 +97,11 @@ def labels_of(folder: Path, given: Collection[str] = (), glosses: Classes = None
 
 def words_of(labels: Mapping[str, Ids]) -> dict[int, str]:
     """The names of glosses whose clips are called `clip_0089_how are you`; {} unless every gloss has one of its own."""
-    said = defaultdict(Counter)
+    titles = defaultdict(Counter)
     for clip, (gloss, _) in labels.items():
         title = TITLE.fullmatch(PurePosixPath(clip).stem)
-        said[gloss][title[1] if title else ""] += 1
-    words = {gloss: texts.most_common(1)[0][0] for gloss, texts in said.items()}
+        titles[gloss][title[1] if title else ""] += 1
+    words = {gloss: texts.most_common(1)[0][0] for gloss, texts in titles.items()}
     return words if len(set(words.values()) - {""}) == len(words) else {}
 
 
