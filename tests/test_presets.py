@@ -19,7 +19,7 @@ from nbtools.data import Card, cores
 from nbtools.data.pack import Column
 from nbtools.errors import PlanError
 from nbtools.live import Plans, Requests
-from nbtools.measure import Receipt, preset, receipt
+from nbtools.measure import Receipt, Stepper, preset, receipt
 from nbtools.tasks import captcha, hwdb, segment, sign
 from nbtools.train import Plan
 
@@ -240,6 +240,32 @@ def test_a_receipt_with_the_guides_settings_takes_about_as_long(pack):
     measured(without, pack)
     measured(with_it, pack, LARGE)
     assert with_it.now == pytest.approx(without.now, rel=0.25)
+
+
+def test_an_error_in_a_turn_of_the_guides_drops_its_row_and_ends_its_workers(pack, monkeypatch):
+    def turn(self, seconds):
+        if self.plan.workers and len(self.turns) == 1:
+            raise RuntimeError("a worker was killed\nat once")
+        return Stepper.advance(self, seconds)
+
+    monkeypatch.setattr(Stepper, "turn", turn)
+    before = set(multiprocessing.active_children())
+    found = measured(job(), pack, toy.BASELINE.replace(workers=1))
+    assert found.guide is None
+    assert found.notes[1] == "The guide's optimised settings cannot train here: a worker was killed"
+    assert found.after.rounds == 3
+    assert set(multiprocessing.active_children()) == before
+
+
+def test_a_receipt_that_is_interrupted_ends_the_workers(pack, monkeypatch):
+    def turn(self, seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stepper, "turn", turn)
+    before = set(multiprocessing.active_children())
+    with pytest.raises(KeyboardInterrupt):  # which holds the frames, and with them the steppers
+        measured(job(), pack, toy.BASELINE.replace(workers=1))
+    assert set(multiprocessing.active_children()) == before
 
 
 def test_a_receipt_without_them_is_as_before(pack):

@@ -4,7 +4,7 @@ alternation on the same machine and data. A rung has one more group of settings 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -212,8 +212,8 @@ class Course:
         if cuda:
             before = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
-        stepper = Stepper(self.task, self.pack, plan, self.device, feed, self.clock).warm_up(WARMING - 1)
-        self.steppers[name], self.first[name] = stepper, stepper.advance()
+        stepper = self.steppers[name] = Stepper(self.task, self.pack, plan, self.device, feed, self.clock)
+        self.first[name] = stepper.warm_up(WARMING - 1).advance()
         stepper.turns.clear()
         if cuda:
             peak = torch.cuda.max_memory_allocated(self.device) - before + (self.pack.bytes if feed else 0)
@@ -232,27 +232,31 @@ class Course:
     def run(self, wanted: Sequence[tuple[str, Plan]], seconds: float, guide: Plan | None = None) -> list[str]:
         """Enter the ends, the rungs between them and the guide's settings where there is time and memory, and give each
         its turns; returns why not."""
-        for name, plan in (wanted[0], wanted[-1]):
-            self.enter(name, plan)
-        notes = self.refusal(len(wanted) - 2, seconds)
-        for name, plan in () if notes else wanted[1:-1]:
-            self.enter(name, plan)
-        names = [name for name, _ in wanted if name in self.steppers]
-        told = self.enter_aside(guide, seconds) if guide is not None else []
-        running = [self.steppers[name] for name in (*names, GUIDE) if name in self.steppers]
-        for _ in range(ROUNDS):
-            for stepper in running:
-                stepper.turn(2 * seconds / len(running))
-        for stepper in running:
-            stepper.close()
+        try:
+            for name, plan in (wanted[0], wanted[-1]):
+                self.enter(name, plan)
+            notes = self.refusal(len(wanted) - 2, seconds)
+            for name, plan in () if notes else wanted[1:-1]:
+                self.enter(name, plan)
+            names = [name for name, _ in wanted if name in self.steppers]
+            aside = self.enter_aside(guide, seconds) if guide is not None else []
+            each = 2 * seconds / len(self.steppers)
+            for _ in range(ROUNDS):
+                for name in names:
+                    self.steppers[name].turn(each)
+                if GUIDE in self.steppers:
+                    aside += self.attempt(lambda: self.steppers[GUIDE].turn(each))
+        finally:
+            for stepper in self.steppers.values():
+                stepper.close()
         if (optimised := self.steppers.pop(GUIDE, None)) is not None:
             self.optimised, micro = optimised, optimised.state.recovery.micro
             if micro != optimised.plan.micro_batch_size:
-                told = [f"Memory ran out with the {GUIDE} settings: measured in passes of {micro} samples"]
+                aside = [f"Memory ran out with the {GUIDE} settings: measured in passes of {micro} samples"]
         self.steppers = {name: self.steppers[name] for name in names}
         if notes:
             self.steppers[ALL] = self.steppers.pop(names[-1])
-        return notes + told
+        return notes + aside
 
     def enter_aside(self, plan: Plan, seconds: float) -> list[str]:
         """Enter the guide's settings, which are no rung, unless their steps would take as long as all else; returns why
@@ -264,11 +268,18 @@ class Course:
         if number * step_s > 2 * seconds * ROUNDS:
             likely = f"{number} steps of {plan.batch_size} samples would take about {number * step_s:.0f} s"
             return [f"The {GUIDE} settings were not measured: {likely}"]
+        return self.attempt(lambda: self.enter(GUIDE, plan))
+
+    def attempt(self, act: Callable[[], Any]) -> list[str]:
+        """Do something with the guide's settings; if that fails they are dropped, since the receipt is complete without
+        them. Returns why."""
         try:
-            self.enter(GUIDE, plan)
-        except (NbtoolsError, RuntimeError, MemoryError) as error:  # the receipt is complete without it
-            why = str(error.args[0]) if error.args else type(error).__name__
-            return [f"The {GUIDE} settings cannot train here: {why.splitlines()[0].rstrip('.')}"]
+            act()
+        except (NbtoolsError, RuntimeError, MemoryError, OSError) as error:
+            if (failed := self.steppers.pop(GUIDE, None)) is not None:
+                failed.close()
+            why = next(iter(str(error.args[0]).splitlines()), "") if error.args else ""
+            return [f"The {GUIDE} settings cannot train here: {why.rstrip('.') or type(error).__name__}"]
         return []
 
     def aside(self) -> Rung | None:
