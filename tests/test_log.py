@@ -14,8 +14,7 @@ from acting import acting
 import nbtools as nb
 from nbtools.data import batches_left
 from nbtools.live import View
-from nbtools.live.log import opening
-from nbtools.train import Plan, Record, Steps, TrainState
+from nbtools.train import Plan, Record, Steps
 from nbtools.train.plan import lr_at
 
 pytestmark = pytest.mark.usefixtures("undrawn", "one_thread")
@@ -64,13 +63,6 @@ def test_a_resumed_run_says_where_and_a_finished_or_quiet_one_nothing(pack, tmp_
     assert capsys.readouterr().out == ""
     nb.fit(toy, pack, PLAN, tmp_path / "quiet", receipt=False, progress=False)
     assert capsys.readouterr().out == ""
-
-
-def test_of_several_processes_the_batch_is_that_of_each_and_of_all(pack):
-    state = TrainState(toy, pack, PLAN.replace(batch_size=48, micro_batch_size=8))
-    device, batch = opening(state, pack, processes=3)[:2]
-    assert device.startswith("device     3 × ")
-    assert batch == "batch      48 per step, 16 per GPU, accumulated over 2 forward passes of at most 8"
 
 
 def epoch_row(epoch: int, step: int, samples: int, **values: Any) -> Record:

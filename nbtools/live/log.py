@@ -16,14 +16,13 @@ MEMORY = (("gpu_memory_allocated", "gpu_memory_peak"), ("memory", "memory"))
 """Columns of what is in use now, and of its peak: on a GPU the allocator's of the epoch, else the largest so far."""
 
 
-def opening(state: TrainState, pack: Pack, processes: int = 1) -> list[str]:
-    """What a run starts with, or resumes with: devices, batch, lr, optimizer, feed, and how many steps it takes.
-    processes: that train together, each on a device like this one and on its part of every batch."""
-    plan, device, count = state.plan, described(state.device), pack.splits["train"]
+def opening(state: TrainState, pack: Pack) -> list[str]:
+    """What a run starts with, or resumes with: device, batch, lr, optimizer, feed, and how many steps it takes."""
+    plan, count = state.plan, pack.splits["train"]
     feed, why = choose(pack, plan, state.device)
     rows = [
-        ("GPU" if state.device.type == "cuda" else "device", f"{processes} × {device}" if processes > 1 else device),
-        ("batch", batch_of(plan, state.recovery.micro, processes)),
+        ("GPU" if state.device.type == "cuda" else "device", described(state.device)),
+        ("batch", batch_of(plan, state.recovery.micro)),
         ("lr", lr_of(plan)),
         ("optimizer", optimizer_of(plan)),
         ("feed", f"{feed}: {f'{plan.workers} processes' if feed == 'workers' else why}"),
@@ -34,12 +33,11 @@ def opening(state: TrainState, pack: Pack, processes: int = 1) -> list[str]:
     return [f"{name:<11}{text}" for name, text in rows]
 
 
-def batch_of(plan: Plan, micro: int | None, processes: int) -> str:
-    """The batch in all and of each GPU, and the forward passes that it takes there."""
-    each = math.ceil(plan.batch_size / processes)
-    text = f"{plan.batch_size} per step" + (f", {each} per GPU" if processes > 1 else "")
-    if micro is not None and micro < each:
-        text += f", accumulated over {math.ceil(each / micro)} forward passes of at most {micro}"
+def batch_of(plan: Plan, micro: int | None) -> str:
+    """The batch, and the forward passes that it takes."""
+    text = f"{plan.batch_size} per step"
+    if micro is not None and micro < plan.batch_size:
+        text += f", accumulated over {math.ceil(plan.batch_size / micro)} forward passes of at most {micro}"
     return text
 
 

@@ -54,7 +54,6 @@ FREE = ("feed", "workers", "prefetch", "channels_last", "compile", "graph", "amp
 precision of its arithmetic."""
 
 TIERS = ((40, 512), (24, 256), (12, 128), (0, 64))  # GB of GPU memory → batch (guide 2)
-NEARLY = 0.98  # torch sees a little less than is sold: 39.4 GiB (42.3 GB) of "40 GB", 22.0 GiB (23.7 GB) of "24 GB"
 WARMUP = ((1, 0), (2, 3), (4, 5), (8, 10), (16, 20))  # the batch k times as large → epochs of warmup (guide 3)
 MOST_K = 16  # beyond it Adam's best lr falls again (arXiv 2405.14578); the guides' table ends there too
 LEAST_BATCH = 8  # a smaller one gives BatchNorm poor statistics
@@ -68,8 +67,7 @@ class Advice(Report):
     The panel's presets: baseline, the guide's "before", and largest, the largest batch that the rules allow, or None if
     there is none larger, for which `largest_reason` gives the reason; presets: the task's own, name → (plan, what
     differs here), or (None, why it cannot train here). precision, batches, workers, profile: the measurements, None if
-    there was none; verdict: what this plan is bound by here. samples: of the train
-    split.
+    there was none; verdict: what this plan is bound by here. samples: of the train split.
     """
 
     plan: Plan
@@ -285,8 +283,8 @@ def inspect() -> Machine:
         return Machine(device.type, "Apple GPU" if device.type == "mps" else "CPU")
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
-    gigabytes = properties.total_memory / 1e9
-    return Machine("cuda", properties.name, gigabytes, torch.cuda.device_count(), cores(), capability)
+    gpus = torch.cuda.device_count()
+    return Machine("cuda", properties.name, devices.gigabytes(device), gpus, cores(), capability)
 
 
 def decide(task: TaskLike, card: Card, machine: Machine, found: Mapping[str, tuple[Any, str]] | None = None) -> Advice:
@@ -328,7 +326,7 @@ def enough(card: Card) -> int:
 
 def memory_tier(machine: Machine) -> tuple[int, int]:
     """(GB from which it reaches up, its batch) of a CUDA GPU."""
-    return next(tier for tier in TIERS if machine.gigabytes >= NEARLY * tier[0])
+    return devices.tier(machine.gigabytes, TIERS)
 
 
 def batch_size(card: Card, machine: Machine, base: int) -> tuple[int, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_DEVICES = ("cuda", "mps")  # on a CPU most of its kernels are not vectorised, or emulated: a step took 14 s
+NEARLY = 0.98  # torch sees a little less than is sold: 39.4 GiB (42.3 GB) of "40 GB", 22.0 GiB (23.7 GB) of "24 GB"
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -132,6 +133,11 @@ def give_back(device: torch.device) -> None:
 def gigabytes(device: torch.device) -> float:
     """10⁹ bytes of a CUDA GPU's memory, 0 elsewhere."""
     return torch.cuda.get_device_properties(device).total_memory / 1e9 if device.type == "cuda" else 0.0
+
+
+def tier(gigabytes: float, tiers: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The first of (GB that a GPU is sold with, value) that this memory reaches, in descending order."""
+    return next(tier for tier in tiers if gigabytes >= NEARLY * tier[0])
 
 
 def reduced(device: torch.device) -> str:

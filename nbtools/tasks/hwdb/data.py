@@ -102,7 +102,7 @@ def pack(
 
 def height_for(gigabytes: float) -> tuple[int, str]:
     """(pixels, why): the height of lines for a GPU of this memory, 10⁹ bytes; 0: no CUDA GPU."""
-    least, height = next(tier for tier in TIERS if round(gigabytes) >= tier[0])
+    least, height = device.tier(gigabytes, TIERS)
     size = f"{gigabytes:.0f} GB of GPU memory, {THUMB}, not tested on a GPU" if least else f"no CUDA GPU, {THUMB}"
     return height, f"{height} pixels, for {'hctr' if height >= HCTR_HEIGHT else 'slim'}: {size}"
 
