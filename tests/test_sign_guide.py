@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from guide_layouts import FEATURES, GLOSSES, KEYPOINTS, VALIDATION, sign_folders, sign_labels
 
 import nbtools as nb
 from nbtools.__main__ import main
-from nbtools.data import Pack
+from nbtools.data import Pack, open_feed
 from nbtools.errors import PackError, TrainError
 from nbtools.measure import preset
 from nbtools.tasks import sign
@@ -128,6 +129,11 @@ def test_each_network_trains_on_what_it_can_read_and_says_what_it_cannot(process
     lengths = part.lengths(NETWORKS[network], part.ids("train"))
     assert (len(lengths), lengths.min() > 0, part.card.bucket_by) == (20, True, NETWORKS[network])
     assert run.card == part.card
+    assert part.bytes < made.bytes
+    for feed in ("resident", "streamed", "workers"):
+        [raw] = open_feed(part, sign.PLAN.replace(feed=feed, workers=0), torch.device("cpu"))([part.ids("train")])
+        read = {"transformer": {"x", "mask"}, "gru": {"features"}}[network]
+        assert {name for name in raw if not name.endswith("_length")} == {"label", "id", *read}
     assert fitted(made, network, tmp_path / "run").history.rows == run.history.rows, "it resumes with the same pack"
     assert len(run.predict_pack(made, part.ids("train"))) == 20
     missing = sorted(set(made.ids("train")) - set(part.ids("train")))[0]

@@ -129,14 +129,14 @@ def open_feed(pack: Pack, plan: Plan, device: torch.device) -> Feed:
 
 
 class Resident:
-    """The whole pack as tensors on the device; a batch is one gather per column."""
+    """All that batches hold as tensors on the device; a batch is one gather per column."""
 
     name = "resident"
 
     def __init__(self, pack: Pack, device: torch.device):
         self.pack, self.device = pack, device
-        self.values = {name: torch.from_numpy(array).to(device) for name, array in pack.arrays.items()}
-        self.offsets = {name: torch.from_numpy(array).to(device) for name, array in pack.offsets.items()}
+        self.values = {name: torch.from_numpy(pack.arrays[name]).to(device) for name in pack.read}
+        self.offsets = {name: torch.from_numpy(array).to(device) for name, array in pack.ragged.items()}
         self.fixed = [name for name in self.values if name not in self.offsets]
 
     def __call__(self, batches: Sequence[np.ndarray]) -> Iterator[Raw]:
@@ -242,10 +242,10 @@ class Slot:
 
 def gather(pack: Pack, ids: np.ndarray) -> Raw:
     """A raw batch in host memory, copied from the memory map."""
-    fixed = [name for name in pack.columns if name not in pack.offsets]
+    fixed = [name for name in pack.read if name not in pack.offsets]
     raw = {name: torch.from_numpy(np.take(pack.arrays[name], ids, axis=0)) for name in fixed}
-    if pack.offsets:
-        samples = [{n: pack.arrays[n][slice(*ends[i : i + 2])] for n, ends in pack.offsets.items()} for i in ids]
+    if ragged := pack.ragged:
+        samples = [{n: pack.arrays[n][slice(*ends[i : i + 2])] for n, ends in ragged.items()} for i in ids]
         raw |= collate(samples, pack.columns)
     raw["id"] = torch.from_numpy(np.asarray(ids, np.int64))
     return raw
@@ -270,7 +270,7 @@ class Workers:
             )
         if plan.workers:
             require_shared_memory(pack, plan)
-        self.raw, self.columns, self.device, self.plan = pack.raw, pack.columns, device, plan
+        self.raw, self.pack, self.device, self.plan = pack.raw, pack, device, plan
         self.idle: list[tuple[DataLoader, list[list[int]]]] = []
 
     def open(self) -> tuple[DataLoader, list[list[int]]]:
@@ -281,7 +281,7 @@ class Workers:
             self.raw,
             batch_sampler=sampler,
             num_workers=self.plan.workers,
-            collate_fn=partial(collate, columns=self.columns),
+            collate_fn=partial(collate, columns=self.pack.columns, unread=self.pack.unread),
             pin_memory=cuda,
             prefetch_factor=self.plan.prefetch if many else None,
             persistent_workers=many,

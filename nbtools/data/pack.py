@@ -86,7 +86,7 @@ class Card:
 class Pack:
     """An open pack. `raw` is the Dataset over the source files, None if they are gone. Shows as a table.
 
-    wanted: (n,) bool, the samples that are in a split; None: all. See `part`.
+    wanted: (n,) bool, the samples that are in a split; None: all. unread: columns that batches leave out. See `part`.
     """
 
     folder: Path
@@ -94,6 +94,7 @@ class Pack:
     manifest: dict[str, Any] = field(repr=False)
     raw: RawFiles | None = field(default=None, repr=False)
     wanted: np.ndarray | None = field(default=None, repr=False, compare=False)
+    unread: frozenset[str] = frozenset()
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
@@ -148,8 +149,20 @@ class Pack:
         return self.card.splits
 
     @property
+    def read(self) -> dict[str, Column]:
+        """The columns of batches."""
+        return {name: column for name, column in self.columns.items() if name not in self.unread}
+
+    @property
+    def ragged(self) -> dict[str, np.ndarray]:
+        """The offsets of the ragged ones among them."""
+        return {name: offsets for name, offsets in self.offsets.items() if name not in self.unread}
+
+    @property
     def bytes(self) -> int:
-        return sum(entry["size"] for entry in self.manifest["files"].values())
+        """On disk, without columns that batches leave out."""
+        left = {f"{name}{end}" for name in self.unread for end in (".npy", ".offsets.npy")}
+        return sum(entry["size"] for name, entry in self.manifest["files"].items() if name not in left)
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -183,19 +196,21 @@ class Pack:
         chosen = self.split == SPLITS.index(split)
         return np.flatnonzero(chosen if self.wanted is None else chosen & self.wanted)
 
-    def part(self, columns: Collection[str]) -> Self:
+    def part(self, columns: Collection[str], unread: Collection[str] = ()) -> Self:
         """The pack without the samples that have nothing in one of these columns: they are in no split, and ids stay.
-        Batches are grouped by one of them if the pack's own column is empty in some. The pack itself where nothing
-        changes."""
+        Batches are grouped by one of them if the pack's own column is empty in some, and leave out the unread columns.
+        The pack itself where nothing changes."""
         ragged = [name for name in columns if name in self.offsets]
         wanted = np.all([np.ones(len(self), bool), *(np.diff(self.offsets[name]) > 0 for name in ragged)], axis=0)
         splits, by = {split: int(wanted[self.ids(split)].sum()) for split in SPLITS}, self.card.bucket_by
         if ragged and by not in (None, *ragged) and not np.diff(self.offsets[by])[wanted].all():
             by = ragged[0]
         card = dataclasses.replace(self.card, splits=splits, bucket_by=by)
-        if card == self.card:
+        if card == self.card and self.unread == set(unread):
             return self
-        return dataclasses.replace(self, card=card, wanted=wanted if self.wanted is None else wanted & self.wanted)
+        if wanted.all() or self.wanted is not None:
+            wanted = None if self.wanted is None else wanted & self.wanted
+        return dataclasses.replace(self, card=card, wanted=wanted, unread=frozenset(unread))
 
     def lengths(self, column: str, ids: np.ndarray) -> np.ndarray:
         offsets = self.offsets[column]
@@ -271,10 +286,13 @@ class RawFiles(Dataset):
         return {"folder": self.folder, "source": self.source, "read": self.read}
 
 
-def collate(samples: Sequence[Sample], columns: Mapping[str, Column]) -> dict[str, torch.Tensor]:
-    """Samples → raw batch: fixed (B, *shape); ragged zero-padded (B, longest, *shape) and `<column>_length` (B,)."""
+def collate(
+    samples: Sequence[Sample], columns: Mapping[str, Column], unread: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
+    """Samples → raw batch: fixed (B, *shape); ragged zero-padded (B, longest, *shape) and `<column>_length` (B,);
+    without the unread columns."""
     batch = {}
-    for name in samples[0]:
+    for name in (name for name in samples[0] if name not in unread):
         arrays = [sample[name] for sample in samples]
         if name in columns and columns[name].kind == "ragged":
             lengths = np.array([len(a) for a in arrays])

@@ -394,7 +394,7 @@ def shapes(pack: Pack, plan: Plan) -> int:
 def padding(pack: Pack, plan: Plan) -> dict[str, float]:
     """Ragged column → share of the elements of an epoch's batches that are padding; from lengths alone."""
     batches = epoch_batches(pack, plan)
-    return {column: padded(pack, column, batches) for column in pack.offsets}
+    return {column: padded(pack, column, batches) for column in pack.ragged}
 
 
 def padded(pack: Pack, column: str, batches: Iterable[np.ndarray]) -> float:

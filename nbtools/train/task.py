@@ -186,7 +186,9 @@ def readable(task: TaskLike, pack: Pack, plan: Any) -> Pack:
     """The part of a pack that the plan's network can read; the pack itself where it can read all, or nothing: its
     `model` then says what is missing."""
     columns = as_task(task).inputs(plan, pack.columns)
-    return pack.part(columns) if columns and set(columns) <= pack.columns.keys() else pack
+    if not columns or not set(columns) <= pack.columns.keys():
+        return pack
+    return pack.part(columns, pack.columns.keys() & as_task(task).COLUMN_OPTIONS.keys() - set(columns))
 
 
 def unread(task: TaskLike, pack: Pack, plan: Any) -> str:
