@@ -145,7 +145,7 @@ def test_an_installed_font_that_has_the_characters_draws_them_and_is_named(tmp_p
     folder = hwdb.demo(tmp_path, 6, characters="AKOSXez37", height=48)
     assert "drawn with the font DejaVu Sans" in capsys.readouterr().out
     assert all(b"DejaVu Sans" in data[:100] for data in bytes_in(folder).values())
-    face, prints, ink = ImageFont.truetype(str(LATIN), 34), {}, torch.from_numpy(atlas("37AKOSXez", 48, 0)[0])
+    face, prints, ink = ImageFont.truetype(LATIN, 34), {}, torch.from_numpy(atlas("37AKOSXez", 48, 0)[0])
     for one in "37AKOSXez":
         image = Image.new("L", (96, 96))
         ImageDraw.Draw(image).text((48, 48), one, 255, face, anchor="mm")

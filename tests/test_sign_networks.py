@@ -209,8 +209,8 @@ class Counted(TorchDispatchMode):
 
 
 def test_a_step_launches_few_operations():
-    """The guide's took 280–400 kernels, forward, backward and optimizer; this 186 for the first two. Counted without
-    dropout, which is one kernel on a GPU and three on a CPU."""
+    """The guide's took 280–400 kernels, forward, backward and optimizer; this 186 for the first two (188 with
+    torch 2.6). Counted without dropout, which is one kernel on a GPU and three on a CPU."""
     counts = []
     for layers in (1, 2):
         network, batch = small(layers=layers, dropout=0.0), clips((16, 12))
@@ -218,4 +218,4 @@ def test_a_step_launches_few_operations():
             loss(network({name: batch[name] for name in ("x", "mask", "x_length")})).backward()
         counts.append(counted.count)
     first, more = counts[0], counts[1] - counts[0]
-    assert first + 3 * more <= 186
+    assert first + 3 * more <= (188 if torch.__version__.startswith("2.6.") else 186)

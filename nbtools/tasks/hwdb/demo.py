@@ -147,7 +147,7 @@ def atlas(characters: str, size: int, seed: int) -> tuple[np.ndarray, str]:
     had, path = best_of(system(), characters)
     if path is None or len(had) < len(characters):
         return soft([shape(character, size, seed) for character in characters]), "shapes from the seed"
-    face = ImageFont.truetype(str(path), round(EM * size), layout_engine=ImageFont.Layout.BASIC)
+    face = ImageFont.truetype(path, round(EM * size), layout_engine=ImageFont.Layout.BASIC)
     cells = []
     for character in characters:
         cells.append(Image.new("L", (size, size)))
