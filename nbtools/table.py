@@ -40,7 +40,8 @@ def html(headers: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "
         return "".join(f'<{tag} style="{s}">{markup.escape(cell)}</{tag}>' for s, cell in zip(styles, row, strict=True))
 
     body = "".join(f'<tr style="background:none">{line("td", CELL, row)}</tr>' for row in cells)
-    title = f'<caption style="{CAPTION}">{markup.escape(caption)}</caption>' if caption else ""
+    whole = "" if headers else KEPT  # else, above no columns, a caption breaks at every word
+    title = f'<caption style="{CAPTION}{whole}">{markup.escape(caption)}</caption>' if caption else ""
     head = f"<thead><tr>{line('th', HEAD, [str(h) for h in headers])}</tr></thead>"
     return f'<table style="{TABLE}">{title}{head}<tbody>{body}</tbody></table>'
 

@@ -39,7 +39,7 @@ TINY = {
     "sign": {"COUNT": 40, "GLOSSES": 4},
     "segment": {"COUNT": 28, "SIDES": (48, 48)},
     "2_train": {"CHANGES": {"epochs": 1, "warmup_epochs": 0.0}, "MEASURE": False},
-    "sign/2_train": {"MORE": {}},
+    "sign/2_train": {"MORE": 1},
     "3_evaluate": {"EPOCHS": 1},
 }
 """Settings with which a notebook runs in seconds, and its accuracy means nothing: for tests. By task and by part."""

@@ -64,6 +64,7 @@ def test_the_three_folders_are_one_pack_whose_third_validates(processed, tmp_pat
     made = packed(processed)
     assert (counts(made), len(made.bad)) == ((30, 10, 0), 0)
     assert made.classes == list(GLOSSES), "the names of clips hold them"
+    assert "6: how are you, thank you, good morning, " in str(made)
     assert {Path(made.names[i]).parent.name for i in made.ids("val")} == {VALIDATION}
     assert {Path(made.names[i]).parent.name for i in made.ids("train")} == {KEYPOINTS, FEATURES, BOTH}
     with tarfile.open(tmp_path / "processed.tar", "w") as file:

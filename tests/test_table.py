@@ -7,6 +7,12 @@ import pytest
 from nbtools import table
 
 
+def test_a_caption_above_no_columns_stays_on_one_line():
+    assert "nowrap" in table.html((), [], caption="120 clips: 0 errors and 0 warnings")
+    wide = table.html(["a"], [], caption="a sentence that may be longer than its table is wide")
+    assert "nowrap" not in wide.partition("</caption>")[0]
+
+
 def test_no_cell_header_or_caption_becomes_markup_or_steers_the_terminal():
     page = table.html(["<b>"], [["<img src=x onerror=alert(1)>"], ['"&']], caption="</table><script>")
     assert not [tag for tag in ("<img", "<b>", "<script", "</table><") if tag in page]

@@ -243,11 +243,13 @@ class Pack:
         return f" of {having:,} samples" if having < len(self) else ""
 
     def rows(self) -> list[tuple[str, str]]:
+        named, more = self.classes[:40], " …" if len(self.classes) > 40 else ""
+        names = (", " if any(" " in name for name in named) else " ").join(named)
         return [
             ("task", self.card.task),
             ("samples", ", ".join(f"{self.splits[s]:,} {s}" for s in SPLITS)),
             ("columns", ", ".join(f"{name} {column}{self.only(name)}" for name, column in self.columns.items())),
-            ("classes", f"{len(self.classes)}: {' '.join(self.classes[:40])}{' …' if len(self.classes) > 40 else ''}"),
+            ("classes", f"{len(self.classes)}: {names}{more}"),
             ("left out", f"{self.manifest['bad']} (see .bad)" if self.manifest["bad"] else "none"),
             ("size", disk.human(self.bytes)),
             ("folder", str(self.folder)),

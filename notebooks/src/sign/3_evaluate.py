@@ -43,8 +43,8 @@ pack = run.readable(pack)  # some clips may lack what its network reads
 
 # %% [markdown]
 # ## How good is it?
-# On signers that training never saw: the share of clips with the right gloss, with the right category, and with the
-# right gloss among the five most likely.
+# On clips that training never saw, in the demo those of other signers: the share of clips with the right gloss, with
+# the right category, and with the right gloss among the five most likely.
 #
 # `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for data that this run has not seen: all of it is test.
 
