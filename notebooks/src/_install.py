@@ -24,10 +24,13 @@ print(f"nbtools comes from {SOURCE}" if MISSING else "nbtools is already install
 COPY, PROBLEM = Path(SOURCE).expanduser(), ""
 if MISSING and SOURCE.startswith("drive:"):
     try:
-        from google.colab import drive
+        if "NBTOOLS_DRIVE" not in os.environ:  # a folder that stands for Drive
+            from google.colab import drive
 
-        drive.mount("/content/drive")
-    except Exception as error:  # declined, or this is not Colab
+            drive.mount("/content/drive")
+    except ImportError:
+        PROBLEM = "this is not Colab, so drive: needs a folder in NBTOOLS_DRIVE; or name the file by its path"
+    except Exception as error:  # declined
         PROBLEM = f"Drive cannot be opened ({error})"
     COPY = Path(os.environ.get("NBTOOLS_DRIVE", "/content/drive/MyDrive"), SOURCE.removeprefix("drive:"))
 if not (PROBLEM or "://" in SOURCE or COPY.is_file() or (COPY / "pyproject.toml").is_file()):
