@@ -108,6 +108,18 @@ def test_a_clone_in_the_working_folder_is_not_taken_for_an_installed_nbtools(tmp
     assert said == "nbtools comes from nbtools\n"
 
 
+@pytest.mark.parametrize(("drive", "problem"), [(True, ""), (False, "this is not Colab")])
+def test_off_colab_a_folder_stands_for_the_drive_that_source_names(drive, problem, tmp_path):
+    (tmp_path / ZIP).touch()
+    environment = {name: os.environ[name] for name in ("PATH", "SYSTEMROOT") if name in os.environ}
+    if drive:
+        environment["NBTOOLS_DRIVE"] = str(tmp_path)
+    code = "\n".join([*installing(f"drive:{ZIP}")[:2], "print(PROBLEM)"])
+    command = [sys.executable, "-S", "-c", code]
+    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines()[-1][: len(problem) or None] == problem
+
+
 STOPS = {  # SOURCE → the reason in the sentence
     "drive:packs": "drive:packs holds packs and runs, not a copy of nbtools",
     "drive:missing.zip": "drive:missing.zip does not exist",
