@@ -93,7 +93,7 @@ def test_every_character_occurs_in_train_as_soon_as_there_are_as_many_lines(page
 
 def test_the_same_seed_gives_the_same_bytes_and_fewer_lines_are_the_first_of_more(pages, tmp_path, capsys):
     more, fewer = bytes_in(pages), bytes_in(hwdb.demo(tmp_path / "a", 40, height=24))
-    said = capsys.readouterr().out  # no font here has the characters
+    said = capsys.readouterr().err  # no font here has the characters
     assert "drawn with shapes from the seed" in said
     assert "apt-get install fonts-lxgw-wenkai" in said
     assert len(fewer) == 7
@@ -143,7 +143,7 @@ def seen(ink: Any):
 
 def test_an_installed_font_that_has_the_characters_draws_them_and_is_named(tmp_path, capsys):
     folder = hwdb.demo(tmp_path, 6, characters="AKOSXez37", height=48)
-    assert "drawn with the font DejaVu Sans" in capsys.readouterr().out
+    assert "drawn with the font DejaVu Sans" in capsys.readouterr().err
     assert all(b"DejaVu Sans" in data[:100] for data in bytes_in(folder).values())
     face, prints, ink = ImageFont.truetype(LATIN, 34), {}, torch.from_numpy(atlas("37AKOSXez", 48, 0)[0])
     for one in "37AKOSXez":

@@ -425,10 +425,10 @@ def test_a_class_list_of_other_data_is_warned_of_at_once_and_one_that_lacks_litt
     packed(tmp_path / "raw", classes="一二")  # progress=False is silent
     hwdb.pack(tmp_path / "raw", height=HEIGHT, classes="一三")
     warning = r"16 of 35 characters are in no class, '二' above all, .* is it the right chars_list"
-    assert re.search(warning, capsys.readouterr().out)
+    assert re.search(warning, capsys.readouterr().err)
     page(tmp_path / "raw" / "2-P1.dgrl", *["一二" * 15] * 3)
     hwdb.pack(tmp_path / "raw", height=HEIGHT, classes="一二")
-    assert "no class" not in capsys.readouterr().out
+    assert "no class" not in capsys.readouterr().err
 
 
 def test_full_width_forms_become_ascii_on_request_in_texts_and_classes(tmp_path):
@@ -556,14 +556,14 @@ def test_the_height_follows_the_gpu_and_the_network_the_height(
     """With the memory of those GPUs; on none of them was anything trained."""
     monkeypatch.setattr(device, "gigabytes", lambda _: gigabytes)
     made = hwdb.pack(pages(tmp_path / "raw", range(3)))
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert made.options["height"] == height
     assert f"lines are scaled to {height} pixels, for {network}: " in said
     assert "rule of thumb" in said
     machine = Machine("cuda" if gigabytes else "cpu", "x", gigabytes, 1, 2, (8, 0))
     assert decide(hwdb, made.card, machine).plan.to_dict()["network"] == network
     assert hwdb.pack(made.folder).options == made.options, "a kept pack carries its height"
-    assert "scaled" not in capsys.readouterr().out
+    assert "scaled" not in capsys.readouterr().err
 
 
 @pytest.mark.real

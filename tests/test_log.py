@@ -32,7 +32,9 @@ def pack(tmp_path_factory):
 
 def test_a_terminal_is_told_what_a_run_starts_with_and_every_epoch(pack, tmp_path, capsys):
     run = nb.fit(toy, pack, PLAN.replace(micro_batch_size=6), tmp_path / "run", receipt=False)
-    said = capsys.readouterr().out.splitlines()
+    text = capsys.readouterr()
+    assert text.out == "", "which is for results"
+    said = [line for line in text.err.splitlines() if line.strip() and "%|" not in line]  # without the bar
     opened = {line[:11].strip(): line[11:] for line in said[:6]}
     count, last = pack.splits["train"], run.history.of("epoch")[-1]
     each = last["step"] // 3
@@ -56,13 +58,13 @@ def test_a_terminal_is_told_what_a_run_starts_with_and_every_epoch(pack, tmp_pat
 
 def test_a_resumed_run_says_where_and_a_finished_or_quiet_one_nothing(pack, tmp_path, capsys):
     nb.fit(acting({12: lambda: os.kill(os.getpid(), signal.SIGINT)}), pack, PLAN, tmp_path / "run", receipt=False)
-    assert "resumed" not in capsys.readouterr().out
+    assert "resumed" not in capsys.readouterr().err
     nb.fit(toy, pack, PLAN, tmp_path / "run", receipt=False)
-    assert "resumed    after step 12, in epoch 2 of 3\n" in capsys.readouterr().out
+    assert "resumed    after step 12, in epoch 2 of 3\n" in capsys.readouterr().err
     nb.fit(toy, pack, PLAN, tmp_path / "run", receipt=False)
-    assert capsys.readouterr().out == ""
+    assert not re.search("device|resumed|epoch", capsys.readouterr().err)
     nb.fit(toy, pack, PLAN, tmp_path / "quiet", receipt=False, progress=False)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == ("", "")
 
 
 def epoch_row(epoch: int, step: int, samples: int, **values: Any) -> Record:
@@ -79,7 +81,7 @@ def told(view: View, *records: Record) -> None:
 def test_on_a_gpu_the_line_has_the_allocators_memory_and_its_peak(tmp_path, capsys):
     view = View(tmp_path / "run", nb.History(), Plan(epochs=2), 3200, "-loss", None, show=True)
     told(view, epoch_row(0, 50, 3200, gpu_memory_allocated=1200.0, gpu_memory_reserved=9000.0, gpu_memory_peak=7373.0))
-    assert "  memory 1.2 GiB (peak 7.2 GiB)" in capsys.readouterr().out
+    assert "  memory 1.2 GiB (peak 7.2 GiB)" in capsys.readouterr().err
     view.bar.close()
 
 

@@ -472,7 +472,7 @@ def test_a_watched_run_that_rewrites_its_history_and_loses_its_plan_is_shown_onc
         with pytest.raises(CheckpointError, match=r"plan\.json is missing"):
             nb.watch(folder, toy)
     text = capsys.readouterr()
-    assert (text.err.count("two"), text.out.count("step 60: val_accuracy nan")) == (1, 1)
+    assert (text.err.count("two"), text.err.count("step 60: val_accuracy nan")) == (1, 1)
 
 
 def test_gpu_readings_become_columns_and_energy_goes_on_over_sessions(pack, tmp_path):

@@ -180,11 +180,14 @@ def test_a_request_that_another_process_has_not_read_yet_says_so(kernel):
 def test_a_terminal_is_told_truth_and_prediction_of_the_samples(tmp_path, capsys):
     view = View(tmp_path / "run", History(), toy.PLAN, 16, "-cer", None, show=True)
     view.show_samples([Preview(np.zeros((32, 400), np.uint8), "手写中文", "手与中文")])
-    assert "TRU 手写中文\nPRE 手与中文\n      ^^\n" in capsys.readouterr().out
+    assert "TRU 手写中文\nPRE 手与中文\n      ^^\n" in capsys.readouterr().err
     assert view.cards[0].truth == "手写中文"
     assert view.visible
+    view.show_samples([Preview(np.zeros((8, 8, 3), np.uint8), "", "")])
+    assert capsys.readouterr().err == "", "no empty line for samples without a text"
     view.bar.close()
+    capsys.readouterr()
     quiet = View(tmp_path / "run", History(), toy.PLAN, 16, "-cer", None, show=False)
     quiet.show_samples([Preview(np.zeros((32, 400), np.uint8), "手", "手")])
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == ("", "")
     assert not quiet.visible

@@ -33,7 +33,7 @@ from nbtools.data.pack import (
     split_of,
 )
 from nbtools.data.sources import Source, cache
-from nbtools.data.stage import bar, in_notebook, stage
+from nbtools.data.stage import bar, in_notebook, say, stage
 
 __all__ = [
     "SPLITS",
@@ -75,6 +75,7 @@ __all__ = [
     "release_runtime",
     "require_shared_memory",
     "require_shares",
+    "say",
     "split_of",
     "stage",
     "steady",

@@ -124,7 +124,7 @@ def publish(source: Source, target: Path, extract: bool, sha256: str | None, pro
 def fetch(source: Source, part: Path, name: str, progress: bool, room: int = 1) -> int:
     """Fetch a source to a `.part` → its bytes. room: how many times they must fit, including what is already there."""
     if progress and source.hint:
-        tqdm.write(source.hint)
+        say(source.hint)
     if source.size is not None:
         disk.require_space(part, room * source.size - bytes_below(part))
     with moving(source.size, f"{source.verb} {name}", progress) as shown:
@@ -207,6 +207,11 @@ class Line(io.StringIO):
             else:
                 self.handle.update(shown, raw=True)
         return len(text)
+
+
+def say(message: str) -> None:
+    """Show a line above the bars: in a notebook's cell, or on a terminal's stderr, since its stdout is for results."""
+    tqdm.write(message, file=sys.stdout if in_notebook() else sys.stderr)
 
 
 def in_notebook() -> bool:

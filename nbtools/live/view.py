@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from html import escape
@@ -21,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nbtools import disk
-from nbtools.data import Pack, collate, in_notebook
+from nbtools.data import Pack, collate, in_notebook, say
 from nbtools.live import png, samples, svg
 from nbtools.live.log import line_of
 from nbtools.live.panel import Panel
@@ -188,7 +187,7 @@ class View:
         if self.output is not None:
             (self.output.opening if opening else self.output.epochs).extend(lines)
         elif not self.bar.disable:
-            self.bar.write("\n".join(lines))
+            say("\n".join(lines))
 
     @property
     def visible(self) -> bool:
@@ -200,9 +199,9 @@ class View:
         self.cards = previews
         if self.output is not None:
             self.output.samples.value = samples.html(previews)
-        if not self.bar.disable:
-            for line in samples.text(previews, shutil.get_terminal_size((120, 24)).columns - 1):
-                self.bar.write(line)
+        room = shutil.get_terminal_size((120, 24)).columns - 1
+        if not self.bar.disable and (lines := samples.text(previews, room)):
+            say("\n".join(lines))
 
     def changed(self, plan: Plan) -> None:
         """The run continues with another plan."""
@@ -220,7 +219,7 @@ class View:
         if self.output is not None and self.output.lives:
             self.output.say(message, passing)
         elif self.progress:
-            tqdm.write(message, file=sys.stdout if self.notebook else sys.stderr)
+            say(message)
 
     def tell_all(self, messages: list[str]) -> None:
         """Show messages, and empty the list."""

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from tqdm import tqdm
 
 from nbtools.data import (
     Card,
@@ -30,6 +29,7 @@ from nbtools.data import (
     is_count,
     position,
     require_shares,
+    say,
     split_of,
 )
 from nbtools.errors import PackError
@@ -116,7 +116,7 @@ def survey(folder: Path, options: Mapping[str, Any], progress: bool = False, why
     """Every usable line of a source with its label and split; the others are bad, with the rule that they break.
     why: the reason for the height, which is shown."""
     if progress and why:
-        tqdm.write(f"lines are scaled to {why}; height= sets another")
+        say(f"lines are scaled to {why}; height= sets another")
     contents = contents_of(folder, options["layout"], progress)
     texts = [normalised(line.label) if options["normalise"] else line.label for line in contents.lines]
     if options["classes"] is not None:
@@ -130,7 +130,7 @@ def survey(folder: Path, options: Mapping[str, Any], progress: bool = False, why
     counts = Counter(character for text in texts for character in text)
     outside = {character: n for character, n in counts.most_common() if character not in places}
     if progress and sum(outside.values()) > FOREIGN * counts.total():
-        tqdm.write(
+        say(
             f"{sum(outside.values()):,} of {counts.total():,} characters are in no class, {''.join([*outside][:10])!r} "
             "above all, and no network will read them: is it the right chars_list.txt, or classes=?"
         )

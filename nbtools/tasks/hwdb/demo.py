@@ -19,6 +19,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from torch import Tensor
 from torch.nn import functional as F
 
+from nbtools.data import say
 from nbtools.errors import PackError
 from nbtools.fonts import best_of, system
 from nbtools.table import plural
@@ -88,9 +89,9 @@ def demo(
 
     pages = range(-(-count // LINES))
     write_demo(folder, ((name_of(n), partial(page, n)) for n in pages), SUFFIXES, len(pages))
-    print(f"{plural(count, 'line')} of {plural(len(chosen), 'character')} in {folder}, drawn with {drawn}.")
+    say(f"{plural(count, 'line')} of {plural(len(chosen), 'character')} in {folder}, drawn with {drawn}.")
     if drawn.startswith("shapes"):
-        print("For real characters install a CJK font (apt-get install fonts-lxgw-wenkai)")
+        say("For real characters install a CJK font (apt-get install fonts-lxgw-wenkai)")
     return Path(folder)
 
 
