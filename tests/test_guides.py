@@ -53,12 +53,12 @@ def rows() -> list[tuple[str, str, str]]:
     """(a program of the section, options as they are typed, what the table says) of each option of each table."""
     found = []
     for part in sections().values():
-        programs = {guides.program_in(words[1:])[1] for words in commands(part)}
+        programs = sorted({guides.program_in(words[1:])[1] for words in commands(part)})
         longest = max(programs, key=lambda one: len(guides.PROGRAMS[one][1]))
         for theirs, ours in re.findall(r"^\| (.*?) \| (.*) \|$", part, re.M):
             for typed in re.findall(r"`([^`]+)`", theirs):
                 name = typed.split()[0].partition("=")[0]
-                has = [one for one in sorted(programs) if name in guides.named(guides.PROGRAMS[one][1])]
+                has = [one for one in programs if name in guides.named(guides.PROGRAMS[one][1])]
                 if has or name.startswith("-"):
                     same = ours.startswith("the same")
                     found.append((*(*has, longest)[:1], typed, f"`{typed}`" if same else ours))
