@@ -50,7 +50,7 @@ def test_ids_and_names_from_the_terminal_are_those_of_the_class_table(tmp_path, 
     (raw / "names.txt").write_text("ground\nstripes\ndots\n")
     one = ["pack", "segment", str(raw)]
     for options, table in (
-        (["--ignore", "1"], "2: class 0 class 2"),
+        (["--ignore", "1"], "2: class 0, class 2"),
         (["--classes", "a,b,c", "--ignore", "b"], "2: a c"),
         (["--classes", str(raw / "names.txt"), "--ignore", "dots"], "2: ground stripes"),
     ):

@@ -28,10 +28,8 @@ if MISSING and SOURCE.startswith("drive:"):
             from google.colab import drive
 
             drive.mount("/content/drive")
-    except ImportError:
-        PROBLEM = "this is not Colab, so drive: needs a folder in NBTOOLS_DRIVE; or name the file by its path"
-    except Exception as error:  # declined
-        PROBLEM = f"Drive cannot be opened ({error})"
+    except Exception as error:  # declined, or this is not Colab
+        PROBLEM = f"Drive cannot be opened ({error}); off Colab a folder in NBTOOLS_DRIVE stands for it"
     COPY = Path(os.environ.get("NBTOOLS_DRIVE", "/content/drive/MyDrive"), SOURCE.removeprefix("drive:"))
 if not (PROBLEM or "://" in SOURCE or COPY.is_file() or (COPY / "pyproject.toml").is_file()):
     PROBLEM = f"{SOURCE} {'holds packs and runs, not a copy of nbtools' if COPY.is_dir() else 'does not exist'}"
