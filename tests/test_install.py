@@ -108,7 +108,7 @@ def test_a_clone_in_the_working_folder_is_not_taken_for_an_installed_nbtools(tmp
     assert said == "nbtools comes from nbtools\n"
 
 
-@pytest.mark.parametrize(("drive", "problem"), [(True, ""), (False, "this is not Colab")])
+@pytest.mark.parametrize(("drive", "problem"), [(True, ""), (False, "Drive cannot be opened")])
 def test_off_colab_a_folder_stands_for_the_drive_that_source_names(drive, problem, tmp_path):
     (tmp_path / ZIP).touch()
     environment = {name: os.environ[name] for name in ("PATH", "SYSTEMROOT") if name in os.environ}
