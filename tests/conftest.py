@@ -7,6 +7,7 @@ train on the GPU.
 import gc
 import os
 import shutil
+import signal
 import socket
 
 import pytest
@@ -21,6 +22,10 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 os.environ.setdefault("NBTOOLS_DEVICE", "cpu")
 settings.register_profile("nbtools", deadline=None, derandomize=True, database=None)  # no verdict by chance or by clock
 settings.load_profile("nbtools")
+
+
+def pytest_configure():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with Ctrl-C ignored
 
 
 def pytest_report_header():
