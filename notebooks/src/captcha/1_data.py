@@ -7,7 +7,7 @@
 # a GPU never waits for. Without data of your own it generates some. The pack is kept on your Drive as one file, so that
 # the next notebook, or the next session, starts with one copy.
 #
-# **GPU:** none needed; reading images is work for the processor. **Measured:** 18 s on two cores of an Intel Xeon (a
+# **GPU:** none needed; reading images is work for the processor. **Measured:** 17 s on two cores of an AMD EPYC (a
 # cloud machine, no GPU), installation aside, with 6,000 generated images.
 
 # {install}

@@ -8,8 +8,8 @@
 # drawn while it runs, and you can change its settings at the same time. Stop it, or lose the session, and the same cell
 # resumes where it stopped.
 #
-# **GPU:** any NVIDIA GPU (not tested on one yet); without one a small network is chosen. **Measured:** 1 min 56 s on
-# two cores of an Intel Xeon (a cloud machine, no GPU), installation aside, with 6,000 generated images of four digits.
+# **GPU:** any NVIDIA GPU (not tested on one yet); without one a small network is chosen. **Measured:** 1 min 58 s on
+# two cores of an AMD EPYC (a cloud machine, no GPU), installation aside, with 6,000 generated images of four digits.
 
 # {install}
 

@@ -8,7 +8,7 @@
 # become a handful of files. Without data of your own it writes some pages in the same format. The pack is kept on your
 # Drive as one file.
 #
-# **GPU:** none needed; reading pages is work for the processor. **Measured:** 13 s on two cores of an Intel Xeon
+# **GPU:** none needed; reading pages is work for the processor. **Measured:** 15 s on two cores of an AMD EPYC
 # (a cloud machine, no GPU), installation aside, with 6,000 generated lines.
 
 # {install}

@@ -7,7 +7,7 @@
 # are worst, whether long lines or rare characters are the problem, and what a language model of characters adds to
 # greedy decoding. Without a trained run on your Drive it trains a short one first.
 #
-# **GPU:** none needed. **Measured:** 16 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation
+# **GPU:** none needed. **Measured:** 14 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation
 # aside, after `2_train`.
 
 # {install}

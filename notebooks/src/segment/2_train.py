@@ -8,7 +8,7 @@
 # Predictions are drawn while it trains. The receipt shows how much faster that is than the guide's own settings on this
 # machine.
 #
-# **GPU:** any NVIDIA GPU (not tested on one yet). **Measured:** 3 min on two cores of an Intel Xeon (a cloud
+# **GPU:** any NVIDIA GPU (not tested on one yet). **Measured:** 2 min 44 s on two cores of an AMD EPYC (a cloud
 # machine, no GPU), installation aside, with 1,400 generated images.
 
 # {install}

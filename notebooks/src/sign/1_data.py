@@ -7,7 +7,7 @@
 # training depends on, shows them as moving skeletons, and packs them: decompressed once, not at every access. Without
 # data of your own it generates clips of invented signs. The pack is kept on your Drive as one file.
 #
-# **GPU:** none needed. **Measured:** 12 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation
+# **GPU:** none needed. **Measured:** 11 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation
 # aside, with 600 generated clips.
 
 # {install}

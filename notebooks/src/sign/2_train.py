@@ -7,8 +7,8 @@
 # each by a plan with a reason for every number. Both predict two things, the gloss and its category. The receipt shows
 # how much faster that is than the guide's own settings on this machine.
 #
-# **GPU:** any NVIDIA GPU (not tested on one yet); the steps are small, and a CPU will do. **Measured:** 2 min 40 s on
-# two cores of an Intel Xeon (a cloud machine, no GPU), installation aside, with 600 generated clips of 12 signs.
+# **GPU:** any NVIDIA GPU (not tested on one yet); the steps are small, and a CPU will do. **Measured:** 2 min 57 s on
+# two cores of an AMD EPYC (a cloud machine, no GPU), installation aside, with 600 generated clips of 12 signs.
 
 # {install}
 
