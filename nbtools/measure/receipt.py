@@ -37,6 +37,7 @@ ALL is the name of a run without rungs."""
 
 OTHERS, ALL, GUIDE = "+ the rest", "this run", "guide's optimised"
 WARMING = 4  # steps of a plan before its first turn
+ASIDE = 2  # times as long as all else that the guide's settings may take: their batch is large
 SILENT = (
     *("epochs", "lr", "lr_rule", "schedule", "warmup_epochs", "min_lr", "weight_decay", "betas"),
     *("eval_every", "early_stop", "patience", "seed"),
@@ -259,13 +260,13 @@ class Course:
         return notes + aside
 
     def enter_aside(self, plan: Plan, seconds: float) -> list[str]:
-        """Enter the guide's settings, which are no rung, unless their steps would take as long as all else; returns why
-        not. A step's time is computed from the baseline's: its wait for data is shared by the workers."""
+        """Enter the guide's settings, which are no rung, unless their steps would take ASIDE times as long as all else;
+        returns why not. A step's time is computed from the baseline's: its wait for data is shared by the workers."""
         turn, workers = self.first["baseline"], plan.workers if plan.feed == "workers" else 0
         worked, waited = (turn.seconds - turn.waited) / turn.samples, turn.waited / turn.samples
         step_s = plan.batch_size * (max(worked, waited / workers) if workers else worked + waited)
         number = WARMING + ROUNDS * max(1, 2 * workers)
-        if number * step_s > 2 * seconds * ROUNDS:
+        if number * step_s > ASIDE * 2 * seconds * ROUNDS:
             likely = f"{number} steps of {plan.batch_size} samples would take about {number * step_s:.0f} s"
             return [f"The {GUIDE} settings were not measured: {likely}"]
         return self.attempt(lambda: self.enter(GUIDE, plan))
