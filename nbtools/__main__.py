@@ -241,11 +241,13 @@ def advise_command(one: argparse.ArgumentParser, task: Task) -> Act:
     one.add_argument("--data", required=True, metavar="SOURCE", help=SOURCE)
     one.add_argument("--no-measure", action="store_true", help="use rules of thumb and earlier measurements")
     one.add_argument("--compile", action="store_true", help="also try compiled steps: a minute or two more")
+    text = "also what N processes would give, on as many GPUs or on this CPU, and whether that is worth it"
+    one.add_argument("--processes", type=int, default=1, metavar="N", help=text)
     one.add_argument("--noise", action="store_true", default=None, help=argparse.SUPPRESS)
     add_signature(one, task.pack)
 
     def show(options: argparse.Namespace) -> None:
-        asked = {"noise": options.noise, "compiling": options.compile}
+        asked = {"noise": options.noise, "compiling": options.compile, "processes": options.processes}
         advice = advise(task, packed(task, options.data, options), measure=not options.no_measure, **asked)
         for part in filter(None, (advice.batches, advice.workers, advice.profile, advice)):
             print(part, end="\n\n")

@@ -6,6 +6,7 @@ from nbtools.measure.machine import REASONS, Gpu, Sampler, described, gpus, mach
 from nbtools.measure.presets import preset
 from nbtools.measure.profile import StepProfile
 from nbtools.measure.receipt import Receipt, comparable, receipt
+from nbtools.measure.several import Scaling, find_scaling
 from nbtools.measure.stepper import Stepper, untouched
 from nbtools.measure.sweep import lr_sweep
 from nbtools.measure.trials import first_losses, step_profile
@@ -19,6 +20,7 @@ __all__ = [
     "Machine",
     "Receipt",
     "Sampler",
+    "Scaling",
     "StepProfile",
     "Stepper",
     "Verdict",
@@ -27,6 +29,7 @@ __all__ = [
     "decide",
     "described",
     "find_batch",
+    "find_scaling",
     "find_workers",
     "first_losses",
     "gpus",

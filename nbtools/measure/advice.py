@@ -26,6 +26,7 @@ from nbtools.measure.machine import machine
 from nbtools.measure.presets import preset
 from nbtools.measure.profile import StepProfile, Tried
 from nbtools.measure.report import Report, restored
+from nbtools.measure.several import Scaling, find_scaling, ways
 from nbtools.measure.stepper import Clock
 from nbtools.measure.trials import LEAST_STEPS, choose_precision, find_precision, step_profile
 from nbtools.measure.verdict import Verdict, verdict
@@ -67,7 +68,8 @@ class Advice(Report):
     The panel's presets: baseline, the guide's "before", and largest, the largest batch that the rules allow, or None if
     there is none larger, for which `largest_reason` gives the reason; presets: the task's own, name → (plan, what
     differs here), or (None, why it cannot train here). precision, batches, workers, profile: the measurements, None if
-    there was none; verdict: what this plan is bound by here. samples: of the train split.
+    there was none; verdict: what this plan is bound by here. samples: of the train split. scaling: what several
+    processes would give, where that was asked for.
     """
 
     plan: Plan
@@ -84,6 +86,7 @@ class Advice(Report):
     profile: StepProfile | None = None
     verdict: Verdict | None = None
     samples: int = 0
+    scaling: Scaling | None = None
 
     def other_batches(self) -> list[tuple[Plan, str]]:
         """(plan, why) at other batch sizes, from the largest down: lr by the optimizer's rule, and as many forward
@@ -125,6 +128,12 @@ class Advice(Report):
     def caption(self) -> str:
         return " ".join(filter(None, [self.length(), self.verdict and f"{self.verdict.sentence}.", self.note]))
 
+    def __str__(self) -> str:
+        return "\n\n".join([super().__str__(), *([str(self.scaling)] if self.scaling else [])])
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() + (self.scaling._repr_html_() if self.scaling else "")
+
     def length(self) -> str:
         """Samples, steps per epoch, in all and of warmup; and the time for them where a step was measured here."""
         if not self.samples:  # advice that an older nbtools kept
@@ -149,13 +158,15 @@ def advise(
     noise: Any = None,
     compiling: bool = False,
     clock: Clock | None = None,
+    processes: int = 1,
 ) -> Advice:
     """The plan to start from, each field with its reason and, where it was measured here, the evidence.
 
     Measuring takes about two to three times `seconds`, once for a machine, a pack and a task: the result is kept next
     to the pack. measure=False: use what was measured before, else only rules of thumb, without delay. compiling: also
     try torch.compile and CUDA graphs, however short training is; takes a minute or two more. clock: the clock of a
-    Stepper. Raises TrainError if not even one sample fits.
+    Stepper. processes: also what the plan, and one with so many times the batch, would give in so many processes,
+    each with a GPU of its own or its share of the CPU's cores. Raises TrainError if not even one sample fits.
     """
     if noise is not None:
         raise TrainError(
@@ -163,8 +174,12 @@ def advise(
             "advice.plan.turn(batch_size=…) and compare the runs with nb.compare"
         )
     task = as_task(task)
+    if processes < 1:
+        raise TrainError(f"processes must be ≥ 1, got {processes}; leave it out for one")
     made = known_or_measured(task, pack, measure, seconds, compiling, clock)
-    return dataclasses.replace(made, presets={name: preset(task, pack, name) for name in task.PRESETS})
+    scaling = scaled(task, pack, made, processes, measure, seconds, clock) if processes > 1 else None
+    presets = {name: preset(task, pack, name) for name in task.PRESETS}
+    return dataclasses.replace(made, presets=presets, scaling=scaling)
 
 
 def known_or_measured(
@@ -183,13 +198,37 @@ def known_or_measured(
     require_training(pack)
     print(f"measuring {task_name(task)} on this machine, about {2.5 * seconds:.0f} s …", file=sys.stderr)
     made = measured(task, pack, thumb, seconds, compiling, clock)
-    shelved = {**before, label(task, pack, thumb, compiling): made.to_dict()}
-    try:
-        with disk.explained("keeping the advice", path):
-            disk.write_atomic(path, json.dumps(dict(list(shelved.items())[-KEPT:])))
-    except DiskError as error:  # a pack may be on a read-only disk
-        made = dataclasses.replace(made, note=f"{made.note} Not saved for the next time: {error}")
-    return made
+    unsaved = keep(path, label(task, pack, thumb, compiling), made)
+    return dataclasses.replace(made, note=f"{made.note}{unsaved}")
+
+
+def scaled(
+    task: Task, pack: Pack, made: Advice, processes: int, measure: bool, seconds: float, clock: Clock | None
+) -> Scaling:
+    """What so many processes would give, as measured before, or now; else the batches alone, without figures."""
+    plans, path = [made.plan, *many_times(made, pack.card, processes)], shelf(pack)
+    name = label(task, pack, made, processes)
+    if found := kept(path).get(name):
+        return Scaling.from_dict(found)
+    if not measure:
+        why = f"{plural(processes, 'process')}: whether they are worth it has not been measured here yet."
+        return Scaling(processes, tuple(ways(plans, processes)), why)
+    print(f"measuring {plural(processes, 'process')} on this machine …", file=sys.stderr)
+    found = find_scaling(task, pack, plans, processes, seconds / 3, clock)
+    return dataclasses.replace(found, note=found.note + keep(path, name, found))
+
+
+def many_times(made: Advice, card: Card, processes: int) -> list[Plan]:
+    """The plan with so many times the batch, of which each process takes what the plan has; none where there is too
+    little data for that, or no rule for its lr."""
+    plan, base = made.plan, made.baseline or made.plan
+    batch = processes * plan.batch_size
+    if batch > min(enough(card), MOST_K * base.batch_size):
+        return []
+    lr, warm = learning_rate(plan, plan.optimizer, batch)[0], warmup(batch / base.batch_size, plan.epochs)[0]
+    micro = plan.micro_batch_size or plan.batch_size
+    changes = {"batch_size": batch, "micro_batch_size": micro, "lr": lr, "warmup_epochs": max(warm, plan.warmup_epochs)}
+    return [plan.replace(**changes, graph=False)]
 
 
 def by_rules(task: TaskLike, pack: Pack, found: dict[str, tuple[Any, str]]) -> Advice:
@@ -250,10 +289,22 @@ def shelf(pack: Pack) -> Path:
     return pack.folder.with_name(f"{pack.folder.name}.advice.json")
 
 
-def label(task: TaskLike, pack: Pack, thumb: Advice, compiling: bool) -> str:
-    """Changes with whatever the measurements depend on: machine and versions, data, task and its plan."""
-    parts = [VERSION, machine(), pack.card.digest, task_name(task), thumb.plan.to_dict(), compiling]
+def label(task: TaskLike, pack: Pack, of: Advice, asked: bool | int) -> str:
+    """Changes with whatever the measurements depend on: machine and versions, data, task and its plan. asked: whether
+    to compile; or of several processes their number."""
+    parts = [VERSION, machine(), pack.card.digest, task_name(task), of.plan.to_dict(), asked]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def keep(path: Path, name: str, found: Report) -> str:
+    """Save what was measured; returns why that failed, or ""."""
+    shelved = {**kept(path), name: found.to_dict()}
+    try:
+        with disk.explained("keeping the advice", path):
+            disk.write_atomic(path, json.dumps(dict(list(shelved.items())[-KEPT:])))
+    except DiskError as error:  # a pack may be on a read-only disk
+        return f" Not saved for the next time: {error}"
+    return ""
 
 
 def kept(path: Path) -> dict[str, Any]:

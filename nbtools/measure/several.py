@@ -1,0 +1,466 @@
+"""Whether several processes are worth it, from measured parts, before anybody rents more GPUs.
+
+All processes share a batch, so that training is the same whatever their number is. A step takes as long as its slowest
+share, and the part of the gradients' all-reduce that the backward pass does not hide. Where the machine has what is
+asked for, torchrun starts the processes for some seconds: they train their shares of a batch at once, in turns with one
+of them that trains whole batches alone, and reduce as many bytes as there are gradients. Where it does not, the largest
+share is timed alone, and the all-reduce takes what others measured over the usual links: rules of thumb.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nbtools import disk
+from nbtools.data import Pack, Raw, cores
+from nbtools.errors import TrainError, sentence
+from nbtools.measure.machine import machine
+from nbtools.measure.profile import duration
+from nbtools.measure.report import Report, restored
+from nbtools.measure.stepper import EAGER, Clock, Stepper, finish, typical, untouched
+from nbtools.table import digits, plural
+from nbtools.table import duration as hours
+from nbtools.train import Plan, TaskLike, TrainState, import_task, task_name, train_step
+from nbtools.train import device as devices
+
+SECONDS = 6.0  # of measuring, besides the start of the processes
+ROUNDS = 5
+BATCHES = 4  # that are trained again and again
+WORD = 8  # bytes of the smallest all-reduce
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes: DistributedDataParallel reduces gradients in buckets of these sizes
+BACKWARD = 2 / 3  # of a pass: twice the arithmetic of the forward pass (arXiv 2001.08361)
+HALF = 0.5  # of a GPU that each added one should give (ours)
+GAIN = 1.05  # times as fast as one process on the same cores (ours)
+PATIENCE = timedelta(minutes=5)  # of a process that waits for the others
+THUMB = "rule of thumb"
+
+
+@dataclass(frozen=True)
+class Link:
+    """What an all-reduce costs. latency_s: of a small one; bytes_per_s: that each process sends in a large one, which
+    nccl-tests calls bus bandwidth."""
+
+    name: str
+    latency_s: float
+    bytes_per_s: float
+    source: str
+
+    def seconds(self, size: int, processes: int) -> float:
+        """Of an all-reduce of so many bytes."""
+        return self.latency_s + least_bytes(size, processes) / self.bytes_per_s
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.bytes_per_s / 1e9:.3g} GB/s and {self.latency_s * 1e6:.0f} µs, {self.source}"
+
+
+SMALL = 50e-6  # seconds for 8 bytes over nccl: 42–54 µs (NVIDIA/nccl#1530, #1244, #1439)
+LINKS = (
+    Link("NVLink", SMALL, 208e9, f"{THUMB} (two A100, NVIDIA/nccl-tests#178)"),
+    Link("PCIe", SMALL, 20e9, f"{THUMB} (three A100, NVIDIA/nccl-tests#178)"),
+    Link("10 Gbit/s Ethernet", SMALL, 1.25e9, f"{THUMB} (the line's own rate)"),
+)
+"""Between GPUs that are not here."""
+
+
+def least_bytes(size: int, processes: int) -> float:
+    """What each process has to send in an all-reduce of so many bytes (doi 10.1016/j.jpdc.2008.09.002)."""
+    return 2 * (processes - 1) / processes * size
+
+
+@dataclass(frozen=True)
+class Row:
+    """A batch as processes × micro × passes. micro: samples a forward pass of the largest share. changes: settings that
+    differ from the advised plan.
+
+    link: what connects the processes. step_s: seconds of a step, None where none was measured; exposed_s: those of them
+    in which only gradients are reduced; speedup: in samples/s, over one process with the advised plan.
+    """
+
+    processes: int
+    micro: int
+    passes: int
+    batch_size: int
+    lr: float
+    changes: dict[str, Any]
+    link: str = ""
+    step_s: float | None = None
+    exposed_s: float = 0.0
+    speedup: float = 0.0
+
+    @property
+    def samples_per_s(self) -> float | None:
+        return self.batch_size / self.step_s if self.step_s else None
+
+    @property
+    def efficiency(self) -> float:
+        return self.speedup / self.processes
+
+    def cells(self) -> tuple[Any, ...]:
+        made = self.processes, self.micro, self.passes, self.batch_size, digits(self.lr)
+        if self.step_s is None:
+            return *made, None, None, None, None
+        reduced = f"{duration(self.exposed_s)} of {duration(self.step_s)}, {self.link}" if self.link else None
+        return *made, f"{self.samples_per_s:,.0f}", f"{self.speedup:.2f}×", f"{self.efficiency:.0%}", reduced
+
+
+@dataclass(frozen=True)
+class Scaling(Report):
+    """What several processes would give. Shows as a table.
+
+    worth: whether, over one of the links at least, an added GPU gives half of one; on a CPU, whether the same cores do
+    more; None where nothing was measured. gradient_bytes: that each step reduces.
+    """
+
+    processes: int
+    rows: tuple[Row, ...]
+    why: str
+    worth: bool | None = None
+    links: tuple[Link, ...] = ()
+    gradient_bytes: int = 0
+    note: str = ""
+
+    def caption(self) -> str:
+        return self.why
+
+    def table(self) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+        headers = "processes", "micro", "passes", "batch", "lr", "samples/s", "speed-up", "efficiency", "all-reduce"
+        return headers, [row.cells() for row in self.rows]
+
+    def footer(self) -> str:
+        sent = f"{disk.human(self.gradient_bytes)} of gradients a step" if self.links else ""
+        return "; ".join(filter(None, [sent, *map(str, self.links), self.note]))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a step, medians. alone: of one process, with a whole batch of the first plan; shares: [(batch size, of
+    the processes until all have trained their shares)]. buckets: bytes of gradients, in the order of the backward
+    pass."""
+
+    alone: float
+    shares: tuple[tuple[int, float], ...]
+    buckets: tuple[int, ...]
+
+
+def find_scaling(
+    task: TaskLike,
+    pack: Pack,
+    plans: Sequence[Plan],
+    processes: int,
+    seconds: float = SECONDS,
+    clock: Clock | None = None,
+) -> Scaling:
+    """What so many processes would give for each plan; the first is that of one process.
+
+    Takes about `seconds`, and half a minute to start the processes. Nothing outside changes. Raises TrainError if
+    training could not start.
+    """
+    device, start = devices.pick(), perf_counter()
+    if device.type not in ("cpu", "cuda"):
+        raise TrainError(f"several processes need CUDA or a CPU, but this device is {device.type}; use one process")
+    large = [plan.replace(**EAGER) for plan in plans if plan.batch_size >= 2 * processes]
+    if not large:
+        why = f"batch {plans[0].batch_size} has fewer than two samples for each of {processes} processes; use fewer"
+        return Scaling(processes, tuple(ways(plans, processes)), sentence(why), False)
+    asked = [plans[0].replace(**EAGER), *large]
+    links: Sequence[Link]
+    if on_this_machine(device, processes):
+        links, parts = launched(task, pack, asked, processes, seconds)
+    else:
+        with untouched(device):
+            links, parts = (
+                LINKS,
+                timed(task, pack, asked, device, Peers(processes - 1, processes), seconds, None, clock),
+            )
+    assert parts is not None
+    threads = threads_for(processes) if device.type == "cpu" else None
+    rows = expected(plans, parts, links, processes, hidden=device.type == "cuda")
+    worth, why = judged(rows, plans[0].epochs * pack.splits["train"], threads)
+    eager = " without compiling" if plans[0].compile or plans[0].graph else ""
+    took = f"{perf_counter() - start:.0f} s, medians of {ROUNDS} turns"
+    note = f"measured{eager} on {', '.join(machine().values())} in {took}"
+    return Scaling(processes, tuple(rows), why, worth, tuple(links), sum(parts.buckets), note)
+
+
+def on_this_machine(device: torch.device, processes: int) -> bool:
+    """Whether each process would have a GPU; there may be any number on a CPU."""
+    return device.type == "cpu" or torch.cuda.device_count() >= processes
+
+
+def threads_for(processes: int) -> tuple[int, int]:
+    """(of one process, of each of so many)"""
+    return torch.get_num_threads(), max(1, cores() // processes)
+
+
+# -- the model of a step
+
+
+def ways(plans: Sequence[Plan], processes: int) -> Iterator[Row]:
+    """Each plan's batch in one process and in several, without figures."""
+    first = plans[0].to_dict()
+    for plan in plans:
+        changes = {name: value for name, value in plan.to_dict().items() if value != first[name]}
+        for count in (1, processes):
+            share = -(-plan.batch_size // count)
+            passes = -(-share // min(plan.micro_batch_size or share, share))
+            yield Row(count, -(-share // passes), passes, plan.batch_size, plan.lr, changes)
+
+
+def expected(plans: Sequence[Plan], parts: Parts, links: Sequence[Link], processes: int, hidden: bool) -> list[Row]:
+    """The rows with figures; of several processes one for each link. One process makes a larger batch in more passes,
+    with no more samples/s than the first plan's. hidden: whether gradients are reduced beside the backward pass."""
+    rate, shares, rows = plans[0].batch_size / parts.alone, dict(parts.shares), []
+    for row in ways(plans, processes):
+        if row.processes == 1:
+            rows.append(dataclasses.replace(row, step_s=row.batch_size / rate, speedup=1.0))
+        elif share := shares.get(row.batch_size):
+            for link in links:
+                alone_s = exposed(link, parts.buckets, processes, share / row.passes if hidden else 0.0)
+                figures = {"link": link.name, "step_s": share + alone_s, "exposed_s": alone_s}
+                speedup = row.batch_size / (share + alone_s) / rate
+                rows.append(dataclasses.replace(row, **figures, speedup=speedup))
+    return rows
+
+
+def exposed(link: Link, buckets: Sequence[int], processes: int, pass_s: float) -> float:
+    """Seconds of a step in which gradients are reduced and nothing else is done. On a GPU all but the last bucket are
+    reduced beside the backward pass, a part of the last forward and backward pass, of `pass_s` seconds; 0: on a CPU,
+    where that takes the cores that compute, none."""
+    each = [link.seconds(size, processes) for size in buckets]
+    return max(sum(each) - BACKWARD * pass_s, each[-1])
+
+
+def buckets_of(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Bytes of the buckets in which DistributedDataParallel reduces the gradients of parameters of these bytes: from
+    the last to the first, each closed once it is full."""
+    found: list[int] = []
+    for size in reversed(sizes):
+        if not found or found[-1] >= (FIRST_BUCKET if len(found) == 1 else BUCKET):
+            found.append(0)
+        found[-1] += size
+    return tuple(found)
+
+
+def judged(rows: Sequence[Row], samples: int, threads: tuple[int, int] | None) -> tuple[bool, str]:
+    """(whether it is worth it over one of the links, the sentence that says so). samples: of the whole run; threads: on
+    a CPU, of one process and of each of several."""
+    several = sorted((row for row in rows if row.processes > 1), key=lambda row: row.speedup)
+    best = {row.link: row for row in several}  # the fastest of each link
+    row = several[-1]
+    made = f"batch {row.batch_size:,} as {row.processes} × {row.micro} × {row.passes}"
+    if threads:
+        worth = row.speedup >= GAIN
+        one, each = (plural(count, "thread") for count in threads)
+        found = f"{row.processes} processes with {each} each train {row.speedup:.2f}× the samples/s of one with {one}"
+        return worth, f"{found} ({made}): {'worth it' if worth else 'not worth it'} on this CPU."
+    least = 1 + HALF * (row.processes - 1)
+    good = [link for link in best if best[link].speedup >= least]
+    over = ", ".join(f"{best[link].speedup:.2f}× over {link}" for link in reversed(best))
+    verdict = f"worth it over {' and '.join(reversed(good))}" if good else "not worth it"
+    rule = f"each added GPU should give half of one, {least:.3g}× in all (ours)"
+    text = f"{row.processes} GPUs train as many samples/s as one, times {over} ({made}): {verdict}; {rule}."
+    alone = samples / (rows[0].samples_per_s or math.inf)
+    took = f" The run takes {hours(alone / row.speedup)} instead of {hours(alone)}"
+    return bool(good), text + (f"{took}, for {1 / row.efficiency:.2f}× the GPU hours." if good else "")
+
+
+# -- its parts, measured
+
+
+@dataclass(frozen=True)
+class Peers:
+    """This process among so many that measure together. rank: whose share of a batch it trains; group: of all, None for
+    one that measures alone."""
+
+    rank: int
+    count: int
+    group: Any = None
+
+    @property
+    def leads(self) -> bool:
+        return self.group is None or self.rank == 0
+
+    def agree(self, number: int = 0) -> int:
+        """The largest number that any of them gives, once all have."""
+        if self.group is None:
+            return number
+        word = torch.tensor([number])
+        dist.all_reduce(word, dist.ReduceOp.MAX, group=self.group)
+        return int(word)
+
+    def share(self, ids: np.ndarray) -> np.ndarray:
+        return ids[len(ids) * self.rank // self.count : len(ids) * (self.rank + 1) // self.count]
+
+    def step(self, state: TrainState, raw: Raw, samples: int) -> Any:
+        """A train step that ends when all have made theirs."""
+        found = train_step(state, raw, samples)
+        self.agree()
+        return found
+
+
+def timed(
+    task: TaskLike,
+    pack: Pack,
+    plans: Sequence[Plan],
+    device: torch.device,
+    peers: Peers,
+    seconds: float,
+    threads: int | None,
+    clock: Clock | None = None,
+) -> Parts | None:
+    """Turns, for `seconds` in all: the process that leads trains whole batches of the first plan, with so many threads,
+    while the others wait; then all train their shares of the batches of the other plans. None for the others."""
+    lone = Stepper(task, pack, plans[0], device, clock=clock)
+    whole = lone.on(again(lone, plans[0]))
+    shares = [lone.on(again(lone, plan, peers.share), act=peers.step) for plan in plans[1:]]
+
+    def advance(stepper: Stepper, steps: int) -> None:
+        if stepper is not whole:
+            stepper.advance(steps=steps)
+        elif peers.leads:
+            with using(threads):
+                stepper.advance(steps=steps)
+        peers.agree()
+
+    counts = []
+    for stepper in (whole, *shares):
+        advance(stepper, 1)  # loads what the first step needs
+        advance(stepper, 1)
+        fits = seconds / ROUNDS / len(plans) / max(stepper.turns[-1].seconds, 1e-9) if stepper.turns else 0
+        counts.append(peers.agree(max(1, round(fits))))
+        stepper.turns.clear()
+    for _ in range(ROUNDS):
+        for stepper, steps in zip((whole, *shares), counts, strict=True):
+            advance(stepper, steps)
+    if not peers.leads:
+        return None
+    alone, found = whole.mean_s, []
+    for plan, stepper in zip(plans[1:], shares, strict=True):
+        pairs = zip(stepper.turns, whole.turns, strict=True)  # of one moment: a machine's speed changes
+        ratio = median(share.seconds / share.steps * turn.steps / turn.seconds for share, turn in pairs)
+        found.append((plan.batch_size, alone * ratio))
+    sizes = [parameter.numel() * parameter.element_size() for parameter in lone.state.parameters]
+    return Parts(alone, tuple(found), buckets_of(sizes))
+
+
+def again(stepper: Stepper, plan: Plan, part: Callable[[np.ndarray], np.ndarray] = np.asarray) -> Iterator[Raw]:
+    """A few batches of a plan, or a part of each, over and over."""
+    ids = [part(ids) for ids, _ in typical(stepper.pack, plan, BATCHES)]
+    while True:
+        yield from stepper.feed(ids)
+
+
+@contextmanager
+def using(threads: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def reduced(size: int, device: torch.device, peers: Peers, seconds: float) -> float:
+    """Seconds of an all-reduce of so many bytes, the median over turns of `seconds` in all."""
+    tensor = torch.zeros(max(size // 4, 1), device=device)
+
+    def burst(count: int) -> float:
+        finish(device)
+        peers.agree()
+        start = perf_counter()
+        for _ in range(count):
+            dist.all_reduce(tensor)
+        finish(device)
+        return (perf_counter() - start) / count
+
+    burst(2)
+    count = peers.agree(max(1, round(seconds / ROUNDS / burst(2))))
+    return median(burst(count) for _ in range(ROUNDS))
+
+
+# -- in several processes
+
+
+def launched(
+    task: TaskLike, pack: Pack, plans: Sequence[Plan], processes: int, seconds: float
+) -> tuple[tuple[Link, ...], Parts]:
+    """Measured by so many processes, started for this. Raises TrainError where one failed."""
+    name = task_name(task)
+    if name.startswith("__main__") or name.endswith(":"):
+        rule = "processes import their task, but this one is defined in the notebook or has no name there"
+        raise TrainError(f"{rule}; put it into a file next to the notebook, and import it from there")
+    threads = threads_for(processes)
+    with tempfile.TemporaryDirectory(prefix="nbtools-several-") as place:
+        asked = {"task": name, "pack": str(pack.folder), "plans": [plan.to_dict() for plan in plans]}
+        Path(place, "asked.json").write_text(json.dumps({**asked, "seconds": seconds, "threads": threads}))
+        start(place, processes, {"OMP_NUM_THREADS": str(threads[1])})
+        found = json.loads(Path(place, "found.json").read_text())
+    return (Link(**found["link"]),), restored(Parts, found["parts"])
+
+
+def start(place: str, processes: int, environment: Mapping[str, str]) -> None:
+    """torchrun, until all have ended."""
+    code = "import sys; from nbtools.measure.several import take_part; take_part(sys.argv[1])"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    path = os.pathsep.join(filter(None, sys.path))  # what can be imported here can be imported there
+    began = subprocess.Popen(
+        [*command, "--no-python", sys.executable, "-c", code, place],
+        env={**os.environ, **environment, "PYTHONPATH": path},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # an interrupt is this process's own
+    )
+    try:
+        said = began.communicate()[1]
+    finally:
+        began.terminate()  # torchrun ends its processes before itself
+        began.wait()
+    if began.returncode:
+        errors = re.findall(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception)\b.*)", said, re.MULTILINE)
+        why = errors[0] if errors else said.strip().rpartition("\n")[2]
+        raise TrainError(f"{plural(processes, 'process')} could not be measured: {why}")
+
+
+def take_part(place: str) -> None:
+    """What each process does, told and telling by files in a folder."""
+    asked = json.loads(Path(place, "asked.json").read_text())
+    task, pack, threads = import_task(asked["task"], place), Pack.open(asked["pack"]), asked["threads"]
+    plans = [type(task.PLAN).from_dict(plan) for plan in asked["plans"]]
+    device = devices.pick()
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    torch.set_num_threads(threads[1])
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=PATIENCE)
+    peers = Peers(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=PATIENCE))
+    seconds = asked["seconds"]
+    parts = timed(task, pack, plans, device, peers, 0.8 * seconds, threads[0])
+    size = peers.agree(sum(parts.buckets) if parts else 0)
+    small, large = (reduced(each, device, peers, 0.1 * seconds) for each in (WORD, size))
+    if parts:
+        rate = least_bytes(size, peers.count) / max(large - small, 0.01 * large)
+        found = {"link": Link(backend, small, rate, "measured"), "parts": parts}
+        plain = {key: dataclasses.asdict(value) for key, value in found.items()}
+        Path(place, "found.json").write_text(json.dumps(plain))
+    dist.destroy_process_group()
