@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any
 
 from nbtools import disk, measure
-from nbtools.data import Pack, on_colab, release_runtime
+from nbtools.data import Pack, on_colab, release_runtime, say
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, StageError, TrainError
 from nbtools.folder import Job, begin, kept_folder, only_one, restore, stored_plan
 from nbtools.live import REFUSED, FirstSignal, Surface
@@ -267,6 +267,6 @@ def release(kept: bool) -> list[str]:
         if kept:
             release_runtime()
     except StageError as error:
-        print(error)
+        say(str(error))
         return [str(error)]
     return []

@@ -428,5 +428,5 @@ def test_where_drive_is_declined_a_run_ends_and_its_machine_is_not_given_back(
     monkeypatch.setattr(sys.modules["nbtools.data.drive"], "_declined", False, raising=False)
     run = nb.fit(toy, pack, ONE, tmp_path / "run", "drive:kept", release_gpu=True, **QUIET)
     assert run.history.of("epoch")
-    assert "nothing is kept at drive:kept" in capsys.readouterr().out
+    assert "nothing is kept at drive:kept" in capsys.readouterr().err
     assert colab.given_back == 0, "the run was only there"

@@ -225,7 +225,7 @@ def test_a_wrong_setting_stops_with_its_reason_and_no_demo_data_is_made(task, ma
         assert not (machine_of_mine / "runs").exists()
         if "RUN" not in settings:  # the pack is the default then, and nothing is kept yet
             assert not (machine_of_mine / "data").exists()
-            assert "instead" not in capsys.readouterr().out
+            assert "instead" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("task", fresh.SAID)
@@ -247,7 +247,7 @@ def test_a_kept_pack_that_is_damaged_or_cannot_be_reached_is_an_error(task, mach
 @pytest.mark.parametrize("task", fresh.SAID)
 def test_demo_data_comes_where_nothing_is_kept_and_the_output_says_so(task, machine_of_mine, capsys):
     assert len(with_data(f"{task}/2_train")["pack"]) > 0
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert f"Nothing is kept at drive:nbtools-data/{task}.tar yet: using demo data instead." in said
 
 

@@ -85,8 +85,8 @@ def untouched(monkeypatch):
 # What a source is, and where it comes out
 
 
-def test_staging_an_archive_enters_four_files_of_the_package(place):
-    """`stage` decides, `sources` knows where the bytes are, `archive` unpacks, `disk` writes."""
+def test_staging_an_archive_enters_five_files_of_the_package(place):
+    """`stage` decides, `sources` knows where the bytes are, `archive` unpacks, `disk` writes, `progress` shows it."""
     path, entered = put(place / "digits.tar", TAR), set()
 
     def trace(frame, event, argument):
@@ -99,7 +99,8 @@ def test_staging_an_archive_enters_four_files_of_the_package(place):
     finally:
         sys.setprofile(None)
     assert tree(folder) == INSIDE
-    assert entered == {f"nbtools/{name}.py" for name in ("data/stage", "data/sources", "data/archive", "disk")}
+    parts = ("data/stage", "data/sources", "data/archive", "data/progress", "disk")
+    assert entered == {f"nbtools/{name}.py" for name in parts}
 
 
 def test_a_new_kind_of_source_is_one_class(place, monkeypatch):
@@ -437,7 +438,7 @@ def test_where_drive_is_declined_nothing_counts_as_kept_and_the_dialog_comes_onc
     assert nb.kept("drive:nbtools-data/captcha.tar") is None
     assert nb.kept("drive:nbtools-data/runs/captcha", "a short run") is None
     assert place_to_keep("drive:nbtools-data/runs/captcha") is None
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().err
     assert printed.count("Access to Drive was declined in Colab's dialog") == 3
     for words in (
         "using demo data instead.",
@@ -456,7 +457,7 @@ def test_where_drive_is_declined_nothing_counts_as_kept_and_the_dialog_comes_onc
 def test_what_lies_in_the_notebooks_former_folder_is_found_and_named(place, capsys, name):
     put(place / "drive" / "nbtools" / name, TAR)
     assert nb.kept(f"drive:nbtools-data/{name}") == place / "drive" / "nbtools" / name
-    assert f"using drive:nbtools/{name}, where notebooks used to keep it" in capsys.readouterr().out
+    assert f"using drive:nbtools/{name}, where notebooks used to keep it" in capsys.readouterr().err
     assert stage(f"drive:nbtools-data/{name}")
     put(place / "drive" / "nbtools-data" / name, TAR)
     assert nb.kept(f"drive:nbtools-data/{name}") == place / "drive" / "nbtools-data" / name, "the new one comes first"

@@ -9,6 +9,7 @@ from nbtools.data.feed import (
     Raw,
     Resident,
     Workers,
+    auto_feed,
     batches_in,
     batches_left,
     choose,
@@ -22,6 +23,7 @@ from nbtools.data.feed import (
 from nbtools.data.pack import (
     SPLITS,
     Card,
+    Column,
     Pack,
     Sample,
     collate,
@@ -32,12 +34,14 @@ from nbtools.data.pack import (
     require_shares,
     split_of,
 )
+from nbtools.data.progress import bar, in_notebook, say
 from nbtools.data.sources import Source, cache
-from nbtools.data.stage import bar, in_notebook, say, stage
+from nbtools.data.stage import stage
 
 __all__ = [
     "SPLITS",
     "Card",
+    "Column",
     "Draws",
     "Entry",
     "Feed",
@@ -49,6 +53,7 @@ __all__ = [
     "Survey",
     "Workers",
     "archive_index",
+    "auto_feed",
     "bar",
     "batches_in",
     "batches_left",

@@ -47,8 +47,9 @@ from nbtools.data.pack import (
     mapped,
     require_shares,
 )
+from nbtools.data.progress import bar
 from nbtools.data.sources import cache, listing
-from nbtools.data.stage import bar, stage
+from nbtools.data.stage import stage
 from nbtools.errors import PackError
 from nbtools.table import plural
 from nbtools.version import VERSION

@@ -15,6 +15,7 @@ import urllib.parse
 from pathlib import Path, PurePosixPath
 
 from nbtools import disk
+from nbtools.data.progress import say
 from nbtools.errors import DriveRefused, MissingExtra, StageError
 
 MOUNT = Path("/content/drive")  # Colab's
@@ -53,7 +54,7 @@ def kept(place: str, instead: str = "demo data") -> Path | None:
         reason = f"Nothing is kept at {place} yet"
     except DriveRefused as refusal:
         reason = str(refusal)
-    print(f"{reason}: using {instead} instead.")
+    say(f"{reason}: using {instead} instead.")
     return None
 
 
@@ -67,7 +68,7 @@ def place_to_keep(where: str | Path) -> Path | None:
             place = local(str(where))
             disk.make_folder(place.parent)
     except DriveRefused as refusal:
-        print(f"{refusal}: nothing is kept at {where}, and the work of this session is lost with the machine.")
+        say(f"{refusal}: nothing is kept at {where}, and the work of this session is lost with the machine.")
         return None
     return place
 
@@ -84,7 +85,7 @@ def local(text: str) -> Path:
     if inside.parts[1:] and inside.parts[0] == KEPT and not disk.exists(mine / inside):
         former = PurePosixPath(FORMER, *inside.parts[1:])
         if disk.exists(mine / former):
-            print(f"{text} is not there yet; using drive:{former}, where notebooks used to keep it.")
+            say(f"{text} is not there yet; using drive:{former}, where notebooks used to keep it.")
             return mine / former
     return mine / inside
 

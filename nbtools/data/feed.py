@@ -118,6 +118,16 @@ def choose(pack: Pack, plan: Plan, device: torch.device) -> tuple[str, str]:
     return ("resident", f"fits: {size}") if pack.bytes <= room else ("streamed", f"too large: {size}")
 
 
+def auto_feed(device: torch.device) -> str:
+    """What `feed="auto"` does on a device, whatever the pack."""
+    if device.type != "cuda":
+        return "a pack is memory-mapped and read in place"
+    room = disk.human(RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0])
+    return (
+        f"a pack of up to {room} ({RESIDENT_SHARE:.0%} of free GPU memory) stays on the GPU, a larger one is streamed"
+    )
+
+
 def open_feed(pack: Pack, plan: Plan, device: torch.device) -> Feed:
     """The feed that the plan asks for. Raises TrainError if it cannot work here."""
     name, _ = choose(pack, plan, device)

@@ -14,24 +14,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import re
-import sys
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from nbtools import disk
 from nbtools.data import archive
+from nbtools.data.progress import bar, say
 from nbtools.data.sources import Source, cache, listing, require_archive, source_of
 from nbtools.errors import ArchiveError, StageError
 
 RECEIPT = ".stage.json"  # no archive can give its folder this name
 SUFFIXES = r"\.(tar|tar\.gz|tgz|tar\.xz|txz|tar\.bz2|tbz2?|zip)$"
 WHOLE = "\0whole"  # ends an origin that is staged as one file: it is published next to its unpacked folder
-LEAST = 0.25  # seconds between two updates of a bar: quicker ones hang a Colab tab (lightning#2517)
 
 
 def stage(
@@ -177,45 +174,3 @@ def one_file(path: Path, data: Path, copied: bool, progress: bool) -> Path:
 def moving(total: int | None, doing: str, progress: bool) -> tqdm:
     """A progress bar with MB/s and time left."""
     return bar(total=total or None, desc=doing, unit="B", unit_scale=True, disable=not progress)
-
-
-def bar(*arguments: Any, **options: Any) -> tqdm:
-    """A tqdm bar; arguments and options are tqdm's. In a notebook it is one line of text in a separate output, which
-    stays whatever `leave` says: tqdm's widget would be saved with its first text, `packing: 0%`."""
-    options["mininterval"] = max(LEAST, options.get("mininterval", LEAST))
-    if in_notebook() and not options.get("disable"):
-        options |= {"file": Line(), "leave": True, "position": 0, "dynamic_ncols": False}
-    return tqdm(*arguments, **options)
-
-
-class Line(io.StringIO):
-    """What a bar writes to in a notebook: one output whose text is replaced."""
-
-    encoding = "utf-8"  # else tqdm draws with # and digits
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.handle: Any = None
-
-    def write(self, text: str) -> int:
-        from IPython.display import display
-
-        if line := text.strip():
-            shown = {"text/plain": line}
-            if self.handle is None:
-                self.handle = display(shown, raw=True, display_id=True)
-            else:
-                self.handle.update(shown, raw=True)
-        return len(text)
-
-
-def say(message: str) -> None:
-    """Show a line above the bars: in a notebook's cell, or on a terminal's stderr, since its stdout is for results."""
-    tqdm.write(message, file=sys.stdout if in_notebook() else sys.stderr)
-
-
-def in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this: a terminal's IPython has no kernel."""
-    core = sys.modules.get("IPython")
-    shell = core.get_ipython() if core is not None else None
-    return getattr(shell, "kernel", None) is not None

@@ -17,10 +17,9 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
-from tqdm import tqdm
 
 from nbtools import disk
-from nbtools.data import Pack, collate, in_notebook, say
+from nbtools.data import Pack, bar, collate, in_notebook, say
 from nbtools.live import png, samples, svg
 from nbtools.live.log import line_of
 from nbtools.live.panel import Panel
@@ -103,7 +102,7 @@ class View:
         self.output = Output() if drawn else None
         self.events: list[str] = []
         self.next_still = 0.0
-        self.bar = tqdm(
+        self.bar = bar(
             total=count * self.epochs(plan),
             initial=history.rows[-1]["samples"] if history.rows else 0,
             unit=" samples",
