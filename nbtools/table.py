@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import html as markup
 import math
+import os
 import re
 import shutil
+import sys
 import textwrap
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 EMPTY = "–"
 NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( ?[%×]| [^\d\s]+)?")  # 12, 1e-06, 97 %, 24.3×, 1.5 GB; not 0001.png
 WHOLE = 24  # characters: a shorter cell is not broken, as `250 of 400 W`
-LEAST = 24  # characters: a narrower wrapped column is harder to read than a line that the terminal breaks
+LEAST = 12  # characters: a narrower wrapped column is harder to read than a line that the terminal breaks
+COLOURS = {"bold": 1, "green": 32, "yellow": 33}  # ANSI: readable on dark and light
+HEADER = "bold"
 
 # Inline, since GitHub and Colab drop or share <style>; only inherited colours and half-grey, so any theme's text shows.
 TABLE = "border-collapse:collapse;font-size:13px;line-height:1.45;font-variant-numeric:tabular-nums;margin:4px 0 8px"
@@ -46,23 +51,54 @@ def html(headers: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "
     return f'<table style="{TABLE}">{title}{head}<tbody>{body}</tbody></table>'
 
 
-def text(headers: Sequence[str], rows: Sequence[Sequence[Any]], width: int | None = None) -> str:
-    """Aligned columns without trailing blanks; a last column of text wraps at `width` (default: the terminal's).
+def text(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    width: int | None = None,
+    colours: Mapping[tuple[int, int], str] | None = None,
+) -> str:
+    """Aligned columns without trailing blanks; where they are wider than `width` (default: the terminal's), the widest
+    columns of text wrap at words.
 
+    colours: (row, column) → one of COLOURS; headers are bold then. None: no colours, as anywhere but on a terminal.
     Control characters are shown as escapes: a file name cannot colour, or overwrite, the terminal.
     """
     width = width or shutil.get_terminal_size((120, 24)).columns
-    lines = [[plain(shown(value)) for value in row] for row in [headers, *rows]]
+    cells = [[plain(shown(value)) for value in row] for row in [headers, *rows]]
     right = numeric(headers, rows)
-    widths = [max(map(columns, column)) for column in zip(*lines, strict=True)]
+    widths = fitted([max(map(columns, column)) for column in zip(*cells, strict=True)], right, width)
     if not widths:
         return ""
-    room = width - sum(widths[:-1]) - 2 * (len(widths) - 1)
-    if not right[-1] and LEAST <= room < widths[-1]:
-        lines = [part for row in lines for part in wrapped(row, room)]
-        widths[-1] = room
-    lines.insert(1, ["─" * w for w in widths])
-    return "\n".join("  ".join(map(padded, row, widths, right)).rstrip() for row in lines)
+    drawn = []
+    for row, whole in enumerate(cells, -1):
+        hues = [HEADER if row < 0 else (colours or {}).get((row, column), "") for column in range(len(widths))]
+        for parts in zip_longest(*map(wrapped, whole, widths), fillvalue=""):
+            line = list(map(padded, parts, widths, right))
+            drawn.append("  ".join(line if colours is None else map(painted, line, hues)).rstrip())
+        drawn += ["  ".join("─" * w for w in widths)] if row < 0 else []
+    return "\n".join(drawn)
+
+
+def fitted(widths: Sequence[int], right: Sequence[bool], width: int) -> list[int]:
+    """Widths of columns that fit side by side: the widest of text shrinks first, none below LEAST."""
+    found, texts = list(widths), [column for column, number in enumerate(right) if not number]
+    while texts and sum(found) + 2 * (len(found) - 1) > width:
+        widest = max(texts, key=found.__getitem__)
+        if found[widest] <= LEAST:
+            break
+        found[widest] -= 1
+    return found
+
+
+def coloured() -> bool:
+    """Whether stdout is a terminal that shows colours, and NO_COLOR (https://no-color.org) does not turn them off."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def painted(text: str, colour: str) -> str:
+    """A text in one of COLOURS; blanks around it, and any text in none, stay as they are."""
+    bare = text.strip()
+    return text.replace(bare, f"\x1b[{COLOURS[colour]}m{bare}\x1b[0m") if colour and bare else text
 
 
 def shown(value: Any) -> str:
@@ -132,7 +168,7 @@ def plain(line: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in line)
 
 
-def wrapped(row: list[str], room: int) -> list[list[str]]:
-    """A row as several, its last cell wrapped at words."""
-    first, *rest = textwrap.wrap(row[-1], room) or [""]
-    return [[*row[:-1], first], *([*[""] * (len(row) - 1), part] for part in rest)]
+def wrapped(cell: str, room: int) -> list[str]:
+    """A cell as lines of at most so many terminal columns, broken at words."""
+    wide = columns(cell)
+    return [cell] if wide <= room else textwrap.wrap(cell, max(1, room * len(cell) // wide)) or [""]

@@ -102,7 +102,7 @@ def test_two_cards_are_read_as_values_in_the_named_units(nvml):
     assert first.bf16 is True
 
 
-def test_the_table_names_readings_and_escapes_the_name(nvml):
+def test_the_table_names_readings_and_escapes_the_name(nvml, monkeypatch):
     nvml(["<img src=x onerror=alert(1)>"])
     found = gpus()
     for shown in (str(found), found._repr_html_()):
@@ -111,6 +111,7 @@ def test_the_table_names_readings_and_escapes_the_name(nvml):
         assert "550.54.15" in shown
     assert "<img" not in found._repr_html_()
     nvml(["A"] * 4)  # more than three stand below each other
+    monkeypatch.setenv("COLUMNS", "160")
     assert str(gpus()).split("\n")[5].split()[:3] == ["3", "cuda:3", "A"]
 
 

@@ -31,7 +31,7 @@ from nbtools.measure.stepper import Clock
 from nbtools.measure.trials import LEAST_STEPS, choose_precision, find_precision, step_profile
 from nbtools.measure.verdict import Verdict, verdict
 from nbtools.measure.workers import WorkersReport, find_workers
-from nbtools.table import digits, duration, plural
+from nbtools.table import digits, duration, painted, plural
 from nbtools.train import (
     OPTIMIZERS,
     Plan,
@@ -124,6 +124,16 @@ class Advice(Report):
             rows.append((f"or batch {plan.batch_size}", f"lr {digits(plan.lr)}", why, ""))
         shown = 4 if self.evidence else 3
         return ("setting", "value", "reason", "measured here")[:shown], [row[:shown] for row in rows]
+
+    def colours(self) -> dict[tuple[int, int], str]:
+        """Values that were measured here, and those of rules of thumb."""
+        source = {name: "yellow" for name, reason in self.reasons.items() if THUMB in reason}
+        source |= dict.fromkeys(self.evidence, "green")
+        return {(row, 1): source[name] for row, name in enumerate(self.reasons) if name in source}
+
+    def text(self, colour: bool = False) -> str:
+        legend = f"{painted('measured here', 'green')}, {painted(THUMB, 'yellow')}"
+        return f"{super().text(colour)}\n{legend}" if colour else super().text()
 
     def caption(self) -> str:
         return " ".join(filter(None, [self.length(), self.verdict and f"{self.verdict.sentence}.", self.note]))

@@ -37,9 +37,18 @@ class Report:
         """What the figures depend on: the machine, and the time taken."""
         return ""
 
-    def __str__(self) -> str:
+    def colours(self) -> Mapping[tuple[int, int], str]:
+        """(row, column) of the table → its colour on a terminal. Default: none."""
+        return {}
+
+    def text(self, colour: bool = False) -> str:
+        """Caption, table and footer below one another; colour: for a terminal that shows colours."""
         headers, rows = self.table()
-        return "\n".join(filter(None, [self.caption(), table.text(headers, rows) if rows else "", self.footer()]))
+        drawn = table.text(headers, rows, colours=self.colours() if colour else None) if rows else ""
+        return "\n".join(filter(None, [self.caption(), drawn, self.footer()]))
+
+    def __str__(self) -> str:
+        return self.text()
 
     def _repr_html_(self) -> str:
         headers, rows = self.table()
