@@ -1,8 +1,8 @@
 """The terminal: `python -m nbtools COMMAND`, of `gpus stage watch control guide demo validate features pack advise
 train evaluate predict`.
 
-The fields of the task's Plan and the options of its `pack` are read from their definitions, so a new one automatically
-becomes an option here. Progress goes to stderr, results to stdout.
+The fields of the task's Plan and the options of its `pack` become options by themselves (`nbtools.options`). Results go
+to stdout, with --json as one document, and all else to stderr.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import importlib
 import inspect
 import json
 import math
+import os
 import pkgutil
 import re
 import sys
 import tempfile
-import types
-import typing
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -34,31 +34,70 @@ from nbtools.errors import CheckpointError, NbtoolsError, TrainError, sentence
 from nbtools.fit import fit
 from nbtools.folder import busy, stored_plan
 from nbtools.live import ACTIONS, advised, send
-from nbtools.measure import advise, find_batch, find_workers, gpus, preset
+from nbtools.measure import advise, check, find_batch, find_workers, follow, preset
+from nbtools.options import AUTO, add_knobs, add_signature, given, options_of, own
 from nbtools.run import Run, evaluate, validate
-from nbtools.table import plural
+from nbtools.table import coloured, plural
 from nbtools.train import Plan, Task, TrainState, as_task, checkpoint, doubts, evaluation, train_step, unread
 from nbtools.watch import watch
 
 BUILT_IN = tuple(found.name for found in pkgutil.iter_modules(tasks.__path__) if found.name != "common")
 SOURCE = "a folder, an archive, drive:…, a Google Drive link, or a pack"
+EXIT_CODES = """exit codes:
+  0    done
+  1    refused or failed, for the reason on stderr; or a report that lists errors
+  2    not a valid command line
+  130  Ctrl-C, or a run that was stopped before its end: train saves first, and the same command resumes
+  141  the reader of stdout has gone, as head does
+  143  SIGTERM: train saves first"""
+
+
+class Result(NamedTuple):
+    """What a command prints on stdout, a text or with --json a value, and its exit code."""
+
+    text: object
+    value: Any
+    code: int = 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0 if it succeeded, 1 with a sentence on stderr if nbtools raised an error or the
-    validated data has errors, 130 for Ctrl-C."""
+    """Run one command → one of EXIT_CODES; an error of nbtools is a sentence on stderr."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if arguments[:1] == ["guide"] and arguments[1:2] not in (["-h"], ["--help"]):
             arguments.insert(1, "--")  # what follows has options of its own
         options = parser(arguments).parse_args(arguments)
-        return options.act(options) or 0
+        with redirect_stdout(sys.stderr) if options.json else nullcontext():  # a task of one's own may print
+            found = options.act(options)
+        if not isinstance(found, Result):
+            return found or 0
+        print(json.dumps(plain(found.value)) if options.json else found.text, flush=True)
+        return found.code
     except NbtoolsError as error:
         print(f"nbtools: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("nbtools: stopped by you", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return 141
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: without NaN and infinity, and without types of ours."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    for convert in ("to_dict", "tolist"):  # reports, plans and cards; arrays and tensors
+        if hasattr(value, convert):
+            return plain(getattr(value, convert)())
+    return str(value)
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,7 +105,7 @@ class Parser(argparse.ArgumentParser):
     mistake in one sentence, also an option of a guide."""
 
     def __init__(self, **more: Any):
-        super().__init__(**more, allow_abbrev=False)
+        super().__init__(**more, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words: list[str] = []
@@ -91,7 +130,11 @@ class Parser(argparse.ArgumentParser):
 
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """The command line; a task's own options are added once its name is among the arguments."""
-    top = Parser(prog="python -m nbtools", description="Train in notebooks without wasting the GPU.")
+    top = Parser(
+        prog="python -m nbtools",
+        description="Train in notebooks and terminals without wasting the GPU. COMMAND --help ends with examples.",
+        epilog=EXIT_CODES,
+    )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     word = next(iter(arguments[1:]), "-")
     if word.startswith("-"):
@@ -104,14 +147,23 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         return name
 
     for name, define in COMMANDS.items():
-        one = commands.add_parser(name, help=define.__doc__, description=define.__doc__)
-        one.set_defaults(act=define(one))
+        one = commands.add_parser(name, **documented(define))
+        one.set_defaults(act=define(one), json=False)
     for name, define in TASK_COMMANDS.items():
-        one = commands.add_parser(name, help=define.__doc__, description=define.__doc__)
+        one = commands.add_parser(name, **documented(define))
         known = f"{', '.join(BUILT_IN)}, or the dotted name of your own module"
         one.add_argument("task", type=same, help=known)
         one.set_defaults(act=define(one, task))
+    for name, one in commands.choices.items():
+        if name not in ("control", "guide"):
+            one.add_argument("--json", action="store_true", help="print the result as one JSON document")
     return top
+
+
+def documented(define: Callable[..., Any]) -> dict[str, Any]:
+    """The help of a command: the first line of its function's docstring, and the examples below it."""
+    first, _, examples = (inspect.getdoc(define) or "").partition("\n\n")
+    return {"help": first, "description": first, "epilog": "examples:\n" + textwrap.indent(examples, "  ")}
 
 
 def find_task(name: str) -> Task:
@@ -131,29 +183,67 @@ def find_task(name: str) -> Task:
 
 # -- commands: each adds its options, and returns what it does with them; the docstring is its help
 
-Act = Callable[[argparse.Namespace], int | None]  # the exit code, None if it succeeded
+Act = Callable[[argparse.Namespace], Result | int | None]  # an exit code alone where it has printed already; None is 0
 
 
-def gpus_command(_: argparse.ArgumentParser) -> Act:
-    """show what this machine trains on"""
-    return lambda options: print(gpus())
+def gpus_command(one: argparse.ArgumentParser) -> Act:
+    """check this machine: GPUs, versions, memory, precisions and their speed, plans by rules of thumb
+
+    python -m nbtools gpus
+    python -m nbtools gpus --watch
+    """
+    one.add_argument("--watch", action="store_true", help="show what is in use every second, until Ctrl-C")
+
+    def show(options: argparse.Namespace) -> Result | None:
+        if not options.watch:
+            found = check({name: (find_task(name), card) for name, card in guides.DATA.items()})
+            return Result(found.text(coloured()), found)
+        if options.json:
+            one.error("--watch has no end, and --json prints one document: leave one of them out")
+        clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
+        with suppress(KeyboardInterrupt):
+            follow(lambda text: print(clear + text, flush=True))
+
+    return show
 
 
 def stage_command(one: argparse.ArgumentParser) -> Act:
-    """fetch a data set to local disk"""
+    """fetch a data set to local disk
+
+    python -m nbtools stage drive:datasets/captcha.tar
+    python -m nbtools stage data.tar --into data
+    """
     one.add_argument("source", help=SOURCE)
     one.add_argument("--into", help="folder to put it in")
-    return lambda options: print(stage(options.source, options.into))
+
+    def act(options: argparse.Namespace) -> Result:
+        folder = stage(options.source, options.into)
+        return Result(folder, {"folder": folder})
+
+    return act
 
 
 def watch_command(one: argparse.ArgumentParser) -> Act:
-    """follow a run that another process is training"""
+    """follow a run that another process is training
+
+    python -m nbtools watch runs/captcha
+    """
     one.add_argument("run", type=Path, metavar="FOLDER", help="the run folder")
-    return lambda options: print(watch(options.run, wait=0))
+
+    def act(options: argparse.Namespace) -> Result:
+        Run.open(options.run)  # says which runs there are
+        run = watch(options.run, wait=0)
+        return Result(run, facts(run))
+
+    return act
 
 
 def control_command(one: argparse.ArgumentParser) -> Act:
-    """send requests to a run, or change its settings"""
+    """send requests to a run, or change its settings
+
+    python -m nbtools control runs/captcha pause lr=1e-4
+    python -m nbtools control runs/captcha lr=0.1 --force
+    """
     one.add_argument("run", type=Path, metavar="FOLDER", help="the run folder")
     one.add_argument("requests", nargs="+", metavar="REQUEST", help=f"{', '.join(ACTIONS)}, or SETTING=VALUE: lr=1e-4")
     one.add_argument(
@@ -178,7 +268,11 @@ def control(options: argparse.Namespace) -> None:
 
 
 def guide_command(one: argparse.ArgumentParser) -> Act:
-    """run a command of a guide that nbtools replaces, and show what it is here"""
+    """run a command of a guide that nbtools replaces, and show what it is here
+
+    python -m nbtools guide --print main.py -m hctr -d data -b 64 -lr 0.003
+    python -m nbtools guide train_optimized.py --data data --epochs 10
+    """
     one.add_argument("--print", action="store_true", help="only show it")
     text = "as the guide has it: main.py -m hctr -d DIR -b 64, or settings of its config: ims_per_gpu=64"
     one.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help=text)
@@ -194,38 +288,61 @@ def guide_command(one: argparse.ArgumentParser) -> Act:
 
 
 def demo_command(one: argparse.ArgumentParser, task: Task) -> Act:
-    """write a small data set in the task's raw format"""
+    """write a small data set in the task's raw format
+
+    python -m nbtools demo captcha data --count 600
+    """
     one.add_argument("folder", type=Path)
     add_signature(one, task.demo)
-    return lambda options: print(task.demo(options.folder, **own(options)))
+
+    def act(options: argparse.Namespace) -> Result:
+        made = task.demo(options.folder, **own(options))
+        return Result(made, {"folder": made})
+
+    return act
 
 
 def validate_command(one: argparse.ArgumentParser, task: Task) -> Act:
-    """report what is wrong with a data set"""
+    """report what is wrong with a data set
+
+    python -m nbtools validate sign data/processed --require-x2048
+    python -m nbtools validate segment garments --json
+    """
     one.add_argument("source", help=SOURCE)
     add_signature(one, task.validate)
-    return lambda options: print_report(validate(task, options.source, **own(options)))
+    return lambda options: reported(validate(task, options.source, **own(options)))
 
 
 def features_command(one: argparse.ArgumentParser, task: Task) -> Act:
-    """make features of filmed clips with a pretrained network"""
+    """make features of filmed clips with a pretrained network
+
+    python -m nbtools features sign films films
+    """
     one.add_argument("source", help=SOURCE)
     one.add_argument("into", type=Path, help="folder of the clips that receive them; may be the source")
     add_signature(one, task.features, "into", "network")
-    return lambda options: print_report(task.features(options.source, options.into, **own(options)))
+    return lambda options: reported(task.features(options.source, options.into, **own(options)))
 
 
-def print_report(report: Any) -> int:
-    """Returns 1 if it found errors."""
-    print(report)
-    return int(not report.ok)
+def reported(report: Any) -> Result:
+    return Result(report, report, int(not report.ok))
 
 
 def pack_command(one: argparse.ArgumentParser, task: Task) -> Act:
-    """decode a data set once"""
+    """decode a data set once
+
+    python -m nbtools pack captcha data
+    python -m nbtools pack sign data/processed --val 0.2 --json
+    """
     one.add_argument("source", help=SOURCE)
     add_signature(one, task.pack)
-    return lambda options: print(packed(task, options.source, options))
+
+    def act(options: argparse.Namespace) -> Result:
+        pack = packed(task, options.source, options)
+        about = {"bytes": pack.bytes, "bad": pack.bad.to_dict("records")}
+        return Result(pack, {"folder": pack.folder, **pack.card.to_dict(), **about})
+
+    return act
 
 
 def packed(task: Task | Run, source: str, options: argparse.Namespace) -> Pack:
@@ -237,7 +354,11 @@ def packed(task: Task | Run, source: str, options: argparse.Namespace) -> Pack:
 
 
 def advise_command(one: argparse.ArgumentParser, task: Task) -> Act:
-    """propose a plan for this machine and data, with reasons"""
+    """propose a plan for this machine and data, with reasons
+
+    python -m nbtools advise captcha --data data
+    python -m nbtools advise captcha --data data --no-measure --json
+    """
     one.add_argument("--data", required=True, metavar="SOURCE", help=SOURCE)
     one.add_argument("--no-measure", action="store_true", help="use rules of thumb and earlier measurements")
     one.add_argument("--compile", action="store_true", help="also try compiled steps: a minute or two more")
@@ -246,17 +367,21 @@ def advise_command(one: argparse.ArgumentParser, task: Task) -> Act:
     one.add_argument("--noise", action="store_true", default=None, help=argparse.SUPPRESS)
     add_signature(one, task.pack)
 
-    def show(options: argparse.Namespace) -> None:
+    def show(options: argparse.Namespace) -> Result:
         asked = {"noise": options.noise, "compiling": options.compile, "processes": options.processes}
         advice = advise(task, packed(task, options.data, options), measure=not options.no_measure, **asked)
-        for part in filter(None, (advice.batches, advice.workers, advice.profile, advice)):
-            print(part, end="\n\n")
+        parts = filter(None, (advice.batches, advice.workers, advice.profile, advice))
+        return Result("\n\n".join(part.text(coloured()) for part in parts), advice)
 
     return show
 
 
 def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
-    """train; an existing run folder is resumed"""
+    """train; an existing run folder is resumed
+
+    python -m nbtools train captcha --data data --run runs/captcha --epochs 20
+    python -m nbtools train captcha --smoke-test
+    """
     one.add_argument("--data", metavar="SOURCE", help=SOURCE)
     one.add_argument("--run", type=Path, metavar="FOLDER", help="the run folder")
     one.add_argument("--keep", metavar="FOLDER", help="second folder for copies of the run, e.g. drive:runs/captcha")
@@ -275,19 +400,33 @@ def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
     return partial(train_run, task)
 
 
-def train_run(task: Task, options: argparse.Namespace) -> None:
+def train_run(task: Task, options: argparse.Namespace) -> Result:
     if options.processes != 1:
         rule = "--processes must be 1: several processes are not supported yet"
         raise NbtoolsError(f"{rule}; leave it out", entry="Several processes on the GPU")
     if options.smoke_test:
-        print(smoke_test(task, **given(task.PLAN, options)))
-        return
+        said = smoke_test(task, **given(task.PLAN, options))
+        return Result(said, {"smoke_test": said})
     if options.data is None or options.run is None:
         raise NbtoolsError("train needs --data SOURCE and --run FOLDER; only --smoke-test needs neither")
     pack = packed(task, options.data, options)
     plan = partial(plan_of, task, pack, options)
     run = fit(task, pack, plan, options.run, options.keep, receipt=not options.no_receipt)
-    print(run.summary().to_string(), run.receipt or "no receipt", run.verdict or "no verdict", run, sep="\n")
+    parts = (run.summary().to_string(), run.receipt or "no receipt", run.verdict or "no verdict", run)
+    return Result("\n".join(map(str, parts)), facts(run), 130 if stopped(run) else 0)
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """A run for --json."""
+    epochs = run.summary().reset_index().to_dict("records")
+    about = {"task": run.card.task, "plan": run.plan, "epochs": epochs, "best": run.best, "final": run.final}
+    return {"run": run.folder, **about, "receipt": run.receipt, "verdict": run.verdict, "stopped": stopped(run)}
+
+
+def stopped(run: Run) -> bool:
+    """Whether a run ended before its last epoch since somebody asked for that."""
+    last = run.history.rows[-1] if run.history.rows else {}
+    return last.get("asked") == "stop" and len(run.history.of("epoch")) < run.plan.epochs
 
 
 def smoke_test(task: Task, **knobs: Any) -> str:
@@ -375,7 +514,11 @@ def measured(task: Task, pack: Pack, plan: Plan, options: argparse.Namespace) ->
 
 
 def evaluate_command(one: argparse.ArgumentParser, task: Task) -> Act:
-    """compute the metrics of a run on a split, packed with its classes; the last line is JSON"""
+    """compute the metrics of a run on a split, packed with its classes; the last line is JSON
+
+    python -m nbtools evaluate captcha --data data --run runs/captcha
+    python -m nbtools evaluate captcha --data new --test 1.0 --run runs/captcha
+    """
     one.add_argument("--data", required=True, metavar="SOURCE", help=SOURCE)
     one.add_argument("--run", required=True, type=Path, metavar="FOLDER", help="the run folder")
     which = "with --test 1.0 that is all of SOURCE: for data that the run has not seen"
@@ -384,28 +527,36 @@ def evaluate_command(one: argparse.ArgumentParser, task: Task) -> Act:
     add_knobs(one, type(task.PLAN), [f for f in fields if f.metadata.get("live") and f.name.startswith("eval_")])
     add_signature(one, task.pack)
 
-    def show(options: argparse.Namespace) -> None:
+    def show(options: argparse.Namespace) -> Result:
         run = Run.open(options.run, task)
         pack = packed(run, options.data, options)
         if limits := unread(task, pack, run.plan):
             print(limits, file=sys.stderr)
-        print(json.dumps(evaluate(run, pack, options.split, **given(run.plan, options))))
+        metrics = evaluate(run, pack, options.split, **given(run.plan, options))
+        count = run.readable(pack).splits[options.split]
+        print(f"{plural(count, 'sample')} of the {options.split} split counted", file=sys.stderr)
+        return Result(json.dumps(plain(metrics)), metrics)
 
     return show
 
 
 def predict_command(one: argparse.ArgumentParser, task: Task) -> Act:
-    """predict raw files with a run"""
+    """predict raw files with a run
+
+    python -m nbtools predict captcha --run runs/captcha new.png
+    """
     one.add_argument("--run", required=True, type=Path, metavar="FOLDER", help="the run folder")
     one.add_argument("files", nargs="+", type=Path)
     if task.save is not None:
         one.add_argument("--into", required=True, type=Path, metavar="FOLDER", help="folder for the predictions")
 
-    def show(options: argparse.Namespace) -> None:
-        run = Run.open(options.run, task)
+    def show(options: argparse.Namespace) -> Result:
+        run, found = Run.open(options.run, task), []
         for file, answer in zip(options.files, run.predict(options.files), strict=True):
             text = task.save(answer, file, options.into, run.card) if task.save is not None else answer
-            print(f"{file}\t{text}")
+            found.append({"file": file, "prediction": text})
+        print(f"{plural(len(found), 'file')} predicted by {run}", file=sys.stderr)
+        return Result("\n".join(f"{one['file']}\t{one['prediction']}" for one in found), found)
 
     return show
 
@@ -427,133 +578,6 @@ TASK_COMMANDS = {
     "evaluate": evaluate_command,
     "predict": predict_command,
 }
-
-# -- options read from definitions
-
-AUTO = (("batch_size", "auto"), ("workers", "auto"))  # settings that may be `auto`: measured
-SWITCH: Any = {"action": argparse.BooleanOptionalAction}  # Python 3.14 takes no metavar with it
-
-
-def add_signature(one: argparse.ArgumentParser, function: Any, *skip: str) -> None:
-    """The keyword parameters of a task's function as options."""
-    group = one.add_argument_group("the task's options for " + function.__name__)
-    try:
-        signature = inspect.signature(function, eval_str=True)
-    except NameError:  # of a type that is imported for type checkers only
-        signature = inspect.signature(function)
-    for name, parameter in signature.parameters.items():
-        variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if not variadic and name not in ("source", "folder", "progress", *skip):
-            text = "default: from the data" if parameter.default is None else f"default {parameter.default}"
-            reads: Any = SWITCH if kind_of(parameter) is bool else {"type": partial(read_option, parameter)}
-            add_option(group, f"option_{name}", text, **reads)
-
-
-def add_knobs(one: argparse.ArgumentParser, kind: type[Plan], fields: Iterable[dataclasses.Field[Any]]) -> None:
-    """Fields of a Plan as options."""
-    group, hints = one.add_argument_group("settings of the Plan"), typing.get_type_hints(kind)
-    for field in fields:
-        choices, text = field.metadata.get("choices"), field.metadata.get("help", "")
-        text += f" ({', '.join(map(str, choices))})" if choices else ""
-        text += "; auto: measure it here" if (field.name, "auto") in AUTO else ""
-        add_option(group, f"knob_{field.name}", text, **(SWITCH if hints[field.name] is bool else {}))
-
-
-def add_option(group: Any, dest: str, text: str, **more: Any) -> None:
-    """An option that is absent from the namespace unless it is given."""
-    flag = "--" + dest.partition("_")[2].replace("_", "-")
-    more = {"default": argparse.SUPPRESS, **({} if "action" in more else {"metavar": "VALUE"}), **more}
-    group.add_argument(flag, dest=dest, help=text.replace("%", "%%"), **more)
-
-
-def options_of(options: argparse.Namespace, prefix: str) -> dict[str, Any]:
-    return {name.removeprefix(prefix): value for name, value in vars(options).items() if name.startswith(prefix)}
-
-
-def own(options: argparse.Namespace) -> dict[str, Any]:
-    """The task's own options."""
-    return options_of(options, "option_")
-
-
-def given(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
-    """The settings on the command line, without those that are to be measured."""
-    knobs = {name: value for name, value in options_of(options, "knob_").items() if (name, value) not in AUTO}
-    return {name: plan.parse(name, value) if isinstance(value, str) else value for name, value in knobs.items()}
-
-
-def kind_of(parameter: inspect.Parameter) -> Any:
-    """A parameter's annotation; without one, the type of its default."""
-    kind, default = parameter.annotation, parameter.default
-    if kind is parameter.empty or isinstance(kind, str):
-        return str | None if default is None else type(default)
-    return kind
-
-
-def read_option(parameter: inspect.Parameter, text: str) -> Any:
-    """An option's text as the parameter's annotation has it; without one, as its default. Raises NbtoolsError for what
-    does not fit."""
-    kind = kind_of(parameter)
-    try:
-        return converted(text, kind)
-    except (KeyError, ValueError):
-        flag = parameter.name.replace("_", "-")
-        raise NbtoolsError(f"--{flag} must be {described(kind)}, got {text!r}") from None
-
-
-def whole(text: str) -> int:
-    if str(int(text)) != text.strip():  # "0123" is a text of digits, where a text may stand
-        raise ValueError
-    return int(text)
-
-
-def number(text: str) -> float:
-    try:
-        return whole(text)  # val=100 are 100 samples
-    except ValueError:
-        return float(text)
-
-
-PLAIN: dict[Any, tuple[str, Callable[[str], Any]]] = {
-    int: ("a whole number", whole),
-    float: ("a number", number),
-    bool: ("true or false", {"true": True, "false": False}.__getitem__),
-    types.NoneType: ("none", {"none": None}.__getitem__),
-}
-"""Type → the rule for its texts, and how one is read; a text of any other type is taken unchanged."""
-UNIONS, SEVERAL = (types.UnionType, typing.Union), (tuple, list, Sequence, Iterable)
-
-
-def converted(text: str, kind: Any) -> Any:
-    """A text as a value of an annotation; commas stand between several. Raises KeyError or ValueError."""
-    origin, args = typing.get_origin(kind) or kind, typing.get_args(kind)
-    if origin in UNIONS:
-        for one in sorted(args, key=lambda one: (typing.get_origin(one) or one) not in (*PLAIN, *SEVERAL)):  # text last
-            with suppress(KeyError, ValueError):
-                return converted(text, one)
-        raise ValueError
-    if kind in PLAIN:
-        return PLAIN[kind][1](text.lower())
-    if origin in SEVERAL and not (args == (str,) and "," not in text):  # a text is a sequence of characters
-        parts = text.split(",")
-        kinds = args if is_counted(kind) else [args[0] if args else int | float | str] * len(parts)
-        return tuple(converted(part, one) for part, one in zip(parts, kinds, strict=True))
-    return Path(text) if kind is Path else text
-
-
-def described(kind: Any) -> str:
-    """The rule for the texts of an annotation."""
-    origin, args = typing.get_origin(kind) or kind, typing.get_args(kind)
-    if origin in UNIONS:
-        return " or ".join(dict.fromkeys(map(described, args)))
-    if origin in SEVERAL:
-        return f"{len(args)} numbers with commas between" if is_counted(kind) else "numbers with commas between"
-    return PLAIN[kind][0] if kind in PLAIN else "text"
-
-
-def is_counted(kind: Any) -> bool:
-    """Whether it is a tuple of this length."""
-    return typing.get_origin(kind) is tuple and Ellipsis not in typing.get_args(kind)
-
 
 if __name__ == "__main__":
     sys.exit(main())

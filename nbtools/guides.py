@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
+from nbtools.data import Card, Column
 from nbtools.errors import NbtoolsError
 from nbtools.train import device
 
@@ -122,6 +123,14 @@ SEGMENT = {  # a config's names, as KEY=VALUE or in a file
     "persistent_workers": {"": "# always so, with --feed workers"},
     "cudnn.deterministic": {"true": "--deterministic", "false": "# as by default"},
     "cudnn.benchmark": {"": "# on where few shapes occur, unless --deterministic"},
+}
+DATA = {  # cards of the guides' data sets, as far as plans depend on them; of signs and images they name no number
+    "captcha": Card("captcha", [], {"layout": "fixed"}, {}, {"train": 40_024, "val": 5_003, "test": 5_003}),
+    "hwdb": Card("hwdb", [], {"height": 128}, {}, {"train": 30_000}),
+    "sign": Card(
+        "sign", [str(gloss) for gloss in range(105)], {}, {"x": Column("ragged", "float32", (156,))}, {"train": 1_000}
+    ),
+    "segment": Card("segment", [], {"size": (384, 384)}, {}, {"train": 1_000}),
 }
 BEFORE = "--from baseline --feed auto"  # the program's own settings, but from a pack
 CAPTCHA_RUN = "train captcha --data dataset --run runs/captcha"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 import math
@@ -57,9 +58,7 @@ class Run:
         folder = Path(folder)
         index = checkpoint.read_index(folder)
         if not index:
-            raise CheckpointError(
-                f"{folder}: no {checkpoint.INDEX}, so this is not a run folder; train with run={str(folder)!r}"
-            )
+            raise CheckpointError(no_run(folder))
         known = as_task(task) if task is not None else import_task(index["task"], folder)
         for name in (CARD, PLAN):
             if not (folder / name).exists():
@@ -199,6 +198,23 @@ class Run:
         done, best, metric = len(self.history.of("epoch")), self.best, f"val_{best_metric(self.task)[0]}"
         reached = f", best {metric} {best[metric]:.4f} in epoch {best['epoch'] + 1}" if best else ""
         return f"Run {self.folder}: {done} of {plural(max(done, self.plan.epochs), 'epoch')}{reached}"
+
+
+def no_run(folder: Path) -> str:
+    """Why a folder is no run, and the runs that may be meant: those in it, or next to it under a similar name."""
+    inside, beside = runs_in(folder), runs_in(folder.parent)
+    near = difflib.get_close_matches(folder.name, beside, n=3, cutoff=0.5)
+    why = f"no {checkpoint.INDEX}, so this is not a run folder" if folder.is_dir() else "there is no such folder"
+    if inside:
+        return f"{folder}: {why}; the runs in it are {', '.join(inside)}"
+    if near:
+        return f"{folder}: {why}; did you mean {' or '.join(str(folder.with_name(name)) for name in near)}?"
+    others = f"; the runs in {folder.parent} are {', '.join(beside)}" if beside else ""
+    return f"{folder}: {why}; train with run={str(folder)!r}{others}"
+
+
+def runs_in(folder: Path) -> list[str]:
+    return sorted(path.parent.name for path in folder.glob(f"*/{checkpoint.INDEX}"))
 
 
 def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[str, float]:

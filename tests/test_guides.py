@@ -261,9 +261,9 @@ def test_a_config_may_be_yaml_json_or_python(name, text, tmp_path):
 
 
 def test_an_interrupted_command_of_a_guide_has_our_exit_code(monkeypatch, capsys):
-    def interrupt():
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nbtools.__main__.gpus", interrupt)
+    monkeypatch.setattr("nbtools.__main__.check", interrupt)
     assert main(["guide", "check_gpu.py"]) == 130
     assert capsys.readouterr().err == "python -m nbtools gpus\nnbtools: stopped by you\n"

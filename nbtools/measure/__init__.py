@@ -2,7 +2,8 @@
 
 from nbtools.measure.advice import Advice, Machine, advise, decide
 from nbtools.measure.batch import find_batch
-from nbtools.measure.machine import REASONS, Gpu, Sampler, described, gpus, machine, nvml_index
+from nbtools.measure.check import check
+from nbtools.measure.machine import REASONS, Gpu, Sampler, described, follow, gpus, machine, nvml_index
 from nbtools.measure.presets import preset
 from nbtools.measure.profile import StepProfile
 from nbtools.measure.receipt import Receipt, comparable, receipt
@@ -25,6 +26,7 @@ __all__ = [
     "Stepper",
     "Verdict",
     "advise",
+    "check",
     "comparable",
     "decide",
     "described",
@@ -32,6 +34,7 @@ __all__ = [
     "find_scaling",
     "find_workers",
     "first_losses",
+    "follow",
     "gpus",
     "lr_sweep",
     "machine",

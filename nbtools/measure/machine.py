@@ -14,11 +14,12 @@ import platform
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -28,7 +29,16 @@ from nbtools.measure import memory
 from nbtools.train import device as devices
 
 MIB = 2**20
-PERIOD = 1.0  # seconds between two readings
+PERIOD, FIRST = 1.0, 0.1  # seconds between two readings, and before the first share of the processor
+INSTRUCTIONS = {  # flags in /proc/cpuinfo
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx512_bf16": "AVX-512 BF16",
+    "amx_bf16": "AMX BF16",
+    "asimd": "NEON",
+    "sve": "SVE",
+    "bf16": "BF16",
+}
 REASONS = {  # nvml.h, nvmlClocksEventReason*
     0x1: "idle",
     0x2: "clocks set by an application",
@@ -83,11 +93,11 @@ class Gpu:
 
 class Gpus(list[Gpu]):
     """The GPUs of this machine; shows as a table. Empty without NVIDIA. note: the rest of the machine: processor,
-    cores, RAM and disk."""
+    cores, RAM and disk. missing: why there is none."""
 
-    def __init__(self, found: Sequence[Gpu] = (), note: str = ""):
+    def __init__(self, found: Iterable[Gpu] = (), note: str = "", missing: str = ""):
         super().__init__(found)
-        self.note = note
+        self.note, self.missing = note, missing
 
     def __repr__(self) -> str:
         return f"{table.text(*self.table())}\n{self.note}" if self else self.note
@@ -117,9 +127,9 @@ def gpus() -> Gpus:
                 for i, handle in enumerate(handles)
             ]
     except Unavailable as why:
-        return Gpus(note=without_nvidia(str(why)))
+        return without_nvidia(str(why))
     if not found:
-        return Gpus(note=without_nvidia("the driver lists none"))
+        return without_nvidia("the driver lists none")
     return Gpus(found, f"NVIDIA driver {driver}; CPU: {processor()}")
 
 
@@ -238,12 +248,13 @@ def pair(now: float | None, limit: float | None, unit: str, scale: int = 1) -> s
     return f"{known[0]} of {known[1]} {unit}"
 
 
-def without_nvidia(why: str) -> str:
-    """One line for machines without NVIDIA: what will do the work, and where to get a GPU."""
+def without_nvidia(why: str) -> Gpus:
+    """What to say on machines without NVIDIA: what does the work, and where to get a GPU."""
     if torch.backends.mps.is_available():
-        return f"No NVIDIA GPU. Training uses Apple's GPU (MPS); the CPU is {processor()}."
+        return Gpus((), f"No NVIDIA GPU. Training uses Apple's GPU (MPS); the CPU is {processor()}.", "No NVIDIA GPU.")
     hint = " On Colab: Runtime, Change runtime type, T4 GPU." if "google.colab" in sys.modules else ""
-    return f"No NVIDIA GPU ({why.rstrip('.')}). Training uses the CPU: {processor()}.{hint}"
+    missing = f"No NVIDIA GPU ({why.rstrip('.')})."
+    return Gpus((), f"{missing} Training uses the CPU: {processor()}.{hint}", missing + hint)
 
 
 def processor() -> str:
@@ -281,6 +292,44 @@ def cpu_name() -> str:
             if line.lower().startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def instructions() -> tuple[str, ...]:
+    """The processor's vector and matrix instructions that matter to training, where Linux lists them."""
+    listed = {line.partition(":")[0].strip(): line for line in memory.read(Path("/proc/cpuinfo"))}
+    flags = (listed.get("flags") or listed.get("Features") or "").split()
+    return tuple(name for flag, name in INSTRUCTIONS.items() if flag in flags)
+
+
+def cpu_time() -> tuple[int, int] | None:
+    """(ticks in use, ticks in all) of all cores since the machine started; None where the system does not say."""
+    first, *_ = [*memory.read(Path("/proc/stat")), ""]
+    ticks = [int(word) for word in first.split()[1:9]]  # user, nice, system, idle, iowait, irq, softirq, steal
+    return (sum(ticks) - ticks[3] - ticks[4], sum(ticks)) if len(ticks) == 8 else None
+
+
+def follow(show: Callable[[str], object]) -> NoReturn:
+    """Show the GPUs, and how much of processor and RAM is in use, once a second until an interrupt."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(Unavailable):
+            stack.enter_context(opened())  # a driver that nobody uses takes a second to start
+        before, pause = cpu_time(), FIRST
+        while True:
+            time.sleep(pause)
+            now, pause = cpu_time(), PERIOD
+            found = gpus()
+            show("\n".join([str(found) if found else found.missing, in_use(before, now)]))
+            before = now
+
+
+def in_use(before: tuple[int, int] | None, now: tuple[int, int] | None) -> str:
+    """`CPU: 97 % of 2 cores; RAM: 6.1 of 7.8 GiB in use`, of the time between two readings of `cpu_time`."""
+    share = (now[0] - before[0]) / max(now[1] - before[1], 1) if before and now else None
+    shown = table.EMPTY if share is None else f"{100 * share:.0f} %"
+    parts = [f"CPU: {shown} of {table.plural(os.cpu_count() or 1, 'core')}"]
+    if (room := memory.ram()) and (most := memory.ram_in_all()):
+        parts.append(f"RAM: {pair((most - room.bytes) / MIB, most / MIB, 'GiB', 1024)}")
+    return f"{'; '.join(parts)} in use"
 
 
 class Sampler:

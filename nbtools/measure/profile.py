@@ -363,7 +363,16 @@ def flops(state: TrainState, raw: Batch) -> int:
 
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of square matrix products: the best of about 20 ms."""
-    side = 4096 if device.type == "cuda" else 512  # 512: 5 ms on one CPU core
+    return max(matrix_rates(device, dtype))
+
+
+def matrix_side(device: torch.device) -> int:
+    return 4096 if device.type == "cuda" else 512  # 512: 5 ms on one CPU core
+
+
+def matrix_rates(device: torch.device, dtype: torch.dtype) -> list[float]:
+    """FLOP/s of each square matrix product of about 20 ms."""
+    side = matrix_side(device)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     times: list[float] = []
     while sum(times) < 0.02 or len(times) < LEAST:
@@ -372,7 +381,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
         torch.mm(a, b)
         finish(device)
         times.append(perf_counter() - start)
-    return 2 * side**3 / min(times)
+    return [2 * side**3 / seconds for seconds in times]
 
 
 def memory_of(cached: Stepper) -> dict[str, float]:

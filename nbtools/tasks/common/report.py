@@ -7,7 +7,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from nbtools import table
 from nbtools.errors import PackError
@@ -87,6 +87,10 @@ class Report:
     @property
     def summary(self) -> str:
         return f"{self.about}: {table.plural(self.errors, ERROR)} and {table.plural(self.warnings, WARNING)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return {**dataclasses.asdict(self), "errors": self.errors, "warnings": self.warnings, "ok": self.ok}
 
     def shown(self) -> list[list[str | None]]:
         return [[getattr(row, name) or None for name in COLUMNS] for row in gathered(self.rows)]

@@ -1,0 +1,211 @@
+"""The check of a machine, before anything is trained on it: GPUs, versions, memory, which precisions it can train in
+and how fast its matrix products are in each, and the plans that the rules of thumb make of that."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from nbtools import disk, table
+from nbtools.data import Card, auto_feed, cache, cores
+from nbtools.measure import memory
+from nbtools.measure.advice import Machine, decide, inspect
+from nbtools.measure.machine import Gpus, cpu_name, gpus, instructions, pair
+from nbtools.measure.profile import matrix_rates, matrix_side
+from nbtools.train import TaskLike
+from nbtools.train import device as devices
+from nbtools.version import VERSION
+
+DEVICES = {"cpu": "the processor", "mps": "Apple's GPU (MPS)"}
+BF16 = {"AMX BF16", "AVX-512 BF16", "BF16"}  # instructions of processors
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """A floating-point format on the device that trains. here: whether it trains in it, and why. flops: FLOP/s of
+    square matrix products, the median of `n` with their least and most; None if they were not measured."""
+
+    name: str
+    here: str
+    flops: float | None = None
+    least: float | None = None
+    most: float | None = None
+    n: int = 0
+
+    def row(self) -> tuple[str, str, str | None]:
+        if self.flops is None or self.least is None or self.most is None:
+            return self.name, self.here, None
+        digits = [table.digits(float(f"{value / 1e9:.3g}")) for value in (self.flops, self.least, self.most)]
+        return self.name, self.here, f"{digits[0]} ({digits[1]}–{digits[2]}, n = {self.n})"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What this machine is. device: what trains; side: of the matrices that were multiplied; bytes
+    of RAM and of the disk that staged data and packs go to, None if the system does not report them. plans: task →
+    settings by rules of thumb. Shows as tables."""
+
+    gpus: Gpus
+    device: str
+    cpu: str
+    cores: int
+    threads: int
+    instructions: tuple[str, ...]
+    ram_free: int | None
+    ram_total: int | None
+    disk_free: int | None
+    cache: str
+    versions: dict[str, str | None]
+    amp: str
+    side: int
+    arithmetic: tuple[Arithmetic, ...]
+    feed: str
+    plans: dict[str, dict[str, Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def rows(self) -> list[tuple[str, str | None]]:
+        versions = self.versions
+        ram = pair(self.ram_free, self.ram_total, "GiB", 2**30)
+        cuda = f"built for CUDA {versions['cuda']}" if versions["cuda"] else "built without CUDA"
+        own = ", ".join(self.instructions) or "no vector instructions that nbtools knows"
+        return [
+            ("trains on", self.device),
+            ("processor", f"{self.cpu}, {table.plural(self.cores, 'core')}: {own}"),
+            ("RAM", ram and f"{ram} free"),
+            ("disk", None if self.disk_free is None else f"{disk.human(self.disk_free)} free for {self.cache}"),
+            ("nbtools", f"{versions['nbtools']}, Python {versions['python']}, {versions['system']}"),
+            ("torch", f"{versions['torch']}, {cuda}, {table.plural(self.threads, 'thread')}"),
+            ("cuDNN", versions["cudnn"]),
+            ("driver", versions["driver"]),
+            (
+                "AMP",
+                "not tried on this device" if self.amp == "off" else f"{self.amp}, where nb.advise measures a gain",
+            ),
+        ]
+
+    def text(self, colour: bool = False) -> str:
+        """The tables below one another; colour: for a terminal that shows colours."""
+        colours = {} if colour else None
+        products = f"products of {self.side:,} × {self.side:,}, GFLOP/s"
+        plans = [(name, f"{own['samples']:,}", *list(own.values())[1:]) for name, own in self.plans.items()]
+        headers = ("task", *next(iter(self.plans.values()), {}))
+        parts = [
+            table.text(*self.gpus.table(), colours=colours) if self.gpus else self.gpus.missing,
+            table.text(("machine", ""), self.rows(), colours=colours),
+            table.text(("format", "trains here", products), [each.row() for each in self.arithmetic], colours=colours),
+            table.text(headers, plans, colours=colours) if plans else "",
+            f"Plans by rules of thumb, for data as the guides have it. Feed auto: {self.feed}.\n"
+            "For your data, and measured here: python -m nbtools advise TASK --data SOURCE",
+        ]
+        return "\n\n".join(filter(None, parts))
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def check(examples: Mapping[str, tuple[TaskLike, Card]]) -> Check:
+    """Look at this machine, and multiply matrices for a fraction of a second. examples: task and data set to show plans
+    for, by name."""
+    device, found, room = devices.pick(), gpus(), memory.ram()
+    free = None
+    with contextlib.suppress(OSError):
+        free = disk.free_bytes(cache())
+    machine = inspect()
+    return Check(
+        gpus=found,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else DEVICES.get(device.type, str(device)),
+        cpu=cpu_name(),
+        cores=cores(),
+        threads=torch.get_num_threads(),
+        instructions=instructions(),
+        ram_free=room and room.bytes,
+        ram_total=memory.ram_in_all(),
+        disk_free=free,
+        cache=str(cache()),
+        versions=versions(found),
+        amp=devices.reduced(device),
+        side=matrix_side(device),
+        arithmetic=tuple(arithmetic(device)),
+        feed=auto_feed(device),
+        plans={name: by_thumb(task, card, machine) for name, (task, card) in examples.items()},
+    )
+
+
+def versions(found: Gpus) -> dict[str, str | None]:
+    """What figures of this machine depend on; None for what is not there."""
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return {
+        "nbtools": VERSION,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": None if cudnn is None else cudnn_version(cudnn),
+        "driver": found[0].driver if found else None,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def cudnn_version(number: int) -> str:
+    """cudnnGetVersion's number: 8902 is 8.9.2, 90100 is 9.1.0."""
+    major, rest = divmod(number, 10_000 if number >= 90_000 else 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def arithmetic(device: torch.device) -> Iterator[Arithmetic]:
+    """Each format: float32 as it is, and the faster ones that training may use."""
+    before = torch.get_float32_matmul_precision()
+    for name, (dtype, here) in formats(device).items():
+        if dtype is None:
+            yield Arithmetic(name, here)
+            continue
+        try:
+            torch.set_float32_matmul_precision("high" if name == "TF32" else "highest")
+            rates, why = devices.within_memory(
+                lambda dtype=dtype: matrix_rates(device, dtype)[1:]
+            )  # the first warms up
+        finally:
+            torch.set_float32_matmul_precision(before)
+        if rates is None:
+            yield Arithmetic(name, f"{here}; not measured: {why}")
+        else:
+            yield Arithmetic(name, here, median(rates), min(rates), max(rates), len(rates))
+
+
+def formats(device: torch.device) -> dict[str, tuple[torch.dtype | None, str]]:
+    """Format → (dtype to measure it with, whether it trains in it and why); None: not to be measured."""
+    if device.type != "cuda":
+        own = sorted(BF16.intersection(instructions()))
+        bf16 = f"yes, {', '.join(own)}" if own else "slowly: the processor has no instructions for it"
+        apple = device.type == "mps"
+        return {
+            "float32": (torch.float32, "yes"),
+            "TF32": (None, "no: on NVIDIA GPUs from compute capability 8.0"),
+            "bf16": (None if apple else torch.bfloat16, "not tried on MPS" if apple else bf16),
+            "fp16": (torch.float16 if apple else None, "yes" if apple else "no: it needs a GPU"),
+        }
+    capability = torch.cuda.get_device_capability(device)
+    ampere = capability >= (8, 0)
+    shown = f"compute capability {'.'.join(map(str, capability))}"
+    return {
+        "float32": (torch.float32, "yes"),
+        "TF32": (torch.float32, "yes, in place of float32") if ampere else (None, f"no: 8.0 or newer, not {shown}"),
+        "bf16": (torch.bfloat16, "yes, tensor cores") if ampere else (None, f"only emulated: {shown}"),
+        "fp16": (torch.float16, "yes, tensor cores" if capability >= (7, 0) else "yes, without tensor cores"),
+    }
+
+
+def by_thumb(task: TaskLike, card: Card, machine: Machine) -> dict[str, Any]:
+    """The settings of a plan that depend on the machine most."""
+    plan = decide(task, card, machine).plan.to_dict()
+    names = ("network", "batch_size", "lr", "amp", "feed", "workers")
+    return {"samples": card.splits["train"], **{name: plan.get(name) for name in names}}
