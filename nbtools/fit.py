@@ -89,12 +89,12 @@ def fit(
         job = Job(pack, folder, state, surface, checkpoint.Keeper(folder, kept) if kept is not None else None)
         requests = surface.requests
         doubtful = beyond(wanted, requests.advised).values()
-        surface.tell_all([*complaints, *doubtful, *filter(None, [limits, ending(state)])])
-        with FirstSignal(signal.SIGTERM, partial(requests.post, "stop", by="SIGTERM"), later=True):
+        surface.tell_all([*complaints, *doubtful, *filter(None, [limits, ending(state) or finished(job)])])
+        with FirstSignal(signal.SIGTERM, partial(requests.post, "stop", by="SIGTERM"), later=True) as sigterm:
             try:
                 with surface:
                     follow(job)
-                finish(job, receipt and not requests.stop)
+                finish(job, sigterm, receipt)
             finally:
                 job.close()
         found = Run.open(folder, task)
@@ -198,17 +198,26 @@ def ending(state: TrainState) -> str:
     return ""
 
 
-def finish(job: Job, receipt: bool) -> None:
-    """Report why the run stopped early; the evaluation that training left to its end, and the receipt."""
+def finished(job: Job) -> str:
+    """The message about a run that had trained all its epochs before."""
+    if not job.state.over:
+        return ""
+    done = f"{Run.open(job.folder, job.task)}; it is finished"
+    return f"{done}: raise epochs to train on, or name another run folder to begin anew"
+
+
+def finish(job: Job, sigterm: FirstSignal, receipt: bool) -> None:
+    """Report why the run stopped early; the evaluation that training left to its end, and the receipt. SIGTERM, which
+    also follows a kernel's shutdown, ends either, as everything is saved."""
     state, surface, path = job.state, job.surface, job.folder / RECEIPT
     if state.stopped:
         surface.tell(f"{state.stopped}; to continue, change the plan")
     if state.over and not surface.requests.stop and evaluation.is_partial(state.plan, job.pack.splits["val"]):
-        evaluate_all(job)
-    if not receipt or path.exists():
+        evaluate_all(job, sigterm)
+    if not receipt or surface.requests.stop or path.exists():
         return
     surface.tell("measuring the baseline next to this run …")
-    with optional("no receipt", surface.tell):
+    with optional("no receipt", surface.tell), sigterm.interrupting():
         disk.write_atomic(path, measure.receipt(job.task, job.pack, state.plan, state.device).to_json())
         known = Run.open(job.folder, job.task).stored(VERDICT)
         if not known or known["profile"]["plan"] != json.loads(state.plan.to_json()):  # of an earlier plan
@@ -226,7 +235,7 @@ def optional(missing: str, tell: Callable[[str], None]) -> Iterator[None]:
         tell(f"{missing}: interrupted; run it again to get it")
 
 
-def evaluate_all(job: Job) -> None:
+def evaluate_all(job: Job, sigterm: FirstSignal) -> None:
     """Evaluate the best weights on the whole validation split, with all scales and other costly options, and keep the
     result."""
     run, tell, count = Run.open(job.folder, job.task), job.surface.tell, job.pack.splits["val"]
@@ -235,7 +244,7 @@ def evaluate_all(job: Job) -> None:
         return
     tell("evaluating the best weights on the whole validation split …")
     start = monotonic()
-    with optional("no final evaluation", tell):
+    with optional("no final evaluation", tell), sigterm.interrupting():
         values = evaluation.evaluate(job.task, run.model(job.state.device), job.pack, job.state.plan, "val")
         seconds = monotonic() - start
         disk.write_atomic(

@@ -202,7 +202,16 @@ def test_two_at_once_in_one_run_folder_is_refused(pack, tmp_path):
     task = acting({1: second})
     assert len(nb.fit(task, pack, ONE, tmp_path / "run", **QUIET).summary()) == 1
     assert task.acted == [1]
-    assert nb.fit(toy, pack, ONE, tmp_path / "run", **QUIET).events == []
+    [said] = nb.fit(toy, pack, ONE, tmp_path / "run", **QUIET).events
+    assert "it is finished" in said, "so nobody was training it"
+
+
+def test_a_finished_run_that_is_run_again_says_so_with_its_best_value_and_what_to_do(run, pack):
+    again = nb.fit(toy, pack, toy.PLAN, run.folder, **QUIET)
+    assert again.events == [
+        f"{run!r}; it is finished: raise epochs to train on, or name another run folder to begin anew"
+    ]
+    assert f"best val_accuracy {run.best['val_accuracy']:.4f}" in again.events[0]
 
 
 def test_keep_named_only_after_the_run_brings_all_of_it_and_mixes_no_two(run, pack, tmp_path):

@@ -146,6 +146,29 @@ def test_a_second_sigterm_comes_through_at_once(tmp_path, terminated):
     assert terminated[0] == (signal.SIGTERM, False)
 
 
+def test_sigterm_ends_the_receipt_which_can_be_had_later(tmp_path, terminated, one_thread):
+    pack = toy.make_pack(tmp_path, count=60)
+    steps = PLAN.epochs * -(-pack.splits["train"] // PLAN.batch_size)
+    task = acting({steps + 1: partial(os.kill, os.getpid(), signal.SIGTERM)})
+    run = nb.fit(task, pack, PLAN, tmp_path / "run", progress=False)
+    assert run.events[-1] == "no receipt: interrupted; run it again to get it"
+    assert (run.receipt, len(task.seen), len(run.summary())) == (None, steps + 1, PLAN.epochs)
+    assert terminated == [(signal.SIGTERM, True)]
+
+
+def test_sigterm_ends_the_last_evaluation_and_no_receipt_follows(tmp_path, terminated, one_thread):
+    def metrics(outputs, batch):
+        if len(outputs) > 5:  # as in no evaluation during training
+            os.kill(os.getpid(), signal.SIGTERM)
+        return toy.metrics(outputs, batch)
+
+    pack, plan = toy.make_pack(tmp_path, count=60), PLAN.replace(eval_samples=5)
+    run = nb.fit(acting(metrics=metrics), pack, plan, tmp_path / "run", progress=False)
+    assert run.events[-1] == "no final evaluation: interrupted; run it again to get it"
+    assert (run.final, run.receipt) == ({}, None)
+    assert terminated == [(signal.SIGTERM, True)]
+
+
 def test_kill_ends_training_in_a_terminal_with_nothing_lost(tmp_path):
     data = toy.demo(tmp_path / "raw", count=60)
     command = [sys.executable, "-m", "nbtools", "train", "toy", "--data", str(data), "--run", str(tmp_path / "run")]

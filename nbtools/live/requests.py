@@ -7,8 +7,8 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -193,8 +193,10 @@ class FirstSignal:
 
     later: deliver the first one too, when the block has ended, unless an exception ended it. Schedulers send SIGTERM,
     and jupyter_client to a kernel that has not shut down after half of `shutdown_wait_time` (2.5 of 5 s), when SIGKILL
-    follows.
+    follows. interrupts: raise KeyboardInterrupt after the call, where nothing can be torn.
     """
+
+    interrupts = False
 
     def __init__(self, number: int, call: Callable[[], object], later: bool = False) -> None:
         self.number, self.call, self.later = number, call, later
@@ -211,6 +213,16 @@ class FirstSignal:
             self.deliver()
         self.came = True
         self.call()
+        if self.interrupts:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        self.interrupts = True
+        try:
+            yield
+        finally:
+            self.interrupts = False
 
     def deliver(self) -> None:
         signal.signal(self.number, self.before)
