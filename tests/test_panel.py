@@ -409,6 +409,30 @@ def test_what_is_asked_about_is_forgotten_when_another_value_is_typed_or_chosen(
     assert made.plan.lr == 1.0, "on the way down nothing is asked"
 
 
+def test_a_valid_change_is_applied_at_once_while_a_doubtful_one_waits_to_be_confirmed():
+    made = panel(lr=0.002, batch_size=64)
+    requests = running(made)
+    made.fields["lr"].value = "5"
+    made.fields["batch_size"].value = "32"
+    assert (requests.state.plan.batch_size, requests.state.plan.lr) == (32, 0.002)
+    assert "after this step: batch_size 64 → 32" in pending(made)
+    applied(made, requests)
+    assert (made.fields["lr"].value, made.fields["batch_size"].value) == ("5", "32")
+    made.fields["epochs"].value = "-1"  # which is refused
+    assert "lr 5 is 2,500× the advised 0.002" in made.form.notes["lr"].value
+    buttons(made.form.view)["Apply lr = 5"].click()
+    assert (requests.state.plan.batch_size, requests.state.plan.lr, question(made)) == (32, 5.0, "")
+
+
+@pytest.mark.parametrize(("name", "text"), [("lr", "abc"), ("warmup_epochs", "30"), ("batch_size", "512")])
+def test_a_rule_next_to_a_field_names_settings_as_the_form_does(name, text):
+    made = panel()
+    running(made, samples=300)
+    made.fields[name].value = text
+    assert f">{name} " in made.form.notes[name].value
+    assert "Plan" not in made.form.notes[name].value
+
+
 def test_the_advised_is_that_of_the_run_where_it_knows_another():
     made = panel(lr=1.0)
     requests = running(made, advised=Plan(lr=0.002))

@@ -144,6 +144,8 @@ def test_the_panel_offers_the_presets_between_before_and_advice(pack):
     panel = nb.Panel(nb.advise(guided(), pack, measure=False))
     assert list(panel.form.presets)[:5] == ["Guide's baseline", *PRESETS, "As advised"]
     here, _ = preset(guided(), pack, "guide")
+    labels = [button.description for button in panel.form.presets.values()]
+    assert labels[:5] == ["Guide's baseline", "Guide", "Guide, as it is", "Guide, features", "As advised"]
     panel.form.presets["guide"].click()
     assert panel.plan == here
     assert panel.form.presets["guide"].button_style == "primary"

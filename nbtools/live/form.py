@@ -6,6 +6,7 @@ Core ipywidgets that 7.7.1 and 8 both have. A number's text holds the value; its
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -96,7 +97,7 @@ class Form:
             for name, widget in made.items():
                 widget.observe(partial(self.by_user, changed, name), names="value")
         self.presets = {
-            label: button(label, partial(panel.choose, label), why) for label, (_, why) in panel.presets.items()
+            label: button(worded(label), partial(panel.choose, label), why) for label, (_, why) in panel.presets.items()
         }
         self.confirm = button("", panel.insist, "Apply it anyway", "exclamation-triangle")
         self.summary, self.offered = markup(), markup()
@@ -159,7 +160,8 @@ class Form:
         """Show the wanted plan. wrong: setting → why the user's value, which stays in its field, is not taken."""
         panel, plan = self.panel, self.panel.plan
         waiting = panel.question.changes_from(plan) if panel.question is not None else {}
-        bad = {**panel.asks, **wrong}
+        prefix = rf"\b(?:Plan|{re.escape(type(plan).__qualname__)})\."  # the row already says which setting
+        bad = {name: re.sub(prefix, "", why) for name, why in {**panel.asks, **wrong}.items()}
         self.values = plan.to_dict()
         with self.silently():
             for name, value in self.values.items():
@@ -222,6 +224,13 @@ def applying(waiting: Mapping[str, str], plan: Any) -> str:
     if len(waiting) > 1:
         return f"Apply {len(waiting)} changes: {', '.join(waiting)}"
     return "".join(f"Apply {name} = {table.shown(getattr(plan, name))}" for name in waiting)
+
+
+def worded(name: str) -> str:
+    """The label of a preset's button: `guide-low-memory` → Guide, low memory."""
+    first, *rest = name.split("-")
+    words = " ".join({"cpu": "CPU", "gpus": "GPUs"}.get(word, word) for word in rest)
+    return ", ".join(filter(None, (first[:1].upper() + first[1:], words)))
 
 
 def field(value: Any, rule: Field[Any], narrow: bool) -> Any:

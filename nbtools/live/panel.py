@@ -116,9 +116,10 @@ class Panel:
         with self.lock:
             self.form.hold(name, text)  # the run may have overwritten it since
             changed, wrong = self.changes()
-            while changed and (refused := self.make(changed)):
-                wrong |= refused
-                changed = {name: value for name, value in changed.items() if name not in refused}
+            wrong |= self.attempt(changed)
+            if doubtful := self.asks.keys() & changed.keys():  # they hold no other up
+                wrong |= self.attempt({name: value for name, value in changed.items() if name not in doubtful})
+                wrong |= self.attempt({name: value for name, value in changed.items() if name not in wrong})
             self.form.show(wrong)
 
     def choose(self, label: str) -> None:
@@ -186,6 +187,14 @@ class Panel:
             return current  # every bit of it: the text shows three digits
         kind = type(self.plan)
         return kind.check(name, kind.parse(name, text.strip()) if isinstance(text, str) else text)
+
+    def attempt(self, changes: Mapping[str, Any]) -> dict[str, str]:
+        """Request those of these changes that no rule refuses; setting → its rule, of the others."""
+        wrong: dict[str, str] = {}
+        while changes and (refused := self.make(changes)):
+            wrong |= refused
+            changes = {name: value for name, value in changes.items() if name not in refused}
+        return wrong
 
     def make(self, changes: Mapping[str, Any]) -> dict[str, str]:
         """Request these changes of the plan; setting → the rule that refuses all of them."""
