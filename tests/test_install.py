@@ -120,6 +120,17 @@ def test_off_colab_a_folder_stands_for_the_drive_that_source_names(drive, proble
     assert said.splitlines()[-1][: len(problem) or None] == problem
 
 
+def test_the_cell_says_that_it_installs_before_pip_begins(tmp_path):
+    (tmp_path / "pip.py").write_text("print('ERROR: pip has begun'); raise SystemExit(1)")
+    wheel = tmp_path / "nbtools.whl"
+    wheel.touch()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    code = "\n".join(installing(str(wheel))[:3]).replace("capture_output=True", "stderr=subprocess.PIPE")
+    command = [sys.executable, "-S", "-c", code]
+    said = subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True).stdout
+    assert said.splitlines()[1:] == ["installing it, which takes a minute or two …", "ERROR: pip has begun"]
+
+
 STOPS = {  # SOURCE → the reason in the sentence
     "drive:packs": "drive:packs holds packs and runs, not a copy of nbtools",
     "drive:missing.zip": "drive:missing.zip does not exist",

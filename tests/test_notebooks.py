@@ -143,6 +143,7 @@ def test_each_runs_from_top_to_bottom_and_captchas_hand_on_what_lies_on_drive(tm
             output.get("data", {}).get("text/html", "") for cell in ran[name] for output in cell.get("outputs", [])
         ]
         assert any("per epoch · " in page and "time not measured yet" in page for page in pages), name
+        assert "Not measured: set MEASURE = True" in said[name], "in place of the receipt"
 
 
 @pytest.mark.full

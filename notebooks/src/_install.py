@@ -5,7 +5,6 @@
 
 # %%
 SOURCE = "{repository}"
-
 import importlib.util
 import os
 import shutil
@@ -14,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+ADDRESS = SOURCE if SOURCE.endswith((".zip", ".whl")) else f"git+{SOURCE}"
 MISSING = getattr(importlib.util.find_spec("nbtools"), "origin", None) is None  # a folder of that name has none
 print(f"nbtools comes from {SOURCE}" if MISSING else "nbtools is already installed")
 
@@ -42,8 +42,8 @@ if not (PROBLEM or "://" in SOURCE or COPY.is_file() or (COPY / "pyproject.toml"
 if MISSING and not PROBLEM:
     if COPY.is_dir():  # a build writes next to its sources, which a shared folder on Drive does not allow
         COPY = Path(shutil.copytree(COPY, tempfile.mkdtemp(), ignore=shutil.ignore_patterns(".*"), dirs_exist_ok=True))
-    address = SOURCE if SOURCE.endswith((".zip", ".whl")) else f"git+{SOURCE}"
-    wanted = f"nbtools[captcha,segment,text] @ {COPY.resolve().as_uri() if COPY.exists() else address}"
+    wanted = f"nbtools[captcha,segment,text] @ {COPY.resolve().as_uri() if COPY.exists() else ADDRESS}"
+    print("installing it, which takes a minute or two …")
     pip = subprocess.run([sys.executable, "-m", "pip", "install", "-q", wanted], capture_output=True, text=True)
     said = [line.strip() for line in pip.stderr.splitlines() if "ERROR" in line or "fatal" in line]
     PROBLEM = (said or ["pip failed"])[0] if pip.returncode else ""

@@ -95,7 +95,7 @@ run.summary().round(4)
 # The guide's settings ran for a few seconds on this machine and this data. This is how yours compare.
 
 # %%
-run.receipt
+run.receipt or print("Not measured: set MEASURE = True, then run the settings and the training cell again")
 
 # %% [markdown]
 # Next: `3_evaluate`.

@@ -110,7 +110,7 @@ nb.compare(*runs)
 # data. This is how the Transformer's compare.
 
 # %%
-run.receipt
+run.receipt or print("Not measured: set MEASURE = True, then run the settings and the training cell again")
 
 # %% [markdown]
 # Next: `3_evaluate`.
