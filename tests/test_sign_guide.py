@@ -1,6 +1,7 @@
 """The folders of the sign-language guide open as they are: together, each by itself, and named apart."""
 
 import json
+import re
 import shutil
 import tarfile
 from pathlib import Path
@@ -314,6 +315,19 @@ def test_a_kept_pack_opens_as_it_is_whatever_else_is_named(processed, tmp_path):
 def test_what_cannot_be_is_refused_in_a_sentence(processed, options, said):
     with pytest.raises(PackError, match=said):
         packed(processed, **{k: v.format(processed) if isinstance(v, str) else v for k, v in options.items()})
+
+
+def test_an_id_far_beyond_the_others_is_pointed_out_unless_it_is_said_how_many_there_are(processed, tmp_path):
+    shutil.copytree(processed / KEYPOINTS, tmp_path / KEYPOINTS)
+    path = tmp_path / KEYPOINTS / "labels.csv"
+    name = path.read_text().splitlines()[1].partition(",")[0]
+    path.write_text(re.sub(rf"^{re.escape(name)},\d+", f"{name},205", path.read_text(), flags=re.M))
+    report = nb.validate(sign, tmp_path / KEYPOINTS, progress=False)
+    [row] = [row for row in report.rows if row.key == "gloss"]
+    assert (row.severity, Path(row.file).stem) == ("warning", name)
+    assert (row.value, row.fix) == ("205, and 199 below it have no clip", "correct the label, or give glosses=206")
+    for source, options in ((tmp_path / KEYPOINTS, {"glosses": 206}), (processed, {})):
+        assert not [row for row in nb.validate(sign, source, **options, progress=False).rows if row.key == "gloss"]
 
 
 def test_classes_beyond_the_largest_id_are_outputs_too(processed):

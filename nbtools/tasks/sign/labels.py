@@ -85,6 +85,7 @@ def labels_of(folder: Path, given: Collection[str] = (), glosses: Classes = None
     category_of = {gloss: cat for gloss, _, cat, _ in reference} | dict(labels.values())
     clips_of = [{ids[place]: clip for clip, ids in labels.items()} for place in (0, 1)]
     classes = names_of("glosses", category_of, words, glosses, clips_of[0])
+    rows += absent(category_of, clips_of[0]) if glosses is None else []
     return Labels(
         clips,
         labels,
@@ -124,6 +125,18 @@ def names_of(
             fix = f"correct its ids, or the name, in {REFERENCE} or the names of clips"
             raise PackError(f"{option}: id {i} must be {title!r}, and the source calls it {known[i]!r}; {fix}")
     return [*wanted]
+
+
+def absent(ids: Collection[int], clips: Mapping[int, str]) -> list[Row]:
+    """A warning where glosses below the largest id have no clip: a typo there, or a source with some of the glosses.
+    Each is an output of the network."""
+    most = max(ids, default=-1)
+    if most < len(ids):
+        return []
+    value, fix = f"{most}, and {most + 1 - len(ids)} below it have no clip", "correct the label, or give glosses="
+    return [
+        Row("gloss", "ids are from 0 to the largest", value, f"{fix}{most + 1}", WARNING, clips.get(most, REFERENCE))
+    ]
 
 
 def plain(name: str) -> str:
