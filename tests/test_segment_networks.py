@@ -119,25 +119,6 @@ def test_an_image_in_a_batch_gets_the_logits_that_it_gets_alone(kind):
     assert auxiliary == ()
 
 
-def test_recomputing_activations_changes_neither_loss_nor_gradient_nor_running_averages():
-    plain = small("slim", dropout=0.2)
-    again = copy.deepcopy(plain)
-    again.recompute = True
-    batch, found, passes = batch_of(), [], []
-    for network in (plain, again):
-        computed = []
-        for part in network.modules():
-            if isinstance(part, nn.Conv2d):
-                part.register_forward_hook(lambda *_, computed=computed: computed.append(1))
-        torch.manual_seed(3)
-        loss, _ = segment.loss(network, batch, segment.Plan())
-        loss.backward()
-        passes.append(len(computed))
-        found.append([loss, *(p.grad for p in network.parameters()), *network.buffers()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert passes[1] > 1.5 * passes[0]  # not all twice: what backward does not need is left out
-
-
 def test_a_micro_batch_of_one_image_trains_and_its_pooled_norms_keep_their_averages():
     network = small()
     pooled = [m for m in network.context.pooled.modules() if isinstance(m, Norm)]

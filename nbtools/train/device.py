@@ -226,26 +226,26 @@ def resident() -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
-def again(part: nn.Module, *inputs: Any) -> Tensor:
+def again(part: nn.Module, *inputs: Any) -> Any:
     """`part(*inputs)`, whose activations are computed a second time in backward instead of being kept, without moving
     the running averages of batch norm a second time."""
     norms = [m for m in part.modules() if isinstance(m, _BatchNorm) and m.training]
     passes = 0
 
-    def forward(*inputs: Any) -> Tensor:
+    def forward(*inputs: Any) -> Any:
         nonlocal passes
         passes += 1
-        momenta = [m.momentum for m in norms]
-        for m in norms if passes > 1 else []:
+        if passes == 1:
+            return part(*inputs)
+        kept = [(m.momentum, m.num_batches_tracked) for m in norms]
+        for m in norms:
             m.momentum = 0.0
             if m.num_batches_tracked is not None:
-                m.num_batches_tracked -= 1
+                m.num_batches_tracked = m.num_batches_tracked.clone()
         try:
             return part(*inputs)
-        finally:
-            for m, momentum in zip(norms, momenta, strict=True):
-                m.momentum = momentum
+        finally:  # also where torch ends the second pass early, by an exception, since backward needs no more
+            for m, (momentum, counted) in zip(norms, kept, strict=True):
+                m.momentum, m.num_batches_tracked = momentum, counted
 
-    result = checkpoint(forward, *inputs, use_reentrant=False)
-    assert isinstance(result, Tensor)
-    return result
+    return checkpoint(forward, *inputs, use_reentrant=False)

@@ -129,11 +129,14 @@ class Crnn(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         x, lengths = batch["image"], batch["image_length"]
+        recompute = self.recompute and self.training
         for stage in self.stages:
-            x, lengths = stage(x, lengths, self.recompute and self.training)
-        x = self.fold(x, beyond(lengths, x.shape[3])).squeeze(2).permute(2, 0, 1)  # (T, B, C)
+            x, lengths = stage(x, lengths, recompute)
+        x = run([self.fold], x, beyond(lengths, x.shape[3]), recompute)
+        x = x.squeeze(2).permute(2, 0, 1)  # (T, B, C)
         for layer in self.recurrent:
-            x = layer(self.drop(x), lengths)
+            x = self.drop(x)
+            x = again(layer, x, lengths) if recompute else layer(x, lengths)
         return self.linear(self.drop(x)), lengths
 
 

@@ -179,7 +179,8 @@ class Gru(nn.Module):
     10 categories.
 
     Clips are padded, not packed: a forward GRU reaches a clip's last frame before it sees any padding, and
-    PackedSequence loses cuDNN's fast path and waits for the lengths. torch.compile gains nothing here.
+    PackedSequence loses cuDNN's fast path and waits for the lengths. torch.compile gains nothing here, and nothing is
+    recomputed: most of a step's memory is the features themselves (64 clips of 60 frames: 4 % less for twice the time).
     """
 
     dropout = 0.3
