@@ -35,6 +35,9 @@ GUIDES = {  # as the guides write them
     "captcha guide": "epochs=150 batch_size=512 lr=2e-4 min_lr=1e-6 workers=12 prefetch=2",
     "captcha guide-large": "batch_size=1024 optimizer=adamw lr=6e-4 weight_decay=1e-4 warmup_epochs=5 schedule=cosine "
     "min_lr=1e-6 clip_norm=1",
+    "captcha guide-gpus": "epochs=150 batch_size=1536 micro_batch_size=512 lr=2e-4 min_lr=1e-6",
+    "captcha guide-large-gpus": "epochs=150 batch_size=3072 micro_batch_size=1024 optimizer=adamw betas=0.9,0.999 "
+    "lr=6e-4 weight_decay=1e-4 warmup_epochs=5 schedule=cosine min_lr=1e-6 clip_norm=1 workers=16",
     "sign guide": "epochs=50 batch_size=64 micro_batch_size=32 lr=3e-4 weight_decay=1e-4 clip_norm=1 schedule=cosine "
     "early_stop=10",
     "sign guide-gpus": "epochs=100 batch_size=128 micro_batch_size=64 lr=5e-5 weight_decay=1e-4 clip_norm=1 "

@@ -56,20 +56,24 @@ BASELINE = Plan(
 """The guide's "before": every image decoded again in the main process, no mixed precision."""
 
 GUIDE = BASELINE.replace(batch_size=512, amp="fp16", workers=12)
+LARGE = GUIDE.replace(
+    batch_size=1024,
+    optimizer="adamw",
+    lr=6e-4,
+    lr_rule="sqrt",
+    weight_decay=1e-4,
+    warmup_epochs=5,
+    clip_norm=1.0,
+    workers=16,
+)
 PRESETS = {
     "guide": GUIDE,
-    "guide-large": GUIDE.replace(
-        batch_size=1024,
-        optimizer="adamw",
-        lr=6e-4,
-        lr_rule="sqrt",
-        weight_decay=1e-4,
-        warmup_epochs=5,
-        clip_norm=1.0,
-        workers=16,
-    ),
+    "guide-gpus": GUIDE.replace(batch_size=1536, micro_batch_size=512),
+    "guide-large": LARGE,
+    "guide-large-gpus": LARGE.replace(batch_size=3072, micro_batch_size=1024),
 }
-"""The optimised settings of the guide for captchas and of the one for very large batches, as for one of their GPUs."""
+"""The optimised settings of the guide for captchas and of the one for very large batches: as for one of their GPUs, and
+with the batch of all three, which one GPU trains in three passes."""
 
 PLAN = Plan(
     epochs=150,
