@@ -18,7 +18,7 @@ import jupytext
 import nbformat
 from nbformat import NotebookNode
 
-from nbtools.train import Plan
+from nbtools.train import LARGER, Plan, lr_factor
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "notebooks" / "src"
@@ -118,13 +118,26 @@ def options() -> str:
     return "\n".join(rows) + "\n"
 
 
+def larger() -> str:
+    """The guide's table of larger batches, next to the factors of `Plan.lr_rule`."""
+    rows = [
+        "| batch | lr in the guide | `--lr-rule sqrt` | `--lr-rule linear` | epochs of warmup in the guide |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for k, (low, high), (least, most) in LARGER[1:]:
+        sqrt, linear = (f"× {lr_factor(rule, k):.3g}" for rule in ("sqrt", "linear"))
+        rows.append(f"| × {k} | × {low:g}–{high:g} | {sqrt} | {linear} | {least}–{most} |")
+    return "\n".join(rows) + "\n"
+
+
 def outputs() -> dict[Path, str]:
     """What every generated file must contain."""
     address = repository()
     files = {ROOT / "notebooks" / f"{name}.ipynb": nbformat.writes(notebook(name, address)) + "\n" for name in names()}
-    for path, name, lines in ((README, "notebooks", table(address)), (OPTIONS, "options", options())):
+    made = ((README, "notebooks", table(address)), (OPTIONS, "options", options()), (OPTIONS, "larger", larger()))
+    for path, name, lines in made:
         if (ROOT / path).exists():
-            text = (ROOT / path).read_text()
+            text = files.get(ROOT / path) or (ROOT / path).read_text()
             files[ROOT / path] = re.sub(
                 MADE.format(name), lambda at, lines=lines: at[1] + lines + at[2], text, flags=re.S
             )

@@ -22,7 +22,7 @@ from nbtools.measure import advice as act
 from nbtools.measure.advice import LEAST_STEPS, MOST_K, inspect, learning_rate, warmup
 from nbtools.measure.batch import Row
 from nbtools.table import duration
-from nbtools.train import OPTIMIZERS, Plan, as_task, device
+from nbtools.train import LARGER, OPTIMIZERS, Plan, as_task, device
 
 CAPTCHA: Any = SimpleNamespace(
     PLAN=Plan(epochs=150, batch_size=512, lr=6e-4, warmup_epochs=5, min_lr=1e-6, clip_norm=1.0),
@@ -91,6 +91,13 @@ def test_warmup_is_the_guides_table_and_at_most_a_fifth_of_the_run(k, epochs):
     assert warmup(k, 150)[0] == epochs
     assert warmup(k, 10)[0] == min(epochs, 2.0)
     assert ("capped to a fifth of 10 epochs" in warmup(k, 10)[1]) == (epochs > 2)
+
+
+def test_adamws_rule_lies_within_the_guides_table_but_for_a_doubled_batch():
+    base = Plan(batch_size=64, lr=1e-3)
+    for k, (low, high), _ in LARGER:
+        factor = learning_rate(base, "adamw", 64 * k)[0] / base.lr
+        assert low <= round(factor, 2) <= high or (k, round(factor, 2)) == (2, 1.41)
 
 
 def suggesting(**suggested) -> Any:

@@ -33,6 +33,7 @@ from nbtools.measure.verdict import Verdict, verdict
 from nbtools.measure.workers import WorkersReport, find_workers
 from nbtools.table import digits, duration, painted, plural
 from nbtools.train import (
+    LARGER,
     OPTIMIZERS,
     Plan,
     Steps,
@@ -55,8 +56,7 @@ FREE = ("feed", "workers", "prefetch", "channels_last", "compile", "graph", "amp
 precision of its arithmetic."""
 
 TIERS = ((40, 512), (24, 256), (12, 128), (0, 64))  # GB of GPU memory → batch (guide 2)
-WARMUP = ((1, 0), (2, 3), (4, 5), (8, 10), (16, 20))  # the batch k times as large → epochs of warmup (guide 3)
-MOST_K = 16  # beyond it Adam's best lr falls again (arXiv 2405.14578); the guides' table ends there too
+MOST_K = LARGER[-1][0]  # beyond it Adam's best lr falls again (arXiv 2405.14578); the guides' table ends there too
 LEAST_BATCH = 8  # a smaller one gives BatchNorm poor statistics
 THUMB = "rule of thumb"
 
@@ -433,7 +433,7 @@ def learning_rate(base: Plan, optimizer: str, batch: int) -> tuple[float, str]:
 
 
 def warmup(k: float, epochs: int) -> tuple[float, str]:
-    found = next((e for bound, e in WARMUP if k <= bound), WARMUP[-1][1])
+    found = next((least for times, _, (least, _) in LARGER if k <= times), LARGER[-1][2][0])
     capped = min(float(found), epochs / 5)
     why = f"{plural(found, 'epoch')} for a batch {k:.3g} times the baseline's, {THUMB} (guide 3)"
     return capped, why + (f"; capped to a fifth of {plural(epochs, 'epoch')}" if capped < found else "")

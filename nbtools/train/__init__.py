@@ -6,7 +6,7 @@ from nbtools.train.device import DTYPES, again
 from nbtools.train.evaluation import Sums, forward
 from nbtools.train.history import KEYS, History, Record
 from nbtools.train.loop import adopt, caught_up, require_change, train
-from nbtools.train.optimizer import OPTIMIZERS
+from nbtools.train.optimizer import LARGER, OPTIMIZERS
 from nbtools.train.plan import (
     Plan,
     Steps,
@@ -44,6 +44,7 @@ __all__ = [
     "CONTROL",
     "DTYPES",
     "KEYS",
+    "LARGER",
     "LEFT_OUT",
     "OPTIMIZERS",
     "Batch",

@@ -31,21 +31,44 @@ OPTIMIZERS = {
     "sgd": Rule(torch.optim.SGD, lambda plan: {"momentum": plan.betas[0]}, ("momentum_buffer",), LINEAR),
 }
 """The choices of `Plan.optimizer`."""
+LARGER = (  # batch times → lr times, epochs of warmup; each from, to
+    (1, (1, 1), (0, 0)),
+    (2, (1.5, 2), (3, 5)),
+    (4, (2, 3), (5, 10)),
+    (8, (2, 4), (10, 20)),
+    (16, (3, 5), (20, 30)),
+)
+"""The table of the guide for very large batches: a rule of thumb, not measured by us. Advice takes the shortest warmup,
+and lr by the optimizer's own rule; for AdamW that lies within the table but for a doubled batch, times 1.41."""
 
 
-def build_optimizer(groups: list[dict[str, Any]], plan: Any) -> torch.optim.Optimizer:
-    """The fused form: 4 kernels a step and group instead of hundreds."""
+def build_optimizer(groups: list[dict[str, Any]], plan: Any, processes: Any = None) -> torch.optim.Optimizer:
+    """The fused form: 4 kernels a step and group instead of hundreds. processes: the group of several processes over
+    which `Plan.shard_optimizer` spreads the buffers (ZeRO, arXiv 1910.02054): each updates its share of the parameters
+    and sends them to the others."""
+    kind = OPTIMIZERS[plan.optimizer].kind
     fused: Any = {"lr": plan.lr, "fused": True}
-    optimizer = OPTIMIZERS[plan.optimizer].kind(groups, **fused)
+    if plan.shard_optimizer and processes is not None:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(groups, kind, processes, **fused)
+    else:
+        optimizer = kind(groups, **fused)
     follow(optimizer, plan)
     allocate(optimizer, plan)
     return optimizer
+
+
+def share(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer with the parameters that this process updates and their buffers: of a sharded one, its share."""
+    return getattr(optimizer, "optim", optimizer)
 
 
 def allocate(optimizer: torch.optim.Optimizer, plan: Any) -> None:
     """Make the buffers that torch would make in the first step, where memory could run out between two of them; with
     its buffers in place an update allocates nothing. Besides, fused SGD leaves its momentum uninitialised, and keeps
     whatever the memory held if the first step overflows in fp16 (torch 2.13)."""
+    optimizer = share(optimizer)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         state = optimizer.state[parameter]
         for name in OPTIMIZERS[plan.optimizer].buffers:

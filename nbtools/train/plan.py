@@ -22,9 +22,9 @@ from nbtools.data import Pack, batches_in
 from nbtools.errors import PlanError, TrainError
 from nbtools.train.optimizer import OPTIMIZERS
 
-FIXED = ("optimizer", "compile", "graph", "channels_last", "checkpoint_activations", "deterministic", "ema", "seed")
+FIXED = ("optimizer", "compile", "graph", "channels_last", "sync_batchnorm", "deterministic", "ema", "seed")
 """Settings that a started run cannot change, with all that its task adds; the others may change while it trains."""
-AT_START = ("feed", "workers", "prefetch")
+AT_START = ("feed", "workers", "prefetch", "checkpoint_activations", "shard_optimizer", "compress_gradients")
 """Settings that may change when a run is resumed, not while it trains."""
 POLY_POWER = 0.9  # BiSeNetV2's and DeepLab's
 PLATEAU_FACTOR = 0.1
@@ -75,6 +75,9 @@ class Plan:
     graph: bool = knob(False, "replay the model as a CUDA graph (needs CUDA; implies compile)")
     channels_last: bool = knob(False, "NHWC weights and activations for convolutions")
     checkpoint_activations: bool = knob(False, "recompute activations in backward: less memory, about 1/3 more work")
+    sync_batchnorm: bool = knob(False, "several GPUs: batch norm over the samples of all processes at once")
+    shard_optimizer: bool = knob(False, "several processes: each keeps a share of the optimizer's moments (ZeRO)")
+    compress_gradients: bool = knob(False, "several processes: gradients travel in bf16, half the bytes")
     deterministic: bool = knob(False, "refuse kernels whose results differ from run to run")
     workers: int = knob(0, 'DataLoader processes of feed "workers"', least=0)
     prefetch: int = knob(2, "batches prepared ahead (per worker, or in the streaming ring)", least=1)
@@ -239,7 +242,7 @@ def fixed(plan: Plan) -> dict[str, str]:
     own = plan.to_dict().keys() - Plan().to_dict().keys() - live
     return {
         **dict.fromkeys((*FIXED, *sorted(own)), "fixed in a started run: its model and optimizer depend on it"),
-        **dict.fromkeys(AT_START, "fixed while it trains: batches are already prepared; stop, change it, and resume"),
+        **dict.fromkeys(AT_START, "fixed while it trains: it takes effect at the start; stop, change it, and resume"),
     }
 
 
