@@ -5,7 +5,7 @@ from nbtools.train.checkpoint import CONTROL
 from nbtools.train.device import DTYPES, again
 from nbtools.train.evaluation import Sums, forward
 from nbtools.train.history import KEYS, History, Record
-from nbtools.train.loop import adopt, caught_up, require_change, train
+from nbtools.train.loop import adopt, caught_up, obey, require_change, train
 from nbtools.train.optimizer import LARGER, OPTIMIZERS
 from nbtools.train.plan import (
     Plan,
@@ -23,9 +23,10 @@ from nbtools.train.plan import (
     shown,
     times,
 )
-from nbtools.train.recovery import LEFT_OUT, Diverged, release, train_step
+from nbtools.train.ranks import RankLost, Ranks, join
+from nbtools.train.recovery import LEFT_OUT, Diverged, train_step
 from nbtools.train.state import TrainState
-from nbtools.train.step import attempt, clear_gradients, differentiate
+from nbtools.train.step import attempt, clear_gradients, differentiate, release
 from nbtools.train.task import (
     Batch,
     Pair,
@@ -52,6 +53,8 @@ __all__ = [
     "History",
     "Pair",
     "Plan",
+    "RankLost",
+    "Ranks",
     "Record",
     "Steps",
     "Sums",
@@ -75,9 +78,11 @@ __all__ = [
     "fixed",
     "forward",
     "import_task",
+    "join",
     "knob",
     "listed",
     "lr_factor",
+    "obey",
     "readable",
     "refuse_fixed",
     "release",

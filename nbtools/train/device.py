@@ -41,11 +41,23 @@ NEARLY = 0.98  # torch sees a little less than is sold: 39.4 GiB (42.3 GB) of "4
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
+def world() -> int:
+    """How many processes torchrun started for this run."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def pick(name: str | None = None) -> torch.device:
-    """The device of a name, else of the environment variable NBTOOLS_DEVICE; else CUDA, Apple's MPS, or the CPU. Raises
-    TrainError for one that torch does not offer here."""
+    """The device of a name, else of the environment variable NBTOOLS_DEVICE; else CUDA, Apple's MPS, or the CPU. Of
+    several processes on a machine, each has a GPU of its own, cuda:LOCAL_RANK. Raises TrainError for one that torch
+    does not offer here."""
     asked = "NBTOOLS_DEVICE" if name is None else "device"
-    if name := os.environ.get("NBTOOLS_DEVICE") if name is None else name:
+    name, local = os.environ.get("NBTOOLS_DEVICE") if name is None else name, int(os.environ.get("LOCAL_RANK", 0))
+    if world() > 1 and (name == "cuda" or (not name and torch.cuda.is_available())):
+        if local >= (here := torch.cuda.device_count()):
+            fix = f"start at most {here} processes on this machine, or set NBTOOLS_DEVICE=cpu"
+            raise TrainError(f"process {local} of this machine has no GPU of its own, torch has {here}; {fix}")
+        return torch.device("cuda", local)
+    if name:
         try:
             return torch.empty(0, device=name).device
         except (RuntimeError, AssertionError) as error:
@@ -56,8 +68,11 @@ def pick(name: str | None = None) -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-def require(plan: Plan, device: torch.device) -> None:
+def require(plan: Plan, device: torch.device, processes: int = 1) -> None:
     """Refuse what the device cannot do. Raises TrainError."""
+    if plan.graph and processes > 1:
+        rule = "Plan.graph replays the CUDA graphs of one process"
+        raise TrainError(f"{rule}, but {processes} train together; set graph=False, or start one process")
     if plan.graph and plan.parted:
         raise TrainError(
             f"Plan.graph needs micro_batch_size ≥ batch_size ({plan.batch_size}), got {plan.micro_batch_size}: a "

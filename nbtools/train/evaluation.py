@@ -14,6 +14,7 @@ from nbtools.data import Feed, Pack, in_order, lengths_of, open_feed
 from nbtools.errors import TrainError
 from nbtools.train.device import autocast, sum_dtype, within_memory
 from nbtools.train.plan import Plan
+from nbtools.train.ranks import Ranks
 from nbtools.train.task import Batch, Pair, TaskLike, as_task, readable
 
 
@@ -23,6 +24,7 @@ class Sums:
     def __init__(self, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
         self.totals: dict[str, Tensor] = {}  # name → (2,) or (2, K) float64, float32 on MPS
+        self.batches: list[dict[str, Tensor]] = []  # the totals of each batch, where several ranks take turns
 
     def add(self, pairs: Mapping[str, Pair]) -> None:
         for name, (numerator, denominator) in pairs.items():
@@ -32,6 +34,17 @@ class Sums:
             total = self.totals[name]
             total[0] += numerator
             total[1] += denominator
+
+    def close_batch(self) -> None:
+        self.batches.append(self.totals)
+        self.totals = {}
+
+    def add_up(self, ranks: Ranks) -> None:
+        """Add all batches of all ranks in the order of a single process, to the same bits."""
+        there = ranks.gather([{name: total.cpu() for name, total in batch.items()} for batch in self.batches])
+        for batch in itertools.chain.from_iterable(itertools.zip_longest(*there, fillvalue={})):
+            for name, total in batch.items():
+                self.totals[name] = self.totals[name] + total if name in self.totals else total
 
     def read(self) -> dict[str, float]:
         """name → numerator / denominator, 0 if nothing was counted; for classes, the mean over those that were."""
@@ -68,9 +81,11 @@ def score_split(
     sums: Sums,
     feed: Feed | None = None,
     most: int | None = None,
+    ranks: Ranks | None = None,
 ) -> Iterator[None]:
     """Add loss and metrics of a split to sums; yields after every batch. most: at most this many samples, always the
-    same ones, evenly spaced over the split. Raises TrainError if the split is empty."""
+    same ones, evenly spaced over the split. ranks: take turns with the others, batch by batch; `Sums.add_up` follows.
+    Raises TrainError if the split is empty."""
     ids = pack.ids(split)
     if not len(ids):
         there = ", ".join(f"{name}: {count:,}" for name, count in pack.splits.items() if count)
@@ -81,8 +96,11 @@ def score_split(
     if most is not None and most < len(ids):
         ids = ids[np.linspace(0, len(ids) - 1, most).round().astype(int)]
     feed = feed or open_feed(pack, plan, sums.device)
-    for raw in feed(in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)):
+    batches = in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)
+    for raw in feed(batches if ranks is None else batches[ranks.rank :: ranks.world]):
         score(task, model, raw, plan, sums)
+        if ranks is not None:
+            sums.close_batch()
         yield
 
 

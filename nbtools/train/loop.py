@@ -24,6 +24,7 @@ from nbtools.train.evaluation import Sums, score_split
 from nbtools.train.history import Record
 from nbtools.train.optimizer import follow
 from nbtools.train.plan import Plan, listed, refuse_fixed, require_batch, require_sizes
+from nbtools.train.ranks import Anew, Ended
 from nbtools.train.recovery import Diverged, train_step
 from nbtools.train.state import EpochSums, TrainState
 from nbtools.train.task import TaskLike, as_task, best_metric, readable
@@ -37,19 +38,64 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
     applied, `event` for anything else. Replace `state.plan` to change settings from the next step on. Set
     `state.evaluate_next` for an evaluation before the next step, which ends with a Record `evaluation` and changes
     nothing. feed: one that is open, to share it; None: the plan's. Raises TrainError if training cannot start.
+
+    On several ranks this is rank 0's; the others run `obey`, and take over its state when this begins.
     """
+    records = run(task, state, pack, feed)
+    return records if state.ranks is None else state.ranks.turns(records)
+
+
+def obey(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None) -> None:
+    """The program of every rank but the first: train as rank 0 does, and serve it in between, until it ends the run."""
+    ranks, begun = state.ranks, None
+    assert ranks is not None
+    while True:
+        try:
+            if begun is None:
+                ranks.serve()
+            else:
+                take_over(state, begun)
+                begun = None
+                for _ in train(task, state, pack, feed):
+                    continue
+        except Anew as anew:
+            begun = anew.with_traceback(None)  # its frames hold the feed
+        except Diverged:
+            continue  # so does rank 0, and decides what to do
+        except Ended:
+            return
+
+
+def take_over(state: TrainState, begun: Anew) -> None:
+    """Make the state rank 0's."""
+    adopt(state, type(state.plan).from_dict(begun.plan))  # first: a scaler takes over its saved state
+    state.load(begun.tensors, begun.facts)
+    state.plan, state.evaluate_next = state.applied, False
+    state.events.clear()
+
+
+def run(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None) -> Generator[Record, None, None]:
+    """The loop of `train`, the same on every rank."""
     state.task = as_task(task)
     pack = readable(task, pack, state.plan)
     require_sizes(pack, state.plan)
     prepare(state.plan, state.device, many_shapes=state.card.bucket_by is not None)
     feed, count = feed or open_feed(pack, state.plan, state.device), len(pack.ids("train"))
+    if state.ranks is not None:
+        if state.ranks.first:
+            state.spread()
+        state.ranks.wrap(state.network)
     state.restore_rng()
     try:
-        while not state.over:
+        while True:
+            agree(state, count)
+            if state.over:
+                break
             start = state.step
             yield from train_epoch(state, feed, pack)
             if state.lost():
                 raise Diverged(f"the loss became non-finite in steps {start + 1} to {state.step}", (start, state.step))
+            agree(state, count)
             values, done = {}, state.epoch + 1
             ends = done >= state.plan.epochs  # as wanted, like `over`
             if len(pack.ids("val")) and (done % state.applied.eval_every == 0 or ends):
@@ -72,16 +118,17 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
         if not position.segments or position.segments[-1][0] != state.plan.batch_size:
             position.segments.append([state.plan.batch_size, 0])
         batches = batches_left(ids, lengths, state.plan.seed, position.epoch, position.segments)
-        every, stream, window = log_interval(len(ids), state.plan.batch_size), feed(batches), Window(state)
+        every, window = log_interval(len(ids), state.plan.batch_size), Window(state)
+        stream = feed(batches if state.ranks is None else list(map(state.ranks.share, batches)))
         for batch in batches:
-            if state.plan is not state.applied or state.evaluate_next:
+            if state.called():
                 yield from between_steps(state, feed, pack)
                 if state.plan.batch_size != position.segments[-1][0]:
                     break
             start = perf_counter()
             raw = next(stream)
             sums.waited += perf_counter() - start
-            loss_sum, count = train_step(state, raw, len(ids))
+            loss_sum, count = train_step(state, raw, len(ids), len(batch))
             sums.loss += loss_sum
             sums.count += count
             sums.seconds += perf_counter() - start
@@ -101,7 +148,7 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
 def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     """Apply a changed plan and evaluate where that was asked for, also while this yields; not beyond a change of batch
     size, for which the epoch is regrouped first. An evaluation changes nothing in the run."""
-    while state.plan.batch_size == state.position.segments[-1][0]:
+    while agree(state, pack.splits["train"]).batch_size == state.position.segments[-1][0]:
         yield from changes(state, pack.splits["train"])
         if not state.evaluate_next:
             return
@@ -158,9 +205,14 @@ def record(state: TrainState, kind: str, values: dict[str, Any]) -> Record:
 
 def evaluate_val(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, Any]]:
     """Loss and metrics of the validation split, or of as many of its samples as the plan evaluates during training."""
-    start, sums, plan = perf_counter(), Sums(state.device), state.applied.while_training()
-    for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed, plan.eval_samples):
+    start, sums, plan, ranks = perf_counter(), Sums(state.device), state.applied.while_training(), state.ranks
+    if ranks is not None:
+        ranks.same(state.evaluated.buffers())
+    for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed, plan.eval_samples, ranks):
         yield record(state, "evaluating", {})
+    if ranks is not None:
+        agree(state, pack.splits["train"])
+        sums.add_up(ranks)
     return {**{f"val_{name}": value for name, value in sums.read().items()}, "eval_time": perf_counter() - start}
 
 
@@ -201,18 +253,36 @@ def end_epoch(state: TrainState, values: dict[str, Any], epoch_size: int) -> Rec
 # -- a changed plan
 
 
+def agree(state: TrainState, epoch_size: int) -> Plan:
+    """The plan that is wanted. On several ranks all take over what rank 0 wants by now: to be called after each record,
+    since whoever watches rank 0 may have changed it, before any of it is read."""
+    if state.ranks is not None:
+        if state.plan is not state.applied:
+            require_wanted(state, epoch_size)
+        plan = state.plan.to_dict() if state.plan is not state.applied else None
+        plan, state.evaluate_next, state.stopped = state.ranks.tell((plan, state.evaluate_next, state.stopped))
+        if not state.ranks.first:
+            state.plan = state.applied if plan is None else type(state.plan).from_dict(plan)
+    return state.plan
+
+
 def changes(state: TrainState, epoch_size: int) -> Iterator[Record]:
     """Apply a replaced plan to model and optimizer; a row says what changes."""
-    while state.plan is not state.applied:
-        old, new = state.applied, state.plan
-        try:
-            require_change(state, new, epoch_size)
-        except TrainError:
-            state.plan = old
-            raise
+    while (new := agree(state, epoch_size)) is not state.applied:
+        old = state.applied
+        require_wanted(state, epoch_size)
         if differing := new.changes_from(old):  # while the old plan still applies: a watcher may save this moment
             yield record(state, "change", {"what": listed(differing)})
         adopt(state, new)
+
+
+def require_wanted(state: TrainState, epoch_size: int) -> None:
+    """Raise TrainError for a wanted plan that this run cannot adopt at this point, which is then forgotten."""
+    try:
+        require_change(state, state.plan, epoch_size)
+    except TrainError:
+        state.plan = state.applied
+        raise
 
 
 def require_change(state: TrainState, new: Plan, epoch_size: int) -> None:

@@ -3,41 +3,52 @@
 Every process, a rank, runs the same program on its share of each batch. What they must agree on is in this module:
 
 - who trains on which samples of a batch (`shares`), and the sums over all of them (`total`, `gather`);
-- gradients, which DDP adds up while backward runs, and by hand in a step where memory may run out (`add_up`);
+- gradients, which DDP adds up while backward runs, and `add_up` afterwards in a step where memory may run out;
 - memory that runs out on one rank: all give up the step together, and none is left waiting (`settle`);
 - what rank 0 decides between steps. It alone has the run folder, the history and what the user asks for; the others
   hear its words: go on, here is another plan, wait, hand over your part of a checkpoint, take this state, end.
 
-N ranks. There are two process groups: the device's (nccl, or gloo on a CPU) for tensors of a step, and one of gloo for
-words and flags, which never wait for a GPU. A single process has no `Ranks` at all.
+There are two process groups: the device's (nccl, or gloo on a CPU) for the tensors of a step, and one of gloo for words
+and flags, which never waits for a GPU. A single process has no `Ranks` at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+import gc
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from datetime import timedelta
+from itertools import pairwise
+from threading import Event, RLock, Thread
+from time import monotonic, sleep
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper
+from torch.nn.parallel import DistributedDataParallel
 
 from nbtools.errors import TrainError
+from nbtools.train import device as devices
 
 TIMEOUT = 600.0  # seconds without an answer after which a rank counts as hung, unless NBTOOLS_TIMEOUT says otherwise
 WAIT_EVERY = 5.0  # seconds between the words with which rank 0, busy elsewhere, keeps the others from that timeout
-PATIENCE = 5.0  # seconds for the other survivors to report, and for torchrun to end this rank if another one died
-LOST = ("gloo", "NCCL", "onnection", "imed out")  # in the RuntimeErrors of process groups
+PATIENCE = 5.0  # seconds for other survivors to report, and for torchrun to end this rank if another one died
+LOST = ("gloo", "NCCL", "onnection", "imed out")  # in a RuntimeError of a process group
 
-GO, CALL, TALK = range(3)  # one broadcast number before each step: go on, something changed, an object follows
+GO, CALL, TALK = range(3)  # rank 0 before each step: go on; something changed, come to `tell`; an object follows
 TELL, WAIT, COLLECT, SPREAD, END = "tell", "wait", "collect", "spread", "end"  # what the object is about
 
 T = TypeVar("T")
 
 
 class RankLost(TrainError):
-    """A rank does not answer any more. ranks: which."""
+    """A rank does not answer any more. ranks: which; empty if all still live, and only the connection broke."""
 
-    def __init__(self, message: str, ranks: list[int]):
+    def __init__(self, message: str, ranks: Sequence[int]):
         super().__init__(message)
         self.ranks = ranks
 
@@ -47,7 +58,7 @@ class Shortage(Exception):
 
 
 class Anew(Exception):
-    """Rank 0 begins its loop anew, with this state: plan (plain values), facts, tensors."""
+    """Rank 0 begins its loop anew, with this state: plan (plain values), facts, tensors on the CPU."""
 
     def __init__(self, plan: dict[str, Any], facts: dict[str, Any], tensors: dict[str, Tensor]):
         super().__init__()
@@ -61,62 +72,326 @@ class Ended(Exception):
 def join(timeout: float | None = None) -> Ranks | None:
     """Meet the other processes that torchrun started; None if this is the only one.
 
-    timeout: seconds without an answer after which a rank counts as hung. Stage and pack before: the others wait here.
-    Raises TrainError where the device cannot be shared like this.
+    timeout: seconds without an answer after which a rank counts as hung; None: NBTOOLS_TIMEOUT, else 600. Stage and
+    pack before: who comes first waits here. Raises TrainError on a device that processes cannot share work on.
     """
-    raise NotImplementedError  # follows
+    if devices.world() == 1:
+        return None
+    device = devices.pick()
+    if device.type not in ("cuda", "cpu"):
+        raise TrainError(
+            f"several processes train on CUDA or the CPU, got {device.type}; start one, or set NBTOOLS_DEVICE=cpu"
+        )
+    limit = timedelta(seconds=timeout or float(os.environ.get("NBTOOLS_TIMEOUT", TIMEOUT)))
+    if (
+        device.type == "cuda"
+    ):  # nccl's watchdog ends a process without a word: the other group, which can say who hung, is first
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=2 * limit, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=limit)
+    return Ranks(device, limit)
 
 
 class Ranks:
-    """The processes of one run as seen by one of them. rank: 0 to world - 1; first: whether it is rank 0."""
+    """The processes of one run, as one of them sees them. rank: from 0 to world - 1."""
 
-    rank: int
-    world: int
-    device: torch.device
-    bytes = 0  # of gradients and sums that this rank gave to all-reduces so far
-    own: Callable[[], dict[str, Tensor]]  # what of the state only this rank has: set by its TrainState
+    def __init__(self, device: torch.device, timeout: timedelta):
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.device, self.timeout = device, timeout
+        self.words: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self.word = torch.zeros(1, dtype=torch.int64)
+        self.own: Callable[[], dict[str, Tensor]] = dict  # what of the state only this rank has: its TrainState's
+        self.bytes = 0  # of gradients that this rank has put into all-reduces so far
+        self.ddp: Together | None = None
+        self.unused = False  # whether some parameter got no gradient in some step
+        self.overlap = False  # whether gradients are added up while backward runs, in this step
+        self.turn, self.ended = RLock(), Event()
+        if self.first:
+            Thread(target=self.keep_waiting, name="nbtools-wait", daemon=True).start()
 
     @property
     def first(self) -> bool:
         return self.rank == 0
 
-    # -- words
+    # -- words: rank 0 talks, the others listen
 
     def tell(self, what: Any = None) -> Any:
-        """Rank 0's object on every rank, such as the plan before a TrainState is made. Every rank calls it."""
+        """Rank 0's object on every rank, such as the plan before a TrainState is made. All ranks call it."""
+        with self.naming():
+            if self.first:
+                self.talk(TELL, what)
+                return what
+            word, told = self.hear()
+            assert word == TELL, f"rank {self.rank} heard {word!r} where rank 0 was to tell something"
+            return told
 
     def called(self, wanted: bool) -> bool:
-        """Whether rank 0 wants something to be done before the next step: a number broadcast by it."""
-        raise NotImplementedError
+        """Whether rank 0 wants something done before the next step. All ranks call it; one broadcast number."""
+        if self.first:
+            self.send(CALL if wanted else GO)
+            return wanted
+        word, _ = self.hear()
+        assert word in (GO, CALL), f"rank {self.rank} heard {word!r} where a step was to begin"
+        return word == CALL
 
     def serve(self) -> None:
-        """Ranks > 0: do as rank 0 says while it is outside of its loop. Raises Anew or Ended."""
+        """Ranks > 0: do what rank 0 says while it is outside of its loop. Raises Anew or Ended."""
+        with self.naming():
+            self.hear()
 
     def collect(self) -> dict[str, Tensor]:
-        """Rank 0, between steps: what only the others have of the state, by name on the CPU: their random states as
-        `rng.1`, `cuda_rng.1`, …, and the optimizer's tensors of their shards under the names of an unsharded one."""
-        raise NotImplementedError
+        """Rank 0, between steps: what only the others have of the state, by name, on the CPU."""
+        if self.ended.is_set():
+            return {}
+        with self.naming(), self.turn:
+            self.talk(COLLECT)
+            found: dict[str, Tensor] = {}
+            for rank, listed in enumerate(self.gather([])):
+                for name, shape, dtype in listed:
+                    found[name] = torch.empty(shape, dtype=dtype)
+                    dist.recv(as_bytes(found[name]), rank, group=self.words)
+            return found
 
     def spread(self, plan: dict[str, Any], facts: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Rank 0, before its loop: give all others this state."""
+        """Rank 0, before its loop: give this state to all others."""
+        with self.naming(), self.turn:
+            self.talk(SPREAD, (plan, facts, [(name, t.shape, t.dtype) for name, t in tensors.items()]))
+            for tensor in tensors.values():
+                dist.broadcast(as_bytes(tensor.detach().cpu().contiguous()), 0, group=self.words)
 
-    def end(self, why: str = "") -> None:
-        """Rank 0, after its last checkpoint: the others leave; each is alone from here."""
+    def end(self) -> None:
+        """Rank 0, after its last checkpoint: the others leave, and each process is alone from here."""
+        if not self.ended.is_set():
+            with self.naming(), self.turn:
+                self.ended.set()
+                self.talk(END)
+                self.leave()
+
+    def leave(self) -> None:
+        self.ddp = None
+        dist.barrier(group=self.words)  # none goes before all have heard it
+        dist.destroy_process_group()
+
+    def send(self, word: int) -> None:
+        self.word[0] = word
+        dist.broadcast(self.word, 0, group=self.words)
+
+    def talk(self, word: str, what: Any = None) -> None:
+        with self.turn:
+            self.send(TALK)
+            dist.broadcast_object_list([(word, what)], 0, group=self.words)
+
+    def hear(self) -> tuple[Any, Any]:
+        """The next (word, object) that is meant for the caller; all others are obeyed here."""
+        while True:
+            dist.broadcast(self.word, 0, group=self.words)
+            if self.word[0] != TALK:
+                return int(self.word[0]), None
+            box: list[Any] = [None]
+            dist.broadcast_object_list(box, 0, group=self.words)
+            word, what = box[0]
+            if word == TELL:
+                return word, what
+            if word == COLLECT:
+                mine = {name: t.detach().cpu().contiguous() for name, t in self.own().items()}
+                self.gather([(name, t.shape, t.dtype) for name, t in mine.items()])
+                for tensor in mine.values():
+                    dist.send(as_bytes(tensor), 0, group=self.words)
+            elif word == SPREAD:
+                plan, facts, listed = what
+                tensors = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in listed}
+                for tensor in tensors.values():
+                    dist.broadcast(as_bytes(tensor), 0, group=self.words)
+                raise Anew(plan, facts, tensors)
+            elif word == END:
+                self.leave()
+                raise Ended
 
     def turns(self, records: Generator[T, Any, Any]) -> Generator[T, Any, Any]:
-        """The loop's records; while rank 0's caller looks at one, a thread tells the others to wait. Raises RankLost,
-        which names the ranks that do not answer."""
-        raise NotImplementedError
+        """The loop's records. While rank 0's caller looks at one, for as long as it likes, a thread has the others
+        wait. Raises RankLost, which names the ranks that do not answer."""
+        with closing(records):
+            while True:
+                with self.turn, self.naming():
+                    try:
+                        record = next(records)
+                    except StopIteration:
+                        return
+                yield record
+
+    def keep_waiting(self) -> None:
+        """Rank 0's thread: between the turns of the loop the others may wait longer than the timeout."""
+        with suppress(RuntimeError):  # a rank is gone: the next turn says which
+            while not self.ended.wait(min(WAIT_EVERY, self.timeout.total_seconds() / 4)):
+                with self.turn:
+                    if not self.ended.is_set():
+                        self.talk(WAIT)
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Inside, an error of a process group says which ranks do not answer: those alive leave a note in the store."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not any(word in str(error) for word in LOST):
+                raise
+            missing = self.missing()
+            which = ", ".join(map(str, missing))
+            if not missing:
+                what = f"the connection between {self.world} processes broke ({str(error).splitlines()[0]})"
+            elif "imed out" in str(error):
+                what = f"no answer for {self.timeout.total_seconds():g} s from rank {which} of {self.world}: it hangs"
+            else:
+                what = f"rank {which} of {self.world} ended; its own error says why"
+            raise RankLost(f"{what}; start again to resume from the last checkpoint", missing) from error
+
+    def missing(self) -> list[int]:
+        """The ranks that do not report within PATIENCE seconds."""
+        store, end = dist.distributed_c10d._get_default_store(), monotonic() + PATIENCE
+        missing = [rank for rank in range(self.world) if rank != self.rank]
+        with suppress(RuntimeError):  # the store is gone with the process that held it
+            store.set(f"nbtools/alive/{self.rank}", "")
+            while missing and monotonic() < end:
+                sleep(0.05)
+                missing = [rank for rank in missing if not store.check([f"nbtools/alive/{rank}"])]
+        return missing
 
     # -- shares and sums
 
     def share(self, batch: np.ndarray) -> np.ndarray:
-        """This rank's part of a batch of ids; for a rank beyond `shares`, samples that count nothing."""
-        raise NotImplementedError
+        """This rank's part of a batch of ids; where there is none (`counts`), its first two, which count nothing."""
+        cuts = [*pairwise(shares(len(batch), self.world))]
+        start, end = cuts[self.rank] if self.rank < len(cuts) else (0, 2)
+        return batch[start:end]
+
+    def counts(self, size: int) -> bool:
+        """Whether this rank has samples of its own in a batch of so many."""
+        return self.rank < len(shares(size, self.world)) - 1
+
+    def seed(self, *parts: int) -> int:
+        """The seed of this rank's own random state."""
+        return int(np.random.SeedSequence([*parts, self.rank]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+    def every(self, flag: bool) -> bool:
+        """Whether it holds on all ranks."""
+        return bool(self.least([int(flag)])[0])
+
+    def least(self, flags: Sequence[int]) -> list[int]:
+        """The smallest of all ranks, for each flag, without waiting for a GPU."""
+        found = torch.tensor(flags)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.words)
+        return found.tolist()
 
     def gather(self, what: T) -> list[T]:
-        """The objects of all ranks, in order, on all of them."""
-        raise NotImplementedError
+        """The objects of all ranks, in their order, on all of them."""
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, what, group=self.words)
+        return found
+
+    def total(self, loss_sum: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor]:
+        """(loss sum, count) over all ranks, float64 on the device."""
+        pair = torch.zeros(2, dtype=torch.float64, device=self.device)
+        pair[0], pair[1] = loss_sum, count
+        dist.all_reduce(pair)
+        return pair[0], pair[1]
+
+    def same(self, buffers: Iterable[Tensor]) -> None:
+        """Give rank 0's buffers, such as BatchNorm's running averages, to all."""
+        if buffers := list(buffers):
+            dist._broadcast_coalesced(dist.group.WORLD, buffers, 2**28, 0)
+
+    # -- gradients
+
+    def wrap(self, network: nn.Module, compress: bool = False) -> None:
+        """Wrap the network for steps in which gradients are added up while backward runs. compress: as bfloat16."""
+        self.ddp = None  # its hooks on the parameters go with it
+        gc.collect()
+        self.ddp = Together(network, gradient_as_bucket_view=True, find_unused_parameters=self.unused)
+        self.ddp.broadcast_buffers = False  # an argument until torch 2.12
+        self.ddp.register_comm_hook(None, bf16_compress_wrapper(self.hook) if compress else self.hook)
+        self.compress = compress
+
+    def start(self, overlap: bool) -> None:
+        """Before an attempt at a step. overlap: add up gradients while backward runs, where memory has sufficed."""
+        self.overlap, self.sent, self.complete, self.flying = overlap, 0, False, []
+        if self.ddp is not None:
+            self.ddp.forwarded = False
+
+    def hook(self, _, bucket):  # no annotations: DDP compares them with classes, and here they are text
+        """DDP's communication hook: a sum and no mean, since losses are divided by the whole batch."""
+        work = self.reduce(bucket.buffer())
+        self.sent, self.complete = self.sent + 1, bucket.is_last()
+        self.flying.append(work)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    def reduce(self, tensor: Tensor) -> Any:
+        self.bytes += tensor.numel() * tensor.element_size()
+        return dist.all_reduce(tensor, async_op=True)
+
+    def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Add up gradients after backward; a parameter without one on any rank keeps none, as in one process."""
+        some = [int(p.grad is not None) for p in parameters]
+        found = self.least([*some, *(-one for one in some)])
+        self.unused = self.unused or not all(found[: len(some)])
+        works = []
+        for parameter, none in zip(parameters, found[len(some) :], strict=True):
+            if none == 0:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            works.append(self.reduce(parameter.grad))
+        for work in works:
+            work.wait()
+
+    def settle(self, short: str | None) -> bool:
+        """After the gradients of an attempt, on all ranks: whether it succeeded everywhere. short: why memory ran out
+        here. False: it must be repeated, since a parameter got no gradient. Raises Shortage."""
+        lacking = self.overlap and short is None and not self.complete
+        if self.overlap and not self.complete:
+            self.owe()
+        enough, used = self.least([short is None, not lacking])
+        if enough and used:
+            return True
+        for work in self.flying:
+            work.wait()
+        self.unused = self.unused or not used
+        if self.overlap:
+            assert self.ddp is not None
+            self.wrap(self.ddp.module, self.compress)  # the reducer of an attempt that was given up is of no use
+        if enough:
+            return False
+        reasons = [f"rank {rank}: {why}" for rank, why in enumerate(self.gather(short)) if why is not None]
+        raise Shortage(reasons[0])
+
+    def owe(self) -> None:
+        """Put zeros into the all-reduces that this rank, which gave up, still owes the others: as DDP's own join hook
+        does for a rank that has no more data."""
+        assert self.ddp is not None
+        reducer: Any = self.ddp.reducer
+        if not self.ddp.forwarded:
+            reducer._rebuild_buckets()  # in the second pass DDP agrees on new buckets
+        for bucket in reducer._get_zeros_like_grad_buckets()[self.sent :]:
+            reducer._run_comm_hook(bucket).wait()
+        if self.unused:
+            self.ddp._match_unused_params_allreduce()
+
+
+class Together(DistributedDataParallel):
+    """DDP with the attributes of its network, which a task's loss may read. forwarded: whether its forward returned."""
+
+    forwarded = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        outputs = super().forward(*inputs, **named)
+        self.forwarded = True
+        return outputs
 
 
 def shares(size: int, world: int) -> list[int]:
@@ -124,3 +399,8 @@ def shares(size: int, world: int) -> list[int]:
     samples, which BatchNorm needs, so that a small batch has fewer than `world`."""
     count = max(min(world, size // 2), 1)
     return [size * i // count for i in range(count + 1)]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor: gloo does not know all dtypes."""
+    return tensor.reshape(-1).view(torch.uint8)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-from typing import Any
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,10 +12,12 @@ from torch import Tensor
 from nbtools.data import Draws
 from nbtools.errors import TrainError
 from nbtools.train.device import autocast, within_memory
+from nbtools.train.ranks import Shortage, shares
 from nbtools.train.state import TrainState
-from nbtools.train.step import attempt, clear_gradients, differentiate, parts, update
+from nbtools.train.step import attempt, clear_gradients, differentiate, parts, release, together, update
 from nbtools.train.task import Batch
 
+T = TypeVar("T")
 LEFT_OUT = 3  # steps with a non-finite loss that a run skips: more are no accident
 
 
@@ -30,7 +33,9 @@ class Diverged(TrainError):
         return [f"{type(self).__name__}: {self}"]
 
 
-def train_step(state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor | float]:
+def train_step(
+    state: TrainState, raw: Batch, epoch_size: int, size: int | None = None
+) -> tuple[Tensor, Tensor | float]:
     """`attempt` until memory suffices: where it runs out, the micro batch is halved and the batch tried again; the
     effective batch and lr stay. An attempt allocates all that it needs before it changes the first weight, so that
     nothing is applied twice.
@@ -38,24 +43,42 @@ def train_step(state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, 
     The first pass under a plan, and each larger than all before it, is where memory runs out if it does: there random
     states and buffers are kept. Where it runs out in a later one, since another process took memory, dropout draws
     other numbers, and BatchNorm's statistics count some samples twice.
+
+    size: samples of the whole batch, of which several ranks have a share each; None: of raw.
     """
+    size = size or len(raw["id"])
     elements, kept = sum(tensor.numel() for tensor in raw.values()), None
-    proven = state.proven[0] is state.applied and elements <= state.proven[1]
+    most = state.proven[1] if state.proven[0] is state.applied else 0
+    proven = elements <= most
+    if state.ranks is not None:
+        proven = state.ranks.every(proven)
     if not proven:
         state.capture_rng()
         kept, _ = within_memory(lambda: buffers(state))
     act = checked if state.position.step < state.recovery.careful_until else attempt
     while True:
-        done, reason = within_memory(lambda: act(state, raw, epoch_size))
+        done, reason = tried(state, lambda: act(state, raw, epoch_size, size), overlap=proven)
         if done is not None:
             if not proven:
-                state.proven = state.applied, elements
+                state.proven = state.applied, max(elements, most)
             return done
-        halve(state, len(raw["id"]), reason)
+        halve(state, size, reason)
         if not proven:
             state.restore_rng()
         if kept is not None:
             restore(state, kept)
+
+
+def tried(state: TrainState, act: Callable[[], T], overlap: bool) -> tuple[T | None, str]:
+    """`within_memory`; on several ranks, only where all agreed that memory ran out. Anywhere else, such as amid an
+    update, the error ends this rank, and all start again from the last checkpoint."""
+    if state.ranks is None:
+        return within_memory(act)
+    state.ranks.start(overlap)
+    try:
+        return act(), ""
+    except Shortage as error:
+        return None, str(error)
 
 
 def buffers(state: TrainState) -> list[Tensor]:
@@ -70,6 +93,8 @@ def restore(state: TrainState, kept: list[Tensor]) -> None:
 
 def halve(state: TrainState, size: int, reason: str) -> None:
     """Choose the next smaller micro batch, and free what the failed attempt left behind."""
+    if state.ranks is not None:
+        size = -(-size // (len(shares(size, state.ranks.world)) - 1))  # the largest share
     now = min(state.recovery.micro or size, size)
     if now == 1:
         rule = f"out of memory with one sample at a time ({reason})"
@@ -79,32 +104,21 @@ def halve(state: TrainState, size: int, reason: str) -> None:
     release(state)
 
 
-def release(state: TrainState) -> None:
-    """Free what a failed step left: gradients, and what the scaler knows about them."""
-    clear_gradients(state.parameters)
-    if state.scaler is not None:  # it may stand between unscaling and update, and take no second unscaling
-        scaler = torch.amp.GradScaler(state.device.type)
-        scaler.load_state_dict(state.scaler.state_dict())
-        state.scaler = scaler
-    gc.collect()
-    if state.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def checked(state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor | float]:
+def checked(state: TrainState, raw: Batch, epoch_size: int, size: int) -> tuple[Tensor, Tensor | float]:
     """An attempt that is skipped, without any effect, if the loss or a gradient is not finite."""
     kept = buffers(state)
-    loss_sum, count = differentiate(state, raw)
+    loss_sum, count = differentiate(state, raw) if state.ranks is None else together(state, raw, size)
     if bad := first_bad(state, raw, loss_sum):
         restore(state, kept)
-        refuse(state, raw, bad)
+        refuse(state, *bad)
         return torch.zeros_like(loss_sum), 0
-    update(state, len(raw["id"]), epoch_size)
+    update(state, size, epoch_size)
     return loss_sum, count
 
 
-def first_bad(state: TrainState, raw: Batch, loss_sum: Tensor) -> str | None:
-    """The first tensor of this step that is not finite: of the batch, the weights, a layer, the loss, a gradient.
+def first_bad(state: TrainState, raw: Batch, loss_sum: Tensor) -> tuple[str, list[int]] | None:
+    """The first tensor of this step that is not finite: of the batch, the weights, a layer, the loss, a gradient; and
+    the samples' ids. On several ranks all find something, since they share the sum, and agree on the earliest.
 
     Under fp16 gradients that overflow are how the scaler finds its scale: it skips such steps by itself.
     """
@@ -136,19 +150,22 @@ def first_bad(state: TrainState, raw: Batch, loss_sum: Tensor) -> str | None:
         for hook in hooks:
             hook.remove()
     weights = [f"weight {name}" for name, p in model.named_parameters() if not finite(p)]
-    return [*inputs, *weights, *(f"output of layer {name}" for name in layers), *after][0]
+    kinds = enumerate((inputs, weights, [f"output of layer {name}" for name in layers], after))
+    found = next((kind, names[0], raw["id"].tolist()) for kind, names in kinds if names)
+    _, bad, ids = found if state.ranks is None else min(state.ranks.gather(found), key=itemgetter(0))
+    return bad, ids
 
 
 def finite(tensor: Any) -> bool:
     return not isinstance(tensor, Tensor) or not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 
-def refuse(state: TrainState, raw: Batch, bad: str) -> None:
+def refuse(state: TrainState, bad: str, ids: list[int]) -> None:
     """Skip a bad step, and report it. Raises Diverged if that happens more often than by accident."""
     clear_gradients(state.parameters)
     state.recovery.refused += 1
     # Where a weight or a layer is the first that is bad, training has diverged, and any sample would do the same.
-    ids = raw["id"].tolist() if bad.startswith(("batch[", "loss", "gradient")) else []
+    ids = ids if bad.startswith(("batch[", "loss", "gradient")) else []
     shown = f" (sample ids {', '.join(map(str, ids[:16]))}{' …' if len(ids) > 16 else ''})" if ids else ""
     state.events.append(f"step {state.step + 1} skipped: {bad} is not finite{shown}")
     if state.recovery.refused > LEFT_OUT:

@@ -16,6 +16,7 @@ from nbtools.table import plural
 from nbtools.train import device as devices
 from nbtools.train.optimizer import allocate, build_optimizer, parameter_groups
 from nbtools.train.plan import Plan
+from nbtools.train.ranks import Ranks
 from nbtools.train.task import TaskLike, as_task, readable, task_name
 
 
@@ -62,18 +63,26 @@ class Recovery:
 
 class TrainState:
     """Model, optimizer, and where the run is. Replace `plan` at any time; `applied` is the one that model and optimizer
-    follow so far."""
+    follow so far. ranks: the processes that train it together, from `join`."""
 
-    def __init__(self, task: TaskLike, pack: Pack | Card, plan: Plan, device: torch.device | str | None = None):
-        self.task, self.plan, self.applied = as_task(task), plan, plan
+    def __init__(
+        self,
+        task: TaskLike,
+        pack: Pack | Card,
+        plan: Plan,
+        device: torch.device | str | None = None,
+        ranks: Ranks | None = None,
+    ):
+        self.task, self.plan, self.applied, self.ranks = as_task(task), plan, plan, ranks
         self.card = readable(task, pack, plan).card if isinstance(pack, Pack) else pack
         self.device = torch.device(device) if device is not None else devices.pick()
-        devices.require(plan, self.device)
+        devices.require(plan, self.device, ranks.world if ranks is not None else 1)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(plan.seed)
             self.model = model = self.task.model(self.card, plan).to(self.device)
             self.cuda_rng: Tensor | None = None
             self.capture_rng()
+        self.others: dict[str, Tensor] | None = None  # what a checkpoint holds for the other ranks, until they have it
         if plan.channels_last:
             model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  (torch's stub lacks it)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -95,6 +104,9 @@ class TrainState:
         self.improved = False  # whether the last evaluation was the best, and is not saved yet
         self.stopped: str | None = None  # why nothing is left to train before the last epoch
         self.events: list[str] = []  # messages for the next yield
+        if ranks is not None:
+            ranks.own = self.own
+            self.seed_rng()
 
     def __repr__(self) -> str:
         done = f"{self.epoch:,} of {plural(self.plan.epochs, 'epoch')}"
@@ -121,6 +133,11 @@ class TrainState:
     def evaluated(self) -> nn.Module:
         """The weights that evaluation and `run.model()` use: the moving average where the plan keeps one."""
         return self.ema.module if self.ema is not None else self.model
+
+    def called(self) -> bool:
+        """Whether something is to be done before the next step: on several ranks, whether rank 0 wants it."""
+        wanted = self.plan is not self.applied or self.evaluate_next
+        return wanted if self.ranks is None else self.ranks.called(wanted)
 
     def lost(self) -> bool:
         """Whether the loss or a weight is no longer a number: not to be saved. Waits for the device."""
@@ -152,14 +169,30 @@ class TrainState:
         """Its tensors by name: model., ema., optimizer.<parameter>.<name>, and the random states."""
         if self.training:
             self.capture_rng()
+        ranks = self.ranks
+        more = {} if ranks is None or not ranks.first else ranks.collect() if self.others is None else self.others
         named = {f"model.{k}": v for k, v in self.model.state_dict().items()}
         if self.ema is not None:
             named |= {f"ema.{k}": v for k, v in self.ema.state_dict().items()}
         for i, parameter in enumerate(self.parameters):
             kept = self.optimizer.state.get(parameter, {})
             named |= {f"optimizer.{i}.{k}": v for k, v in kept.items() if v is not None}
-        named["rng"] = self.rng
+        named |= {"rng": self.rng, **more}
         return named if self.cuda_rng is None else {**named, "cuda_rng": self.cuda_rng}
+
+    def own(self) -> dict[str, Tensor]:
+        """What only this rank has, under the names that it has in a checkpoint."""
+        assert self.ranks is not None
+        if self.training:
+            self.capture_rng()
+        states = {"rng": self.rng, "cuda_rng": self.cuda_rng}
+        return {f"{name}.{self.ranks.rank}": kept for name, kept in states.items() if kept is not None}
+
+    def spread(self) -> None:
+        """Rank 0: give the others this state, where they begin."""
+        assert self.ranks is not None
+        self.ranks.spread(self.applied.to_dict(), self.facts(), self.tensors())
+        self.others = None
 
     def load(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Load the saved state. Raises CheckpointError if the weights are of another model."""
@@ -183,7 +216,27 @@ class TrainState:
             self.sums.count = int(self.sums.count)  # a float plus an int64 tensor is a float32
         if self.scaler is not None and facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])
-        self.rng, self.cuda_rng = tensors["rng"], tensors.get("cuda_rng", self.cuda_rng)
+        if self.ranks is None or self.ranks.first:
+            self.rng, self.cuda_rng = tensors["rng"], tensors.get("cuda_rng", self.cuda_rng)
+        if self.ranks is not None:
+            self.load_ranks(tensors, self.ranks)
+
+    def load_ranks(self, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+        """Each rank's own random state, where a checkpoint has one for each; else one that follows from the step."""
+        saved = {name: kept for name, kept in tensors.items() if name.startswith(("rng.", "cuda_rng."))}
+        if ranks.first:
+            self.others = saved
+        elif len(below(saved, "rng.")) == ranks.world - 1:
+            self.rng, self.cuda_rng = saved[f"rng.{ranks.rank}"], saved.get(f"cuda_rng.{ranks.rank}")
+        else:
+            self.seed_rng()
+
+    def seed_rng(self) -> None:
+        """A random state that no other rank has; rank 0's stays that of a single process."""
+        if self.ranks is not None and not self.ranks.first:
+            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+                torch.manual_seed(self.ranks.seed(self.applied.seed, self.step))
+                self.capture_rng()
 
     def capture_rng(self) -> None:
         self.rng = torch.get_rng_state()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -10,16 +12,17 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from nbtools.data import Draws
-from nbtools.train.device import DTYPES, recurrent_in_float32
+from nbtools.train.device import DTYPES, recurrent_in_float32, within_memory
 from nbtools.train.plan import lr_at
 from nbtools.train.state import TrainState
 from nbtools.train.task import Batch
 
 
-def attempt(state: TrainState, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor | float]:
-    """Train on one raw batch; returns its (loss sum, count), still on the device."""
-    loss_sum, count = differentiate(state, raw)
-    update(state, len(raw["id"]), epoch_size)
+def attempt(state: TrainState, raw: Batch, epoch_size: int, size: int) -> tuple[Tensor, Tensor | float]:
+    """Train on one raw batch, or this rank's share of one of `size` samples; returns the (loss sum, count) of the whole
+    batch, still on the device."""
+    loss_sum, count = differentiate(state, raw) if state.ranks is None else together(state, raw, size)
+    update(state, size, epoch_size)
     return loss_sum, count
 
 
@@ -35,26 +38,75 @@ def differentiate(state: TrainState, raw: Batch) -> tuple[Tensor, Tensor | float
     for part in parts(raw, size, micro):
         part_sum, part_count = backward(state, part, denominator=size)
         loss_sum, count = loss_sum + part_sum, count + part_count
-    factor = size / at_least_one(count)  # the true count of all, known only now
-    if isinstance(factor, Tensor) or factor != 1:
-        gradients = [p.grad for p in state.parameters if p.grad is not None]
-        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+    scale_gradients(state, size, count)
     return loss_sum, count
 
 
-def backward(state: TrainState, raw: Batch, denominator: int | None = None) -> tuple[Tensor, Tensor | float]:
-    """Draw, forward and backward of a micro-batch: adds the gradient of sum / denominator (None: its own count)."""
+def scale_gradients(state: TrainState, size: int, count: Tensor | float) -> None:
+    """From sum / size to sum / count, which is known only after the last micro-batch."""
+    factor = size / at_least_one(count)
+    if isinstance(factor, Tensor) or factor != 1:
+        gradients = [p.grad for p in state.parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def together(state: TrainState, raw: Batch, size: int) -> tuple[Tensor, Tensor | float]:
+    """`differentiate` on several ranks: raw is this one's share of a batch of `size` samples. Raises Shortage, on all
+    of them, where memory ran out on one."""
+    ranks = state.ranks
+    assert ranks is not None
+    while True:
+        found, short = within_memory(lambda: differentiate_share(state, raw, size))
+        if found is None:
+            release(state)
+        if ranks.settle(None if found is not None else short):
+            break
+        release(state)
+        ranks.start(ranks.overlap)
+    assert found is not None
+    if not ranks.overlap:
+        ranks.add_up(state.parameters)
+    loss_sum, count = ranks.total(*found)
+    scale_gradients(state, size, count)
+    return loss_sum, count
+
+
+def differentiate_share(state: TrainState, raw: Batch, size: int) -> tuple[Tensor, Tensor | float]:
+    """The gradient of a share's loss sum / size; returns (sum, count). Where gradients are added up meanwhile, that
+    happens in the last micro-batch."""
+    ranks, micro, own = state.ranks, state.recovery.micro, len(raw["id"])
+    assert ranks is not None
+    if not state.model.training:
+        state.model.train()
+    clear_gradients(state.parameters)
+    some = [raw] if not micro or micro >= own else list(parts(raw, own, micro))
+    denominator = size if ranks.counts(size) else math.inf  # a gradient of 0
+    loss_sum, count = torch.zeros((), device=state.device), 0
+    for part in some:
+        network = ranks.ddp if ranks.overlap and part is some[-1] else None
+        part_sum, part_count = backward(state, part, denominator, network)
+        if ranks.counts(size):
+            loss_sum, count = loss_sum + part_sum, count + part_count
+    return loss_sum, count
+
+
+def backward(
+    state: TrainState, raw: Batch, denominator: float | None = None, network: nn.Module | None = None
+) -> tuple[Tensor, Tensor | float]:
+    """Draw, forward and backward of a micro-batch: adds the gradient of sum / denominator (None: its own count).
+    network: None: the state's."""
     task, plan = state.task, state.applied  # a plan that another thread wants meanwhile waits for the next step
+    network = state.network if network is None else network
     batch = task.batch(raw, plan, Draws(plan.seed, state.position.epoch, raw["id"]))
     if plan.channels_last:
         batch = {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in batch.items()}
     if plan.amp == "off":
-        loss_sum, count = task.loss(state.network, batch, plan)
+        loss_sum, count = task.loss(network, batch, plan)
         (loss_sum / at_least_one(denominator or count)).backward()
     else:
         with recurrent_in_float32(plan, state.device, state.model):  # backward may compute activations again
             with torch.autocast(state.device.type, DTYPES[plan.amp]):
-                loss_sum, count = task.loss(state.network, batch, plan)
+                loss_sum, count = task.loss(network, batch, plan)
             loss = loss_sum / at_least_one(denominator or count)
             (loss if state.scaler is None else state.scaler.scale(loss)).backward()
     return loss_sum.detach(), count
@@ -101,6 +153,18 @@ def clear_gradients(parameters: list[nn.Parameter]) -> None:
     """`optimizer.zero_grad()` does the same for 9 CPU-µs, this for less than one."""
     for parameter in parameters:
         parameter.grad = None
+
+
+def release(state: TrainState) -> None:
+    """Free what a failed step left: gradients, and what the scaler knows about them."""
+    clear_gradients(state.parameters)
+    if state.scaler is not None:  # it may stand between unscaling and update, and take no second unscaling
+        scaler = torch.amp.GradScaler(state.device.type)
+        scaler.load_state_dict(state.scaler.state_dict())
+        state.scaler = scaler
+    gc.collect()
+    if state.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def clip_gradients(parameters: list[nn.Parameter], most: float) -> None:
