@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -15,14 +16,16 @@ import torch
 from torch.distributed import TCPStore
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed", "torch.nn.parallel", "nbtools", "toy"])
+CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", "nbtools", "toy"])  # each costs seconds
 TIMEOUT = 60.0
 
 
-def together(world: int, act: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, **env: str) -> list[Any]:
-    """What `act(*args)` returns in each of `world` processes that find what torchrun would have set; act: a function of a
-    module. Raises AssertionError with the traceback of the first that fails, or where they do not end in time; none of
-    them is left behind."""
+def together(
+    world: int, act: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, lost: int | None = None, **env: str
+) -> list[Any]:
+    """What `act(*args)` returns in each of `world` processes that find what torchrun would have set; act: a function of
+    a module. lost: a rank that is not waited for. Raises AssertionError with the traceback of the first that fails, or
+    where they do not end in time; none of them is left behind."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the port is the system's choice
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world), **env}
     pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world)]
@@ -33,33 +36,31 @@ def together(world: int, act: Callable[..., Any], *args: Any, timeout: float = T
         processes[-1].start()
         end.close()
     try:
-        return gathered([mine for mine, _ in pipes], timeout)
+        return gathered({rank: mine for rank, (mine, _) in enumerate(pipes) if rank != lost}, timeout)
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def gathered(pipes: list[Connection], timeout: float) -> list[Any]:
+def gathered(pipes: dict[int, Connection], timeout: float) -> list[Any]:
     found, end = {}, monotonic() + timeout
-    while len(found) < len(pipes):
-        left = [pipe for pipe in pipes if pipe not in found]
-        ready = wait(left, max(end - monotonic(), 0))
-        ranks = ", ".join(str(pipes.index(pipe)) for pipe in left)
-        assert ready, f"no answer from rank {ranks} in {timeout:g} s"
-        for pipe in (pipe for pipe in pipes if pipe in ready):
+    while left := {rank: pipe for rank, pipe in pipes.items() if rank not in found}:
+        ready = wait(left.values(), max(end - monotonic(), 0))
+        assert ready, f"no answer from rank {', '.join(map(str, left))} in {timeout:g} s"
+        for rank in (rank for rank, pipe in left.items() if pipe in ready):
             try:
-                result, trouble = pickle.loads(pipe.recv_bytes())
+                found[rank], trouble = pickle.loads(left[rank].recv_bytes())
             except EOFError:
-                result, trouble = None, "it was killed"
-            assert not trouble, f"rank {pipes.index(pipe)}: {trouble}"
-            found[pipe] = result
-    return [found[pipe] for pipe in pipes]
+                trouble = "it was killed"
+            assert not trouble, f"rank {rank}: {trouble}"
+    return [found[rank] for rank in pipes]
 
 
 def run(end: Connection, env: dict[str, str], act: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ.update(env, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0", NBTOOLS_DEVICE="cpu")
     torch.set_num_threads(1)
+    gc.freeze()  # else each collection looks through all of torch
     try:
         result = act(*args), ""
     except BaseException:

@@ -141,7 +141,10 @@ class TrainState:
 
     def lost(self) -> bool:
         """Whether the loss or a weight is no longer a number: not to be saved. Waits for the device."""
-        norms = [torch.linalg.vector_norm(p.detach(), dtype=torch.float32) for p in self.parameters]
+        wide = (torch.promote_types(p.dtype, torch.float32) for p in self.parameters)
+        norms = [
+            torch.linalg.vector_norm(p.detach(), dtype=kind) for p, kind in zip(self.parameters, wide, strict=True)
+        ]
         return not bool(torch.isfinite(torch.stack([self.sums.loss.float(), *norms])).all())
 
     def take_parts(self, micro: int | None) -> None:
