@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", "nbtools", "toy"])  # each costs seconds

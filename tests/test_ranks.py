@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,21 +12,15 @@ import numpy as np
 import pytest
 import torch
 import toy
-from hypothesis import given
-from hypothesis import strategies as st
 from ranks import together
 from torch import nn
 
-from nbtools.data import Pack, batches_left
+from nbtools.data import Pack
 from nbtools.train import (
-    Diverged,
     Plan,
     Record,
-    RankLost,
-    Ranks,
     TrainState,
     as_task,
-    checkpoint,
     evaluation,
     import_task,
     join,

@@ -299,7 +299,8 @@ class Ranks:
     def same(self, buffers: Iterable[Tensor]) -> None:
         """Give rank 0's buffers, such as BatchNorm's running averages, to all."""
         if buffers := list(buffers):
-            dist._broadcast_coalesced(dist.group.WORLD, buffers, 2**28, 0)
+            together: Any = dist.group.WORLD
+            dist._broadcast_coalesced(together, buffers, 2**28, 0)  # pyright: ignore[reportPrivateImportUsage]
 
     # -- gradients
 
