@@ -522,7 +522,8 @@ def test_a_damaged_clip_is_refused_or_has_the_right_form(tmp_path, wholes, data)
     assert shape == (frames, 156) or len(reasons) == 3, "value, rule and fix"
 
 
-def test_a_report_shows_as_a_table_with_errors_first_and_many_of_a_kind_as_one(tmp_path):
+def test_a_report_shows_as_a_table_with_errors_first_and_many_of_a_kind_as_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     source = corpus(tmp_path / "raw", without=("meta", "X2048"))
     clip(source / "train" / "e.npz", seed=5, without=("meta", "X2048"))
     listed(source / "train" / "labels.csv", "a,0,0", "b,1,1", "e,0,0")
