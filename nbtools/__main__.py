@@ -45,9 +45,9 @@ BUILT_IN = tuple(found.name for found in pkgutil.iter_modules(tasks.__path__) if
 SOURCE = "a folder, an archive, drive:…, a Google Drive link, or a pack"
 EXIT_CODES = """exit codes:
   0    done
-  1    refused or failed, for the reason on stderr; or a report that lists errors
+  1    refused or failed, for the reason on stderr; or a report with errors
   2    not a valid command line
-  130  Ctrl-C, or a run that was stopped before its end: train saves first, and the same command resumes
+  130  interrupted, or a run stopped before its end: train saves first
   141  the reader of stdout has gone, as head does
   143  SIGTERM: train saves first"""
 
@@ -310,7 +310,7 @@ def validate_command(one: argparse.ArgumentParser, task: Task) -> Act:
     """
     one.add_argument("source", help=SOURCE)
     add_signature(one, task.validate)
-    return lambda options: reported(validate(task, options.source, **own(options)))
+    return lambda options: as_result(validate(task, options.source, **own(options)))
 
 
 def features_command(one: argparse.ArgumentParser, task: Task) -> Act:
@@ -321,10 +321,10 @@ def features_command(one: argparse.ArgumentParser, task: Task) -> Act:
     one.add_argument("source", help=SOURCE)
     one.add_argument("into", type=Path, help="folder of the clips that receive them; may be the source")
     add_signature(one, task.features, "into", "network")
-    return lambda options: reported(task.features(options.source, options.into, **own(options)))
+    return lambda options: as_result(task.features(options.source, options.into, **own(options)))
 
 
-def reported(report: Any) -> Result:
+def as_result(report: Any) -> Result:
     return Result(report, report, int(not report.ok))
 
 

@@ -12,11 +12,13 @@ import toy
 
 from nbtools.data import cores
 from nbtools.live import Surface
-from nbtools.measure import Gpu, Sampler, gpus
+from nbtools.measure import Gpu, Sampler, check, follow, gpus
+from nbtools.measure.check import formats
 from nbtools.measure.machine import cpu_name, torch_indices
 from nbtools.train import History, Record, TrainState
 
 GIB = 2**30
+FORMATS = ("float32", "TF32", "bf16", "fp16")
 
 
 class NVMLError(Exception):
@@ -260,3 +262,46 @@ def test_a_run_on_a_gpu_reads_it_while_it_lasts(nvml, tmp_path):
         row = surface.measured(Record("step", 0, 1, 16, {"loss": 1.0}))
     assert row.values["gpu_utilisation"] == 97
     assert not sampler.thread.is_alive()
+
+
+def test_the_check_shows_the_cards_and_their_driver(nvml, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    nvml()
+    found = check({})
+    shown = str(found)
+    assert all(part in shown for part in ("cuda:1", "8.0", "1 of 40 GiB", "550.54.15", "GFLOP/s"))
+    assert found.to_dict()["gpus"][1]["memory_used"] == 2048
+
+
+@pytest.mark.parametrize(("capability", "trains"), [((7, 5), ["float32", "fp16"]), ((8, 0), [*FORMATS])])
+def test_the_formats_that_a_card_trains_in_follow_its_capability(capability, trains, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = formats(torch.device("cuda"))
+    assert [name for name, (dtype, _) in found.items() if dtype is not None] == trains
+    assert all("7.5" in found[name][1] for name in {*FORMATS} - {*trains})
+
+
+@pytest.mark.cuda
+def test_each_format_is_measured_on_the_card_and_torch_is_left_as_it_was():
+    before = torch.get_float32_matmul_precision()
+    rates = {each.name: each.flops or 0.0 for each in check({}).arithmetic}
+    assert torch.get_float32_matmul_precision() == before
+    assert rates["fp16"] > rates["float32"] > 1e11
+    assert (rates["TF32"] > rates["float32"]) == (torch.cuda.get_device_capability() >= (8, 0))
+
+
+def test_watching_keeps_the_driver_awake_and_lets_go_of_it(nvml, monkeypatch):
+    monkeypatch.setattr(sys.modules[Sampler.__module__], "PERIOD", 0.0)
+    monkeypatch.setattr(sys.modules[Sampler.__module__], "FIRST", 0.0)
+    calls, shown = [], []
+
+    def show(text):
+        shown.append((text, calls.count("init") - calls.count("shutdown")))
+        if len(shown) == 3:
+            raise KeyboardInterrupt
+
+    nvml(nvmlInit=lambda: calls.append("init"), nvmlShutdown=lambda: calls.append("shutdown"))
+    with pytest.raises(KeyboardInterrupt):
+        follow(show)
+    assert all("97 %" in text and "CPU: " in text and held == 1 for text, held in shown)
+    assert calls.count("init") == calls.count("shutdown")
