@@ -24,6 +24,7 @@ from nbtools.train import device as devices
 from nbtools.version import VERSION
 
 DEVICES = {"cpu": "the processor", "mps": "Apple's GPU (MPS)"}
+SECONDS = 0.1  # of matrix products in each format
 BF16 = {"AMX BF16", "AVX-512 BF16", "BF16"}  # instructions of processors
 
 
@@ -48,9 +49,9 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Check:
-    """What this machine is. device: what trains; side: of the matrices that were multiplied; bytes
-    of RAM and of the disk that staged data and packs go to, None if the system does not report them. plans: task →
-    settings by rules of thumb. Shows as tables."""
+    """What this machine is. device: what trains; side: of the matrices that were multiplied; bytes of RAM and of the
+    disk that staged data and packs go to, None if the system does not report them. plans: task → settings by rules of
+    thumb. Shows as tables."""
 
     gpus: Gpus
     device: str
@@ -170,15 +171,19 @@ def arithmetic(device: torch.device) -> Iterator[Arithmetic]:
             continue
         try:
             torch.set_float32_matmul_precision("high" if name == "TF32" else "highest")
-            rates, why = devices.within_memory(
-                lambda dtype=dtype: matrix_rates(device, dtype)[1:]
-            )  # the first warms up
+            rates, why = devices.within_memory(lambda dtype=dtype: warm_rates(device, dtype))
         finally:
             torch.set_float32_matmul_precision(before)
         if rates is None:
             yield Arithmetic(name, f"{here}; not measured: {why}")
         else:
             yield Arithmetic(name, here, median(rates), min(rates), max(rates), len(rates))
+
+
+def warm_rates(device: torch.device, dtype: torch.dtype) -> list[float]:
+    """FLOP/s of each product, after some that load and choose kernels."""
+    matrix_rates(device, dtype)
+    return matrix_rates(device, dtype, SECONDS)
 
 
 def formats(device: torch.device) -> dict[str, tuple[torch.dtype | None, str]]:

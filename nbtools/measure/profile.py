@@ -370,18 +370,18 @@ def matrix_side(device: torch.device) -> int:
     return 4096 if device.type == "cuda" else 512  # 512: 5 ms on one CPU core
 
 
-def matrix_rates(device: torch.device, dtype: torch.dtype) -> list[float]:
-    """FLOP/s of each square matrix product of about 20 ms."""
+def matrix_rates(device: torch.device, dtype: torch.dtype, seconds: float = 0.02) -> list[float]:
+    """FLOP/s of each square matrix product in about so many seconds."""
     side = matrix_side(device)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     times: list[float] = []
-    while sum(times) < 0.02 or len(times) < LEAST:
+    while sum(times) < seconds or len(times) < LEAST:
         finish(device)
         start = perf_counter()
         torch.mm(a, b)
         finish(device)
         times.append(perf_counter() - start)
-    return [2 * side**3 / seconds for seconds in times]
+    return [2 * side**3 / each for each in times]
 
 
 def memory_of(cached: Stepper) -> dict[str, float]:
