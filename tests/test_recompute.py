@@ -76,8 +76,8 @@ def trained(case: str, recompute: bool) -> tuple[dict[str, Tensor], int]:
     raw["id"] = torch.arange(len(raw["label"]))
     state.restore_rng()
     losses: list[Tensor] = []
-    most = memory.peak(CPU, lambda: losses.append(attempt(state, raw, 100)[0]))
-    losses.append(attempt(state, raw, 100)[0])
+    most = memory.peak(CPU, lambda: losses.append(attempt(state, raw, 100, len(raw["id"]))[0]))
+    losses.append(attempt(state, raw, 100, len(raw["id"]))[0])
     gradients = {f"gradient {i}": p.grad for i, p in enumerate(state.parameters) if p.grad is not None}
     return {**state.tensors(), **gradients, "losses": torch.stack(losses)}, most
 

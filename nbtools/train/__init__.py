@@ -6,7 +6,7 @@ from nbtools.train.device import DTYPES, again
 from nbtools.train.evaluation import Sums, forward
 from nbtools.train.history import KEYS, History, Record
 from nbtools.train.loop import adopt, caught_up, obey, require_change, train
-from nbtools.train.optimizer import LARGER, OPTIMIZERS
+from nbtools.train.optimizer import LARGER, OPTIMIZERS, local_optimizer
 from nbtools.train.plan import (
     Plan,
     Steps,
@@ -81,6 +81,7 @@ __all__ = [
     "join",
     "knob",
     "listed",
+    "local_optimizer",
     "lr_factor",
     "obey",
     "readable",

@@ -73,6 +73,9 @@ def require(plan: Plan, device: torch.device, processes: int = 1) -> None:
     if plan.graph and processes > 1:
         rule = "Plan.graph replays the CUDA graphs of one process"
         raise TrainError(f"{rule}, but {processes} train together; set graph=False, or start one process")
+    if plan.sync_batchnorm and processes > 1 and device.type != "cuda":
+        rule = f"Plan.sync_batchnorm needs CUDA: torch has no SyncBatchNorm on {device.type}"
+        raise TrainError(f"{rule}; set sync_batchnorm=False, each process then normalises its share of a batch")
     if plan.graph and plan.parted:
         raise TrainError(
             f"Plan.graph needs micro_batch_size ≥ batch_size ({plan.batch_size}), got {plan.micro_batch_size}: a "

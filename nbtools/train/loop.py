@@ -84,7 +84,7 @@ def run(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None) -> Gen
     if state.ranks is not None:
         if state.ranks.first:
             state.spread()
-        state.ranks.wrap(state.network)
+        state.ranks.wrap(state.network, state.applied.compress_gradients)
     state.restore_rng()
     try:
         while True:

@@ -233,6 +233,12 @@ class Steps:
         return " · ".join(parts)
 
 
+def idle(plan: Plan) -> str:
+    """The settings that do nothing in one process, in a sentence; "" for none."""
+    names = [name for name in ("sync_batchnorm", "shard_optimizer", "compress_gradients") if getattr(plan, name)]
+    return f"{', '.join(names)}: no effect in one process" if names else ""
+
+
 # -- what a run may change
 
 

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
 from nbtools.errors import TrainError
@@ -310,7 +309,7 @@ class Ranks:
         gc.collect()
         self.ddp = Together(network, gradient_as_bucket_view=True, find_unused_parameters=self.unused)
         self.ddp.broadcast_buffers = False  # an argument until torch 2.12
-        self.ddp.register_comm_hook(None, bf16_compress_wrapper(self.hook) if compress else self.hook)
+        self.ddp.register_comm_hook(None, self.hook)
         self.compress = compress
 
     def start(self, overlap: bool) -> None:
@@ -320,11 +319,13 @@ class Ranks:
             self.ddp.forwarded = False
 
     def hook(self, _, bucket):  # no annotations: DDP compares them with classes, and here they are text
-        """DDP's communication hook: a sum and no mean, since losses are divided by the whole batch."""
-        work = self.reduce(bucket.buffer())
+        """DDP's communication hook: a sum and no mean, since losses are divided by the whole batch. Compressed as its
+        own `bf16_compress_hook`, which is refused on a CPU by its name."""
+        buffer = bucket.buffer()
+        work = self.reduce(buffer.bfloat16() if self.compress else buffer)
         self.sent, self.complete = self.sent + 1, bucket.is_last()
         self.flying.append(work)
-        return work.get_future().then(lambda done: done.value()[0])
+        return work.get_future().then(lambda done: buffer.copy_(done.value()[0]) if self.compress else done.value()[0])
 
     def reduce(self, tensor: Tensor) -> Any:
         self.bytes += tensor.numel() * tensor.element_size()

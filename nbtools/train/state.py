@@ -14,7 +14,7 @@ from nbtools.data import Card, Pack
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.table import plural
 from nbtools.train import device as devices
-from nbtools.train.optimizer import allocate, build_optimizer, parameter_groups
+from nbtools.train.optimizer import allocate, build_optimizer, local_optimizer, parameter_groups
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks
 from nbtools.train.task import TaskLike, as_task, readable, task_name
@@ -83,13 +83,16 @@ class TrainState:
             self.cuda_rng: Tensor | None = None
             self.capture_rng()
         self.others: dict[str, Tensor] | None = None  # what a checkpoint holds for the other ranks, until they have it
+        if plan.sync_batchnorm and ranks is not None:
+            self.model = model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if plan.channels_last:
             model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  (torch's stub lacks it)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:
             name = type(model).__name__
             raise TrainError(f"{name} has no parameter that requires a gradient; unfreeze what should be trained")
-        self.optimizer = build_optimizer(parameter_groups(model, self.task.groups(model, plan)), plan)
+        groups = parameter_groups(model, self.task.groups(model, plan))
+        self.optimizer = build_optimizer(groups, plan, several=ranks is not None)
         self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
         self.ema = AveragedModel(model, use_buffers=True) if plan.ema else None  # the step updates it, see step.average
         self.network: Any = model  # what the training forward calls
@@ -177,11 +180,14 @@ class TrainState:
         named = {f"model.{k}": v for k, v in self.model.state_dict().items()}
         if self.ema is not None:
             named |= {f"ema.{k}": v for k, v in self.ema.state_dict().items()}
-        for i, parameter in enumerate(self.parameters):
-            kept = self.optimizer.state.get(parameter, {})
-            named |= {f"optimizer.{i}.{k}": v for k, v in kept.items() if v is not None}
-        named |= {"rng": self.rng, **more}
+        named |= {**self.moments(), "rng": self.rng, **more}
         return named if self.cuda_rng is None else {**named, "cuda_rng": self.cuda_rng}
+
+    def moments(self) -> dict[str, Tensor]:
+        """What the optimizer keeps in this process, by the place of its parameter."""
+        kept = local_optimizer(self.optimizer).state
+        found = ((i, kept.get(parameter, {})) for i, parameter in enumerate(self.parameters))
+        return {f"optimizer.{i}.{k}": v for i, each in found for k, v in each.items() if v is not None}
 
     def own(self) -> dict[str, Tensor]:
         """What only this rank has, under the names that it has in a checkpoint."""
@@ -189,7 +195,9 @@ class TrainState:
         if self.training:
             self.capture_rng()
         states = {"rng": self.rng, "cuda_rng": self.cuda_rng}
-        return {f"{name}.{self.ranks.rank}": kept for name, kept in states.items() if kept is not None}
+        named = {f"{name}.{self.ranks.rank}": kept for name, kept in states.items() if kept is not None}
+        sharded = local_optimizer(self.optimizer) is not self.optimizer
+        return {**named, **self.moments()} if sharded else named
 
     def spread(self) -> None:
         """Rank 0: give the others this state, where they begin."""
@@ -205,10 +213,12 @@ class TrainState:
                 self.ema.load_state_dict(below(tensors, "ema."))
         except RuntimeError as error:
             raise CheckpointError(f"weights of another model: {error}; use the run's own task and plan") from None
-        self.optimizer.state.clear()
+        local = local_optimizer(self.optimizer)
+        ours = {parameter for group in local.param_groups for parameter in group["params"]}
+        local.state.clear()
         for i, parameter in enumerate(self.parameters):
-            if saved := below(tensors, f"optimizer.{i}."):
-                self.optimizer.state[parameter] = {k: like(v, parameter) for k, v in saved.items()}
+            if parameter in ours and (saved := below(tensors, f"optimizer.{i}.")):
+                local.state[parameter] = {k: like(v, parameter) for k, v in saved.items()}
         allocate(self.optimizer, self.applied)
         facts = facts if "position" in facts else regrouped(tensors, facts)
         self.position, self.best = Position(**facts["position"]), Best(**facts["best"])
@@ -226,7 +236,7 @@ class TrainState:
 
     def load_ranks(self, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
         """Each rank's own random state, where a checkpoint has one for each; else one that follows from the step."""
-        saved = {name: kept for name, kept in tensors.items() if name.startswith(("rng.", "cuda_rng."))}
+        saved = {name: kept for name, kept in tensors.items() if name.startswith(("rng.", "cuda_rng.", "optimizer."))}
         if ranks.first:
             self.others = saved
         elif len(below(saved, "rng.")) == ranks.world - 1:

@@ -1,0 +1,124 @@
+"""What several processes may share or shorten: the optimizer's buffers (ZeRO), the bytes of gradients. Over gloo."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toy
+from ranks import together
+
+from nbtools.data import Pack
+from nbtools.train import TrainState, checkpoint, join, local_optimizer, obey, train
+from nbtools.train.plan import idle
+
+PLAN = toy.PLAN.replace(epochs=2, hidden=64, ema=0.9)
+SAVED, END = 8, 12  # steps
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory) -> Pack:
+    return toy.make_pack(tmp_path_factory.mktemp("toy"), count=189)
+
+
+def trained(packed: Path, plan: toy.Plan, saves: Path, resumes: Path | None = None) -> dict[str, Any]:
+    """What a rank has after END steps. saves: where rank 0 leaves a checkpoint after SAVED; resumes: from which one."""
+    pack, ranks = Pack.open(packed), join()
+    state = TrainState(toy, pack, plan, ranks=ranks)
+    losses, sent = [], {}
+    if ranks is not None and not ranks.first:
+        obey(toy, state, pack)
+    else:
+        if resumes is not None:
+            found = checkpoint.newest(resumes)
+            state.load(found.tensors, found.facts["state"])
+        for record in train(toy, state, pack):
+            losses.append(record.values.get("loss"))
+            sent[state.step] = ranks.bytes if ranks is not None else 0
+            if state.step == SAVED and resumes is None:
+                checkpoint.save(saves, state, rows=0)
+            if state.step == END:
+                break
+        if ranks is not None:
+            ranks.end()
+    kept = local_optimizer(state.optimizer).state.values()
+    return {
+        "weights": {name: weight.detach().numpy() for name, weight in state.model.named_parameters()},
+        "buffers": sum(value.nbytes for each in kept for value in each.values() if value.dim()),
+        "losses": losses,
+        "sent": sent.get(END, 0) - sent.get(END - 1, 0),
+    }
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether the weights are, within 1e-6."""
+    return all(abs(a["weights"][name] - b["weights"][name]).max() < 1e-6 for name in a["weights"])
+
+
+@pytest.fixture(scope="module")
+def plain(pack, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    """(its checkpoint, what two ranks have) of a run without any of it."""
+    saves = tmp_path_factory.mktemp("plain")
+    return saves, together(2, trained, pack.folder, PLAN, saves)
+
+
+def test_each_rank_keeps_half_of_the_optimizers_buffers_and_weights_and_checkpoints_are_the_same(pack, plain, tmp_path):
+    folder, whole = plain
+    shares = together(2, trained, pack.folder, PLAN.replace(shard_optimizer=True), tmp_path)
+    assert same(shares[0], whole[0])
+    assert same(shares[1], whole[0])
+    assert sum(rank["buffers"] for rank in shares) == whole[0]["buffers"]
+    assert max(rank["buffers"] for rank in shares) < 0.55 * whole[0]["buffers"]
+    ours, theirs = checkpoint.newest(tmp_path).tensors, checkpoint.newest(folder).tensors
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_a_run_goes_on_with_a_sharded_optimizer_or_without_and_alone(pack, plain, tmp_path):
+    folder, whole = plain
+    assert same(together(2, trained, pack.folder, PLAN.replace(shard_optimizer=True), tmp_path, folder)[1], whole[1])
+    alone = TrainState(toy, pack, PLAN.replace(shard_optimizer=True), CPU)
+    found = checkpoint.newest(folder)
+    alone.load(found.tensors, found.facts["state"])
+    kept = alone.tensors()
+    assert [name for name in kept if not torch.equal(kept[name], found.tensors[name])] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [{}, {"optimizer": "sgd", "channels_last": True}])
+def test_another_number_of_processes_goes_on_from_shares(pack, tmp_path, settings):
+    sharded = PLAN.replace(shard_optimizer=True, **settings)
+    together(2, trained, pack.folder, sharded, tmp_path)
+    ends = [together(3, trained, pack.folder, plan, tmp_path, tmp_path) for plan in (sharded, PLAN.replace(**settings))]
+    assert all(same(a, b) for a, b in zip(*ends, strict=True))
+    assert sum(rank["buffers"] for rank in ends[0]) == ends[1][0]["buffers"]
+
+
+def test_compressed_gradients_are_half_the_bytes_and_train_about_as_well(pack, plain, tmp_path):
+    _, whole = plain
+    found = together(2, trained, pack.folder, PLAN.replace(compress_gradients=True), tmp_path)
+    assert found[0]["sent"] == whole[0]["sent"] / 2 > 0
+    assert not same(found[0], whole[0]), "bf16 has three digits"
+    assert [r for r in found[0]["losses"] if r is not None] == pytest.approx(
+        [r for r in whole[0]["losses"] if r is not None], rel=0.02
+    )
+    assert same(found[0], found[1])
+
+
+def test_batch_norm_over_all_processes_is_refused_where_torch_has_none(pack, tmp_path):
+    said = "Plan.sync_batchnorm needs CUDA: torch has no SyncBatchNorm on cpu; set sync_batchnorm=False"
+    with pytest.raises(AssertionError, match=said):
+        together(2, trained, pack.folder, PLAN.replace(sync_batchnorm=True), tmp_path)
+
+
+def test_in_one_process_they_do_nothing_and_that_is_said(pack):
+    plan = PLAN.replace(sync_batchnorm=True, shard_optimizer=True, compress_gradients=True)
+    runs = [TrainState(toy, pack, each, CPU) for each in (plan, PLAN)]
+    for state in runs:
+        for _ in train(toy, state, pack):
+            continue
+    ours, theirs = (state.tensors() for state in runs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert idle(plan) == "sync_batchnorm, shard_optimizer, compress_gradients: no effect in one process"
+    assert idle(PLAN) == ""
