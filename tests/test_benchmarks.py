@@ -54,6 +54,7 @@ SLOW = {
     "segment_feed": ("segment_feed_ratio", "×"),
     "surface": ("surface_cost", "%"),
     "knobs": ("knobs_gain", "×"),
+    "scaling": ("scaling_error", "%"),
     "same_losses": ("same_losses", "differences"),
     **({} if find_spec("lightning") is None else {"finder": ("finder_ratio", "×")}),  # of make bench
 }

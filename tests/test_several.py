@@ -4,7 +4,6 @@ parts are measured by real processes."""
 import dataclasses
 import json
 import multiprocessing
-import os
 import re
 import time
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import toy
+from ranks import together
 from simulated import Job
 
 import nbtools as nb
@@ -50,29 +50,10 @@ def pack(tmp_path_factory):
     return toy.make_pack(tmp_path_factory.mktemp("toy"), count=300)
 
 
-def run(place: str, rank: int, processes: int, environment: dict[str, str]) -> None:
-    os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_RANK=str(rank))
-    several.take_part(place)
-
-
 @pytest.fixture
 def forked(monkeypatch):
     """Processes that have imported torch already, in place of torchrun's."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_several"])
-
-    def start(place, processes, environment):
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
-        agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        of = [(place, rank, processes, {**environment, **agent}) for rank in range(processes)]
-        started = [context.Process(target=run, args=each) for each in of]
-        for process in started:
-            process.start()
-        for process in started:
-            process.join(60)
-            assert process.exitcode == 0
-
-    monkeypatch.setattr(several, "start", start)
+    monkeypatch.setattr(several, "start", lambda place, n, env: together(n, several.take_part, place, **env))
 
 
 # -- the rows

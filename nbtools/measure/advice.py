@@ -133,13 +133,11 @@ class Advice(Report):
 
     def text(self, colour: bool = False) -> str:
         legend = f"{painted('measured here', 'green')}, {painted(THUMB, 'yellow')}"
-        return f"{super().text(colour)}\n{legend}" if colour else super().text()
+        text = f"{super().text(colour)}\n{legend}" if colour else super().text()
+        return f"{text}\n\n{self.scaling}" if self.scaling else text
 
     def caption(self) -> str:
         return " ".join(filter(None, [self.length(), self.verdict and f"{self.verdict.sentence}.", self.note]))
-
-    def __str__(self) -> str:
-        return "\n\n".join([super().__str__(), *([str(self.scaling)] if self.scaling else [])])
 
     def _repr_html_(self) -> str:
         return super()._repr_html_() + (self.scaling._repr_html_() if self.scaling else "")

@@ -39,13 +39,13 @@ from nbtools.measure.report import Report, restored
 from nbtools.measure.stepper import EAGER, Clock, Stepper, finish, typical, untouched
 from nbtools.table import digits, plural
 from nbtools.table import duration as hours
-from nbtools.train import Plan, TaskLike, TrainState, import_task, task_name, train_step
+from nbtools.train import Plan, TaskLike, import_task, shares, task_name, train_step
 from nbtools.train import device as devices
 
 SECONDS = 6.0  # of measuring, besides the start of the processes
 ROUNDS = 5
 BATCHES = 4  # that are trained again and again
-WORD = 8  # bytes of the smallest all-reduce
+WORD, WORDS = 8, 3  # bytes of a word, and how many a step takes: what rank 0 wants, whether memory sufficed, the loss
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes: DistributedDataParallel reduces gradients in buckets of these sizes
 BACKWARD = 2 / 3  # of a pass: twice the arithmetic of the forward pass (arXiv 2001.08361)
 HALF = 0.5  # of a GPU that each added one should give (ours)
@@ -308,12 +308,13 @@ class Peers:
         return int(word)
 
     def share(self, ids: np.ndarray) -> np.ndarray:
-        return ids[len(ids) * self.rank // self.count : len(ids) * (self.rank + 1) // self.count]
+        return ids[slice(*shares(len(ids), self.count)[self.rank :][:2])]
 
-    def step(self, state: TrainState, raw: Raw, samples: int) -> Any:
-        """A train step that ends when all have made theirs."""
-        found = train_step(state, raw, samples)
-        self.agree()
+    def step(self, *of: Any) -> Any:
+        """A train step that ends when all have made theirs, with as many words as the loop exchanges."""
+        found = train_step(*of)
+        for _ in range(WORDS):
+            self.agree()
         return found
 
 
@@ -331,7 +332,7 @@ def timed(
     while the others wait; then all train their shares of the batches of the other plans. None for the others."""
     lone = Stepper(task, pack, plans[0], device, clock=clock)
     whole = lone.on(again(lone, plans[0]))
-    shares = [lone.on(again(lone, plan, peers.share), act=peers.step) for plan in plans[1:]]
+    parts = [lone.on(again(lone, plan, peers.share), act=peers.step) for plan in plans[1:]]
 
     def advance(stepper: Stepper, steps: int) -> None:
         if stepper is not whole:
@@ -342,24 +343,20 @@ def timed(
         peers.agree()
 
     counts = []
-    for stepper in (whole, *shares):
+    for stepper in (whole, *parts):
         advance(stepper, 1)  # loads what the first step needs
         advance(stepper, 1)
         fits = seconds / ROUNDS / len(plans) / max(stepper.turns[-1].seconds, 1e-9) if stepper.turns else 0
         counts.append(peers.agree(max(1, round(fits))))
         stepper.turns.clear()
     for _ in range(ROUNDS):
-        for stepper, steps in zip((whole, *shares), counts, strict=True):
+        for stepper, steps in zip((whole, *parts), counts, strict=True):
             advance(stepper, steps)
     if not peers.leads:
         return None
-    alone, found = whole.mean_s, []
-    for plan, stepper in zip(plans[1:], shares, strict=True):
-        pairs = zip(stepper.turns, whole.turns, strict=True)  # of one moment: a machine's speed changes
-        ratio = median(share.seconds / share.steps * turn.steps / turn.seconds for share, turn in pairs)
-        found.append((plan.batch_size, alone * ratio))
+    found = tuple((plan.batch_size, part.mean_s) for plan, part in zip(plans[1:], parts, strict=True))
     sizes = [parameter.numel() * parameter.element_size() for parameter in lone.state.parameters]
-    return Parts(alone, tuple(found), buckets_of(sizes))
+    return Parts(whole.mean_s, found, buckets_of(sizes))
 
 
 def again(stepper: Stepper, plan: Plan, part: Callable[[np.ndarray], np.ndarray] = np.asarray) -> Iterator[Raw]:
@@ -448,7 +445,6 @@ def take_part(place: str) -> None:
     plans = [type(task.PLAN).from_dict(plan) for plan in asked["plans"]]
     device = devices.pick()
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     torch.set_num_threads(threads[1])
     backend = "nccl" if device.type == "cuda" else "gloo"
