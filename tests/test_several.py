@@ -23,7 +23,7 @@ from nbtools.measure import several
 from nbtools.measure.several import LINKS, THUMB, Link, Parts, Scaling, buckets_of, expected, judged, least_bytes, ways
 from nbtools.tasks import captcha
 
-A_SAMPLE = 0.01  # seconds
+A_SAMPLE = 0.03  # seconds, beside which a busy machine's delays are short
 PLAN = toy.PLAN.replace(batch_size=5)
 pytestmark = pytest.mark.usefixtures("frozen")
 
@@ -197,7 +197,7 @@ def test_where_the_gpus_are_not_here_the_share_is_timed_and_the_links_are_rules_
 def scaling(pack, forked, monkeypatch) -> Scaling:
     """Of two real processes, with advice by the rules."""
     monkeypatch.setattr(advising, "measured", lambda task, pack, thumb, *_: thumb)
-    found = nb.advise(Sleeping, pack, seconds=3.0, processes=2).scaling
+    found = nb.advise(Sleeping, pack, seconds=1.0, processes=2).scaling
     assert found is not None
     return found
 
@@ -205,9 +205,9 @@ def scaling(pack, forked, monkeypatch) -> Scaling:
 def test_two_processes_measure_the_slowest_share_and_the_all_reduce_and_the_result_is_kept(pack, scaling, monkeypatch):
     """5 samples are 2 and 3, which takes 3/5 of the time, and twice as many are 5 and 5."""
     one, two, _, larger = scaling.rows
-    assert one.step_s == pytest.approx(5 * A_SAMPLE, rel=0.3)
-    assert two.speedup == pytest.approx(5 / 3, rel=0.15)
-    assert larger.speedup == pytest.approx(2, rel=0.15)
+    assert 5 * A_SAMPLE < one.step_s < 8 * A_SAMPLE
+    assert 1.3 < two.speedup < 1.9, "of the mean share it were 2"
+    assert two.speedup < larger.speedup < 2.1
     [link] = scaling.links
     assert (link.name, link.source) == ("gloo", "measured")
     assert 1e-6 < link.latency_s <= two.exposed_s < one.step_s
@@ -215,7 +215,7 @@ def test_two_processes_measure_the_slowest_share_and_the_all_reduce_and_the_resu
     assert f"2 processes with 1 thread each train {larger.speedup:.2f}× the samples/s of one" in str(scaling)
     monkeypatch.setattr(several, "start", None)
     for measure in (True, False):
-        assert nb.advise(Sleeping, pack, measure=measure, seconds=3.0, processes=2).scaling == scaling
+        assert nb.advise(Sleeping, pack, measure=measure, seconds=1.0, processes=2).scaling == scaling
 
 
 def test_what_cannot_be_measured_says_so(pack, monkeypatch):
