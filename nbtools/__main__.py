@@ -357,7 +357,6 @@ def advise_command(one: argparse.ArgumentParser, task: Task) -> Act:
     """propose a plan for this machine and data, with reasons
 
     python -m nbtools advise captcha --data data
-    python -m nbtools advise captcha --data data --processes 3
     python -m nbtools advise captcha --data data --no-measure --json
     """
     one.add_argument("--data", required=True, metavar="SOURCE", help=SOURCE)
