@@ -12,6 +12,7 @@ from nbtools.compare import compare
 from nbtools.data import Pack, kept, stage
 from nbtools.errors import NbtoolsError
 from nbtools.fit import fit
+from nbtools.launch import launch
 from nbtools.live import Panel
 from nbtools.measure import Advice, Gpu, advise, gpus, lr_sweep
 from nbtools.run import Run, evaluate, validate
@@ -40,6 +41,7 @@ __all__ = [
     "gpus",
     "kept",
     "knob",
+    "launch",
     "lr_sweep",
     "stage",
     "train",

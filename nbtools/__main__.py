@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import importlib
 import inspect
+import io
 import json
 import math
 import os
@@ -20,12 +21,13 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.distributed import is_torchelastic_launched
 from torch.utils._pytree import tree_leaves
 
 from nbtools import guides, tasks
@@ -33,6 +35,7 @@ from nbtools.data import Pack, open_feed, stage
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError, sentence
 from nbtools.fit import fit
 from nbtools.folder import busy, stored_plan
+from nbtools.launch import as_rank, launch
 from nbtools.live import ACTIONS, advised, send
 from nbtools.measure import advise, check, find_batch, find_workers, follow, preset
 from nbtools.options import AUTO, add_knobs, add_signature, given, options_of, own
@@ -386,7 +389,7 @@ def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
     one.add_argument("--run", type=Path, metavar="FOLDER", help="the run folder")
     one.add_argument("--keep", metavar="FOLDER", help="second folder for copies of the run, e.g. drive:runs/captcha")
     one.add_argument("--smoke-test", action="store_true", help="no data: one step on demo samples, saved and loaded")
-    one.add_argument("--processes", type=int, default=1, metavar="N", help="only 1 is supported so far")
+    one.add_argument("--processes", type=int, default=1, metavar="N", help="train in N processes, at most one a GPU")
     one.add_argument("--no-receipt", action="store_true", help="do not measure the baseline at the end")
     one.add_argument(
         "--from",
@@ -397,23 +400,26 @@ def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
     )
     add_knobs(one, type(task.PLAN), dataclasses.fields(task.PLAN))
     add_signature(one, task.pack)
-    return partial(train_run, task)
+    return lambda options: as_rank(lambda: train_run(task, options))
 
 
-def train_run(task: Task, options: argparse.Namespace) -> Result:
-    if options.processes != 1:
-        rule = "--processes must be 1: several processes are not supported yet"
-        raise NbtoolsError(f"{rule}; leave it out", entry="Several processes on the GPU")
+def train_run(task: Task, options: argparse.Namespace) -> Result | None:
+    rank = int(os.environ.get("RANK", 0))  # under torchrun
     if options.smoke_test:
         said = smoke_test(task, **given(task.PLAN, options))
         return Result(said, {"smoke_test": said})
     if options.data is None or options.run is None:
         raise NbtoolsError("train needs --data SOURCE and --run FOLDER; only --smoke-test needs neither")
-    pack = packed(task, options.data, options)
+    with redirect_stderr(io.StringIO()) if rank else nullcontext():  # every rank packs, and one tells of it
+        pack = packed(task, options.data, options)
     plan = partial(plan_of, task, pack, options)
-    run = fit(task, pack, plan, options.run, options.keep, receipt=not options.no_receipt)
+    act = fit if options.processes == 1 else partial(launch, processes=options.processes)
+    run = act(task, pack, plan, options.run, options.keep, receipt=not options.no_receipt)
+    if rank:
+        return None
     parts = (run.summary().to_string(), run.receipt or "no receipt", run.verdict or "no verdict", run)
-    return Result("\n".join(map(str, parts)), facts(run), 130 if stopped(run) else 0)
+    code = 130 if stopped(run) and not is_torchelastic_launched() else 0  # torchrun would start it again
+    return Result("\n".join(map(str, parts)), facts(run), code)
 
 
 def facts(run: Run) -> dict[str, Any]:

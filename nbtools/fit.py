@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -13,17 +14,20 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from torch.distributed import is_torchelastic_launched
+
 from nbtools import disk, measure
 from nbtools.data import Pack, on_colab, release_runtime, say
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, StageError, TrainError
 from nbtools.folder import Job, begin, kept_folder, only_one, restore, stored_plan
-from nbtools.live import REFUSED, FirstSignal, Surface
+from nbtools.live import REFUSED, FirstSignal, Requests, Surface
 from nbtools.rollback import Guard, resilient
 from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run
 from nbtools.table import plural
 from nbtools.train import (
     CONTROL,
     Plan,
+    Ranks,
     Task,
     TaskLike,
     TrainState,
@@ -32,6 +36,8 @@ from nbtools.train import (
     checkpoint,
     evaluation,
     fixed,
+    join,
+    obey,
     readable,
     require_sizes,
     task_name,
@@ -70,30 +76,41 @@ def fit(
         raise PackError(
             f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {task_name(task)}.pack(source)"
         )
+    ranks = join()
+    if ranks is not None and not ranks.first:
+        return follower(task, pack, folder, ranks)
     with only_one(folder):
-        with disk.explained("starting a run", folder):
-            disk.remove(folder / CONTROL)  # meant for an earlier run
+        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        if not again:
+            with disk.explained("starting a run", folder):
+                disk.remove(folder / CONTROL)  # meant for an earlier run
         restore(folder, kept)
+        if known := again and stored_plan(task, folder):  # as it was changed since the processes first started
+            plan = known
         plan = plan() if callable(plan) and not isinstance(plan, type) else plan
         wanted = chosen_plan(task, pack, plan, folder)
         limits = unread(task, pack, wanted)
         pack = readable(task, pack, wanted)
         require_sizes(pack, wanted)
-        state, reason = devices.within_memory(lambda: TrainState(task, pack, wanted))
-        if state is None:
-            rule = f"out of memory before the first step ({reason})"
-            raise TrainError(f"{rule}; use a smaller network, or free memory", entry="Out of memory")
+        if ranks is not None:
+            ranks.tell(wanted.to_dict())
+        state = new_state(task, pack, wanted, ranks)
         advised = getattr(plan, "advised", getattr(plan, "plan", None))  # a plain plan may come from anywhere
         history, complaints = begin(folder, pack, state, advised)
         surface = Surface(folder, state, pack, history, plan, progress)
         job = Job(pack, folder, state, surface, checkpoint.Keeper(folder, kept) if kept is not None else None)
         requests = surface.requests
         doubtful = beyond(wanted, requests.advised).values()
-        surface.tell_all([*complaints, *doubtful, *filter(None, [limits, ending(state) or finished(job)])])
-        with FirstSignal(signal.SIGTERM, partial(requests.post, "stop", by="SIGTERM"), later=True) as sigterm:
+        restarted = f"started again from step {state.step}, since a process was lost" if again else ""
+        said = [limits, ending(state) or finished(job), restarted]
+        surface.report_all([*complaints, *doubtful, *filter(None, said)])
+        asked = partial(end_soon, requests, ranks)
+        with FirstSignal(signal.SIGTERM, asked, later=not is_torchelastic_launched()) as sigterm:
             try:
                 with surface:
                     follow(job)
+                if ranks is not None:
+                    ranks.end()
                 finish(job, sigterm, receipt)
             finally:
                 job.close()
@@ -104,6 +121,34 @@ def fit(
         del job, state, surface, history, requests
         found.events += release(safe)
     return found
+
+
+def follower(task: Task, pack: Pack, folder: Path, ranks: Ranks) -> Run:
+    """What a rank other than 0 does: train as rank 0 says, until it ends the run. Signals reach every rank, and rank 0
+    decides what becomes of them, so that all stop after the same step."""
+    with FirstSignal(signal.SIGINT, bool), FirstSignal(signal.SIGTERM, ranks.dismiss):
+        plan = type(task.PLAN).from_dict(ranks.tell())
+        pack = readable(task, pack, plan)
+        state = new_state(task, pack, plan, ranks)
+        obey(task, state, pack)
+    return Run(folder, task, pack.card, state.plan)
+
+
+def end_soon(requests: Requests, ranks: Ranks | None) -> None:
+    """What SIGTERM asks for. It comes through later where a process was alone: torchrun, which sends it to all, would
+    start again those that die of it."""
+    requests.post("stop", by="SIGTERM")
+    if ranks is not None:
+        ranks.dismiss()
+
+
+def new_state(task: Task, pack: Pack, plan: Plan, ranks: Ranks | None) -> TrainState:
+    """Raises TrainError where memory does not suffice."""
+    state, reason = devices.within_memory(lambda: TrainState(task, pack, plan, ranks=ranks))
+    if state is None:
+        rule = f"out of memory before the first step ({reason})"
+        raise TrainError(f"{rule}; use a smaller network, or free memory", entry="Out of memory")
+    return state
 
 
 def places(run: str | Path, keep: str | Path | None, release_gpu: bool) -> tuple[Path, Path | None]:
@@ -211,17 +256,21 @@ def finish(job: Job, sigterm: FirstSignal, receipt: bool) -> None:
     also follows a kernel's shutdown, ends either, as everything is saved."""
     state, surface, path = job.state, job.surface, job.folder / RECEIPT
     if state.stopped:
-        surface.tell(f"{state.stopped}; to continue, change the plan")
+        surface.report(f"{state.stopped}; to continue, change the plan")
     if state.over and not surface.requests.stop and evaluation.is_partial(state.plan, job.pack.splits["val"]):
         evaluate_all(job, sigterm)
     if not receipt or surface.requests.stop or path.exists():
         return
-    surface.tell("measuring the baseline next to this run …")
-    with optional("no receipt", surface.tell), sigterm.interrupting():
-        disk.write_atomic(path, measure.receipt(job.task, job.pack, state.plan, state.device).to_json())
+    surface.report("measuring the baseline next to this run …")
+    if state.ranks is not None and (epochs := job.history.of("epoch")):
+        world, rate = state.ranks.world, epochs[-1]["samples_per_s"]
+        surface.report(f"the receipt is of one of {world} processes; together they trained {rate:,.0f} samples/s")
+    with optional("no receipt", surface.report), sigterm.interrupting():
+        plan = one_share(state)
+        disk.write_atomic(path, measure.receipt(job.task, job.pack, plan, state.device).to_json())
         known = Run.open(job.folder, job.task).stored(VERDICT)
-        if not known or known["profile"]["plan"] != json.loads(state.plan.to_json()):  # of an earlier plan
-            diagnose(job, surface.tell)
+        if not known or known["profile"]["plan"] != json.loads(plan.to_json()):  # of an earlier plan
+            diagnose(job, surface.report)
 
 
 @contextmanager
@@ -238,7 +287,7 @@ def optional(missing: str, tell: Callable[[str], None]) -> Iterator[None]:
 def evaluate_all(job: Job, sigterm: FirstSignal) -> None:
     """Evaluate the best weights on the whole validation split, with all scales and other costly options, and keep the
     result."""
-    run, tell, count = Run.open(job.folder, job.task), job.surface.tell, job.pack.splits["val"]
+    run, tell, count = Run.open(job.folder, job.task), job.surface.report, job.pack.splits["val"]
     asked = {"epoch": run.best.get("epoch"), "plan": json.loads(run.plan.to_json())}
     if not count or {name: run.final.get(name) for name in asked} == asked:
         return
@@ -254,13 +303,21 @@ def evaluate_all(job: Job, sigterm: FirstSignal) -> None:
         tell(f"all {plural(count, 'validation sample')}, in {seconds:.0f} s: {shown}")
 
 
+def one_share(state: TrainState) -> Plan:
+    """The plan of what one process does in a step: with several, its share of the batch."""
+    plan, world = state.plan, state.ranks.world if state.ranks is not None else 1
+    return plan if world == 1 else plan.replace(batch_size=max(plan.batch_size // world, 1))
+
+
 def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     """Measure what a step of this run consists of, on a separate model; report the verdict and save it."""
     state, surface, kept = job.state, job.surface, fixed(job.state.plan)
+    kept = kept if state.ranks is None else {**kept, "batch_size": "it is the share of one process"}
     surface.tell("measuring what a step consists of …", passing=True)
     with optional("not measured", tell):
-        profile = measure.step_profile(job.task, job.pack, state.plan, state.device, fixed=kept)
-        found = measure.verdict(profile, state.plan, fixed=kept)
+        plan = one_share(state)
+        profile = measure.step_profile(job.task, job.pack, plan, state.device, fixed=kept)
+        found = measure.verdict(profile, plan, fixed=kept)
         disk.write_atomic(job.folder / VERDICT, json.dumps({"profile": profile.to_dict(), "verdict": found.to_dict()}))
         tell(found.sentence)
         if surface.panel is not None:

@@ -185,7 +185,7 @@ class Job:
                 self.surface.keep_still()
             if self.keeper is not None:
                 self.keeper.keep()
-                self.surface.tell_all(self.keeper.complaints)
+                self.surface.report_all(self.keeper.complaints)
         self.place = (self.state.epoch, self.state.step)
         self.saved = monotonic()
         self.cost = self.saved - start
@@ -203,4 +203,4 @@ class Job:
         if self.keeper is not None:
             self.keeper.keep()
             self.keeper.close()
-            self.surface.tell_all(self.keeper.complaints)
+            self.surface.report_all(self.keeper.complaints)

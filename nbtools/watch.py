@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from threading import Event
 from time import monotonic, sleep
+from typing import Any
 
 from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.folder import busy
@@ -30,33 +32,12 @@ def watch(run: str | Path, task: TaskLike | None = None, wait: float = 60.0) -> 
     folder, left = Path(run), Event()
     await_start(folder, wait)
     remote = Remote(Run.open(folder, task))
-    view, requests, messages = remote.view, remote.requests, Messages()
-    with ExitStack() as stack:
-        stack.enter_context(FirstSignal(signal.SIGINT, left.set))
-        stack.callback(view.finish, [])
-        if view.panel is not None:
-            stack.enter_context(messages)
-            view.panel.begin(requests)
-            stack.callback(view.panel.end)
-        view.start()
-        read = 0.0
-        while (trains := busy(folder)) and not left.is_set():
-            messages.handle()
-            try:
-                remote.send()
-            except NbtoolsError as error:
-                view.tell(str(error))
-            if monotonic() >= read:
-                read = monotonic() + READ_EVERY
-                remote.read()
-            if view.panel is not None:
-                requests.unread = (folder / CONTROL).exists()
-                view.panel.refresh()
-            view.draw("paused" if requests.paused else "")
-            sleep(MOMENT)
-        remote.read()
-    if trains:
-        view.tell(f"{folder} continues; nb.watch it again, or ask it to stop: python -m nbtools control {folder} stop")
+    with FirstSignal(signal.SIGINT, left.set):
+        remote.follow(lambda: busy(folder) and not left.is_set())
+    if busy(folder):
+        remote.view.tell(
+            f"{folder} continues; nb.watch it again, or ask it to stop: python -m nbtools control {folder} stop"
+        )
     return Run.open(folder, remote.run.task)
 
 
@@ -75,19 +56,49 @@ class Remote:
     """A run in another process: what it writes is shown, and requests are sent to it once, and stay pending until its
     history answers them.
 
-    sent: the actions, and the settings with their values, that it has not answered. shown: rows of the history.
+    given: the panel to show, or the Advice that one is made of; None: the run's plan. show: False draws and prints
+    nothing. sent: the actions, and the settings with their values, that it has not answered. shown: rows of the
+    history.
     """
 
-    def __init__(self, run: Run):
-        self.run, self.plans = run, Plans(run.plan, run.plan)
+    def __init__(self, run: Run, given: Any = None, show: bool = True):
+        self.run, given = run, given or run.plan
+        self.plans = Plans(run.plan, run.plan)
         history, count = History(run.folder / HISTORY), run.card.splits["train"]
-        self.view = View(run.folder, history, run.plan, count, run.task.BEST, run.plan, show=True)
+        self.view = View(run.folder, history, run.plan, count, run.task.BEST, given, show)
         self.requests = Requests(
             self.plans, advised(run.folder, run.plan), partial(require_batch, count=count), self.able
         )
         self.sent: dict[str, object] = {}
         self.paused = False
         self.shown = len(history)
+
+    def follow(self, lasts: Callable[[], bool], look: Callable[[], object] = lambda: None) -> None:
+        """Draw while the run lasts, and send what is requested. look: called between two looks at the folder."""
+        view, folder, messages, due = self.view, self.run.folder, Messages(), 0.0
+        with ExitStack() as stack:
+            stack.callback(view.finish, [])
+            if view.panel is not None and view.notebook:
+                stack.enter_context(messages)
+                view.panel.begin(self.requests)
+                stack.callback(view.panel.end)
+            view.start()
+            while lasts():
+                messages.handle()
+                look()
+                try:
+                    self.send()
+                except NbtoolsError as error:
+                    view.tell(str(error))
+                if monotonic() >= due:
+                    due = monotonic() + READ_EVERY
+                    self.read()
+                if view.panel is not None:
+                    self.requests.unread = (folder / CONTROL).exists()
+                    view.panel.refresh()
+                view.draw("paused" if self.requests.paused else "")
+                sleep(MOMENT)
+            self.read()
 
     def able(self, action: str) -> bool:
         """Whether there is anything to do for an action, as far as the folder says."""

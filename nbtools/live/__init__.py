@@ -2,7 +2,7 @@
 
 from nbtools.live import png
 from nbtools.live.chart import Picture, number
-from nbtools.live.kernel import Messages
+from nbtools.live.kernel import Messages, closing, running_kernel
 from nbtools.live.overlay import overlay
 from nbtools.live.panel import Panel
 from nbtools.live.picture import XS, Columns, spent, taken
@@ -24,9 +24,11 @@ __all__ = [
     "Surface",
     "View",
     "advised",
+    "closing",
     "number",
     "overlay",
     "png",
+    "running_kernel",
     "send",
     "spent",
     "taken",

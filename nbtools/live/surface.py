@@ -12,6 +12,8 @@ from time import monotonic, sleep
 from types import TracebackType
 from typing import Any, Self
 
+from torch.distributed import is_torchelastic_launched
+
 from nbtools.data import Pack
 from nbtools.errors import NbtoolsError
 from nbtools.live import requests
@@ -157,6 +159,15 @@ class Surface(View):
             except NbtoolsError as error:
                 self.answer(f"{REFUSED}{error}")
         return self.requests.paused or bool(self.requests.pending)
+
+    def report(self, message: str) -> None:
+        """Show a message; under torchrun, where another process draws the run, through the history."""
+        (self.answer if is_torchelastic_launched() else self.tell)(message)
+
+    def report_all(self, messages: list[str]) -> None:
+        """Report messages, and empty the list."""
+        while messages:
+            self.report(messages.pop(0))
 
     def answer(self, message: str, asked: str = "") -> None:
         """Show a message here and, through the history, wherever else the run is watched. asked: which of

@@ -220,11 +220,6 @@ class View:
         elif self.progress:
             say(message)
 
-    def tell_all(self, messages: list[str]) -> None:
-        """Show messages, and empty the list."""
-        while messages:
-            self.tell(messages.pop(0))
-
     def finish(self, previews: list[Preview], path: Path | None = None) -> None:
         """Replace the live view by the final picture, and write it to `path`. Raises DiskError; if the picture
         cannot be drawn, a message says so, since the run is complete without it."""

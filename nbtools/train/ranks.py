@@ -28,6 +28,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from nbtools.errors import TrainError
@@ -82,13 +84,15 @@ def join(timeout: float | None = None) -> Ranks | None:
             f"several processes train on CUDA or the CPU, got {device.type}; start one, or set NBTOOLS_DEVICE=cpu"
         )
     limit = timedelta(seconds=timeout or float(os.environ.get("NBTOOLS_TIMEOUT", TIMEOUT)))
-    if (
-        device.type == "cuda"
-    ):  # nccl's watchdog ends a process without a word: the other group, which can say who hung, is first
+    # torchrun keeps its store when it starts all ranks again, and with it the addresses of those that died.
+    store, rank, world = next(rendezvous("env://", timeout=limit))
+    store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    met: dict[str, Any] = {"store": store, "rank": rank, "world_size": world}
+    if device.type == "cuda":  # nccl's watchdog ends a process without a word: the other group's timeout comes first
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=2 * limit, device_id=device)
+        dist.init_process_group("nccl", timeout=2 * limit, device_id=device, **met)
     else:
-        dist.init_process_group("gloo", timeout=limit)
+        dist.init_process_group("gloo", timeout=limit, **met)
     return Ranks(device, limit)
 
 
@@ -106,6 +110,7 @@ class Ranks:
         self.unused = False  # whether some parameter got no gradient in some step
         self.overlap = False  # whether gradients are added up while backward runs, in this step
         self.turn, self.ended = RLock(), Event()
+        self.dismissed = False  # whether torchrun asked this rank to end: it knows which one is lost
         if self.first:
             Thread(target=self.keep_waiting, name="nbtools-wait", daemon=True).start()
 
@@ -166,6 +171,9 @@ class Ranks:
                 self.ended.set()
                 self.talk(END)
                 self.leave()
+
+    def dismiss(self) -> None:
+        self.dismissed = True
 
     def leave(self) -> None:
         self.ddp = None
@@ -251,7 +259,7 @@ class Ranks:
         missing = [rank for rank in range(self.world) if rank != self.rank]
         with suppress(RuntimeError):  # the store is gone with the process that held it
             store.set(f"nbtools/alive/{self.rank}", "")
-            while missing and monotonic() < end:
+            while missing and not self.dismissed and monotonic() < end:
                 sleep(0.05)
                 missing = [rank for rank in missing if not store.check([f"nbtools/alive/{rank}"])]
         return missing
