@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,15 +17,22 @@ import numpy as np
 import pytest
 import torch
 import toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ranks import together
 from torch import nn
 
-from nbtools.data import Pack
+from nbtools.data import Pack, batches_left
+from nbtools.errors import TrainError
 from nbtools.train import (
+    Diverged,
     Plan,
+    RankLost,
     Record,
     TrainState,
     as_task,
+    checkpoint,
+    device,
     evaluation,
     import_task,
     join,
@@ -131,6 +143,30 @@ def fifty(name: str, folder: Path, plan: Plan, double: bool, cuts: int = 0) -> d
     return found
 
 
+def class_task(**changes: Any) -> Any:
+    """The toy without BatchNorm, whose statistics would depend on who has which sample; in float64."""
+    return precise(toy.with_(model=lambda card, plan: Plain(), **changes))
+
+
+class Plain(nn.Module):
+    """Two layers, whose gradients are in two buckets of DDP."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 64), nn.Linear(64, toy.CLASSES)
+        self.failing = False
+
+    def forward(self, batch):
+        hidden = self.first(batch["x"]).relu()
+        if self.failing and hidden.requires_grad:
+            hidden.register_hook(run_out)
+        return self.last(hidden)
+
+
+def run_out(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
 # -- the same mathematics
 
 
@@ -173,3 +209,273 @@ def test_fifty_steps_of_every_task_are_those_of_one_process(tmp_path, name, worl
         require_same(one, several, tolerance)
         rows = [row for row in several[0]["rows"] if row[0] == "epoch" and "val_loss" in row[2]]
         assert all(several[0]["metrics"].items() <= row[2].items() for row in rows[-1:])
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 300), st.integers(1, 40), st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1))
+def test_shares_hold_every_sample_once_whatever_the_batch_the_processes_and_their_changes(count, size, stretches):
+    """As an epoch goes: some steps by so many processes, then another number takes over."""
+    ids, segments, seen = np.arange(count) * 3, [[size, 0]], []
+    for world, steps in [*stretches, (3, count)]:
+        for batch in batches_left(ids, None, 0, 0, segments)[:steps]:
+            cuts = ranked.shares(len(batch), world)
+            assert len(cuts) - 1 == max(1, min(world, len(batch) // 2))
+            parts = [batch[start:end] for start, end in pairwise(cuts)]
+            assert min(map(len, parts)) >= min(2, len(batch))
+            assert max(map(len, parts)) - min(map(len, parts)) <= 1
+            seen += [sample for part in parts for sample in part]
+            segments[-1][1] += 1
+    assert sorted(seen) == ids.tolist()
+
+
+def stretch(folder: Path, runs: Path, plan: Plan, until: int) -> dict[str, Any]:
+    """Go on from the checkpoint that is there, to a step or the end of the epoch, and save."""
+    seen = Seen(toy, Pack.open(folder), plan)
+    first = seen.ranks is None or seen.ranks.first
+    if first and (runs / "run.json").exists():
+        checkpoint.load(runs, seen.state)
+    seen.run(lambda state, record: record.kind == "step" and state.step >= until)
+    if first:
+        runs.mkdir(exist_ok=True)
+        checkpoint.save(runs, seen.state, rows=0)
+    return seen.end()
+
+
+def test_an_epoch_that_other_numbers_of_processes_continue_has_every_sample_once(pack, tmp_path):
+    plan, seen = QUIET.replace(epochs=1, batch_size=11), []
+    for world, until in ((3, 3), (1, 5), (4, 8), (2, 99)):
+        for rank in together(world, stretch, pack.folder, tmp_path / "run", plan, until):
+            seen += [(step, sample, size) for step, ids, _, size in rank["batches"] for sample in ids]
+    padding = Counter(sample for step, sample, _ in set(seen))
+    assert set(padding.values()) == {1}  # no sample in two steps
+    assert sorted(padding) == sorted(pack.ids("train"))
+    last = len(pack.ids("train")) % 11
+    assert len(seen) == len(padding) + (0 if last >= 4 else 2)  # none twice in a step, but where a share is empty
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit_with_dropout_in_every_process(pack, tmp_path):
+    plan = toy.PLAN.replace(epochs=2, dropout=0.4)
+    whole = together(2, stretch, pack.folder, tmp_path / "whole", plan, 99)
+    for until in (5, 99):
+        halves = together(2, stretch, pack.folder, tmp_path / "halves", plan, until)
+    for one, other in zip(whole, halves, strict=True):
+        assert all((one["weights"][name] == other["weights"][name]).all() for name in one["weights"])
+        assert one["rng"] == other["rng"]
+    assert whole[0]["rng"] != whole[1]["rng"]  # each drops units of its own
+    assert all((whole[0]["buffers"][name] == halves[0]["buffers"][name]).all() for name in whole[0]["buffers"])
+
+
+# -- what rank 0 wants
+
+
+def asked(folder: Path, plan: Plan) -> dict[str, Any]:
+    """Changes at several steps, one of them while an evaluation runs; a rest that is longer than the timeout."""
+
+    def watch(state: TrainState, record: Record) -> None:
+        step = state.step if record.kind == "step" else 0
+        if step == 3:
+            state.plan = state.plan.replace(lr=0.005)
+        elif step == 5:
+            state.plan = state.plan.replace(batch_size=24, lr=0.004)
+        elif step == 7:
+            state.evaluate_next = True
+        elif step == 8:
+            sleep(2.5)
+        elif record.kind == "evaluating" and state.step == 7:
+            state.plan = state.plan.replace(epochs=2, lr=0.003)
+
+    return Seen(toy, Pack.open(folder), plan, timeout=2).run(watch).end()
+
+
+def test_what_is_asked_of_rank_0_reaches_all_at_the_same_step_and_a_pause_may_outlast_the_timeout(pack):
+    plan = QUIET.replace(epochs=4)
+    [one], several = together(1, asked, pack.folder, plan), together(2, asked, pack.folder, plan)
+    wanted = {step: (set(ids), lr, size) for step, ids, lr, size in one["batches"]}
+    lrs = {step: lr for step, (_, lr, _) in wanted.items()}
+    assert [lrs[step] for step in (2, 3, 4, 5, 6, 7)] == [0.01, 0.005, 0.005, 0.004, 0.004, 0.003]
+    assert max(wanted) < 16  # two epochs and not four
+    found: dict[int, tuple[set[int], float, int]] = {}
+    for rank in several:
+        for step, ids, lr, size in rank["batches"]:
+            known, *same = found.get(step, (set(), lr, size))
+            assert same == [lr, size]
+            found[step] = (known | set(ids), lr, size)
+    assert found == wanted
+    assert [row[:2] for row in several[0]["rows"] if row[0] not in ("step", "evaluating")] == [
+        row[:2] for row in one["rows"] if row[0] not in ("step", "evaluating")
+    ]
+
+
+def refused(folder: Path) -> dict[str, Any]:
+    """A plan that the run cannot follow, and the run goes on without it."""
+    seen = Seen(toy, Pack.open(folder), QUIET.replace(epochs=1))
+    said = []
+    for _ in range(2 if seen.ranks and seen.ranks.first else 1):
+        try:
+            seen.run(lambda state, record: setattr(state, "plan", state.plan.replace(seed=9)) if not said else None)
+        except TrainError as error:
+            said.append(str(error))
+    return {**seen.end(), "said": said}
+
+
+def test_a_change_that_is_refused_ends_no_other_process(pack):
+    first, other = together(2, refused, pack.folder)
+    assert "Plan.seed cannot change" in first["said"][0]
+    assert [row[0] for row in first["rows"]][-1] == "epoch"
+    assert all((first["weights"][name] == other["weights"][name]).all() for name in first["weights"])
+
+
+# -- memory, and losses that are lost
+
+
+def short(folder: Path, plan: Plan, at: dict[int, str], cuts: int = 0) -> dict[str, Any]:
+    """Memory runs out on the last rank in some steps, forward or backward, for more than four samples."""
+    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 64  # else all gradients travel together, after backward
+
+    def loss(model, batch, plan):
+        here = at.get(seen.state.step + 1) if seen.ranks and seen.ranks.rank == seen.ranks.world - 1 else None
+        here = here if isinstance(model, nn.Module) and len(batch["x"]) > 4 else None
+        if here == "forward":
+            run_out()
+        seen.state.model.failing = here == "backward"
+        return toy.loss(model, batch, plan)
+
+    seen = Seen(class_task(loss=loss), Pack.open(folder), plan)
+    return seen.run().end()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_memory_that_runs_out_on_one_rank_halves_the_parts_of_all_and_changes_nothing_else(pack, where, step):
+    """In step 1 gradients are added up after backward; from 2 on meanwhile; in step 3 DDP makes new buckets."""
+    plan = QUIET.replace(epochs=1)
+    [one] = together(1, short, pack.folder, plan, {})
+    several = together(2, short, pack.folder, plan, {step: where})
+    said = [row[2]["what"] for row in several[0]["rows"] if row[0] == "event"]
+    assert said == ["out of memory: micro batch 8 → 4; effective batch and lr unchanged"]
+    require_same(one, several, 1e-9)
+
+
+def test_memory_that_never_suffices_on_one_rank_is_an_error_of_all(pack):
+    with pytest.raises(AssertionError, match=r"out of memory with one sample at a time \(rank 1: CUDA out of memory"):
+        together(2, never, pack.folder)
+
+
+def never(folder: Path) -> dict[str, Any]:
+    def loss(model, batch, plan):
+        if seen.ranks and not seen.ranks.first:
+            run_out()
+        return toy.loss(model, batch, plan)
+
+    seen = Seen(class_task(loss=loss), Pack.open(folder), QUIET)
+    return seen.run().end()
+
+
+def lost(folder: Path, careful: bool) -> dict[str, Any]:
+    """A sample that is no number in rank 1's share of step 4; not careful: back to the start after that."""
+    bad, said = [True], []
+
+    def batch(raw, plan, draws):
+        found = toy.batch(raw, plan, draws)
+        if draws is not None and bad and seen.state.step == 3 and seen.ranks and not seen.ranks.first:
+            found["x"][0] = torch.nan
+            bad[:] = [] if not careful else bad
+        return found
+
+    seen = Seen(class_task(batch=batch), Pack.open(folder), QUIET.replace(epochs=1))
+    seen.state.recovery.careful_until = 99 if careful else 0
+    tensors, facts = deepcopy(seen.state.tensors()), seen.state.facts()
+    try:
+        seen.run()
+    except Diverged as error:
+        said.append(str(error))
+        seen.state.load(tensors, facts)
+        seen.run(lambda state, record: state.step >= 3 and record.kind == "step")
+    return {**seen.end(), "said": said}
+
+
+def test_a_sample_that_is_no_number_on_one_rank_is_refused_by_all_and_named(pack):
+    first, other = together(2, lost, pack.folder, True)
+    [said] = [row[2]["what"] for row in first["rows"] if row[0] == "event"]
+    [ids] = [ids for step, ids, _, _ in other["batches"] if step == 3][:1]
+    assert said == f"step 4 skipped: batch['x'] is not finite (sample ids {', '.join(map(str, ids))})"
+    assert all((first["weights"][name] == other["weights"][name]).all() for name in first["weights"])
+    assert all(np.isfinite(weight).all() for weight in first["weights"].values())
+
+
+def test_a_loss_that_is_lost_is_rank_0s_to_decide_on_and_the_others_follow_it_back(pack):
+    first, other = together(2, lost, pack.folder, False)
+    assert "the loss became nan" in first["said"][0]
+    assert all((first["weights"][name] == other["weights"][name]).all() for name in first["weights"])
+    assert all(np.isfinite(weight).all() for weight in first["weights"].values())
+
+
+class Branched(Plain):
+    """A layer that only some shares use, from step 3 on."""
+
+    def __init__(self):
+        super().__init__()
+        self.rare = nn.Linear(8, toy.CLASSES)
+        self.never = nn.Linear(8, 1)
+
+    def forward(self, batch):
+        found, x = super().forward(batch), batch["x"]
+        return found + self.rare(x) if x.sum() > 0 else found
+
+
+def branched(folder: Path, plan: Plan, cuts: int = 0) -> dict[str, Any]:
+    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 64
+    seen = Seen(precise(toy.with_(model=lambda card, plan: Branched())), Pack.open(folder), plan)
+    if cuts:
+        cut_as(cuts)
+        seen.state.recovery.micro = 1
+    return seen.run().end()
+
+
+def test_parameters_that_some_shares_or_all_leave_out_are_trained_as_in_one_process(pack):
+    plan = QUIET.replace(epochs=2, weight_decay=0.1)
+    [one] = together(1, branched, pack.folder, plan, 2)
+    require_same(one, together(2, branched, pack.folder, plan), 1e-9)
+
+
+# -- ranks that are lost, and what travels
+
+
+def stopped(folder: Path, sign: int) -> list[int] | str:
+    """Rank 2 gets a signal from itself before step 4."""
+    ranked.PATIENCE = 1.0
+
+    def batch(raw, plan, draws):
+        if seen.ranks and seen.ranks.rank == 2 and seen.state.step == 3 and draws is not None:
+            os.kill(os.getpid(), sign)
+        return toy.batch(raw, plan, draws)
+
+    seen = Seen(toy.with_(batch=batch), Pack.open(folder), QUIET, timeout=2)
+    try:
+        return str(seen.run())
+    except RankLost as error:
+        return [*error.ranks, str(error)]
+
+
+@pytest.mark.parametrize(
+    ("sign", "said"),
+    [(signal.SIGSTOP, "no answer for 2 s from rank 2 of 3"), (signal.SIGKILL, "rank 2 of 3 ended")],
+)
+def test_a_rank_that_hangs_or_dies_is_named_by_the_others(pack, sign, said):
+    for lost, message in together(3, stopped, pack.folder, sign, lost=2):
+        assert lost == 2
+        assert message.startswith(said)
+
+
+def test_a_step_adds_up_no_more_than_its_gradients(pack):
+    plan = QUIET.replace(epochs=2)
+    for rank in together(2, short, pack.folder, plan, {}):
+        steps = len({step for step, *_ in rank["batches"]})
+        gradients = 8 * sum(weight.size for weight in rank["weights"].values())
+        assert rank["counted"] == steps * gradients
+
+
+def test_one_process_has_no_ranks_and_a_graph_has_one_process(pack, monkeypatch):
+    assert join() is None
+    with pytest.raises(TrainError, match="2 train together; set graph=False"):
+        device.require(QUIET.replace(graph=True, compile=True), torch.device("cuda"), 2)

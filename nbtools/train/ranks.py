@@ -323,7 +323,9 @@ class Ranks:
     def start(self, overlap: bool) -> None:
         """Before an attempt at a step. overlap: add up gradients while backward runs, where memory has sufficed."""
         self.overlap, self.sent, self.complete, self.flying = overlap, 0, False, []
-        if self.ddp is not None:
+        if self.ddp is not None and overlap:
+            if self.unused and not self.ddp.find_unused_parameters:
+                self.wrap(self.ddp.module, self.compress)
             self.ddp.forwarded = False
 
     def hook(self, _, bucket):  # no annotations: DDP compares them with classes, and here they are text
@@ -383,7 +385,7 @@ class Ranks:
             reducer._rebuild_buckets()  # in the second pass DDP agrees on new buckets
         for bucket in reducer._get_zeros_like_grad_buckets()[self.sent :]:
             reducer._run_comm_hook(bucket).wait()
-        if self.unused:
+        if self.ddp.find_unused_parameters:
             self.ddp._match_unused_params_allreduce()
 
 
