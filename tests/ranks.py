@@ -16,7 +16,7 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", "nbtools", "toy"])  # each costs seconds
+CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", "nbtools", "toy", "hypothesis", "pytest"])
 TIMEOUT = 60.0
 
 
