@@ -18,9 +18,10 @@ from nbtools.train.state import TrainState
 from nbtools.train.task import Batch
 
 
-def attempt(state: TrainState, raw: Batch, epoch_size: int, size: int) -> tuple[Tensor, Tensor | float]:
+def attempt(state: TrainState, raw: Batch, epoch_size: int, size: int | None = None) -> tuple[Tensor, Tensor | float]:
     """Train on one raw batch, or this rank's share of one of `size` samples; returns the (loss sum, count) of the whole
     batch, still on the device."""
+    size = size or len(raw["id"])
     loss_sum, count = differentiate(state, raw) if state.ranks is None else together(state, raw, size)
     update(state, size, epoch_size)
     return loss_sum, count
