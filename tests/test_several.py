@@ -190,6 +190,8 @@ def test_where_the_gpus_are_not_here_the_share_is_timed_and_the_links_are_rules_
     assert [row.speedup for row in found.rows[5:]] == pytest.approx([3.0] * 3, rel=1e-2)
     assert str(found).count(THUMB) == 3
     assert found.gradient_bytes == sum(4 * p.numel() for p in toy.model(None, plan).parameters())
+    halved = several.find_scaling(job, pack, [plan.replace(compress_gradients=True)], 3, 0.1, job.clock)
+    assert halved.gradient_bytes == found.gradient_bytes / 2
     assert Scaling.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
@@ -228,6 +230,15 @@ def test_what_cannot_be_measured_says_so(pack, monkeypatch):
     monkeypatch.setattr(several.devices, "pick", lambda: torch.device("mps"))
     with pytest.raises(nb.NbtoolsError, match="need CUDA or a CPU"):
         several.find_scaling(toy, pack, [toy.PLAN], 2)
+
+
+@pytest.mark.parametrize(("load", "busy"), [(0.4, False), (7.3, True)])
+def test_a_busy_machine_is_named_since_processes_wait_for_its_cores(pack, monkeypatch, load, busy):
+    monkeypatch.setattr(several, "on_this_machine", lambda device, processes: False)
+    monkeypatch.setattr(several.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    job = Job()
+    found = several.find_scaling(job, pack, [toy.PLAN], 2, 0.1, job.clock)
+    assert ("other programs were busy (load 7.3): measure again" in str(found)) == busy
 
 
 @pytest.mark.full

@@ -50,6 +50,7 @@ FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes: DistributedDataParallel reduc
 BACKWARD = 2 / 3  # of a pass: twice the arithmetic of the forward pass (arXiv 2001.08361)
 HALF = 0.5  # of a GPU that each added one should give (ours)
 GAIN = 1.05  # times as fast as one process on the same cores (ours)
+BUSY = 0.5  # of the cores, by the load before: from here processes wait for cores as much as for each other (ours)
 PATIENCE = timedelta(minutes=5)  # of a process that waits for the others
 THUMB = "rule of thumb"
 
@@ -175,6 +176,7 @@ def find_scaling(
     training could not start.
     """
     device, start = devices.pick(), perf_counter()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if device.type not in ("cpu", "cuda"):
         raise TrainError(f"several processes need CUDA or a CPU, but this device is {device.type}; use one process")
     large = [plan.replace(**EAGER) for plan in plans if plan.batch_size >= 2 * processes]
@@ -198,6 +200,8 @@ def find_scaling(
     eager = " without compiling" if plans[0].compile or plans[0].graph else ""
     took = f"{perf_counter() - start:.0f} s, medians of {ROUNDS} turns"
     note = f"measured{eager} on {', '.join(machine().values())} in {took}"
+    if device.type == "cpu" and load > BUSY * cores():
+        note += f"; other programs were busy (load {load:.1f}): measure again when they are not"
     return Scaling(processes, tuple(rows), why, worth, tuple(links), sum(parts.buckets), note)
 
 
@@ -355,8 +359,10 @@ def timed(
     if not peers.leads:
         return None
     found = tuple((plan.batch_size, part.mean_s) for plan, part in zip(plans[1:], parts, strict=True))
-    sizes = [parameter.numel() * parameter.element_size() for parameter in lone.state.parameters]
-    return Parts(whole.mean_s, found, buckets_of(sizes))
+    buckets = buckets_of([parameter.numel() * parameter.element_size() for parameter in lone.state.parameters])
+    if plans[0].compress_gradients:
+        buckets = tuple(size // 2 for size in buckets)
+    return Parts(whole.mean_s, found, buckets)
 
 
 def again(stepper: Stepper, plan: Plan, part: Callable[[np.ndarray], np.ndarray] = np.asarray) -> Iterator[Raw]:
