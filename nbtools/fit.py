@@ -36,6 +36,7 @@ from nbtools.train import (
     checkpoint,
     evaluation,
     fixed,
+    idle,
     join,
     obey,
     readable,
@@ -102,7 +103,7 @@ def fit(
         requests = surface.requests
         doubtful = beyond(wanted, requests.advised).values()
         restarted = f"started again from step {state.step}, since a process was lost" if again else ""
-        said = [limits, ending(state) or finished(job), restarted]
+        said = [limits, idle(wanted) if ranks is None else "", ending(state) or finished(job), restarted]
         surface.report_all([*complaints, *doubtful, *filter(None, said)])
         asked = partial(end_soon, requests, ranks)
         with FirstSignal(signal.SIGTERM, asked, later=not is_torchelastic_launched()) as sigterm:

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 import toy
+from acting import QUIET
 from ranks import together
 
+import nbtools as nb
 from nbtools.data import Pack
 from nbtools.train import TrainState, checkpoint, join, local_optimizer, obey, train
-from nbtools.train.plan import idle
 
 PLAN = toy.PLAN.replace(epochs=2, hidden=512, ema=0.9)
 SAVED, END = 8, 12  # steps
@@ -123,13 +124,19 @@ def test_batch_norm_over_all_processes_is_refused_where_torch_has_none(pack, tmp
         together(2, trained, pack.folder, PLAN.replace(sync_batchnorm=True), tmp_path)
 
 
-def test_in_one_process_they_do_nothing_and_that_is_said(pack):
+def test_in_one_process_they_do_nothing_and_that_is_said(pack, tmp_path):
     plan = PLAN.replace(sync_batchnorm=True, shard_optimizer=True, compress_gradients=True)
-    runs = [TrainState(toy, pack, each, CPU) for each in (plan, PLAN)]
-    for state in runs:
-        for _ in train(toy, state, pack):
-            continue
-    ours, theirs = (state.tensors() for state in runs)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert idle(plan) == "sync_batchnorm, shard_optimizer, compress_gradients: no effect in one process"
-    assert idle(PLAN) == ""
+    runs = [nb.fit(toy, pack, each, tmp_path / str(i), **QUIET) for i, each in enumerate((plan, PLAN))]
+    said = "sync_batchnorm, shard_optimizer, compress_gradients: no effect in one process"
+    assert [said in "\n".join(run.events) for run in runs] == [True, False]
+    ours, theirs = (checkpoint.newest(run.folder).tensors for run in runs)
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.full
+def test_a_launched_run_with_shares_and_compression_goes_on_in_one_process_without(pack, tmp_path):
+    plan = PLAN.replace(epochs=1, shard_optimizer=True, compress_gradients=True)
+    assert nb.launch(toy, pack, plan, tmp_path / "run", processes=2, **QUIET).events
+    history = nb.fit(toy, pack, PLAN, tmp_path / "run", **QUIET).history.of("epoch")
+    assert [row["epoch"] for row in history] == [0, 1]
+    assert history[1]["train_loss"] < history[0]["train_loss"]
