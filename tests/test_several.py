@@ -151,7 +151,7 @@ def rows_with(speedups: dict[str, float], processes: int = 3):
 @pytest.mark.parametrize(
     ("speedups", "worth", "said"),
     [
-        ({"NVLink": 2.9, "Ethernet": 2.1}, True, "worth it over NVLink and Ethernet; "),
+        ({"NVLink": 2.9, "Ethernet": 2.1}, True, "worth it over NVLink, Ethernet; "),
         ({"NVLink": 2.9, "Ethernet": 0.4}, True, "worth it over NVLink; "),
         ({"NVLink": 1.9, "Ethernet": 0.4}, False, "not worth it; "),
     ],
@@ -164,6 +164,13 @@ def test_gpus_are_worth_it_where_each_added_one_gives_half_of_one(speedups, wort
     assert "over NVLink, " in why
     price = "The run takes 1 min 09 s instead of 3 min 20 s, for 1.03× the GPU hours"
     assert (price in why) == (worth and speedups["NVLink"] == 2.9)
+
+
+def test_a_larger_batch_is_named_beside_the_plans_own_which_trains_the_same():
+    one, same = rows_with({"NVLink": 2.5})
+    larger = dataclasses.replace(same, batch_size=1536, micro=512, speedup=2.9, changes={"batch_size": 1536})
+    _, why = judged([one, same, larger], 1000, None)
+    assert "batch 1,536 as 3 × 512 × 1; 2.50× with the plan's own batch, which trains the same" in why
 
 
 @pytest.mark.parametrize(("speedup", "worth"), [(1.04, False), (1.06, True)])

@@ -271,6 +271,8 @@ def judged(rows: Sequence[Row], samples: int, threads: tuple[int, int] | None) -
     best = {row.link: row for row in several}  # the fastest of each link
     row = several[-1]
     made = f"batch {row.batch_size:,} as {row.processes} × {row.micro} × {row.passes}"
+    if own := [each for each in several if row.changes and not each.changes and each.link == row.link]:
+        made += f"; {own[0].speedup:.2f}× with the plan's own batch, which trains the same"
     if threads:
         worth = row.speedup >= GAIN
         one, each = (plural(count, "thread") for count in threads)
@@ -279,9 +281,9 @@ def judged(rows: Sequence[Row], samples: int, threads: tuple[int, int] | None) -
     least = 1 + HALF * (row.processes - 1)
     good = [link for link in best if best[link].speedup >= least]
     over = ", ".join(f"{best[link].speedup:.2f}× over {link}" for link in reversed(best))
-    verdict = f"worth it over {' and '.join(reversed(good))}" if good else "not worth it"
+    verdict = f"worth it over {', '.join(reversed(good))}" if good else "not worth it"
     rule = f"each added GPU should give half of one, {least:.3g}× in all (ours)"
-    text = f"{row.processes} GPUs train as many samples/s as one, times {over} ({made}): {verdict}; {rule}."
+    text = f"{row.processes} GPUs against one, in samples/s: {over} ({made}): {verdict}; {rule}."
     alone = samples / (rows[0].samples_per_s or math.inf)
     took = f" The run takes {hours(alone / row.speedup)} instead of {hours(alone)}"
     return bool(good), text + (f"{took}, for {1 / row.efficiency:.2f}× the GPU hours." if good else "")
