@@ -41,7 +41,7 @@ from nbtools.train import Plan, TrainState, join, obey
 
 COUNTS = {"captcha": 2000, "hwdb": 400, "sign": 240, "segment": 160}
 """Samples of each task's demo."""
-ROUNDS, SECONDS = 9, 3.0
+ROUNDS, SECONDS = 9, 2.0
 ONE, BOTH, TWO = "1 process, 1 thread", "1 process, 2 threads", "2 processes, 1 thread each"
 CORES = {ONE: [{0}], BOTH: [{0, 1}], TWO: [{0}, {1}]}  # of each process, counted among those that this one may use
 ACKED = 120  # bytes into TCP_INFO: tcpi_bytes_acked, 8 bytes (linux/tcp.h)
@@ -92,7 +92,8 @@ def trained(name: str, folder: Path, plan: Mapping[str, Any]) -> Iterator[int]:
 def process(name: str, folder: Path, plan: Mapping[str, Any], own: Mapping[str, str], cores: set[int], end: Connection):
     """Train for as many seconds as the pipe says, again and again."""
     os.environ.update(own)
-    os.sched_setaffinity(0, cores)
+    ours = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {ours[i] for i in cores})
     torch.set_num_threads(len(cores))
     steps = trained(name, folder, plan)
     next(steps, None)
