@@ -2,10 +2,10 @@
 
     python -m benchmarks.scaling [--task captcha …] [--rounds 9] [--quick]
 
-Three contestants train the plan of `nb.advise` in nbtools' own loop, in turns: one process with one thread, one with
-two, and two joined by gloo with a thread each. Each process has cores of its own. In every round advice expects anew
-what two processes give, by its model of a step (`nb.advise(task, pack, processes=2)`); its error is in samples/s, of
-what they then gave.
+Three contestants train the plan of `nb.advise` in nbtools' own loop, in turns, without evaluations: one process with one
+thread, one with two, and two joined by gloo with a thread each. Each process has cores of its own. In every round
+advice expects anew what two processes give, by its model of a step (`nb.advise(task, pack, processes=2)`); its error is
+in samples/s, of what they then gave.
 
 Bytes are those that the kernel counted on the TCP connections of a process (TCP_INFO), a step: 2(N−1)/N times the bytes
 of the gradients is the least that an all-reduce can send. A word is the smallest all-reduce; a step takes three.
@@ -146,7 +146,7 @@ def compared(name: str, folder: Path, count: int, rounds: int, seconds: float) -
     """(figures, conditions) of a task. Its last figure is the error of the advice."""
     task: Any = import_module(f"nbtools.tasks.{name}")
     pack = task.pack(task.demo(folder / name, count=count), into=folder / f"{name}-pack", progress=False)
-    plan = nb.advise(task, pack, measure=False).plan
+    plan = nb.advise(task, pack, measure=False).plan.replace(epochs=10**6, eval_every=10**6, early_stop=None)
     runs, advised = (
         {who: Contestant(name, pack, plan, cores) for who, cores in CORES.items()},
         Advised(name, pack, plan),
