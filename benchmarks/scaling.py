@@ -2,8 +2,8 @@
 
     python -m benchmarks.scaling [--task captcha …] [--rounds 9] [--quick]
 
-Three contestants train the plan of `nb.advise` in nbtools' own loop, in turns, without evaluations: one process with one
-thread, one with two, and two joined by gloo with a thread each. Each process has cores of its own. In every round
+Three contestants train the plan of `nb.advise` in nbtools' own loop, in turns and without evaluations: one process with
+one thread, one with two, and two joined by gloo with a thread each, each process on cores of its own. In every round
 advice expects anew what two processes give, by its model of a step (`nb.advise(task, pack, processes=2)`); its error is
 in samples/s, of what they then gave.
 
