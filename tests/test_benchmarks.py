@@ -56,6 +56,7 @@ SLOW = {
     "knobs": ("knobs_gain", "×"),
     "scaling": ("scaling_error", "%"),
     "same_losses": ("same_losses", "differences"),
+    "recompute": ("recompute_peak", "%"),
     **({} if find_spec("lightning") is None else {"finder": ("finder_ratio", "×")}),  # of make bench
 }
 
