@@ -11,7 +11,10 @@ from ranks import together
 
 import nbtools as nb
 from nbtools.data import Pack
+from nbtools.errors import TrainError
 from nbtools.train import TrainState, checkpoint, join, local_optimizer, obey, train
+
+pytestmark = pytest.mark.usefixtures("one_thread", "undrawn")
 
 PLAN = toy.PLAN.replace(epochs=2, hidden=512, ema=0.9)
 SAVED, END = 8, 12  # steps
@@ -131,6 +134,14 @@ def test_in_one_process_they_do_nothing_and_that_is_said(pack, tmp_path):
     assert [said in "\n".join(run.events) for run in runs] == [True, False]
     ours, theirs = (checkpoint.newest(run.folder).tensors for run in runs)
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_what_changes_no_result_may_change_when_a_run_is_resumed(pack, tmp_path):
+    nb.fit(toy, pack, PLAN.replace(epochs=1, shard_optimizer=True), tmp_path, **QUIET)
+    other = PLAN.replace(compress_gradients=True, checkpoint_activations=True)
+    assert len(nb.fit(toy, pack, other, tmp_path, **QUIET).history.of("epoch")) == 2
+    with pytest.raises(TrainError, match=r"Plan\.sync_batchnorm cannot change in a started run, got no → yes"):
+        nb.fit(toy, pack, PLAN.replace(sync_batchnorm=True), tmp_path, **QUIET)
 
 
 @pytest.mark.full
