@@ -6,8 +6,10 @@ The process that calls it never trains: it starts torchrun, draws what the run f
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -37,7 +39,7 @@ from nbtools.train import RankLost, TaskLike, as_task, import_task, readable, re
 from nbtools.watch import Remote
 
 RESTARTS = 3
-ASKED, LOG = "asked.json", "torchrun.log"
+ASKED, LOG = "asked.pickle", "torchrun.log"
 T = TypeVar("T")
 
 DIES = "import ctypes, sys; sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, {:d}); "
@@ -85,6 +87,7 @@ def launch(
     asked = {
         "task": name,
         "pack": str(pack.folder.absolute()),
+        "raw": pack.raw,  # the source files, for workers and for the receipt
         "plan": wanted.to_dict(),
         "advised": None if advised is None else advised.to_dict(),
         "run": str(folder),
@@ -197,7 +200,7 @@ class Crew:
     def started(self) -> Iterator[subprocess.Popen[bytes]]:
         """torchrun in a session of its own, which Ctrl-C does not reach; ended with all ranks if the block ends
         before it does."""
-        (self.place / ASKED).write_text(json.dumps(self.asked))
+        (self.place / ASKED).write_bytes(pickle.dumps(self.asked))
         count = ["--standalone", "--nproc-per-node", str(self.processes), "--max-restarts", str(self.restarts)]
         logs = ["--redirects", "3", "--log-dir", str(self.place), "--no-python"]
         ranks = [sys.executable, "-u", "-c", RANK, str(self.place / ASKED)]
@@ -256,12 +259,12 @@ def ending(code: int) -> str:
 
 def rank() -> None:
     """`fit` of what the file asks for, in each process that torchrun starts for `launch`."""
-    asked = json.loads(Path(sys.argv[1]).read_text())
+    asked = pickle.loads(Path(sys.argv[1]).read_bytes())
 
     def train() -> None:
         task = import_task(asked["task"], "nb.launch")
         given = {name: asked[name] and type(task.PLAN).from_dict(asked[name]) for name in ("plan", "advised")}
-        pack = Pack.open(asked["pack"])
+        pack = dataclasses.replace(Pack.open(asked["pack"]), raw=asked["raw"])
         fit(task, pack, SimpleNamespace(**given), asked["run"], asked["keep"], asked["receipt"], progress=False)
 
     as_rank(train)

@@ -49,7 +49,9 @@ def notes(rank: int) -> list[dict[str, Any]]:
 
 
 def launched(pack: nb.Pack, run: str = "run", processes: int = 2, epochs: int = 3, **more: Any) -> nb.Run:
-    return nb.launch(crew, pack, crew.PLAN.replace(epochs=epochs), run, processes=processes, **QUIET, **more)
+    """From the source files, not the pack, which every process has to find."""
+    plan = crew.PLAN.replace(epochs=epochs, feed="workers")
+    return nb.launch(crew, pack, plan, run, processes=processes, **QUIET, **more)
 
 
 def will(does: str, rank: int, step: int, once: bool = True) -> None:
