@@ -19,13 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
+import torch
+
 from nbtools.data import Card, Column
 from nbtools.errors import NbtoolsError
 from nbtools.train import device
 
 Rule = str | Mapping[str, str]
 
-SEVERAL = "! several GPUs come with a later version of nbtools; on one: {ours}"
+SEVERAL = "--processes {n} # the first GPUs; CUDA_VISIBLE_DEVICES={} before python names them"
+ALL = "--processes {gpus} # a process for each GPU of this machine: {gpus}"
 AMP = "--amp {amp} # bf16 where the device has it, else fp16"
 FIRST_GPU = "# the first GPU, as always"
 GPU = {"0": FIRST_GPU, ",": SEVERAL, "": "! write CUDA_VISIBLE_DEVICES={} before python to train on that GPU"}
@@ -39,10 +42,15 @@ WORKERS = {
     "": "--feed workers --workers {} # they read raw files; without both options a pack is read",
 }
 
+PORT = {"": "# free ports are found"}
 LAUNCH = {  # what stands before a program
     "CUDA_VISIBLE_DEVICES": GPU,
-    "MASTER_PORT": {"": "# one process needs no port"},
-    "--nproc_per_node --nproc-per-node --num_processes -np": {"1": FIRST_GPU, "": SEVERAL},
+    "MASTER_PORT MASTER_ADDR --master_port --master-port --master_addr --master-addr": PORT,
+    "--nproc_per_node --nproc-per-node --num_processes -np": {"gpu": ALL, "auto": ALL, "": "--processes {}"},
+    "--nnodes --num_machines": {
+        "1": NOTHING,
+        "": "! docs/several.md says how several machines train; on this one: {ours}",
+    },
 }
 HWDB = {
     "-m --model-type": {"hctr": "--network hctr --height 128"},
@@ -58,7 +66,7 @@ HWDB = {
     "-re --resume": RESUMED,
     "-te --test": "! python -m nbtools evaluate hwdb --data DIR --run FOLDER tests a run",
     "--gpu": GPU,
-    "--multiprocessing-distributed": SEVERAL,
+    "--multiprocessing-distributed": ALL,
 }
 CAPTCHA = {  # set in the scripts' text; here as KEY=VALUE
     "num_epochs": "--epochs {}",
@@ -92,7 +100,7 @@ SIGN = {  # options with the same name here are passed on
     "--num-workers": WORKERS,
     "--auto-workers": NO_WORKERS + "; --feed workers --workers auto measures how many raw files need",
     "--pin-memory": PINNED,
-    "--enable-parallel": SEVERAL,
+    "--enable-parallel": ALL,
     "--resume": RESUMED,
     "--log-csv": {"": "# history.csv in the run's folder has its columns"},
     "--smoke-test": "--smoke-test # on demo clips, which have classes of their own",
@@ -114,7 +122,8 @@ SEGMENT = {  # a config's names, as KEY=VALUE or in a file
     "eval_crop": "--eval-window {1} # windows are square",
     "eval_scales": "--eval-scales {}",
     "ims_per_gpu": "--batch-size {}",
-    "eval_ims_per_gpu use_sync_bn": {"": NOTHING},
+    "eval_ims_per_gpu": {"": NOTHING},
+    "use_sync_bn": {"true": "--sync-batchnorm", "false": "--no-sync-batchnorm"},
     "gradient_accumulation_steps": PARTS,
     "use_fp16": {"true": AMP, "false": "--amp off"},
     "num_workers": WORKERS,
@@ -134,7 +143,7 @@ DATA = {  # cards of the guides' data sets, as far as plans depend on them; of s
 }
 BEFORE = "--from baseline --feed auto"  # the program's own settings, but from a pack
 CAPTCHA_RUN = "train captcha --data dataset --run runs/captcha"
-LARGE = "--from guide-large --feed auto --batch-size 1024 --gpus 3 --lr 0.0006"  # the batch is that of each GPU
+EACH, GPUS = "--each", "--processes 3"  # the program's batch is that of each GPU, not of all; as many as in the guide
 
 PROGRAMS: dict[str, tuple[str, Mapping[str, Rule]]] = {
     "main": (f"train hwdb --run runs/hwdb {BEFORE} --amp {{amp}} --epochs 10 --batch-size 8", HWDB),
@@ -144,13 +153,16 @@ PROGRAMS: dict[str, tuple[str, Mapping[str, Rule]]] = {
         {"--drive_root": "{}", "--output_dir": "--into {}", "--workers --use_local_storage": {"": NOTHING}},
     ),
     "check_gpu": ("gpus", {}),
-    "captcha_train": (f"{CAPTCHA_RUN} {BEFORE} --batch-size 128 --amp {{amp}}", CAPTCHA),
-    "captcha_train_a100_optimized": (f"{CAPTCHA_RUN}_optimized --from guide --feed auto", CAPTCHA),
-    "captcha_train_a100_ultra_optimized": (f"{CAPTCHA_RUN}_large {LARGE} {SEVERAL}", CAPTCHA),
+    "captcha_train": (f"{CAPTCHA_RUN} {BEFORE} {EACH} --batch-size 128 --amp {{amp}}", CAPTCHA),
+    "captcha_train_a100_optimized": (f"{CAPTCHA_RUN}_optimized --from guide --feed auto {GPUS}", CAPTCHA),
+    "captcha_train_a100_ultra_optimized": (
+        f"{CAPTCHA_RUN}_large --from guide-large --feed auto {EACH} --batch-size 1024 --lr 0.0006 {GPUS}",
+        CAPTCHA,
+    ),
     "captcha_test": ("evaluate captcha --data dataset --run runs/captcha", {}),
     "train": (f"train sign --run runs/sign {BEFORE} --batch-size 32", SIGN),
     "validate_npz": ("validate sign", {}),
-    "train_amp": (f"train segment --run runs/segment {BEFORE} --batch-size 32", SEGMENT),
+    "train_amp": (f"train segment --run runs/segment {BEFORE} {EACH} --batch-size 32", SEGMENT),
 }
 CONFIG, CONFIGS = "train_amp", (".py", ".yaml", ".yml", ".json")  # the program of such files
 SETTING = re.compile(r"""^\s*["']?([\w.]+)["']?[ \t]*[=:][ \t]*(?!dict\b|{)([^\s#][^#\n]*?),?[ \t]*(?:#.*)?$""", re.M)
@@ -179,15 +191,16 @@ class Translation:
         one."""
         text, _, about = chosen(rule, name, value).replace("! ", "#!").partition("#")
         amp = device.reduced(device.pick()) if "{amp}" in text else ""
-        parts, option = value.split(",") * 2, ""
+        parts, option = value.split(","), ""
+        known = {"amp": amp, "n": len(parts), "gpus": max(1, gpus()), "ours": "{ours}"}
         for word in text.split():
             if word.startswith("--"):
                 option, self.ours[word] = word, []
             else:
-                self.ours.setdefault(option, []).append(word.format(value, *parts, amp=amp))
+                self.ours.setdefault(option, []).append(word.format(value, *parts * 2, **known))
         if about:
             notes = self.refused if about[0] == "!" else self.notes
-            notes.append(f"{name} {value}".strip() + f": {about.strip('! ').format(value, *parts, ours='{ours}')}")
+            notes.append(f"{name} {value}".strip() + f": {about.strip('! ').format(value, *parts * 2, **known)}")
 
     def read(self, words: Sequence[str], table: Mapping[str, Rule], program: str) -> list[str]:
         """Add the options among the words; returns the other words. Raises NbtoolsError for an option without its
@@ -226,24 +239,53 @@ class Translation:
     def finish(self) -> None:
         """Make batch and micro-batch of accumulation, and of the batch of each GPU. Raises NbtoolsError for what cannot
         run here."""
-        steps, gpus = (self.ours.pop(option, ["1"])[0] for option in ("--accumulate", "--gpus"))
+        steps, asked = (self.ours.pop(option, ["1"])[0] for option in ("--accumulate", "--processes"))
+        each = self.ours.pop(EACH, None) is not None
+        times = asked if each else "1"
         batch = self.ours.get("--batch-size", ["none"])[0]
-        if batch != "auto" and (steps, gpus) != ("1", "1"):
-            if not (batch.isdecimal() and steps.isdecimal()):
-                rule = "batch size and accumulation must be whole numbers"
-                raise NbtoolsError(f"{rule}, got {batch} and {steps}; name both")
-            self.ours["--batch-size"] = [str(int(batch) * int(steps) * int(gpus))]
+        if batch != "auto" and (steps, times) != ("1", "1"):
+            if not (batch.isdecimal() and steps.isdecimal() and times.isdecimal()):
+                rule = "batch size, accumulation and processes must be whole numbers"
+                raise NbtoolsError(f"{rule}, got {batch}, {steps} and {times}; name them all")
+            self.ours["--batch-size"] = [str(int(batch) * int(steps) * int(times))]
             self.ours["--micro-batch-size"] = [batch]
+        self.spread(asked, each)
         run = self.ours.get("--run", [""])[0]
         if run.endswith(FOREIGN):
             self.refused.append(f"{run}: another program's checkpoint; nbtools resumes a run folder of its own")
         if self.refused:
             raise NbtoolsError(self.refused[0].replace("{ours}", str(self)))
 
+    def spread(self, asked: str, each: bool) -> None:
+        """Add the processes that this machine has GPUs for; without a GPU, those that were asked for. each: the
+        program's workers are those of each GPU, not of all."""
+        if not asked.isdecimal():  # which our command refuses
+            self.ours["--processes"] = [asked]
+            return
+        count = min(int(asked), gpus() or int(asked))
+        if count < int(asked):
+            self.notes.append(f"{asked} GPUs there, {gpus()} here: the effective batch, and with it lr, stays the same")
+        if count > 1 and self.ours[""][0] == "train":
+            self.ours["--processes"] = [str(count)]
+            self.notes += [] if gpus() else [f"without a GPU: {count} processes on this CPU, through gloo"]
+            workers = self.ours.get("--workers", ["auto"])[0]
+            if not each and workers.isdecimal():
+                self.ours["--workers"] = [str(-(-int(workers) // count))]
+        if "--sync-batchnorm" in self.ours and (count == 1 or not gpus()):
+            del self.ours["--sync-batchnorm"]
+            self.notes.append(
+                "use_sync_bn: of one process, or of several on a CPU, each has the statistics of its part"
+            )
+
+
+def gpus() -> int:
+    """How many GPUs a run may use here; 0: it trains on the CPU, in any number of processes."""
+    return {"cuda": torch.cuda.device_count(), "cpu": 0}.get(device.pick().type, 1)
+
 
 def translate(words: Sequence[str]) -> Translation:
     """A guide's command line, or its settings as KEY=VALUE, as our command; our own options may follow. Raises
-    NbtoolsError for an option that neither has, for what needs several GPUs, and where no program is named."""
+    NbtoolsError for an option that neither has, for what cannot run here, and where no program is named."""
     at, program = program_in(words)
     command, table = PROGRAMS[program]
     found, rest = Translation(), words[at + 1 :]
@@ -310,7 +352,7 @@ def answer(words: Sequence[str], task: str, known: Collection[str]) -> str:
             notes.append(f"{name} is {' '.join(here.words)} here" if here.ours else f"no option {name}")
         elif word.startswith("-") and name not in known:
             notes.append(f"no option {name}{nearest(name, [*known, *rules])}")
-    return "; ".join(notes).replace("; on one: {ours}", "")
+    return "; ".join(notes)
 
 
 def named(table: Mapping[str, Rule]) -> dict[str, Rule]:

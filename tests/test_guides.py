@@ -9,13 +9,13 @@ from pathlib import Path
 import guide_layouts
 import pytest
 
+import nbtools as nb
 from nbtools import guides
 from nbtools.__main__ import main, parser
 from nbtools.errors import NbtoolsError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "undrawn")
 TEXT = (Path(__file__).parent.parent / "docs" / "guides.md").read_text()
-LATER = "several GPUs come with a later version of nbtools; on one: python -m nbtools train "
 CONFIG = """
 ## bisenetv2
 cfg = dict(
@@ -91,18 +91,15 @@ def short(words: list[str]) -> str:
 
 
 def several(words: list[str]) -> bool:
-    return re.search("ultra|torchrun|--enable-parallel", " ".join(words)) is not None
+    return re.search("a100|torchrun|0,1,2|-distributed|--enable-parallel", " ".join(words)) is not None
 
 
 @pytest.mark.parametrize("words", commands(), ids=short)
 def test_every_command_is_one_of_ours(words, home):
-    if several(words):
-        with pytest.raises(NbtoolsError, match=LATER) as refused:
-            guides.translate(words[1:])
-        ours = shlex.split(str(refused.value).partition(LATER.removesuffix("train "))[2])
-    else:
-        ours = guides.translate([word for word in words[1:] if word != "--print"]).words
-    assert parser(ours).parse_args(ours).act
+    ours = guides.translate([word for word in words[1:] if word != "--print"]).words
+    options = parser(ours).parse_args(ours)
+    assert options.act
+    assert getattr(options, "processes", 1) == 1 or several(words)
 
 
 @pytest.mark.parametrize(("program", "typed", "said"), rows(), ids=str)
@@ -130,18 +127,19 @@ def test_every_option_and_program_of_the_tables_is_in_the_document():
 
 
 def run(words: list[str], capsys) -> None:
-    """Run a command with few epochs and samples, in a new run folder; or see that several GPUs are for later."""
-    if several(words):
-        assert main(words) == 1
-        assert LATER in capsys.readouterr().err
-        return
+    """Run a command with few epochs and samples, in a new run folder; one for several GPUs in two processes."""
     ours = guides.translate(words[1:]).ours
     few = [*FEW, *(["--workers", "1"] if "--workers" in ours else [])]
+    few += ["--processes", "2"] if several(words) else []
     if ours[""][0] == "train":
         shutil.rmtree(ours["--run"][0], ignore_errors=True)
         words = words if "--smoke-test" in ours else [*words, *few]
     assert main(words) == 0
-    assert capsys.readouterr().err.startswith(f"{guides.translate(words[1:])}\n")
+    found = guides.translate(words[1:])
+    assert capsys.readouterr().err.startswith(f"{found}\n")
+    if several(words):
+        assert found.ours["--processes"] == ["2"]
+        assert len(nb.Run.open(found.ours["--run"][0]).summary()) == 1
 
 
 def test_some_commands_run_on_the_guides_own_folders(home, capsys):
@@ -170,27 +168,22 @@ def test_every_command_runs_on_the_guides_own_folders(words, home, capsys):
         ("training/train.py --model", "expected one argument"),
         ("training/train.py --resume SignTransformer_last.pt", "another program's checkpoint"),
         ("main.py -x 3", "main.py takes no -x"),
-        ("main.py -d x --gpu 0,1,2", LATER + "hwdb"),
         ("main.py -d x --gpu 1", "write CUDA_VISIBLE_DEVICES=1 before python"),
-        ("CUDA_VISIBLE_DEVICES=0,1 python captcha_train.py", LATER + "captcha"),
-        ("python -m torch.distributed.launch --nproc_per_node 3 captcha_train.py", LATER + "captcha"),
+        (
+            "torchrun --nnodes 2 captcha_train.py",
+            "docs/several.md says how several machines train; on this one: python",
+        ),
+        ("captcha_train.py --processes all", "must be whole numbers, got 128, 1 and all; name them all"),
+        ("main.py -d x --processes all", "argument --processes: invalid int value: 'all'"),
         ("ims_per_gpus=4 use_fp16=True", "takes no ims_per_gpus=4; did you mean ims_per_gpu?"),
-        ("ims_per_gpu=4 gradient_accumulation_steps=x", "must be whole numbers, got 4 and x"),
+        ("ims_per_gpu=4 gradient_accumulation_steps=x", "must be whole numbers, got 4, x and 1; name them all"),
         (
             "tools/train_amp.py --config no/such.py",
             "no/such.py is neither a program of a guide nor a file with settings",
         ),
         ("something.sh", "name a program of a guide, got 'something.sh': "),
         ("", "name a program of a guide, got nothing: "),
-        ("captcha_train_a100_optimized.py accumulation_steps=2", "must be whole numbers, got none and 2; name both"),
-        (
-            "captcha_train_a100_ultra_optimized.py batch_size=896",
-            " --batch-size 2688 --lr 0.0006 --micro-batch-size 896",
-        ),
-        (
-            "captcha_train_a100_ultra_optimized.py batch_size=512 accumulation_steps=2",
-            " --batch-size 3072 --lr 0.0006 --micro-batch-size 512",
-        ),
+        ("captcha_train_a100_optimized.py accumulation_steps=2", "must be whole numbers, got none, 2 and 1"),
     ],
 )
 def test_what_no_command_of_ours_can_do_is_a_sentence(typed, sentence, capsys):
@@ -216,7 +209,8 @@ def test_what_no_command_of_ours_can_do_is_a_sentence(typed, sentence, capsys):
             "train sign --gradient-accumulation-steps 2",
             "--gradient-accumulation-steps 2: --batch-size is what an update sees",
         ),
-        ("train sign --enable-parallel", "--enable-parallel: several GPUs come with a later version of nbtools"),
+        ("train sign --enable-parallel", "--enable-parallel is --processes 1 here"),
+        ("train hwdb --gpu 0,1,2", "--gpu is --processes 3 here"),
         ("train sign --batch-siz 4", "no option --batch-siz; did you mean --batch-size?"),
         ("train sign --batch 4", "no option --batch; did you mean --batch-size?"),
         ("train sign --lr", "argument --lr: expected one argument"),
@@ -235,6 +229,55 @@ def test_a_guides_option_given_to_our_own_command_is_answered_with_ours(typed, s
     said = capsys.readouterr().err
     assert said.startswith(f"nbtools: {sentence}")
     assert said.count("\n") == 1
+
+
+ULTRA = "captcha_train_a100_ultra_optimized.py"
+
+
+@pytest.mark.parametrize(
+    ("typed", "batch", "micro", "processes"),
+    [
+        (ULTRA, 3072, 1024, 3),
+        (f"{ULTRA} batch_size=896", 2688, 896, 3),
+        (f"{ULTRA} batch_size=512 accumulation_steps=2", 3072, 512, 3),
+        (f"torchrun --nproc_per_node=2 {ULTRA}", 2048, 1024, 2),
+        (f"{ULTRA} --processes 2", 2048, 1024, 2),
+        (f"torchrun --nproc_per_node 1 {ULTRA}", 1024, None, 1),
+        ("CUDA_VISIBLE_DEVICES=0,1 python captcha_train.py", 256, 128, 2),
+        ("python -m torch.distributed.launch --nproc_per_node 3 captcha_train.py", 384, 128, 3),
+        ("torchrun --standalone --nproc_per_node=gpu captcha_train.py", 128, None, 1),
+        ("captcha_train_a100_optimized.py", None, None, 3),
+        ("captcha_train_a100_optimized.py batch_size=256 accumulation_steps=2", 512, 256, 3),
+        ("main.py -d x -b 64 -j 8 --gpu 0,1,2", 64, None, 3),
+        ("training/train.py --enable-parallel --batch-size 64 --gradient-accumulation-steps 2", 128, 64, 1),
+        ("torchrun --nproc_per_node=2 tools/train_amp.py ims_per_gpu=8 gradient_accumulation_steps=2", 32, 8, 2),
+    ],
+)
+def test_the_batch_of_each_gpu_becomes_the_effective_one_and_that_of_all_stays(typed, batch, micro, processes):
+    words = guides.translate(typed.split()).words
+    options = vars(parser(words).parse_args(words))
+    sizes = (None if value is None else str(value) for value in (batch, micro))
+    assert [options.get("knob_batch_size"), options.get("knob_micro_batch_size")] == [*sizes]
+    assert options["processes"] == processes
+    if "-j" in typed:
+        assert options["knob_workers"] == "3", "8 are those of all three, as in the guide"
+
+
+@pytest.mark.parametrize(("here", "count"), [(0, 3), (1, 1), (2, 2), (3, 3), (8, 3)])
+def test_fewer_gpus_than_in_the_guide_train_with_the_same_batch_and_lr(here, count, monkeypatch):
+    monkeypatch.setattr(guides, "gpus", lambda: here)
+    found = guides.translate([ULTRA])
+    given = {name: found.ours[name] for name in ("--batch-size", "--micro-batch-size", "--lr")}
+    assert given == {"--batch-size": ["3072"], "--micro-batch-size": ["1024"], "--lr": ["0.0006"]}
+    assert found.ours.get("--processes", ["1"]) == [str(count)]
+    notes = {0: ["without a GPU: 3 processes on this CPU, through gloo"]} | {
+        one: [f"3 GPUs there, {one} here: the effective batch, and with it lr, stays the same"] for one in (1, 2)
+    }
+    assert found.notes == notes.get(here, [])
+    synced = guides.translate(["torchrun", "--nproc_per_node=2", "tools/train_amp.py", "use_sync_bn=True"])
+    assert ("--sync-batchnorm" in synced.ours) == (here > 1)
+    alone = guides.translate(["training/train.py", "--enable-parallel"])
+    assert alone.ours.get("--processes", ["1"]) == [str(max(1, here))]
 
 
 @pytest.mark.parametrize("typed", ["--print main.py -d x", "main.py -d x --print", "--print -m main -d x"])
