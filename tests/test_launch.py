@@ -235,7 +235,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout_and_all_start_again(pack,
     [told] = [event for event in run.events if "restart 1 of 3" in event]
     assert "no answer for 5 s from rank 1 of 2: it hangs" in told
     gap = [later["time"] - note["time"] for note, later in itertools.pairwise(notes(0))]
-    assert max(gap) < 5 + 5 + 30 + 20, "the timeout, the others' reports, torchrun's patience, and a start"
+    assert max(gap) < 5 + 5 + 30 + 60, "the timeout, the others' reports, torchrun's patience, and a start"
     assert len(run.history.of("epoch")) == 3
     assert left_behind(tmp_path) == []
 

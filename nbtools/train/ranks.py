@@ -38,7 +38,8 @@ from nbtools.train import device as devices
 TIMEOUT = 600.0  # seconds without an answer after which a rank counts as hung, unless NBTOOLS_TIMEOUT says otherwise
 WAIT_EVERY = 5.0  # seconds between the words with which rank 0, busy elsewhere, keeps the others from that timeout
 PATIENCE = 5.0  # seconds for other survivors to report, and for torchrun to end this rank if another one died
-LOST = ("gloo", "NCCL", "onnection", "imed out")  # in a RuntimeError of a process group
+SLOW = ("imed out", "imeout")  # in a RuntimeError of a process group
+LOST = ("gloo", "NCCL", "onnection", *SLOW)
 
 GO, CALL, TALK = range(3)  # rank 0 before each step: go on; something changed, come to `tell`; an object follows
 TELL, WAIT, COLLECT, SPREAD, END = "tell", "wait", "collect", "spread", "end"  # what the object is about
@@ -247,7 +248,7 @@ class Ranks:
             which = ", ".join(map(str, missing))
             if not missing:
                 what = f"the connection between {self.world} processes broke ({str(error).splitlines()[0]})"
-            elif "imed out" in str(error):
+            elif any(word in str(error) for word in SLOW):
                 what = f"no answer for {self.timeout.total_seconds():g} s from rank {which} of {self.world}: it hangs"
             else:
                 what = f"rank {which} of {self.world} ended; its own error says why"
