@@ -42,11 +42,27 @@ RESTARTS = 3
 ASKED, LOG = "asked.pickle", "torchrun.log"
 T = TypeVar("T")
 
-DIES = "import ctypes, sys; sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, {:d}); "
-"""Python code of a process that Linux sends a signal when the one that started it dies (PR_SET_PDEATHSIG): torchrun
-passes its SIGTERM on, so that the run is saved."""
-AGENT = DIES.format(signal.SIGTERM) + "from torch.distributed.run import main; main()"
-RANK = DIES.format(signal.SIGKILL) + "from nbtools.launch import rank; rank()"
+RANK = """
+import ctypes, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it dies with torchrun
+from nbtools.launch import rank
+rank()
+"""
+AGENT = """
+import ctypes, signal, sys
+
+def end(*_):
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Linux sends one for each thread of the process that dies
+    signal.raise_signal(signal.SIGTERM)
+
+signal.signal(signal.SIGUSR1, end)
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGUSR1)
+from torch.distributed.run import main
+main()
+"""
+"""torchrun, which is asked to end when the process dies that started it: it passes that on, and the run is saved."""
 
 
 def launch(
@@ -219,7 +235,7 @@ class Crew:
             yield agent
         finally:
             if agent.poll() is None:
-                agent.kill() if sys.platform == "linux" else agent.terminate()  # see DIES
+                agent.kill() if sys.platform == "linux" else agent.terminate()  # its ranks die with it
                 agent.wait()
 
     def look(self) -> None:
