@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -140,8 +141,8 @@ def test_fit_in_two_processes_is_the_fit_of_one(pack, tmp_path):
     assert one.best["val_accuracy"] == two.best["val_accuracy"]
 
 
-def in_place(pack: Path, run: str) -> str:
-    return str(fitted(pack, run))
+def in_place(pack: Path, run: str, epochs: int = 3) -> str:
+    return str(fitted(pack, run, epochs=epochs))
 
 
 def test_what_is_asked_of_two_processes_reaches_both_at_the_same_step(pack, tmp_path):
@@ -344,3 +345,45 @@ def test_any_torchrun_trains_and_packs_once(pack, tmp_path, nodes):
     assert sum(text.count("train_loss") for out, _ in said for text in [out]) == 1, "rank 0 alone prints the result"
     assert len(nb.Run.open("run", crew).history.of("epoch")) == 2
     assert len(notes(0)) == len(notes(1)) > 0
+
+
+@pytest.mark.full
+def test_a_scheduler_that_ends_every_process_at_once_leaves_a_saved_run(pack, tmp_path):
+    """As Slurm does: torchrun gets the signal, and sends it a second time to those that have it already."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--")
+    with beginning(*torchrun, *TRAIN[1:], "--epochs", "100000") as process:
+        for pid in (*{notes(rank)[-1]["pid"] for rank in range(2)}, process.pid):
+            os.kill(pid, signal.SIGTERM)
+        process.communicate(timeout=60)
+    until(lambda: not left_behind(tmp_path), "the end of all processes")
+    assert last_step(Path("run")) == len(notes(0)) == len(notes(1))
+
+
+# -- for minutes
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_thirty_kills_at_random_moments_leave_every_epoch_complete_and_the_weights_of_a_run_without_any(
+    pack, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("CREW_STEP", "0.05")
+    draw = random.Random(0)
+    killed: list[int] = []
+
+    def user():
+        for _ in range(30):
+            until(lambda: {note["pid"] for note in notes(1)[-1:]} - {*killed}, "steps of a new process", 120)
+            time.sleep(draw.uniform(0, 1))
+            pids = [notes(rank)[-1]["pid"] for rank in range(2)]
+            killed.extend(pids)
+            os.kill(draw.choice(pids), signal.SIGKILL)
+
+    with beside(user):
+        run = launched(pack, epochs=200, restarts=30)
+    assert [row["epoch"] for row in run.history.of("epoch")] == list(range(200))
+    assert sum("ended by SIGKILL" in event for event in run.events) == 30
+    assert left_behind(tmp_path) == []
+    monkeypatch.setenv("CREW_STEP", "0")
+    together(2, in_place, pack.folder, str(tmp_path / "whole"), 200)
+    assert same(run, nb.Run.open("whole", crew))

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from torch.distributed import is_torchelastic_launched
+
 from nbtools import disk
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.live.kernel import flush
@@ -189,7 +191,8 @@ def listed(actions: Any) -> list[str]:
 
 class FirstSignal:
     """Turns the first signal of a kind into a call between two instructions, since an exception inside a step would
-    tear the state; a second one acts at once. Off the main thread signals cannot be caught: there it does nothing.
+    tear the state; a second one acts at once, but not under torchrun, which repeats what a scheduler sent to all, and
+    kills what does not end. Off the main thread signals cannot be caught: there it does nothing.
 
     later: deliver the first one too, when the block has ended, unless an exception ended it. Schedulers send SIGTERM,
     and jupyter_client to a kernel that has not shut down after half of `shutdown_wait_time` (2.5 of 5 s), when SIGKILL
@@ -209,7 +212,7 @@ class FirstSignal:
         return self
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        if self.came:
+        if self.came and not is_torchelastic_launched():
             self.deliver()
         self.came = True
         self.call()
