@@ -148,7 +148,7 @@ def require_processes(count: int) -> None:
         raise TrainError(
             f"processes must be at most the number of GPUs, which is {here} here, got {count}: two processes on a GPU "
             "take turns, and share its memory",
-            entry="Several processes on the GPU",
+            entry="DDP does not start",
         )
 
 

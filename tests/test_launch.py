@@ -36,12 +36,17 @@ TESTS = Path(__file__).parent
 
 
 @pytest.fixture
-def pack(tmp_path, monkeypatch) -> nb.Pack:
-    """The toy's, and the test in a folder of its own, where the ranks note their steps."""
+def pack(tmp_path, monkeypatch) -> Iterator[nb.Pack]:
+    """The toy's, and the test in a folder of its own, where the ranks note their steps. The port of the guides' scripts
+    is taken."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # for what a process that is killed leaves behind
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    return toy.make_pack(tmp_path, count=80)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        yield toy.make_pack(tmp_path, count=80)
 
 
 def notes(rank: int) -> list[dict[str, Any]]:

@@ -101,6 +101,31 @@ PROMISES = {  # entry → for each line below "nbtools does" the tests of it
         "test_finder.test_a_limit_in_bytes_is_kept_with_headroom "
         "test_feed.test_auto_is_resident_where_the_pack_takes_at_most_its_share_of_free_gpu_memory",
     ],
+    "DDP does not start": [
+        "test_launch.test_what_is_asked_of_two_processes_reaches_both_at_the_same_step "
+        "test_launch.test_any_torchrun_trains_and_packs_once",
+        "test_troubleshooting.test_what_goes_wrong_ends_with_its_entry "
+        "test_guides.test_fewer_gpus_than_in_the_guide_train_with_the_same_batch_and_lr",
+        "test_launch.test_a_task_that_other_processes_cannot_import_is_refused_in_a_sentence",
+        "test_launch.test_any_torchrun_trains_and_packs_once",
+        "test_launch.test_any_other_error_is_that_of_the_rank_that_failed_first_with_its_traceback",
+    ],
+    "A process is lost or hangs": [
+        "test_launch.test_after_a_kill_all_start_again_and_the_run_becomes_the_one_that_was_never_killed",
+        "test_launch.test_an_error_of_ours_is_shown_once_and_not_tried_again",
+        "test_launch.test_a_rank_that_hangs_is_named_within_the_timeout_and_all_start_again "
+        "test_ranks.test_a_rank_that_hangs_or_dies_is_named_by_the_others",
+        "test_ranks.test_memory_that_runs_out_on_one_rank_halves_the_parts_of_all_and_changes_nothing_else",
+        "test_ranks.test_an_epoch_that_other_numbers_of_processes_continue_has_every_sample_once",
+        "test_launch.test_whatever_ends_the_process_that_started_them_ends_all_and_the_run_is_saved "
+        "test_launch.test_a_second_interrupt_ends_all_at_once",
+    ],
+    "Several GPUs are no faster": [
+        "test_several.test_gpus_are_worth_it_where_each_added_one_gives_half_of_one "
+        "test_several.test_two_processes_measure_the_slowest_share_and_the_all_reduce_and_the_result_is_kept",
+        "test_ranks.test_fifty_steps_are_those_of_one_process_that_accumulates_the_same_parts",
+        "test_several.test_a_busy_machine_is_named_since_processes_wait_for_its_cores",
+    ],
     "Wrong script or mode": [
         "test_pack.test_a_folder_of_the_packs_own_is_not_given_to_other_options_or_tasks",
         "test_sign_options.test_an_automatic_batch_size_reaches_the_loader",
@@ -172,6 +197,12 @@ def second_process(pack, folder, patch) -> None:
         nb.fit(toy, pack, toy.PLAN, folder / "run")
 
 
+def too_many_processes(pack, folder, patch) -> None:
+    patch.setenv("NBTOOLS_DEVICE", "cuda")
+    patch.setattr("torch.cuda.device_count", lambda: 1)
+    nb.launch(toy, pack, toy.PLAN, folder / "run", processes=2)
+
+
 def other_task(pack, folder, patch) -> None:
     captcha.pack(pack.folder)
 
@@ -199,6 +230,7 @@ PROVOKED = {
     quota: "Quota page",
     machine_returned: "Session lost",
     second_process: "Several processes on the GPU",
+    too_many_processes: "DDP does not start",
     other_task: "Wrong script or mode",
     other_classes: "Predictions differ between training and inference",
     wrong_path: "Keys, columns and paths",
