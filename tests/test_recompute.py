@@ -24,8 +24,8 @@ SMALL: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {  # network: si
     "hwdb slim": (LINES, {}),
     "hwdb crnn": (LINES, {"amp": "bf16"}),
     "segment bisenetv2": (IMAGES, {}),
-    "segment slim": (IMAGES, {"micro_batch_size": 1}),
-    "sign transformer": ((8, 60, 156), {}),
+    "segment slim": ((2, 96, 96), {"micro_batch_size": 1}),
+    "sign transformer": ((4, 60, 156), {}),
 }
 SLOW = ("captcha guide", "hwdb hctr", "segment bisenetv2")  # of the same parts as the others
 
