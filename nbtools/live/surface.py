@@ -26,7 +26,7 @@ from nbtools.live.view import PLOT_FILE, Previews, View
 from nbtools.measure import Sampler, nvml_index
 from nbtools.train import History, Record, TrainState, checkpoint, require_change
 
-LOOK_EVERY = 0.5  # seconds between looks for control.json
+LOOK_EVERY = 0.1  # seconds between looks for control.json, which cost microseconds
 SHOW_EVERY = 0.25  # seconds between updates of the panel
 MOMENT = 0.05  # seconds between two reads of the requests during a pause
 
