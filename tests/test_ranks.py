@@ -339,6 +339,34 @@ def test_a_change_that_is_refused_ends_no_other_process(pack):
     assert all((first["weights"][name] == other["weights"][name]).all() for name in first["weights"])
 
 
+def hurried(folder: Path) -> dict[str, Any]:
+    """Another thread asks for more whenever rank 0 has just told the others what is wanted."""
+    seen = Seen(toy, Pack.open(folder), QUIET.replace(epochs=3))
+    tell, told = Ranks.tell, []
+
+    def tell_and_ask(what: Any) -> Any:
+        found = tell(seen.ranks, what)
+        told.append(found)
+        if len(told) < 12:
+            size = 24 if seen.state.plan.batch_size == 16 else 16
+            seen.state.plan = seen.state.plan.replace(batch_size=size, lr=seen.state.plan.lr * 0.9, epochs=2)
+            seen.state.evaluate_next = True
+        return found
+
+    if seen.ranks and seen.ranks.first:
+        seen.ranks.tell = tell_and_ask
+    return seen.run().end()
+
+
+def test_what_is_asked_while_rank_0_tells_the_others_waits_for_the_next_time_on_all(pack):
+    first, other = together(2, hurried, pack.folder)
+    assert "evaluation" in [row[0] for row in first["rows"]]
+    settings = [{step: (lr, size) for step, _, lr, size in rank["batches"]} for rank in (first, other)]
+    assert settings[0] == settings[1]
+    assert len({lr for lr, _ in settings[0].values()}) > 2
+    assert all((first["weights"][name] == other["weights"][name]).all() for name in first["weights"])
+
+
 # -- memory, and losses that are lost
 
 

@@ -26,7 +26,7 @@ from nbtools.train.optimizer import follow
 from nbtools.train.plan import Plan, listed, refuse_fixed, require_batch, require_sizes
 from nbtools.train.ranks import Anew, Ended
 from nbtools.train.recovery import Diverged, train_step
-from nbtools.train.state import EpochSums, TrainState
+from nbtools.train.state import EpochSums, TrainState, Wanted
 from nbtools.train.task import TaskLike, as_task, best_metric, readable
 
 
@@ -70,7 +70,7 @@ def take_over(state: TrainState, begun: Anew) -> None:
     """Make the state rank 0's."""
     adopt(state, type(state.plan).from_dict(begun.plan))  # first: a scaler takes over its saved state
     state.load(begun.tensors, begun.facts)
-    state.plan, state.evaluate_next = state.applied, False
+    state.plan = state.applied
     state.events.clear()
 
 
@@ -88,20 +88,18 @@ def run(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None) -> Gen
     state.restore_rng()
     try:
         while True:
-            agree(state, count)
-            if state.over:
+            if state.over_as(agree(state, count)):
                 break
             start = state.step
             yield from train_epoch(state, feed, pack)
             if state.lost():
                 raise Diverged(f"the loss became non-finite in steps {start + 1} to {state.step}", (start, state.step))
-            agree(state, count)
-            values, done = {}, state.epoch + 1
-            ends = done >= state.plan.epochs  # as wanted, like `over`
+            wanted, values, done = agree(state, count), {}, state.epoch + 1
+            ends = done >= wanted.plan.epochs  # as wanted, like `over`
             if len(pack.ids("val")) and (done % state.applied.eval_every == 0 or ends):
-                values = yield from evaluate_val(state, feed, pack)
+                values, wanted = yield from evaluate_val(state, feed, pack)
                 state.evaluate_next = False
-                judge(state, values)
+                judge(state, values, wanted.plan)
             yield end_epoch(state, values, count)
         yield from changes(state, count)  # requested since the last step, such as fewer epochs
     finally:
@@ -115,15 +113,16 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     lengths = lengths_of(pack, ids)
     while True:
         yield from changes(state, len(ids))
-        if not position.segments or position.segments[-1][0] != state.plan.batch_size:
-            position.segments.append([state.plan.batch_size, 0])
-        batches = batches_left(ids, lengths, state.plan.seed, position.epoch, position.segments)
-        every, window = log_interval(len(ids), state.plan.batch_size), Window(state)
+        plan = state.applied
+        if not position.segments or position.segments[-1][0] != plan.batch_size:
+            position.segments.append([plan.batch_size, 0])
+        batches = batches_left(ids, lengths, plan.seed, position.epoch, position.segments)
+        every, window = log_interval(len(ids), plan.batch_size), Window(state)
         stream = feed(batches if state.ranks is None else list(map(state.ranks.share, batches)))
         for batch in batches:
             if state.called():
                 yield from between_steps(state, feed, pack)
-                if state.plan.batch_size != position.segments[-1][0]:
+                if state.applied.batch_size != position.segments[-1][0]:
                     break
             start = perf_counter()
             raw = next(stream)
@@ -148,13 +147,14 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
 def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     """Apply a changed plan and evaluate where that was asked for, also while this yields; not beyond a change of batch
     size, for which the epoch is regrouped first. An evaluation changes nothing in the run."""
-    while agree(state, pack.splits["train"]).batch_size == state.position.segments[-1][0]:
-        yield from changes(state, pack.splits["train"])
-        if not state.evaluate_next:
+    while True:
+        wanted = yield from changes(state, pack.splits["train"])
+        if not wanted.evaluate or state.applied.batch_size != state.position.segments[-1][0]:
             return
         state.evaluate_next = False
         if len(pack.ids("val")):
-            yield record(state, "evaluation", (yield from evaluate_val(state, feed, pack)))
+            values, _ = yield from evaluate_val(state, feed, pack)
+            yield record(state, "evaluation", values)
         else:
             what = "nothing to evaluate: the validation split is empty"
             yield record(state, "event", {"what": what, "asked": "evaluate"})
@@ -203,20 +203,23 @@ def record(state: TrainState, kind: str, values: dict[str, Any]) -> Record:
 # -- the end of an epoch
 
 
-def evaluate_val(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, Any]]:
-    """Loss and metrics of the validation split, or of as many of its samples as the plan evaluates during training."""
+def evaluate_val(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, tuple[dict[str, Any], Wanted]]:
+    """Loss and metrics of the validation split, or of as many of its samples as the plan evaluates during training; and
+    what is wanted by then."""
     start, sums, plan, ranks = perf_counter(), Sums(state.device), state.applied.while_training(), state.ranks
     if ranks is not None:
         ranks.same(state.evaluated.buffers())
     for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed, plan.eval_samples, ranks):
         yield record(state, "evaluating", {})
+    wanted = state.wanted
     if ranks is not None:
-        agree(state, pack.splits["train"])
+        wanted = agree(state, pack.splits["train"])
         sums.add_up(ranks)
-    return {**{f"val_{name}": value for name, value in sums.read().items()}, "eval_time": perf_counter() - start}
+    values = {f"val_{name}": value for name, value in sums.read().items()}
+    return {**values, "eval_time": perf_counter() - start}, wanted
 
 
-def judge(state: TrainState, values: dict[str, Any]) -> None:
+def judge(state: TrainState, values: dict[str, Any], wanted: Plan) -> None:
     """Whether an epoch's evaluation is the best so far, and how many since were not; a plateau and an early stop
     follow from it."""
     best, plan, (metric, sign) = state.best, state.applied, best_metric(state.task)
@@ -228,7 +231,7 @@ def judge(state: TrainState, values: dict[str, Any]) -> None:
     best.value, best.stale = (value, 0) if state.improved else (best.value, best.stale + 1)
     if plan.schedule == "plateau" and best.stale and best.stale % plan.patience == 0:
         best.drops += 1
-    early = state.plan.early_stop  # as wanted: one that was just turned off ends nothing
+    early = wanted.early_stop  # one that was just turned off ends nothing
     if early is not None and best.stale >= early:
         state.stopped = f"early stop: {metric} did not improve in {plural(best.stale, 'evaluation')}"
 
@@ -253,36 +256,34 @@ def end_epoch(state: TrainState, values: dict[str, Any], epoch_size: int) -> Rec
 # -- a changed plan
 
 
-def agree(state: TrainState, epoch_size: int) -> Plan:
-    """The plan that is wanted. On several ranks all take over what rank 0 wants by now: to be called after each record,
-    since whoever watches rank 0 may have changed it, before any of it is read."""
-    if state.ranks is not None:
-        if state.plan is not state.applied:
-            require_wanted(state, epoch_size)
-        plan = state.plan.to_dict() if state.plan is not state.applied else None
-        plan, state.evaluate_next, state.stopped = state.ranks.tell((plan, state.evaluate_next, state.stopped))
-        if not state.ranks.first:
+def agree(state: TrainState, epoch_size: int) -> Wanted:
+    """What is wanted by now, on several ranks by rank 0: to be called after each record, since whoever watches rank 0
+    may have changed it. What this returns is the same on all ranks; `state.plan` may be replaced at any time. Raises
+    TrainError for a plan that this run cannot adopt at this point, which is then forgotten."""
+    wanted, ranks = state.wanted, state.ranks
+    if wanted.plan is not state.applied:
+        try:
+            require_change(state, wanted.plan, epoch_size)
+        except TrainError:
+            state.plan = state.applied
+            raise
+    if ranks is not None:
+        plan = wanted.plan.to_dict() if wanted.plan is not state.applied else None
+        plan, evaluate, stopped = ranks.tell((plan, wanted.evaluate, wanted.stopped))
+        if not ranks.first:
             state.plan = state.applied if plan is None else type(state.plan).from_dict(plan)
-    return state.plan
+            state.stopped = stopped
+            wanted = Wanted(state.plan, evaluate, stopped)
+    return wanted
 
 
-def changes(state: TrainState, epoch_size: int) -> Iterator[Record]:
-    """Apply a replaced plan to model and optimizer; a row says what changes."""
-    while (new := agree(state, epoch_size)) is not state.applied:
-        old = state.applied
-        require_wanted(state, epoch_size)
-        if differing := new.changes_from(old):  # while the old plan still applies: a watcher may save this moment
-            yield record(state, "change", {"what": listed(differing)})
-        adopt(state, new)
-
-
-def require_wanted(state: TrainState, epoch_size: int) -> None:
-    """Raise TrainError for a wanted plan that this run cannot adopt at this point, which is then forgotten."""
-    try:
-        require_change(state, state.plan, epoch_size)
-    except TrainError:
-        state.plan = state.applied
-        raise
+def changes(state: TrainState, epoch_size: int) -> Generator[Record, None, Wanted]:
+    """Apply a replaced plan to model and optimizer; a row says what changes. Returns what else is wanted."""
+    while (wanted := agree(state, epoch_size)).plan is not state.applied:
+        if differing := wanted.plan.changes_from(state.applied):
+            yield record(state, "change", {"what": listed(differing)})  # a watcher may save: the old plan still applies
+        adopt(state, wanted.plan)
+    return wanted
 
 
 def require_change(state: TrainState, new: Plan, epoch_size: int) -> None:

@@ -61,6 +61,15 @@ class Recovery:
     refused: int = 0  # steps left out
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What the caller of the loop asks for: a plan, an evaluation before the next step, an end and why."""
+
+    plan: Plan
+    evaluate: bool
+    stopped: str | None
+
+
 class TrainState:
     """Model, optimizer, and where the run is. Replace `plan` at any time; `applied` is the one that model and optimizer
     follow so far. ranks: the processes that train it together, from `join`."""
@@ -130,7 +139,15 @@ class TrainState:
     @property
     def over(self) -> bool:
         """Whether there is nothing left to train: an epoch that has begun is finished, even if fewer were requested."""
-        return self.stopped is not None or (self.epoch >= self.plan.epochs and not self.position.segments)
+        return self.over_as(self.wanted)
+
+    def over_as(self, wanted: Wanted) -> bool:
+        return wanted.stopped is not None or (self.epoch >= wanted.plan.epochs and not self.position.segments)
+
+    @property
+    def wanted(self) -> Wanted:
+        """What is asked for at this moment; each attribute is read once, since another thread may replace it."""
+        return Wanted(self.plan, self.evaluate_next, self.stopped)
 
     @property
     def evaluated(self) -> nn.Module:
