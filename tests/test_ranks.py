@@ -341,13 +341,12 @@ def test_a_change_that_is_refused_ends_no_other_process(pack):
 
 def hurried(folder: Path) -> dict[str, Any]:
     """Another thread asks for more whenever rank 0 has just told the others what is wanted."""
-    seen = Seen(toy, Pack.open(folder), QUIET.replace(epochs=3))
-    tell, told = Ranks.tell, []
+    seen, at = Seen(toy, Pack.open(folder), QUIET.replace(epochs=3)), set()
 
     def tell_and_ask(what: Any) -> Any:
-        found = tell(seen.ranks, what)
-        told.append(found)
-        if len(told) < 12:
+        found = Ranks.tell(seen.ranks, what)
+        if seen.state.step not in at:
+            at.add(seen.state.step)
             size = 24 if seen.state.plan.batch_size == 16 else 16
             seen.state.plan = seen.state.plan.replace(batch_size=size, lr=seen.state.plan.lr * 0.9, epochs=2)
             seen.state.evaluate_next = True
@@ -355,7 +354,11 @@ def hurried(folder: Path) -> dict[str, Any]:
 
     if seen.ranks and seen.ranks.first:
         seen.ranks.tell = tell_and_ask
-    return seen.run().end()
+
+    def watch(state: TrainState, record: Record) -> None:
+        state.evaluate_next |= record.kind == "step" and state.step in (3, 6)
+
+    return seen.run(watch).end()
 
 
 def test_what_is_asked_while_rank_0_tells_the_others_waits_for_the_next_time_on_all(pack):
@@ -374,6 +377,7 @@ def short(folder: Path, plan: Plan, at: dict[int, tuple[str, int]]) -> dict[str,
     """Memory runs out on the last rank in some steps, forward or backward, for more than so many samples; from step 2
     on where DDP adds up gradients."""
     small_buckets()
+    held = []  # whether gradients, views of the former buckets, are there when DDP makes new ones
     owed = []  # (buckets that had left, whether forward had returned) when the rank gave up
 
     def loss(model, batch, plan):
@@ -386,15 +390,21 @@ def short(folder: Path, plan: Plan, at: dict[int, tuple[str, int]]) -> dict[str,
         vars(seen.state.model)["failing"] = here and where == "backward"
         return toy.loss(model, batch, plan)
 
-    def owe() -> None:
+    def owe() -> Any:
         assert seen.ranks
         owed.append((seen.ranks.sent, seen.ranks.ddp and seen.ranks.ddp.forwarded))
-        Ranks.owe(seen.ranks)
+        return Ranks.owe(seen.ranks)
+
+    class Watched(ranked.Together):
+        def __init__(self, network: nn.Module, **settings: Any):
+            held.append(any(p.grad is not None for p in network.parameters()))
+            super().__init__(network, **settings)
 
     seen = Seen(class_task(loss=loss), Pack.open(folder), plan)
     if seen.ranks:
         seen.ranks.owe = owe
-    return {**seen.run().end(), "owed": owed}
+        ranked.Together = Watched
+    return {**seen.run().end(), "owed": owed, "held": held}
 
 
 def test_memory_that_runs_out_on_one_rank_halves_the_parts_of_all_and_changes_nothing_else(pack):
@@ -411,6 +421,7 @@ def test_memory_that_runs_out_on_one_rank_halves_the_parts_of_all_and_changes_no
         changes = [f"micro batch {now} → {now // 2}" for now in (8, 4, 2)]
         assert said == [f"out of memory: {change}; effective batch and lr unchanged" for change in changes]
         assert [rank["owed"] for rank in several] == [[], owed]
+        assert [rank["held"] for rank in several] == [[False] * 3] * 2
         require_same(one, several, 1e-9)
 
 
@@ -470,31 +481,43 @@ def test_a_loss_that_is_lost_is_rank_0s_to_decide_on_and_the_others_follow_it_ba
 
 
 class Branched(Plain):
-    """A layer that only some shares use, from step 3 on."""
+    """From step 3 on a layer that only some shares use, and one that none uses. never: one that is never used, too."""
 
-    def __init__(self):
+    def __init__(self, never: bool):
         super().__init__()
-        self.rare = nn.Linear(8, toy.CLASSES)
-        self.never = nn.Linear(8, 1)
+        self.norm = nn.BatchNorm1d(8)
+        self.rare, self.early = nn.Linear(8, toy.CLASSES), nn.Linear(8, toy.CLASSES)
+        self.never = nn.Linear(8, 1) if never else None
+        self.step = 0
 
     def forward(self, batch):
-        found, x = super().forward(batch), batch["x"]
-        return found + self.rare(x) if x.sum() > 0 else found
+        found, x = super().forward({"x": self.norm(batch["x"])}), batch["x"]
+        found = found + self.early(x) if self.step < 3 else found
+        return found + self.rare(x) if self.step < 3 or x.sum() > 0 else found
 
 
-def branched(folder: Path, plan: Plan, cuts: int = 0) -> dict[str, Any]:
+def branched(folder: Path, plan: Plan, never: bool, cuts: int = 0) -> dict[str, Any]:
     small_buckets()
-    seen = Seen(precise(toy.with_(model=lambda card, plan: Branched())), Pack.open(folder), plan)
+
+    def loss(model, batch, plan):
+        seen.state.model.step = seen.state.step
+        return toy.loss(model, batch, plan)
+
+    seen = Seen(precise(toy.with_(model=lambda card, plan: Branched(never), loss=loss)), Pack.open(folder), plan)
     if cuts:
         cut_as(cuts)
         seen.state.recovery.micro = 1
     return seen.run().end()
 
 
-def test_parameters_that_some_shares_or_all_leave_out_are_trained_as_in_one_process(pack):
+@pytest.mark.parametrize("never", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_parameters_that_some_shares_or_all_leave_out_are_trained_as_in_one_process_in_one_pass_a_step(pack, never):
     plan = QUIET.replace(epochs=2, weight_decay=0.1)
-    [one] = together(1, branched, pack.folder, plan, 2)
-    require_same(one, together(2, branched, pack.folder, plan), 1e-9)
+    [one] = together(1, branched, pack.folder, plan, never, 2)
+    several = together(2, branched, pack.folder, plan, never)
+    require_same(one, several, 1e-9)
+    steps = max(row[1] for row in one["rows"])
+    assert [rank["buffers"]["norm.num_batches_tracked"] for rank in several] == [steps, steps]
 
 
 # -- ranks that are lost, and what travels

@@ -24,7 +24,7 @@ from nbtools.train.plan import (
     shown,
     times,
 )
-from nbtools.train.ranks import RankLost, Ranks, join, shares
+from nbtools.train.ranks import RankLost, Ranks, join, share, shares
 from nbtools.train.recovery import LEFT_OUT, Diverged, train_step
 from nbtools.train.state import TrainState
 from nbtools.train.step import attempt, clear_gradients, differentiate, release
@@ -93,6 +93,7 @@ __all__ = [
     "require_change",
     "require_sizes",
     "require_training",
+    "share",
     "shares",
     "shown",
     "task_name",

@@ -24,7 +24,7 @@ from nbtools.train.evaluation import Sums, score_split
 from nbtools.train.history import Record
 from nbtools.train.optimizer import follow
 from nbtools.train.plan import Plan, listed, refuse_fixed, require_batch, require_sizes
-from nbtools.train.ranks import Anew, Ended
+from nbtools.train.ranks import Anew, Ended, share
 from nbtools.train.recovery import Diverged, train_step
 from nbtools.train.state import EpochSums, TrainState, Wanted
 from nbtools.train.task import TaskLike, as_task, best_metric, readable
@@ -118,7 +118,8 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
             position.segments.append([plan.batch_size, 0])
         batches = batches_left(ids, lengths, plan.seed, position.epoch, position.segments)
         every, window = log_interval(len(ids), plan.batch_size), Window(state)
-        stream = feed(batches if state.ranks is None else list(map(state.ranks.share, batches)))
+        ranks = state.ranks
+        stream = feed(batches if ranks is None else [share(each, ranks.rank, ranks.world) for each in batches])
         for batch in batches:
             if state.called():
                 yield from between_steps(state, feed, pack)

@@ -267,12 +267,6 @@ class Ranks:
 
     # -- shares and sums
 
-    def share(self, batch: np.ndarray) -> np.ndarray:
-        """This rank's part of a batch of ids; where there is none (`counts`), its first two, which count nothing."""
-        cuts = [*pairwise(shares(len(batch), self.world))]
-        start, end = cuts[self.rank] if self.rank < len(cuts) else (0, 2)
-        return batch[start:end]
-
     def counts(self, size: int) -> bool:
         """Whether this rank has samples of its own in a batch of so many."""
         return self.rank < len(shares(size, self.world)) - 1
@@ -313,8 +307,11 @@ class Ranks:
     # -- gradients
 
     def wrap(self, network: nn.Module, compress: bool = False) -> None:
-        """Wrap the network for steps in which gradients are added up while backward runs. compress: as bfloat16."""
+        """Wrap the network for steps in which gradients are added up while backward runs. compress: as bfloat16.
+        Discards gradients: they would keep the former buckets, of which they are views, beside the new ones."""
         self.ddp = None  # its hooks on the parameters go with it
+        for parameter in network.parameters():
+            parameter.grad = None
         gc.collect()
         self.ddp = Together(network, gradient_as_bucket_view=True, find_unused_parameters=self.unused)
         self.ddp.broadcast_buffers = False  # an argument until torch 2.12
@@ -335,8 +332,11 @@ class Ranks:
         buffer = bucket.buffer()
         work = self.reduce(buffer.bfloat16() if self.compress else buffer)
         self.sent, self.complete = self.sent + 1, bucket.is_last()
-        self.flying.append(work)
-        return work.get_future().then(lambda done: buffer.copy_(done.value()[0]) if self.compress else done.value()[0])
+        summed = work.get_future()
+        self.flying.append(
+            summed.then(lambda done: buffer.copy_(done.value()[0]) if self.compress else done.value()[0])
+        )
+        return self.flying[-1]
 
     def reduce(self, tensor: Tensor) -> Any:
         self.bytes += tensor.numel() * tensor.element_size()
@@ -357,37 +357,53 @@ class Ranks:
         for work in works:
             work.wait()
 
-    def settle(self, short: str | None) -> bool:
-        """After the gradients of an attempt, on all ranks: whether it succeeded everywhere. short: why memory ran out
-        here. False: it must be repeated, since a parameter got no gradient. Raises Shortage."""
-        lacking = self.overlap and short is None and not self.complete
-        if self.overlap and not self.complete:
-            self.owe()
-        enough, used = self.least([short is None, not lacking])
-        if enough and used:
-            return True
-        for work in self.flying:
-            work.wait()
+    def settle(self, short: str | None) -> None:
+        """After the gradients of an attempt, on all ranks. short: why memory ran out here. Raises Shortage."""
+        incomplete = self.overlap and not self.complete
+        spare = self.owe() if incomplete else {}
+        enough, used = self.least([short is None, short is not None or not incomplete])
+        for summed in self.flying:
+            summed.wait()
+        self.flying = []
         self.unused = self.unused or not used
-        if self.overlap:
-            assert self.ddp is not None
-            self.wrap(self.ddp.module, self.compress)  # the reducer of an attempt that was given up is of no use
-        if enough:
-            return False
-        reasons = [f"rank {rank}: {why}" for rank, why in enumerate(self.gather(short)) if why is not None]
-        raise Shortage(reasons[0])
+        if not enough:
+            if self.overlap:
+                assert self.ddp is not None
+                self.wrap(self.ddp.module, self.compress)  # the reducer of an attempt that was given up is of no use
+            reasons = [f"rank {rank}: {why}" for rank, why in enumerate(self.gather(short)) if why is not None]
+            raise Shortage(reasons[0])
+        if not used:
+            self.keep_some(spare)
 
-    def owe(self) -> None:
-        """Put zeros into the all-reduces that this rank, which gave up, still owes the others: as DDP's own join hook
-        does for a rank that has no more data."""
+    def owe(self) -> dict[nn.Parameter, Tensor]:
+        """Put the gradients that this rank has into the all-reduces that it still owes the others, since DDP waits for
+        a bucket until each of its parameters got one; zeros where it gave up and has none, as DDP's own join hook does
+        for a rank without data. Returns the sums for parameters without a gradient here."""
         assert self.ddp is not None
         reducer: Any = self.ddp.reducer
         if not self.ddp.forwarded:
             reducer._rebuild_buckets()  # in the second pass DDP agrees on new buckets
+        spare: dict[nn.Parameter, Tensor] = {}
         for bucket in reducer._get_zeros_like_grad_buckets()[self.sent :]:
+            for parameter, flat in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                summed = flat.as_strided(parameter.shape, parameter.stride())
+                if parameter.grad is None:
+                    spare[parameter] = summed
+                else:
+                    parameter.grad = summed.copy_(parameter.grad)
             reducer._run_comm_hook(bucket).wait()
         if self.ddp.find_unused_parameters:
             self.ddp._match_unused_params_allreduce()
+        return spare
+
+    def keep_some(self, spare: Mapping[nn.Parameter, Tensor]) -> None:
+        """Give parameters the gradients that only other ranks had; one without any on all ranks keeps none, as in one
+        process."""
+        assert self.ddp is not None
+        parameters = [p for p in self.ddp.module.parameters() if p.requires_grad]
+        for parameter, none in zip(parameters, self.least([int(p.grad is None) for p in parameters]), strict=True):
+            if parameter.grad is None and not none:
+                parameter.grad = spare[parameter]
 
 
 class Together(DistributedDataParallel):
@@ -412,6 +428,13 @@ def shares(size: int, world: int) -> list[int]:
     samples, which BatchNorm needs, so that a small batch has fewer than `world`."""
     count = max(min(world, size // 2), 1)
     return [size * i // count for i in range(count + 1)]
+
+
+def share(batch: np.ndarray, rank: int, world: int) -> np.ndarray:
+    """A rank's share of a batch of ids; where there is none, the first two as padding, whose loss does not count."""
+    cuts = [*pairwise(shares(len(batch), world))]
+    start, end = cuts[rank] if rank < len(cuts) else (0, 2)
+    return batch[start:end]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -56,14 +56,10 @@ def together(state: TrainState, raw: Batch, size: int) -> tuple[Tensor, Tensor |
     of them, where memory ran out on one."""
     ranks = state.ranks
     assert ranks is not None
-    while True:
-        found, short = within_memory(lambda: differentiate_share(state, raw, size))
-        if found is None:
-            release(state)
-        if ranks.settle(None if found is not None else short):
-            break
+    found, short = within_memory(lambda: differentiate_share(state, raw, size))
+    if found is None:
         release(state)
-        ranks.start(ranks.overlap)
+    ranks.settle(None if found is not None else short)
     assert found is not None
     if not ranks.overlap:
         ranks.add_up(state.parameters)
