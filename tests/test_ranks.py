@@ -103,11 +103,13 @@ class Seen:
 
 
 def cut_as(world: int) -> None:
-    """One process accumulates the parts that so many would train on."""
+    """One process accumulates the parts that so many would train on, each as wide as its own longest sample."""
 
     def parts(raw, size, micro):
         for start, end in pairwise(ranked.shares(size, world)):
-            yield {name: tensor[start:end] for name, tensor in raw.items()}
+            part = {name: tensor[start:end] for name, tensor in raw.items()}
+            longest = {name: int(part[f"{name}_length"].max()) for name in raw if f"{name}_length" in raw}
+            yield part | {name: part[name][:, :most].contiguous() for name, most in longest.items()}
 
     stepping.parts = parts
 
@@ -116,19 +118,30 @@ def without_dropout(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
+        if isinstance(getattr(module, "dropout", None), float):  # of fused attention
+            vars(module)["dropout"] = 0.0
     return model
 
 
 def precise(task: Any) -> Any:
-    """The task in float64, loss included."""
-    torch.Tensor.float = torch.Tensor.double  # what a loss widens to
+    """The task in float64, also where its network and loss widen to float32."""
     inner = as_task(task)
+
+    def widened(act: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+                return act(*given)
+
+        return call
 
     def batch(raw, plan, draws):
         found = inner.batch(raw, plan, draws)
         return {name: t.double() if t.is_floating_point() else t for name, t in found.items()}
 
-    return like(inner, batch=batch, model=lambda card, plan: inner.model(card, plan).double())
+    double = like(inner, batch=batch, model=lambda card, plan: inner.model(card, plan).double())
+    double.loss, double.infer = widened(inner.loss), widened(inner.infer)
+    return double
 
 
 def fifty(name: str, folder: Path, plan: Plan, double: bool, cuts: int = 0) -> dict[str, Any]:
@@ -216,11 +229,15 @@ def test_fifty_steps_are_those_of_one_process_that_accumulates_the_same_parts(pa
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("name", "network"), TASKS.items())
 def test_fifty_steps_of_every_task_are_those_of_one_process(tmp_path, name, network, world):
+    """AdamW, but for four processes in float32: it divides gradients by their size, rounding errors too where there is
+    little else, as in a captcha's positions that few samples reach; those differed by 0.4 % after 50 steps."""
     task: Any = import_task(f"nbtools.tasks.{name}", name)
     pack = task.pack(task.demo(tmp_path / "raw", 61, **task.SMOKE), into=tmp_path / "pack", progress=False)
     plan = task.with_network(task.PLAN, pack, network).replace(network=network, amp="off", ema=None)
     plan = plan.replace(batch_size=13, micro_batch_size=None, epochs=60, eval_every=60, warmup_epochs=0)
     for double, tolerance in ((True, 1e-9), (False, 1e-3)):
+        if world == 4 and not double:
+            plan = plan.replace(optimizer="sgd", lr=1e-3)
         [one] = together(1, fifty, name, pack.folder, plan, double, world, timeout=300)
         several = together(world, fifty, name, pack.folder, plan, double, timeout=300)
         require_same(one, several, tolerance)
