@@ -229,15 +229,13 @@ def test_fifty_steps_are_those_of_one_process_that_accumulates_the_same_parts(pa
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("name", "network"), TASKS.items())
 def test_fifty_steps_of_every_task_are_those_of_one_process(tmp_path, name, network, world):
-    """AdamW, but for four processes in float32: it divides gradients by their size, rounding errors too where there is
-    little else, as in a captcha's positions that few samples reach; those differed by 0.4 % after 50 steps."""
+    """Four of them in float64 only: gloo adds four numbers in an order of its own, and such rounding errors grow to 0.3 %
+    (captcha) and 1.3 % (hwdb) of a weight's norm in 50 steps on shares of three samples; two are added to the same bits."""
     task: Any = import_task(f"nbtools.tasks.{name}", name)
     pack = task.pack(task.demo(tmp_path / "raw", 61, **task.SMOKE), into=tmp_path / "pack", progress=False)
     plan = task.with_network(task.PLAN, pack, network).replace(network=network, amp="off", ema=None)
     plan = plan.replace(batch_size=13, micro_batch_size=None, epochs=60, eval_every=60, warmup_epochs=0)
-    for double, tolerance in ((True, 1e-9), (False, 1e-3)):
-        if world == 4 and not double:
-            plan = plan.replace(optimizer="sgd", lr=1e-3)
+    for double, tolerance in [(True, 1e-9), (False, 1e-3)][: 2 if world == 2 else 1]:
         [one] = together(1, fifty, name, pack.folder, plan, double, world, timeout=300)
         several = together(world, fifty, name, pack.folder, plan, double, timeout=300)
         require_same(one, several, tolerance)
