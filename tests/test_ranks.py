@@ -229,8 +229,9 @@ def test_fifty_steps_are_those_of_one_process_that_accumulates_the_same_parts(pa
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("name", "network"), TASKS.items())
 def test_fifty_steps_of_every_task_are_those_of_one_process(tmp_path, name, network, world):
-    """Four of them in float64 only: gloo adds four numbers in an order of its own, and such rounding errors grow to 0.3 %
-    (captcha) and 1.3 % (hwdb) of a weight's norm in 50 steps on shares of three samples; two are added to the same bits."""
+    """Four of them in float64 only: gloo adds four numbers in an order of its own, and on shares of three samples such
+    rounding errors grow to 0.3 % (captcha) and 1.3 % (hwdb) of a norm in 50 float32 steps; two have the same bits.
+    """
     task: Any = import_task(f"nbtools.tasks.{name}", name)
     pack = task.pack(task.demo(tmp_path / "raw", 61, **task.SMOKE), into=tmp_path / "pack", progress=False)
     plan = task.with_network(task.PLAN, pack, network).replace(network=network, amp="off", ema=None)
