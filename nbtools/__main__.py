@@ -35,7 +35,7 @@ from nbtools.data import Pack, open_feed, stage
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError, sentence
 from nbtools.fit import fit
 from nbtools.folder import busy, stored_plan
-from nbtools.launch import as_rank, launch
+from nbtools.launch import launch, noting_errors, require_processes
 from nbtools.live import ACTIONS, advised, send
 from nbtools.measure import advise, check, find_batch, find_workers, follow, preset
 from nbtools.options import AUTO, add_knobs, add_signature, given, options_of, own
@@ -400,11 +400,17 @@ def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
     )
     add_knobs(one, type(task.PLAN), dataclasses.fields(task.PLAN))
     add_signature(one, task.pack)
-    return lambda options: as_rank(lambda: train_run(task, options))
+    return lambda options: noting_errors(lambda: train_run(task, options))
 
 
 def train_run(task: Task, options: argparse.Namespace) -> Result | None:
     rank = int(os.environ.get("RANK", 0))  # under torchrun
+    if options.processes != 1:
+        require_processes(options.processes)
+        if options.smoke_test:
+            raise NbtoolsError(
+                f"--smoke-test is one step of one process, got --processes {options.processes}; leave one out"
+            )
     if options.smoke_test:
         said = smoke_test(task, **given(task.PLAN, options))
         return Result(said, {"smoke_test": said})

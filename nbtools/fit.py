@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -81,15 +82,13 @@ def fit(
     if ranks is not None and not ranks.first:
         return follower(task, pack, folder, ranks)
     with only_one(folder):
-        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-        if not again:
-            with disk.explained("starting a run", folder):
-                disk.remove(folder / CONTROL)  # meant for an earlier run
+        again = restarted(ranks)
+        if not (again or isinstance(plan, Given)):
+            forget(folder)
         restore(folder, kept)
-        if known := again and stored_plan(task, folder):  # as it was changed since the processes first started
-            plan = known
-        plan = plan() if callable(plan) and not isinstance(plan, type) else plan
-        wanted = chosen_plan(task, pack, plan, folder)
+        known = stored_plan(task, folder) if again else None  # as it was changed since the processes first started
+        plan = plan() if known is None and callable(plan) and not isinstance(plan, type) else plan
+        wanted = known or chosen_plan(task, pack, plan, folder)
         limits = unread(task, pack, wanted)
         pack = readable(task, pack, wanted)
         require_sizes(pack, wanted)
@@ -102,8 +101,8 @@ def fit(
         job = Job(pack, folder, state, surface, checkpoint.Keeper(folder, kept) if kept is not None else None)
         requests = surface.requests
         doubtful = beyond(wanted, requests.advised).values()
-        restarted = f"started again from step {state.step}, since a process was lost" if again else ""
-        said = [limits, idle(wanted) if ranks is None else "", ending(state) or finished(job), restarted]
+        lost = f"started again from step {state.step}: a process was lost, which torchrun names" if again else ""
+        said = [limits, idle(wanted) if ranks is None else "", ending(state) or finished(job), lost]
         surface.report_all([*complaints, *doubtful, *filter(None, said)])
         asked = partial(end_soon, requests, ranks)
         with FirstSignal(signal.SIGTERM, asked, later=not is_torchelastic_launched()) as sigterm:
@@ -124,10 +123,30 @@ def fit(
     return found
 
 
+@dataclass(frozen=True)
+class Given:
+    """What `launch` hands to its ranks as their plan, with the one that it was advised; requests to a former run are
+    removed already, and `control.json` has those that came since."""
+
+    plan: Plan
+    advised: Plan | None
+
+
+def forget(folder: Path) -> None:
+    """Remove requests that were meant for an earlier run."""
+    with disk.explained("starting a run", folder):
+        disk.remove(folder / CONTROL)
+
+
+def restarted(ranks: Ranks | None) -> bool:
+    """Whether torchrun has started this run's processes before."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or (ranks is not None and ranks.met_before())
+
+
 def follower(task: Task, pack: Pack, folder: Path, ranks: Ranks) -> Run:
     """What a rank other than 0 does: train as rank 0 says, until it ends the run. Signals reach every rank, and rank 0
     decides what becomes of them, so that all stop after the same step."""
-    with FirstSignal(signal.SIGINT, bool), FirstSignal(signal.SIGTERM, ranks.dismiss):
+    with FirstSignal(signal.SIGINT, ranks.dismiss), FirstSignal(signal.SIGTERM, ranks.dismiss):
         plan = type(task.PLAN).from_dict(ranks.tell())
         pack = readable(task, pack, plan)
         state = new_state(task, pack, plan, ranks)
@@ -144,7 +163,7 @@ def end_soon(requests: Requests, ranks: Ranks | None) -> None:
 
 
 def new_state(task: Task, pack: Pack, plan: Plan, ranks: Ranks | None) -> TrainState:
-    """Raises TrainError where memory does not suffice."""
+    """Raises TrainError if there is not enough memory."""
     state, reason = devices.within_memory(lambda: TrainState(task, pack, plan, ranks=ranks))
     if state is None:
         rule = f"out of memory before the first step ({reason})"

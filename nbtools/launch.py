@@ -21,21 +21,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self, TypeVar
 
 import torch
+from torch.distributed import is_torchelastic_launched
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from nbtools import errors
 from nbtools.data import Pack, cores
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, TrainError
-from nbtools.fit import chosen_plan, fit, places
+from nbtools.fit import Given, chosen_plan, fit, forget, places
 from nbtools.folder import only_one, restore
 from nbtools.live import FirstSignal, closing, running_kernel
 from nbtools.run import Run
 from nbtools.table import plural
 from nbtools.train import RankLost, TaskLike, as_task, import_task, readable, require_sizes, task_name
+from nbtools.train import device as devices
 from nbtools.watch import Remote
 
 RESTARTS = 3
@@ -46,8 +47,8 @@ RANK = """
 import ctypes, signal, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it dies with torchrun
-from nbtools.launch import rank
-rank()
+from nbtools.launch import fit_as_asked
+fit_as_asked()
 """
 AGENT = """
 import ctypes, signal, sys
@@ -91,10 +92,11 @@ def launch(
     task = as_task(task)
     if not isinstance(pack, Pack):
         raise PackError(f"pack must be a nb.Pack, got {type(pack).__name__}; make one with the task's pack(source)")
-    name = importable(task)
     require_processes(processes)
+    name = importable(task)
     folder, kept = places(run, keep, release_gpu=False)
     with only_one(folder):
+        forget(folder)
         restore(folder, kept)
     plan = plan() if callable(plan) and not isinstance(plan, type) else plan
     wanted = chosen_plan(task, pack, plan, folder)
@@ -118,7 +120,7 @@ def launch(
         FirstSignal(signal.SIGTERM, partial(post, "stop", by="SIGTERM"), later=True),
         FirstSignal(signal.SIGINT, partial(post, "stop")),
     ):
-        Crew(asked, processes, restarts, remote).train()
+        Launcher(asked, processes, restarts, remote).train()
     found = Run.open(folder, task)
     found.events = remote.view.events
     return found
@@ -140,14 +142,21 @@ def importable(task: TaskLike) -> str:
 
 
 def require_processes(count: int) -> None:
-    """Raise TrainError for more processes than GPUs, or a number below 1."""
+    """Raise TrainError for a number below 1, more processes than GPUs, one GPU for several, and inside torchrun."""
+    if is_torchelastic_launched():
+        raise TrainError(
+            f"processes (--processes) starts torchrun, got {count} in a process that torchrun started; leave it out, "
+            "or start this without torchrun"
+        )
     if count < 1:
-        raise TrainError(f"processes must be ≥ 1, got {count}")
-    here = torch.cuda.device_count() if os.environ.get("NBTOOLS_DEVICE", "cuda").startswith("cuda") else 0
+        raise TrainError(f"processes (--processes) must be ≥ 1, got {count}; start one for each GPU")
+    name = os.environ.get("NBTOOLS_DEVICE", "cuda")
+    devices.require_own(name, count)
+    here = torch.cuda.device_count() if name.startswith("cuda") else 0
     if 0 < here < count:
         raise TrainError(
-            f"processes must be at most the number of GPUs, which is {here} here, got {count}: two processes on a GPU "
-            "take turns, and share its memory",
+            f"processes (--processes) must be at most the number of GPUs, which is {here} here, got {count}: two on a "
+            f"GPU take turns, and share its memory; start {here}",
             entry="DDP does not start",
         )
 
@@ -184,7 +193,7 @@ class Failure:
         return f"{who} failed with {self.kind}: {self.text}" if self.kind else f"{who} {self.text}"
 
 
-class Crew:
+class Launcher:
     """torchrun and its ranks, as far as the process that started them knows.
 
     asked: what each rank is to do. place: the folder of that, of what they print, and of their errors. attempt: how
@@ -266,14 +275,14 @@ def ending(code: int) -> str:
     """How a process ended."""
     if code >= 0:
         return f"ended with exit code {code}"
-    memory = ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
+    memory = ", which the system sends when memory runs out" if code == -signal.SIGKILL else ""
     return f"was ended by {signal.Signals(-code).name}{memory}"
 
 
 # -- what a rank runs
 
 
-def rank() -> None:
+def fit_as_asked() -> None:
     """`fit` of what the file asks for, in each process that torchrun starts for `launch`."""
     asked = pickle.loads(Path(sys.argv[1]).read_bytes())
 
@@ -281,12 +290,12 @@ def rank() -> None:
         task = import_task(asked["task"], "nb.launch")
         given = {name: asked[name] and type(task.PLAN).from_dict(asked[name]) for name in ("plan", "advised")}
         pack = dataclasses.replace(Pack.open(asked["pack"]), raw=asked["raw"])
-        fit(task, pack, SimpleNamespace(**given), asked["run"], asked["keep"], asked["receipt"], progress=False)
+        fit(task, pack, Given(**given), asked["run"], asked["keep"], asked["receipt"], progress=False)
 
-    as_rank(train)
+    noting_errors(train)
 
 
-def as_rank(act: Callable[[], T]) -> T | None:
+def noting_errors(act: Callable[[], T]) -> T | None:
     """Run it; under torchrun its error is kept for whoever asks for the root cause. An error that nbtools raised on
     purpose would come again: torchrun, which has no exit code for that, is asked to end."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:

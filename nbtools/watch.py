@@ -13,7 +13,7 @@ from typing import Any
 
 from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.folder import busy
-from nbtools.live import ACTIONS, REFUSED, FirstSignal, Messages, Plans, Requests, View, advised, send
+from nbtools.live import ACTIONS, OPENING, REFUSED, FirstSignal, Messages, Plans, Requests, View, advised, send
 from nbtools.run import HISTORY, PLAN, Run
 from nbtools.train import CONTROL, KEYS, History, Record, TaskLike, checkpoint, require_batch
 
@@ -89,7 +89,8 @@ class Remote:
                 try:
                     self.send()
                 except NbtoolsError as error:
-                    view.tell(str(error))
+                    if str(error) not in view.events:  # it is tried again
+                        view.tell(str(error))
                 if monotonic() >= due:
                     due = monotonic() + READ_EVERY
                     self.read()
@@ -107,16 +108,18 @@ class Remote:
         return action != "best" or checkpoint.best_of(self.run.folder) is not None
 
     def send(self) -> None:
-        """Send what was requested since the last call."""
+        """Send what was requested since the last call; before the run has its folder, requests stay pending."""
+        if not self.run.folder.is_dir():
+            return
         wanted, applied = self.plans.plan.to_dict(), self.plans.applied.to_dict()
         settings = {n: value for n, value in wanted.items() if value != self.sent.get(n, applied[n])}
         actions = [action for action in ACTIONS if action in self.requests.pending and action not in self.sent]
-        self.sent |= {**dict.fromkeys(actions), **settings}
-        if self.requests.paused != self.paused:
-            self.paused = self.requests.paused
-            actions.append("pause" if self.paused else "resume")
-        if actions or settings:
-            send(self.run.folder, actions, settings, force=bool(settings))  # the panel has already asked
+        paused = self.requests.paused
+        turned = [] if paused == self.paused else ["pause" if paused else "resume"]
+        if actions or settings or turned:
+            send(self.run.folder, [*actions, *turned], settings, force=bool(settings))  # the panel has already asked
+            self.sent |= {**dict.fromkeys(actions), **settings}
+            self.paused = paused
 
     def read(self) -> None:
         """Show what the other process wrote."""
@@ -129,6 +132,9 @@ class Remote:
         for row in history.rows[self.shown :]:
             values = {name: value for name, value in row.items() if name not in KEYS}
             record = Record(row["kind"], row["epoch"], row["step"], row["samples"], values)
+            if values.get("asked") == OPENING:
+                self.view.log(values["what"].split("\t"), opening=True)
+                continue
             self.view.advance(record)
             self.answered(record)
         self.shown = len(history)

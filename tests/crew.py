@@ -65,9 +65,16 @@ def fail() -> None:
     raise ValueError("a fault of the user's own")
 
 
+def orphan() -> None:
+    """Rank 0 vanishes without closing its connections, and the user interrupts this one."""
+    os.kill(json.loads(Path("steps-0.jsonl").read_text().splitlines()[0])["pid"], signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 ACTS = {
     "refuse": refuse,
     "fail": fail,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "orphan": orphan,
     "hang": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }

@@ -27,9 +27,12 @@ from ranks import together
 from serving import until
 
 import nbtools as nb
+from nbtools.__main__ import main
 from nbtools.errors import PackError, TrainError
+from nbtools.launch import Launcher
 from nbtools.live import send
-from nbtools.train import checkpoint
+from nbtools.train import CONTROL, as_task, checkpoint, ranks
+from nbtools.watch import Remote
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TESTS = Path(__file__).parent
@@ -117,9 +120,58 @@ def test_a_task_that_other_processes_cannot_import_is_refused_in_a_sentence(pack
         nb.launch(Cell, pack, toy.PLAN, processes=2)
     with pytest.raises(TrainError, match="has no name there"):
         nb.launch(toy.with_(), pack, toy.PLAN, processes=2)
-    with pytest.raises(TrainError, match="processes must be ≥ 1, got 0"):
+    with pytest.raises(TrainError, match=r"processes \(--processes\) must be ≥ 1, got 0; start one"):
         nb.launch(toy, pack, toy.PLAN, processes=0)
     assert not Path("runs").exists()
+
+
+def test_several_processes_are_refused_on_one_gpu_by_its_number(pack, monkeypatch):
+    monkeypatch.setenv("NBTOOLS_DEVICE", "cuda:0")
+    with pytest.raises(TrainError, match="a GPU of its own, so NBTOOLS_DEVICE must not number one, got 'cuda:0'; set "):
+        nb.launch(crew, pack, crew.PLAN, processes=2)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # torchrun by hand
+    with pytest.raises(TrainError, match="each of 2 processes takes a GPU of its own"):
+        nb.fit(crew, pack, crew.PLAN)
+
+
+def test_processes_inside_torchrun_or_in_a_smoke_test_are_refused(pack, monkeypatch, capsys):
+    assert main(["train", "captcha", "--smoke-test", "--processes", "2"]) == 1
+    assert "--smoke-test is one step of one process, got --processes 2; leave one out" in capsys.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    assert main(["train", "crew", "--data", "raw", "--run", "run", "--processes", "2"]) == 1
+    assert "starts torchrun, got 2 in a process that torchrun started; leave it out" in capsys.readouterr().err
+
+
+def test_requests_made_before_the_run_has_its_folder_are_sent_once_it_has(pack, tmp_path):
+    remote = Remote(nb.Run(Path("run"), as_task(crew), pack.card, crew.PLAN), show=False)
+    remote.requests.post("stop")
+    remote.requests.post("pause")
+    remote.send()
+    Path("run").mkdir()
+    remote.send()
+    assert json.loads(Path("run", CONTROL).read_text())["do"] == ["stop", "pause"]
+    Path("run", CONTROL).unlink()
+    remote.send()
+    assert not Path("run", CONTROL).exists(), "once"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_stop_while_the_processes_start_is_no_request_to_a_former_run(pack, tmp_path, monkeypatch, resumed):
+    if resumed:
+        fitted(pack.folder, "run", epochs=1)
+        Path("run", CONTROL).write_text(json.dumps({"lr": 0.009}))
+    train = Launcher.train
+
+    def interrupted(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        train(self)
+
+    monkeypatch.setattr(Launcher, "train", interrupted)
+    run = launched(pack, epochs=100_000)
+    assert any("stopped by you after step" in text for text in texts(run))
+    assert run.plan.lr == crew.PLAN.lr
+    assert left_behind(tmp_path) == []
 
 
 # -- what a run does
@@ -173,6 +225,8 @@ def test_what_is_asked_of_two_processes_reaches_both_at_the_same_step(pack, tmp_
     assert {row[1:] for row in ours[:-1] if row[1] == 24} >= {(24, 12)}
     assert last_step(Path("run")) == len(ours)
     assert any("stopped by you after step" in text for text in texts(run))
+    [opened] = [row["what"] for row in run.history.of("event") if row.get("asked") == "opening"]
+    assert "batch      16 per step: 8 + 8 on 2 processes\t" in opened
     assert any(text.startswith("batch_size 16 → 24") for text in texts(run, "change"))
 
 
@@ -208,7 +262,7 @@ def test_after_a_kill_all_start_again_and_the_run_becomes_the_one_that_was_never
     run = launched(pack)
     [told] = [event for event in run.events if "restart 1 of 3" in event]
     assert told.startswith(
-        f"rank {rank} was ended by SIGKILL, as the system does where memory runs out; starting again"
+        f"rank {rank} was ended by SIGKILL, which the system sends when memory runs out; starting again"
     )
     assert left_behind(tmp_path) == []
     assert any(text.startswith("started again from step") for text in texts(run))
@@ -245,6 +299,60 @@ def test_a_rank_that_hangs_is_named_within_the_timeout_and_all_start_again(pack,
     assert max(gap) < 5 + 5 + 30 + 60, "the timeout, the others' reports, torchrun's patience, and a start"
     assert len(run.history.of("epoch")) == 3
     assert left_behind(tmp_path) == []
+
+
+def test_an_interrupt_of_a_rank_that_lost_rank_0_does_not_wait_for_others(pack, tmp_path):
+    will("orphan", rank=1, step=4)
+    with pytest.raises(AssertionError, match=r"(?s)rank 1: .*no answer for 2 s from rank 0 of 2: it hangs"):
+        together(2, in_patience, pack.folder, "run", lost=0, timeout=40, NBTOOLS_TIMEOUT="2")
+
+
+def in_patience(pack: Path, run: str) -> str:
+    ranks.PATIENCE = 60.0
+    return in_place(pack, run)
+
+
+@contextmanager
+def nodes(count: int, *more: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two processes that train, on so many nodes of torchrun, which stand on one machine, and meet at a port of the
+    system's choice; ended with the test."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "run", "--max-restarts", "2"]
+    command = ["-m", "torch.distributed.run", "--nnodes", str(count), "--nproc-per-node", str(2 // count), *meet]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *command, "-m", "--", *TRAIN[1:], *more],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(count)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.terminate()
+            process.communicate()
+
+
+@pytest.mark.full
+def test_settings_outlive_a_restart_for_a_process_that_was_lost_on_another_machine(pack, tmp_path):
+    """Whose torchrun alone counts it."""
+    with nodes(2, "--epochs", "100000") as processes:
+        until(lambda: len(notes(1)) > 5, "steps", 100)
+        send("run", settings={"lr": 0.005})
+        until(lambda: notes(1)[-1]["lr"] == 0.005, "another lr")
+        os.kill(notes(1)[-1]["pid"], signal.SIGKILL)
+        until(lambda: len({note["pid"] for note in notes(0)}) == 2, "another process", 100)
+        send("run", ["stop"])
+        said = [process.communicate(timeout=100) for process in processes]
+    pids = list(dict.fromkeys(note["pid"] for note in notes(0)))
+    assert {note["lr"] for note in notes(0) if note["pid"] == pids[1]} == {0.005}, said
+    assert any(text.startswith("started again from step") for text in texts(nb.Run.open("run", crew)))
 
 
 # -- what ends all processes
@@ -323,30 +431,16 @@ def test_the_terminal_trains_in_several_processes(pack, tmp_path):
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["epochs"]) == 2
     assert "epoch 2 of 2: train_loss" in done.stderr
+    assert "\nbatch      16 per step: 8 + 8 on 2 processes\n" in done.stderr
     assert len(notes(0)) == len(notes(1)) > 0
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_any_torchrun_trains_and_packs_once(pack, tmp_path, nodes):
-    """Two nodes stand on one machine, meet at a port of the system's choice, and have folders of their own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "run"]
-    command = ["-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", str(2 // nodes), *meet]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *command, "-m", "--", *TRAIN[1:], "--epochs", "2"],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(nodes)
-    ]
-    said = [process.communicate(timeout=200) for process in processes]
-    assert [process.returncode for process in processes] == [0] * nodes, said
+@pytest.mark.parametrize("count", [1, 2])
+def test_any_torchrun_trains_and_packs_once(pack, tmp_path, count):
+    with nodes(count, "--epochs", "2") as processes:
+        said = [process.communicate(timeout=200) for process in processes]
+    assert [process.returncode for process in processes] == [0] * count, said
     assert sum(text.count("train_loss") for out, _ in said for text in [out]) == 1, "rank 0 alone prints the result"
     assert len(nb.Run.open("run", crew).history.of("epoch")) == 2
     assert len(notes(0)) == len(notes(1)) > 0

@@ -3,6 +3,7 @@
 from nbtools.live import png
 from nbtools.live.chart import Picture, number
 from nbtools.live.kernel import Messages, closing, running_kernel
+from nbtools.live.log import OPENING
 from nbtools.live.overlay import overlay
 from nbtools.live.panel import Panel
 from nbtools.live.picture import XS, Columns, spent, taken
@@ -12,6 +13,7 @@ from nbtools.live.view import View
 
 __all__ = [
     "ACTIONS",
+    "OPENING",
     "REFUSED",
     "XS",
     "Columns",

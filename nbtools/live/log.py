@@ -4,14 +4,16 @@ a line after each epoch."""
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from nbtools.data import Pack, choose
 from nbtools.live.chart import scientific
 from nbtools.live.picture import About, Columns, mebibytes, samples_per_s, time_left
 from nbtools.measure import described
 from nbtools.table import digits, duration
-from nbtools.train import Plan, Record, Steps, TrainState
+from nbtools.train import Plan, Record, Steps, TrainState, shares
 
+OPENING = "opening"  # marks the event with these lines, where the process that trains is not the one that shows them
 MEMORY = (("gpu_memory_allocated", "gpu_memory_peak"), ("memory", "memory"))
 """Columns of what is in use now, and of its peak: on a GPU the allocator's of the epoch, else the largest so far."""
 
@@ -22,7 +24,7 @@ def opening(state: TrainState, pack: Pack) -> list[str]:
     feed, why = choose(pack, plan, state.device)
     rows = [
         ("GPU" if state.device.type == "cuda" else "device", described(state.device)),
-        ("batch", batch_of(plan, state.recovery.micro)),
+        ("batch", batch_of(plan, state.recovery.micro, state.ranks.world if state.ranks is not None else 1)),
         ("lr", lr_of(plan)),
         ("optimizer", optimizer_of(plan)),
         ("feed", f"{feed}: {f'{plan.workers} processes' if feed == 'workers' else why}"),
@@ -33,11 +35,14 @@ def opening(state: TrainState, pack: Pack) -> list[str]:
     return [f"{name:<11}{text}" for name, text in rows]
 
 
-def batch_of(plan: Plan, micro: int | None) -> str:
-    """The batch, and the forward passes that it takes."""
+def batch_of(plan: Plan, micro: int | None, processes: int = 1) -> str:
+    """The batch, the shares of the processes, and the forward passes that they take."""
+    own = [end - start for start, end in pairwise(shares(plan.batch_size, processes))]
     text = f"{plan.batch_size} per step"
-    if micro is not None and micro < plan.batch_size:
-        text += f", accumulated over {math.ceil(plan.batch_size / micro)} forward passes of at most {micro}"
+    if processes > 1:
+        text += f": {' + '.join(map(str, own))} on {processes} processes"
+    if micro is not None and micro < max(own):
+        text += f", accumulated over {math.ceil(max(own) / micro)} forward passes of at most {micro}"
     return text
 
 

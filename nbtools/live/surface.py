@@ -18,7 +18,7 @@ from nbtools.data import Pack
 from nbtools.errors import NbtoolsError
 from nbtools.live import requests
 from nbtools.live.kernel import Messages, closing, running_kernel
-from nbtools.live.log import opening
+from nbtools.live.log import OPENING, opening
 from nbtools.live.panel import Panel
 from nbtools.live.requests import REFUSED, FirstSignal, Requests, advised
 from nbtools.live.samples import Preview
@@ -64,8 +64,8 @@ class Surface(View):
                 stack.callback(self.panel.end)
             if self.state.device.type == "cuda" and (index := nvml_index(self.state.device.index or 0)) is not None:
                 self.sampler = stack.enter_context(Sampler(index))
-            if self.visible and not self.state.over:
-                self.log(opening(self.state, self.previews.pack), opening=True)
+            if not self.state.over:
+                self.open()
             self.start(self.status)
             self.entered = stack.pop_all()
         return self
@@ -76,6 +76,14 @@ class Surface(View):
                 self.finish(self.samples(), self.folder / PLOT_FILE)
             else:
                 self.finish([])
+
+    def open(self) -> None:
+        """Show what the run starts with; under torchrun, where another process draws the run, through the history."""
+        if self.visible:
+            self.log(opening(self.state, self.previews.pack), opening=True)
+        elif is_torchelastic_launched():
+            values = {"what": "\t".join(opening(self.state, self.previews.pack)), "asked": OPENING}
+            self.history.append(Record("event", self.state.epoch, self.state.step, self.state.samples, values))
 
     def samples(self) -> list[Preview]:
         """The network's current answers; none where they are not displayed. If the task fails to show them, a message

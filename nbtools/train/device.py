@@ -52,6 +52,8 @@ def pick(name: str | None = None) -> torch.device:
     does not offer here."""
     asked = "NBTOOLS_DEVICE" if name is None else "device"
     name, local = os.environ.get("NBTOOLS_DEVICE") if name is None else name, int(os.environ.get("LOCAL_RANK", 0))
+    if asked == "NBTOOLS_DEVICE":
+        require_own(name, world())
     if world() > 1 and (name == "cuda" or (not name and torch.cuda.is_available())):
         if local >= (here := torch.cuda.device_count()):
             fix = f"start at most {here} processes on this machine, or set NBTOOLS_DEVICE=cpu"
@@ -66,6 +68,13 @@ def pick(name: str | None = None) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def require_own(name: str | None, processes: int) -> None:
+    """Refuse one GPU for several processes. name: of NBTOOLS_DEVICE. Raises TrainError."""
+    if processes > 1 and name and name.startswith("cuda:"):
+        rule = f"each of {processes} processes takes a GPU of its own, so NBTOOLS_DEVICE must not number one"
+        raise TrainError(f"{rule}, got {name!r}; set NBTOOLS_DEVICE=cuda, and choose GPUs with CUDA_VISIBLE_DEVICES")
 
 
 def require(plan: Plan, device: torch.device, processes: int = 1) -> None:

@@ -119,6 +119,11 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
+    def met_before(self) -> bool:
+        """Rank 0, once: whether processes of this torchrun have met before. Its count of restarts is that of a machine,
+        and leaves out those for a process that was lost on another."""
+        return dist.distributed_c10d._get_default_store().add("nbtools/met", 1) > 1
+
     # -- words: rank 0 talks, the others listen
 
     def tell(self, what: Any = None) -> Any:
