@@ -35,13 +35,13 @@ from nbtools.data import Pack, open_feed, stage
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError, sentence
 from nbtools.fit import fit
 from nbtools.folder import busy, stored_plan
-from nbtools.launch import launch, noting_errors, require_processes
+from nbtools.launch import launch, require_processes
 from nbtools.live import ACTIONS, advised, send
 from nbtools.measure import advise, check, find_batch, find_workers, follow, preset
 from nbtools.options import AUTO, add_knobs, add_signature, given, options_of, own
 from nbtools.run import Run, evaluate, validate
 from nbtools.table import coloured, plural
-from nbtools.train import Plan, Task, TrainState, as_task, checkpoint, doubts, evaluation, train_step, unread
+from nbtools.train import Plan, Task, TrainState, as_task, checkpoint, doubts, evaluation, reporting, train_step, unread
 from nbtools.watch import watch
 
 BUILT_IN = tuple(found.name for found in pkgutil.iter_modules(tasks.__path__) if found.name != "common")
@@ -400,7 +400,7 @@ def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
     )
     add_knobs(one, type(task.PLAN), dataclasses.fields(task.PLAN))
     add_signature(one, task.pack)
-    return lambda options: noting_errors(lambda: train_run(task, options))
+    return lambda options: reporting(lambda: train_run(task, options))
 
 
 def train_run(task: Task, options: argparse.Namespace) -> Result | None:

@@ -13,9 +13,6 @@ import dataclasses
 import json
 import math
 import os
-import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,7 +36,7 @@ from nbtools.measure.report import Report, restored
 from nbtools.measure.stepper import EAGER, Clock, Stepper, finish, typical, untouched
 from nbtools.table import digits, plural
 from nbtools.table import duration as hours
-from nbtools.train import Plan, TaskLike, import_task, shares, task_name, train_step
+from nbtools.train import Plan, TaskLike, Torchrun, import_task, importable, shares, train_step
 from nbtools.train import device as devices
 
 SECONDS = 6.0  # of measuring, besides the start of the processes
@@ -408,11 +405,8 @@ def reduced(size: int, device: torch.device, peers: Peers, seconds: float) -> fl
 def launched(
     task: TaskLike, pack: Pack, plans: Sequence[Plan], processes: int, seconds: float
 ) -> tuple[tuple[Link, ...], Parts]:
-    """Measured by so many processes, started for this. Raises TrainError where one failed."""
-    name = task_name(task)
-    if name.startswith("__main__") or name.endswith(":"):
-        rule = "processes import their task, but this one is defined in the notebook or has no name there"
-        raise TrainError(f"{rule}; put it into a file next to the notebook, and import it from there")
+    """Measured by so many processes, started for this. Raises TrainError if one fails."""
+    name = importable(task, "nb.advise of several processes")
     threads = threads_for(processes)
     with tempfile.TemporaryDirectory(prefix="nbtools-several-") as place:
         asked = {"task": name, "pack": str(pack.folder), "plans": [plan.to_dict() for plan in plans]}
@@ -423,27 +417,13 @@ def launched(
 
 
 def start(place: str, processes: int, environment: Mapping[str, str]) -> None:
-    """torchrun, until all have ended."""
-    code = "import sys; from nbtools.measure.several import take_part; take_part(sys.argv[1])"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    path = os.pathsep.join(filter(None, sys.path))  # what can be imported here can be imported there
-    began = subprocess.Popen(
-        [*command, "--no-python", sys.executable, "-c", code, place],
-        env={**os.environ, **environment, "PYTHONPATH": path},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # an interrupt is this process's own
-    )
-    try:
-        said = began.communicate()[1]
-    finally:
-        began.terminate()  # torchrun ends its processes before itself
-        began.wait()
-    if began.returncode:
-        errors = re.findall(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception)\b.*)", said, re.MULTILINE)
-        why = errors[0] if errors else said.strip().rpartition("\n")[2]
-        raise TrainError(f"{plural(processes, 'process')} could not be measured: {why}")
+    """torchrun, until all have ended. Raises TrainError with the error of the one that failed first."""
+    torchrun = Torchrun(Path(place), processes)
+    with torchrun.started(take_part, place, **environment) as agent:
+        agent.wait()
+    if agent.returncode:
+        failure = torchrun.failure(agent.returncode)
+        raise TrainError(f"{plural(processes, 'process')} could not be measured: {failure}")
 
 
 def take_part(place: str) -> None:

@@ -41,6 +41,7 @@ from nbtools.train.task import (
     task_name,
     unread,
 )
+from nbtools.train.torchrun import Torchrun, importable, reporting
 
 __all__ = [
     "CONTROL",
@@ -61,6 +62,7 @@ __all__ = [
     "Sums",
     "Task",
     "TaskLike",
+    "Torchrun",
     "TrainState",
     "adopt",
     "again",
@@ -80,6 +82,7 @@ __all__ = [
     "forward",
     "idle",
     "import_task",
+    "importable",
     "join",
     "knob",
     "listed",
@@ -89,6 +92,7 @@ __all__ = [
     "readable",
     "refuse_fixed",
     "release",
+    "reporting",
     "require_batch",
     "require_change",
     "require_sizes",

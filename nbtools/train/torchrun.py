@@ -1,0 +1,177 @@
+"""torchrun, started by a process that does not train itself: it ends with that process, and the error of the rank that
+failed first is known."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypeVar
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from nbtools import errors
+from nbtools.data import cores
+from nbtools.errors import CheckpointError, NbtoolsError, TrainError
+from nbtools.train.ranks import RankLost
+from nbtools.train.task import TaskLike, import_task, task_name
+
+LOG = "torchrun.log"
+T = TypeVar("T")
+
+RANK = """
+import ctypes, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it dies with torchrun
+from nbtools.train import reporting
+from {module} import {function}
+reporting(lambda: {function}(*sys.argv[1:]))
+"""
+AGENT = """
+import ctypes, signal, sys
+
+def end(*_):
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Linux sends one for each thread of the process that dies
+    signal.raise_signal(signal.SIGTERM)
+
+signal.signal(signal.SIGUSR1, end)
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGUSR1)
+from torch.distributed.run import main
+main()
+"""
+"""torchrun, which is asked to end when the process dies that started it: it passes that on, and a run is saved."""
+
+
+class Torchrun:
+    """torchrun and its ranks, as far as the process that started them knows.
+
+    place: the folder of what they print, and of their errors. attempt: how often they were started again.
+    """
+
+    def __init__(self, place: Path, processes: int, restarts: int = 0):
+        self.place, self.processes, self.restarts = place, processes, restarts
+        self.attempt = 0
+
+    @contextmanager
+    def started(self, function: Callable[..., object], *words: str, **more: str) -> Iterator[subprocess.Popen[bytes]]:
+        """torchrun in a session of its own, which Ctrl-C does not reach; ended with all ranks if the block ends before
+        it does. function: of a module, called with the words in each rank. more: of the environment."""
+        count = ["--standalone", "--nproc-per-node", str(self.processes), "--max-restarts", str(self.restarts)]
+        logs = ["--redirects", "3", "--log-dir", str(self.place), "--no-python"]
+        code = RANK.format(module=function.__module__, function=function.__name__)
+        paths = os.pathsep.join(str(Path(path).absolute()) for path in sys.path)  # where the task is
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // self.processes)))
+        with (self.place / LOG).open("wb") as log:
+            agent = subprocess.Popen(
+                [sys.executable, "-c", AGENT, *count, *logs, sys.executable, "-u", "-c", code, *words],
+                env={**os.environ, "OMP_NUM_THREADS": threads, **more, "PYTHONPATH": paths},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            yield agent
+        finally:
+            if agent.poll() is None:
+                agent.kill() if sys.platform == "linux" else agent.terminate()  # its ranks die with it
+                agent.wait()
+
+    def restarting(self) -> Failure | None:
+        """Once for each restart of all ranks: why."""
+        if not any(self.place.glob(f"*/attempt_{self.attempt + 1}")):
+            return None
+        failure = self.failure()
+        self.attempt += 1
+        return failure
+
+    def failure(self, code: int = 1) -> Failure:
+        """Why the last attempt failed: the first error that is not about another rank; else how a rank ended without
+        one; else what the others say of it. code: with which torchrun ended."""
+        if code < 0:
+            return Failure(None, "", ending(code))
+        found = map(Failure.read, self.place.glob(f"*/attempt_{self.attempt}/*/error.json"))
+        reports = sorted(found, key=lambda one: (one.kind == RankLost.__name__, one.time, one.rank))
+        log = (self.place / LOG).read_text(errors="replace")
+        ended = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", log)[self.attempt :]
+        silent = [Failure(int(rank), "", ending(int(code))) for code, rank in ended]
+        silent = [one for one in silent if one.rank not in {report.rank for report in reports}]
+        if reports and reports[0].kind == RankLost.__name__:
+            reports = [*silent, *reports]
+        return [*reports, *silent, Failure(None, "", f"failed: {log.strip()[-1000:]}")][0]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank failed; None: torchrun. kind: the name of its exception, "" where it ended without one. text: its
+    message, or how it ended."""
+
+    rank: int | None
+    kind: str
+    text: str
+    trace: str = ""
+    time: float = 0.0
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """What torch's `record` wrote when an exception left a rank."""
+        found = json.loads(path.read_text())["message"]
+        kind, _, text = found["message"].partition(": ")
+        more = found["extraInfo"]
+        return cls(int(path.parent.name), kind, text, more["py_callstack"], float(more["timestamp"]))
+
+    @property
+    def ours(self) -> type[NbtoolsError] | None:
+        """The class of an error that nbtools raised on purpose."""
+        found = getattr(errors, self.kind, TrainError if self.kind in ("Diverged", RankLost.__name__) else None)
+        return found if isinstance(found, type) and issubclass(found, NbtoolsError) else None
+
+    def __str__(self) -> str:
+        if self.ours is not None:
+            return self.text
+        who = "torchrun" if self.rank is None else f"rank {self.rank}"
+        return f"{who} failed with {self.kind}: {self.text}" if self.kind else f"{who} {self.text}"
+
+
+def ending(code: int) -> str:
+    """How a process ended."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    memory = ", which the system sends when memory runs out" if code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{memory}"
+
+
+def reporting(act: Callable[[], T]) -> T | None:
+    """Run it; under torchrun its error is kept for whoever asks for the root cause. An error that nbtools raised on
+    purpose would come again: torchrun, which has no exit code for that, is asked to end."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return act()
+    try:
+        return record(act)()
+    except NbtoolsError as error:
+        if not isinstance(error, RankLost):
+            os.kill(os.getppid(), signal.SIGTERM)
+        raise
+
+
+def importable(task: TaskLike, caller: str) -> str:
+    """The name from which other processes import a task. Raises TrainError for one that they cannot import."""
+    name = task_name(task)
+    try:
+        if name.partition(":")[0] == "__main__":
+            raise CheckpointError("it is defined in a notebook cell or in the script itself")
+        import_task(name, caller)
+        return name
+    except CheckpointError as error:
+        raise TrainError(
+            f"{caller} needs a task that other processes can import, got {name!r} ({error}); write it to a file next "
+            "to the notebook (%%writefile my_task.py), import that, and pass it"
+        ) from None
