@@ -1,9 +1,9 @@
 """Whether several processes are worth it, from measured parts, before anybody rents more GPUs.
 
 All processes share a batch, so that training is the same whatever their number is. A step takes as long as its slowest
-share, and the part of the gradients' all-reduce that the backward pass does not hide. Where the machine has what is
+share, and the part of the gradients' all-reduce that the backward pass does not hide. If the machine has what is
 asked for, torchrun starts the processes for some seconds: they train their shares of a batch at once, in turns with one
-of them that trains whole batches alone, and reduce as many bytes as there are gradients. Where it does not, the largest
+of them that trains whole batches alone, and reduce as many bytes as there are gradients. If it does not, the largest
 share is timed alone, and the all-reduce takes what others measured over the usual links: rules of thumb.
 """
 
@@ -42,7 +42,7 @@ from nbtools.train import device as devices
 SECONDS = 6.0  # of measuring, besides the start of the processes
 ROUNDS = 5
 BATCHES = 4  # that are trained again and again
-WORD, WORDS = 8, 3  # bytes of a word, and how many a step takes: what rank 0 wants, whether memory sufficed, the loss
+WORD, WORDS = 8, 3  # bytes of a word, and how many a step takes: what rank 0 wants, if memory was enough, the loss
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes: DistributedDataParallel reduces gradients in buckets of these sizes
 BACKWARD = 2 / 3  # of a pass: twice the arithmetic of the forward pass (arXiv 2001.08361)
 HALF = 0.5  # of a GPU that each added one should give (ours)
