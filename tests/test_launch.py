@@ -29,6 +29,7 @@ from serving import until
 import nbtools as nb
 from nbtools.__main__ import main
 from nbtools.errors import PackError, TrainError
+from nbtools.fit import Given
 from nbtools.launch import Launcher
 from nbtools.live import send
 from nbtools.train import CONTROL, as_task, checkpoint, ranks
@@ -282,7 +283,9 @@ def test_settings_and_a_pause_outlive_a_restart(pack):
         send("run", ["stop"])
 
     with beside(user):
-        run = launched(pack, epochs=100_000)
+        given = Given(crew.PLAN.replace(epochs=100_000), advised=crew.PLAN.replace(lr=0.0123))
+        run = nb.launch(crew, pack, given, "run", processes=2, **QUIET)
+    assert checkpoint.read_index(run.folder)["advised"]["lr"] == 0.0123
     pids = list(dict.fromkeys(note["pid"] for note in notes(1)))
     assert {note["lr"] for note in notes(1) if note["pid"] == pids[1]} == {0.005}
     assert run.plan.lr == 0.005

@@ -4,8 +4,12 @@ parts are measured by real processes."""
 import dataclasses
 import json
 import multiprocessing
+import os
 import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +18,7 @@ import torch
 import torch.distributed as dist
 import toy
 from ranks import together
+from serving import until
 from simulated import Job
 
 import nbtools as nb
@@ -43,6 +48,23 @@ class Failing(Sleeping):
     @staticmethod
     def model(card: Any, plan: Any) -> Any:
         raise nb.NbtoolsError("no network of this name")
+
+
+class Lost(Sleeping):
+    """Rank 1 fails, and rank 0 loses the connection to it in the same second."""
+
+    @staticmethod
+    def loss(model: Any, batch: Any, plan: Any) -> Any:
+        if os.environ.get("RANK") == "1":
+            raise ValueError("a fault of the user's own")
+        return toy.loss(model, batch, plan)
+
+
+class Endless(Sleeping):
+    @staticmethod
+    def loss(model: Any, batch: Any, plan: Any) -> Any:
+        Path(f"rank-{os.environ['RANK']}").write_text(str(os.getpid()))
+        time.sleep(600)
 
 
 @pytest.fixture(scope="module")
@@ -263,3 +285,20 @@ def test_the_terminal_measures_in_processes_of_torchrun_and_shows_the_rows(tmp_p
 def test_a_process_that_fails_is_named_by_its_own_error(pack):
     with pytest.raises(nb.NbtoolsError, match=r"2 processes could not be measured: .*no network of this name"):
         several.find_scaling(Failing, pack, [PLAN], 2)
+    with pytest.raises(nb.NbtoolsError, match=r"measured: rank 1 failed with ValueError: a fault of the user's own$"):
+        several.find_scaling(Lost, pack, [PLAN], 2)
+
+
+@pytest.mark.full
+def test_processes_end_with_the_one_that_measures(pack, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = "import sys; import nbtools as nb, test_several as t; from nbtools.measure.several import find_scaling; "
+    code += "find_scaling(t.Endless, nb.Pack.open(sys.argv[1]), [t.PLAN], 2)"
+    paths = os.pathsep.join(sys.path)
+    process = subprocess.Popen([sys.executable, "-c", code, str(pack.folder)], env={**os.environ, "PYTHONPATH": paths})
+    try:
+        pid = until(lambda: Path("rank-0").exists() and Path("rank-0").read_text(), "ranks", 60)
+    finally:
+        process.kill()
+        process.wait()
+    until(lambda: not Path("/proc", pid).exists(), "the end of all processes", 40)

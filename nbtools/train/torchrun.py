@@ -122,11 +122,12 @@ class Failure:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """What torch's `record` wrote when an exception left a rank."""
+        """What torch's `record` wrote when an exception left a rank; its own timestamp has whole seconds only, in which
+        others lose the connection."""
         found = json.loads(path.read_text())["message"]
         kind, _, text = found["message"].partition(": ")
         more = found["extraInfo"]
-        return cls(int(path.parent.name), kind, text, more["py_callstack"], float(more["timestamp"]))
+        return cls(int(path.parent.name), kind, text, more["py_callstack"], path.stat().st_mtime)
 
     @property
     def ours(self) -> type[NbtoolsError] | None:
