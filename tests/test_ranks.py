@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import together
 from torch import nn
+from torch.distributed.nn.functional import all_reduce
 
 from nbtools.data import Pack, batches_left
 from nbtools.errors import TrainError
@@ -364,7 +365,7 @@ def hurried(folder: Path) -> dict[str, Any]:
     """Another thread asks for more whenever rank 0 has just told the others what is wanted."""
     seen, at = Seen(toy, Pack.open(folder), QUIET.replace(epochs=3)), set()
 
-    def tell_and_ask(what: Any) -> Any:
+    def tell_and_ask(what: Any = None) -> Any:
         found = Ranks.tell(seen.ranks, what)
         if seen.state.step not in at:
             at.add(seen.state.step)
@@ -509,19 +510,19 @@ class Branched(Plain):
         self.norm = nn.BatchNorm1d(8)
         self.rare, self.early = nn.Linear(8, toy.CLASSES), nn.Linear(8, toy.CLASSES)
         self.never = nn.Linear(8, 1) if never else None
-        self.step = 0
+        self.at: list[int] = []
 
     def forward(self, batch):
         found, x = super().forward({"x": self.norm(batch["x"])}), batch["x"]
-        found = found + self.early(x) if self.step < 3 else found
-        return found + self.rare(x) if self.step < 3 or x.sum() > 0 else found
+        found = found + self.early(x) if self.at[-1] < 3 else found
+        return found + self.rare(x) if self.at[-1] < 3 or x.sum() > 0 else found
 
 
 def branched(folder: Path, plan: Plan, never: bool, cuts: int = 0) -> dict[str, Any]:
     small_buckets()
 
     def loss(model, batch, plan):
-        seen.state.model.step = seen.state.step
+        seen.state.model.at.append(seen.state.step)
         return toy.loss(model, batch, plan)
 
     seen = Seen(precise(toy.with_(model=lambda card, plan: Branched(never), loss=loss)), Pack.open(folder), plan)
@@ -539,6 +540,77 @@ def test_parameters_that_some_shares_or_all_leave_out_are_trained_as_in_one_proc
     require_same(one, several, 1e-9)
     steps = max(row[1] for row in one["rows"])
     assert [rank["buffers"]["norm.num_batches_tracked"] for rank in several] == [steps, steps]
+
+
+class Exchanging(nn.Module):
+    """What SyncBatchNorm does, which a CPU lacks: it communicates in every forward and backward pass."""
+
+    def forward(self, x):
+        if not self.training:
+            return x
+        total = all_reduce(torch.cat([x.sum(0), x.new_tensor([len(x)])]))
+        return x - total[:-1] / total[-1]
+
+
+def exchanging(folder: Path, micro: int | None, careful: bool = False, fails: bool = False) -> Any:
+    """Batches of 17, so that shares differ. fails: memory runs out on rank 1."""
+
+    def loss(model, batch, plan):
+        if fails and seen.ranks and not seen.ranks.first:
+            run_out()
+        found = model(batch["x"])
+        passes.append(len(found))
+        return nn.functional.cross_entropy(found, batch["label"], reduction="sum"), len(found)
+
+    def model(card, plan):
+        return nn.Sequential(nn.Linear(8, 16), Exchanging(), nn.Linear(16, toy.CLASSES))
+
+    def batch(raw, plan, draws):
+        found = toy.batch(raw, plan, draws)
+        if careful and draws is not None and seen.state.step == 2 and seen.ranks and not seen.ranks.first:
+            found["x"][0] = torch.nan
+        return found
+
+    device.require, passes = (lambda *_: None), []  # it refuses a CPU
+    ranked.PATIENCE = 0.5
+    plan = QUIET.replace(epochs=1, batch_size=17, micro_batch_size=micro, sync_batchnorm=True)
+    seen = Seen(toy.with_(loss=loss, model=model, batch=batch), Pack.open(folder), plan, timeout=20)
+    seen.state.recovery.careful_until = 99 if careful else 0
+    try:
+        found = seen.run(lambda state, record: state.step == 4).end()
+    except TrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return {**found, "passes": passes}
+
+
+@pytest.mark.parametrize(("micro", "careful"), [(4, True), pytest.param(1, False, marks=pytest.mark.full)])
+def test_layers_that_communicate_run_as_often_on_every_rank(pack, micro, careful):
+    first, other = together(2, exchanging, pack.folder, micro, careful)
+    assert len(first["passes"]) == len(other["passes"]) > 4
+    assert all((first["weights"][name] == other["weights"][name]).all() for name in first["weights"])
+
+
+def test_out_of_memory_amid_layers_that_communicate_ends_the_run_at_once(pack):
+    first, other = together(2, exchanging, pack.folder, None, False, True)
+    assert other.startswith("TrainError: out of memory on rank 1 (CUDA out of memory")
+    assert "set a smaller micro_batch_size, or sync_batchnorm=False" in other
+    assert first.startswith("RankLost")
+
+
+def after_the_end(folder: Path) -> str:
+    seen = Seen(toy, Pack.open(folder), QUIET.replace(epochs=1, shard_optimizer=True)).run()
+    if not seen.ranks or not seen.ranks.first:
+        return ""
+    there = len(seen.state.tensors())
+    assert there > 3 * len(seen.state.parameters)
+    seen.ranks.end()
+    with pytest.raises(TrainError) as raised:
+        seen.state.tensors()
+    return str(raised.value)
+
+
+def test_shares_of_an_optimizer_that_are_gone_are_not_left_out_in_silence(pack):
+    assert "call TrainState.tensors() before Ranks.end()" in together(2, after_the_end, pack.folder)[0]
 
 
 # -- ranks that are lost, and what travels

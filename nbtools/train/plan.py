@@ -75,7 +75,11 @@ class Plan:
     graph: bool = knob(False, "replay the model as a CUDA graph (needs CUDA; implies compile)")
     channels_last: bool = knob(False, "NHWC weights and activations for convolutions")
     checkpoint_activations: bool = knob(False, "recompute activations in backward: less memory, about 1/3 more work")
-    sync_batchnorm: bool = knob(False, "several GPUs: batch norm over the samples of all processes at once")
+    sync_batchnorm: bool = knob(
+        False,
+        "several GPUs: batch norm over the samples of all processes at once; each makes as many micro-batches then, "
+        "and out of memory ends the run",
+    )
     shard_optimizer: bool = knob(False, "several processes: each keeps a share of the optimizer's moments (ZeRO)")
     compress_gradients: bool = knob(False, "several processes: gradients travel in bf16, half the bytes")
     deterministic: bool = knob(False, "refuse kernels whose results differ from run to run")

@@ -14,7 +14,7 @@ from nbtools.errors import TrainError
 from nbtools.train.device import autocast, within_memory
 from nbtools.train.ranks import Shortage, shares
 from nbtools.train.state import TrainState
-from nbtools.train.step import attempt, clear_gradients, differentiate, parts, release, together, update
+from nbtools.train.step import attempt, clear_gradients, differentiate, parts_of_share, release, together, update
 from nbtools.train.task import Batch
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ def checked(state: TrainState, raw: Batch, epoch_size: int, size: int) -> tuple[
     """An attempt that is skipped, without any effect, if the loss or a gradient is not finite."""
     kept = buffers(state)
     loss_sum, count = differentiate(state, raw) if state.ranks is None else together(state, raw, size)
-    if bad := first_bad(state, raw, loss_sum):
+    if bad := first_bad(state, raw, loss_sum, size):
         restore(state, kept)
         refuse(state, *bad)
         return torch.zeros_like(loss_sum), 0
@@ -116,13 +116,13 @@ def checked(state: TrainState, raw: Batch, epoch_size: int, size: int) -> tuple[
     return loss_sum, count
 
 
-def first_bad(state: TrainState, raw: Batch, loss_sum: Tensor) -> tuple[str, list[int]] | None:
+def first_bad(state: TrainState, raw: Batch, loss_sum: Tensor, size: int) -> tuple[str, list[int]] | None:
     """The first tensor of this step that is not finite: of the batch, the weights, a layer, the loss, a gradient; and
     the samples' ids. On several ranks all find something, since they share the sum, and agree on the earliest.
 
     Under fp16 gradients that overflow are how the scaler finds its scale: it skips such steps by itself.
     """
-    task, plan, model, size = state.task, state.applied, state.model, len(raw["id"])
+    task, plan, model = state.task, state.applied, state.model
     named = model.named_parameters() if state.scaler is None else ()
     after = [("loss", loss_sum), *((f"gradient of {name}", p.grad) for name, p in named if p.grad is not None)]
     after = [name for name, tensor in after if not finite(tensor)]
@@ -141,7 +141,7 @@ def first_bad(state: TrainState, raw: Batch, loss_sum: Tensor) -> tuple[str, lis
         if name and not list(module.children())
     ]
     try:
-        for part in parts(raw, size, state.recovery.micro or size):
+        for part in parts_of_share(state, raw, size):
             batch = task.batch(part, plan, Draws(plan.seed, state.position.epoch, part["id"]))
             inputs += [f"batch[{name!r}]" for name, tensor in batch.items() if not finite(tensor)]
             with torch.no_grad(), autocast(plan, state.device, model):

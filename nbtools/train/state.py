@@ -154,6 +154,11 @@ class TrainState:
         """The weights that evaluation and `run.model()` use: the moving average where the plan keeps one."""
         return self.ema.module if self.ema is not None else self.model
 
+    @property
+    def sharded(self) -> bool:
+        """Whether each process keeps a share of the optimizer only."""
+        return local_optimizer(self.optimizer) is not self.optimizer
+
     def called(self) -> bool:
         """Whether something is to be done before the next step: on several ranks, whether rank 0 wants it."""
         wanted = self.plan is not self.applied or self.evaluate_next
@@ -193,6 +198,9 @@ class TrainState:
         if self.training:
             self.capture_rng()
         ranks = self.ranks
+        if ranks is not None and ranks.ended.is_set() and self.sharded:
+            rule = "after the other processes have ended, their shares of the optimizer are gone"
+            raise TrainError(f"{rule}; call TrainState.tensors() before Ranks.end(), as a checkpoint does")
         more = {} if ranks is None or not ranks.first else ranks.collect() if self.others is None else self.others
         named = {f"model.{k}": v for k, v in self.model.state_dict().items()}
         if self.ema is not None:
@@ -213,8 +221,7 @@ class TrainState:
             self.capture_rng()
         states = {"rng": self.rng, "cuda_rng": self.cuda_rng}
         named = {f"{name}.{self.ranks.rank}": kept for name, kept in states.items() if kept is not None}
-        sharded = local_optimizer(self.optimizer) is not self.optimizer
-        return {**named, **self.moments()} if sharded else named
+        return {**named, **self.moments()} if self.sharded else named
 
     def spread(self) -> None:
         """Rank 0: give the others this state, where they begin."""
@@ -233,9 +240,10 @@ class TrainState:
         local = local_optimizer(self.optimizer)
         ours = {parameter for group in local.param_groups for parameter in group["params"]}
         local.state.clear()
-        for i, parameter in enumerate(self.parameters):
-            if parameter in ours and (saved := below(tensors, f"optimizer.{i}.")):
-                local.state[parameter] = {k: like(v, parameter) for k, v in saved.items()}
+        for name, saved in below(tensors, "optimizer.").items():
+            i, _, key = name.partition(".")
+            if (parameter := self.parameters[int(i)]) in ours:
+                local.state[parameter][key] = like(saved, parameter)
         allocate(self.optimizer, self.applied)
         facts = facts if "position" in facts else regrouped(tensors, facts)
         self.position, self.best = Position(**facts["position"]), Best(**facts["best"])

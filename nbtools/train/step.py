@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from nbtools.data import Draws
+from nbtools.errors import TrainError
 from nbtools.train.device import DTYPES, recurrent_in_float32, within_memory
 from nbtools.train.plan import lr_at
+from nbtools.train.ranks import shares
 from nbtools.train.state import TrainState
 from nbtools.train.task import Batch
 
@@ -58,6 +60,9 @@ def together(state: TrainState, raw: Batch, size: int) -> tuple[Tensor, Tensor |
     assert ranks is not None
     found, short = within_memory(lambda: differentiate_share(state, raw, size))
     if found is None:
+        if state.applied.sync_batchnorm:  # the others wait amid their forward or backward pass, where nothing is agreed
+            rule = f"out of memory on rank {ranks.rank} ({short}), which Plan.sync_batchnorm cannot recover from"
+            raise TrainError(f"{rule}; set a smaller micro_batch_size, or sync_batchnorm=False", entry="Out of memory")
         release(state)
     ranks.settle(None if found is not None else short)
     assert found is not None
@@ -71,12 +76,11 @@ def together(state: TrainState, raw: Batch, size: int) -> tuple[Tensor, Tensor |
 def differentiate_share(state: TrainState, raw: Batch, size: int) -> tuple[Tensor, Tensor | float]:
     """The gradient of a share's loss sum / size; returns (sum, count). Where gradients are added up meanwhile, that
     happens in the last micro-batch."""
-    ranks, micro, own = state.ranks, state.recovery.micro, len(raw["id"])
+    ranks, some = state.ranks, list(parts_of_share(state, raw, size))
     assert ranks is not None
     if not state.model.training:
         state.model.train()
     clear_gradients(state.parameters)
-    some = [raw] if not micro or micro >= own else list(parts(raw, own, micro))
     denominator = size if ranks.counts(size) else math.inf  # a gradient of 0
     loss_sum, count = torch.zeros((), device=state.device), 0
     for part in some:
@@ -85,6 +89,18 @@ def differentiate_share(state: TrainState, raw: Batch, size: int) -> tuple[Tenso
         if ranks.counts(size):
             loss_sum, count = loss_sum + part_sum, count + part_count
     return loss_sum, count
+
+
+def parts_of_share(state: TrainState, raw: Batch, size: int) -> Iterator[Batch]:
+    """The micro-batches of a share. SyncBatchNorm communicates in every forward pass: with it each rank has as many, by
+    the largest share, but no more than the smallest share has samples."""
+    ranks, micro, own = state.ranks, state.recovery.micro, len(raw["id"])
+    if not micro:
+        return iter([raw])
+    if ranks is None or not state.applied.sync_batchnorm:
+        return parts(raw, own, micro)
+    count = len(shares(size, ranks.world)) - 1
+    return cut(raw, own, min(count_parts(-(-size // count), micro), size // count))
 
 
 def backward(
@@ -134,9 +150,16 @@ def update(state: TrainState, size: int, epoch_size: int) -> None:
 
 
 def parts(raw: Batch, size: int, micro: int) -> Iterator[Batch]:
-    """Parts of at most `micro` samples, and of at least two unless one is requested: a single sample breaks
+    return cut(raw, size, count_parts(size, micro))
+
+
+def count_parts(size: int, micro: int) -> int:
+    """How many parts have at most `micro` samples, and at least two unless one is requested: a single sample breaks
     BatchNorm."""
-    count = min(-(-size // micro), max(size // 2, 1) if micro > 1 else size)
+    return min(-(-size // micro), max(size // 2, 1) if micro > 1 else size)
+
+
+def cut(raw: Batch, size: int, count: int) -> Iterator[Batch]:
     for start, end in pairwise(size * i // count for i in range(count + 1)):
         yield {name: tensor[start:end] for name, tensor in raw.items()}
 
