@@ -146,7 +146,8 @@ def restarted(ranks: Ranks | None) -> bool:
 def follower(task: Task, pack: Pack, folder: Path, ranks: Ranks) -> Run:
     """What a rank other than 0 does: train as rank 0 says, until it ends the run. Signals reach every rank, and rank 0
     decides what becomes of them, so that all stop after the same step."""
-    with FirstSignal(signal.SIGINT, ranks.dismiss), FirstSignal(signal.SIGTERM, ranks.dismiss):
+    asked = ranks.dismissed.set
+    with FirstSignal(signal.SIGINT, asked), FirstSignal(signal.SIGTERM, asked):
         plan = type(task.PLAN).from_dict(ranks.tell())
         pack = readable(task, pack, plan)
         state = new_state(task, pack, plan, ranks)
@@ -159,7 +160,7 @@ def end_soon(requests: Requests, ranks: Ranks | None) -> None:
     start again those that die of it."""
     requests.post("stop", by="SIGTERM")
     if ranks is not None:
-        ranks.dismiss()
+        ranks.dismissed.set()
 
 
 def new_state(task: Task, pack: Pack, plan: Plan, ranks: Ranks | None) -> TrainState:

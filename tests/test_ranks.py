@@ -366,6 +366,7 @@ def hurried(folder: Path) -> dict[str, Any]:
     seen, at = Seen(toy, Pack.open(folder), QUIET.replace(epochs=3)), set()
 
     def tell_and_ask(what: Any = None) -> Any:
+        assert seen.ranks
         found = Ranks.tell(seen.ranks, what)
         if seen.state.step not in at:
             at.add(seen.state.step)
@@ -522,7 +523,7 @@ def branched(folder: Path, plan: Plan, never: bool, cuts: int = 0) -> dict[str, 
     small_buckets()
 
     def loss(model, batch, plan):
-        seen.state.model.at.append(seen.state.step)
+        vars(seen.state.model)["at"].append(seen.state.step)
         return toy.loss(model, batch, plan)
 
     seen = Seen(precise(toy.with_(model=lambda card, plan: Branched(never), loss=loss)), Pack.open(folder), plan)
@@ -643,6 +644,25 @@ def test_a_rank_that_hangs_or_dies_is_named_by_the_others(pack, sign, said):
     for lost, message in together(3, stopped, pack.folder, sign, lost=2):
         assert lost == 2
         assert message.startswith(said)
+
+
+def misled(folder: Path) -> str:
+    """A task's own error, in words that a broken connection between the processes has too."""
+
+    def batch(raw, plan, draws):
+        if seen.state.step == 2 and draws is not None:
+            raise RuntimeError("Connection to the label server timed out")
+        return toy.batch(raw, plan, draws)
+
+    seen = Seen(toy.with_(batch=batch), Pack.open(folder), QUIET)
+    try:
+        return str(seen.run())
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_an_error_of_the_task_about_a_connection_of_its_own_stays_what_it_is(pack):
+    assert together(2, misled, pack.folder) == ["RuntimeError: Connection to the label server timed out"] * 2
 
 
 def test_one_process_has_no_ranks_and_a_graph_has_one_process(pack, monkeypatch):

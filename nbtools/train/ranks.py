@@ -22,6 +22,7 @@ from datetime import timedelta
 from itertools import pairwise
 from threading import Event, RLock, Thread
 from time import monotonic, sleep
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,7 +40,8 @@ TIMEOUT = 600.0  # seconds without an answer after which a rank counts as hung, 
 WAIT_EVERY = 5.0  # seconds between the words with which rank 0, busy elsewhere, keeps the others from that timeout
 PATIENCE = 5.0  # seconds for other survivors to report, and for torchrun to end this rank if another one died
 SLOW = ("imed out", "imeout")  # in a RuntimeError of a process group
-LOST = ("gloo", "NCCL", "onnection", *SLOW)
+LOST = ("gloo", "Gloo", "NCCL", "onnection", *SLOW)
+COMMUNICATING = ("torch.distributed", "torch.nn.parallel", "torch.autograd", "torch.futures")  # modules of torch
 
 GO, CALL, TALK = range(3)  # rank 0 before each step: go on; something changed, come to `tell`; an object follows
 TELL, WAIT, COLLECT, SPREAD, END = "tell", "wait", "collect", "spread", "end"  # what the object is about
@@ -85,9 +87,11 @@ def join(timeout: float | None = None) -> Ranks | None:
             f"several processes train on CUDA or the CPU, got {device.type}; start one, or set NBTOOLS_DEVICE=cpu"
         )
     limit = timedelta(seconds=timeout or float(os.environ.get("NBTOOLS_TIMEOUT", TIMEOUT)))
-    # torchrun keeps its store when it starts all ranks again, and with it the addresses of those that died.
     store, rank, world = next(rendezvous("env://", timeout=limit))
-    store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    # torchrun keeps its store when it starts all ranks again, and with it the addresses of those that died. Its count
+    # of restarts is the node's own: several nodes may differ in it.
+    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) == 1:
+        store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     met: dict[str, Any] = {"store": store, "rank": rank, "world_size": world}
     if device.type == "cuda":  # nccl's watchdog ends a process without a word: the other group's timeout comes first
         torch.cuda.set_device(device)
@@ -111,7 +115,9 @@ class Ranks:
         self.unused = False  # whether some parameter got no gradient in some step
         self.overlap = False  # whether gradients are added up while backward runs, in this step
         self.turn, self.ended = RLock(), Event()
-        self.dismissed = False  # whether torchrun asked this rank to end: it knows which one is lost
+        self.dismissed = Event()  # torchrun asked this rank to end: it knows which one is lost
+        alive = dist.distributed_c10d._get_default_store()
+        alive.delete_key(self.note(self.rank))  # of an attempt before
         if self.first:
             Thread(target=self.keep_waiting, name="nbtools-wait", daemon=True).start()
 
@@ -177,9 +183,6 @@ class Ranks:
                 self.ended.set()
                 self.talk(END)
                 self.leave()
-
-    def dismiss(self) -> None:
-        self.dismissed = True
 
     def leave(self) -> None:
         self.ddp = None
@@ -247,14 +250,15 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            if not any(word in str(error) for word in LOST):
+            if not from_process_group(error):
                 raise
             missing = self.missing()
             which = ", ".join(map(str, missing))
             if not missing:
                 what = f"the connection between {self.world} processes broke ({str(error).splitlines()[0]})"
             elif any(word in str(error) for word in SLOW):
-                what = f"no answer for {self.timeout.total_seconds():g} s from rank {which} of {self.world}: it hangs"
+                what = f"no answer for {self.timeout.total_seconds():g} s from rank {which} of {self.world}: it hangs, "
+                what += "or needs longer than NBTOOLS_TIMEOUT (seconds) allows"
             else:
                 what = f"rank {which} of {self.world} ended; its own error says why"
             raise RankLost(f"{what}; start again to resume from the last checkpoint", missing) from error
@@ -264,11 +268,14 @@ class Ranks:
         store, end = dist.distributed_c10d._get_default_store(), monotonic() + PATIENCE
         missing = [rank for rank in range(self.world) if rank != self.rank]
         with suppress(RuntimeError):  # the store is gone with the process that held it
-            store.set(f"nbtools/alive/{self.rank}", "")
-            while missing and not self.dismissed and monotonic() < end:
+            store.set(self.note(self.rank), "")
+            while missing and not self.dismissed.is_set() and monotonic() < end:  # its wait() blocks signal handlers
                 sleep(0.05)
-                missing = [rank for rank in missing if not store.check([f"nbtools/alive/{rank}"])]
+                missing = [rank for rank in missing if not store.check([self.note(rank)])]
         return missing
+
+    def note(self, rank: int) -> str:
+        return f"nbtools/alive/{rank}"
 
     # -- shares and sums
 
@@ -312,7 +319,8 @@ class Ranks:
     # -- gradients
 
     def wrap(self, network: nn.Module, compress: bool = False) -> None:
-        """Wrap the network for steps in which gradients are added up while backward runs. compress: as bfloat16.
+        """Wrap the network for steps in which gradients are added up while backward runs. compress: as bfloat16 there;
+        `add_up` sends them as they are, in the first step under each plan and in each with a larger batch than before.
         Discards gradients: they would keep the former buckets, of which they are views, beside the new ones."""
         self.ddp = None  # its hooks on the parameters go with it
         for parameter in network.parameters():
@@ -426,6 +434,16 @@ class Together(DistributedDataParallel):
         outputs = super().forward(*inputs, **named)
         self.forwarded = True
         return outputs
+
+
+def from_process_group(error: RuntimeError) -> bool:
+    """Whether communication failed: by the error's class, or, as gloo's has none, by its words where torch or this
+    module raised it; a task may speak of connections of its own."""
+    if isinstance(error, dist.DistError):
+        return True
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    inside = frame.f_globals.get("__name__", "").startswith((*COMMUNICATING, __name__))
+    return inside and any(word in str(error) for word in LOST)
 
 
 def shares(size: int, world: int) -> list[int]:
