@@ -172,7 +172,7 @@ def class_task(**changes: Any) -> Any:
 
 
 def small_buckets() -> None:
-    """Gradients of the last layer travel before those of the first are there, instead of all together."""
+    """Gradients of the last layer are reduced before those of the first are there, instead of all at once."""
     torch.distributed.__dict__["_DEFAULT_FIRST_BUCKET_BYTES"] = 64
 
 
@@ -393,7 +393,7 @@ def test_what_is_asked_while_rank_0_tells_the_others_waits_for_the_next_time_on_
     assert all((first["weights"][name] == other["weights"][name]).all() for name in first["weights"])
 
 
-# -- memory, and losses that are lost
+# -- memory, and non-finite losses
 
 
 def short(folder: Path, plan: Plan, at: dict[int, tuple[str, int]]) -> dict[str, Any]:
@@ -407,26 +407,26 @@ def short(folder: Path, plan: Plan, at: dict[int, tuple[str, int]]) -> dict[str,
         step, ranks = seen.state.step + 1, seen.ranks
         where, most = at.get(step, ("", 0))
         here = bool(ranks) and ranks.rank == ranks.world - 1 and len(batch["x"]) > most
-        here = here and isinstance(model, nn.Module if step == 1 else ranked.Together)
+        here = here and isinstance(model, nn.Module if step == 1 else ranked.WrappedNetwork)
         if here and where == "forward":
             run_out()
         vars(seen.state.model)["failing"] = here and where == "backward"
         return toy.loss(model, batch, plan)
 
-    def owe() -> Any:
+    def finish_buckets() -> Any:
         assert seen.ranks
         owed.append((seen.ranks.sent, seen.ranks.ddp and seen.ranks.ddp.forwarded))
-        return Ranks.owe(seen.ranks)
+        return Ranks.finish_buckets(seen.ranks)
 
-    class Watched(ranked.Together):
+    class Watched(ranked.WrappedNetwork):
         def __init__(self, network: nn.Module, **settings: Any):
             held.append(any(p.grad is not None for p in network.parameters()))
             super().__init__(network, **settings)
 
     seen = Seen(class_task(loss=loss), Pack.open(folder), plan)
     if seen.ranks:
-        seen.ranks.owe = owe
-        ranked.Together = Watched
+        seen.ranks.finish_buckets = finish_buckets
+        ranked.WrappedNetwork = Watched
     return {**seen.run().end(), "owed": owed, "held": held}
 
 
@@ -449,7 +449,7 @@ def test_memory_that_runs_out_on_one_rank_halves_the_parts_of_all_and_changes_no
 
 
 @pytest.mark.full
-def test_memory_that_never_suffices_on_one_rank_is_an_error_of_all(pack):
+def test_too_little_memory_on_one_rank_is_an_error_of_all(pack):
     with pytest.raises(AssertionError, match=r"out of memory with one sample at a time \(rank 1: CUDA out of memory"):
         together(2, never, pack.folder)
 
@@ -496,7 +496,7 @@ def test_a_sample_that_is_no_number_on_one_rank_is_refused_by_all_and_named(pack
     assert all(np.isfinite(weight).all() for weight in first["weights"].values())
 
 
-def test_a_loss_that_is_lost_is_rank_0s_to_decide_on_and_the_others_follow_it_back(pack):
+def test_a_non_finite_loss_is_rank_0s_to_decide_on_and_the_others_follow_it_back(pack):
     first, other = together(2, lost, pack.folder, False)
     assert "the loss became nan" in first["said"][0]
     assert all((first["weights"][name] == other["weights"][name]).all() for name in first["weights"])
@@ -614,7 +614,7 @@ def test_shares_of_an_optimizer_that_are_gone_are_not_left_out_in_silence(pack):
     assert "call TrainState.tensors() before Ranks.end()" in together(2, after_the_end, pack.folder)[0]
 
 
-# -- ranks that are lost, and what travels
+# -- ranks that are lost
 
 
 def stopped(folder: Path, sign: int) -> list[Any] | str:

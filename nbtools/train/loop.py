@@ -24,7 +24,7 @@ from nbtools.train.evaluation import Sums, score_split
 from nbtools.train.history import Record
 from nbtools.train.optimizer import follow
 from nbtools.train.plan import Plan, listed, refuse_fixed, require_batch, require_sizes
-from nbtools.train.ranks import Anew, Ended, share
+from nbtools.train.ranks import Ended, Restarted, share
 from nbtools.train.recovery import Diverged, train_step
 from nbtools.train.state import EpochSums, TrainState, Wanted
 from nbtools.train.task import TaskLike, as_task, best_metric, readable
@@ -58,15 +58,15 @@ def obey(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None
                 begun = None
                 for _ in train(task, state, pack, feed):
                     continue
-        except Anew as anew:
-            begun = anew.with_traceback(None)  # its frames hold the feed
+        except Restarted as restarted:
+            begun = restarted.with_traceback(None)  # its frames hold the feed
         except Diverged:
             continue  # so does rank 0, and decides what to do
         except Ended:
             return
 
 
-def take_over(state: TrainState, begun: Anew) -> None:
+def take_over(state: TrainState, begun: Restarted) -> None:
     """Make the state rank 0's."""
     adopt(state, type(state.plan).from_dict(begun.plan))  # first: a scaler takes over its saved state
     state.load(begun.tensors, begun.facts)

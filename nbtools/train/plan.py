@@ -81,7 +81,7 @@ class Plan:
         "and out of memory ends the run",
     )
     shard_optimizer: bool = knob(False, "several processes: each keeps a share of the optimizer's moments (ZeRO)")
-    compress_gradients: bool = knob(False, "several processes: gradients travel in bf16, half the bytes")
+    compress_gradients: bool = knob(False, "several processes: gradients are communicated in bf16, half the bytes")
     deterministic: bool = knob(False, "refuse kernels whose results differ from run to run")
     workers: int = knob(0, 'DataLoader processes of feed "workers"', least=0)
     prefetch: int = knob(2, "batches prepared ahead (per worker, or in the streaming ring)", least=1)

@@ -4,12 +4,12 @@ Every process, a rank, runs the same program on its share of each batch. What th
 
 - who trains on which samples of a batch (`shares`), and the sums over all of them (`total`, `gather`);
 - gradients, which DDP adds up while backward runs, and `add_up` afterwards in a step where memory may run out;
-- memory that runs out on one rank: all give up the step together, and none is left waiting (`settle`);
+- memory that runs out on one rank: all give up the step together, and none is left waiting (`agree_on_success`);
 - what rank 0 decides between steps. It alone has the run folder, the history and what the user asks for; the others
-  hear its words: go on, here is another plan, wait, hand over your part of a checkpoint, take this state, end.
+  obey its messages: go on, here is another plan, wait, hand over your part of a checkpoint, take this state, end.
 
-There are two process groups: the device's (nccl, or gloo on a CPU) for the tensors of a step, and one of gloo for words
-and flags, which never waits for a GPU. A single process has no `Ranks` at all.
+There are two process groups: the device's (nccl, or gloo on a CPU) for the tensors of a step, and one of gloo for
+messages and flags, the control group, which never waits for a GPU. A single process has no `Ranks` at all.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from nbtools.errors import TrainError
 from nbtools.train import device as devices
 
 TIMEOUT = 600.0  # seconds without an answer after which a rank counts as hung, unless NBTOOLS_TIMEOUT says otherwise
-WAIT_EVERY = 5.0  # seconds between the words with which rank 0, busy elsewhere, keeps the others from that timeout
+WAIT_EVERY = 5.0  # seconds between the messages with which rank 0, busy elsewhere, keeps the others from that timeout
 PATIENCE = 5.0  # seconds for other survivors to report, and for torchrun to end this rank if another one died
 SLOW = ("imed out", "imeout")  # in a RuntimeError of a process group
 LOST = ("gloo", "Gloo", "NCCL", "onnection", *SLOW)
 COMMUNICATING = ("torch.distributed", "torch.nn.parallel", "torch.autograd", "torch.futures")  # modules of torch
 
-GO, CALL, TALK = range(3)  # rank 0 before each step: go on; something changed, come to `tell`; an object follows
+GO, CALL, OBJECT = range(3)  # rank 0 before each step: go on; something changed, come to `tell`; an object follows
 TELL, WAIT, COLLECT, SPREAD, END = "tell", "wait", "collect", "spread", "end"  # what the object is about
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class Shortage(Exception):
     """Memory ran out on a rank, and all gave up the step together."""
 
 
-class Anew(Exception):
+class Restarted(Exception):
     """Rank 0 begins its loop anew, with this state: plan (plain values), facts, tensors on the CPU."""
 
     def __init__(self, plan: dict[str, Any], facts: dict[str, Any], tensors: dict[str, Tensor]):
@@ -107,11 +107,11 @@ class Ranks:
     def __init__(self, device: torch.device, timeout: timedelta):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.device, self.timeout = device, timeout
-        self.words: Any = dist.new_group(backend="gloo", timeout=timeout)
-        self.word = torch.zeros(1, dtype=torch.int64)
+        self.control: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self.message = torch.zeros(1, dtype=torch.int64)
         self.own: Callable[[], dict[str, Tensor]] = dict  # what of the state only this rank has: its TrainState's
         self.bytes = 0  # of gradients that this rank has put into all-reduces so far
-        self.ddp: Together | None = None
+        self.ddp: WrappedNetwork | None = None
         self.unused = False  # whether some parameter got no gradient in some step
         self.overlap = False  # whether gradients are added up while backward runs, in this step
         self.turn, self.ended = RLock(), Event()
@@ -130,16 +130,16 @@ class Ranks:
         and leaves out those for a process that was lost on another."""
         return dist.distributed_c10d._get_default_store().add("nbtools/met", 1) > 1
 
-    # -- words: rank 0 talks, the others listen
+    # -- messages: rank 0 sends, the others receive
 
     def tell(self, what: Any = None) -> Any:
         """Rank 0's object on every rank, such as the plan before a TrainState is made. All ranks call it."""
         with self.naming():
             if self.first:
-                self.talk(TELL, what)
+                self.broadcast(TELL, what)
                 return what
-            word, told = self.hear()
-            assert word == TELL, f"rank {self.rank} heard {word!r} where rank 0 was to tell something"
+            kind, told = self.receive()
+            assert kind == TELL, f"rank {self.rank} received {kind!r} where rank 0 was to tell something"
             return told
 
     def called(self, wanted: bool) -> bool:
@@ -147,80 +147,80 @@ class Ranks:
         if self.first:
             self.send(CALL if wanted else GO)
             return wanted
-        word, _ = self.hear()
-        assert word in (GO, CALL), f"rank {self.rank} heard {word!r} where a step was to begin"
-        return word == CALL
+        kind, _ = self.receive()
+        assert kind in (GO, CALL), f"rank {self.rank} received {kind!r} where a step was to begin"
+        return kind == CALL
 
     def serve(self) -> None:
-        """Ranks > 0: do what rank 0 says while it is outside of its loop. Raises Anew or Ended."""
+        """Ranks > 0: do what rank 0 says while it is outside of its loop. Raises Restarted or Ended."""
         with self.naming():
-            self.hear()
+            self.receive()
 
     def collect(self) -> dict[str, Tensor]:
         """Rank 0, between steps: what only the others have of the state, by name, on the CPU."""
         if self.ended.is_set():
             return {}
         with self.naming(), self.turn:
-            self.talk(COLLECT)
+            self.broadcast(COLLECT)
             found: dict[str, Tensor] = {}
             for rank, listed in enumerate(self.gather([])):
                 for name, shape, dtype in listed:
                     found[name] = torch.empty(shape, dtype=dtype)
-                    dist.recv(as_bytes(found[name]), rank, group=self.words)
+                    dist.recv(as_bytes(found[name]), rank, group=self.control)
             return found
 
     def spread(self, plan: dict[str, Any], facts: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Rank 0, before its loop: give this state to all others."""
         with self.naming(), self.turn:
-            self.talk(SPREAD, (plan, facts, [(name, t.shape, t.dtype) for name, t in tensors.items()]))
+            self.broadcast(SPREAD, (plan, facts, [(name, t.shape, t.dtype) for name, t in tensors.items()]))
             for tensor in tensors.values():
-                dist.broadcast(as_bytes(tensor.detach().cpu().contiguous()), 0, group=self.words)
+                dist.broadcast(as_bytes(tensor.detach().cpu().contiguous()), 0, group=self.control)
 
     def end(self) -> None:
         """Rank 0, after its last checkpoint: the others leave, and each process is alone from here."""
         if not self.ended.is_set():
             with self.naming(), self.turn:
                 self.ended.set()
-                self.talk(END)
+                self.broadcast(END)
                 self.leave()
 
     def leave(self) -> None:
         self.ddp = None
-        dist.barrier(group=self.words)  # none goes before all have heard it
+        dist.barrier(group=self.control)  # none goes before all have received it
         dist.destroy_process_group()
 
-    def send(self, word: int) -> None:
-        self.word[0] = word
-        dist.broadcast(self.word, 0, group=self.words)
+    def send(self, kind: int) -> None:
+        self.message[0] = kind
+        dist.broadcast(self.message, 0, group=self.control)
 
-    def talk(self, word: str, what: Any = None) -> None:
+    def broadcast(self, kind: str, what: Any = None) -> None:
         with self.turn:
-            self.send(TALK)
-            dist.broadcast_object_list([(word, what)], 0, group=self.words)
+            self.send(OBJECT)
+            dist.broadcast_object_list([(kind, what)], 0, group=self.control)
 
-    def hear(self) -> tuple[Any, Any]:
-        """The next (word, object) that is meant for the caller; all others are obeyed here."""
+    def receive(self) -> tuple[Any, Any]:
+        """The next (kind, object) that is meant for the caller; all others are obeyed here."""
         while True:
-            dist.broadcast(self.word, 0, group=self.words)
-            if self.word[0] != TALK:
-                return int(self.word[0]), None
+            dist.broadcast(self.message, 0, group=self.control)
+            if self.message[0] != OBJECT:
+                return int(self.message[0]), None
             box: list[Any] = [None]
-            dist.broadcast_object_list(box, 0, group=self.words)
-            word, what = box[0]
-            if word == TELL:
-                return word, what
-            if word == COLLECT:
+            dist.broadcast_object_list(box, 0, group=self.control)
+            kind, what = box[0]
+            if kind == TELL:
+                return kind, what
+            if kind == COLLECT:
                 mine = {name: t.detach().cpu().contiguous() for name, t in self.own().items()}
                 self.gather([(name, t.shape, t.dtype) for name, t in mine.items()])
                 for tensor in mine.values():
-                    dist.send(as_bytes(tensor), 0, group=self.words)
-            elif word == SPREAD:
+                    dist.send(as_bytes(tensor), 0, group=self.control)
+            elif kind == SPREAD:
                 plan, facts, listed = what
                 tensors = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in listed}
                 for tensor in tensors.values():
-                    dist.broadcast(as_bytes(tensor), 0, group=self.words)
-                raise Anew(plan, facts, tensors)
-            elif word == END:
+                    dist.broadcast(as_bytes(tensor), 0, group=self.control)
+                raise Restarted(plan, facts, tensors)
+            elif kind == END:
                 self.leave()
                 raise Ended
 
@@ -242,7 +242,7 @@ class Ranks:
             while not self.ended.wait(min(WAIT_EVERY, self.timeout.total_seconds() / 4)):
                 with self.turn:
                     if not self.ended.is_set():
-                        self.talk(WAIT)
+                        self.broadcast(WAIT)
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -289,18 +289,18 @@ class Ranks:
 
     def every(self, flag: bool) -> bool:
         """Whether it holds on all ranks."""
-        return bool(self.least([int(flag)])[0])
+        return bool(self.minimum([int(flag)])[0])
 
-    def least(self, flags: Sequence[int]) -> list[int]:
+    def minimum(self, flags: Sequence[int]) -> list[int]:
         """The smallest of all ranks, for each flag, without waiting for a GPU."""
         found = torch.tensor(flags)
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.words)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.control)
         return found.tolist()
 
     def gather(self, what: T) -> list[T]:
         """The objects of all ranks, in their order, on all of them."""
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, what, group=self.words)
+        dist.all_gather_object(found, what, group=self.control)
         return found
 
     def total(self, loss_sum: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -326,14 +326,14 @@ class Ranks:
         for parameter in network.parameters():
             parameter.grad = None
         gc.collect()
-        self.ddp = Together(network, gradient_as_bucket_view=True, find_unused_parameters=self.unused)
+        self.ddp = WrappedNetwork(network, gradient_as_bucket_view=True, find_unused_parameters=self.unused)
         self.ddp.broadcast_buffers = False  # an argument until torch 2.12
         self.ddp.register_comm_hook(None, self.hook)
         self.compress = compress
 
     def start(self, overlap: bool) -> None:
-        """Before an attempt at a step. overlap: add up gradients while backward runs, where memory has sufficed."""
-        self.overlap, self.sent, self.complete, self.flying = overlap, 0, False, []
+        """Before an attempt at a step. overlap: add up gradients while backward runs, where there was enough memory."""
+        self.overlap, self.sent, self.complete, self.pending = overlap, 0, False, []
         if self.ddp is not None and overlap:
             if self.unused and not self.ddp.find_unused_parameters:
                 self.wrap(self.ddp.module, self.compress)
@@ -346,10 +346,10 @@ class Ranks:
         work = self.reduce(buffer.bfloat16() if self.compress else buffer)
         self.sent, self.complete = self.sent + 1, bucket.is_last()
         summed = work.get_future()
-        self.flying.append(
+        self.pending.append(
             summed.then(lambda done: buffer.copy_(done.value()[0]) if self.compress else done.value()[0])
         )
-        return self.flying[-1]
+        return self.pending[-1]
 
     def reduce(self, tensor: Tensor) -> Any:
         self.bytes += tensor.numel() * tensor.element_size()
@@ -358,7 +358,7 @@ class Ranks:
     def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
         """Add up gradients after backward; a parameter without one on any rank keeps none, as in one process."""
         some = [int(p.grad is not None) for p in parameters]
-        found = self.least([*some, *(-one for one in some)])
+        found = self.minimum([*some, *(-one for one in some)])
         self.unused = self.unused or not all(found[: len(some)])
         works = []
         for parameter, none in zip(parameters, found[len(some) :], strict=True):
@@ -370,14 +370,14 @@ class Ranks:
         for work in works:
             work.wait()
 
-    def settle(self, short: str | None) -> None:
+    def agree_on_success(self, short: str | None) -> None:
         """After the gradients of an attempt, on all ranks. short: why memory ran out here. Raises Shortage."""
         incomplete = self.overlap and not self.complete
-        spare = self.owe() if incomplete else {}
-        enough, used = self.least([short is None, short is not None or not incomplete])
-        for summed in self.flying:
+        sums = self.finish_buckets() if incomplete else {}
+        enough, used = self.minimum([short is None, short is not None or not incomplete])
+        for summed in self.pending:
             summed.wait()
-        self.flying = []
+        self.pending = []
         self.unused = self.unused or not used
         if not enough:
             if self.overlap:
@@ -386,9 +386,9 @@ class Ranks:
             reasons = [f"rank {rank}: {why}" for rank, why in enumerate(self.gather(short)) if why is not None]
             raise Shortage(reasons[0])
         if not used:
-            self.keep_some(spare)
+            self.keep_gradients(sums)
 
-    def owe(self) -> dict[nn.Parameter, Tensor]:
+    def finish_buckets(self) -> dict[nn.Parameter, Tensor]:
         """Put the gradients that this rank has into the all-reduces that it still owes the others, since DDP waits for
         a bucket until each of its parameters got one; zeros where it gave up and has none, as DDP's own join hook does
         for a rank without data. Returns the sums for parameters without a gradient here."""
@@ -396,30 +396,30 @@ class Ranks:
         reducer: Any = self.ddp.reducer
         if not self.ddp.forwarded:
             reducer._rebuild_buckets()  # in the second pass DDP agrees on new buckets
-        spare: dict[nn.Parameter, Tensor] = {}
+        sums: dict[nn.Parameter, Tensor] = {}
         for bucket in reducer._get_zeros_like_grad_buckets()[self.sent :]:
             for parameter, flat in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 summed = flat.as_strided(parameter.shape, parameter.stride())
                 if parameter.grad is None:
-                    spare[parameter] = summed
+                    sums[parameter] = summed
                 else:
                     parameter.grad = summed.copy_(parameter.grad)
             reducer._run_comm_hook(bucket).wait()
         if self.ddp.find_unused_parameters:
             self.ddp._match_unused_params_allreduce()
-        return spare
+        return sums
 
-    def keep_some(self, spare: Mapping[nn.Parameter, Tensor]) -> None:
+    def keep_gradients(self, sums: Mapping[nn.Parameter, Tensor]) -> None:
         """Give parameters the gradients that only other ranks had; one without any on all ranks keeps none, as in one
         process."""
         assert self.ddp is not None
         parameters = [p for p in self.ddp.module.parameters() if p.requires_grad]
-        for parameter, none in zip(parameters, self.least([int(p.grad is None) for p in parameters]), strict=True):
+        for parameter, none in zip(parameters, self.minimum([int(p.grad is None) for p in parameters]), strict=True):
             if parameter.grad is None and not none:
-                parameter.grad = spare[parameter]
+                parameter.grad = sums[parameter]
 
 
-class Together(DistributedDataParallel):
+class WrappedNetwork(DistributedDataParallel):
     """DDP with the attributes of its network, which a task's loss may read. forwarded: whether its forward returned."""
 
     forwarded = False

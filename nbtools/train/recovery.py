@@ -36,8 +36,8 @@ class Diverged(TrainError):
 def train_step(
     state: TrainState, raw: Batch, epoch_size: int, size: int | None = None
 ) -> tuple[Tensor, Tensor | float]:
-    """`attempt` until memory suffices: where it runs out, the micro batch is halved and the batch tried again; the
-    effective batch and lr stay. An attempt allocates all that it needs before it changes the first weight, so that
+    """`attempt` until there is enough memory: where it runs out, the micro batch is halved and the batch tried again;
+    the effective batch and lr stay. An attempt allocates all that it needs before it changes the first weight, so that
     nothing is applied twice.
 
     The first pass under a plan, and each larger than all before it, is where memory runs out if it does: there random

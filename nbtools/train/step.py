@@ -64,7 +64,7 @@ def together(state: TrainState, raw: Batch, size: int) -> tuple[Tensor, Tensor |
             rule = f"out of memory on rank {ranks.rank} ({short}), which Plan.sync_batchnorm cannot recover from"
             raise TrainError(f"{rule}; set a smaller micro_batch_size, or sync_batchnorm=False", entry="Out of memory")
         release(state)
-    ranks.settle(None if found is not None else short)
+    ranks.agree_on_success(None if found is not None else short)
     assert found is not None
     if not ranks.overlap:
         ranks.add_up(state.parameters)
