@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -132,6 +133,12 @@ def test_the_buckets_are_those_of_distributed_data_parallel():
     groups, _ = dist._compute_bucket_assignment_by_size(tensors, [2**20, 25 * 2**20])  # pyright: ignore[reportPrivateImportUsage]
     assert buckets_of(sizes) == tuple(sum(len(tensors[i]) for i in group) for group in groups)
     assert sum(buckets_of(sizes)) == sum(sizes)
+
+
+def test_a_process_without_samples_measures_two_as_it_trains_two():
+    """Five samples are two shares; the third process takes two samples as padding."""
+    found = [several.Peers(rank, 3).share(np.arange(5)).tolist() for rank in range(3)]
+    assert found == [[0, 1], [2, 3, 4], [0, 1]]
 
 
 SLOW = Link("wire", 0.001, 1e9, "measured")

@@ -36,7 +36,7 @@ from nbtools.measure.report import Report, restored
 from nbtools.measure.stepper import EAGER, Clock, Stepper, finish, typical, untouched
 from nbtools.table import digits, plural
 from nbtools.table import duration as hours
-from nbtools.train import Plan, TaskLike, Torchrun, import_task, importable, shares, train_step
+from nbtools.train import Plan, TaskLike, Torchrun, import_task, importable, share, train_step
 from nbtools.train import device as devices
 
 SECONDS = 6.0  # of measuring, besides the start of the processes
@@ -233,11 +233,11 @@ def expected(plans: Sequence[Plan], parts: Parts, links: Sequence[Link], process
     for row in ways(plans, processes):
         if row.processes == 1:
             rows.append(dataclasses.replace(row, step_s=row.batch_size / rate, speedup=1.0))
-        elif share := shares.get(row.batch_size):
+        elif took := shares.get(row.batch_size):
             for link in links:
-                alone_s = exposed(link, parts.buckets, processes, share / row.passes if hidden else 0.0)
-                figures = {"link": link.name, "step_s": share + alone_s, "exposed_s": alone_s}
-                speedup = row.batch_size / (share + alone_s) / rate
+                alone_s = exposed(link, parts.buckets, processes, took / row.passes if hidden else 0.0)
+                figures = {"link": link.name, "step_s": took + alone_s, "exposed_s": alone_s}
+                speedup = row.batch_size / (took + alone_s) / rate
                 rows.append(dataclasses.replace(row, **figures, speedup=speedup))
     return rows
 
@@ -311,7 +311,7 @@ class Peers:
         return int(word)
 
     def share(self, ids: np.ndarray) -> np.ndarray:
-        return ids[slice(*shares(len(ids), self.count)[self.rank :][:2])]
+        return share(ids, self.rank, self.count)
 
     def step(self, *of: Any) -> Any:
         """A train step that ends when all have made theirs, with as many words as the loop exchanges."""
