@@ -119,7 +119,7 @@ def test_the_baseline_is_a_plan_to_train_with(train, tmp_path):
         (["--warmup-epochs", "-1"], "Plan.warmup_epochs must be ≥ 0, got -1.0"),
         (["--amp", "fp8"], "Plan.amp must be one of off, bf16, fp16, got 'fp8'"),
         (["--batch-size", "5000"], "larger than the train split"),
-        (["--processes", "0"], "processes must be ≥ 1, got 0"),
+        (["--processes", "0"], "processes (--processes) must be ≥ 1, got 0"),
     ],
 )
 def test_a_bad_option_is_one_sentence_and_starts_nothing(train, tmp_path, capsys, words, sentence):

@@ -166,7 +166,8 @@ def test_folders_are_read_through_links_and_hidden_ones_are_not(tmp_path):
     assert (row.file, row.value) == ("images/train/gone.png", "none")
 
 
-def test_names_with_line_breaks_and_of_two_cases_are_names_like_others(tmp_path):
+def test_names_with_line_breaks_and_of_two_cases_are_names_like_others(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     source = corpus(tmp_path / "raw")
     for k, name in enumerate(("A\nb", "a\nb", "ünï", " ")):
         tree(source, {f"images/{name}.png": photo(k), f"labels/{name}.png": ids(10 + k)})

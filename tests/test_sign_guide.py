@@ -242,7 +242,8 @@ def test_features_may_be_called_x(tmp_path):
     assert (counts(made), made.part(["features"]) is made, made.part(["x"]) is made) == ((10, 10, 0), True, True)
 
 
-def test_the_validator_of_the_guide_has_its_bare_flag(processed, capsys):
+def test_the_validator_of_the_guide_has_its_bare_flag(processed, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["validate", "sign", str(processed / VALIDATION), "--require-x2048"]) == 0
     assert main(["validate", "sign", "--require-x2048", str(processed / KEYPOINTS)]) == 1
     assert "a clip has X2048" in capsys.readouterr().out
