@@ -3,9 +3,9 @@
     python -m benchmarks.scaling [--task captcha …] [--rounds 9] [--quick]
 
 Three contestants train the plan of `nb.advise` in nbtools' own loop, in turns and without evaluations: one process with
-one thread, one with two, and two joined by gloo with a thread each, each process on cores of its own. In every round
-advice expects anew what two processes give, by its model of a step (`nb.advise(task, pack, processes=2)`); its error is
-in samples/s, of what they then gave.
+one thread, one with two, and two joined by gloo with a thread each. In every round advice expects anew what two
+processes give, by its model of a step (`nb.advise(task, pack, processes=2)`); its error is in samples/s, of what they
+then gave. The machine must be idle: processes wait for each other, and so for whatever takes one of them its core.
 
 Bytes are those that the kernel counted on the TCP connections of a process (TCP_INFO), a step: 2(N−1)/N times the bytes
 of the gradients is the least that an all-reduce can send. A word is the smallest all-reduce; a step takes three.
@@ -35,7 +35,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 import nbtools as nb
 from benchmarks.paired import Figure, Receipt, in_turns, times
 from nbtools import measure
-from nbtools.data import Pack
+from nbtools.data import Pack, cores
 from nbtools.measure.several import WORDS, least_bytes
 from nbtools.train import Plan, TrainState, join, obey
 
@@ -43,7 +43,7 @@ COUNTS = {"captcha": 2000, "hwdb": 400, "sign": 240, "segment": 160}
 """Samples of each task's demo."""
 ROUNDS, SECONDS = 9, 2.0
 ONE, BOTH, TWO = "1 process, 1 thread", "1 process, 2 threads", "2 processes, 1 thread each"
-CORES = {ONE: [{0}], BOTH: [{0, 1}], TWO: [{0}, {1}]}  # of each process, counted among those that this one may use
+THREADS = {ONE: (1,), BOTH: (2,), TWO: (1, 1)}  # of each process
 ACKED = 120  # bytes into TCP_INFO: tcpi_bytes_acked, 8 bytes (linux/tcp.h)
 
 
@@ -89,12 +89,10 @@ def trained(name: str, folder: Path, plan: Mapping[str, Any]) -> Iterator[int]:
             before = record.samples
 
 
-def process(name: str, folder: Path, plan: Mapping[str, Any], own: Mapping[str, str], cores: set[int], end: Connection):
+def process(name: str, folder: Path, plan: Mapping[str, Any], own: Mapping[str, str], threads: int, end: Connection):
     """Train for as many seconds as the pipe says, again and again."""
     os.environ.update(own)
-    ours = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {ours[i] for i in cores})
-    torch.set_num_threads(len(cores))
+    torch.set_num_threads(threads)
     steps = trained(name, folder, plan)
     next(steps, None)
     while True:
@@ -105,18 +103,18 @@ def process(name: str, folder: Path, plan: Mapping[str, Any], own: Mapping[str, 
 
 
 class Contestant:
-    """Processes that train, each on cores of its own, whenever they are called."""
+    """Processes that train whenever they are called, each with so many threads."""
 
-    def __init__(self, name: str, pack: Pack, plan: Plan, cores: list[set[int]]):
+    def __init__(self, name: str, pack: Pack, plan: Plan, threads: tuple[int, ...]):
         context, self.turns = multiprocessing.get_context("forkserver"), list[Turn]()
         context.set_forkserver_preload(["benchmarks.scaling", "torch._dynamo"])
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         self.pipe, end = context.Pipe()
         self.processes = []
-        for rank, core in enumerate(cores):
-            own = {**meet, "WORLD_SIZE": str(len(cores)), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            of = name, pack.folder, plan.to_dict(), own, core, end
+        for rank, count in enumerate(threads):
+            own = {**meet, "WORLD_SIZE": str(len(threads)), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            of = name, pack.folder, plan.to_dict(), own, count, end
             self.processes.append(context.Process(target=process, args=of, daemon=True))
             self.processes[-1].start()
 
@@ -148,7 +146,7 @@ def compared(name: str, folder: Path, count: int, rounds: int, seconds: float) -
     pack = task.pack(task.demo(folder / name, count=count), into=folder / f"{name}-pack", progress=False)
     plan = nb.advise(task, pack, measure=False).plan.replace(epochs=10**6, eval_every=10**6, early_stop=None)
     runs, advised = (
-        {who: Contestant(name, pack, plan, cores) for who, cores in CORES.items()},
+        {who: Contestant(name, pack, plan, threads) for who, threads in THREADS.items()},
         Advised(name, pack, plan),
     )
     try:
@@ -166,7 +164,7 @@ def compared(name: str, folder: Path, count: int, rounds: int, seconds: float) -
     steps = [turn.seconds / turn.steps for turn in runs[TWO].turns]
     errors = [100 * abs(ratio - 1) for ratio in times(found, "advice", TWO)]
     figures = [
-        *(Figure.of(who, "samples/s", found[who]) for who in CORES),
+        *(Figure.of(who, "samples/s", found[who]) for who in THREADS),
         Figure.of("2 processes over one with a thread", "×", times(found, TWO, ONE)),
         Figure.of("efficiency", "%", [50 * ratio for ratio in times(found, TWO, ONE)]),
         Figure.of("2 processes over one with two threads", "×", times(found, TWO, BOTH)),
@@ -190,9 +188,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--quick", action="store_true", help="one task for seconds, to see that it runs; no receipt")
     asked = parser.parse_args()
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        raise SystemExit("two processes need two cores of their own; this process may use one")
+    if cores() < 2:
+        raise SystemExit("two processes need a core each, but this process may use one only")
     torch.set_num_threads(2)
     counts, rounds, seconds = (COUNTS, asked.rounds, SECONDS) if not asked.quick else ({"sign": 64}, 1, 0.2)
     figures: list[Figure] = []
