@@ -8,7 +8,10 @@ import os
 import pickle
 import traceback
 from collections.abc import Callable
+from contextlib import chdir
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -26,6 +29,8 @@ def together(
     """What `act(*args)` returns in each of `world` processes that find what torchrun would have set; act: a function of
     a module. lost: a rank that is not waited for. Raises AssertionError with the traceback of the first that fails, or
     where they do not end in time; none of them is left behind."""
+    with chdir(Path(__file__).parents[1]):  # elsewhere a folder called nbtools, such as the cache, may be imported
+        forkserver.ensure_running()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the port is the system's choice
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world), **env}
     pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world)]
