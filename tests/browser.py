@@ -107,6 +107,24 @@ class Notebook:
         heights = "charts => charts.map(svg => [svg, svg.parentElement].map(e => e.getBoundingClientRect().height))"
         return self.output(self.at).locator("svg[role=img]").evaluate_all(heights)
 
+    def remember_heights(self, label: str) -> None:
+        """From now on, of the line in which a button is, while the window has the width that it has now."""
+        line = self.button(label).locator("xpath=ancestor::*[contains(@class, 'widget-hbox')][1]")
+        line.evaluate(
+            """line => {
+                const width = window.innerWidth;
+                window.heights = new Set();
+                new ResizeObserver(() => {
+                    if (window.innerWidth == width) window.heights.add(Math.round(line.getBoundingClientRect().height));
+                }).observe(line);
+            }"""
+        )
+
+    def heights(self) -> list[float]:
+        """That the remembered line had so far, each once."""
+        found: list[float] = self.page.evaluate("[...window.heights]")
+        return found
+
     def acting(self, act: Callable[[], Any]) -> float:
         """Do something; the time of the click, key or choice, in seconds since 1970."""
         self.page.evaluate("window.acted.length = 0")

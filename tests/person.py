@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,8 +104,11 @@ class Person:
         self.turned(f"{knob} {key}", lambda: self.notebook.slide(knob, key), lambda row: row[knob] != before)
 
     def took_offer(self) -> None:
-        """The lr that a rule offers after a change of batch size."""
+        """The lr that a rule offers after a change of batch size, once the change is drawn: its name above a chart
+        moves what is below, and a click under which a button moves is nobody's."""
         before, offer = self.now("lr"), self.notebook.button(r"linear: \S+").first  # √ is the rule of the plan itself
+        drawn = self.notebook.output(self.cell).get_by_text(re.compile(rf"batch_size \d+ → {self.now('batch_size')}"))
+        until(drawn.count, "the change of batch size, drawn")
         self.turned("lr by rule", lambda: self.notebook.acting(offer.click), lambda row: row["lr"] != before)
 
     def paused(self, meanwhile: Callable[[], None]) -> None:

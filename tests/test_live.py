@@ -103,7 +103,9 @@ class Visit:
         self.hack()
         self.typo()
         self.output.get_by_text("More:").click()
+        notebook.remember_heights("Stop")
         self.person.act(lambda: notebook.shot(f"{self.name}-paused", FIT))
+        seen.facts["heights"] = notebook.heights()
         seen.facts["interactive"] = len(self.log.steps())
         seen.facts["train"] = nb.Pack.open(self.work / "pack").ids("train").tolist()
         self.undo()
@@ -422,6 +424,11 @@ def test_names_labels_and_what_users_type_are_text_and_never_markup(seen):
 def test_curves_lie_where_their_labels_say(seen):
     assert len(seen.facts["frames"]) >= 4
     assert all(drawing == pytest.approx(frame, abs=1) for drawing, frame in seen.facts["frames"])
+
+
+@pytest.mark.browser
+def test_what_the_buttons_say_meanwhile_moves_nothing_away_from_below_the_mouse(seen):
+    assert len(seen.facts["heights"]) == 1, "a click whose button moves between press and release is lost"
 
 
 @pytest.mark.browser

@@ -30,6 +30,7 @@ MUTED = f"{HELP};opacity:.7"
 WRONG = f"{HELP};color:#D55E00;font-weight:600"  # Okabe & Ito's vermillion: contrast above 3.8 on white and on black
 
 NAME, INPUT, NUMBER, SLIDER, NOTE = "166px", "280px", "96px", "176px", "260px"  # INPUT: one number and its slider
+LINE, WORD = "20px", "88px"  # room for a message and for Resume, which move no button when they come and go
 STYLE = """<style>
 .nbtools-form { container-type: inline-size }
 .nbtools-row { border-top: 1px solid rgba(128, 128, 128, .18) }
@@ -83,7 +84,9 @@ class Form:
         self.panel, plan = panel, panel.plan
         self.filling: int | None = None  # the thread that fills the fields: what it sets was not set by the user
         self.actions = {action: button("", partial(panel.click, action)) for action in BUTTONS}
+        self.actions["pause"].layout.min_width = WORD
         self.pending, self.sentence = markup(), markup()
+        self.pending.layout.flex, self.pending.layout.min_height = "1 1 100%", LINE
         self.make = button("", panel.accept, "Takes effect at the next step", "arrow-right")
         self.verdict = bar([self.sentence, self.make])
         buttons = bar([*self.actions.values(), self.pending])
