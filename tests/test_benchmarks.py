@@ -54,7 +54,7 @@ SLOW = {
     "segment_feed": ("segment_feed_ratio", "×"),
     "surface": ("surface_cost", "%"),
     "knobs": ("knobs_gain", "×"),
-    "scaling": ("scaling_error", "%"),
+    "scaling": ("scaling_forecast", "×"),
     "same_losses": ("same_losses", "differences"),
     "recompute": ("recompute_peak", "%"),
     **({} if find_spec("lightning") is None else {"finder": ("finder_ratio", "×")}),  # of make bench
@@ -89,6 +89,7 @@ KEPT = {
     "sign_feed_ratio": lambda x: x >= 10,
     "segment_feed_ratio": lambda x: x >= 20,
     "finder_ratio": lambda x: x >= 0.95,  # of the speed of Lightning's choice
+    "scaling_forecast": lambda x: 0.85 <= x <= 1.15,  # of the samples/s of two processes, as advice expects them
     "same_losses": lambda x: x == 0,  # packs and three feeds of four tasks, against the last revision of 0.1.0
 }
 
