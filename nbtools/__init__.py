@@ -9,7 +9,7 @@ run.summary(), run.receipt, nb.evaluate(run, pack)
 """
 
 from nbtools.compare import compare
-from nbtools.data import Pack, kept, stage
+from nbtools.data import Pack, kept, pack, stage
 from nbtools.errors import NbtoolsError
 from nbtools.fit import fit
 from nbtools.launch import launch
@@ -43,6 +43,7 @@ __all__ = [
     "knob",
     "launch",
     "lr_sweep",
+    "pack",
     "stage",
     "train",
     "validate",

@@ -2,6 +2,7 @@
 
 from nbtools.data.archive import archive_index, read_member
 from nbtools.data.build import Entry, Survey, build_pack, cores, steady
+from nbtools.data.dataset import RawItems, encoded, pack
 from nbtools.data.draws import Draws
 from nbtools.data.drive import drive_path, kept, on_colab, place_to_keep, release_runtime
 from nbtools.data.feed import (
@@ -20,6 +21,7 @@ from nbtools.data.feed import (
     open_feed,
     require_shared_memory,
 )
+from nbtools.data.items import mode_of, named, pixels
 from nbtools.data.pack import (
     SPLITS,
     Card,
@@ -47,6 +49,7 @@ __all__ = [
     "Feed",
     "Pack",
     "Raw",
+    "RawItems",
     "Resident",
     "Sample",
     "Source",
@@ -63,6 +66,7 @@ __all__ = [
     "collate",
     "cores",
     "drive_path",
+    "encoded",
     "gather",
     "in_notebook",
     "in_order",
@@ -71,9 +75,13 @@ __all__ = [
     "is_pack",
     "kept",
     "lengths_of",
+    "mode_of",
+    "named",
     "on",
     "on_colab",
     "open_feed",
+    "pack",
+    "pixels",
     "place_to_keep",
     "position",
     "read_member",

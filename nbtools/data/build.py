@@ -15,10 +15,12 @@ import hashlib
 import io
 import json
 import os
+import re
 import struct
+import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from io import FileIO
@@ -67,6 +69,7 @@ CHUNK = 256  # samples decoded ahead: bounds memory, and the pool idles once per
 JOURNAL = "samples.jsonl"
 OFFSETS = Column("fixed", "<i8", ())  # of a ragged column: where each sample begins, and the end
 SPLIT = Column("fixed", "|u1", ())
+CLASS = Column("fixed", "<i8", ())
 READABLE = "the file can be read"
 
 
@@ -95,6 +98,9 @@ class Survey:
     drawn: every entry has its final split; else those without one get theirs by a hash of their names.
     check: raises PackError(value, rule, fix) for a decoded sample that has to be left out; called by several threads.
     count: (columns, ids of training samples) → the samples of each class, by what they are classes of.
+    named: a column that `read` gives as one text a sample, the name of its class; the pack stores its index in
+    `classes`, which are then those that occur, sorted, numbers by value.
+    learn: (columns and offsets, ids of training samples) → more options, such as means.
     """
 
     entries: Sequence[Entry]
@@ -107,6 +113,8 @@ class Survey:
     drawn: bool = False
     check: Callable[[Entry, Sample], None] | None = None
     count: Callable[[Mapping[str, np.ndarray], np.ndarray], dict[str, list[int]]] | None = None
+    named: str | None = None
+    learn: Callable[[Mapping[str, np.ndarray], np.ndarray], dict[str, Any]] | None = None
 
 
 def build_pack(
@@ -159,28 +167,59 @@ def build_pack(
     asked = {**options, "val": val, "test": test}
     with disk.explained(f"looking at {folder}", folder):
         key = fingerprint(task, folder, asked)
+
+    def samples(found: Survey, done: int) -> Generator[Sample | Problem, None, None]:
+        return in_threads(found, reader(folder / top), folder / top, done)
+
+    made = {"key": key, "keyed": asked, "source": str(folder), "top": top}
+    pack = make_pack(
+        task, made, into, lambda: survey(folder / top, asked), samples, options, val=val, test=test, progress=progress
+    )
+    return with_raw(pack, folder, reader)
+
+
+def make_pack(
+    task: str,
+    made: Mapping[str, Any],
+    into: str | Path | None,
+    survey: Callable[[], Survey],
+    samples: Callable[[Survey, int], Generator[Sample | Problem, None, None]],
+    options: Options,
+    *,
+    val: float,
+    test: float,
+    progress: bool,
+) -> Pack:
+    """The pack with a key: the finished one, or a new one, without its source.
+
+    made: what the manifest records of the source: `key`, which says of what files and options it is made, `source`, and
+    what else. samples: (survey, number of entries done) → what became of each entry from there on, in order. options:
+    where the survey has none. The rest as for `build_pack`.
+    """
+    source, key = made["source"], made["key"]
     target = (Path(into) if into is not None else cache() / "packs" / f"{task}-{key}").absolute()
     lock = hashlib.blake2b(str(target).encode(errors="surrogateescape"), digest_size=8).hexdigest()
-    with disk.explained(f"packing {folder}", target), disk.Lock(cache() / "locks" / f"pack-{lock}.lock"):
+    with disk.explained(f"packing {source}", target), disk.Lock(cache() / "locks" / f"pack-{lock}.lock"):
         if not finished(target, task, key):
             part = target.with_name(f"{target.name}.part")
             disk.make_folder(part)
             try:
-                found = survey(folder / top, asked)
+                found = survey()
                 if found.options is None:
                     found = dataclasses.replace(found, options=options)
                 with contextlib.closing(Writer(part, found)) as writer:
-                    writer.decode(reader(folder / top), folder / top, writer.resume(key), progress)
+                    done = writer.resume(key)
+                    with contextlib.closing(samples(found, done)) as stream:
+                        writer.write(stream, done, progress)
                     if not writer.kept:
-                        raise PackError(nothing(folder, writer.bad), entry="Keys, columns and paths")
-                    made = {"nbtools": VERSION, "key": key, "keyed": asked, "source": str(folder), "top": top}
-                    writer.finish(task, val, test, made)
+                        raise PackError(nothing(source, writer.bad), entry="Keys, columns and paths")
+                    writer.finish(task, val, test, {"nbtools": VERSION, **made})
             except PackError:
                 disk.remove(part)  # the data's fault: there is nothing to resume
                 raise
             disk.remove(part / JOURNAL)
             disk.publish_folder(part, target)
-    return with_raw(Pack.open(target), folder, reader)
+    return Pack.open(target)
 
 
 def with_raw(pack: Pack, source: Path | None, reader: Callable[[Path], Reader]) -> Pack:
@@ -226,11 +265,11 @@ def of_task(pack: Pack, task: str) -> Pack:
     return pack
 
 
-def nothing(folder: Path, bad: Sequence[Problem]) -> str:
+def nothing(source: str, bad: Sequence[Problem]) -> str:
     if not bad:
-        return f"{folder}: no samples found; is this the right folder?"
+        return f"{source}: no samples found; is this the right folder?"
     file, value, rule, fix = bad[0]
-    return f"{folder}: 0 of {plural(len(bad), 'file')} can be used. The first: {file}: {rule}, got {value}; {fix}"
+    return f"{source}: 0 of {plural(len(bad), 'file')} can be used. The first: {file}: {rule}, got {value}; {fix}"
 
 
 def fingerprint(task: str, folder: Path, asked: Options) -> str:
@@ -267,6 +306,7 @@ class Writer:
         self.files: dict[str, FileIO] = {}  # of columns, and of the offsets of ragged ones
         self.journal: FileIO | None = None
         self.kept: list[int] = []  # positions of the entries that became samples
+        self.labels: list[str] = []  # their classes, where the survey has a column of names
         self.bad: list[Problem] = list(survey.bad)
 
     def resume(self, key: str) -> int:
@@ -293,6 +333,7 @@ class Writer:
             self.note(head)
         for note, _ in notes:
             self.kept += note["kept"]
+            self.labels += map(sys.intern, note.get("labels", ()))  # many samples, few texts
             self.bad += map(tuple, note["bad"])
         self.columns = columns_of(last["columns"])
         self.ends = last["ends"]
@@ -302,17 +343,15 @@ class Writer:
             self.files[name].seek(size)
         return last["done"]
 
-    def decode(self, read: Reader, root: Path, done: int, progress: bool) -> None:
-        """Read the entries from `done` on in a thread pool (decoders release the GIL) and append them in order."""
-        entries = self.survey.entries
-        known = {"total": len(entries), "initial": done, "unit": " samples"}
-        shown = bar(desc="packing", **known, mininterval=0.5, disable=not progress, leave=False)
-        with shown, ThreadPoolExecutor(max_workers=cores()) as pool:
-            for start in range(done, len(entries), CHUNK):
-                chunk = entries[start : start + CHUNK]
-                kept, bad = len(self.kept), len(self.bad)
-                found = pool.map(steady(lambda entry: decoded(entry, read, root, self.survey)), chunk)
-                for i, sample in enumerate(found, start):
+    def write(self, samples: Iterator[Sample | Problem], done: int, progress: bool) -> None:
+        """Append what became of the entries from `done` on, in order."""
+        total = len(self.survey.entries)
+        known = {"total": total, "initial": done, "unit": " samples"}
+        with bar(desc="packing", **known, mininterval=0.5, disable=not progress, leave=False) as shown:
+            for start in range(done, total, CHUNK):
+                end = min(start + CHUNK, total)
+                kept, bad, labels = len(self.kept), len(self.bad), len(self.labels)
+                for i, sample in zip(range(start, end), samples, strict=False):
                     shown.update()
                     if isinstance(sample, tuple):
                         self.bad.append(sample)
@@ -322,20 +361,21 @@ class Writer:
                     disk.sync(file)
                 self.note(
                     {
-                        "done": start + len(chunk),
+                        "done": end,
                         "columns": {name: dataclasses.asdict(column) for name, column in self.columns.items()},
                         "ends": self.ends,
                         "sizes": {name: file.tell() for name, file in self.files.items()},
                         "kept": self.kept[kept:],
                         "bad": self.bad[bad:],
+                        "labels": self.labels[labels:],
                     }
                 )
 
     def add(self, i: int, arrays: Sample) -> None:
         """Append the sample of entry i. Raises PackError, and writes nothing, unless names, dtypes and shapes of the
         arrays are the first sample's, but for the length of a ragged one."""
-        entry = self.survey.entries[i]
-        sample = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+        entry, named = self.survey.entries[i], self.survey.named
+        sample = {name: np.asarray(array, order="C") for name, array in arrays.items() if name != named}
         columns = {name: column_of(name, array, name in self.survey.ragged) for name, array in sample.items()}
         if entry.split is not None and entry.split not in SPLITS:
             raise PackError(f"{entry.name}: split must be one of {', '.join(SPLITS)}, or None, got {entry.split!r}")
@@ -351,6 +391,8 @@ class Writer:
                 self.ends[name] += len(array)
                 disk.write(self.files[f"{name}.offsets"], np.int64(self.ends[name]).tobytes())
         self.kept.append(i)
+        if named is not None:
+            self.labels.append(sys.intern(str(arrays[named])))
 
     def begin(self, columns: dict[str, Column]) -> None:
         """Create the files, as arrays without any row; offsets begin with 0. Raises PackError for a column whose name
@@ -369,13 +411,20 @@ class Writer:
 
     def finish(self, task: str, val: float, test: float, made: Mapping[str, Any]) -> None:
         """Close the arrays and write the manifest; the folder is then a whole pack."""
-        survey, entries = self.survey, [self.survey.entries[i] for i in self.kept]
+        survey, entries, columns = self.survey, [self.survey.entries[i] for i in self.kept], self.columns
         for name, file in self.files.items():
-            column = self.columns.get(name, OFFSETS)
+            column = columns.get(name, OFFSETS)
             rows = len(entries) + 1 if column is OFFSETS else self.ends.get(name, len(entries))
             file.seek(0)
             disk.write(file, header(column, rows))
             file.close()
+        classes = list(survey.classes)
+        if survey.named is not None:
+            classes = classes or in_value_order(set(self.labels))
+            index = {name: i for i, name in enumerate(classes)}
+            numbers = np.array([index[name] for name in self.labels], CLASS.dtype)
+            self.save(f"{survey.named}.npy", header(CLASS, len(numbers)) + numbers.tobytes())
+            columns = {**columns, survey.named: CLASS}
         names, own = [entry.name for entry in entries], [entry.split for entry in entries]
         drawn = survey.drawn and not is_all(test)
         splits = [split or "train" for split in own] if drawn else assigned(names, own, val, test)
@@ -384,19 +433,17 @@ class Writer:
         self.save("bad.csv", bad_csv(self.bad))
         paths = sorted(path for path in self.folder.iterdir() if path.name != JOURNAL)
         files = {path.name: {"size": path.stat().st_size, "sha256": disk.sha256(path)} for path in paths}
-        counts = {}
-        if survey.count is not None:
-            arrays = {name: mapped(self.folder / f"{name}.npy") for name in self.columns}
-            counts = survey.count(arrays, np.array([i for i, split in enumerate(splits) if split == "train"], np.int64))
+        arrays = {path.stem: mapped(path) for path in paths if path.suffix == ".npy"}
+        train = np.flatnonzero(arrays["split"] == SPLITS.index("train"))
         card = Card(
             task,
-            list(survey.classes),
-            dict(survey.options or {}),
-            self.columns,
+            classes,
+            {**(survey.options or {}), **(survey.learn(arrays, train) if survey.learn else {})},
+            columns,
             splits={split: splits.count(split) for split in SPLITS},
             bucket_by=survey.bucket_by,
             digest=hashlib.sha256("".join(entry["sha256"] for entry in files.values()).encode()).hexdigest(),
-            counts=counts,
+            counts=survey.count(arrays, train) if survey.count else {},
         )
         manifest = {"version": FORMAT, "card": card.to_dict(), "bad": len(self.bad), "files": files}
         self.save(MANIFEST, json.dumps({**manifest, **survey.facts, **made}, indent=1).encode())
@@ -408,6 +455,14 @@ class Writer:
     def close(self) -> None:
         for file in [*self.files.values(), *([self.journal] if self.journal else [])]:
             file.close()
+
+
+def in_threads(survey: Survey, read: Reader, root: Path, done: int) -> Generator[Sample | Problem, None, None]:
+    """What became of each entry from `done` on, read in a thread pool: decoders release the GIL."""
+    with ThreadPoolExecutor(max_workers=cores()) as pool:
+        for start in range(done, len(survey.entries), CHUNK):
+            chunk = survey.entries[start : start + CHUNK]
+            yield from pool.map(steady(lambda entry: decoded(entry, read, root, survey)), chunk)
 
 
 def decoded(entry: Entry, read: Reader, root: Path, survey: Survey) -> Sample | Problem:
@@ -442,6 +497,12 @@ def whole_lines(path: Path) -> list[tuple[dict[str, Any], int]]:
 def cores() -> int:
     """CPU cores that this process may use, which containers make fewer than the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_value_order(classes: Collection[str]) -> list[str]:
+    """Sorted as numbers where all are whole numbers, so that 10 follows 9, else as texts."""
+    numbers = all(re.fullmatch(r"-?\d+", name) for name in classes)
+    return sorted(classes, key=int if numbers else None)
 
 
 def column_of(name: str, array: np.ndarray, ragged: bool) -> Column:

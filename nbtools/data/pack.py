@@ -84,7 +84,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Pack:
-    """An open pack. `raw` is the Dataset over the source files, None if they are gone. Shows as a table.
+    """An open pack. `raw` is the Dataset over what it was made of, None if that is gone. Shows as a table.
 
     wanted: (n,) bool, the samples that are in a split; None: all. unread: columns that batches leave out. See `part`.
     """
@@ -92,7 +92,7 @@ class Pack:
     folder: Path
     card: Card
     manifest: dict[str, Any] = field(repr=False)
-    raw: RawFiles | None = field(default=None, repr=False)
+    raw: Any = field(default=None, repr=False)
     wanted: np.ndarray | None = field(default=None, repr=False, compare=False)
     unread: frozenset[str] = frozenset()
 

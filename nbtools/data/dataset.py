@@ -1,0 +1,636 @@
+"""nb.pack: any Dataset, DataFrame, or folder of images by class → a Pack.
+
+64 items, spread over the data and read twice, show what the items have in common, whether they are the same at each
+reading, and what one costs; with type and length they identify the pack. Then every item is read once, in worker
+processes where that pays.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import multiprocessing
+import pickle
+import sys
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from nbtools import disk
+from nbtools.data.build import READABLE, Entry, Problem, Survey, cores, fingerprint, make_pack, of_task
+from nbtools.data.feed import ignore_signals
+from nbtools.data.items import TARGET, TARGETS, Form, Sign, flattened, forms_of, named, numeric
+from nbtools.data.pack import FORMAT, SPLITS, Pack, Sample, is_pack, require_shares
+from nbtools.data.sources import cache
+from nbtools.data.stage import stage
+from nbtools.errors import PackError, TrainError
+from nbtools.table import plural
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+TASK = "dataset"
+SEEN = 64  # items looked at
+CHEAP = 2e-4  # seconds: an item that costs less is read faster here than it travels between processes
+SHORT = 1.0  # seconds in which all are read: not worth starting processes
+LOAD = 4e6  # bytes that travel at once
+FEW = 32  # different texts of a column that is one-hot without being asked for
+WIDE = 4096  # values of a sample: above, one mean for all of them
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation"), "val"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+
+
+def pack(
+    data: Any = None,
+    *,
+    target: Any = None,
+    inputs: Sequence[Any] | None = None,
+    classes: Sequence[str] | None = None,
+    train: Any = None,
+    val: Any = 0.1,
+    test: Any = 0.1,
+    size: Sequence[int] | None = None,
+    random: bool = False,
+    as_bytes: bool = False,
+    into: str | Path | None = None,
+    progress: bool = True,
+) -> Pack:
+    """The pack of one's own data, read once; opened where it is finished.
+
+    data, or train: a map-style Dataset, a list of items, a Hugging Face Dataset or DatasetDict, a DataFrame, or images
+    by class, `class/*.png` or `train/class/*.png`, in anything that `stage` takes. An item is an array, tensor, number
+    or PIL image, or a tuple or dict of them.
+    target: the item's key, or the DataFrame's column, that becomes the column `y`; by default y, label, labels or
+    target, of a tuple the last. inputs: likewise; by default all others. A DataFrame's inputs are `x` (F,) float32.
+    classes: those allowed, in order; by default those that occur.
+    val, test: data of their own, or shares, or whole numbers of samples; test=1.0: all.
+    size: (H, W) to which PIL images are resized. as_bytes: floats that are exactly n/255 are kept as uint8.
+    random: the items differ at each reading (augmentation in the Dataset); the pack keeps one reading, and
+    `feed="workers"` trains on the Dataset itself.
+    into: a folder for the pack alone; by default one under the cache, named by what identifies the data: types,
+    lengths, options, DataFrames, lists and tensors as a whole, files by size and time; of other Datasets 64 items, so
+    that a change elsewhere needs another `into`.
+
+    y is int64 () for texts, booleans and whole numbers, its names are `classes`; float32 for other numbers. Items that
+    cannot be used are rows of `pack.bad`. Raises PackError, DiskError or StageError where nothing can be packed.
+    """
+    if isinstance(data, str | Path) and is_pack(folder := stage(data, progress=progress)):
+        return of_task(Pack.open(folder), TASK)
+    given = splits_of(data, train, val, test)
+    val, test = (0 if name in given else share for name, share in (("val", val), ("test", test)))
+    require_shares(val, test)
+    items = Items(opened(given, target, inputs, progress), target, inputs, size)
+    if not len(items):
+        raise PackError(f"{items.source} has no items; a pack needs at least one")
+    look = Look.at(items)
+    asked = {"target": target, "inputs": inputs, "classes": classes, "size": size, "random": random}
+    asked |= {"as_bytes": as_bytes, "val": val, "test": test}
+    items.forms = look.forms(classes or names_of(items, look), as_bytes)
+    made = {"key": look.key(asked), "source": items.source}
+    into = into if into is not None else cache() / "packs" / f"{TASK}-{made['key']}"
+
+    def survey() -> Survey:
+        if not random:
+            look.require_same()
+        disk.require_space(Path(into), round(look.bytes_each() * len(items)))
+        return items.survey(random)
+
+    def samples(found: Survey, done: int) -> Generator[Sample | Problem, None, None]:
+        return read_all(items, range(done, len(items)), look)
+
+    found = make_pack(TASK, made, into, survey, samples, {}, val=val, test=test, progress=progress)
+    return dataclasses.replace(found, raw=RawItems(found.folder, items))
+
+
+def splits_of(data: Any, train: Any, val: Any, test: Any) -> dict[str | None, Any]:
+    """Split → its data; None: of data that is yet to be divided."""
+    if (data is None) == (train is None):
+        raise PackError(f"pack takes the data, or train=…, got {'neither' if data is None else 'both'}; pass one")
+    data = train if data is None else data
+    given = {name: part for name, part in (("val", val), ("test", test)) if not isinstance(part, int | float)}
+    if isinstance(data, Mapping):
+        found = {WORDS.get(str(name).lower(), str(name)): part for name, part in data.items()}
+        if given or not found or found.keys() - set(SPLITS):
+            keys = ", ".join(map(str, data))
+            raise PackError(
+                f"a dict of Datasets has the keys train, val and test, got {keys}; pass train=…, val=…, test=…, or "
+                "arrays as torch.utils.data.TensorDataset(x, y)"
+            )
+        return {split: found[split] for split in SPLITS if split in found}
+    return {"train" if given else None: data, **given}
+
+
+def opened(given: Mapping[str | None, Any], target: Any, inputs: Any, progress: bool) -> list[tuple[str | None, Any]]:
+    """(split, Dataset) of each part. Raises PackError for what has no items to ask for."""
+    parts: list[tuple[str | None, Any]] = []
+    frames = tables([data for data in given.values() if is_frame(data)], target, inputs)
+    for split, data in given.items():
+        if isinstance(data, str | Path):
+            parts += image_folders(stage(data, progress=progress), split)
+        else:
+            parts.append((split, next(frames) if is_frame(data) else map_style(data)))
+    return parts
+
+
+def map_style(data: Any) -> Any:
+    """The data, if its items can be asked for by number. Raises PackError with the way out where they cannot."""
+    kind = type(data).__name__
+    if isinstance(data, DataLoader):
+        raise PackError("data must be a Dataset, got a DataLoader; pass its dataset: loader.dataset")
+    if isinstance(data, tuple):
+        raise PackError("data must be a Dataset, got a tuple; pass torch.utils.data.TensorDataset(x, y), or a list")
+    if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+        raise PackError(
+            f"data must be a map-style Dataset, with items by number and a length, got {kind}; pass list(dataset) "
+            "where it fits into memory, or define __getitem__ and __len__"
+        )
+    try:
+        len(data)
+    except (TypeError, NotImplementedError):
+        raise PackError(f"data must have a length, and {kind} has none; define __len__, or pass a list") from None
+    return data
+
+
+class Images(Dataset):
+    """Images by class, `class/*.png`, in sorted order, as torchvision's ImageFolder reads them."""
+
+    def __init__(self, root: Path):
+        self.root, self.names, self.bad = root, [], []
+        for item in disk.walk(root):
+            name = Path(item.path).relative_to(root).as_posix()
+            if any(part.startswith(".") or part == "__MACOSX" for part in name.split("/")):
+                continue
+            if "/" in name and name.lower().endswith(IMAGES):
+                self.names.append(name)
+            else:
+                self.bad.append((name, "a file", "images lie in class/*.png", "move it away, or into a class folder"))
+        self.names.sort()
+        found = {name.partition("/")[0] for name in self.names}
+        empty = sorted(path.name for path in root.iterdir() if path.is_dir() and path.name not in found)
+        rule, fix = "a class folder holds images", "delete it, or fill it"
+        self.bad += [(name, "an empty folder", rule, fix) for name in empty if name[0] not in "._"]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        with Image.open(self.root / self.names[i]) as image:
+            image.load()
+        return {"image": image, TARGET: self.names[i].partition("/")[0]}
+
+
+def image_folders(root: Path, split: str | None) -> list[tuple[str | None, Images]]:
+    """The folder, or its folders train, val and test. Raises PackError where images do not lie in class folders."""
+    tops = {path.name: WORDS.get(path.name.lower()) for path in sorted(root.iterdir()) if path.is_dir()}
+    if split is None and "train" in tops.values() and all(tops.values()):
+        return [(word, Images(root / name)) for name, word in tops.items()]
+    found = Images(root)
+    classes = {name.partition("/")[0] for name in found.names}
+    if not classes or (len(classes) == 1 and split is None):
+        came = f"one folder, {next(iter(classes))!r}" if classes else "no folder with images"
+        raise PackError(f"{root} must hold a folder of images for each class, got {came}; name the folder above them")
+    return [(split, found)]
+
+
+@dataclass(eq=False)
+class Items(Dataset):
+    """The items of all parts, one after another; `self[i]` is a sample, or its row of the table of bad samples."""
+
+    parts: list[tuple[str | None, Any]]
+    target: Any
+    inputs: Sequence[Any] | None
+    size: Sequence[int] | None
+    forms: dict[str, Form] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ends = [*itertools.accumulate(len(part) for _, part in self.parts)]
+
+    @property
+    def source(self) -> str:
+        kinds = [str(part.root) if isinstance(part, Images) else type(part).__name__ for _, part in self.parts]
+        return " + ".join(dict.fromkeys(kinds))
+
+    @cached_property
+    def names(self) -> list[str]:
+        found = []
+        for split, part in self.parts:
+            front = f"{split}/" if split else ""
+            kind = "row" if isinstance(part, Table) else "item"
+            own = part.names if isinstance(part, Images) else (f"{kind} {i}" for i in range(len(part)))
+            found += [f"{front}{name}" for name in own]
+        return found
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def values(self, i: int) -> dict[str, Any]:
+        """Column → value of an item, whatever it is. Raises PackError(value, rule, fix) where there is none."""
+        k = bisect.bisect_right(self.ends, i)
+        part = self.parts[k][1]
+        try:
+            item = part[i - (self.ends[k - 1] if k else 0)]
+        except PackError:
+            raise
+        except Exception as error:  # whatever a Dataset may raise
+            came = f"{type(error).__name__}: {error}"
+            raise PackError(came, "the Dataset returns each item", "correct it, or leave it out") from error
+        return named(item) if isinstance(part, Images | Table) else named(item, self.target, self.inputs)
+
+    def sample(self, i: int) -> dict[str, Any]:
+        """The arrays of an item; its class as a text."""
+        values = self.values(i)
+        if values.keys() != self.forms.keys():
+            rule = f"an item has {', '.join(self.forms)}, as the others"
+            raise PackError(", ".join(values), rule, "make it alike, or leave it out")
+        return {name: form.fit(name, values[name], self.size) for name, form in self.forms.items()}
+
+    def __getitem__(self, i: int) -> dict[str, Any] | Problem:
+        try:
+            return self.sample(i)
+        except PackError as error:
+            problem = error.args if len(error.args) == 3 else (error, READABLE, "fix it")
+            return self.names[i], *map(str, problem)
+
+    def survey(self, random: bool) -> Survey:
+        forms, target = self.forms, self.forms.get(TARGET)
+        inputs = [name for name in forms if name != TARGET and (target or not name.startswith(f"{TARGET}_"))]
+        ragged = [name for name, form in forms.items() if form.ragged]
+        tables = [part for _, part in self.parts if isinstance(part, Table)]
+        options = {
+            "inputs": inputs,
+            "kind": "none" if target is None else "classes" if target.kind == "class" else "values",
+            "layout": {name: forms[name].layout for name in inputs},
+            "mode": {name: forms[name].mode for name in inputs if forms[name].kind == "image"},
+            "size": None if self.size is None else list(self.size),
+            "random": random,
+            "features": features_of(tables[0].encoding) if tables else [],
+            "encoding": tables[0].encoding if tables else {},
+        }
+        starts = [0, *self.ends]
+        entries = []
+        for (split, _), start, end in zip(self.parts, starts, self.ends, strict=False):
+            entries += [Entry(name, split) for name in self.names[start:end]]
+        bad = [
+            (f"{split}/{row[0]}" if split else row[0], *row[1:])
+            for split, part in self.parts
+            for row in getattr(part, "bad", ())
+            if isinstance(part, Images)
+        ]
+        return Survey(
+            entries,
+            list(target.names) if target else [],
+            options,
+            ragged=ragged,
+            bucket_by=next(iter(ragged), None),
+            bad=bad,
+            named=TARGET if options["kind"] == "classes" else None,
+            learn=partial(moments, forms),
+        )
+
+
+@dataclass(eq=False)
+class Look:
+    """What items spread over the data showed. marks: a hash of each; signs: of those that could be read; cost: seconds
+    of one; error: of the first that could not be read; moves: whether another process can read them."""
+
+    items: Items
+    places: list[int]
+    marks: list[bytes] = field(default_factory=list)
+    signs: list[dict[str, Sign]] = field(default_factory=list)
+    cost: float = 0.0
+    error: PackError | None = None
+    moves: bool = True
+
+    @classmethod
+    def at(cls, items: Items) -> Self:
+        look = cls(items, sorted({i * len(items) // SEEN for i in range(SEEN)}))
+        start = time.perf_counter()
+        for i in look.places:
+            try:
+                values = items.values(i)
+            except PackError as error:
+                look.error = look.error or error
+                look.marks.append(b"")
+                continue
+            look.marks.append(mark(values.items()))
+            look.signs.append({name: Sign.of(name, value) for name, value in values.items()})
+            look.moves &= not any(
+                isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values.values()
+            )
+        look.cost = (time.perf_counter() - start) / len(look.places)
+        return look
+
+    def forms(self, names: Sequence[str], as_bytes: bool) -> dict[str, Form]:
+        if self.signs:
+            return forms_of(self.signs, names, as_bytes, self.items.size)
+        value, rule, fix = (
+            self.error.args if self.error and len(self.error.args) == 3 else (self.error, READABLE, "fix it")
+        )
+        raise PackError(
+            f"{self.items.source}: none of {plural(len(self.places), 'item')} read fits: {rule}, got {value}; {fix}"
+        )
+
+    def key(self, asked: Mapping[str, Any]) -> str:
+        """Of the data and what is made of them; random items count with their form only."""
+        digest = hashlib.blake2b(json.dumps([FORMAT, TASK, asked], default=str).encode(), digest_size=8)
+        for split, part in self.items.parts:
+            digest.update(repr((split, type(part).__qualname__, len(part))).encode() + whole(part))
+        for found in map(repr, self.signs) if asked["random"] else self.marks:
+            digest.update(found.encode() if isinstance(found, str) else found)
+        return digest.hexdigest()
+
+    def require_same(self) -> None:
+        """Raise PackError where an item differs at its second reading."""
+        for i, before in zip(self.places, self.marks, strict=True):
+            try:
+                now = mark(self.items.values(i).items())
+            except PackError:
+                now = b""
+            if now != before:
+                raise PackError(
+                    f"{self.items.names[i]} differs each time it is read: the Dataset augments at random, and a pack "
+                    "keeps one reading. Augment on the device instead, nb.classify(net, augment=(…)), or pass "
+                    'random=True: feed="workers" then trains on the Dataset itself'
+                )
+
+    def bytes_each(self) -> float:
+        """Of a packed sample, roughly."""
+        forms = self.items.forms
+        sizes = [
+            np.dtype(form.dtype).itemsize * math.prod(signs[name].shape if form.ragged else filter(None, form.shape))
+            for signs in self.signs
+            for name, form in forms.items()
+            if form.kind != "class" and name in signs
+        ]
+        return sum(sizes) / len(self.signs)
+
+
+def mark(values: Iterable[tuple[str, Any]]) -> bytes:
+    """A hash of what an item holds."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in values:
+        if isinstance(value, Image.Image):
+            name, value = f"{name} {value.mode}", np.asarray(value)
+        try:
+            array = numeric(name, value)
+            digest.update(repr((name, array.dtype, array.shape)).encode() + array.tobytes())
+        except PackError:
+            digest.update(repr((name, value if isinstance(value, str | bytes) else type(value).__name__)).encode())
+    return digest.digest()
+
+
+def whole(part: Any) -> bytes:
+    """What identifies the whole of a part, where that is known without reading each item of it."""
+    if isinstance(part, Images):
+        return fingerprint(TASK, part.root, {}).encode()
+    if isinstance(part, Table):
+        return mark([("x", part.x)]) + repr((features_of(part.encoding), part.y)).encode()
+    if isinstance(part, list | np.ndarray | torch.Tensor):
+        return b"".join(mark(flattened(item, "item")) for item in part)
+    if isinstance(part, TensorDataset):
+        return mark(flattened(part.tensors, "tensor"))
+    if isinstance(part, Subset):
+        return np.asarray(part.indices).tobytes() + whole(part.dataset)
+    if isinstance(part, ConcatDataset):
+        return b"".join(map(whole, part.datasets))
+    return str(getattr(part, "_fingerprint", "")).encode()  # of a Hugging Face Dataset
+
+
+def names_of(items: Items, look: Look) -> Sequence[str]:
+    """The names that the data have for classes given as numbers: ClassLabel, or `.classes` as in torchvision."""
+    part: Any = items.parts[0][1]
+    if not all(signs.get(TARGET, Sign("")).kind in ("whole", "missing") for signs in look.signs):
+        return ()
+    if isinstance(features := getattr(part, "features", None), Mapping):
+        key = items.target or next((key for key in TARGETS if key in features), None)
+        return tuple(getattr(features.get(key), "names", None) or ())
+    while hasattr(part, "dataset") or isinstance(part, ConcatDataset):
+        part = part.datasets[0] if isinstance(part, ConcatDataset) else part.dataset
+    found = getattr(part, "classes", ())
+    return tuple(found) if isinstance(found, list | tuple) and all(isinstance(name, str) for name in found) else ()
+
+
+def read_all(items: Items, places: Sequence[int], look: Look) -> Generator[dict[str, Any] | Problem, None, None]:
+    """Samples and rows of the table of bad samples, in order; read by worker processes where that pays, which are
+    forked on Linux, and elsewhere started if the Dataset can be sent to them."""
+    method = "fork" if sys.platform == "linux" else multiprocessing.get_all_start_methods()[0]
+    few = cores() == 1 or look.cost < CHEAP or look.cost * len(places) < SHORT
+    if few or not look.moves or (method != "fork" and refusal(items)):
+        yield from map(items.__getitem__, places)
+        return
+    size = max(1, min(64, int(LOAD / max(look.bytes_each(), 1))))
+    yield from itertools.chain.from_iterable(
+        DataLoader(
+            items,
+            batch_sampler=[list(places[start : start + size]) for start in range(0, len(places), size)],
+            num_workers=cores(),
+            collate_fn=list,
+            worker_init_fn=ignore_signals,
+            generator=torch.Generator(),  # its own: the user's random numbers stay as they are
+            multiprocessing_context=method,
+        )
+    )
+
+
+def refusal(items: Items) -> str:
+    """Why a process that is not forked cannot read the items, "" if it can."""
+    try:
+        data = pickle.dumps(items)
+    except Exception as error:  # whatever a Dataset's own pickling may raise
+        return f"{type(error).__name__}: {error}"
+    notebook = not hasattr(sys.modules["__main__"], "__file__")
+    return "it is defined in the notebook" if notebook and b"__main__" in data else ""
+
+
+@dataclass(eq=False)
+class RawItems(Dataset):
+    """The Dataset that a pack was made of, read at each access. Item i has the arrays of the pack's sample i."""
+
+    folder: Path
+    items: Items = field(repr=False)
+
+    @cached_property
+    def pack(self) -> Pack:
+        return Pack.open(self.folder)
+
+    @cached_property
+    def places(self) -> Sequence[int]:
+        """Of the samples among the items."""
+        if len(self.pack) == len(self.items):
+            return range(len(self.items))
+        index = {name: i for i, name in enumerate(self.items.names)}
+        return [index[name] for name in self.pack.names]
+
+    def __len__(self) -> int:
+        return len(self.pack)
+
+    def __getitem__(self, i: int) -> Sample:
+        sample = self.items.sample(self.places[i])
+        if self.items.forms.get(TARGET, Form("")).kind == "class":
+            sample[TARGET] = self.pack.arrays[TARGET][i]
+        return {**sample, "id": np.asarray(i, np.int64)}
+
+    def __reduce__(self) -> Any:
+        if why := refusal(self.items):
+            kinds = ", ".join(type(part).__name__ for _, part in self.items.parts)
+            raise TrainError(
+                f"{kinds} cannot be sent to another process ({why}); write its class, and what it uses, into a file "
+                "next to the notebook, my_data.py, and import it: from my_data import …"
+            )
+        return RawItems, (self.folder, self.items)
+
+
+def moments(forms: Mapping[str, Form], arrays: Mapping[str, np.ndarray], train: np.ndarray) -> dict[str, Any]:
+    """Mean and standard deviation, 1 of what never varies, of float32 columns and of images in 0…1: per channel, or per
+    place on the last axis, over the training split."""
+    wanted = np.zeros(len(arrays["split"]), bool)
+    wanted[train] = True
+    found: dict[str, Any] = {"mean": {}, "std": {}}
+    for name, form in forms.items():
+        if form.kind == "class" or not (form.dtype == "<f4" or form.layout or form.scaled):
+            continue
+        rows = np.repeat(wanted, np.diff(arrays[f"{name}.offsets"])) if form.ragged else wanted
+        mean, std = moments_of(arrays[name], rows, {"chw": 1, "hw": 0}.get(form.layout, -1))
+        found["mean"][name], found["std"][name] = mean.tolist(), std.tolist()
+    return found
+
+
+def moments_of(array: np.ndarray, rows: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+    """(mean, deviation) of an array's chosen rows for each place on an axis; one for all on axis 0."""
+    width = array.shape[axis] if axis and array.ndim > 1 else 1
+    width = 1 if width > WIDE else width
+    count, sums, squares, origin = 0, np.zeros(width), np.zeros(width), None
+    step = max(1, 2**20 // max(1, math.prod(array.shape[1:])))
+    for start in range(0, len(array), step):
+        block = array[start : start + step][rows[start : start + step]].astype(np.float64)
+        if not len(block):
+            continue
+        block = (np.moveaxis(block, axis, -1) if width > 1 else block).reshape(-1, width)
+        origin = (
+            block[0].copy() if origin is None else origin
+        )  # of numbers far from 0 the difference of squares says nothing
+        block -= origin
+        count, sums, squares = count + len(block), sums + block.sum(0), squares + np.square(block).sum(0)
+    mean = sums / max(count, 1)
+    std = np.sqrt(np.maximum(squares / max(count, 1) - mean**2, 0))
+    unit = 255 if array.dtype == np.uint8 else 1
+    return (mean + (0 if origin is None else origin)) / unit, np.where(std > 0, std / unit, 1)
+
+
+# DataFrames
+
+
+def is_frame(data: Any) -> bool:
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and isinstance(data, pandas.DataFrame)
+
+
+class Table(Dataset):
+    """Rows of a DataFrame: x (F,) float32 by an encoding, and y of the goals: of several (D,) float32."""
+
+    def __init__(self, frame: pd.DataFrame, encoding: Mapping[str, Any], goals: Sequence[str]):
+        self.encoding, self.x, self.y = encoding, encoded(frame, encoding), None
+        if goals:
+            self.y = frame[goals[0]].tolist() if len(goals) == 1 else frame[goals].to_numpy(np.float32, na_value=np.nan)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        missing = np.flatnonzero(np.isnan(self.x[i]))
+        if len(missing):
+            fix = "fill it, as df.fillna(…) does, or leave the column out with inputs=[…]"
+            raise PackError("nothing", f"{features_of(self.encoding)[missing[0]]} has a value", fix)
+        return {"x": self.x[i]} | ({} if self.y is None else {TARGET: self.y[i]})
+
+
+def tables(frames: Sequence[pd.DataFrame], target: Any, inputs: Sequence[Any] | None) -> Iterator[Table]:
+    """The DataFrames, encoded alike. Raises PackError for columns that are missing, or cannot be numbers."""
+    if not frames:
+        return iter(())
+    import pandas as pd
+
+    frames = [frame.rename(columns=str) for frame in frames]
+    every = pd.concat(frames, ignore_index=True)
+    target = next((name for name in TARGETS if name in every), None) if target is None else target
+    goals = [str(name) for name in (target if isinstance(target, list | tuple) else [target]) if name is not None]
+    chosen = [name for name in every if name not in goals] if inputs is None else [str(name) for name in inputs]
+    if strange := [name for name in [*goals, *chosen] if name not in every]:
+        raise PackError(f"the DataFrame has no column {strange[0]!r}; its columns are {', '.join(every)}")
+    if every.columns.has_duplicates or not chosen:
+        came = "several of one name" if chosen else f"only the target {goals}"
+        raise PackError(
+            f"the DataFrame must have a column for each input, got {came}; rename, or choose with inputs=[…]"
+        )
+    encoding = {name: how(every[name]) for name in chosen}
+    if refused := {name: why for name, why in encoding.items() if isinstance(why, PackError)}:
+        listed = ", ".join(f"{name!r} ({why})" for name, why in refused.items())
+        rest = [name for name in chosen if name not in refused]
+        raise PackError(f"these columns are no numbers: {listed}; pass inputs={rest}, or df.astype({{…: 'category'}})")
+    return (Table(frame, encoding, goals) for frame in frames)
+
+
+def how(column: Any) -> Any:
+    """How a column becomes numbers: `number`, `days` (since 1970), or its categories, one-hot; else a PackError."""
+    import pandas as pd
+
+    kind = pd.api.types.infer_dtype(column, skipna=True)
+    if kind == "categorical":
+        return [str(name) for name in column.cat.categories]
+    if kind in ("integer", "floating", "mixed-integer-float", "decimal", "boolean"):
+        return "number"
+    if kind in ("datetime64", "datetime", "date"):
+        return "days"
+    names = sorted(column.dropna().unique()) if kind == "string" else []
+    if 0 < len(names) <= FEW:
+        return names
+    return PackError(f"{len(names):,} different texts" if names else f"{kind} values")
+
+
+def features_of(encoding: Mapping[str, Any]) -> list[str]:
+    """The names of x's columns."""
+    named = {"number": "{}", "days": "{} in days"}
+    parts = (
+        [f"{name}={one}" for one in how] if isinstance(how, list) else [named[how].format(name)]
+        for name, how in encoding.items()
+    )
+    return list(itertools.chain.from_iterable(parts))
+
+
+def encoded(frame: pd.DataFrame, encoding: Mapping[str, Any]) -> np.ndarray:
+    """x (rows, F) float32 of a DataFrame; NaN where a value is missing, or not among the categories."""
+    import pandas as pd
+
+    parts = []
+    for name, how in encoding.items():
+        column, missing = frame[name], frame[name].isna().to_numpy()
+        if how == "days":
+            part = (pd.to_datetime(column, utc=True) - pd.Timestamp(0, tz="UTC")) / pd.Timedelta(days=1)
+            parts.append(part.to_numpy(np.float32)[:, None])
+        elif how == "number":
+            filled = column.where(~missing, 0).astype(np.float32) if missing.any() else column.astype(np.float32)
+            parts.append(np.where(missing, np.nan, filled.to_numpy(np.float32))[:, None])
+        else:
+            index = {text: i for i, text in enumerate(how)}
+            codes = np.array([index.get(str(value), -1) for value in column], int)
+            codes[missing] = -1
+            part = np.eye(len(how), dtype=np.float32)[codes]
+            part[codes < 0] = np.nan
+            parts.append(part)
+    return np.concatenate(parts, 1).astype(np.float32, copy=False)

@@ -1,0 +1,305 @@
+"""What an item of a Dataset holds: named arrays, of a form that all items share.
+
+An item may be an array, a tensor, a number, a PIL image, or a tuple, dict, namedtuple or dataclass of them; its class
+may also be a text. A pack holds uint8, whole numbers, booleans and float32: other floats become float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import torch
+from PIL import Image
+
+from nbtools.errors import PackError
+
+TARGET = "y"
+TARGETS = ("y", "label", "labels", "target")  # keys of an item that are its target without being asked for
+TAKEN = ("id", "split")  # names that a pack or a batch needs itself
+COLOURS = (1, 3, 4)  # channels of an image
+ENOUGH = 16  # of so many items, one may break the rule of all others: it is damaged; more are a property of the data
+WIDER = {"u2": "i4", "u4": "i8", "u8": "i8", "f2": "f4", "f8": "f4", "f16": "f4"}  # torch cannot index wide unsigned
+T = TypeVar("T")
+
+
+def named(item: Any, target: Any = None, inputs: Sequence[Any] | None = None) -> dict[str, Any]:
+    """Column → value of an item, the target under `y`.
+
+    target: a key, or a place in a tuple; by default one of TARGETS, or the last of a tuple. inputs: likewise; by
+    default all others. Inputs keep their keys, nested ones joined by _; of a tuple they are `x`, or `x1`, `x2` …
+    """
+    parts, last = parts_of(item)
+    target = last if target is None else target
+    chosen = [key for key in parts if key != target] if inputs is None else list(inputs)
+    for key in [*chosen, *([] if target is None else [target])]:
+        if key not in parts:
+            raise PackError(", ".join(map(str, parts)) or "nothing", f"the item has {key!r}", "name what it has")
+    flat = [pair for key in chosen for pair in flattened(parts[key], "" if isinstance(key, int) else str(key))]
+    unnamed = sum(not name for name, _ in flat)
+    numbers = iter(["x"] if unnamed == 1 else [f"x{i}" for i in range(1, unnamed + 1)])
+    pairs = [(name or next(numbers), value) for name, value in flat]
+    pairs += flattened(parts[target], TARGET) if target is not None else []
+    if len(dict(pairs)) < len(pairs):
+        raise PackError(", ".join(name for name, _ in pairs), "the columns' names differ", "rename one in the Dataset")
+    return dict(pairs)
+
+
+def parts_of(item: Any) -> tuple[dict[Any, Any], Any]:
+    """(the parts of an item by key, or by place in a tuple; the one that is its target, None if none is)."""
+    last = None
+    if item is None:
+        raise PackError("None", "an item holds arrays", "return them from the Dataset, or leave the item out")
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        item = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
+    elif isinstance(item, tuple) and hasattr(item, "_asdict"):
+        item = item._asdict()  # type: ignore[attr-defined]
+        last = [*item][-1]
+    if isinstance(item, Mapping):
+        return dict(item), next((key for key in TARGETS if key in item), last)
+    if isinstance(item, tuple) or (isinstance(item, list) and not is_array(item)):
+        return dict(enumerate(item)), len(item) - 1 if len(item) > 1 else None
+    return {0: item}, None
+
+
+def flattened(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from flattened(part, f"{name}_{key}" if name else str(key))
+    elif isinstance(value, list | tuple) and not is_array(value):
+        for i, part in enumerate(value, 1):
+            yield from flattened(part, f"{name}{i}" if name else "")
+    else:
+        yield re.sub(r"[^\w-]+", "_", name), value  # it names a file
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is a number, or nested lists of numbers."""
+    if isinstance(value, list | tuple):
+        return all(map(is_array, value))
+    return isinstance(value, int | float | complex | np.number | np.bool_)
+
+
+def numeric(name: str, value: Any) -> np.ndarray:
+    """An array of a dtype that packs hold. Raises PackError(value, rule, fix) for all else."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().resolve_conj().resolve_neg()
+        value = value.to_dense() if value.layout != torch.strided else value
+        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # lists of unequal lengths
+        raise PackError(error, f"{name} is an array", "make its rows equally long in the Dataset") from None
+    kind = array.dtype.kind
+    if kind not in "biuf":
+        came = {"U": f"the text {str(value)[:40]!r}", "c": f"{array.dtype} numbers"}.get(kind, type(value).__name__)
+        fix = {"U": "leave it out with inputs=[…], or encode it", "c": "take torch.view_as_real(…)"}
+        fixed = fix.get(kind, "turn it into numbers in the Dataset")
+        raise PackError("None" if value is None else came, f"{name} holds numbers", fixed)
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise PackError(array.max(), f"whole numbers of {name} are below 2⁶³", "turn them into floats or texts")
+    wide = WIDER.get(f"{kind}{array.dtype.itemsize}", array.dtype)
+    return array.astype(np.dtype(wide).newbyteorder("="), copy=False)
+
+
+def pixels(image: Image.Image, mode: str, size: Sequence[int] | None = None) -> np.ndarray:
+    """An image as (H, W, 3) or (H, W) uint8 for the modes RGB and L, on white where it is transparent; 16 bits as
+    float32 in 0…1; other deep modes as they are. size: (H, W) to resize it to."""
+    if mode in ("RGB", "L"):
+        if image.has_transparency_data:
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+        image = image.convert(mode)
+    if size is not None:
+        image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+    array = np.asarray(image)
+    return array.astype(np.float32) / np.float32(65535) if image.mode.startswith("I;16") else array
+
+
+def mode_of(image: Image.Image) -> str:
+    """The mode that an image is packed in: RGB, L, or a deep one."""
+    if image.mode.startswith(("I", "F")):
+        return image.mode
+    return "L" if image.mode in ("1", "L", "LA", "La") else "RGB"
+
+
+def bare(value: Any) -> Any:
+    """A target as a plain number or text, where it is an array of one."""
+    single = isinstance(value, torch.Tensor | np.ndarray | np.generic) and np.prod(value.shape) == 1
+    return value.item() if single else value
+
+
+def in_255ths(array: np.ndarray) -> np.ndarray | None:
+    """Floats that are exactly n/255 as those n, uint8; None where one is not."""
+    with np.errstate(invalid="ignore"):
+        numbers = np.rint(array * 255).clip(0, 255).astype(np.uint8)
+    return numbers if np.array_equal(numbers.astype(np.float32) / np.float32(255), array) else None
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What is remembered of a value that was looked at. kind: text, whole, missing (targets only), image, array, or ""
+    with the error of one that cannot be packed. exact: all of it are 255ths; tensor: it was one."""
+
+    kind: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    mode: str = ""
+    exact: bool = False
+    tensor: bool = False
+    error: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, value: Any) -> Self:
+        if isinstance(value, Image.Image):
+            mode = mode_of(value)
+            dtype = {"RGB": "|u1", "L": "|u1", "I": "<i4"}.get(mode, "<f4")
+            return cls("image", dtype, (value.height, value.width), mode)
+        if name == TARGET:
+            plain = bare(value)
+            if isinstance(plain, str | int):
+                return cls("text" if isinstance(plain, str) else "whole")
+            if plain is None or str(plain) in ("nan", "<NA>", "NaT"):
+                return cls("missing")
+        try:
+            array = numeric(name, value)
+        except PackError as error:
+            return cls("", error=error.args)
+        exact = array.dtype.kind == "f" and array.ndim > 0 and in_255ths(array) is not None
+        return cls("array", array.dtype.str, array.shape, exact=exact, tensor=isinstance(value, torch.Tensor))
+
+
+@dataclass(frozen=True)
+class Form:
+    """What all samples have in common under one name. shape: its first axis is None where they differ in it.
+
+    kind: class, image or array; mode: of images; names: the classes allowed, none: any; scaled: floats kept as 255ths.
+    """
+
+    kind: str
+    dtype: str = ""
+    shape: tuple[int | None, ...] = ()
+    mode: str = ""
+    names: tuple[str, ...] = ()
+    scaled: bool = False
+    tensor: bool = False
+
+    @property
+    def ragged(self) -> bool:
+        return self.shape[:1] == (None,)
+
+    @property
+    def layout(self) -> str:
+        """`hwc`, `chw` or `hw` of images, "" of all else."""
+        rank = len(self.shape)
+        if self.ragged or rank not in (2, 3) or self.dtype not in ("|u1", "<f4"):
+            return ""
+        if self.kind == "image" or rank == 2:
+            return "hwc" if rank == 3 else "hw" if self.kind == "image" or self.dtype == "|u1" else ""
+        first, last = self.shape[0] in COLOURS, self.shape[2] in COLOURS
+        return "chw" if first and (self.tensor or not last) else "hwc" if last else ""
+
+    @cached_property
+    def known(self) -> frozenset[str]:
+        return frozenset(self.names)
+
+    def fit(self, name: str, value: Any, size: Sequence[int] | None = None) -> np.ndarray | str:
+        """The value as it is packed; a class as its text. Raises PackError(value, rule, fix) where it does not fit."""
+        if self.kind == "class":
+            return self.text(bare(value))
+        is_image = isinstance(value, Image.Image)
+        if is_image != (self.kind == "image"):
+            raise PackError(type(value).__name__, f"{name} is an {self.kind}, as in other items", "make them alike")
+        array = pixels(value, self.mode, size) if is_image else numeric(name, value)
+        if array.ndim != len(self.shape) or array.shape[self.ragged :] != self.shape[self.ragged :]:
+            shape = ", ".join("any" if n is None else str(n) for n in self.shape)
+            fix = "pass size=(H, W), or leave it out" if is_image else "make it alike, or leave it out"
+            raise PackError(array.shape, f"{name} has the shape ({shape}) of other items", fix)
+        if not array.size:
+            raise PackError(f"shape {array.shape}", f"{name} holds something", "leave the item out of the Dataset")
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            came = "nan" if np.isnan(array).any() else "inf"
+            raise PackError(came, f"all numbers of {name} are finite", "replace it, or leave the item out")
+        exact = in_255ths(array) if self.scaled else array
+        if exact is None or not np.can_cast(exact.dtype, self.dtype, "same_kind"):
+            rule = "all n/255, as as_bytes=True keeps them" if self.scaled else f"{np.dtype(self.dtype)}"
+            raise PackError(f"{array.dtype} numbers", f"{name} is {rule}, as in other items", "make them alike")
+        return exact.astype(self.dtype, copy=False)
+
+    def text(self, value: Any) -> str:
+        """The name of a class; a whole number may be its place among the names."""
+        if value is None or str(value) in ("", "nan", "<NA>", "NaT") or not isinstance(value, str | int):
+            came = "an empty text" if value == "" else str(value)
+            raise PackError(came, "every sample has a class, a text or a whole number", "leave it out, or correct it")
+        if not self.names or str(value) in self.known:
+            return str(value)
+        if isinstance(value, int) and 0 <= value < len(self.names):
+            return self.names[value]
+        some = ", ".join(self.names[:5]) + (" …" if len(self.names) > 5 else "")
+        raise PackError(value, f"the class is one of {len(self.names):,}: {some}", "correct it, or leave it out")
+
+
+def forms_of(seen: Sequence[Mapping[str, Sign]], names: Sequence[str], as_bytes: bool, size: Any) -> dict[str, Form]:
+    """The form of each column, from items looked at. Raises PackError with a sentence where they have none."""
+    keys = common([tuple(signs) for signs in seen])
+    if keys is None:
+        came = " and ".join(f"({', '.join(keys)})" for keys in dict.fromkeys(map(tuple, seen)))
+        raise PackError(f"all items must have the same parts, got {came}; make them alike, or choose with inputs=[…]")
+    alike = [signs for signs in seen if tuple(signs) == keys]
+    unfit = {key: (key, "a pack uses this name itself", "leave it out with inputs=[…]") for key in keys if key in TAKEN}
+    unfit |= {key: alike[0][key].error for key in keys if not any(signs[key].kind for signs in alike)}
+    if unfit:
+        value, rule, fix = next(iter(unfit.values()))
+        others = [key for key in keys if key not in unfit and key != TARGET]
+        more = f" (the same of {', '.join([*unfit][1:])})" if len(unfit) > 1 else ""
+        fix = fix.replace("inputs=[…]", f"inputs={others}" if others else "inputs=[…]")
+        raise PackError(f"{rule}, got {value}{more}; {fix}")
+    columns = {key: [signs[key] for signs in alike if signs[key].kind] for key in keys}
+    return {key: form_of(key, signs, names, as_bytes, size) for key, signs in columns.items()}
+
+
+def form_of(name: str, signs: Sequence[Sign], names: Sequence[str], as_bytes: bool, size: Any) -> Form:
+    kinds = {sign.kind for sign in signs} - {"missing"}
+    if "text" in kinds or kinds == {"whole"}:
+        return Form("class", names=tuple(names))
+    kind = common(
+        [{"whole": "array"}.get(sign.kind, sign.kind) for sign in signs if sign.kind != "missing"] or ["none"]
+    )
+    if kind not in ("image", "array"):
+        raise PackError(f"{name} must be numbers, or images, in all items, got {', '.join(sorted(kinds)) or 'nothing'}")
+    signs = [sign for sign in signs if sign.kind == kind]
+    modes = {sign.mode for sign in signs}
+    if len(modes) > 1 and modes - {"RGB", "L"}:
+        raise PackError(f"{name} must have one depth, got images of the modes {', '.join(sorted(modes))}; convert them")
+    mode = "RGB" if "RGB" in modes else signs[0].mode
+    shape = tuple(size) if size and kind == "image" else shape_of(name, [sign.shape for sign in signs], kind)
+    dtype = np.result_type(*{sign.dtype for sign in signs})
+    dtype = np.dtype(np.float32) if dtype.kind == "f" else dtype
+    scaled = as_bytes and all(sign.exact for sign in signs)
+    tensor = signs[0].tensor
+    return Form(kind, "|u1" if scaled else dtype.str, (*shape, 3) if mode == "RGB" else shape, mode, (), scaled, tensor)
+
+
+def shape_of(name: str, shapes: Sequence[tuple[int, ...]], kind: str) -> tuple[int | None, ...]:
+    """The shape that items share; None in front where their first axes differ."""
+    whole, rest = common(shapes), common([(len(shape), shape[1:]) for shape in shapes])
+    if whole is not None:
+        return whole
+    if rest is not None and rest[0] and kind == "array":
+        return (None, *rest[1])
+    usual = Counter(shapes).most_common(1)[0][0]
+    came = ", ".join(map(str, [*dict.fromkeys(shapes)][:3]))
+    if kind == "image":
+        raise PackError(f"{name} must be of one size, got images (height, width) {came} …; pass size={usual} to resize")
+    raise PackError(f"{name} must have one shape, but for its first axis, got {came} …; make them alike in the Dataset")
+
+
+def common(values: Sequence[T]) -> T | None:
+    """What all share, or all but one of ENOUGH; None where they differ."""
+    [(value, count)] = Counter(values).most_common(1)
+    return value if count >= len(values) - (len(values) >= ENOUGH) else None
