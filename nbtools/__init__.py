@@ -16,7 +16,7 @@ from nbtools.launch import launch
 from nbtools.live import Panel
 from nbtools.measure import Advice, Gpu, advise, gpus, lr_sweep
 from nbtools.run import Run, evaluate, validate
-from nbtools.train import History, Plan, Record, Task, TrainState, knob, train
+from nbtools.train import History, Plan, Record, Task, TrainState, classify, knob, regress, train
 from nbtools.version import VERSION
 from nbtools.watch import watch
 
@@ -35,6 +35,7 @@ __all__ = [
     "Task",
     "TrainState",
     "advise",
+    "classify",
     "compare",
     "evaluate",
     "fit",
@@ -44,6 +45,7 @@ __all__ = [
     "launch",
     "lr_sweep",
     "pack",
+    "regress",
     "stage",
     "train",
     "validate",

@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command → one of EXIT_CODES; an error of nbtools is a sentence on stderr."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        arguments = ordered(arguments)
         if arguments[:1] == ["guide"] and arguments[1:2] not in (["-h"], ["--help"]):
             arguments.insert(1, "--")  # what follows has options of its own
         options = parser(arguments).parse_args(arguments)
@@ -85,6 +86,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         return 141
+
+
+def ordered(arguments: list[str]) -> list[str]:
+    """`--task NAME` as the word after the command, and a source that follows the task as `--data SOURCE`."""
+    command, words = arguments[:1], arguments[1:]
+    for place, word in enumerate(words if command and command[0] in TASK_COMMANDS else ()):
+        flag, equals, name = word.partition("=")
+        if flag == "--task" and (equals or place + 1 < len(words)):
+            words = [name or words[place + 1], *words[:place], *words[place + (1 if equals else 2) :]]
+            break
+    if command and command[0] in WITH_DATA and len(words) > 1 and not words[1].startswith("-"):
+        words.insert(1, "--data")
+    return command + words
 
 
 def plain(value: Any) -> Any:
@@ -154,7 +168,7 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         one.set_defaults(act=define(one), json=False)
     for name, define in TASK_COMMANDS.items():
         one = commands.add_parser(name, **documented(define))
-        known = f"{', '.join(BUILT_IN)}, or the dotted name of your own module"
+        known = f"{', '.join(BUILT_IN)}, or your own: a module, or module:Name; also --task NAME"
         one.add_argument("task", type=same, help=known)
         one.set_defaults(act=define(one, task))
     for name, one in commands.choices.items():
@@ -170,18 +184,32 @@ def documented(define: Callable[..., Any]) -> dict[str, Any]:
 
 
 def find_task(name: str) -> Task:
-    """A built-in task by its short name, or any importable module. Raises NbtoolsError naming the built-in tasks."""
+    """A built-in task by its short name, or any importable module, or `module:Name` in it. Raises NbtoolsError naming
+    the built-in tasks."""
     if name in BUILT_IN:
         return as_task(importlib.import_module(f"nbtools.tasks.{name}"))
+    module, colon, attribute = name.partition(":")
     try:
-        if all(map(str.isidentifier, name.split("."))):
-            return as_task(importlib.import_module(name))
+        if all(map(str.isidentifier, module.split("."))):
+            found = importlib.import_module(module)
+            if not colon:
+                return as_task(found)
+            if attribute.isidentifier() and hasattr(found, attribute):
+                return as_task(getattr(found, attribute))
+            fix = f"its tasks are {', '.join(tasks_in(found)) or 'none'}"
+            raise NbtoolsError(f"no task {attribute!r} in {found.__file__ or module}: {fix}")
     except ModuleNotFoundError as error:
-        if not f"{name}.".startswith(f"{error.name}."):  # a module that the task imports
+        if not f"{module}.".startswith(f"{error.name}."):  # a module that the task imports
             raise
     raise NbtoolsError(
         f"no task {name!r}: use {', '.join(BUILT_IN)}, or any module of yours that can be imported from here"
     )
+
+
+def tasks_in(module: Any) -> list[str]:
+    """The names of a module's own tasks: instances of Task and subclasses."""
+    kinds = {name: value if isinstance(value, type) else type(value) for name, value in vars(module).items()}
+    return [name for name, kind in kinds.items() if issubclass(kind, Task) and kind is not Task]
 
 
 # -- commands: each adds its options, and returns what it does with them; the docstring is its help
@@ -384,6 +412,7 @@ def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
 
     python -m nbtools train captcha --data data --run runs/captcha --epochs 20
     python -m nbtools train captcha --smoke-test
+    python -m nbtools train my_task:Mine pictures --run runs/mine
     """
     one.add_argument("--data", metavar="SOURCE", help=SOURCE)
     one.add_argument("--run", type=Path, metavar="FOLDER", help="the run folder")
@@ -573,6 +602,7 @@ def predict_command(one: argparse.ArgumentParser, task: Task) -> Act:
     return show
 
 
+WITH_DATA = ("advise", "train", "evaluate")
 COMMANDS = {
     "gpus": gpus_command,
     "stage": stage_command,

@@ -76,7 +76,8 @@ def fit(
     folder, kept = places(run, keep, release_gpu)
     if not isinstance(pack, Pack):
         raise PackError(
-            f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {task_name(task)}.pack(source)"
+            f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {task_name(task)}.pack(source), or of a "
+            "Dataset of your own with nb.pack(dataset)"
         )
     ranks = join()
     if ranks is not None and not ranks.first:

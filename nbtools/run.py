@@ -23,15 +23,19 @@ from nbtools.errors import CheckpointError, PackError
 from nbtools.measure import Receipt, StepProfile, Verdict
 from nbtools.table import plural
 from nbtools.train import (
+    DATASET,
     History,
     Plan,
     TaskLike,
     array_of,
     as_task,
     best_metric,
+    bound,
+    build,
     checkpoint,
     evaluation,
     import_task,
+    items_of,
     readable,
     refuse_fixed,
 )
@@ -49,7 +53,7 @@ class Run:
     """A finished or interrupted run. `model()` is the best one, as chosen on the validation split."""
 
     def __init__(self, folder: Path, task: TaskLike, card: Card, plan: Plan):
-        self.folder, self.task, self.card, self.plan = folder, as_task(task), card, plan
+        self.folder, self.task, self.card, self.plan = folder, bound(task, card), card, plan
         self.events: list[str] = []
 
     @classmethod
@@ -121,7 +125,7 @@ class Run:
 
     def model(self, device: torch.device | str | None = None) -> nn.Module:
         """The network with the best weights, in eval mode, on the GPU where there is one."""
-        model = self.task.model(self.card, self.plan)
+        model = build(self.task, self.card, self.plan)
         model.load_state_dict(checkpoint.weights(self.folder))
         return model.to(device or devices.pick()).eval()
 
@@ -134,12 +138,17 @@ class Run:
         `pack_options` gives them: `nb.evaluate(run, run.pack("new", test=1.0))`. options: of the task's `pack`."""
         return self.task.pack(source, **{**self.task.pack_options(self.card), **options})
 
-    def predict(self, files: str | Path | Sequence[str | Path], batch_size: int = 64) -> list[Any]:
-        """The run's predictions for raw files, in their order, with the preprocessing of its training.
+    def predict(self, files: Any, batch_size: int = 64) -> list[Any]:
+        """The run's predictions for raw files, in their order, with the preprocessing of its training; of a run on a
+        pack of `nb.pack` also for items as its Dataset returns them, with or without their targets: one, a list, a
+        Dataset, an array (B, …), or the rows of a DataFrame.
 
         Raises PackError naming the first file that cannot be read.
         """
-        paths = [Path(files)] if isinstance(files, (str, Path)) else [Path(f) for f in files]
+        if self.task.card is not None:
+            files = items_of(files, self.card)
+        given = [files] if isinstance(files, (str, Path)) else files
+        paths = [Path(file) if isinstance(file, str) else file for file in given]
         return self.answers(self.read, paths, batch_size)
 
     def predict_pack(self, pack: Pack, ids: Sequence[int] | np.ndarray, batch_size: int = 64) -> list[Any]:
@@ -166,16 +175,17 @@ class Run:
         raw = {name: tensor.to(device) for name, tensor in raw.items()}
         return self.task.decode(evaluation.forward(self.task, model, raw, self.plan, device)[1], self.card)
 
-    def read(self, path: Path) -> Sample:
+    def read(self, path: Any) -> Sample:
+        where = path if isinstance(path, Path) else f"an item ({type(path).__name__})"
         try:
             return self.task.read(path, self.card.options)
         except OSError as error:
-            raise PackError(f"{path}: {error.strerror or error}; name a readable file") from None
+            raise PackError(f"{where}: {error.strerror or error}; name a readable file") from None
         except PackError as error:
             if len(error.args) != 3:
                 raise
             value, rule, fix = error.args
-            raise PackError(f"{path}: {rule}, got {value}; {fix}") from None
+            raise PackError(f"{where}: {rule}, got {value}; {fix}") from None
 
     def export(self, path: str | Path) -> Path:
         """Write the best weights as safetensors, and next to them a JSON card with all that is needed to use them."""
@@ -245,7 +255,13 @@ def compared(run: Any, card: Card, name: str) -> Any:
     read may differ, and so may the options that concern these alone."""
     reads, keys = run.task.inputs(run.plan, card.columns), run.task.COLUMN_OPTIONS
     unread = keys.keys() - set(reads) if reads else set()
-    ignored = {"options": {"classes", "category_of"}.union(*(keys[column] for column in unread)), "columns": unread}
+    learned = (
+        {"mean", "std", "random"} if card.task == DATASET else set()
+    )  # of the training split: the run keeps its own
+    ignored = {
+        "options": {"classes", "category_of"}.union(learned, *(keys[column] for column in unread)),
+        "columns": unread,
+    }
     value = getattr(card, name)
     return {n: v for n, v in value.items() if n not in ignored[name]} if name in ignored else value
 

@@ -11,7 +11,7 @@ from nbtools.live.chart import scientific
 from nbtools.live.picture import About, Columns, mebibytes, samples_per_s, time_left
 from nbtools.measure import described
 from nbtools.table import digits, duration
-from nbtools.train import Plan, Record, Steps, TrainState, shares
+from nbtools.train import Plan, Record, Steps, TrainState, call_of, shares
 
 OPENING = "opening"  # marks the event with these lines, where the process that trains is not the one that shows them
 MEMORY = (("gpu_memory_allocated", "gpu_memory_peak"), ("memory", "memory"))
@@ -19,10 +19,13 @@ MEMORY = (("gpu_memory_allocated", "gpu_memory_peak"), ("memory", "memory"))
 
 
 def opening(state: TrainState, pack: Pack) -> list[str]:
-    """What a run starts with, or resumes with: device, batch, lr, optimizer, feed, and how many steps it takes."""
+    """What a run starts with, or resumes with: how the network of an `nb.pack` is called, device, batch, lr, optimizer,
+    feed, and how many steps it takes."""
     plan, count = state.plan, pack.splits["train"]
     feed, why = choose(pack, plan, state.device)
+    network = call_of(state.model)
     rows = [
+        *([("network", network)] if network else []),
         ("GPU" if state.device.type == "cuda" else "device", described(state.device)),
         ("batch", batch_of(plan, state.recovery.micro, state.ranks.world if state.ranks is not None else 1)),
         ("lr", lr_of(plan)),

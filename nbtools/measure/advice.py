@@ -40,6 +40,8 @@ from nbtools.train import (
     Task,
     TaskLike,
     as_task,
+    bound,
+    build,
     lr_factor,
     readable,
     require_training,
@@ -300,7 +302,11 @@ def shelf(pack: Pack) -> Path:
 def label(task: TaskLike, pack: Pack, of: Advice, asked: bool | int) -> str:
     """Changes with whatever the measurements depend on: machine and versions, data, task and its plan. asked: whether
     to compile; or of several processes their number."""
-    parts = [VERSION, machine(), pack.card.digest, task_name(task), of.plan.to_dict(), asked]
+    own, shapes = bound(task, pack.card), []
+    if own.card is not None:  # a task of one's own may have no name, or the same one for another network
+        with torch.random.fork_rng(devices=[]):
+            shapes = [list(parameter.shape) for parameter in build(own, pack.card, of.plan).parameters()]
+    parts = [VERSION, machine(), pack.card.digest, task_name(task), of.plan.to_dict(), asked, *shapes]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 

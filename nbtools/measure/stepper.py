@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from nbtools.data import Feed, Pack, Raw, batches_left, lengths_of, open_feed
-from nbtools.train import Plan, Task, TaskLike, TrainState, as_task, readable, require_sizes, train_step
+from nbtools.train import Plan, Task, TaskLike, TrainState, bound, readable, require_sizes, train_step
 from nbtools.train import device as devices
 
 Clock = Callable[[], float]  # seconds since some moment; tests give one that they move by hand
@@ -89,7 +89,7 @@ class Stepper:
     ):
         pack = readable(task, pack, plan)
         require_sizes(pack, plan)
-        self.task, self.pack, self.plan, self.device = as_task(task), pack, plan, device
+        self.task, self.pack, self.plan, self.device = bound(task, pack.card), pack, plan, device
         self.clock, self.act = clock or perf_counter, act
         self.state = TrainState(apart(self.task), pack, plan if learning else plan.replace(**STILL), device)
         devices.prepare(plan, device, many_shapes=self.state.card.bucket_by is not None)

@@ -2,11 +2,13 @@
 
 from nbtools.train import checkpoint, device, evaluation
 from nbtools.train.checkpoint import CONTROL
+from nbtools.train.defaults import DATASET, Answer, Batch, Pair, call_of, items_of
 from nbtools.train.device import DTYPES, again
 from nbtools.train.evaluation import Sums, forward
 from nbtools.train.history import KEYS, History, Record
 from nbtools.train.loop import adopt, caught_up, obey, require_change, train
 from nbtools.train.optimizer import LARGER, OPTIMIZERS, local_optimizer
+from nbtools.train.own import classify, regress
 from nbtools.train.plan import (
     Plan,
     Steps,
@@ -29,13 +31,13 @@ from nbtools.train.recovery import LEFT_OUT, Diverged, train_step
 from nbtools.train.state import TrainState
 from nbtools.train.step import attempt, clear_gradients, differentiate, release
 from nbtools.train.task import (
-    Batch,
-    Pair,
     Task,
     TaskLike,
     array_of,
     as_task,
     best_metric,
+    bound,
+    build,
     import_task,
     readable,
     task_name,
@@ -45,11 +47,13 @@ from nbtools.train.torchrun import Torchrun, importable, reporting
 
 __all__ = [
     "CONTROL",
+    "DATASET",
     "DTYPES",
     "KEYS",
     "LARGER",
     "LEFT_OUT",
     "OPTIMIZERS",
+    "Answer",
     "Batch",
     "Diverged",
     "History",
@@ -71,8 +75,12 @@ __all__ = [
     "attempt",
     "best_metric",
     "beyond",
+    "bound",
+    "build",
+    "call_of",
     "caught_up",
     "checkpoint",
+    "classify",
     "clear_gradients",
     "device",
     "differentiate",
@@ -83,6 +91,7 @@ __all__ = [
     "idle",
     "import_task",
     "importable",
+    "items_of",
     "join",
     "knob",
     "listed",
@@ -91,6 +100,7 @@ __all__ = [
     "obey",
     "readable",
     "refuse_fixed",
+    "regress",
     "release",
     "reporting",
     "require_batch",

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from nbtools.data import Feed, Pack, in_order, lengths_of, open_feed
 from nbtools.errors import TrainError
+from nbtools.train.defaults import score as score_batch
 from nbtools.train.device import autocast, sum_dtype, within_memory
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks
-from nbtools.train.task import Batch, Pair, TaskLike, as_task, readable
+from nbtools.train.task import Batch, Pair, TaskLike, as_task, readable, summed
 
 
 class Sums:
@@ -111,8 +112,8 @@ def score(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) 
     def pairs() -> dict[str, Pair]:
         batch, outputs = forward(ours, model, raw, plan, sums.device)  # serves the loss and the metrics
         with torch.no_grad(), autocast(plan, sums.device, model):
-            loss = ours.loss(lambda _batch: outputs, batch, plan)
-        return {"loss": loss, **ours.metrics(outputs, batch)}
+            loss = summed(ours.loss(lambda *_, **__: outputs, batch, plan), len(raw["id"]))
+        return {"loss": loss, **score_batch(ours.metrics, outputs, batch, ours.card)}
 
     ours = as_task(task)
     found, reason = within_memory(pairs)

@@ -27,7 +27,7 @@ from nbtools.train.plan import Plan, listed, refuse_fixed, require_batch, requir
 from nbtools.train.ranks import Ended, Restarted, share
 from nbtools.train.recovery import Diverged, train_step
 from nbtools.train.state import EpochSums, TrainState, Wanted
-from nbtools.train.task import TaskLike, as_task, best_metric, readable
+from nbtools.train.task import TaskLike, best_metric, bound, readable
 
 
 def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None) -> Generator[Record, None, None]:
@@ -76,7 +76,7 @@ def take_over(state: TrainState, begun: Restarted) -> None:
 
 def run(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None) -> Generator[Record, None, None]:
     """The loop of `train`, the same on every rank."""
-    state.task = as_task(task)
+    state.task = bound(task, state.card)
     pack = readable(task, pack, state.plan)
     require_sizes(pack, state.plan)
     prepare(state.plan, state.device, many_shapes=state.card.bucket_by is not None)

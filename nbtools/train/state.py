@@ -17,7 +17,7 @@ from nbtools.train import device as devices
 from nbtools.train.optimizer import allocate, build_optimizer, local_optimizer, parameter_groups
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks
-from nbtools.train.task import TaskLike, as_task, readable, task_name
+from nbtools.train.task import TaskLike, bound, build, readable, task_name
 
 
 @dataclass
@@ -82,13 +82,14 @@ class TrainState:
         device: torch.device | str | None = None,
         ranks: Ranks | None = None,
     ):
-        self.task, self.plan, self.applied, self.ranks = as_task(task), plan, plan, ranks
+        self.plan, self.applied, self.ranks = plan, plan, ranks
         self.card = readable(task, pack, plan).card if isinstance(pack, Pack) else pack
+        self.task = bound(task, self.card)
         self.device = torch.device(device) if device is not None else devices.pick()
         devices.require(plan, self.device, ranks.world if ranks is not None else 1)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(plan.seed)
-            self.model = model = self.task.model(self.card, plan).to(self.device)
+            self.model = model = build(self.task, self.card, plan).to(self.device)
             self.cuda_rng: Tensor | None = None
             self.capture_rng()
         self.others: dict[str, Tensor] | None = None  # what a checkpoint holds for the other ranks, until they have it

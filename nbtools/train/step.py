@@ -17,7 +17,7 @@ from nbtools.train.device import DTYPES, recurrent_in_float32, within_memory
 from nbtools.train.plan import lr_at
 from nbtools.train.ranks import shares
 from nbtools.train.state import TrainState
-from nbtools.train.task import Batch
+from nbtools.train.task import Batch, summed
 
 
 def attempt(state: TrainState, raw: Batch, epoch_size: int, size: int | None = None) -> tuple[Tensor, Tensor | float]:
@@ -114,12 +114,12 @@ def backward(
     if plan.channels_last:
         batch = {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in batch.items()}
     if plan.amp == "off":
-        loss_sum, count = task.loss(network, batch, plan)
+        loss_sum, count = summed(task.loss(network, batch, plan), len(raw["id"]))
         (loss_sum / at_least_one(denominator or count)).backward()
     else:
         with recurrent_in_float32(plan, state.device, state.model):  # backward may compute activations again
             with torch.autocast(state.device.type, DTYPES[plan.amp]):
-                loss_sum, count = task.loss(network, batch, plan)
+                loss_sum, count = summed(task.loss(network, batch, plan), len(raw["id"]))
             loss = loss_sum / at_least_one(denominator or count)
             (loss if state.scaler is None else state.scaler.scale(loss)).backward()
     return loss_sum.detach(), count

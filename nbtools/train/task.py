@@ -5,6 +5,7 @@ B samples, H and W pixels, K classes.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from collections.abc import Collection, Mapping
@@ -13,15 +14,31 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from nbtools.data import Card, Draws, Pack, Sample, Survey, build_pack
+from nbtools.data import pack as pack_dataset
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
+from nbtools.train.defaults import (
+    Batch,
+    Pair,
+    answers,
+    best_of,
+    blank,
+    connect,
+    images_of,
+    packed_dataset,
+    prepare,
+    preview,
+    require_fitting,
+    sample_of,
+    show,
+)
 from nbtools.train.plan import Plan
 
-Batch = dict[str, Tensor]
-Pair = tuple[Tensor | float, Tensor | float]
-"""A metric's numerator and denominator, which add up; or two tensors (K,) of a mean over K classes, as mIoU is."""
+OWN = "nbtools.train.own:"  # the name of what nb.classify returned, and no variable of a module holds
 TaskLike = Any
 """What `nb.fit` and the like accept as a task: a `Task`, or a module, class or object with some of its hooks."""
 
@@ -33,8 +50,16 @@ class OneByOne:
         return (kind if task is None else task).PLAN.replace(feed="workers", workers=0)
 
 
+class FirstMetric:
+    """The first of `metrics` that is given by name, else -loss."""
+
+    def __get__(self, task: Task | None, kind: type[Task]) -> str:
+        return best_of((kind if task is None else task).metrics)
+
+
 class Task:
-    """Subclass it, or write a module with functions of these names: `model`, `loss`, and what else the task needs.
+    """Subclass it, or write a module with functions of these names: `model`, `loss`, and what else the task needs. With
+    a pack of `nb.pack` the other hooks have defaults that work.
 
     A raw batch holds tensors on the device under the names of the pack's columns; for a ragged column `x`, padded with
     0 to the longest sample of the batch, also its lengths `x_length` (B,); and `id` (B,), the samples' indices in the
@@ -48,8 +73,9 @@ class Task:
     PRESETS: Mapping[str, Any] = {}
     """Further settings to choose from, as a guide's optimised ones: name → Plan, or a function of the card that returns
     one, and raises NbtoolsError where the data does not allow it. A receipt also measures the first. Default: none."""
-    BEST: str = "-loss"
-    """The metric that chooses the best checkpoint, on the validation split; "-cer" where lower is better."""
+    BEST: Any = FirstMetric()
+    """The metric that chooses the best checkpoint, on the validation split; "-cer" where lower is better. Default: the
+    first of `metrics` that is given by name, else -loss."""
     SMOKE: Mapping[str, Any] = {}
     """Options of `demo` for the smoke test, where not every network can read what it writes by default."""
     COLUMN_OPTIONS: Mapping[str, Collection[str]] = {}
@@ -58,10 +84,16 @@ class Task:
     save: Any = None
     """save(answer, file, folder, card) -> text: write the answer to a file's sample into a folder, for tasks whose
     answers are files; the terminal prints the text. None: the terminal prints the answer."""
+    augment: Any = ()
+    """Names of augmentations of the default `batch`: crop, flip, rotate, colour, erase, mixup; a mapping gives their
+    strengths. Default: none."""
+    card: Card | None = None
+    """The card of the pack that it trains or answers on, where `nb.pack` made that; set by whoever uses the task, on a
+    copy of it."""
     preview: Any = None
     """preview(pack, i, answer) -> (image (H, W) or (H, W, 3) uint8, truth, predicted): sample i for the live picture,
-    with the answer from `decode`; a fourth value True where answers are names, right or wrong as a whole. None: the
-    picture shows no samples."""
+    with the answer from `decode`; a fourth value True where answers are names, right or wrong as a whole. None: images
+    of `nb.pack` are shown, and no other samples."""
 
     # -- training
 
@@ -69,14 +101,16 @@ class Task:
         """The network for a data set; card: its classes, columns and options. No default."""
         raise TrainError(f"{task_name(self)} has no model(card, plan); a task needs model and loss: define it")
 
-    def loss(self, model: Any, batch: Batch, plan: Any) -> tuple[Tensor, Tensor | float]:
-        """(sum of the loss, number of terms) of a batch; `model(batch)` returns the outputs. No default."""
+    def loss(self, model: Any, batch: Batch, plan: Any) -> tuple[Tensor, Tensor | float] | Tensor:
+        """(sum of the loss, number of terms) of a batch, or its mean over the samples; `model(batch)` returns the
+        outputs, also where the network of an `nb.pack` takes columns: those that its signature names. No default."""
         raise TrainError(f"{task_name(self)} has no loss(model, batch, plan); a task needs model and loss: define it")
 
     def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch:
-        """The network's input, from the pack's arrays: normalised, and augmented if draws are given. Default: the
-        arrays unchanged."""
-        return raw
+        """The network's input, from the pack's arrays: normalised, and augmented if draws are given. Default: for a
+        pack of `nb.pack` images (B, C, H, W) float32 and other inputs, augmented by the names in `augment` and
+        normalised by the card's mean and std; else the arrays unchanged."""
+        return raw if self.card is None else prepare(raw, self.card, draws, self.augment)
 
     def inputs(self, plan: Any, columns: Collection[str]) -> Collection[str]:
         """The columns of a pack that the plan's network reads: samples that have nothing in one of them are left out of
@@ -95,22 +129,31 @@ class Task:
         return model(batch)
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
-        """Metric → (numerator, denominator), summed over a split. Default: none; the loss is always reported."""
+        """Metric → (numerator, denominator), summed over a split. For a pack of `nb.pack` it may also be a list of
+        names: accuracy, top5_accuracy, balanced_accuracy, f1, mae, mse, and of functions of (outputs, batch). Default:
+        none; the loss is always reported."""
         return {}
 
     def decode(self, outputs: Any, card: Card) -> list[Any]:
-        """The answer for each sample, such as a text. Default: its row of the outputs."""
-        return list(outputs)
+        """The answer for each sample, such as a text. Default: for the targets of `nb.pack` a class with its
+        probability, or values; else its row of the outputs."""
+        return list(outputs) if self.card is None else answers(outputs, card)
 
     def show(self, *samples: Any, **options: Any) -> Any:
-        """A figure of samples. Default: raises NbtoolsError."""
+        """A figure of samples. Default: show(pack, ids, predicted=None) for images of `nb.pack`; else raises
+        NbtoolsError."""
+        if samples and isinstance(samples[0], Pack) and packed_dataset(samples[0].card):
+            return show(*samples, **options)
         raise NbtoolsError(f"{task_name(self)} cannot draw samples: it has no show(pack, ids); define it")
 
     # -- plans
 
     def suggest(self, card: Card, accelerator: str) -> Mapping[str, tuple[Any, str]]:
-        """Settings for a data set, each with its reason; accelerator: cuda, mps or cpu. Default: none."""
-        return {}
+        """Settings for a data set, each with its reason; accelerator: cuda, mps or cpu. Default: none, but for a
+        Dataset with random transforms the feed that reads it in each epoch."""
+        if not card.options.get("random"):
+            return {}
+        return {"feed": ("workers", "the Dataset's transforms are random: it is read again in each epoch")}
 
     def with_network(self, plan: Any, pack: Pack | Card, network: str) -> Any:
         """The plan with the settings that suit another network. Default: the plan."""
@@ -123,7 +166,10 @@ class Task:
         raise NbtoolsError(f"{task_name(self)} cannot list samples: it has no survey(folder, options); define it")
 
     def read(self, path: Path, options: Any) -> Sample:
-        """The arrays of one raw file. Default: raises NbtoolsError."""
+        """The arrays of one raw file. Default: with `nb.pack` of an image file, or of an item in its place; else raises
+        NbtoolsError."""
+        if self.card is not None:
+            return sample_of(path, self.card)
         raise NbtoolsError(f"{task_name(self)} cannot read files: it has no read(path, options); define it")
 
     def pack(
@@ -136,14 +182,19 @@ class Task:
         progress: bool = True,
         **options: Any,
     ) -> Pack:
-        """The pack of a source; options: for `survey`. Default: `build_pack` of `survey` and `read`."""
+        """The pack of a source; options: for `survey`. Default: `build_pack` of `survey` and `read`; without a `survey`
+        `nb.pack`."""
         ends: Any = {"val": val, "test": test, "into": into, "progress": progress}
+        if getattr(self.survey, "__func__", None) is Task.survey:
+            return pack_dataset(source, **ends, **options)
         return build_pack(source, task_name(self), options, self.survey, self.read, **ends)
 
     def pack_options(self, card: Card) -> Mapping[str, Any]:
         """Options of `pack` with which another source has the classes and the preprocessing of a card, so that the
-        card's run can be evaluated on it. Default: none."""
-        return {}
+        card's run can be evaluated on it. Default: none; with `nb.pack` its classes and size."""
+        if not packed_dataset(card):
+            return {}
+        return {"classes": card.classes or None, "size": card.options.get("size")}
 
     def validate(self, source: str | Path, **options: Any) -> Any:
         """A report of everything that is wrong with a source; `.ok`: no errors. Default: raises NbtoolsError, since
@@ -164,7 +215,7 @@ class Task:
         return f"Task {task_name(self)}"
 
 
-HOOKS = tuple(name for name in vars(Task) if not name.startswith("_"))
+HOOKS = tuple(name for name in vars(Task) if not name.startswith("_") and name != "card")
 
 
 class Adapted(Task):
@@ -180,6 +231,47 @@ def as_task(task: Any) -> Task:
     if isinstance(task, Task):
         return task
     return task() if isinstance(task, type) and issubclass(task, Task) else Adapted(task)
+
+
+def bound(task: TaskLike, card: Card) -> Task:
+    """The task as it trains and answers on a pack: for one of `nb.pack` a copy that knows its card."""
+    task = as_task(task)
+    if not packed_dataset(card) or task.card is card:
+        return task
+    own, origin = copy.copy(task), origin_of(task)
+    vars(own).update(card=card, _origin=origin)
+    if origin.preview is None:
+        own.preview = preview if images_of(card) else None
+    return own
+
+
+def origin_of(task: Task) -> Task:
+    """The task that `bound` copied, which has the name."""
+    return vars(task).get("_origin", task)
+
+
+def build(task: Task, card: Card, plan: Any) -> nn.Module:
+    """The network of a bound task; for a pack of `nb.pack` one that takes batches. Raises TrainError for anything
+    else."""
+    model = task.model(card, plan)
+    if not isinstance(model, nn.Module):
+        raise TrainError(f"{task_name(task)}: model must return a torch.nn.Module, got {type(model).__name__}")
+    if task.card is None:
+        return model
+    require_fitting(card, task.metrics, task.augment)
+    connect(model, card)
+    if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):  # of LazyLinear
+        with torch.no_grad():
+            model.eval()(task.batch(blank(card), plan, None))
+        model.train()
+    return model
+
+
+def summed(found: Any, size: int) -> tuple[Tensor, Tensor | float]:
+    """What a task's `loss` returned for so many samples as (sum, count): a scalar is their mean."""
+    if not isinstance(found, Tensor):
+        return found
+    return (found.sum(), found.numel()) if found.dim() else (found * size, size)
 
 
 def readable(task: TaskLike, pack: Pack, plan: Any) -> Pack:
@@ -219,13 +311,14 @@ def task_name(task: Any) -> str:
     An instance has the name of the variable that holds it, in its class's module or a notebook; a Task without
     attributes of its own, the name of its class.
     """
+    task = origin_of(task) if isinstance(task, Task) else task
     task = task.source if isinstance(task, Adapted) else task
     if isinstance(task, ModuleType):
         return task.__name__
     if isinstance(task, type):
         return f"{task.__module__}:{task.__qualname__}"
     kind = type(task)
-    for module in (kind.__module__, "__main__"):
+    for module in (task.__module__, "__main__"):
         for name, value in list(vars(sys.modules.get(module, object)).items()):
             if value is task and not name.startswith("_"):  # IPython's _ and _12
                 return f"{module}:{name}"
@@ -243,4 +336,5 @@ def import_task(name: str, where: Path | str) -> Task:
     except (ImportError, AttributeError) as error:
         raise CheckpointError(
             f"{where}: its task {name!r} cannot be imported ({error}); put the file next to the notebook, or pass task="
+            + ("nb.classify(…) or nb.regress(…) with the same network" if name.startswith(OWN) else "")
         ) from None

@@ -1,0 +1,138 @@
+"""Augmentation by name, on whole batches on their device: `augment=("crop", "flip")`, or with strengths,
+`augment={"rotate": 10}`.
+
+A sample's random numbers depend on seed, epoch and sample only, and so does what becomes of its image, whatever the
+batch. mixup alone also needs a second sample: one of the same forward pass.
+
+B samples, C channels, H × W pixels, K classes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nbtools.data import Draws
+from nbtools.errors import TrainError
+
+MIXUP = "mixup"
+
+
+def crop(x: Tensor, draws: Draws, most: float) -> Tensor:
+    """Shifted by whole pixels, up to this share of either side; the image is mirrored at its edges."""
+    rows, columns = (reflected(length, draws, round(most * length)) for length in x.shape[2:])
+    x = x.gather(2, rows[:, None, :, None].expand(x.shape))
+    return x.gather(3, columns[:, None, None, :].expand(x.shape))
+
+
+def reflected(length: int, draws: Draws, most: int) -> Tensor:
+    """(B, length) int64: the places of a shifted axis, mirrored at its ends."""
+    most = min(most, length - 1)
+    shift = draws.bits() % (2 * most + 1) - most
+    at = (torch.arange(length, device=shift.device) + shift[:, None]).abs()
+    return torch.where(at >= length, 2 * (length - 1) - at, at)
+
+
+def flip(x: Tensor, draws: Draws, p: float) -> Tensor:
+    """Left and right swapped with this probability."""
+    return torch.where(draws.chance(p)[:, None, None, None], x.flip(3), x)
+
+
+def rotate(x: Tensor, draws: Draws, most: float) -> Tensor:
+    """Rotated about the centre by up to so many degrees, bilinear, mirrored at the edges."""
+    angle, (height, width) = draws.uniform(-most, most) * (math.pi / 180), x.shape[2:]
+    cos, sin, none = angle.cos(), angle.sin(), torch.zeros_like(angle)
+    rows = [torch.stack([cos, -sin * height / width, none], 1), torch.stack([sin * width / height, cos, none], 1)]
+    grid = F.affine_grid(torch.stack(rows, 1), list(x.shape), align_corners=False)
+    return F.grid_sample(x, grid, padding_mode="reflection", align_corners=False)
+
+
+def colour(x: Tensor, draws: Draws, strength: float) -> Tensor:
+    """Brightness, contrast around the image's mean and saturation (RGB), each times 1 ± strength; not clipped."""
+    light, contrast, saturation = (draws.uniform(1 - strength, 1 + strength)[:, None, None, None] for _ in range(3))
+    mean = x.mean((1, 2, 3), keepdim=True)
+    x = ((x - mean) * contrast + mean) * light
+    if x.shape[1] != 3:
+        return x
+    grey = x.mean(1, keepdim=True)
+    return grey + (x - grey) * saturation
+
+
+def erase(x: Tensor, draws: Draws, most: float) -> Tensor:
+    """In every second image a rectangle of 2 % up to this share of its area, 0.3 to 3.3 times as high as wide, becomes
+    the mean of each channel (arXiv 1708.04896)."""
+    height, width = x.shape[2:]
+    area, ratio = draws.uniform(0.02, most), draws.uniform(math.log(0.3), math.log(3.3)).exp()
+    inside = []
+    for length, share in ((height, (area * ratio).sqrt()), (width, (area / ratio).sqrt())):
+        size = (share * length).round().clamp(1, length)[:, None]
+        start = (draws.uniform()[:, None] * (length - size + 1)).floor().minimum(length - size)
+        at = torch.arange(length, device=x.device)
+        inside.append((at >= start) & (at < start + size))
+    chosen = (inside[0] & draws.chance(0.5)[:, None])[:, None, :, None] & inside[1][:, None, None, :]
+    return torch.where(chosen, x.mean((2, 3), keepdim=True), x)
+
+
+IMAGES: dict[str, tuple[float, Callable[[Tensor, Draws, float], Tensor]]] = {
+    "crop": (1 / 8, crop),
+    "flip": (0.5, flip),
+    "rotate": (15.0, rotate),
+    "colour": (0.3, colour),
+    "erase": (0.2, erase),
+}
+"""Name → (its strength where none is given, function), in the order in which they are applied; mixup follows."""
+
+
+def strengths(names: Collection[str] | Mapping[str, float]) -> dict[str, float]:
+    """Name → strength. Raises TrainError for an unknown name or a negative strength."""
+    known = {**{name: strength for name, (strength, _) in IMAGES.items()}, MIXUP: 0.5}
+    given = {names: known.get(names, 0)} if isinstance(names, str) else names
+    found = dict(given) if isinstance(given, Mapping) else {name: known.get(name, 0) for name in given}
+    for name, strength in found.items():
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+            raise TrainError(f"augment has no {name!r}; {hint}")
+        if not strength >= 0:
+            raise TrainError(f"augment: the strength of {name} must be ≥ 0, got {strength!r}")
+    return found
+
+
+def augment(
+    batch: dict[str, Tensor],
+    images: Collection[str],
+    inputs: Collection[str],
+    classes: int,
+    draws: Draws,
+    names: Collection[str] | Mapping[str, float],
+) -> dict[str, Tensor]:
+    """The batch with its images (B, C, H, W) float32 augmented, and with mixup all inputs and `y`, which becomes (B, K)
+    probabilities where there are K classes."""
+    wanted, batch = strengths(names), dict(batch)
+    for name, (_, act) in IMAGES.items():
+        if name in wanted:
+            batch |= {image: act(batch[image].float(), draws, wanted[name]) for image in images}
+    return mixup(batch, inputs, classes, draws, wanted[MIXUP]) if MIXUP in wanted else batch
+
+
+def mixup(
+    batch: dict[str, Tensor], inputs: Collection[str], classes: int, draws: Draws, most: float
+) -> dict[str, Tensor]:
+    """Each sample with a share, from 0 to `most`, of another one of this pass; 0.5 is mixup with α = 1 (arXiv
+    1710.09412). Which one depends on the samples of the pass, not on their order."""
+    share, order = draws.uniform(0, most), draws.bits().argsort()
+    other = torch.empty_like(order).scatter_(0, order, order.roll(1))
+
+    def mixed(x: Tensor) -> Tensor:
+        return torch.lerp(x.float(), x[other].float(), share.view(-1, *[1] * (x.dim() - 1)))
+
+    found = {name: mixed(batch[name]) for name in inputs}
+    if "y" in batch:
+        y = batch["y"]
+        found["y"] = mixed(F.one_hot(y, classes) if classes else y)
+    return {**batch, **found}

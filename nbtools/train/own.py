@@ -1,0 +1,156 @@
+"""classify and regress: the tasks of one line, for a network and a pack of `nb.pack`.
+
+B samples, K classes, D values.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nbtools.data import Card
+from nbtools.errors import TrainError
+from nbtools.train.augment import strengths
+from nbtools.train.defaults import (
+    TARGET,
+    answers,
+    best_of,
+    class_logits,
+    listed,
+    logits_of,
+    packed_dataset,
+    require_fitting,
+    scale_of,
+    score,
+    values_like,
+    width_of,
+)
+from nbtools.train.plan import Plan
+from nbtools.train.task import Batch, Pair, Task, task_name
+
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def classify(
+    model: nn.Module | Callable[..., nn.Module],
+    *,
+    metrics: Any = ("accuracy",),
+    augment: Collection[str] | Mapping[str, float] = (),
+    loss: Loss | None = None,
+    plan: Plan | None = None,
+) -> Task:
+    """The task of naming the class of a sample of an `nb.pack`: `nb.fit(nb.classify(net), nb.pack("pictures"))`.
+
+    model: a module, of which each run trains a copy, or a function that makes one: of parameters called `classes` (how
+    many there are), `inputs` (features, or channels of an image), `card` and `plan`, as far as it has them. It returns
+    logits (B, K), as a tensor, `.logits` or ["out"]; its forward takes columns of the pack by its signature. Frozen
+    parameters stay frozen. metrics: accuracy, top5_accuracy, balanced_accuracy, f1, or functions of (outputs, batch);
+    the first name chooses the best checkpoint. augment: crop, flip, rotate, colour, erase, mixup; a mapping gives
+    strengths. loss: of (outputs, y), None: cross entropy; y is (B,) int64, with mixup (B, K) probabilities. plan: the
+    settings to start from. Raises TrainError.
+    """
+    return Own("classes", model, metrics, augment, loss, plan, caller())
+
+
+def regress(
+    model: nn.Module | Callable[..., nn.Module],
+    *,
+    metrics: Any = ("mae",),
+    augment: Collection[str] | Mapping[str, float] = (),
+    loss: Loss | None = None,
+    plan: Plan | None = None,
+) -> Task:
+    """The task of predicting the values of a sample, (B,) or (B, D), of an `nb.pack`.
+
+    As `classify`; the network returns values (B,), (B, 1) or (B, D) of standardised targets: mean 0 and standard
+    deviation 1 over the training split. Metrics (mae, mse, or functions) and predictions are in the targets' own unit.
+    loss: of (outputs, standardised y), both of y's shape; None: squared error.
+    """
+    return Own("values", model, metrics, augment, loss, plan, caller())
+
+
+def caller() -> str:
+    """The module that calls classify or regress, where a run looks for the task's name."""
+    return sys._getframe(2).f_globals.get("__name__", "__main__")
+
+
+class Own(Task):
+    """What `classify` and `regress` return. kind: `classes` or `values`."""
+
+    def __init__(self, kind: str, model: Any, metrics: Any, augment: Any, loss: Loss | None, plan: Any, module: str):
+        if not callable(model):
+            raise TrainError(f"model must be a torch.nn.Module or a function that makes one, got {model!r}")
+        if plan is not None and not isinstance(plan, Plan):
+            raise TrainError(f"plan must be a nb.Plan, got {type(plan).__name__}; give an Advice or a Panel to nb.fit")
+        self.kind, self.network, self.measured, self.given_loss = kind, model, listed(metrics), loss
+        self.augment, self.PLAN, self.BEST = strengths(augment), plan or Plan(), best_of(metrics)
+        self.__module__ = module
+
+    def model(self, card: Card, plan: Any) -> nn.Module:
+        name = {"classes": "nb.classify", "values": "nb.regress"}
+        if not packed_dataset(card) or (came := card.options["kind"]) != self.kind:
+            came = f"{name[came]} is for them" if packed_dataset(card) and came in name else "make it with nb.pack"
+            raise TrainError(f"{name[self.kind]} needs a pack of nb.pack whose targets are {self.kind}; {came}")
+        require_fitting(card, self.measured, ())
+        if isinstance(self.network, nn.Module):
+            return copy.deepcopy(self.network)
+        offered = {"classes": len(card.classes), "inputs": width_of(card), "card": card, "plan": plan}
+        try:
+            wanted = inspect.signature(self.network).parameters.values()
+        except ValueError:  # of a function written in C
+            wanted = []
+        plain = [p for p in wanted if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if unknown := [p.name for p in plain if p.default is p.empty and p.name not in offered]:
+            rule = f"the function that makes the network has the parameter {unknown[0]!r}"
+            raise TrainError(f"{rule}, but is offered {', '.join(offered)}; rename it, or give it a default")
+        return self.network(**{p.name: offered[p.name] for p in plain if p.name in offered})
+
+    def loss(self, model: Any, batch: Batch, plan: Any) -> tuple[Tensor, Tensor | float]:
+        y, outputs = batch[TARGET], model(batch)
+        if self.kind == "values":
+            mean, std = self.scale(y.device)
+            y = (y - mean) / std
+            outputs = values_like(outputs, y)
+        elif self.given_loss is None:
+            outputs = class_logits(outputs, self.bound)
+        else:
+            outputs = logits_of(outputs)
+        if self.given_loss is None:
+            squared = self.kind == "values"
+            found = F.mse_loss(outputs, y, reduction="sum") if squared else F.cross_entropy(outputs, y, reduction="sum")
+            return found, y.numel() if squared else len(y)
+        found = self.given_loss(outputs, y)
+        return (found.sum(), found.numel()) if found.dim() else (found * len(y), len(y))
+
+    def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
+        return score(self.measured, self.in_units(outputs), batch, self.bound)
+
+    def decode(self, outputs: Any, card: Card) -> list[Any]:
+        return answers(self.in_units(outputs), card)
+
+    def in_units(self, outputs: Any) -> Any:
+        """Values in the targets' own unit."""
+        if self.kind == "classes":
+            return outputs
+        values = logits_of(outputs).float()
+        mean, std = self.scale(values.device)
+        return values.view(len(values), *self.bound.columns[TARGET].shape) * std + mean
+
+    def scale(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(mean, std) of the targets, () or (D,)."""
+        shape = self.bound.columns[TARGET].shape
+        mean, std = scale_of(self.bound, TARGET, device)
+        return mean.view(shape), std.view(shape)
+
+    @property
+    def bound(self) -> Card:
+        if self.card is None:
+            raise TrainError(f"{task_name(self)} knows no data set yet; pass it to nb.fit or nb.TrainState with a pack")
+        return self.card

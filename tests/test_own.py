@@ -1,0 +1,449 @@
+"""A task of one's own in a cell: nb.classify, nb.regress and a class with two methods, on data that no demo writes."""
+
+import copy
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import own
+import pytest
+import torch
+from test_resume import log, same, trained
+from torch import nn
+from torch.nn import functional as F
+
+import nbtools as nb
+from nbtools.errors import CheckpointError, TrainError
+from nbtools.live.view import Previews
+from nbtools.measure import receipt
+from nbtools.train import Answer, build, call_of
+from nbtools.train.defaults import METRICS, score
+
+pytestmark = pytest.mark.usefixtures("undrawn", "one_thread")
+QUIET: dict[str, Any] = {"receipt": False, "progress": False}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packs")
+    return {name: own.packed(name, folder) for name in own.DATA}
+
+
+def fitted(task, pack, folder, **plan):
+    return nb.fit(task, pack, (task.PLAN if nb.Plan() != task.PLAN else own.PLAN).replace(**plan), folder, **QUIET)
+
+
+# -- learning
+
+
+def test_images_by_class_are_learned_by_a_module_that_stays_as_it_was(tmp_path, packs):
+    net = own.Small(3)
+    before = copy.deepcopy(net.state_dict())
+    task = nb.classify(net, metrics=["accuracy", "balanced_accuracy"], augment=["crop"])
+    run = fitted(task, packs["images"], tmp_path / "run", epochs=6)
+    assert nb.evaluate(run, packs["images"], "val")["accuracy"] > 0.9
+    assert run.best["val_accuracy"] == max(run.summary()["val_accuracy"])
+    assert list(run.summary())[1:4] == ["val_loss", "val_accuracy", "val_balanced_accuracy"]
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert net.training
+    assert not net._forward_pre_hooks
+    assert run.model().state_dict().keys() == before.keys()
+
+
+def test_values_are_learned_standardised_and_measured_and_predicted_in_their_own_unit(tmp_path, packs):
+    pack = packs["rows"]
+    run = fitted(own.price, pack, tmp_path / "run", epochs=40, batch_size=8)
+    targets = np.array([float(pack.sample(i)["y"]) for i in pack.ids("val")])
+    found = np.array(run.predict_pack(pack, pack.ids("val")))
+    assert nb.evaluate(run, pack, "val")["mae"] == pytest.approx(np.abs(found - targets).mean(), rel=1e-4)
+    assert np.abs(found - targets).mean() < 0.3 * targets.std()
+    spread = np.std([float(pack.sample(i)["y"]) for i in pack.ids("train")])
+    squared = np.square((found - targets) / spread).mean()
+    assert nb.evaluate(run, pack, "val")["loss"] == pytest.approx(squared, rel=1e-3)
+    assert run.best["val_mae"] == min(run.summary()["val_mae"])
+
+
+def test_sequences_are_learned_by_a_module_that_asks_for_their_lengths(tmp_path, packs):
+    run = fitted(own.order, packs["sequences"], tmp_path / "run", epochs=10)
+    assert nb.evaluate(run, packs["sequences"], "val")["accuracy"] > 0.8
+    alone = [run.predict_pack(packs["sequences"], [i])[0] for i in range(5)]
+    together = run.predict_pack(packs["sequences"], range(5))
+    assert [a.name for a in alone] == [a.name for a in together], "padding changes no answer"
+    assert [a.probability for a in alone] == pytest.approx([a.probability for a in together], abs=1e-5)
+
+
+def test_two_methods_are_a_task_with_metrics_by_name_answers_samples_and_a_name(tmp_path, packs):
+    pack = packs["images"]
+    run = fitted(own.Mine(), pack, tmp_path / "run", epochs=4)
+    assert {"val_loss", "val_accuracy", "val_f1"} <= set(run.summary())
+    assert own.Mine.BEST == "accuracy" == own.Mine().BEST
+    again = nb.Run.open(tmp_path / "run")
+    answers = again.predict_pack(pack, pack.ids("test"))
+    truths = [pack.classes[int(pack.sample(i)["y"])] for i in pack.ids("test")]
+    assert nb.evaluate(again, pack)["accuracy"] == np.mean([a.name == t for a, t in zip(answers, truths, strict=True)])
+    assert all(1 / 3 <= answer.probability <= 1 for answer in answers)
+    assert str(Answer("down", 0.934)) == "down (93%)"
+    shown = Previews(nb.TrainState(own.Mine, pack, own.PLAN), pack).now()
+    assert {preview.truth for preview in shown} <= set(own.STRIPES)
+    assert all(preview.image.shape == (12, 12, 3) and preview.whole for preview in shown)
+    assert own.Mine().show(pack, [0, 1], answers[:2])._repr_png_()
+
+
+def test_a_mean_loss_and_a_sum_with_its_count_train_alike_whatever_the_micro_batch(packs):
+    class Summing(own.Mine):
+        def loss(self, model, batch, plan):
+            return F.cross_entropy(model(batch), batch["y"], reduction="sum"), len(batch["y"])
+
+    states: list[Any] = []
+    for task, micro in ((own.Mine(), None), (Summing(), None), (own.Mine(), 5), (Summing(), 5)):
+        task.network = nn.Sequential(nn.Flatten(), nn.Linear(432, 3))
+        task.model = lambda card, plan, task=task: copy.deepcopy(task.network)  # pyright: ignore
+        torch.nn.init.zeros_(task.network[1].weight)
+        torch.nn.init.zeros_(task.network[1].bias)
+        state = nb.TrainState(task, packs["images"], own.PLAN.replace(epochs=1, micro_batch_size=micro))
+        states.append(state)
+        for _ in nb.train(task, state, packs["images"]):
+            continue
+    first = states[0].model.state_dict()
+    for state in states[1:]:
+        for name, value in state.model.state_dict().items():
+            torch.testing.assert_close(value, first[name], atol=2e-5, rtol=1e-4)
+
+
+# -- what every task's runs do
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(packs):
+    found: dict[str, Any] = {}
+
+    def train(name):
+        task, data = own.TASKS[name]
+        if name not in found:
+            found[name] = trained(packs[data], task, own.PLAN, {2: 5, 5: 30})
+        return found[name]
+
+    return train
+
+
+@pytest.mark.parametrize("name", own.TASKS)
+@pytest.mark.parametrize("stops", [{1, 3, 4, 8}, {7}], ids=str)
+def test_interrupted_after_any_records_equals_uninterrupted_also_across_changes_of_batch_size(
+    packs, uninterrupted, name, stops
+):
+    task, data = own.TASKS[name]
+    state, history = trained(packs[data], task, own.PLAN, {2: 5, 5: 30}, stops)
+    expected, rows = uninterrupted(name)
+    assert log(history) == log(rows)
+    same(state, expected)
+
+
+@pytest.mark.parametrize("name", own.TASKS)
+def test_a_run_is_opened_by_the_name_of_its_task_and_exported(tmp_path, packs, name):
+    task, data = own.TASKS[name]
+    run = nb.fit(task, packs[data], own.PLAN.replace(epochs=1), tmp_path / "run", **QUIET)
+    named = "Mine" if name == "two methods" else next(n for n, value in vars(own).items() if value is task)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["task"] == f"own:{named}"
+    again = nb.Run.open(tmp_path / "run")
+    ids = packs[data].ids("test")
+    assert again.predict_pack(packs[data], ids) == run.predict_pack(packs[data], ids)
+    card = json.loads(run.export(tmp_path / "net").with_suffix(".json").read_text())
+    assert card["card"]["options"]["inputs"] == packs[data].options["inputs"]
+
+
+def test_a_task_without_a_name_says_how_to_open_its_run(tmp_path, packs):
+    run = fitted(nb.classify(own.Small(3)), packs["images"], tmp_path / "run", epochs=1)
+    with pytest.raises(CheckpointError, match=r"pass task=nb\.classify\(…\) or nb\.regress\(…\) with the same network"):
+        nb.Run.open(run.folder)
+    assert nb.Run.open(run.folder, nb.classify(own.Small)).best == run.best
+
+
+def test_a_receipt_measures_a_dataloader_on_the_same_data(packs):
+    found = receipt(own.task, packs["images"], own.PLAN, torch.device("cpu"), seconds=0.05)
+    assert (found.before.plan["feed"], found.before.plan["workers"]) == ("workers", 0)
+    assert "The source files are gone" not in str(found)
+    assert [rung.name for rung in found.rungs] == ["baseline", "+ packed feed"]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_batch_size_is_changed_while_it_trains(tmp_path, packs):
+    from nbtools.live import send
+
+    folder, seen = tmp_path / "run", []
+
+    class Changing(own.Mine):
+        def loss(self, model, batch, plan):
+            seen.append(1)
+            if len(seen) == 2:
+                send(folder, [], {"batch_size": 7})
+            return super().loss(model, batch, plan)
+
+    run = nb.fit(Changing(), packs["images"], own.PLAN.replace(epochs=1), folder, **QUIET)
+    assert [row["what"] for row in run.history.of("change")] == ["batch_size 16 → 7"]
+
+
+# -- the call of a network
+
+
+def module(**forward: Any) -> nn.Module:
+    kind = type("Net", (nn.Module,), forward)
+    return kind()
+
+
+CALLS: dict[str, tuple[Any, str, str]] = {  # forward, data, what is given
+    "its only parameter": (lambda self, picture: picture, "images", "picture=x"),
+    "of the column's name": (lambda self, x: x, "images", "x"),
+    "the dict": (lambda self, batch: batch["x"], "images", "batch"),
+    "no names": (lambda self, *args: args[0], "images", "x"),
+    "an option": (lambda self, x, scale=2.0: x, "images", "x"),
+    "lengths": (lambda self, lengths, x: x, "sequences", "lengths, x"),
+    "optional lengths": (lambda self, x, mask=None, length=None: x, "sequences", "x, length=x_length"),
+    "two in order": (lambda self, a, b: a, "two", "a=image, b=age"),
+    "two by name": (lambda self, age, *, image: image, "two", "age, image"),
+    "the target": (lambda self, image, y: image, "two", "image, y"),
+}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Two inputs: an image and a number."""
+    samples = [{"image": image, "age": np.float32(i), "y": i % 2} for i, (image, _) in enumerate(own.images(20))]
+    return nb.pack(samples, into=tmp_path_factory.mktemp("two") / "pack", progress=False)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_forward_gets_what_its_signature_names(packs, two, name):
+    forward, data, given = CALLS[name]
+    pack, seen = two if data == "two" else packs[data], []
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2, 3), requires_grad=True)
+            self.still = nn.Parameter(torch.zeros(7), requires_grad=False)
+
+    Net.forward = lambda self, *args, **named: seen.append((args, named)) or forward(self, *args, **named)  # type: ignore
+    Net.forward.__signature__ = __import__("inspect").signature(forward)  # type: ignore
+    task: Any = SimpleNamespace(model=lambda card, plan: Net(), loss=None)
+    state = nb.TrainState(task, pack, own.PLAN)
+    batch = state.task.batch(
+        {n: torch.from_numpy(a)[None] for n, a in pack.sample(0).items()}
+        | {"x_length": torch.tensor([len(pack.sample(0).get("x", [0]))]), "id": torch.tensor([0])},
+        own.PLAN,
+        None,
+    )
+    state.model(batch)
+    [(args, named)] = seen
+    if given == "batch":
+        assert args == (batch,)
+    else:
+        names = [part.strip().partition("=") for part in given.split(",")]
+        columns = {p: c or {"lengths": "x_length", "length": "x_length", "picture": "x"}.get(p, p) for p, _, c in names}
+        got = [*args, *named.values()]
+        assert len(got) == len(columns)
+        assert all(any(one is batch[column] for one in got) for column in columns.values())
+        assert all(named[p] is batch[columns[p]] for p in named)
+    assert call_of(state.model).startswith("Net.forward(")
+    assert call_of(state.model).endswith("13 parameters, 6 trained")
+
+
+def test_the_first_line_of_a_run_says_what_the_network_takes(tmp_path, packs, capsys):
+    plan = own.PLAN.replace(epochs=1)
+    nb.fit(own.order, packs["sequences"], plan, tmp_path / "run", receipt=False)
+    size = sum(p.numel() for p in own.Recurrent().parameters())
+    first = next(text for text in capsys.readouterr().err.splitlines() if text.startswith("network"))
+    assert first.split(maxsplit=1) == [
+        "network",
+        f"Recurrent.forward(x, lengths=x_length), {size:,} parameters, all trained",
+    ]
+
+
+def test_calls_with_tensors_names_of_weights_and_copies_stay_as_they_are(packs):
+    pack = packs["images"]
+    model = build(nb.TrainState(own.task, pack, own.PLAN).task, pack.card, own.PLAN).eval()
+    x = torch.rand(2, 3, 12, 12)
+    for one in (model, copy.deepcopy(model)):
+        assert torch.equal(one(x), one({"x": x, "y": None}))
+        assert one.state_dict().keys() == own.Small(3).state_dict().keys()
+
+
+def test_a_lazy_layer_learns_its_size_before_the_optimizer_is_made(packs):
+    net = nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
+    state = nb.TrainState(nb.classify(net), packs["images"], own.PLAN)
+    assert [tuple(p.shape) for p in state.model.parameters()] == [(3, 432), (3,)]
+    assert state.model.training
+
+
+class Wrapped(nn.Module):
+    """Outputs as transformers and torchvision return them."""
+
+    def __init__(self, kind: str, classes: int):
+        super().__init__()
+        self.kind, self.net = kind, own.Small(classes)
+
+    def forward(self, x):
+        logits = self.net(x)
+        outputs = {"logits": SimpleNamespace(logits=logits, loss=None), "out": {"out": logits, "aux": x}}
+        return {**outputs, "list": [logits]}[self.kind]
+
+
+def test_outputs_with_logits_or_out_count_as_that_and_others_are_refused(tmp_path, packs):
+    plain = fitted(nb.classify(own.Small), packs["images"], tmp_path / "plain", epochs=1)
+    for kind in ("logits", "out"):
+        task = nb.classify(lambda classes, kind=kind: Wrapped(kind, classes))
+        run = fitted(task, packs["images"], tmp_path / kind, epochs=1)
+        assert nb.evaluate(run, packs["images"]) == nb.evaluate(plain, packs["images"])
+        assert run.predict_pack(packs["images"], [0, 1]) == plain.predict_pack(packs["images"], [0, 1])
+    with pytest.raises(TrainError, match=r"returns a list without a tensor as \.logits or \['out'\]"):
+        fitted(nb.classify(lambda classes: Wrapped("list", classes)), packs["images"], tmp_path / "list")
+
+
+def test_frozen_parts_stay_and_groups_are_a_hook_as_in_any_task(packs):
+    net = own.Small(3)
+    net.features.requires_grad_(False)
+    task = nb.classify(net)
+    task.groups = lambda model, plan: [{"params": model.head.parameters(), "lr_scale": 10.0}]  # type: ignore
+    state = nb.TrainState(task, packs["images"], own.PLAN.replace(epochs=1))
+    for _ in nb.train(task, state, packs["images"]):
+        continue
+    assert torch.equal(state.model.features[0].weight, net.features[0].weight)
+    assert not torch.equal(state.model.head.weight, net.head.weight)
+    assert [group["lr_scale"] for group in state.optimizer.param_groups] == [10.0]
+
+
+# -- metrics
+
+
+def test_metrics_by_name_are_what_counting_one_by_one_gives(packs):
+    card, rng = packs["images"].card, np.random.default_rng(0)
+    y, logits = rng.integers(3, size=50), rng.normal(size=(50, 3)).astype(np.float32)
+    pairs = score(
+        ["accuracy", "top5_accuracy", "balanced_accuracy", "f1"],
+        torch.from_numpy(logits),
+        {"y": torch.from_numpy(y)},
+        card,
+    )
+    guess = logits.argmax(1)
+    recalls = [np.mean(guess[y == k] == k) for k in range(3)]
+    f1 = []
+    for k in range(3):
+        precision = np.mean(y[guess == k] == k)
+        f1.append(2 * precision * recalls[k] / (precision + recalls[k]))
+    expected = {
+        "accuracy": np.mean(guess == y),
+        "top5_accuracy": 1.0,
+        "balanced_accuracy": np.mean(recalls),
+        "f1": np.mean(f1),
+    }
+    values = {name: np.mean(np.asarray(n) / np.asarray(d)) for name, (n, d) in pairs.items()}
+    assert values == pytest.approx(expected)
+    card, y, guess = (
+        packs["rows"].card,
+        rng.normal(size=9).astype(np.float32),
+        rng.normal(size=(9, 1)).astype(np.float32),
+    )
+    pairs = score(["mae", "mse"], torch.from_numpy(guess), {"y": torch.from_numpy(y)}, card)
+    assert {name: float(n) / d for name, (n, d) in pairs.items()} == pytest.approx(
+        {"mae": np.abs(guess[:, 0] - y).mean(), "mse": np.square(guess[:, 0] - y).mean()}
+    )
+    assert METRICS.keys() == expected.keys() | {"mae", "mse"}
+
+
+def test_a_function_is_a_metric_in_the_unit_of_the_targets(tmp_path, packs):
+    def within_500(outputs, batch):
+        return ((outputs.view(-1) - batch["y"]).abs() < 500).sum(), len(batch["y"])
+
+    task = nb.regress(own.line, metrics=["mae", within_500, lambda outputs, batch: {"least": (outputs.min(), 1)}])
+    run = fitted(task, packs["rows"], tmp_path / "run", epochs=30, batch_size=8)
+    found, ids = nb.evaluate(run, packs["rows"], "val"), packs["rows"].ids("val")
+    answers = np.array(run.predict_pack(packs["rows"], ids))
+    targets = np.array([float(packs["rows"].sample(i)["y"]) for i in ids])
+    assert found["within_500"] == pytest.approx(np.mean(np.abs(answers - targets) < 500))
+    assert found["mae"] == pytest.approx(np.abs(answers - targets).mean(), rel=1e-4)
+    assert found["least"] > 1000
+    assert task.BEST == "-mae"
+
+
+def test_a_loss_of_ones_own_takes_the_place_of_the_default(packs):
+    losses = [None, F.cross_entropy, nn.CrossEntropyLoss(reduction="none")]
+    values = []
+    for loss in losses:
+        state = nb.TrainState(nb.classify(own.Small, loss=loss), packs["images"], own.PLAN)
+        values.append(nb.evaluate(state, packs["images"], "val")["loss"])
+    assert values == pytest.approx([values[0]] * 3, rel=1e-5)
+
+
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "another number of classes": (
+        lambda: nb.classify(own.Small(4)),
+        "images",
+        r"one logit for each of 3 classes, \(B, 3\), got \(\d+, 4\)",
+    ),
+    "values as classes": (
+        lambda: nb.classify(own.Small),
+        "rows",
+        r"nb\.classify needs .* classes; nb\.regress is for them",
+    ),
+    "classes as values": (
+        lambda: nb.regress(own.Small),
+        "images",
+        r"nb\.regress needs .* values; nb\.classify is for them",
+    ),
+    "a metric of values": (
+        lambda: nb.classify(own.Small, metrics="mae"),
+        "images",
+        r"'mae' is of values, but .* classes; choose accuracy",
+    ),
+    "no such metric": (
+        lambda: nb.classify(own.Small, metrics=["acuracy"]),
+        "images",
+        r"no 'acuracy'; did you mean accuracy\?",
+    ),
+    "pictures that are none": (
+        lambda: nb.regress(own.line, augment=["flip"]),
+        "rows",
+        r"flip needs images, but the inputs are x float32 \(4\)",
+    ),
+    "ragged mixup": (
+        lambda: nb.classify(own.Recurrent, augment=["mixup"]),
+        "sequences",
+        "mixup needs images or numbers of one shape",
+    ),
+    "a parameter nobody knows": (
+        lambda: nb.classify(lambda depth: own.Small(3)),
+        "images",
+        r"'depth', but is offered classes, inputs, card, plan",
+    ),
+    "no module": (lambda: nb.classify(lambda: "net"), "images", r"model must return a torch\.nn\.Module, got str"),
+    "no function": (lambda: nb.classify(3), "images", "must be a torch.nn.Module or a function that makes one, got 3"),  # type: ignore
+    "columns nobody has": (
+        lambda: nb.classify(module(forward=lambda self, a, b: a)),
+        "images",
+        r"Net\.forward\(a, b\): which columns are a, b\?",
+    ),
+    "values of another shape": (
+        lambda: nb.regress(lambda: nn.Linear(4, 2)),
+        "rows",
+        r"one value for each of the target, \(\d+,\), got \(\d+, 2\)",
+    ),
+    "a plan that is none": (
+        lambda: nb.classify(own.Small, plan={"epochs": 3}),
+        "images",
+        "plan must be a nb.Plan, got dict",
+    ),  # type: ignore
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_train_is_answered_in_a_sentence(tmp_path, packs, name):
+    make, data, said = REFUSED[name]
+    with pytest.raises(TrainError, match=said):
+        nb.fit(make(), packs[data], own.PLAN, tmp_path / "run", **QUIET)
