@@ -48,7 +48,8 @@ DATA: dict[str, Any] = {"images": images, "rows": rows, "sequences": sequences}
 
 
 def packed(name: str, folder: Path, **more: Any) -> nb.Pack:
-    return nb.pack(DATA[name](240 if name == "rows" else 90), into=folder / name, progress=False, **{"val": 0.2, "test": 0.1, **more})
+    more = {"val": 0.2, "test": 0.1, **more}
+    return nb.pack(DATA[name](240 if name == "rows" else 90), into=folder / name, progress=False, **more)
 
 
 class Small(nn.Module):
@@ -85,7 +86,7 @@ def line(inputs: int) -> nn.Module:
 class Mine(nb.Task):
     """What a cell needs."""
 
-    metrics = ("accuracy", "f1")
+    metrics = ("accuracy", "f1")  # pyright: ignore[reportAssignmentType]
     augment = ("flip",)
 
     def model(self, card, plan):

@@ -99,18 +99,19 @@ class Own(Task):
             came = f"{name[came]} is for them" if packed_dataset(card) and came in name else "make it with nb.pack"
             raise TrainError(f"{name[self.kind]} needs a pack of nb.pack whose targets are {self.kind}; {came}")
         require_fitting(card, self.measured, ())
-        if isinstance(self.network, nn.Module):
-            return copy.deepcopy(self.network)
+        network: Any = self.network
+        if isinstance(network, nn.Module):
+            return copy.deepcopy(network)
         offered = {"classes": len(card.classes), "inputs": width_of(card), "card": card, "plan": plan}
         try:
-            wanted = inspect.signature(self.network).parameters.values()
+            wanted = inspect.signature(network).parameters.values()
         except ValueError:  # of a function written in C
             wanted = []
         plain = [p for p in wanted if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         if unknown := [p.name for p in plain if p.default is p.empty and p.name not in offered]:
             rule = f"the function that makes the network has the parameter {unknown[0]!r}"
             raise TrainError(f"{rule}, but is offered {', '.join(offered)}; rename it, or give it a default")
-        return self.network(**{p.name: offered[p.name] for p in plain if p.name in offered})
+        return network(**{p.name: offered[p.name] for p in plain if p.name in offered})
 
     def loss(self, model: Any, batch: Batch, plan: Any) -> tuple[Tensor, Tensor | float]:
         y, outputs = batch[TARGET], model(batch)

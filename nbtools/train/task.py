@@ -318,7 +318,7 @@ def task_name(task: Any) -> str:
     if isinstance(task, type):
         return f"{task.__module__}:{task.__qualname__}"
     kind = type(task)
-    for module in (task.__module__, "__main__"):
+    for module in (getattr(task, "__module__", kind.__module__), "__main__"):
         for name, value in list(vars(sys.modules.get(module, object)).items()):
             if value is task and not name.startswith("_"):  # IPython's _ and _12
                 return f"{module}:{name}"
