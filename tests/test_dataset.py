@@ -1,13 +1,20 @@
 """nb.pack: one's own data of any kind give the right pack, or one sentence that names the way out."""
 
+import os
+import tarfile
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import nbtools as nb
+from nbtools.data import cores
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 RNG = np.random.default_rng(0)
@@ -87,3 +94,499 @@ def test_a_data_frame_becomes_numbers_by_its_columns_roles():
     assert (file, value, rule) == ("row 3", "nothing", "rooms has a value")
     assert made.sample(0)["x"].tolist() == [frame.rooms[0], frame.town[0] == "a", frame.town[0] == "b", 18262]
     assert same(made)
+
+
+# Odd items: each gives the right pack, or the right row, or the right sentence
+
+
+class Items(Dataset):
+    """A Dataset of what a function returns for each number."""
+
+    def __init__(self, item, count: int = 20, **attributes):
+        self.item, self.count = item, count
+        vars(self).update(attributes)
+
+    def sized(self, count):
+        self.count = count
+        return self
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        return self.item(i)
+
+
+def but(odd, usual, places=(7,)):
+    """A Dataset whose items at these places are odd: values, or errors to raise."""
+
+    def item(i):
+        if i in places and isinstance(odd, Exception):
+            raise odd
+        return odd if i in places else usual(i)
+
+    return Items(item)
+
+
+def image(mode: str, size=(5, 4)) -> Image.Image:
+    """(W, H) = size."""
+    values = np.arange(size[0] * size[1] * 3, dtype=np.uint8).reshape(size[1], size[0], 3)
+    return Image.fromarray(values).convert(mode)
+
+
+class Point(NamedTuple):
+    where: torch.Tensor
+    kind: str
+
+
+@dataclass
+class Reading:
+    signal: list[float]
+    label: bool
+
+
+def vector(i: int) -> np.ndarray:
+    return np.full(3, i, np.float32)
+
+
+def frame(**columns) -> pd.DataFrame:
+    return pd.DataFrame({"a": np.arange(20.0), "y": np.arange(20) % 2, **columns})
+
+
+PACKED = {
+    # name: (data, options of pack, its columns, its classes)
+    "a tensor of bfloat16": (
+        Items(lambda i: (torch.full((2,), i, dtype=torch.bfloat16), i % 2)),
+        {},
+        "x float32 (2), y int64 ()",
+        "01",
+    ),
+    "a tensor that requires a gradient": (
+        Items(lambda i: (torch.zeros(2, requires_grad=True), i % 2)),
+        {},
+        "x float32 (2), y int64 ()",
+        "01",
+    ),
+    "a sparse tensor": (Items(lambda i: (torch.eye(2).to_sparse(), 0)), {}, "x float32 (2, 2), y int64 ()", "0"),
+    "float64 and float16": (
+        Items(lambda i: (np.zeros(2, np.float16 if i % 2 else np.float64), i / 2)),
+        {},
+        "x float32 (2), y float32 ()",
+        "",
+    ),
+    "whole numbers and floats": (
+        Items(lambda i: ([1, 2] if i % 2 else [0.5, 1.5], i if i % 2 else i / 3)),
+        {},
+        "x float32 (2), y float32 ()",
+        "",
+    ),
+    "big-endian 16 bits": (
+        Items(lambda i: (np.array([i, 60000], ">u2"), np.uint8(i % 3))),
+        {},
+        "x int32 (2), y int64 ()",
+        "012",
+    ),
+    "read-only and reversed arrays": (
+        Items(lambda i: (np.broadcast_to(np.float32(i), 3)[::-1], 0)),
+        {},
+        "x float32 (3), y int64 ()",
+        "0",
+    ),
+    "numbers as inputs": (Items(lambda i: (i / 2, i % 2)), {}, "x float32 (), y int64 ()", "01"),
+    "no target": (Items(vector), {}, "x float32 (3)", ""),
+    "a tuple of one": (TensorDataset(torch.zeros(20, 3)), {}, "x float32 (3)", ""),
+    "rows of an array": (np.zeros((20, 3)), {}, "x float32 (3)", ""),
+    "several inputs": (
+        Items(lambda i: ((vector(i), i / 2), i % 2)),
+        {},
+        "x1 float32 (3), x2 float32 (), y int64 ()",
+        "01",
+    ),
+    "a namedtuple": (
+        Items(lambda i: Point(torch.zeros(2), "ab"[i % 2])),
+        {},
+        "where float32 (2), y int64 ()",
+        "ab",
+    ),
+    "a dataclass": (
+        Items(lambda i: Reading([1.0, i], i > 9)),
+        {},
+        "signal float32 (2), y int64 ()",
+        ["False", "True"],
+    ),
+    "a nested dict": (
+        Items(lambda i: {"eye": {"left": vector(i), "right": vector(-i)}, "who is it": i, "label": "ab"[i % 2]}),
+        {},
+        "eye_left float32 (3), eye_right float32 (3), who_is_it int64 (), y int64 ()",
+        "ab",
+    ),
+    "a dict by its roles": (
+        Items(lambda i: {"id": i, "text": "a", "points": vector(i), "score": i / 2}),
+        {"target": "score", "inputs": ["points"]},
+        "points float32 (3), y float32 ()",
+        "",
+    ),
+    "a target first": (Items(lambda i: (i % 2, vector(i))), {"target": 0}, "x float32 (3), y int64 ()", "01"),
+    "a target of many values": (
+        Items(lambda i: (vector(i), {"boxes": np.zeros((i + 1, 4)), "names": [i] * (i + 1)})),
+        {},
+        "x float32 (3), y_boxes float32 (·, 4), y_names int64 (·)",
+        "",
+    ),
+    "a mask as target": (
+        Items(lambda i: (vector(i), torch.zeros(4, 4, dtype=torch.uint8))),
+        {},
+        "x float32 (3), y uint8 (4, 4)",
+        "",
+    ),
+    "labels as arrays of one": (Items(lambda i: (vector(i), np.array([i % 2]))), {}, "x float32 (3), y int64 ()", "01"),
+    "boolean labels": (Items(lambda i: (vector(i), i > 3)), {}, "x float32 (3), y int64 ()", ["False", "True"]),
+    "negative classes": (Items(lambda i: (0.5, i % 3 - 1)), {}, "x float32 (), y int64 ()", ["-1", "0", "1"]),
+    "classes with gaps": (
+        Items(lambda i: (0.5, [9, 10, 200][i % 3])),
+        {},
+        "x float32 (), y int64 ()",
+        ["9", "10", "200"],
+    ),
+    "huge whole numbers": (
+        Items(lambda i: (0.5, 10**30 + i % 2)),
+        {},
+        "x float32 (), y int64 ()",
+        [f"1{'0' * 29}{i}" for i in "01"],
+    ),
+    "texts with commas, quotes and lines": (
+        Items(lambda i: (0.5, ["a,b", 'c"d', "e\nf", "=1", "中"][i % 5])),
+        {},
+        "x float32 (), y int64 ()",
+        sorted(["a,b", 'c"d', "e\nf", "=1", "中"]),
+    ),
+    "texts and whole numbers": (
+        Items(lambda i: (0.5, "cat" if i % 2 else 3)),
+        {},
+        "x float32 (), y int64 ()",
+        ["3", "cat"],
+    ),
+    "classes as numbers with names": (
+        Items(lambda i: (0.5, i % 2), classes=["cat", "dog", "eel"]),
+        {},
+        "x float32 (), y int64 ()",
+        ["cat", "dog", "eel"],
+    ),
+    "classes asked for": (
+        Items(lambda i: (0.5, "ab"[i % 2])),
+        {"classes": ["c", "b", "a"]},
+        "x float32 (), y int64 ()",
+        "cba",
+    ),
+    "palettes, greys and colours": (
+        Items(lambda i: (image(["P", "L", "1", "RGB", "RGBA", "CMYK", "LA"][i % 7]), 0)),
+        {},
+        "x uint8 (4, 5, 3), y int64 ()",
+        "0",
+    ),
+    "greys only": (Items(lambda i: (image("1" if i % 2 else "L"), 0)), {}, "x uint8 (4, 5), y int64 ()", "0"),
+    "16-bit images": (
+        Items(lambda i: (Image.fromarray(np.full((4, 5), 65535, np.uint16)), 0)),
+        {},
+        "x float32 (4, 5), y int64 ()",
+        "0",
+    ),
+    "images of many sizes": (
+        Items(lambda i: (image("RGB", (5 + i, 4)), 0)),
+        {"size": (6, 7)},
+        "x uint8 (6, 7, 3), y int64 ()",
+        "0",
+    ),
+    "floats that are bytes": (
+        Items(lambda i: (torch.arange(256, dtype=torch.uint8).view(1, 16, 16) / 255, i / 2)),
+        {"as_bytes": True},
+        "x uint8 (1, 16, 16), y float32 ()",
+        "",
+    ),
+    "floats that are nearly bytes": (
+        Items(lambda i: (torch.full((1, 2, 2), 0.5), i % 2)),
+        {"as_bytes": True},
+        "x float32 (1, 2, 2), y int64 ()",
+        "01",
+    ),
+    "texts of unequal length": (Items(lambda i: ([1] * (i + 1), 0)), {}, "x int64 (·), y int64 ()", "0"),
+    "one item": ([(1.5, 0)], {"val": 0, "test": 0}, "x float32 (), y int64 ()", "0"),
+    "a Subset": (
+        Subset(Items(lambda i: (vector(i), i % 2), classes=["cat", "dog"]), [3, 4, 5]),
+        {},
+        "x float32 (3), y int64 ()",
+        ["cat", "dog"],
+    ),
+    "a ConcatDataset": (
+        ConcatDataset([Items(lambda i: (vector(i), 0)), Items(lambda i: (vector(i), 1))]),
+        {},
+        "x float32 (3), y int64 ()",
+        "01",
+    ),
+    "a DataFrame of categories, dates and booleans": (
+        frame(
+            b=pd.Categorical(["u", "v"] * 10, ["u", "v", "w"]),
+            c=pd.date_range("2020", periods=20),
+            d=[True, False] * 10,
+            e=pd.array(range(20), "Int64"),
+        ),
+        {},
+        "x float32 (7), y int64 ()",
+        "01",
+    ),
+    "a DataFrame with two targets": (
+        frame(b=1.5),
+        {"target": ["a", "b"]},
+        "x float32 (1), y float32 (2)",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_odd_items_give_the_right_pack(name):
+    data, options, columns, classes = PACKED[name]
+    made = pack(data, **options)
+    assert ", ".join(f"{column} {kind}" for column, kind in made.columns.items()) == columns
+    assert made.classes == list(classes)
+    assert made.bad.empty
+    assert len(made) == len(data)
+    assert same(made)
+
+
+LEFT_OUT = {
+    # name: (data, value, rule) of the one row of the table of bad samples
+    "an item that raises": (but(ZeroDivisionError("no"), lambda i: (vector(i), 0)), "ZeroDivisionError: no", "returns"),
+    "an item that is None": (but(None, lambda i: (vector(i), 0)), "None", "an item holds arrays"),
+    "another shape": (but((np.zeros(4), 0), lambda i: (vector(i), 0)), "(4,)", "x has the shape (3) of other items"),
+    "another rank": (but((0.5, 0), lambda i: (vector(i), 0)), "()", "x has the shape (3) of other items"),
+    "other keys": (but({"a": 0.5}, lambda i: {"a": 0.5, "b": 1.5}), "a", "an item has a, b, as the others"),
+    "an object": (but((object(), 0), lambda i: (vector(i), 0)), "object", "x holds numbers"),
+    "None in a tuple": (but((None, 0), lambda i: (vector(i), 0)), "None", "x holds numbers"),
+    "an object array": (but((np.array([1, None]), 0), lambda i: (vector(i), 0)), "ndarray", "x holds numbers"),
+    "an empty array": (but((np.zeros(0), 0), lambda i: (np.zeros(i + 1), 0)), "shape (0,)", "x holds something"),
+    "a number that is not one": (but((np.full(3, np.nan), 0), lambda i: (vector(i), 0)), "nan", "of x are finite"),
+    "a label that is NaN": (but((0.5, float("nan")), lambda i: (0.5, i / 2)), "nan", "all numbers of y are finite"),
+    "a class that is NaN": (but((0.5, np.nan), lambda i: (0.5, i % 2)), "nan", "every sample has a class"),
+    "a class that is None": (but((0.5, None), lambda i: (0.5, "ab"[i % 2])), "None", "every sample has a class"),
+    "a class without a name": (
+        but((0.5, ""), lambda i: (0.5, "ab"[i % 2])),
+        "an empty text",
+        "every sample has a class",
+    ),
+    "an image of another size": (but((image("L", (9, 9)), 0), lambda i: (image("L"), 0)), "(9, 9)", "of other items"),
+    "a wide whole number": (but((2**63, 0), lambda i: (np.uint64(i), 0)), "9223372036854775808", "below 2⁶³"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_an_odd_item_is_a_row_of_the_table_of_bad_samples(name):
+    data, value, rule = LEFT_OUT[name]
+    made = pack(data)
+    rows = made.bad.to_numpy().tolist()
+    [(file, came, broken, fix)] = rows
+    assert (file, came) == ("item 7", value)
+    assert rule in broken
+    assert fix
+    assert len(made) == 19
+    assert same(made)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(1, 2)])
+
+
+class Endless(Dataset):
+    def __getitem__(self, i):
+        return vector(i), 0
+
+
+REFUSED = {
+    "an IterableDataset": (Stream(), {}, r"map-style Dataset, .* got Stream; pass list\(dataset\)"),
+    "a generator": ((i for i in range(3)), {}, "got generator; pass list"),
+    "a DataLoader": (DataLoader(Items(vector)), {}, "pass its dataset: loader.dataset"),
+    "a Dataset without a length": (Endless(), {}, "Endless has none; define __len__"),
+    "a tuple of arrays": ((np.zeros((3, 2)), np.zeros(3)), {}, r"TensorDataset\(x, y\)"),
+    "a dict of arrays": ({"x": np.zeros((3, 2))}, {}, "keys train, val and test, got x"),
+    "nothing": (None, {}, "got neither"),
+    "no items": ([], {}, "list has no items"),
+    "complex numbers": (Items(lambda i: torch.zeros(3, dtype=torch.cfloat)), {}, r"complex64 numbers; .*view_as_real"),
+    "objects": (Items(lambda i: (object(), 0)), {}, "x holds numbers, got object; turn it into numbers"),
+    "texts as inputs": (
+        Items(lambda i: {"text": "abc", "x": 0.5, "label": 1}),
+        {},
+        r"text holds numbers, got the text 'abc'; leave it out with inputs=\['x'\]",
+    ),
+    "a column that a pack has itself": (
+        Items(lambda i: {"id": i, "x": 0.5}),
+        {},
+        r"got id; leave it out with inputs=\['x'\]",
+    ),
+    "items that differ": (Items(lambda i: {"a" if i % 2 else "b": 0.5}), {}, r"the same parts, got \(b\) and \(a\)"),
+    "shapes that differ": (Items(lambda i: (np.zeros((2, i + 1)), 0)), {}, r"one shape, but for its first axis"),
+    "images of many sizes": (Items(lambda i: (image("L", (5 + i, 4)), 0)), {}, r"pass size=\(4, 5\) to resize"),
+    "images of many depths": (
+        Items(lambda i: (image("L") if i % 2 else Image.fromarray(np.zeros((4, 5), np.uint16)), 0)),
+        {},
+        "one depth, got images of the modes I;16, L",
+    ),
+    "all items raise": (
+        but(ValueError("no"), vector, range(20)),
+        {},
+        "none of 20 items read fits: .* got ValueError: no",
+    ),
+    "an unknown target": (Items(lambda i: {"x": 0.5}), {"target": "z"}, "the item has 'z', got x"),
+    "random transforms": (Items(lambda i: (np.random.rand(3), 0)), {}, "item 0 differs each time .* random=True"),
+    "a share of 2": (Items(vector), {"val": 0.7, "test": 0.6}, "val and test must be"),
+    "a DataFrame without the column": (frame(), {"target": "prize"}, "no column 'prize'; its columns are a, y"),
+    "a DataFrame of free texts": (
+        pd.DataFrame({"a": 1.5, "b": [f"text {i}" for i in range(40)], "c": "one"}),
+        {},
+        r"'b' \(40 different texts\); pass inputs=\['a', 'c'\]",
+    ),
+    "a DataFrame with lists": (frame(c=[[1]] * 20), {}, r"'c' \(mixed values\); pass inputs=\['a'\]"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_packed_is_one_sentence_that_names_the_way_out(name):
+    data, options, words = REFUSED[name]
+    with pytest.raises(nb.NbtoolsError, match=words):
+        pack(data, **options)
+
+
+def test_an_item_unlike_those_looked_at_is_a_row_of_the_table():
+    """64 of 200 items are looked at, each third one."""
+    made = pack(but((0.5, 0), lambda i: (i, 0), [7, 8]).sized(200))
+    assert made.bad.file.tolist() == ["item 7", "item 8"]
+    assert "x is int64, as in other items" in made.bad.rule[0]
+
+
+@pytest.mark.parametrize("count", [3000, pytest.param(70_000, marks=pytest.mark.full)])
+def test_as_many_classes_as_samples_are_sorted_by_value(count):
+    labels = np.random.default_rng(1).permutation(count) * 7 - 5
+    made = pack(TensorDataset(torch.zeros(count, 1), torch.from_numpy(labels)))
+    assert made.classes == [str(label) for label in range(-5, count * 7 - 5, 7)]
+    np.testing.assert_array_equal(made.arrays["y"], (labels + 5) // 7)
+
+
+# Folders
+
+
+def test_folders_of_splits_are_the_splits(tmp_path):
+    for split, count in (("train", 4), ("valid", 2), ("Test", 3)):
+        pictures(tmp_path / "all" / split, count=count)
+    made = pack(tmp_path / "all")
+    assert made.splits == {"train": 8, "val": 4, "test": 6}
+    apart = pack(train=tmp_path / "all" / "train", test=str(tmp_path / "all" / "Test"), val=2)
+    assert apart.splits == {"train": 6, "val": 2, "test": 6}
+    assert apart.classes == made.classes == ["cat", "dog"]
+    assert same(made)
+
+
+def test_files_that_are_no_images_of_a_class_are_rows_of_the_table(tmp_path):
+    folder = pictures(tmp_path / "pictures")
+    (folder / "eel").mkdir()
+    (folder / ".DS_Store").write_bytes(b"")
+    (folder / "cat" / "notes.txt").write_text("")
+    (folder / "loose.png").write_bytes((folder / "cat" / "0.png").read_bytes())
+    (folder / "dog" / "3.png").write_bytes(b"no image")
+    made = pack(folder)
+    assert sorted(made.bad.file) == ["cat/notes.txt", "dog/3.png", "eel", "loose.png"]
+    assert len(made) == 19
+    assert same(made)
+
+
+def test_a_folder_of_one_class_or_none_is_refused(tmp_path):
+    folder = pictures(tmp_path / "pictures", ["cat"])
+    with pytest.raises(nb.NbtoolsError, match=r"got one folder, 'cat'; name the folder above them"):
+        pack(folder)
+    with pytest.raises(nb.NbtoolsError, match="got no folder with images"):
+        pack(folder / "cat")
+
+
+def test_a_pack_opens_from_the_archive_that_it_was_kept_as_and_pictures_from_theirs(tmp_path):
+    folder = pictures(tmp_path / "pictures")
+    made = pack(folder)
+    again = pack(made.keep(tmp_path / "kept"))
+    assert again.card == made.card
+    with tarfile.open(tmp_path / "pictures.tar", "w") as tar:
+        tar.add(folder, "pictures")
+    assert pack(tmp_path / "pictures.tar").card.digest == made.card.digest
+
+
+# Splits, identity, parallel reading
+
+
+def test_splits_given_share_their_classes_and_drawn_ones_hash_the_number():
+    train, other = [(0.5, "b")] * 30, [(0.5, "a")] * 10
+    made = pack(train=train, val=other, test=[(1.5, "c")])
+    assert made.splits == {"train": 30, "val": 10, "test": 1}
+    assert made.classes == ["a", "b", "c"]
+    assert made.names[30] == "val/item 0"
+    assert pack({"train": train, "validation": other}).splits == {"train": 30, "val": 10, "test": 0}
+    assert pack(train, val=5, test=1).splits == {"train": 24, "val": 5, "test": 1}
+    assert pack(train, test=1.0).splits["test"] == 30
+    assert same(made)
+
+
+def test_tables_given_apart_are_encoded_alike():
+    made = pack(train=frame(b="u"), val=frame(b="v").iloc[:3], test=0)
+    assert made.options["encoding"] == {"a": "number", "b": ["u", "v"]}
+    assert made.splits == {"train": 20, "val": 3, "test": 0}
+
+
+def test_a_second_call_reads_no_more_than_what_it_looks_at_and_a_change_is_noticed():
+    reads = []
+    made = pack(Items(lambda i: reads.append(i) or (i / 2, 0), 100))
+    first = len(reads)
+    assert pack(Items(lambda i: reads.append(i) or (i / 2, 0), 100)).folder == made.folder
+    assert (first, len(reads) - first) == (228, 64)
+    assert pack(Items(lambda i: (i / 2, 0), 101)).folder != made.folder
+    assert pack(Items(lambda i: (i / 3, 0), 100)).folder != made.folder
+    assert pack(Items(lambda i: (i / 2, 0), 100), val=0.2).folder != made.folder
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda x: list(zip(x, x, strict=True)),
+        lambda x: TensorDataset(torch.from_numpy(x)),
+        lambda x: Subset(TensorDataset(torch.from_numpy(x)), range(500)),
+        lambda x: pd.DataFrame({"a": x, "y": x}),
+    ],
+)
+def test_of_data_in_memory_every_number_counts(kind):
+    x = np.arange(500.0)
+    made = pack(kind(x))
+    x[7] = 0.25  # not one of those looked at
+    assert pack(kind(x)).folder != made.folder
+
+
+def test_random_items_are_packed_when_asked_and_read_anew_each_time():
+    data = Items(lambda i: (np.random.rand(3), i % 2))
+    made = pack(data, random=True)
+    assert made.options["random"]
+    assert pack(data, random=True).folder == made.folder
+    assert (made.raw[0]["x"] != made.raw[0]["x"]).all()
+    assert made.raw[3]["y"] == made.sample(3)["y"] == 1
+
+
+def test_slow_items_are_read_by_several_processes_in_order():
+    def item(i):
+        time.sleep(0.02)
+        if i == 9:
+            raise OSError("no")
+        return (i / 2, os.getpid() % 1000)
+
+    made = pack(Items(item, 70), random=True)
+    assert len(set(made.classes)) > 1 or cores() == 1
+    assert made.arrays["x"].tolist() == [i / 2 for i in range(70) if i != 9]
+    assert made.bad.value.tolist() == ["OSError: no"]
+
+
+def test_data_that_do_not_fit_on_the_disk_are_refused_before_they_are_written(monkeypatch):
+    monkeypatch.setattr("nbtools.disk.free_bytes", lambda path: 1000)
+    with pytest.raises(nb.NbtoolsError, match=r"needs 8\.0 MB, only 1\.0 kB are free"):
+        pack(Items(lambda i: np.zeros(100_000), 20))

@@ -320,20 +320,25 @@ class Look:
     @classmethod
     def at(cls, items: Items) -> Self:
         look = cls(items, sorted({i * len(items) // SEEN for i in range(SEEN)}))
-        start = time.perf_counter()
+        times = []
         for i in look.places:
+            start = time.perf_counter()
             try:
                 values = items.values(i)
+                for value in values.values():
+                    if isinstance(value, Image.Image):
+                        value.load()  # Pillow decodes no earlier
             except PackError as error:
                 look.error = look.error or error
                 look.marks.append(b"")
                 continue
+            times.append(time.perf_counter() - start)
             look.marks.append(mark(values.items()))
             look.signs.append({name: Sign.of(name, value) for name, value in values.items()})
             look.moves &= not any(
                 isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values.values()
             )
-        look.cost = (time.perf_counter() - start) / len(look.places)
+        look.cost = float(np.median(times or [0.0]))
         return look
 
     def forms(self, names: Sequence[str], as_bytes: bool) -> dict[str, Form]:
