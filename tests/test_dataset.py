@@ -1,9 +1,13 @@
 """nb.pack: one's own data of any kind give the right pack, or one sentence that names the way out."""
 
 import os
+import pickle
+import subprocess
+import sys
 import tarfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +18,7 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import nbtools as nb
-from nbtools.data import cores
+from nbtools.data import cores, open_feed
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 RNG = np.random.default_rng(0)
@@ -311,6 +315,14 @@ PACKED = {
     ),
     "texts of unequal length": (Items(lambda i: ([1] * (i + 1), 0)), {}, "x int64 (·), y int64 ()", "0"),
     "one item": ([(1.5, 0)], {"val": 0, "test": 0}, "x float32 (), y int64 ()", "0"),
+    "one like Hugging Face's": (
+        Items(
+            lambda i: {"image": image("L"), "label": i % 2}, features={"label": SimpleNamespace(names=["cat", "dog"])}
+        ),
+        {},
+        "image uint8 (4, 5), y int64 ()",
+        ["cat", "dog"],
+    ),
     "a Subset": (
         Subset(Items(lambda i: (vector(i), i % 2), classes=["cat", "dog"]), [3, 4, 5]),
         {},
@@ -573,17 +585,126 @@ def test_random_items_are_packed_when_asked_and_read_anew_each_time():
     assert made.raw[3]["y"] == made.sample(3)["y"] == 1
 
 
-def test_slow_items_are_read_by_several_processes_in_order():
-    def item(i):
-        time.sleep(0.02)
-        if i == 9:
-            raise OSError("no")
-        return (i / 2, os.getpid() % 1000)
+def slow(i):
+    time.sleep(0.002)
+    if i == 9:
+        raise OSError("no")
+    return i / 2, os.getpid()
 
-    made = pack(Items(item, 70), random=True)
-    assert len(set(made.classes)) > 1 or cores() == 1
+
+def test_slow_items_are_read_by_several_processes_in_order(monkeypatch):
+    monkeypatch.setattr("nbtools.data.dataset.SHORT", 0.0)
+    made = pack(Items(slow, 70), random=True)
+    assert str(os.getpid()) not in made.classes or cores() == 1
     assert made.arrays["x"].tolist() == [i / 2 for i in range(70) if i != 9]
     assert made.bad.value.tolist() == ["OSError: no"]
+
+
+@pytest.mark.full  # a spawned process imports torch anew
+def test_where_processes_cannot_be_forked_a_dataset_is_sent_to_them(monkeypatch):
+    spawned(monkeypatch)
+    made = pack(Items(slow, 70), random=True)
+    assert str(os.getpid()) not in made.classes or cores() == 1
+
+
+def test_what_cannot_be_sent_to_a_process_is_read_in_this_one(monkeypatch):
+    spawned(monkeypatch)
+    assert pack(Items(lambda i: slow(i), 70), random=True).classes == [str(os.getpid())]
+
+
+def spawned(monkeypatch):
+    """As on macOS."""
+    monkeypatch.setattr("nbtools.data.dataset.SHORT", 0.0)
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr("multiprocessing.get_all_start_methods", lambda: ["spawn", "fork"])
+
+
+NOTEBOOK = """
+import pickle
+import nbtools as nb
+from nbtools.data import dataset, open_feed
+import numpy as np, torch
+from torch.utils.data import Dataset
+
+class Mine(Dataset):
+    def __len__(self):
+        return 70
+    def __getitem__(self, i):
+        return i / 2, i % 2
+
+dataset.SHORT = dataset.CHEAP = 0.0
+made = nb.pack(Mine(), progress=False)
+print(made.classes)
+plan = nb.Plan(feed="workers", workers=1)
+for raw in open_feed(made, plan, torch.device("cpu"))([np.array([3, 5])]):
+    print(raw["x"].tolist())
+try:
+    pickle.dumps(made.raw)
+except nb.NbtoolsError as error:
+    print(error)
+"""
+
+
+def test_a_dataset_of_a_notebook_is_packed_and_read_by_forked_workers_and_says_what_others_need():
+    """Code without a file, as in a notebook, is not imported again by a process that is not forked."""
+    done = subprocess.run([sys.executable, "-c", NOTEBOOK], capture_output=True, text=True, timeout=120)
+    first, second, third = done.stdout.splitlines()
+    assert (first, second) == ("['0', '1']", "[1.5, 2.5]"), done.stderr
+    assert third.startswith("Mine cannot be sent to another process (it is defined in the notebook); write its class")
+
+
+def test_the_dataset_travels_to_workers_and_gives_the_batches_of_the_pack():
+    items = [(vector(i), "ab"[i % 2]) for i in range(30)] + [(None, "a")]
+    made = pack(items)
+    made = replace(made, raw=pickle.loads(pickle.dumps(made.raw)))
+    order = [np.array([3, 0, 29]), np.array([7])]
+    read, kept = (open_feed(made, nb.Plan(feed=feed, workers=0), torch.device("cpu")) for feed in ("workers", "auto"))
+    for raw, packed in zip(read(order), kept(order), strict=True):
+        assert raw.keys() == packed.keys()
+        assert all(raw[name].dtype == packed[name].dtype and raw[name].equal(packed[name]) for name in raw)
+
+
+def test_interrupted_packing_resumes_with_the_classes_seen_so_far(monkeypatch, tmp_path):
+    monkeypatch.setattr("nbtools.data.build.CHUNK", 8)
+    reads, stop = [], [150]
+
+    def item(i):
+        reads.append(i)
+        if len(reads) == stop[0]:
+            raise KeyboardInterrupt
+        return [i / 2] * (1 + i % 3), "zyx"[i // 20] if i != 7 else None
+
+    data = Items(item, 60)
+    with pytest.raises(KeyboardInterrupt):
+        pack(data, into=tmp_path / "mine")
+    before, stop[0] = len(reads), 0
+    made = pack(data, into=tmp_path / "mine")
+    assert reads[before + 120 :] == list(range(24, 60)), "30 were read, and 3 chunks of 8 are whole"
+    assert made.classes == ["x", "y", "z"]
+    assert made.names == [f"item {i}" for i in range(60) if i != 7]
+    assert made.bad.file.tolist() == ["item 7"]
+    assert same(made)
+
+
+def test_a_hugging_face_dataset_gives_images_names_of_classes_and_its_splits(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    datasets = pytest.importorskip("datasets")
+    features = {
+        "image": datasets.Image(),
+        "label": datasets.ClassLabel(names=["cat", "dog"]),
+        "text": datasets.Value("string"),
+    }
+    columns = {"image": [image("RGB")] * 20, "label": [i % 2 for i in range(20)], "text": ["a"] * 20}
+    data = datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+    with pytest.raises(nb.NbtoolsError, match=r"got the text 'a'; leave it out with inputs=\['image'\]"):
+        pack(data)
+    made = pack(data.train_test_split(0.25), inputs=["image"])
+    assert (made.classes, made.splits["test"], sum(made.splits.values())) == (["cat", "dog"], 5, 20)
+    assert str(made.columns["image"]) == "uint8 (4, 5, 3)"
+    with pytest.raises(nb.NbtoolsError, match=r"got IterableDataset; pass list\(dataset\)"):
+        pack(data.to_iterable_dataset())
+    assert same(made)
 
 
 def test_data_that_do_not_fit_on_the_disk_are_refused_before_they_are_written(monkeypatch):

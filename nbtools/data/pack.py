@@ -249,7 +249,7 @@ class Pack:
             ("task", self.card.task),
             ("samples", ", ".join(f"{self.splits[s]:,} {s}" for s in SPLITS)),
             ("columns", ", ".join(f"{name} {column}{self.only(name)}" for name, column in self.columns.items())),
-            ("classes", f"{len(self.classes)}: {names}{more}"),
+            ("classes", f"{len(self.classes)}: {names}{more}" if self.classes else "none"),
             ("left out", f"{self.manifest['bad']} (see .bad)" if self.manifest["bad"] else "none"),
             ("size", disk.human(self.bytes)),
             ("folder", str(self.folder)),

@@ -6,6 +6,7 @@ The settings are tried one after another on training itself, so that the process
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +158,8 @@ def refusal(pack: Pack, plan: Plan, device: torch.device, weight: int) -> str:
         name = getattr(reader, "__qualname__", "the reader")
         return f"{name} is defined in the notebook, where a {method} process cannot import it; put it in a file"
     try:
+        if method != "fork":
+            pickle.dumps(pack.raw)  # a Dataset that is defined in a notebook raises
         require_shared_memory(pack, plan)
     except TrainError as error:
         return error.args[0]
