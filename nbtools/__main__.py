@@ -31,7 +31,7 @@ from torch.distributed import is_torchelastic_launched
 from torch.utils._pytree import tree_leaves
 
 from nbtools import guides, tasks
-from nbtools.data import Pack, open_feed, stage
+from nbtools.data import Pack, open_feed, pack, stage
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError, sentence
 from nbtools.fit import fit
 from nbtools.folder import busy, stored_plan
@@ -366,7 +366,7 @@ def pack_command(one: argparse.ArgumentParser, task: Task) -> Act:
     python -m nbtools pack sign data/processed --val 0.2 --json
     """
     one.add_argument("source", help=SOURCE)
-    add_signature(one, task.pack)
+    add_packing(one, task)
 
     def act(options: argparse.Namespace) -> Result:
         pack = packed(task, options.source, options)
@@ -374,6 +374,13 @@ def pack_command(one: argparse.ArgumentParser, task: Task) -> Act:
         return Result(pack, {"folder": pack.folder, **pack.card.to_dict(), **about})
 
     return act
+
+
+def add_packing(one: argparse.ArgumentParser, task: Task) -> None:
+    """The options of a task's `pack`; of `nb.pack` too, where the default leads there."""
+    add_signature(one, task.pack)
+    if task.packs_datasets:
+        add_signature(one, pack, "data", "train", "val", "test", "into")
 
 
 def packed(task: Task | Run, source: str, options: argparse.Namespace) -> Pack:
@@ -396,7 +403,7 @@ def advise_command(one: argparse.ArgumentParser, task: Task) -> Act:
     text = "also what N processes would give, on as many GPUs or on this CPU, and whether that is worth it"
     one.add_argument("--processes", type=int, default=1, metavar="N", help=text)
     one.add_argument("--noise", action="store_true", default=None, help=argparse.SUPPRESS)
-    add_signature(one, task.pack)
+    add_packing(one, task)
 
     def show(options: argparse.Namespace) -> Result:
         asked = {"noise": options.noise, "compiling": options.compile, "processes": options.processes}
@@ -428,7 +435,7 @@ def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
         help="source of the settings that are not given: advice, the task's plan, its baseline, or one of its presets",
     )
     add_knobs(one, type(task.PLAN), dataclasses.fields(task.PLAN))
-    add_signature(one, task.pack)
+    add_packing(one, task)
     return lambda options: reporting(lambda: train_run(task, options))
 
 
@@ -566,7 +573,7 @@ def evaluate_command(one: argparse.ArgumentParser, task: Task) -> Act:
     one.add_argument("--split", default="test", choices=("train", "val", "test"), help=f"default test; {which}")
     fields = dataclasses.fields(task.PLAN)
     add_knobs(one, type(task.PLAN), [f for f in fields if f.metadata.get("live") and f.name.startswith("eval_")])
-    add_signature(one, task.pack)
+    add_packing(one, task)
 
     def show(options: argparse.Namespace) -> Result:
         run = Run.open(options.run, task)

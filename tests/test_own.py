@@ -2,21 +2,27 @@
 
 import copy
 import json
+import re
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import own
+import pandas as pd
 import pytest
 import torch
+from PIL import Image
 from test_resume import log, same, trained
 from torch import nn
 from torch.nn import functional as F
 
 import nbtools as nb
-from nbtools.errors import CheckpointError, TrainError
+from nbtools.__main__ import main
+from nbtools.errors import CheckpointError, PackError, TrainError
 from nbtools.live.view import Previews
 from nbtools.measure import receipt
+from nbtools.measure.advice import label
 from nbtools.train import Answer, build, call_of
 from nbtools.train.defaults import METRICS, score
 
@@ -447,3 +453,193 @@ def test_what_cannot_train_is_answered_in_a_sentence(tmp_path, packs, name):
     make, data, said = REFUSED[name]
     with pytest.raises(TrainError, match=said):
         nb.fit(make(), packs[data], own.PLAN, tmp_path / "run", **QUIET)
+
+
+# -- answers to files, items and rows
+
+
+def test_items_of_a_dataset_are_predicted_like_the_packs_samples(tmp_path, packs):
+    pack, data = packs["images"], own.images(90)
+    run = fitted(own.task, pack, tmp_path / "run", epochs=1)
+    places = [int(name.removeprefix("item ")) for name in pack.names[:6]]
+    expected = run.predict_pack(pack, range(6))
+    chosen = [data[i] for i in places]
+    arrays = [image for image, _ in chosen]
+    given: list[Any] = [
+        chosen,
+        arrays,
+        np.stack(arrays),
+        torch.from_numpy(np.stack(arrays)),
+        [Image.fromarray(array) for array in arrays],
+        [{"x": array} for array in arrays],
+        torch.utils.data.Subset(data, places),  # pyright: ignore[reportArgumentType]
+    ]
+    for form in given:
+        assert run.predict(form) == expected
+    for single in (chosen[0], arrays[0], torch.from_numpy(arrays[0]), Image.fromarray(arrays[0]), {"x": arrays[0]}):
+        [answer] = run.predict(single)
+        assert (answer.name, answer.probability) == (expected[0].name, pytest.approx(expected[0].probability, abs=1e-5))
+    with pytest.raises(PackError, match=r"an item \(ndarray\): x is uint8 \(12, 12, 3\), got shape \(9, 12, 3\); make"):
+        run.predict([arrays[0][:9]])
+    with pytest.raises(PackError, match="an item has x, got age; add what is missing"):
+        run.predict([{"age": 3}])
+    with pytest.raises(PackError, match="not trained on a DataFrame"):
+        run.predict(pd.DataFrame({"x": [1]}))
+
+
+def test_rows_of_a_dataframe_are_predicted_by_the_encoding_of_training(tmp_path):
+    rng, n = np.random.default_rng(0), 120
+    frame = pd.DataFrame({"area": rng.uniform(30, 200, n), "town": rng.choice(["Ghent", "Lille"], n)})
+    frame["price"] = frame["area"] * 2000 + (frame["town"] == "Lille") * 90_000
+    pack = nb.pack(frame, target="price", into=tmp_path / "pack", progress=False)
+    run = fitted(nb.regress(own.line), pack, tmp_path / "run", epochs=12, batch_size=8)
+    places = [int(name.removeprefix("row ")) for name in pack.names[:5]]
+    rows = frame.iloc[places]
+    expected = run.predict_pack(pack, range(5))
+    assert run.predict(rows) == pytest.approx(expected)
+    assert run.predict(rows[["town", "area"]]) == pytest.approx(expected), "by name, and without the target"
+    assert np.abs(np.array(expected) - rows["price"]).mean() < 0.5 * frame["price"].std()
+    with pytest.raises(PackError, match="row 1: town=Ghent has no value that training has seen"):
+        run.predict(pd.DataFrame({"area": [50, 60], "town": ["Lille", "Namur"]}))
+
+
+def test_two_inputs_and_floats_of_a_transform_are_predicted_as_the_dataset_returns_them(tmp_path, two):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = own.Small(4)
+            self.head = nn.Linear(5, 2)
+
+        def forward(self, image, age):
+            return self.head(torch.cat([self.net(image), age[:, None]], 1))
+
+    run = fitted(nb.classify(Both), two, tmp_path / "run", epochs=1, batch_size=8)
+    image, age = two.sample(0)["image"], two.sample(0)["age"]
+    for item in ({"image": image, "age": age}, (image, age), (image, age, 1)):
+        assert run.predict(item) == run.predict_pack(two, [0])
+    floats = [(torch.from_numpy(image).permute(2, 0, 1) / 255 - 0.5, label) for image, label in own.images(30)]
+    pack = nb.pack(floats, into=tmp_path / "floats", progress=False)
+    run = fitted(own.task, pack, tmp_path / "other", epochs=1)
+    assert pack.columns["x"].dtype == "<f4"
+    assert run.predict(floats)[int(pack.names[0].removeprefix("item "))] == run.predict_pack(pack, [0])[0]
+    with pytest.raises(PackError, match="which the Dataset made of its files, got an image; pass what the Dataset"):
+        run.predict(Image.new("RGB", (12, 12)))
+
+
+MODULE = """
+import nbtools as nb
+import own
+
+class Mine(own.Mine):
+    PLAN = own.PLAN
+
+task = nb.classify(own.Small, plan=own.PLAN)
+number = 3
+"""
+
+
+def pictures(folder, count, classes=tuple(own.STRIPES), side=12):
+    for i, (image, name) in enumerate(own.images(count)):
+        if name in classes:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).resize((side, side)).save(folder / name / f"{i}.png")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["Mine", "task"])
+def test_the_terminal_trains_evaluates_on_new_data_and_predicts(tmp_path, capsys, monkeypatch, name):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "terminal_task", raising=False)
+    (tmp_path / "terminal_task.py").write_text(MODULE)
+    raw, run = str(pictures(tmp_path / "raw", 60)), ["--run", str(tmp_path / "run")]
+    train = ["train", f"terminal_task:{name}", raw, *run, "--no-receipt", "--size", "12,12"]
+    assert main([*train, "--epochs", "1"]) == 0
+    more = ["--no-receipt", "--data", raw, "--size", "12,12", "--epochs", "2"]
+    assert main(["train", *run, *more, "--task", f"terminal_task:{name}"]) == 0
+    assert "2 of 2 epochs" in capsys.readouterr().out, "the other spelling resumes the run"
+    new = str(pictures(tmp_path / "new", 30, own.STRIPES[1:], side=20))
+    assert main(["evaluate", f"--task=terminal_task:{name}", new, *run, "--test", "1.0"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    opened = nb.Run.open(tmp_path / "run")
+    pack = opened.pack(new, test=1.0, progress=False)
+    assert (pack.classes, len(pack)) == (opened.card.classes, pack.splits["test"])
+    assert found == nb.evaluate(opened, pack)
+    file = next((tmp_path / "new" / "down").glob("*.png"))
+    assert main(["predict", f"terminal_task:{name}", *run, str(file)]) == 0
+    assert f"{opened.predict(file)[0]}" in capsys.readouterr().out
+    assert opened.predict([str(file)]) == opened.predict(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("own:Nobody", r"no task 'Nobody' in .*own\.py: its tasks are Mine, task, price, order, mixing"),
+        ("own:", "no task ''"),
+        ("nowhere:Mine", "no task 'nowhere:Mine': use captcha"),
+        ("own:rows.x", "no task 'rows.x'"),
+    ],
+)
+def test_a_name_that_is_no_task_is_answered_with_those_there_are(capsys, name, said):
+    assert main(["pack", name, "x"]) == 1
+    assert re.search(said, capsys.readouterr().err)
+
+
+class Turning(torch.utils.data.Dataset):
+    """Images mirrored at random."""
+
+    def __init__(self):
+        self.data = own.images(48)
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, i):
+        image, name = self.data[i]
+        return (image[:, ::-1].copy() if torch.rand(()) < 0.5 else image), name
+
+
+def test_a_dataset_with_random_transforms_is_advised_to_be_read_in_each_epoch(tmp_path):
+    pack = nb.pack(Turning(), random=True, into=tmp_path / "pack", progress=False)
+    advice = nb.advise(own.task, pack, measure=False)
+    assert advice.plan.feed == "workers"
+    assert advice.reasons["feed"] == "the Dataset's transforms are random: it is read again in each epoch"
+    run = nb.fit(own.task, pack, advice.plan.replace(epochs=1, workers=0), tmp_path / "run", **QUIET)
+    assert len(run.history.of("epoch")) == 1
+
+
+def test_advice_measured_for_one_network_without_a_name_is_not_given_to_another(packs):
+    wide, slim = (
+        nb.classify(lambda classes, n=n: nn.Sequential(nn.Flatten(), nn.Linear(432, n), nn.Linear(n, classes)))
+        for n in (9, 3)
+    )
+    advice = nb.advise(wide, packs["images"], measure=False)
+    labels = {label(task, packs["images"], advice, False) for task in (wide, slim, wide)}
+    assert len(labels) == 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["torchvision.models", "timm", "transformers"])
+def test_published_models_train_as_they_are(tmp_path, packs, name):
+    """In an environment that has them beside a torch that they import with."""
+    module: Any = pytest.importorskip(name, exc_type=ImportError)
+    pack = packs["images"]
+    if name == "transformers":
+        config = module.BertConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48)
+        config.vocab_size, config.num_labels = 20, 2
+        rng, samples = np.random.default_rng(0), []
+        for i in range(60):
+            ids = rng.integers(2, 20, int(rng.integers(4, 12)))
+            ids[-1] = i % 2
+            samples.append({"input_ids": ids, "label": i % 2})
+        pack = nb.pack(samples, into=tmp_path / "pack", progress=False)
+        make: Any = lambda: module.BertForSequenceClassification(config)  # noqa: E731
+        called = "BertForSequenceClassification.forward(input_ids)"
+    elif name == "timm":
+        make, called = lambda classes: module.create_model("resnet10t", num_classes=classes), "ResNet.forward(x)"
+    else:
+        make, called = lambda classes: module.resnet18(num_classes=classes), "ResNet.forward(x)"
+    state = nb.TrainState(nb.classify(make), pack, own.PLAN)
+    assert call_of(state.model).startswith(called)
+    run = nb.fit(nb.classify(make), pack, own.PLAN.replace(epochs=1, lr=1e-3), tmp_path / "run", **QUIET)
+    assert len(run.predict_pack(pack, range(5))) == 5
+    assert np.isfinite(run.summary()["train_loss"]).all()

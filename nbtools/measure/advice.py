@@ -244,7 +244,7 @@ def many_times(made: Advice, card: Card, processes: int) -> list[Plan]:
 def by_rules(task: TaskLike, pack: Pack, found: dict[str, tuple[Any, str]]) -> Advice:
     """Advice by the rules from the results so far; the feed is chosen by the pack's size."""
     advice = decide(task, pack.card, inspect(), found)
-    if "feed" in found:
+    if "feed" in advice.reasons:  # measured, or suggested by the task
         return advice
     name, why = choose(pack, advice.plan, devices.pick())
     return dataclasses.replace(advice, reasons={**advice.reasons, "feed": f"{name}: {why}"})

@@ -440,7 +440,7 @@ def sample_of(item: Any, card: Card) -> Sample:
             image.load()
             return sample_of(image, card)
     values = named(item)
-    if not values.keys() >= set(inputs):
+    if not values.keys() >= set(inputs) and not isinstance(item, dict):
         values = dict(zip(inputs, item if isinstance(item, tuple) else [item], strict=False))
     if not values.keys() >= set(inputs):
         raise PackError(", ".join(values), f"an item has {', '.join(inputs)}", "add what is missing")

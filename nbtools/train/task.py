@@ -185,9 +185,15 @@ class Task:
         """The pack of a source; options: for `survey`. Default: `build_pack` of `survey` and `read`; without a `survey`
         `nb.pack`."""
         ends: Any = {"val": val, "test": test, "into": into, "progress": progress}
-        if getattr(self.survey, "__func__", None) is Task.survey:
+        if self.packs_datasets:
             return pack_dataset(source, **ends, **options)
         return build_pack(source, task_name(self), options, self.survey, self.read, **ends)
+
+    @property
+    def packs_datasets(self) -> bool:
+        """Whether `pack` is that of `nb.pack`, as there is no `survey`."""
+        ours = (getattr(hook, "__func__", None) for hook in (self.survey, self.pack))
+        return [*ours] == [Task.survey, Task.pack]
 
     def pack_options(self, card: Card) -> Mapping[str, Any]:
         """Options of `pack` with which another source has the classes and the preprocessing of a card, so that the
@@ -215,7 +221,7 @@ class Task:
         return f"Task {task_name(self)}"
 
 
-HOOKS = tuple(name for name in vars(Task) if not name.startswith("_") and name != "card")
+HOOKS = tuple(name for name in vars(Task) if not name.startswith("_") and name not in ("card", "packs_datasets"))
 
 
 class Adapted(Task):
