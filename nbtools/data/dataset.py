@@ -47,6 +47,7 @@ CHEAP = 2e-4  # seconds: an item that costs less is read faster here than it tra
 SHORT = 1.0  # seconds in which all are read: not worth starting processes
 LOAD = 4e6  # bytes that travel at once
 FEW = 32  # different texts of a column that is one-hot without being asked for
+BLOCK = 2**17  # numbers whose mean is computed at once, in the processor's cache
 WIDE = 4096  # values of a sample: above, one mean for all of them
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 WORDS = {
@@ -71,7 +72,7 @@ def pack(
     into: str | Path | None = None,
     progress: bool = True,
 ) -> Pack:
-    """The pack of one's own data, read once; opened where it is finished.
+    """The pack of data of any kind, read once; opened where it is finished.
 
     data, or train: a map-style Dataset, a list of items, a Hugging Face Dataset or DatasetDict, a DataFrame, or images
     by class, `class/*.png` or `train/class/*.png`, in anything that `stage` takes. An item is an array, tensor, number
@@ -95,6 +96,8 @@ def pack(
     given = splits_of(data, train, val, test)
     val, test = (0 if name in given else share for name, share in (("val", val), ("test", test)))
     require_shares(val, test)
+    if size is not None and (not isinstance(size, list | tuple) or len(size) != 2 or min(size) < 1):
+        raise PackError(f"size must be (height, width) in pixels, got {size!r}; pass two whole numbers ≥ 1")
     items = Items(opened(given, target, inputs, progress), target, inputs, size)
     if not len(items):
         raise PackError(f"{items.source} has no items; a pack needs at least one")
@@ -102,6 +105,8 @@ def pack(
     asked = {"target": target, "inputs": inputs, "classes": classes, "size": size, "random": random}
     asked |= {"as_bytes": as_bytes, "val": val, "test": test}
     items.forms = look.forms(classes or names_of(items, look), as_bytes)
+    if size is not None and not any(form.kind == "image" for form in items.forms.values()):
+        raise PackError("size resizes PIL images, and the items hold none; resize in the Dataset, and leave size out")
     made = {"key": look.key(asked), "source": items.source}
     into = into if into is not None else cache() / "packs" / f"{TASK}-{made['key']}"
 
@@ -123,7 +128,7 @@ def splits_of(data: Any, train: Any, val: Any, test: Any) -> dict[str | None, An
     if (data is None) == (train is None):
         raise PackError(f"pack takes the data, or train=…, got {'neither' if data is None else 'both'}; pass one")
     data = train if data is None else data
-    given = {name: part for name, part in (("val", val), ("test", test)) if not isinstance(part, int | float)}
+    given = {name: part for name, part in (("val", val), ("test", test)) if not isinstance(part, int | float | None)}
     if isinstance(data, Mapping):
         found = {WORDS.get(str(name).lower(), str(name)): part for name, part in data.items()}
         if given or not found or found.keys() - set(SPLITS):
@@ -245,12 +250,17 @@ class Items(Dataset):
         part = self.parts[k][1]
         try:
             item = part[i - (self.ends[k - 1] if k else 0)]
+            own = isinstance(part, Images | Table)
+            values = named(item) if own else named(item, self.target, self.inputs)
+            for value in values.values():
+                if isinstance(value, Image.Image):
+                    value.load()  # Pillow decodes no earlier
         except PackError:
             raise
         except Exception as error:  # whatever a Dataset may raise
             came = f"{type(error).__name__}: {error}"
             raise PackError(came, "the Dataset returns each item", "correct it, or leave it out") from error
-        return named(item) if isinstance(part, Images | Table) else named(item, self.target, self.inputs)
+        return values
 
     def sample(self, i: int) -> dict[str, Any]:
         """The arrays of an item; its class as a text."""
@@ -282,18 +292,14 @@ class Items(Dataset):
             "features": features_of(tables[0].encoding) if tables else [],
             "encoding": tables[0].encoding if tables else {},
         }
-        starts = [0, *self.ends]
-        entries = []
-        for (split, _), start, end in zip(self.parts, starts, self.ends, strict=False):
-            entries += [Entry(name, split) for name in self.names[start:end]]
+        splits = [split for split, part in self.parts for _ in range(len(part))]
         bad = [
-            (f"{split}/{row[0]}" if split else row[0], *row[1:])
+            (f"{split}/{name}" if split else name, *row)
             for split, part in self.parts
-            for row in getattr(part, "bad", ())
-            if isinstance(part, Images)
+            for name, *row in (part.bad if isinstance(part, Images) else ())
         ]
         return Survey(
-            entries,
+            [Entry(name, split) for name, split in zip(self.names, splits, strict=True)],
             list(target.names) if target else [],
             options,
             ragged=ragged,
@@ -325,9 +331,6 @@ class Look:
             start = time.perf_counter()
             try:
                 values = items.values(i)
-                for value in values.values():
-                    if isinstance(value, Image.Image):
-                        value.load()  # Pillow decodes no earlier
             except PackError as error:
                 look.error = look.error or error
                 look.marks.append(b"")
@@ -518,24 +521,30 @@ def moments(forms: Mapping[str, Form], arrays: Mapping[str, np.ndarray], train: 
 
 def moments_of(array: np.ndarray, rows: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
     """(mean, deviation) of an array's chosen rows for each place on an axis; one for all on axis 0."""
-    width = array.shape[axis] if axis and array.ndim > 1 else 1
-    width = 1 if width > WIDE else width
-    count, sums, squares, origin = 0, np.zeros(width), np.zeros(width), None
-    step = max(1, 2**20 // max(1, math.prod(array.shape[1:])))
+    shape = array.shape[1:]
+    count, sums, squares, origin = 0, np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    step = max(1, BLOCK // max(1, math.prod(shape)))
     for start in range(0, len(array), step):
         block = array[start : start + step][rows[start : start + step]].astype(np.float64)
-        if not len(block):
-            continue
-        block = (np.moveaxis(block, axis, -1) if width > 1 else block).reshape(-1, width)
-        origin = (
-            block[0].copy() if origin is None else origin
-        )  # of numbers far from 0 the difference of squares says nothing
-        block -= origin
-        count, sums, squares = count + len(block), sums + block.sum(0), squares + np.square(block).sum(0)
-    mean = sums / max(count, 1)
-    std = np.sqrt(np.maximum(squares / max(count, 1) - mean**2, 0))
+        if len(block):
+            origin = origin if count else block[0].copy()  # far from 0 a difference of squares says nothing
+            block -= origin
+            sums += block.sum(0)  # whole samples: adding up three channels at a time takes ten times as long
+            squares += np.square(block, out=block).sum(0)
+            count += len(block)
+    means, count = sums / max(count, 1), max(count, 1)
+    spread = squares / count - np.square(means)
+    means += origin
+    single = not axis or not shape or array.shape[axis] > WIDE
+    others = (
+        tuple(range(len(shape)))
+        if single
+        else tuple(i for i in range(len(shape)) if i != (axis - 1 if axis > 0 else len(shape) - 1))
+    )
+    mean = means.mean(others, keepdims=True)
+    std = np.sqrt(np.maximum((spread + np.square(means - mean)).mean(others), 0))
     unit = 255 if array.dtype == np.uint8 else 1
-    return (mean + (0 if origin is None else origin)) / unit, np.where(std > 0, std / unit, 1)
+    return mean.reshape(-1) / unit, np.where(std > 0, std / unit, 1).reshape(-1)
 
 
 # DataFrames

@@ -94,7 +94,7 @@ def numeric(name: str, value: Any) -> np.ndarray:
         value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
     try:
         array = np.asarray(value)
-    except ValueError as error:  # lists of unequal lengths
+    except Exception as error:  # lists of unequal lengths, or what an object's own __array__ raises
         raise PackError(error, f"{name} is an array", "make its rows equally long in the Dataset") from None
     kind = array.dtype.kind
     if kind not in "biuf":
