@@ -3,7 +3,9 @@
 import copy
 import json
 import re
+import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -487,10 +489,16 @@ def test_items_of_a_dataset_are_predicted_like_the_packs_samples(tmp_path, packs
         run.predict(pd.DataFrame({"x": [1]}))
 
 
-def test_rows_of_a_dataframe_are_predicted_by_the_encoding_of_training(tmp_path):
-    rng, n = np.random.default_rng(0), 120
-    frame = pd.DataFrame({"area": rng.uniform(30, 200, n), "town": rng.choice(["Ghent", "Lille"], n)})
+def houses(count: int) -> pd.DataFrame:
+    """Prices about 275,000 with a standard deviation of about 110,000."""
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"area": rng.uniform(30, 200, count), "town": rng.choice(["Ghent", "Lille"], count)})
     frame["price"] = frame["area"] * 2000 + (frame["town"] == "Lille") * 90_000
+    return frame
+
+
+def test_rows_of_a_dataframe_are_predicted_by_the_encoding_of_training(tmp_path):
+    frame = houses(120)
     pack = nb.pack(frame, target="price", into=tmp_path / "pack", progress=False)
     run = fitted(nb.regress(own.line), pack, tmp_path / "run", epochs=12, batch_size=8)
     places = [int(name.removeprefix("row ")) for name in pack.names[:5]]
@@ -617,6 +625,86 @@ def test_advice_measured_for_one_network_without_a_name_is_not_given_to_another(
     assert len(labels) == 2
 
 
+CELLS: dict[str, tuple[int, str, float, str]] = {  # lines, metric, at least or at most, cell
+    "pictures": (
+        6,
+        "accuracy",
+        0.9,
+        """\
+import nbtools as nb
+from torch import nn
+
+net = nn.Sequential(nn.LazyConv2d(16, 3), nn.ReLU(), nn.AdaptiveMaxPool2d(4), nn.Flatten(), nn.LazyLinear(3))
+pack = nb.pack("pictures", val=0.2)
+run = nb.fit(nb.classify(net, augment=["crop"]), pack, nb.Plan(epochs=8, batch_size=16, lr=1e-2))
+""",
+    ),
+    "table": (
+        8,
+        "mae",
+        15_000,
+        """\
+import nbtools as nb
+import pandas as pd
+from torch import nn
+
+frame = pd.read_csv("houses.csv")
+pack = nb.pack(frame, target="price", val=0.2)
+net = nn.Sequential(nn.LazyLinear(32), nn.ReLU(), nn.Linear(32, 1))
+run = nb.fit(nb.regress(net), pack, nb.Plan(epochs=20, batch_size=8, lr=1e-2))
+""",
+    ),
+    "sequences": (
+        25,
+        "accuracy",
+        0.9,
+        """\
+import nbtools as nb
+import torch
+from torch import nn
+
+
+class Gru(nn.Module):
+    def __init__(self, classes, inputs):
+        super().__init__()
+        self.gru = nn.GRU(inputs, 16, batch_first=True)
+        self.head = nn.Linear(16, classes)
+
+    def forward(self, x, lengths):
+        steps, _ = self.gru(x)
+        return self.head(steps[torch.arange(len(x)), lengths - 1])
+
+
+pack = nb.pack(list(zip(sequences, labels, strict=True)), val=0.2)
+run = nb.fit(nb.classify(Gru), pack, nb.Plan(epochs=15, batch_size=16, lr=1e-2))
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_cell_of_few_lines_trains_to_what_it_should(tmp_path, monkeypatch, name):
+    lines, metric, limit, cell = CELLS[name]
+    assert len([line for line in cell.splitlines() if line.strip()]) <= lines
+    assert all(len(line) <= 120 for line in cell.splitlines())
+    monkeypatch.chdir(tmp_path)
+    pictures(tmp_path / "pictures", 90)
+    houses(200).to_csv("houses.csv", index=False)
+    sequences, labels = zip(*own.sequences(120), strict=True)
+    monkeypatch.setattr(nb, "fit", partial(nb.fit, **QUIET))
+    scope: dict[str, Any] = {"sequences": sequences, "labels": labels, "__name__": "cell"}
+    exec(cell, scope)
+    value = nb.evaluate(scope["run"], scope["pack"], "val")[metric]
+    assert value >= limit if metric == "accuracy" else value <= limit
+
+
+def test_the_cells_are_formatted():
+    ruff = [sys.executable, "-m", "ruff", "format", "--line-length", "120", "-"]
+    pytest.importorskip("ruff")
+    for *_, cell in CELLS.values():
+        assert subprocess.run(ruff, input=cell, capture_output=True, text=True, check=True).stdout == cell
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["torchvision.models", "timm", "transformers"])
 def test_published_models_train_as_they_are(tmp_path, packs, name):
@@ -630,10 +718,10 @@ def test_published_models_train_as_they_are(tmp_path, packs, name):
         for i in range(60):
             ids = rng.integers(2, 20, int(rng.integers(4, 12)))
             ids[-1] = i % 2
-            samples.append({"input_ids": ids, "label": i % 2})
+            samples.append({"input_ids": ids, "attention_mask": np.ones_like(ids), "label": i % 2})
         pack = nb.pack(samples, into=tmp_path / "pack", progress=False)
         make: Any = lambda: module.BertForSequenceClassification(config)  # noqa: E731
-        called = "BertForSequenceClassification.forward(input_ids)"
+        called = "BertForSequenceClassification.forward(input_ids, attention_mask)"
     elif name == "timm":
         make, called = lambda classes: module.create_model("resnet10t", num_classes=classes), "ResNet.forward(x)"
     else:
