@@ -419,7 +419,6 @@ def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
 
     python -m nbtools train captcha --data data --run runs/captcha --epochs 20
     python -m nbtools train captcha --smoke-test
-    python -m nbtools train my_task:Mine pictures --run runs/mine
     """
     one.add_argument("--data", metavar="SOURCE", help=SOURCE)
     one.add_argument("--run", type=Path, metavar="FOLDER", help="the run folder")
