@@ -58,10 +58,15 @@ def names() -> list[str]:
     return sorted(found, key=lambda name: (name.startswith("9"), "/" in name, name))
 
 
+def on_colab(address: str) -> str:
+    """Where Colab opens the notebooks; their names follow."""
+    path = address.removeprefix("https://github.com/")
+    return f"https://colab.research.google.com/github/{path}/blob/main/notebooks/"
+
+
 def badge(name: str, address: str) -> str:
     """Markdown of the button that opens a notebook in Colab."""
-    path = address.removeprefix("https://github.com/")
-    link = f"https://colab.research.google.com/github/{path}/blob/main/notebooks/{name}.ipynb"
+    link = f"{on_colab(address)}{name}.ipynb"
     return f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({link})"
 
 
@@ -71,6 +76,7 @@ def notebook(name: str, address: str) -> NotebookNode:
     if "# {install}\n" in text:
         text = text.replace("# {install}\n", (SOURCES / "_install.py").read_text())
     text = text.replace("{badge}", badge(name, address)).replace("{repository}", address)
+    text = text.replace("{open}", on_colab(address))
     cells = []
     for cell in jupytext.reads(text, fmt="py:percent").cells:
         make = nbformat.v4.new_code_cell if cell.cell_type == "code" else nbformat.v4.new_markdown_cell

@@ -90,6 +90,7 @@ KEPT = {
     "segment_feed_ratio": lambda x: x >= 20,
     "finder_ratio": lambda x: x >= 0.95,  # of the speed of Lightning's choice
     "scaling_forecast": lambda x: 0.85 <= x <= 1.15,  # of the samples/s of two processes, as advice expects them
+    "recompute_peak": lambda x: x <= 50,  # of the memory of a step that stores its activations
     "same_losses": lambda x: x == 0,  # packs and three feeds of four tasks, against the last revision of 0.1.0
 }
 

@@ -65,7 +65,8 @@ def test_a_notebook_keeps_the_house_rules(name):
     for source in cells(name, "code"):
         assert len(source.splitlines()) <= 12
         for node in ast.walk(ast.parse(re.sub(r"^(\s*)[%!].*$", r"\1pass", source, flags=re.M))):
-            assert not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)), "this belongs in the package"
+            defines = isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda))
+            assert not defines or name == "9_your_own_task", "this belongs in the package"  # but for one's own network
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(("1_data", "2_train"))])

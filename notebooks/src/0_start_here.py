@@ -81,11 +81,13 @@ run.summary().round(4)
 
 # %% [markdown]
 # ## Where to go next
+# Each task has three notebooks: `1_data` checks and packs, `2_train` trains and measures how much faster than the
+# guide's settings, `3_evaluate` looks at the mistakes and takes the model away. Each also runs on its own.
 #
-# | notebook | what you get |
+# | first notebook | what is read or recognised |
 # | --- | --- |
-# | `captcha/1_data` | your captchas, or generated ones, checked and packed |
-# | `captcha/2_train` | a trained model, and a receipt: how much faster than the guide's settings here |
-# | `captcha/3_evaluate` | accuracy on unseen images, the mistakes, reading your own files, the model to take away |
-#
-# They build on each other in this order, but each also runs on its own.
+# | [captcha/1_data]({open}captcha/1_data.ipynb) | captchas: fixed or varying numbers of characters |
+# | [hwdb/1_data]({open}hwdb/1_data.ipynb) | handwritten lines of Chinese, or of any other script |
+# | [sign/1_data]({open}sign/1_data.ipynb) | signs, from keypoints or features of filmed clips |
+# | [segment/1_data]({open}segment/1_data.ipynb) | the class of every pixel |
+# | [9_your_own_task]({open}9_your_own_task.ipynb) | your own: images by class, any Dataset, a table; any network |
