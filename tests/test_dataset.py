@@ -477,7 +477,7 @@ REFUSED = {
     "all items raise": (
         but(ValueError("no"), vector, range(20)),
         {},
-        "none of 20 items read fits: .* got ValueError: no",
+        "none of 20 items read can be used: .* got ValueError: no",
     ),
     "an unknown target": (Items(lambda i: {"x": 0.5}), {"target": "z"}, "the item has 'z', got x"),
     "random transforms": (Items(lambda i: (np.random.rand(3), 0)), {}, "item 0 differs each time .* random=True"),
@@ -592,6 +592,7 @@ def test_a_second_call_reads_no_more_than_what_it_looks_at_and_a_change_is_notic
     assert pack(Items(lambda i: (i / 2, 0), 101)).folder != made.folder
     assert pack(Items(lambda i: (i / 3, 0), 100)).folder != made.folder
     assert pack(Items(lambda i: (i / 2, 0), 100), val=0.2).folder != made.folder
+    assert pack(Items(lambda i: (i / 2, 0), 100, classes=["cat"])).classes == ["cat"]
 
 
 @pytest.mark.parametrize(

@@ -478,9 +478,14 @@ def decoded(entry: Entry, read: Reader, root: Path, survey: Survey) -> Sample | 
         if survey.check is not None:
             survey.check(entry, sample)
     except PackError as error:
-        problem = error.args if len(error.args) == 3 else (error, READABLE, "fix it")
-        return entry.name, *map(str, problem)
+        return entry.name, *why(error)
     return sample
+
+
+def why(error: PackError) -> tuple[str, str, str]:
+    """(value, rule, fix) of an error that refuses a sample."""
+    value, rule, fix = error.args if len(error.args) == 3 else (error, READABLE, "fix it")
+    return str(value), str(rule), str(fix)
 
 
 def whole_lines(path: Path) -> list[tuple[dict[str, Any], int]]:

@@ -29,7 +29,7 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from nbtools import disk
-from nbtools.data.build import READABLE, Entry, Problem, Survey, cores, fingerprint, make_pack, of_task
+from nbtools.data.build import Entry, Problem, Survey, cores, fingerprint, make_pack, of_task, why
 from nbtools.data.feed import ignore_signals
 from nbtools.data.items import TARGET, TARGETS, Form, Sign, flattened, forms_of, named, numeric
 from nbtools.data.pack import FORMAT, SPLITS, Pack, Sample, is_pack, require_shares
@@ -102,9 +102,10 @@ def pack(
     if not len(items):
         raise PackError(f"{items.source} has no items; a pack needs at least one")
     look = Look.at(items)
-    asked = {"target": target, "inputs": inputs, "classes": classes, "size": size, "random": random}
+    names = classes or names_of(items, look)
+    asked = {"target": target, "inputs": inputs, "classes": names, "size": size, "random": random}
     asked |= {"as_bytes": as_bytes, "val": val, "test": test}
-    items.forms = look.forms(classes or names_of(items, look), as_bytes)
+    items.forms = look.forms(names, as_bytes)
     if size is not None and not any(form.kind == "image" for form in items.forms.values()):
         raise PackError("size resizes PIL images, and the items hold none; resize in the Dataset, and leave size out")
     made = {"key": look.key(asked), "source": items.source}
@@ -274,8 +275,7 @@ class Items(Dataset):
         try:
             return self.sample(i)
         except PackError as error:
-            problem = error.args if len(error.args) == 3 else (error, READABLE, "fix it")
-            return self.names[i], *map(str, problem)
+            return self.names[i], *why(error)
 
     def survey(self, random: bool) -> Survey:
         forms, target = self.forms, self.forms.get(TARGET)
@@ -345,22 +345,18 @@ class Look:
         return look
 
     def forms(self, names: Sequence[str], as_bytes: bool) -> dict[str, Form]:
-        if self.signs:
-            return forms_of(self.signs, names, as_bytes, self.items.size)
-        value, rule, fix = (
-            self.error.args if self.error and len(self.error.args) == 3 else (self.error, READABLE, "fix it")
-        )
-        raise PackError(
-            f"{self.items.source}: none of {plural(len(self.places), 'item')} read fits: {rule}, got {value}; {fix}"
-        )
+        if self.error and not self.signs:
+            value, rule, fix = why(self.error)
+            count = plural(len(self.places), "item")
+            raise PackError(f"{self.items.source}: none of {count} read can be used: {rule}, got {value}; {fix}")
+        return forms_of(self.signs, names, as_bytes, self.items.size)
 
     def key(self, asked: Mapping[str, Any]) -> str:
         """Of the data and what is made of them; random items count with their form only."""
         digest = hashlib.blake2b(json.dumps([FORMAT, TASK, asked], default=str).encode(), digest_size=8)
         for split, part in self.items.parts:
             digest.update(repr((split, type(part).__qualname__, len(part))).encode() + whole(part))
-        for found in map(repr, self.signs) if asked["random"] else self.marks:
-            digest.update(found.encode() if isinstance(found, str) else found)
+        digest.update(repr(self.signs).encode() if asked["random"] else b"".join(self.marks))
         return digest.hexdigest()
 
     def require_same(self) -> None:
@@ -397,7 +393,8 @@ def mark(values: Iterable[tuple[str, Any]]) -> bytes:
             name, value = f"{name} {value.mode}", np.asarray(value)
         try:
             array = numeric(name, value)
-            digest.update(repr((name, array.dtype, array.shape)).encode() + array.tobytes())
+            digest.update(repr((name, array.dtype, array.shape)).encode())
+            digest.update(np.ascontiguousarray(array).data)
         except PackError:
             digest.update(repr((name, value if isinstance(value, str | bytes) else type(value).__name__)).encode())
     return digest.digest()
@@ -495,10 +492,10 @@ class RawItems(Dataset):
         return {**sample, "id": np.asarray(i, np.int64)}
 
     def __reduce__(self) -> Any:
-        if why := refusal(self.items):
+        if reason := refusal(self.items):
             kinds = ", ".join(type(part).__name__ for _, part in self.items.parts)
             raise TrainError(
-                f"{kinds} cannot be sent to another process ({why}); write its class, and what it uses, into a file "
+                f"{kinds} cannot be sent to another process ({reason}); write its class, and what it uses, into a file "
                 "next to the notebook, my_data.py, and import it: from my_data import …"
             )
         return RawItems, (self.folder, self.items)
@@ -593,8 +590,8 @@ def tables(frames: Sequence[pd.DataFrame], target: Any, inputs: Sequence[Any] | 
             f"the DataFrame must have a column for each input, got {came}; rename, or choose with inputs=[…]"
         )
     encoding = {name: how(every[name]) for name in chosen}
-    if refused := {name: why for name, why in encoding.items() if isinstance(why, PackError)}:
-        listed = ", ".join(f"{name!r} ({why})" for name, why in refused.items())
+    if refused := {name: error for name, error in encoding.items() if isinstance(error, PackError)}:
+        listed = ", ".join(f"{name!r} ({error})" for name, error in refused.items())
         rest = [name for name in chosen if name not in refused]
         raise PackError(f"these columns are no numbers: {listed}; pass inputs={rest}, or df.astype({{…: 'category'}})")
     return (Table(frame, encoding, goals) for frame in frames)
