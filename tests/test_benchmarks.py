@@ -57,6 +57,7 @@ SLOW = {
     "scaling": ("scaling_forecast", "×"),
     "same_losses": ("same_losses", "differences"),
     "recompute": ("recompute_peak", "%"),
+    "your_own": ("your_own_decoding_ratio", "×"),
     **({} if find_spec("lightning") is None else {"finder": ("finder_ratio", "×")}),  # of make bench
 }
 

@@ -1,0 +1,316 @@
+"""docs/your-own.md is true: each of its cells trains data that no demo writes to a stated accuracy in a stated number
+of lines, each of its blocks runs, and its tables name what there is and quote what `nb.pack` says."""
+
+import ast
+import html
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image, ImageDraw
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
+
+import nbtools as nb
+from nbtools.train.augment import IMAGES, MIXUP
+from nbtools.train.defaults import METRICS
+
+pytestmark = pytest.mark.usefixtures("one_thread", "undrawn")
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "docs" / "your-own.md").read_text()
+CELLS = dict(re.findall(r"<!-- cell: (\w+), .*? -->\n```python\n(.*?)```", TEXT, re.S))
+LINES = {"images": 6, "table": 8, "sequences": 25}
+EPOCHS = 2
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A folder and a cache of the test's own, and runs without their receipt, which takes longer than training them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(nb, "fit", partial(nb.fit, receipt=False))
+
+
+# -- data as users have it
+
+
+def shapes(count: int = 450) -> list[tuple[Image.Image, str]]:
+    """Pictures (24, 24, 3) of a light shape anywhere on dark ground."""
+    rng, found = np.random.default_rng(0), []
+    for i in range(count):
+        name, (light, dark) = ("circle", "cross", "square")[i % 3], rng.integers([[150], [0]], [[256], [110]], (2, 3))
+        image = Image.new("RGB", (24, 24), tuple(dark.tolist()))
+        draw, colour, r = ImageDraw.Draw(image), tuple(light.tolist()), int(rng.integers(5, 9))
+        x, y = rng.integers(r, 24 - r, 2).tolist()
+        if name == "cross":
+            draw.line((x - r, y - r, x + r, y + r), colour, 3)
+            draw.line((x - r, y + r, x + r, y - r), colour, 3)
+        else:
+            (draw.ellipse if name == "circle" else draw.rectangle)((x - r, y - r, x + r, y + r), colour)
+        found.append((image, name))
+    return found
+
+
+def write_shapes(folder: Path) -> None:
+    for i, (image, name) in enumerate(shapes()):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        image.save(folder / name / f"{i}.png")
+
+
+def houses(count: int = 600) -> pd.DataFrame:
+    """A price of area × the district's rate, less with age, with a noise of standard deviation 15."""
+    rng = np.random.default_rng(0)
+    area, age, district = rng.uniform(40, 200, count), rng.integers(0, 100, count), rng.integers(0, 3, count)
+    price = area * np.array([6.0, 4.0, 2.5])[district] * (1 - 0.8 * age / 100) + rng.normal(0, 15, count)
+    names = np.array(["centre", "harbour", "hills"])[district]
+    return pd.DataFrame({"area": area, "age": age, "district": names, "price": price})
+
+
+def sequences(count: int = 400) -> list[tuple[np.ndarray, str]]:
+    """(8–24, 3) float32 with a peak and a dip somewhere: which of them comes first."""
+    rng, found = np.random.default_rng(0), []
+    for i in range(count):
+        x = rng.normal(0, 0.5, (int(rng.integers(8, 25)), 3)).astype(np.float32)
+        x[np.sort(rng.choice(len(x), 2, replace=False)), 0] += (3, -3) if i % 2 else (-3, 3)
+        found.append((x, "peak first" if i % 2 else "dip first"))
+    return found
+
+
+def run_cell(code: str, **given: Any) -> dict[str, Any]:
+    found = {"__name__": "__main__", **given}
+    exec(compile(code, "cell", "exec"), found)
+    return found
+
+
+def arrays(pack: nb.Pack, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """(the mean of each sample over its steps, or all its values; y) of a split."""
+    samples = [pack.sample(i) for i in pack.ids(split)]
+    name = pack.options["inputs"][0]
+    means = pack.columns[name].kind == "ragged"
+    x = [sample[name].mean(0) if means else sample[name].ravel() for sample in samples]
+    return np.stack(x).astype(np.float64), np.stack([sample["y"] for sample in samples])
+
+
+def linear(pack: nb.Pack, target: np.ndarray) -> np.ndarray:
+    """What ridge regression on the training split answers for the test split; target: of the training split."""
+    (x, _), (unseen, _) = arrays(pack, "train"), arrays(pack, "test")
+    mean, std = x.mean(0), x.std(0) + 1e-6
+    x, unseen = (np.c_[(each - mean) / std, np.ones(len(each))] for each in (x, unseen))
+    return unseen @ np.linalg.solve(x.T @ x + np.eye(x.shape[1]), x.T @ target)
+
+
+def linear_accuracy(pack: nb.Pack) -> float:
+    """Of the largest output of ridge regression to each class."""
+    truth = arrays(pack, "test")[1]
+    return float((linear(pack, np.eye(len(pack.classes))[arrays(pack, "train")[1]]).argmax(1) == truth).mean())
+
+
+# -- the cells
+
+
+@pytest.mark.skipif(
+    subprocess.run([sys.executable, "-m", "ruff"], capture_output=True).returncode == 1, reason="no ruff"
+)
+@pytest.mark.parametrize("name", LINES)
+def test_a_cell_as_ruff_formats_it_has_no_more_lines_than_promised(name):
+    command = [sys.executable, "-m", "ruff", "format", "--config", str(ROOT / "pyproject.toml"), "-"]
+    formatted = subprocess.run(command, input=CELLS[name], capture_output=True, text=True, check=True).stdout
+    assert formatted == CELLS[name], "the cell is written as ruff formats it"
+    count = sum(bool(line.strip()) for line in formatted.splitlines())
+    assert count <= LINES[name]
+    assert f"<!-- cell: {name}, at most {LINES[name]} lines -->" in TEXT
+
+
+def test_a_folder_of_images_is_learned_in_six_lines():
+    write_shapes(Path("shapes"))
+    run = run_cell(CELLS["images"])["run"]
+    pack = nb.pack("shapes")
+    accuracy = nb.evaluate(run, pack, "test")["accuracy"]
+    assert accuracy >= 0.95
+    assert linear_accuracy(pack) < 0.75
+    answers = run.predict(sorted(Path("shapes", "cross").iterdir())[:20])
+    assert sum(answer.name == "cross" for answer in answers) >= 18
+
+
+def test_a_table_is_learned_in_eight_lines():
+    found = run_cell(CELLS["table"], houses=houses())
+    pack, mae = found["pack"], nb.evaluate(found["run"], found["pack"], "test")["mae"]
+    prices, truth = arrays(pack, "train")[1], arrays(pack, "test")[1]
+    assert mae <= 18, "the noise alone is 12"
+    assert np.abs(linear(pack, prices) - truth).mean() > 2 * mae
+    assert np.abs(prices.mean() - truth).mean() > 6 * mae
+
+
+def test_sequences_of_any_length_are_learned_by_a_module_of_ones_own_in_25_lines():
+    found = run_cell(CELLS["sequences"], sequences=sequences())
+    pack = found["pack"]
+    assert nb.evaluate(found["run"], pack, "test")["accuracy"] >= 0.9
+    assert linear_accuracy(pack) < 0.7, "the means do not tell"
+
+
+# -- the blocks beside each other
+
+
+class Net(nn.Sequential):
+    """images (B, 3, 24, 24) → logits (B, classes)."""
+
+    def __init__(self, classes: int):
+        super().__init__(nn.Conv2d(3, 16, 5), nn.ReLU(), nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(64, classes))
+
+
+class Photos(Dataset):
+    """(image (3, 24, 24) float32, class)."""
+
+    def __init__(self) -> None:
+        self.items = shapes(120)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        image, name = self.items[i]
+        x = torch.from_numpy(np.array(image, np.float32) / 255).permute(2, 0, 1)
+        return x, ["circle", "cross", "square"].index(name)
+
+
+def beside(title: str) -> list[str]:
+    """The blocks of a section: theirs, ours."""
+    section = TEXT.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", section, re.S)
+
+
+def names() -> dict[str, Any]:
+    smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
+    return {
+        **globals(),
+        "photos": Photos(),
+        "smooth": smooth,
+        "device": "cpu",
+        "F": nn.functional,
+        "random_split": random_split,
+        "CosineAnnealingLR": lr_scheduler.CosineAnnealingLR,
+    }
+
+
+def test_sections_show_two_blocks_of_about_twenty_lines():
+    for title in ("From a PyTorch loop", "From Lightning", "From Keras"):
+        theirs, ours = beside(title)
+        assert len(ours.splitlines()) < len(theirs.splitlines()) <= 26
+        assert max(map(len, (theirs + ours).splitlines())) <= 64, "two blocks fit beside each other"
+
+
+def test_a_pytorch_loop_and_a_task_of_two_methods_train_the_same_network_and_leave_its_weights():
+    theirs, ours = beside("From a PyTorch loop")
+    run_cell(
+        theirs, **{**names(), "DataLoader": lambda data, size, num_workers=0, **more: DataLoader(data, size, **more)}
+    )
+    run = run_cell(ours, **names())["run"]
+    assert run.best["val_accuracy"] >= 0
+    kept, exported = torch.load("net.pt", weights_only=True), load_file("net.safetensors")
+    assert exported.keys() == kept.keys()
+    Net(3).load_state_dict(exported)
+
+
+def test_classify_trains_what_a_lightning_module_does():
+    theirs, ours = beside("From Lightning")
+    found = run_cell(ours, **names())
+    assert len(found["run"].history.of("epoch")) == EPOCHS
+    again = nb.Run.open("runs/photos", task=found["task"])
+    assert nb.evaluate(again, found["pack"], "val")["accuracy"] == found["run"].best["val_accuracy"]
+    ast.parse(theirs)
+
+
+def test_lightnings_block_runs_as_shown():
+    lightning = pytest.importorskip("lightning", reason="of make bench")
+    from lightning.pytorch.callbacks import ModelCheckpoint  # pyright: ignore[reportMissingImports]
+
+    given = {"LightningModule": lightning.LightningModule, "Trainer": lightning.Trainer}
+    found = run_cell(beside("From Lightning")[0], **names(), **given, ModelCheckpoint=ModelCheckpoint)
+    assert found["best"].best_model_path
+    assert found["trainer"].current_epoch == EPOCHS
+
+
+def test_arrays_as_keras_has_them_are_trained_on():
+    theirs, ours = beside("From Keras")
+    ast.parse(theirs)
+    items = Photos().items
+    x = torch.from_numpy(np.stack([np.array(image, np.float32) / 255 for image, _ in items]))
+    y = torch.tensor([["circle", "cross", "square"].index(name) for _, name in items])
+    found = run_cell(ours, **names(), x=x, y=y)
+    assert [answer.name in ("0", "1", "2") for answer in found["answers"]] == [True] * 3
+    assert found["pack"].options["layout"] == {"x": "hwc"}
+
+
+def test_the_model_is_taken_away_as_shown():
+    run = run_cell(beside("From Lightning")[1], **names())
+    run_cell(beside("Take it away")[0], **run)
+    fresh, x = Net(3), torch.rand(2, 3, 24, 24)
+    fresh.load_state_dict(load_file("net.safetensors"))
+    torch.testing.assert_close(run["run"].model("cpu")(x), fresh(x))
+    image, label = Photos()[0]
+    assert np.array_equal(run["pack"].raw[0]["x"], image.numpy())
+    assert run["pack"].raw[0]["y"] == label
+
+
+# -- the tables
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from range(3)
+
+
+class Augmented(Photos):
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return torch.rand(3, 24, 24), i % 3
+
+
+def refused() -> list[tuple[str, str]]:
+    table = TEXT.split("<!-- refused -->")[1].split("<!-- /refused -->")[0]
+    return re.findall(r"^\| `(nb\.pack\(.*?\))`, .*? \| (.*) \|$", table, re.M)
+
+
+@pytest.mark.parametrize(("call", "said"), refused(), ids=[call for call, _ in refused()])
+def test_what_cannot_be_packed_gets_the_sentence_of_the_table(call, said):
+    x, y = torch.rand(6, 4), torch.zeros(6)
+    given = {
+        "nb": nb,
+        "loader": DataLoader(TensorDataset(x, y)),
+        "stream": Stream(),
+        "x": x,
+        "y": y,
+        "augmented": Augmented(),
+        "pictures": [(Image.new("RGB", (24 + i, 24)), "ab"[i % 2]) for i in range(20)],
+        "notes": pd.DataFrame({"area": 1.0, "note": [f"text {i}" for i in range(60)], "price": 2.0}),
+        "objects": [(object(), 1)] * 20,
+    }
+    with pytest.raises(nb.NbtoolsError) as caught:
+        eval(call, given)
+    parts = html.unescape(said.replace("\\_", "_")).split(" … ")
+    pattern = ".*".join(re.escape(part).replace("…", ".*") for part in parts)
+    assert re.search(pattern, str(caught.value)), str(caught.value)
+
+
+def test_the_table_of_refusals_is_whole():
+    assert len(refused()) == 8
+
+
+def test_the_tables_name_the_metrics_augmentations_settings_and_calls_that_there_are():
+    rows = dict(re.findall(r"^\| (metrics of \w+|augmentation) \| (.*?) \|$", TEXT, re.M))
+    for kind in ("classes", "values"):
+        named = set(re.findall(r"`(\w+)`", rows[f"metrics of {kind}"]))
+        assert named == {name for name, (of, _, _) in METRICS.items() if of == kind}
+    assert set(re.findall(r"`(\w+)`", rows["augmentation"])) == {*IMAGES, MIXUP}
+    for call in re.findall(r"Plan\(([^)]*)\)", TEXT):
+        assert set(re.findall(r"(\w+)=", call)) <= nb.Plan().to_dict().keys()
+    assert all(hasattr(nb, name) for name in re.findall(r"\bnb\.(\w+)", TEXT))
+    assert all(hasattr(nb.Run, name) for name in re.findall(r"\brun\.(\w+)\(", TEXT))
