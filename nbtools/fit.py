@@ -141,7 +141,7 @@ def forget(folder: Path) -> None:
 
 def restarted(ranks: Ranks | None) -> bool:
     """Whether torchrun has started this run's processes before."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or (ranks is not None and ranks.met_before())
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or (ranks is not None and ranks.again)
 
 
 def follower(task: Task, pack: Pack, folder: Path, ranks: Ranks) -> Run:

@@ -24,6 +24,7 @@ from threading import Event, RLock, Thread
 from time import monotonic, sleep
 from traceback import walk_tb
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -88,25 +89,45 @@ def join(timeout: float | None = None) -> Ranks | None:
         )
     limit = timedelta(seconds=timeout or float(os.environ.get("NBTOOLS_TIMEOUT", TIMEOUT)))
     store, rank, world = next(rendezvous("env://", timeout=limit))
-    # torchrun keeps its store when it starts all ranks again, and with it the addresses of those that died. Its count
-    # of restarts is the node's own: several nodes may differ in it.
-    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) == 1:
-        store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    again = rank == 0 and store.add("nbtools/met", 1) > 1
+    store = fresh(store, rank, world, limit)
     met: dict[str, Any] = {"store": store, "rank": rank, "world_size": world}
     if device.type == "cuda":  # nccl's watchdog ends a process without a word: the other group's timeout comes first
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", timeout=2 * limit, device_id=device, **met)
     else:
         dist.init_process_group("gloo", timeout=limit, **met)
-    return Ranks(device, limit)
+    return Ranks(device, limit, again)
+
+
+def fresh(store: Any, rank: int, world: int, limit: timedelta) -> PrefixStore:
+    """A part of torchrun's store that only the processes of this start use. torchrun keeps the store when it starts all
+    ranks again, and with it the addresses of those that died; its count of restarts differs between nodes. So rank 0
+    chooses a name, and answers each process that asks, under a name of the process's own, until all have it."""
+    name, end = uuid4().hex, monotonic() + limit.total_seconds()
+    if rank > 0:
+        store.set(f"nbtools/asks/{rank}", name)
+        chosen = store.get(f"nbtools/answer/{name}").decode()
+        store.set(f"{chosen}/{rank}", "")
+        return PrefixStore(chosen, store)
+    while missing := [other for other in range(1, world) if not store.check([f"{name}/{other}"])]:
+        for asks in (f"nbtools/asks/{other}" for other in missing):
+            if store.check([asks]):
+                store.set(f"nbtools/answer/{store.get(asks).decode()}", name)
+        if monotonic() > end:
+            which = ", ".join(map(str, missing))
+            raise RankLost(f"rank {which} of {world} did not start within {limit.total_seconds():g} s", missing)
+        sleep(0.02)
+    return PrefixStore(name, store)
 
 
 class Ranks:
-    """The processes of one run, as one of them sees them. rank: from 0 to world - 1."""
+    """The processes of one run, as one of them sees them. rank: from 0 to world - 1. again: rank 0: whether processes
+    of this torchrun have met before; its count of restarts leaves out those for a process lost on another node."""
 
-    def __init__(self, device: torch.device, timeout: timedelta):
+    def __init__(self, device: torch.device, timeout: timedelta, again: bool = False):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.device, self.timeout = device, timeout
+        self.device, self.timeout, self.again = device, timeout, again
         self.control: Any = dist.new_group(backend="gloo", timeout=timeout)
         self.message = torch.zeros(1, dtype=torch.int64)
         self.own: Callable[[], dict[str, Tensor]] = dict  # what of the state only this rank has: its TrainState's
@@ -116,19 +137,12 @@ class Ranks:
         self.overlap = False  # whether gradients are added up while backward runs, in this step
         self.turn, self.ended = RLock(), Event()
         self.dismissed = Event()  # torchrun asked this rank to end: it knows which one is lost
-        alive = dist.distributed_c10d._get_default_store()
-        alive.delete_key(self.note(self.rank))  # of an attempt before
         if self.first:
             Thread(target=self.keep_waiting, name="nbtools-wait", daemon=True).start()
 
     @property
     def first(self) -> bool:
         return self.rank == 0
-
-    def met_before(self) -> bool:
-        """Rank 0, once: whether processes of this torchrun have met before. Its count of restarts is that of a machine,
-        and leaves out those for a process that was lost on another."""
-        return dist.distributed_c10d._get_default_store().add("nbtools/met", 1) > 1
 
     # -- messages: rank 0 sends, the others receive
 
