@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import toy
@@ -49,8 +50,9 @@ def batch(raw, plan, draws):
 def act(rank: int) -> None:
     global taken
     taken += 1
-    path = Path("act.json")
-    asked = json.loads(path.read_text()) if path.exists() else {}
+    path, asked = Path("act.json"), {}
+    with suppress(FileNotFoundError):  # another rank may remove it at any moment
+        asked = json.loads(path.read_text())
     if (asked.get("rank"), asked.get("step")) == (rank, taken):
         if asked["once"]:
             path.unlink()
