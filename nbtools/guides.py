@@ -133,7 +133,8 @@ SEGMENT = {  # a config's names, as KEY=VALUE or in a file
     "cudnn.deterministic": {"true": "--deterministic", "false": "# as by default"},
     "cudnn.benchmark": {"": "# on where few shapes occur, unless --deterministic"},
 }
-DATA = {  # cards of the guides' data sets, as far as plans depend on them; of signs and images they name no number
+ASSUMED = ("sign", "segment")  # of their samples the guides name no number
+DATA = {  # cards of the guides' data sets, as far as plans depend on them
     "captcha": Card("captcha", [], {"layout": "fixed"}, {}, {"train": 40_024, "val": 5_003, "test": 5_003}),
     "hwdb": Card("hwdb", [], {"height": 128}, {}, {"train": 30_000}),
     "sign": Card(

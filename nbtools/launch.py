@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pickle
 import shutil
 import signal
 import tempfile
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,6 @@ from nbtools.train import device as devices
 from nbtools.watch import Remote
 
 RESTARTS = 3
-ASKED = "asked.pickle"
 
 
 def launch(
@@ -71,16 +68,7 @@ def launch(
     wanted = chosen_plan(task, pack, plan, folder)
     require_sizes(readable(task, pack, wanted), wanted)
     advised = getattr(plan, "advised", getattr(plan, "plan", None))
-    asked = {
-        "task": name,
-        "pack": str(pack.folder.absolute()),
-        "raw": pack.raw,  # the source files, for workers and for the receipt
-        "plan": wanted.to_dict(),
-        "advised": None if advised is None else advised.to_dict(),
-        "run": str(folder),
-        "keep": None if kept is None else str(kept),
-        "receipt": receipt,
-    }
+    asked = name, pack.folder.absolute(), pack.raw, Given(wanted, advised), folder, kept, receipt
     given = plan if getattr(plan, "plan", None) is wanted else wanted
     remote = Remote(Run(folder, task, readable(task, pack, wanted).card, wanted), given, progress)
     remote.requests.advised = advised or remote.requests.advised
@@ -116,20 +104,18 @@ def require_processes(count: int) -> None:
 
 
 class Launcher:
-    """A run in ranks of torchrun, and its view here. asked: what each rank is to do."""
+    """A run in ranks of torchrun, and its view here. asked: what each rank is to do, see `fit_as_asked`."""
 
-    def __init__(self, asked: Mapping[str, Any], processes: int, restarts: int, remote: Remote):
+    def __init__(self, asked: tuple[Any, ...], processes: int, restarts: int, remote: Remote):
         self.asked, self.remote = asked, remote
         self.torchrun = Torchrun(Path(tempfile.mkdtemp(prefix="nbtools-launch-")), processes, restarts)
 
     def train(self) -> None:
         """Until the run ends. Raises the error of the rank that failed first."""
         place, failure = self.torchrun.place, None
-        path = place / ASKED
-        path.write_bytes(pickle.dumps(self.asked))
         self.remote.view.tell(f"starting {plural(self.torchrun.processes, 'process')} under torchrun …", passing=True)
         try:
-            with self.torchrun.started(fit_as_asked, str(path)) as agent:
+            with self.torchrun.started(fit_as_asked, *self.asked) as agent:
                 self.remote.follow(lambda: agent.poll() is None, self.look)
             if agent.returncode:
                 failure = self.torchrun.failure(agent.returncode)
@@ -150,10 +136,7 @@ class Launcher:
             self.remote.paused = False  # the new processes do not know of a pause
 
 
-def fit_as_asked(path: str) -> None:
-    """`fit` of what a file asks for, in each rank."""
-    asked = pickle.loads(Path(path).read_bytes())
-    task = import_task(asked["task"], "nb.launch")
-    given = {name: asked[name] and type(task.PLAN).from_dict(asked[name]) for name in ("plan", "advised")}
-    pack = dataclasses.replace(Pack.open(asked["pack"]), raw=asked["raw"])
-    fit(task, pack, Given(**given), asked["run"], asked["keep"], asked["receipt"], progress=False)
+def fit_as_asked(task: str, folder: Path, raw: Any, *more: Any) -> None:
+    """`fit` in each rank. task: its name; folder: of the pack; raw: its source files; more: as for `fit`."""
+    pack = dataclasses.replace(Pack.open(folder), raw=raw)
+    fit(import_task(task, "nb.launch"), pack, *more, progress=False)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 PLAN, CARD, HISTORY = "plan.json", "card.json", "history.csv"
 RECEIPT, VERDICT, EVALUATION = "receipt.json", "verdict.json", "evaluation.json"
-TABLE = ("train_loss", "val_loss", "lr", "batch_size", "epoch_time", "samples_per_s", "data_wait")
+TABLE = ("train_loss", "val_loss", "lr", "epoch_time", "samples_per_s", "data_wait", "batch_size")
 
 
 class Run:
@@ -113,7 +113,7 @@ class Run:
         return max(rows, key=lambda row: sign * row[f"val_{metric}"], default={})
 
     def summary(self) -> pd.DataFrame:
-        """One row per epoch, from 1: losses, metrics, lr, batch, seconds, samples/s, share of waiting, MiB memory."""
+        """One row per epoch, from 1: losses, metrics, lr, seconds, samples/s, share of waiting, batch, MiB memory."""
         import pandas as pd
 
         frame = self.history.frame("epoch")

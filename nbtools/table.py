@@ -14,7 +14,7 @@ import sys
 import textwrap
 import unicodedata
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any
 
 EMPTY = "–"
@@ -58,15 +58,13 @@ def text(
     colours: Mapping[tuple[int, int], str] | None = None,
 ) -> str:
     """Aligned columns without trailing blanks; where they are wider than `width` (default: the terminal's), the widest
-    columns of text wrap at words.
+    wrap at words: of text, and the headers of numbers.
 
     colours: (row, column) → one of COLOURS; headers are bold then. None: no colours, as anywhere but on a terminal.
     Control characters are shown as escapes: a file name cannot colour, or overwrite, the terminal.
     """
-    width = width or shutil.get_terminal_size((120, 24)).columns
-    cells = [[plain(shown(value)) for value in row] for row in [headers, *rows]]
-    right = numeric(headers, rows)
-    widths = fitted([max(map(columns, column)) for column in zip(*cells, strict=True)], right, width)
+    cells, right = [[plain(shown(value)) for value in row] for row in [headers, *rows]], numeric(headers, rows)
+    widths = fitted([max(map(columns, column)) for column in zip(*cells, strict=True)], narrowest(cells, right), width)
     if not widths:
         return ""
     drawn = []
@@ -79,15 +77,35 @@ def text(
     return "\n".join(drawn)
 
 
-def fitted(widths: Sequence[int], right: Sequence[bool], width: int) -> list[int]:
-    """Widths of columns that fit side by side: the widest of text shrinks first, none below LEAST."""
-    found, texts = list(widths), [column for column, number in enumerate(right) if not number]
-    while texts and sum(found) + 2 * (len(found) - 1) > width:
-        widest = max(texts, key=found.__getitem__)
-        if found[widest] <= LEAST:
-            break
-        found[widest] -= 1
+def fitting(headers: Sequence[str], rows: Sequence[Sequence[Any]], width: int | None = None) -> int:
+    """How many of the columns, from the left, fit side by side; width: as for `text`."""
+    cells = [[plain(shown(value)) for value in row] for row in [headers, *rows]]
+    ends = accumulate(least + 2 for least in narrowest(cells, numeric(headers, rows)))
+    return sum(end - 2 <= (width or terminal_width()) for end in ends)
+
+
+def narrowest(cells: Sequence[Sequence[str]], right: Sequence[bool]) -> list[int]:
+    """The least widths of columns: numbers do not break, nor do the words above them."""
+    found = []
+    for (header, *column), number in zip(zip(*cells, strict=True), right, strict=True):
+        least = max(map(columns, [*(header.split() if number else [header]), *column]))
+        found.append(least if number else min(LEAST, least))
     return found
+
+
+def fitted(widths: Sequence[int], least: Sequence[int], width: int | None) -> list[int]:
+    """Widths of columns that fit side by side: the widest that can shrinks first, none below its least."""
+    found, room = list(widths), width or terminal_width()
+    while sum(found) + 2 * (len(found) - 1) > room:
+        wide = [column for column, most in enumerate(found) if most > least[column]]
+        if not wide:
+            break
+        found[max(wide, key=found.__getitem__)] -= 1
+    return found
+
+
+def terminal_width() -> int:
+    return shutil.get_terminal_size((120, 24)).columns
 
 
 def coloured() -> bool:

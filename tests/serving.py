@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import kernels
-import nbformat
 
 LIMIT = 60.0  # seconds that anything may take on a busy machine
 
@@ -123,6 +122,8 @@ def answers(address: str) -> bool:
 
 def write(path: Path, cells: Sequence[str]) -> Path:
     """A notebook of code cells."""
+    import nbformat  # three seconds, which other users of this module do without
+
     made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
     made.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(made, path)

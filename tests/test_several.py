@@ -76,7 +76,7 @@ def pack(tmp_path_factory):
 @pytest.fixture
 def forked(monkeypatch):
     """Processes that have imported torch already, in place of torchrun's."""
-    monkeypatch.setattr(several, "start", lambda place, n, env: together(n, several.take_part, place, **env))
+    monkeypatch.setattr(several, "start", lambda place, n, asked: together(n, several.take_part, *asked))
 
 
 # -- the rows

@@ -40,6 +40,17 @@ def test_a_long_last_column_wraps_at_words_and_keeps_its_place():
     assert " ".join(line[12:].strip() for line in lines[2:]) == reason
 
 
+def test_headers_of_numbers_wrap_before_a_number_would_and_what_fits_is_counted():
+    headers, rows = ["epoch", "train loss", "val char accuracy", "memory"], [(1, 0.02, 0.9, "512 MiB")]
+    assert table.text(headers, rows, width=31).split("\n") == [
+        "epoch  train  val char   memory",
+        "        loss  accuracy",
+        "─────  ─────  ────────  ───────",
+        "    1   0.02       0.9  512 MiB",
+    ]
+    assert [table.fitting(headers, rows, width) for width in (31, 30, 12, 4)] == [4, 3, 2, 0]
+
+
 @pytest.mark.parametrize("rows", [[["1"], ["1", "2"]], [["1", "2"]]])
 def test_a_ragged_row_is_refused(rows):
     with pytest.raises(ValueError, match=r"is longer|1 headers cannot have rows of 2 cells"):

@@ -265,6 +265,20 @@ def test_the_plan_with_its_reasons_fits_a_terminal_and_has_colours_there_only(da
     assert "\x1b" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("width", "left"), [(80, ""), (50, "data wait")])
+def test_the_epochs_of_a_training_fit_a_terminal_and_what_has_no_room_is_named(data, terminal, tmp_path, width, left):
+    words = ["train", "toy", "--data", str(data), "--from", "plan", "--epochs", "2", "--no-receipt", "--run"]
+    lines = terminal([*words, str(tmp_path / "run")], width).split("\n")
+    rule = next(i for i, line in enumerate(lines) if line.startswith("─"))
+    assert max(map(table.columns, lines[: rule + 3])) <= width
+    assert [line.split()[0] for line in lines[rule + 1 : rule + 3]] == ["1", "2"]
+    headers = " ".join(lines[:rule]).split()
+    assert {"train", "loss", "accuracy", "lr"} <= {*headers}
+    named = next((line for line in lines if line.endswith(f": in {tmp_path / 'run' / 'history.csv'}")), "")
+    assert left in named
+    assert ("wait" in headers) != ("data wait" in named)
+
+
 def test_several_columns_of_text_share_a_narrow_terminal(data):
     rows = [
         ("lr", 0.002, "the guide's, times 1.41 by the rule", "the smallest within 5 % of the best rate that was seen")
@@ -281,7 +295,7 @@ def test_several_columns_of_text_share_a_narrow_terminal(data):
 
 @pytest.fixture(scope="module")
 def checked():
-    return check({name: (__main__.find_task(name), card) for name, card in guides.DATA.items()})
+    return check({name: (__main__.find_task(name), card) for name, card in guides.DATA.items()}, guides.ASSUMED)
 
 
 def test_gpus_checks_the_machine_as_it_is(checked):
@@ -294,6 +308,9 @@ def test_gpus_checks_the_machine_as_it_is(checked):
     assert 0.05 < 2 * checked.side**3 / seconds / rates["float32"].flops < 20, "units: a busy machine may do worse"
     assert rates["TF32"].flops is None, "tests run on the CPU"
     assert set(checked.plans) == {"captcha", "hwdb", "sign", "segment"}
+    assert re.findall(r"^(\w+) +([\d,]+ assumed)  ", shown, re.M) == [
+        (name, "1,000 assumed") for name in guides.ASSUMED
+    ]
     for name, (task, card) in {name: (__main__.find_task(name), card) for name, card in guides.DATA.items()}.items():
         suggested = {field: value for field, (value, _) in task.suggest(card, "cpu").items()}
         for field in {"network", "batch_size", "lr"} & suggested.keys():

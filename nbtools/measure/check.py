@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -51,7 +51,7 @@ class Arithmetic:
 class Check:
     """What this machine is. device: what trains; side: of the matrices that were multiplied; bytes of RAM and of the
     disk that staged data and packs go to, None if the system does not report them. plans: task → settings by rules of
-    thumb. Shows as tables."""
+    thumb; assumed: the tasks whose number of samples is an assumption. Shows as tables."""
 
     gpus: Gpus
     device: str
@@ -69,6 +69,7 @@ class Check:
     arithmetic: tuple[Arithmetic, ...]
     feed: str
     plans: dict[str, dict[str, Any]]
+    assumed: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -98,7 +99,10 @@ class Check:
         """The tables below one another; colour: for a terminal that shows colours."""
         colours = {} if colour else None
         products = f"products of {self.side:,} × {self.side:,}, GFLOP/s"
-        plans = [(name, f"{own['samples']:,}", *list(own.values())[1:]) for name, own in self.plans.items()]
+        plans = []
+        for name, own in self.plans.items():
+            samples, *settings = own.values()
+            plans.append((name, f"{samples:,}{' assumed' if name in self.assumed else ''}", *settings))
         headers = ("task", *next(iter(self.plans.values()), {}))
         parts = [
             table.text(*self.gpus.table(), colours=colours) if self.gpus else self.gpus.missing,
@@ -114,9 +118,9 @@ class Check:
         return self.text()
 
 
-def check(examples: Mapping[str, tuple[TaskLike, Card]]) -> Check:
+def check(examples: Mapping[str, tuple[TaskLike, Card]], assumed: Collection[str] = ()) -> Check:
     """Look at this machine, and multiply matrices for a fraction of a second. examples: task and data set to show plans
-    for, by name."""
+    for, by name; assumed: those whose number of samples is an assumption."""
     device, found, room = devices.pick(), gpus(), memory.ram()
     free = None
     with contextlib.suppress(OSError):
@@ -139,6 +143,7 @@ def check(examples: Mapping[str, tuple[TaskLike, Card]]) -> Check:
         arithmetic=tuple(arithmetic(device)),
         feed=auto_feed(device),
         plans={name: by_thumb(task, card, machine) for name, (task, card) in examples.items()},
+        assumed=tuple(assumed),
     )
 
 

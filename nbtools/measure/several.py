@@ -10,11 +10,11 @@ share is timed alone, and the all-reduce takes what others measured over the usu
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
+import pickle
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,7 +32,7 @@ from nbtools.data import Pack, Raw, cores
 from nbtools.errors import TrainError, sentence
 from nbtools.measure.machine import machine
 from nbtools.measure.profile import duration
-from nbtools.measure.report import Report, restored
+from nbtools.measure.report import Report
 from nbtools.measure.stepper import EAGER, Clock, Stepper, finish, typical, untouched
 from nbtools.table import digits, plural
 from nbtools.table import duration as hours
@@ -181,15 +181,12 @@ def find_scaling(
         why = f"batch {plans[0].batch_size} has fewer than two samples for each of {processes} processes; use fewer"
         return Scaling(processes, tuple(ways(plans, processes)), sentence(why), False)
     asked = [plans[0].replace(**EAGER), *large]
-    links: Sequence[Link]
+    links, parts = LINKS, None
     if on_this_machine(device, processes):
         links, parts = launched(task, pack, asked, processes, seconds)
     else:
         with untouched(device):
-            links, parts = (
-                LINKS,
-                timed(task, pack, asked, device, Peers(processes - 1, processes), seconds, None, clock),
-            )
+            parts = timed(task, pack, asked, device, Peers(processes - 1, processes), seconds, None, clock)
     assert parts is not None
     threads = threads_for(processes) if device.type == "cpu" else None
     rows = expected(plans, parts, links, processes, hidden=device.type == "cuda")
@@ -407,44 +404,38 @@ def launched(
 ) -> tuple[tuple[Link, ...], Parts]:
     """Measured by so many processes, started for this. Raises TrainError if one fails."""
     name = importable(task, "nb.advise of several processes")
-    threads = threads_for(processes)
     with tempfile.TemporaryDirectory(prefix="nbtools-several-") as place:
-        asked = {"task": name, "pack": str(pack.folder), "plans": [plan.to_dict() for plan in plans]}
-        Path(place, "asked.json").write_text(json.dumps({**asked, "seconds": seconds, "threads": threads}))
-        start(place, processes, {"OMP_NUM_THREADS": str(threads[1])})
-        found = json.loads(Path(place, "found.json").read_text())
-    return (Link(**found["link"]),), restored(Parts, found["parts"])
+        found = Path(place, "found.pickle")
+        start(place, processes, (name, pack.folder.absolute(), plans, seconds, threads_for(processes), found))
+        link, parts = pickle.loads(found.read_bytes())
+    return (link,), parts
 
 
-def start(place: str, processes: int, environment: Mapping[str, str]) -> None:
+def start(place: str, processes: int, asked: tuple[Any, ...]) -> None:
     """torchrun, until all have ended. Raises TrainError with the error of the one that failed first."""
     torchrun = Torchrun(Path(place), processes)
-    with torchrun.started(take_part, place, **environment) as agent:
+    with torchrun.started(take_part, *asked) as agent:
         agent.wait()
     if agent.returncode:
         failure = torchrun.failure(agent.returncode)
         raise TrainError(f"{plural(processes, 'process')} could not be measured: {failure}")
 
 
-def take_part(place: str) -> None:
-    """What each process does, told and telling by files in a folder."""
-    asked = json.loads(Path(place, "asked.json").read_text())
-    task, pack, threads = import_task(asked["task"], place), Pack.open(asked["pack"]), asked["threads"]
-    plans = [type(task.PLAN).from_dict(plan) for plan in asked["plans"]]
-    device = devices.pick()
+def take_part(
+    name: str, folder: Path, plans: Sequence[Plan], seconds: float, threads: tuple[int, int], into: Path
+) -> None:
+    """What each process does. name: of the task; folder: of the pack; into: the file for what was found."""
+    task, pack, device = import_task(name, folder), Pack.open(folder), devices.pick()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(threads[1])
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=PATIENCE)
     peers = Peers(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=PATIENCE))
-    seconds = asked["seconds"]
     parts = timed(task, pack, plans, device, peers, 0.8 * seconds, threads[0])
     size = peers.agree(sum(parts.buckets) if parts else 0)
     small, large = (reduced(each, device, peers, 0.1 * seconds) for each in (WORD, size))
     if parts:
         rate = least_bytes(size, peers.count) / max(large - small, 0.01 * large)
-        found = {"link": Link(backend, small, rate, "measured"), "parts": parts}
-        plain = {key: dataclasses.asdict(value) for key, value in found.items()}
-        Path(place, "found.json").write_text(json.dumps(plain))
+        into.write_bytes(pickle.dumps((Link(backend, small, rate, "measured"), parts)))
     dist.destroy_process_group()

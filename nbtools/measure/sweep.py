@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 
 from nbtools.data import Pack, in_notebook
 from nbtools.errors import TrainError
@@ -22,6 +22,9 @@ from nbtools.measure.report import Report
 from nbtools.measure.stepper import EAGER, STILL, Stepper, untouched
 from nbtools.train import Plan, TaskLike
 from nbtools.train import device as devices
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 STEPS, SECONDS = 100, 60.0
 LEAST_STEPS = 25  # that draw a curve through noise
@@ -73,6 +76,8 @@ class Sweep(Report):
 
     def figure(self) -> Figure:
         """The loss over lr, as measured (faint) and smoothed, the suggestion marked."""
+        from matplotlib.figure import Figure
+
         figure = Figure(figsize=(5.6, 2.8), dpi=200, layout="constrained", facecolor="white")
         axes = figure.add_subplot(xlabel="learning rate", ylabel="loss per sample", xscale="log")
         if not self.lrs:

@@ -97,7 +97,7 @@ def join(timeout: float | None = None) -> Ranks | None:
         dist.init_process_group("nccl", timeout=2 * limit, device_id=device, **met)
     else:
         dist.init_process_group("gloo", timeout=limit, **met)
-    return Ranks(device, limit, again)
+    return Ranks(device, store, limit, again)
 
 
 def fresh(store: Any, rank: int, world: int, limit: timedelta) -> PrefixStore:
@@ -125,9 +125,9 @@ class Ranks:
     """The processes of one run, as one of them sees them. rank: from 0 to world - 1. again: rank 0: whether processes
     of this torchrun have met before; its count of restarts leaves out those for a process lost on another node."""
 
-    def __init__(self, device: torch.device, timeout: timedelta, again: bool = False):
+    def __init__(self, device: torch.device, store: PrefixStore, timeout: timedelta, again: bool):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.device, self.timeout, self.again = device, timeout, again
+        self.device, self.store, self.timeout, self.again = device, store, timeout, again
         self.control: Any = dist.new_group(backend="gloo", timeout=timeout)
         self.message = torch.zeros(1, dtype=torch.int64)
         self.own: Callable[[], dict[str, Tensor]] = dict  # what of the state only this rank has: its TrainState's
@@ -279,17 +279,13 @@ class Ranks:
 
     def missing(self) -> list[int]:
         """The ranks that do not report within PATIENCE seconds."""
-        store, end = dist.distributed_c10d._get_default_store(), monotonic() + PATIENCE
-        missing = [rank for rank in range(self.world) if rank != self.rank]
+        missing, end = [rank for rank in range(self.world) if rank != self.rank], monotonic() + PATIENCE
         with suppress(RuntimeError):  # the store is gone with the process that held it
-            store.set(self.note(self.rank), "")
+            self.store.set(f"alive/{self.rank}", "")
             while missing and not self.dismissed.is_set() and monotonic() < end:  # its wait() blocks signal handlers
                 sleep(0.05)
-                missing = [rank for rank in missing if not store.check([self.note(rank)])]
+                missing = [rank for rank in missing if not self.store.check([f"alive/{rank}"])]
         return missing
-
-    def note(self, rank: int) -> str:
-        return f"nbtools/alive/{rank}"
 
     # -- shares and sums
 
@@ -297,16 +293,8 @@ class Ranks:
         """Whether this rank has samples of its own in a batch of so many."""
         return self.rank < len(shares(size, self.world)) - 1
 
-    def seed(self, *parts: int) -> int:
-        """The seed of this rank's own random state."""
-        return int(np.random.SeedSequence([*parts, self.rank]).generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-    def every(self, flag: bool) -> bool:
-        """Whether it holds on all ranks."""
-        return bool(self.minimum([int(flag)])[0])
-
-    def minimum(self, flags: Sequence[int]) -> list[int]:
-        """The smallest of all ranks, for each flag, without waiting for a GPU."""
+    def everywhere(self, *flags: bool) -> list[bool]:
+        """Whether each of them holds on all ranks, without waiting for a GPU."""
         found = torch.tensor(flags)
         dist.all_reduce(found, dist.ReduceOp.MIN, group=self.control)
         return found.tolist()
@@ -371,13 +359,11 @@ class Ranks:
 
     def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
         """Add up gradients after backward; a parameter without one on any rank keeps none, as in one process."""
-        some = [int(p.grad is not None) for p in parameters]
-        found = self.minimum([*some, *(-one for one in some)])
-        self.unused = self.unused or not all(found[: len(some)])
+        without = [parameter.grad is None for parameter in parameters]
+        none_without, *unused = self.everywhere(not any(without), *without)
+        self.unused = self.unused or not none_without
         works = []
-        for parameter, none in zip(parameters, found[len(some) :], strict=True):
-            if none == 0:
-                continue
+        for parameter in (p for p, out in zip(parameters, unused, strict=True) if not out):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             works.append(self.reduce(parameter.grad))
@@ -388,7 +374,7 @@ class Ranks:
         """After the gradients of an attempt, on all ranks. short: why memory ran out here. Raises Shortage."""
         incomplete = self.overlap and not self.complete
         sums = self.finish_buckets() if incomplete else {}
-        enough, used = self.minimum([short is None, short is not None or not incomplete])
+        enough, used = self.everywhere(short is None, short is not None or not incomplete)
         for summed in self.pending:
             summed.wait()
         self.pending = []
@@ -428,8 +414,9 @@ class Ranks:
         process."""
         assert self.ddp is not None
         parameters = [p for p in self.ddp.module.parameters() if p.requires_grad]
-        for parameter, none in zip(parameters, self.minimum([int(p.grad is None) for p in parameters]), strict=True):
-            if parameter.grad is None and not none:
+        unused = self.everywhere(*(p.grad is None for p in parameters))
+        for parameter, out in zip(parameters, unused, strict=True):
+            if parameter.grad is None and not out:
                 parameter.grad = sums[parameter]
 
 

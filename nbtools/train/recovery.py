@@ -51,7 +51,7 @@ def train_step(
     most = state.proven[1] if state.proven[0] is state.applied else 0
     proven = elements <= most
     if state.ranks is not None:
-        proven = state.ranks.every(proven)
+        [proven] = state.ranks.everywhere(proven)
     if not proven:
         state.capture_rng()
         kept, _ = within_memory(lambda: buffers(state))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -274,7 +275,8 @@ class TrainState:
         """A random state that no other rank has; rank 0's stays that of a single process."""
         if self.ranks is not None and not self.ranks.first:
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-                torch.manual_seed(self.ranks.seed(self.applied.seed, self.step))
+                own = np.random.SeedSequence([self.applied.seed, self.step, self.ranks.rank])
+                torch.manual_seed(int(own.generate_state(1)[0]))
                 self.capture_rng()
 
     def capture_rng(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -23,16 +24,16 @@ from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.train.ranks import RankLost
 from nbtools.train.task import TaskLike, import_task, task_name
 
-LOG = "torchrun.log"
+ASKED, LOG = "asked.pickle", "torchrun.log"
 T = TypeVar("T")
 
 RANK = """
-import ctypes, signal, sys
+import ctypes, pickle, signal, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it dies with torchrun
 from nbtools.train import reporting
 from {module} import {function}
-reporting(lambda: {function}(*sys.argv[1:]))
+reporting(lambda: {function}(*pickle.load(open(sys.argv[1], "rb"))))
 """
 AGENT = """
 import ctypes, signal, sys
@@ -61,9 +62,10 @@ class Torchrun:
         self.attempt = 0
 
     @contextmanager
-    def started(self, function: Callable[..., object], *words: str, **more: str) -> Iterator[subprocess.Popen[bytes]]:
+    def started(self, function: Callable[..., object], *asked: object) -> Iterator[subprocess.Popen[bytes]]:
         """torchrun in a session of its own, which Ctrl-C does not reach; ended with all ranks if the block ends before
-        it does. function: of a module, called with the words in each rank. more: of the environment."""
+        it does. function: of a module, called in each rank with what is asked, which pickle can copy."""
+        (self.place / ASKED).write_bytes(pickle.dumps(asked))
         count = ["--standalone", "--nproc-per-node", str(self.processes), "--max-restarts", str(self.restarts)]
         logs = ["--redirects", "3", "--log-dir", str(self.place), "--no-python"]
         code = RANK.format(module=function.__module__, function=function.__name__)
@@ -71,8 +73,8 @@ class Torchrun:
         threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // self.processes)))
         with (self.place / LOG).open("wb") as log:
             agent = subprocess.Popen(
-                [sys.executable, "-c", AGENT, *count, *logs, sys.executable, "-u", "-c", code, *words],
-                env={**os.environ, "OMP_NUM_THREADS": threads, **more, "PYTHONPATH": paths},
+                [sys.executable, "-c", AGENT, *count, *logs, sys.executable, "-u", "-c", code, str(self.place / ASKED)],
+                env={**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": paths},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
