@@ -19,7 +19,8 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", "nbtools", "toy", "hypothesis", "pytest"])
+LIBRARIES = ["torch._dynamo", "torch.nn.parallel", "torch.distributed.optim", "hypothesis", "pytest"]
+CONTEXT.set_forkserver_preload([*LIBRARIES, "nbtools", "toy"])
 TIMEOUT = 60.0
 
 
@@ -46,6 +47,12 @@ def together(
         for process in processes:
             process.kill()
             process.join()
+
+
+def in_turn(*calls: tuple[Callable[..., Any], *tuple[Any, ...]]) -> list[Any]:
+    """What several functions return, each called with what follows it, in the same processes: `together(2, in_turn,
+    (act, 1), (act, 2))`."""
+    return [act(*args) for act, *args in calls]
 
 
 def gathered(pipes: dict[int, Connection], timeout: float) -> list[Any]:

@@ -15,8 +15,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import crew
@@ -32,10 +34,10 @@ from nbtools.errors import PackError, TrainError
 from nbtools.fit import Given
 from nbtools.launch import Launcher
 from nbtools.live import send
-from nbtools.train import CONTROL, as_task, checkpoint, ranks
+from nbtools.train import CONTROL, Torchrun, as_task, checkpoint, ranks
 from nbtools.watch import Remote
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "undrawn")
 TESTS = Path(__file__).parent
 
 
@@ -105,6 +107,19 @@ def left_behind(folder: Path) -> list[int]:
         except OSError:
             continue
     return found
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Processes that have imported torch already, in place of torchrun's."""
+
+    @contextmanager
+    def started(torchrun: Torchrun, function: Callable[..., Any], *asked: Any) -> Iterator[SimpleNamespace]:
+        with ThreadPoolExecutor(1) as pool:
+            ends = pool.submit(together, torchrun.processes, function, *asked, TORCHELASTIC_RUN_ID="run")
+            yield SimpleNamespace(poll=lambda: ends.result() and 0 if ends.done() else None, returncode=0)
+
+    monkeypatch.setattr(Torchrun, "started", started)
 
 
 # -- before anything starts
@@ -187,15 +202,15 @@ def weights(run: Path) -> dict[str, Any]:
     return {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
 
 
-def test_fit_in_two_processes_is_the_fit_of_one(pack, tmp_path):
-    for place in ("one", "two"):
-        (tmp_path / place).mkdir()
-    together(2, in_place, pack.folder, str(tmp_path / "two"))
-    one, two = fitted(pack.folder, "one"), nb.Run.open("two", crew)
+def test_a_run_in_two_processes_of_torchrun_is_the_fit_of_one(pack, tmp_path):
+    one, two = fitted(pack.folder, "one"), launched(pack, "two")
+    assert left_behind(tmp_path) == []
     ours, theirs = weights(one.folder), weights(two.folder)
     assert all((theirs[name] - ours[name]).norm() <= 1e-3 * ours[name].norm() for name in ours)
     kinds = [(row["kind"], row["step"], row["samples"]) for row in one.history.rows]
-    assert [(row["kind"], row["step"], row["samples"]) for row in two.history.rows] == kinds
+    opening, *rows = two.history.rows
+    assert "batch      16 per step: 8 + 8 on 2 processes\t" in opening["what"]
+    assert [(row["kind"], row["step"], row["samples"]) for row in rows] == kinds
     assert one.best["val_accuracy"] == two.best["val_accuracy"]
 
 
@@ -203,7 +218,11 @@ def in_place(pack: Path, run: str, epochs: int = 3) -> str:
     return str(fitted(pack, run, epochs=epochs))
 
 
-def test_what_is_asked_of_two_processes_reaches_both_at_the_same_step(pack, tmp_path):
+@pytest.mark.parametrize("how", ["forked", pytest.param("pack", marks=pytest.mark.full)], ids=["forked", "torchrun"])
+def test_what_is_asked_of_two_processes_reaches_both_at_the_same_step(pack, tmp_path, monkeypatch, request, how):
+    request.getfixturevalue(how)
+    monkeypatch.setenv("CREW_STEP", "0.02")
+
     def user():
         until(lambda: len(notes(1)) > 5, "steps")
         send("run", settings={"lr": 0.005})

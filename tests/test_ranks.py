@@ -19,7 +19,7 @@ import torch
 import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import together
+from ranks import in_turn, together
 from torch import nn
 from torch.distributed.nn.functional import all_reduce
 
@@ -246,7 +246,7 @@ def test_fifty_steps_of_every_task_are_those_of_one_process(tmp_path, name, netw
         assert several[0]["shared"] == several[0]["alone"]
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.integers(1, 300), st.integers(1, 40), st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1))
 def test_shares_hold_every_sample_once_whatever_the_batch_the_processes_and_their_changes(count, size, stretches):
     """As an epoch goes: some steps by so many processes, then another number takes over."""
@@ -276,9 +276,10 @@ def stretch(folder: Path, runs: Path, plan: Plan, until: int) -> dict[str, Any]:
     return seen.end()
 
 
-def test_an_epoch_that_other_numbers_of_processes_continue_has_every_sample_once(pack, tmp_path):
+@pytest.mark.parametrize("worlds", [(2, 1, 3), pytest.param((3, 1, 4, 2), marks=pytest.mark.full)])
+def test_an_epoch_that_other_numbers_of_processes_continue_has_every_sample_once(pack, tmp_path, worlds):
     plan, seen = QUIET.replace(epochs=1, batch_size=11), []
-    for world, until in ((3, 3), (1, 5), (4, 8), (2, 99)):
+    for world, until in zip(worlds, (*(3, 5, 8)[: len(worlds) - 1], 99), strict=True):
         given = pack.folder, tmp_path / "run", plan, until
         for rank in [stretch(*given)] if world == 1 else together(world, stretch, *given):
             seen += [(step, sample, size) for step, ids, _, size in rank["batches"] for sample in ids]
@@ -290,10 +291,11 @@ def test_an_epoch_that_other_numbers_of_processes_continue_has_every_sample_once
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit_with_dropout_in_every_process(pack, tmp_path):
+    """The whole one is trained amid the halves, which leaves them another random state."""
+    given = [("halves", 5), ("whole", 99), ("halves", 99)]
     plan = toy.PLAN.replace(epochs=2, dropout=0.4)
-    whole = together(2, stretch, pack.folder, tmp_path / "whole", plan, 99)
-    for until in (5, 99):
-        halves = together(2, stretch, pack.folder, tmp_path / "halves", plan, until)
+    calls = [(stretch, pack.folder, tmp_path / name, plan, until) for name, until in given]
+    _, whole, halves = zip(*together(2, in_turn, *calls), strict=True)
     for one, other in zip(whole, halves, strict=True):
         assert all((one["weights"][name] == other["weights"][name]).all() for name in one["weights"])
         assert one["rng"] == other["rng"]
@@ -354,8 +356,8 @@ def refused(folder: Path) -> dict[str, Any]:
     return {**seen.end(), "said": said}
 
 
-def test_a_change_that_is_refused_ends_no_other_process(pack):
-    first, other = together(2, refused, pack.folder)
+def test_a_change_that_is_refused_ends_no_other_process(two):
+    first, other = two["refused"]
     assert "Plan.seed cannot change" in first["said"][0]
     assert [row[0] for row in first["rows"]][-1] == "epoch"
     assert all((first["weights"][name] == other["weights"][name]).all() for name in first["weights"])
@@ -384,8 +386,8 @@ def hurried(folder: Path) -> dict[str, Any]:
     return seen.run(watch).end()
 
 
-def test_what_is_asked_while_rank_0_tells_the_others_waits_for_the_next_time_on_all(pack):
-    first, other = together(2, hurried, pack.folder)
+def test_what_is_asked_while_rank_0_tells_the_others_waits_for_the_next_time_on_all(two):
+    first, other = two["hurried"]
     assert "evaluation" in [row[0] for row in first["rows"]]
     settings = [{step: (lr, size) for step, _, lr, size in rank["batches"]} for rank in (first, other)]
     assert settings[0] == settings[1]
@@ -487,8 +489,17 @@ def lost(folder: Path, careful: bool) -> dict[str, Any]:
     return {**seen.end(), "said": said}
 
 
-def test_a_sample_that_is_no_number_on_one_rank_is_refused_by_all_and_named(pack):
-    first, other = together(2, lost, pack.folder, True)
+@pytest.fixture(scope="module")
+def two(pack) -> dict[Any, list[Any]]:
+    """What two processes found, in which everything that leaves them as they were happened in turn."""
+    calls = {"refused": (refused,), "hurried": (hurried,), "careful": (lost, True), "not careful": (lost, False)}
+    calls["after the end"] = (after_the_end,)
+    found = together(2, in_turn, *((act, pack.folder, *more) for act, *more in calls.values()))
+    return dict(zip(calls, zip(*found, strict=True), strict=True))
+
+
+def test_a_sample_that_is_no_number_on_one_rank_is_refused_by_all_and_named(two):
+    first, other = two["careful"]
     [said] = [row[2]["what"] for row in first["rows"] if row[0] == "event"]
     [ids] = [ids for step, ids, _, _ in other["batches"] if step == 3][:1]
     assert said == f"step 4 skipped: batch['x'] is not finite (sample ids {', '.join(map(str, ids))})"
@@ -496,8 +507,8 @@ def test_a_sample_that_is_no_number_on_one_rank_is_refused_by_all_and_named(pack
     assert all(np.isfinite(weight).all() for weight in first["weights"].values())
 
 
-def test_a_non_finite_loss_is_rank_0s_to_decide_on_and_the_others_follow_it_back(pack):
-    first, other = together(2, lost, pack.folder, False)
+def test_a_non_finite_loss_is_rank_0s_to_decide_on_and_the_others_follow_it_back(two):
+    first, other = two["not careful"]
     assert "the loss became nan" in first["said"][0]
     assert all((first["weights"][name] == other["weights"][name]).all() for name in first["weights"])
     assert all(np.isfinite(weight).all() for weight in first["weights"].values())
@@ -610,8 +621,8 @@ def after_the_end(folder: Path) -> str:
     return str(raised.value)
 
 
-def test_shares_of_an_optimizer_that_are_gone_are_not_left_out_in_silence(pack):
-    assert "call TrainState.tensors() before Ranks.end()" in together(2, after_the_end, pack.folder)[0]
+def test_shares_of_an_optimizer_that_are_gone_are_not_left_out_in_silence(two):
+    assert "call TrainState.tensors() before Ranks.end()" in two["after the end"][0]
 
 
 # -- ranks that are lost

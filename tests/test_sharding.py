@@ -7,7 +7,7 @@ import pytest
 import torch
 import toy
 from acting import QUIET
-from ranks import together
+from ranks import in_turn, together
 
 import nbtools as nb
 from nbtools.data import Pack
@@ -66,30 +66,43 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return all(abs(a["weights"][name] - b["weights"][name]).max() < 1e-6 for name in a["weights"])
 
 
+RUNS = {
+    "plain": {},
+    "sharded": {"shard_optimizer": True},
+    "resumed": {"shard_optimizer": True},  # from what the plain one saved
+    "compressed": {"compress_gradients": True},
+}
+
+
 @pytest.fixture(scope="module")
-def plain(pack, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
-    """(its checkpoint, what two ranks have) of a run without any of it."""
-    saves = tmp_path_factory.mktemp("plain")
-    return saves, together(2, trained, pack.folder, PLAN, saves)
+def two(pack, tmp_path_factory) -> dict[str, tuple[Path, list[dict[str, Any]]]]:
+    """Run → (its checkpoint, what two ranks have); one after another in the same processes."""
+    saves = {name: tmp_path_factory.mktemp(name) for name in RUNS}
+    calls = [
+        (trained, pack.folder, PLAN.replace(**own), saves[name], saves["plain"] if name == "resumed" else None)
+        for name, own in RUNS.items()
+    ]
+    found = zip(*together(2, in_turn, *calls), strict=True)
+    return {name: (saves[name], list(ranks)) for name, ranks in zip(RUNS, found, strict=True)}
 
 
-def test_each_rank_keeps_half_of_the_optimizers_buffers_and_weights_and_checkpoints_are_the_same(pack, plain, tmp_path):
-    folder, whole = plain
-    shares = together(2, trained, pack.folder, PLAN.replace(shard_optimizer=True), tmp_path)
+def test_each_rank_keeps_half_of_the_optimizers_buffers_and_weights_and_checkpoints_are_the_same(two):
+    (folder, whole), (sharded, shares) = two["plain"], two["sharded"]
     assert same(shares[0], whole[0])
     assert same(shares[1], whole[0])
     assert sum(rank["buffers"] for rank in shares) == whole[0]["buffers"]
     assert max(rank["buffers"] for rank in shares) < 0.55 * whole[0]["buffers"]
     updated = shares[0]["buffers"] / 2  # bytes of its weights, which have two moments each
     assert shares[0]["sent"] - whole[0]["sent"] == pytest.approx(updated, rel=0.05)
-    ours, theirs = checkpoint.newest(tmp_path).tensors, checkpoint.newest(folder).tensors
+    ours, theirs = checkpoint.newest(sharded).tensors, checkpoint.newest(folder).tensors
     assert ours.keys() == theirs.keys()
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_a_run_goes_on_with_a_sharded_optimizer_or_without_and_alone(pack, plain, tmp_path):
-    folder, whole = plain
-    assert same(together(2, trained, pack.folder, PLAN.replace(shard_optimizer=True), tmp_path, folder)[1], whole[1])
+def test_a_run_goes_on_with_a_sharded_optimizer_or_without_and_alone(pack, two):
+    (folder, whole), (_, resumed) = two["plain"], two["resumed"]
+    assert same(resumed[1], whole[1])
+    assert len(resumed[0]["losses"]) < len(whole[0]["losses"])
     alone = TrainState(toy, pack, PLAN.replace(shard_optimizer=True), CPU)
     found = checkpoint.newest(folder)
     alone.load(found.tensors, found.facts["state"])
@@ -107,11 +120,8 @@ def test_another_number_of_processes_goes_on_from_shares(pack, tmp_path, setting
     assert sum(rank["buffers"] for rank in ends[0]) == ends[1][0]["buffers"]
 
 
-def test_compressed_gradients_are_half_the_bytes_as_the_system_counts_them_and_train_about_as_well(
-    pack, plain, tmp_path
-):
-    _, whole = plain
-    found = together(2, trained, pack.folder, PLAN.replace(compress_gradients=True), tmp_path)
+def test_compressed_gradients_are_half_the_bytes_as_the_system_counts_them_and_train_about_as_well(two):
+    (_, whole), (_, found) = two["plain"], two["compressed"]
     gradients = sum(weight.nbytes for weight in whole[0]["weights"].values())
     assert whole[0]["sent"] - found[0]["sent"] == pytest.approx(gradients / 2, rel=0.05)
     assert not same(found[0], whole[0]), "bf16 has three digits"
