@@ -490,7 +490,7 @@ def lost(folder: Path, careful: bool) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two(pack) -> dict[Any, list[Any]]:
+def two(pack) -> dict[str, tuple[Any, ...]]:
     """What two processes found, in which everything that leaves them as they were happened in turn."""
     calls = {"refused": (refused,), "hurried": (hurried,), "careful": (lost, True), "not careful": (lost, False)}
     calls["after the end"] = (after_the_end,)
