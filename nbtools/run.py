@@ -146,9 +146,9 @@ class Run:
         Raises PackError naming the first file that cannot be read.
         """
         if self.task.card is not None:
-            files = items_of(files, self.card)
-        given = [files] if isinstance(files, (str, Path)) else files
-        paths = [Path(file) if isinstance(file, str) else file for file in given]
+            items = items_of(files, self.card)
+            return self.answers(lambda i: self.read(items[i]), range(len(items)), batch_size)
+        paths = [Path(files)] if isinstance(files, (str, Path)) else [Path(f) for f in files]
         return self.answers(self.read, paths, batch_size)
 
     def predict_pack(self, pack: Pack, ids: Sequence[int] | np.ndarray, batch_size: int = 64) -> list[Any]:
@@ -176,7 +176,7 @@ class Run:
         return self.task.decode(evaluation.forward(self.task, model, raw, self.plan, device)[1], self.card)
 
     def read(self, path: Any) -> Sample:
-        where = path if isinstance(path, Path) else f"an item ({type(path).__name__})"
+        where = path if isinstance(path, (str, Path)) else f"an item ({type(path).__name__})"
         try:
             return self.task.read(path, self.card.options)
         except OSError as error:

@@ -478,6 +478,7 @@ def test_items_of_a_dataset_are_predicted_like_the_packs_samples(tmp_path, packs
     ]
     for form in given:
         assert run.predict(form) == expected
+    assert run.predict(iter(arrays)) == expected
     for single in (chosen[0], arrays[0], torch.from_numpy(arrays[0]), Image.fromarray(arrays[0]), {"x": arrays[0]}):
         [answer] = run.predict(single)
         assert (answer.name, answer.probability) == (expected[0].name, pytest.approx(expected[0].probability, abs=1e-5))
@@ -506,6 +507,7 @@ def test_rows_of_a_dataframe_are_predicted_by_the_encoding_of_training(tmp_path)
     expected = run.predict_pack(pack, range(5))
     assert run.predict(rows) == pytest.approx(expected)
     assert run.predict(rows[["town", "area"]]) == pytest.approx(expected), "by name, and without the target"
+    assert run.predict(rows.iloc[0]) == pytest.approx(expected[:1])
     assert np.abs(np.array(expected) - rows["price"]).mean() < 0.5 * frame["price"].std()
     with pytest.raises(PackError, match="row 1: town=Ghent has no value that training has seen"):
         run.predict(pd.DataFrame({"area": [50, 60], "town": ["Lille", "Namur"]}))

@@ -413,13 +413,14 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[Any] |
 # -- items to predict
 
 
-def items_of(given: Any, card: Card) -> list[Any]:
+def items_of(given: Any, card: Card) -> Sequence[Any]:
     """What `run.predict` got, item by item: a file, an item (a dict, a tuple, an image, an array of a sample's shape),
     or several: a list, a Dataset, an array of them, or the rows of a DataFrame. Raises PackError."""
     if hasattr(given, "iloc"):
         if not card.options.get("encoding"):
             raise PackError("this run was not trained on a DataFrame; pass items as its Dataset returns them")
-        x = encoded(given, card.options["encoding"])
+        frame = given.to_frame().T.infer_objects() if given.ndim == 1 else given
+        x = encoded(frame, card.options["encoding"])
         if np.isnan(x).any():
             row, column = np.argwhere(np.isnan(x))[0]
             rule = f"row {row}: {card.options['features'][column]} has no value that training has seen"
@@ -429,7 +430,7 @@ def items_of(given: Any, card: Card) -> list[Any]:
     sample = card.columns[first].shape if card.columns[first].kind == "fixed" else None
     if isinstance(given, (str, Path, dict, tuple, Image.Image)) or getattr(given, "shape", ()) == (sample or None):
         return [given]
-    return [given[i] for i in range(len(given))]
+    return given if hasattr(given, "__getitem__") else list(given)
 
 
 def sample_of(item: Any, card: Card) -> Sample:
