@@ -176,9 +176,10 @@ class Run:
         return self.task.decode(evaluation.forward(self.task, model, raw, self.plan, device)[1], self.card)
 
     def read(self, path: Any) -> Sample:
-        where = path if isinstance(path, (str, Path)) else f"an item ({type(path).__name__})"
+        where: Any = path if isinstance(path, (str, Path)) else f"an item ({type(path).__name__})"
         try:
-            return self.task.read(path, self.card.options)
+            given: Any = path
+            return self.task.read(given, self.card.options)
         except OSError as error:
             raise PackError(f"{where}: {error.strerror or error}; name a readable file") from None
         except PackError as error:
