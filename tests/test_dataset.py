@@ -517,6 +517,27 @@ def test_as_many_classes_as_samples_are_sorted_by_value(count):
     np.testing.assert_array_equal(made.arrays["y"], (labels + 5) // 7)
 
 
+def test_what_is_missing_in_a_data_frame_is_a_row_that_names_its_column():
+    data = frame(
+        b=pd.Categorical(["u"] * 20),
+        c=pd.date_range("2020", periods=20),
+        d=pd.array(range(20), "Int64"),
+        e=["s"] * 20,
+        y=pd.array([0, 1] * 10, "Int64"),
+    )
+    for row, name in enumerate("bcdey"):
+        data.loc[row, name] = None
+    data.loc[5, "a"] = np.inf
+    made = pack(data)
+    rules = dict(zip(made.bad.file, made.bad.rule, strict=True))
+    assert [rules.pop(f"row {i}") for i in range(4)] == [f"{n} has a value" for n in ("b=u", "c in days", "d", "e=s")]
+    assert rules == {
+        "row 4": "every sample has a class, a text or a whole number",
+        "row 5": "all numbers of x are finite",
+    }
+    assert made.classes == ["0", "1"]
+
+
 # Folders
 
 

@@ -234,7 +234,7 @@ class Form:
     def text(self, value: Any) -> str:
         """The name of a class; a whole number may be its place among the names."""
         if value is None or str(value) in ("", "nan", "<NA>", "NaT") or not isinstance(value, str | int):
-            came = "an empty text" if value == "" else str(value)
+            came = str(value) or "an empty text"
             raise PackError(came, "every sample has a class, a text or a whole number", "leave it out, or correct it")
         if not self.names or str(value) in self.known:
             return str(value)
