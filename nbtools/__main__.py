@@ -1,5 +1,5 @@
-"""The terminal: `python -m nbtools COMMAND`, of `gpus stage watch control guide demo validate features pack advise
-train evaluate predict`.
+"""The terminal: `python -m nbtools COMMAND`, of `gpus stage watch control export guide demo validate features pack
+advise train evaluate predict`.
 
 The fields of the task's Plan and the options of its `pack` become options by themselves (`nbtools.options`). Results go
 to stdout, with --json as one document, and all else to stderr.
@@ -297,6 +297,24 @@ def control(options: argparse.Namespace) -> None:
         command = f"python -m nbtools control {options.run} {' '.join(options.requests)} --force"
         raise NbtoolsError(f"{'; '.join(asks.values())}; to apply it anyway: {command}")
     send(options.run, [name for name, equals, _ in pairs if not equals], settings, options.force)
+
+
+def export_command(one: argparse.ArgumentParser) -> Act:
+    """write a run's best weights as safetensors with a JSON card, or as model.onnx the network itself
+
+    python -m nbtools export runs/captcha captcha-model
+    python -m nbtools export runs/captcha captcha.onnx
+    """
+    one.add_argument("run", type=Path, metavar="FOLDER", help="the run folder")
+    one.add_argument("path", type=Path, help="file to write; one that ends in .onnx is ONNX")
+    one.add_argument("--pack", type=Path, metavar="FOLDER", help="pack whose samples the answers are compared on")
+
+    def act(options: argparse.Namespace) -> Result:
+        with redirect_stdout(sys.stderr):  # how its answers compare
+            path = Run.open(options.run).export(options.path, options.pack and Pack.open(options.pack))
+        return Result(path, {"path": path})
+
+    return act
 
 
 def guide_command(one: argparse.ArgumentParser) -> Act:
@@ -625,6 +643,7 @@ COMMANDS = {
     "stage": stage_command,
     "watch": watch_command,
     "control": control_command,
+    "export": export_command,
     "guide": guide_command,
 }
 TASK_COMMANDS = {

@@ -53,6 +53,10 @@ class TrainError(NbtoolsError):
     """Training cannot start or continue."""
 
 
+class ExportError(NbtoolsError):
+    """A network cannot be exported, or answers differently once it is."""
+
+
 class MissingExtra(NbtoolsError, ImportError):
     """An optional package is needed for this; the message names it, and how to install it."""
 

@@ -110,10 +110,11 @@ def begin(folder: Path, pack: Pack, state: TrainState, advised: Plan | None = No
 
     advised: the plan that values are compared with; None: that of the old run, or the one it starts with.
     """
+    place = {"pack": str(pack.folder.absolute())}  # where its samples are, while this machine lasts
     if checkpoint.names(folder):
-        if advised is not None:
-            checkpoint.mark(folder, advised=advised.to_dict())
-        return resume(folder, pack, state)
+        found = resume(folder, pack, state)
+        checkpoint.mark(folder, **place, **({} if advised is None else {"advised": advised.to_dict()}))
+        return found
     with disk.explained("starting a run", folder):
         disk.make_folder(folder)
         disk.remove(folder / HISTORY)
@@ -121,7 +122,7 @@ def begin(folder: Path, pack: Pack, state: TrainState, advised: Plan | None = No
         disk.write_atomic(folder / PLAN, state.plan.to_json())
         index = {"version": 1, "nbtools": VERSION, "id": uuid4().hex, "task": task_name(state.task)}
         disk.write_atomic(folder / checkpoint.INDEX, json.dumps(index))
-    checkpoint.mark(folder, advised=(advised or state.plan).to_dict())
+    checkpoint.mark(folder, **place, advised=(advised or state.plan).to_dict())
     checkpoint.save(folder, state, rows=0)
     return History(folder / HISTORY), []
 

@@ -8,6 +8,7 @@ import json
 import math
 import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -20,6 +21,7 @@ from torch import nn
 from nbtools import disk
 from nbtools.data import Card, Pack, Sample, collate
 from nbtools.errors import CheckpointError, PackError
+from nbtools.export import to_onnx
 from nbtools.measure import Receipt, StepProfile, Verdict
 from nbtools.table import plural
 from nbtools.train import (
@@ -138,6 +140,15 @@ class Run:
         `pack_options` gives them: `nb.evaluate(run, run.pack("new", test=1.0))`. options: of the task's `pack`."""
         return self.task.pack(source, **{**self.task.pack_options(self.card), **options})
 
+    def trained_on(self) -> Pack:
+        """The pack that this run was trained on, where it still is. Raises PackError if it is gone."""
+        place = checkpoint.read_index(self.folder).get("pack", "")
+        with suppress(PackError):
+            if (found := Pack.open(place)).card.digest == self.card.digest:
+                return found
+        gone = f"the pack that it was trained on is no longer at {place}" if place else "an earlier nbtools trained it"
+        raise PackError(f"{self.folder}: {gone}; name one with pack=, such as run.pack(source)")
+
     def predict(self, files: Any, batch_size: int = 64) -> list[Any]:
         """The run's predictions for raw files, in their order, with the preprocessing of its training; of a run on a
         pack of `nb.pack` also for items as its Dataset returns them, with or without their targets: one, a list, a
@@ -188,9 +199,20 @@ class Run:
             value, rule, fix = error.args
             raise PackError(f"{where}: {rule}, got {value}; {fix}") from None
 
-    def export(self, path: str | Path) -> Path:
-        """Write the best weights as safetensors, and next to them a JSON card with all that is needed to use them."""
+    def export(self, path: str | Path, pack: Pack | None = None) -> Path:
+        """Write the best weights as safetensors, and next to them a JSON card with all that is needed to use them.
+
+        As `model.onnx`: the network itself, its preprocessing described inside. Its answers are first compared with
+        torch's on samples of a pack, by default the one that the run was trained on. Nothing is written where they
+        differ, or the network cannot be exported: ExportError; or packages of nbtools[onnx] are missing: MissingExtra.
+        """
         path = Path(path)
+        if path.suffix == ".onnx":
+            content, said = to_onnx(self, pack or self.trained_on())
+            with disk.explained("exporting", path):
+                disk.write_atomic(path, content)
+            print(f"{path}: {said}")
+            return path
         if path.suffix != ".safetensors":
             path = path.with_name(f"{path.name}.safetensors")  # with_suffix would cut model-v1.2
         card = {

@@ -18,7 +18,7 @@ from packaging.version import Version
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-OLDEST_OF = ("text", "segment", "captcha", "notebooks")  # options that the oldest stack has too
+OLDEST_OF = ("text", "segment", "captcha", "onnx", "notebooks")  # options that the oldest stack has too
 
 
 def lines(name: str) -> list[str]:

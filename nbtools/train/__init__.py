@@ -33,6 +33,7 @@ from nbtools.train.step import attempt, clear_gradients, differentiate, release
 from nbtools.train.task import (
     Task,
     TaskLike,
+    Tensors,
     array_of,
     as_task,
     best_metric,
@@ -66,6 +67,7 @@ __all__ = [
     "Sums",
     "Task",
     "TaskLike",
+    "Tensors",
     "Torchrun",
     "TrainState",
     "adopt",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +39,8 @@ from nbtools.train.defaults import (
 from nbtools.train.plan import Plan
 
 OWN = "nbtools.train.own:"  # the name of what nb.classify returned, and no variable of a module holds
+Tensors = Mapping[str, tuple[Sequence[int | str], str]]
+"""Name → (shape, text). An axis that may have any length has a name in place of its length."""
 TaskLike = Any
 """What `nb.fit` and the like accept as a task: a `Task`, or a module, class or object with some of its hooks."""
 
@@ -145,6 +147,12 @@ class Task:
         if samples and isinstance(samples[0], Pack) and packed_dataset(samples[0].card):
             return show(*samples, **options)
         raise NbtoolsError(f"{task_name(self)} cannot draw samples: it has no show(pack, ids); define it")
+
+    def tensors(self, card: Card, plan: Any) -> tuple[Tensors, Tensors]:
+        """What the network takes out of a batch, and what it returns, for `run.export("model.onnx")`. The text of an
+        input is the NumPy expression that makes it from the pack's columns, these padded with 0 to the longest sample;
+        that of an output says what it means. Default: nothing, and names and shapes are found by a try."""
+        return {}, {}
 
     # -- plans
 

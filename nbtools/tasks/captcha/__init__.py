@@ -2,7 +2,20 @@
 
 from nbtools.tasks.captcha.data import pack, pack_options, read, survey
 from nbtools.tasks.captcha.demo import demo
-from nbtools.tasks.captcha.task import BASELINE, BEST, PLAN, PRESETS, Plan, batch, decode, loss, metrics, model, suggest
+from nbtools.tasks.captcha.task import (
+    BASELINE,
+    BEST,
+    PLAN,
+    PRESETS,
+    Plan,
+    batch,
+    decode,
+    loss,
+    metrics,
+    model,
+    suggest,
+    tensors,
+)
 from nbtools.tasks.captcha.visualize import preview, show
 from nbtools.tasks.common.labels import text_of
 
@@ -25,5 +38,6 @@ __all__ = [
     "show",
     "suggest",
     "survey",
+    "tensors",
     "text_of",
 ]

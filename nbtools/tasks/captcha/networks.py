@@ -74,7 +74,7 @@ class Guide(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         x = run(self.stages, batch["image"], self.recompute and self.training)
-        return self.head(x).view(len(x), self.length, -1)
+        return self.head(x).unflatten(1, (self.length, -1))
 
 
 def stage(*widths: int) -> nn.Sequential:

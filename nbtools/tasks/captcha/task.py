@@ -22,7 +22,7 @@ from nbtools.tasks.common import ctc
 from nbtools.tasks.common.labels import spell
 from nbtools.tasks.common.metrics import accuracy, text_metrics, whole_accuracy
 from nbtools.tasks.common.plans import THUMB, at_most, epochs_for
-from nbtools.train import Batch, Pair, knob
+from nbtools.train import Batch, Pair, Tensors, knob
 from nbtools.train import Plan as BasePlan
 
 Outputs = Tensor | tuple[Tensor, Tensor]
@@ -197,6 +197,17 @@ def decode(outputs: Outputs, card: Card | Pack) -> list[str]:
     """The text of each sample."""
     places = ctc.greedy(outputs) if isinstance(outputs, tuple) else outputs.argmax(2).tolist()
     return [spell(card.classes, row) for row in places]
+
+
+def tensors(card: Card, plan: Plan) -> tuple[Tensors, Tensors]:
+    """What the network reads and returns, for files that leave nbtools."""
+    classes = len(card.classes)
+    if card.options["layout"] == "lines":
+        line = "2 * (image.transpose(0, 2, 1)[:, None] / 255) - 0.3"
+        return ctc.tensors(card.options["height"], classes, line)
+    inputs = {"image": (("batch", 1, *card.options["size"]), "image[:, None] / 127.5 - 1")}
+    meaning = "argmax over the last axis: k is classes[k]"
+    return inputs, {"logits": (("batch", card.options["length"], classes), meaning)}
 
 
 def jitter(images: Tensor, draws: Draws, strength: float) -> Tensor:

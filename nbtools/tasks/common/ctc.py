@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nbtools.errors import TrainError
+from nbtools.train import Tensors
 
 BLANK = 0
 
@@ -63,6 +64,17 @@ def feasible(steps: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
     real = torch.arange(1, labels.shape[1], device=labels.device) < lengths[:, None]
     repeats = ((labels[:, 1:] == labels[:, :-1]) & real).sum(1)
     return steps >= lengths + repeats
+
+
+def tensors(height: int, classes: int, image: str) -> tuple[Tensors, Tensors]:
+    """What a network of lines reads and returns; image: how that follows from the packed one (B, W, H)."""
+    inputs = {"image": (("batch", 1, height, "width"), image), "image_length": (("batch",), "image_length")}
+    logits = "argmax over the last axis, repeats merged, 0 dropped; k is classes[k - 1]"
+    outputs = {
+        "logits": (("steps", "batch", 1 + classes), logits),
+        "steps": (("batch",), "how many of the steps are a line's own"),
+    }
+    return inputs, outputs
 
 
 def needed_steps(text: Sequence[Any]) -> int:

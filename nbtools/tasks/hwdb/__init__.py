@@ -7,7 +7,20 @@ from nbtools.tasks.hwdb.data import height_for, pack, pack_options, read, survey
 from nbtools.tasks.hwdb.decode import peaks_of, search, tune
 from nbtools.tasks.hwdb.demo import demo
 from nbtools.tasks.hwdb.language_model import NGram
-from nbtools.tasks.hwdb.task import BASELINE, BEST, PLAN, PRESETS, Plan, batch, decode, loss, metrics, model, suggest
+from nbtools.tasks.hwdb.task import (
+    BASELINE,
+    BEST,
+    PLAN,
+    PRESETS,
+    Plan,
+    batch,
+    decode,
+    loss,
+    metrics,
+    model,
+    suggest,
+    tensors,
+)
 from nbtools.tasks.hwdb.visualize import confused, preview, show
 
 __all__ = [
@@ -40,6 +53,7 @@ __all__ = [
     "show",
     "suggest",
     "survey",
+    "tensors",
     "text_of",
     "tune",
     "worst",

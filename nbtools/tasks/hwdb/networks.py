@@ -103,8 +103,8 @@ class Slim(nn.Module):
         x, lengths = batch["image"], batch["image_length"]
         half, steps = strided(lengths, 2), strided(lengths, 4)
         recompute = self.recompute and self.training
-        x = run(self.stem, x, beyond(half, math.ceil(x.shape[3] / 2)), recompute)
-        x = run([*self.middle, *self.head], x, beyond(steps, math.ceil(x.shape[3] / 2)), recompute)
+        x = run(self.stem, x, beyond(half, (x.shape[3] + 1) // 2), recompute)
+        x = run([*self.middle, *self.head], x, beyond(steps, (x.shape[3] + 1) // 2), recompute)
         return self.linear(self.drop(x.squeeze(2).permute(2, 0, 1))), steps
 
 
@@ -261,12 +261,13 @@ class Bidirectional(nn.Module):
         self.back = nn.LSTM(inputs, units)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        back = flipped(self.back(flipped(x, lengths))[0], lengths)
+        steps = torch.arange(x.shape[0], device=x.device)[:, None]
+        places = torch.where(steps < lengths, lengths - 1 - steps, steps)[..., None]  # (T, B, 1)
+        back = flipped(self.back(flipped(x, places))[0], places)
         return torch.cat([self.forth(x)[0], back], 2)
 
 
-def flipped(x: Tensor, lengths: Tensor) -> Tensor:
-    """(T, B, C), each sample's own steps in reverse; padding stays where it is."""
-    steps = torch.arange(len(x), device=x.device)[:, None]
-    places = torch.where(steps < lengths, lengths - 1 - steps, steps)  # (T, B)
-    return x.gather(0, places[..., None].expand_as(x))
+def flipped(x: Tensor, places: Tensor) -> Tensor:
+    """(T, B, C), each step taken from its place. Only C is asked of x: torch's exporter takes the number of steps that
+    an LSTM returns for a constant (pytorch#191855)."""
+    return x.gather(0, places.expand(-1, -1, x.shape[2]))

@@ -23,7 +23,7 @@ from nbtools.tasks.common.metrics import text_metrics
 from nbtools.tasks.common.plans import THUMB, at_most, epochs_for
 from nbtools.tasks.hwdb import networks
 from nbtools.tasks.hwdb.data import HCTR_HEIGHT
-from nbtools.train import Batch, Pair, knob
+from nbtools.train import Batch, Pair, Tensors, knob
 from nbtools.train import Plan as BasePlan
 
 Outputs = tuple[Tensor, Tensor]
@@ -172,6 +172,12 @@ def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
 def decode(outputs: Outputs, card: Card | Pack) -> list[str]:
     """The text of each line, by the best class of every step."""
     return [spell(card.classes, places) for places in ctc.greedy(outputs)]
+
+
+def tensors(card: Card, plan: Plan) -> tuple[Tensors, Tensors]:
+    """What the network reads and returns, for files that leave nbtools."""
+    line = "2 * (image.transpose(0, 2, 1)[:, None] / 255)"
+    return ctc.tensors(card.options["height"], len(card.classes), line)
 
 
 def augmented(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from nbtools.errors import successors
 from nbtools.tasks.segment.augment import batch
 from nbtools.tasks.segment.data import pack, pack_options, read, save, survey, validate
 from nbtools.tasks.segment.demo import demo
-from nbtools.tasks.segment.inference import costs, decode, infer, latency
+from nbtools.tasks.segment.inference import costs, decode, infer, latency, tensors
 from nbtools.tasks.segment.losses import loss
 from nbtools.tasks.segment.networks import groups, model
 from nbtools.tasks.segment.plans import BASELINE, BEST, PLAN, PRESETS, Plan, suggest, with_network
@@ -50,6 +50,7 @@ __all__ = [
     "show",
     "suggest",
     "survey",
+    "tensors",
     "training_views",
     "validate",
     "with_network",

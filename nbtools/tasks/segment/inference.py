@@ -20,10 +20,11 @@ from nbtools.data import Card, Pack, collate
 from nbtools.errors import PlanError
 from nbtools.tasks import segment
 from nbtools.tasks.common.latency import Latency, measure_latency
+from nbtools.tasks.segment.augment import MEAN, SPREAD
 from nbtools.tasks.segment.networks import Outputs
 from nbtools.tasks.segment.plans import ALL_SCALES, Plan
 from nbtools.tasks.segment.scores import argmax
-from nbtools.train import Batch, Sums, forward
+from nbtools.train import Batch, Sums, Tensors, forward
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -98,6 +99,14 @@ def resize(images: Tensor, size: tuple[int, int]) -> Tensor:
 def decode(outputs: Outputs, card: Card | Pack) -> list[np.ndarray]:
     """The class of each pixel, (H, W) uint8, for each image."""
     return list(argmax(outputs[0]).to("cpu").numpy().astype(np.uint8))
+
+
+def tensors(card: Card | Pack, plan: Plan) -> tuple[Tensors, Tensors]:
+    """What the network reads and returns, for files that leave nbtools: a single pass, at any size."""
+    channels = card.columns["image"].shape[-1]
+    pixels = f"(image.transpose(0, 3, 1, 2) - {MEAN}) / {SPREAD}"
+    inputs = {"image": (("batch", channels, "height", "width"), pixels)}
+    return inputs, {"logits": (("batch", len(card.classes), "height", "width"), "argmax over axis 1: k is classes[k]")}
 
 
 def eval_cost(plan: Plan, size: tuple[int, int]) -> float:

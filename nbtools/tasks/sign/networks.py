@@ -10,6 +10,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn import functional as F
 
 from nbtools.data import Card, Pack
@@ -110,16 +111,16 @@ class Transformer(nn.Module):
         recompute = self.recompute and self.training
         for layer in self.layers:
             x = again(layer, x, keys) if recompute else layer(x, keys)
-        x = x.reshape(len(visible), -1, x.shape[2])[:, : visible.shape[1]]  # windows of a clip one after the other
+        x = x.reshape(visible.shape[0], -1, x.shape[2])[:, : visible.shape[1]]  # windows of a clip one after the other
         total = (x * visible[:, :, None]).sum(1)
         pooled = self.drop(total / visible.sum(1, keepdim=True).clamp(min=1))
         return self.gloss(pooled), self.category(pooled)
 
     def cut(self, x: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T, …) → (B × windows, at most POSITIONS, …), the last window of a clip padded."""
-        count = -(-x.shape[1] // POSITIONS)
-        if count <= 1:
+        if is_tracing() or x.shape[1] <= POSITIONS:  # an exported network takes no longer clips
             return x, visible
+        count = -(-x.shape[1] // POSITIONS)
         if not self.windows:
             raise PlanError(
                 f"a clip has {x.shape[1]} frames, and the Transformer has positions for {POSITIONS}; set "
@@ -156,7 +157,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, keys: Tensor) -> Tensor:
         """x (B, T, W) → (B, T, W); keys (B, 1, 1, T) bool: the frames that are attended to, at least one per clip."""
-        q, k, v = self.qkv(x).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, T, W / H)
+        q, k, v = self.qkv(x).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind()  # each (B, H, T, W / H)
         dropout = self.dropout if self.training else 0.0
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=keys, dropout_p=dropout)
         return self.out(attended.transpose(1, 2).flatten(2))

@@ -18,12 +18,19 @@ from nbtools.data import Card, Draws, Pack, Sample, collate
 from nbtools.errors import PlanError
 from nbtools.tasks.common import metrics as measures
 from nbtools.tasks.common.latency import Latency, measure_latency
-from nbtools.tasks.sign.keypoints import Keypoints, prepared
+from nbtools.tasks.sign.keypoints import SPAN, Keypoints, prepared
 from nbtools.tasks.sign.networks import LABELS, POSITIONS, Outputs
 from nbtools.tasks.sign.plans import Plan, network_of
-from nbtools.train import Batch, Pair
+from nbtools.train import Batch, Pair, Tensors
 
 BEST = "gloss_accuracy"
+BODY = "points relative to the middle of the shoulders, in shoulder widths, both of their mean places in the clip"
+COORDINATES = {
+    "none": "x * mask.repeat(2, 2)",
+    "body": f"{BODY}; 0 where mask is not set",
+    "hands": f"{BODY}; fingers relative to their wrist, times {SPAN:g}; 0 where mask is not set",
+}
+"""How x follows from the packed one, for files that leave nbtools; exactly: `keypoints.prepared`."""
 
 
 def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:
@@ -108,6 +115,26 @@ def answer(model: nn.Module, card: Card | Pack, plan: Plan, clip: Sample) -> Ans
 def inputs(plan: Plan, columns: Collection[str]) -> tuple[str, ...]:
     """The columns that the plan's network reads, of a pack or a clip with these."""
     return ("features",) if network_of(plan, columns) == "gru" else ("x", "mask")
+
+
+def tensors(card: Card | Pack, plan: Plan) -> tuple[Tensors, Tensors]:
+    """What the network reads and returns, for files that leave nbtools."""
+    if network_of(plan, card.columns) == "gru":
+        (numbers,) = card.columns["features"].shape
+        features = {"features": (("batch", "frames", numbers), "features")}
+        reads = {**features, "features_length": (("batch",), "features_length")}
+    else:
+        (numbers,) = card.columns["x"].shape
+        seen = "mask" if "mask" in card.columns else "(x.reshape(*x.shape[:2], -1, 2) != 0).any(3)"
+        reads = {
+            "x": (("batch", "frames", numbers), COORDINATES[plan.normalise]),
+            "mask": (("batch", "frames", numbers // 2), seen),
+            "x_length": (("batch",), "x_length"),
+        }
+    names = {"gloss": ("classes", card.classes), "category": ('options["categories"]', card.options["categories"])}
+    return reads, {
+        name: (("batch", len(classes)), f"argmax: k is {where}[k]") for name, (where, classes) in names.items()
+    }
 
 
 def stream(
