@@ -463,7 +463,7 @@ def test_any_torchrun_trains_and_packs_once(pack, tmp_path, count):
     with nodes(count, "--epochs", "2") as processes:
         said = [process.communicate(timeout=200) for process in processes]
     assert [process.returncode for process in processes] == [0] * count, said
-    assert sum(text.count("train_loss") for out, _ in said for text in [out]) == 1, "rank 0 alone prints the result"
+    assert sum(text.count("train loss") for out, _ in said for text in [out]) == 1, "rank 0 alone prints the result"
     assert len(nb.Run.open("run", crew).history.of("epoch")) == 2
     assert len(notes(0)) == len(notes(1)) > 0
 
