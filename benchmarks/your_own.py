@@ -198,7 +198,7 @@ class Job:
     width: int
 
 
-JOBS = {"decoding": Job(photos, 1536, 8), "computing": Job(in_memory, 2048, 32)}
+JOBS = {"decoding": Job(photos, 1536, 8), "computing": Job(in_memory, 8192, 32)}
 QUICK = {name: Job(job.make, 512, 4) for name, job in JOBS.items()}
 
 
