@@ -13,9 +13,9 @@ from matplotlib.colors import same_color, to_rgba
 from matplotlib.patches import Rectangle
 
 from nbtools.errors import MissingExtra, PackError
+from nbtools.figures import RIGHT, WIDE, WRONG
 from nbtools.tasks import hwdb
 from nbtools.tasks.common import metrics
-from nbtools.tasks.common.figures import RIGHT, WIDE, WRONG
 from nbtools.tasks.hwdb.analysis import KINDS, aligned, kind
 from nbtools.tasks.hwdb.formats import UNKNOWN
 from tests.packs import pack_of

@@ -11,8 +11,8 @@ from packs import pack_of
 from PIL import Image
 
 from nbtools.data import Draws, collate
+from nbtools.figures import WIDE, WRONG
 from nbtools.tasks import segment
-from nbtools.tasks.common.figures import WIDE, WRONG
 
 HEIGHT, WIDTH = 24, 32
 NAMES = ("background", "shirt", "trousers")

@@ -11,8 +11,8 @@ from matplotlib.colors import to_rgb
 from PIL import Image, ImageSequence
 
 from nbtools.errors import DiskError, PackError
+from nbtools.figures import RIGHT, WRONG
 from nbtools.tasks import sign
-from nbtools.tasks.common.figures import RIGHT, WRONG
 from nbtools.tasks.sign import visualize
 from nbtools.tasks.sign.keypoints import FACE, HANDS, LEFT, POSE
 from nbtools.tasks.sign.keypoints import RIGHT as RIGHT_HAND

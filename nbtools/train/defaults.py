@@ -400,7 +400,7 @@ def preview(pack: Pack, i: int, answer: Any) -> tuple[np.ndarray, str, str, bool
 
 def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[Any] | None = None) -> Any:
     """A grid of samples, each under its target; of wrong predictions both, marked by colour and ≠."""
-    from nbtools.tasks.common.figures import Picture, blank, gallery, judged  # drawing only; it imports this room
+    from nbtools.figures import Picture, blank, gallery, judged  # only where something is drawn
 
     if not images_of(pack.card):
         raise TrainError(f"{pack.folder} has no images to show: its inputs are {', '.join(pack.options['inputs'])}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from nbtools.data import Pack
-from nbtools.tasks.common.figures import Picture, Sheet, blank, gallery, judged
+from nbtools.figures import Picture, Sheet, blank, gallery, judged
 from nbtools.tasks.common.labels import text_of
 from nbtools.tasks.common.mistakes import paired
 

@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from nbtools.data import Pack
+from nbtools.figures import GREY, RIGHT, WIDE, WRONG, Sheet, blank, canvas, finish, scaled
 from nbtools.fonts import Fonts
-from nbtools.tasks.common.figures import GREY, RIGHT, WIDE, WRONG, Sheet, blank, canvas, finish, scaled
 from nbtools.tasks.common.labels import text_of
 from nbtools.tasks.common.mistakes import paired
 from nbtools.tasks.hwdb.analysis import aligned, kind

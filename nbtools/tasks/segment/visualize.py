@@ -18,8 +18,7 @@ from matplotlib.ticker import PercentFormatter
 from PIL import Image
 
 from nbtools.data import SPLITS, Draws, Pack, collate
-from nbtools.fonts import Fonts
-from nbtools.tasks.common.figures import (
+from nbtools.figures import (
     GREY,
     MARGIN,
     TALL,
@@ -34,6 +33,7 @@ from nbtools.tasks.common.figures import (
     gallery,
     scaled,
 )
+from nbtools.fonts import Fonts
 from nbtools.tasks.common.files import on_white
 from nbtools.tasks.segment.augment import MEAN, SPREAD, batch
 from nbtools.tasks.segment.classes import BACKGROUND, IGNORE, UNKNOWN

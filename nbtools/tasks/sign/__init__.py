@@ -1,6 +1,6 @@
 """Sign language: clips of keypoints or features to a gloss and its category, by a Transformer or a GRU."""
 
-from nbtools.tasks.common.figures import confusion_figure as confused
+from nbtools.figures import confusion_figure as confused
 from nbtools.tasks.sign.data import pack, pack_options, read, survey, validate
 from nbtools.tasks.sign.demo import demo
 from nbtools.tasks.sign.features import features
