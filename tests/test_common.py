@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch.nn import functional as F
 
-from nbtools import fonts
+from nbtools import figures, fonts
 from nbtools.errors import MissingExtra, PackError
-from nbtools.tasks.common import ctc, figures, files, labels, mistakes
+from nbtools.tasks.common import ctc, files, labels, mistakes
 from nbtools.tasks.common.demo import write_demo
 from nbtools.tasks.common.metrics import accuracy, edits, text_metrics, whole_accuracy
 from nbtools.tasks.common.report import Refused
