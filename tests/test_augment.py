@@ -39,6 +39,14 @@ def test_seed_epoch_and_sample_decide_what_an_image_becomes_and_its_batch_does_n
         assert not torch.equal(other["image"], together)
 
 
+def test_two_images_of_a_sample_are_augmented_alike():
+    batch = batch_of()
+    batch["other"] = batch["image"].clone()
+    found = augment(batch, ["image", "other"], ["image", "other"], CLASSES, Draws(0, 0, batch["id"]), list(IMAGES))
+    assert torch.equal(found["image"], found["other"])
+    assert torch.equal(found["image"], augmented(batch, list(IMAGES))["image"])
+
+
 def test_names_in_any_order_do_the_same():
     assert torch.equal(*(augmented(batch_of(), names)["image"] for names in (["flip", "crop"], ["crop", "flip"])))
 

@@ -509,6 +509,13 @@ def test_an_item_unlike_those_looked_at_is_a_row_of_the_table():
     assert "x is int64, as in other items" in made.bad.rule[0]
 
 
+def test_a_number_that_is_no_class_is_never_taken_for_the_place_of_one():
+    made = pack([(float(i), label) for i, label in enumerate([0, 2, 3, 1] * 10)], classes=["0", "2", "3"])
+    assert len(made.bad) == 10
+    assert {made.classes[k] for k in made.arrays["y"]} == {"0", "2", "3"}
+    assert [made.arrays["x"][k] % 4 for k in range(3)] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("count", [3000, pytest.param(70_000, marks=pytest.mark.full)])
 def test_as_many_classes_as_samples_are_sorted_by_value(count):
     labels = np.random.default_rng(1).permutation(count) * 7 - 5

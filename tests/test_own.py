@@ -26,7 +26,7 @@ from nbtools.live.view import Previews
 from nbtools.measure import receipt
 from nbtools.measure.advice import label
 from nbtools.train import Answer, build, call_of
-from nbtools.train.defaults import METRICS, score
+from nbtools.train.defaults import METRICS, sample_of, score
 
 pytestmark = pytest.mark.usefixtures("undrawn", "one_thread")
 QUIET: dict[str, Any] = {"receipt": False, "progress": False}
@@ -215,7 +215,7 @@ CALLS: dict[str, tuple[Any, str, str]] = {  # forward, data, what is given
     "optional lengths": (lambda self, x, mask=None, length=None: x, "sequences", "x, length=x_length"),
     "two in order": (lambda self, a, b: a, "two", "a=image, b=age"),
     "two by name": (lambda self, age, *, image: image, "two", "age, image"),
-    "the target": (lambda self, image, y: image, "two", "image, y"),
+    "never the target": (lambda self, image, y: image, "two", "image, y=age"),
 }
 
 
@@ -325,6 +325,43 @@ def test_frozen_parts_stay_and_groups_are_a_hook_as_in_any_task(packs):
     assert torch.equal(after["features.0.weight"], before["features.0.weight"])
     assert not torch.equal(after["head.weight"], before["head.weight"])
     assert [group["lr_scale"] for group in state.optimizer.param_groups] == [10.0]
+
+
+class Pair(nn.Module):
+    """Of two vectors, under names of which one is the target's."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, x, y):
+        return self.head(torch.cat([x, y], 1))
+
+
+def test_a_network_never_gets_the_target_for_an_input_of_its_name(tmp_path):
+    drawn = np.random.default_rng(0).random((40, 2)).astype(np.float32)
+    items = [((pair[:1], pair[1:]), "less" if pair[0] < pair[1] else "more") for pair in drawn]
+    pack = nb.pack(items, into=tmp_path / "pack", progress=False)
+    assert list(pack.options["inputs"]) == ["x1", "x2"]
+    state = nb.TrainState(nb.classify(Pair), pack, nb.Plan())
+    assert call_of(state.model).startswith("Pair.forward(x=x1, y=x2)")
+    assert state.model({name: torch.from_numpy(pack.arrays[name][:3]) for name in pack.columns}).shape == (3, 2)
+
+
+def test_an_image_that_is_a_target_is_not_left_as_it_is_while_its_input_turns(tmp_path):
+    images = [(np.full((8, 8, 3), i, np.uint8), np.full((8, 8), i, np.float32)) for i in range(20)]
+    pack = nb.pack(images, into=tmp_path / "pack", progress=False)
+    with pytest.raises(TrainError, match="flip would leave the target as it is"):
+        nb.TrainState(nb.regress(nn.Identity(), augment=["flip"]), pack, nb.Plan())
+
+
+@pytest.mark.parametrize("value", [200.0, 300, -1, float("nan")])
+def test_an_item_to_predict_beyond_the_range_of_its_column_is_refused(packs, value):
+    card = packs["images"].card
+    assert card.columns["x"].dtype == "|u1"
+    with pytest.raises(PackError) as refused:
+        sample_of(np.full(card.columns["x"].shape, value), card)
+    assert refused.value.args[1].startswith(("x is kept in bytes", "all numbers of x"))
 
 
 # -- metrics
@@ -614,6 +651,8 @@ def test_a_dataset_with_random_transforms_is_advised_to_be_read_in_each_epoch(tm
     assert advice.reasons["feed"] == "the Dataset's transforms are random: it is read again in each epoch"
     run = nb.fit(own.task, pack, advice.plan.replace(epochs=1, workers=0), tmp_path / "run", **QUIET)
     assert len(run.history.of("epoch")) == 1
+    first, second = (nb.evaluate(run, pack, split="train", feed="workers", workers=0) for _ in range(2))
+    assert first == second, "evaluated on the reading that the pack keeps"
 
 
 def test_advice_measured_for_one_network_without_a_name_is_not_given_to_another(packs):

@@ -208,6 +208,11 @@ class Form:
     def known(self) -> frozenset[str]:
         return frozenset(self.names)
 
+    @cached_property
+    def numbered(self) -> bool:
+        """Whether names of classes are numbers themselves."""
+        return any(name.removeprefix("-").isdecimal() for name in self.names)
+
     def fit(self, name: str, value: Any, size: Sequence[int] | None = None) -> np.ndarray | str:
         """The value as it is packed; a class as its text. Raises PackError(value, rule, fix) where it does not fit."""
         if self.kind == "class":
@@ -232,13 +237,13 @@ class Form:
         return exact.astype(self.dtype, copy=False)
 
     def text(self, value: Any) -> str:
-        """The name of a class; a whole number may be its place among the names."""
+        """The name of a class; a whole number may be its place among the names, if these are words."""
         if value is None or str(value) in ("", "nan", "<NA>", "NaT") or not isinstance(value, str | int):
             came = str(value) or "an empty text"
             raise PackError(came, "every sample has a class, a text or a whole number", "leave it out, or correct it")
         if not self.names or str(value) in self.known:
             return str(value)
-        if isinstance(value, int) and 0 <= value < len(self.names):
+        if isinstance(value, int) and 0 <= value < len(self.names) and not self.numbered:
             return self.names[value]
         some = ", ".join(self.names[:5]) + (" …" if len(self.names) > 5 else "")
         raise PackError(value, f"the class is one of {len(self.names):,}: {some}", "correct it, or leave it out")

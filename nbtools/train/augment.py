@@ -111,12 +111,15 @@ def augment(
     draws: Draws,
     names: Collection[str] | Mapping[str, float],
 ) -> dict[str, Tensor]:
-    """The batch with its images (B, C, H, W) float32 augmented, and with mixup all inputs and `y`, which becomes (B, K)
-    probabilities where there are K classes."""
+    """The batch with its images (B, C, H, W) float32 augmented, several of a sample alike, and with mixup all inputs
+    and `y`, which becomes (B, K) probabilities where there are K classes."""
     wanted, batch = strengths(names), dict(batch)
     for name, (_, act) in IMAGES.items():
         if name in wanted:
-            batch |= {image: act(batch[image].float(), draws, wanted[name]) for image in images}
+            first = draws.count
+            for image in images:
+                draws.count = first
+                batch[image] = act(batch[image].float(), draws, wanted[name])
     return mixup(batch, inputs, classes, draws, wanted[MIXUP]) if MIXUP in wanted else batch
 
 

@@ -147,9 +147,9 @@ class Arguments:
 
 def find_arguments(model: nn.Module, card: Card) -> Arguments:
     """From the signature of forward: the batch as a dict where its first parameter is called `batch`, or annotated as a
-    mapping; parameters with names of columns get these, `lengths` those of a single ragged input; the other required
-    ones get the remaining inputs in order, a single one the first of them. Raises TrainError if that leaves one
-    without."""
+    mapping; parameters with names of columns get these, but never the target by its name; `lengths` get those of a
+    single ragged input; the other required ones get the remaining inputs in order, a single one the first of them.
+    Raises TrainError if that leaves one without."""
     inputs, called = list(card.options["inputs"]), type(model).__name__
     ragged = [name for name in inputs if card.columns[name].kind == "ragged"]
     offered = {name: name for name in (*inputs, *(f"{name}_length" for name in ragged))}
@@ -159,7 +159,8 @@ def find_arguments(model: nn.Module, card: Card) -> Arguments:
     if takes_dict(model):
         return Arguments(f"{called}.forward({plain[0].name if plain else ''})", whole=True)
     required = [p.name for p in plain if p.default is p.empty]
-    known = {**{name: name for name in required if name in (*card.columns, "id")}, **offered}
+    others = {*card.columns, "id"} - {TARGET}
+    known = {**{name: name for name in required if name in others}, **offered}
     found = {p.name: known[p.name] for p in plain if p.name in known}
     rest = [name for name in required if name not in found]
     free = [name for name in inputs if name not in found.values()]
@@ -330,6 +331,9 @@ def require_fitting(card: Card, metrics: Any, names: Any) -> None:
     there = ", ".join(f"{name} {column}" for name, column in inputs.items())
     if (pictured := wanted.keys() - {MIXUP}) and not images_of(card):
         raise TrainError(f"augment: {min(pictured)} needs images, but the inputs are {there}; leave it out")
+    if pictured and TARGET in card.columns and len(card.columns[TARGET].shape) > 1:
+        rule = f"augment: {min(pictured)} would leave the target as it is, {card.columns[TARGET]}"
+        raise TrainError(f"{rule}; augment both in a `batch` of your task")
     if MIXUP in wanted and any(c.kind == "ragged" or c.dtype[1] not in "uf" for c in inputs.values()):
         raise TrainError(
             f"augment: mixup needs images or numbers of one shape, but the inputs are {there}; leave it out"
@@ -462,8 +466,13 @@ def stored(value: Any, card: Card, name: str) -> np.ndarray:
         array = array.transpose(2, 0, 1) if layout == "chw" and array.ndim == 3 else array
     else:
         array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise PackError("nan or inf", f"all numbers of {name} are finite", "replace it, or leave the item out")
         if column.dtype == "|u1" and array.dtype.kind == "f":
             array = np.rint(array * 255)  # kept as 255ths
+        if column.dtype == "|u1" and array.size and not 0 <= array.min() <= array.max() <= 255:
+            came = "numbers beyond 0…1" if array.dtype.kind == "f" else f"{array.min()} … {array.max()}"
+            raise PackError(came, f"{name} is kept in bytes: whole numbers 0…255, or numbers 0…1", "scale it")
     ragged = column.kind == "ragged"
     if array.ndim != len(column.shape) + ragged or array.shape[ragged:] != column.shape:
         raise PackError(f"shape {array.shape}", f"{name} is {column}", "make it alike")

@@ -96,6 +96,8 @@ def score_split(
         )
     if most is not None and most < len(ids):
         ids = ids[np.linspace(0, len(ids) - 1, most).round().astype(int)]
+    if pack.card.options.get("random"):  # without the Dataset's transforms of training: the reading that the pack keeps
+        feed, plan = None, plan.replace(feed="auto")
     feed = feed or open_feed(pack, plan, sums.device)
     batches = in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)
     for raw in feed(batches if ranks is None else batches[ranks.rank :: ranks.world]):
