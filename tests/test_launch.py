@@ -387,7 +387,7 @@ nb.launch(crew, nb.Pack.open(sys.argv[1]), crew.PLAN.replace(epochs=100_000), "r
 
 
 def environment() -> dict[str, str]:
-    paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    paths = os.pathsep.join(filter(None, [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": paths, "NBTOOLS_CACHE": str(Path("cache").absolute())}
 
 
