@@ -20,7 +20,8 @@ from PIL import Image
 
 from nbtools import fonts
 from nbtools.live import Columns, chart, png, samples, svg, view
-from nbtools.live.picture import LETTERS, About, picture
+from nbtools.live.facts import About
+from nbtools.live.picture import LETTERS, picture
 from nbtools.live.samples import Preview
 from nbtools.measure import REASONS
 from nbtools.table import columns, duration

@@ -2,11 +2,11 @@
 
 from nbtools.live import png
 from nbtools.live.chart import Picture, number
+from nbtools.live.columns import XS, Columns, spent, taken
 from nbtools.live.kernel import Messages, closing, running_kernel
 from nbtools.live.log import OPENING
 from nbtools.live.overlay import overlay
 from nbtools.live.panel import Panel
-from nbtools.live.picture import XS, Columns, spent, taken
 from nbtools.live.requests import ACTIONS, REFUSED, FirstSignal, Plans, Requests, advised, send
 from nbtools.live.surface import Surface
 from nbtools.live.view import View

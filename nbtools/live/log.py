@@ -8,7 +8,8 @@ from itertools import pairwise
 
 from nbtools.data import Pack, choose
 from nbtools.live.chart import scientific
-from nbtools.live.picture import About, Columns, mebibytes, samples_per_s, time_left
+from nbtools.live.columns import Columns
+from nbtools.live.facts import About, mebibytes, samples_per_s, time_left
 from nbtools.measure import described
 from nbtools.table import digits, duration
 from nbtools.train import Plan, Record, Steps, TrainState, call_of, shares

@@ -21,7 +21,8 @@ from nbtools.live.chart import (
     extent,
     thinned,
 )
-from nbtools.live.picture import Columns, Series, along, decade, falling, from_zero, rates, shares, train_loss
+from nbtools.live.columns import Columns, Series, along
+from nbtools.live.picture import decade, falling, from_zero, rates, shares, train_loss
 from nbtools.train import History
 
 COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY)

@@ -21,9 +21,11 @@ import numpy as np
 from nbtools import disk
 from nbtools.data import Pack, bar, collate, in_notebook, say
 from nbtools.live import png, samples, svg
+from nbtools.live.columns import Columns
+from nbtools.live.facts import About
 from nbtools.live.log import line_of
 from nbtools.live.panel import Panel
-from nbtools.live.picture import About, Columns, picture
+from nbtools.live.picture import picture
 from nbtools.live.samples import Preview
 from nbtools.table import plural
 from nbtools.train import History, Plan, Record, TrainState, evaluation
