@@ -26,7 +26,8 @@ from nbtools.live.view import Previews
 from nbtools.measure import receipt
 from nbtools.measure.advice import label
 from nbtools.train import Answer, build, call_of
-from nbtools.train.defaults import METRICS, sample_of, score
+from nbtools.train.defaults import sample_of
+from nbtools.train.metrics import METRICS, score
 
 pytestmark = pytest.mark.usefixtures("undrawn", "one_thread")
 QUIET: dict[str, Any] = {"receipt": False, "progress": False}

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import nbtools as nb
 from nbtools.train.augment import IMAGES, MIXUP
-from nbtools.train.defaults import METRICS
+from nbtools.train.metrics import METRICS
 
 pytestmark = pytest.mark.usefixtures("one_thread", "undrawn")
 ROOT = Path(__file__).parent.parent

@@ -21,7 +21,7 @@ from nbtools.data.feed import (
     open_feed,
     require_shared_memory,
 )
-from nbtools.data.items import mode_of, named, pixels
+from nbtools.data.items import TARGET, mode_of, named, pixels
 from nbtools.data.pack import (
     SPLITS,
     Card,
@@ -42,6 +42,7 @@ from nbtools.data.stage import stage
 
 __all__ = [
     "SPLITS",
+    "TARGET",
     "Card",
     "Column",
     "Draws",

@@ -1,12 +1,14 @@
 """Plan, Task, TrainState, the loop, evaluation, checkpoints, history."""
 
 from nbtools.train import checkpoint, device, evaluation
+from nbtools.train.call import call_of
 from nbtools.train.checkpoint import CONTROL
-from nbtools.train.defaults import DATASET, Answer, Batch, Pair, call_of, items_of
+from nbtools.train.defaults import DATASET, Answer, items_of
 from nbtools.train.device import DTYPES, again
 from nbtools.train.evaluation import Sums, forward
 from nbtools.train.history import KEYS, History, Record
 from nbtools.train.loop import adopt, caught_up, obey, require_change, train
+from nbtools.train.metrics import Batch, Pair
 from nbtools.train.optimizer import LARGER, OPTIMIZERS, local_optimizer
 from nbtools.train.own import classify, regress
 from nbtools.train.plan import (

@@ -1,17 +1,12 @@
-"""What a Task does by default with a pack that `nb.pack` wrote: the batch, the network's arguments, metrics by name,
-answers, and the pictures of samples.
+"""What a Task does by default with a pack that `nb.pack` wrote: the batch, answers, and the pictures of samples.
 
 B samples, C channels, H × W pixels, L steps of the longest sequence, F features, K classes, D values.
 """
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import math
-import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,19 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
-from nbtools.data import Card, Draws, Pack, Sample, encoded, named, pixels
+from nbtools.data import TARGET, Card, Draws, Pack, Sample, encoded, named, pixels
 from nbtools.errors import PackError, TrainError
 from nbtools.train.augment import MIXUP, augment, strengths
+from nbtools.train.call import logits_of
+from nbtools.train.metrics import METRICS, Batch, listed
 
-Batch = dict[str, Tensor]
-Pair = tuple[Tensor | float, Tensor | float]
-"""A metric's numerator and denominator, which add up; or two tensors (K,) of a mean over K classes, as mIoU is."""
-
-DATASET, TARGET = "dataset", "y"  # the task in such a pack's card; its column of targets
+DATASET = "dataset"  # the task in such a pack's card
 MODES = {1: "L", 3: "RGB"}  # of images with so many channels
-LENGTHS = ("lengths", "length")  # what a forward may call the lengths of a single ragged input
 
 
 def packed_dataset(card: Card | None) -> bool:
@@ -120,202 +112,7 @@ def blank(card: Card) -> Batch:
     return batch
 
 
-# -- the call of a network
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The columns of a batch that a network's forward takes, by position and by name; `whole`: the batch as a dict.
-
-    As a forward pre-hook it replaces a batch, and nothing else, by these: the names of weights, DDP and calls with
-    tensors stay as they are.
-    """
-
-    called: str
-    positions: tuple[str, ...] = ()
-    names: tuple[tuple[str, str], ...] = ()
-    whole: bool = False
-
-    def __call__(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if self.whole or named or len(given) != 1 or not isinstance(given[0], dict):
-            return None
-        batch = given[0]
-        if lost := [name for name in (*self.positions, *dict(self.names).values()) if name not in batch]:
-            raise TrainError(f"{self.called} takes {lost[0]!r}, but the batch has {', '.join(batch)}; return it too")
-        return tuple(batch[name] for name in self.positions), {name: batch[each] for name, each in self.names}
-
-
-def find_arguments(model: nn.Module, card: Card) -> Arguments:
-    """From the signature of forward: the batch as a dict where its first parameter is called `batch`, or annotated as a
-    mapping; parameters with names of columns get these, but never the target by its name; `lengths` get those of a
-    single ragged input; the other required ones get the remaining inputs in order, a single one the first of them.
-    Raises TrainError if that leaves one without."""
-    inputs, called = list(card.options["inputs"]), type(model).__name__
-    ragged = [name for name in inputs if card.columns[name].kind == "ragged"]
-    offered = {name: name for name in (*inputs, *(f"{name}_length" for name in ragged))}
-    if len(ragged) == 1:
-        offered |= dict.fromkeys(LENGTHS, f"{ragged[0]}_length")
-    plain = [p for p in parameters_of(model) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if takes_dict(model):
-        return Arguments(f"{called}.forward({plain[0].name if plain else ''})", whole=True)
-    required = [p.name for p in plain if p.default is p.empty]
-    others = {*card.columns, "id"} - {TARGET}
-    known = {**{name: name for name in required if name in others}, **offered}
-    found = {p.name: known[p.name] for p in plain if p.name in known}
-    rest = [name for name in required if name not in found]
-    free = [name for name in inputs if name not in found.values()]
-    if (rest and len(rest) not in (1, len(free))) or len(rest) > len(free):
-        raise TrainError(
-            f"{called}.forward({', '.join(required)}): which columns are {', '.join(rest)}? The inputs are "
-            f"{', '.join(inputs)}; name the parameters as the columns, or take the whole dict: forward(self, batch)"
-        )
-    found |= dict(zip(rest, free, strict=False))
-    if not found:
-        return Arguments(f"{called}.forward({inputs[0]})", (inputs[0],))
-    given = ", ".join(name if name == column else f"{name}={column}" for name, column in found.items())
-    first = next((k for k, p in enumerate(plain) if p.name not in found or p.kind is p.KEYWORD_ONLY), len(plain))
-    named = tuple((p.name, found[p.name]) for p in plain[first:] if p.name in found)
-    return Arguments(f"{called}.forward({given})", tuple(found[p.name] for p in plain[:first]), named)
-
-
-def parameters_of(model: nn.Module) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(model.forward).parameters.values())
-    except (TypeError, ValueError):  # compiled code has none
-        return []
-
-
-def takes_dict(model: nn.Module) -> bool:
-    """Whether its forward, or that of the first part of a Sequential, takes a batch as a dict."""
-    while isinstance(model, nn.Sequential) and len(model):
-        model = model[0]
-    first = next(iter(parameters_of(model)), None)
-    if first is None:
-        return False
-    kind = first.annotation.partition("[")[0] if isinstance(first.annotation, str) else first.annotation
-    kind = typing.get_origin(kind) or kind
-    mapping = isinstance(kind, type) and issubclass(kind, Mapping)
-    return first.name == "batch" or mapping or kind in ("dict", "Mapping", "Batch")
-
-
-def connect(model: nn.Module, card: Card) -> nn.Module:
-    """The network, which takes a batch from now on, besides whatever its forward takes. A run calls it so."""
-    found = find_arguments(model, card)
-    if found not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(found, with_kwargs=True)
-    return model
-
-
-def call_of(model: nn.Module) -> str:
-    """How a connected network is called, and how many of its parameters are trained; "" for one that is not."""
-    found = next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, Arguments)), None)
-    if found is None:
-        return ""
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    whole, trained = sum(size for size, _ in sizes), sum(size for size, needed in sizes if needed)
-    return f"{found.called}, {whole:,} parameters, {'all' if trained == whole else f'{trained:,}'} trained"
-
-
-def logits_of(outputs: Any) -> Tensor:
-    """The tensor of outputs: themselves, their `.logits` (transformers), or what they have as "out" (torchvision)."""
-    for found in (outputs, getattr(outputs, "logits", None), outputs.get("out") if hasattr(outputs, "get") else None):
-        if isinstance(found, Tensor):
-            return found
-    raise TrainError(
-        f"the network returns a {type(outputs).__name__} without a tensor as .logits or ['out']; return the tensor "
-        "from forward, or write a Task with model, loss, metrics and decode"
-    )
-
-
-# -- metrics by name
-
-
-def class_logits(outputs: Any, card: Card) -> Tensor:
-    """(B, K) logits. Raises TrainError if they are not of the pack's classes."""
-    logits, count = logits_of(outputs), len(card.classes)
-    if logits.dim() < 2 or logits.shape[1] != count:
-        raise TrainError(
-            f"the network must return one logit for each of {count} classes, (B, {count}), got "
-            f"{tuple(logits.shape)}; change its last layer, or pass a function: lambda classes: Net(classes)"
-        )
-    return logits
-
-
-def values_like(outputs: Any, target: Tensor) -> Tensor:
-    """The outputs in the target's shape: (B, 1) and (B,) would be broadcast to (B, B). Raises TrainError."""
-    values = logits_of(outputs)
-    if values.numel() != target.numel():
-        raise TrainError(
-            f"the network must return one value for each of the target, {tuple(target.shape)}, got "
-            f"{tuple(values.shape)}; change its last layer"
-        )
-    return values.float().view(target.shape)
-
-
-def top(logits: Tensor, y: Tensor, count: int) -> Pair:
-    best = logits.topk(min(count, logits.shape[1]), 1).indices
-    return (best == y[:, None]).any(1).sum(), y.numel()
-
-
-def per_class(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(K,) each: how often a class is predicted rightly, is predicted, and is the truth."""
-    predicted, classes = logits.argmax(1), torch.arange(logits.shape[1], device=y.device)
-    guess, truth = predicted.view(-1, 1) == classes, y.view(-1, 1) == classes
-    return (guess & truth).sum(0), guess.sum(0), truth.sum(0)
-
-
-def recall(logits: Tensor, y: Tensor) -> Pair:
-    right, _, truth = per_class(logits, y)
-    return right, truth
-
-
-def f1(logits: Tensor, y: Tensor) -> Pair:
-    right, guess, truth = per_class(logits, y)
-    return 2 * right, guess + truth
-
-
-METRICS: dict[str, tuple[str, str, Callable[[Tensor, Tensor], Pair]]] = {
-    "accuracy": ("classes", "", lambda logits, y: top(logits, y, 1)),
-    "top5_accuracy": ("classes", "", lambda logits, y: top(logits, y, 5)),
-    "balanced_accuracy": ("classes", "", recall),
-    "f1": ("classes", "", f1),
-    "mae": ("values", "-", lambda values, y: ((values - y).abs().sum(), y.numel())),
-    "mse": ("values", "-", lambda values, y: ((values - y).square().sum(), y.numel())),
-}
-"""Name → what it is of, "-" where lower is better, (outputs, targets) → Pair. balanced_accuracy and f1: the mean over
-classes of recall, and of 2 TP / (2 TP + FP + FN)."""
-
-
-def listed(metrics: Any) -> tuple[Any, ...]:
-    """Names and functions as a tuple. Raises TrainError for an unknown name."""
-    found = (metrics,) if isinstance(metrics, str) or callable(metrics) else tuple(metrics)
-    for name in found:
-        if not callable(name) and name not in METRICS:
-            close = difflib.get_close_matches(str(name), METRICS, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(METRICS)}, or pass a function"
-            raise TrainError(f"metrics has no {name!r}; {hint}")
-    return found
-
-
-def best_of(metrics: Any) -> str:
-    """What `Task.BEST` is, if the task says nothing else: the first metric that has a name, else -loss."""
-    names = () if callable(metrics) else [name for name in listed(metrics) if not callable(name)]
-    return f"{METRICS[names[0]][1]}{names[0]}" if names else "-loss"
-
-
-def score(metrics: Any, outputs: Any, batch: Batch, card: Card | None) -> dict[str, Pair]:
-    """Metric → Pair, of names and of functions of (outputs, batch), which return a Pair or a mapping of them."""
-    found: dict[str, Pair] = {}
-    for metric in listed(metrics):
-        if callable(metric):
-            one: Any = metric(outputs, batch)
-            found |= one if isinstance(one, Mapping) else {getattr(metric, "__name__", "metric"): one}
-            continue
-        if card is None:
-            raise TrainError(f"metrics: {metric!r} by name needs a pack of nb.pack; write metrics(outputs, batch)")
-        y, (kind, _, measure) = batch[TARGET], METRICS[metric]
-        found[metric] = measure(class_logits(outputs, card) if kind == "classes" else values_like(outputs, y), y)
-    return found
+# -- what a task asks for
 
 
 def require_fitting(card: Card, metrics: Any, names: Any) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from nbtools.data import Feed, Pack, in_order, lengths_of, open_feed
 from nbtools.errors import TrainError
-from nbtools.train.defaults import score as score_batch
 from nbtools.train.device import autocast, sum_dtype, within_memory
+from nbtools.train.metrics import score as score_batch
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks
 from nbtools.train.task import Batch, Pair, TaskLike, as_task, readable, summed

@@ -15,23 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nbtools.data import Card
+from nbtools.data import TARGET, Card
 from nbtools.errors import TrainError
 from nbtools.train.augment import strengths
-from nbtools.train.defaults import (
-    TARGET,
-    answers,
-    best_of,
-    class_logits,
-    listed,
-    logits_of,
-    packed_dataset,
-    require_fitting,
-    scale_of,
-    score,
-    values_like,
-    width_of,
-)
+from nbtools.train.call import logits_of
+from nbtools.train.defaults import answers, packed_dataset, require_fitting, scale_of, width_of
+from nbtools.train.metrics import best_of, class_logits, listed, score, values_like
 from nbtools.train.plan import Plan
 from nbtools.train.task import Batch, Pair, Task, task_name
 

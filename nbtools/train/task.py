@@ -21,13 +21,10 @@ from torch.nn.parameter import UninitializedParameter
 from nbtools.data import Card, Draws, Pack, Sample, Survey, build_pack
 from nbtools.data import pack as pack_dataset
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
+from nbtools.train.call import connect
 from nbtools.train.defaults import (
-    Batch,
-    Pair,
     answers,
-    best_of,
     blank,
-    connect,
     images_of,
     packed_dataset,
     prepare,
@@ -36,6 +33,7 @@ from nbtools.train.defaults import (
     sample_of,
     show,
 )
+from nbtools.train.metrics import Batch, Pair, best_of
 from nbtools.train.plan import Plan
 
 OWN = "nbtools.train.own:"  # the name of what nb.classify returned, and no variable of a module holds
