@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nbtools import table
 from nbtools.data import in_notebook
 from nbtools.errors import TrainError
-from nbtools.live import XS, Columns, Picture, number, overlay, png, spent, taken
+from nbtools.live import XS, Columns, Picture, overlay, png, spent, taken
 from nbtools.run import Run
 from nbtools.train import best_metric
 
@@ -133,4 +133,4 @@ def shown(name: str, value: Any) -> Any:
         return None
     if name in COUNTS:
         return f"{int(value):,}"
-    return number(value) if name in HEADERS or name.startswith("best_") or name.endswith("_loss") else value
+    return table.number(value) if name in HEADERS or name.startswith("best_") or name.endswith("_loss") else value

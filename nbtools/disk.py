@@ -16,6 +16,7 @@ from io import FileIO
 from pathlib import Path
 
 from nbtools import errors
+from nbtools.table import size
 
 OPERATIONS = ("create", "append", "read", "write", "sync", "sync_folder", "rename", "remove", "link", "make_folder")
 """The primitives: what fault injection replaces. Everything else is made of them."""
@@ -150,7 +151,7 @@ def require_space(path: Path, need: int) -> None:
     free = free_bytes(path)
     if need > free:
         raise errors.DiskError(
-            f"{path}: needs {human(need)}, only {human(free)} are free there. Free some space, or choose another disk."
+            f"{path}: needs {size(need)}, only {size(free)} are free there. Free some space, or choose another disk."
         )
 
 
@@ -197,14 +198,6 @@ def file_system(path: Path, mountinfo: str) -> str:
     return form
 
 
-def human(count: float) -> str:
-    """A number of bytes in decimal units, as disks, Drive and network rates are given: `1.5 GB`."""
-    power = 0
-    while abs(count) >= 999.5 and power < 4:
-        count, power = count / 1000, power + 1
-    return f"{count:.{0 if power == 0 or abs(count) >= 100 else 1}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
-
-
 @contextlib.contextmanager
 def explained(doing: str, path: Path) -> Iterator[None]:
     """Turn an OSError inside into a DiskError: what was being done, where, why it failed, what to do next."""
@@ -213,7 +206,7 @@ def explained(doing: str, path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             reason, advice = (
-                f"the disk is full ({human(free_bytes(path))} free)",
+                f"the disk is full ({size(free_bytes(path))} free)",
                 "Free some space, or choose another disk.",
             )
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -18,7 +18,7 @@ from itertools import accumulate, zip_longest
 from typing import Any
 
 EMPTY = "–"
-NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( ?[%×]| [^\d\s]+)?")  # 12, 1e-06, 97 %, 24.3×, 1.5 GB; not 0001.png
+NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( ?[%×]| [^\d\s]+)?")  # 12, 1e-6, 97 %, 24.3×, 1.5 GB; not 0001.png
 WHOLE = 24  # characters: a shorter cell is not broken, as `250 of 400 W`
 LEAST = 12  # characters: a narrower wrapped column is harder to read than a line that the terminal breaks
 COLOURS = {"bold": 1, "green": 32, "yellow": 33}  # ANSI: readable on dark and light
@@ -129,12 +129,44 @@ def shown(value: Any) -> str:
 
 
 def digits(value: float) -> str:
-    """A float for display only: in full where five digits are exact, as for most typed values, else in three digits or
-    as a whole number. An lr of 0.002828427 shows as 0.00283."""
+    """A setting as one would type it: in full where five digits are exact, as for most typed values, else in three
+    digits or as a whole number. An lr of 0.002828427 shows as 0.00283."""
     short = f"{value:.5g}"
-    if float(short) == value or not math.isfinite(value):
-        return short
-    return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
+    if float(short) != value and math.isfinite(value):
+        short = f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
+    return exponent(short)
+
+
+def number(value: float) -> str:
+    """A measured value in three digits, zeros kept, so that it does not jump while it changes: 0.0258, 31.2, 12,345,
+    2.00e-7. A share just below 1 has as many more as tell it from 1: 0.9996."""
+    amount = abs(value)
+    if not amount or not math.isfinite(value):
+        return f"{value:g}"
+    if amount < 1e-4 or amount >= 1e9:
+        return exponent(f"{value:.2e}")
+    decimals = max(2 - math.floor(math.log10(float(f"{amount:.2e}"))), 0)
+    while amount < 1 <= round(amount, decimals) and decimals < 6:
+        decimals += 1
+    return f"{value:,.{decimals}f}"
+
+
+def exponent(number: str) -> str:
+    """2e-7 for the 2e-07 that Python writes."""
+    return re.sub(r"e\+?(-?)0*", r"e\1", number)
+
+
+def percent(share: float, decimals: int = 0) -> str:
+    """`94 %`"""
+    return f"{100 * share:.{decimals}f} %"
+
+
+def size(count: float) -> str:
+    """A number of bytes in decimal units, as disks, cards and network rates are sold: `1.5 GB`."""
+    power = 0
+    while abs(count) >= 999.5 and power < 4:
+        count, power = count / 1000, power + 1
+    return f"{count:.{0 if power == 0 or abs(count) >= 100 else 1}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
 def sized(height: int, width: int) -> str:
@@ -159,6 +191,13 @@ def duration(seconds: float) -> str:
     if whole < 48 * 3600:
         return f"{whole // 3600} h {whole % 3600 // 60:02} min"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def timing(seconds: float) -> str:
+    """A measured time in three digits, where `duration` would say 0 s: `203 ms`, `1.35 s`."""
+    if seconds >= 100:
+        return duration(seconds)
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def numeric(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:

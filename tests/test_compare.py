@@ -12,8 +12,9 @@ from acting import QUIET
 from PIL import Image
 
 import nbtools as nb
+from nbtools import table
 from nbtools.errors import CheckpointError, TrainError
-from nbtools.live import XS, Columns, number, overlay
+from nbtools.live import XS, Columns, overlay
 from nbtools.live.picture import picture
 from nbtools.run import Run
 from nbtools.train import History, Record
@@ -82,7 +83,7 @@ def test_the_train_loss_is_one_number_in_summary_comparison_and_picture(runs, ot
     for run, history, name, value in found:
         assert nb.compare(run).frame["train_loss"].tolist() == [value]
         [line] = [line for line in picture(Columns(history)).charts[0].lines if line.name.startswith("train")]
-        assert (line.name, line.value) == (name, number(value))
+        assert (line.name, line.value) == (name, table.number(value))
 
 
 def test_each_chart_has_a_line_a_run_in_the_colour_and_dashes_of_the_key(runs):

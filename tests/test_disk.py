@@ -80,11 +80,6 @@ def test_an_error_of_the_disk_says_what_failed_and_what_to_do(tmp_path, code, wo
     assert str(caught.value).startswith(f"staging x.tar: {tmp_path}")
 
 
-def test_human_uses_decimal_units():
-    sizes = {0: "0 B", 999: "999 B", 1500: "1.5 kB", 999_600: "1.0 MB", 123_456_789: "123 MB", 2.5e12: "2.5 TB"}
-    assert [disk.human(count) for count in sizes] == list(sizes.values())
-
-
 MOUNTS = r"""21 1 0:19 / / rw,relatime shared:1 - overlay overlay rw
 30 21 0:25 / /content/drive rw,nosuid - fuse.drive drive rw
 31 21 0:26 / /data/my\040share rw - nfs4 server:/x rw

@@ -108,7 +108,7 @@ def test_the_table_names_readings_and_escapes_the_name(nvml, monkeypatch):
     nvml(["<img src=x onerror=alert(1)>"])
     found = gpus()
     for shown in (str(found), found._repr_html_()):
-        for part in ("cuda:0", "8.0", "1 of 40 GiB", "97 %", "250 of 400 W", "65 °C", "1110 of 1410 MHz", "too hot"):
+        for part in ("cuda:0", "8.0", "1.1 of 42.9 GB", "97 %", "250 of 400 W", "65 °C", "1110 of 1410 MHz", "too hot"):
             assert part in shown
         assert "550.54.15" in shown
     assert "<img" not in found._repr_html_()
@@ -123,7 +123,7 @@ def test_cores_ram_and_free_disk_are_shown_with_a_gpu_and_without(nvml, cards, m
     nvml(cards)
     found = gpus()
     for shown in (str(found), html.unescape(found._repr_html_())):
-        ram, space = r"RAM: ([\d.]+) of ([\d.]+) GiB free", r"disk: [\d.]+ [kMGT]?B free for (.+)"
+        ram, space = r"RAM: ([\d.]+) of ([\d.]+) GB free", r"disk: [\d.]+ [kMGT]?B free for (.+)"
         rest = re.search(rf"CPU: .+, (\d+) cores?; {ram}; {space}", shown)
         assert rest, shown
         assert int(rest[1]) == cores()
@@ -269,7 +269,7 @@ def test_the_check_shows_the_cards_and_their_driver(nvml, monkeypatch):
     nvml()
     found = check({})
     shown = str(found)
-    assert all(part in shown for part in ("cuda:1", "8.0", "1 of 40 GiB", "550.54.15", "GFLOP/s"))
+    assert all(part in shown for part in ("cuda:1", "8.0", "1.1 of 42.9 GB", "550.54.15", "GFLOP/s"))
     assert found.to_dict()["gpus"][1]["memory_used"] == 2048
 
 

@@ -137,7 +137,7 @@ def test_each_runs_from_top_to_bottom_and_captchas_hand_on_what_lies_on_drive(tm
     assert any("gloss accuracy" in output.get("data", {}).get("text/html", "") for output in compared.outputs)
     assert not [*tmp_path.glob("*/None")], "KEEP = None keeps nothing"
     for name in (name for name in chosen if "2_train" in name):
-        assert re.search(r"cores?; RAM: .* GiB free; disk: .* free for ", said[name]), name
+        assert re.search(r"cores?; RAM: .* GB free; disk: .* free for ", said[name]), name
         assert re.search(r"^length +[\d,]+ samples · [\d,]+ steps? per epoch · .* of warmup$", said[name], re.M), name
         assert re.search(r"^epoch 1 of 1: train_loss .* lr \S+ \(\w+\) .* samples/s  memory ", said[name], re.M), name
         pages = [

@@ -75,11 +75,11 @@ def texts(page):
 
 def test_a_frame_shows_losses_metric_rate_speed_waiting_memory_and_the_facts():
     said = texts(frame(history(), status="evaluating"))
-    for part in ("captcha", "evaluating", "train", "validation", "whole_accuracy", "learning rate", "memory MiB"):
+    for part in ("captcha", "evaluating", "train", "validation", "whole_accuracy", "learning rate", "memory MB"):
         assert part in said
-    for part in ("epoch 4 of 8", "step 200", "samples/s 640", "waiting for data 2%", "memory 700 MiB"):
+    for part in ("epoch 4 of 8", "step 200", "samples/s 640", "waiting for data 2 %", "memory 734 MB"):
         assert part in said
-    assert "best whole_accuracy 1.000 in epoch 4" in said
+    assert "best whole_accuracy 1.00 in epoch 4" in said
     assert "GPU" not in said
 
 
@@ -90,7 +90,7 @@ def test_of_a_gpu_its_use_and_memory_are_charts_and_its_power_and_energy_are_fac
         ("waiting for data", "2 %"),
     ]
     said = texts(frame(found))
-    for part in ("GPU use 96 %", "power 283 W", "energy 12.3 Wh", "allocated 1.2 reserved 2.2 device 2.8"):
+    for part in ("GPU use 96 %", "power 283 W", "energy 12.3 Wh", "allocated 1.3 reserved 2.4 device 3.0"):
         assert part in said
 
 
@@ -108,7 +108,7 @@ def test_an_evaluation_between_epochs_is_a_point_of_its_own_and_never_the_best_o
         found.append(Record("evaluation", 4, step, step * 64, {"val_loss": 0.01, "val_whole_accuracy": 2.0}))
     [line] = chart_of(found, "validation metrics").lines
     assert line.x.tolist() == [50, 75, 100, 150, 200, 225]
-    assert ("best whole_accuracy", "1.000 in epoch 4") in shown(found).facts
+    assert ("best whole_accuracy", "1.00 in epoch 4") in shown(found).facts
     assert ("best cer", "0.250 in epoch 1") in shown(history(metric="cer"), About(best="-cer")).facts
 
 
@@ -276,13 +276,11 @@ def test_ticks_of_any_axis_are_few_inside_and_told_apart(low, power):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        *((chart.number(0.9731), "0.973"), (chart.number(0.0258), "0.0258"), (chart.number(31.24), "31.24")),
-        *((chart.number(0), "0.0000"), (chart.number(2e-7), "2.00e-7"), (duration(45), "45 s")),
-        *((duration(59.7), "1 min 00 s"), (duration(200), "3 min 20 s")),
+        *((duration(45), "45 s"), (duration(59.7), "1 min 00 s"), (duration(200), "3 min 20 s")),
         *((duration(7500), "2 h 05 min"), (duration(409_000), "4 d 17 h")),
     ],
 )
-def test_numbers_and_durations_are_read_at_once(text, expected):
+def test_durations_are_read_at_once(text, expected):
     assert text == expected
 
 

@@ -115,7 +115,7 @@ def test_a_receipt_is_json_and_back_and_one_of_an_older_version_is_read_and_show
     text = str(older)
     assert f"{found.ratio:.2f}× the baseline's samples/s on this machine" in text
     assert "this run" in text
-    assert "Peak GPU memory: baseline 100 MiB, this run 250 MiB" in text
+    assert "Peak GPU memory: baseline 105 MB, this run 262 MB" in text
     assert "<table" in older._repr_html_()
 
 

@@ -65,6 +65,7 @@ SHOWN = {
     1000.0: "1000",
     123456.789: "123457",
     2 / 3 * 1e-9: "6.67e-10",
+    1e-6: "1e-6",
     math.inf: "inf",
     None: "–",
     True: "yes",
@@ -76,6 +77,45 @@ SHOWN = {
 @pytest.mark.parametrize(("value", "text"), SHOWN.items())
 def test_values_read_as_they_were_typed_and_computed_floats_have_three_digits(value, text):
     assert table.shown(value) == text
+
+
+MEASURED = {
+    480.8672: "481",
+    0.00494975: "0.00495",
+    31.24: "31.2",
+    0.9731: "0.973",
+    0.99954: "0.9995",
+    0.9996: "0.9996",
+    9.996: "10.0",
+    1.0: "1.00",
+    0.000495: "0.000495",
+    2e-7: "2.00e-7",
+    123_456.7: "123,457",
+    2.5e12: "2.50e12",
+    -0.5: "-0.500",
+    0.0: "0",
+    math.inf: "inf",
+}
+
+
+@pytest.mark.parametrize(("value", "text"), MEASURED.items())
+def test_measured_numbers_have_three_digits_and_a_share_below_one_does_not_show_as_one(value, text):
+    assert table.number(value) == text
+
+
+def test_sizes_are_decimal_and_times_and_shares_have_units():
+    sizes = {
+        0: "0 B",
+        999: "999 B",
+        1500: "1.5 kB",
+        999_600: "1.0 MB",
+        123_456_789: "123 MB",
+        1.7e9: "1.7 GB",
+        2.5e12: "2.5 TB",
+    }
+    assert [table.size(count) for count in sizes] == list(sizes.values())
+    assert [table.timing(seconds) for seconds in (0.2031, 1.3512, 135.2)] == ["203 ms", "1.35 s", "2 min 15 s"]
+    assert [table.percent(0.943), table.percent(0.0043, 1)] == ["94 %", "0.4 %"]
 
 
 def test_a_count_and_its_noun_agree():

@@ -300,7 +300,7 @@ def checked():
 
 def test_gpus_checks_the_machine_as_it_is(checked):
     shown = str(checked)
-    for part in (torch.__version__, nb.__version__, "RAM", "GiB free", "cuDNN", "TF32", "bf16", "GFLOP/s", "AMP"):
+    for part in (torch.__version__, nb.__version__, "RAM", "GB free", "cuDNN", "TF32", "bf16", "GFLOP/s", "AMP"):
         assert part in shown
     rates = {each.name: each for each in checked.arithmetic}
     a, b = (torch.randn(checked.side, checked.side) for _ in range(2))
@@ -333,7 +333,7 @@ def test_gpus_watch_reads_again_and_again_until_ctrl_c(tty, capsys, monkeypatch,
         shown = capsys.readouterr().out
         assert "\x1b" not in shown
     assert shown.count("No NVIDIA GPU (nvidia-ml-py is not installed).") >= 2
-    assert len(re.findall(r"CPU: \d+ % of \d+ cores?; RAM: [\d.]+ of [\d.]+ GiB in use", shown)) >= 2
+    assert len(re.findall(r"CPU: \d+ % of \d+ cores?; RAM: [\d.]+ of [\d.]+ GB in use", shown)) >= 2
 
 
 # -- names and counts

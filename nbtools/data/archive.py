@@ -25,7 +25,7 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
-from nbtools import disk
+from nbtools import disk, table
 from nbtools.errors import ArchiveError
 
 Progress = Callable[[int], object]  # called with the bytes that came
@@ -165,7 +165,7 @@ def read_member(path: Path, name: str) -> bytes:
         if place is None:
             raise ArchiveError("is not in it")
         if place.size > (most := min(LARGEST, budget(place.packed))):
-            raise ArchiveError(f"has {disk.human(place.size)}, more than {disk.human(most)}. Give the unpacked folder")
+            raise ArchiveError(f"has {table.size(place.size)}, more than {table.size(most)}. Give the unpacked folder")
         with open(path, "rb", buffering=0) as file:
             file.seek(place.start)
             data = disk.read(file if place.method is None else inflated(file, name, place), place.size)
@@ -275,7 +275,7 @@ class Forward:
 
     def read(self, count: int) -> bytes:
         if not 0 <= count <= 16 * CHUNK:  # an extended header that claims gigabytes would be held in memory
-            raise ArchiveError(f"has a header of {disk.human(count)}")
+            raise ArchiveError(f"has a header of {table.size(count)}")
         self.last = disk.read(self.file, count)
         self.position += len(self.last)
         if self.position > self.limit:
@@ -377,7 +377,7 @@ def budget(packed: int) -> int:
 
 def bomb(limit: int) -> ArchiveError:
     return ArchiveError(
-        f"unpacks to more than {disk.human(limit)}, like a decompression bomb. If it is yours, make it a plain tar"
+        f"unpacks to more than {table.size(limit)}, like a decompression bomb. If it is yours, make it a plain tar"
     )
 
 

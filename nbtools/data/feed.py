@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from nbtools import disk
+from nbtools import table
 from nbtools.data.pack import Pack, collate
 from nbtools.errors import TrainError
 
@@ -114,7 +114,7 @@ def choose(pack: Pack, plan: Plan, device: torch.device) -> tuple[str, str]:
     if device.type != "cuda":
         return "resident", "the pack is memory-mapped and training reads it in place"
     room = RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0]
-    size = f"the pack is {disk.human(pack.bytes)}, {RESIDENT_SHARE:.0%} of free GPU memory {disk.human(room)}"
+    size = f"the pack is {table.size(pack.bytes)}, {RESIDENT_SHARE:.0%} of free GPU memory {table.size(room)}"
     return ("resident", f"fits: {size}") if pack.bytes <= room else ("streamed", f"too large: {size}")
 
 
@@ -122,7 +122,7 @@ def auto_feed(device: torch.device) -> str:
     """What `feed="auto"` does on a device, whatever the pack."""
     if device.type != "cuda":
         return "a pack is memory-mapped and read in place"
-    room = disk.human(RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0])
+    room = table.size(RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0])
     return (
         f"a pack of up to {room} ({RESIDENT_SHARE:.0%} of free GPU memory) stays on the GPU, a larger one is streamed"
     )
@@ -334,6 +334,6 @@ def require_shared_memory(pack: Pack, plan: Plan) -> None:
     if need > free:
         raise TrainError(
             f"Plan.workers = {plan.workers} with prefetch {plan.prefetch} and batch {plan.batch_size} needs about "
-            f"{disk.human(need)} of shared memory, /dev/shm has {disk.human(free)} free; lower workers or prefetch",
+            f"{table.size(need)} of shared memory, /dev/shm has {table.size(free)} free; lower workers or prefetch",
             entry="The loader hangs",
         )

@@ -251,7 +251,7 @@ class Pack:
             ("columns", ", ".join(f"{name} {column}{self.only(name)}" for name, column in self.columns.items())),
             ("classes", f"{len(self.classes)}: {names}{more}" if self.classes else "none"),
             ("left out", f"{self.manifest['bad']} (see .bad)" if self.manifest["bad"] else "none"),
-            ("size", disk.human(self.bytes)),
+            ("size", table.size(self.bytes)),
             ("folder", str(self.folder)),
         ]
 

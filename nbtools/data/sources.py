@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import IO, ClassVar
 
-from nbtools import disk
+from nbtools import disk, table
 from nbtools.data import archive, drive
 from nbtools.data.archive import Progress
 from nbtools.errors import ArchiveError, StageError
@@ -322,7 +322,7 @@ def download(file: Announced, part: Path, progress: Progress) -> None:
         except Dropped as error:
             reason = str(error)
         tries = 0 if bytes_in(part) > before else tries + 1
-    raise unreachable(file.url, f"{reason}; {disk.human(bytes_in(part))} are kept")
+    raise unreachable(file.url, f"{reason}; {table.size(bytes_in(part))} are kept")
 
 
 def download_rest(url: str, part: Path, progress: Progress) -> None:

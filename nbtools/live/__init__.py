@@ -1,7 +1,7 @@
 """What is shown and changed while it trains: kernel messages, requests, panel, plots."""
 
 from nbtools.live import png
-from nbtools.live.chart import Picture, number
+from nbtools.live.chart import Picture
 from nbtools.live.columns import XS, Columns, spent, taken
 from nbtools.live.kernel import Messages, closing, running_kernel
 from nbtools.live.log import OPENING
@@ -27,7 +27,6 @@ __all__ = [
     "View",
     "advised",
     "closing",
-    "number",
     "overlay",
     "png",
     "running_kernel",

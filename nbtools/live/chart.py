@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nbtools.table import exponent
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -28,21 +30,6 @@ class Scale:
         """(values, labels) from low to high."""
         places = log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high)
         return places, tick_labels(places, self.log)
-
-
-def number(value: float) -> str:
-    """Three or four digits: enough to see a change, few enough to read at once."""
-    size = abs(value)
-    if size != 0 and (size < 1e-3 or size >= 1e6):
-        return scientific(value)
-    decimals = next((d for limit, d in ((0.1, 4), (10, 3), (100, 2), (1000, 1)) if size < limit), 0)
-    return f"{value:,.{decimals}f}"
-
-
-def scientific(value: float, decimals: int = 2) -> str:
-    """`2.00e-4`: without the zero that Python puts before a short exponent."""
-    digits, _, power = f"{value:.{decimals}e}".partition("e")
-    return f"{digits}e{int(power)}"
 
 
 TICKS = 5  # of an axis, about
@@ -73,7 +60,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 def tick_labels(values: Sequence[float], log: bool = False) -> list[str]:
     """Labels of one axis with equal decimals; thousands as 2k, 2.5M."""
     if log:
-        return [f"{v:g}" if 0.01 <= v < 1e4 else scientific(v, 0) for v in values]
+        return [f"{v:g}" if 0.01 <= v < 1e4 else exponent(f"{v:.0e}") for v in values]
     top = max(map(abs, values), default=0.0)
     for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if top >= 2 * scale:

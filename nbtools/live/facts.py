@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nbtools.live.chart import number
 from nbtools.live.columns import Columns
 from nbtools.measure import REASONS
-from nbtools.table import duration
+from nbtools.table import duration, number, percent, size
 
 IDLE = REASONS[0x1]
 
@@ -51,12 +50,8 @@ def facts(columns: Columns, about: About, over: bool) -> tuple[tuple[str, str], 
     return tuple(shown)
 
 
-def samples_per_s(speed: float) -> str:
-    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"
-
-
 def mebibytes(count: float) -> str:
-    return f"{count / 1024:.1f} GiB" if count >= 1024 else f"{count:.0f} MiB"
+    return size(count * 2**20)
 
 
 def watt_hours(energy: float) -> str:
@@ -64,8 +59,8 @@ def watt_hours(energy: float) -> str:
 
 
 READINGS = (
-    ("samples_per_s", "samples/s", samples_per_s),
-    ("data_wait", "waiting for data", "{:.0%}".format),
+    ("samples_per_s", "samples/s", number),
+    ("data_wait", "waiting for data", percent),
     ("gpu_memory_reserved", "GPU memory", mebibytes),
     ("memory", "memory", mebibytes),
     ("gpu_utilisation", "GPU use", "{:.0f} %".format),

@@ -7,11 +7,10 @@ import math
 from itertools import pairwise
 
 from nbtools.data import Pack, choose
-from nbtools.live.chart import scientific
 from nbtools.live.columns import Columns
-from nbtools.live.facts import About, mebibytes, samples_per_s, time_left
+from nbtools.live.facts import About, mebibytes, time_left
 from nbtools.measure import described
-from nbtools.table import digits, duration
+from nbtools.table import digits, duration, number, timing
 from nbtools.train import Plan, Record, Steps, TrainState, call_of, shares
 
 OPENING = "opening"  # marks the event with these lines, where the process that trains is not the one that shows them
@@ -66,17 +65,17 @@ def optimizer_of(plan: Plan) -> str:
 def line_of(record: Record, columns: Columns, about: About) -> str:
     """An epoch, or an evaluation between steps. columns: of the history that ends with it."""
     values = record.values
-    shown = [f"{name} {v:.4f}" for name, v in values.items() if name.startswith(("train_", "val_"))]
+    shown = [f"{name} {number(v)}" for name, v in values.items() if name.startswith(("train_", "val_"))]
     if record.kind == "evaluation":
         return f"step {record.step}: {'  '.join(shown)}"
     of = f" of {about.epochs}" if about.epochs else ""
     middle = record.epoch + 1 - values["batch_size"] / max(2 * (about.epoch_samples or 0), 1)  # of the last step
-    evaluation = f" + {values['eval_time']:.1f} s evaluation" if "eval_time" in values else ""
+    evaluation = f" + {timing(values['eval_time'])} evaluation" if "eval_time" in values else ""
     parts = [
         f"epoch {record.epoch + 1}{of}: {'  '.join(shown)}",
-        f"lr {scientific(values['lr'])} ({about.phase(middle)})",
-        f"{values['epoch_time']:.1f} s{evaluation}",
-        f"{samples_per_s(values['samples_per_s'])} samples/s",
+        f"lr {digits(values['lr'])} ({about.phase(middle)})",
+        f"{timing(values['epoch_time'])}{evaluation}",
+        f"{number(values['samples_per_s'])} samples/s",
     ]
     for now, peak in MEMORY:
         if now in values:

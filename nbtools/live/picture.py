@@ -24,12 +24,11 @@ from nbtools.live.chart import (
     airy,
     calmed,
     extent,
-    number,
-    scientific,
     thinned,
 )
 from nbtools.live.columns import Columns, Series
-from nbtools.live.facts import About, badges, facts, progress, samples_per_s
+from nbtools.live.facts import About, badges, facts, progress
+from nbtools.table import digits, number
 
 
 def picture(columns: Columns, about: About | None = None, status: str = "", over: bool = False) -> Picture:
@@ -96,7 +95,7 @@ def rate(columns: Columns) -> Chart | None:
     if not len(x):
         return None
     last = columns.newest("lr")
-    line = Line("lr", *thinned(x, y), VERMILLION, value=scientific(last) if last else "0")
+    line = Line("lr", *thinned(x, y), VERMILLION, value=digits(last or 0.0))
     return Chart("learning rate", (line,), decade(float(y.min()), float(y.max())))
 
 
@@ -116,7 +115,7 @@ def decade(low: float, high: float) -> Scale:
 
 
 def speed(columns: Columns) -> Chart | None:
-    lines = reading(columns, "samples_per_s", "samples/s", GREEN, samples_per_s)
+    lines = reading(columns, "samples_per_s", "samples/s", GREEN, number)
     return Chart("speed", tuple(lines), from_zero(*extent(line.y for line in lines))) if lines else None
 
 
@@ -139,7 +138,8 @@ def memory(columns: Columns) -> Chart | None:
     title = "GPU memory" if found else "memory"
     found = found or {"memory": "of the process"}
     top = max(columns.either(name)[1].max(initial=0.0) for name in found)
-    scale, unit, write = (1 / 1024, "GiB", "{:.1f}".format) if top >= 1024 else (1.0, "MiB", "{:.0f}".format)
+    gigabytes = top * 2**20 >= 1e9
+    scale, unit, write = (2**20 / 1e9, "GB", "{:.1f}".format) if gigabytes else (2**20 / 1e6, "MB", "{:.0f}".format)
     pairs = zip(found.items(), (SKY, PURPLE, ORANGE), strict=False)
     lines = [line for (name, label), c in pairs for line in reading(columns, name, label, c, write, scale)]
     return Chart(title, tuple(lines), from_zero(0.0, top * scale), unit) if lines else None

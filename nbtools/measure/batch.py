@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from nbtools import disk
+from nbtools import table
 from nbtools.data import Pack, choose, require_shared_memory
 from nbtools.errors import TrainError
 from nbtools.measure import memory
@@ -85,7 +85,7 @@ class BatchReport(Report):
             speed = (spread, f"{row.samples_per_s / best:.0%}") if row.samples_per_s else (None, None)
             note = f"does not fit: {row.reason}" if row.reason else ""
             note = "chosen" if row.batch_size == self.batch_size else note
-            rows.append((row.batch_size, *speed, None if row.memory is None else disk.human(row.memory), note))
+            rows.append((row.batch_size, *speed, None if row.memory is None else table.size(row.memory), note))
         return ("batch", "samples/s", "of the best", "memory", ""), rows
 
     def footer(self) -> str:
@@ -287,8 +287,8 @@ class Search:
     def too_much(self, need: int | None) -> str:
         if need is None or self.free is None or need <= self.free.usable:
             return ""
-        free = f"{disk.human(self.free.bytes)} {self.free.source}, {100 * self.free.headroom:.0f} % kept free"
-        return f"it takes {disk.human(need)} of {free}"
+        free = f"{table.size(self.free.bytes)} {self.free.source}, {100 * self.free.headroom:.0f} % kept free"
+        return f"it takes {table.size(need)} of {free}"
 
     def no_shared_memory(self, size: int) -> str:
         if self.trial.feed.name != "workers" or not self.plan.workers:

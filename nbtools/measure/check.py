@@ -77,14 +77,14 @@ class Check:
 
     def rows(self) -> list[tuple[str, str | None]]:
         versions = self.versions
-        ram = pair(self.ram_free, self.ram_total, "GiB", 2**30)
+        ram = pair(self.ram_free, self.ram_total, table.size)
         cuda = f"built for CUDA {versions['cuda']}" if versions["cuda"] else "built without CUDA"
         own = ", ".join(self.instructions) or "no vector instructions that nbtools knows"
         return [
             ("trains on", self.device),
             ("processor", f"{self.cpu}, {table.plural(self.cores, 'core')}: {own}"),
             ("RAM", ram and f"{ram} free"),
-            ("disk", None if self.disk_free is None else f"{disk.human(self.disk_free)} free for {self.cache}"),
+            ("disk", None if self.disk_free is None else f"{table.size(self.disk_free)} free for {self.cache}"),
             ("nbtools", f"{versions['nbtools']}, Python {versions['python']}, {versions['system']}"),
             ("torch", f"{versions['torch']}, {cuda}, {table.plural(self.threads, 'thread')}"),
             ("cuDNN", versions["cudnn"]),

@@ -229,23 +229,22 @@ def cells(g: Gpu) -> dict[str, str | None]:
         "torch": None if g.torch_index is None else f"cuda:{g.torch_index}",
         "name": g.name,
         "capability": None if g.capability is None else ".".join(map(str, g.capability)),
-        "memory": pair(g.memory_used, g.memory_total, "GiB", 1024),
+        "memory": pair(g.memory_used, g.memory_total, lambda count: table.size(count * MIB)),
         "use": None if g.utilisation is None else f"{g.utilisation} %",
-        "power": pair(g.power, g.power_limit, "W"),
+        "power": pair(g.power, g.power_limit, "{:.0f} W".format),
         "temperature": None if g.temperature is None else f"{g.temperature} °C",
-        "clock": pair(g.clock, g.clock_max, "MHz"),
+        "clock": pair(g.clock, g.clock_max, "{:.0f} MHz".format),
         "held back by": None if g.throttle is None else ", ".join(g.throttle) or "nothing",
         "processes": None if g.processes is None else str(len(g.processes)),
     }
 
 
-def pair(now: float | None, limit: float | None, unit: str, scale: int = 1) -> str | None:
-    """`11.2 of 40 GiB`, with a dash for what is not known."""
+def pair(now: float | None, limit: float | None, write: Callable[[float], str]) -> str | None:
+    """`11.2 of 42.9 GB`, with a dash for what is not known."""
     if now is None and limit is None:
         return None
-    digits = "{:.1f}".format if scale > 1 else "{:.0f}".format
-    known = [table.EMPTY if value is None else digits(value / scale).removesuffix(".0") for value in (now, limit)]
-    return f"{known[0]} of {known[1]} {unit}"
+    first, last = (table.EMPTY if value is None else write(value) for value in (now, limit))
+    return f"{first.removesuffix(last.lstrip('0123456789.'))} of {last}"
 
 
 def without_nvidia(why: str) -> Gpus:
@@ -258,28 +257,24 @@ def without_nvidia(why: str) -> Gpus:
 
 
 def processor() -> str:
-    """The processor, and what this process may use of the machine: `AMD EPYC 7B13, 2 cores; RAM: 6.1 of 7.8 GiB free;
+    """The processor, and what this process may use of the machine: `AMD EPYC 7B13, 2 cores; RAM: 6.1 of 7.8 GB free;
     disk: 74 GB free for /tmp/nbtools`, the folder of staged data and packs."""
     parts = [f"{cpu_name()}, {table.plural(cores(), 'core')}"]
     if room := memory.ram():
-        parts.append(f"RAM: {pair(room.bytes / MIB, (memory.ram_in_all() or room.bytes) / MIB, 'GiB', 1024)} free")
+        parts.append(f"RAM: {pair(room.bytes, memory.ram_in_all() or room.bytes, table.size)} free")
     with contextlib.suppress(OSError):
-        parts.append(f"disk: {disk.human(disk.free_bytes(cache()))} free for {cache()}")
+        parts.append(f"disk: {table.size(disk.free_bytes(cache()))} free for {cache()}")
     return "; ".join(parts)
 
 
 def described(device: torch.device) -> str:
-    """Name and memory of what trains: `NVIDIA A100-SXM4-40GB, 39.4 GiB`; of a CPU also its cores."""
+    """Name and memory of what trains: `NVIDIA A100-SXM4-40GB, 42.3 GB`; of a CPU also its cores."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        return f"{properties.name}, {gibibytes(properties.total_memory)}"
+        return f"{properties.name}, {table.size(properties.total_memory)}"
     size = memory.ram_in_all()
     parts = ["Apple GPU (MPS)"] if device.type == "mps" else [cpu_name(), table.plural(cores(), "core")]
-    return ", ".join([*parts, *([] if size is None else [f"{gibibytes(size)} RAM"])])
-
-
-def gibibytes(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
+    return ", ".join([*parts, *([] if size is None else [f"{table.size(size)} RAM"])])
 
 
 def cpu_name() -> str:
@@ -323,12 +318,12 @@ def follow(show: Callable[[str], object]) -> NoReturn:
 
 
 def in_use(before: tuple[int, int] | None, now: tuple[int, int] | None) -> str:
-    """`CPU: 97 % of 2 cores; RAM: 6.1 of 7.8 GiB in use`, of the time between two readings of `cpu_time`."""
+    """`CPU: 97 % of 2 cores; RAM: 6.1 of 7.8 GB in use`, of the time between two readings of `cpu_time`."""
     share = (now[0] - before[0]) / max(now[1] - before[1], 1) if before and now else None
-    shown = table.EMPTY if share is None else f"{100 * share:.0f} %"
+    shown = table.EMPTY if share is None else table.percent(share)
     parts = [f"CPU: {shown} of {table.plural(os.cpu_count() or 1, 'core')}"]
     if (room := memory.ram()) and (most := memory.ram_in_all()):
-        parts.append(f"RAM: {pair((most - room.bytes) / MIB, most / MIB, 'GiB', 1024)}")
+        parts.append(f"RAM: {pair(most - room.bytes, most, table.size)}")
     return f"{'; '.join(parts)} in use"
 
 

@@ -30,6 +30,7 @@ from nbtools.measure import memory
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import Clock, Stepper, epoch_batches, finish, typical
+from nbtools.table import size, timing
 from nbtools.train import (
     DTYPES,
     Batch,
@@ -164,11 +165,11 @@ class StepProfile(Report):
         rows = [
             ("samples/s", f"{self.samples_per_s:,.0f} ({spread}) at batch {self.plan['batch_size']}"),
             ("ceiling", f"{self.ceiling:,.0f} samples/s on one cached batch; {self.ceiling_ratio:.0%} of it reached"),
-            ("a step", f"{duration(self.step_s)}: {shares}"),
+            ("a step", f"{timing(self.step_s)}: {shares}"),
             ("batches", f"{self.batching:.0%} of a step to prepare them, {self.augmentation:.0%} to augment them"),
             ("an epoch", f"evaluation {self.evaluation_s / epoch:.0%}, checkpoint {self.checkpoint_s / epoch:.0%}"),
             ("arithmetic", f"{self.flops_per_s / 1e9:,.3g} of {self.matrix / 1e9:,.3g} GFLOP/s"),
-            ("memory", ", ".join(f"{name} {size:,.0f} MiB" for name, size in self.memory.items())),
+            ("memory", ", ".join(f"{name} {size(mib * 2**20)}" for name, mib in self.memory.items())),
         ]
         rows += [("padding", f"{share:.1%} of {column}") for column, share in self.padding.items()]
         rows += [
@@ -177,15 +178,11 @@ class StepProfile(Report):
         return ("step", "measured"), [*rows, *(("host waits at", line) for line in self.syncs)]
 
     def footer(self) -> str:
-        return f"Measured in {self.took:.1f} s"
+        return f"Measured in {timing(self.took)}"
 
 
 def shown(change: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in change.items())
-
-
-def duration(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 class Bench:

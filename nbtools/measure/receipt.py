@@ -20,6 +20,7 @@ from nbtools.measure.profile import padded, padding
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import Clock, Rate, Stepper, Turn, untouched
 from nbtools.measure.trials import own_settings
+from nbtools.table import size
 from nbtools.train import Plan, TaskLike, as_task, listed, readable, shown
 from nbtools.train import device as devices
 
@@ -108,7 +109,7 @@ class Receipt(Report):
 
     def footer(self) -> str:
         names = {"before": "baseline", "after": "this run"}
-        peaks = [f"{names[side]} {peak:,.0f} MiB" for side, peak in self.peak_memory.items() if side in names]
+        peaks = [f"{names[side]} {size(peak * 2**20)}" for side, peak in self.peak_memory.items() if side in names]
         memory = [f"Peak GPU memory: {', '.join(peaks)}."] if peaks else []
         return " ".join([*(f"{note}." for note in self.notes), *memory, ", ".join(self.machine.values())])
 

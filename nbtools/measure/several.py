@@ -27,15 +27,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nbtools import disk
+from nbtools import table
 from nbtools.data import Pack, Raw, cores
 from nbtools.errors import TrainError, sentence
 from nbtools.measure.machine import machine
-from nbtools.measure.profile import duration
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import EAGER, Clock, Stepper, finish, typical, untouched
-from nbtools.table import digits, plural
-from nbtools.table import duration as hours
+from nbtools.table import digits, duration, plural, timing
 from nbtools.train import Plan, TaskLike, Torchrun, import_task, importable, share, train_step
 from nbtools.train import device as devices
 
@@ -116,7 +114,7 @@ class Row:
         made = self.processes, self.micro, self.passes, self.batch_size, digits(self.lr)
         if self.step_s is None:
             return *made, None, None, None, None
-        reduced = f"{duration(self.exposed_s)} of {duration(self.step_s)}, {self.link}" if self.link else None
+        reduced = f"{timing(self.exposed_s)} of {timing(self.step_s)}, {self.link}" if self.link else None
         return *made, f"{self.samples_per_s:,.0f}", f"{self.speedup:.2f}×", f"{self.efficiency:.0%}", reduced
 
 
@@ -144,7 +142,7 @@ class Scaling(Report):
         return headers, [row.cells() for row in self.rows]
 
     def footer(self) -> str:
-        sent = f"{disk.human(self.gradient_bytes)} of gradients a step" if self.links else ""
+        sent = f"{table.size(self.gradient_bytes)} of gradients a step" if self.links else ""
         return "; ".join(filter(None, [sent, *map(str, self.links), self.note]))
 
 
@@ -279,7 +277,7 @@ def judged(rows: Sequence[Row], samples: int, threads: tuple[int, int] | None) -
     rule = f"each added GPU should give half of one, {least:.3g}× in all (ours)"
     text = f"{row.processes} GPUs against one, in samples/s: {over} ({made}): {verdict}; {rule}."
     alone = samples / (rows[0].samples_per_s or math.inf)
-    took = f" The run takes {hours(alone / row.speedup)} instead of {hours(alone)}"
+    took = f" The run takes {duration(alone / row.speedup)} instead of {duration(alone)}"
     return bool(good), text + (f"{took}, for {1 / row.efficiency:.2f}× the GPU hours." if good else "")
 
 

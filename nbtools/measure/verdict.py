@@ -11,9 +11,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtools.measure.profile import StepProfile, Tried, duration, shown
+from nbtools.measure.profile import StepProfile, Tried, shown
 from nbtools.measure.report import Report
 from nbtools.measure.trials import own_settings, without_augmentation
+from nbtools.table import timing
 from nbtools.train import Plan
 
 WORTH = 1.1  # a smaller gain is within the noise of such a measurement: rule of thumb (ours)
@@ -89,7 +90,7 @@ def bound_by(profile: StepProfile) -> str:
 
 
 def because(profile: StepProfile, bound: str) -> str:
-    step = f"of a step of {duration(profile.step_s)}"
+    step = f"of a step of {timing(profile.step_s)}"
     if bound == "data":
         return f"{profile.wait:.0%} {step} waits for data, {profile.ceiling_ratio:.0%} of the ceiling is reached"
     if bound == "launch":

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nbtools import disk
+from nbtools import table
 from nbtools.data import Pack, Workers, choose, cores, require_shared_memory
 from nbtools.errors import TrainError
 from nbtools.measure.memory import ram, read
@@ -167,8 +167,8 @@ def refusal(pack: Pack, plan: Plan, device: torch.device, weight: int) -> str:
     need = plan.workers * (weight + plan.prefetch * batch)
     if room is None or need <= room.usable:
         return ""
-    who = f"the batches of {plural(plan.workers, 'worker')} need about {disk.human(need)}"
-    return f"{who}, but only {disk.human(room.usable)} of {room.source} is usable"
+    who = f"the batches of {plural(plan.workers, 'worker')} need about {table.size(need)}"
+    return f"{who}, but only {table.size(room.usable)} of {room.source} is usable"
 
 
 def private(process: Any) -> int:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nbtools import disk
+from nbtools import table
 from nbtools.data import Sample
 from nbtools.errors import PackError
 from nbtools.tasks.common.report import ERROR, WARNING, Refused, Row
@@ -290,8 +290,8 @@ def read_array(npz: zipfile.ZipFile, key: str, largest: int = LARGEST) -> np.nda
     bytes."""
     size = npz.getinfo(f"{key}.npy").file_size
     if size > largest:
-        rule, fix = f"an array has at most {disk.human(largest)}", "cut the clip into shorter ones, or delete it"
-        raise Refused(Row(key, rule, disk.human(size), fix))
+        rule, fix = f"an array has at most {table.size(largest)}", "cut the clip into shorter ones, or delete it"
+        raise Refused(Row(key, rule, table.size(size), fix))
     with damage_refused(key), npz.open(f"{key}.npy") as member:
         values = np.lib.format.read_array(member, allow_pickle=False)
         if member.read(1):  # at its end zipfile compares the checksum
