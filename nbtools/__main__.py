@@ -399,7 +399,7 @@ def add_packing(one: argparse.ArgumentParser, task: Task) -> None:
     """The options of a task's `pack`; of `nb.pack` too, where the default leads there."""
     add_signature(one, task.pack)
     if task.packs_datasets:
-        add_signature(one, pack, "data", "train", "val", "test", "into")
+        add_signature(one, pack, "data", "train", "val", "test", "like", "into")
 
 
 def packed(task: Task | Run, source: str, options: argparse.Namespace) -> Pack:

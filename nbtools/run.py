@@ -278,11 +278,11 @@ def compared(run: Any, card: Card, name: str) -> Any:
     read may differ, and so may the options that concern these alone."""
     reads, keys = run.task.inputs(run.plan, card.columns), run.task.COLUMN_OPTIONS
     unread = keys.keys() - set(reads) if reads else set()
-    learned = (
-        {"mean", "std", "random"} if card.task == DATASET else set()
-    )  # of the training split: the run keeps its own
+    own = (
+        {"mean", "std", "random", "roles"} if card.task == DATASET else set()
+    )  # of one Dataset, and its training split
     ignored = {
-        "options": {"classes", "category_of"}.union(learned, *(keys[column] for column in unread)),
+        "options": {"classes", "category_of"}.union(own, *(keys[column] for column in unread)),
         "columns": unread,
     }
     value = getattr(card, name)

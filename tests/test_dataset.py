@@ -9,7 +9,7 @@ import tarfile
 import time
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -19,7 +19,8 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import nbtools as nb
-from nbtools.data import cores, open_feed
+from nbtools.data import Card, cores, open_feed
+from nbtools.train import bound
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 RNG = np.random.default_rng(0)
@@ -55,7 +56,11 @@ def test_a_tensor_dataset_becomes_x_and_y_with_the_training_split_s_mean_and_dev
     made = pack(TensorDataset(x, y))
     assert (str(made.columns["x"]), str(made.columns["y"])) == ("float32 (3, 4, 5)", "int64 ()")
     assert made.classes == ["0", "1", "2", "3"]
-    assert (made.options["inputs"], made.options["kind"], made.options["layout"]) == (["x"], "classes", {"x": "chw"})
+    assert (made.options["inputs"], made.options["kind"], made.options["forms"]["x"]["layout"]) == (
+        ["x"],
+        "classes",
+        "chw",
+    )
     train = x[made.ids("train")].double()
     np.testing.assert_allclose(made.options["mean"]["x"], train.mean((0, 2, 3)), rtol=1e-9)
     np.testing.assert_allclose(made.options["std"]["x"], train.std((0, 2, 3), correction=0), rtol=1e-9)
@@ -97,7 +102,7 @@ def test_a_folder_of_images_by_class_is_read_as_it_is(tmp_path):
     made = pack(pictures(tmp_path / "pictures"))
     assert (str(made.columns["image"]), made.classes) == ("uint8 (6, 5, 3)", ["cat", "dog"])
     assert made.names[0] == "cat/0.png"
-    assert made.options["layout"] == {"image": "hwc"}
+    assert made.options["forms"]["image"]["layout"] == "hwc"
     assert same(made)
 
 
@@ -415,6 +420,11 @@ LEFT_OUT = {
         "every sample has a class",
     ),
     "an image of another size": (but((image("L", (9, 9)), 0), lambda i: (image("L"), 0)), "(9, 9)", "of other items"),
+    "bytes among images of floats": (
+        but((np.full((3, 4, 4), 200, np.uint8), 0), lambda i: (np.full((3, 4, 4), i / 20, np.float32), 0)),
+        "uint8 numbers, 200 … 200",
+        "x is float32, as in other items",
+    ),
     "lists of unequal lengths": (but(([[1], [1, 2]], 0), lambda i: (vector(i), 0)), None, "x is an array"),
     "an image cut off": (Items(lambda i: (opened(i), 0)), "OSError: ", "the Dataset returns each item"),
     "a wide whole number": (but((2**63, 0), lambda i: (np.uint64(i), 0)), "9223372036854775808", "below 2⁶³"),
@@ -484,6 +494,11 @@ REFUSED = {
     "a size of one number": (Items(vector), {"size": 8}, r"size must be \(height, width\) in pixels, got 8"),
     "a size without images": (Items(vector), {"size": (8, 8)}, "the items hold none"),
     "no share": (Items(vector), {"val": None}, "val and test must be .* got None"),
+    "a size beside another pack's": (
+        Items(vector),
+        {"like": Card("dataset", [], {}, {}, {}), "size": (8, 8)},
+        "leave out classes, size",
+    ),
     "a share of 2": (Items(vector), {"val": 0.7, "test": 0.6}, "val and test must be"),
     "a DataFrame without the column": (frame(), {"target": "prize"}, "no column 'prize'; its columns are a, y"),
     "a DataFrame of free texts": (
@@ -588,6 +603,75 @@ def test_a_pack_opens_from_the_archive_that_it_was_kept_as_and_pictures_from_the
     with tarfile.open(tmp_path / "pictures.tar", "w") as tar:
         tar.add(folder, "pictures")
     assert pack(tmp_path / "pictures.tar").card.digest == made.card.digest
+
+
+# A pack like another one, and items to predict
+
+
+ROLES = {
+    # name: (an item, roles, the places of it that are inputs)
+    "places": ((1.5, 2.5, 1), {"inputs": [1, 0], "target": 2}, [1, 0]),
+    "the target first": ((1, 2.5), {"target": 0}, [1]),
+    "the target first, and places": ((1, 2.5, 3.5), {"inputs": [2, 1], "target": 0}, [2, 1]),
+    "the target between": ((1.5, 1, 3.5), {"target": 1}, [0, 2]),
+    "keys": ({"a": 1.5, "label": 2.5, "score": 1}, {"inputs": ["label"], "target": "score"}, ["label"]),
+}
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_items_to_predict_are_read_by_the_roles_that_packing_was_given(name):
+    item, roles, inputs = ROLES[name]
+    made = pack([item] * 20, **roles)
+    parts = item if isinstance(item, dict) else dict(enumerate(item))
+    rest = {key: value for key, value in parts.items() if key != roles["target"]}
+    for given in (item, rest if isinstance(item, dict) else tuple(rest.values())):
+        read: Any = bound(nb.Task(), made.card).read
+        found = read(given, made.options)
+        assert [*map(float, found.values())] == [parts[key] for key in inputs]
+        assert [*found] == made.options["inputs"]
+
+
+LIKE = {
+    # name: (data, options, other data, the same once more)
+    "fewer categories, and whole prices": (
+        pd.DataFrame({"a": ["u", "v"] * 10, "price": np.arange(20) + 0.5}),
+        {"target": "price"},
+        pd.DataFrame({"price": [3, 4, 5], "b": 1, "a": ["v", "v", "w"]}),
+        ["row 2"],
+    ),
+    "greys of another size": (
+        Items(lambda i: (image("RGB"), "ab"[i % 2])),
+        {"size": (6, 7)},
+        [(image("L", (9, 9)), "b")],
+        [],
+    ),
+    "bytes as they were kept": (
+        Items(lambda i: (i % 2, torch.full((1, 2, 2), i / 255))),
+        {"as_bytes": True, "target": 0},
+        [(0, np.full((1, 2, 2), 7, np.uint8)), (1, np.full((1, 2, 2), 1 / 255)), (1, np.full((1, 2, 2), 0.3))],
+        ["item 2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_a_pack_like_another_has_its_columns_classes_and_preprocessing(name):
+    data, options, other, bad = LIKE[name]
+    made = pack(data, **options)
+    state = nb.TrainState(Flat, made, nb.Plan())
+    again = pack(other, test=1.0, **state.task.pack_options(made.card))
+    assert (again.columns, again.classes, again.bad.file.tolist()) == (made.columns, made.classes, bad)
+    assert len(again) == len(other) - len(bad)
+    assert nb.evaluate(state, again)["loss"] > 0
+    assert same(again)
+
+
+class Flat(nb.Task):
+    def model(self, card, plan):
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(1))
+
+    def loss(self, model, batch, plan):
+        return model(batch).square().mean()
 
 
 # Splits, identity, parallel reading

@@ -520,7 +520,7 @@ def test_items_of_a_dataset_are_predicted_like_the_packs_samples(tmp_path, packs
     for single in (chosen[0], arrays[0], torch.from_numpy(arrays[0]), Image.fromarray(arrays[0]), {"x": arrays[0]}):
         [answer] = run.predict(single)
         assert (answer.name, answer.probability) == (expected[0].name, pytest.approx(expected[0].probability, abs=1e-5))
-    with pytest.raises(PackError, match=r"an item \(ndarray\): x is uint8 \(12, 12, 3\), got shape \(9, 12, 3\); make"):
+    with pytest.raises(PackError, match=r"an item \(ndarray\): x has the shape \(12, 12, 3\) of .*, got \(9, 12, 3\)"):
         run.predict([arrays[0][:9]])
     with pytest.raises(PackError, match="an item has x, got age; add what is missing"):
         run.predict([{"age": 3}])
@@ -569,7 +569,7 @@ def test_two_inputs_and_floats_of_a_transform_are_predicted_as_the_dataset_retur
     run = fitted(own.task, pack, tmp_path / "other", epochs=1)
     assert pack.columns["x"].dtype == "<f4"
     assert run.predict(floats)[int(pack.names[0].removeprefix("item "))] == run.predict_pack(pack, [0])[0]
-    with pytest.raises(PackError, match="which the Dataset made of its files, got an image; pass what the Dataset"):
+    with pytest.raises(PackError, match=r"x is float32 \(3, 12, 12\) in other items, got an image"):
         run.predict(Image.new("RGB", (12, 12)))
 
 

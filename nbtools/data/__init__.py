@@ -2,7 +2,7 @@
 
 from nbtools.data.archive import archive_index, read_member
 from nbtools.data.build import Entry, Survey, build_pack, cores, steady
-from nbtools.data.dataset import RawItems, encoded, pack
+from nbtools.data.dataset import RawItems, pack
 from nbtools.data.draws import Draws
 from nbtools.data.drive import drive_path, kept, on_colab, place_to_keep, release_runtime
 from nbtools.data.feed import (
@@ -21,7 +21,8 @@ from nbtools.data.feed import (
     open_feed,
     require_shared_memory,
 )
-from nbtools.data.items import TARGET, mode_of, named, pixels
+from nbtools.data.frames import encoded
+from nbtools.data.items import TARGET, Form, inputs_of
 from nbtools.data.pack import (
     SPLITS,
     Card,
@@ -48,6 +49,7 @@ __all__ = [
     "Draws",
     "Entry",
     "Feed",
+    "Form",
     "Pack",
     "Raw",
     "RawItems",
@@ -71,18 +73,16 @@ __all__ = [
     "gather",
     "in_notebook",
     "in_order",
+    "inputs_of",
     "is_all",
     "is_count",
     "is_pack",
     "kept",
     "lengths_of",
-    "mode_of",
-    "named",
     "on",
     "on_colab",
     "open_feed",
     "pack",
-    "pixels",
     "place_to_keep",
     "position",
     "read_member",

@@ -17,11 +17,11 @@ import multiprocessing
 import pickle
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -31,24 +31,21 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 from nbtools import disk
 from nbtools.data.build import Entry, Problem, Survey, cores, fingerprint, make_pack, of_task, why
 from nbtools.data.feed import ignore_signals
+from nbtools.data.frames import Table, features_of, is_frame, tables
 from nbtools.data.items import TARGET, TARGETS, Form, Sign, flattened, forms_of, named, numeric
-from nbtools.data.pack import FORMAT, SPLITS, Pack, Sample, is_pack, require_shares
+from nbtools.data.moments import moments
+from nbtools.data.pack import FORMAT, SPLITS, Card, Pack, Sample, is_pack, require_shares
 from nbtools.data.sources import cache
 from nbtools.data.stage import stage
 from nbtools.errors import PackError, TrainError
 from nbtools.table import plural
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 TASK = "dataset"
+VERSION = 2  # of what a card keeps of them; packs of another are made anew
 SEEN = 64  # items looked at
 CHEAP = 2e-4  # seconds: an item that costs less is read faster here than it travels between processes
 SHORT = 1.0  # seconds in which all are read: not worth starting processes
 LOAD = 4e6  # bytes that travel at once
-FEW = 32  # different texts of a column that is one-hot without being asked for
-BLOCK = 2**17  # numbers whose mean is computed at once, in the processor's cache
-WIDE = 4096  # values of a sample: above, one mean for all of them
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -69,6 +66,7 @@ def pack(
     size: Sequence[int] | None = None,
     random: bool = False,
     as_bytes: bool = False,
+    like: Card | None = None,
     into: str | Path | None = None,
     progress: bool = True,
 ) -> Pack:
@@ -84,6 +82,8 @@ def pack(
     size: (H, W) to which PIL images are resized. as_bytes: floats that are exactly n/255 are kept as uint8.
     random: the items differ at each reading (augmentation in the Dataset); the pack keeps one reading, and
     `feed="workers"` trains on the Dataset itself.
+    like: the card of another pack, whose roles, classes, columns and preprocessing this one gets: what `run.pack` asks
+    for.
     into: a folder for the pack alone; by default one under the cache, named by what identifies the data: types,
     lengths, options, DataFrames, lists and tensors as a whole, files by size and time; of other Datasets 64 items, so
     that a change elsewhere needs another `into`.
@@ -98,14 +98,19 @@ def pack(
     require_shares(val, test)
     if size is not None and (not isinstance(size, list | tuple) or len(size) != 2 or min(size) < 1):
         raise PackError(f"size must be (height, width) in pixels, got {size!r}; pass two whole numbers ≥ 1")
-    items = Items(opened(given, target, inputs, progress), target, inputs, size)
+    if like is not None:
+        if (classes, size, as_bytes) != (None, None, False):
+            raise PackError("a pack like another has its classes, size and bytes; leave out classes, size and as_bytes")
+        roles = like.options["roles"]
+        target, inputs = roles["target"] if target is None else target, roles["inputs"] if inputs is None else inputs
+    items = Items(opened(given, target, inputs, like, progress), target, inputs)
     if not len(items):
         raise PackError(f"{items.source} has no items; a pack needs at least one")
     look = Look.at(items)
     names = classes or names_of(items, look)
     asked = {"target": target, "inputs": inputs, "classes": names, "size": size, "random": random}
-    asked |= {"as_bytes": as_bytes, "val": val, "test": test}
-    items.forms = look.forms(names, as_bytes)
+    asked |= {"as_bytes": as_bytes, "val": val, "test": test, "like": like and like.to_dict()}
+    items.forms = forms_in(like) if like else look.forms(names, as_bytes, size)
     if size is not None and not any(form.kind == "image" for form in items.forms.values()):
         raise PackError("size resizes PIL images, and the items hold none; resize in the Dataset, and leave size out")
     made = {"key": look.key(asked), "source": items.source}
@@ -142,10 +147,13 @@ def splits_of(data: Any, train: Any, val: Any, test: Any) -> dict[str | None, An
     return {"train" if given else None: data, **given}
 
 
-def opened(given: Mapping[str | None, Any], target: Any, inputs: Any, progress: bool) -> list[tuple[str | None, Any]]:
+def opened(
+    given: Mapping[str | None, Any], target: Any, inputs: Any, like: Card | None, progress: bool
+) -> list[tuple[str | None, Any]]:
     """(split, Dataset) of each part. Raises PackError for what has no items to ask for."""
     parts: list[tuple[str | None, Any]] = []
-    frames = tables([data for data in given.values() if is_frame(data)], target, inputs)
+    encoding = like.options["encoding"] if like else {}
+    frames = tables([data for data in given.values() if is_frame(data)], target, inputs, encoding)
     for split, data in given.items():
         if isinstance(data, str | Path):
             parts += image_folders(stage(data, progress=progress), split)
@@ -221,7 +229,6 @@ class Items(Dataset):
     parts: list[tuple[str | None, Any]]
     target: Any
     inputs: Sequence[Any] | None
-    size: Sequence[int] | None
     forms: dict[str, Form] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -269,7 +276,7 @@ class Items(Dataset):
         if values.keys() != self.forms.keys():
             rule = f"an item has {', '.join(self.forms)}, as the others"
             raise PackError(", ".join(values), rule, "make it alike, or leave it out")
-        return {name: form.fit(name, values[name], self.size) for name, form in self.forms.items()}
+        return {name: form.fit(name, values[name]) for name, form in self.forms.items()}
 
     def __getitem__(self, i: int) -> dict[str, Any] | Problem:
         try:
@@ -285,9 +292,8 @@ class Items(Dataset):
         options = {
             "inputs": inputs,
             "kind": "none" if target is None else "classes" if target.kind == "class" else "values",
-            "layout": {name: forms[name].layout for name in inputs},
-            "mode": {name: forms[name].mode for name in inputs if forms[name].kind == "image"},
-            "size": None if self.size is None else list(self.size),
+            "roles": {"target": plain(self.target), "inputs": plain(self.inputs)},
+            "forms": {name: form.to_dict() for name, form in forms.items()},
             "random": random,
             "features": features_of(tables[0].encoding) if tables else [],
             "encoding": tables[0].encoding if tables else {},
@@ -344,16 +350,16 @@ class Look:
         look.cost = float(np.median(times or [0.0]))
         return look
 
-    def forms(self, names: Sequence[str], as_bytes: bool) -> dict[str, Form]:
+    def forms(self, names: Sequence[str], as_bytes: bool, size: Any) -> dict[str, Form]:
         if self.error and not self.signs:
             value, rule, fix = why(self.error)
             count = plural(len(self.places), "item")
             raise PackError(f"{self.items.source}: none of {count} read can be used: {rule}, got {value}; {fix}")
-        return forms_of(self.signs, names, as_bytes, self.items.size)
+        return forms_of(self.signs, names, as_bytes, size)
 
     def key(self, asked: Mapping[str, Any]) -> str:
         """Of the data and what is made of them; random items count with their form only."""
-        digest = hashlib.blake2b(json.dumps([FORMAT, TASK, asked], default=str).encode(), digest_size=8)
+        digest = hashlib.blake2b(json.dumps([FORMAT, TASK, VERSION, asked], default=str).encode(), digest_size=8)
         for split, part in self.items.parts:
             digest.update(repr((split, type(part).__qualname__, len(part))).encode() + whole(part))
         digest.update(repr(self.signs).encode() if asked["random"] else b"".join(self.marks))
@@ -383,6 +389,16 @@ class Look:
             if form.kind != "class" and name in signs
         ]
         return sum(sizes) / len(self.signs)
+
+
+def forms_in(card: Card) -> dict[str, Form]:
+    """The forms that a card keeps."""
+    return {name: Form.of(form, card.classes) for name, form in card.options["forms"].items()}
+
+
+def plain(asked: Any) -> Any:
+    """A key, place or list of them, as JSON keeps it."""
+    return json.loads(json.dumps(asked, default=lambda key: key.item() if hasattr(key, "item") else str(key)))
 
 
 def mark(values: Iterable[tuple[str, Any]]) -> bytes:
@@ -499,149 +515,3 @@ class RawItems(Dataset):
                 "next to the notebook, my_data.py, and import it: from my_data import …"
             )
         return RawItems, (self.folder, self.items)
-
-
-def moments(forms: Mapping[str, Form], arrays: Mapping[str, np.ndarray], train: np.ndarray) -> dict[str, Any]:
-    """Mean and standard deviation, 1 of what never varies, of float32 columns and of images in 0…1: per channel, or per
-    place on the last axis, over the training split."""
-    wanted = np.zeros(len(arrays["split"]), bool)
-    wanted[train] = True
-    found: dict[str, Any] = {"mean": {}, "std": {}}
-    for name, form in forms.items():
-        if form.kind == "class" or not (form.dtype == "<f4" or form.layout or form.scaled):
-            continue
-        rows = np.repeat(wanted, np.diff(arrays[f"{name}.offsets"])) if form.ragged else wanted
-        mean, std = moments_of(arrays[name], rows, {"chw": 1, "hw": 0}.get(form.layout, -1))
-        found["mean"][name], found["std"][name] = mean.tolist(), std.tolist()
-    return found
-
-
-def moments_of(array: np.ndarray, rows: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """(mean, deviation) of an array's chosen rows for each place on an axis; one for all on axis 0."""
-    shape = array.shape[1:]
-    count, sums, squares, origin = 0, np.zeros(shape), np.zeros(shape), np.zeros(shape)
-    step = max(1, BLOCK // max(1, math.prod(shape)))
-    for start in range(0, len(array), step):
-        block = array[start : start + step][rows[start : start + step]].astype(np.float64)
-        if len(block):
-            origin = origin if count else block[0].copy()  # far from 0 a difference of squares says nothing
-            block -= origin
-            sums += block.sum(0)  # whole samples: adding up three channels at a time takes ten times as long
-            squares += np.square(block, out=block).sum(0)
-            count += len(block)
-    means, count = sums / max(count, 1), max(count, 1)
-    spread = squares / count - np.square(means)
-    means += origin
-    single = not axis or not shape or array.shape[axis] > WIDE
-    others = (
-        tuple(range(len(shape)))
-        if single
-        else tuple(i for i in range(len(shape)) if i != (axis - 1 if axis > 0 else len(shape) - 1))
-    )
-    mean = means.mean(others, keepdims=True)
-    std = np.sqrt(np.maximum((spread + np.square(means - mean)).mean(others), 0))
-    unit = 255 if array.dtype == np.uint8 else 1
-    return mean.reshape(-1) / unit, np.where(std > 0, std / unit, 1).reshape(-1)
-
-
-# DataFrames
-
-
-def is_frame(data: Any) -> bool:
-    pandas = sys.modules.get("pandas")
-    return pandas is not None and isinstance(data, pandas.DataFrame)
-
-
-class Table(Dataset):
-    """Rows of a DataFrame: x (F,) float32 by an encoding, and y of the goals: of several (D,) float32."""
-
-    def __init__(self, frame: pd.DataFrame, encoding: Mapping[str, Any], goals: Sequence[str]):
-        self.encoding, self.x, self.y = encoding, encoded(frame, encoding), None
-        if goals:
-            self.y = frame[goals[0]].tolist() if len(goals) == 1 else frame[goals].to_numpy(np.float32, na_value=np.nan)
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        missing = np.flatnonzero(np.isnan(self.x[i]))
-        if len(missing):
-            fix = "fill it, as df.fillna(…) does, or leave the column out with inputs=[…]"
-            raise PackError("nothing", f"{features_of(self.encoding)[missing[0]]} has a value", fix)
-        return {"x": self.x[i]} | ({} if self.y is None else {TARGET: self.y[i]})
-
-
-def tables(frames: Sequence[pd.DataFrame], target: Any, inputs: Sequence[Any] | None) -> Iterator[Table]:
-    """The DataFrames, encoded alike. Raises PackError for columns that are missing, or cannot be numbers."""
-    if not frames:
-        return iter(())
-    import pandas as pd
-
-    frames = [frame.rename(columns=str) for frame in frames]
-    every = pd.concat(frames, ignore_index=True)
-    target = next((name for name in TARGETS if name in every), None) if target is None else target
-    goals = [str(name) for name in (target if isinstance(target, list | tuple) else [target]) if name is not None]
-    chosen = [name for name in every if name not in goals] if inputs is None else [str(name) for name in inputs]
-    if strange := [name for name in [*goals, *chosen] if name not in every]:
-        raise PackError(f"the DataFrame has no column {strange[0]!r}; its columns are {', '.join(every)}")
-    if every.columns.has_duplicates or not chosen:
-        came = "several of one name" if chosen else f"only the target {goals}"
-        raise PackError(
-            f"the DataFrame must have a column for each input, got {came}; rename, or choose with inputs=[…]"
-        )
-    encoding = {name: how(every[name]) for name in chosen}
-    if refused := {name: error for name, error in encoding.items() if isinstance(error, PackError)}:
-        listed = ", ".join(f"{name!r} ({error})" for name, error in refused.items())
-        rest = [name for name in chosen if name not in refused]
-        raise PackError(f"these columns are no numbers: {listed}; pass inputs={rest}, or df.astype({{…: 'category'}})")
-    return (Table(frame, encoding, goals) for frame in frames)
-
-
-def how(column: Any) -> Any:
-    """How a column becomes numbers: `number`, `days` (since 1970), or its categories, one-hot; else a PackError."""
-    import pandas as pd
-
-    kind = pd.api.types.infer_dtype(column, skipna=True)
-    if kind == "categorical":
-        return [str(name) for name in column.cat.categories]
-    if kind in ("integer", "floating", "mixed-integer-float", "decimal", "boolean"):
-        return "number"
-    if kind in ("datetime64", "datetime", "date"):
-        return "days"
-    names = sorted(column.dropna().unique()) if kind == "string" else []
-    if 0 < len(names) <= FEW:
-        return names
-    return PackError(f"{len(names):,} different texts" if names else f"{kind} values")
-
-
-def features_of(encoding: Mapping[str, Any]) -> list[str]:
-    """The names of x's columns."""
-    named = {"number": "{}", "days": "{} in days"}
-    parts = (
-        [f"{name}={one}" for one in how] if isinstance(how, list) else [named[how].format(name)]
-        for name, how in encoding.items()
-    )
-    return list(itertools.chain.from_iterable(parts))
-
-
-def encoded(frame: pd.DataFrame, encoding: Mapping[str, Any]) -> np.ndarray:
-    """x (rows, F) float32 of a DataFrame; NaN where a value is missing, or not among the categories."""
-    import pandas as pd
-
-    parts = []
-    for name, how in encoding.items():
-        column, missing = frame[name], frame[name].isna().to_numpy()
-        if how == "days":
-            part = (pd.to_datetime(column, utc=True) - pd.Timestamp(0, tz="UTC")) / pd.Timedelta(days=1)
-            parts.append(part.to_numpy(np.float32)[:, None])
-        elif how == "number":
-            filled = column.where(~missing, 0).astype(np.float32) if missing.any() else column.astype(np.float32)
-            parts.append(np.where(missing, np.nan, filled.to_numpy(np.float32))[:, None])
-        else:
-            index = {text: i for i, text in enumerate(how)}
-            codes = np.array([index.get(str(value), -1) for value in column], int)
-            codes[missing] = -1
-            part = np.eye(len(how), dtype=np.float32)[codes]
-            part[codes < 0] = np.nan
-            parts.append(part)
-    return np.concatenate(parts, 1).astype(np.float32, copy=False)

@@ -24,6 +24,7 @@ TARGET = "y"
 TARGETS = ("y", "label", "labels", "target")  # keys of an item that are its target without being asked for
 TAKEN = ("id", "split")  # names that a pack or a batch needs itself
 COLOURS = (1, 3, 4)  # channels of an image
+MODES = {1: "L", 3: "RGB"}  # of images with so many
 ENOUGH = 16  # of so many items, one may break the rule of all others: it is damaged; more are a property of the data
 WIDER = {"u2": "i4", "u4": "i8", "u8": "i8", "f2": "f4", "f8": "f4", "f16": "f4"}  # torch cannot index wide unsigned
 T = TypeVar("T")
@@ -38,10 +39,34 @@ def named(item: Any, target: Any = None, inputs: Sequence[Any] | None = None) ->
     parts, last = parts_of(item)
     target = last if target is None else target
     chosen = [key for key in parts if key != target] if inputs is None else list(inputs)
-    for key in [*chosen, *([] if target is None else [target])]:
+    return columns_of(parts, chosen, target)
+
+
+def inputs_of(item: Any, columns: Sequence[str], target: Any, inputs: Sequence[Any] | None) -> dict[str, Any]:
+    """Input column → value of an item to predict: as the Dataset returns it, or without its target, by the roles that
+    packing was given; else a dict by the columns, a tuple in their order. Raises PackError(value, rule, fix)."""
+    parts, last = parts_of(item)
+    target = last if target is None else target
+    if inputs is None:
+        trials = [key for key in parts if key != target], [*parts]
+    else:  # where the target is left out, what follows it comes one place earlier
+        after = {key for key in inputs if isinstance(key, int) and isinstance(target, int) and key > target}
+        trials = [*inputs], [key - 1 if key in after else key for key in inputs]
+    for chosen in trials:
+        if parts.keys() >= set(chosen) and (found := columns_of(parts, chosen)).keys() >= set(columns):
+            return {name: found[name] for name in columns}
+    found = dict(parts if isinstance(item, Mapping) else zip(columns, parts.values(), strict=False))
+    if not found.keys() >= set(columns):
+        raise PackError(", ".join(map(str, found)), f"an item has {', '.join(columns)}", "add what is missing")
+    return {name: found[name] for name in columns}
+
+
+def columns_of(parts: Mapping[Any, Any], inputs: Sequence[Any], target: Any = None) -> dict[str, Any]:
+    """Column → value of chosen parts; target None: of none."""
+    for key in [*inputs, *([] if target is None else [target])]:
         if key not in parts:
             raise PackError(", ".join(map(str, parts)) or "nothing", f"the item has {key!r}", "name what it has")
-    flat = [pair for key in chosen for pair in flattened(parts[key], "" if isinstance(key, int) else str(key))]
+    flat = [pair for key in inputs for pair in flattened(parts[key], "" if isinstance(key, int) else str(key))]
     unnamed = sum(not name for name, _ in flat)
     numbers = iter(["x"] if unnamed == 1 else [f"x{i}" for i in range(1, unnamed + 1)])
     pairs = [(name or next(numbers), value) for name, value in flat]
@@ -108,7 +133,7 @@ def numeric(name: str, value: Any) -> np.ndarray:
     return array.astype(np.dtype(wide).newbyteorder("="), copy=False)
 
 
-def pixels(image: Image.Image, mode: str, size: Sequence[int] | None = None) -> np.ndarray:
+def pixels(image: Image.Image, mode: str, size: Sequence[Any] | None = None) -> np.ndarray:
     """An image as (H, W, 3) or (H, W) uint8 for the modes RGB and L, on white where it is transparent; 16 bits as
     float32 in 0…1; other deep modes as they are. size: (H, W) to resize it to."""
     if mode in ("RGB", "L"):
@@ -176,33 +201,38 @@ class Sign:
 
 @dataclass(frozen=True)
 class Form:
-    """What all samples have in common under one name. shape: its first axis is None where they differ in it.
+    """What all samples have in common under one name: how their values are packed, and later those to predict. A pack's
+    card keeps it.
 
-    kind: class, image or array; mode: of images; names: the classes allowed, none: any; scaled: floats kept as 255ths.
+    kind: class, image (of PIL) or array; shape: its first axis is None where samples differ in it; layout: `hwc`, `chw`
+    or `hw` of images, "" of all else; mode: that PIL images are converted to, "" where there can be none; resize: to
+    the shape; scaled: floats kept as 255ths; names: the classes allowed, none: any.
     """
 
     kind: str
     dtype: str = ""
     shape: tuple[int | None, ...] = ()
+    layout: str = ""
     mode: str = ""
-    names: tuple[str, ...] = ()
+    resize: bool = False
     scaled: bool = False
-    tensor: bool = False
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], names: Sequence[str] = ()) -> Self:
+        """The form that a card keeps; names: the card's classes."""
+        return cls(**{**values, "shape": tuple(values["shape"]), "names": tuple(names)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for a card, which has the names of its classes itself."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "names"}
 
     @property
     def ragged(self) -> bool:
         return self.shape[:1] == (None,)
 
-    @property
-    def layout(self) -> str:
-        """`hwc`, `chw` or `hw` of images, "" of all else."""
-        rank = len(self.shape)
-        if self.ragged or rank not in (2, 3) or self.dtype not in ("|u1", "<f4"):
-            return ""
-        if self.kind == "image" or rank == 2:
-            return "hwc" if rank == 3 else "hw" if self.kind == "image" or self.dtype == "|u1" else ""
-        first, last = self.shape[0] in COLOURS, self.shape[2] in COLOURS
-        return "chw" if first and (self.tensor or not last) else "hwc" if last else ""
+    def __str__(self) -> str:
+        return f"{np.dtype(self.dtype)} ({', '.join('any' if n is None else str(n) for n in self.shape)})"
 
     @cached_property
     def known(self) -> frozenset[str]:
@@ -213,28 +243,48 @@ class Form:
         """Whether names of classes are numbers themselves."""
         return any(name.removeprefix("-").isdecimal() for name in self.names)
 
-    def fit(self, name: str, value: Any, size: Sequence[int] | None = None) -> np.ndarray | str:
+    def fit(self, name: str, value: Any) -> np.ndarray | str:
         """The value as it is packed; a class as its text. Raises PackError(value, rule, fix) where it does not fit."""
         if self.kind == "class":
             return self.text(bare(value))
         is_image = isinstance(value, Image.Image)
-        if is_image != (self.kind == "image"):
-            raise PackError(type(value).__name__, f"{name} is an {self.kind}, as in other items", "make them alike")
-        array = pixels(value, self.mode, size) if is_image else numeric(name, value)
+        if is_image and not self.mode:
+            raise PackError("an image", f"{name} is {self} in other items", "return arrays of it too, made as theirs")
+        array = self.pixels(value) if is_image else numeric(name, value)
         if array.ndim != len(self.shape) or array.shape[self.ragged :] != self.shape[self.ragged :]:
-            shape = ", ".join("any" if n is None else str(n) for n in self.shape)
-            fix = "pass size=(H, W), or leave it out" if is_image else "make it alike, or leave it out"
-            raise PackError(array.shape, f"{name} has the shape ({shape}) of other items", fix)
+            shape = str(self).partition(" ")[2]
+            alike = "resize it" if is_image else "make it alike"
+            raise PackError(array.shape, f"{name} has the shape {shape} of other items", f"{alike}, or leave it out")
         if not array.size:
             raise PackError(f"shape {array.shape}", f"{name} holds something", "leave the item out of the Dataset")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             came = "nan" if np.isnan(array).any() else "inf"
             raise PackError(came, f"all numbers of {name} are finite", "replace it, or leave the item out")
-        exact = in_255ths(array) if self.scaled else array
-        if exact is None or not np.can_cast(exact.dtype, self.dtype, "same_kind"):
-            rule = "all n/255, as as_bytes=True keeps them" if self.scaled else f"{np.dtype(self.dtype)}"
-            raise PackError(f"{array.dtype} numbers", f"{name} is {rule}, as in other items", "make them alike")
-        return exact.astype(self.dtype, copy=False)
+        return self.stored(name, array)
+
+    def pixels(self, image: Image.Image) -> np.ndarray:
+        found = pixels(image, self.mode, self.shape[:2] if self.resize else None)
+        found = found[..., None] if found.ndim < len(self.shape) else found
+        return found.transpose(2, 0, 1) if self.layout == "chw" else found
+
+    def stored(self, name: str, array: np.ndarray) -> np.ndarray:
+        """Numbers in the column's dtype, which changes none of them: in images kept as bytes 0…1 and 0…255 are the
+        same, and no other image has whole numbers."""
+        dtype, kind, found = np.dtype(self.dtype), array.dtype.kind, array
+        in_bytes = dtype == np.uint8 and bool(self.layout or self.scaled)
+        if in_bytes and kind == "f":
+            found = in_255ths(array)
+        elif kind in "iu" and dtype.kind in "iu" and (self.layout or not self.scaled):
+            limits = np.iinfo(dtype)
+            found = array if limits.min <= array.min() <= array.max() <= limits.max else None
+        elif in_bytes or (kind != dtype.kind if self.layout else not np.can_cast(array.dtype, dtype, "same_kind")):
+            found = None
+        if found is None:
+            came = f"{array.dtype} numbers, {float(array.min()):g} … {float(array.max()):g}"
+            whole = "whole numbers 0…255, or " if self.layout else ""
+            rule = f"kept in bytes: {whole}numbers n/255" if in_bytes else f"{dtype}, as in other items"
+            raise PackError(came, f"{name} is {rule}", "make them alike")
+        return found.astype(dtype, copy=False)
 
     def text(self, value: Any) -> str:
         """The name of a class; a whole number may be its place among the names, if these are words."""
@@ -286,8 +336,21 @@ def form_of(name: str, signs: Sequence[Sign], names: Sequence[str], as_bytes: bo
     dtype = np.result_type(*{sign.dtype for sign in signs})
     dtype = np.dtype(np.float32) if dtype.kind == "f" else dtype
     scaled = as_bytes and all(sign.exact for sign in signs)
-    tensor = signs[0].tensor
-    return Form(kind, "|u1" if scaled else dtype.str, (*shape, 3) if mode == "RGB" else shape, mode, (), scaled, tensor)
+    dtype, shape = "|u1" if scaled else dtype.str, (*shape, 3) if mode == "RGB" else shape
+    layout = layout_of(kind, dtype, shape, signs[0].tensor)
+    if dtype == "|u1" and layout and not mode:  # PIL images fit too
+        mode = MODES.get(1 if layout == "hw" else shape[0 if layout == "chw" else 2] or 0, "")
+    return Form(kind, dtype, shape, layout, mode, bool(size) and kind == "image", scaled)
+
+
+def layout_of(kind: str, dtype: str, shape: tuple[int | None, ...], tensor: bool) -> str:
+    rank = len(shape)
+    if shape[:1] == (None,) or rank not in (2, 3) or dtype not in ("|u1", "<f4"):
+        return ""
+    if kind == "image" or rank == 2:
+        return "hwc" if rank == 3 else "hw" if kind == "image" or dtype == "|u1" else ""
+    first, last = shape[0] in COLOURS, shape[2] in COLOURS
+    return "chw" if first and (tensor or not last) else "hwc" if last else ""
 
 
 def shape_of(name: str, shapes: Sequence[tuple[int, ...]], kind: str) -> tuple[int | None, ...]:

@@ -16,19 +16,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from nbtools.data import TARGET, Card, Draws, Pack, Sample, encoded, named, pixels
+from nbtools.data import TARGET, Card, Draws, Form, Pack, Sample, encoded, inputs_of
 from nbtools.errors import PackError, TrainError
 from nbtools.train.augment import MIXUP, augment, strengths
 from nbtools.train.call import logits_of
 from nbtools.train.metrics import METRICS, Batch, listed
 
 DATASET = "dataset"  # the task in such a pack's card
-MODES = {1: "L", 3: "RGB"}  # of images with so many channels
 
 
 def packed_dataset(card: Card | None) -> bool:
     """Whether `nb.pack` wrote the pack, so that its card says what its columns are."""
-    return card is not None and card.task == DATASET and "inputs" in card.options
+    return card is not None and card.task == DATASET and "forms" in card.options
 
 
 # -- batches
@@ -40,7 +39,7 @@ def prepare(raw: Batch, card: Card, draws: Draws | None, names: Sequence[str] | 
     sequences stays 0."""
     options, batch = card.options, dict(raw)
     for name in options["inputs"]:
-        batch[name] = as_input(raw[name], options["layout"].get(name, ""), name in options["mean"])
+        batch[name] = as_input(raw[name], layout_of(card, name), name in options["mean"])
     if draws is not None and names:
         batch = augment(batch, images_of(card), options["inputs"], len(card.classes), draws, names)
     for name in options["inputs"]:
@@ -62,7 +61,7 @@ def as_input(values: Tensor, layout: str, scaled: bool) -> Tensor:
 
 def normalise(values: Tensor, card: Card, name: str, lengths: Tensor | None = None) -> Tensor:
     mean, std = scale_of(card, name, values.device)
-    if card.options["layout"].get(name):
+    if layout_of(card, name):
         mean, std = mean.view(-1, 1, 1), std.view(-1, 1, 1)
     found = (values.float() - mean) / std
     if lengths is None:
@@ -83,14 +82,19 @@ def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, device=device)
 
 
+def layout_of(card: Card, name: str) -> str:
+    """`hwc`, `chw` or `hw` of a column of images, "" of others."""
+    return card.options["forms"][name]["layout"]
+
+
 def images_of(card: Card) -> list[str]:
     """The inputs that are images."""
-    return [name for name in card.options["inputs"] if card.options["layout"].get(name)]
+    return [name for name in card.options["inputs"] if layout_of(card, name)]
 
 
 def shape_of(card: Card, name: str) -> tuple[int, ...]:
     """The shape of a sample's column as the network takes it, without the length of a ragged one."""
-    shape, layout = card.columns[name].shape, card.options["layout"].get(name, "")
+    shape, layout = card.columns[name].shape, layout_of(card, name)
     return (shape[2], *shape[:2]) if layout == "hwc" else (1, *shape) if layout == "hw" else tuple(shape)
 
 
@@ -98,7 +102,7 @@ def width_of(card: Card) -> int:
     """The channels of the first input, or its features."""
     name = card.options["inputs"][0]
     shape = shape_of(card, name) or (1,)
-    return shape[0] if card.options["layout"].get(name) else shape[-1]
+    return shape[0] if layout_of(card, name) else shape[-1]
 
 
 def blank(card: Card) -> Batch:
@@ -166,7 +170,7 @@ def answers(outputs: Any, card: Card) -> list[Any]:
 def picture(sample: Sample, card: Card) -> np.ndarray:
     """(H, W) or (H, W, 3) uint8: the first image of a sample; floats beyond 0 to 1 from their least to their most."""
     name = images_of(card)[0]
-    image, layout = sample[name], card.options["layout"][name]
+    image, layout = sample[name], layout_of(card, name)
     if layout == "chw":
         image = image.transpose(1, 2, 0)
     if image.dtype != np.uint8:
@@ -241,36 +245,6 @@ def sample_of(item: Any, card: Card) -> Sample:
         with Image.open(item) as image:
             image.load()
             return sample_of(image, card)
-    values = named(item)
-    if not values.keys() >= set(inputs) and not isinstance(item, dict):
-        values = dict(zip(inputs, item if isinstance(item, tuple) else [item], strict=False))
-    if not values.keys() >= set(inputs):
-        raise PackError(", ".join(values), f"an item has {', '.join(inputs)}", "add what is missing")
-    return {name: stored(values[name], card, name) for name in inputs}
-
-
-def stored(value: Any, card: Card, name: str) -> np.ndarray:
-    """A value as its column keeps it. Raises PackError(value, rule, fix)."""
-    column, layout = card.columns[name], card.options["layout"].get(name, "")
-    if isinstance(value, Image.Image):
-        mode = card.options.get("mode", {}).get(name) or (
-            layout and column.dtype == "|u1" and MODES.get(shape_of(card, name)[0])
-        )
-        if not mode:
-            rule = f"{name} is {column}, which the Dataset made of its files"
-            raise PackError("an image", rule, "pass what the Dataset returns for it")
-        array = pixels(value, mode, card.options.get("size"))
-        array = array.transpose(2, 0, 1) if layout == "chw" and array.ndim == 3 else array
-    else:
-        array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise PackError("nan or inf", f"all numbers of {name} are finite", "replace it, or leave the item out")
-        if column.dtype == "|u1" and array.dtype.kind == "f":
-            array = np.rint(array * 255)  # kept as 255ths
-        if column.dtype == "|u1" and array.size and not 0 <= array.min() <= array.max() <= 255:
-            came = "numbers beyond 0…1" if array.dtype.kind == "f" else f"{array.min()} … {array.max()}"
-            raise PackError(came, f"{name} is kept in bytes: whole numbers 0…255, or numbers 0…1", "scale it")
-    ragged = column.kind == "ragged"
-    if array.ndim != len(column.shape) + ragged or array.shape[ragged:] != column.shape:
-        raise PackError(f"shape {array.shape}", f"{name} is {column}", "make it alike")
-    return array.astype(column.dtype, copy=False)
+    asked = card.options["roles"]
+    values = inputs_of(item, inputs, asked["target"], asked["inputs"])
+    return {name: np.asarray(Form.of(card.options["forms"][name]).fit(name, values[name])) for name in inputs}

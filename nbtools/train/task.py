@@ -203,10 +203,8 @@ class Task:
 
     def pack_options(self, card: Card) -> Mapping[str, Any]:
         """Options of `pack` with which another source has the classes and the preprocessing of a card, so that the
-        card's run can be evaluated on it. Default: none; with `nb.pack` its classes and size."""
-        if not packed_dataset(card):
-            return {}
-        return {"classes": card.classes or None, "size": card.options.get("size")}
+        card's run can be evaluated on it. Default: none; with `nb.pack` the card itself."""
+        return {"like": card} if packed_dataset(card) else {}
 
     def validate(self, source: str | Path, **options: Any) -> Any:
         """A report of everything that is wrong with a source; `.ok`: no errors. Default: raises NbtoolsError, since

@@ -1,0 +1,123 @@
+"""DataFrames as Datasets: columns of numbers, dates, and categories become one row of numbers."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from nbtools.data.items import TARGET, TARGETS
+from nbtools.errors import PackError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FEW = 32  # different texts of a column that is one-hot without being asked for
+
+
+def is_frame(data: Any) -> bool:
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and isinstance(data, pandas.DataFrame)
+
+
+class Table(Dataset):
+    """Rows of a DataFrame: x (F,) float32 by an encoding, and y of the goals: of several (D,) float32."""
+
+    def __init__(self, frame: pd.DataFrame, encoding: Mapping[str, Any], goals: Sequence[str]):
+        self.encoding, self.x, self.y = encoding, encoded(frame, encoding), None
+        if goals:
+            self.y = frame[goals[0]].tolist() if len(goals) == 1 else frame[goals].to_numpy(np.float32, na_value=np.nan)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        missing = np.flatnonzero(np.isnan(self.x[i]))
+        if len(missing):
+            fix = "fill it, as df.fillna(…) does, or leave the column out with inputs=[…]"
+            raise PackError("nothing", f"{features_of(self.encoding)[missing[0]]} has a value", fix)
+        return {"x": self.x[i]} | ({} if self.y is None else {TARGET: self.y[i]})
+
+
+def tables(
+    frames: Sequence[pd.DataFrame], target: Any, inputs: Sequence[Any] | None, encoding: Mapping[str, Any]
+) -> Iterator[Table]:
+    """The DataFrames, encoded alike: as given, else by what they hold. Raises PackError for columns that are missing,
+    or cannot be numbers."""
+    if not frames:
+        return iter(())
+    import pandas as pd
+
+    frames = [frame.rename(columns=str) for frame in frames]
+    every = pd.concat(frames, ignore_index=True)
+    target = next((name for name in TARGETS if name in every), None) if target is None else target
+    goals = [str(name) for name in (target if isinstance(target, list | tuple) else [target]) if name is not None]
+    chosen = [name for name in every if name not in goals] if inputs is None else [str(name) for name in inputs]
+    chosen = [*encoding] or chosen
+    if strange := [name for name in [*goals, *chosen] if name not in every]:
+        raise PackError(f"the DataFrame has no column {strange[0]!r}; its columns are {', '.join(every)}")
+    if every.columns.has_duplicates or not chosen:
+        came = "several of one name" if chosen else f"only the target {goals}"
+        raise PackError(
+            f"the DataFrame must have a column for each input, got {came}; rename, or choose with inputs=[…]"
+        )
+    encoding = encoding or {name: how(every[name]) for name in chosen}
+    if refused := {name: error for name, error in encoding.items() if isinstance(error, PackError)}:
+        listed = ", ".join(f"{name!r} ({error})" for name, error in refused.items())
+        rest = [name for name in chosen if name not in refused]
+        raise PackError(f"these columns are no numbers: {listed}; pass inputs={rest}, or df.astype({{…: 'category'}})")
+    return (Table(frame, encoding, goals) for frame in frames)
+
+
+def how(column: Any) -> Any:
+    """How a column becomes numbers: `number`, `days` (since 1970), or its categories, one-hot; else a PackError."""
+    import pandas as pd
+
+    kind = pd.api.types.infer_dtype(column, skipna=True)
+    if kind == "categorical":
+        return [str(name) for name in column.cat.categories]
+    if kind in ("integer", "floating", "mixed-integer-float", "decimal", "boolean"):
+        return "number"
+    if kind in ("datetime64", "datetime", "date"):
+        return "days"
+    names = sorted(column.dropna().unique()) if kind == "string" else []
+    if 0 < len(names) <= FEW:
+        return names
+    return PackError(f"{len(names):,} different texts" if names else f"{kind} values")
+
+
+def features_of(encoding: Mapping[str, Any]) -> list[str]:
+    """The names of x's columns."""
+    named = {"number": "{}", "days": "{} in days"}
+    parts = (
+        [f"{name}={one}" for one in how] if isinstance(how, list) else [named[how].format(name)]
+        for name, how in encoding.items()
+    )
+    return list(itertools.chain.from_iterable(parts))
+
+
+def encoded(frame: pd.DataFrame, encoding: Mapping[str, Any]) -> np.ndarray:
+    """x (rows, F) float32 of a DataFrame; NaN where a value is missing, or not among the categories."""
+    import pandas as pd
+
+    parts = []
+    for name, how in encoding.items():
+        column, missing = frame[name], frame[name].isna().to_numpy()
+        if how == "days":
+            part = (pd.to_datetime(column, utc=True) - pd.Timestamp(0, tz="UTC")) / pd.Timedelta(days=1)
+            parts.append(part.to_numpy(np.float32)[:, None])
+        elif how == "number":
+            filled = column.where(~missing, 0).astype(np.float32) if missing.any() else column.astype(np.float32)
+            parts.append(np.where(missing, np.nan, filled.to_numpy(np.float32))[:, None])
+        else:
+            index = {text: i for i, text in enumerate(how)}
+            codes = np.array([index.get(str(value), -1) for value in column], int)
+            codes[missing] = -1
+            part = np.eye(len(how), dtype=np.float32)[codes]
+            part[codes < 0] = np.nan
+            parts.append(part)
+    return np.concatenate(parts, 1).astype(np.float32, copy=False)

@@ -1,0 +1,57 @@
+"""The mean and standard deviation of a pack's columns, by which a task normalises its inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from nbtools.data.items import Form
+
+BLOCK = 2**17  # numbers whose mean is computed at once, in the processor's cache
+WIDE = 4096  # values of a sample: above, one mean for all of them
+
+
+def moments(forms: Mapping[str, Form], arrays: Mapping[str, np.ndarray], train: np.ndarray) -> dict[str, Any]:
+    """Mean and standard deviation, 1 of what never varies, of float32 columns and of images in 0…1: per channel, or per
+    place on the last axis, over the training split."""
+    wanted = np.zeros(len(arrays["split"]), bool)
+    wanted[train] = True
+    found: dict[str, Any] = {"mean": {}, "std": {}}
+    for name, form in forms.items():
+        if form.kind == "class" or not (form.dtype == "<f4" or form.layout or form.scaled):
+            continue
+        rows = np.repeat(wanted, np.diff(arrays[f"{name}.offsets"])) if form.ragged else wanted
+        mean, std = moments_of(arrays[name], rows, {"chw": 1, "hw": 0}.get(form.layout, -1))
+        found["mean"][name], found["std"][name] = mean.tolist(), std.tolist()
+    return found
+
+
+def moments_of(array: np.ndarray, rows: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+    """(mean, deviation) of an array's chosen rows for each place on an axis; one for all on axis 0."""
+    shape = array.shape[1:]
+    count, sums, squares, origin = 0, np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    step = max(1, BLOCK // max(1, math.prod(shape)))
+    for start in range(0, len(array), step):
+        block = array[start : start + step][rows[start : start + step]].astype(np.float64)
+        if len(block):
+            origin = origin if count else block[0].copy()  # far from 0 a difference of squares says nothing
+            block -= origin
+            sums += block.sum(0)  # whole samples: adding up three channels at a time takes ten times as long
+            squares += np.square(block, out=block).sum(0)
+            count += len(block)
+    means, count = sums / max(count, 1), max(count, 1)
+    spread = squares / count - np.square(means)
+    means += origin
+    single = not axis or not shape or array.shape[axis] > WIDE
+    others = (
+        tuple(range(len(shape)))
+        if single
+        else tuple(i for i in range(len(shape)) if i != (axis - 1 if axis > 0 else len(shape) - 1))
+    )
+    mean = means.mean(others, keepdims=True)
+    std = np.sqrt(np.maximum((spread + np.square(means - mean)).mean(others), 0))
+    unit = 255 if array.dtype == np.uint8 else 1
+    return mean.reshape(-1) / unit, np.where(std > 0, std / unit, 1).reshape(-1)
