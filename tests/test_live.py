@@ -191,7 +191,7 @@ class Visit:
         page.ready()
         page.run_all()
         output = page.output(0)
-        until(output.locator('svg[aria-label="learning rate"] polyline').count, "the chart of lr")
+        until(output.locator('svg[aria-label^="learning rate"] polyline').count, "the chart of lr")
         page.click("Save now")
         until(lambda: "saved at step" in output.inner_text(), "where it was saved")
         page.click(r"What limits it\?")

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from browser import chromium as opened
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
@@ -20,11 +21,12 @@ from PIL import Image
 
 from nbtools import fonts
 from nbtools.live import Columns, chart, png, samples, svg, view
+from nbtools.live.controls import SMOOTHING, Looks, changes
 from nbtools.live.facts import About
-from nbtools.live.picture import LETTERS, picture
+from nbtools.live.picture import LETTERS, Look, picture
 from nbtools.live.samples import Preview
 from nbtools.measure import REASONS
-from nbtools.table import columns, duration
+from nbtools.table import columns, duration, number
 from nbtools.train import History, Plan, Record
 
 EVIL = '</svg><img src=x onerror="alert(1)">&'
@@ -55,12 +57,12 @@ def changed(step, what, epoch=0):
     return Record("change", epoch, step, step * 64, {"what": what})
 
 
-def shown(found, about=ABOUT, status=""):
-    return picture(Columns(found), about, status)
+def shown(found, about=ABOUT, status="", look=None):
+    return picture(Columns(found), about, status, look=look or Look())
 
 
-def chart_of(found, title):
-    [one] = [each for each in shown(found).charts if each.title == title]
+def chart_of(found, title, look=None):
+    [one] = [each for each in shown(found, look=look).charts if each.title == title]
     return one
 
 
@@ -131,15 +133,163 @@ def test_the_chart_of_lr_shows_all_of_it_however_far_a_change_goes(set_to):
         found.append(Record("step", 0, step, step, {"loss": 1.0, "lr": lr}))
         if step in (300, 303):
             found.append(changed(step, "lr from here to there"))
-    one = chart_of(found, "learning rate")
+    assert chart_of(found, "learning rate").scale.high >= max(set_to, 2e-3)
+    one = chart_of(found, "learning rate", Look("log"))
     assert {*one.lines[0].y.tolist()} == {2e-3, max(set_to, 2e-7)}
     low, high = one.scale.heights(np.array(sorted((2e-3, set_to))))
     assert 0 <= low < 0.2 < 0.8 < high < 1
 
 
 def test_a_schedule_that_ends_at_zero_takes_about_four_decades_of_the_chart_of_lr():
-    scale = chart_of(history(2000), "learning rate").scale
+    scale = chart_of(history(2000), "learning rate", Look("log")).scale
     assert 1e3 < scale.high / scale.low < 1e5
+
+
+def test_lr_is_linear_unless_the_control_says_otherwise_and_a_logarithmic_axis_says_that_it_is():
+    rate, loss = (chart_of(history(), title) for title in ("learning rate", "loss"))
+    assert (rate.scale.log, rate.scale.low, rate.about) == (False, 0.0, "")
+    assert (loss.scale.log, loss.about) == (True, "log scale"), "it falls to a thirtieth"
+    assert texts(frame(history())).count("log scale") == 1
+    assert not chart_of(history(), "loss", Look("linear")).scale.log
+    assert chart_of(history(), "learning rate", Look("log")).about == "log scale"
+    assert chart_of(history(), "learning rate").scale.ticks()[1] == ["0", "2.5e-4", "5e-4", "7.5e-4", "1e-3"]
+
+
+def test_an_early_spike_of_the_loss_leaves_the_axis_and_is_named_a_late_one_stays():
+    for place, cut in ((3, "80.0"), (180, "")):
+        found = history()
+        found.of("step")[place]["loss"] = 80.0
+        chart = chart_of(found, "loss")
+        assert chart.cut == cut
+        assert (chart.scale.high < 2) == bool(cut)
+        assert (f"peak {cut} cut off" in chart.about) == bool(cut)
+    found.of("step")[3]["loss"] = 80.0
+    assert chart_of(found, "loss", Look(last=0.2)).scale.high > 80, "a look at the start shows it"
+
+
+def test_metrics_fill_their_chart():
+    found = History()
+    for epoch, value in enumerate((0.962, 0.971, 0.978)):
+        found.append(Record("epoch", epoch, epoch + 1, 0, {"val_whole_accuracy": value}))
+    scale = chart_of(found, "validation metrics").scale
+    assert 0.95 < scale.low < 0.962
+    assert 0.978 < scale.high < 0.99
+    found.append(Record("epoch", 3, 4, 0, {"val_whole_accuracy": 1.0}))
+    assert chart_of(found, "validation metrics").scale.high == 1.0
+
+
+def test_an_error_in_the_targets_unit_has_a_chart_of_its_own_and_an_error_rate_before_training_takes_no_room():
+    found = History()
+    for epoch in range(9):
+        values = {"val_mae": 30.8 / (epoch + 1), "val_r2": 1 - 1 / (epoch + 2), "val_cer": 31.0 if epoch == 0 else 0.1}
+        found.append(Record("epoch", epoch, epoch + 1, 0, values))
+    mae, shares = chart_of(found, "mae"), chart_of(found, "validation metrics")
+    assert (mae.scale.low < 30.8 / 9, mae.scale.high > 30.8) == (True, True)
+    assert [line.name for line in shares.lines] == ["r2", "cer"]
+    assert shares.scale.high < 2.3
+
+
+def test_a_part_of_the_run_is_shown_in_more_detail_with_its_own_axes_and_marks():
+    found = history(2000, 20, change="lr 1 → 2")
+    whole, part = shown(found), shown(found, look=Look(first=0.75))
+    assert (part.first, part.last, part.zoomed, part.marks) == (1500, 2000, True, ())
+    assert part.ticks()[1] == ["1.5k", "1.6k", "1.7k", "1.8k", "1.9k", "2k"]
+    assert [chart.title for chart in part.charts] == [chart.title for chart in whole.charts]
+    for before, after in zip(whole.charts, part.charts, strict=True):
+        for old, new in zip(before.lines, after.lines, strict=True):
+            assert old.value == new.value
+            assert (new.x[0] <= 1500) == (old.look in ("faint", "points") or new.name == "lr")
+            assert np.count_nonzero(new.x > 1500) >= np.count_nonzero(old.x > 1500)
+    assert part.charts[0].scale.high < whole.charts[0].scale.high / 5
+    for line in ET.fromstring(svg.frame(part)).iter("polyline"):
+        assert re.fullmatch(r"[-\d, ]+", line.get("points", ""))
+
+
+@pytest.mark.parametrize(("first", "last"), [(0.0, 0.01), (0.99, 1.0), (0.5, 0.51)])
+@pytest.mark.parametrize("scale", ["auto", "linear", "log"])
+def test_every_look_at_a_run_that_has_begun_can_be_drawn(first, last, scale):
+    for rows in (1, 7, 60):
+        found = History()
+        for row in history(60, 3, BUSY, change="lr 1 → 2").rows[:rows]:
+            found.append(Record(row["kind"], row["epoch"], row["step"], row["samples"], {"loss": 0.0, **row}))
+        page = svg.frame(shown(found, look=Look(scale, 4.0, first, last)))
+        assert "nan" not in texts(page)
+
+
+def test_smoothing_is_chosen_and_none_shows_every_value_as_logged():
+    noise = {name: np.abs(np.diff(train_line(2000, share).y)).mean() for name, share in SMOOTHING.items()}
+    assert noise["none"] > noise["light"] > noise["medium"] > noise["strong"]
+    assert [line.look for line in chart_of(history(90), "loss", Look(smoothing=0)).lines] == ["line", "points"]
+    assert train_line(90, 0).y.tolist() == [row["loss"] for row in history(90).of("step")]
+
+
+def train_line(steps, smoothing):
+    lines = chart_of(history(steps), "loss", Look(smoothing=smoothing)).lines
+    return next(line for line in lines if line.name == "train")
+
+
+def test_the_controls_say_how_curves_are_drawn_and_that_they_changed():
+    heard = []
+    made = Looks(lambda: heard.append(made.look))
+    assert made.look == Look()
+    made.scale.value, made.smoothing.value, made.part.value = "log", "none", (75, 100)
+    assert heard == [Look("log"), Look("log", 0.0), Look("log", 0.0, 0.75, 1.0)]
+    made.part.value = (100, 100)
+    assert made.look.last > made.look.first
+
+
+def test_changes_are_a_list_to_unfold_the_newest_first():
+    found = history(change=f"lr 0.0022499999 → {EVIL}")
+    found.append(changed(200, "batch_size 64 → 128"))
+    said = texts(changes(Columns(found)))
+    assert said.startswith("Changes (2) step 200: batch_size 64 → 128 step 100: lr 0.00225 → </svg>")
+    assert changes(Columns(history())) == ""
+
+
+def test_the_first_mark_moves_nothing_below_it():
+    before, after = (re.findall(r"margin-top:\d+px", frame(history(change=change))) for change in (None, "lr 1 → 2"))
+    assert before == after
+
+
+def test_charts_and_the_picture_of_them_are_described_in_words():
+    made = shown(history())
+    assert (
+        made.charts[0].alt == f"loss: train {made.charts[0].lines[1].value}, validation {made.charts[0].lines[2].value}"
+    )
+    labels = [
+        item.get("aria-label") for item in ET.fromstring(svg.frame(made)).iter("svg") if item.get("role") == "img"
+    ]
+    assert labels == [chart.alt for chart in made.charts]
+    assert made.alt == f"captcha; {'; '.join(chart.alt for chart in made.charts)}"
+
+
+@pytest.mark.browser
+def test_values_under_the_pointer_are_those_of_all_curves_at_its_step_also_when_a_new_frame_comes(chromium):
+    found = history(memory=BUSY, metric="<b>")
+    page = svg.frame(shown(found))
+    with opened(chromium) as window:
+        tab = window.new_page()
+        errors = []
+        tab.on("pageerror", lambda error: errors.append(error))
+        tab.set_content("<p>above</p><div></div>")
+        put = "page => { document.querySelector('div').innerHTML = page }"
+        tab.evaluate("head => { document.querySelector('p').innerHTML = head }", svg.head())
+        tab.evaluate(put, page)
+        plot = tab.locator(".nbt-plot").nth(1).bounding_box() or {}
+        tab.mouse.move(plot["x"] + plot["width"] / 2, plot["y"] + 50)
+        said = tab.locator(".nbt-at").all_inner_texts()
+        tab.evaluate(put, page)
+        tab.wait_for_function("document.querySelectorAll('.nbt-at').length == 6")
+        again = tab.locator(".nbt-at").all_inner_texts()
+        tab.mouse.move(0, 0)
+        assert tab.locator(".nbt-at").count() == 0
+    row = found.of("epoch")[1]
+    assert said == again
+    assert f"validation {number(row['val_loss'])}" in said[0]
+    assert said[1] == "step 100\n0.500"
+    assert said[2] == "5.00e-4"
+    assert said[4] == "in use 96.0\nwaiting for data 2.00"
+    assert errors == []
 
 
 def test_text_from_a_run_never_becomes_markup():
@@ -159,9 +309,9 @@ def test_the_newest_changes_are_lines_in_every_chart_named_above_the_first_and_o
     for each in drawn:
         marks = [path.get("d", "") for path in each.iter() if path.get("stroke-dasharray") == "3 3"]
         assert [mark.split()[0] for mark in marks] == [f"M{10 * step}" for step in range(50, 100)]
-        assert [mark.split()[1][:2] for mark in marks] == ["50"] * 47 + ["10"] * 3
+        assert [mark.split()[1][:2] for mark in marks] == ["50"] * 48 + ["10"] * 2
     named = [item.text for item in tree.iter() if item.get("class") == "nbt-name"]
-    assert named == ["lr 0.00225 → 97", "lr 0.00225 → 98", "lr 0.00225 → 99"]
+    assert named == ["lr 0.00225 → 98", "lr 0.00225 → 99"]
 
 
 @given(st.lists(st.tuples(st.integers(1, 200), st.text("x", min_size=1, max_size=60)), min_size=1, max_size=6))

@@ -56,12 +56,12 @@ class Page(HTMLParser):
         self.addresses += [value for name, value in attrs if name in ("href", "src", "srcset") and value]
 
 
-def test_a_wheel_holds_the_package_its_marker_of_types_and_its_license_only(wheel):
+def test_a_wheel_holds_the_package_its_script_its_marker_of_types_and_its_license_only(wheel):
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if not name.endswith("/")}
     package = {path.relative_to(build.ROOT).as_posix() for path in (build.ROOT / "nbtools").rglob("*.py")}
     about = {name for name in held if name.startswith("nbtools-")}
-    assert held - about == package | {"nbtools/py.typed"}
+    assert held - about == package | {"nbtools/py.typed", "nbtools/live/pointer.js"}
     assert {name.partition("/")[2] for name in about} == {
         *("METADATA", "RECORD", "WHEEL", "top_level.txt", "licenses/LICENSE"),
     }

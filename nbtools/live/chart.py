@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -47,14 +48,14 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten; where there is room, 1 and 3 or 1, 2 and 5 times each."""
+    """Powers of ten; where there is room, 1 and 3 or 1, 2 and 5 times each; on less than these, as on any axis."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     found: list[float] = []
     for steps in ((1, 2, 5), (1, 3), (1,)):
         found = [s * 10.0**p for p in powers for s in steps if low <= s * 10.0**p <= high]
         if len(found) <= TICKS + 1:
             break
-    return found[:: math.ceil(len(found) / (TICKS + 1))]
+    return found[:: math.ceil(len(found) / (TICKS + 1))] if len(found) > 1 else ticks(low, high)
 
 
 def tick_labels(values: Sequence[float], log: bool = False) -> list[str]:
@@ -65,6 +66,8 @@ def tick_labels(values: Sequence[float], log: bool = False) -> list[str]:
     for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if top >= 2 * scale:
             return [f"{v / scale:g}{suffix}" if v else "0" for v in values]
+    if 0 < top < 0.01:  # 2.5e-4 is as short as the room on the left
+        return [re.sub(r"\.?0+e", "e", exponent(f"{v:.3e}")) if v else "0" for v in values]
     decimals = next((d for d in range(12) if all(abs(round(v, d) - v) <= 1e-9 * top for v in values)), 12)
     return [f"{v + 0.0:.{decimals}f}" for v in values]
 
@@ -79,8 +82,8 @@ COLUMNS = 100  # a line has two points in each at most: its lowest and its highe
 class Line:
     """One curve: x and y (n,) float64.
 
-    look: `line`, `faint` (behind another, not in the legend) or `points`. value: the last one, as text for the legend.
-    dash: px drawn and left out, in turn; (): a solid line.
+    look: `line`, `faint` (behind another, not in the legend) or `points`. value: the last one, as text for the legend;
+    about: what that is, where it is not the end of the line. dash: px drawn and left out, in turn; (): a solid line.
     """
 
     name: str
@@ -90,6 +93,7 @@ class Line:
     look: str = "line"
     value: str = ""
     dash: tuple[int, ...] = ()
+    about: str = ""
 
     @property
     def dotted(self) -> bool:
@@ -99,12 +103,28 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """One panel: lines over the picture's x axis."""
+    """One panel: lines over the picture's x axis. cut: the highest value, where the axis ends below it."""
 
     title: str
     lines: tuple[Line, ...]
     scale: Scale
     unit: str = ""
+    cut: str = ""
+
+    @property
+    def about(self) -> str:
+        """What stands next to the title."""
+        parts = (self.unit, "log scale" if self.scale.log else "", f"peak {self.cut} cut off" if self.cut else "")
+        return " · ".join(filter(None, parts))
+
+    @property
+    def alt(self) -> str:
+        """In words, for who cannot see it: `loss: train 0.231, validation 0.305`."""
+        values = ", ".join(f"{line.name} {line.value}".strip() for line in self.lines if line.name)
+        return f"{self.title}: {values}" if values else self.title
+
+
+NAMED = 2  # of the newest marks: whole lines; older ones are ticks, or the curves would be lost behind them
 
 
 @dataclass(frozen=True)
@@ -121,8 +141,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class Picture:
-    """Charts that share an x axis from 0 to `last`; marks on it; badges, and facts (label, value), above; and the
-    share of the run that is done. key: lines whose names explain all charts."""
+    """Charts that share an x axis from `first` to `last`; marks on it; badges, and facts (label, value), above; and
+    the share of the run that is done. key: lines whose names explain all charts. zoomed: lines reach beyond the axis,
+    and are drawn as far as it goes."""
 
     charts: tuple[Chart, ...] = ()
     last: float = 1.0
@@ -133,6 +154,18 @@ class Picture:
     title: str = ""
     x: str = "step"
     key: tuple[Line, ...] = ()
+    first: float = 0.0
+    zoomed: bool = False
+
+    @property
+    def alt(self) -> str:
+        """What the picture shows, in words."""
+        names = ", ".join(line.name for line in self.key)
+        return "; ".join(filter(None, (self.title, names, *(chart.alt for chart in self.charts))))
+
+    def share_of(self, x: float) -> float:
+        """How far along the axis a place is: 0 at its start, 1 at its end."""
+        return (x - self.first) / (self.last - self.first)
 
     @property
     def rows(self) -> int:
@@ -141,7 +174,7 @@ class Picture:
 
     def ticks(self) -> tuple[list[float], list[str]]:
         """(values, labels) of the x axis; a half step or sample is none."""
-        places = ticks(0, self.last)
+        places = ticks(self.first, self.last)
         if self.x != "minutes":
             places = [place for place in places if place == int(place)]
         return places, tick_labels(places)

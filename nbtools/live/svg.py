@@ -6,14 +6,15 @@ Text takes the colour of its surroundings (currentColor), which is right in ever
 from __future__ import annotations
 
 from html import escape
+from pathlib import Path
 
 import numpy as np
 
-from nbtools.live.chart import BLUE, Chart, Line, Mark, Picture
+from nbtools.live.chart import BLUE, NAMED, Chart, Line, Mark, Picture
 
-WIDTH, HEIGHT = 2000, 1000  # units of a plot: whole numbers become text ten times as fast as formatted floats
+WIDTH, HEIGHT = 2000, 10_000  # units of a plot: whole numbers become text ten times as fast as formatted floats
 COLUMN, THREE, GAP = 225, 860, 22  # px: least width of a chart; of a page with three in a row; between two
-TALL, NAME = 150, 14  # px: heights of a plot, of a mark's name
+TALL, NAME, HEAD = 134, 13, 36  # px: heights of a plot, of a mark's name, of a title and its legend at least
 
 STYLE = f"""
 .nbt{{font:13px/1.4 var(--jp-ui-font-family,system-ui,-apple-system,"Segoe UI",sans-serif);
@@ -32,9 +33,10 @@ STYLE = f"""
 .nbt-grid{{display:grid;gap:0 {GAP}px;
  grid-template-columns:repeat(auto-fill,minmax(max(min(100%,{COLUMN}px),(100% - {2 * GAP + 1}px)/3,
  min((100% - {GAP + 1}px)/2,({THREE}px - 100%)*999)),1fr))}}
-.nbt-grid>div{{display:grid;grid-row:span 2;grid-template-rows:subgrid;margin-bottom:14px}}
-.nbt-head{{margin-left:46px;align-content:start;font-size:12px;display:flex;flex-wrap:wrap;gap:0 12px}}
-.nbt-head>b{{font-size:13px;flex-basis:100%}}
+.nbt-grid>div{{display:grid;grid-row:span 2;grid-template-rows:subgrid;margin-bottom:10px}}
+.nbt-head{{margin-left:46px;align-content:start;font-size:12px;display:flex;flex-wrap:wrap;gap:0 12px;
+ min-height:{HEAD}px;line-height:{HEAD // 2}px}}
+.nbt-head>b{{font-size:13px}}
 .nbt-head>b span{{font-weight:400;opacity:.65;font-size:12px}}
 .nbt-head>span{{white-space:nowrap}}
 .nbt-head i{{font-style:normal;opacity:.75;margin:0 4px 0 5px}}
@@ -46,15 +48,32 @@ STYLE = f"""
 .nbt-y{{right:100%;margin:-7px 8px 0 0}}
 .nbt-x{{top:100%;margin-top:5px;transform:translateX(-50%)}}
 .nbt-plot>.nbt-name{{opacity:.9;padding:0 4px}}
+.nbt-at{{position:absolute;top:0;bottom:0;border-left:1px solid;pointer-events:none;z-index:1}}
+.nbt-at>div{{position:absolute;top:2px;left:5px;padding:2px 7px;border-radius:4px;font-size:11px;line-height:16px;
+ white-space:nowrap;background:rgba(128,128,128,.16);backdrop-filter:blur(5px)}}
+.nbt-left>div{{left:auto;right:6px}}
+.nbt-at i{{display:inline-block;width:7px;height:7px;border-radius:4px;margin-right:5px}}
 """
+SCRIPT = Path(__file__).with_name("pointer.js").read_text("utf-8")
+
+
+def head(*styles: str) -> str:
+    """The <style> that a page needs once. It brings the script too, since the markup of a widget cannot run a
+    <script>."""
+    return f'<style onload="{escape(SCRIPT)}">{STYLE}{"".join(styles)}</style>'
 
 
 def frame(shown: Picture) -> str:
-    """One live frame: header, progress bar and a grid of charts in one to three columns. All text is escaped. A page
-    needs STYLE once."""
+    """One live frame: header, progress bar and the charts. All text is escaped. A page needs `head` once."""
+    return f'<div class="nbt">{header(shown)}{grid(shown)}</div>'
+
+
+def grid(shown: Picture) -> str:
+    """The charts, in one to three columns; what pointer.js reads are their data-."""
     below = x_axis(shown)
     charts = "".join([panel(chart, shown, below, i == 0) for i, chart in enumerate(shown.charts)])
-    return f'<div class="nbt">{header(shown)}<div class="nbt-grid">{charts}</div></div>'
+    axis = f'data-x="{escape(shown.x)}" data-first="{shown.first:.6g}" data-last="{shown.last:.6g}"'
+    return f'<div class="nbt-grid" {axis}>{charts}</div>'
 
 
 def header(shown: Picture) -> str:
@@ -73,24 +92,29 @@ def header(shown: Picture) -> str:
 
 def panel(chart: Chart, shown: Picture, below: str, first: bool) -> str:
     """One chart under its title and legend; the first has the names of marks above it. below: the x axis."""
-    title, unit = escape(chart.title), f" <span>{escape(chart.unit)}</span>" if chart.unit else ""
-    above = 7 + NAME * shown.rows * first
+    title, about = escape(chart.title), f" <span>{escape(chart.about)}</span>" if chart.about else ""
+    above = 5 + NAME * NAMED * first  # also before there are any: nothing below moves when one comes
     places, labels = chart.scale.ticks()
     heights = chart.scale.heights(np.array(places)).tolist()
-    grid = "".join([f"M0 {HEIGHT - HEIGHT * height:.0f}h{WIDTH}" for height in heights])
+    levels = "".join([f"M0 {HEIGHT - HEIGHT * height:.0f}h{WIDTH}" for height in heights])
     texts = [
         f'<span class="nbt-y" style="top:{100 - 100 * height:.1f}%">{label}</span>'
         for height, label in zip(heights, labels, strict=True)
     ]
     texts += [name(mark, shown) for mark in shown.marks if first and mark.name]
+    curves = "".join([curve(line, chart, shown) for line in chart.lines])
+    if shown.zoomed:
+        curves = f'<svg width="{WIDTH}" height="{HEIGHT}">{curves}</svg>'  # drawn as far as it goes
+    log = ' data-log=""' if chart.scale.log else ""
+    reach = f'data-low="{chart.scale.low:.6g}" data-high="{chart.scale.high:.6g}"{log}'
     return (
-        f'<div><div class="nbt-head"><b>{title}{unit}</b>{"".join([entry(each) for each in chart.lines if each.name])}'
-        f'</div><div class="nbt-plot" style="margin-top:{above}px">'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{title}">'
-        f'<path d="{grid}" stroke="currentColor" stroke-opacity=".14"/>'
+        f'<div><div class="nbt-head"><b>{title}{about}</b>{"".join([entry(each) for each in chart.lines if each.name])}'
+        f'</div><div class="nbt-plot" style="margin-top:{above}px" {reach}>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{escape(chart.alt)}">'
+        f'<path d="{levels}" stroke="currentColor" stroke-opacity=".14"/>'
         f'<path d="M0 {HEIGHT}h{WIDTH}" stroke="currentColor" stroke-opacity=".5"/>'
         f"{''.join([stroke(mark, shown, first) for mark in shown.marks])}"
-        f"{''.join([curve(line, chart, shown) for line in chart.lines])}</svg>{below}{''.join(texts)}</div></div>"
+        f"{curves}</svg>{below}{''.join(texts)}</div></div>"
     )
 
 
@@ -99,13 +123,16 @@ def entry(line: Line) -> str:
     path = f'<path d="M0 4h16" stroke="{line.colour}" stroke-width="2"/>'
     if line.look == "points":
         path += f'<path d="M8 4h.1" stroke="{line.colour}" stroke-width="6" stroke-linecap="round"/>'
-    return f'<span><svg viewBox="0 0 16 8">{path}</svg><i>{escape(line.name)}</i><b>{escape(line.value)}</b></span>'
+    about = f' title="{escape(line.about)}"' if line.about else ""
+    return (
+        f'<span{about}><svg viewBox="0 0 16 8">{path}</svg><i>{escape(line.name)}</i><b>{escape(line.value)}</b></span>'
+    )
 
 
 def curve(line: Line, chart: Chart, shown: Picture) -> str:
     """A polyline without the points in the middle of level stretches, and a round dot a point where they are few."""
     points = np.empty((len(line.x), 2), np.int64)
-    points[:, 0] = line.x * (WIDTH / shown.last)
+    points[:, 0] = (line.x - shown.first) * (WIDTH / (shown.last - shown.first))
     points[:, 1] = HEIGHT - HEIGHT * chart.scale.heights(line.y)
     drawn = ""
     if line.dotted:
@@ -115,12 +142,13 @@ def curve(line: Line, chart: Chart, shown: Picture) -> str:
         turns = points[1:, 1] != points[:-1, 1]
         points = points[np.concatenate(([True], turns[1:] | turns[:-1], [True]))]
     look = 'stroke-width="1" stroke-opacity=".5"' if line.look == "faint" else 'stroke-width="1.8"'
-    return f'<polyline points="{str(points.ravel().tolist())[1:-1]}" stroke="{line.colour}" {look}/>{drawn}'
+    name = f' data-name="{escape(line.name)}"' if line.name else ""
+    return f'<polyline points="{str(points.ravel().tolist())[1:-1]}" stroke="{line.colour}" {look}{name}/>{drawn}'
 
 
 def stroke(mark: Mark, shown: Picture, first: bool) -> str:
     """A dashed line where a setting was changed, up to its name; a tick where that was long ago."""
-    x, row = WIDTH * mark.x / shown.last, -1 if mark.row is None else mark.row
+    x, row = WIDTH * shown.share_of(mark.x), -1 if mark.row is None else mark.row
     top = NAME * (row + 1) * HEIGHT // TALL if first else 0
     foot = HEIGHT // 20 if mark.row is None else HEIGHT
     return (
@@ -130,15 +158,16 @@ def stroke(mark: Mark, shown: Picture, first: bool) -> str:
 
 
 def name(mark: Mark, shown: Picture) -> str:
-    side, share = ("left", mark.x / shown.last) if mark.side > 0 else ("right", 1 - mark.x / shown.last)
+    at = shown.share_of(mark.x)
+    side, share = ("left", at) if mark.side > 0 else ("right", 1 - at)
     place = f"{side}:{100 * share:.1f}%;top:-{NAME * ((mark.row or 0) + 1)}px"
     return f'<span class="nbt-name" style="{place}">{escape(mark.name)}</span>'
 
 
 def x_axis(shown: Picture) -> str:
-    """The labels of the x axis, its name before them."""
+    """The labels of the x axis, its name before them; one at its start begins there."""
     ticks = [
-        f'<span class="nbt-x" style="left:{100 * place / shown.last:.1f}%">{label}</span>'
-        for place, label in zip(*shown.ticks(), strict=True)
+        f'<span class="nbt-x" style="left:{100 * share:.1f}%{";transform:none" * (share < 0.02)}">{label}</span>'
+        for share, label in ((shown.share_of(place), label) for place, label in zip(*shown.ticks(), strict=True))
     ]
     return f'<span class="nbt-y" style="top:100%;margin-top:5px">{escape(shown.x)}</span>{"".join(ticks)}'

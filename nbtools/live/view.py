@@ -264,7 +264,7 @@ class Output:
         from IPython.display import display
         from ipywidgets import HTML, Layout, VBox
 
-        self.style = HTML(f"<style>{svg.STYLE}{samples.STYLE}</style>")
+        self.style = HTML(svg.head(samples.STYLE))
         parts = [controls, self.messages, self.style, self.frame, self.samples, self.log, form]
         self.view = VBox(parts, layout=Layout(width="100%"))
         self.view.add_class(LIVE)

@@ -1,0 +1,57 @@
+"""The controls of the live curves: axis, smoothing, and the part of the run that is shown; and the list of changes.
+
+Core ipywidgets, since their messages are handled while the cell runs, and a script is not allowed everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from html import escape
+from typing import Any
+
+from nbtools.live.columns import Columns
+from nbtools.live.picture import SCALES, Look, worded
+
+SMOOTHING = {"none": 0.0, "light": 0.4, "medium": 1.0, "strong": 4.0}
+HELP = {
+    "scale": "Of loss and lr. auto: a loss that falls to a thirtieth or less is logarithmic",
+    "smoothing": "Of the train loss and of what is read off the machine; medium averages over 5 % of the loss's curve",
+    "part": "The part of the run that the curves show, in % of its steps so far",
+}
+
+
+class Looks:
+    """Controls in one row, `box`, and what they are set to, `look`. changed: called after each change."""
+
+    def __init__(self, changed: Callable[[], None] = lambda: None):
+        from ipywidgets import Dropdown, HBox, IntRangeSlider, Label, Layout
+
+        free, narrow = {"description_width": "initial"}, Layout(width="auto", max_width="170px", margin="0 16px 0 0")
+        self.scale = Dropdown(options=SCALES, description="axis", style=free, layout=narrow)
+        self.smoothing = Dropdown(
+            options=[*SMOOTHING], value="medium", description="smoothing", style=free, layout=narrow
+        )
+        self.part = IntRangeSlider(
+            value=(0, 100), min=0, max=100, readout_format="d", layout=Layout(width="240px", margin="0")
+        )
+        for name, help in HELP.items():
+            widget = getattr(self, name)
+            widget.set_trait("tooltip" if widget.has_trait("tooltip") else "description_tooltip", help)  # 8, or 7
+            widget.observe(lambda _: changed(), names="value")
+        label = Label("show", layout=Layout(margin="0 8px 0 0"))
+        self.box = HBox(
+            [self.scale, self.smoothing, label, self.part], layout=Layout(flex_flow="row wrap", align_items="center")
+        )
+
+    @property
+    def look(self) -> Look:
+        low, high = self.part.value
+        return Look(str(self.scale.value), SMOOTHING[str(self.smoothing.value)], low / 100, max(high, low + 1) / 100)
+
+
+def changes(columns: Columns) -> str:
+    """All changes of settings as HTML to unfold, the newest first; nothing before the first."""
+    rows: list[Any] = [f"<div>step {row['step']:,}: {escape(worded(row))}</div>" for row in columns.changes[::-1]]
+    if not rows:
+        return ""
+    return f'<details class="nbt"><summary>Changes ({len(rows)})</summary>{"".join(rows)}</details>'
