@@ -30,7 +30,7 @@ import torch
 from torch.distributed import is_torchelastic_launched
 from torch.utils._pytree import tree_leaves
 
-from nbtools import guides, table, tasks
+from nbtools import guides, tasks
 from nbtools.data import Pack, open_feed, pack, stage
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError, sentence
 from nbtools.fit import fit
@@ -39,7 +39,7 @@ from nbtools.launch import launch, require_processes
 from nbtools.live import ACTIONS, advised, send
 from nbtools.measure import advise, check, find_batch, find_workers, follow, preset
 from nbtools.options import AUTO, add_knobs, add_signature, given, options_of, own
-from nbtools.run import HISTORY, Run, evaluate, validate
+from nbtools.run import Run, evaluate, validate
 from nbtools.table import coloured, plural
 from nbtools.train import Plan, Task, TrainState, as_task, checkpoint, doubts, evaluation, reporting, train_step, unread
 from nbtools.watch import watch
@@ -477,19 +477,9 @@ def train_run(task: Task, options: argparse.Namespace) -> Result | None:
     run = act(task, pack, plan, options.run, options.keep, receipt=not options.no_receipt)
     if rank:
         return None
-    parts = (epochs_of(run), run.receipt or "no receipt", run.verdict or "no verdict", run)
+    parts = (run.summary(), run.receipt or "no receipt", run.verdict or "no verdict", run)
     code = 130 if stopped(run) and not is_torchelastic_launched() else 0  # torchrun would start it again
     return Result("\n".join(map(str, parts)), facts(run), code)
-
-
-def epochs_of(run: Run) -> str:
-    """The summary as a table: as many of its columns as the terminal has room for, and the names of the others."""
-    frame = run.summary().reset_index()
-    headers = [str(name).replace("_", " ") for name in frame]
-    rows = [[None if cell != cell else cell for cell in row] for row in frame.itertuples(index=False)]
-    count = table.fitting(headers, rows)
-    shown = table.text(headers[:count], [row[:count] for row in rows])
-    return f"{shown}\n{', '.join(headers[count:])}: in {run.folder / HISTORY}" if headers[count:] else shown
 
 
 def facts(run: Run) -> dict[str, Any]:

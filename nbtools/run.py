@@ -7,7 +7,7 @@ import inspect
 import json
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from nbtools import disk
+from nbtools import disk, table
 from nbtools.data import Card, Pack, Sample, collate
 from nbtools.errors import CheckpointError, PackError
 from nbtools.export import to_onnx
 from nbtools.measure import Receipt, StepProfile, Verdict
-from nbtools.table import plural
+from nbtools.table import number, plural
 from nbtools.train import (
     DATASET,
     History,
@@ -38,6 +38,7 @@ from nbtools.train import (
     evaluation,
     import_task,
     items_of,
+    meanings_of,
     readable,
     refuse_fixed,
 )
@@ -115,15 +116,20 @@ class Run:
         return max(rows, key=lambda row: sign * row[f"val_{metric}"], default={})
 
     def summary(self) -> pd.DataFrame:
-        """One row per epoch, from 1: losses, metrics, lr, seconds, samples/s, share of waiting, batch, MiB memory."""
+        """One row per epoch, from 1: losses, metrics, lr, seconds, samples/s, share of waiting, batch, MiB memory.
+        Shows as a table with units, without the columns that hold nothing."""
         import pandas as pd
+
+        from nbtools.frame import Frame
 
         frame = self.history.frame("epoch")
         metrics = [c for c in frame.columns if c.startswith("val_") and c != "val_loss"]
         memory = [c for c in frame.columns if "memory" in c]
         order = [*TABLE[:2], *metrics, *TABLE[2:], *memory]
         frame.index = pd.Index([row["epoch"] + 1 for row in self.history.of("epoch")], name="epoch", dtype=int)
-        return frame.loc[:, [name for name in order if name in frame.columns]]
+        found = Frame(frame.loc[:, [name for name in order if name in frame.columns]])
+        found.attrs.update(meanings=meanings_of(self.task), whole=f"in {self.folder / HISTORY}")
+        return found
 
     def model(self, device: torch.device | str | None = None) -> nn.Module:
         """The network with the best weights, in eval mode, on the GPU where there is one."""
@@ -250,8 +256,27 @@ def runs_in(folder: Path) -> list[str]:
     return sorted(path.parent.name for path in folder.glob(f"*/{checkpoint.INDEX}"))
 
 
-def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[str, float]:
-    """Metric → value of a run's best model (or of a TrainState's current one) over a whole split of a pack.
+class Scores(dict[str, float]):
+    """Metric → value; shows as a table. caption: of what; meanings: metric → what it says."""
+
+    def __init__(self, values: Mapping[str, float], caption: str, meanings: Mapping[str, str]):
+        super().__init__(values)
+        self.caption, self.meanings = caption, meanings
+
+    def table(self) -> tuple[list[str], list[list[str | None]]]:
+        rows = [[name, number(value), self.meanings.get(name)] for name, value in self.items()]
+        return ["metric", "value", "what it says"], rows
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(f"{self.caption}\n{table.text(*self.table())}")
+
+    def _repr_html_(self) -> str:
+        return table.html(*self.table(), self.caption)
+
+
+def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> Scores:
+    """Metric → value of a run's best model (or of a TrainState's current one) over a whole split of a pack: a dict,
+    which a notebook shows as a table.
 
     knobs: settings of the plan that differ from training: `eval_scales=(0.5, 1.0)`.
     Raises PackError if the pack was made with other classes or preprocessing than the run's: its results would be
@@ -269,7 +294,9 @@ def evaluate(run: Any, pack: Pack, split: str = "test", **knobs: Any) -> dict[st
     plan = run.plan.replace(**knobs)
     refuse_fixed(plan.changes_from(run.plan), plan, resumed=True)
     model = run.model() if isinstance(run, Run) else run.evaluated
-    return evaluation.evaluate(run.task, model, pack, plan, split)
+    found = evaluation.evaluate(run.task, model, pack, plan, split)
+    counted = f"{plural(readable(run.task, pack, plan).splits[split], 'sample')} of the {split} split"
+    return Scores(found, counted, meanings_of(run.task))
 
 
 def compared(run: Any, card: Card, name: str) -> Any:

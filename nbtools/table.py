@@ -18,7 +18,8 @@ from itertools import accumulate, zip_longest
 from typing import Any
 
 EMPTY = "–"
-NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( ?[%×]| [^\d\s]+)?")  # 12, 1e-6, 97 %, 24.3×, 1.5 GB; not 0001.png
+NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( ?[%×]| [^\d\s]+)?|\d+ (min|h|d) \d+ (s|min|h)|…?")
+"""12, 1e-6, 97 %, 24.3×, 1.5 GB, 3 min 20 s, nothing; not 0001.png"""
 WHOLE = 24  # characters: a shorter cell is not broken, as `250 of 400 W`
 LEAST = 12  # characters: a narrower wrapped column is harder to read than a line that the terminal breaks
 COLOURS = {"bold": 1, "green": 32, "yellow": 33}  # ANSI: readable on dark and light
@@ -32,17 +33,21 @@ KEPT = ";white-space:nowrap"
 CELL = "padding:3px 14px 3px 0;border-bottom:1px solid rgba(128,128,128,.22);vertical-align:top;overflow-wrap:anywhere"
 
 
-def html(headers: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
-    """An HTML table; headers, cells and caption are escaped."""
+def html(
+    headers: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "", tips: Mapping[str, str] | None = None
+) -> str:
+    """An HTML table; headers, cells and caption are escaped. tips: header → what it means, shown under the pointer."""
     cells = [[shown(value) for value in row] for row in rows]
     align = ["right" if right else "left" for right in numeric(headers, rows)]
 
     def line(tag: str, style: str, row: Sequence[str]) -> str:
-        styles = [
-            f"{style};text-align:{side}{KEPT if len(cell) <= WHOLE else ''}"
-            for cell, side in zip(row, align, strict=True)
-        ]
-        return "".join(f'<{tag} style="{s}">{markup.escape(cell)}</{tag}>' for s, cell in zip(styles, row, strict=True))
+        parts = []
+        for cell, side in zip(row, align, strict=True):
+            kept = KEPT if len(cell) <= WHOLE and not (tag == "th" and side == "right") else ""  # words above numbers
+            tip = (tips or {}).get(cell, "") if tag == "th" else ""
+            about = f' title="{markup.escape(tip)}"' if tip else ""
+            parts.append(f'<{tag} style="{style};text-align:{side}{kept}"{about}>{markup.escape(cell)}</{tag}>')
+        return "".join(parts)
 
     body = "".join(f'<tr style="background:none">{line("td", CELL, row)}</tr>' for row in cells)
     whole = "" if headers else KEPT  # else, above no columns, a caption breaks at every word

@@ -265,7 +265,7 @@ def test_the_plan_with_its_reasons_fits_a_terminal_and_has_colours_there_only(da
     assert "\x1b" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("width", "left"), [(80, ""), (50, "data wait")])
+@pytest.mark.parametrize(("width", "left"), [(80, ""), (50, "waiting for data")])
 def test_the_epochs_of_a_training_fit_a_terminal_and_what_has_no_room_is_named(data, terminal, tmp_path, width, left):
     words = ["train", "toy", "--data", str(data), "--from", "plan", "--epochs", "2", "--no-receipt", "--run"]
     lines = terminal([*words, str(tmp_path / "run")], width).split("\n")
@@ -276,7 +276,7 @@ def test_the_epochs_of_a_training_fit_a_terminal_and_what_has_no_room_is_named(d
     assert {"train", "loss", "accuracy", "lr"} <= {*headers}
     named = next((line for line in lines if line.endswith(f": in {tmp_path / 'run' / 'history.csv'}")), "")
     assert left in named
-    assert ("wait" in headers) != ("data wait" in named)
+    assert ("waiting" in headers) != ("waiting for data" in named)
 
 
 def test_several_columns_of_text_share_a_narrow_terminal(data):

@@ -77,6 +77,18 @@ METRICS: dict[str, tuple[str, str, Callable[[Tensor, Tensor], Pair]]] = {
 classes of recall, and of 2 TP / (2 TP + FP + FN)."""
 
 
+MEANINGS = {
+    "loss": "what training minimises, as a mean over the split",
+    "accuracy": "share of samples whose likeliest class is right",
+    "top5_accuracy": "share of samples whose class is among the five likeliest",
+    "balanced_accuracy": "accuracy of each class, averaged: rare classes count as much as frequent ones",
+    "f1": "of each class, how far what is found is right and what is there is found; averaged over classes",
+    "mae": "mean distance from the true value",
+    "mse": "mean squared distance from the true value",
+}
+"""Metric → what it says, in plain words; a task's own are in `Task.MEANINGS`."""
+
+
 def listed(metrics: Any) -> tuple[Any, ...]:
     """Names and functions as a tuple. Raises TrainError for an unknown name."""
     found = (metrics,) if isinstance(metrics, str) or callable(metrics) else tuple(metrics)

@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 import operator
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,6 +51,13 @@ def knob(
     """
     rule = {"choices": choices, "least": least, "above": above, "most": most, "live": live, "asks_beyond": asks_beyond}
     return dataclasses.field(default=default, metadata={"help": help, "unit": unit, **rule})
+
+
+class Text(str):
+    """A text that a notebook shows as it is, to be copied, and not in quotes with its line breaks written out."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 @dataclass(frozen=True)
@@ -148,8 +156,16 @@ class Plan:
         require_known(cls, values)
         return cls(**values)
 
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1)
+    def to_json(self) -> Text:
+        return Text(json.dumps(self.to_dict(), indent=1))
+
+    def code(self) -> Text:
+        """Python that makes this plan: every setting, so that it stays the same where a default changes."""
+        name, home = type(self).__qualname__, type(self).__module__
+        while getattr(sys.modules.get(above := home.rpartition(".")[0]), name, None) is type(self):
+            home = above  # the shortest path to it, which is public
+        start = f"plan = {name}(" if home == "__main__" else f"from {home} import {name}\n\nplan = {name}("
+        return Text("\n".join([start, *(f"    {n}={value!r}," for n, value in self.to_dict().items()), ")"]))
 
     @classmethod
     def from_json(cls, text: str) -> Self:

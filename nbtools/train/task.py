@@ -33,7 +33,7 @@ from nbtools.train.defaults import (
     sample_of,
     show,
 )
-from nbtools.train.metrics import Batch, Pair, best_of
+from nbtools.train.metrics import MEANINGS, Batch, Pair, best_of
 from nbtools.train.plan import Plan
 
 OWN = "nbtools.train.own:"  # the name of what nb.classify returned, and no variable of a module holds
@@ -76,6 +76,8 @@ class Task:
     BEST: Any = FirstMetric()
     """The metric that chooses the best checkpoint, on the validation split; "-cer" where lower is better. Default: the
     first of `metrics` that is given by name, else -loss."""
+    MEANINGS: Mapping[str, str] = {}
+    """Metric → what it says, in plain words: shown with evaluations, and under the pointer on a table's headers."""
     SMOKE: Mapping[str, Any] = {}
     """Options of `demo` for the smoke test, where not every network can read what it writes by default."""
     COLUMN_OPTIONS: Mapping[str, Collection[str]] = {}
@@ -312,6 +314,11 @@ def array_of(task: TaskLike, card: Card, column: str) -> str:
 def best_metric(task: Task) -> tuple[str, float]:
     """(metric that chooses the best checkpoint, +1 or -1 where lower is better)."""
     return task.BEST.lstrip("-"), -1.0 if task.BEST.startswith("-") else 1.0
+
+
+def meanings_of(task: TaskLike) -> dict[str, str]:
+    """Metric → what it says, in plain words, as far as the task or nbtools knows."""
+    return {**MEANINGS, **as_task(task).MEANINGS}
 
 
 def task_name(task: Any) -> str:

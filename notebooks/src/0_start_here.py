@@ -77,7 +77,7 @@ run = nb.fit(captcha, pack, advice.plan.replace(epochs=EPOCHS, warmup_epochs=0.0
 # One row per epoch; `run.history` has every logged step.
 
 # %%
-run.summary().round(4)
+run.summary()
 
 # %% [markdown]
 # ## Where to go next

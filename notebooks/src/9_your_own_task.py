@@ -128,7 +128,7 @@ run = nb.fit(task, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE)
 # One row per epoch. `val_accuracy` is the share of images with the right class; the best epoch's weights are kept.
 
 # %%
-run.summary().round(4)
+run.summary()
 
 # %% [markdown]
 # The receipt compares with a DataLoader that opens the same images one by one.

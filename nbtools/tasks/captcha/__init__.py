@@ -5,6 +5,7 @@ from nbtools.tasks.captcha.demo import demo
 from nbtools.tasks.captcha.task import (
     BASELINE,
     BEST,
+    MEANINGS,
     PLAN,
     PRESETS,
     Plan,
@@ -22,6 +23,7 @@ from nbtools.tasks.common.labels import text_of
 __all__ = [
     "BASELINE",
     "BEST",
+    "MEANINGS",
     "PLAN",
     "PRESETS",
     "Plan",

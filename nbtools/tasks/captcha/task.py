@@ -20,6 +20,7 @@ from nbtools.errors import PlanError
 from nbtools.tasks.captcha.networks import Ctc, Guide, Small
 from nbtools.tasks.common import ctc
 from nbtools.tasks.common.labels import spell
+from nbtools.tasks.common.metrics import MEANINGS as OF_TEXTS
 from nbtools.tasks.common.metrics import accuracy, text_metrics, whole_accuracy
 from nbtools.tasks.common.plans import THUMB, at_most, epochs_for
 from nbtools.train import Batch, Pair, Tensors, knob
@@ -28,6 +29,7 @@ from nbtools.train import Plan as BasePlan
 Outputs = Tensor | tuple[Tensor, Tensor]
 
 BEST = "whole_accuracy"
+MEANINGS = {**OF_TEXTS, "char_accuracy": "share of characters that are right"}
 STRETCH = 0.1  # largest change of a line's length by augmentation
 FIXED_IMAGES = 40_000  # to train on, all epochs together: 99 % of four generated digits are read after half of them
 LINES = 280_000  # of the real captchas, 20 minutes on two cores: their CER stopped falling after 200,000

@@ -9,6 +9,14 @@ from torch import Tensor
 from nbtools.errors import MissingExtra
 from nbtools.train import Pair
 
+MEANINGS = {
+    "cer": "character error rate: wrong, missing and extra characters, per character of the truth; 0 is perfect",
+    "ar": "accurate rate: 1 - cer",
+    "cr": "correct rate: share of characters read correctly; extra characters do not count",
+    "whole_accuracy": "share of samples with every character right",
+}
+"""Of `text_metrics`, in plain words."""
+
 
 def accuracy(predicted: Tensor, target: Tensor) -> Pair:
     """Share of equal entries; both (B, N) or (B,), whole numbers."""

@@ -10,6 +10,7 @@ from nbtools.tasks.hwdb.language_model import NGram
 from nbtools.tasks.hwdb.task import (
     BASELINE,
     BEST,
+    MEANINGS,
     PLAN,
     PRESETS,
     Plan,
@@ -26,6 +27,7 @@ from nbtools.tasks.hwdb.visualize import confused, preview, show
 __all__ = [
     "BASELINE",
     "BEST",
+    "MEANINGS",
     "PLAN",
     "PRESETS",
     "NGram",

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from nbtools.data import Card, Draws, Pack
 from nbtools.tasks.common import ctc
 from nbtools.tasks.common.labels import spell
+from nbtools.tasks.common.metrics import MEANINGS as OF_TEXTS
 from nbtools.tasks.common.metrics import text_metrics
 from nbtools.tasks.common.plans import THUMB, at_most, epochs_for
 from nbtools.tasks.hwdb import networks
@@ -29,6 +30,10 @@ from nbtools.train import Plan as BasePlan
 Outputs = tuple[Tensor, Tensor]
 
 BEST = "-cer"
+MEANINGS = {
+    **OF_TEXTS,
+    "infeasible": "share of lines with more characters than the network has steps: the loss leaves them out",
+}
 LINES_A_CLASS = 150  # to train on, over all epochs: that many read the demo's new writers with CER 0.02 (measured)
 SHORT = 12  # epochs up to which augmentation stays mild
 STRETCH, SLANT = 0.08, 0.2  # largest change of a line's length; columns a row leans by

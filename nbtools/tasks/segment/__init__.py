@@ -9,6 +9,7 @@ from nbtools.tasks.segment.losses import loss
 from nbtools.tasks.segment.networks import groups, model
 from nbtools.tasks.segment.plans import BASELINE, BEST, PLAN, PRESETS, Plan, suggest, with_network
 from nbtools.tasks.segment.scores import (
+    MEANINGS,
     by_class,
     confusion,
     distance_map,
@@ -22,6 +23,7 @@ from nbtools.tasks.segment.visualize import balance, confused, preview, show, tr
 __all__ = [
     "BASELINE",
     "BEST",
+    "MEANINGS",
     "PLAN",
     "PRESETS",
     "Plan",

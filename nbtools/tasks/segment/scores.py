@@ -30,7 +30,11 @@ PER_PIXEL = 8  # a stored distance counts eighths of a pixel, so a byte reaches 
 FAR = 255  # this far or farther, or no boundary at all
 FARTHEST = (FAR - 1) / PER_PIXEL  # px
 TOLERANCE = 0.0075  # of the diagonal (Csurka et al., BMVC 2013; MATLAB's bfscore)
-METRICS = ("miou", "pixel_accuracy", "boundary_f")
+MEANINGS = {
+    "miou": "overlap of prediction and truth, as a share of what either covers; averaged over the classes",
+    "pixel_accuracy": "share of pixels with the right class",
+    "boundary_f": "how well the outlines of the classes fit: 1 where each lies within a few pixels of the true one",
+}
 
 Ids = Sequence[int] | np.ndarray
 
@@ -184,7 +188,7 @@ def image_scores(pack: Pack, ids: Ids, predicted: Sequence[np.ndarray]) -> pd.Da
     import pandas as pd
 
     rows = [{"id": i, "name": pack.names[i], **image_metrics(pack, i, map_)} for i, map_ in maps(pack, ids, predicted)]
-    return pd.DataFrame(rows, columns=["id", "name", *METRICS])
+    return pd.DataFrame(rows, columns=["id", "name", *MEANINGS])
 
 
 def worst(pack: Pack, ids: Ids, predicted: Sequence[np.ndarray], count: int | None = None) -> list[int]:
@@ -215,7 +219,7 @@ def position_prior(pack: Pack, split: str = "val") -> dict[str, float]:
 def image_metrics(pack: Pack, i: int, predicted: np.ndarray) -> dict[str, float]:
     """miou, pixel_accuracy and boundary_f of one image; NaN if every pixel is ignored."""
     if (pack.arrays["label"][i] == IGNORE).all():
-        return dict.fromkeys(METRICS, np.nan)
+        return dict.fromkeys(MEANINGS, np.nan)
     sums = Sums()
     sums.add(metrics_of(pack, i, predicted))
     return sums.read()

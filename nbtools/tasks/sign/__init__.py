@@ -6,7 +6,7 @@ from nbtools.tasks.sign.demo import demo
 from nbtools.tasks.sign.features import features
 from nbtools.tasks.sign.networks import model
 from nbtools.tasks.sign.plans import BASELINE, PLAN, PRESETS, Plan, suggest, with_gru, with_network
-from nbtools.tasks.sign.task import BEST, batch, decode, inputs, latency, loss, metrics, stream, tensors
+from nbtools.tasks.sign.task import BEST, MEANINGS, batch, decode, inputs, latency, loss, metrics, stream, tensors
 from nbtools.tasks.sign.visualize import (
     animate,
     by_class,
@@ -29,6 +29,7 @@ __all__ = [
     "BASELINE",
     "BEST",
     "COLUMN_OPTIONS",
+    "MEANINGS",
     "PLAN",
     "PRESETS",
     "SMOKE",

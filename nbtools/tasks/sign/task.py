@@ -24,6 +24,11 @@ from nbtools.tasks.sign.plans import Plan, network_of
 from nbtools.train import Batch, Pair, Tensors
 
 BEST = "gloss_accuracy"
+MEANINGS = {
+    "gloss_accuracy": "share of clips whose likeliest gloss is right",
+    "cat_accuracy": "share of clips whose likeliest category is right",
+    "top5": "share of clips whose gloss is among the five likeliest",
+}
 BODY = "points relative to the middle of the shoulders, in shoulder widths, both of their mean places in the clip"
 COORDINATES = {
     "none": "x * mask.repeat(2, 2)",

@@ -88,7 +88,7 @@ run = nb.fit(captcha, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_
 # One row per epoch. `val_whole_accuracy` is the share of captchas with every character right.
 
 # %%
-run.summary().round(4)
+run.summary()
 
 # %% [markdown]
 # ## The receipt

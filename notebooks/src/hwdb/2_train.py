@@ -89,7 +89,7 @@ run = nb.fit(hwdb, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_gpu
 # characters, on writers that training never saw. `val_infeasible` is the share of lines too narrow for their text.
 
 # %%
-run.summary().round(4)
+run.summary()
 
 # %% [markdown]
 # ## The receipt

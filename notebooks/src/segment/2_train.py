@@ -92,7 +92,7 @@ run = nb.fit(segment, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_
 # ## Epoch by epoch
 
 # %%
-run.summary().round(4)
+run.summary()
 
 # %% [markdown]
 # ## The receipt
