@@ -18,7 +18,7 @@ from typing import Any
 from torch.distributed import is_torchelastic_launched
 
 from nbtools import disk, measure
-from nbtools.data import Pack, on_colab, release_runtime, say
+from nbtools.data import Pack, on_colab, phase, release_runtime, say, work
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, StageError, TrainError
 from nbtools.folder import Job, begin, kept_folder, only_one, restore, stored_plan
 from nbtools.live import REFUSED, FirstSignal, Requests, Surface
@@ -46,6 +46,9 @@ from nbtools.train import (
     unread,
 )
 from nbtools.train import device as devices
+
+BASELINE = "measuring the baseline next to this run"
+PHASES = {"first steps": 5.0, "turns": 9.0, "step": 9.0}  # seconds of it, as measured on two cores
 
 
 def fit(
@@ -243,6 +246,7 @@ def act(job: Job) -> bool:
             surface.answer(f"stopped by {requests.stopper} after step {state.step}; run it again to continue", "stop")
             return True
         if requests.take("profile"):
+            surface.tell("measuring what a step consists of …", passing=True)
             diagnose(job, partial(surface.answer, asked="profile"))
         if requests.take("evaluate"):
             if state.over:
@@ -283,15 +287,18 @@ def finish(job: Job, sigterm: FirstSignal, receipt: bool) -> None:
         evaluate_all(job, sigterm)
     if not receipt or surface.requests.stop or path.exists():
         return
-    surface.report("measuring the baseline next to this run …")
     if state.ranks is not None and (epochs := job.history.of("epoch")):
         world, rate = state.ranks.world, epochs[-1]["samples_per_s"]
         surface.report(f"the receipt is of one of {world} processes; together they trained {rate:,.0f} samples/s")
-    with optional("no receipt", surface.report), sigterm.interrupting():
+    if not surface.progress:
+        surface.report(f"{BASELINE} …")
+    with optional("no receipt", surface.report), sigterm.interrupting(), work(BASELINE, surface.progress, **PHASES):
         plan = one_share(state)
+        phase("first steps")
         disk.write_atomic(path, measure.receipt(job.task, job.pack, plan, state.device).to_json())
         known = Run.open(job.folder, job.task).stored(VERDICT)
         if not known or known["profile"]["plan"] != json.loads(plan.to_json()):  # of an earlier plan
+            phase("step")
             diagnose(job, surface.report)
 
 
@@ -313,10 +320,12 @@ def evaluate_all(job: Job, sigterm: FirstSignal) -> None:
     asked = {"epoch": run.best.get("epoch"), "plan": json.loads(run.plan.to_json())}
     if not count or {name: run.final.get(name) for name in asked} == asked:
         return
-    tell("evaluating the best weights on the whole validation split …")
-    start = monotonic()
+    start, shows = monotonic(), job.surface.progress
+    if not shows:
+        tell("evaluating the best weights on the whole validation split …")
     with optional("no final evaluation", tell), sigterm.interrupting():
-        values = evaluation.evaluate(job.task, run.model(job.state.device), job.pack, job.state.plan, "val")
+        model, plan = run.model(job.state.device), job.state.plan
+        values = evaluation.evaluate(job.task, model, job.pack, plan, "val", shows)
         seconds = monotonic() - start
         disk.write_atomic(
             job.folder / EVALUATION, json.dumps({**asked, "values": values, "seconds": seconds}, indent=1)
@@ -335,7 +344,6 @@ def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     """Measure what a step of this run consists of, on a separate model; report the verdict and save it."""
     state, surface, kept = job.state, job.surface, fixed(job.state.plan)
     kept = kept if state.ranks is None else {**kept, "batch_size": "it is the share of one process"}
-    surface.tell("measuring what a step consists of …", passing=True)
     with optional("not measured", tell):
         plan = one_share(state)
         profile = measure.step_profile(job.task, job.pack, plan, state.device, fixed=kept)

@@ -37,11 +37,12 @@ from nbtools.data.pack import (
     require_shares,
     split_of,
 )
-from nbtools.data.progress import bar, in_notebook, say
+from nbtools.data.progress import SLOW, bar, in_notebook, phase, say, tick, work
 from nbtools.data.sources import Source, cache
 from nbtools.data.stage import stage
 
 __all__ = [
+    "SLOW",
     "SPLITS",
     "TARGET",
     "Card",
@@ -83,6 +84,7 @@ __all__ = [
     "on_colab",
     "open_feed",
     "pack",
+    "phase",
     "place_to_keep",
     "position",
     "read_member",
@@ -93,4 +95,6 @@ __all__ = [
     "split_of",
     "stage",
     "steady",
+    "tick",
+    "work",
 ]

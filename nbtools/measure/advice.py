@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from nbtools import disk
-from nbtools.data import Card, Pack, choose, cores
+from nbtools.data import Card, Pack, choose, cores, phase, work
 from nbtools.errors import DiskError, TrainError
 from nbtools.measure.batch import BatchReport, find_batch
 from nbtools.measure.machine import machine
@@ -60,6 +59,7 @@ precision of its arithmetic."""
 TIERS = ((40, 512), (24, 256), (12, 128), (0, 64))  # GB of GPU memory → batch (guide 2)
 MOST_K = LARGER[-1][0]  # beyond it Adam's best lr falls again (arXiv 2405.14578); the guides' table ends there too
 LEAST_BATCH = 8  # a smaller one gives BatchNorm poor statistics
+STARTING = 20.0  # seconds that processes take to start: torch is imported in each
 THUMB = "rule of thumb"
 
 
@@ -206,8 +206,9 @@ def known_or_measured(
     if not measure:
         return thumb
     require_training(pack)
-    print(f"measuring {task_name(task)} on this machine, about {2.5 * seconds:.0f} s …", file=sys.stderr)
-    made = measured(task, pack, thumb, seconds, compiling, clock)
+    phases = {"precision": seconds, "batch size": seconds, "step": 0.6 * seconds}
+    with work(f"measuring {task_name(task).rpartition('.')[2]} on this machine", **phases):
+        made = measured(task, pack, thumb, seconds, compiling, clock)
     unsaved = keep(path, label(task, pack, thumb, compiling), made)
     return dataclasses.replace(made, note=f"{made.note}{unsaved}")
 
@@ -223,8 +224,9 @@ def scaled(
     if not measure:
         why = f"{plural(processes, 'process')}: whether they are worth it has not been measured here yet."
         return Scaling(processes, tuple(ways(plans, processes)), why)
-    print(f"measuring {plural(processes, 'process')} on this machine …", file=sys.stderr)
-    found = find_scaling(task, pack, plans, processes, seconds / 3, clock)
+    with work(f"measuring {plural(processes, 'process')} on this machine", start=STARTING, training=seconds / 3):
+        phase("start")
+        found = find_scaling(task, pack, plans, processes, seconds / 3, clock)
     return dataclasses.replace(found, note=found.note + keep(path, name, found))
 
 
@@ -256,11 +258,13 @@ def measured(task: Task, pack: Pack, thumb: Advice, seconds: float, compiling: b
     own, start = task.suggest(pack.card, devices.pick().type), perf_counter()
     found: dict[str, tuple[Any, str]] = {}
     evidence: dict[str, str] = {}
+    phase("precision", 0.0 if "amp" in own else None)
     precision = None if "amp" in own else find_precision(task, pack, thumb.plan, seconds / 6, clock)
     if precision is not None:
         amp, evidence["amp"] = choose_precision(precision)
         found["amp"] = amp, "the faster one whose losses agree, measured here"
     plan = by_rules(task, pack, found).plan
+    phase("batch size")
     batches = find_batch(task, pack, plan, None, seconds, enough(pack.card), clock)
     evidence["batch_size"] = f"not chosen on speed alone: {batches.why}"
     if "batch_size" not in own and conclusive(batches, plan):
@@ -270,12 +274,14 @@ def measured(task: Task, pack: Pack, thumb: Advice, seconds: float, compiling: b
         found["micro_batch_size"] = batches.micro_batch_size, "the whole batch does not fit at once"
     plan, crew = by_rules(task, pack, found).plan, None
     if choose(pack, plan, devices.pick())[0] == "workers":
+        phase("workers", seconds / 2)
         crew = find_workers(task, pack, plan, seconds / 3)
         found |= {"workers": (crew.workers, crew.reason), "prefetch": (crew.prefetch, crew.reason)}
         evidence["workers"] = crew.reason
     fixed = ["amp"] if precision is not None and not precision.agrees else []
     for turn in range(TURNS + 1):
         plan = by_rules(task, pack, found).plan
+        phase(f"step, turn {turn + 1}" if turn else "step", 0.6 * seconds)
         profile = step_profile(task, pack, plan, None, seconds / 6, fixed, compiling and not turn, clock)
         judged = verdict(profile, plan)
         if turn == TURNS or not judged.change or not set(judged.change) <= set(FREE):

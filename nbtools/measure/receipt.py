@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nbtools.data import Pack, Resident, choose
+from nbtools.data import Pack, Resident, choose, phase
 from nbtools.errors import NbtoolsError
 from nbtools.measure.machine import machine
 from nbtools.measure.presets import fitting, preset
@@ -243,6 +243,7 @@ class Course:
             names = [name for name, _ in wanted if name in self.steppers]
             aside = self.enter_aside(guide, seconds) if guide is not None else []
             each = 2 * seconds / len(self.steppers)
+            phase("turns", ROUNDS * sum(max(each, turn.step_s) for turn in self.first.values()))
             for _ in range(ROUNDS):
                 for name in names:
                     self.steppers[name].turn(each)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from nbtools import table
-from nbtools.data import Pack, Raw, cores
+from nbtools.data import Pack, Raw, cores, tick
 from nbtools.errors import TrainError, sentence
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
@@ -39,6 +39,7 @@ from nbtools.train import device as devices
 
 SECONDS = 6.0  # of measuring, besides the start of the processes
 ROUNDS = 5
+MOMENT = 0.05  # seconds between two looks at the processes
 BATCHES = 4  # that are trained again and again
 WORD, WORDS = 8, 3  # bytes of a word, and how many a step takes: what rank 0 wants, if memory was enough, the loss
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes: DistributedDataParallel reduces gradients in buckets of these sizes
@@ -413,7 +414,9 @@ def start(place: str, processes: int, asked: tuple[Any, ...]) -> None:
     """torchrun, until all have ended. Raises TrainError with the error of the one that failed first."""
     torchrun = Torchrun(Path(place), processes)
     with torchrun.started(take_part, *asked) as agent:
-        agent.wait()
+        while agent.poll() is None:
+            tick()
+            sleep(MOMENT)
     if agent.returncode:
         failure = torchrun.failure(agent.returncode)
         raise TrainError(f"{plural(processes, 'process')} could not be measured: {failure}")

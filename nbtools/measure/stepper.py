@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nbtools.data import Feed, Pack, Raw, batches_left, lengths_of, open_feed
+from nbtools.data import Feed, Pack, Raw, batches_left, lengths_of, open_feed, tick
 from nbtools.train import Plan, Task, TaskLike, TrainState, bound, readable, require_sizes, train_step
 from nbtools.train import device as devices
 
@@ -146,6 +146,7 @@ class Stepper:
         took = self.clock() - start
         best = best if self.device.type == "cpu" else took / done
         self.turns.append(Turn(samples, took, waited, done, best))
+        tick()
         return self.turns[-1]
 
     def turn(self, seconds: float) -> Turn:

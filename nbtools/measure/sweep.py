@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from nbtools.data import Pack, in_notebook
+from nbtools.data import Pack, in_notebook, phase, tick, work
 from nbtools.errors import TrainError
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
@@ -128,7 +128,7 @@ def lr_sweep(
     if steps < LEAST_STEPS:
         raise TrainError(f"lr_sweep's steps must be ≥ {LEAST_STEPS} to draw a curve through noise, got {steps}")
     where = torch.device(device) if device is not None else devices.pick()
-    with untouched(where):
+    with work("sweeping the learning rate", steps=seconds), untouched(where):
         climb = Climb(task, pack, plan, where)
         lrs, losses = climb.sweep((low, high), steps, seconds)
         start, skipped, took = climb.start, climb.skipped, climb.clock() - climb.began
@@ -174,12 +174,14 @@ class Climb(Stepper):
             self.at(ends[0])
         each = (self.clock() - begun) / WARMUP_STEPS
         number = max(LEAST_STEPS, min(steps, int(seconds / max(each, 1e-9))))
+        phase("steps", number * each)
         lrs: list[float] = np.geomspace(*ends, number).tolist()
         losses: list[float] = []
         least = self.start
         self.at(lrs[0])
         for lr in [*lrs[1:], lrs[-1]]:  # the loss after an update is that of the next batch
             loss = self.at(lr)
+            tick()
             mean = averaged([*losses, loss])[-1]
             if not math.isfinite(loss) or mean > least + (LOST - 1) * abs(least):  # also right for a negative loss
                 break

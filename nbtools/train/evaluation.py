@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nbtools.data import Feed, Pack, in_order, lengths_of, open_feed
+from nbtools.data import SLOW, Feed, Pack, bar, in_order, lengths_of, open_feed
 from nbtools.errors import TrainError
 from nbtools.train.device import autocast, sum_dtype, within_memory
 from nbtools.train.metrics import score as score_batch
@@ -83,10 +83,10 @@ def score_split(
     feed: Feed | None = None,
     most: int | None = None,
     ranks: Ranks | None = None,
-) -> Iterator[None]:
-    """Add loss and metrics of a split to sums; yields after every batch. most: at most this many samples, always the
-    same ones, evenly spaced over the split. ranks: take turns with the others, batch by batch; `Sums.add_up` follows.
-    Raises TrainError if the split is empty."""
+) -> Iterator[int]:
+    """Add loss and metrics of a split to sums; yields after every batch how many samples it had. most: at most this
+    many samples, always the same ones, evenly spaced over the split. ranks: take turns with the others, batch by batch;
+    `Sums.add_up` follows. Raises TrainError if the split is empty."""
     ids = pack.ids(split)
     if not len(ids):
         there = ", ".join(f"{name}: {count:,}" for name, count in pack.splits.items() if count)
@@ -104,7 +104,7 @@ def score_split(
         score(task, model, raw, plan, sums)
         if ranks is not None:
             sums.close_batch()
-        yield
+        yield len(raw["id"])
 
 
 def score(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:
@@ -132,11 +132,15 @@ def score(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) 
         score(ours, model, {name: tensor[part] for name, tensor in raw.items()}, plan, sums)
 
 
-def evaluate(task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: str = "test") -> dict[str, float]:
+def evaluate(
+    task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: str = "test", progress: bool = True
+) -> dict[str, float]:
     """Metric → value over a whole split, or what the network can read of it. Raises TrainError if that is empty."""
-    sums = Sums(next(model.parameters()).device)
-    for _ in score_split(task, model, readable(task, pack, plan), plan, split, sums):
-        continue
+    sums, pack = Sums(next(model.parameters()).device), readable(task, pack, plan)
+    shown = {"total": pack.splits[split], "unit": " samples", "leave": False, "delay": SLOW, "disable": not progress}
+    with bar(desc=f"evaluating on {split}", **shown) as counted:
+        for number in score_split(task, model, pack, plan, split, sums):
+            counted.update(number)
     return sums.read()
 
 

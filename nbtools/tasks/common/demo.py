@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from nbtools import disk
-from nbtools.data import bar
+from nbtools.data import SLOW, bar
 from nbtools.errors import PackError
 from nbtools.tasks.common.files import in_threads, walk
 
 LIST = ".nbtools-demo"  # names of the files that a demo wrote; hidden, so that packing skips it
-SLOW = 2  # seconds before a progress bar appears
+
 
 File = tuple[str, Callable[[], bytes]]
 """(name relative to the folder, what computes its content)."""
