@@ -6,10 +6,11 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 from uuid import uuid4
 
 from nbtools import disk
@@ -24,6 +25,7 @@ from nbtools.train import (
     Record,
     Task,
     TrainState,
+    asked,
     caught_up,
     checkpoint,
     refuse_fixed,
@@ -110,11 +112,13 @@ def begin(folder: Path, pack: Pack, state: TrainState, advised: Plan | None = No
 
     advised: the plan that values are compared with; None: that of the old run, or the one it starts with.
     """
-    place = {"pack": str(pack.folder.absolute())}  # where its samples are, while this machine lasts
+    place: dict[str, Any] = {"pack": str(pack.folder.absolute())}  # where its samples are, while this machine lasts
+    place["asked"] = asked(state.task, state.model)
     if checkpoint.names(folder):
-        found = resume(folder, pack, state)
+        before = checkpoint.read_index(folder).get("asked", {})
+        history, complaints = resume(folder, pack, state)
         checkpoint.mark(folder, **place, **({} if advised is None else {"advised": advised.to_dict()}))
-        return found
+        return history, [*complaints, *another(before, place["asked"])]
     with disk.explained("starting a run", folder):
         disk.make_folder(folder)
         disk.remove(folder / HISTORY)
@@ -125,6 +129,13 @@ def begin(folder: Path, pack: Pack, state: TrainState, advised: Plan | None = No
     checkpoint.mark(folder, **place, advised=(advised or state.plan).to_dict())
     checkpoint.save(folder, state, rows=0)
     return History(folder / HISTORY), []
+
+
+def another(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The message about a run that resumes with something else than it was trained with so far."""
+    changed = [f"{what}: {before[what]} → {now.get(what)}" for what in before if now.get(what) != before[what]]
+    rule = "this run resumes with another task"
+    return [f"{rule} ({'; '.join(changed)}); to begin anew, name another run folder, run='runs/…'"] if changed else []
 
 
 def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[str]]:

@@ -25,7 +25,7 @@ from nbtools.errors import CheckpointError, PackError, TrainError
 from nbtools.live.view import Previews
 from nbtools.measure import receipt
 from nbtools.measure.advice import label
-from nbtools.train import Answer, build, call_of
+from nbtools.train import Answer, build, call_of, import_task
 from nbtools.train.defaults import sample_of
 from nbtools.train.metrics import METRICS, score
 
@@ -172,6 +172,24 @@ def test_a_task_without_a_name_says_how_to_open_its_run(tmp_path, packs):
     with pytest.raises(CheckpointError, match=r"pass task=nb\.classify\(…\) or nb\.regress\(…\) with the same network"):
         nb.Run.open(run.folder)
     assert nb.Run.open(run.folder, nb.classify(own.Small)).best == run.best
+    with pytest.raises(
+        CheckpointError, match=r"cannot be imported .*: run its cell first, or import it from the script"
+    ):
+        import_task("__main__:task", run.folder)
+
+
+def test_another_network_or_task_in_the_folder_of_a_run_is_refused_or_said(tmp_path, packs):
+    pack, folder = packs["images"], tmp_path / "run"
+    fitted(nb.classify(own.Small), pack, folder, epochs=1)
+    with pytest.raises(
+        CheckpointError, match=r"of another network: Missing key.*name another run folder, run='runs/…'"
+    ):
+        fitted(nb.classify(nn.Sequential(nn.Flatten(), nn.LazyLinear(3))), pack, folder, epochs=1)
+    loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+    run = fitted(nb.classify(own.Small, loss=loss, augment=["flip"]), pack, folder, epochs=1)
+    changed = f"(loss: default → {loss!r}; augment: none → flip 0.5)"
+    assert any(changed in event for event in run.events)
+    assert not any("another task" in event for event in fitted(own.task, pack, tmp_path / "other", epochs=1).events)
 
 
 def test_a_receipt_measures_a_dataloader_on_the_same_data(packs):
@@ -242,6 +260,7 @@ def test_a_forward_gets_what_its_signature_names(packs, two, name):
     Net.forward.__signature__ = __import__("inspect").signature(forward)
     task: Any = SimpleNamespace(model=lambda card, plan: Net(), loss=None)
     state = nb.TrainState(task, pack, own.PLAN)
+    seen.clear()
     batch = state.task.batch(
         {n: torch.from_numpy(a)[None] for n, a in pack.sample(0).items()}
         | {"x_length": torch.tensor([len(pack.sample(0).get("x", [0]))]), "id": torch.tensor([0])},
@@ -283,10 +302,11 @@ def test_calls_with_tensors_names_of_weights_and_copies_stay_as_they_are(packs):
         assert one.state_dict().keys() == own.Small(3).state_dict().keys()
 
 
-def test_a_lazy_layer_learns_its_size_before_the_optimizer_is_made(packs):
-    net = nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
+def test_lazy_layers_learn_their_sizes_before_the_optimizer_is_made(packs):
+    net = nn.Sequential(nn.Flatten(), nn.LazyLinear(3), nn.LazyBatchNorm1d(affine=False))
     state = nb.TrainState(nb.classify(net), packs["images"], own.PLAN)
     assert [tuple(p.shape) for p in state.model.parameters()] == [(3, 432), (3,)]
+    assert [tuple(b.shape) for b in state.model.buffers()] == [(3,), (3,), ()]
     assert state.model.training
 
 
@@ -314,17 +334,17 @@ def test_outputs_with_logits_or_out_count_as_that_and_others_are_refused(tmp_pat
         fitted(nb.classify(lambda classes: Wrapped("list", classes)), packs["images"], tmp_path / "list")
 
 
-def test_frozen_parts_stay_and_groups_are_a_hook_as_in_any_task(packs):
+def test_frozen_parts_stay_with_their_statistics_and_groups_are_a_hook_as_in_any_task(packs):
     net = own.Small(3)
     net.features.requires_grad_(False)
     task: Any = nb.classify(net)
     task.groups = lambda model, plan: [{"params": model.head.parameters(), "lr_scale": 10.0}]
-    state = nb.TrainState(task, packs["images"], own.PLAN.replace(epochs=1))
+    state = nb.TrainState(task, packs["images"], own.PLAN.replace(epochs=2))
     for _ in nb.train(task, state, packs["images"]):
         continue
     before, after = net.state_dict(), state.model.state_dict()
-    assert torch.equal(after["features.0.weight"], before["features.0.weight"])
-    assert not torch.equal(after["head.weight"], before["head.weight"])
+    moved = [name for name, value in before.items() if not torch.equal(value, after[name])]
+    assert moved == ["head.weight", "head.bias"], "not the running mean of features.1, a BatchNorm2d"
     assert [group["lr_scale"] for group in state.optimizer.param_groups] == [10.0]
 
 
@@ -418,6 +438,30 @@ def test_a_function_is_a_metric_in_the_unit_of_the_targets(tmp_path, packs):
     assert task.BEST == "-mae"
 
 
+def hit(outputs, batch):
+    return (outputs.argmax(1) == batch["y"]).sum(), len(outputs)
+
+
+def test_a_function_in_a_class_body_is_a_metric(packs):
+    class Hitting(own.Mine):
+        metrics: Any = hit
+
+    states = [nb.TrainState(task, packs["images"], own.PLAN) for task in (Hitting, own.Mine)]
+    found, plain = (nb.evaluate(state, packs["images"], "val") for state in states)
+    assert found["hit"] == plain["accuracy"]
+
+
+def test_a_weighted_loss_is_the_mean_over_the_weights_whatever_the_batch(packs):
+    weight, pack = torch.tensor([1.0, 10.0, 0.1]), packs["images"]
+    for loss in (nn.CrossEntropyLoss(weight, label_smoothing=0.1), nn.CrossEntropyLoss(weight, ignore_index=2)):
+        state = nb.TrainState(nb.classify(own.Small, loss=loss), pack, own.PLAN)
+        raw = {name: torch.from_numpy(pack.arrays[name][pack.ids("val")]) for name in ("x", "y")}
+        with torch.no_grad():
+            expected = float(loss(state.model.eval()(state.task.batch(raw, own.PLAN, None)), raw["y"]))
+        for size in (5, 90):
+            assert nb.evaluate(state, pack, "val", batch_size=size)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_loss_of_ones_own_takes_the_place_of_the_default(packs):
     losses = [None, F.cross_entropy, nn.CrossEntropyLoss(reduction="none")]
     values = []
@@ -425,6 +469,13 @@ def test_a_loss_of_ones_own_takes_the_place_of_the_default(packs):
         state = nb.TrainState(nb.classify(own.Small, loss=loss), packs["images"], own.PLAN)
         values.append(nb.evaluate(state, packs["images"], "val")["loss"])
     assert values == pytest.approx([values[0]] * 3, rel=1e-5)
+
+
+class Scaled(own.Mine):
+    """With a batch of its own."""
+
+    def batch(self, raw, plan, draws):
+        return raw | {"x": raw["x"].permute(0, 3, 1, 2) / 255}
 
 
 REFUSED: dict[str, tuple[Any, str, str]] = {
@@ -480,6 +531,36 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         "rows",
         r"one value for each of the target, \(\d+,\), got \(\d+, 2\)",
     ),
+    "two metrics of one name": (
+        lambda: nb.classify(own.Small, metrics=[lambda outputs, batch: (1, 1), lambda outputs, batch: (2, 1)]),
+        "images",
+        "metrics: '<lambda>' is there twice; rename the function",
+    ),
+    "a metric called loss": (
+        lambda: nb.classify(own.Small, metrics=lambda outputs, batch: {"loss": (1, 1)}),
+        "images",
+        "'loss' is the loss, which is always reported",
+    ),
+    "a metric that is no pair": (
+        lambda: nb.classify(own.Small, metrics=["accuracy", lambda outputs, batch: outputs.mean()]),
+        "images",
+        r"<lambda> must be \(sum, count\), which add up over batches, got a tensor of shape \(\)",
+    ),
+    "whole numbers for a layer of floats": (
+        lambda: nb.classify(nn.LazyLinear(2)),
+        "whole",
+        r"Linear: .*it gets x int64 \(4\): cast them in the Dataset",
+    ),
+    "a batch that leaves out augment": (
+        lambda: Scaled(),
+        "images",
+        r"its `batch` leaves out augment=\('flip',\); begin it with batch = super\(\)\.batch",
+    ),
+    "a loss with parameters": (
+        lambda: nb.classify(own.Small, loss=nn.Bilinear(3, 3, 1)),
+        "images",
+        "loss Bilinear has parameters, which are not trained",
+    ),
     "a plan that is none": (
         lambda: classify(own.Small, plan={"epochs": 3}),
         "images",
@@ -491,8 +572,11 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_train_is_answered_in_a_sentence(tmp_path, packs, name):
     make, data, said = REFUSED[name]
+    whole = [(np.arange(4) + i, i % 2) for i in range(20)]
+    pack = packs[data] if data in packs else nb.pack(whole, into=tmp_path / "pack", progress=False)
     with pytest.raises(TrainError, match=said):
-        nb.fit(make(), packs[data], own.PLAN, tmp_path / "run", **QUIET)
+        nb.fit(make(), pack, own.PLAN, tmp_path / "run", **QUIET)
+    assert not (tmp_path / "run").exists(), "said before anything is trained"
 
 
 # -- answers to files, items and rows

@@ -17,6 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
+import torch
 
 from nbtools import disk
 from nbtools.data import Pack, bar, collate, in_notebook, say
@@ -73,7 +74,7 @@ class Previews:
         if not self.ids:
             return []
         start, state = time.monotonic(), self.state
-        raw = collate([self.pack.sample(i) for i in self.ids], self.pack.columns)
+        raw = collate([self.pack.sample(i) for i in self.ids], self.pack.columns) | {"id": torch.tensor(self.ids)}
         raw = {name: tensor.to(state.device) for name, tensor in raw.items()}
         _, outputs = evaluation.forward(state.task, state.evaluated, raw, state.applied.while_training(), state.device)
         answers = state.task.decode(outputs, state.card)

@@ -349,7 +349,7 @@ def device_seconds(events: Iterable[dict[str, Any]]) -> float:
 def flops(state: TrainState, raw: Batch) -> int:
     """Floating-point operations of the forward and backward passes of a batch, in its micro-batches: not of elementwise
     ones, fused RNN and CTC."""
-    kept, state.network = state.network, state.model.train()  # a compiled network hides its operations
+    kept, state.network = state.network, state.model  # a compiled network hides its operations
     try:
         with FlopCounterMode(display=False) as counter:
             differentiate(state, raw)

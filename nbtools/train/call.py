@@ -95,7 +95,7 @@ def connect(model: nn.Module, card: Card) -> nn.Module:
     """The network, which takes a batch from now on, besides whatever its forward takes. A run calls it so."""
     found = find_arguments(model, card)
     if found not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(found, with_kwargs=True)
+        model.register_forward_pre_hook(found, prepend=True, with_kwargs=True)  # a lazy layer looks at what it gets
     return model
 
 

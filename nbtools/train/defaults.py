@@ -23,6 +23,7 @@ from nbtools.train.call import logits_of
 from nbtools.train.metrics import METRICS, Batch, listed
 
 DATASET = "dataset"  # the task in such a pack's card
+FEW = 8  # numbers of an answer that are shown
 
 
 def packed_dataset(card: Card | None) -> bool:
@@ -103,6 +104,11 @@ def width_of(card: Card) -> int:
     name = card.options["inputs"][0]
     shape = shape_of(card, name) or (1,)
     return shape[0] if layout_of(card, name) else shape[-1]
+
+
+def is_whole(card: Card, name: str) -> bool:
+    """Whether an input reaches the network as whole numbers."""
+    return name not in card.options["mean"] and card.columns[name].dtype[1] in "iu"
 
 
 def blank(card: Card) -> Batch:
@@ -187,10 +193,15 @@ def truth(sample: Sample, card: Card) -> str:
 
 
 def written(answer: Any) -> str:
-    """An answer as a short text."""
+    """An answer as a short text: a class, a few numbers, or the shape of many."""
     if isinstance(answer, Answer):
         return answer.name
-    return ", ".join(f"{value:.4g}" for value in (answer if isinstance(answer, list) else [answer]))
+    values = np.asarray(answer.tolist() if isinstance(answer, Tensor) else answer)
+    if values.dtype.kind not in "biuf":
+        return str(answer)
+    if values.size > FEW:
+        return f"{' × '.join(map(str, values.shape))} values"
+    return ", ".join(f"{value:.4g}" for value in values.reshape(-1))
 
 
 def preview(pack: Pack, i: int, answer: Any) -> tuple[np.ndarray, str, str, bool]:

@@ -16,7 +16,7 @@ from nbtools.train.device import autocast, sum_dtype, within_memory
 from nbtools.train.metrics import score as score_batch
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks
-from nbtools.train.task import Batch, Pair, TaskLike, as_task, readable, summed
+from nbtools.train.task import Batch, Pair, TaskLike, as_task, readable, set_training, summed
 
 
 class Sums:
@@ -70,7 +70,7 @@ def forward(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, device: to
         with autocast(plan, device, model):
             return batch, task.infer(model, batch, plan)
     finally:
-        model.train(training)
+        set_training(model, training)
 
 
 def score_split(

@@ -6,7 +6,9 @@ B samples, K classes.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,15 +34,15 @@ def class_logits(outputs: Any, card: Card) -> Tensor:
     return logits
 
 
-def values_like(outputs: Any, target: Tensor) -> Tensor:
-    """The outputs in the target's shape: (B, 1) and (B,) would be broadcast to (B, B). Raises TrainError."""
+def values_like(outputs: Any, shape: Sequence[int]) -> Tensor:
+    """The outputs in the targets' shape: (B, 1) and (B,) would be broadcast to (B, B). Raises TrainError."""
     values = logits_of(outputs)
-    if values.numel() != target.numel():
+    if values.numel() != math.prod(shape):
         raise TrainError(
-            f"the network must return one value for each of the target, {tuple(target.shape)}, got "
-            f"{tuple(values.shape)}; change its last layer"
+            f"the network must return one value for each of the target, {tuple(shape)}, got {tuple(values.shape)}; "
+            "change its last layer"
         )
-    return values.float().view(target.shape)
+    return values.float().reshape(shape)
 
 
 def top(logits: Tensor, y: Tensor, count: int) -> Pair:
@@ -91,13 +93,27 @@ MEANINGS = {
 
 def listed(metrics: Any) -> tuple[Any, ...]:
     """Names and functions as a tuple. Raises TrainError for an unknown name."""
-    found = (metrics,) if isinstance(metrics, str) or callable(metrics) else tuple(metrics)
+    found = (unbound(metrics),) if isinstance(metrics, str) or callable(metrics) else tuple(metrics)
     for name in found:
         if not callable(name) and name not in METRICS:
             close = difflib.get_close_matches(str(name), METRICS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(METRICS)}, or pass a function"
             raise TrainError(f"metrics has no {name!r}; {hint}")
     return found
+
+
+def unbound(metric: Any) -> Any:
+    """The function of (outputs, batch) in `metrics = hit` of a class, which Python binds to the task as a method."""
+    function = getattr(metric, "__func__", metric)
+    if function is metric:
+        return metric
+    given = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    return function if len(given) == 2 and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in given) else metric
+
+
+def name_of(metric: Any) -> str:
+    """Under which name a metric is reported that is no mapping."""
+    return metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__)
 
 
 def best_of(metrics: Any) -> str:
@@ -107,15 +123,25 @@ def best_of(metrics: Any) -> str:
 
 
 def score(metrics: Any, outputs: Any, batch: Batch, card: Card | None) -> dict[str, Pair]:
-    """Metric → Pair, of names and of functions of (outputs, batch), which return a Pair or a mapping of them."""
+    """Metric → Pair, of names and of functions of (outputs, batch), which return a Pair or a mapping of them. Raises
+    TrainError for anything else, and for a name that is taken."""
     found: dict[str, Pair] = {}
     for metric in listed(metrics):
         if callable(metric):
             one: Any = metric(outputs, batch)
-            found |= one if isinstance(one, Mapping) else {getattr(metric, "__name__", "metric"): one}
-            continue
-        if card is None:
+        elif card is None:
             raise TrainError(f"metrics: {metric!r} by name needs a pack of nb.pack; write metrics(outputs, batch)")
-        y, (kind, _, measure) = batch[TARGET], METRICS[metric]
-        found[metric] = measure(class_logits(outputs, card) if kind == "classes" else values_like(outputs, y), y)
+        else:
+            y, (kind, _, measure) = batch[TARGET], METRICS[metric]
+            one = measure(class_logits(outputs, card) if kind == "classes" else values_like(outputs, y.shape), y)
+        for name, pair in (one if isinstance(one, Mapping) else {name_of(metric): one}).items():
+            if name == "loss" or name in found:
+                rule = f"metrics: {name!r} is " + (
+                    "the loss, which is always reported" if name == "loss" else "there twice"
+                )
+                raise TrainError(f"{rule}; rename the function, or return {{name: (sum, count)}}")
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                came = f"a tensor of shape {tuple(pair.shape)}" if isinstance(pair, Tensor) else repr(pair)
+                raise TrainError(f"metrics: {name} must be (sum, count), which add up over batches, got {came}")
+            found[name] = (pair[0], pair[1])
     return found

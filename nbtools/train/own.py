@@ -9,11 +9,13 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parameter import UninitializedBuffer, is_lazy
 
 from nbtools.data import TARGET, Card
 from nbtools.errors import TrainError
@@ -25,6 +27,7 @@ from nbtools.train.plan import Plan
 from nbtools.train.task import Batch, Pair, Task, task_name
 
 Loss = Callable[[Any, Tensor], Tensor]
+CROSS_ENTROPY = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 def classify(
@@ -70,6 +73,23 @@ def caller() -> str:
     return sys._getframe(2).f_globals.get("__name__", "__main__")
 
 
+@lru_cache(maxsize=32)
+def on(loss: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of a loss on the device; of cross entropy not the mean but the sum, whose count is that of `terms`."""
+    loss = copy.deepcopy(loss).to(device)
+    if isinstance(loss, CROSS_ENTROPY) and loss.reduction == "mean":
+        loss.reduction = "sum"
+    return loss
+
+
+def terms(loss: Any, y: Tensor) -> Tensor | int:
+    """What the mean of a loss divides its sum by: of cross entropy the weights of the samples' classes."""
+    if not isinstance(loss, CROSS_ENTROPY) or y.is_floating_point():
+        return len(y)
+    counted = y != loss.ignore_index
+    return (counted if loss.weight is None else loss.weight[y.where(counted, 0)] * counted).sum()
+
+
 class Own(Task):
     """What `classify` and `regress` return. kind: `classes` or `values`."""
 
@@ -78,6 +98,9 @@ class Own(Task):
             raise TrainError(f"model must be a torch.nn.Module or a function that makes one, got {model!r}")
         if plan is not None and not isinstance(plan, Plan):
             raise TrainError(f"plan must be a nb.Plan, got {type(plan).__name__}; give an Advice or a Panel to nb.fit")
+        if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+            rule = f"loss {type(loss).__name__} has parameters, which are not trained"
+            raise TrainError(f"{rule}; write a Task whose model holds them")
         self.kind, self.network, self.measured, self.given_loss = kind, model, listed(metrics), loss
         self.augment, self.PLAN, self.BEST = strengths(augment), plan or Plan(), best_of(metrics)
         self.__module__ = module
@@ -90,7 +113,8 @@ class Own(Task):
         require_fitting(card, self.measured, ())
         network: Any = self.network
         if isinstance(network, nn.Module):
-            return copy.deepcopy(network)
+            lazy = [buffer for buffer in network.buffers() if is_lazy(buffer)]  # of LazyBatchNorm2d, which has no copy
+            return copy.deepcopy(network, {id(b): UninitializedBuffer() for b in lazy})
         offered = {"classes": len(card.classes), "inputs": width_of(card), "card": card, "plan": plan}
         try:
             wanted = inspect.signature(network).parameters.values()
@@ -105,9 +129,9 @@ class Own(Task):
     def loss(self, model: Any, batch: Batch, plan: Any) -> tuple[Tensor, Tensor | float]:
         y, outputs = batch[TARGET], model(batch)
         if self.kind == "values":
-            mean, std = self.scale(y.device)
+            mean, std = scale_of(self.bound, TARGET, y.device)
             y = (y - mean) / std
-            outputs = values_like(outputs, y)
+            outputs = values_like(outputs, y.shape)
         elif self.given_loss is None:
             outputs = class_logits(outputs, self.bound)
         else:
@@ -116,8 +140,13 @@ class Own(Task):
             squared = self.kind == "values"
             found = F.mse_loss(outputs, y, reduction="sum") if squared else F.cross_entropy(outputs, y, reduction="sum")
             return found, y.numel() if squared else len(y)
-        found = self.given_loss(outputs, y)
-        return (found.sum(), found.numel()) if found.dim() else (found * len(y), len(y))
+        loss: Any = on(given, y.device) if isinstance(given := self.given_loss, nn.Module) else given
+        found = loss(outputs, y)
+        if found.dim():
+            return found.sum(), found.numel()
+        if getattr(loss, "reduction", "mean") == "sum":
+            return found, terms(loss, y)
+        return found * len(y), len(y)
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
         return score(self.measured, self.in_units(outputs), batch, self.bound)
@@ -129,15 +158,10 @@ class Own(Task):
         """Values in the targets' own unit."""
         if self.kind == "classes":
             return outputs
-        values = logits_of(outputs).float()
-        mean, std = self.scale(values.device)
-        return values.view(len(values), *self.bound.columns[TARGET].shape) * std + mean
-
-    def scale(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(mean, std) of the targets, () or (D,)."""
-        shape = self.bound.columns[TARGET].shape
-        mean, std = scale_of(self.bound, TARGET, device)
-        return mean.view(shape), std.view(shape)
+        values = logits_of(outputs)
+        values = values_like(values, (len(values), *self.bound.columns[TARGET].shape))
+        mean, std = scale_of(self.bound, TARGET, values.device)  # of each of D values, or one for all
+        return values * std + mean
 
     @property
     def bound(self) -> Card:

@@ -232,13 +232,18 @@ class TrainState:
         self.others = None
 
     def load(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Load the saved state. Raises CheckpointError if the weights are of another model."""
+        """Load the saved state. Raises CheckpointError if the weights are of another network."""
         try:
             self.model.load_state_dict(below(tensors, "model."))
             if self.ema is not None:
                 self.ema.load_state_dict(below(tensors, "ema."))
         except RuntimeError as error:
-            raise CheckpointError(f"weights of another model: {error}; use the run's own task and plan") from None
+            [came, *others] = str(error).splitlines()[1:] or [str(error)]
+            more = f" (and {len(others)} more)" if others else ""
+            raise CheckpointError(
+                f"the checkpoint has the weights of another network: {came.strip().rstrip('. ')}{more}; for another "
+                "network name another run folder, run='runs/…', or use the run's own task and plan"
+            ) from None
         local = local_optimizer(self.optimizer)
         ours = {parameter for group in local.param_groups for parameter in group["params"]}
         local.state.clear()

@@ -17,7 +17,7 @@ from nbtools.train.device import DTYPES, recurrent_in_float32, within_memory
 from nbtools.train.plan import lr_at
 from nbtools.train.ranks import shares
 from nbtools.train.state import TrainState
-from nbtools.train.task import Batch, summed
+from nbtools.train.task import Batch, set_training, summed
 
 
 def attempt(state: TrainState, raw: Batch, epoch_size: int, size: int | None = None) -> tuple[Tensor, Tensor | float]:
@@ -32,7 +32,7 @@ def attempt(state: TrainState, raw: Batch, epoch_size: int, size: int | None = N
 def differentiate(state: TrainState, raw: Batch) -> tuple[Tensor, Tensor | float]:
     """The gradient of sum / count over the whole batch, in any number of micro-batches; returns (sum, count)."""
     if not state.model.training:
-        state.model.train()
+        set_training(state.model)
     clear_gradients(state.parameters)  # before the forward: an interrupt after backward leaves none to the next step
     size, micro = len(raw["id"]), state.recovery.micro
     if not micro or micro >= size:
@@ -79,7 +79,7 @@ def differentiate_share(state: TrainState, raw: Batch, size: int) -> tuple[Tenso
     ranks, some = state.ranks, list(parts_of_share(state, raw, size))
     assert ranks is not None
     if not state.model.training:
-        state.model.train()
+        set_training(state.model)
     clear_gradients(state.parameters)
     denominator = size if ranks.counts(size) else math.inf  # a gradient of 0
     loss_sum, count = torch.zeros((), device=state.device), 0

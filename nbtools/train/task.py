@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
@@ -16,16 +17,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from nbtools.data import Card, Draws, Pack, Sample, Survey, build_pack
 from nbtools.data import pack as pack_dataset
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
-from nbtools.train.call import connect
+from nbtools.train.augment import strengths
+from nbtools.train.call import call_of, connect
 from nbtools.train.defaults import (
     answers,
     blank,
     images_of,
+    is_whole,
     packed_dataset,
     prepare,
     preview,
@@ -33,7 +37,7 @@ from nbtools.train.defaults import (
     sample_of,
     show,
 )
-from nbtools.train.metrics import MEANINGS, Batch, Pair, best_of
+from nbtools.train.metrics import MEANINGS, Batch, Pair, best_of, listed, name_of, score
 from nbtools.train.plan import Plan
 
 OWN = "nbtools.train.own:"  # the name of what nb.classify returned, and no variable of a module holds
@@ -63,7 +67,7 @@ class Task:
 
     A raw batch holds tensors on the device under the names of the pack's columns; for a ragged column `x`, padded with
     0 to the longest sample of the batch, also its lengths `x_length` (B,); and `id` (B,), the samples' indices in the
-    pack.
+    pack. What `predict` reads has neither targets nor `id`.
     """
 
     PLAN: Plan = Plan()
@@ -272,11 +276,61 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
         return model
     require_fitting(card, task.metrics, task.augment)
     connect(model, card)
-    if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):  # of LazyLinear
-        with torch.no_grad():
-            model.eval()(task.batch(blank(card), plan, None))
-        model.train()
+    lazy = any(map(is_lazy, itertools.chain(model.parameters(), model.buffers())))  # of LazyLinear, LazyBatchNorm2d
+    try:
+        try_out(task, model, card, plan)
+    except NbtoolsError:
+        raise
+    except Exception as error:  # what a network, or a function of one's own, need not take: zeros
+        if whole := [name for name in card.options["inputs"] if is_whole(card, name) and "type" in str(error)]:
+            columns = ", ".join(f"{name} {card.columns[name]}" for name in whole)
+            rule = f"{type(model).__name__}: {error}; whole numbers reach a network as they are, and it gets {columns}"
+            raise TrainError(
+                f"{rule}: cast them in the Dataset, x.astype(np.float32), or use an nn.Embedding"
+            ) from error
+        if lazy:
+            raise
+    finally:
+        set_training(model)
     return model
+
+
+@torch.no_grad()
+def try_out(task: Task, model: nn.Module, card: Card, plan: Any) -> None:
+    """Two samples of zeros, through the network and what measures it: layers learn their sizes, and what cannot work is
+    said before anything is trained. Raises TrainError for that, and whatever else the task raises."""
+    raw = blank(card)
+    batch = task.batch(raw, plan, None)
+    score(task.metrics, task.infer(model.eval(), batch, plan), batch, card)
+    draws = Draws(plan.seed, 0, raw["id"])
+    task.batch(raw, plan, draws)
+    if task.augment and not draws.count:
+        rule = f"{task_name(task)}: its `batch` leaves out augment={task.augment!r}"
+        raise TrainError(f"{rule}; begin it with batch = super().batch(raw, plan, draws), or leave augment out")
+
+
+def asked(task: Task, model: nn.Module) -> dict[str, str]:
+    """What a run on a pack of `nb.pack` does beside its plan, in words; {} for other packs."""
+    if task.card is None:
+        return {}
+    loss: Any = getattr(task, "given_loss", type(task).loss)
+    named = strengths(task.augment)
+    return {
+        "network": call_of(model),
+        "loss": "default" if loss is None else repr(loss) if isinstance(loss, nn.Module) else name_of(loss),
+        "metrics": ", ".join(map(name_of, listed(getattr(task, "measured", task.metrics)))),
+        "augment": ", ".join(f"{name} {strength:g}" for name, strength in named.items()) or "none",
+    }
+
+
+def set_training(model: nn.Module, training: bool = True) -> None:
+    """`model.train(training)`, but norm layers whose parameters are all frozen stay in eval mode, and so do the
+    statistics that they apply."""
+    model.train(training)
+    for layer in model.modules() if training else ():
+        trained = [p.requires_grad for p in layer.parameters(recurse=False)]
+        if isinstance(layer, _NormBase) and trained and not any(trained):
+            layer.eval()
 
 
 def summed(found: Any, size: int) -> tuple[Tensor, Tensor | float]:
@@ -351,7 +405,8 @@ def import_task(name: str, where: Path | str) -> Task:
             raise AttributeError(f"an object of {module} that has no name there")
         return as_task(attrgetter(attribute)(found) if attribute else found)
     except (ImportError, AttributeError) as error:
-        raise CheckpointError(
-            f"{where}: its task {name!r} cannot be imported ({error}); put the file next to the notebook, or pass task="
-            + ("nb.classify(…) or nb.regress(…) with the same network" if name.startswith(OWN) else "")
-        ) from None
+        fix = "put the file next to the notebook, or pass task="
+        if module == "__main__":
+            fix = "a script or a notebook made it: run its cell first, or import it from the script, and pass task="
+        own = "nb.classify(…) or nb.regress(…) with the same network" if name.startswith(OWN) else ""
+        raise CheckpointError(f"{where}: its task {name!r} cannot be imported ({error}); {fix}{own}") from None
