@@ -16,6 +16,7 @@ from nbtools.launch import launch
 from nbtools.live import Panel
 from nbtools.measure import Advice, Gpu, advise, gpus, lr_sweep
 from nbtools.run import Run, evaluate, validate
+from nbtools.runs import runs
 from nbtools.train import History, Plan, Record, Task, TrainState, classify, knob, regress, train
 from nbtools.version import VERSION
 from nbtools.watch import watch
@@ -46,6 +47,7 @@ __all__ = [
     "lr_sweep",
     "pack",
     "regress",
+    "runs",
     "stage",
     "train",
     "validate",

@@ -34,12 +34,12 @@ from nbtools import guides, tasks
 from nbtools.data import Pack, open_feed, pack, stage
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError, sentence
 from nbtools.fit import fit
-from nbtools.folder import busy, stored_plan
+from nbtools.folder import stored_plan
 from nbtools.launch import launch, require_processes
 from nbtools.live import ACTIONS, advised, send
 from nbtools.measure import advise, check, find_batch, find_workers, follow, preset
 from nbtools.options import AUTO, add_knobs, add_signature, given, options_of, own
-from nbtools.run import Run, evaluate, validate
+from nbtools.run import Run, busy, evaluate, validate
 from nbtools.table import coloured, plural
 from nbtools.train import Plan, Task, TrainState, as_task, checkpoint, doubts, evaluation, reporting, train_step, unread
 from nbtools.watch import watch

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 from nbtools import table
 from nbtools.data import in_notebook
 from nbtools.errors import TrainError
-from nbtools.live import XS, Columns, Picture, overlay, png, spent, taken
+from nbtools.live import XS, Columns, Picture, overlay, png, spent, taken, worded
 from nbtools.run import Run
 from nbtools.train import best_metric
 
 if TYPE_CHECKING:
     import pandas as pd
 
-COUNTS = ("best_epoch", "epochs", "steps")
-HEADERS = {"minutes": "minutes", "samples_per_s": "samples/s", "memory": "memory, MiB", "energy": "energy, Wh"}
+OUTCOMES = ("train_loss", "val_loss", "epochs", "steps", "minutes", "samples_per_s", "memory", "energy")
 
 
 def compare(*runs: Run | str | Path, x: str = "step") -> Comparison:
@@ -71,25 +70,50 @@ class Comparison:
     def png(self) -> bytes:
         return png.draw(self.picture())
 
-    def table(self) -> tuple[list[str], list[list[Any]]]:
-        """(headers, rows) to show: one column per run."""
+    def tables(self) -> list[tuple[str, list[str], list[list[Any]]]]:
+        """(caption, headers, rows) to show: what came out, the settings that differ, and what was changed on the way,
+        each with one column per run; those that have rows."""
+        from nbtools.frame import HEADERS, written
+
         columns = [(str(name), values) for name, values in self.frame.items()]
-        rows = [
-            [HEADERS.get(name, name.replace("_", " ")), *(shown(name, v) for v in values)] for name, values in columns
-        ]
-        return ["run", *self.names], rows
+        results: list[list[Any]] = []
+        differing: list[list[Any]] = []
+        for name, values in columns:
+            rows = results if name in OUTCOMES or name.startswith("best_") else differing
+            rows.append([HEADERS.get(name, name.replace("_", " ")), *(written(name, value) for value in values)])
+        found = ("Results", "", results), ("Settings that differ", "setting", differing)
+        made = [(caption, [first, *self.names], rows) for caption, first, rows in found]
+        made.append(("Changed while it trained", ["step", *self.names], self.changes()))
+        return [each for each in made if each[2]]
+
+    def changes(self) -> list[list[Any]]:
+        """A row for each step at which a run's settings changed: the step, and per run what changed there."""
+        made: dict[int, list[Any]] = {}
+        for place, run in enumerate(self.runs):
+            for row in run.history.of("change"):
+                cells = made.setdefault(row["step"], [None] * len(self.runs))
+                cells[place] = ", ".join(filter(None, [cells[place], worded(row)]))
+        return [[f"{step:,}", *cells] for step, cells in sorted(made.items())]
 
     def __repr__(self) -> str:
-        return table.text(*self.table())
+        return "\n\n".join(f"{caption}\n{table.text(headers, rows)}" for caption, headers, rows in self.tables())
+
+    def parts(self) -> list[Any]:
+        """What a notebook displays: two outputs, since in a saved notebook GitHub shows a picture only if it is an
+        output by itself."""
+        from IPython.display import HTML, Image
+
+        picture = self.picture()
+        page = "".join(table.html(headers, rows, caption) for caption, headers, rows in self.tables())
+        return [HTML(page), Image(png.draw(picture), retina=True, alt=picture.alt)]
 
     def _ipython_display_(self) -> None:
-        """Two outputs, since in a saved notebook GitHub shows a picture only if it is an output by itself."""
         if not in_notebook():
             raise NotImplementedError  # IPython then prints the repr
-        from IPython.display import HTML, Image, display
+        from IPython.display import display
 
-        display(HTML(table.html(*self.table())))
-        display(Image(self.png(), retina=True))
+        for part in self.parts():
+            display(part)
 
 
 def distinct(folders: Sequence[Path]) -> list[str]:
@@ -125,12 +149,3 @@ def outcome(run: Run) -> dict[str, Any]:
         "memory": next((float(values.max()) for values in memory if len(values)), None),
         "energy": columns.newest("gpu_energy"),
     }
-
-
-def shown(name: str, value: Any) -> Any:
-    """A cell of the table: a measured number in few digits, a setting as one would type it."""
-    if value is None or value != value:  # NaN, where a run does not know it
-        return None
-    if name in COUNTS:
-        return f"{int(value):,}"
-    return table.number(value) if name in HEADERS or name.startswith("best_") or name.endswith("_loss") else value

@@ -3,7 +3,6 @@ saved when losing the work would cost more than saving it, and restored from the
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from nbtools import disk
 from nbtools.data import Card, Pack, cache, place_to_keep
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.live import Surface
-from nbtools.run import CARD, HISTORY, PLAN
+from nbtools.run import CARD, HISTORY, PLAN, lock
 from nbtools.train import (
     CONTROL,
     History,
@@ -54,20 +53,6 @@ def only_one(folder: Path) -> Iterator[None]:
                         ) from None
                     sleep(patience)
         yield
-
-
-def busy(folder: Path) -> bool:
-    """Whether a process on this machine is training in a run folder now."""
-    try:
-        with lock(folder):
-            return False
-    except BlockingIOError:
-        return True
-
-
-def lock(folder: Path) -> disk.Lock:
-    key = hashlib.blake2b(str(folder.resolve()).encode(errors="surrogateescape"), digest_size=8).hexdigest()
-    return disk.Lock(cache() / "locks" / f"run-{key}.lock", wait=False)
 
 
 def stored_plan(task: Task, folder: Path) -> Plan | None:

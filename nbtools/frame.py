@@ -8,24 +8,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from nbtools import table
 from nbtools.table import digits, duration, number, percent, shown, size, timing
 
 FIRST, LAST = 10, 30  # rows of a longer frame that are shown
+
+
+def ago(seconds: float) -> str:
+    return f"{' '.join(duration(seconds).split()[:2])} ago"
+
+
 WRITTEN: dict[str, Callable[[Any], str]] = {
     **dict.fromkeys(("epoch", "epochs", "best_epoch", "steps", "batch_size"), "{:,.0f}".format),
     "lr": digits,
     "data_wait": percent,
     "epoch_time": timing,
     "time": duration,
+    "age": ago,
     "samples_per_s": number,
     "minutes": number,
     "energy": "{:.3g} Wh".format,
 }
 """Column → how a value is written; memory is in MiB, a loss or metric is a `number`, and all else as one types it."""
-HEADERS = {"data_wait": "waiting for data", "epoch_time": "time", "samples_per_s": "samples/s"}
+HEADERS = {"data_wait": "waiting for data", "epoch_time": "time", "samples_per_s": "samples/s", "age": "last change"}
 MEANINGS = {
     "train_loss": "mean over the samples of the epoch, each when it was trained on",
     "val_loss": "loss on the validation split",
@@ -73,6 +81,7 @@ def bare(name: str) -> str:
 
 def written(name: str, value: Any) -> Any:
     """A cell: None for what is not known."""
+    value = value.item() if isinstance(value, np.generic) else value
     if value is None or value != value:  # a NaN
         return None
     if name in WRITTEN:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import inspect
 import json
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +20,7 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 from nbtools import disk, table
-from nbtools.data import Card, Pack, Sample, collate
+from nbtools.data import Card, Pack, Sample, cache, collate
 from nbtools.errors import CheckpointError, PackError
 from nbtools.export import to_onnx
 from nbtools.measure import Receipt, StepProfile, Verdict
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 PLAN, CARD, HISTORY = "plan.json", "card.json", "history.csv"
 RECEIPT, VERDICT, EVALUATION = "receipt.json", "verdict.json", "evaluation.json"
+NOTES = "notes.json"
 TABLE = ("train_loss", "val_loss", "lr", "epoch_time", "samples_per_s", "data_wait", "batch_size")
 
 
@@ -107,6 +109,41 @@ class Run:
         """What this run is bound by, and the one change worth making; None if it was not measured."""
         found = self.stored(VERDICT)
         return Verdict.from_dict(found["verdict"]) if found else None
+
+    @property
+    def state(self) -> str:
+        """training: a process on this machine trains it; done: its last epoch ended, or early_stop ended it; stopped:
+        by the user; diverged; interrupted: its process ended in between, and it resumes from its last checkpoint."""
+        index, rows = checkpoint.read_index(self.folder), self.history.rows
+        if busy(self.folder):
+            return "training"
+        if index.get("diverged"):
+            return "diverged"
+        if len(self.history.of("epoch")) >= self.plan.epochs or checkpoint.stopped(self.folder):
+            return "done"
+        return "stopped" if any(row.get("asked") == "stop" for row in rows[-1:]) else "interrupted"
+
+    @property
+    def notes(self) -> str:
+        """What the user wrote about it: `run.notes = "with the new labels"`, kept in its folder."""
+        return self.stored(NOTES).get("notes", "")
+
+    @notes.setter
+    def notes(self, text: str) -> None:
+        self.note(notes=str(text))
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Words to find it by: `run.tags = ["baseline"]`, kept in its folder."""
+        return tuple(self.stored(NOTES).get("tags", ()))
+
+    @tags.setter
+    def tags(self, words: str | Iterable[str]) -> None:
+        self.note(tags=[words] if isinstance(words, str) else [str(word) for word in words])
+
+    def note(self, **entries: Any) -> None:
+        with disk.explained("writing notes", self.folder):
+            disk.write_atomic(self.folder / NOTES, json.dumps({**self.stored(NOTES), **entries}, ensure_ascii=False))
 
     @property
     def best(self) -> dict[str, Any]:
@@ -237,6 +274,20 @@ class Run:
         done, best, metric = len(self.history.of("epoch")), self.best, f"val_{best_metric(self.task)[0]}"
         reached = f", best {metric} {best[metric]:.4f} in epoch {best['epoch'] + 1}" if best else ""
         return f"Run {self.folder}: {done} of {plural(max(done, self.plan.epochs), 'epoch')}{reached}"
+
+
+def busy(folder: Path) -> bool:
+    """Whether a process on this machine is training in a run folder now."""
+    try:
+        with lock(folder):
+            return False
+    except BlockingIOError:
+        return True
+
+
+def lock(folder: Path) -> disk.Lock:
+    key = hashlib.blake2b(str(folder.resolve()).encode(errors="surrogateescape"), digest_size=8).hexdigest()
+    return disk.Lock(cache() / "locks" / f"run-{key}.lock", wait=False)
 
 
 def no_run(folder: Path) -> str:

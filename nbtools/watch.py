@@ -12,9 +12,8 @@ from time import monotonic, sleep
 from typing import Any
 
 from nbtools.errors import CheckpointError, NbtoolsError
-from nbtools.folder import busy
 from nbtools.live import ACTIONS, OPENING, REFUSED, FirstSignal, Messages, Plans, Requests, View, advised, send
-from nbtools.run import HISTORY, PLAN, Run
+from nbtools.run import HISTORY, PLAN, Run, busy
 from nbtools.train import CONTROL, KEYS, History, Record, TaskLike, checkpoint, require_batch
 
 MOMENT = 0.05  # seconds between two checks for requests

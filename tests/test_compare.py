@@ -66,9 +66,22 @@ def test_epochs_are_those_that_ended_whatever_the_plan_asks_for(runs, tmp_path):
     folder = shutil.copytree(runs[0].folder, tmp_path / "lowered")
     (folder / "plan.json").write_text(runs[0].plan.replace(epochs=1).to_json())
     rows = [line.split() for line in str(nb.compare(folder, runs[1])).splitlines()]
-    assert rows[0][:2] == ["run", "lowered"]
+    assert rows[1][:1] == ["lowered"]
     assert ["epochs", "3", "2"] in rows
     assert ["planned", "epochs", "1", "2"] in rows
+
+
+def test_what_was_changed_while_each_run_trained_is_listed_by_step_below_the_settings_that_differ(runs, other):
+    folder, found = other
+    found.append(Record("step", 0, 10, 100, {"loss": 1.0}))
+    for what in ("lr 0.001 → 0.00070710678", EVIL):
+        found.append(Record("change", 0, 10, 100, {"what": what}))
+    comparison = nb.compare(runs[1], folder)
+    captions = [caption for caption, _, _ in comparison.tables()]
+    assert captions == ["Results", "Settings that differ", "Changed while it trained"]
+    assert comparison.changes() == [["10", None, f"lr 0.001 → 0.000707, {EVIL}"]]
+    assert str(comparison).index("Settings that differ") < str(comparison).index("lr 0.001 → 0.000707")
+    assert [caption for caption, _, _ in nb.compare(runs[0], runs[0]).tables()] == ["Results"]
 
 
 def test_the_train_loss_is_one_number_in_summary_comparison_and_picture(runs, other):

@@ -7,6 +7,8 @@ from nbtools.live.kernel import Messages, closing, running_kernel
 from nbtools.live.log import OPENING
 from nbtools.live.overlay import overlay
 from nbtools.live.panel import Panel
+from nbtools.live.picker import picker
+from nbtools.live.picture import worded
 from nbtools.live.requests import ACTIONS, REFUSED, FirstSignal, Plans, Requests, advised, send
 from nbtools.live.surface import Surface
 from nbtools.live.view import View
@@ -28,9 +30,11 @@ __all__ = [
     "advised",
     "closing",
     "overlay",
+    "picker",
     "png",
     "running_kernel",
     "send",
     "spent",
     "taken",
+    "worded",
 ]

@@ -84,6 +84,12 @@ def best_of(folder: Path) -> str | None:
     return name if name and (folder / f"{name}.json").exists() else None
 
 
+def stopped(folder: Path) -> str | None:
+    """Why nothing is left to train before the last epoch, as of the last checkpoint."""
+    name = read_index(folder).get("last", "")
+    return facts_of(folder, name)["state"]["stopped"] if (folder / f"{name}.json").exists() else None
+
+
 def facts_of(folder: Path, name: str) -> dict[str, Any]:
     """The plain part of a checkpoint. Raises CheckpointError if it cannot be read."""
     try:

@@ -1,0 +1,133 @@
+"""runs: the runs of a folder in one table, newest first, and any of them next to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from time import time
+from typing import Any, overload
+
+from nbtools import table
+from nbtools.compare import Comparison, compare, outcome
+from nbtools.data import in_notebook
+from nbtools.errors import CheckpointError
+from nbtools.frame import Frame
+from nbtools.live import picker
+from nbtools.run import HISTORY, Run
+from nbtools.train import TaskLike, checkpoint, meanings_of
+
+
+def runs(folder: str | Path = "runs", task: TaskLike | None = None) -> Runs:
+    """The runs in a folder and its subfolders, newest first; task: only for those that cannot be imported by name.
+
+    Raises CheckpointError for a folder that is not there.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: there is no such folder; name the one in which the run folders are")
+    found: dict[str, Run] = {}
+    left_out: dict[str, str] = {}
+    places = [path.parent for path in folder.rglob(checkpoint.INDEX) if ".part" not in str(path)]
+    for place in sorted(places, key=changed, reverse=True):
+        name = place.relative_to(folder).as_posix()
+        try:
+            found[name] = Run.open(place, task)
+        except CheckpointError as error:
+            left_out[name] = str(error)
+    return Runs(found, left_out)
+
+
+class Runs(Sequence[Run]):
+    """Runs by number or name: `found[0]`, `found["captcha"]`, `found[:3]`, `found["a", "b"].compare()`. Shows as a
+    table; in a notebook boxes to tick, and a button that compares, stand under it.
+
+    left_out: name → why it cannot be opened.
+    """
+
+    def __init__(self, found: dict[str, Run], left_out: dict[str, str] | None = None):
+        self.found, self.left_out = found, left_out or {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.found)
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(self.found.values())
+
+    @overload
+    def __getitem__(self, which: int | str) -> Run: ...
+    @overload
+    def __getitem__(self, which: slice | Sequence[int | str]) -> Runs: ...
+    def __getitem__(self, which: Any) -> Any:
+        """A run, or of a slice or several names or numbers those runs. Raises CheckpointError for an unknown name."""
+        if isinstance(which, (int, str)):
+            return self.found[self.name(which)]
+        names = self.names[which] if isinstance(which, slice) else [self.name(each) for each in which]
+        return Runs({name: self.found[name] for name in names})
+
+    def name(self, which: int | str) -> str:
+        if isinstance(which, int):
+            return self.names[which]
+        if which not in self.found:
+            raise CheckpointError(f"there is no run {which!r} here; there are {', '.join(self.names) or 'none'}")
+        return which
+
+    def compare(self, x: str = "step") -> Comparison:
+        """These runs next to each other: `nb.compare`."""
+        return compare(*self, x=x)
+
+    @cached_property
+    def frame(self) -> Frame:
+        """One row per run: state, best metrics, what was done, seconds of training, samples/s, tags and notes."""
+        import pandas as pd
+
+        frame = Frame(pd.DataFrame(list(map(facts, self)), index=pd.Index(self.names, name="run")))
+        frame.attrs["meanings"] = {name: what for run in self for name, what in meanings_of(run.task).items()}
+        return frame
+
+    @property
+    def caption(self) -> str:
+        missing = [f"{name}: {why}" for name, why in self.left_out.items()]
+        return "; ".join([table.plural(len(self), "run"), *missing])
+
+    def __repr__(self) -> str:
+        return f"{self.frame}\n{self.caption}" if self.found else self.caption
+
+    def _repr_html_(self) -> str:
+        return table.html(*(self.frame.shown() if self.found else ((), [])), self.caption, self.frame.meanings())
+
+    def _ipython_display_(self) -> None:
+        if not in_notebook():
+            raise NotImplementedError  # IPython then prints the repr
+        from IPython.display import HTML, display
+
+        display(HTML(self._repr_html_()))
+        if len(self) > 1:
+            display(picker(self.names, lambda names: self[names].compare().parts()))
+
+
+def changed(folder: Path) -> float:
+    """When a run last went on."""
+    path = folder / HISTORY
+    return (path if path.exists() else folder / checkpoint.INDEX).stat().st_mtime
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """The row of a run."""
+    result = outcome(run)
+    best = {name: value for name, value in result.items() if name.startswith("best_")}
+    return {
+        "state": run.state,
+        **best,
+        "epochs": result["epochs"],
+        "planned_epochs": run.plan.epochs,
+        "time": result["minutes"] * 60,
+        "samples_per_s": result["samples_per_s"],
+        "age": time() - changed(run.folder),
+        "tags": ", ".join(run.tags) or None,
+        "notes": run.notes or None,
+    }
