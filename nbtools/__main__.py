@@ -38,6 +38,7 @@ from nbtools.folder import stored_plan
 from nbtools.launch import launch, require_processes
 from nbtools.live import ACTIONS, advised, send
 from nbtools.measure import advise, check, find_batch, find_workers, follow, preset
+from nbtools.notify import require_hook
 from nbtools.options import AUTO, add_knobs, add_signature, given, options_of, own
 from nbtools.run import Run, busy, evaluate, validate
 from nbtools.table import coloured, plural
@@ -442,6 +443,8 @@ def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
     one.add_argument("--data", metavar="SOURCE", help=SOURCE)
     one.add_argument("--run", type=Path, metavar="FOLDER", help="the run folder")
     one.add_argument("--keep", metavar="FOLDER", help="second folder for copies of the run, e.g. drive:runs/captcha")
+    text = "web hook (https://…) that gets one POST when the run ends: JSON with run, state, best and text"
+    one.add_argument("--notify", metavar="ADDRESS", help=text)
     one.add_argument("--smoke-test", action="store_true", help="no data: one step on demo samples, saved and loaded")
     one.add_argument("--processes", type=int, default=1, metavar="N", help="train in N processes, at most one a GPU")
     one.add_argument("--no-receipt", action="store_true", help="do not measure the baseline at the end")
@@ -459,6 +462,7 @@ def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
 
 def train_run(task: Task, options: argparse.Namespace) -> Result | None:
     rank = int(os.environ.get("RANK", 0))  # under torchrun
+    require_hook(options.notify)
     if options.processes != 1:
         require_processes(options.processes)
         if options.smoke_test:
@@ -474,7 +478,7 @@ def train_run(task: Task, options: argparse.Namespace) -> Result | None:
         pack = packed(task, options.data, options)
     plan = partial(plan_of, task, pack, options)
     act = fit if options.processes == 1 else partial(launch, processes=options.processes)
-    run = act(task, pack, plan, options.run, options.keep, receipt=not options.no_receipt)
+    run = act(task, pack, plan, options.run, options.keep, receipt=not options.no_receipt, notify=options.notify)
     if rank:
         return None
     parts = (run.summary(), run.receipt or "no receipt", run.verdict or "no verdict", run)

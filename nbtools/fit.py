@@ -22,6 +22,7 @@ from nbtools.data import Pack, on_colab, phase, release_runtime, say, work
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, StageError, TrainError
 from nbtools.folder import Job, begin, kept_folder, only_one, restore, stored_plan
 from nbtools.live import REFUSED, FirstSignal, Requests, Surface
+from nbtools.notify import Hook
 from nbtools.rollback import Guard, resilient
 from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run
 from nbtools.table import plural
@@ -60,6 +61,7 @@ def fit(
     receipt: bool = True,
     progress: bool = True,
     release_gpu: bool = False,
+    notify: str | None = None,
 ) -> Run:
     """Train in this cell, drawing as it goes; returns the Run.
 
@@ -68,14 +70,16 @@ def fit(
     last checkpoint, bit for bit (CPU). keep: a second folder, usually on Drive (`drive:…`), to which everything is
     copied in the background, and from which a lost local folder is restored. receipt: measure the task's baseline next
     to this run at the end, for a few seconds. release_gpu: at the end free the GPU's memory, and on Colab give the
-    machine back, with everything on its disk.
+    machine back, with everything on its disk. notify: the https:// address of a web hook, which gets one POST when the
+    run ends, in whichever way: JSON with run, state (done, stopped, diverged or failed), best and text. The address is
+    stored nowhere.
 
     While it trains, buttons and fields in the notebook act on it, and so does `control.json` in its folder (see
     `nbtools.live.send`). Stop, Ctrl-C or the notebook's own stop button finish the step, save, and return the run; so
     do a shutdown of the kernel and SIGTERM, after which the process ends. Raises TrainError, PlanError or
     CheckpointError; the checkpoints stay intact.
     """
-    task = as_task(task)
+    task, hook = as_task(task), Hook(notify)
     folder, kept = places(run, keep, release_gpu)
     if not isinstance(pack, Pack):
         raise PackError(
@@ -111,11 +115,12 @@ def fit(
         asked = partial(end_soon, requests, ranks)
         with FirstSignal(signal.SIGTERM, asked, later=not is_torchelastic_launched()) as sigterm:
             try:
-                with surface:
+                with hook.telling(folder, task, lambda: requests.stop), surface:
                     follow(job)
                 if ranks is not None:
                     ranks.end()
                 finish(job, sigterm, receipt)
+                surface.report_all(list(filter(None, [hook.wait()])))
             finally:
                 job.close()
         found = Run.open(folder, task)

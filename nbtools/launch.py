@@ -23,6 +23,7 @@ from nbtools.errors import PackError, TrainError
 from nbtools.fit import Given, chosen_plan, fit, forget, places
 from nbtools.folder import only_one, restore
 from nbtools.live import FirstSignal, closing, running_kernel
+from nbtools.notify import Hook
 from nbtools.run import Run
 from nbtools.table import plural
 from nbtools.train import TaskLike, Torchrun, as_task, import_task, importable, readable, require_sizes
@@ -43,10 +44,11 @@ def launch(
     *,
     processes: int,
     restarts: int = RESTARTS,
+    notify: str | None = None,
 ) -> Run:
     """Train in several processes of this machine, and draw the run here as `fit` does; returns the Run.
 
-    task: importable by name, since each process imports it. plan, run, keep, receipt: as for `fit`; the plan's batch
+    task: importable by name, since each process imports it. plan, run, keep, receipt, notify: as for `fit`; the batch
     size is that of all processes together, so their number changes neither lr nor schedule. processes: at most one a
     GPU. restarts: how often all processes start again from the last checkpoint when one of them is lost; errors that
     nbtools raises on purpose are not tried again.
@@ -55,7 +57,7 @@ def launch(
     save, and return the run; a second one ends all processes at once. They end too when this process dies (Linux).
     Raises TrainError, PlanError or CheckpointError, those of the process that failed first.
     """
-    task = as_task(task)
+    task, hook = as_task(task), Hook(notify)
     if not isinstance(pack, Pack):
         raise PackError(f"pack must be a nb.Pack, got {type(pack).__name__}; make one with the task's pack(source)")
     require_processes(processes)
@@ -72,12 +74,15 @@ def launch(
     given = plan if getattr(plan, "plan", None) is wanted else wanted
     remote = Remote(Run(folder, task, readable(task, pack, wanted).card, wanted), given, progress)
     remote.requests.advised = advised or remote.requests.advised
-    post = remote.requests.post
+    post, history = remote.requests.post, remote.view.history
     with (
         FirstSignal(signal.SIGTERM, partial(post, "stop", by="SIGTERM"), later=True),
         FirstSignal(signal.SIGINT, partial(post, "stop")),
     ):
-        Launcher(asked, processes, restarts, remote).train()
+        with hook.telling(folder, task, lambda: "stop" in [row.get("asked") for row in history.rows[-1:]]):
+            Launcher(asked, processes, restarts, remote).train()
+        if lost := hook.wait():
+            remote.view.tell(lost)
     found = Run.open(folder, task)
     found.events = remote.view.events
     return found

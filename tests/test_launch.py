@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import crew
+import hooks
 import pytest
 import toy
 from acting import QUIET, last_step, same, texts
@@ -202,8 +203,10 @@ def weights(run: Path) -> dict[str, Any]:
     return {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
 
 
-def test_a_run_in_two_processes_of_torchrun_is_the_fit_of_one(pack, tmp_path):
-    one, two = fitted(pack.folder, "one"), launched(pack, "two")
+def test_a_run_in_two_processes_of_torchrun_is_the_fit_of_one_and_tells_its_hook_once(pack, tmp_path, monkeypatch):
+    with hooks.listening(tmp_path, monkeypatch) as hook:
+        one, two = fitted(pack.folder, "one"), launched(pack, "two", notify=hook.address)
+    assert [said["text"][:9] for _, _, said in hook.posts] == ["two: done"]
     assert left_behind(tmp_path) == []
     ours, theirs = weights(one.folder), weights(two.folder)
     assert all((theirs[name] - ours[name]).norm() <= 1e-3 * ours[name].norm() for name in ours)
