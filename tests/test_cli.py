@@ -15,7 +15,7 @@ import toy
 from nbtools import __main__, tasks
 from nbtools.__main__ import main, smoke_test
 from nbtools.errors import TrainError
-from nbtools.folder import busy
+from nbtools.run import busy
 from nbtools.train import as_task, knob
 
 pytestmark = pytest.mark.usefixtures("undrawn", "one_thread")

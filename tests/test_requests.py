@@ -24,9 +24,9 @@ import nbtools as nb
 from nbtools import __main__ as terminal
 from nbtools.data import Pack
 from nbtools.errors import CheckpointError, TrainError
-from nbtools.folder import busy, lock
 from nbtools.live import Plans, Requests, Surface, View, requests, send
 from nbtools.measure import Sampler
+from nbtools.run import busy, lock
 from nbtools.train import CONTROL, History, Record, checkpoint
 
 pytestmark = pytest.mark.usefixtures("undrawn", "at_once")
