@@ -53,10 +53,13 @@ def to_onnx(run: Run, pack: Pack) -> tuple[bytes, str]:
         raise MissingExtra(f"an ONNX file needs onnx ({error}): {INSTALL}") from None
     model, raws = run.model("cpu"), list(samples(run.readable(pack)))
     inputs, outputs = run.task.tensors(run.card, run.plan)
-    inputs = inputs or found(run, model, raws[-1], pack)
+    if not (inputs and all(shape for shape, _ in inputs.values())):
+        inputs = found(run, model, raws[-1], pack, inputs)
     graph, batches = Graph(model, list(inputs)), [prepared(run, raw, inputs) for raw in raws]
     count = len(answers(graph, batches[-1]))
-    outputs = outputs or {f"output_{n}" if n > 1 else "output": ((), "") for n in range(1, count + 1)}
+    if not (outputs and all(shape for shape, _ in outputs.values())):
+        names = [f"output_{n}" if n > 1 else "output" for n in range(1, count + 1)]
+        outputs = {name: outputs.get(name, ((), "")) for name in names}
     failures: list[str] = []
     for exporter in (traced, captured):
         try:
@@ -110,9 +113,9 @@ def prepared(run: Run, raw: Batch, names: Iterable[str]) -> Batch:
     return {name: batch[name] for name in names}
 
 
-def found(run: Run, model: nn.Module, raw: Batch, pack: Pack) -> Tensors:
-    """The inputs of a network that its task does not describe: what it takes out of a batch. Free axes are those that
-    grow with the padding of ragged columns, which changes no answer."""
+def found(run: Run, model: nn.Module, raw: Batch, pack: Pack, known: Tensors) -> Tensors:
+    """The inputs of a network that its task does not describe, or by texts only: what it takes out of a batch. Free
+    axes are those that grow with the padding of ragged columns, which changes no answer."""
     batch = Noted(run.task.batch(raw, run.plan, None))
     with torch.no_grad():
         model(batch)
@@ -126,7 +129,10 @@ def found(run: Run, model: nn.Module, raw: Batch, pack: Pack) -> Tensors:
         return size if size == now else names.setdefault(size, f"length_{len(names) + 1}" if names else "length")
 
     return {
-        name: (tuple(map(axis, range(batch[name].dim()), batch[name].shape, after[name].shape)), "")
+        name: (
+            tuple(map(axis, range(batch[name].dim()), batch[name].shape, after[name].shape)),
+            known.get(name, ((), ""))[1],
+        )
         for name in batch.asked or batch
     }
 

@@ -8,6 +8,7 @@ from typing import Any
 import kinds
 import numpy as np
 import onnxruntime
+import own
 import pytest
 import torch
 import toy
@@ -30,7 +31,7 @@ def a_run(task: Any, pack: nb.Pack, plan: nb.Plan, folder: Path) -> Run:
     state = nb.TrainState(task, pack, plan)
     raw = collate([pack.sample(int(i)) for i in pack.ids("train")[:8]], pack.columns)
     with torch.no_grad():
-        state.model.train()(task.batch(raw, plan, None))
+        state.model.train()(state.task.batch(raw, plan, None))
     begin(folder, pack, state)
     return Run.open(folder, task)
 
@@ -89,7 +90,7 @@ def answers_of(path: Path, pack: nb.Pack, ids: np.ndarray) -> tuple[list[np.ndar
     session, about = opened(path)
     columns = {name: tensor.numpy() for name, tensor in collate([pack.sample(i) for i in ids], pack.columns).items()}
     given = {
-        one.name: np.asarray(eval(about["inputs"][one.name]["text"], columns), DTYPES[one.type])
+        one.name: np.asarray(eval(about["inputs"][one.name]["text"], {**about, "np": np, **columns}), DTYPES[one.type])
         for one in session.get_inputs()
     }
     assert {one.name: one.shape for one in session.get_inputs()} == {
@@ -148,6 +149,33 @@ def test_what_a_task_of_ones_own_reads_is_found_and_ragged_axes_are_free(kind, t
         assert shapes == {"x": ["batch", "length", kinds.FEATURES], "x_length": ["batch"]}
     assert {name: each["shape"] for name, each in about["inputs"].items()} == shapes
     assert [one.name for one in session.get_outputs()] == ["output"]
+
+
+class Mean(nn.Module):
+    """x (B, L, 3), lengths (B,) → logits (B, 2) of the mean step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return self.head(x.sum(1) / lengths[:, None])
+
+
+@pytest.mark.parametrize("name", ["classify", "sequences", "regress"])
+def test_a_file_of_an_nb_pack_says_how_its_inputs_and_answers_are_made(name, tmp_path):
+    task, data = own.TASKS[name]
+    task, pack = nb.classify(Mean) if name == "sequences" else task, own.packed(data, tmp_path)
+    run = a_run(task, pack, own.PLAN, tmp_path / "run")
+    ids = pack.ids("train")[-5:]
+    [output], about = answers_of(run.export(tmp_path / "own.onnx"), pack, ids)
+    expected = run.predict_pack(pack, ids)
+    text = about["outputs"]["output"]["text"]
+    if name == "regress":
+        np.testing.assert_allclose(eval(text, {**about, "np": np, "output": output}), expected, rtol=1e-4)
+    else:
+        assert text.startswith("a logit for each of the classes")
+        assert [about["classes"][k] for k in output.argmax(1)] == [answer.name for answer in expected]
 
 
 class Lengthy(nn.Module):

@@ -385,6 +385,43 @@ def test_an_item_to_predict_beyond_the_range_of_its_column_is_refused(packs, val
     assert refused.value.args[1].startswith(("x is kept in bytes", "all numbers of x"))
 
 
+class Same(nn.Module):
+    """Its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return x + 0 * self.weight
+
+
+TARGETS = {
+    "whole numbers": (np.int64, (2,)),
+    "bytes that are no image": (np.uint8, (5,)),
+    "a sequence": (np.float32, (5, 2)),
+    "an image": (np.uint8, (8, 6, 3)),
+    "a grey image": (np.uint8, (8, 6)),
+    "a map of floats": (np.float32, (3, 8, 6)),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_values_of_any_shape_are_targets_in_their_own_unit(tmp_path, name):
+    kind, shape = TARGETS[name]
+    arrays = [np.random.default_rng(i).integers(0, 200, shape).astype(kind) for i in range(20)]
+    picture = kind == np.uint8 and len(shape) > 1
+    data = [(array if picture else array.astype(np.float32), array) for array in arrays]
+    pack = nb.pack(data, into=tmp_path / "pack", progress=False)
+    run = fitted(nb.regress(Same), pack, tmp_path / "run", epochs=1)
+    unit = 255 if picture else 1
+    assert nb.evaluate(run, pack) == pytest.approx({"loss": 0, "mae": 0}, abs=1e-4)
+    for answer, array in zip(run.predict([x for x, _ in data[:3]]), arrays, strict=False):
+        np.testing.assert_allclose(answer, array / unit, rtol=1e-4, atol=1e-4)
+    for preview in Previews(nb.TrainState(run.task, pack, run.plan), pack).now():
+        assert preview.predicted.startswith(f"{' × '.join(map(str, shape))} values (true: ")
+
+
 # -- metrics
 
 

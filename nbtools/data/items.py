@@ -228,6 +228,11 @@ class Form:
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "names"}
 
     @property
+    def unit(self) -> int:
+        """What 1 is kept as: 255 in images of bytes, and where floats are kept as 255ths."""
+        return 255 if self.dtype == "|u1" and (self.layout or self.scaled) else 1
+
+    @property
     def ragged(self) -> bool:
         return self.shape[:1] == (None,)
 
@@ -271,7 +276,7 @@ class Form:
         """Numbers in the column's dtype, which changes none of them: in images kept as bytes 0…1 and 0…255 are the
         same, and no other image has whole numbers."""
         dtype, kind, found = np.dtype(self.dtype), array.dtype.kind, array
-        in_bytes = dtype == np.uint8 and bool(self.layout or self.scaled)
+        in_bytes = self.unit != 1
         if in_bytes and kind == "f":
             found = in_255ths(array)
         elif kind in "iu" and dtype.kind in "iu" and (self.layout or not self.scaled):

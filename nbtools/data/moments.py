@@ -8,29 +8,29 @@ from typing import Any
 
 import numpy as np
 
-from nbtools.data.items import Form
+from nbtools.data.items import TARGET, Form
 
 BLOCK = 2**17  # numbers whose mean is computed at once, in the processor's cache
 WIDE = 4096  # values of a sample: above, one mean for all of them
 
 
 def moments(forms: Mapping[str, Form], arrays: Mapping[str, np.ndarray], train: np.ndarray) -> dict[str, Any]:
-    """Mean and standard deviation, 1 of what never varies, of float32 columns and of images in 0…1: per channel, or per
-    place on the last axis, over the training split."""
+    """Mean and standard deviation, 1 of what never varies, of targets, float32 columns and of images in 0…1: per
+    channel, or per place on the last axis, over the training split."""
     wanted = np.zeros(len(arrays["split"]), bool)
     wanted[train] = True
     found: dict[str, Any] = {"mean": {}, "std": {}}
     for name, form in forms.items():
-        if form.kind == "class" or not (form.dtype == "<f4" or form.layout or form.scaled):
+        if form.kind == "class" or not (name == TARGET or form.dtype == "<f4" or form.layout or form.scaled):
             continue
         rows = np.repeat(wanted, np.diff(arrays[f"{name}.offsets"])) if form.ragged else wanted
-        mean, std = moments_of(arrays[name], rows, {"chw": 1, "hw": 0}.get(form.layout, -1))
+        mean, std = moments_of(arrays[name], rows, {"chw": 1, "hw": 0}.get(form.layout, -1), form.unit)
         found["mean"][name], found["std"][name] = mean.tolist(), std.tolist()
     return found
 
 
-def moments_of(array: np.ndarray, rows: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """(mean, deviation) of an array's chosen rows for each place on an axis; one for all on axis 0."""
+def moments_of(array: np.ndarray, rows: np.ndarray, axis: int, unit: float) -> tuple[np.ndarray, np.ndarray]:
+    """(mean, deviation) of an array's chosen rows for each place on an axis; one for all on axis 0; in units."""
     shape = array.shape[1:]
     count, sums, squares, origin = 0, np.zeros(shape), np.zeros(shape), np.zeros(shape)
     step = max(1, BLOCK // max(1, math.prod(shape)))
@@ -53,5 +53,4 @@ def moments_of(array: np.ndarray, rows: np.ndarray, axis: int) -> tuple[np.ndarr
     )
     mean = means.mean(others, keepdims=True)
     std = np.sqrt(np.maximum((spread + np.square(means - mean)).mean(others), 0))
-    unit = 255 if array.dtype == np.uint8 else 1
     return mean.reshape(-1) / unit, np.where(std > 0, std / unit, 1).reshape(-1)

@@ -5,7 +5,6 @@ B samples, C channels, H × W pixels, L steps of the longest sequence, F feature
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +19,7 @@ from nbtools.data import TARGET, Card, Draws, Form, Pack, Sample, encoded, input
 from nbtools.errors import PackError, TrainError
 from nbtools.train.augment import MIXUP, augment, strengths
 from nbtools.train.call import logits_of
-from nbtools.train.metrics import METRICS, Batch, listed
+from nbtools.train.metrics import METRICS, Batch, listed, reshaped
 
 DATASET = "dataset"  # the task in such a pack's card
 FEW = 8  # numbers of an answer that are shown
@@ -40,7 +39,7 @@ def prepare(raw: Batch, card: Card, draws: Draws | None, names: Sequence[str] | 
     sequences stays 0."""
     options, batch = card.options, dict(raw)
     for name in options["inputs"]:
-        batch[name] = as_input(raw[name], layout_of(card, name), name in options["mean"])
+        batch[name] = as_input(raw[name], card, name)
     if draws is not None and names:
         batch = augment(batch, images_of(card), options["inputs"], len(card.classes), draws, names)
     for name in options["inputs"]:
@@ -49,21 +48,20 @@ def prepare(raw: Batch, card: Card, draws: Draws | None, names: Sequence[str] | 
     return batch
 
 
-def as_input(values: Tensor, layout: str, scaled: bool) -> Tensor:
-    """A column with its channels before its pixels; scaled: uint8 as float32 from 0 to 1."""
+def as_input(values: Tensor, card: Card, name: str) -> Tensor:
+    """A column with its channels before its pixels, and its 255ths as float32 from 0 to 1."""
+    layout = layout_of(card, name)
     if layout == "hwc":
         values = values.permute(0, 3, 1, 2)
     elif layout == "hw":
         values = values.unsqueeze(1)
-    if scaled and values.dtype == torch.uint8:
+    if in_bytes(card, name):
         return values.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
     return values.contiguous()
 
 
 def normalise(values: Tensor, card: Card, name: str, lengths: Tensor | None = None) -> Tensor:
     mean, std = scale_of(card, name, values.device)
-    if layout_of(card, name):
-        mean, std = mean.view(-1, 1, 1), std.view(-1, 1, 1)
     found = (values.float() - mean) / std
     if lengths is None:
         return found
@@ -72,9 +70,11 @@ def normalise(values: Tensor, card: Card, name: str, lengths: Tensor | None = No
 
 
 def scale_of(card: Card, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(mean, std) of a column over the training split, each per channel or feature; where nothing varies, std is 1."""
-    mean, std = card.options["mean"][name], card.options["std"][name]
-    return constant(tuple(mean), device), constant(tuple(value or 1.0 for value in std), device)
+    """(mean, std) of a column over the training split, each per channel (C, 1, 1), per feature (F,), or one for all;
+    where nothing varies, std is 1."""
+    shape = (-1, 1, 1) if layout_of(card, name) else (-1,)
+    mean, std = (constant(tuple(card.options[moment][name]), device).view(shape) for moment in ("mean", "std"))
+    return mean, std
 
 
 @lru_cache(maxsize=256)
@@ -86,6 +86,12 @@ def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
 def layout_of(card: Card, name: str) -> str:
     """`hwc`, `chw` or `hw` of a column of images, "" of others."""
     return card.options["forms"][name]["layout"]
+
+
+def in_bytes(card: Card, name: str) -> bool:
+    """Whether a column holds numbers from 0 to 1 as 255ths: images, and floats kept so."""
+    form = card.options["forms"][name]
+    return form["dtype"] == "|u1" and bool(form["layout"] or form["scaled"])
 
 
 def images_of(card: Card) -> list[str]:
@@ -120,6 +126,35 @@ def blank(card: Card) -> Batch:
         if ragged:
             batch[f"{name}_length"] = torch.full((2,), 8)
     return batch
+
+
+def expression(card: Card, name: str) -> str:
+    """What `prepare` makes of a column in evaluation, as NumPy; `options` are the card's."""
+    layout, ragged = layout_of(card, name), card.columns[name].kind == "ragged"
+    found = (
+        name + {"hwc": ".transpose(0, 3, 1, 2)", "hw": "[:, None]"}.get(layout, "") + " / 255" * in_bytes(card, name)
+    )
+    if name in card.options["mean"]:
+        mean, std = moments_as_text(card, name)
+        found = f"({found} - {mean}) / {std}"
+        if ragged:
+            inside = f"(np.arange({name}.shape[1]) < {name}_length[:, None])"
+            found += f" * {inside}[:, :{', None' * len(card.columns[name].shape)}]"
+    return found
+
+
+def expressions(card: Card) -> dict[str, tuple[tuple[()], str]]:
+    """For `Task.tensors`: every input, and the lengths of ragged ones."""
+    ragged = [name for name in card.options["inputs"] if card.columns[name].kind == "ragged"]
+    found = {name: expression(card, name) for name in card.options["inputs"]}
+    return {
+        name: ((), text) for name, text in (found | {f"{name}_length": f"{name}_length" for name in ragged}).items()
+    }
+
+
+def moments_as_text(card: Card, name: str) -> tuple[str, str]:
+    axes = "[:, None, None]" * bool(layout_of(card, name))
+    return f"np.array(options['mean']['{name}']){axes}", f"np.array(options['std']['{name}']){axes}"
 
 
 # -- what a task asks for
@@ -161,15 +196,17 @@ class Answer(NamedTuple):
 
 
 def answers(outputs: Any, card: Card) -> list[Any]:
-    """Classes with their probability; values as numbers, or lists of D numbers; anything else row by row."""
+    """Classes with their probability; values as numbers, lists of D numbers, or arrays of the targets' shape; anything
+    else row by row."""
     kind, outputs = card.options["kind"], logits_of(outputs)
     if kind == "classes" and outputs.dim() == 2 and outputs.shape[1] == len(card.classes):
         best = outputs.float().softmax(1).max(1)
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         return [Answer(card.classes[i], probability) for i, probability in pairs]
-    shape = (len(outputs), *card.columns[TARGET].shape) if kind == "values" else ()
-    if shape and outputs.numel() == math.prod(shape):
-        return outputs.float().view(shape).tolist()
+    if kind == "values" and (values := reshaped(outputs, (len(outputs), *shape_of(card, TARGET)))) is not None:
+        layout = layout_of(card, TARGET)
+        values = values.permute(0, 2, 3, 1) if layout == "hwc" else values.squeeze(1) if layout == "hw" else values
+        return values.tolist() if values.dim() < 3 else list(values.cpu().numpy())
     return list(outputs)
 
 

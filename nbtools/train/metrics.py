@@ -36,13 +36,21 @@ def class_logits(outputs: Any, card: Card) -> Tensor:
 
 def values_like(outputs: Any, shape: Sequence[int]) -> Tensor:
     """The outputs in the targets' shape: (B, 1) and (B,) would be broadcast to (B, B). Raises TrainError."""
-    values = logits_of(outputs)
-    if values.numel() != math.prod(shape):
+    values = reshaped(found := logits_of(outputs), shape)
+    if values is None:
         raise TrainError(
-            f"the network must return one value for each of the target, {tuple(shape)}, got {tuple(values.shape)}; "
+            f"the network must return one value for each of the target, {tuple(shape)}, got {tuple(found.shape)}; "
             "change its last layer"
         )
-    return values.float().reshape(shape)
+    return values
+
+
+def reshaped(values: Tensor, shape: Sequence[int]) -> Tensor | None:
+    """Values (B, …) in a shape that differs by axes of length 1 only, or of which they are the flat rows (B, D); None
+    for others, as it would mix up their axes."""
+    alike = [n for n in values.shape if n != 1] == [n for n in shape if n != 1]
+    flat = values.dim() == 2 and values.shape == (shape[0], math.prod(shape[1:]))
+    return values.float().reshape(tuple(shape)) if alike or flat else None
 
 
 def top(logits: Tensor, y: Tensor, count: int) -> Pair:

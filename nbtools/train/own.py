@@ -17,14 +17,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 
-from nbtools.data import TARGET, Card
+from nbtools.data import TARGET, Card, Draws
 from nbtools.errors import TrainError
 from nbtools.train.augment import strengths
 from nbtools.train.call import logits_of
-from nbtools.train.defaults import answers, packed_dataset, require_fitting, scale_of, width_of
+from nbtools.train.defaults import (
+    answers,
+    as_input,
+    expressions,
+    moments_as_text,
+    packed_dataset,
+    require_fitting,
+    scale_of,
+    shape_of,
+    width_of,
+)
 from nbtools.train.metrics import best_of, class_logits, listed, score, values_like
 from nbtools.train.plan import Plan
-from nbtools.train.task import Batch, Pair, Task, task_name
+from nbtools.train.task import Batch, Pair, Task, Tensors, task_name
 
 Loss = Callable[[Any, Tensor], Tensor]
 CROSS_ENTROPY = (nn.CrossEntropyLoss, nn.NLLLoss)
@@ -110,6 +120,9 @@ class Own(Task):
         if not packed_dataset(card) or (came := card.options["kind"]) != self.kind:
             came = f"{name[came]} is for them" if packed_dataset(card) and came in name else "make it with nb.pack"
             raise TrainError(f"{name[self.kind]} needs a pack of nb.pack whose targets are {self.kind}; {came}")
+        if self.kind == "values" and card.columns[TARGET].kind == "ragged":
+            rule = "nb.regress needs targets of one shape, and these are sequences of any length"
+            raise TrainError(f"{rule}; write a Task with model, loss, metrics and decode")
         require_fitting(card, self.measured, ())
         network: Any = self.network
         if isinstance(network, nn.Module):
@@ -125,6 +138,11 @@ class Own(Task):
             rule = f"the function that makes the network has the parameter {unknown[0]!r}"
             raise TrainError(f"{rule}, but is offered {', '.join(offered)}; rename it, or give it a default")
         return network(**{p.name: offered[p.name] for p in plain if p.name in offered})
+
+    def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch:
+        if self.kind == "values" and TARGET in raw:
+            raw = {**raw, TARGET: as_input(raw[TARGET], self.bound, TARGET).float()}
+        return super().batch(raw, plan, draws)
 
     def loss(self, model: Any, batch: Batch, plan: Any) -> tuple[Tensor, Tensor | float]:
         y, outputs = batch[TARGET], model(batch)
@@ -159,9 +177,15 @@ class Own(Task):
         if self.kind == "classes":
             return outputs
         values = logits_of(outputs)
-        values = values_like(values, (len(values), *self.bound.columns[TARGET].shape))
-        mean, std = scale_of(self.bound, TARGET, values.device)  # of each of D values, or one for all
+        values = values_like(values, (len(values), *shape_of(self.bound, TARGET)))
+        mean, std = scale_of(self.bound, TARGET, values.device)
         return values * std + mean
+
+    def tensors(self, card: Card, plan: Any) -> tuple[Tensors, Tensors]:
+        if self.kind == "classes":
+            return expressions(card), {"output": ((), "a logit for each of the classes; their softmax: probabilities")}
+        (mean, std), shape = moments_as_text(card, TARGET), ", ".join(map(str, ("-1", *shape_of(card, TARGET))))
+        return expressions(card), {"output": ((), f"output.reshape({shape}) * {std} + {mean}")}
 
     @property
     def bound(self) -> Card:
