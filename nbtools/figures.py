@@ -1,40 +1,63 @@
 """Figures that a notebook shows by itself: grids of captioned pictures, confusion tables, and the colours of both.
 
+They have no ground of their own, and a grey that is readable on white and on the black of dark themes: a PNG cannot
+know which it lies on, and the same notebook is opened on both.
 Places on a canvas are px from its top left, at 100 px an inch.
 """
 
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from nbtools.fonts import Fonts
+from nbtools.table import plural
 
 if TYPE_CHECKING:
     import pandas as pd
 
 RIGHT, WRONG = "#0072b2", "#d55e00"  # blue and vermilion of the colour-blind-safe palette (Okabe & Ito)
-GREY = "#6b6b6b"
+GREY = "#7d7d7d"  # of text: contrast 4.1 on white, 4.6 on the black of JupyterLab's dark theme
 WIDE, MARGIN, TITLE = 1200, 8, 22  # px: a canvas; around pictures; the line of text above one
 TALL = 340  # px: a picture at most
 SIZE = 9  # points of a caption
+ALT = 300  # letters that stand for a picture at most
 WRITTEN, NAMED = 24, 120  # classes up to which a confusion figure writes its numbers; its names
 
 
 class Sheet(Figure):
     """A Figure without pyplot, whose state leaks from cell to cell: IPython by itself cannot show one. note: the
-    sentence that a notebook shows in place of an empty strip where there is nothing to draw."""
+    sentence that a notebook shows in place of an empty strip where there is nothing to draw. alt: what it shows, in
+    words; by default the words in it."""
 
-    note = ""
+    note = alt = ""
+
+    def __init__(self, **look: Any):
+        super().__init__(**{"facecolor": "none", **look})
+
+    def add_subplot(self, *given: Any, **look: Any) -> Axes:
+        axes = super().add_subplot(*given, facecolor="none", **look)
+        axes.tick_params(colors=GREY)
+        axes.spines[:].set_color(GREY)
+        for text in (axes.xaxis.label, axes.yaxis.label, axes.title):
+            text.set_color(GREY)
+        return axes
 
     def __repr__(self) -> str:
-        return self.note or super().__repr__()
+        return self.note or f"<Figure: {self.alt or self.words()}>"
+
+    def words(self) -> str:
+        """The first words in the figure, in the order of drawing."""
+        words = ", ".join(text.get_text().replace("\n", " ") for text in self.findobj(Text) if text.get_text().strip())
+        return textwrap.shorten(words, ALT, placeholder=" …")
 
     def _repr_png_(self) -> bytes | None:
         if self.note:
@@ -42,6 +65,13 @@ class Sheet(Figure):
         file = io.BytesIO()
         self.savefig(file, format="png")
         return file.getvalue()
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        """The picture and, as text and as its alternative text, what it shows."""
+        image = self._repr_png_()
+        if image is None:
+            return {"text/plain": self.note}
+        return {"image/png": image, "text/plain": repr(self)}, {"image/png": {"alt": self.alt or self.words()}}
 
 
 def blank(note: str = "No samples to show: the list of ids is empty.") -> Sheet:
@@ -53,7 +83,7 @@ def blank(note: str = "No samples to show: the list of ids is empty.") -> Sheet:
 
 def canvas(width: float, height: float) -> tuple[Sheet, Axes]:
     """A figure with one pair of axes whose units are px from its top left."""
-    sheet = Sheet(figsize=(width / 100, height / 100), dpi=100, facecolor="white")
+    sheet = Sheet(figsize=(width / 100, height / 100), dpi=100)
     axes = sheet.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0), autoscale_on=False)
     axes.set_axis_off()
     return sheet, axes
@@ -61,11 +91,11 @@ def canvas(width: float, height: float) -> tuple[Sheet, Axes]:
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """An image (H, W) grey or (H, W, 3), uint8, with a caption above it, and a remark in grey at its right end."""
+    """An image (H, W) grey, (H, W, 3) or (H, W, 4), uint8, with a caption above it, and a remark at its right end."""
 
     image: np.ndarray
     caption: str = ""
-    colour: str = "black"
+    colour: str = GREY
     remark: str = ""
 
 
@@ -112,7 +142,7 @@ def scaled(image: np.ndarray, width: float, height: float = TALL) -> tuple[int, 
 def judged(truth: str, predicted: str | None) -> tuple[str, str]:
     """(caption, colour) of a sample: its truth, with what was predicted where that is wrong."""
     if predicted is None:
-        return truth, "black"
+        return truth, GREY
     return (truth, RIGHT) if predicted == truth else (f"{truth} ≠ {predicted}", WRONG)
 
 
@@ -127,6 +157,8 @@ def confusion_figure(table: pd.DataFrame, note: str = "", percent: bool = False)
     sheet = Sheet(figsize=(side, side), layout="constrained")
     axes = sheet.add_subplot(xlabel=table.columns.name or "", ylabel=table.index.name or "", xticks=[], yticks=[])
     axes.set_title(note, fontsize=8, color=GREY, loc="right")
+    right = counts.trace() / max(counts.sum(), 1)
+    sheet.alt = f"Confusion of {plural(len(table), 'class')}: {100 * right:.0f} % on the diagonal, where they are right"
     axes.imshow(tinted(shares), interpolation="nearest")
     if len(table) <= NAMED:
         columns, rows = ([fonts.shortened(str(name), size, 260) for name in names] for names in (table, table.index))
@@ -141,15 +173,23 @@ def confusion_figure(table: pd.DataFrame, note: str = "", percent: bool = False)
 
 
 def tinted(shares: np.ndarray) -> np.ndarray:
-    """(K, K, 3): from white for none to the colour of right on the diagonal, of wrong next to it; by the root of the
-    share, so that one sample in a hundred is still seen."""
+    """(K, K, 4): from white for few to the colour of right on the diagonal, of wrong next to it; by the root of the
+    share, so that one sample in a hundred is still seen. None is transparent."""
     right, wrong = (np.array([int(ink[i : i + 2], 16) / 255 for i in (1, 3, 5)]) for ink in (RIGHT, WRONG))
     ink = np.where(np.eye(len(shares), dtype=bool)[..., None], right, wrong)
-    return 1 - np.sqrt(shares)[..., None] * (1 - ink)
+    return np.concatenate((1 - np.sqrt(shares)[..., None] * (1 - ink), shares[..., None] > 0), -1)
 
 
 def finish(axes: Axes) -> None:
     """The legend above a chart, and no frame on the right and at the top."""
     if axes.get_legend_handles_labels()[1]:
-        axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
+        axes.legend(
+            frameon=False,
+            fontsize=8,
+            ncols=3,
+            labelcolor=GREY,
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            borderaxespad=0.2,
+        )
     axes.spines[["top", "right"]].set_visible(False)

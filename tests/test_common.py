@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from IPython.core.formatters import DisplayFormatter
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 from torch.nn import functional as F
 
@@ -259,9 +260,9 @@ def test_the_confusion_figure_is_blue_where_right_and_vermilion_where_wrong():
     for percent, numbers in ((False, ["1", "3", "5"]), (True, ["100", "25", "75"])):
         [axes] = figures.confusion_figure(table, "of 9", percent).axes
         colours = np.asarray(axes.images[0].get_array())
-        assert np.allclose(colours[1, 1], to_rgb(figures.RIGHT))
-        assert np.allclose(1 - colours[0, 1], 0.5 * (1 - np.array(to_rgb(figures.WRONG)))), "a quarter, by its root"
-        assert np.allclose(colours[2], 1), "no samples, no colour"
+        assert np.allclose(colours[1, 1], (*to_rgb(figures.RIGHT), 1))
+        assert np.allclose(1 - colours[0, 1, :3], 0.5 * (1 - np.array(to_rgb(figures.WRONG)))), "a quarter, by its root"
+        assert not colours[2, :, 3].any(), "no samples, no colour"
         assert sorted(text.get_text() for text in axes.texts) == numbers
         assert "…" in axes.get_yticklabels()[1].get_text()
 
@@ -283,6 +284,42 @@ def test_pictures_fill_their_column_or_the_height_and_have_captions():
     assert sheet._repr_png_()  # a formula or a missing glyph would raise
     shown, _ = DisplayFormatter().format(figures.blank())
     assert shown == {"text/plain": "No samples to show: the list of ids is empty."}
+
+
+def contrast(colour, ground):
+    """WCAG 2.2's, of two colours."""
+    lights = []
+    for each in (colour, ground):
+        parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(each)]
+        lights.append(0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2])
+    return (max(lights) + 0.05) / (min(lights) + 0.05)
+
+
+def test_figures_have_no_ground_of_their_own_and_words_readable_on_white_and_on_black_and_say_what_they_show():
+    names = ["cat", "dog", "owl"]
+    counts = np.array([[9, 1, 0], [2, 8, 0], [0, 0, 5]])
+    confused = figures.confusion_figure(mistakes.confusion(counts, names), "clips")
+    chart = figures.Sheet(figsize=(4, 2))
+    axes = chart.add_subplot(xlabel="x axis", ylabel="y axis")
+    axes.plot([0, 1], label="a line")
+    axes.set_title("a title")
+    figures.finish(axes)
+    pictures = [figures.Picture(np.zeros((50, 50), np.uint8), *figures.judged("abc", read)) for read in ("abc", "abd")]
+    for sheet, said in (
+        (confused, "Confusion of 3 classes: 88 % on the diagonal, where they are right"),
+        (chart, "a title"),
+        (figures.gallery(pictures)[0], "abc, abc ≠ abd"),
+    ):
+        shown, about = DisplayFormatter().format(sheet)
+        image = np.asarray(Image.open(BytesIO(shown["image/png"])).convert("RGBA"))
+        assert image[0, 0, 3] == image[-1, -1, 3] == 0
+        written = {text for text in sheet.findobj(Text) if text.get_text().strip()}
+        inside = {text for text in written if sheet is confused and text in sheet.axes[0].texts}  # numbers in cells
+        assert len(written - inside) >= 2
+        for text in written - inside:
+            assert min(contrast(text.get_color(), ground) for ground in ("white", "#111111")) > 3.6, text.get_text()
+        assert said in shown["text/plain"]
+        assert said in about["image/png"]["alt"]
 
 
 def test_the_font_with_most_of_the_missing_characters_is_the_fallback_and_broken_ones_are_passed_over(tmp_path):

@@ -479,6 +479,22 @@ def test_the_png_has_the_same_charts_on_a_transparent_ground_and_leaves_pyplot_a
     assert dict(matplotlib.rcParams) == before
 
 
+def test_in_a_window_of_900_px_no_text_of_the_png_is_smaller_than_a_pages_notes(monkeypatch):
+    """780 px is JupyterLab's output there. An image too wide for it shrinks with all its words."""
+    sizes, saved = [], Figure.savefig
+
+    def kept(figure, *given, **options):
+        sizes.extend(text.get_size() for text in figure.findobj(Text) if text.get_text())
+        return saved(figure, *given, **options)
+
+    monkeypatch.setattr(Figure, "savefig", kept)
+    data = png.draw(shown(history(memory=BUSY, change="lr 1 → 2")), [Preview(CAPTCHA, "abc", "abd")])
+    with Image.open(io.BytesIO(data)) as image:
+        scale = min(1, 780 / (image.width / 2))
+    assert min(sizes) * scale >= 11.5
+    assert len(sizes) > 60
+
+
 CAPTCHA, LINE = np.zeros((60, 160), np.uint8), np.zeros((48, 800), np.uint8)
 OVERLAY = np.random.default_rng(5).integers(0, 255, (360, 480, 3)).astype(np.uint8)
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 DPI = 144  # two pixels a px, and 72 px an inch: a point of matplotlib is a px here
 GREY = "#7d7d7d"  # contrast 4.1 on white and 4.6 on the black of JupyterLab's dark theme
-WIDE, LEFT, RIGHT, BETWEEN = 960, 46, 24, 56  # px: width; margins; between two charts
-HEAD, TITLE, PLOT, AXIS, ROW = 20, 24, 150, 48, 15  # px: heights of a line above, a title, a plot, its axis, small text
-IMAGE, LINE = 110, 48  # px: height of a sample, of a long line of text
-CHARTS, SAMPLES = 3, 4  # next to each other
-LETTER, SMALL = 0.602, 11  # width of a monospaced letter of its size; that size
+WIDE, LEFT, RIGHT, BETWEEN = 760, 62, 20, 66  # px: width, that of a cell in a window of 900; margins; between charts
+HEAD, TITLE, PLOT, AXIS, ROW = 21, 25, 140, 36, 16  # px: heights of a line above, a title, a plot, its axis, small text
+IMAGE, LINE = 100, 48  # px: height of a sample, of a long line of text
+CHARTS, SAMPLES = 2, 4  # next to each other
+LETTER, SMALL, WORDS = 0.602, 12, 95  # width of a monospaced letter of its size; that size; letters of a line above
 
 
 def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
@@ -34,10 +34,13 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
 
     from nbtools.fonts import Fonts
 
-    facts = "  ·  ".join(f"{label} {value}".replace(" ", "\xa0") for label, value in shown.facts)
-    head, key = [*filter(None, [shown.title]), *shown.badges, *textwrap.wrap(facts, 120)], shown.key
+    facts = [f"{label} {value}" for label, value in shown.facts]
+    lines = [" · ".join(part.replace(" ", "\xa0") for part in parts) for parts in ((shown.title, *shown.badges), facts)]
+    head, key = [line for part in lines for line in textwrap.wrap(part, WORDS)], shown.key
     fonts = Fonts.of("✓ " + "".join(each.truth + each.predicted for each in previews), mono=True)
     across, high = (1, LINE) if samples.lines([each.image for each in previews]) else (SAMPLES, IMAGE)
+    shapes = [each.image.shape for each in previews]
+    high = min(high, max((shape[0] * WIDE / across / shape[1] for shape in shapes), default=0))
     texts = [samples.block(each, int(WIDE / across / LETTER / SMALL) - 4, fonts.plain) for each in previews]
     text = ROW * (max(map(len, texts), default=0) + 1)
     columns = max(1, min(CHARTS, len(shown.charts)))
@@ -96,16 +99,24 @@ def draw_chart(axes: Axes, chart: Chart, shown: Picture, first: bool) -> None:
     up = ROW * shown.rows if first else 0
     if entries := [handle for handle, line in zip(handles, chart.lines, strict=True) if line.name]:
         place = {"loc": "lower left", "bbox_to_anchor": (-0.03, 1 + up / PLOT), "borderaxespad": 0.2}
-        look = {"ncols": 2, "frameon": False, "fontsize": SMALL, "labelcolor": GREY, "handlelength": 1.3}
+        look = {
+            "ncols": 2,
+            "frameon": False,
+            "fontsize": SMALL,
+            "labelcolor": GREY,
+            "handlelength": 1.3,
+            "labelspacing": 0.25,
+        }
         axes.legend(handles=entries, columnspacing=1, **place, **look)
-    pad, title = up + ROW * math.ceil(len(entries) / 2) + 8, f"{chart.title}  {chart.unit}".strip()
+    pad, title = up + ROW * math.ceil(len(entries) / 2) + 8, f"{chart.title}  {chart.about}".strip()
     axes.set_title(title, loc="left", pad=pad, size=13, color=GREY, weight="bold", parse_math=False)
     axes.set_yscale("log" if chart.scale.log else "linear")
     axes.set(xlim=(0, shown.last), ylim=(chart.scale.low, chart.scale.high), facecolor="none")
     axes.set_xticks(*shown.ticks())
     axes.set_yticks(*chart.scale.ticks())
     axes.set_yticks([], minor=True)
-    axes.set_xlabel(shown.x, loc="right", **small)
+    place = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "right", "va": "top"}
+    axes.annotate(shown.x, (0, 0), (-8, -6), **place, **small)
     axes.grid(axis="y", color=GREY, alpha=0.25, linewidth=1)
     axes.tick_params(length=0, labelsize=SMALL, colors=GREY, pad=6)
     axes.spines[["left", "right", "top"]].set_visible(False)

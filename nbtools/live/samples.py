@@ -36,8 +36,8 @@ STYLE = f"""
 
 @dataclass(frozen=True)
 class Preview:
-    """One sample with its right answer and the model's. image: (H, W) or (H, W, 3) uint8 of any size. whole: answers
-    are names, right or wrong as a whole and not letter by letter."""
+    """One sample with its right answer and the model's. image: (H, W) or (H, W, 3 or 4) uint8 of any size. whole:
+    answers are names, right or wrong as a whole and not letter by letter."""
 
     image: np.ndarray
     truth: str = ""

@@ -76,9 +76,9 @@ class Sweep(Report):
 
     def figure(self) -> Figure:
         """The loss over lr, as measured (faint) and smoothed, the suggestion marked."""
-        from matplotlib.figure import Figure
+        from nbtools.figures import GREY, Sheet
 
-        figure = Figure(figsize=(5.6, 2.8), dpi=200, layout="constrained", facecolor="white")
+        figure = Sheet(figsize=(5.6, 2.8), dpi=200, layout="constrained")
         axes = figure.add_subplot(xlabel="learning rate", ylabel="loss per sample", xscale="log")
         if not self.lrs:
             axes.set_title("diverged at once")
@@ -89,7 +89,7 @@ class Sweep(Report):
             axes.axvline(self.suggestion, color=VERMILION, linestyle="--", label=f"suggested {self.suggestion:.2g}")
         low, high = min(self.smoothed), max(self.smoothed)
         axes.set_ylim(low - (high - low) / 4 - 1e-9, high + (high - low) / 4)  # not by one wild loss at the end
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, labelcolor=GREY)
         return figure
 
     def _repr_png_(self) -> bytes:

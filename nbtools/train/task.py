@@ -98,9 +98,9 @@ class Task:
     """The card of the pack that it trains or answers on, where `nb.pack` made that; set by whoever uses the task, on a
     copy of it."""
     preview: Any = None
-    """preview(pack, i, answer) -> (image (H, W) or (H, W, 3) uint8, truth, predicted): sample i for the live picture,
-    with the answer from `decode`; a fourth value True where answers are names, right or wrong as a whole. None: images
-    of `nb.pack` are shown, and no other samples."""
+    """preview(pack, i, answer) -> (image (H, W) or (H, W, 3 or 4) uint8, truth, predicted): sample i for the live
+    picture, with the answer from `decode`; a fourth value True where answers are names, right or wrong as a whole.
+    None: images of `nb.pack` are shown, and no other samples."""
 
     # -- training
 

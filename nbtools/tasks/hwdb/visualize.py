@@ -71,7 +71,7 @@ def spell(axes: Axes, fonts: Fonts, pairs: list[tuple[str, str]], base: int, com
         note(axes, MARGIN, base + ROW, "PRE")
     for (true, read), columns in zip(pairs, widths, strict=True):
         wrong = bool(kind(true, read))
-        sides = [(true, RIGHT if wrong else "black"), (read, WRONG if wrong else "black")]
+        sides = [(true, RIGHT if wrong else GREY), (read, WRONG if wrong else GREY)]
         for row, (letter, colour) in enumerate(sides[: 1 + compared]):
             if letter:
                 text, size = fonts.cell(letter)
@@ -96,7 +96,7 @@ def confused(table: pd.DataFrame, count: int = 12) -> Sheet:
     ]
     sheet = Sheet(figsize=(6, 0.6 + 0.28 * len(table)), layout="constrained")
     axes = sheet.add_subplot(xticks=[])
-    axes.bar_label(axes.barh(range(len(table)), table.wrong, color=WRONG), padding=4)
+    axes.bar_label(axes.barh(range(len(table)), table.wrong, color=WRONG), padding=4, color=GREY)
     axes.set_yticks(range(len(table)), names, **fonts.look(SIZE))
     axes.invert_yaxis()
     finish(axes)

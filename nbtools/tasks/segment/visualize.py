@@ -141,7 +141,9 @@ def figure(pack: Pack, panels: Sequence[Panel]) -> Sheet:
     ]
     texts = [fonts.shortened(name, SIZE, WIDE / NAMES - 50) for name in names]
     font = FontProperties(family=fonts.families, size=SIZE)
-    legend = axes.legend(patches, texts, ncols=NAMES, loc="lower left", frameon=False, prop=font, borderpad=0)
+    legend = axes.legend(
+        patches, texts, ncols=NAMES, loc="lower left", frameon=False, prop=font, borderpad=0, labelcolor=GREY
+    )
     for text in legend.get_texts():
         text.set_parse_math(False)
     return sheet

@@ -30,7 +30,7 @@ from nbtools.tasks.sign.keypoints import RIGHT as RIGHT_HAND
 if TYPE_CHECKING:
     import pandas as pd
 
-BODY_INK, FACE_INK = "#4d4d4d", "#999999"
+BODY_INK, FACE_INK = "#7d7d7d", "#999999"  # seen on white and on black: a skeleton has no ground of its own
 LEFT_INK, RIGHT_INK = "#009e73", "#cc79a7"  # Okabe and Ito's, but not blue and vermilion, which mean right and wrong
 SPLIT_INKS = dict(zip(SPLITS, (RIGHT, "#e69f00", "#009e73"), strict=True))
 FINE = 3  # pixels drawn for a pixel shown
@@ -53,9 +53,9 @@ LIMBS: tuple[tuple[str, float, Sequence[tuple[int, int]]], ...] = (
 
 
 def frame(points: np.ndarray, seen: np.ndarray, size: int) -> Image.Image:
-    """One frame, points (P, 2) in [0, 1] of the picture, seen (P,), as an RGB picture (S, S)."""
+    """One frame, points (P, 2) in [0, 1] of the picture, seen (P,), as an RGBA picture (S, S)."""
     large = FINE * size
-    image = Image.new("RGB", (large, large), "white")
+    image = Image.new("RGBA", (large, large))
     pen, places = ImageDraw.Draw(image), points * large
     for ink, width, pairs in LIMBS:
         thick = max(FINE, round(width * large))
@@ -64,7 +64,7 @@ def frame(points: np.ndarray, seen: np.ndarray, size: int) -> Image.Image:
                 pen.line([*places[a], *places[b]], fill=ink, width=thick)
                 for x, y in places[[a, b]]:
                     pen.ellipse((x - thick / 2, y - thick / 2, x + thick / 2, y + thick / 2), fill=ink)
-    return image.reduce(FINE)
+    return image.convert("RGBa").reduce(FINE).convert("RGBA")  # by opacity: what is transparent has no colour
 
 
 def keypoints(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
@@ -77,11 +77,13 @@ def keypoints(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
 
 
 def features(values: np.ndarray, most: float, size: int) -> Image.Image:
-    """One frame's features (D,) as an RGB picture (S, S), row by row; most: the value that is black."""
-    ink = (255 - 255 * (np.abs(values) / (most or 1)).clip(0, 1)).astype(np.uint8)
-    image = Image.fromarray(ink.reshape(ROWS, -1)).resize((size, size // 2), Image.Resampling.NEAREST).convert("RGB")
-    whole = Image.new("RGB", (size, size), "white")
-    whole.paste(image, (0, size // 4))
+    """One frame's features (D,) as an RGBA picture (S, S), row by row; most: the value that is drawn in full."""
+    ink = (255 * (np.abs(values) / (most or 1)).clip(0, 1)).astype(np.uint8)
+    drawn = Image.fromarray(ink.reshape(ROWS, -1)).resize((size, size // 2), Image.Resampling.NEAREST)
+    alpha = Image.new("L", (size, size))
+    alpha.paste(drawn, (0, size // 4))
+    whole = Image.new("RGBA", (size, size), BODY_INK)
+    whole.putalpha(alpha)
     return whole
 
 
@@ -98,10 +100,10 @@ def drawing(pack: Pack, i: int) -> tuple[int, Callable[[int, int], Image.Image]]
 
 
 def strip(draw: Callable[[int, int], Image.Image], first: int, last: int, moments: int = MOMENTS) -> np.ndarray:
-    """(S, moments · S, 3) uint8: frames of a clip evenly from the first to the last, with lines between."""
+    """(S, moments · S, 4) uint8: frames of a clip evenly from the first to the last, with lines between."""
     cells = [np.array(draw(int(t), CELL)) for t in np.linspace(first, last, moments).round()]
     for cell in cells:
-        cell[:, :1] = 238
+        cell[:, :1] = (125, 125, 125, 64)
     return np.concatenate(cells, 1)
 
 
@@ -124,7 +126,7 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
 
 
 def preview(pack: Pack, i: int, answer: str) -> tuple[np.ndarray, str, str, bool]:
-    """(image (S, 3 S, 3) uint8 of three moments, truth, answer, True: these are names) of one clip for the live
+    """(image (S, 3 S, 4) uint8 of three moments, truth, answer, True: these are names) of one clip for the live
     picture."""
     count, draw = drawing(pack, i)
     quarter = count // 4  # hands mostly hang at both ends
@@ -142,7 +144,8 @@ class Animation:
 
     def encoded(self, form: str) -> bytes:
         content, (first, *others) = io.BytesIO(), self.frames
-        first.save(content, form, save_all=True, append_images=others, loop=0, duration=self.pause)
+        cleared = {"disposal": 1, "blend": 0} if form == "png" else {"disposal": 2}  # else frames would pile up
+        first.save(content, form, save_all=True, append_images=others, loop=0, duration=self.pause, **cleared)
         return content.getvalue()
 
     def _repr_png_(self) -> bytes:
