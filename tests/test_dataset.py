@@ -8,6 +8,7 @@ import sys
 import tarfile
 import time
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -73,8 +74,8 @@ def test_a_tensor_dataset_becomes_x_and_y_with_the_training_split_s_mean_and_dev
         (RNG.integers(0, 255, (40, 5, 4, 3), dtype=np.uint8), (0, 1, 2), 255),  # (N, H, W, C)
         (RNG.integers(0, 255, (40, 5, 6), dtype=np.uint8), (0, 1, 2), 255),
         (RNG.normal(1e6, 1, (40, 7)).astype(np.float32), (0,), 1),
-        (RNG.normal(1e6, 1, (40, 7, 2)).astype(np.float32), (0, 1), 1),
-        (RNG.normal(size=(40, 2, 5000)).astype(np.float32), (0, 1, 2), 1),  # too many for a number each
+        (RNG.normal(1e6, 1, (40, 7, 2)).astype(np.float32), (0, 1, 2), 1),  # images, for all that is known
+        (RNG.normal(size=(40, 5000)).astype(np.float32), (0, 1), 1),  # too many for a number each
         (RNG.normal(size=40).astype(np.float32), (0,), 1),
         (np.ones((40, 3), np.float32), (0,), 1),
     ],
@@ -374,9 +375,10 @@ PACKED = {
             c=pd.date_range("2020", periods=20),
             d=[True, False] * 10,
             e=pd.array(range(20), "Int64"),
+            f=[Decimal(i) / 3 for i in range(20)],
         ),
         {},
-        "x float32 (7), y int64 ()",
+        "x float32 (8), y int64 ()",
         "01",
     ),
     "a DataFrame with two targets": (
@@ -543,7 +545,7 @@ def test_what_is_missing_in_a_data_frame_is_a_row_that_names_its_column():
     data = frame(
         b=pd.Categorical(["u"] * 20),
         c=pd.date_range("2020", periods=20),
-        d=pd.array(range(20), "Int64"),
+        d=pd.array([True, False] * 10, "boolean"),
         e=["s"] * 20,
         y=pd.array([0, 1] * 10, "Int64"),
     )
@@ -552,7 +554,7 @@ def test_what_is_missing_in_a_data_frame_is_a_row_that_names_its_column():
     data.loc[5, "a"] = np.inf
     made = pack(data)
     rules = dict(zip(made.bad.file, made.bad.rule, strict=True))
-    assert [rules.pop(f"row {i}") for i in range(4)] == [f"{n} has a value" for n in ("b=u", "c in days", "d", "e=s")]
+    assert [rules.pop(f"row {i}") for i in range(4)] == [f"{n} has a value" for n in "bcde"]
     assert rules == {
         "row 4": "every sample has a class, a text or a whole number",
         "row 5": "all numbers of x are finite",
@@ -689,10 +691,38 @@ def test_splits_given_share_their_classes_and_drawn_ones_hash_the_number():
     assert same(made)
 
 
-def test_tables_given_apart_are_encoded_alike():
-    made = pack(train=frame(b="u"), val=frame(b="v").iloc[:3], test=0)
-    assert made.options["encoding"] == {"a": "number", "b": ["u", "v"]}
-    assert made.splits == {"train": 20, "val": 3, "test": 0}
+def test_tables_given_apart_are_encoded_as_that_for_training():
+    kinds = pd.Categorical([10, 20] * 10)
+    other = frame(b="u", c=pd.Categorical([20] * 20)).iloc[:4].astype({"a": object})
+    other.loc[0, "b"], other.loc[1, "a"] = "v", "many"
+    made = pack(train=frame(b="u", c=kinds), val=other, test=0)
+    assert made.options["encoding"] == {"a": "number", "b": ["u"], "c": ["10", "20"]}
+    assert made.splits == {"train": 20, "val": 2, "test": 0}
+    assert made.bad[["file", "value", "rule"]].to_numpy().tolist() == [
+        ["val/row 0", "v", "b is one of u, as in the data for training"],
+        ["val/row 1", "many", "a is a number"],
+    ]
+    assert made.sample(20)["x"].tolist() == [2, 1, 0, 1]
+
+
+def test_whole_numbers_get_the_names_that_their_own_dataset_has():
+    """As torchvision's ImageFolder numbers a split that lacks a class."""
+    some = [Items(lambda i: (0.5, i % 2), 6, classes=names) for names in (["ant", "bee"], ["eel", "bee"])]
+    wanted = ["ant", "bee"] * 3 + ["eel", "bee"] * 3
+    for options in ({"train": some[0], "val": some[1]}, {"data": ConcatDataset(some), "val": 0}):
+        made = pack(**options, test=0)
+        assert made.classes == ["ant", "bee", "eel"]
+        assert [made.classes[y] for y in made.arrays["y"]] == wanted
+        assert same(made)
+    made = pack(Subset(ConcatDataset(some), [7, 6, 1]), val=0, test=0)
+    assert [made.classes[y] for y in made.arrays["y"]] == ["bee", "eel", "bee"]
+    made = pack(some[1], like=made.card)
+    assert [made.classes[y] for y in made.arrays["y"]] == ["eel", "bee"] * 3
+    digits = but((0.5, 2), lambda i: (0.5, i % 2))
+    vars(digits).update(classes=["7", "1"])
+    made = pack(digits)
+    assert (made.classes, made.bad.value.tolist()) == (["7", "1"], ["2"])
+    assert [made.classes[y] for y in made.arrays["y"][:3]] == ["7", "1", "7"]
 
 
 def test_a_second_call_reads_no_more_than_what_it_looks_at_and_a_change_is_noticed():
@@ -723,6 +753,33 @@ def test_of_data_in_memory_every_number_counts(kind):
     assert pack(kind(x)).folder != made.folder
 
 
+class Labelled(Dataset):
+    """Whose state may change as it is read."""
+
+    def __init__(self, counts: bool = False):
+        self.labels, self.counts, self.reads = [0, 1] * 100, counts, 0
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, i):
+        self.reads += self.counts
+        return i / 2, self.labels[i]
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_pack_is_opened_with_a_line_and_made_anew_where_what_the_dataset_holds_has_changed(capsys, counts):
+    made = pack(Labelled(counts))
+    assert pack(Labelled(counts), progress=True).folder == made.folder
+    line = capsys.readouterr().err
+    assert f"opened {made.folder}, packed 20" in line
+    assert "compared: 64 of 200 items" in line
+    assert ("and all that the Dataset holds" in line) is not counts
+    data = Labelled(counts)
+    data.labels[1] = 0  # not one of those looked at
+    assert (pack(data).folder == made.folder) is counts
+
+
 def test_random_items_are_packed_when_asked_and_read_anew_each_time():
     data = Items(lambda i: (np.random.rand(3), i % 2))
     made = pack(data, random=True)
@@ -730,6 +787,19 @@ def test_random_items_are_packed_when_asked_and_read_anew_each_time():
     assert pack(data, random=True).folder == made.folder
     assert (made.raw[0]["x"] != made.raw[0]["x"]).all()
     assert made.raw[3]["y"] == made.sample(3)["y"] == 1
+
+
+def test_random_numbers_of_workers_follow_the_seed_and_the_place_in_training():
+    made = pack(Items(lambda i: (np.random.rand(3), i % 2)), random=True)
+
+    def drawn(seed, batches):
+        plan = nb.Plan(feed="workers", workers=1, seed=seed)
+        return next(iter(open_feed(made, plan, torch.device("cpu"))(batches)))["x"].tolist()
+
+    start, later = [np.array([3, 5]), np.array([7, 8])], [np.array([7, 8])]
+    assert drawn(0, start) == drawn(0, start)
+    assert drawn(0, start) != drawn(1, start)
+    assert drawn(0, start) != drawn(0, later)
 
 
 def slow(i):

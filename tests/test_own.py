@@ -667,7 +667,7 @@ def test_rows_of_a_dataframe_are_predicted_by_the_encoding_of_training(tmp_path)
     assert run.predict(rows) == pytest.approx(expected)
     assert run.predict(rows[["town", "area"]]) == pytest.approx(expected), "by name, and without the target"
     assert run.predict(rows.iloc[0]) == pytest.approx(expected[:1])
-    with pytest.raises(PackError, match="row 1: town=Ghent has no value that training has seen"):
+    with pytest.raises(PackError, match=r"row 1: town is one of Ghent, Lille, .*, got Namur"):
         run.predict(pd.DataFrame({"area": [50, 60], "town": ["Lille", "Namur"]}))
 
 

@@ -140,7 +140,7 @@ def test_workers_that_ram_has_no_room_for_are_not_started(pack, two_cores, monke
     monkeypatch.setattr(workers, "ram", lambda: memory.Room(2**20, "available RAM"))
     started = []
     real = Workers.open
-    monkeypatch.setattr(Workers, "open", lambda self: (started.append(self.plan.workers), real(self))[1])
+    monkeypatch.setattr(Workers, "open", lambda self, first: (started.append(self.plan.workers), real(self, first))[1])
     found = searched(Job(), pack)
     assert max(started) == 1  # the one that is weighed
     assert "of available RAM is usable" in found.settings[2].skipped

@@ -247,7 +247,7 @@ def test_arrays_as_keras_has_them_are_trained_on():
     y = torch.tensor([["circle", "cross", "square"].index(name) for _, name in items])
     found = run_cell(ours, **names(), x=x, y=y)
     assert [answer.name in ("0", "1", "2") for answer in found["answers"]] == [True] * 3
-    assert found["pack"].options["layout"] == {"x": "hwc"}
+    assert found["pack"].options["forms"]["x"]["layout"] == "hwc"
 
 
 def test_the_model_is_taken_away_as_shown():

@@ -21,7 +21,7 @@ from nbtools.data.feed import (
     open_feed,
     require_shared_memory,
 )
-from nbtools.data.frames import encoded
+from nbtools.data.frames import tables
 from nbtools.data.items import TARGET, Form, inputs_of
 from nbtools.data.pack import (
     SPLITS,
@@ -70,7 +70,6 @@ __all__ = [
     "collate",
     "cores",
     "drive_path",
-    "encoded",
     "gather",
     "in_notebook",
     "in_order",
@@ -95,6 +94,7 @@ __all__ = [
     "split_of",
     "stage",
     "steady",
+    "tables",
     "tick",
     "work",
 ]

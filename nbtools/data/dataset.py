@@ -17,7 +17,7 @@ import multiprocessing
 import pickle
 import sys
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,15 +26,19 @@ from typing import Any, Self
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nbtools import disk
-from nbtools.data.build import Entry, Problem, Survey, cores, fingerprint, make_pack, of_task, why
+from nbtools.data.build import Entry, Problem, Survey, cores, make_pack, of_task, why
 from nbtools.data.feed import ignore_signals
+from nbtools.data.folders import WORDS, Images, image_folders
 from nbtools.data.frames import Table, features_of, is_frame, tables
-from nbtools.data.items import TARGET, TARGETS, Form, Sign, flattened, forms_of, named, numeric
+from nbtools.data.identity import mark, whole
+from nbtools.data.items import TARGET, Form, Sign, bare, forms_in, forms_of, named, plain
 from nbtools.data.moments import moments
-from nbtools.data.pack import FORMAT, SPLITS, Card, Pack, Sample, is_pack, require_shares
+from nbtools.data.names import class_names, leaves, named_class
+from nbtools.data.pack import FORMAT, MANIFEST, SPLITS, Card, Pack, Sample, is_pack, require_shares
+from nbtools.data.progress import say
 from nbtools.data.sources import cache
 from nbtools.data.stage import stage
 from nbtools.errors import PackError, TrainError
@@ -46,12 +50,6 @@ SEEN = 64  # items looked at
 CHEAP = 2e-4  # seconds: an item that costs less is read faster here than it travels between processes
 SHORT = 1.0  # seconds in which all are read: not worth starting processes
 LOAD = 4e6  # bytes that travel at once
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-WORDS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("val", "valid", "validation"), "val"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
 
 
 def pack(
@@ -77,7 +75,9 @@ def pack(
     or PIL image, or a tuple or dict of them.
     target: the item's key, or the DataFrame's column, that becomes the column `y`; by default y, label, labels or
     target, of a tuple the last. inputs: likewise; by default all others. A DataFrame's inputs are `x` (F,) float32.
-    classes: those allowed, in order; by default those that occur.
+    classes: those allowed, in order; by default those that occur. Whole numbers are places in the names that the
+    Dataset has, `.classes` as in torchvision or a ClassLabel; where several have different names, each its own, and
+    the classes are those of the first, then what others add.
     val, test: data of their own, or shares, or whole numbers of samples; test=1.0: all.
     size: (H, W) to which PIL images are resized. as_bytes: floats that are exactly n/255 are kept as uint8.
     random: the items differ at each reading (augmentation in the Dataset); the pack keeps one reading, and
@@ -85,8 +85,9 @@ def pack(
     like: the card of another pack, whose roles, classes, columns and preprocessing this one gets: what `run.pack` asks
     for.
     into: a folder for the pack alone; by default one under the cache, named by what identifies the data: types,
-    lengths, options, DataFrames, lists and tensors as a whole, files by size and time; of other Datasets 64 items, so
-    that a change elsewhere needs another `into`.
+    lengths, options, DataFrames, lists and tensors as a whole, files by size and time; of other Datasets 64 items and
+    what they hold, if it can be pickled, such as paths and labels. A change elsewhere, as in a file, needs another
+    `into`.
 
     y is int64 () for texts, booleans and whole numbers, its names are `classes`; float32 for other numbers. Items that
     cannot be used are rows of `pack.bad`. Raises PackError, DiskError or StageError where nothing can be packed.
@@ -107,10 +108,11 @@ def pack(
     if not len(items):
         raise PackError(f"{items.source} has no items; a pack needs at least one")
     look = Look.at(items)
-    names = classes or names_of(items, look)
-    asked = {"target": target, "inputs": inputs, "classes": names, "size": size, "random": random}
+    own = look.names()
+    items.named, names = bool(own), classes or [*dict.fromkeys(itertools.chain.from_iterable(own))]
+    asked = {"target": target, "inputs": inputs, "classes": classes, "names": own, "size": size, "random": random}
     asked |= {"as_bytes": as_bytes, "val": val, "test": test, "like": like and like.to_dict()}
-    items.forms = forms_in(like) if like else look.forms(names, as_bytes, size)
+    items.forms = forms_in(like.options, like.classes) if like else look.forms(names, as_bytes, size)
     if size is not None and not any(form.kind == "image" for form in items.forms.values()):
         raise PackError("size resizes PIL images, and the items hold none; resize in the Dataset, and leave size out")
     made = {"key": look.key(asked), "source": items.source}
@@ -125,7 +127,12 @@ def pack(
     def samples(found: Survey, done: int) -> Generator[Sample | Problem, None, None]:
         return read_all(items, range(done, len(items)), look)
 
+    there = is_pack(Path(into))
     found = make_pack(TASK, made, into, survey, samples, {}, val=val, test=test, progress=progress)
+    if there and progress:
+        packed = time.strftime("%Y-%m-%d %H:%M", time.localtime((found.folder / MANIFEST).stat().st_mtime))
+        more = ", and all that the Dataset holds" if look.all else ""
+        say(f"opened {found.folder}, packed {packed}; compared: {len(look.places)} of {len(items):,} items{more}")
     return dataclasses.replace(found, raw=RawItems(found.folder, items))
 
 
@@ -181,54 +188,17 @@ def map_style(data: Any) -> Any:
     return data
 
 
-class Images(Dataset):
-    """Images by class, `class/*.png`, in sorted order, as torchvision's ImageFolder reads them."""
-
-    def __init__(self, root: Path):
-        self.root, self.names, self.bad = root, [], []
-        for item in disk.walk(root):
-            name = Path(item.path).relative_to(root).as_posix()
-            if any(part.startswith(".") or part == "__MACOSX" for part in name.split("/")):
-                continue
-            if "/" in name and name.lower().endswith(IMAGES):
-                self.names.append(name)
-            else:
-                self.bad.append((name, "a file", "images lie in class/*.png", "move it away, or into a class folder"))
-        self.names.sort()
-        found = {name.partition("/")[0] for name in self.names}
-        empty = sorted(path.name for path in root.iterdir() if path.is_dir() and path.name not in found)
-        rule, fix = "a class folder holds images", "delete it, or fill it"
-        self.bad += [(name, "an empty folder", rule, fix) for name in empty if name[0] not in "._"]
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        with Image.open(self.root / self.names[i]) as image:
-            image.load()
-        return {"image": image, TARGET: self.names[i].partition("/")[0]}
-
-
-def image_folders(root: Path, split: str | None) -> list[tuple[str | None, Images]]:
-    """The folder, or its folders train, val and test. Raises PackError where images do not lie in class folders."""
-    tops = {path.name: WORDS.get(path.name.lower()) for path in sorted(root.iterdir()) if path.is_dir()}
-    if split is None and "train" in tops.values() and all(tops.values()):
-        return [(word, Images(root / name)) for name, word in tops.items()]
-    found = Images(root)
-    classes = {name.partition("/")[0] for name in found.names}
-    if not classes or (len(classes) == 1 and split is None):
-        came = f"one folder, {next(iter(classes))!r}" if classes else "no folder with images"
-        raise PackError(f"{root} must hold a folder of images for each class, got {came}; name the folder above them")
-    return [(split, found)]
-
-
 @dataclass(eq=False)
 class Items(Dataset):
-    """The items of all parts, one after another; `self[i]` is a sample, or its row of the table of bad samples."""
+    """The items of all parts, one after another; `self[i]` is a sample, or its row of the table of bad samples.
+
+    named: classes are whole numbers, for which the Datasets have names.
+    """
 
     parts: list[tuple[str | None, Any]]
     target: Any
     inputs: Sequence[Any] | None
+    named: bool = False
     forms: dict[str, Form] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -252,12 +222,16 @@ class Items(Dataset):
     def __len__(self) -> int:
         return self.ends[-1]
 
+    def place(self, i: int) -> tuple[Any, int]:
+        """The part that an item is in, and its place there."""
+        k = bisect.bisect_right(self.ends, i)
+        return self.parts[k][1], i - (self.ends[k - 1] if k else 0)
+
     def values(self, i: int) -> dict[str, Any]:
         """Column → value of an item, whatever it is. Raises PackError(value, rule, fix) where there is none."""
-        k = bisect.bisect_right(self.ends, i)
-        part = self.parts[k][1]
+        part, place = self.place(i)
         try:
-            item = part[i - (self.ends[k - 1] if k else 0)]
+            item = part[place]
             own = isinstance(part, Images | Table)
             values = named(item) if own else named(item, self.target, self.inputs)
             for value in values.values():
@@ -276,6 +250,8 @@ class Items(Dataset):
         if values.keys() != self.forms.keys():
             rule = f"an item has {', '.join(self.forms)}, as the others"
             raise PackError(", ".join(values), rule, "make it alike, or leave it out")
+        if self.named:
+            values[TARGET] = named_class(*self.place(i), self.target, bare(values[TARGET]))
         return {name: form.fit(name, values[name]) for name, form in self.forms.items()}
 
     def __getitem__(self, i: int) -> dict[str, Any] | Problem:
@@ -319,7 +295,8 @@ class Items(Dataset):
 @dataclass(eq=False)
 class Look:
     """What items spread over the data showed. marks: a hash of each; signs: of those that could be read; cost: seconds
-    of one; error: of the first that could not be read; moves: whether another process can read them."""
+    of one; error: of the first that could not be read; moves: whether another process can read them; all: whether the
+    key depends on all that the data hold."""
 
     items: Items
     places: list[int]
@@ -328,6 +305,7 @@ class Look:
     cost: float = 0.0
     error: PackError | None = None
     moves: bool = True
+    all: bool = True
 
     @classmethod
     def at(cls, items: Items) -> Self:
@@ -357,11 +335,21 @@ class Look:
             raise PackError(f"{self.items.source}: none of {count} read can be used: {rule}, got {value}; {fix}")
         return forms_of(self.signs, names, as_bytes, size)
 
+    def names(self) -> list[list[str]]:
+        """The names for classes of each Dataset, where the classes are whole numbers and the first of them has some."""
+        if not all(signs.get(TARGET, Sign("")).kind in ("whole", "missing") for signs in self.signs):
+            return []
+        target = self.items.target
+        found = [[*class_names(one, target)] for _, part in self.items.parts for one in leaves(part, target)]
+        return found if found[0] else []
+
     def key(self, asked: Mapping[str, Any]) -> str:
         """Of the data and what is made of them; random items count with their form only."""
         digest = hashlib.blake2b(json.dumps([FORMAT, TASK, VERSION, asked], default=str).encode(), digest_size=8)
         for split, part in self.items.parts:
-            digest.update(repr((split, type(part).__qualname__, len(part))).encode() + whole(part))
+            known = b"" if asked["random"] else whole(part)
+            self.all &= bool(known)
+            digest.update(repr((split, type(part).__qualname__, len(part))).encode() + known)
         digest.update(repr(self.signs).encode() if asked["random"] else b"".join(self.marks))
         return digest.hexdigest()
 
@@ -388,63 +376,7 @@ class Look:
             for name, form in forms.items()
             if form.kind != "class" and name in signs
         ]
-        return sum(sizes) / len(self.signs)
-
-
-def forms_in(card: Card) -> dict[str, Form]:
-    """The forms that a card keeps."""
-    return {name: Form.of(form, card.classes) for name, form in card.options["forms"].items()}
-
-
-def plain(asked: Any) -> Any:
-    """A key, place or list of them, as JSON keeps it."""
-    return json.loads(json.dumps(asked, default=lambda key: key.item() if hasattr(key, "item") else str(key)))
-
-
-def mark(values: Iterable[tuple[str, Any]]) -> bytes:
-    """A hash of what an item holds."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, value in values:
-        if isinstance(value, Image.Image):
-            name, value = f"{name} {value.mode}", np.asarray(value)
-        try:
-            array = numeric(name, value)
-            digest.update(repr((name, array.dtype, array.shape)).encode())
-            digest.update(np.ascontiguousarray(array).data)
-        except PackError:
-            digest.update(repr((name, value if isinstance(value, str | bytes) else type(value).__name__)).encode())
-    return digest.digest()
-
-
-def whole(part: Any) -> bytes:
-    """What identifies the whole of a part, where that is known without reading each item of it."""
-    if isinstance(part, Images):
-        return fingerprint(TASK, part.root, {}).encode()
-    if isinstance(part, Table):
-        return mark([("x", part.x)]) + repr((features_of(part.encoding), part.y)).encode()
-    if isinstance(part, list | np.ndarray | torch.Tensor):
-        return b"".join(mark(flattened(item, "item")) for item in part)
-    if isinstance(part, TensorDataset):
-        return mark(flattened(part.tensors, "tensor"))
-    if isinstance(part, Subset):
-        return np.asarray(part.indices).tobytes() + whole(part.dataset)
-    if isinstance(part, ConcatDataset):
-        return b"".join(map(whole, part.datasets))
-    return str(getattr(part, "_fingerprint", "")).encode()  # of a Hugging Face Dataset
-
-
-def names_of(items: Items, look: Look) -> Sequence[str]:
-    """The names that the data have for classes given as numbers: ClassLabel, or `.classes` as in torchvision."""
-    part: Any = items.parts[0][1]
-    if not all(signs.get(TARGET, Sign("")).kind in ("whole", "missing") for signs in look.signs):
-        return ()
-    if isinstance(features := getattr(part, "features", None), Mapping):
-        key = items.target or next((key for key in TARGETS if key in features), None)
-        return tuple(getattr(features.get(key), "names", None) or ())
-    while hasattr(part, "dataset") or isinstance(part, ConcatDataset):
-        part = part.datasets[0] if isinstance(part, ConcatDataset) else part.dataset
-    found = getattr(part, "classes", ())
-    return tuple(found) if isinstance(found, list | tuple) and all(isinstance(name, str) for name in found) else ()
+        return sum(sizes) / max(len(self.signs), 1)
 
 
 def read_all(items: Items, places: Sequence[int], look: Look) -> Generator[dict[str, Any] | Problem, None, None]:

@@ -38,6 +38,8 @@ class Plan(Protocol):
     @property
     def feed(self) -> str: ...
     @property
+    def seed(self) -> int: ...
+    @property
     def batch_size(self) -> int: ...
     @property
     def workers(self) -> int: ...
@@ -283,9 +285,14 @@ class Workers:
         self.raw, self.pack, self.device, self.plan = pack.raw, pack, device, plan
         self.idle: list[tuple[DataLoader, list[list[int]]]] = []
 
-    def open(self) -> tuple[DataLoader, list[list[int]]]:
-        """(loader, its list of batches, to be filled): its workers start with the first batch."""
+    def open(self, first: np.ndarray) -> tuple[DataLoader, list[list[int]]]:
+        """(loader, its list of batches, to be filled): its workers start with the first batch. Where the Dataset draws
+        random numbers, they depend on that batch and the plan's seed, so that a resumed run does not repeat those with
+        which the run began."""
         sampler: list[list[int]] = []
+        generator = torch.Generator()  # its own: else every epoch draws from the stream that dropout uses
+        if self.pack.options.get("random"):
+            generator.manual_seed(int(np.random.default_rng([self.plan.seed, *first]).integers(2**63)))
         many, cuda = self.plan.workers > 0, self.device.type == "cuda"
         loader = DataLoader(
             self.raw,
@@ -296,13 +303,15 @@ class Workers:
             prefetch_factor=self.plan.prefetch if many else None,
             persistent_workers=many,
             worker_init_fn=ignore_signals,
-            generator=torch.Generator(),  # its own: else every epoch draws from the stream that dropout uses
+            generator=generator,
             multiprocessing_context="forkserver" if many and cuda else None,  # fork + CUDA deadlocks
         )
         return loader, sampler
 
     def __call__(self, batches: Sequence[np.ndarray]) -> Generator[Raw, None, None]:
-        loader, sampler = self.idle.pop() if self.idle else self.open()
+        if not batches:
+            return
+        loader, sampler = self.idle.pop() if self.idle else self.open(batches[0])
         sampler[:] = [batch.tolist() for batch in batches]
         with suppress(GeneratorExit):  # the caller left early: the next call drops what is on its way
             for raw in loader:

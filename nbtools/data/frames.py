@@ -29,6 +29,7 @@ class Table(Dataset):
 
     def __init__(self, frame: pd.DataFrame, encoding: Mapping[str, Any], goals: Sequence[str]):
         self.encoding, self.x, self.y = encoding, encoded(frame, encoding), None
+        self.odd = odd_rows(frame, encoding, self.x)
         if goals:
             self.y = frame[goals[0]].tolist() if len(goals) == 1 else frame[goals].to_numpy(np.float32, na_value=np.nan)
 
@@ -36,36 +37,33 @@ class Table(Dataset):
         return len(self.x)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        missing = np.flatnonzero(np.isnan(self.x[i]))
-        if len(missing):
-            fix = "fill it, as df.fillna(…) does, or leave the column out with inputs=[…]"
-            raise PackError("nothing", f"{features_of(self.encoding)[missing[0]]} has a value", fix)
+        if i in self.odd:
+            raise PackError(*self.odd[i])
         return {"x": self.x[i]} | ({} if self.y is None else {TARGET: self.y[i]})
 
 
 def tables(
     frames: Sequence[pd.DataFrame], target: Any, inputs: Sequence[Any] | None, encoding: Mapping[str, Any]
 ) -> Iterator[Table]:
-    """The DataFrames, encoded alike: as given, else by what they hold. Raises PackError for columns that are missing,
-    or cannot be numbers."""
+    """The DataFrames, encoded alike: as given, else as the first, which is that of training. Raises PackError for
+    columns that are missing, or cannot be numbers."""
     if not frames:
         return iter(())
-    import pandas as pd
-
     frames = [frame.rename(columns=str) for frame in frames]
-    every = pd.concat(frames, ignore_index=True)
-    target = next((name for name in TARGETS if name in every), None) if target is None else target
+    first = frames[0]
+    target = next((name for name in TARGETS if name in first), None) if target is None else target
     goals = [str(name) for name in (target if isinstance(target, list | tuple) else [target]) if name is not None]
-    chosen = [name for name in every if name not in goals] if inputs is None else [str(name) for name in inputs]
+    chosen = [name for name in first if name not in goals] if inputs is None else [str(name) for name in inputs]
     chosen = [*encoding] or chosen
-    if strange := [name for name in [*goals, *chosen] if name not in every]:
-        raise PackError(f"the DataFrame has no column {strange[0]!r}; its columns are {', '.join(every)}")
-    if every.columns.has_duplicates or not chosen:
+    for frame in frames:
+        if strange := [name for name in [*goals, *chosen] if name not in frame]:
+            raise PackError(f"the DataFrame has no column {strange[0]!r}; its columns are {', '.join(frame)}")
+    if any(frame.columns.has_duplicates for frame in frames) or not chosen:
         came = "several of one name" if chosen else f"only the target {goals}"
         raise PackError(
             f"the DataFrame must have a column for each input, got {came}; rename, or choose with inputs=[…]"
         )
-    encoding = encoding or {name: how(every[name]) for name in chosen}
+    encoding = encoding or {name: how(first[name]) for name in chosen}
     if refused := {name: error for name, error in encoding.items() if isinstance(error, PackError)}:
         listed = ", ".join(f"{name!r} ({error})" for name, error in refused.items())
         rest = [name for name in chosen if name not in refused]
@@ -100,23 +98,41 @@ def features_of(encoding: Mapping[str, Any]) -> list[str]:
     return list(itertools.chain.from_iterable(parts))
 
 
+def odd_rows(frame: pd.DataFrame, encoding: Mapping[str, Any], x: np.ndarray) -> dict[int, tuple[str, str, str]]:
+    """Row → (value, rule, fix) where a value is missing, or is not what the encoding knows."""
+    names = [name for name, how in encoding.items() for _ in (how if isinstance(how, list) else [how])]
+    known, found = {"number": "a number", "days": "a date"}, {}
+    for row in np.flatnonzero(np.isnan(x).any(1)).tolist():
+        name = names[np.isnan(x[row]).argmax()]
+        value, how = frame[name].iloc[row], encoding[name]
+        if frame[name].iloc[[row]].isna().all():
+            fix = "fill it, as df.fillna(…) does, or leave the column out with inputs=[…]"
+            found[row] = "nothing", f"{name} has a value", fix
+        else:
+            some = ", ".join(how[:5]) + (" …" if len(how) > 5 else "")
+            rule = known[how] if isinstance(how, str) else f"one of {some}, as in the data for training"
+            found[row] = str(value), f"{name} is {rule}", "correct it, or leave the row out"
+    return found
+
+
 def encoded(frame: pd.DataFrame, encoding: Mapping[str, Any]) -> np.ndarray:
     """x (rows, F) float32 of a DataFrame; NaN where a value is missing, or not among the categories."""
     import pandas as pd
 
     parts = []
     for name, how in encoding.items():
-        column, missing = frame[name], frame[name].isna().to_numpy()
+        column: Any = frame[name]
+        if how == "number" and not pd.api.types.is_numeric_dtype(column):
+            column = pd.to_numeric(column.astype(object), errors="coerce")
         if how == "days":
-            part = (pd.to_datetime(column, utc=True) - pd.Timestamp(0, tz="UTC")) / pd.Timedelta(days=1)
-            parts.append(part.to_numpy(np.float32)[:, None])
+            since = pd.to_datetime(column, utc=True, errors="coerce") - pd.Timestamp(0, tz="UTC")
+            parts.append((since / pd.Timedelta(days=1)).to_numpy(np.float32)[:, None])
         elif how == "number":
-            filled = column.where(~missing, 0).astype(np.float32) if missing.any() else column.astype(np.float32)
-            parts.append(np.where(missing, np.nan, filled.to_numpy(np.float32))[:, None])
+            parts.append(column.to_numpy(np.float32, na_value=np.nan)[:, None])
         else:
             index = {text: i for i, text in enumerate(how)}
             codes = np.array([index.get(str(value), -1) for value in column], int)
-            codes[missing] = -1
+            codes[column.isna().to_numpy()] = -1
             part = np.eye(len(how), dtype=np.float32)[codes]
             part[codes < 0] = np.nan
             parts.append(part)

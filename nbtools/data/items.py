@@ -7,6 +7,7 @@ may also be a text. A pack holds uint8, whole numbers, booleans and float32: oth
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,6 +103,11 @@ def flattened(value: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from flattened(part, f"{name}{i}" if name else "")
     else:
         yield re.sub(r"[^\w-]+", "_", name), value  # it names a file
+
+
+def plain(asked: Any) -> Any:
+    """A key, place or list of them, as JSON keeps it."""
+    return json.loads(json.dumps(asked, default=lambda key: key.item() if hasattr(key, "item") else str(key)))
 
 
 def is_array(value: Any) -> bool:
@@ -302,6 +308,11 @@ class Form:
             return self.names[value]
         some = ", ".join(self.names[:5]) + (" …" if len(self.names) > 5 else "")
         raise PackError(value, f"the class is one of {len(self.names):,}: {some}", "correct it, or leave it out")
+
+
+def forms_in(options: Mapping[str, Any], classes: Sequence[str] = ()) -> dict[str, Form]:
+    """The forms that a card's options keep."""
+    return {name: Form.of(form, classes) for name, form in options["forms"].items()}
 
 
 def forms_of(seen: Sequence[Mapping[str, Sign]], names: Sequence[str], as_bytes: bool, size: Any) -> dict[str, Form]:

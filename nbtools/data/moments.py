@@ -11,12 +11,13 @@ import numpy as np
 from nbtools.data.items import TARGET, Form
 
 BLOCK = 2**17  # numbers whose mean is computed at once, in the processor's cache
-WIDE = 4096  # values of a sample: above, one mean for all of them
+WIDE = 4096  # places on an axis: above, one mean for all of them
 
 
 def moments(forms: Mapping[str, Form], arrays: Mapping[str, np.ndarray], train: np.ndarray) -> dict[str, Any]:
-    """Mean and standard deviation, 1 of what never varies, of targets, float32 columns and of images in 0…1: per
-    channel, or per place on the last axis, over the training split."""
+    """Mean and standard deviation, 1 of what never varies, of targets, float32 columns and images in 0…1 over the
+    training split: per channel of images; per value of vectors and of each step of ragged columns; else one of all, as
+    nothing says which axis holds what."""
     wanted = np.zeros(len(arrays["split"]), bool)
     wanted[train] = True
     found: dict[str, Any] = {"mean": {}, "std": {}}
@@ -24,7 +25,9 @@ def moments(forms: Mapping[str, Form], arrays: Mapping[str, np.ndarray], train: 
         if form.kind == "class" or not (name == TARGET or form.dtype == "<f4" or form.layout or form.scaled):
             continue
         rows = np.repeat(wanted, np.diff(arrays[f"{name}.offsets"])) if form.ragged else wanted
-        mean, std = moments_of(arrays[name], rows, {"chw": 1, "hw": 0}.get(form.layout, -1), form.unit)
+        vectors = len(form.shape) <= 2 if form.ragged else len(form.shape) == 1
+        axis = {"chw": 1, "hwc": -1}.get(form.layout, -1 if vectors else 0)
+        mean, std = moments_of(arrays[name], rows, axis, form.unit)
         found["mean"][name], found["std"][name] = mean.tolist(), std.tolist()
     return found
 

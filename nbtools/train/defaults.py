@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from nbtools.data import TARGET, Card, Draws, Form, Pack, Sample, encoded, inputs_of
+from nbtools.data import TARGET, Card, Draws, Form, Pack, Sample, inputs_of, tables
 from nbtools.errors import PackError, TrainError
 from nbtools.train.augment import MIXUP, augment, strengths
 from nbtools.train.call import logits_of
@@ -273,12 +273,10 @@ def items_of(given: Any, card: Card) -> Sequence[Any]:
         if not card.options.get("encoding"):
             raise PackError("this run was not trained on a DataFrame; pass items as its Dataset returns them")
         frame = given.to_frame().T.infer_objects() if given.ndim == 1 else given
-        x = encoded(frame, card.options["encoding"])
-        if np.isnan(x).any():
-            row, column = np.argwhere(np.isnan(x))[0]
-            rule = f"row {row}: {card.options['features'][column]} has no value that training has seen"
-            raise PackError(f"{rule}; fill it, or leave the row out")
-        return [{"x": row} for row in x]
+        table = next(tables([frame], (), None, card.options["encoding"]))
+        for row, (value, rule, fix) in table.odd.items():
+            raise PackError(f"row {row}: {rule}, got {value}; {fix}")
+        return [*table]
     first = card.options["inputs"][0]
     sample = card.columns[first].shape if card.columns[first].kind == "fixed" else None
     if isinstance(given, (str, Path, dict, tuple, Image.Image)) or getattr(given, "shape", ()) == (sample or None):
