@@ -53,10 +53,11 @@ def classify(
     model: a module, of which each run trains a copy, or a function that makes one: of parameters called `classes` (how
     many there are), `inputs` (features, or channels of an image), `card` and `plan`, as far as it has them. It returns
     logits (B, K), as a tensor, `.logits` or ["out"]; its forward takes columns of the pack by its signature. Frozen
-    parameters stay frozen. metrics: accuracy, top5_accuracy, balanced_accuracy, f1, or functions of (outputs, batch);
-    the first name chooses the best checkpoint. augment: crop, flip, rotate, colour, erase, mixup; a mapping gives
-    strengths. loss: of (outputs, y), None: cross entropy; y is (B,) int64, with mixup (B, K) probabilities. plan: the
-    settings to start from. Raises TrainError.
+    parameters stay frozen, and so do the statistics of norm layers that have no others. metrics: accuracy,
+    top5_accuracy, balanced_accuracy, f1, or functions of (outputs, batch) that return (sum, count); the first name
+    chooses the best checkpoint. augment: crop, flip, rotate, colour, erase, mixup; a mapping gives strengths. loss: of
+    (outputs, y), None: cross entropy; y is (B,) int64, with mixup (B, K) probabilities; it returns a term per sample or
+    their mean, and cross entropy with weights is divided by these. plan: the settings to start from. Raises TrainError.
     """
     return Own("classes", model, metrics, augment, loss, plan, caller())
 
@@ -69,11 +70,12 @@ def regress(
     loss: Loss | None = None,
     plan: Plan | None = None,
 ) -> Task:
-    """The task of predicting the values of a sample, (B,) or (B, D), of an `nb.pack`.
+    """The task of predicting the values of a sample, (B,), (B, D) or arrays of any shape, of an `nb.pack`.
 
-    As `classify`; the network returns values (B,), (B, 1) or (B, D) of standardised targets: mean 0 and standard
-    deviation 1 over the training split. Metrics (mae, mse, or functions) and predictions are in the targets' own unit.
-    loss: of (outputs, standardised y), both of y's shape; None: squared error.
+    As `classify`; the network returns values of the targets' shape, also (B, 1) for (B,), and images as (B, C, H, W).
+    The targets are standardised: mean 0 and standard deviation 1 over the training split. Metrics (mae, mse, or
+    functions) and predictions are in the targets' own unit, images of bytes in 0…1. loss: of (outputs, standardised y),
+    both of y's shape; None: squared error.
     """
     return Own("values", model, metrics, augment, loss, plan, caller())
 

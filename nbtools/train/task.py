@@ -137,8 +137,8 @@ class Task:
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
         """Metric → (numerator, denominator), summed over a split. For a pack of `nb.pack` it may also be a list of
-        names: accuracy, top5_accuracy, balanced_accuracy, f1, mae, mse, and of functions of (outputs, batch). Default:
-        none; the loss is always reported."""
+        names: accuracy, top5_accuracy, balanced_accuracy, f1, mae, mse, and of functions of (outputs, batch) that
+        return such pairs; or one such function. Default: none; the loss is always reported."""
         return {}
 
     def decode(self, outputs: Any, card: Card) -> list[Any]:
