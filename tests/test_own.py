@@ -385,6 +385,24 @@ def test_an_item_to_predict_beyond_the_range_of_its_column_is_refused(packs, val
     assert refused.value.args[1].startswith(("x is kept in bytes", "all numbers of x"))
 
 
+def test_whole_numbers_are_values_where_they_are_packed_as_such(tmp_path):
+    frame = houses(60).round().astype({"price": int})
+    pack = nb.pack(frame, target="price", into=tmp_path / "classes", progress=False)
+    with pytest.raises(TrainError, match=r"unless they are packed with nb\.pack\(…, classes=False\)"):
+        nb.TrainState(nb.regress(own.line), pack, own.PLAN)
+    pack = nb.pack(frame, target="price", classes=False, into=tmp_path / "values", progress=False)
+    assert (pack.classes, pack.arrays["y"].dtype) == ([], np.int64)
+    nothing = nn.Linear(3, 1)
+    for parameter in nothing.parameters():
+        nn.init.zeros_(parameter)
+    state = nb.TrainState(nb.regress(nothing), pack, own.PLAN)
+    prices = np.asarray(pack.arrays["y"], float)
+    error = np.abs(prices[pack.ids("val")] - prices[pack.ids("train")].mean()).mean()
+    assert nb.evaluate(state, pack, "val")["mae"] == pytest.approx(error, rel=1e-4)
+    with pytest.raises(PackError, match="y must be numbers, or images, in all items, got text"):
+        nb.pack([(0.5, "yes"), (0.7, "no")], classes=False, into=tmp_path / "texts", progress=False)
+
+
 class Same(nn.Module):
     """Its input."""
 

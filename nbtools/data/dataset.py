@@ -21,7 +21,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ def pack(
     *,
     target: Any = None,
     inputs: Sequence[Any] | None = None,
-    classes: Sequence[str] | None = None,
+    classes: Sequence[str] | Literal[False] | None = None,
     train: Any = None,
     val: Any = 0.1,
     test: Any = 0.1,
@@ -77,7 +77,7 @@ def pack(
     target, of a tuple the last. inputs: likewise; by default all others. A DataFrame's inputs are `x` (F,) float32.
     classes: those allowed, in order; by default those that occur. Whole numbers are places in the names that the
     Dataset has, `.classes` as in torchvision or a ClassLabel; where several have different names, each its own, and
-    the classes are those of the first, then what others add.
+    the classes are those of the first, then what others add. False: whole numbers are values, for nb.regress.
     val, test: data of their own, or shares, or whole numbers of samples; test=1.0: all.
     size: (H, W) to which PIL images are resized. as_bytes: floats that are exactly n/255 are kept as uint8.
     random: the items differ at each reading (augmentation in the Dataset); the pack keeps one reading, and
@@ -89,8 +89,8 @@ def pack(
     what they hold, if it can be pickled, such as paths and labels. A change elsewhere, as in a file, needs another
     `into`.
 
-    y is int64 () for texts, booleans and whole numbers, its names are `classes`; float32 for other numbers. Items that
-    cannot be used are rows of `pack.bad`. Raises PackError, DiskError or StageError where nothing can be packed.
+    y is int64 () for texts, booleans and whole numbers, its names are `classes`; else numbers of any shape. Items
+    that cannot be used are rows of `pack.bad`. Raises PackError, DiskError or StageError where nothing can be packed.
     """
     if isinstance(data, str | Path) and is_pack(folder := stage(data, progress=progress)):
         return of_task(Pack.open(folder), TASK)
@@ -109,7 +109,8 @@ def pack(
         raise PackError(f"{items.source} has no items; a pack needs at least one")
     look = Look.at(items)
     own = look.names()
-    items.named, names = bool(own), classes or [*dict.fromkeys(itertools.chain.from_iterable(own))]
+    names = classes is not False and (classes or [*dict.fromkeys(itertools.chain.from_iterable(own))])
+    items.named = bool(own) and classes is not False
     asked = {"target": target, "inputs": inputs, "classes": classes, "names": own, "size": size, "random": random}
     asked |= {"as_bytes": as_bytes, "val": val, "test": test, "like": like and like.to_dict()}
     items.forms = forms_in(like.options, like.classes) if like else look.forms(names, as_bytes, size)
@@ -328,7 +329,7 @@ class Look:
         look.cost = float(np.median(times or [0.0]))
         return look
 
-    def forms(self, names: Sequence[str], as_bytes: bool, size: Any) -> dict[str, Form]:
+    def forms(self, names: Sequence[str] | Literal[False], as_bytes: bool, size: Any) -> dict[str, Form]:
         if self.error and not self.signs:
             value, rule, fix = why(self.error)
             count = plural(len(self.places), "item")

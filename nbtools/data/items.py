@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 import torch
@@ -191,18 +191,18 @@ class Sign:
             mode = mode_of(value)
             dtype = {"RGB": "|u1", "L": "|u1", "I": "<i4"}.get(mode, "<f4")
             return cls("image", dtype, (value.height, value.width), mode)
-        if name == TARGET:
-            plain = bare(value)
-            if isinstance(plain, str | int):
-                return cls("text" if isinstance(plain, str) else "whole")
-            if plain is None or str(plain) in ("nan", "<NA>", "NaT"):
-                return cls("missing")
+        plain = bare(value) if name == TARGET else ()
+        if isinstance(plain, str):
+            return cls("text")
+        if plain is None or str(plain) in ("nan", "<NA>", "NaT"):
+            return cls("missing")
+        kind = "whole" if isinstance(plain, int) else "array"
         try:
             array = numeric(name, value)
-        except PackError as error:
-            return cls("", error=error.args)
+        except PackError as error:  # a number beyond 64 bits may still name a class
+            return cls("", error=error.args) if kind == "array" else cls(kind)
         exact = array.dtype.kind == "f" and array.ndim > 0 and in_255ths(array) is not None
-        return cls("array", array.dtype.str, array.shape, exact=exact, tensor=isinstance(value, torch.Tensor))
+        return cls(kind, array.dtype.str, array.shape, exact=exact, tensor=isinstance(value, torch.Tensor))
 
 
 @dataclass(frozen=True)
@@ -315,8 +315,11 @@ def forms_in(options: Mapping[str, Any], classes: Sequence[str] = ()) -> dict[st
     return {name: Form.of(form, classes) for name, form in options["forms"].items()}
 
 
-def forms_of(seen: Sequence[Mapping[str, Sign]], names: Sequence[str], as_bytes: bool, size: Any) -> dict[str, Form]:
-    """The form of each column, from items looked at. Raises PackError with a sentence where they have none."""
+def forms_of(
+    seen: Sequence[Mapping[str, Sign]], names: Sequence[str] | Literal[False], as_bytes: bool, size: Any
+) -> dict[str, Form]:
+    """The form of each column, from items looked at. Raises PackError with a sentence where they have none.
+    names: of classes; False: whole numbers are values."""
     keys = common([tuple(signs) for signs in seen])
     if keys is None:
         came = " and ".join(f"({', '.join(keys)})" for keys in dict.fromkeys(map(tuple, seen)))
@@ -334,16 +337,16 @@ def forms_of(seen: Sequence[Mapping[str, Sign]], names: Sequence[str], as_bytes:
     return {key: form_of(key, signs, names, as_bytes, size) for key, signs in columns.items()}
 
 
-def form_of(name: str, signs: Sequence[Sign], names: Sequence[str], as_bytes: bool, size: Any) -> Form:
+def form_of(name: str, signs: Sequence[Sign], names: Sequence[str] | Literal[False], as_bytes: bool, size: Any) -> Form:
     kinds = {sign.kind for sign in signs} - {"missing"}
-    if "text" in kinds or kinds == {"whole"}:
+    if names is not False and ("text" in kinds or kinds == {"whole"}):
         return Form("class", names=tuple(names))
     kind = common(
         [{"whole": "array"}.get(sign.kind, sign.kind) for sign in signs if sign.kind != "missing"] or ["none"]
     )
     if kind not in ("image", "array"):
         raise PackError(f"{name} must be numbers, or images, in all items, got {', '.join(sorted(kinds)) or 'nothing'}")
-    signs = [sign for sign in signs if sign.kind == kind]
+    signs = [sign for sign in signs if sign.kind == kind or (kinds == {"whole"} and sign.dtype)]
     modes = {sign.mode for sign in signs}
     if len(modes) > 1 and modes - {"RGB", "L"}:
         raise PackError(f"{name} must have one depth, got images of the modes {', '.join(sorted(modes))}; convert them")

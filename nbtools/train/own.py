@@ -121,6 +121,10 @@ class Own(Task):
         name = {"classes": "nb.classify", "values": "nb.regress"}
         if not packed_dataset(card) or (came := card.options["kind"]) != self.kind:
             came = f"{name[came]} is for them" if packed_dataset(card) and came in name else "make it with nb.pack"
+            if self.kind == "values" and card.classes and all(map(str.isdecimal, card.classes)):
+                came += (
+                    ". Whole numbers are classes, unless they are packed with nb.pack(…, classes=False), or as floats"
+                )
             raise TrainError(f"{name[self.kind]} needs a pack of nb.pack whose targets are {self.kind}; {came}")
         if self.kind == "values" and card.columns[TARGET].kind == "ragged":
             rule = "nb.regress needs targets of one shape, and these are sequences of any length"
