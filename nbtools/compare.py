@@ -101,11 +101,11 @@ class Comparison:
     def parts(self) -> list[Any]:
         """What a notebook displays: two outputs, since in a saved notebook GitHub shows a picture only if it is an
         output by itself."""
-        from IPython.display import HTML, Image
+        from IPython.display import HTML
 
         picture = self.picture()
         page = "".join(table.html(headers, rows, caption) for caption, headers, rows in self.tables())
-        return [HTML(page), Image(png.draw(picture), retina=True, alt=picture.alt)]
+        return [HTML(page), png.Still(png.draw(picture), picture.alt)]
 
     def _ipython_display_(self) -> None:
         if not in_notebook():

@@ -71,7 +71,8 @@ class Sheet(Figure):
         image = self._repr_png_()
         if image is None:
             return {"text/plain": self.note}
-        return {"image/png": image, "text/plain": repr(self)}, {"image/png": {"alt": self.alt or self.words()}}
+        about = {"alt": self.alt or self.words(), "width": round(100 * self.get_figwidth())}
+        return {"image/png": image, "text/plain": repr(self)}, {"image/png": about}
 
 
 def blank(note: str = "No samples to show: the list of ids is empty.") -> Sheet:

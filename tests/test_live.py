@@ -27,6 +27,7 @@ from person import Act, Log, Person
 from serving import CLASSIC, LAB, Stack, until
 
 import nbtools as nb
+from nbtools.live import png
 from nbtools.train import checkpoint
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -215,7 +216,7 @@ class Visit:
             before = plot.stat().st_mtime_ns
             notebook.click("Save now")
             until(lambda before=before: plot.stat().st_mtime_ns > before, "another picture")
-        images = self.output.locator("img[width='960'], .output_png img")
+        images = self.output.locator(f"img[width='{png.WIDE}'], .output_png img")
         until(images.count, "the picture in the page")
         seen.facts["stills"] = [images.nth(i).is_visible() for i in range(images.count())]
         seen.facts["redrawn"] = notebook.page.evaluate("window.live.isConnected ? window.drawn : 99")

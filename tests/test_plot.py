@@ -15,6 +15,7 @@ import pytest
 from browser import chromium as opened
 from hypothesis import given
 from hypothesis import strategies as st
+from IPython.core.formatters import DisplayFormatter
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
@@ -477,6 +478,14 @@ def test_the_png_has_the_same_charts_on_a_transparent_ground_and_leaves_pyplot_a
     assert image.width == 2 * png.WIDE
     assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
     assert dict(matplotlib.rcParams) == before
+
+
+def test_a_notebook_shows_the_png_at_half_its_pixels_with_what_it_shows_in_words():
+    made = shown(history())
+    data, about = DisplayFormatter().format(png.Still(png.draw(made), made.alt))
+    with Image.open(io.BytesIO(base64.b64decode(data["image/png"]))) as image:
+        assert about["image/png"] == {"width": image.width // 2, "height": image.height // 2, "alt": made.alt}
+    assert data["text/plain"] == made.alt
 
 
 def test_in_a_window_of_900_px_no_text_of_the_png_is_smaller_than_a_pages_notes(monkeypatch):

@@ -206,7 +206,8 @@ def test_a_sweep_is_plain_json_and_shows_picture_and_table_in_a_notebook(found, 
     monkeypatch.setattr("nbtools.measure.sweep.in_notebook", lambda: True)
     monkeypatch.setattr(IPython.display, "display", outputs.append)
     found._ipython_display_()
-    assert [type(output).__name__ for output in outputs] == ["Image", "HTML"]
+    assert [type(output).__name__ for output in outputs] == ["Sheet", "HTML"]
+    assert outputs[0].alt == found.caption()
     assert "<table" in outputs[1].data
 
 

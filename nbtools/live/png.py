@@ -3,11 +3,13 @@ black."""
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 import textwrap
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbtools.live import samples
@@ -26,6 +28,19 @@ HEAD, TITLE, PLOT, AXIS, ROW = 21, 25, 140, 36, 16  # px: heights of a line abov
 IMAGE, LINE = 100, 48  # px: height of a sample, of a long line of text
 CHARTS, SAMPLES = 2, 4  # next to each other
 LETTER, SMALL, WORDS = 0.602, 12, 95  # width of a monospaced letter of its size; that size; letters of a line above
+
+
+@dataclass(frozen=True)
+class Still:
+    """A PNG as a notebook shows it, two pixels a px; alt: what it shows in words, its text and alternative text."""
+
+    image: bytes
+    alt: str
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        width, height = (int.from_bytes(self.image[i : i + 4]) // 2 for i in (16, 20))  # of its first chunk
+        data = {"image/png": base64.b64encode(self.image).decode(), "text/plain": self.alt}
+        return data, {"image/png": {"width": width, "height": height, "alt": self.alt}}
 
 
 def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:

@@ -79,6 +79,7 @@ class Sweep(Report):
         from nbtools.figures import GREY, Sheet
 
         figure = Sheet(figsize=(5.6, 2.8), dpi=200, layout="constrained")
+        figure.alt = self.caption()
         axes = figure.add_subplot(xlabel="learning rate", ylabel="loss per sample", xscale="log")
         if not self.lrs:
             axes.set_title("diverged at once")
@@ -101,9 +102,9 @@ class Sweep(Report):
         """Two outputs, since in a saved notebook GitHub shows a picture only if it is an output by itself."""
         if not in_notebook():
             raise NotImplementedError  # IPython then prints the text
-        from IPython.display import HTML, Image, display
+        from IPython.display import HTML, display
 
-        display(Image(self._repr_png_(), retina=True))
+        display(self.figure())
         display(HTML(self._repr_html_()))
 
 
