@@ -96,7 +96,7 @@ def require_processes(count: int) -> None:
             "or start this without torchrun"
         )
     if count < 1:
-        raise TrainError(f"processes (--processes) must be ≥ 1, got {count}; start one for each GPU")
+        raise TrainError(f"processes (--processes) must be at least 1, got {count}; start one for each GPU")
     name = os.environ.get("NBTOOLS_DEVICE", "cuda")
     devices.require_own(name, count)
     here = torch.cuda.device_count() if name.startswith("cuda") else 0

@@ -134,8 +134,8 @@ def test_mixup_mixes_images_and_targets_alike_and_the_order_of_a_batch_is_all_th
     [
         (["filp"], r"augment has no 'filp'; did you mean flip\?"),
         (["zoom"], r"augment has no 'zoom'; there are crop, flip, rotate, colour, erase, mixup"),
-        ({"rotate": -3}, r"the strength of rotate must be ≥ 0, got -3"),
-        ({"rotate": math.nan}, "must be ≥ 0, got nan"),
+        ({"rotate": -3}, r"the strength of rotate must be at least 0, got -3"),
+        ({"rotate": math.nan}, "must be at least 0, got nan"),
     ],
 )
 def test_a_wrong_name_or_strength_is_answered_in_a_sentence(names, said):

@@ -116,10 +116,10 @@ def test_the_baseline_is_a_plan_to_train_with(train, tmp_path):
     ("words", "sentence"),
     [
         (["--batch-size", "x"], "Plan.batch_size must be a whole number, got 'x'"),
-        (["--warmup-epochs", "-1"], "Plan.warmup_epochs must be ≥ 0, got -1.0"),
+        (["--warmup-epochs", "-1"], "Plan.warmup_epochs must be at least 0, got -1.0"),
         (["--amp", "fp8"], "Plan.amp must be one of off, bf16, fp16, got 'fp8'"),
         (["--batch-size", "5000"], "larger than the train split"),
-        (["--processes", "0"], "processes (--processes) must be ≥ 1, got 0"),
+        (["--processes", "0"], "processes (--processes) must be at least 1, got 0"),
     ],
 )
 def test_a_bad_option_is_one_sentence_and_starts_nothing(train, tmp_path, capsys, words, sentence):
@@ -265,7 +265,7 @@ def test_the_smoke_test_needs_no_data_and_takes_settings(capsys):
     assert main(["train", "toy", "--smoke-test", "--hidden", "24"]) == 0
     assert "364 parameters" in capsys.readouterr().out  # 8·24 + 24 + 2·24 + 24·4 + 4
     assert main(["train", "toy", "--smoke-test", "--hidden", "0"]) == 1
-    assert "hidden must be ≥ 1" in capsys.readouterr().err
+    assert "hidden must be at least 1" in capsys.readouterr().err
 
 
 class Random(toy.Net):

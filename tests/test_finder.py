@@ -83,17 +83,17 @@ def test_a_search_ends_in_time_and_says_what_ended_it(toys):
     short = found(toys, job, seconds=1.0)
     assert job.now < 3.0
     assert not short.complete
-    assert "time ran out" in short.why
+    assert "time ran out" in short.footer()
     flat = found(toys, Job(fixed=0.001, a_sample=0.1))
     assert flat.complete
-    assert "throughput no longer rises" in flat.why
+    assert "throughput no longer rises" in flat.footer()
     for most, why in (
         (6, "no more than 6 were requested"),
         (None, f"the train split has {toys.splits['train']} samples"),
     ):
         asked = found(toys, Job(fixed=100.0), seconds=1e6, most=most)
         assert max(row.batch_size for row in asked.rows) <= (most or toys.splits["train"])
-        assert why in asked.why
+        assert why in asked.footer()
 
 
 @pytest.mark.parametrize(("most", "largest"), [(2, 2), (5, 4), (20, 16), (63, 48)])
@@ -102,8 +102,8 @@ def test_what_does_not_fit_is_never_chosen(most, largest, toys):
     assert report.batch_size == largest
     assert all(row.fits == (row.batch_size <= most) for row in report.rows)
     assert any(not row.fits for row in report.rows)
-    assert "does not fit" in report.why
-    assert "memory" in report.why
+    assert "does not fit" in report.footer()
+    assert "memory" in report.footer()
 
 
 class WithoutBatchNorm(Job):
@@ -117,7 +117,7 @@ class WithoutBatchNorm(Job):
 def test_one_sample_is_tried_where_two_do_not_fit_but_not_with_batch_norm(toys):
     report = found(toys, WithoutBatchNorm(most=1))
     assert report.batch_size == 1
-    assert "two samples do not fit" in report.why
+    assert "two samples do not fit" in report.footer()
     with pytest.raises(TrainError, match="two samples do not fit, and BatchNorm cannot train on one"):
         found(toys, Job(most=1))
     job = Job(fixed=0.1)
@@ -143,9 +143,11 @@ def test_a_limit_in_bytes_is_kept_with_headroom(packs, monkeypatch):
     row = next(row for row in report.rows if row.batch_size == report.batch_size)
     assert row.memory is not None
     assert row.memory <= 0.9 * 5 * 2**20
-    assert "the limit given, 10 % kept free" in report.why
+    assert "the limit given, 10 % kept free" in report.footer()
     assert report.micro_batch_size == report.batch_size
-    assert f"the plan's 256 does not fit at once: forward passes of {report.batch_size}, lr unchanged" in report.why
+    assert (
+        f"the plan's 256 does not fit at once: forward passes of {report.batch_size}, lr unchanged" in report.footer()
+    )
     with pytest.raises(TrainError, match="not even one sample fits"):
         limited(1000, seconds=0.5)
 
@@ -154,7 +156,7 @@ def test_a_report_is_plain_values_and_a_table_with_its_evidence(toys):
     report = find_batch(toy, toys, toy.PLAN, CPU, seconds=0.2, most=16)
     assert BatchReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
     assert "chosen" in str(report)
-    assert f"batch {report.batch_size}: " in report.why
+    assert f"{report.batch_size} is " in report.footer()
     assert "<table" in report._repr_html_()
 
 

@@ -137,7 +137,7 @@ def test_a_task_that_other_processes_cannot_import_is_refused_in_a_sentence(pack
         nb.launch(Cell, pack, toy.PLAN, processes=2)
     with pytest.raises(TrainError, match="has no name there"):
         nb.launch(toy.with_(), pack, toy.PLAN, processes=2)
-    with pytest.raises(TrainError, match=r"processes \(--processes\) must be ≥ 1, got 0; start one"):
+    with pytest.raises(TrainError, match=r"processes \(--processes\) must be at least 1, got 0; start one"):
         nb.launch(toy, pack, toy.PLAN, processes=0)
     assert not Path("runs").exists()
 

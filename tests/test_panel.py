@@ -137,12 +137,12 @@ def shared() -> Panel:
 @pytest.mark.parametrize(
     ("name", "text", "rule"),
     [
-        ("lr", "-1", "lr must be &gt; 0, got -1.0"),
+        ("lr", "-1", "lr must be greater than 0, got -1.0"),
         ("lr", "fast", "lr must be a number, got &#x27;fast&#x27;"),
         ("epochs", "", "epochs must be a whole number"),
-        ("alpha", "1.5", "alpha must be ≤ 1"),
+        ("alpha", "1.5", "alpha must be at most 1"),
         ("betas", "0.9", "betas must be 2 values"),
-        ("micro_batch_size", "128", "micro_batch_size must be ≤ batch_size (64)"),
+        ("micro_batch_size", "128", "micro_batch_size must be at most batch_size (64)"),
         ("seed", EVIL, "&lt;img src=x onerror=alert(1)&gt;"),
     ],
 )
@@ -158,7 +158,7 @@ def test_a_value_that_breaks_a_rule_shows_the_rule_and_changes_nothing(name, tex
 def test_a_rule_between_fields_is_shown_next_to_the_changed_one_and_correcting_either_helps():
     made = panel(epochs=20, warmup_epochs=5.0)
     made.fields["epochs"].value = "3"
-    assert "warmup_epochs must be ≤ epochs (3)" in made.form.notes["epochs"].value
+    assert "warmup_epochs must be at most epochs (3)" in made.form.notes["epochs"].value
     made.fields["seed"].value = "7"
     assert (made.plan.seed, made.plan.epochs) == (7, 20), "a wrong field holds no other up"
     made.fields["warmup_epochs"].value = "2"

@@ -43,11 +43,11 @@ def broken(name: str) -> list[tuple[object, str]]:
     if rule["choices"]:
         cases += [("no such word", f"must be one of {', '.join(rule['choices'])}, got 'no such word'")]
     if rule["least"] is not None:
-        cases += [(wrap(rule["least"] - beside), f"must be ≥ {rule['least']}, got {rule['least'] - beside}")]
+        cases += [(wrap(rule["least"] - beside), f"must be at least {rule['least']}, got {rule['least'] - beside}")]
     if rule["above"] is not None:
-        cases += [(wrap(float(rule["above"])), f"must be > {rule['above']}, got {float(rule['above'])}")]
+        cases += [(wrap(float(rule["above"])), f"must be greater than {rule['above']}, got {float(rule['above'])}")]
     if rule["most"] is not None:
-        cases += [(wrap(rule["most"] + beside), f"must be ≤ {rule['most']}, got {rule['most'] + beside}")]
+        cases += [(wrap(rule["most"] + beside), f"must be at most {rule['most']}, got {rule['most'] + beside}")]
     if kind is not bool:
         cases += [(wrap(True), "got True")]
     if kind is float:
@@ -67,9 +67,12 @@ def test_every_rule_of_every_field_refuses_by_field_rule_and_what_came(name, val
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [
-        ({"batch_size": 8, "micro_batch_size": 9}, r"micro_batch_size must be ≤ batch_size \(8\), got 9; lower it"),
-        ({"lr": 1e-3, "min_lr": 1e-2}, r"min_lr must be ≤ lr \(0.001\), got 0.01; lower it"),
-        ({"epochs": 2, "warmup_epochs": 3}, r"warmup_epochs must be ≤ epochs \(2\), got 3; lower it"),
+        (
+            {"batch_size": 8, "micro_batch_size": 9},
+            r"micro_batch_size must be at most batch_size \(8\), got 9; lower it",
+        ),
+        ({"lr": 1e-3, "min_lr": 1e-2}, r"min_lr must be at most lr \(0.001\), got 0.01; lower it"),
+        ({"epochs": 2, "warmup_epochs": 3}, r"warmup_epochs must be at most epochs \(2\), got 3; lower it"),
         ({"betas": (0.9,)}, r"betas must be 2 values, got \(0.9,\)"),
         ({"betas": 0.9}, "betas must be 2 values, got 0.9"),
         ({"scales": 1.0}, "scales must be several values, got 1.0"),

@@ -229,10 +229,10 @@ def test_the_plan_of_a_run_has_two_homes_what_is_wanted_and_what_is_applied(pack
 REFUSED = (
     ('{"feed": "workers"}', "Plan.feed cannot change in a started run"),
     ('{"batch_size": 100000}', "larger than the train split"),
-    ('{"lr": -1}', "Plan.lr must be > 0, got -1"),
+    ('{"lr": -1}', "Plan.lr must be greater than 0, got -1"),
     ('{"lrr": 1}', "did you mean lr"),
     ('{"do": "explode"}', "pause, resume, stop, evaluate, save, profile, best, undo, got 'explode'"),
-    ('{"do": "stop", "lr": -1}', "Plan.lr must be > 0"),
+    ('{"do": "stop", "lr": -1}', "Plan.lr must be greater than 0"),
     ('{"lr": 1000}', 'lr 1000 is 100,000× the advised 0.01; to apply it anyway add "force": true'),
     ('{"do": "stop", "lr": 1000, "force": false}', "lr 1000 is 100,000× the advised 0.01"),
     ('{"lr": 1000, "force": "yes"}', "\"force\" must be true or false, got 'yes'"),

@@ -320,7 +320,7 @@ def test_another_network_comes_with_the_settings_that_it_learns_better_with(pack
         ({"ohem_threshold": 0.0}, r"Plan\.ohem_threshold must be"),
         ({"eval_scales": (1.0, 0.0)}, r"Plan\.eval_scales must be"),
         ({"network": "unet"}, r"Plan\.network must be"),
-        ({"scale_high": 0.5}, r"Plan\.scale_low must be ≤ scale_high \(0\.5\), got 1; lower it or raise"),
+        ({"scale_high": 0.5}, r"Plan\.scale_low must be at most scale_high \(0\.5\), got 1; lower it or raise"),
         ({"eval_scales": ()}, r"Plan\.eval_scales must name at least one zoom, got none"),
     ],
 )

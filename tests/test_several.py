@@ -257,7 +257,7 @@ def test_two_processes_measure_the_slowest_share_and_the_all_reduce_and_the_resu
 
 
 def test_what_cannot_be_measured_says_so(pack, monkeypatch):
-    with pytest.raises(nb.NbtoolsError, match="processes must be ≥ 1, got 0"):
+    with pytest.raises(nb.NbtoolsError, match="processes must be at least 1, got 0"):
         nb.advise(toy, pack, measure=False, processes=0)
     with pytest.raises(nb.NbtoolsError, match=r"can import, got .*has no name there.*; write it to a file"):
         several.find_scaling(SimpleNamespace(**vars(toy)), pack, [toy.PLAN], 2)

@@ -457,7 +457,7 @@ def test_an_answer_is_the_models_likeliest_gloss_on_the_window_so_far(pack, netw
         assert one.seconds > 0
     short = {name: clip[name][:3] for name in read}
     assert [one.frame for one in sign.stream(model, pack, plan, short, every=5)] == [3]
-    with pytest.raises(PlanError, match="must be ≥ 1 frame"):
+    with pytest.raises(PlanError, match="must be at least 1 frame"):
         next(sign.stream(model, pack, plan, clip, window=0))
 
 

@@ -191,7 +191,7 @@ def test_in_a_flat_valley_its_beginning_counts_and_not_where_noise_is_least():
 def test_a_range_that_is_none_and_too_few_steps_are_refused(pack, low, high):
     with pytest.raises(TrainError, match="lr_sweep needs 0 < low < high"):
         lr_sweep(toy, pack, toy.PLAN, low=low, high=high)
-    with pytest.raises(TrainError, match="steps must be ≥ 25"):
+    with pytest.raises(TrainError, match="steps must be at least 25"):
         lr_sweep(toy, pack, toy.PLAN, steps=10)
 
 

@@ -269,6 +269,6 @@ class Panel:
 
 
 def blamed(error: Exception, changed: Iterable[str]) -> str:
-    """The changed field that an error names (`Plan.warmup_epochs must be ≤ epochs (3)`), else the last changed."""
+    """The changed field that an error names (`Plan.min_lr must be at most lr (0.1)`), else the last changed."""
     names = list(changed)
     return next((word for word in re.findall(r"\w+", str(error)) if word in names), names[-1] if names else "")

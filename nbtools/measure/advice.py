@@ -19,7 +19,7 @@ import torch
 
 from nbtools import disk
 from nbtools.data import Card, Pack, choose, cores, phase, work
-from nbtools.errors import DiskError, TrainError
+from nbtools.errors import DiskError, TrainError, sentence
 from nbtools.measure.batch import BatchReport, find_batch
 from nbtools.measure.machine import machine
 from nbtools.measure.presets import preset
@@ -139,7 +139,7 @@ class Advice(Report):
         return f"{text}\n\n{self.scaling}" if self.scaling else text
 
     def caption(self) -> str:
-        return " ".join(filter(None, [self.length(), self.verdict and f"{self.verdict.sentence}.", self.note]))
+        return " ".join(filter(None, [self.length(), self.verdict and sentence(self.verdict.sentence), self.note]))
 
     def _repr_html_(self) -> str:
         return super()._repr_html_() + (self.scaling._repr_html_() if self.scaling else "")
@@ -185,7 +185,7 @@ def advise(
         )
     task = as_task(task)
     if processes < 1:
-        raise TrainError(f"processes must be ≥ 1, got {processes}; leave it out for one")
+        raise TrainError(f"processes must be at least 1, got {processes}; leave it out for one")
     made = known_or_measured(task, pack, measure, seconds, compiling, clock)
     scaling = scaled(task, pack, made, processes, measure, seconds, clock) if processes > 1 else None
     presets = {name: preset(task, pack, name) for name in task.PRESETS}
@@ -266,10 +266,18 @@ def measured(task: Task, pack: Pack, thumb: Advice, seconds: float, compiling: b
     plan = by_rules(task, pack, found).plan
     phase("batch size")
     batches = find_batch(task, pack, plan, None, seconds, enough(pack.card), clock)
-    evidence["batch_size"] = f"not chosen on speed alone: {batches.why}"
-    if "batch_size" not in own and conclusive(batches, plan):
-        found["batch_size"] = batches.batch_size, "the smallest within 5 % of the best rate"
-        evidence["batch_size"] = batches.why
+    evidence["batch_size"] = f"Measured: {batches.why}"
+    if "batch_size" in own and plan.batch_size != batches.batch_size:
+        why = (
+            "small batches learn better here"
+            if plan.batch_size < batches.batch_size
+            else "the task is known to need it"
+        )
+        evidence["batch_size"] += f"; {plan.batch_size} is kept because {why}"
+    elif "batch_size" not in own and conclusive(batches, plan):
+        found["batch_size"] = batches.batch_size, "the smallest that is nearly as fast as the fastest"
+    elif "batch_size" not in own:
+        evidence["batch_size"] += f"; {plan.batch_size} is kept because the time did not reach to try it"
     if batches.micro_batch_size is not None:
         found["micro_batch_size"] = batches.micro_batch_size, "the whole batch does not fit at once"
     plan, crew = by_rules(task, pack, found).plan, None

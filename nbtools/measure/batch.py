@@ -24,6 +24,7 @@ from nbtools.errors import TrainError
 from nbtools.measure import memory
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import EAGER, Clock, Stepper, typical, untouched
+from nbtools.table import percent
 from nbtools.train import Plan, TaskLike, attempt, clear_gradients, readable, release
 from nbtools.train import device as devices
 
@@ -66,6 +67,7 @@ class Row:
 class BatchReport(Report):
     """A batch size and its evidence. Shows as a table.
 
+    why: what was measured, in a few words; details: how far the search went.
     micro_batch_size: samples a forward pass for the plan's own batch size where that does not fit at once, else None.
     complete: whether something other than time ended the search for larger sizes.
     """
@@ -75,6 +77,7 @@ class BatchReport(Report):
     rows: tuple[Row, ...]
     why: str
     complete: bool
+    details: str = ""
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
         best = max(row.samples_per_s for row in self.rows)
@@ -89,7 +92,7 @@ class BatchReport(Report):
         return ("batch", "samples/s", "of the best", "memory", ""), rows
 
     def footer(self) -> str:
-        return self.why
+        return f"{self.why}; {self.details}" if self.details else self.why
 
 
 def find_batch(
@@ -366,19 +369,19 @@ class Search:
         size, wanted = choice.batch_size, self.plan.batch_size
         micro = size if wanted > size and self.too_much(self.predicted(wanted)) else None
         rows = tuple(self.rows[size] for size in sorted(self.rows))
-        return BatchReport(size, micro, rows, self.why(choice, micro), self.ended != LATE)
+        return BatchReport(size, micro, rows, self.why(choice), self.ended != LATE, self.details(choice, micro))
 
-    def why(self, choice: Choice, micro: int | None) -> str:
-        """One sentence with the figures."""
+    def why(self, choice: Choice) -> str:
         best, found = self.rows[choice.best], self.rows[choice.batch_size]
-        text = f"batch {choice.batch_size}: "
         if found is best:
-            text += f"the best rate found, {median(found.rates):,.0f} samples/s"
-        else:
-            text += f"{choice.ratio:.0%} of the best rate, at batch {choice.best}"
-            text += f", with {found.memory / best.memory:.0%} of its memory" if found.memory and best.memory else ""
+            return f"{found.batch_size} is the fastest"
+        share = f" with {percent(found.memory / best.memory)} of its memory" if found.memory and best.memory else ""
+        return f"{found.batch_size} is nearly as fast as the fastest ({best.batch_size}){share}"
+
+    def details(self, choice: Choice, micro: int | None) -> str:
+        """How far the search went, and what may be doubted."""
         largest = max(c.batch_size for c in self.rows.values() if c.first or c.rates)
-        text += f"; none above {largest} was timed: {self.ended}"
+        text = f"none above {largest} was timed: {self.ended}"
         if micro is not None:
             text += f"; the plan's {self.plan.batch_size} does not fit at once: forward passes of {micro}, lr unchanged"
         text += "" if choice.clear else "; a close call: another measurement may choose a neighbour"

@@ -30,7 +30,7 @@ from nbtools.measure import memory
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import Clock, Stepper, epoch_batches, finish, typical
-from nbtools.table import size, timing
+from nbtools.table import percent, size, timing
 from nbtools.train import (
     DTYPES,
     Batch,
@@ -81,7 +81,7 @@ class Tried:
             return f", it fails ({self.failed})"
         if self.agrees or self.drift is None:
             return ""
-        far = f"differs by {self.drift:.0%}" if math.isfinite(self.drift) else "is not a number"
+        far = f"differs by {percent(self.drift)}" if math.isfinite(self.drift) else "is not a number"
         return f", but its loss {far}"
 
 

@@ -127,7 +127,7 @@ def lr_sweep(
     if not 0 < low < high < math.inf:
         raise TrainError(f"lr_sweep needs 0 < low < high, got low={low:g}, high={high:g}; the defaults suit most tasks")
     if steps < LEAST_STEPS:
-        raise TrainError(f"lr_sweep's steps must be ≥ {LEAST_STEPS} to draw a curve through noise, got {steps}")
+        raise TrainError(f"lr_sweep's steps must be at least {LEAST_STEPS} to draw a curve through noise, got {steps}")
     where = torch.device(device) if device is not None else devices.pick()
     with work("sweeping the learning rate", steps=seconds), untouched(where):
         climb = Climb(task, pack, plan, where)

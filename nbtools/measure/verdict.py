@@ -14,7 +14,7 @@ from typing import Any
 from nbtools.measure.profile import StepProfile, Tried, shown
 from nbtools.measure.report import Report
 from nbtools.measure.trials import own_settings, without_augmentation
-from nbtools.table import timing
+from nbtools.table import percent, timing
 from nbtools.train import Plan
 
 WORTH = 1.1  # a smaller gain is within the noise of such a measurement: rule of thumb (ours)
@@ -71,10 +71,10 @@ def verdict(profile: StepProfile, plan: Plan, fixed: Collection[str] = ()) -> Ve
     possible = [*measured(profile, plan), *computed(profile, plan), *evaluating(profile, plan)]
     options = [option for option in possible if not set(option.change) & set(fixed)]
     best = chosen([option for option in options if option.whole >= WORTH])
-    text = f"{bound.capitalize()}-bound: {because(profile, bound)}; {advised(best, profile)}"
+    text = f"{because(profile, bound)} {advised(best, profile)}"
     if profile.most > BUSY * profile.least:
         spread = f"{profile.least:,.0f} to {profile.most:,.0f} samples/s"
-        text += f"; rounds varied from {spread}: measure again on a quiet machine"
+        text += f" Rounds varied from {spread}: measure again on a quiet machine."
     evidence = {"options": [dataclasses.asdict(option) for option in options]}
     return Verdict(bound, text, best and (best.change or None), best and best.gain, evidence)
 
@@ -90,31 +90,35 @@ def bound_by(profile: StepProfile) -> str:
 
 
 def because(profile: StepProfile, bound: str) -> str:
-    step = f"of a step of {timing(profile.step_s)}"
+    step, device = f"of each {timing(profile.step_s)} step", "processor" if profile.device_type == "cpu" else "GPU"
     if bound == "data":
-        return f"{profile.wait:.0%} {step} waits for data, {profile.ceiling_ratio:.0%} of the ceiling is reached"
+        reached = f"{percent(profile.ceiling_ratio)} of the speed without waiting is reached"
+        return f"The data is the limit: training waits for it {percent(profile.wait)} {step}; {reached}."
+    if bound == "launch" and device == "GPU":
+        return f"The launches are the limit: the GPU waits for them {percent(profile.host)} {step}."
     if bound == "launch":
-        what = "is launching its operations" if profile.device_type == "cuda" else "does not grow with the batch"
-        return f"{profile.host:.0%} {step} {what}, the device is busy for {profile.device:.0%}"
-    products = f"matrix products need {profile.arithmetic:.0%} of that at the rate measured here"
-    rest = "" if bound == "compute" else ", the rest moves tensors"
-    return f"the device is busy for {profile.device:.0%} {step}; {products}{rest}"
+        return f"The fixed cost is the limit: {percent(profile.host)} {step} does not grow with the batch."
+    if bound == "compute":
+        return f"The {device} is the limit: busy {percent(profile.device)} {step}."
+    products = f"matrix products need {percent(profile.arithmetic)} of that, the rest moves tensors"
+    return f"Memory is the limit: the {device} is busy {percent(profile.device)} {step}; {products}."
 
 
 def advised(option: Option | None, profile: StepProfile) -> str:
-    """The change, or if none is worth it, those that were tried and the gain of each."""
+    """The change; if none is worth it, how many were tried, and those that were faster but are no choice."""
     if option is not None:
-        most, otherwise = "" if option.exact else "up to ", "" if option.same else "; it changes what is learned"
-        return f"{option.name} makes training {most}{option.gain:.2g}× as fast ({option.reason}){otherwise}"
-    bar, count = f"{100 * (WORTH - 1):.0f} % faster", len(profile.trials)
-    tried = f"none of the {count} changes tried was {bar}: " if count > 1 else f"the one change tried was not {bar}: "
-    tried = tried + ", ".join(map(outcome, profile.trials)) if count else "no change of a setting was tried"
-    left = ", ".join(shown(change) for change in profile.untried)
-    return tried + (f"; not tried for lack of time or memory: {left}" if left else "")
+        most, otherwise = "" if option.exact else "up to ", "" if option.same else " It changes what is learned."
+        return f"{option.name} makes training {most}{option.gain:.2g}× as fast ({option.reason}).{otherwise}"
+    count, left = len(profile.trials), ", ".join(shown(change) for change in profile.untried)
+    doubtful = ", ".join(outcome(trial) for trial in profile.trials if trial.failed or trial.ratio >= WORTH)
+    who, no = ("The one change", " not") if count == 1 else (f"None of the {count} changes", "")
+    tried = f"{who} tried was{no} {percent(WORTH - 1)} faster"
+    tried = f"{who} tried is{no} worth it: {doubtful}" if doubtful else tried if count else "No change was tried"
+    return f"{tried}." + (f" Not tried, for lack of time or memory: {left}." if left else "")
 
 
 def outcome(trial: Tried) -> str:
-    """A change that was tried, how much faster it was, and why it is not worth it despite its ratio."""
+    """A change that was tried, how much faster it was, and why it is no choice despite its ratio."""
     if trial.failed:
         return f"{shown(trial.change)}{trial.objection}"
     spread = f" (but {trial.low:.2f}–{trial.high:.2f})" if trial.ratio >= WORTH and trial.low <= 1 else ""

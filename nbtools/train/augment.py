@@ -99,7 +99,7 @@ def strengths(names: Collection[str] | Mapping[str, float]) -> dict[str, float]:
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
             raise TrainError(f"augment has no {name!r}; {hint}")
         if not strength >= 0:
-            raise TrainError(f"augment: the strength of {name} must be ≥ 0, got {strength!r}")
+            raise TrainError(f"augment: the strength of {name} must be at least 0, got {strength!r}")
     return found
 
 

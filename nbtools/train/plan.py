@@ -116,7 +116,7 @@ class Plan:
         ):
             value, bound = getattr(self, name), getattr(self, most)
             if value is not None and value > bound:
-                raise PlanError(f"Plan.{name} must be ≤ {most} ({shown(bound)}), got {shown(value)}; {advice}")
+                raise PlanError(f"Plan.{name} must be at most {most} ({shown(bound)}), got {shown(value)}; {advice}")
 
     @property
     def parted(self) -> bool:
@@ -353,7 +353,7 @@ def shown(value: Any) -> str:
 
 # -- values
 
-RULES = {"least": ("≥", operator.ge), "above": (">", operator.gt), "most": ("≤", operator.le)}
+RULES = {"least": ("at least", operator.ge), "above": ("greater than", operator.gt), "most": ("at most", operator.le)}
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 

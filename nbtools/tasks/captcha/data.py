@@ -60,7 +60,7 @@ def pack(
     if case not in CASES:
         raise PackError(f"case must be one of {', '.join(CASES)}, got {case!r}")
     if height < 16:
-        raise PackError(f"height must be ≥ 16, got {height}: the network halves it three times")
+        raise PackError(f"height must be at least 16, got {height}: the network halves it three times")
     alphabet = None if classes is None else "".join(characters(classes))
     options = {"label": label, "layout": layout, "height": height, "case": case, "classes": alphabet}
     return build_pack(source, "captcha", options, survey, read, val=val, test=test, into=into, progress=progress)

@@ -98,7 +98,9 @@ def search(
 ) -> list[str]:
     """The best text of each line. Raises PlanError on an impossible setting, or a language model of other classes."""
     if width < 1 or alpha < 0 or not math.isfinite(alpha) or not math.isfinite(beta):
-        raise PlanError(f"beam: width must be ≥ 1, alpha ≥ 0 and beta a number, got {width}, {alpha} and {beta}")
+        raise PlanError(
+            f"beam: width must be at least 1, alpha at least 0 and beta a number, got {width}, {alpha} and {beta}"
+        )
     if lm is not None and lm.classes != tuple(classes):
         raise PlanError(
             f"beam: the language model has {len(lm.classes)} different classes; train it with the pack's classes"

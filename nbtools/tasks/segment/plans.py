@@ -75,7 +75,7 @@ class Plan(BasePlan):
         super().__post_init__()
         if self.scale_low > self.scale_high:
             raise PlanError(
-                f"Plan.scale_low must be ≤ scale_high ({self.scale_high:g}), got {self.scale_low:g}; "
+                f"Plan.scale_low must be at most scale_high ({self.scale_high:g}), got {self.scale_low:g}; "
                 "lower it or raise scale_high"
             )
         if not self.eval_scales:

@@ -148,7 +148,7 @@ def stream(
     """A prediction every `every` frames, each from the last `window` frames, as for a camera. `frame` counts from the
     clip's start. Raises PlanError for a window or a pace of less than one frame."""
     if window < 1 or every < 1:
-        raise PlanError(f"stream: window and every must be ≥ 1 frame, got {window} and {every}")
+        raise PlanError(f"stream: window and every must be at least 1 frame, got {window} and {every}")
     frames = len(clip[inputs(plan, clip)[0]])
     for end in range(min(every, frames), frames + 1, every):
         part = {name: values[max(0, end - window) : end] for name, values in clip.items() if name != "label"}
