@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import nbtools as nb
 from nbtools.__main__ import main
 from nbtools.errors import CheckpointError, PackError, TrainError
-from nbtools.live.view import Previews
+from nbtools.live.samples import Previews
 from nbtools.measure import receipt
 from nbtools.measure.advice import label
 from nbtools.train import Answer, build, call_of, import_task

@@ -521,10 +521,10 @@ def test_the_png_shows_the_samples_below_the_charts():
 def test_in_the_png_a_letter_without_a_font_is_its_code_point_and_a_long_text_is_broken(monkeypatch, drawn):
     monkeypatch.setattr(fonts, "system", list)
     png.draw(shown(history()), [Preview(CAPTCHA, "手a", "手b"), Preview(CAPTCHA, "ab" * 40, "ab" * 40)])
-    short, long = [(text.split("\n"), colour) for text, colour in drawn if text.startswith("TRU")]
-    assert short == (["TRU U+624Ba", "PRE U+624Bb", "          ^"], chart.VERMILLION)
+    short, long = [(text.split("\n"), colour) for text, colour in drawn if text.startswith("truth")]
+    assert short == (["truth     U+624Ba", "predicted U+624Bb", "                ^"], chart.VERMILLION)
     assert long[1] == chart.GREEN
-    assert "".join(line[4:] for line in long[0] if line.startswith("TRU")) == "ab" * 40
+    assert "".join(line[10:] for line in long[0] if line.startswith("truth")) == "ab" * 40
     assert max(map(len, long[0])) * png.LETTER * png.SMALL <= png.WIDE / png.SAMPLES
 
 
@@ -544,13 +544,13 @@ def test_a_thumbnail_has_no_more_pixels_than_the_screen_shows(image, pixels):
 @pytest.mark.parametrize(
     ("truth", "predicted", "said"),
     [
-        ("abc", "abc", "TRU abc PRE abc ✓"),
-        ("abc", "", "TRU [abc] PRE –"),
-        ("abc", "xabc", "TRU abc PRE [x]abc"),
-        ("Qm3pZ", "Om3p", "TRU [Q]m3p[Z] PRE [O]m3p"),
-        ("手写中文", "手与中文", "TRU 手[写]中文 PRE 手[与]中文"),
-        ("", "abc", "PRE abc"),
-        (EVIL, "", f"TRU [{EVIL}] PRE –"),
+        ("abc", "abc", "truth abc predicted abc ✓"),
+        ("abc", "", "truth [abc] predicted –"),
+        ("abc", "xabc", "truth abc predicted [x]abc"),
+        ("Qm3pZ", "Om3p", "truth [Q]m3p[Z] predicted [O]m3p"),
+        ("手写中文", "手与中文", "truth 手[写]中文 predicted 手[与]中文"),
+        ("", "abc", "predicted abc"),
+        (EVIL, "", f"truth [{EVIL}] predicted –"),
     ],
 )
 def test_what_was_not_read_and_what_was_misread_are_underlined_and_a_right_answer_has_a_tick(truth, predicted, said):
@@ -559,28 +559,28 @@ def test_what_was_not_read_and_what_was_misread_are_underlined_and_a_right_answe
     for wrong in tree.iter("u"):
         wrong.text = f"[{wrong.text}]"
     assert " ".join("".join(part.itertext()) for part in tree.iter("div") if part.find("span") is not None) == (
-        said.replace("TRU ", "TRU").replace("PRE ", "PRE")
+        said.replace("truth ", "truth").replace("predicted ", "predicted")
     )
     assert [item.get("onerror") for item in tree.iter("img")] == [None]
 
 
 def test_in_a_terminal_wrong_characters_are_marked_below_truth_and_prediction():
     said = samples.text([Preview(LINE, "手写中文ab", "手与文cab")], 80)
-    assert said == ["TRU 手写中文 ab", "PRE 手与  文cab", "      ^^^^  ^"]
-    assert samples.text([Preview(LINE, "手写", "手写")], 80) == ["TRU 手写", "PRE 手写 ✓"]
-    assert samples.text([Preview(LINE), Preview(LINE, "", "手")], 80) == ["PRE 手"]
-    assert samples.text([Preview(LINE, "a", "\x1b[2Ja")], 60)[1] == r"PRE \x1b[2Ja", "no command to the terminal"
+    assert said == ["truth     手写中文 ab", "predicted 手与  文cab", "            ^^^^  ^"]
+    assert samples.text([Preview(LINE, "手写", "手写")], 80) == ["truth     手写", "predicted 手写 ✓"]
+    assert samples.text([Preview(LINE), Preview(LINE, "", "手")], 80) == ["predicted 手"]
+    assert samples.text([Preview(LINE, "a", "\x1b[2Ja")], 60)[1] == r"predicted \x1b[2Ja", "no command to the terminal"
     long = samples.text([Preview(LINE, "手写" * 30, "手写" * 30)], 60)
     assert max(map(columns, long)) <= 60
-    assert "".join(line[4:] for line in long if line.startswith("TRU")) == "手写" * 30
+    assert "".join(line[10:] for line in long if line.startswith("truth")) == "手写" * 30
     assert len(samples.text([Preview(CAPTCHA, "ab", "ax")] * 20, 60)) == 3 * samples.SHOWN
 
 
 def test_a_name_is_wrong_as_a_whole_however_many_letters_it_shares():
     taken = Preview(LINE, "number 1a", "number 1b", whole=True)
-    assert samples.text([taken], 80) == ["TRU number 1a", "PRE number 1b", "    ^^^^^^^^^"]
+    assert samples.text([taken], 80) == ["truth     number 1a", "predicted number 1b", "          ^^^^^^^^^"]
     assert "<u>number 1a</u>" in samples.html([taken])
-    assert samples.text([Preview(LINE, "number 1a", "number 1a", whole=True)], 80)[1] == "PRE number 1a ✓"
+    assert samples.text([Preview(LINE, "number 1a", "number 1a", whole=True)], 80)[1] == "predicted number 1a ✓"
 
 
 @pytest.fixture

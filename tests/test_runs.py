@@ -4,20 +4,24 @@ import os
 import re
 import shutil
 from html import unescape
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
+import torch
 import toy
 from acting import QUIET
 from IPython.lib.pretty import pretty
 
 import nbtools as nb
-from nbtools.errors import CheckpointError
+from nbtools.errors import CheckpointError, TrainError
 from nbtools.frame import Frame
-from nbtools.live import picker
+from nbtools.live import Surface, picker
+from nbtools.live.samples import POOL, SAMPLES, WORST, Choice, Previews
 from nbtools.run import lock
 from nbtools.table import number
-from nbtools.train import Record, checkpoint
+from nbtools.train import Record, as_task, checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +152,80 @@ def test_ticked_runs_are_compared_below_the_table_of_a_notebook(folder):
         "text/html",
         "image/png",
     ]
+
+
+def tinted(pack, i, answer):
+    """The picture of sample i, all of one value: which one it is."""
+    return np.full((4, 4), i % 256, np.uint8), "abcd"[int(pack.sample(i)["label"][0])], answer
+
+
+@pytest.fixture
+def previews(pack):
+    state = nb.TrainState(as_task(toy.with_(preview=tinted)), pack, toy.PLAN)
+    return Previews(state, pack)
+
+
+def shown(previews):
+    return [int(one.image[0, 0]) for one in previews.now()]
+
+
+def test_the_worst_samples_are_those_of_the_highest_loss_and_the_first_are_spread_over_the_split(previews, pack):
+    ids = [int(i) for i in pack.ids("val")]
+    assert len(ids) < POOL, "all of them are looked at"
+    spread = shown(previews)
+    assert (spread[0], spread[-1], len(spread)) == (ids[0] % 256, ids[-1] % 256, SAMPLES)
+    assert shown(previews) == spread, "the same each time"
+    state, found = previews.state, {}
+    for i in ids:  # one by one, by torch
+        logits = state.evaluated.eval()({"x": torch.from_numpy(pack.sample(i)["x"])[None]})
+        found[i] = float(
+            torch.nn.functional.cross_entropy(logits.detach(), torch.tensor(pack.sample(i)["label"]).long())
+        )
+    previews.choose(WORST)
+    assert shown(previews) == [i % 256 for i in sorted(ids, key=found.__getitem__)[::-1][:SAMPLES]]
+
+
+def test_chosen_samples_are_shown_in_their_order_and_one_that_the_pack_lacks_is_refused(previews, pack):
+    previews.choose([7, 3])
+    assert shown(previews) == [7, 3]
+    with pytest.raises(
+        TrainError, match=rf"sample {len(pack)} is not in the pack; choose ids from 0 to {len(pack) - 1}"
+    ):
+        previews.choose([3, len(pack)])
+    assert previews.which == [7, 3]
+
+
+def test_the_controls_of_samples_say_what_is_chosen():
+    chosen: list[Any] = []
+    made = Choice("first", chosen.append)
+    made.kind.value = WORST
+    made.kind.value = ""
+    assert made.numbers.layout.visibility == "visible"
+    made.numbers.value = "12, 40; x"
+    assert chosen == [WORST, [12, 40]]
+    again = Choice([12, 40], chosen.append)
+    assert (again.kind.value, again.numbers.value) == ("", "12, 40")
+
+
+def test_samples_chosen_while_it_trains_are_kept_when_the_run_resumes_and_are_shown_at_once(
+    pack, tmp_path, capsys, monkeypatch
+):
+    plan, listen, wanted = toy.PLAN.replace(epochs=2), Surface.listen, [[9999], [7, 3]]
+
+    def clicked(surface):
+        if wanted:
+            surface.choose(wanted.pop())
+        return listen(surface)
+
+    monkeypatch.setattr(Surface, "listen", clicked)
+    first = nb.fit(toy, pack, plan.replace(epochs=1), tmp_path / "run", receipt=False)
+    assert any("sample 9999 is not in the pack" in event for event in first.events)
+    assert checkpoint.read_index(first.folder)["samples"] == [7, 3]
+    truth = ["abcd"[int(pack.sample(i)["label"][0])] for i in (7, 3)]
+    assert truths(capsys.readouterr().err)[:2] == truth, "at once"
+    nb.fit(toy, pack, plan, tmp_path / "run", receipt=False)
+    assert truths(capsys.readouterr().err.split("epoch 2 of 2:")[0]) == truth, "before an epoch has ended"
+
+
+def truths(said: str) -> list[str]:
+    return re.findall(r"^truth +(\w)", said, re.M)

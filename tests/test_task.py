@@ -17,7 +17,7 @@ from torch import nn
 import nbtools as nb
 from nbtools.data import Entry, Survey
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
-from nbtools.live.view import Previews
+from nbtools.live.samples import Previews
 from nbtools.train import Sums, evaluation, loop
 from tests import toy
 

@@ -1,34 +1,47 @@
-"""Samples with the model's answers: HTML for the live view, text for a terminal and the picture that stays."""
+"""Samples with the model's answers: which ones, chosen while it trains; HTML for the live view, text for a terminal and
+the picture that stays."""
 
 from __future__ import annotations
 
 import base64
 import difflib
 import io
+import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby, zip_longest
+from typing import Any
 
 import numpy as np
 from PIL import Image
+from torch import Tensor
 
+from nbtools.data import Pack, collate
+from nbtools.errors import TrainError
 from nbtools.live.chart import GREEN, VERMILLION
 from nbtools.table import columns, padded, plain
+from nbtools.train import TrainState, evaluation
 
+SAMPLES, POOL = 8, 64  # shown in the live picture; of which the worst are chosen
+COST = 0.002  # share of the time that they may take
+FIRST, WORST = "first", "worst"
 WIDTH, HEIGHT = 200, 160  # px that a sample is wide, and high at most
 LONG, LINE_HEIGHT = 5, 48  # a line of text: wider than this many times its height; px that it is high
-LEAST = 120  # px of a card, so that a short line's text has room
+LEAST = 160  # px of a card, so that a short line's text has room
 SHARP = 2  # pixels a px
 SHOWN = 4  # samples in a terminal
+TRUTH, PREDICTED = "truth", "predicted"
+LABEL, INDENT = len(PREDICTED) + 1, 66  # letters in a text, and px in a card, before a truth and a prediction
 
 STYLE = f"""
 .nbt-cards{{display:flex;flex-wrap:wrap;gap:12px 16px;padding:2px 2px 8px}}
 .nbt-cards figure{{margin:0;max-width:100%}}
 .nbt-cards img{{display:block;max-width:100%;height:auto;border-radius:2px;margin:0 0 3px}}
 .nbt-cards div{{font:13px/18px ui-monospace,Menlo,Consolas,"DejaVu Sans Mono",monospace;overflow-wrap:anywhere;
- padding-left:28px;text-indent:-28px}}
-.nbt-cards div>span{{display:inline-block;width:28px;text-indent:0;opacity:.6;font-size:11px}}
+ padding-left:{INDENT}px;text-indent:-{INDENT}px}}
+.nbt-cards div>span{{display:inline-block;width:{INDENT}px;text-indent:0;opacity:.6;font-size:11px}}
 .nbt-cards u{{color:{VERMILLION};font-weight:700;text-decoration:underline 2px;text-underline-offset:2px}}
 .nbt-cards b{{color:{GREEN};margin-left:6px}}
 """
@@ -57,6 +70,90 @@ class Preview:
         for _, a, b, c, d in matcher.get_opcodes():
             found += zip_longest(self.truth[a:b], self.predicted[c:d], fillvalue="")
         return found
+
+
+class Previews:
+    """A few samples of the validation split with the network's current answers; none if the task has no `preview`.
+
+    which: first, the same ones each time, evenly spaced over the split; worst, those of the highest loss among POOL
+    such ones; or ids of the pack. asked: what the user has chosen since.
+    """
+
+    def __init__(self, state: TrainState, pack: Pack, which: str | Sequence[int] = FIRST):
+        self.state, self.pack, self.which = state, pack, which
+        self.asked: str | Sequence[int] | None = None
+        ids = pack.ids("val") if len(pack.ids("val")) else pack.ids("train")
+        self.ids = [int(i) for i in ids] if state.task.preview is not None else []
+        self.next = 0.0
+
+    def due(self) -> bool:
+        """Whether another update costs less than its share of the time."""
+        return bool(self.ids) and time.monotonic() >= self.next
+
+    def choose(self, which: str | Sequence[int]) -> None:
+        """Raises TrainError for an id that the pack does not have."""
+        if unknown := [i for i in which if not isinstance(which, str) and not 0 <= int(i) < len(self.pack)]:
+            raise TrainError(f"sample {unknown[0]} is not in the pack; choose ids from 0 to {len(self.pack) - 1:,}")
+        self.which = which
+
+    def now(self) -> list[Preview]:
+        """The samples, and the answers of the weights that evaluation uses."""
+        if not self.ids:
+            return []
+        start, state = time.monotonic(), self.state
+        ids = self.worst() if self.which == WORST else spread(self.ids, SAMPLES) if self.which == FIRST else self.which
+        plan = state.applied.while_training()
+        _, outputs = evaluation.forward(state.task, state.evaluated, self.raw(ids), plan, state.device)
+        answers = state.task.decode(outputs, state.card)
+        found = [Preview(*state.task.preview(self.pack, i, a)) for i, a in zip(ids, answers, strict=True)]
+        end = time.monotonic()
+        self.next = end + (end - start) / COST
+        return found
+
+    def worst(self) -> list[int]:
+        """Those of the highest loss, the highest first."""
+        pool, state = spread(self.ids, POOL), self.state
+        one_by_one = (self.raw([i]) for i in pool)
+        losses = evaluation.losses(state.task, state.evaluated, one_by_one, state.applied, state.device)
+        return [pool[k] for k in np.argsort(-losses, kind="stable")[:SAMPLES]]
+
+    def raw(self, ids: Sequence[Any]) -> dict[str, Tensor]:
+        batch = collate([self.pack.sample(int(i)) for i in ids], self.pack.columns)
+        return {name: tensor.to(self.state.device) for name, tensor in batch.items()}
+
+
+def spread(ids: Sequence[int], count: int) -> list[int]:
+    """At most so many of them, evenly spaced."""
+    return [ids[k] for k in np.unique(np.linspace(0, len(ids) - 1, count).round().astype(int))]
+
+
+class Choice:
+    """Which samples are shown, as controls in a row, `box`. chosen: called with it after each change."""
+
+    def __init__(self, which: str | Sequence[int], chosen: Callable[[str | Sequence[int]], object]):
+        from ipywidgets import Dropdown, HBox, Layout, Text
+
+        free, given = {"description_width": "initial"}, not isinstance(which, str)
+        options = [("the first", FIRST), ("the worst", WORST), ("chosen", "")]
+        narrow = Layout(width="auto", margin="0 16px 0 0")
+        self.kind = Dropdown(
+            options=options, value="" if given else which, description="samples", style=free, layout=narrow
+        )
+        self.numbers = Text(  # a default layout that is replaced would stay in the kernel
+            value=", ".join(map(str, which)) if given else "",
+            placeholder="ids, as 12, 40, 77",
+            continuous_update=False,
+            layout=Layout(width="240px", visibility="visible" if given else "hidden"),
+        )
+        self.box, self.chosen = HBox([self.kind, self.numbers]), chosen
+        for widget in (self.kind, self.numbers):
+            widget.observe(self.read, names="value")
+
+    def read(self, _: Any) -> None:
+        kind, ids = str(self.kind.value), [int(digits) for digits in re.findall(r"\d+", self.numbers.value)]
+        self.numbers.layout.visibility = "hidden" if kind else "visible"
+        if kind or ids:
+            self.chosen(kind or ids[:SAMPLES])
 
 
 def sizes(images: Sequence[np.ndarray]) -> list[tuple[int, int]]:
@@ -93,12 +190,14 @@ def html(previews: Sequence[Preview]) -> str:
 def card(preview: Preview, size: tuple[int, int]) -> str:
     data = base64.b64encode(thumbnail(preview.image, size)).decode()
     tick = " <b>✓</b>" if preview.right else ""
+    said = (TRUTH, preview.truth), (PREDICTED, preview.predicted)
+    alt = "; ".join(f"{label}: {text}" for label, text in said if text)
     lines = "".join(
-        f"<div><span>{label}</span>{marked or '–'}{tick if label == 'PRE' else ''}</div>"
+        f"<div><span>{label}</span>{marked or '–'}{tick if label == PREDICTED else ''}</div>"
         for label, marked in underlined(preview)
     )
     return (
-        f'<figure style="width:{max(size[0], LEAST)}px"><img src="data:image/png;base64,{data}" alt="" '
+        f'<figure style="width:{max(size[0], LEAST)}px"><img src="data:image/png;base64,{data}" alt="{escape(alt)}" '
         f'width="{size[0]}" height="{size[1]}"/>{lines}</figure>'
     )
 
@@ -108,10 +207,10 @@ def underlined(preview: Preview) -> Iterator[tuple[str, str]]:
     is; without a truth, nothing is wrong."""
     if not preview.truth:
         if preview.predicted:
-            yield "PRE", escape(preview.predicted)
+            yield PREDICTED, escape(preview.predicted)
         return
     groups = [(wrong, list(pairs)) for wrong, pairs in groupby(preview.pairs(), lambda pair: pair[0] != pair[1])]
-    for side, label in enumerate(("TRU", "PRE")):
+    for side, label in enumerate((TRUTH, PREDICTED)):
         parts = [(escape("".join(pair[side] for pair in pairs)), wrong) for wrong, pairs in groups]
         yield label, "".join(f"<u>{part}</u>" if wrong and part else part for part, wrong in parts)
 
@@ -126,18 +225,18 @@ def block(preview: Preview, room: int, write: Callable[[str], str] = plain) -> l
     """The lines of one sample: truth, prediction and marks below the wrong characters, repeated where they are longer
     than the room. write: how a character is written."""
     if not preview.truth:
-        return ["PRE " + "".join(map(write, preview.predicted))] if preview.predicted else []
+        return [f"{PREDICTED} " + "".join(map(write, preview.predicted))] if preview.predicted else []
     found, rows, used = [], [[]], 0
     for a, b in preview.pairs():
         pair = ("".join(map(write, a)), "".join(map(write, b)))
         wide = max(map(columns, pair))
-        if rows[-1] and used + wide > room - 6:
+        if rows[-1] and used + wide > room - LABEL - 2:
             rows.append([])
             used = 0
         rows[-1].append((pair, wide))
         used += wide
     for row in rows:
-        lines = ["TRU ", "PRE ", "    "]
+        lines = [each.ljust(LABEL) for each in (TRUTH, PREDICTED, "")]
         for pair, wide in row:
             for i, part in enumerate((*pair, "^" * wide if pair[0] != pair[1] else "")):
                 lines[i] += padded(part, wide, False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,14 +16,14 @@ from typing import Any, Self
 from torch.distributed import is_torchelastic_launched
 
 from nbtools.data import Pack
-from nbtools.errors import NbtoolsError
+from nbtools.errors import NbtoolsError, TrainError
 from nbtools.live import requests
 from nbtools.live.kernel import Messages, closing, running_kernel
 from nbtools.live.log import OPENING, opening
 from nbtools.live.panel import Panel
 from nbtools.live.requests import REFUSED, FirstSignal, Requests, advised
-from nbtools.live.samples import Preview
-from nbtools.live.view import PLOT_FILE, Previews, View
+from nbtools.live.samples import FIRST, Choice, Preview, Previews
+from nbtools.live.view import PLOT_FILE, View
 from nbtools.measure import Sampler, nvml_index
 from nbtools.train import History, Record, TrainState, checkpoint, require_change
 
@@ -41,7 +42,7 @@ class Surface(View):
             given = state.plan  # an Advice has reasons, which stand next to the fields
         super().__init__(folder, history, state.plan, pack.splits["train"], state.task.BEST, given, show)
         self.state = state
-        self.previews = Previews(state, pack)
+        self.previews = Previews(state, pack, checkpoint.read_index(folder).get("samples", FIRST))
         self.requests = Requests(
             state, advised(folder, state.plan), partial(require_change, state, epoch_size=self.count), self.able
         )
@@ -66,7 +67,11 @@ class Surface(View):
                 self.sampler = stack.enter_context(Sampler(index))
             if not self.state.over:
                 self.open()
+            if self.output is not None and self.previews.ids:
+                self.output.choice.children = [Choice(self.previews.which, self.choose).box]
             self.start(self.status)
+            if self.visible and self.state.step and not self.state.over:
+                self.show_samples(self.samples())
             self.entered = stack.pop_all()
         return self
 
@@ -96,6 +101,23 @@ class Surface(View):
             self.previews.ids = []
             self.tell(f"no samples are shown: {type(error).__name__}: {error}")
             return []
+
+    def choose(self, which: str | Sequence[int]) -> None:
+        """Request other samples: as a widget's callback, which may run on another thread, it sets a value only."""
+        self.previews.asked = which
+
+    def show_chosen(self) -> None:
+        """Show the samples that were requested, if any, and keep the choice in the run's folder for when it resumes."""
+        which, self.previews.asked = self.previews.asked, None
+        if which is None or which == self.previews.which:
+            return
+        try:
+            self.previews.choose(which)
+        except TrainError as error:
+            self.tell(str(error))
+            return
+        checkpoint.mark(self.folder, samples=which)
+        self.show_samples(self.samples())
 
     def able(self, action: str) -> bool:
         """Whether there is anything to do for an action."""
@@ -152,6 +174,7 @@ class Surface(View):
         """Read clicks, control.json and the kernel's shutdown; whether something is pending, other than a change of
         settings, which the loop applies."""
         self.messages.handle()
+        self.show_chosen()
         if closing(running_kernel()):
             self.requests.post("stop", by="the kernel's shutdown")
         if (trouble := self.messages.trouble) is not None and trouble not in self.events:

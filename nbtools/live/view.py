@@ -16,11 +16,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
-import torch
-
 from nbtools import disk
-from nbtools.data import Pack, bar, collate, in_notebook, say
+from nbtools.data import bar, in_notebook, say
 from nbtools.live import png, samples, svg
 from nbtools.live.columns import Columns
 from nbtools.live.facts import About
@@ -29,7 +26,7 @@ from nbtools.live.panel import Panel
 from nbtools.live.picture import picture
 from nbtools.live.samples import Preview
 from nbtools.table import plural
-from nbtools.train import History, Plan, Record, TrainState, evaluation
+from nbtools.train import History, Plan, Record
 
 PLOT_FILE = "plot.png"
 FRAME_EVERY, FRAME_COST = 0.25, 0.006
@@ -49,39 +46,8 @@ STILL = f"""<style>
 nothing where they would report that a widget's model was not found."""
 RECENT = 3  # messages shown with the live picture
 EPOCHS, LIVE_EPOCHS = 100, 5  # lines of the newest epochs that a notebook keeps, and that the live view shows
-SAMPLES, SAMPLES_COST = 8, 0.002  # of the live picture; share of the time that they may take
 MESSAGE = "font-size:12px;line-height:1.5;opacity:.75"
 LOG = "font-size:12px;line-height:1.4;margin:4px 0;overflow-x:auto;background:none;color:inherit"
-
-
-class Previews:
-    """A few samples of the validation split, the same each time, with the network's current answers; none if the task
-    has no `preview`."""
-
-    def __init__(self, state: TrainState, pack: Pack):
-        self.state, self.pack = state, pack
-        ids = pack.ids("val") if len(pack.ids("val")) else pack.ids("train")
-        places = np.unique(np.linspace(0, len(ids) - 1, SAMPLES).round().astype(int))
-        self.ids = [int(i) for i in ids[places]] if state.task.preview is not None else []
-        self.next = 0.0
-
-    def due(self) -> bool:
-        """Whether another update costs less than its share of the time."""
-        return bool(self.ids) and time.monotonic() >= self.next
-
-    def now(self) -> list[Preview]:
-        """The samples, and the answers of the weights that evaluation uses."""
-        if not self.ids:
-            return []
-        start, state = time.monotonic(), self.state
-        raw = collate([self.pack.sample(i) for i in self.ids], self.pack.columns) | {"id": torch.tensor(self.ids)}
-        raw = {name: tensor.to(state.device) for name, tensor in raw.items()}
-        _, outputs = evaluation.forward(state.task, state.evaluated, raw, state.applied.while_training(), state.device)
-        answers = state.task.decode(outputs, state.card)
-        found = [Preview(*state.task.preview(self.pack, i, a)) for i, a in zip(self.ids, answers, strict=True)]
-        end = time.monotonic()
-        self.next = end + (end - start) / SAMPLES_COST
-        return found
 
 
 class View:
@@ -248,7 +214,7 @@ class Output:
     """
 
     def __init__(self) -> None:
-        from ipywidgets import HTML, Layout
+        from ipywidgets import HTML, HBox, Layout
 
         self.name = uuid4().hex
         self.lives = False
@@ -259,6 +225,7 @@ class Output:
         self.stills: list[str] = []  # display ids of what replaces the view when the kernel is gone
         parts = [HTML(layout=Layout(width="100%", margin="0")) for _ in range(4)]
         self.messages, self.frame, self.samples, self.log = parts  # apart, so that frames do not send images again
+        self.choice = HBox()  # which samples, where that can be chosen
 
     def live(self, controls: Any, form: Any, text: str) -> None:
         """Display buttons, messages, picture, log and form below one another; text: for readers without widgets."""
@@ -266,7 +233,7 @@ class Output:
         from ipywidgets import HTML, Layout, VBox
 
         self.style = HTML(svg.head(samples.STYLE))
-        parts = [controls, self.messages, self.style, self.frame, self.samples, self.log, form]
+        parts = [controls, self.messages, self.style, self.frame, self.choice, self.samples, self.log, form]
         self.view = VBox(parts, layout=Layout(width="100%"))
         self.view.add_class(LIVE)
         self.lives = True
@@ -312,7 +279,9 @@ class Output:
         for text in filter(None, [self.text(EPOCHS), *self.lines]):
             print(text)
         if image is not None:
-            for widget in (self.messages, self.style, self.frame, self.samples, self.log, self.view):
+            boxes = [widget for box in self.choice.children for widget in (*box.children, box)]
+            parts = self.messages, self.style, self.frame, self.choice, self.samples, self.log, self.view
+            for widget in (*boxes, *parts):
                 close(widget)
 
 

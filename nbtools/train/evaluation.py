@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,18 @@ def forward(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, device: to
             return batch, task.infer(model, batch, plan)
     finally:
         set_training(model, training)
+
+
+@torch.no_grad()
+def losses(task: TaskLike, model: nn.Module, raws: Iterable[Batch], plan: Plan, device: torch.device) -> np.ndarray:
+    """The loss of each raw batch, (n,) float64, one that is no number as infinite."""
+    found, ours = [], as_task(task)
+    for raw in raws:
+        batch, outputs = forward(ours, model, raw, plan, device)
+        with autocast(plan, device, model):
+            total, count = summed(ours.loss(lambda *_, outputs=outputs, **__: outputs, batch, plan), len(raw["id"]))
+        found.append(torch.as_tensor(total / max(float(count), 1.0), dtype=sum_dtype(device)))
+    return np.nan_to_num(torch.stack(found).cpu().numpy().astype(np.float64), nan=np.inf)
 
 
 def score_split(
