@@ -78,9 +78,10 @@ def losses(task: TaskLike, model: nn.Module, raws: Iterable[Batch], plan: Plan, 
     """The loss of each raw batch, (n,) float64, one that is no number as infinite."""
     found, ours = [], as_task(task)
     for raw in raws:
+        size = len(next(iter(raw.values())))
         batch, outputs = forward(ours, model, raw, plan, device)
         with autocast(plan, device, model):
-            total, count = summed(ours.loss(lambda *_, outputs=outputs, **__: outputs, batch, plan), len(raw["id"]))
+            total, count = summed(ours.loss(lambda *_, outputs=outputs, **__: outputs, batch, plan), size)
         found.append(torch.as_tensor(total / max(float(count), 1.0), dtype=sum_dtype(device)))
     return np.nan_to_num(torch.stack(found).cpu().numpy().astype(np.float64), nan=np.inf)
 
