@@ -101,7 +101,12 @@ def test_two_methods_are_a_task_with_metrics_by_name_answers_samples_and_a_name(
     assert nb.evaluate(again, pack)["accuracy"] == np.mean([a.name == t for a, t in zip(answers, truths, strict=True)])
     assert all(1 / 3 <= answer.probability <= 1 for answer in answers)
     assert str(Answer("down", 0.934)) == "down (93%)"
-    shown = Previews(nb.TrainState(own.Mine, pack, own.PLAN), pack).now()
+
+    class Numbered(own.Mine):
+        def batch(self, raw, plan, draws):
+            return {**super().batch(raw, plan, draws), "half": raw["id"] / 2}
+
+    shown = Previews(nb.TrainState(Numbered, pack, own.PLAN), pack).now()
     assert {preview.truth for preview in shown} <= set(own.STRIPES)
     assert all(preview.image.shape == (12, 12, 3) and preview.whole for preview in shown)
     assert own.Mine().show(pack, [0, 1], answers[:2])._repr_png_()
