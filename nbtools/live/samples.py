@@ -15,6 +15,7 @@ from itertools import groupby, zip_longest
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -119,6 +120,7 @@ class Previews:
 
     def raw(self, ids: Sequence[Any]) -> dict[str, Tensor]:
         batch = collate([self.pack.sample(int(i)) for i in ids], self.pack.columns)
+        batch["id"] = torch.tensor([int(i) for i in ids])
         return {name: tensor.to(self.state.device) for name, tensor in batch.items()}
 
 
