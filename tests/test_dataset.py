@@ -718,6 +718,8 @@ def test_whole_numbers_get_the_names_that_their_own_dataset_has():
     assert [made.classes[y] for y in made.arrays["y"]] == ["bee", "eel", "bee"]
     made = pack(some[1], like=made.card)
     assert [made.classes[y] for y in made.arrays["y"]] == ["eel", "bee"] * 3
+    values = pack(some[0], classes=False).card
+    assert pack(some[1], like=values).arrays["y"].tolist() == [0, 1] * 3
     digits = but((0.5, 2), lambda i: (0.5, i % 2))
     vars(digits).update(classes=["7", "1"])
     made = pack(digits)

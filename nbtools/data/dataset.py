@@ -110,10 +110,10 @@ def pack(
     look = Look.at(items)
     own = look.names()
     names = classes is not False and (classes or [*dict.fromkeys(itertools.chain.from_iterable(own))])
-    items.named = bool(own) and classes is not False
     asked = {"target": target, "inputs": inputs, "classes": classes, "names": own, "size": size, "random": random}
     asked |= {"as_bytes": as_bytes, "val": val, "test": test, "like": like and like.to_dict()}
     items.forms = forms_in(like.options, like.classes) if like else look.forms(names, as_bytes, size)
+    items.named = bool(own) and items.forms.get(TARGET, Form("")).kind == "class"
     if size is not None and not any(form.kind == "image" for form in items.forms.values()):
         raise PackError("size resizes PIL images, and the items hold none; resize in the Dataset, and leave size out")
     made = {"key": look.key(asked), "source": items.source}
