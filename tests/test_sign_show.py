@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from IPython.core.formatters import DisplayFormatter
 from matplotlib.colors import to_rgba
 from PIL import Image, ImageSequence
 
@@ -109,6 +110,9 @@ def test_an_animation_is_a_png_with_every_frame_at_30_a_second_and_saved_where_a
     points, seen = keypoints(pack.sample(2))
     movie = sign.animate(pack, 2, size=64)
     data = movie._repr_png_()
+    shown, about = DisplayFormatter().format(movie)
+    assert shown == {"image/png": data, "text/plain": f"{sign.text_of(pack, 2)}, {len(points)} frames"}
+    assert about == {"image/png": {"alt": shown["text/plain"]}}
     assert b"acTL" in data, "an animated PNG says so before its first picture"
     image = Image.open(io.BytesIO(data))
     pauses = [one.info["duration"] for one in ImageSequence.Iterator(image)]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -137,10 +137,11 @@ def preview(pack: Pack, i: int, answer: str) -> tuple[np.ndarray, str, str, bool
 class Animation:
     """A clip that a notebook plays, as an animated PNG: an ordinary picture to Jupyter, Colab, VS Code and GitHub, so
     it needs no JavaScript and stays in the saved notebook; GIF cannot play 30 frames a second. Viewers that cannot
-    animate show the first frame. pause: ms a frame."""
+    animate show the first frame. pause: ms a frame. alt: what it shows, in words."""
 
     frames: tuple[Image.Image, ...]
     pause: float
+    alt: str = ""
 
     def encoded(self, form: str) -> bytes:
         content, (first, *others) = io.BytesIO(), self.frames
@@ -150,6 +151,9 @@ class Animation:
 
     def _repr_png_(self) -> bytes:
         return self.encoded("png")
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {"image/png": self._repr_png_(), "text/plain": self.alt}, {"image/png": {"alt": self.alt}}
 
     def save(self, path: str | Path) -> Path:
         """Write it as .png or .gif, whichever the name ends with. Raises PackError for others, DiskError."""
@@ -163,7 +167,8 @@ class Animation:
 def animate(pack: Pack, i: int, *, size: int = 240, fps: float = 30.0) -> Animation:
     """A clip of the pack as an Animation of size × size px, which shows by itself and has `.save(path)`."""
     count, draw = drawing(pack, i)
-    return Animation(tuple(draw(t, size) for t in range(count)), 1000 / fps)
+    about = f"{text_of(pack, i)}, {plural(count, 'frame')}"
+    return Animation(tuple(draw(t, size) for t in range(count)), 1000 / fps, about)
 
 
 def lengths(pack: Pack) -> Sheet:
