@@ -19,6 +19,7 @@ from IPython.core.formatters import DisplayFormatter
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
+from playwright.sync_api import ViewportSize
 
 from nbtools import fonts
 from nbtools.live import Columns, chart, png, samples, svg, view
@@ -262,6 +263,27 @@ def test_charts_and_the_picture_of_them_are_described_in_words():
     ]
     assert labels == [chart.alt for chart in made.charts]
     assert made.alt == f"captcha; {'; '.join(chart.alt for chart in made.charts)}"
+
+
+@pytest.mark.browser
+def test_two_rows_of_charts_are_440_px_high_from_the_first_frame_to_the_last(chromium):
+    """At 960 px, where a legend has the least room for three charts in a row. What lies below must not move."""
+    long, first = History(), History()
+    for row in history(memory=BUSY, change="lr 1 → 2", metric="a_metric_with_a_long_name").rows:
+        values = {**row, "val_char_accuracy": 0.471, "val_miou": 0.3} if row["kind"] == "epoch" else dict(row)
+        kind, epoch, step, count = (values.pop(name) for name in ("kind", "epoch", "step", "samples"))
+        record = Record(kind, epoch, step, count, values)
+        long.append(record)
+        first.append(record) if record.step < 50 else None
+    found = []
+    with opened(chromium) as window:
+        tab = window.new_page(viewport=ViewportSize(width=960, height=800))
+        for rows in (first, long):
+            rows.of("step")[0]["loss"] = 80.0
+            tab.set_content(f"<body style='margin:0'><style>{svg.STYLE}.nbt {{ padding: 0 }}</style>{frame(rows)}")
+            found.append((tab.locator(".nbt-grid").bounding_box() or {})["height"])
+    assert len(set(found)) == 1
+    assert found[0] <= 440
 
 
 @pytest.mark.browser

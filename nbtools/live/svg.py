@@ -15,6 +15,7 @@ from nbtools.live.chart import BLUE, NAMED, Chart, Line, Mark, Picture
 WIDTH, HEIGHT = 2000, 10_000  # units of a plot: whole numbers become text ten times as fast as formatted floats
 COLUMN, THREE, GAP = 225, 860, 22  # px: least width of a chart; of a page with three in a row; between two
 TALL, NAME, HEAD = 134, 13, 36  # px: heights of a plot, of a mark's name, of a title and its legend at least
+BESIDE = 3  # lines that a legend names next to each other, in as much room as there is: their charts never grow
 
 STYLE = f"""
 .nbt{{font:13px/1.4 var(--jp-ui-font-family,system-ui,-apple-system,"Segoe UI",sans-serif);
@@ -34,13 +35,14 @@ STYLE = f"""
  grid-template-columns:repeat(auto-fill,minmax(max(min(100%,{COLUMN}px),(100% - {2 * GAP + 1}px)/3,
  min((100% - {GAP + 1}px)/2,({THREE}px - 100%)*999)),1fr))}}
 .nbt-grid>div{{display:grid;grid-row:span 2;grid-template-rows:subgrid;margin-bottom:10px}}
-.nbt-head{{margin-left:46px;align-content:start;font-size:12px;display:flex;flex-wrap:wrap;gap:0 12px;
- min-height:{HEAD}px;line-height:{HEAD // 2}px}}
-.nbt-head>b{{font-size:13px}}
+.nbt-head{{margin-left:46px;font-size:12px;white-space:nowrap;min-height:{HEAD}px;line-height:{HEAD // 2}px}}
+.nbt-head>b{{display:block;font-size:13px;overflow:hidden;text-overflow:ellipsis}}
 .nbt-head>b span{{font-weight:400;opacity:.65;font-size:12px}}
-.nbt-head>span{{white-space:nowrap}}
-.nbt-head i{{font-style:normal;opacity:.75;margin:0 4px 0 5px}}
-.nbt .nbt-head svg{{width:16px;height:8px;overflow:visible}}
+.nbt-key{{display:flex;gap:0 12px}}
+.nbt-many{{flex-wrap:wrap}}
+.nbt-key span{{display:flex;align-items:center;min-width:0}}
+.nbt-key i{{font-style:normal;opacity:.75;margin:0 4px 0 5px;overflow:hidden;text-overflow:ellipsis}}
+.nbt .nbt-key svg{{width:16px;height:8px;flex:none;overflow:visible}}
 .nbt-plot{{position:relative;align-self:end;height:{TALL}px;margin:0 14px 22px 46px}}
 .nbt .nbt-plot>svg{{position:absolute;left:0;top:0;width:100%;height:100%;overflow:visible}}
 .nbt svg *{{vector-effect:non-scaling-stroke;fill:none;stroke-linejoin:round}}
@@ -92,7 +94,6 @@ def header(shown: Picture) -> str:
 
 def panel(chart: Chart, shown: Picture, below: str, first: bool) -> str:
     """One chart under its title and legend; the first has the names of marks above it. below: the x axis."""
-    title, about = escape(chart.title), f" <span>{escape(chart.about)}</span>" if chart.about else ""
     above = 5 + NAME * NAMED * first  # also before there are any: nothing below moves when one comes
     places, labels = chart.scale.ticks()
     heights = chart.scale.heights(np.array(places)).tolist()
@@ -108,8 +109,7 @@ def panel(chart: Chart, shown: Picture, below: str, first: bool) -> str:
     log = ' data-log=""' if chart.scale.log else ""
     reach = f'data-low="{chart.scale.low:.6g}" data-high="{chart.scale.high:.6g}"{log}'
     return (
-        f'<div><div class="nbt-head"><b>{title}{about}</b>{"".join([entry(each) for each in chart.lines if each.name])}'
-        f'</div><div class="nbt-plot" style="margin-top:{above}px" {reach}>'
+        f'<div>{heading(chart)}<div class="nbt-plot" style="margin-top:{above}px" {reach}>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{escape(chart.alt)}">'
         f'<path d="{levels}" stroke="currentColor" stroke-opacity=".14"/>'
         f'<path d="M0 {HEIGHT}h{WIDTH}" stroke="currentColor" stroke-opacity=".5"/>'
@@ -118,15 +118,22 @@ def panel(chart: Chart, shown: Picture, below: str, first: bool) -> str:
     )
 
 
+def heading(chart: Chart) -> str:
+    """Title and legend."""
+    title, about = escape(chart.title), f" <span>{escape(chart.about)}</span>" if chart.about else ""
+    key = [entry(line) for line in chart.lines if line.name]
+    many = " nbt-many" * (len(key) > BESIDE)
+    return f'<div class="nbt-head"><b>{title}{about}</b><div class="nbt-key{many}">{"".join(key)}</div></div>'
+
+
 def entry(line: Line) -> str:
     """A piece of the line as it is drawn, its name and its last value."""
     path = f'<path d="M0 4h16" stroke="{line.colour}" stroke-width="2"/>'
     if line.look == "points":
         path += f'<path d="M8 4h.1" stroke="{line.colour}" stroke-width="6" stroke-linecap="round"/>'
-    about = f' title="{escape(line.about)}"' if line.about else ""
-    return (
-        f'<span{about}><svg viewBox="0 0 16 8">{path}</svg><i>{escape(line.name)}</i><b>{escape(line.value)}</b></span>'
-    )
+    about = escape(f"{line.name}: {line.about}" if line.about else line.name)
+    text = f"<i>{escape(line.name)}</i><b>{escape(line.value)}</b>"
+    return f'<span title="{about}"><svg viewBox="0 0 16 8">{path}</svg>{text}</span>'
 
 
 def curve(line: Line, chart: Chart, shown: Picture) -> str:
