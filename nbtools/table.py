@@ -14,6 +14,7 @@ import sys
 import textwrap
 import unicodedata
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from typing import Any
 
@@ -30,30 +31,65 @@ TABLE = "border-collapse:collapse;font-size:13px;line-height:1.45;font-variant-n
 CAPTION = "caption-side:top;text-align:left;padding:2px 10px 6px 0;font-weight:600;color:inherit"
 HEAD = "padding:3px 14px 3px 0;border-bottom:1px solid rgba(128,128,128,.6);font-weight:600"
 KEPT = ";white-space:nowrap"
+SUMMARY = "cursor:pointer;font-size:13px;line-height:1.45"
+NOTE = "font-size:13px;line-height:1.45;margin:2px 0 6px;max-width:80em;opacity:.85"
 CELL = "padding:3px 14px 3px 0;border-bottom:1px solid rgba(128,128,128,.22);vertical-align:top;overflow-wrap:anywhere"
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A cell of which a notebook shows more on a click; a terminal shows the text alone."""
+
+    text: str
+    more: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def folded(short: str, content: str) -> str:
+    """HTML to unfold; short is escaped, content is HTML."""
+    return f'<details><summary style="{SUMMARY}">{markup.escape(short)}</summary>{content}</details>'
+
+
+def note(text: str) -> str:
+    """A paragraph under a table, escaped; nothing for nothing."""
+    return f'<div style="{NOTE}">{markup.escape(text)}</div>' if text else ""
+
+
+def filled(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Without the columns that hold nothing."""
+    kept = [k for k in range(len(headers)) if any(row[k] not in (None, "") for row in rows)]
+    return [headers[k] for k in kept], [[row[k] for k in kept] for row in rows]
 
 
 def html(
     headers: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "", tips: Mapping[str, str] | None = None
 ) -> str:
     """An HTML table; headers, cells and caption are escaped. tips: header → what it means, shown under the pointer."""
-    cells = [[shown(value) for value in row] for row in rows]
     align = ["right" if right else "left" for right in numeric(headers, rows)]
 
-    def line(tag: str, style: str, row: Sequence[str]) -> str:
+    def line(tag: str, style: str, row: Sequence[Any]) -> str:
         parts = []
-        for cell, side in zip(row, align, strict=True):
+        for value, cell, side in zip(row, map(shown, row), align, strict=True):
             kept = KEPT if len(cell) <= WHOLE and not (tag == "th" and side == "right") else ""  # words above numbers
             tip = (tips or {}).get(cell, "") if tag == "th" else ""
             about = f' title="{markup.escape(tip)}"' if tip else ""
-            parts.append(f'<{tag} style="{style};text-align:{side}{kept}"{about}>{markup.escape(cell)}</{tag}>')
+            parts.append(f'<{tag} style="{style};text-align:{side}{kept}"{about}>{content(value)}</{tag}>')
         return "".join(parts)
 
-    body = "".join(f'<tr style="background:none">{line("td", CELL, row)}</tr>' for row in cells)
+    body = "".join(f'<tr style="background:none">{line("td", CELL, row)}</tr>' for row in rows)
     whole = "" if headers else KEPT  # else, above no columns, a caption breaks at every word
     title = f'<caption style="{CAPTION}{whole}">{markup.escape(caption)}</caption>' if caption else ""
     head = f"<thead><tr>{line('th', HEAD, [str(h) for h in headers])}</tr></thead>"
     return f'<table style="{TABLE}">{title}{head}<tbody>{body}</tbody></table>'
+
+
+def content(value: Any) -> str:
+    """A cell's HTML."""
+    if isinstance(value, Folded) and value.more:
+        return folded(value.text, f'<div style="{NOTE}">{markup.escape(value.more)}</div>')
+    return markup.escape(shown(value))
 
 
 def text(

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import re
+import xml.etree.ElementTree as ET
 from types import SimpleNamespace
 from typing import Any
 
@@ -238,6 +239,24 @@ def test_each_measured_number_has_its_evidence_and_the_rest_its_rule(advice):
         assert reason
 
 
+def test_in_a_notebook_a_setting_is_one_line_and_a_click_shows_its_reason_and_evidence_in_full(advice):
+    long = f"{'as was measured ' * 9}; <b>"
+    shown = dataclasses.replace(advice, reasons={**advice.reasons, "clip_norm": long, "epochs": "a rule"})
+    tree = ET.fromstring(f"<div>{shown._repr_html_()}</div>")
+    settings = tree.find("table/tbody")
+    assert settings is not None
+    rows = {row[0].text: row[2] for row in settings}
+    assert list(rows) == list(shown.reasons)
+    assert rows["epochs"].text == "a rule", "nothing to unfold"
+    summary, rest = rows["clip_norm"][0]
+    assert summary.text is not None
+    assert summary.text.endswith(" …")
+    assert len(summary.text) <= act.LINE
+    assert rest.text == long
+    assert f"Measured here: {advice.evidence['batch_size']}" in "".join(rows["batch_size"].itertext())
+    assert [th.text for th in tree.findall("table/thead/tr/th")] == ["setting", "value", "why"]
+
+
 def test_what_was_found_is_kept_next_to_the_pack_and_comes_back_the_same(advice, pack, job, no_measuring):
     assert act.shelf(pack).parent == pack.folder.parent
     assert not any("advice" in path.name for path in pack.folder.iterdir())
@@ -395,7 +414,7 @@ def test_the_advice_shows_other_batches_with_their_lr_and_passes_from_the_larges
     assert plans[2].lr == pytest.approx(1e-3 / 2**0.5, rel=1e-3)
     assert reasons[0].endswith(why)
     assert "or batch 64" in str(shown)
-    assert "lr 0.000707" in shown._repr_html_()
+    assert "0.000707<" in shown._repr_html_()
 
 
 def test_what_is_gone_names_what_to_use_instead(advice, pack):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, Self
 
 import torch
 
-from nbtools import disk
+from nbtools import disk, table
 from nbtools.data import Card, Pack, choose, cores, phase, work
 from nbtools.errors import DiskError, TrainError, sentence
 from nbtools.measure.batch import BatchReport, find_batch
@@ -61,6 +62,7 @@ MOST_K = LARGER[-1][0]  # beyond it Adam's best lr falls again (arXiv 2405.14578
 LEAST_BATCH = 8  # a smaller one gives BatchNorm poor statistics
 STARTING = 20.0  # seconds that processes take to start: torch is imported in each
 THUMB = "rule of thumb"
+LINE = 84  # letters of a reason that stand in the table
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,28 @@ class Advice(Report):
         return " ".join(filter(None, [self.length(), self.verdict and sentence(self.verdict.sentence), self.note]))
 
     def _repr_html_(self) -> str:
-        return super()._repr_html_() + (self.scaling._repr_html_() if self.scaling else "")
+        """A line for each setting, its reason in full on a click; below it what the plan is bound by, and other
+        batches."""
+        values = self.plan.to_dict()
+        rows = [(name, values[name], self.why(name)) for name in self.reasons]
+        bound = sentence(self.verdict.sentence) if self.verdict else ""
+        others = [(plan.batch_size, plan.lr, why) for plan, why in self.other_batches()]
+        sizes = f"Other batch sizes: {', '.join(str(size) for size, *_ in others)}"
+        parts = [
+            table.html(("setting", "value", "why"), rows, self.length()),
+            table.folded(sizes, table.html(("batch size", "lr", "why"), others)) if others else "",
+            table.note(bound),
+            table.note(self.note),
+            self.scaling._repr_html_() if self.scaling else "",
+        ]
+        return "".join(parts)
+
+    def why(self, name: str) -> table.Folded:
+        """The start of a setting's reason; what is left of it and what was measured here, to unfold."""
+        reason, evidence = self.reasons[name], self.evidence.get(name, "")
+        short = clause(reason)
+        whole = [reason] if short != reason else []
+        return table.Folded(short, ". ".join([*whole, *([f"Measured here: {evidence}"] if evidence else [])]))
 
     def length(self) -> str:
         """Samples, steps per epoch, in all and of warmup; and the time for them where a step was measured here."""
@@ -158,6 +181,11 @@ class Advice(Report):
         plans = {name: values[name] and kind.from_dict(values[name]) for name in ("plan", "baseline", "largest")}
         presets = {n: (plan and kind.from_dict(plan), why) for n, (plan, why) in values.get("presets", {}).items()}
         return restored(cls, {**values, **plans, "presets": presets})
+
+
+def clause(reason: str) -> str:
+    """The start of a reason: up to its first semicolon, and of that as many words as fit a line."""
+    return textwrap.shorten(reason.partition("; ")[0], LINE, placeholder=" …")
 
 
 def advise(

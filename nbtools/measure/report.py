@@ -51,9 +51,9 @@ class Report:
         return self.text()
 
     def _repr_html_(self) -> str:
-        headers, rows = self.table()
-        body = table.html(headers, rows, self.caption()) if rows else table.html(("",), [(self.caption(),)])
-        return body + (table.html(("measured on",), [(self.footer(),)]) if self.footer() else "")
+        headers, rows = table.filled(*self.table())
+        body = table.html(headers, rows, self.caption()) if rows else table.note(self.caption())
+        return body + table.note(self.footer())
 
 
 def restored(kind: Any, value: Any) -> Any:
