@@ -16,7 +16,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "nbtools"
 WORDS = re.compile(r"[A-Za-z]{2,}|\ba\b|{…}")
-MARKUP = re.compile(r"</?\w|\w+:[^ ]+;|\w=\"|[\\^$]\w|\.\*|^--|^\$|==|\(\?|^import |^from nbtools|^[\w-]+(, [\w-]+)*$")
+MARKUP = re.compile(
+    r"</?\w|\w+:[^ ]+;|\w=\"|%;|[\\^$]\w|\.\*|^--|^\$|==|\(\?|^import |^from nbtools|^[\w-]+(, [\w-]+)*$"
+)
 """HTML, CSS, patterns, code and lists of names: no sentences."""
 
 

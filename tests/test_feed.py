@@ -269,6 +269,6 @@ def test_auto_is_resident_where_the_pack_takes_at_most_its_share_of_free_gpu_mem
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2e6))
     found, reason = choose(pack, Plan(), torch.device("cuda"))
     assert found == name
-    assert "30% of free GPU memory" in reason
+    assert "30 % of free GPU memory" in reason
     assert choose(pack, Plan(), CPU)[0] == "resident"
     assert choose(pack, Plan(feed="streamed"), CPU) == ("streamed", "set in the plan")

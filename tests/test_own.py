@@ -100,7 +100,7 @@ def test_two_methods_are_a_task_with_metrics_by_name_answers_samples_and_a_name(
     truths = [pack.classes[int(pack.sample(i)["y"])] for i in pack.ids("test")]
     assert nb.evaluate(again, pack)["accuracy"] == np.mean([a.name == t for a, t in zip(answers, truths, strict=True)])
     assert all(1 / 3 <= answer.probability <= 1 for answer in answers)
-    assert str(Answer("down", 0.934)) == "down (93%)"
+    assert str(Answer("down", 0.934)) == "down (93 %)"
 
     class Numbered(own.Mine):
         def batch(self, raw, plan, draws):

@@ -218,10 +218,10 @@ def test_a_receipt_measures_the_guides_settings_next_to_its_before(pack):
     assert found.guide.total == pytest.approx(small / large, rel=0.1)  # 128 to train on, or nearly
     assert found.guide.rate.rounds == found.after.rounds
     assert found.guide.rate.plan["hidden"] == 24, "the run's own network"
-    assert [rung.name for rung in found.rungs] == ["baseline", "+ packed feed", "+ the rest"]
+    assert [rung.name for rung in found.rungs] == ["baseline", "+ packed feed", "+ clipping"]
     assert found.rungs[-1].total == found.ratio, "the guide's settings are no rung"
     _, rows = found.table()
-    assert [row[0] for row in rows] == ["baseline", "guide's optimised", "+ packed feed", "+ the rest"]
+    assert [row[0] for row in rows] == ["baseline", "guide's optimised", "+ packed feed", "+ clipping"]
     assert rows[1][2:4] == (None, found.guide.over_baseline())
     assert "batch_size 16 → 64" in rows[1][5]
     sentence = f"; the guide's optimised settings: {found.guide.over_baseline()}"

@@ -96,7 +96,7 @@ def test_what_a_feed_prepared_during_other_turns_is_drawn_and_not_trained_on(pac
 
 def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors(found):
     headers, rows = found.table()
-    assert headers[1:4] == ("samples/s", "over the previous rung", "over the baseline")
+    assert headers[1:4] == ("samples/s", "vs previous row", "vs baseline")
     assert [row[0] for row in rows] == [rung.name for rung in found.rungs]
     assert rows[1][2].startswith(f"{found.rungs[1].factor:.2f}× (")
     assert rows[2][5] == "batch_size 16 → 64"
@@ -131,7 +131,8 @@ def test_only_rungs_in_which_something_differs_that_costs_time_appear(pack):
     assert names(same.replace(feed="resident"), pack) == ["baseline", "+ packed feed"]
     assert names(same.replace(workers=2), pack) == ["baseline", "+ packed feed"]
     assert names(same.replace(micro_batch_size=4), pack) == ["baseline", "+ batch and lr"]
-    assert names(same.replace(clip_norm=1.0, ema=0.9), pack) == ["baseline", "+ the rest"]
+    assert names(same.replace(clip_norm=1.0, ema=0.9), pack) == ["baseline", "+ clipping, moving average"]
+    assert names(same.replace(optimizer="sgd", clip_norm=1.0), pack) == ["baseline", "+ optimizer, clipping"]
     assert names(same.replace(hidden=32), pack) == ["baseline", "this run"]  # the baseline has it too
     gone = dataclasses.replace(pack, raw=None)
     assert names(toy.PLAN.replace(workers=8, clip_norm=None), gone) == ["baseline", "this run"]  # workers have no part
@@ -142,7 +143,7 @@ def test_a_rung_is_the_run_with_what_is_above_it_as_in_the_baseline(pack):
     baseline, _ = comparable(toy.BASELINE, plan, pack, CPU)
     steps = ladder(baseline, plan, pack, CPU)
     assert steps[0][1] == baseline
-    assert steps[-1] == ("+ the rest", plan)
+    assert steps[-1] == ("+ clipping", plan)
     for (_, before), (name, after) in pairwise(steps[1:-1]):
         assert set(after.changes_from(before)) <= set(GROUPS[name])
 
@@ -190,7 +191,7 @@ def test_of_ragged_data_the_receipt_tells_what_is_padding_and_what_blind_batches
     ragged = toy.make_pack(tmp_path, count=400, ragged=True)
     found = measured(Job(), ragged)
     (note,) = [note for note in found.notes if note.startswith("Padding")]
-    ours, blind = (float(share) / 100 for share in re.findall(r"([\d.]+)%", note))
+    ours, blind = (float(share) / 100 for share in re.findall(r"([\d.]+) %", note))
     lengths = ragged.lengths("x", np.random.default_rng(1).permutation(ragged.ids("train")))
     padded = sum(64 * max(lengths[i : i + 64]) - sum(lengths[i : i + 64]) for i in range(0, len(lengths) - 63, 64))
     assert blind == pytest.approx(padded / (padded + sum(lengths)), abs=0.05)

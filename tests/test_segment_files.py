@@ -183,8 +183,8 @@ def test_the_validators_summary_has_the_size_and_the_balance(tmp_path):
     every = np.concatenate([ids(k).ravel() for k in range(4)])
     assert report.balance["class 1"] == pytest.approx((every == 1).mean())
     assert f"packed at {H} × {W} pixels (height × width); class 0" in report.summary
-    assert f"class 1 {(every == 1).mean():.1%}" in report.summary
+    assert f"class 1 {100 * (every == 1).mean():.1f} %" in report.summary
     assert (report.ok, report.images, report.labelled, report.size) == (True, 4, 4, (H, W))
     without = checked(tmp_path / "raw", ignore=[2])
     assert without.balance["class 1"] == pytest.approx((every == 1).sum() / (every != 2).sum())
-    assert f"ignored {(every == 2).mean():.1%}" in without.summary
+    assert f"ignored {100 * (every == 2).mean():.1f} %" in without.summary

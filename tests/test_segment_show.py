@@ -111,8 +111,10 @@ def test_with_predictions_each_row_has_the_images_miou_and_what_is_wrong_of_it(p
     answers = [rng.integers(0, 3, (3, 4)).repeat(8, 0).repeat(8, 1).astype(np.uint8) for _ in ids]
     sheet, table = segment.show(pack, ids, answers), segment.image_scores(pack, ids, answers)
     for miou, accuracy in zip(table.miou[:2], table.pixel_accuracy[:2], strict=True):
-        assert {f"predicted · mIoU {miou:.2f}", f"wrong · {1 - accuracy:.1%} of pixels", "truth"} <= set(texts(sheet))
-    assert {"predicted · no labels", "wrong · 0.0% of pixels"} <= set(texts(sheet))
+        assert {f"predicted · mIoU {miou:.2f}", f"wrong · {100 * (1 - accuracy):.1f} % of pixels", "truth"} <= set(
+            texts(sheet)
+        )
+    assert {"predicted · no labels", "wrong · 0.0 % of pixels"} <= set(texts(sheet))
     for n, (i, answer) in enumerate(zip(ids, answers, strict=True)):
         drawn = images_of(sheet)[4 * n + 3]
         inked = (abs(drawn - np.array(to_rgb(WRONG)) * 255) <= 0.15 * 255 + 1).all(2).mean()
@@ -184,4 +186,6 @@ def test_the_chart_of_balance_has_each_split_and_adds_up(pack):
             assert bar.get_width() == pytest.approx((labels == NAMES.index(name)).sum() / (labels != 255).sum())
     train = [bar.get_width() for bar in axes.containers[0]]
     assert train == sorted(train, reverse=True)
-    assert axes.get_title(loc="right") == f"{(pack.arrays['label'] == 255).mean():.1%} of all pixels are ignored"
+    assert (
+        axes.get_title(loc="right") == f"{100 * (pack.arrays['label'] == 255).mean():.1f} % of all pixels are ignored"
+    )

@@ -119,7 +119,7 @@ def test_where_decoding_takes_the_time_workers_pay_and_the_finder_sees_it(pack, 
     assert rates[1, 2] == pytest.approx(16 / 0.02, rel=0.2)
     assert found.workers in (1, 2)  # on this clock as fast as each other
     assert found.settings[0].data_wait == pytest.approx(0.16 / 0.18, rel=0.05)
-    assert "× that without workers; training still waits 0% of the time for data" in found.reason
+    assert "× that without workers; training still waits 0 % of the time for data" in found.reason
     assert set(multiprocessing.active_children()) <= set(others)
     assert WorkersReport.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     assert "<table" in found._repr_html_()
@@ -182,4 +182,4 @@ def test_the_fewest_workers_within_five_percent_of_the_best_are_chosen():
     assert chosen([*settings, Setting(16, 2, skipped="too small")])[:2] == (2, 2)
     number, _, reason = chosen(settings[:2])
     assert (number, reason) == (0, "no workers: 100 samples/s without them is the best rate")
-    assert "95% of the best" in chosen(settings)[2]
+    assert "95 % of the best" in chosen(settings)[2]

@@ -116,7 +116,9 @@ def choose(pack: Pack, plan: Plan, device: torch.device) -> tuple[str, str]:
     if device.type != "cuda":
         return "resident", "the pack is memory-mapped and training reads it in place"
     room = RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0]
-    size = f"the pack is {table.size(pack.bytes)}, {RESIDENT_SHARE:.0%} of free GPU memory {table.size(room)}"
+    size = (
+        f"the pack is {table.size(pack.bytes)}, {table.percent(RESIDENT_SHARE)} of free GPU memory {table.size(room)}"
+    )
     return ("resident", f"fits: {size}") if pack.bytes <= room else ("streamed", f"too large: {size}")
 
 
@@ -125,9 +127,8 @@ def auto_feed(device: torch.device) -> str:
     if device.type != "cuda":
         return "a pack is memory-mapped and read in place"
     room = table.size(RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0])
-    return (
-        f"a pack of up to {room} ({RESIDENT_SHARE:.0%} of free GPU memory) stays on the GPU, a larger one is streamed"
-    )
+    share = table.percent(RESIDENT_SHARE)
+    return f"a pack of up to {room} ({share} of free GPU memory) stays on the GPU, a larger one is streamed"
 
 
 def open_feed(pack: Pack, plan: Plan, device: torch.device) -> Feed:

@@ -85,7 +85,7 @@ class BatchReport(Report):
         for row in self.rows:
             rates = row.rates or [row.first]
             spread = f"{row.samples_per_s:,.0f} ({min(rates):,.0f}–{max(rates):,.0f}, n={len(rates)})"
-            speed = (spread, f"{row.samples_per_s / best:.0%}") if row.samples_per_s else (None, None)
+            speed = (spread, f"{percent(row.samples_per_s / best)}") if row.samples_per_s else (None, None)
             note = f"does not fit: {row.reason}" if row.reason else ""
             note = "chosen" if row.batch_size == self.batch_size else note
             rows.append((row.batch_size, *speed, None if row.memory is None else table.size(row.memory), note))

@@ -160,18 +160,27 @@ class StepProfile(Report):
 
     def table(self) -> tuple[tuple[str, str], list[tuple[str, str]]]:
         spread = f"{self.least:,.0f}–{self.most:,.0f}, n = {self.rounds}"
-        shares = f"data {self.wait:.0%}, host {self.host:.0%}, {self.device:.0%} device"
+        shares = f"data {percent(self.wait)}, host {percent(self.host)}, {percent(self.device)} device"
         epoch = self.epoch_s * self.plan["eval_every"]
         rows = [
             ("samples/s", f"{self.samples_per_s:,.0f} ({spread}) at batch {self.plan['batch_size']}"),
-            ("ceiling", f"{self.ceiling:,.0f} samples/s on one cached batch; {self.ceiling_ratio:.0%} of it reached"),
+            (
+                "ceiling",
+                f"{self.ceiling:,.0f} samples/s on one cached batch; {percent(self.ceiling_ratio)} of it reached",
+            ),
             ("a step", f"{timing(self.step_s)}: {shares}"),
-            ("batches", f"{self.batching:.0%} of a step to prepare them, {self.augmentation:.0%} to augment them"),
-            ("an epoch", f"evaluation {self.evaluation_s / epoch:.0%}, checkpoint {self.checkpoint_s / epoch:.0%}"),
+            (
+                "batches",
+                f"{percent(self.batching)} of a step to prepare them, {percent(self.augmentation)} to augment them",
+            ),
+            (
+                "an epoch",
+                f"evaluation {percent(self.evaluation_s / epoch)}, checkpoint {percent(self.checkpoint_s / epoch)}",
+            ),
             ("arithmetic", f"{self.flops_per_s / 1e9:,.3g} of {self.matrix / 1e9:,.3g} GFLOP/s"),
             ("memory", ", ".join(f"{name} {size(mib * 2**20)}" for name, mib in self.memory.items())),
         ]
-        rows += [("padding", f"{share:.1%} of {column}") for column, share in self.padding.items()]
+        rows += [("padding", f"{percent(share, 1)} of {column}") for column, share in self.padding.items()]
         rows += [
             ("tried", f"{shown(t.change)}: {t.ratio:.2f}× ({t.low:.2f}–{t.high:.2f}){t.objection}") for t in self.trials
         ]

@@ -20,7 +20,7 @@ from nbtools.measure.profile import padded, padding
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import Clock, Rate, Stepper, Turn, untouched
 from nbtools.measure.trials import own_settings
-from nbtools.table import size
+from nbtools.table import percent, size
 from nbtools.train import Plan, TaskLike, as_task, listed, readable, shown
 from nbtools.train import device as devices
 
@@ -33,10 +33,12 @@ GROUPS = {
     "+ mixed precision": ("amp",),
     "+ compile, graph, layout": ("compile", "graph", "channels_last"),
 }
-"""In the guide's order, each with the settings in which plans must differ for it to be a rung; OTHERS is one more, and
-ALL is the name of a run without rungs."""
+"""In the guide's order, each with the settings in which plans must differ for it to be a rung. One more has all others,
+by the names of those that differ; ALL is the name of a run without rungs."""
 
-OTHERS, ALL, GUIDE = "+ the rest", "this run", "guide's optimised"
+ALL, GUIDE = "this run", "guide's optimised"
+SHORT = {"clip_norm": "clipping", "ema": "moving average"}
+MOST = 3  # settings that name a rung
 WARMING = 4  # steps of a plan before its first turn
 ASIDE = 2  # times as long as all else that the guide's settings may take: their batch is large
 SILENT = (
@@ -66,7 +68,7 @@ class Rung:
         factor = f"{self.factor:.2f}× ({self.factor_least:.2f}–{self.factor_most:.2f})"
         ratios = None if baseline or not rung else factor, None if baseline else self.over_baseline()
         speed = f"{self.rate.samples_per_s:,.0f} ({self.rate.least:,.0f}–{self.rate.most:,.0f})"
-        return self.name, speed, *ratios, f"{self.rate.data_wait:.0%}", listed(self.changes)
+        return self.name, speed, *ratios, f"{percent(self.rate.data_wait)}", listed(self.changes)
 
     def over_baseline(self) -> str:
         return f"{self.total:.2f}× ({self.total_least:.2f}–{self.total_most:.2f})"
@@ -95,7 +97,7 @@ class Receipt(Report):
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
         """(headers, rows): one row per rung, below the first one the guide's, spreads from least to most."""
-        headers = ("", "samples/s", "over the previous rung", "over the baseline", "waiting for data", "what changes")
+        headers = ("", "samples/s", "vs previous row", "vs baseline", "waiting for data", "what changes")
         ratio = self.ratio, self.ratio_least, self.ratio_most
         ends = Rung("baseline", {}, self.before, *[1.0] * 6), Rung(ALL, {}, self.after, *ratio, *ratio)
         first, *others = self.rungs or ends
@@ -178,13 +180,20 @@ def ladder(baseline: Plan, plan: Plan, pack: Pack, device: torch.device) -> list
     before, now = costs(baseline, pack, device), costs(plan, pack, device)
     differing = {name for name in {**before, **now} if before.get(name) != now.get(name)}
     grouped = {setting for settings in GROUPS.values() for setting in settings}
-    every = {**GROUPS, OTHERS: [name for name in now if name not in grouped]}
+    others = [name for name in now if name not in grouped]
+    every = {**GROUPS, named([name for name in others if name in differing]): others}
     groups = [(name, settings) for name, settings in every.items() if differing & set(settings)]
     found = [("baseline", baseline)]
     for k, (name, _) in enumerate(groups):
         above = [setting for _, settings in groups[k + 1 :] for setting in settings]
         found.append((name, plan.replace(**{setting: getattr(baseline, setting) for setting in above})))
     return found if groups else [*found, (ALL, plan)]
+
+
+def named(settings: Sequence[str]) -> str:
+    """`+ optimizer, clipping`"""
+    words = [SHORT.get(name, name.replace("_", " ")) for name in settings]
+    return f"+ {', '.join(words[:MOST])}{' …' if len(words) > MOST else ''}"
 
 
 def costs(plan: Plan, pack: Pack, device: torch.device) -> dict[str, Any]:
@@ -319,6 +328,6 @@ def padding_of(pack: Pack, plan: Plan) -> list[str]:
     ids = np.random.default_rng(0).permutation(pack.ids("train"))
     blind = padded(pack, column, np.split(ids, range(BLIND, len(ids), BLIND)))
     return [
-        f"Padding is {padding(pack, plan)[column]:.1%} of {column} at batch {plan.batch_size}, for both, since batches "
-        f"are grouped by length; random batches of {BLIND} would pad {blind:.1%}"
+        f"Padding is {percent(padding(pack, plan)[column], 1)} of {column} at batch {plan.batch_size}, for both, since "
+        f"batches are grouped by length; random batches of {BLIND} would pad {percent(blind, 1)}"
     ]

@@ -33,7 +33,7 @@ from nbtools.errors import TrainError, sentence
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import EAGER, Clock, Stepper, finish, typical, untouched
-from nbtools.table import digits, duration, plural, timing
+from nbtools.table import digits, duration, percent, plural, timing
 from nbtools.train import Plan, TaskLike, Torchrun, import_task, importable, share, train_step
 from nbtools.train import device as devices
 
@@ -116,7 +116,7 @@ class Row:
         if self.step_s is None:
             return *made, None, None, None, None
         reduced = f"{timing(self.exposed_s)} of {timing(self.step_s)}, {self.link}" if self.link else None
-        return *made, f"{self.samples_per_s:,.0f}", f"{self.speedup:.2f}×", f"{self.efficiency:.0%}", reduced
+        return *made, f"{self.samples_per_s:,.0f}", f"{self.speedup:.2f}×", f"{percent(self.efficiency)}", reduced
 
 
 @dataclass(frozen=True)

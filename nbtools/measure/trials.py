@@ -15,6 +15,7 @@ from nbtools.data import Feed, Pack, cores
 from nbtools.measure import memory
 from nbtools.measure.profile import LEAST_ROUNDS, ROUNDS, Bench, StepProfile, Tried
 from nbtools.measure.stepper import EAGER, Clock, Stepper, untouched
+from nbtools.table import percent
 from nbtools.train import Diverged, Plan, TaskLike
 from nbtools.train import device as devices
 
@@ -258,8 +259,8 @@ def choose_precision(tried: Tried) -> tuple[str, str]:
         return "off", f"{amp}{tried.objection}"
     text = f"{amp} {tried.ratio:.2f}× as fast as float32 ({tried.low:.2f}–{tried.high:.2f} in {tried.rounds} rounds)"
     if tried.low < FASTER:
-        return "off", f"{text}; used where reliably {FASTER - 1:.0%} faster"
+        return "off", f"{text}; used where reliably {percent(FASTER - 1)} faster"
     if not tried.agrees:
         return "off", text + tried.objection
-    same = "" if tried.drift is None else f"; losses of {LOSSES} steps within {tried.drift:.2%}"
+    same = "" if tried.drift is None else f"; losses of {LOSSES} steps within {percent(tried.drift, 2)}"
     return amp, text + same

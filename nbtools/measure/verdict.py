@@ -164,12 +164,18 @@ def computed(profile: StepProfile, plan: Plan) -> list[Option]:
     if profile.syncs:
         add("without that line", {}, profile.host, f"the host waits for the device at {profile.syncs[0]}")
     elif profile.device_type == "cuda" and not plan.graph and not plan.parted:
-        idle = f"the device is idle for {profile.host:.0%} of a step"
+        idle = f"the device is idle for {percent(profile.host)} of a step"
         add("graph=True", {"graph": True}, profile.host, idle)
     change = without_augmentation(plan)
     if profile.augmentation >= LITTLE and change not in [trial.change for trial in profile.trials]:
         name = shown(change) if change else "a cheaper augmentation"
-        add(name, change, profile.augmentation, f"augmentation takes {profile.augmentation:.0%} of a step", same=False)
+        add(
+            name,
+            change,
+            profile.augmentation,
+            f"augmentation takes {percent(profile.augmentation)} of a step",
+            same=False,
+        )
     return found
 
 
@@ -182,5 +188,7 @@ def evaluating(profile: StepProfile, plan: Plan) -> list[Option]:
         return []
     gain = profile.epoch_s / (profile.steps_s + profile.between_s / every)
     now = profile.between_s / plan.eval_every / profile.epoch_s
-    took = f"evaluations and checkpoints take {now:.0%} of an epoch; at most {BETWEEN:.0%} is a rule of thumb (ours)"
+    took = (
+        f"evaluations and checkpoints take {percent(now)} of an epoch; rule of thumb (ours): at most {percent(BETWEEN)}"
+    )
     return [Option(f"eval_every={every}", {"eval_every": every}, gain, gain, took)]

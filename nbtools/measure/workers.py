@@ -20,7 +20,7 @@ from nbtools.errors import TrainError
 from nbtools.measure.memory import ram, read
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import EAGER, Clock, Stepper, untouched
-from nbtools.table import plural
+from nbtools.table import percent, plural
 from nbtools.train import Plan, TaskLike
 from nbtools.train import device as devices
 
@@ -67,7 +67,7 @@ class WorkersReport(Report):
         rows = []
         for each in self.settings:
             rate = f"{each.samples_per_s:,.0f} ({each.least:,.0f}–{each.most:,.0f})"
-            measured = (rate, f"{each.data_wait:.0%}", f"{each.start:.1f} s")
+            measured = (rate, f"{percent(each.data_wait)}", f"{each.start:.1f} s")
             shown = (None, None, None) if each.skipped else measured
             rows.append((each.workers, each.prefetch, *shown, each.skipped))
         return ("workers", "prefetch", "samples/s", "waiting for data", "start", ""), rows
@@ -138,12 +138,12 @@ def chosen(settings: Sequence[Setting]) -> tuple[int, int, str]:
     near = [each for each in settings if each.samples_per_s >= CLOSE * best.samples_per_s and not each.skipped]
     pick = min(near, key=lambda each: (each.workers, each.prefetch))
     none = settings[0].samples_per_s
-    share = "the best rate" if pick is best else f"{pick.samples_per_s / best.samples_per_s:.0%} of the best"
+    share = "the best rate" if pick is best else f"{percent(pick.samples_per_s / best.samples_per_s)} of the best"
     if not pick.workers:
         return 0, pick.prefetch, f"no workers: {none:,.0f} samples/s without them is {share}"
     setting = f"{plural(pick.workers, 'worker')}, {plural(pick.prefetch, 'batch')} ahead of each"
     gain = f"{pick.samples_per_s:,.0f} samples/s is {share}, {pick.samples_per_s / none:.1f}× that without workers"
-    wait = f"training still waits {pick.data_wait:.0%} of the time for data"
+    wait = f"training still waits {percent(pick.data_wait)} of the time for data"
     return pick.workers, pick.prefetch, f"{setting}: {gain}; {wait}"
 
 

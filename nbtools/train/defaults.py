@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nbtools.data import TARGET, Card, Draws, Form, Pack, Sample, inputs_of, tables
 from nbtools.errors import PackError, TrainError
+from nbtools.table import percent
 from nbtools.train.augment import MIXUP, augment, strengths
 from nbtools.train.call import logits_of
 from nbtools.train.metrics import METRICS, Batch, listed, reshaped
@@ -192,7 +193,7 @@ class Answer(NamedTuple):
     probability: float
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.probability:.0%})"
+        return f"{self.name} ({percent(self.probability)})"
 
 
 def answers(outputs: Any, card: Card) -> list[Any]:

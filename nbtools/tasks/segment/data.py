@@ -22,7 +22,7 @@ from PIL import Image, PngImagePlugin
 from nbtools import disk
 from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, stage
 from nbtools.errors import PackError
-from nbtools.table import plural, sized
+from nbtools.table import percent, plural, sized
 from nbtools.tasks.common import report
 from nbtools.tasks.common.files import UNREADABLE, in_threads, open_image
 from nbtools.tasks.common.report import ERROR, WARNING, Refused, Row, ordered
@@ -323,8 +323,8 @@ def validate(
     balance = {name: float(shares[k]) for k, name in enumerate(recipe.table.names)}
     summary = (
         f"{plural(contents.images, 'image')}, {len(contents.labelled):,} with a label, packed at "
-        f"{sized(*recipe.size)}; {', '.join(f'{name} {share:.1%}' for name, share in balance.items())}; "
-        f"ignored {pixels[IGNORE] / max(int(pixels.sum()), 1):.1%}"
+        f"{sized(*recipe.size)}; {', '.join(f'{name} {percent(share, 1)}' for name, share in balance.items())}; "
+        f"ignored {percent(pixels[IGNORE] / max(int(pixels.sum()), 1), 1)}"
     )
     return Report(ordered(rows), summary, contents.images, len(contents.labelled), recipe.size, balance)
 

@@ -34,6 +34,7 @@ from nbtools.figures import (
     scaled,
 )
 from nbtools.fonts import Fonts
+from nbtools.table import percent
 from nbtools.tasks.common.files import on_white
 from nbtools.tasks.segment.augment import MEAN, SPREAD, batch
 from nbtools.tasks.segment.classes import BACKGROUND, IGNORE, UNKNOWN
@@ -114,7 +115,7 @@ def judged(pack: Pack, i: int, guess: np.ndarray) -> list[Panel]:
     wrong = 0.0 if math.isnan(found["miou"]) else 1 - found["pixel_accuracy"]
     return [
         (Picture(overlay(pack, image, predicted), f"predicted · {miou_text(found)}"), predicted),
-        (Picture(drawn, f"wrong · {wrong:.1%} of pixels", WRONG), None),
+        (Picture(drawn, f"wrong · {percent(wrong, 1)} of pixels", WRONG), None),
     ]
 
 
@@ -219,7 +220,7 @@ def balance(pack: Pack) -> Sheet:
         at = np.arange(classes) + (row - (len(splits) - 1) / 2) * tall
         drawn = axes.barh(at, shares[row, ranked], 0.9 * tall, color=SHADES[SPLITS.index(split)], label=split)
         if classes <= WRITTEN:
-            axes.bar_label(drawn, [f"{x:.1%}" for x in shares[row, ranked]], fontsize=7, color=GREY, padding=2)
+            axes.bar_label(drawn, [f"{percent(x, 1)}" for x in shares[row, ranked]], fontsize=7, color=GREY, padding=2)
     fonts = Fonts.of("".join(pack.classes))
     names = [fonts.shortened(pack.classes[k], 8, 260) for k in ranked]
     axes.set_yticks(range(classes), names, **fonts.look(8))
@@ -227,7 +228,7 @@ def balance(pack: Pack) -> Sheet:
     axes.margins(x=0.1)
     finish(axes)
     ignored = counts[:, IGNORE].sum() / counts.sum()
-    axes.set_title(f"{ignored:.1%} of all pixels are ignored", fontsize=8, color=GREY, loc="right")
+    axes.set_title(f"{percent(ignored, 1)} of all pixels are ignored", fontsize=8, color=GREY, loc="right")
     return sheet
 
 
