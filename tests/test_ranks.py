@@ -232,11 +232,15 @@ def test_fifty_steps_are_those_of_one_process_that_accumulates_the_same_parts(pa
 def test_fifty_steps_of_every_task_are_those_of_one_process(tmp_path, name, network, world):
     """Four of them in float64 only: gloo adds four numbers in an order of its own, and on shares of three samples such
     rounding errors grow to 0.3 % (captcha) and 1.3 % (hwdb) of a norm in 50 float32 steps; two have the same bits.
+
+    Segment's batch norms see three or four images a process, one number of each in the pooled context. At its own lr a
+    change of the 16th digit of all weights then grows to 5e-4 in 48 float64 steps, in one process too: so less lr.
     """
     task: Any = import_task(f"nbtools.tasks.{name}", name)
     pack = task.pack(task.demo(tmp_path / "raw", 61, **task.SMOKE), into=tmp_path / "pack", progress=False)
     plan = task.with_network(task.PLAN, pack, network).replace(network=network, amp="off", ema=None)
     plan = plan.replace(batch_size=13, micro_batch_size=None, epochs=60, eval_every=60, warmup_epochs=0)
+    plan = plan.replace(lr=1e-6) if (name, world) == ("segment", 4) else plan
     for double, tolerance in [(True, 1e-9), (False, 1e-3)][: 2 if world == 2 else 1]:
         [one] = together(1, fifty, name, pack.folder, plan, double, world, timeout=300)
         several = together(world, fifty, name, pack.folder, plan, double, timeout=300)
