@@ -198,10 +198,11 @@ def run_out(*_: Any) -> None:
 # -- the same mathematics
 
 
-def require_same(one: dict[str, Any], several: list[dict[str, Any]], tolerance: float) -> None:
+def require_same(one: dict[str, Any], several: list[dict[str, Any]], tolerance: float, least: float = 0.0) -> None:
+    """least: of a norm that errors are compared with."""
     for name, wanted in one["weights"].items():
         error = np.linalg.norm(several[0]["weights"][name] - wanted)
-        assert error <= tolerance * np.linalg.norm(wanted), (name, error)
+        assert error <= tolerance * max(np.linalg.norm(wanted), least), (name, error)
         assert all((other["weights"][name] == several[0]["weights"][name]).all() for other in several)
 
 
@@ -234,17 +235,19 @@ def test_fifty_steps_of_every_task_are_those_of_one_process(tmp_path, name, netw
     rounding errors grow to 0.3 % (captcha) and 1.3 % (hwdb) of a norm in 50 float32 steps; two have the same bits.
 
     Segment's batch norms see three or four images a process, one number of each in the pooled context. At its own lr a
-    change of the 16th digit of all weights then grows to 5e-4 in 48 float64 steps, in one process too: so less lr.
+    change of the 16th digit of all weights then grows to 5e-4 in 48 float64 steps, in one process too: so less lr. Its
+    biases before a batch norm start at 0 and have no gradient but rounding errors, of which AdamW makes 1e-11.
     """
     task: Any = import_task(f"nbtools.tasks.{name}", name)
     pack = task.pack(task.demo(tmp_path / "raw", 61, **task.SMOKE), into=tmp_path / "pack", progress=False)
     plan = task.with_network(task.PLAN, pack, network).replace(network=network, amp="off", ema=None)
     plan = plan.replace(batch_size=13, micro_batch_size=None, epochs=60, eval_every=60, warmup_epochs=0)
-    plan = plan.replace(lr=1e-6) if (name, world) == ("segment", 4) else plan
+    unstable = (name, world) == ("segment", 4)
+    plan = plan.replace(lr=1e-6) if unstable else plan
     for double, tolerance in [(True, 1e-9), (False, 1e-3)][: 2 if world == 2 else 1]:
         [one] = together(1, fifty, name, pack.folder, plan, double, world, timeout=300)
         several = together(world, fifty, name, pack.folder, plan, double, timeout=300)
-        require_same(one, several, tolerance)
+        require_same(one, several, tolerance, least=0.1 if unstable else 0.0)
         assert several[0]["rows"][-1][1] == 50
         assert len(several[0]["shared"]) > 1
         assert several[0]["shared"] == several[0]["alone"]
