@@ -92,6 +92,7 @@ KEPT = {
     "finder_ratio": lambda x: x >= 0.95,  # of the speed of Lightning's choice
     "scaling_forecast": lambda x: 0.85 <= x <= 1.15,  # of the samples/s of two processes, as advice expects them
     "recompute_peak": lambda x: x <= 50,  # of the memory of a step that stores its activations
+    "your_own_decoding_ratio": lambda x: x >= 2,  # of the samples/s of the faster peer of each round
     "same_losses": lambda x: x == 0,  # packs and three feeds of four tasks, against the last revision of 0.1.0
 }
 
@@ -118,6 +119,10 @@ def test_no_single_change_of_a_knob_makes_the_advised_plan_much_faster_and_it_le
 def test_the_figures_next_to_the_headlines_keep_their_promises_too():
     update = figures("surface_cost")["plot_update"]
     assert update["value"] <= 2.0
+    own = figures("your_own_decoding_ratio")
+    assert own["computing_over_pytorch"]["n"] >= 9
+    assert own["computing_over_pytorch"]["value"] >= 0.95  # as fast: its spread is wider
+    assert own["computing_over_lightning"]["value"] >= 0.95
     augmented = figures("segment_feed_ratio")["augmented_packed_ratio"]
     assert augmented["n"] >= 9
     assert augmented["least"] >= 1, "augmenting whole batches was slower than picture by picture"
