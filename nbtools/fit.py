@@ -25,7 +25,7 @@ from nbtools.live import REFUSED, FirstSignal, Requests, Surface
 from nbtools.notify import Hook
 from nbtools.rollback import Guard, resilient
 from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run
-from nbtools.table import plural
+from nbtools.table import number, plural
 from nbtools.train import (
     CONTROL,
     Plan,
@@ -109,7 +109,7 @@ def fit(
         job = Job(pack, folder, state, surface, checkpoint.Keeper(folder, kept) if kept is not None else None)
         requests = surface.requests
         doubtful = beyond(wanted, requests.advised).values()
-        lost = f"started again from step {state.step}: a process was lost, which torchrun names" if again else ""
+        lost = f"resumed from step {state.step:,}: a process was lost, which torchrun names" if again else ""
         said = [limits, idle(wanted) if ranks is None else "", ending(state) or finished(job), lost]
         surface.report_all([*complaints, *doubtful, *filter(None, said)])
         asked = partial(end_soon, requests, ranks)
@@ -279,7 +279,7 @@ def finished(job: Job) -> str:
     if not job.state.over:
         return ""
     done = f"{Run.open(job.folder, job.task)}; it is finished"
-    return f"{done}: raise epochs to train on, or name another run folder to begin anew"
+    return f"{done}: raise epochs to continue, or choose another run folder to start over"
 
 
 def finish(job: Job, sigterm: FirstSignal, receipt: bool) -> None:
@@ -335,7 +335,7 @@ def evaluate_all(job: Job, sigterm: FirstSignal) -> None:
         disk.write_atomic(
             job.folder / EVALUATION, json.dumps({**asked, "values": values, "seconds": seconds}, indent=1)
         )
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+        shown = ", ".join(f"{name} {number(value)}" for name, value in values.items())
         tell(f"all {plural(count, 'validation sample')}, in {seconds:.0f} s: {shown}")
 
 

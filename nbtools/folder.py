@@ -120,7 +120,7 @@ def another(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """The message about a run that resumes with something else than it was trained with so far."""
     changed = [f"{what}: {before[what]} → {now.get(what)}" for what in before if now.get(what) != before[what]]
     rule = "this run resumes with another task"
-    return [f"{rule} ({'; '.join(changed)}); to begin anew, name another run folder, run='runs/…'"] if changed else []
+    return [f"{rule} ({'; '.join(changed)}); to start over, choose another run folder, run='runs/…'"] if changed else []
 
 
 def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[str]]:

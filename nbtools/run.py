@@ -272,7 +272,7 @@ class Run:
 
     def __repr__(self) -> str:
         done, best, metric = len(self.history.of("epoch")), self.best, f"val_{best_metric(self.task)[0]}"
-        reached = f", best {metric} {best[metric]:.4f} in epoch {best['epoch'] + 1}" if best else ""
+        reached = f", best {metric} {number(best[metric])} in epoch {best['epoch'] + 1}" if best else ""
         return f"Run {self.folder}: {done} of {plural(max(done, self.plan.epochs), 'epoch')}{reached}"
 
 

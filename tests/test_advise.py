@@ -330,7 +330,7 @@ def test_the_tasks_own_batch_size_is_not_overruled_by_speed(pack):
     ("parts", "amp", "why"),
     [
         ({"amp": {"bf16": 0.4}}, "bf16", "bf16 2.50× as fast as float32"),
-        ({"amp": {"bf16": 0.98}}, "off", "used where reliably 5 % faster"),
+        ({"amp": {"bf16": 0.98}}, "off", "it is used only where reliably 5 % faster"),
         ({"amp": {"bf16": 0.4}, "loss_in_bf16": 1.5}, "off", "its loss differs by 50 %"),
         ({"amp": {"bf16": 0.4}, "loss_in_bf16": math.nan}, "off", "bf16, it fails (the loss became nan"),
     ],

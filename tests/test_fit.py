@@ -25,6 +25,7 @@ from nbtools import disk, measure
 from nbtools.data import Card
 from nbtools.errors import CheckpointError, DiskError, PackError, PlanError, TrainError
 from nbtools.run import Run
+from nbtools.table import number
 from nbtools.train import checkpoint
 
 pytestmark = pytest.mark.usefixtures("undrawn", "one_thread")
@@ -209,9 +210,9 @@ def test_two_at_once_in_one_run_folder_is_refused(pack, tmp_path):
 def test_a_finished_run_that_is_run_again_says_so_with_its_best_value_and_what_to_do(run, pack):
     again = nb.fit(toy, pack, toy.PLAN, run.folder, **QUIET)
     assert again.events == [
-        f"{run!r}; it is finished: raise epochs to train on, or name another run folder to begin anew"
+        f"{run!r}; it is finished: raise epochs to continue, or choose another run folder to start over"
     ]
-    assert f"best val_accuracy {run.best['val_accuracy']:.4f}" in again.events[0]
+    assert f"best val_accuracy {number(run.best['val_accuracy'])}" in again.events[0]
 
 
 def test_keep_named_only_after_the_run_brings_all_of_it_and_mixes_no_two(run, pack, tmp_path):

@@ -288,7 +288,7 @@ def test_after_a_kill_all_start_again_and_the_run_becomes_the_one_that_was_never
         f"rank {rank} was ended by SIGKILL, which the system sends when memory runs out; starting again"
     )
     assert left_behind(tmp_path) == []
-    assert any(text.startswith("started again from step") for text in texts(run))
+    assert any(text.startswith("resumed from step") for text in texts(run))
     assert [row["epoch"] for row in run.history.of("epoch")] == [0, 1, 2]
     together(2, in_place, pack.folder, str(tmp_path / "whole"))
     assert same(run, nb.Run.open("whole", crew))
@@ -377,7 +377,7 @@ def test_settings_outlive_a_restart_for_a_process_that_was_lost_on_another_machi
         said = [process.communicate(timeout=100) for process in processes]
     pids = list(dict.fromkeys(note["pid"] for note in notes(0)))
     assert {note["lr"] for note in notes(0) if note["pid"] == pids[1]} == {0.005}, said
-    assert any(text.startswith("started again from step") for text in texts(nb.Run.open("run", crew)))
+    assert any(text.startswith("resumed from step") for text in texts(nb.Run.open("run", crew)))
 
 
 # -- what ends all processes

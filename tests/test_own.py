@@ -187,7 +187,7 @@ def test_another_network_or_task_in_the_folder_of_a_run_is_refused_or_said(tmp_p
     pack, folder = packs["images"], tmp_path / "run"
     fitted(nb.classify(own.Small), pack, folder, epochs=1)
     with pytest.raises(
-        CheckpointError, match=r"of another network: Missing key.*name another run folder, run='runs/…'"
+        CheckpointError, match=r"of another network: Missing key.*choose another run folder, run='runs/…'"
     ):
         fitted(nb.classify(nn.Sequential(nn.Flatten(), nn.LazyLinear(3))), pack, folder, epochs=1)
     loss = nn.CrossEntropyLoss(label_smoothing=0.1)

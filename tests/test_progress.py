@@ -71,7 +71,7 @@ def test_advice_sweep_receipt_and_evaluation_say_how_long_they_take(at_once, pac
         "measuring toy on this machine: ": lambda: nb.advise(toy, pack, seconds=0.3),
         "sweeping the learning rate: ": lambda: nb.lr_sweep(toy, pack, plan, seconds=0.3),
         "measuring the baseline next to this run: ": lambda: nb.fit(toy, pack, plan, tmp_path / "run"),
-        "evaluating on test: ": lambda: nb.evaluate(nb.Run.open(tmp_path / "run", toy), pack),
+        "evaluating the test split: ": lambda: nb.evaluate(nb.Run.open(tmp_path / "run", toy), pack),
     }
     for name, act in acts.items():
         act()

@@ -160,7 +160,7 @@ class StepProfile(Report):
 
     def table(self) -> tuple[tuple[str, str], list[tuple[str, str]]]:
         spread = f"{self.least:,.0f}–{self.most:,.0f}, n = {self.rounds}"
-        shares = f"data {percent(self.wait)}, host {percent(self.host)}, {percent(self.device)} device"
+        shares = f"data {percent(self.wait)}, host {percent(self.host)}, device {percent(self.device)}"
         epoch = self.epoch_s * self.plan["eval_every"]
         rows = [
             ("samples/s", f"{self.samples_per_s:,.0f} ({spread}) at batch {self.plan['batch_size']}"),

@@ -221,11 +221,11 @@ def judge(
     if fall <= max(scatter, FALL * abs(curve[0])):
         end = f"before it diverged at lr {lost:.2g}" if lost else f"up to lr {high:g}"
         return None, (
-            f"the smoothed loss fell by {max(fall, 0.0):.2g} and single ones scatter by {scatter:.2g}: nothing was "
-            f"learnt {end}; take more steps, another range, or a larger batch"
+            f"the smoothed loss fell by {max(fall, 0.0):.2g}, and single losses scatter by {scatter:.2g}: nothing was "
+            f"learned {end}; take more steps, another range, or a larger batch"
         )
     k = next(k for k, loss in enumerate(curve) if loss <= least + NEARLY * fall)
-    at = f"the smoothed loss, {curve[0]:.3g} at first, is nearly at its least ({least:.3g}) from lr {lrs[k]:.2g} on"
+    at = f"the smoothed loss, {curve[0]:.3g} at first, is close to its minimum ({least:.3g}) from lr {lrs[k]:.2g} on"
     if lost is None and k >= 0.9 * len(curve):
         return None, f"{at}, the end of the range, and may fall further; sweep higher (high={10 * high:g})"
     if lrs[k] / BELOW < low:

@@ -259,7 +259,7 @@ def choose_precision(tried: Tried) -> tuple[str, str]:
         return "off", f"{amp}{tried.objection}"
     text = f"{amp} {tried.ratio:.2f}× as fast as float32 ({tried.low:.2f}–{tried.high:.2f} in {tried.rounds} rounds)"
     if tried.low < FASTER:
-        return "off", f"{text}; used where reliably {percent(FASTER - 1)} faster"
+        return "off", f"{text}; it is used only where reliably {percent(FASTER - 1)} faster"
     if not tried.agrees:
         return "off", text + tried.objection
     same = "" if tried.drift is None else f"; losses of {LOSSES} steps within {percent(tried.drift, 2)}"

@@ -145,7 +145,7 @@ def measured(profile: StepProfile, plan: Plan) -> list[Option]:
     left_out = [t for t in batches if t is not next(t for t in batches if t.ratio * NEAR >= best)]
     found = []
     for trial in (trial for trial in faster if trial not in left_out):
-        reason = f"tried in alternation, {trial.low:.2f}–{trial.high:.2f}× in {trial.rounds} rounds"
+        reason = f"tried in turns with the plan, {trial.low:.2f}–{trial.high:.2f}× in {trial.rounds} rounds"
         same = not set(trial.change) & {"batch_size", *own_settings(plan)}
         gains = trial.ratio, of_epoch(profile, trial.ratio)
         found.append(Option(shown(trial.change), trial.change, *gains, reason, same=same))
@@ -164,7 +164,7 @@ def computed(profile: StepProfile, plan: Plan) -> list[Option]:
     if profile.syncs:
         add("without that line", {}, profile.host, f"the host waits for the device at {profile.syncs[0]}")
     elif profile.device_type == "cuda" and not plan.graph and not plan.parted:
-        idle = f"the device is idle for {percent(profile.host)} of a step"
+        idle = f"the GPU is idle {percent(profile.host)} of each step"
         add("graph=True", {"graph": True}, profile.host, idle)
     change = without_augmentation(plan)
     if profile.augmentation >= LITTLE and change not in [trial.change for trial in profile.trials]:

@@ -242,7 +242,7 @@ class TrainState:
             more = f" (and {len(others)} more)" if others else ""
             raise CheckpointError(
                 f"the checkpoint has the weights of another network: {came.strip().rstrip('. ')}{more}; for another "
-                "network name another run folder, run='runs/…', or use the run's own task and plan"
+                "network choose another run folder, run='runs/…', or use the run's own task and plan"
             ) from None
         local = local_optimizer(self.optimizer)
         ours = {parameter for group in local.param_groups for parameter in group["params"]}
