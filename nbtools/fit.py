@@ -34,6 +34,7 @@ from nbtools.train import (
     TaskLike,
     TrainState,
     as_task,
+    best_metric,
     beyond,
     checkpoint,
     evaluation,
@@ -105,7 +106,7 @@ def fit(
         state = new_state(task, pack, wanted, ranks)
         advised = getattr(plan, "advised", getattr(plan, "plan", None))  # a plain plan may come from anywhere
         history, complaints = begin(folder, pack, state, advised)
-        surface = Surface(folder, state, pack, history, plan, progress)
+        surface = Surface(folder, state, pack, history, plan, progress, afterwards(state, pack, folder, receipt))
         job = Job(pack, folder, state, surface, checkpoint.Keeper(folder, kept) if kept is not None else None)
         requests = surface.requests
         doubtful = beyond(wanted, requests.advised).values()
@@ -121,6 +122,8 @@ def fit(
                     ranks.end()
                 finish(job, sigterm, receipt)
                 surface.report_all(list(filter(None, [hook.wait()])))
+                if surface.notebook and state.over and not requests.stop:
+                    surface.tell(what_next(Run.open(folder, task)))
             finally:
                 job.close()
         found = Run.open(folder, task)
@@ -280,6 +283,25 @@ def finished(job: Job) -> str:
         return ""
     done = f"{Run.open(job.folder, job.task)}; it is finished"
     return f"{done}: raise epochs to continue, or choose another run folder to start over"
+
+
+def afterwards(state: TrainState, pack: Pack, folder: Path, receipt: bool) -> str:
+    """What follows training, and is not in the time left."""
+    evaluated = evaluation.is_partial(state.plan, pack.splits["val"])
+    measured = receipt and not (folder / RECEIPT).exists()
+    return " + ".join(["final evaluation"] * evaluated + ["receipt"] * measured)
+
+
+def what_next(run: Run) -> str:
+    """Where the model is, and what to do with it."""
+    metric, name = best_metric(run.task)[0], checkpoint.read_index(run.folder).get("best")
+    if name is None:
+        return f"done: the newest weights are in {run.folder}; no evaluation chose the best"
+    value = f"{metric} {number(run.best[f'val_{metric}'])} after epoch {run.best['epoch'] + 1}"
+    return (
+        f"done: the best model is {run.folder / name}.safetensors ({value}); next: run.predict(files), "
+        'nb.evaluate(run, pack, split="test"), run.export("model.onnx")'
+    )
 
 
 def finish(job: Job, sigterm: FirstSignal, receipt: bool) -> None:

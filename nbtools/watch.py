@@ -12,7 +12,20 @@ from time import monotonic, sleep
 from typing import Any
 
 from nbtools.errors import CheckpointError, NbtoolsError
-from nbtools.live import ACTIONS, OPENING, REFUSED, FirstSignal, Messages, Plans, Requests, View, advised, send
+from nbtools.live import (
+    ACTIONS,
+    OPENING,
+    PAUSED,
+    REFUSED,
+    TRAINING,
+    FirstSignal,
+    Messages,
+    Plans,
+    Requests,
+    View,
+    advised,
+    send,
+)
 from nbtools.run import HISTORY, PLAN, Run, busy
 from nbtools.train import CONTROL, KEYS, History, Record, TaskLike, checkpoint, require_batch
 
@@ -76,7 +89,7 @@ class Remote:
         """Draw while the run lasts, and send what is requested. look: called between two looks at the folder."""
         view, folder, messages, due = self.view, self.run.folder, Messages(), 0.0
         with ExitStack() as stack:
-            stack.callback(view.finish, [])
+            stack.callback(lambda: view.finish([], Run.open(folder, self.run.task).state))
             if view.panel is not None and view.notebook:
                 stack.enter_context(messages)
                 view.panel.begin(self.requests)
@@ -96,7 +109,7 @@ class Remote:
                 if view.panel is not None:
                     self.requests.unread = (folder / CONTROL).exists()
                     view.panel.refresh()
-                view.draw("paused" if self.requests.paused else "")
+                view.draw(PAUSED if self.requests.paused else TRAINING)
                 sleep(MOMENT)
             self.read()
 

@@ -98,32 +98,76 @@ class Notebook:
         return output.locator("button:visible").filter(has_text=re.compile(rf"^\s*{label}\s*$"))
 
     def row(self, setting: str) -> Locator:
-        """The row of the form that begins with a setting's name."""
-        named = self.page.locator(".widget-label").filter(has_text=re.compile(rf"^{setting}( \(.*\))?$"))
-        return self.output(self.at).locator(".nbtools-row:visible").filter(has=named)
+        """What is next to a setting's name in the strip; for others their row of the form."""
+        output, name = self.output(self.at), re.compile(rf"^{setting}( \(.*\))?$")
+        knob = output.locator(".nbtools-knob:visible").filter(has=self.page.locator("b").filter(has_text=name))
+        named = self.page.locator(".widget-label").filter(has_text=name)
+        return knob.or_(output.locator(".nbtools-row:visible").filter(has=named)).first
+
+    def line(self) -> str:
+        """What is pending, or the newest message."""
+        return self.output(self.at).locator(".nbtools-line:visible").inner_text()
+
+    def notice(self) -> str:
+        """What is asked or refused, was changed, or is proposed."""
+        return self.output(self.at).locator(".nbtools-lines:visible").inner_text()
 
     def frames(self) -> list[tuple[float, float]]:
         """(height of a drawing, height of the frame that its labels are placed in), in pixels, of each chart."""
         heights = "charts => charts.map(svg => [svg, svg.parentElement].map(e => e.getBoundingClientRect().height))"
         return self.output(self.at).locator("svg[role=img]").evaluate_all(heights)
 
-    def remember_heights(self, label: str) -> None:
-        """From now on, of the line in which a button is, while the window has the width that it has now."""
-        line = self.button(label).locator("xpath=ancestor::*[contains(@class, 'widget-hbox')][1]")
-        line.evaluate(
-            """line => {
-                const width = window.innerWidth;
-                window.heights = new Set();
-                new ResizeObserver(() => {
-                    if (window.innerWidth == width) window.heights.add(Math.round(line.getBoundingClientRect().height));
-                }).observe(line);
+    def remember_places(self, label: str) -> None:
+        """From now on, of the curves below a button, while the window has the width that it has now."""
+        self.button(label).evaluate(
+            """button => {
+                const width = window.innerWidth, view = button.closest('.nbtools-live');
+                window.places = new Set();
+                setInterval(() => {
+                    const curves = view.querySelector('.nbt-grid');
+                    if (window.innerWidth != width || !curves) return;
+                    const [top, below] = [button, curves].map(each => each.getBoundingClientRect().top);
+                    window.places.add(Math.round(below - top));
+                }, 50);
             }"""
         )
 
-    def heights(self) -> list[float]:
-        """That the remembered line had so far, each once."""
-        found: list[float] = self.page.evaluate("[...window.heights]")
+    def places(self) -> list[float]:
+        """Pixels from the button to the curves so far, each once."""
+        found: list[float] = self.page.evaluate("[...window.places]")
         return found
+
+    def ticks(self) -> list[tuple[float, float]]:
+        """(middle of the handle, of the tick) of each slider of the strip, in pixels."""
+        return self.output(self.at).evaluate(
+            """output => [...output.querySelectorAll('.nbtools-knob .nbtools-tick')].map(tick => {
+                const handle = tick.closest('.widget-vbox').querySelector('.noUi-handle, .ui-slider-handle');
+                return [handle, tick].map(each => each.getBoundingClientRect()).map(at => at.left + at.width / 2);
+            })"""
+        )
+
+    def in_view(self, label: str) -> dict[str, bool]:
+        """In a window of 1280 × 800 with a button at its top: whether it, the strip, the facts, and the axis of the
+        second row of charts can be seen."""
+        self.page.set_viewport_size(ViewportSize(width=1280, height=800))
+        self.button(label).evaluate("button => button.scrollIntoView({block: 'start'})")
+        seen: dict[str, bool] = self.output(self.at).evaluate(
+            """output => {
+                const parts = {
+                    button: output.querySelector('button'), facts: output.querySelector('.nbt-top'),
+                    strip: [...output.querySelectorAll('.nbtools-knob')].at(-1),
+                    axes: [...output.querySelectorAll('.nbt-x')].filter(
+                        (each, i, all) => each.getBoundingClientRect().top > all[0].getBoundingClientRect().top + 9)[0],
+                };
+                return Object.fromEntries(Object.entries(parts).map(([name, part]) => {
+                    const place = part.getBoundingClientRect();
+                    const at = y => output.contains(document.elementFromPoint(place.left + place.width / 2, y));
+                    return [name, at(place.top + 1) && at(place.bottom - 1)];
+                }));
+            }"""
+        )
+        self.page.set_viewport_size(WINDOW)
+        return seen
 
     def acting(self, act: Callable[[], Any]) -> float:
         """Do something; the time of the click, key or choice, in seconds since 1970."""
@@ -149,10 +193,9 @@ class Notebook:
         field = self.row(setting).locator("select")
         return self.acting(lambda: field.select_option(option))
 
-    def slide(self, setting: str, key: str) -> float:
-        handle = self.row(setting).locator(".noUi-handle, .ui-slider-handle")
-        handle.focus()
-        return self.acting(lambda: handle.press(key))
+    def slide(self, setting: str, key: str, times: int = 1) -> float:
+        self.row(setting).locator(".noUi-handle, .ui-slider-handle").focus()
+        return self.acting(lambda: [self.page.keyboard.press(key) for _ in range(times)])
 
     def shot(self, name: str, cell: int | None = None) -> None:
         """A screenshot of the window, kept for people to look at; with a cell, of its output: wide, narrow, and dark

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 from browser import Notebook
 from serving import until
 
+from nbtools.live.panel import RESTS
 from nbtools.train import checkpoint
 
 
@@ -100,15 +100,13 @@ class Person:
         self.turned(f"{knob} = {option}", lambda: self.notebook.choose(knob, option), lambda row: row[knob] == option)
 
     def slid(self, knob: str, key: str) -> None:
+        """Press a key on a slider, whose value counts once it rests."""
         before = self.now(knob)
-        self.turned(f"{knob} {key}", lambda: self.notebook.slide(knob, key), lambda row: row[knob] != before)
+        self.turned(f"{knob} {key}", lambda: self.notebook.slide(knob, key) + RESTS, lambda row: row[knob] != before)
 
     def took_offer(self) -> None:
-        """The lr that a rule offers after a change of batch size, once the change is drawn: its name above a chart
-        moves what is below, and a click under which a button moves is nobody's."""
-        before, offer = self.now("lr"), self.notebook.button(r"linear: \S+").first  # √ is the rule of the plan itself
-        drawn = self.notebook.output(self.cell).get_by_text(re.compile(rf"batch_size \d+ → {self.now('batch_size')}"))
-        until(drawn.count, "the change of batch size, drawn")
+        """The lr that a rule offers after a change of batch size."""
+        before, offer = self.now("lr"), self.notebook.button(r"linear: \S+")  # √ is the rule of the plan itself
         self.turned("lr by rule", lambda: self.notebook.acting(offer.click), lambda row: row["lr"] != before)
 
     def paused(self, meanwhile: Callable[[], None]) -> None:
@@ -133,11 +131,10 @@ class Person:
 
     def saved(self) -> None:
         """Save now: the checkpoint of the step that the run names."""
-        told = self.notebook.output(self.cell).get_by_text("saved at step")
-        before = told.inner_text().count("saved at step") if told.count() else 0
+        before = self.notebook.line()
         clicked = self.notebook.click("Save now")
-        until(lambda: told.count() and told.inner_text().count("saved at step") > before, "saved at step")
-        step = int(told.inner_text().split("saved at step")[-1].split()[0])
+        said = until(lambda: (line := self.notebook.line()) != before and "saved at step" in line and line, "an answer")
+        step = int(said.split("saved at step")[-1].split()[0])
         names = until(lambda: [n for n in checkpoint.names(self.run) if checkpoint.place(n)[1] == step], "its file")
         self.noted("Save now", clicked, (self.run / f"{names[0]}.safetensors").stat().st_mtime)
 

@@ -101,12 +101,19 @@ class Visit:
         until(lambda: len(self.log.steps()) > 25, "two epochs")
         notebook.shot(f"{self.name}-running", FIT)
         seen.texts["live"], seen.facts["frames"] = self.output.inner_text(), notebook.frames()
+        seen.facts["view"] = notebook.in_view("Stop")
+        seen.facts["ticks"] = notebook.ticks()
+        self.presses()
+        notebook.remember_places("Stop")
         self.hack()
         self.typo()
+        seen.facts["places"] = notebook.places()
+        notebook.click("All settings")
         self.output.get_by_text("More:").click()
-        notebook.remember_heights("Stop")
+        notebook.remember_places("Stop")
         self.person.act(lambda: notebook.shot(f"{self.name}-paused", FIT))
-        seen.facts["heights"] = notebook.heights()
+        seen.facts["open"] = notebook.places()
+        notebook.click("All settings")
         seen.facts["interactive"] = len(self.log.steps())
         seen.facts["train"] = nb.Pack.open(self.work / "pack").ids("train").tolist()
         self.undo()
@@ -138,24 +145,33 @@ class Visit:
 
     def hack(self) -> None:
         """Type a script where a number belongs, and put the number back."""
-        lr, row = self.person.now("lr"), self.notebook.row("lr")
-        self.notebook.type("lr", SCRIPT)
-        until(lambda: "must be" in row.inner_text(), "the reason next to the field")
-        self.seen.texts["refused"] = row.inner_text()
+        lr, notebook = self.person.now("lr"), self.notebook
+        notebook.type("lr", SCRIPT)
+        until(lambda: "must be" in notebook.notice(), "the reason below the field")
+        self.seen.texts["refused"] = notebook.notice()
         steps = len(self.log.steps())
         until(lambda: len(self.log.steps()) > steps + 3, "steps")
         self.seen.facts["kept"] = self.person.now("lr") == lr
-        self.notebook.type("lr", str(lr))
-        until(lambda: "must be" not in row.inner_text(), "a valid field")
+        notebook.type("lr", str(lr))
+        until(lambda: "must be" not in notebook.notice(), "a valid field")
+
+    def presses(self) -> None:
+        """Five presses of a key on the slider of lr, and the value from before."""
+        notebook, lr, path = self.notebook, self.person.now("lr"), self.work / RUN / "history.csv"
+        notebook.slide("lr", "ArrowLeft", times=5)
+        until(lambda: self.person.now("lr") < lr / 1.5, "the lr of the fifth")
+        self.seen.facts["presses"] = [line for line in path.read_text().splitlines() if line.startswith("change")]
+        notebook.type("lr", str(lr))
+        self.steps_of(lr)
 
     def typo(self) -> None:
         """1000 in the field of lr: asked about, insisted on, undone by the run."""
-        notebook, row, seen = self.notebook, self.notebook.row("lr"), self.seen
+        notebook, seen = self.notebook, self.seen
         notebook.type("lr", "1000")
         until(notebook.button("Apply lr = 1000").is_visible, "the question")
         steps = len(self.log.steps())
         until(lambda: len(self.log.steps()) > steps + 5, "steps")
-        seen.texts["asked"], seen.facts["asked"] = row.inner_text(), self.person.now("lr")
+        seen.texts["asked"], seen.facts["asked"] = notebook.notice(), self.person.now("lr")
         notebook.shot(f"{self.name}-typo-asked")
         notebook.click("Apply lr = 1000")
         told = self.output.get_by_text("Training diverged")
@@ -164,7 +180,7 @@ class Visit:
         self.steps_of(0.002)
         notebook.holds("lr", "0.002")
         seen.facts["ruined"] = 1000 in [step["lr"] for step in self.log.steps()]
-        seen.texts["undone"] = row.inner_text()
+        seen.texts["undone"] = notebook.notice()
         notebook.shot(f"{self.name}-typo-undone")
 
     def undo(self) -> None:
@@ -198,7 +214,8 @@ class Visit:
         page.click(r"What limits it\?")
         until(lambda: "for a few seconds" in output.inner_text(), "that it is pending")
         sentence = until(lambda: getattr(nb.Run.open(self.work / RUN, watched).verdict, "sentence", ""), "a verdict")
-        until(lambda: output.inner_text().count(sentence) == 2, "as a message, and next to the change it proposes")
+        until(lambda: sentence in page.notice(), "next to the change it proposes")
+        until(lambda: output.inner_text().count(sentence) > 1, "as a message")
         until(lambda: "for a few seconds" not in output.inner_text(), "no longer pending")
         seen.texts["verdict"] = sentence
         page.shot(f"{self.name}-watched", 0)
@@ -428,8 +445,28 @@ def test_curves_lie_where_their_labels_say(seen):
 
 
 @pytest.mark.browser
-def test_what_the_buttons_say_meanwhile_moves_nothing_away_from_below_the_mouse(seen):
-    assert len(seen.facts["heights"]) == 1, "a click whose button moves between press and release is lost"
+@pytest.mark.parametrize("form", ["places", "open"])
+def test_nothing_above_the_curves_changes_its_height_whatever_is_asked_refused_or_said(seen, form):
+    assert len(seen.facts[form]) == 1, "a click whose button moves between press and release is lost"
+
+
+@pytest.mark.browser
+def test_buttons_strip_facts_and_two_rows_of_curves_are_in_view_together(seen):
+    assert seen.facts["view"] == {"button": True, "strip": True, "facts": True, "axes": True}
+
+
+@pytest.mark.browser
+def test_the_advised_value_is_a_tick_below_its_place_on_the_slider(seen):
+    assert len(seen.facts["ticks"]) == 3
+    assert all(tick == pytest.approx(handle, abs=1.5) for handle, tick in seen.facts["ticks"]), (
+        "nothing was changed yet"
+    )
+
+
+@pytest.mark.browser
+def test_five_presses_of_a_slider_are_one_change(seen):
+    [change] = seen.facts["presses"]
+    assert "lr 0.002 → " in change
 
 
 @pytest.mark.browser

@@ -59,7 +59,7 @@ def test_a_resumed_run_says_where_and_a_finished_or_quiet_one_nothing(pack, tmp_
     nb.fit(acting({12: lambda: os.kill(os.getpid(), signal.SIGINT)}), pack, PLAN, tmp_path / "run", receipt=False)
     assert "resumed" not in capsys.readouterr().err
     nb.fit(toy, pack, PLAN, tmp_path / "run", receipt=False)
-    assert "resumed    after step 12, in epoch 2 of 3\n" in capsys.readouterr().err
+    assert "resumed    going on from step 12, in epoch 2 of 3\n" in capsys.readouterr().err
     nb.fit(toy, pack, PLAN, tmp_path / "run", receipt=False)
     assert not re.search("(?m)^(device|resumed|epoch)", capsys.readouterr().err)
     nb.fit(toy, pack, PLAN, tmp_path / "quiet", receipt=False, progress=False)
@@ -97,7 +97,7 @@ def test_a_saved_notebook_keeps_the_opening_and_the_newest_hundred_epochs(tmp_pa
     assert "device     &lt;a &amp; b&gt;\n… 115 lines before these" in output.log.value
     assert re.findall(r"epoch (\d+) of", output.log.value) == [str(k) for k in range(116, 121)]
     capsys.readouterr()
-    view.finish([])
+    view.finish([], "done")
     said = capsys.readouterr().out.splitlines()
     said = said[said.index("device     <a & b>") :]
     assert said[:2] == ["device     <a & b>", "… 20 lines before these; run.summary() has every epoch"]

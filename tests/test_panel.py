@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from nbtools.errors import PlanError, TrainError
 from nbtools.live import ACTIONS, Panel, Plans, Requests, form
+from nbtools.live.panel import RESTS
 from nbtools.train import knob
 from nbtools.train import plan as plans
 
@@ -70,11 +72,11 @@ def buttons(widget) -> dict[str, Any]:
 
 
 def offered(made):
-    return list(buttons(made.form.offer_row))
+    return [made.form.offers[rule].description for rule in form.OFFERS if made.form.offers[rule].description]
 
 
 def question(made):
-    return "".join(label for label in buttons(made.form.view) if label.startswith("Apply"))
+    return made.form.confirm.description
 
 
 def pending(made):
@@ -82,7 +84,7 @@ def pending(made):
 
 
 def summary(made):
-    return made.form.summary.value
+    return made.form.notice.value
 
 
 def test_untouched_it_is_the_advised_plan_with_a_field_for_every_setting():
@@ -209,18 +211,82 @@ def test_a_slider_moves_its_field_to_two_digits_or_a_power_of_two_and_follows_it
         assert (made.plan.batch_size, sliders["batch_size"].value) == (batch_size, batch_size)
 
 
+@pytest.mark.parametrize(("pace", "wanted"), [(0.01, [1e-3] * 5), (1.5, [9e-4, 8e-4, 7e-4, 6e-4, 5e-4])])
+def test_several_moves_of_a_sliders_handle_are_one_change_once_it_rests(monkeypatch, pace, wanted):
+    """Where a step takes more than a second, they come together anyway."""
+    now, found = [100.0], []
+    monkeypatch.setattr("nbtools.live.panel.time.monotonic", lambda: now[0])
+    made = panel(lr=1e-3, batch_size=64)
+    requests = running(made, pace=pace)
+    for lr in (9e-4, 8e-4, 7e-4, 6e-4, 5e-4):
+        made.form.sliders["lr"].value = lr
+        found.append(requests.state.plan.lr)
+        assert made.fields["lr"].value == f"{lr:g}", "where the handle is"
+        now[0] += 0.2
+        made.refresh()
+    made.form.sliders["batch_size"].value = 128
+    assert found == wanted
+    now[0] += 2 * RESTS
+    made.refresh()
+    assert (requests.state.plan.lr, requests.state.plan.batch_size) == (5e-4, 128)
+    made.form.sliders["lr"].value = 2e-4
+    made.click("undo")
+    assert requests.state.plan.lr == 2e-4, "Undo takes back what was seen to change"
+    made.form.sliders["lr"].value = 1e-4
+    made.reset()
+    now[0] += 2 * RESTS
+    made.refresh()
+    assert made.plan == made.advised
+
+
+def test_the_strip_has_four_settings_with_the_advised_value_at_its_place_and_the_form_is_folded():
+    made = panel(lr=1e-3, batch_size=64, epochs=10)
+    running(made)
+    form, shown = made.form, made.form.controls.children[1]
+    assert [re.findall("<b>(.+?)</b>", knob.children[0].value) for knob in shown.children[:-1]] == [
+        ["lr"],
+        ["batch_size"],
+        ["amp"],
+        ["epochs"],
+    ]
+    assert "advised 0.001" in form.captions["lr"].value
+    made.fields["lr"].value = "5e-4"
+    assert "* 0.5000" in form.ticks["lr"].value, "the tick stays when the handle moves"
+    form.sliders["epochs"].value = 25
+    made.settle()
+    assert (made.plan.epochs, made.fields["epochs"].value) == (25, "25")
+    assert form.fold.layout.display == "none"
+    form.all.value = True
+    assert form.fold.layout.display == "flex"
+
+
+def test_the_line_under_the_buttons_has_what_is_pending_else_the_newest_message():
+    made = panel()
+    requests = running(made)
+    made.form.tell(f"saved at step 12 {EVIL}")
+    assert "saved at step 12 &lt;img" in pending(made)
+    made.form.actions["evaluate"].click()
+    assert "saved" not in pending(made)
+    assert requests.take("evaluate")
+    made.refresh()
+    assert "saved at step 12" in pending(made)
+    made.end()
+    running(made)
+    assert pending(made) == "", "of an earlier run"
+
+
 def test_another_batch_size_offers_lr_by_rule_with_its_number_before_it_is_taken():
     made = panel(lr=1e-3, batch_size=64)
     assert offered(made) == []
     made.fields["batch_size"].value = "128"
     made.fields["batch_size"].value = "256"
-    assert "batch 64 → 256: lr stays 0.001" in made.form.offered.value
+    assert "batch 64 → 256: lr stays 0.001" in summary(made)
     assert offered(made) == ["√ rule: 0.002", "linear: 0.004"], "counted from the lr that was chosen"
     assert made.plan.lr == 1e-3
-    buttons(made.form.offer_row)["√ rule: 0.002"].click()
+    buttons(made.form.asking)["√ rule: 0.002"].click()
     assert (made.plan.lr, made.fields["lr"].value, offered(made)) == (0.002, "0.002", [])
     made.fields["batch_size"].value = "1024"
-    assert "batch 256 → 1024" in made.form.offered.value
+    assert "batch 256 → 1024" in summary(made)
     made.fields["batch_size"].value = "256"
     assert offered(made) == []
 
@@ -231,9 +297,9 @@ def test_a_plan_with_a_rule_follows_it_at_once_and_offers_the_others():
     made.fields["weight_decay"].value = "0.02"
     assert math.isclose(made.plan.lr, math.sqrt(2) * 1e-3), "the plan keeps every bit, also when others change"
     assert made.fields["lr"].value == "0.00141"
-    assert "lr 0.001 → 0.00141 by its rule (sqrt)" in made.form.offered.value
+    assert "lr 0.001 → 0.00141 by its rule (sqrt)" in summary(made)
     assert offered(made) == ["keep: 0.001", "linear: 0.002"]
-    buttons(made.form.offer_row)["keep: 0.001"].click()
+    buttons(made.form.asking)["keep: 0.001"].click()
     assert made.plan.lr == 1e-3
 
 
@@ -364,7 +430,7 @@ def test_more_than_three_settings_at_once_are_asked_about_together():
     buttons(made.form.view)["Largest batch"].click()
     assert requests.state.plan == made.advised
     assert "4 settings change at once: batch_size 64 → 1024, lr 0.001 → 0.004" in summary(made)
-    buttons(made.form.view)["Apply 4 changes: batch_size, lr, warmup_epochs, amp"].click()
+    buttons(made.form.asking)["Apply 4 changes: batch_size, lr, warmup_epochs, amp"].click()
     assert (requests.state.plan, question(made)) == (largest, "")
     assert "after this step: batch_size 64 → 1024, lr 0.001 → 0.004" in pending(made)
     made.propose("Launch-bound", {"lr": 2e-3, "amp": "off", "clip_norm": 1.0, "batch_size": 128})
@@ -386,7 +452,7 @@ def test_a_value_beyond_ten_times_the_advised_asks_once_more(name, text, usual, 
     assert requests.state.plan == made.advised
     assert f"{name} {text} is {ratio}× the advised {usual[name]}" in made.form.notes[name].value
     assert made.fields[name].value == text
-    buttons(made.form.view)[f"Apply {name} = {text}"].click()
+    buttons(made.form.asking)[f"Apply {name} = {text}"].click()
     assert getattr(requests.state.plan, name) == float(text)
     assert question(made) == ""
     assert "Not" not in summary(made)
@@ -400,6 +466,7 @@ def test_what_is_asked_about_is_forgotten_when_another_value_is_typed_or_chosen(
     made.fields["lr"].value = "0.02"
     assert (made.plan.lr, question(made)) == (0.02, ""), "up to ten times nothing is asked"
     made.form.sliders["lr"].value = 0.1
+    made.settle()
     assert (made.plan.lr, question(made)) == (0.02, "Apply lr = 0.1")
     made.reset()
     assert (made.plan, question(made), made.fields["lr"].value) == (made.advised, "", "0.002")
@@ -420,7 +487,7 @@ def test_a_valid_change_is_applied_at_once_while_a_doubtful_one_waits_to_be_conf
     assert (made.fields["lr"].value, made.fields["batch_size"].value) == ("5", "32")
     made.fields["epochs"].value = "-1"  # which is refused
     assert "lr 5 is 2,500× the advised 0.002" in made.form.notes["lr"].value
-    buttons(made.form.view)["Apply lr = 5"].click()
+    buttons(made.form.asking)["Apply lr = 5"].click()
     assert (requests.state.plan.batch_size, requests.state.plan.lr, question(made)) == (32, 5.0, "")
 
 
@@ -484,19 +551,20 @@ def test_a_verdict_is_shown_with_a_button_that_makes_its_change():
     made = panel(amp="off")
     form = made.form
     made.propose(f"Compute-bound: {EVIL}; amp = bf16 makes training 1.4× as fast", {"amp": "bf16"})
-    assert EVIL not in form.sentence.value
-    assert "Compute-bound" in form.sentence.value
+    assert EVIL not in form.notice.value
+    assert "Compute-bound" in form.notice.value
     requests = running(made, samples=300)
     buttons(form.controls)["Apply: amp = bf16"].click()
     assert requests.state.plan.amp == "bf16"
-    assert form.verdict.layout.display == "none", "a change that was made is proposed no more"
+    assert "Compute-bound" not in form.notice.value, "a change that was made is proposed no more"
+    assert "Apply: amp = bf16" not in buttons(form.controls)
     made.propose("Launch-bound: larger batch", {"batch_size": 10**6})
     form.make.click()
     assert made.plan.batch_size == Plan().batch_size
     assert "larger than the train split" in form.notes["batch_size"].value
-    assert form.verdict.layout.display == "flex", "a refused change stays proposed"
+    assert "Apply: batch_size = 1000000" in buttons(form.controls), "a refused change stays proposed"
     made.propose("Compute-bound: nothing worth changing", None)
-    assert not [label for label in buttons(form.controls) if label.startswith("Make")]
+    assert not [label for label in buttons(form.controls) if label.startswith("Apply")]
 
 
 def test_every_button_is_a_request_and_says_that_it_is_pending():

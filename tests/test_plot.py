@@ -22,12 +22,11 @@ from PIL import Image
 from playwright.sync_api import ViewportSize
 
 from nbtools import fonts
-from nbtools.live import Columns, chart, png, samples, svg, view
+from nbtools.live import Columns, chart, facts, png, samples, svg, view
 from nbtools.live.controls import SMOOTHING, Looks, changes
 from nbtools.live.facts import About
 from nbtools.live.picture import LETTERS, Look, picture
 from nbtools.live.samples import Preview
-from nbtools.measure import REASONS
 from nbtools.table import columns, duration, number
 from nbtools.train import History, Plan, Record
 
@@ -72,16 +71,22 @@ def frame(found, about=ABOUT, status=""):
     return svg.frame(shown(found, about, status))
 
 
+def page(found, about=ABOUT, status=""):
+    """All that is shown of a run: the facts and the charts."""
+    made = shown(found, about, status)
+    return f"<div>{facts.html(made)}{svg.frame(made)}</div>"
+
+
 def texts(page):
     """The text of a page, which is XML: unescaped text or an unclosed tag would not be."""
     return " ".join(" ".join(ET.fromstring(page).itertext()).split())
 
 
 def test_a_frame_shows_losses_metric_rate_speed_waiting_memory_and_the_facts():
-    said = texts(frame(history(), status="evaluating"))
+    said = texts(page(history(), status="evaluating"))
     for part in ("captcha", "evaluating", "train", "validation", "whole_accuracy", "learning rate", "memory MB"):
         assert part in said
-    for part in ("epoch 4 of 8", "step 200", "samples/s 640", "waiting for data 2 %", "memory 734 MB"):
+    for part in ("epoch 4 of 8", "step 200 of 400", "samples/s 640", "waiting for data 2 %", "memory 734 MB"):
         assert part in said
     assert "best whole_accuracy 1.00 in epoch 4" in said
     assert "GPU" not in said
@@ -93,17 +98,9 @@ def test_of_a_gpu_its_use_and_memory_are_charts_and_its_power_and_energy_are_fac
         ("in use", "96 %"),
         ("waiting for data", "2 %"),
     ]
-    said = texts(frame(found))
+    said = texts(page(found))
     for part in ("GPU use 96 %", "power 283 W", "energy 12.3 Wh", "allocated 1.3 reserved 2.4 device 3.0"):
         assert part in said
-
-
-def test_what_holds_the_gpu_back_is_said_in_words_and_idle_is_no_trouble():
-    reasons = f"{REASONS[0x1]}, {REASONS[0x4]}, {REASONS[0x40]}"
-    assert shown(history(memory={**BUSY, "gpu_throttle": reasons}), status="paused").badges == (
-        *("paused", "GPU held back: power limit", "GPU held back: too hot (hardware)"),
-    )
-    assert shown(history(memory={**BUSY, "gpu_throttle": REASONS[0x1]})).badges == ()
 
 
 def test_an_evaluation_between_epochs_is_a_point_of_its_own_and_never_the_best_one():
@@ -114,18 +111,6 @@ def test_an_evaluation_between_epochs_is_a_point_of_its_own_and_never_the_best_o
     assert line.x.tolist() == [50, 75, 100, 150, 200, 225]
     assert ("best whole_accuracy", "1.00 in epoch 4") in shown(found).facts
     assert ("best cer", "0.250 in epoch 1") in shown(history(metric="cer"), About(best="-cer")).facts
-
-
-def test_time_left_counts_samples_at_the_pace_since_the_last_change_and_evaluations():
-    """4 of 8 epochs of 3,200 samples at 640 a second are 20 s, and 4 evaluations of 1 s; at twice that speed 10 s."""
-    found = history(change="batch_size 64 → 512")
-    found.append(changed(200, "amp off → bf16"))
-    assert ("time left", "24 s") in shown(found).facts
-    assert shown(found).share == 0.5
-    found.append(Record("step", 4, 201, 200 * 64, {"loss": 0.1, "samples_per_s": 1280.0}))
-    assert ("time left", "14 s") in shown(found).facts
-    finished = dict(shown(history(), About(epochs=4, epoch_samples=3200)).facts)
-    assert (finished["took"], "time left" in finished) == ("24 s", False)
 
 
 @pytest.mark.parametrize("set_to", [1000.0, 1e-9])
@@ -317,9 +302,9 @@ def test_values_under_the_pointer_are_those_of_all_curves_at_its_step_also_when_
 
 def test_text_from_a_run_never_becomes_markup():
     found = history(metric=EVIL, change=EVIL, memory={**BUSY, "gpu_throttle": EVIL})
-    page = frame(found, About(EVIL, best=EVIL), EVIL)
-    assert "<img" not in page
-    assert texts(page).count(" ".join(EVIL.split())) >= 5
+    made = page(found, About(EVIL, best=EVIL), EVIL)
+    assert "<img" not in made
+    assert texts(made).count(" ".join(EVIL.split())) >= 5
 
 
 def test_the_newest_changes_are_lines_in_every_chart_named_above_the_first_and_older_ones_ticks():
@@ -635,7 +620,7 @@ def test_in_a_notebook_frame_and_samples_are_renewed_in_widgets_of_their_own(wat
 
 def test_a_frame_without_news_is_not_drawn_again_but_when_asked(watching, monkeypatch):
     drawn = []
-    monkeypatch.setattr(svg, "frame", lambda made: drawn.append(made.badges) or "")
+    monkeypatch.setattr(svg, "frame", lambda made: drawn.append(made.state) or "")
     watching.history = history(40)
 
     def later(status=""):
@@ -675,5 +660,5 @@ def test_at_the_end_the_picture_is_a_png_and_all_that_is_drawn_outside_notebooks
     made = view.View(tmp_path / "run", history(40), Plan(epochs=8), 3200, "whole_accuracy", Plan(), show=False)
     made.start()
     made.draw()
-    made.finish([Preview(CAPTCHA, "abc", "abd")], tmp_path / "run" / "plot.png")
+    made.finish([Preview(CAPTCHA, "abc", "abd")], "done", tmp_path / "run" / "plot.png")
     assert (tmp_path / "run" / "plot.png").read_bytes().startswith(b"\x89PNG")

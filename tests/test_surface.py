@@ -167,7 +167,7 @@ def test_a_change_that_waits_for_the_end_of_an_evaluation_says_so_at_once(kernel
 def test_where_a_step_takes_seconds_it_is_said_before_anybody_waits_for_an_answer(kernel):
     """Clicks are read between steps: while one lasts nothing can answer them."""
     notes, after = kernel.run(SLOW_STEPS).rsplit("] ", 1)
-    assert notes.count("a step takes 1 s; requests are read when it ends") == 2
+    assert notes.count(">a step takes 1 s; requests are read when it ends") == 2
     assert after == "''\n"
 
 

@@ -3,6 +3,7 @@
 from nbtools.live import png
 from nbtools.live.chart import Picture
 from nbtools.live.columns import XS, Columns, spent, taken
+from nbtools.live.facts import PAUSED, TRAINING
 from nbtools.live.kernel import Messages, closing, running_kernel
 from nbtools.live.log import OPENING
 from nbtools.live.overlay import overlay
@@ -16,7 +17,9 @@ from nbtools.live.view import View
 __all__ = [
     "ACTIONS",
     "OPENING",
+    "PAUSED",
     "REFUSED",
+    "TRAINING",
     "XS",
     "Columns",
     "FirstSignal",

@@ -141,15 +141,15 @@ class Mark:
 
 @dataclass(frozen=True)
 class Picture:
-    """Charts that share an x axis from `first` to `last`; marks on it; badges, and facts (label, value), above; and
-    the share of the run that is done. key: lines whose names explain all charts. zoomed: lines reach beyond the axis,
-    and are drawn as far as it goes."""
+    """Charts that share an x axis from `first` to `last`; marks on it; above them the run's state, facts (label,
+    value), and the share of the run that is done. key: lines whose names explain all charts. zoomed: lines reach beyond
+    the axis, and are drawn as far as it goes."""
 
     charts: tuple[Chart, ...] = ()
     last: float = 1.0
     marks: tuple[Mark, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
-    badges: tuple[str, ...] = ()
+    state: str = ""
     share: float | None = None
     title: str = ""
     x: str = "step"

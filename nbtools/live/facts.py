@@ -1,22 +1,49 @@
-"""The facts above the curves: how far a run is, how long it takes, what the machine reads, its state."""
+"""The facts above the curves: the state of a run, how far it is and when it ends, its best so far, what the machine
+reads."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from html import escape
 
 import numpy as np
 
-from nbtools.live.columns import Columns
+from nbtools.data import batches_in
+from nbtools.live.chart import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Picture
+from nbtools.live.columns import Columns, spent
 from nbtools.measure import REASONS
 from nbtools.table import duration, number, percent, size
 
 IDLE = REASONS[0x1]
+COMPILING, TRAINING, EVALUATING, PAUSED = "compiling", "training", "evaluating", "paused"
+DONE, STOPPED, DIVERGED = "done", "stopped", "diverged"
+OVER = (DONE, STOPPED, DIVERGED, "interrupted")
+HUES = {COMPILING: PURPLE, TRAINING: BLUE, EVALUATING: SKY, PAUSED: ORANGE, DONE: GREEN, DIVERGED: VERMILLION}
+GREY = "#7d7d7d"  # of any other state
+
+ROW, GAP = 36, 18  # px: height of the facts in one row, between two of them
+STYLE = f"""
+.nbt-top{{container-type:inline-size;overflow:hidden}}
+.nbt-top>div{{height:{ROW}px;overflow:hidden;display:flex;flex-wrap:wrap;gap:0 {GAP}px;white-space:nowrap}}
+.nbt-top>div>div{{height:{ROW}px}}
+.nbt-top span,.nbt-top b{{display:block;line-height:18px;max-width:260px;overflow:hidden;text-overflow:ellipsis}}
+.nbt-top span{{font-size:11px;opacity:.65}}
+.nbt-top b{{font-size:14px}}
+.nbt-top i{{display:inline-block;width:9px;height:9px;border-radius:5px;margin-right:6px}}
+.nbt-top>p{{height:4px;margin:5px 0 6px;border-radius:2px;background:rgba(128,128,128,.25);overflow:hidden}}
+.nbt-top>p>u{{display:block;height:4px;background:{BLUE}}}
+@container (max-width:960px){{.nbt-top>div{{height:{2 * ROW}px}}}}
+@container (max-width:480px){{.nbt-top>div{{height:{4 * ROW}px}}}}
+"""
+"""As high for one fact as for all of them: what has no room, the least important, is left out."""
 
 
 @dataclass(frozen=True)
 class About:
     """What a history does not record about its run: its name, its planned length, and which metric is the main one
-    (`whole_accuracy`, or `-cer` where lower is better); the plan's schedule and its warmup, in epochs."""
+    (`whole_accuracy`, or `-cer` where lower is better); the plan's schedule and its warmup, in epochs; what follows
+    training, and is not in the time left."""
 
     title: str = ""
     epochs: int | None = None
@@ -24,30 +51,60 @@ class About:
     best: str = ""
     schedule: str = ""
     warmup: float = 0.0
+    then: str = ""
 
     def phase(self, progress: float) -> str:
         """What lr does at a point of the run, in epochs: `warmup`, or the name of the schedule."""
         return "warmup" if progress < self.warmup else self.schedule
 
 
-def facts(columns: Columns, about: About, over: bool) -> tuple[tuple[str, str], ...]:
-    """(label, value) in the order of reading; unknown ones are omitted."""
+def facts(columns: Columns, about: About, status: str, now: float | None = None) -> tuple[tuple[str, str], ...]:
+    """(label, value), the most important first; unknown ones are omitted. now: seconds since 1970."""
     row = columns.ended
     if row is None:
         return ()
-    total = f" of {about.epochs}" if about.epochs else ""
-    shown = [("epoch", f"{row['epoch'] + 1}{total}"), ("step", f"{row['step']:,}")]
+    total, epochs = steps(columns, about), f" of {about.epochs}" if about.epochs else ""
+    shown = [("step", f"{row['step']:,}{f' of {total:,}' if total else ''}"), ("epoch", f"{row['epoch'] + 1}{epochs}")]
+    evaluation = float(columns.series("eval_time", "epoch")[1].sum())
+    shown.append(("took" if status in OVER else "elapsed", duration(spent(columns)[1][-1] + evaluation)))
     left = time_left(columns, about)
-    if left and not over:
-        shown.append(("time left", duration(left)))
-    elif over or left == 0:
-        spent = sum(float(columns.series(name, "epoch")[1].sum()) for name in ("epoch_time", "eval_time"))
-        shown.append(("took", duration(spent)))
-    readings = ((label, write, columns.newest(name)) for name, label, write in READINGS)
-    shown += [(label, write(value)) for label, write, value in readings if value is not None]
+    if left and status not in OVER:
+        then = f" + {about.then}" if about.then else ""
+        shown.append(("left, with evaluation" if evaluation else "left", duration(left) + then))
+    if left and status not in (*OVER, PAUSED):
+        at = (time.time() if now is None else now) + left
+        day = "%a " if left > 20 * 3600 else ""
+        shown.append(("training ends", time.strftime(f"{day}%H:%M %Z", time.localtime(at)).strip()))
     if found := best(columns, about.best):
         shown.append((f"best {about.best.lstrip('-')}", f"{number(found[0])} in epoch {found[1]}"))
-    return tuple(shown)
+    if reasons := throttled(columns):
+        shown.append(("GPU held back", reasons))
+    readings = ((label, write, columns.newest(name)) for name, label, write in READINGS)
+    return (*shown, *((label, write(value)) for label, write, value in readings if value is not None))
+
+
+def html(shown: Picture) -> str:
+    """Name and state, the facts, and a bar of the run's share that is done; a page needs STYLE once. All text is
+    escaped."""
+    dot = f'<i style="background:{HUES.get(shown.state, GREY)}"></i>' if shown.state else ""
+    pairs = [(shown.title, f"{dot}{escape(shown.state)}")] + [(label, escape(value)) for label, value in shown.facts]
+    if not shown.facts:
+        pairs.append(("", "waiting for the first step"))
+    each = [
+        f'<div><span title="{escape(label)}">{escape(label) or "&#160;"}</span><b>{value}</b></div>'
+        for label, value in pairs
+    ]
+    bar = f'<p><u style="width:{100 * (shown.share or 0):.1f}%"></u></p>'
+    return f'<div class="nbt"><div class="nbt-top"><div>{"".join(each)}</div>{bar}</div></div>'
+
+
+def steps(columns: Columns, about: About) -> int | None:
+    """Steps of the whole run, those that are left with the present batch size; None where its length is unknown."""
+    row, batch, count = columns.ended, columns.newest("batch_size"), about.epoch_samples
+    if row is None or not batch or not count or not about.epochs:
+        return None
+    left = max(about.epochs * count - row["samples"], 0)
+    return row["step"] + batches_in(left % count, int(batch)) + left // count * batches_in(count, int(batch))
 
 
 def mebibytes(count: float) -> str:
@@ -70,11 +127,10 @@ READINGS = (
 """(column, label, how its newest value is written)."""
 
 
-def badges(columns: Columns, status: str) -> tuple[str, ...]:
-    """The run's state, and what limits its GPU's clocks; idle does not count."""
+def throttled(columns: Columns) -> str:
+    """What limits the GPU's clocks; idle does not count."""
     reasons = str((columns.ended or {}).get("gpu_throttle") or "").split(", ")
-    held = tuple(f"GPU held back: {reason}" for reason in reasons if reason and reason != IDLE)
-    return (status, *held) if status else held
+    return ", ".join(reason for reason in reasons if reason and reason != IDLE)
 
 
 def best(columns: Columns, metric: str) -> tuple[float, int] | None:

@@ -1,6 +1,8 @@
-"""The widgets of a Panel: buttons that act on a run, and a form with name, input, slider and note of each setting.
+"""The widgets of a Panel: buttons that act on a run, a strip of the settings that users change most while it trains,
+and a form with name, input, slider and note of each setting.
 
-Core ipywidgets that 7.7.1 and 8 both have. A number's text holds the value; its slider is one way to set it.
+Core ipywidgets that 7.7.1 and 8 both have. A number's text holds the value; its slider is one way to set it. What is
+shown above the curves has the same height whatever it says: a click under which a button moves is lost.
 """
 
 from __future__ import annotations
@@ -15,26 +17,48 @@ from functools import partial
 from html import escape
 from typing import Any
 
-from ipywidgets import HTML, Accordion, Button, Checkbox, Dropdown, FloatLogSlider, HBox, Label, Layout, Text, VBox
+from ipywidgets import (
+    HTML,
+    Accordion,
+    Button,
+    Checkbox,
+    Dropdown,
+    FloatLogSlider,
+    HBox,
+    IntSlider,
+    Label,
+    Layout,
+    Text,
+    ToggleButton,
+    VBox,
+)
 
 from nbtools import table
 
 IN_VIEW = ("network", "epochs", "batch_size", "lr", "amp", "clip_norm", "eval_every", "early_stop")
 """The settings that users change most, in this order; all other settings are under More."""
+STRIP = ("lr", "batch_size", "amp", "epochs")
+"""Those next to the curves of a run in progress."""
 
-SPANS = {"lr": (10.0, 2, 0.05, ".1e"), "batch_size": (2.0, 4, 1.0, "d")}
-"""setting → base of its logarithmic slider, reach to either side and step (exponents), format of a value (d3)."""
+SPANS = {"lr": (10.0, 2, 0.05), "batch_size": (2.0, 4, 1.0), "epochs": (0.0, 3, 1)}
+"""setting → base of its logarithmic slider, reach to either side and step (exponents); base 0: a linear one from 1 to
+so many times the value."""
 
 HELP = "font-size:12px;line-height:1.35"
 MUTED = f"{HELP};opacity:.7"
 WRONG = f"{HELP};color:#D55E00;font-weight:600"  # Okabe & Ito's vermillion: contrast above 3.8 on white and on black
 
-NAME, INPUT, NUMBER, SLIDER, NOTE = "166px", "280px", "96px", "176px", "260px"  # INPUT: one number and its slider
-LINE, WORD = "20px", "88px"  # room for a message and for Resume, which move no button when they come and go
+NAME, INPUT, NUMBER, SLIDER, NOTE = "166px", "280px", "84px", "120px", "260px"
+LINE, LINES, WORD = "20px", "36px", "88px"  # room for a message, for a question in two lines, and for Resume
+OPEN = "340px"  # height at most of the form above the curves: it scrolls, and the curves stay in view
+INSET = "6px"  # from a slider's edge to its track, in ipywidgets 7 and 8
 STYLE = """<style>
 .nbtools-form { container-type: inline-size }
 .nbtools-row { border-top: 1px solid rgba(128, 128, 128, .18) }
-.nbtools-row .widget-readout { min-width: 52px; text-align: right; font-size: 12px; opacity: .7 }
+.nbtools-line .widget-html-content > div, .nbtools-lines .widget-html-content > div {
+  display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 1; overflow: hidden; overflow-wrap: anywhere }
+.nbtools-lines .widget-html-content > div { -webkit-line-clamp: 2 }
+.nbtools-knob { line-height: 18px }
 @container (max-width: 760px) {
   .nbtools-row > .widget-html { flex-basis: 100% !important; margin: 0 0 4px 184px !important }
 }
@@ -76,24 +100,31 @@ OFFERS = {
 class Form:
     """The widgets of one Panel, which call its methods.
 
-    view: the form. controls: the buttons and the proposal. whole: the form below the buttons of a run in progress.
-    values: what the fields show, or would show where they keep the user's text.
+    controls: of a run in progress, all above its curves, the form folded. whole: of the panel's own cell, the buttons
+    only while a run is in progress. values: what the fields show, or would show where they keep the user's text. told:
+    the newest message of the run.
     """
 
     def __init__(self, panel: Any):
         self.panel, plan = panel, panel.plan
         self.filling: int | None = None  # the thread that fills the fields: what it sets was not set by the user
+        self.told = self.proposal = ""
+        self.asked: list[str] = []  # what has to be confirmed, or was refused
+        self.said: list[str] = []  # what was changed
         self.actions = {action: button("", partial(panel.click, action)) for action in BUTTONS}
         self.actions["pause"].layout.min_width = WORD
-        self.pending, self.sentence = markup(), markup()
-        self.pending.layout.flex, self.pending.layout.min_height = "1 1 100%", LINE
+        self.pending, self.notice = markup("line", LINE), markup("lines", LINES)
+        self.buttons = column([bar([*self.actions.values()]), self.pending])
         self.make = button("", panel.accept, "Takes effect at the next step", "arrow-right")
-        self.verdict = bar([self.sentence, self.make])
-        buttons = bar([*self.actions.values(), self.pending])
-        self.controls, self.own = column([buttons, self.verdict]), column([buttons])
+        self.confirm = button("", panel.insist, "Apply it anyway", "exclamation-triangle")
+        self.offers = {rule: button("", partial(panel.follow, rule), why) for rule, (_, why) in OFFERS.items()}
+        asks = [self.notice, self.confirm, *self.offers.values(), self.make]
+        self.asking = HBox(asks, layout=Layout(height=LINES, grid_gap="8px", align_items="flex-start"))
 
-        self.fields = {name: field(getattr(plan, name), rule, name in SPANS) for name, rule in panel.rules.items()}
+        self.fields = {n: field(getattr(plan, n), rule, n in {*SPANS, *STRIP}) for n, rule in panel.rules.items()}
         self.sliders = {name: slider(getattr(plan, name), *span) for name, span in SPANS.items()}
+        self.ticks = {name: HTML(layout=Layout(height="6px", margin="-6px 0 0", overflow="hidden")) for name in SPANS}
+        self.captions = {name: HTML(layout=Layout(height="18px", margin="0 2px")) for name in STRIP}
         self.notes = {name: markup() for name in self.fields}
         self.values: dict[str, Any] = {}
         for made, changed in ((self.fields, panel.read), (self.sliders, self.slid)):
@@ -102,25 +133,23 @@ class Form:
         self.presets = {
             label: button(worded(label), partial(panel.choose, label), why) for label, (_, why) in panel.presets.items()
         }
-        self.confirm = button("", panel.insist, "Apply it anyway", "exclamation-triangle")
-        self.summary, self.offered = markup(), markup()
-        self.top = bar([*self.presets.values(), self.confirm, self.summary], margin="0 0 6px")
-        self.offered.layout.flex = "0 1 auto"
-        self.offers = {rule: button("", partial(panel.follow, rule), why) for rule, (_, why) in OFFERS.items()}
-        self.offer_row = bar([self.offered, *self.offers.values()], margin="0 0 6px 184px")
-        self.view = self.arranged()
-        self.whole = column([self.own, self.view])  # for the panel's own cell, which outlives the output of fit's
+        self.view, self.all = self.arranged(), ToggleButton(description="All settings", icon="sliders")
+        self.fold = column([self.view], display="none", max_height=OPEN, overflow="auto")
+        self.all.layout = Layout(width="auto", margin="18px 2px 2px")
+        self.all.observe(self.unfold, names="value")
+        strip = bar([*map(self.knob, STRIP), self.all], grid_gap="0 20px", align_items="flex-start")
+        self.controls = column([self.buttons, strip, self.asking, self.fold])
+        self.own = column([self.buttons])  # of a run in progress, whose output may be gone
+        self.whole = column([self.own, self.asking, self.view])
         self.propose("", "")
 
     def arranged(self) -> VBox:
         rows = {name: self.row(name, rule) for name, rule in self.panel.rules.items()}
-        shown = [name for name in IN_VIEW if name in rows]
-        parts = [rows.pop(name) for name in shown]
-        parts.insert(shown.index("batch_size") + 1, self.offer_row)
+        parts = [rows.pop(name) for name in IN_VIEW if name in rows]
         more = Accordion(children=[VBox([*rows.values()])], selected_index=None, layout=Layout(margin="8px 0 0"))
         more.set_title(0, f"More: {len(rows)} settings")
-        style = HTML(STYLE, layout=Layout(display="none"))
-        form = VBox([style, self.top, *parts, more], layout=Layout(width="100%", max_width="1100px"))
+        style, top = HTML(STYLE, layout=Layout(display="none")), bar([*self.presets.values()], margin="0 0 6px")
+        form = VBox([style, top, *parts, more], layout=Layout(width="100%", max_width="1100px", flex="0 0 auto"))
         form.add_class("nbtools-form")
         return form
 
@@ -128,19 +157,33 @@ class Form:
         unit, help = rule.metadata.get("unit", ""), rule.metadata.get("help", "")
         title = f"{name} ({unit})" if unit and unit not in f"{name} {help}" else name
         label = Label(title, layout=Layout(width=NAME, flex="0 0 auto"))
-        inputs = [made[name] for made in (self.fields, self.sliders) if name in made]
-        middle = HBox(inputs, layout=Layout(width=INPUT, flex="0 0 auto", align_items="center"))
+        middle = HBox(self.inputs(name), layout=Layout(width=INPUT, flex="0 0 auto"))
         row = bar([label, middle, self.notes[name]], grid_gap="0 14px", padding="2px 0")
         row.add_class("nbtools-row")
         return row
+
+    def inputs(self, name: str) -> list[Any]:
+        """The field of a setting, and its slider above the tick of the advised value."""
+        slide = [self.sliders[name], self.ticks[name]] if name in SPANS else []
+        column = [VBox(slide, layout=Layout(flex="0 0 auto", margin="2px 0 0 8px"))] if slide else []
+        return [self.fields[name], *column]
+
+    def knob(self, name: str) -> VBox:
+        """A setting of the strip: its inputs below its name and the advised value."""
+        made = VBox([self.captions[name], HBox(self.inputs(name))], layout=Layout(flex="0 0 auto"))
+        made.add_class("nbtools-knob")
+        return made
+
+    def unfold(self, change: Any) -> None:
+        self.fold.layout.display = "flex" if change.new else "none"
 
     def by_user(self, changed: Callable[[str, Any], None], name: str, change: Any) -> None:
         if self.filling != threading.get_ident():
             changed(name, change.new)
 
     def slid(self, name: str, value: float) -> None:
-        """The user released a slider: its field gets the value, a power of two or two digits."""
-        self.fields[name].value = str(round(value)) if SPANS[name][0] == 2 else f"{value:.2g}"
+        """The user released a slider: its field gets the value, a whole number or two digits."""
+        self.panel.slide(name, f"{value:.2g}" if name == "lr" else str(round(value)))
 
     def hold(self, name: str, text: Any) -> None:
         """Keep what the user typed into a field, verbatim."""
@@ -171,28 +214,37 @@ class Form:
                 self.fields[name].disabled = name in panel.fixed
                 if name not in wrong and name not in waiting:
                     self.fields[name].value = self.holds(name, value)
-                if name in self.sliders:
-                    move(self.sliders[name], value)
                 help, reason = panel.rules[name].metadata.get("help", ""), panel.reason(name)
                 good = styled(HELP, help) + styled(MUTED, reason)
                 self.notes[name].value = styled(WRONG, bad[name]) if name in bad else good
-        changed = list(plan.changes_from(panel.advised))
-        summary = f"Changed: {', '.join(changed)}" if changed else ""
-        if wrong:
-            summary = f"Not applied: {', '.join(wrong)}; the plan keeps its last valid value"
-        elif waiting:
-            summary = f"To be confirmed: {'; '.join(panel.asks.values())}"
-        self.summary.value = styled(WRONG if bad else MUTED, " · ".join(filter(None, (summary, note))))
-        shown(self.confirm, applying(waiting, panel.question))
+            self.show_advised()
         for label, (preset, _) in panel.presets.items():
             self.presets[label].button_style = "primary" if preset == plan else ""
             self.presets[label].disabled = preset is None
+        shown(self.confirm, applying(waiting, panel.question))
         sentence, offers = panel.offers()
-        self.offered.value = styled(HELP, sentence)
-        self.offer_row.layout.display = "flex" if sentence else "none"
         for rule, made in self.offers.items():
             shown(made, f"{OFFERS[rule][0]}: {table.shown(offers[rule])}" if rule in offers else "")
+        changed = list(plan.changes_from(panel.advised))
+        self.asked = [f"Not applied: {'; '.join(bad.values())}"] if wrong else [*bad.values()]
+        self.said = [sentence, f"Changed: {', '.join(changed)}" if changed else "", note]
+        self.show_notice()
         self.show_run()
+
+    def show_advised(self) -> None:
+        """Show where the advised values lie, and move the sliders to the wanted ones."""
+        plan, advised = self.panel.plan, self.panel.advised
+        for name, made in self.sliders.items():
+            share = move(made, SPANS[name][0], getattr(plan, name), getattr(advised, name))
+            self.ticks[name].value = TICK.format(f"{share:.4f}")
+        for name, caption in self.captions.items():
+            value = escape(table.shown(getattr(advised, name)))
+            caption.value = f'<div style="{HELP}"><b>{name}</b> <span style="opacity:.65">advised {value}</span></div>'
+
+    def show_notice(self) -> None:
+        """Show what is asked or refused, else what was changed and what is proposed, in two lines at most."""
+        text = " · ".join(filter(None, self.asked or [*self.said, self.proposal]))
+        self.notice.value = styled(WRONG if self.asked else HELP, text, tip=True)
 
     def show_run(self) -> None:
         """Show what is pending in the run, if one is in progress. An unchanged value sends nothing."""
@@ -206,7 +258,7 @@ class Form:
                 messages.append(f"after this step: {requests.change}")
             if not messages and requests.pace >= SLOW:
                 messages.append(f"a step takes {requests.pace:.0f} s; requests are read when it ends")
-        self.pending.value = styled(HELP, " · ".join(messages))
+        self.pending.value = styled(HELP, " · ".join(messages), tip=True) or styled(MUTED, self.told, tip=True)
         self.own.layout.display = "flex" if requests else "none"
         for action, made in self.actions.items():
             resume = action == "pause" and paused
@@ -215,11 +267,16 @@ class Form:
             made.tooltip = what if requests else f"{what} ({NO_RUN})"
             made.disabled = requests is None or requests.stop or action in pending or not requests.able(action)
 
+    def tell(self, message: str) -> None:
+        """Show a message where nothing is pending."""
+        self.told = message
+        self.show_run()
+
     def propose(self, sentence: str, change: str) -> None:
         """Show what limits the plan; change: what the button would do; no button without."""
-        self.sentence.value = styled(HELP, sentence)
-        self.verdict.layout.display = "flex" if sentence else "none"
+        self.proposal = sentence
         shown(self.make, change)
+        self.show_notice()
 
 
 def applying(waiting: Mapping[str, str], plan: Any) -> str:
@@ -253,26 +310,29 @@ def written(value: Any) -> str:
     return "none" if value is None else table.shown(value)
 
 
-def slider(value: float, base: float, reach: int, step: float, format: str) -> FloatLogSlider:
-    """A logarithmic slider around a value; it reports where it is released, not the values in between."""
+TICK = (
+    f'<div style="position:relative;height:6px;margin:0 {INSET}"><div class="nbtools-tick" style="position:absolute;'
+    'left:calc(100% * {});width:2px;height:6px;margin-left:-1px;background:currentColor;opacity:.6"></div></div>'
+)
+
+
+def slider(value: float, base: float, reach: int, step: float) -> FloatLogSlider | IntSlider:
+    """A slider around a value; it reports where it is released, not the values in between."""
+    look: Any = {"continuous_update": False, "readout": False}
+    look["layout"] = Layout(width=SLIDER, flex="0 0 auto", margin="0")
+    if not base:
+        return IntSlider(value=value, min=1, max=max(reach * int(value), 10), step=step, **look)
     middle = round(math.log(value, base))
-    return FloatLogSlider(
-        value=value,
-        base=base,
-        min=max(middle - reach, 0) if base == 2 else middle - reach,  # no batch below one
-        max=middle + reach,
-        step=step,
-        readout_format=format,
-        continuous_update=False,
-        layout=Layout(width=SLIDER, flex="0 0 auto", margin="0 0 0 8px"),
-    )
+    least = max(middle - reach, 0) if base == 2 else middle - reach  # no batch below one
+    return FloatLogSlider(value=value, base=base, min=least, max=middle + reach, step=step, **look)
 
 
-def move(slider: FloatLogSlider, value: float) -> None:
-    """Move to a value; the slider's range grows if needed."""
-    exponent = math.log(value, slider.base)
-    slider.min, slider.max = min(slider.min, math.floor(exponent)), max(slider.max, math.ceil(exponent))
+def move(slider: FloatLogSlider | IntSlider, base: float, value: float, advised: float) -> float:
+    """Move to a value; the slider's range grows if needed. The advised value's place on it, from 0 to 1."""
+    places = [math.log(each, base) if base else each for each in (value, advised)]
+    slider.min, slider.max = min(slider.min, *map(math.floor, places)), max(slider.max, *map(math.ceil, places))
     slider.value = value
+    return (places[1] - slider.min) / (slider.max - slider.min)
 
 
 def shown(button: Button, label: str) -> None:
@@ -281,13 +341,19 @@ def shown(button: Button, label: str) -> None:
     button.layout.display = "inline-block" if label else "none"
 
 
-def styled(style: str, text: str) -> str:
-    """Escaped text in a style."""
-    return f'<div style="{style}">{escape(text)}</div>' if text else ""
+def styled(style: str, text: str, tip: bool = False) -> str:
+    """Escaped text in a style; tip: as a tooltip too, where there may be no room for all of it."""
+    title = f' title="{escape(text)}"' if tip else ""
+    return f'<div style="{style}"{title}>{escape(text)}</div>' if text else ""
 
 
-def markup() -> HTML:
-    return HTML(layout=Layout(flex=f"1 1 {NOTE}", width="auto", min_width="0", margin="2px 0"))
+def markup(kind: str = "", height: str = "auto") -> HTML:
+    """Text that takes the room that is left. kind: `line` or `lines` of a fixed height."""
+    made = HTML(layout=Layout(flex=f"1 1 {NOTE}", width="auto", min_width="0", margin="2px 0", height=height))
+    if kind:
+        made.add_class(f"nbtools-{kind}")
+        made.layout.margin, made.layout.overflow, made.layout.flex = "0", "hidden", f"1 1 {height}"
+    return made
 
 
 def button(label: str, action: Callable[[], None], tooltip: str = "", icon: str = "") -> Button:
@@ -298,8 +364,9 @@ def button(label: str, action: Callable[[], None], tooltip: str = "", icon: str 
 
 def bar(children: Sequence[Any], grid_gap: str = "4px 8px", **layout: str) -> HBox:
     """Widgets in a line that breaks where the window ends."""
-    return HBox(children, layout=Layout(flex_flow="row wrap", align_items="center", grid_gap=grid_gap, **layout))
+    look = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": grid_gap}
+    return HBox(children, layout=Layout(**{**look, **layout}))
 
 
-def column(children: Sequence[Any]) -> VBox:
-    return VBox(children, layout=Layout(width="100%"))
+def column(children: Sequence[Any], **layout: str) -> VBox:
+    return VBox(children, layout=Layout(width="100%", **layout))

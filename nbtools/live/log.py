@@ -34,7 +34,7 @@ def opening(state: TrainState, pack: Pack) -> list[str]:
         ("length", str(Steps.of(plan, count))),
     ]
     if state.step:
-        rows.append(("resumed", f"after step {state.step:,}, in epoch {state.epoch + 1} of {plan.epochs}"))
+        rows.append(("resumed", f"going on from step {state.step:,}, in epoch {state.epoch + 1} of {plan.epochs}"))
     return [f"{name:<11}{text}" for name, text in rows]
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import re
 import threading
+import time
 import types
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from nbtools.train import Plan, fixed, lr_factor
 VIEW = "application/vnd.jupyter.widget-view+json"
 SPEED = {"batch_size", "micro_batch_size", "amp", "compile", "graph", "channels_last", "feed", "workers", "prefetch"}
 """Settings that affect what a step is bound by."""
+RESTS = 0.4  # seconds until a slider that was moved rests: several presses of a key are one change of a run
 NOTHING: Mapping[str, str] = types.MappingProxyType({})
 
 
@@ -55,6 +57,8 @@ class Panel:
         self.proposed: Mapping[str, Any] = {}
         self.question: Plan | None = None  # what has to be confirmed before it is wanted; asks: why
         self.asks: Mapping[str, str] = NOTHING
+        self.sliding: dict[str, str] = {}  # setting → where its slider is, until it rests
+        self.moved = 0.0
         self.form = Form(self)
         self.fields = self.form.fields
         self.form.show(NOTHING)
@@ -91,13 +95,17 @@ class Panel:
     def end(self) -> None:
         """The run is over: everything may be changed again, and there is nothing to pause."""
         with self.lock:
+            self.settle()
             self.requests = Requests(Plans(self.plan, self.plan), self.advised)
             self.running, self.fixed, self.question, self.asks = False, {}, None, NOTHING
+            self.form.told = ""
             self.form.show(NOTHING)
 
     def refresh(self) -> None:
         """Show what was applied, or requested elsewhere; nothing is sent where nothing changed."""
         with self.lock:
+            if time.monotonic() - self.moved >= RESTS:
+                self.settle()
             if self.form.values != self.plan.to_dict():
                 self.before, self.question, self.asks = None, None, NOTHING
                 self.form.show(self.changes()[1])
@@ -107,6 +115,7 @@ class Panel:
 
     def click(self, action: str) -> None:
         if self.running:
+            self.settle()
             self.requests.post("resume" if action == "pause" and self.requests.paused else action)
             self.form.show_run()
 
@@ -114,6 +123,7 @@ class Panel:
         """The user changed a field. Adopt the fields' values; one that breaks a rule stays in its field, and the plan
         is unchanged."""
         with self.lock:
+            self.sliding.pop(name, None)
             self.form.hold(name, text)  # the run may have overwritten it since
             changed, wrong = self.changes()
             wrong |= self.attempt(changed)
@@ -121,6 +131,21 @@ class Panel:
                 wrong |= self.attempt({name: value for name, value in changed.items() if name not in doubtful})
                 wrong |= self.attempt({name: value for name, value in changed.items() if name not in wrong})
             self.form.show(wrong)
+
+    def slide(self, name: str, text: str) -> None:
+        """The user moved a slider. During a run it counts once it rests, or its step of more than a second ends."""
+        with self.lock:
+            self.form.hold(name, text)
+            self.sliding[name], self.moved = text, time.monotonic()
+            if not self.running or self.requests.pace >= 1:
+                self.settle()
+
+    def settle(self) -> None:
+        """Adopt where sliders are."""
+        with self.lock:
+            sliding, self.sliding = self.sliding, {}
+            for name, text in sliding.items():
+                self.read(name, text)
 
     def choose(self, label: str) -> None:
         """Take a preset."""
@@ -153,6 +178,7 @@ class Panel:
     def put(self, plan: Plan) -> None:
         """Request a whole plan, or none of it if it breaks a rule; a started run keeps its fixed settings."""
         with self.lock:
+            self.sliding.clear()
             kept = [name for name in self.fixed if getattr(plan, name) != getattr(self.plan, name)]
             wrong = self.want(plan.replace(**{name: getattr(self.plan, name) for name in kept}))
             self.before = self.before if wrong or self.question else None

@@ -29,7 +29,7 @@ from nbtools.live.chart import (
     thinned,
 )
 from nbtools.live.columns import Columns, Series
-from nbtools.live.facts import About, badges, facts, progress
+from nbtools.live.facts import About, facts, progress
 from nbtools.table import digits, number
 
 SCALES = ("auto", "linear", "log")
@@ -70,10 +70,8 @@ class Pen:
         return calmed(*self.cut(x, y), share) if share else self.thinned(x, y)
 
 
-def picture(
-    columns: Columns, about: About | None = None, status: str = "", over: bool = False, look: Look = Look()
-) -> Picture:
-    """Everything a frame shows; over: the run is no longer training. Without rows there are no charts."""
+def picture(columns: Columns, about: About | None = None, status: str = "", look: Look = Look()) -> Picture:
+    """Everything a frame shows; status: the run's state. Without rows there are no charts."""
     about, end = about or About(), max((steps[-1] for steps, _ in columns.found.values()), default=0) or 1.0
     pen = Pen(look, look.first * end, look.last * end)
     parts = (loss, metrics, rate, speed, use, memory)
@@ -83,8 +81,8 @@ def picture(
         last=pen.last,
         zoomed=not pen.whole,
         marks=marks(columns.changes, pen.first, pen.last),
-        facts=facts(columns, about, over),
-        badges=badges(columns, status),
+        facts=facts(columns, about, status),
+        state=status,
         share=progress(columns, about),
         title=about.title,
     )

@@ -49,8 +49,8 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
 
     from nbtools.fonts import Fonts
 
-    facts = [f"{label} {value}" for label, value in shown.facts]
-    lines = [" · ".join(part.replace(" ", "\xa0") for part in parts) for parts in ((shown.title, *shown.badges), facts)]
+    facts, names = [f"{label} {value}" for label, value in shown.facts], list(filter(None, (shown.title, shown.state)))
+    lines = [" · ".join(part.replace(" ", "\xa0") for part in parts) for parts in (names, facts)]
     head, key = [line for part in lines for line in textwrap.wrap(part, WORDS)], shown.key
     fonts = Fonts.of("✓ " + "".join(each.truth + each.predicted for each in previews), mono=True)
     across, high = (1, LINE) if samples.lines([each.image for each in previews]) else (SAMPLES, IMAGE)

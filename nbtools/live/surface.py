@@ -18,6 +18,7 @@ from torch.distributed import is_torchelastic_launched
 from nbtools.data import Pack
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.live import requests
+from nbtools.live.facts import COMPILING, DIVERGED, DONE, EVALUATING, PAUSED, STOPPED, TRAINING
 from nbtools.live.kernel import Messages, closing, running_kernel
 from nbtools.live.log import OPENING, opening
 from nbtools.live.panel import Panel
@@ -25,7 +26,7 @@ from nbtools.live.requests import REFUSED, FirstSignal, Requests, advised
 from nbtools.live.samples import FIRST, Choice, Preview, Previews
 from nbtools.live.view import PLOT_FILE, View
 from nbtools.measure import Sampler, nvml_index
-from nbtools.train import History, Record, TrainState, checkpoint, require_change
+from nbtools.train import Diverged, History, Record, TrainState, checkpoint, require_change
 
 LOOK_EVERY = 0.1  # seconds between looks for control.json, which cost microseconds
 SHOW_EVERY = 0.25  # seconds between updates of the panel
@@ -34,13 +35,16 @@ MOMENT = 0.05  # seconds between two reads of the requests during a pause
 
 class Surface(View):
     """A View whose buttons and fields act on the run; GPU readings; `control.json`; Ctrl-C. Enter it while the run
-    lasts. former: the plans to undo to, the last of them the one that was applied last.
+    lasts. then: what follows training. former: the plans to undo to, the last of them the one that was applied last.
     """
 
-    def __init__(self, folder: Path, state: TrainState, pack: Pack, history: History, given: Any, show: bool):
+    def __init__(
+        self, folder: Path, state: TrainState, pack: Pack, history: History, given: Any, show: bool, then: str = ""
+    ):
         if not isinstance(given, Panel) and getattr(given, "plan", None) is not state.plan:
             given = state.plan  # an Advice has reasons, which stand next to the fields
         super().__init__(folder, history, state.plan, pack.splits["train"], state.task.BEST, given, show)
+        self.about = dataclasses.replace(self.about, then=then)
         self.state = state
         self.previews = Previews(state, pack, checkpoint.read_index(folder).get("samples", FIRST))
         self.requests = Requests(
@@ -53,7 +57,7 @@ class Surface(View):
         self.looked = self.shown = 0.0
         self.seconds = 0.0  # of the epoch's steps so far
         self.looking = False  # at a requested evaluation: a pause lets it end
-        self.status = "compiling" if state.plan.compile or state.plan.graph else ""
+        self.status = COMPILING if state.plan.compile or state.plan.graph else TRAINING
         self.entered = ExitStack()
 
     def __enter__(self) -> Self:
@@ -72,15 +76,17 @@ class Surface(View):
             self.start(self.status)
             if self.visible and self.state.step and not self.state.over:
                 self.show_samples(self.samples())
+            if self.output is not None and self.panel is not None and self.state.step and not self.state.over:
+                self.panel.form.tell(f"going on from step {self.state.step:,}")
             self.entered = stack.pop_all()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with self.entered:  # until the picture is there Ctrl-C is a request
             if error is None:
-                self.finish(self.samples(), self.folder / PLOT_FILE)
+                self.finish(self.samples(), DONE if self.state.over else STOPPED, self.folder / PLOT_FILE)
             else:
-                self.finish([])
+                self.finish([], DIVERGED if isinstance(error, Diverged) else STOPPED)
 
     def open(self) -> None:
         """Show what the run starts with; under torchrun, where another process draws the run, through the history."""
@@ -159,13 +165,13 @@ class Surface(View):
             self.requests.pace = self.state.sums.seconds - self.seconds
         self.seconds = self.state.sums.seconds
         if record.kind in ("step", "evaluating"):
-            self.status = "evaluating" if record.kind == "evaluating" else ""
+            self.status = EVALUATING if record.kind == "evaluating" else TRAINING
         if record.kind == "change":
             plan = self.state.plan
             self.former += [plan] if plan != self.former[-1] else []
             self.changed(plan)
             if plan.compile or plan.graph:  # another batch size or precision is another program
-                self.status, self.due = "compiling", 0.0
+                self.status, self.due = COMPILING, 0.0
         if record.kind in ("epoch", "evaluation") and self.visible and self.previews.due():
             self.show_samples(self.samples())
         self.draw(self.status)
@@ -180,7 +186,7 @@ class Surface(View):
         if (trouble := self.messages.trouble) is not None and trouble not in self.events:
             self.tell(trouble)
         now = monotonic()
-        if self.panel is not None and now >= self.shown:
+        if self.panel is not None and (now >= self.shown or self.panel.sliding):
             self.panel.refresh()
             self.shown = now + SHOW_EVERY
         if now >= self.looked:
@@ -209,5 +215,5 @@ class Surface(View):
 
     def hold(self) -> None:
         """Wait a moment during a pause."""
-        self.draw("paused")
+        self.draw(PAUSED)
         sleep(MOMENT)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nbtools.live.chart import BLUE, NAMED, Chart, Line, Mark, Picture
+from nbtools.live.chart import NAMED, Chart, Line, Mark, Picture
 
 WIDTH, HEIGHT = 2000, 10_000  # units of a plot: whole numbers become text ten times as fast as formatted floats
 COLUMN, THREE, GAP = 225, 860, 22  # px: least width of a chart; of a page with three in a row; between two
@@ -22,15 +22,6 @@ STYLE = f"""
  font-variant-numeric:tabular-nums;max-width:1500px;padding:4px 2px}}
 .nbt b{{font-weight:600}}
 .nbt *{{box-sizing:content-box}}
-.nbt-row{{display:flex;flex-wrap:wrap;gap:4px 8px;align-items:center}}
-.nbt-row>b{{font-size:15px;margin-right:4px}}
-.nbt-badge{{border-radius:9px;padding:0 9px;font-size:12px;line-height:19px;background:rgba(128,128,128,.22)}}
-.nbt-bar{{height:4px;margin:7px 0 8px;border-radius:2px;background:rgba(128,128,128,.25);overflow:hidden}}
-.nbt-bar>div{{height:4px;background:{BLUE}}}
-.nbt-facts{{display:flex;flex-wrap:wrap;gap:4px 24px;margin-bottom:14px;white-space:nowrap}}
-.nbt-facts span,.nbt-facts b{{display:block;line-height:1.35}}
-.nbt-facts span{{font-size:11px;opacity:.65}}
-.nbt-facts b{{font-size:14px}}
 .nbt-grid{{display:grid;gap:0 {GAP}px;
  grid-template-columns:repeat(auto-fill,minmax(max(min(100%,{COLUMN}px),(100% - {2 * GAP + 1}px)/3,
  min((100% - {GAP + 1}px)/2,({THREE}px - 100%)*999)),1fr))}}
@@ -66,30 +57,12 @@ def head(*styles: str) -> str:
 
 
 def frame(shown: Picture) -> str:
-    """One live frame: header, progress bar and the charts. All text is escaped. A page needs `head` once."""
-    return f'<div class="nbt">{header(shown)}{grid(shown)}</div>'
-
-
-def grid(shown: Picture) -> str:
-    """The charts, in one to three columns; what pointer.js reads are their data-."""
+    """One live frame: the charts, in one to three columns; what pointer.js reads are their data-. All text is escaped.
+    A page needs `head` once."""
     below = x_axis(shown)
     charts = "".join([panel(chart, shown, below, i == 0) for i, chart in enumerate(shown.charts)])
     axis = f'data-x="{escape(shown.x)}" data-first="{shown.first:.6g}" data-last="{shown.last:.6g}"'
-    return f'<div class="nbt-grid" {axis}>{charts}</div>'
-
-
-def header(shown: Picture) -> str:
-    title = f"<b>{escape(shown.title)}</b>" if shown.title else ""
-    badges = "".join(f'<span class="nbt-badge">{escape(badge)}</span>' for badge in shown.badges)
-    facts = "".join(
-        f"<div><span>{escape(label)}</span><b>{escape(value)}</b></div>"
-        for label, value in shown.facts or (("", "waiting for the first step"),)
-    )
-    return (
-        f'<div class="nbt-row">{title}{badges}</div>'
-        f'<div class="nbt-bar"><div style="width:{100 * (shown.share or 0):.1f}%"></div></div>'
-        f'<div class="nbt-facts">{facts}</div>'
-    )
+    return f'<div class="nbt"><div class="nbt-grid" {axis}>{charts}</div></div>'
 
 
 def panel(chart: Chart, shown: Picture, below: str, first: bool) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from uuid import uuid4
 
 from nbtools import disk
 from nbtools.data import bar, in_notebook, say
-from nbtools.live import png, samples, svg
+from nbtools.live import facts, png, samples, svg
 from nbtools.live.columns import Columns
-from nbtools.live.facts import About
+from nbtools.live.controls import Looks, changes
+from nbtools.live.facts import TRAINING, About
 from nbtools.live.log import line_of
 from nbtools.live.panel import Panel
 from nbtools.live.picture import picture
@@ -68,7 +69,7 @@ class View:
         self.notebook = in_notebook()
         drawn = show and self.notebook
         self.panel: Panel | None = given if isinstance(given, Panel) else Panel(given) if drawn else None
-        self.output = Output() if drawn else None
+        self.output = Output(self.redraw) if drawn else None
         self.events: list[str] = []
         self.next_still = 0.0
         self.bar = bar(
@@ -87,34 +88,40 @@ class View:
         begun = rows[-1]["epoch"] + (rows[-1]["samples"] > ended["samples"]) if rows else 0
         return max(plan.epochs, ended["epoch"] + 1, begun)
 
-    def start(self, status: str = "") -> None:
+    def start(self, status: str = TRAINING) -> None:
         """Put the live view into the output of the running cell."""
         if self.output is not None and self.panel is not None:
             self.draw(status)
-            form, text = self.panel.form, f"{self.folder}: {PLOT_FILE} in it shows how the run went"
-            self.output.live(form.controls, form.view, text)
+            self.output.live(self.panel.form.controls, f"{self.folder}: {PLOT_FILE} in it shows how the run went")
 
-    def draw(self, status: str = "") -> None:
+    def draw(self, status: str = TRAINING) -> None:
         """Draw a new frame when it is due; else it costs only a clock read. If one fails, a message says so, and the
-        run continues without."""
+        run continues without. status: the run's state."""
         if self.output is None or time.monotonic() < self.due:
             return
         try:
             self.columns.follow(self.history)  # paid once a row, and not for the frame: a resumed run brings thousands
             start = time.thread_time()  # work of other processes on these cores is not a cost of drawing
-            news = (id(self.columns.seen), self.about, status)
+            look = self.output.looks.look
+            news = (id(self.columns.seen), self.about, status, look)
             if not self.due or news != self.drawn:
-                self.output.frame.value = svg.frame(picture(self.columns, self.about, status))
+                made = picture(self.columns, self.about, status, look)
+                self.output.facts.value, self.output.frame.value = facts.html(made), svg.frame(made)
                 self.output.log.value = self.output.logged(LIVE_EPOCHS)
+                self.output.changes.value = changes(self.columns)
                 self.drawn = news
             self.due = time.monotonic() + max(FRAME_EVERY, (time.thread_time() - start) / FRAME_COST)
         except Exception as error:
             self.due = math.inf
             self.tell(f"the picture is no longer drawn ({type(error).__name__}: {error}); the run continues")
 
-    def png(self, over: bool = True) -> bytes:
-        """The frame and the samples as PNG; over: it is the run's last."""
-        return png.draw(picture(self.columns.follow(self.history), self.about, over=over), self.cards)
+    def redraw(self) -> None:
+        """Have the next `draw` draw."""
+        self.due = 0.0
+
+    def png(self, status: str) -> bytes:
+        """The frame and the samples as PNG."""
+        return png.draw(picture(self.columns.follow(self.history), self.about, status), self.cards)
 
     def keep_still(self) -> None:
         """Write the picture as PNG when it is due: to the run folder, and to the output for readers of the notebook
@@ -123,7 +130,7 @@ class View:
             return
         start = time.thread_time()
         try:
-            image = self.png(over=False)
+            image = self.png(TRAINING)
             disk.write_atomic(self.folder / PLOT_FILE, image)
             if self.output is not None and self.output.lives:
                 self.output.still(image)
@@ -181,21 +188,22 @@ class View:
             self.panel.refresh()
 
     def tell(self, message: str, passing: bool = False) -> None:
-        """Show a message next to the live picture where there is one, and once more under the final one unless
-        passing."""
+        """Show a message under the buttons and below the live picture where there is one, and once more under the final
+        one unless passing."""
         self.events.append(message)
-        if self.output is not None and self.output.lives:
+        if self.output is not None and self.output.lives and self.panel is not None:
             self.output.say(message, passing)
+            self.panel.form.tell(message)
         elif self.progress:
             say(message)
 
-    def finish(self, previews: list[Preview], path: Path | None = None) -> None:
-        """Replace the live view by the final picture, and write it to `path`. Raises DiskError; if the picture
-        cannot be drawn, a message says so, since the run is complete without it."""
+    def finish(self, previews: list[Preview], status: str, path: Path | None = None) -> None:
+        """Replace the live view by the final picture, and write it to `path`. status: how the run ended. Raises
+        DiskError; if the picture cannot be drawn, a message says so, since the run is complete without it."""
         self.bar.close()
         image, self.cards = None, previews
         try:
-            image = self.png()
+            image = self.png(status)
         except Exception as error:
             self.tell(f"no picture: {type(error).__name__}: {error}")
         if self.output is not None and self.output.lives:
@@ -213,27 +221,29 @@ class Output:
     into a small box that scrolls. They are printed once the picture is there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Callable[[], None]) -> None:
         from ipywidgets import HTML, HBox, Layout
 
-        self.name = uuid4().hex
+        self.name, self.looks = uuid4().hex, Looks(changed)  # changed: called when the curves are to look otherwise
         self.lives = False
         self.opening: list[str] = []
         self.epochs: list[str] = []
         self.lines: list[str] = []  # messages
         self.recent: list[str] = []
         self.stills: list[str] = []  # display ids of what replaces the view when the kernel is gone
-        parts = [HTML(layout=Layout(width="100%", margin="0")) for _ in range(4)]
-        self.messages, self.frame, self.samples, self.log = parts  # apart, so that frames do not send images again
+        made = [HTML(layout=Layout(width="100%", margin="0")) for _ in range(6)]  # apart: frames send no images again
+        self.facts, self.frame, self.samples, self.changes, self.messages, self.log = made
         self.choice = HBox()  # which samples, where that can be chosen
 
-    def live(self, controls: Any, form: Any, text: str) -> None:
-        """Display buttons, messages, picture, log and form below one another; text: for readers without widgets."""
+    def live(self, controls: Any, text: str) -> None:
+        """Display controls, picture, samples, messages and log below one another: what grows is below what is clicked.
+        text: for readers without widgets."""
         from IPython.display import display
         from ipywidgets import HTML, Layout, VBox
 
-        self.style = HTML(svg.head(samples.STYLE))
-        parts = [controls, self.messages, self.style, self.frame, self.choice, self.samples, self.log, form]
+        self.style = HTML(svg.head(facts.STYLE, samples.STYLE))
+        curves, growing = [self.facts, self.frame, self.looks.box], [self.changes, self.messages, self.log]
+        parts = [controls, self.style, *curves, self.choice, self.samples, *growing]
         self.view = VBox(parts, layout=Layout(width="100%"))
         self.view.add_class(LIVE)
         self.lives = True
@@ -279,9 +289,8 @@ class Output:
         for text in filter(None, [self.text(EPOCHS), *self.lines]):
             print(text)
         if image is not None:
-            boxes = [widget for box in self.choice.children for widget in (*box.children, box)]
-            parts = self.messages, self.style, self.frame, self.choice, self.samples, self.log, self.view
-            for widget in (*boxes, *parts):
+            boxes = [widget for box in (self.looks.box, *self.choice.children) for widget in (*box.children, box)]
+            for widget in (*boxes, *self.view.children[1:], self.view):  # the first are the panel's
                 close(widget)
 
 
