@@ -106,7 +106,7 @@ def fit(
         state = new_state(task, pack, wanted, ranks)
         advised = getattr(plan, "advised", getattr(plan, "plan", None))  # a plain plan may come from anywhere
         history, complaints = begin(folder, pack, state, advised)
-        surface = Surface(folder, state, pack, history, plan, progress, afterwards(state, pack, folder, receipt))
+        surface = Surface(folder, state, pack, history, plan, progress, afterwards(wanted, pack, folder, receipt))
         job = Job(pack, folder, state, surface, checkpoint.Keeper(folder, kept) if kept is not None else None)
         requests = surface.requests
         doubtful = beyond(wanted, requests.advised).values()
@@ -285,9 +285,9 @@ def finished(job: Job) -> str:
     return f"{done}: raise epochs to continue, or choose another run folder to start over"
 
 
-def afterwards(state: TrainState, pack: Pack, folder: Path, receipt: bool) -> str:
+def afterwards(plan: Plan, pack: Pack, folder: Path, receipt: bool) -> str:
     """What follows training, and is not in the time left."""
-    evaluated = evaluation.is_partial(state.plan, pack.splits["val"])
+    evaluated = evaluation.is_partial(plan, pack.splits["val"])
     measured = receipt and not (folder / RECEIPT).exists()
     return " + ".join(["final evaluation"] * evaluated + ["receipt"] * measured)
 

@@ -150,6 +150,8 @@ class Notebook:
         """In a window of 1280 × 800 with a button at its top: whether it, the strip, the facts, and the axis of the
         second row of charts can be seen."""
         self.page.set_viewport_size(ViewportSize(width=1280, height=800))
+        if (banner := self.page.get_by_text("Don't show anymore")).is_visible():  # about Notebook 7
+            banner.click()
         self.button(label).evaluate("button => button.scrollIntoView({block: 'start'})")
         seen: dict[str, bool] = self.output(self.at).evaluate(
             """output => {

@@ -11,6 +11,7 @@ import toy
 from acting import acting
 
 import nbtools as nb
+from nbtools.fit import afterwards
 from nbtools.live import Columns, View, facts
 from nbtools.live.facts import About
 from nbtools.live.picture import picture
@@ -62,6 +63,14 @@ def test_they_say_how_far_a_run_is_how_long_it_took_and_when_it_ends():
     assert told(history(), About(epochs=80_000, epoch_samples=3200))["training ends"] == "Wed 21:19 UTC"
     assert told(History()) == {}
     assert "left" not in " ".join(told(history(), About(best="-loss"))), "of unknown length"
+
+
+def test_what_follows_training_is_named_next_to_the_time_left(tmp_path):
+    pack, plan = toy.make_pack(tmp_path / "pack"), toy.PLAN.replace(eval_samples=4)
+    assert afterwards(plan, pack, tmp_path, True) == "final evaluation + receipt"
+    (tmp_path / "receipt.json").touch()
+    assert afterwards(plan, pack, tmp_path, True) == "final evaluation"
+    assert afterwards(toy.PLAN, pack, tmp_path, False) == ""
 
 
 def test_what_is_left_counts_samples_at_the_pace_since_the_last_change():

@@ -455,7 +455,7 @@ def test_the_terminal_trains_in_several_processes(pack, tmp_path):
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["epochs"]) == 2
-    assert "epoch 2 of 2: train_loss" in done.stderr
+    assert "epoch 2 of 2  train " in done.stderr
     assert "\nbatch      16 per step: 8 + 8 on 2 processes\n" in done.stderr
     assert len(notes(0)) == len(notes(1)) > 0
 

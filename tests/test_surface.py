@@ -1,5 +1,6 @@
 """A run under its live view in a notebook's kernel, and what it leaves there when it is over."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,17 @@ def batch(raw, plan, draws):
 notes, panel = [], nb.Panel(plan.replace(epochs=2))
 run = nb.fit(task(batch=batch), pack, panel, "amid", receipt=False)
 print(notes, [row["what"] for row in run.history.of("change")], repr(panel.form.pending.value))
+"""
+TWICE = """
+def batch(raw, plan, draws):
+    if draws is not None and len(notes) < plan.epochs:
+        notes.append(panel.form.pending.value)
+    return toy.batch(raw, plan, draws)
+notes = []
+for epochs in (1, 2):
+    panel = nb.Panel(plan.replace(epochs=epochs))
+    nb.fit(task(batch=batch), pack, panel, "twice", receipt=False)
+print(notes)
 """
 SLOW_STEPS = """
 def batch(raw, plan, draws):
@@ -156,6 +168,15 @@ def test_training_that_diverges_is_a_sentence_in_the_notebook_and_no_page_of_tra
     (line,) = error["traceback"]
     assert line.startswith("Diverged: Training diverged at lr 1e30: ")
     assert "1 epochs" in kernel.run('print(len(nb.fit(toy, pack, plan, "ruined", receipt=False).summary()), "epochs")')
+
+
+def test_a_run_says_where_its_model_is_and_what_to_do_next_and_resumed_from_which_step_it_goes_on(kernel):
+    text = kernel.run(TWICE)
+    assert (
+        len(re.findall(r"done: the best model is twice/\S+\.safetensors \(\w+ [\d.]+ after epoch \d\); next:", text))
+        == 2
+    )
+    assert re.search(r"\['', .*>going on from step \d+<", text)
 
 
 def test_a_change_that_waits_for_the_end_of_an_evaluation_says_so_at_once(kernel):

@@ -42,20 +42,15 @@ STYLE = f"""
 @dataclass(frozen=True)
 class About:
     """What a history does not record about its run: its name, its planned length, and which metric is the main one
-    (`whole_accuracy`, or `-cer` where lower is better); the plan's schedule and its warmup, in epochs; what follows
-    training, and is not in the time left."""
+    (`whole_accuracy`, or `-cer` where lower is better); warmup in epochs; what follows training, and is not in the time
+    left."""
 
     title: str = ""
     epochs: int | None = None
     epoch_samples: int | None = None
     best: str = ""
-    schedule: str = ""
     warmup: float = 0.0
     then: str = ""
-
-    def phase(self, progress: float) -> str:
-        """What lr does at a point of the run, in epochs: `warmup`, or the name of the schedule."""
-        return "warmup" if progress < self.warmup else self.schedule
 
 
 def facts(columns: Columns, about: About, status: str, now: float | None = None) -> tuple[tuple[str, str], ...]:

@@ -113,13 +113,9 @@ class Form:
         self.said: list[str] = []  # what was changed
         self.actions = {action: button("", partial(panel.click, action)) for action in BUTTONS}
         self.actions["pause"].layout.min_width = WORD
-        self.pending, self.notice = markup("line", LINE), markup("lines", LINES)
+        self.pending = markup("line", LINE)
         self.buttons = column([bar([*self.actions.values()]), self.pending])
-        self.make = button("", panel.accept, "Takes effect at the next step", "arrow-right")
-        self.confirm = button("", panel.insist, "Apply it anyway", "exclamation-triangle")
-        self.offers = {rule: button("", partial(panel.follow, rule), why) for rule, (_, why) in OFFERS.items()}
-        asks = [self.notice, self.confirm, *self.offers.values(), self.make]
-        self.asking = HBox(asks, layout=Layout(height=LINES, grid_gap="8px", align_items="flex-start"))
+        self.asking = self.questions()
 
         self.fields = {n: field(getattr(plan, n), rule, n in {*SPANS, *STRIP}) for n, rule in panel.rules.items()}
         self.sliders = {name: slider(getattr(plan, name), *span) for name, span in SPANS.items()}
@@ -133,15 +129,27 @@ class Form:
         self.presets = {
             label: button(worded(label), partial(panel.choose, label), why) for label, (_, why) in panel.presets.items()
         }
-        self.view, self.all = self.arranged(), ToggleButton(description="All settings", icon="sliders")
+        self.view = self.arranged()
         self.fold = column([self.view], display="none", max_height=OPEN, overflow="auto")
-        self.all.layout = Layout(width="auto", margin="18px 2px 2px")
-        self.all.observe(self.unfold, names="value")
-        strip = bar([*map(self.knob, STRIP), self.all], grid_gap="0 20px", align_items="flex-start")
-        self.controls = column([self.buttons, strip, self.asking, self.fold])
+        self.controls = column([self.buttons, self.strip(), self.asking, self.fold])
         self.own = column([self.buttons])  # of a run in progress, whose output may be gone
         self.whole = column([self.own, self.asking, self.view])
         self.propose("", "")
+
+    def questions(self) -> HBox:
+        """What is asked, refused, changed or proposed, and the buttons that answer."""
+        self.notice = markup("lines", LINES)
+        self.make = button("", self.panel.accept, "Takes effect at the next step", "arrow-right")
+        self.confirm = button("", self.panel.insist, "Apply it anyway", "exclamation-triangle")
+        self.offers = {rule: button("", partial(self.panel.follow, rule), why) for rule, (_, why) in OFFERS.items()}
+        shown = [self.notice, self.confirm, *self.offers.values(), self.make]
+        return HBox(shown, layout=Layout(height=LINES, grid_gap="8px", align_items="flex-start"))
+
+    def strip(self) -> HBox:
+        layout = Layout(width="auto", margin="18px 2px 2px")
+        self.all = ToggleButton(description="All settings", icon="sliders", layout=layout)
+        self.all.observe(self.unfold, names="value")
+        return bar([*map(self.knob, STRIP), self.all], grid_gap="0 20px", align_items="flex-start")
 
     def arranged(self) -> VBox:
         rows = {name: self.row(name, rule) for name, rule in self.panel.rules.items()}

@@ -10,12 +10,12 @@ from nbtools.data import Pack, choose
 from nbtools.live.columns import Columns
 from nbtools.live.facts import About, mebibytes, time_left
 from nbtools.measure import described
-from nbtools.table import digits, duration, number, timing
+from nbtools.table import digits, duration, number
 from nbtools.train import Plan, Record, Steps, TrainState, call_of, shares
 
 OPENING = "opening"  # marks the event with these lines, where the process that trains is not the one that shows them
-MEMORY = (("gpu_memory_allocated", "gpu_memory_peak"), ("memory", "memory"))
-"""Columns of what is in use now, and of its peak: on a GPU the allocator's of the epoch, else the largest so far."""
+NAMES = {"train_loss": "train", "val_loss": "val"}
+MEMORY = ("gpu_memory_peak", "gpu_memory_allocated", "memory")  # the first that is known: the most that an epoch took
 
 
 def opening(state: TrainState, pack: Pack) -> list[str]:
@@ -63,24 +63,19 @@ def optimizer_of(plan: Plan) -> str:
 
 
 def line_of(record: Record, columns: Columns, about: About) -> str:
-    """An epoch, or an evaluation between steps. columns: of the history that ends with it."""
+    """An epoch, or an evaluation between steps, in about 100 letters. columns: of the history that ends with it."""
     values = record.values
-    shown = [f"{name} {number(v)}" for name, v in values.items() if name.startswith(("train_", "val_"))]
+    scores = {n: number(v) for n, v in values.items() if n.startswith(("train_", "val_"))}
+    shown = [f"{NAMES.get(name, name.removeprefix('val_'))} {score}" for name, score in scores.items()]
     if record.kind == "evaluation":
-        return f"step {record.step}: {'  '.join(shown)}"
+        return "  ".join([f"step {record.step:,}", *shown])
     of = f" of {about.epochs}" if about.epochs else ""
     middle = record.epoch + 1 - values["batch_size"] / max(2 * (about.epoch_samples or 0), 1)  # of the last step
-    evaluation = f" + {timing(values['eval_time'])} evaluation" if "eval_time" in values else ""
-    parts = [
-        f"epoch {record.epoch + 1}{of}: {'  '.join(shown)}",
-        f"lr {digits(values['lr'])} ({about.phase(middle)})",
-        f"{timing(values['epoch_time'])}{evaluation}",
-        f"{number(values['samples_per_s'])} samples/s",
-    ]
-    for now, peak in MEMORY:
-        if now in values:
-            most = values.get(peak) if peak != now else max(columns.either(now)[1].max(initial=0.0), values[now])
-            parts.append(f"memory {mebibytes(values[now])}" + (f" (peak {mebibytes(most)})" if most else ""))
+    warmup = " (warmup)" if middle < about.warmup else ""
+    lr, speed = digits(values["lr"]) + warmup, number(values["samples_per_s"])
+    parts = [f"epoch {record.epoch + 1:,}{of}", *shown, f"lr {lr}", f"{speed} samples/s"]
+    if (memory := next((values[name] for name in MEMORY if values.get(name)), None)) is not None:
+        parts.append(mebibytes(memory))
     if left := time_left(columns, about):
         parts.append(f"{duration(left)} left")
     return "  ".join(parts)

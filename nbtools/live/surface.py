@@ -73,10 +73,11 @@ class Surface(View):
                 self.open()
             if self.output is not None and self.previews.ids:
                 self.output.choice.children = [Choice(self.previews.which, self.choose).box]
-            self.start(self.status)
-            if self.visible and self.state.step and not self.state.over:
+            self.start(DONE if self.state.over else self.status)
+            resumed = self.state.step and not self.state.over
+            if resumed and self.visible:
                 self.show_samples(self.samples())
-            if self.output is not None and self.panel is not None and self.state.step and not self.state.over:
+            if resumed and self.panel is not None:
                 self.panel.form.tell(f"going on from step {self.state.step:,}")
             self.entered = stack.pop_all()
         return self

@@ -25,6 +25,7 @@ from nbtools.live.facts import TRAINING, About
 from nbtools.live.log import line_of
 from nbtools.live.panel import Panel
 from nbtools.live.picture import picture
+from nbtools.live.png import Still
 from nbtools.live.samples import Preview
 from nbtools.table import plural
 from nbtools.train import History, Plan, Record
@@ -61,7 +62,7 @@ class View:
 
     def __init__(self, folder: Path, history: History, plan: Plan, count: int, best: str, given: Any, show: bool):
         self.folder, self.history, self.count, self.progress = folder, history, count, show
-        self.about = About(folder.name, self.epochs(plan), count, best, plan.schedule, plan.warmup_epochs)
+        self.about = About(folder.name, self.epochs(plan), count, best, plan.warmup_epochs)
         self.columns = Columns()
         self.cards: Sequence[Preview] = ()
         self.drawn: Any = None
@@ -119,9 +120,10 @@ class View:
         """Have the next `draw` draw."""
         self.due = 0.0
 
-    def png(self, status: str) -> bytes:
+    def still(self, status: str) -> Still:
         """The frame and the samples as PNG."""
-        return png.draw(picture(self.columns.follow(self.history), self.about, status), self.cards)
+        made = picture(self.columns.follow(self.history), self.about, status)
+        return Still(png.draw(made, self.cards), made.alt)
 
     def keep_still(self) -> None:
         """Write the picture as PNG when it is due: to the run folder, and to the output for readers of the notebook
@@ -130,10 +132,10 @@ class View:
             return
         start = time.thread_time()
         try:
-            image = self.png(TRAINING)
-            disk.write_atomic(self.folder / PLOT_FILE, image)
+            still = self.still(TRAINING)
+            disk.write_atomic(self.folder / PLOT_FILE, still.image)
             if self.output is not None and self.output.lives:
-                self.output.still(image)
+                self.output.still(still)
         except Exception as error:
             self.next_still = math.inf
             self.tell(f"no picture until the end: {type(error).__name__}: {error}")
@@ -181,8 +183,7 @@ class View:
     def changed(self, plan: Plan) -> None:
         """The run continues with another plan."""
         epochs = self.epochs(plan)
-        follows = {"epochs": epochs, "schedule": plan.schedule, "warmup": plan.warmup_epochs}
-        self.about = dataclasses.replace(self.about, **follows)
+        self.about = dataclasses.replace(self.about, epochs=epochs, warmup=plan.warmup_epochs)
         self.bar.total = self.count * epochs
         if self.panel is not None:
             self.panel.refresh()
@@ -201,16 +202,16 @@ class View:
         """Replace the live view by the final picture, and write it to `path`. status: how the run ended. Raises
         DiskError; if the picture cannot be drawn, a message says so, since the run is complete without it."""
         self.bar.close()
-        image, self.cards = None, previews
+        still, self.cards = None, previews
         try:
-            image = self.png(status)
+            still = self.still(status)
         except Exception as error:
             self.tell(f"no picture: {type(error).__name__}: {error}")
         if self.output is not None and self.output.lives:
-            self.output.stay(image)
-        if path is not None and image is not None:
+            self.output.stay(still)
+        if path is not None and still is not None:
             with disk.explained("writing the plot", self.folder):
-                disk.write_atomic(path, image)
+                disk.write_atomic(path, still.image)
 
 
 class Output:
@@ -265,24 +266,24 @@ class Output:
     def logged(self, most: int) -> str:
         return f'<pre style="{LOG}">{escape(self.text(most))}</pre>'
 
-    def still(self, image: bytes) -> None:
+    def still(self, image: Still) -> None:
         """The log and a PNG below the view, visible only where the view is not. In separate outputs: updating the
         view's would make Jupyter draw all its widgets again."""
-        from IPython.display import HTML, Image, display
+        from IPython.display import HTML, display
 
-        parts = HTML(f'{STILL}<div class="nbtools-still">{self.logged(EPOCHS)}</div>'), Image(image, retina=True)
+        parts = HTML(f'{STILL}<div class="nbtools-still">{self.logged(EPOCHS)}</div>'), image
         known = bool(self.stills)
         self.stills = [f"{self.name}-style", f"{self.name}-still"]
         for part, name in zip(parts, self.stills, strict=True):
             display(part, display_id=name, update=known)
 
-    def stay(self, image: bytes | None) -> None:
+    def stay(self, image: Still | None) -> None:
         """Put the picture in the place of the view, and log and messages under it. None: the last frame stays while
         the kernel lives."""
-        from IPython.display import HTML, Image, display
+        from IPython.display import HTML, display
 
         if image is not None:
-            display(Image(image, retina=True), display_id=self.name, update=True)
+            display(image, display_id=self.name, update=True)
             for name in self.stills:
                 display(HTML(""), display_id=name, update=True)
         self.lives = False
