@@ -89,7 +89,7 @@ class Remote:
         """Draw while the run lasts, and send what is requested. look: called between two looks at the folder."""
         view, folder, messages, due = self.view, self.run.folder, Messages(), 0.0
         with ExitStack() as stack:
-            stack.callback(lambda: view.finish([], Run.open(folder, self.run.task).state))
+            stack.callback(lambda: view.finish([], self.state))
             if view.panel is not None and view.notebook:
                 stack.enter_context(messages)
                 view.panel.begin(self.requests)
@@ -112,6 +112,11 @@ class Remote:
                 view.draw(PAUSED if self.requests.paused else TRAINING)
                 sleep(MOMENT)
             self.read()
+
+    @property
+    def state(self) -> str:
+        """As its folder says now; there may be none, where its process could not begin."""
+        return Run(self.run.folder, self.run.task, self.run.card, self.plans.plan).state
 
     def able(self, action: str) -> bool:
         """Whether there is anything to do for an action, as far as the folder says."""

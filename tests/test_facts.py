@@ -141,3 +141,6 @@ def test_a_run_shows_each_state_it_is_in_and_how_it_ended(tmp_path, monkeypatch)
     with pytest.raises(nb.NbtoolsError, match="diverged"):
         nb.fit(toy, pack, plan.replace(lr=1e30), tmp_path / "ruined", receipt=False)
     assert seen[-1] == "diverged"
+    for name, ended in (("run", "done"), ("ruined", "diverged")):
+        nb.watch(tmp_path / name, toy)
+        assert seen[-1] == ended

@@ -149,7 +149,7 @@ class Form:
         layout = Layout(width="auto", margin="18px 2px 2px")
         self.all = ToggleButton(description="All settings", icon="sliders", layout=layout)
         self.all.observe(self.unfold, names="value")
-        return bar([*map(self.knob, STRIP), self.all], grid_gap="0 20px", align_items="flex-start")
+        return bar([*map(self.knob, STRIP), self.all], grid_gap="4px 20px", align_items="flex-start")
 
     def arranged(self) -> VBox:
         rows = {name: self.row(name, rule) for name, rule in self.panel.rules.items()}
