@@ -221,8 +221,9 @@ def test_the_controls_say_how_curves_are_drawn_and_that_they_changed():
     assert made.look == Look()
     made.scale.value, made.smoothing.value, made.part.value = "log", "none", (75, 100)
     assert heard == [Look("log"), Look("log", 0.0), Look("log", 0.0, 0.75, 1.0)]
-    made.part.value = (100, 100)
-    assert made.look.last > made.look.first
+    for both, shown in ((100, (0.99, 1.0)), (0, (0.0, 0.01)), (50, (0.5, 0.51))):
+        made.part.value = (both, both)
+        assert (made.look.first, made.look.last) == shown
 
 
 def test_changes_are_a_list_to_unfold_the_newest_first():

@@ -38,14 +38,16 @@ class Looks:
             widget = getattr(self, name)
             widget.set_trait("tooltip" if widget.has_trait("tooltip") else "description_tooltip", help)  # 8, or 7
             widget.observe(lambda _: changed(), names="value")
-        label = Label("show", layout=Layout(margin="0 8px 0 0"))
+        label = Label("part shown, %", layout=Layout(margin="0 8px 0 0"))
         self.box = HBox(
             [self.scale, self.smoothing, label, self.part], layout=Layout(flex_flow="row wrap", align_items="center")
         )
+        self.box.add_class("nbtools-looks")
 
     @property
     def look(self) -> Look:
         low, high = self.part.value
+        low = min(low, 99)  # at least a hundredth of the run
         return Look(str(self.scale.value), SMOOTHING[str(self.smoothing.value)], low / 100, max(high, low + 1) / 100)
 
 

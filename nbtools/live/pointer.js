@@ -49,14 +49,15 @@
     const ends = under.getBoundingClientRect();
     const share = Math.min(Math.max((at[0] - ends.left) / ends.width, 0), 1);
     const [first, last] = [Number(grid.dataset.first), Number(grid.dataset.last)];
-    const place = `${grid.dataset.x} ${digits(first + share * (last - first))}`;
+    const x = first + share * (last - first);
+    const place = `${grid.dataset.x} ${grid.dataset.x === 'minutes' ? digits(x) : Math.round(x).toLocaleString('en')}`;
     for (const plot of grid.querySelectorAll('.nbt-plot')) write(plot, share, plot === under ? place : '');
-    observer.observe(grid.closest('.nbt').parentElement, { childList: true });
+    observer.observe(grid.closest('.nbt').parentElement, { childList: true }); // what a frame is put into
   };
   const observer = new MutationObserver(show);
   document.addEventListener('pointermove', (event) => {
     at = event.target.closest?.('.nbt-plot') ? [event.clientX, event.clientY] : null;
     if (at || document.querySelector('.nbt-at')) show();
   });
-  document.addEventListener('pointerleave', () => ((at = null), show()));
+  document.documentElement.addEventListener('pointerleave', () => ((at = null), show()));
 })();
