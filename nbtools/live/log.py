@@ -63,7 +63,7 @@ def optimizer_of(plan: Plan) -> str:
 
 
 def line_of(record: Record, columns: Columns, about: About) -> str:
-    """An epoch, or an evaluation between steps, in about a hundred letters. columns: of the history that ends with it."""
+    """An epoch, or an evaluation between steps, in about 100 letters. columns: of the history that ends with it."""
     values = record.values
     scores = {n: number(v) for n, v in values.items() if n.startswith(("train_", "val_"))}
     shown = [f"{NAMES.get(name, name.removeprefix('val_'))} {score}" for name, score in scores.items()]
