@@ -41,7 +41,7 @@ from nbtools.measure import advise, check, find_batch, find_workers, follow, pre
 from nbtools.notify import require_hook
 from nbtools.options import AUTO, add_knobs, add_signature, given, options_of, own
 from nbtools.run import Run, busy, evaluate, validate
-from nbtools.table import coloured, plural
+from nbtools.table import coloured, number, plural
 from nbtools.train import Plan, Task, TrainState, as_task, checkpoint, doubts, evaluation, reporting, train_step, unread
 from nbtools.watch import watch
 
@@ -527,7 +527,7 @@ def smoke_test(task: Task, **knobs: Any) -> str:
         )
     return (
         f"it works on {state.device}: {plural(len(pack), 'demo sample')} packed, "
-        f"{sum(p.numel() for p in state.parameters):,} parameters, first loss {loss:.4g}; "
+        f"{sum(p.numel() for p in state.parameters):,} parameters, first loss {number(loss)}; "
         "saved, and loaded with equal outputs"
     )
 

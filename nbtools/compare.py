@@ -73,14 +73,14 @@ class Comparison:
     def tables(self) -> list[tuple[str, list[str], list[list[Any]]]]:
         """(caption, headers, rows) to show: what came out, the settings that differ, and what was changed on the way,
         each with one column per run; those that have rows."""
-        from nbtools.frame import HEADERS, written
+        from nbtools.frame import header, written
 
         columns = [(str(name), values) for name, values in self.frame.items()]
         results: list[list[Any]] = []
         differing: list[list[Any]] = []
         for name, values in columns:
             rows = results if name in OUTCOMES or name.startswith("best_") else differing
-            rows.append([HEADERS.get(name, name.replace("_", " ")), *(written(name, value) for value in values)])
+            rows.append([header(name), *(written(name, value) for value in values)])
         found = ("Results", "", results), ("Settings that differ", "setting", differing)
         made = [(caption, [first, *self.names], rows) for caption, first, rows in found]
         made.append(("Changed while it trained", ["step", *self.names], self.changes()))

@@ -18,6 +18,7 @@ FIRST, LAST = 10, 30  # rows of a longer frame that are shown
 
 
 def ago(seconds: float) -> str:
+    """`22 min ago`"""
     return f"{' '.join(duration(seconds).split()[:2])} ago"
 
 
@@ -54,13 +55,13 @@ class Frame(pd.DataFrame):
         rows = [[written(*pair) for pair in zip(names, row, strict=True)] for row in frame.itertuples(name=None)]
         if len(rows) > FIRST + LAST:
             rows[FIRST:-LAST] = [["…", *[""] * (len(names) - 1)]]
-        return [HEADERS.get(name, name.replace("_", " ")) for name in names], rows
+        return [header(name) for name in names], rows
 
     def meanings(self) -> dict[str, str]:
         """Header → what its column says, where that is known."""
         known = {**MEANINGS, **self.attrs.get("meanings", {})}
         found = {name: known.get(name) or known.get(bare(name)) for name in map(str, self.columns)}
-        return {HEADERS.get(name, name.replace("_", " ")): what for name, what in found.items() if what}
+        return {header(name): what for name, what in found.items() if what}
 
     def __repr__(self) -> str:
         """As many columns as the terminal has room for, and the names of the others."""
@@ -72,6 +73,10 @@ class Frame(pd.DataFrame):
 
     def _repr_html_(self) -> str:
         return table.html(*self.shown(), tips=self.meanings())
+
+
+def header(name: str) -> str:
+    return HEADERS.get(name, name.replace("_", " "))
 
 
 def bare(name: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from nbtools.errors import CheckpointError
 from nbtools.folder import Job
 from nbtools.live import REFUSED
+from nbtools.table import number
 from nbtools.train import (
     LEFT_OUT,
     Diverged,
@@ -145,7 +146,7 @@ class Guard:
         checkpoint.rewind(job.folder, name, **({} if self.anchor else {"anchor": None}))
         job.history.cut(found.facts["rows"])  # after the index: a run killed between them resumes with all of its rows
         self.watch_since(name)
-        value = f"{best_metric(job.task)[0]} {state.best.value:.4g} after epoch {state.epoch}"
+        value = f"{best_metric(job.task)[0]} {number(state.best.value or 0.0)} after epoch {state.epoch}"
         what = f"back at step {state.step:,}, the best checkpoint: {value}"
         yield from self.continued(found.facts, what, type(state.plan).from_dict(found.facts["plan"]), asked="best")
 

@@ -17,7 +17,7 @@ from IPython.lib.pretty import pretty
 import nbtools as nb
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.frame import Frame
-from nbtools.live import Surface, picker
+from nbtools.live import Surface, picker, samples
 from nbtools.live.samples import POOL, SAMPLES, WORST, Choice, Previews
 from nbtools.run import lock
 from nbtools.table import number
@@ -169,7 +169,9 @@ def shown(previews):
     return [int(one.image[0, 0]) for one in previews.now()]
 
 
-def test_the_worst_samples_are_those_of_the_highest_loss_and_the_first_are_spread_over_the_split(previews, pack):
+def test_the_worst_samples_are_those_of_the_highest_loss_and_the_first_are_spread_over_the_split(
+    previews, pack, monkeypatch
+):
     ids = [int(i) for i in pack.ids("val")]
     assert len(ids) < POOL, "all of them are looked at"
     spread = shown(previews)
@@ -182,7 +184,10 @@ def test_the_worst_samples_are_those_of_the_highest_loss_and_the_first_are_sprea
             torch.nn.functional.cross_entropy(logits.detach(), torch.tensor(pack.sample(i)["label"]).long())
         )
     previews.choose(WORST)
+    monkeypatch.setattr(samples, "PATIENCE", 60.0)
     assert shown(previews) == [i % 256 for i in sorted(ids, key=found.__getitem__)[::-1][:SAMPLES]]
+    monkeypatch.setattr(samples, "PATIENCE", 0.0)
+    assert len(set(shown(previews))) == SAMPLES, "the worst of as many as there was time for"
 
 
 def test_chosen_samples_are_shown_in_their_order_and_one_that_the_pack_lacks_is_refused(previews, pack):

@@ -166,7 +166,7 @@ def judged(losses: list[float], lost: float | None = None) -> tuple[float | None
     [
         ([2.0 + 0.1 * (-1) ** k for k in range(100)], None, "nothing was learned up to lr 1; take more steps"),
         ([2.0 + 0.01 * k for k in range(60)], 0.01, "nothing was learned before it diverged at lr 0.01"),
-        ([2.0, 4.0], 2e-6, "diverged within the first steps, at lr 2e-06; sweep lower (low=1e-08)"),
+        ([2.0, 4.0], 2e-6, "diverged within the first steps, at lr 2e-6; sweep lower (low=1e-08)"),
         ([3.0 - 0.02 * k for k in range(100)], None, "may fall further; sweep higher (high=10)"),
         ([3.0 - 0.2 * min(k, 20 - k) for k in range(20)], 2e-5, "a tenth of that was not measured; sweep lower"),
     ],

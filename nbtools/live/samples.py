@@ -27,6 +27,7 @@ from nbtools.train import TrainState, evaluation
 
 SAMPLES, POOL = 8, 64  # shown in the live picture; of which the worst are chosen
 COST = 0.002  # share of the time that they may take
+PATIENCE = 0.5  # seconds at most to look for the worst: the next step, or a stop, waits for it
 FIRST, WORST = "first", "worst"
 WIDTH, HEIGHT = 200, 160  # px that a sample is wide, and high at most
 LONG, LINE_HEIGHT = 5, 48  # a line of text: wider than this many times its height; px that it is high
@@ -112,9 +113,10 @@ class Previews:
         return found
 
     def worst(self) -> list[int]:
-        """Those of the highest loss, the highest first."""
-        pool, state = spread(self.ids, POOL), self.state
-        one_by_one = (self.raw([i]) for i in pool)
+        """Those of the highest loss, the highest first; of as many as PATIENCE lasts for."""
+        end, state = time.monotonic() + PATIENCE, self.state
+        pool = [int(i) for i in np.random.default_rng(0).permutation(spread(self.ids, POOL))]
+        one_by_one = (self.raw([i]) for k, i in enumerate(pool) if k < SAMPLES or time.monotonic() < end)
         losses = evaluation.losses(state.task, state.evaluated, one_by_one, state.applied, state.device)
         return [pool[k] for k in np.argsort(-losses, kind="stable")[:SAMPLES]]
 

@@ -20,6 +20,7 @@ from nbtools.errors import TrainError
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import EAGER, STILL, Stepper, untouched
+from nbtools.table import digits, number
 from nbtools.train import Plan, TaskLike
 from nbtools.train import device as devices
 
@@ -62,7 +63,7 @@ class Sweep(Report):
     machine: dict[str, str]
 
     def caption(self) -> str:
-        return f"lr {self.suggestion:.2g}: {self.reason}" if self.suggestion else f"no suggestion: {self.reason}"
+        return f"lr {digits(self.suggestion)}: {self.reason}" if self.suggestion else f"no suggestion: {self.reason}"
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[float, ...]]]:
         """About a dozen points of the curve."""
@@ -87,7 +88,7 @@ class Sweep(Report):
         axes.plot(self.lrs, self.losses, color=BLUE, alpha=0.3)
         axes.plot(self.lrs, self.smoothed, color=BLUE, label="smoothed loss")
         if self.suggestion is not None:
-            axes.axvline(self.suggestion, color=VERMILION, linestyle="--", label=f"suggested {self.suggestion:.2g}")
+            axes.axvline(self.suggestion, color=VERMILION, linestyle="--", label=f"suggested {digits(self.suggestion)}")
         low, high = min(self.smoothed), max(self.smoothed)
         axes.set_ylim(low - (high - low) / 4 - 1e-9, high + (high - low) / 4)  # not by one wild loss at the end
         axes.legend(frameon=False, labelcolor=GREY)
@@ -213,22 +214,21 @@ def judge(
     """
     low, high = ends
     if len(losses) < LEAST_STEPS // 3:
-        when = f"within the first steps, at lr {lost:.2g}" if lost and losses else "before lr rose"
+        when = f"within the first steps, at lr {digits(lost)}" if lost and losses else "before lr rose"
         return None, f"the loss diverged {when}; sweep lower (low={low / 100:.0e}), and check data and loss"
     least = min(curve)
     fall = curve[0] - least
     scatter = 1.4826 * median(abs(a - b) for a, b in zip(losses, curve, strict=True))  # σ, outliers aside
     if fall <= max(scatter, FALL * abs(curve[0])):
-        end = f"before it diverged at lr {lost:.2g}" if lost else f"up to lr {high:g}"
-        return None, (
-            f"the smoothed loss fell by {max(fall, 0.0):.2g}, and single losses scatter by {scatter:.2g}: nothing was "
-            f"learned {end}; take more steps, another range, or a larger batch"
-        )
+        end = f"before it diverged at lr {digits(lost)}" if lost else f"up to lr {digits(high)}"
+        found = f"the smoothed loss fell by {number(max(fall, 0.0))}, and single losses scatter by {number(scatter)}"
+        return None, f"{found}: nothing was learned {end}; take more steps, another range, or a larger batch"
     k = next(k for k, loss in enumerate(curve) if loss <= least + NEARLY * fall)
-    at = f"the smoothed loss, {curve[0]:.3g} at first, is close to its minimum ({least:.3g}) from lr {lrs[k]:.2g} on"
+    start, nearly = f"{number(curve[0])} at first", f"close to its minimum ({number(least)})"
+    at = f"the smoothed loss, {start}, is {nearly} from lr {digits(lrs[k])} on"
     if lost is None and k >= 0.9 * len(curve):
         return None, f"{at}, the end of the range, and may fall further; sweep higher (high={10 * high:g})"
     if lrs[k] / BELOW < low:
         return None, f"{at}, and a tenth of that was not measured; sweep lower (low={low / 100:.0e})"
-    end = f"diverged at lr {lost:.2g}" if lost else f"no divergence up to lr {high:g}"
+    end = f"diverged at lr {digits(lost)}" if lost else f"no divergence up to lr {digits(high)}"
     return float(f"{lrs[k] / BELOW:.2g}"), f"{at}, {end}; a tenth of that lr is a {RULE}"

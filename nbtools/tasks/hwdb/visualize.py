@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 TALL, MARGIN = 72, 16  # px: of a line's image, at most; at the sides and between lines
-CELL, ROW, LABEL = 10, 24, 40  # px: half a Chinese character; a row of text; what stands before it
+CELL, ROW, LABEL = 10, 24, 62  # px: half a Chinese character; a row of text; what stands before it
 SIZE = 12  # points of a letter, 16.7 px: a monospaced one is a cell wide
 
 
@@ -67,8 +67,8 @@ def spell(axes: Axes, fonts: Fonts, pairs: list[tuple[str, str]], base: int, com
     left = MARGIN + LABEL * compared
     unit = min(CELL, (WIDE - MARGIN - left) / max(sum(widths), 1))
     if compared:
-        note(axes, MARGIN, base, "TRU")
-        note(axes, MARGIN, base + ROW, "PRE")
+        note(axes, MARGIN, base, "truth")
+        note(axes, MARGIN, base + ROW, "predicted")
     for (true, read), columns in zip(pairs, widths, strict=True):
         wrong = bool(kind(true, read))
         sides = [(true, RIGHT if wrong else GREY), (read, WRONG if wrong else GREY)]
