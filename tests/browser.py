@@ -122,10 +122,11 @@ class Notebook:
         self.button(label).evaluate(
             """button => {
                 const width = window.innerWidth, view = button.closest('.nbtools-live');
+                clearInterval(window.watch);
                 window.places = new Set();
-                setInterval(() => {
+                window.watch = setInterval(() => {
                     const curves = view.querySelector('.nbt-grid');
-                    if (window.innerWidth != width || !curves) return;
+                    if (window.innerWidth != width || !curves || !button.offsetParent) return;
                     const [top, below] = [button, curves].map(each => each.getBoundingClientRect().top);
                     window.places.add(Math.round(below - top));
                 }, 50);
@@ -146,13 +147,15 @@ class Notebook:
             })"""
         )
 
-    def in_view(self, label: str) -> dict[str, bool]:
-        """In a window of 1280 × 800 with a button at its top: whether it, the strip, the facts, and the axis of the
-        second row of charts can be seen."""
-        self.page.set_viewport_size(ViewportSize(width=1280, height=800))
+    def in_view(self) -> dict[str, bool]:
+        """In a window of 1280 × 800 with the output at its top: whether its first button, the strip, the facts, and the
+        axis of the second row of charts can be seen."""
         if (banner := self.page.get_by_text("Don't show anymore")).is_visible():  # about Notebook 7
             banner.click()
-        self.button(label).evaluate("button => button.scrollIntoView({block: 'start'})")
+            banner.wait_for(state="hidden")
+        self.page.set_viewport_size(ViewportSize(width=1280, height=800))
+        self.page.wait_for_timeout(500)  # until the page has taken its new size
+        self.output(self.at).evaluate("output => output.scrollIntoView({block: 'start'})")
         seen: dict[str, bool] = self.output(self.at).evaluate(
             """output => {
                 const parts = {

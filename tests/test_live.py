@@ -101,7 +101,7 @@ class Visit:
         until(lambda: len(self.log.steps()) > 25, "two epochs")
         notebook.shot(f"{self.name}-running", FIT)
         seen.texts["live"], seen.facts["frames"] = self.output.inner_text(), notebook.frames()
-        seen.facts["view"] = notebook.in_view("Stop")
+        seen.facts["view"] = notebook.in_view()
         seen.facts["ticks"] = notebook.ticks()
         self.presses()
         notebook.remember_places("Stop")
@@ -110,8 +110,7 @@ class Visit:
         seen.facts["places"] = notebook.places()
         notebook.click("All settings")
         self.output.get_by_text("More:").click()
-        notebook.remember_places("Stop")
-        self.person.act(lambda: notebook.shot(f"{self.name}-paused", FIT))
+        self.person.act(self.paused)
         seen.facts["open"] = notebook.places()
         notebook.click("All settings")
         seen.facts["interactive"] = len(self.log.steps())
@@ -136,6 +135,12 @@ class Visit:
         self.pause()
         self.end()
         seen.errors += notebook.errors
+
+    def paused(self) -> None:
+        """Another theme or width moves everything; from then on the open form moves nothing."""
+        self.notebook.shot(f"{self.name}-paused", FIT)
+        self.notebook.page.wait_for_timeout(500)
+        self.notebook.remember_places("Stop")
 
     def steps_of(self, lr: float) -> None:
         until(lambda: self.person.now("lr") == lr, f"steps with lr {lr}")
