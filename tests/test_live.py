@@ -54,6 +54,15 @@ panel""",
 )
 PANEL, FIT, SECOND, THIRD, ASKED, STILLS = range(len(CELLS))
 WATCHING = f'import torch; torch.set_num_threads(1)\nimport nbtools as nb, watched\nrun = nb.watch("{RUN}", watched)'
+BELL = """
+window.told = [];
+document.hasFocus = () => !window.away;
+window.Notification = class {
+    static permission = 'default';
+    static async requestPermission() { return Notification.permission = 'granted'; }
+    constructor(title, { body }) { window.told.push([title, body]); }
+};"""
+"""The desktop's part, which no test can look at: asks nobody, and remembers what it was to show."""
 LIVE = """() => {
     window.live = document.querySelector('svg[role=img]').closest('.widget-vbox, .jupyter-widgets');
     window.drawn = 0;
@@ -91,7 +100,9 @@ class Visit:
         self.output = self.notebook.output(FIT)
 
     def page(self) -> Notebook:
-        return browser.OPENED[self.name](self.window, self.address, at=FIT)
+        page = browser.OPENED[self.name](self.window, self.address, at=FIT)
+        page.page.add_init_script(BELL)
+        return page
 
     def everything(self) -> None:
         notebook, seen = self.notebook, self.seen
@@ -105,6 +116,7 @@ class Visit:
         seen.facts["ticks"] = notebook.ticks()
         self.presses()
         notebook.remember_places("Stop")
+        self.allow()
         self.hack()
         self.typo()
         seen.facts["places"] = notebook.places()
@@ -119,7 +131,9 @@ class Visit:
         watching = self.watch() if seen.stack is LAB else None
         self.best()
         notebook.run(ASKED)
+        notebook.page.evaluate("window.away = true")
         self.person.stopped()
+        self.told()
         seen.acts, seen.silences = self.person.acts, self.person.silences
         until(lambda: notebook.prompt(ASKED) == str(len(CELLS) + 1), "the cell that was asked for meanwhile")
         notebook.shot(f"{self.name}-after", FIT)
@@ -141,6 +155,21 @@ class Visit:
         self.notebook.shot(f"{self.name}-paused", FIT)
         self.notebook.page.wait_for_timeout(500)
         self.notebook.remember_places("Stop")
+
+    def allow(self) -> None:
+        """Notifications, which takes the button away."""
+        button = self.notebook.button("Notify me when it ends")
+        until(lambda: button.count() and button.is_visible(), "the bell")
+        button.click()
+        until(lambda: not button.is_visible(), "permission")
+
+    def told(self) -> None:
+        """What the title and the desktop say to somebody who looks elsewhere, and the title after coming back."""
+        page, seen = self.notebook.page, self.seen
+        until(lambda: page.title().startswith("stopped: "), "the title")
+        seen.texts["title"], seen.facts["told"] = page.title(), page.evaluate("window.told")
+        page.evaluate("window.away = false")
+        until(lambda: not page.title().startswith("stopped: "), "Jupyter's own title")
 
     def steps_of(self, lr: float) -> None:
         until(lambda: self.person.now("lr") == lr, f"steps with lr {lr}")
@@ -480,6 +509,13 @@ def test_a_run_that_another_process_trains_is_drawn_and_answers_where_it_is_watc
         pytest.skip("this visit does not watch")
     for message in (r"saved at step \d+", re.escape(seen.texts["verdict"])):
         assert re.search(message, text(seen.saved["watched"], 0)), "gone from the saved notebook"
+
+
+@pytest.mark.browser
+def test_the_title_and_a_notification_say_once_to_whoever_is_away_that_the_run_ended(seen):
+    [(title, text)] = seen.facts["told"]
+    assert title == seen.texts["title"] == f"stopped: {Path(RUN).name}"
+    assert re.fullmatch(r"best whole_accuracy [\d.]+ in epoch [\d,]+", text)
 
 
 @pytest.mark.browser

@@ -153,6 +153,7 @@ def test_a_value_that_breaks_a_rule_shows_the_rule_and_changes_nothing(name, tex
     made.fields[name].value = text
     assert made.plan == made.advised
     assert rule in made.form.notes[name].value
+    assert "Plan." not in made.form.notes[name].value
     assert "Not applied" in summary(made)
     assert made.fields[name].value == text
 

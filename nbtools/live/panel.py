@@ -198,7 +198,7 @@ class Panel:
             try:
                 value = self.value(name)
             except PlanError as error:
-                wrong[name] = str(error)
+                wrong[name] = plainly(error)
                 continue
             if value != getattr(self.plan, name) and name in self.fixed:
                 wrong[name] = f"{name} cannot change now: {self.fixed[name]}"
@@ -228,7 +228,7 @@ class Panel:
         try:
             wrong = self.want(self.plan.turn(**changes))
         except PlanError as error:
-            return {blamed(error, changes): str(error)}
+            return {blamed(error, changes): plainly(error)}
         if "lr" in changes:
             self.before = None
         elif "batch_size" in changes:
@@ -243,7 +243,7 @@ class Panel:
         try:
             self.requests.check(plan)
         except NbtoolsError as error:
-            return {blamed(error, changed): str(error)}
+            return {blamed(error, changed): plainly(error)}
         if self.running and not sure and (asks := self.requests.doubts(plan)):
             self.question, self.asks = plan, asks
         elif changed:
@@ -298,3 +298,8 @@ def blamed(error: Exception, changed: Iterable[str]) -> str:
     """The changed field that an error names (`Plan.min_lr must be at most lr (0.1)`), else the last changed."""
     names = list(changed)
     return next((word for word in re.findall(r"\w+", str(error)) if word in names), names[-1] if names else "")
+
+
+def plainly(error: Exception) -> str:
+    """What an error says, below the field that it names: `lr must be greater than 0, got -1`."""
+    return re.sub(r"^\w+\.(?=\w+ must)", "", str(error))
