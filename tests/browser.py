@@ -174,6 +174,24 @@ class Notebook:
         self.page.set_viewport_size(WINDOW)
         return seen
 
+    def point(self, chart: int) -> None:
+        """Put the pointer into the middle of a chart."""
+        middle = self.output(self.at).evaluate(
+            """(output, chart) => {
+                output.querySelectorAll('.nbt-plot')[chart].scrollIntoView({block: 'center'});
+                const place = output.querySelectorAll('.nbt-plot')[chart].getBoundingClientRect();
+                return [place.x + place.width / 2, place.y + place.height / 2];
+            }""",
+            chart,
+        )
+        self.page.mouse.move(*middle)
+
+    def pointed(self) -> list[str]:
+        """The values under the pointer, chart by chart."""
+        return self.output(self.at).evaluate(
+            "output => [...output.querySelectorAll('.nbt-plot')].map(p => p.querySelector('.nbt-at')?.innerText ?? '')"
+        )
+
     def acting(self, act: Callable[[], Any]) -> float:
         """Do something; the time of the click, key or choice, in seconds since 1970."""
         self.page.evaluate("window.acted.length = 0")

@@ -115,6 +115,7 @@ class Visit:
         seen.facts["view"] = notebook.in_view()
         seen.facts["ticks"] = notebook.ticks()
         self.presses()
+        self.look()
         notebook.remember_places("Stop")
         self.allow()
         self.hack()
@@ -176,6 +177,28 @@ class Visit:
 
     def hacked(self) -> bool:
         return self.notebook.page.evaluate("window.hacked !== undefined")
+
+    def look(self) -> None:
+        """Point at a chart until another frame has come; choose how the curves are drawn, and back."""
+        notebook, seen, grid = self.notebook, self.seen, self.output.locator(".nbt-grid")
+        notebook.point(1)
+        first = until(notebook.pointed, "charts")
+        until(lambda: notebook.pointed()[1] != first[1], "a later step in the middle of the axis")
+        seen.facts["pointed"] = [first, notebook.pointed()]
+        notebook.page.mouse.move(0, 0)
+        row, rate = self.output.locator(".nbtools-looks"), self.output.locator(".nbt-head", has_text="learning rate")
+        axis, handle = row.locator("select").first, row.locator(".noUi-handle, .ui-slider-handle").first
+        axis.select_option("log")
+        until(lambda: "log scale" in rate.inner_text(), "another axis of lr")
+        handle.focus()
+        for _ in range(30):
+            notebook.page.keyboard.press("ArrowRight")
+        until(lambda: float(grid.get_attribute("data-first") or 0) > 0, "a part of the run")
+        notebook.shot(f"{self.name}-looks")
+        seen.facts["looks"] = (row.bounding_box() or {})["height"]
+        notebook.page.keyboard.press("Home")
+        axis.select_option("auto")
+        until(lambda: grid.get_attribute("data-first") == "0", "the whole run")
 
     def hack(self) -> None:
         """Type a script where a number belongs, and put the number back."""
@@ -476,6 +499,19 @@ def test_names_labels_and_what_users_type_are_text_and_never_markup(seen):
 def test_curves_lie_where_their_labels_say(seen):
     assert len(seen.facts["frames"]) >= 4
     assert all(drawing == pytest.approx(frame, abs=1) for drawing, frame in seen.facts["frames"])
+
+
+@pytest.mark.browser
+def test_values_under_the_pointer_are_in_every_chart_and_follow_the_frames(seen):
+    for found in seen.facts["pointed"]:
+        assert len(found) >= 4
+        assert all(re.search(r"\d", values) for values in found), found
+        assert re.match(r"step \d+\n", found[1]), "where the pointer is"
+
+
+@pytest.mark.browser
+def test_axis_smoothing_and_part_are_chosen_in_one_row_while_the_run_goes_on(seen):
+    assert seen.facts["looks"] <= 40
 
 
 @pytest.mark.browser
