@@ -472,7 +472,7 @@ def test_a_watched_run_that_rewrites_its_history_and_loses_its_plan_is_shown_onc
         with pytest.raises(CheckpointError, match=r"plan\.json is missing"):
             nb.watch(folder, toy)
     text = capsys.readouterr()
-    assert (text.err.count("two"), text.err.count("step 60: val_accuracy nan")) == (1, 1)
+    assert (text.err.count("two"), text.err.count("step 60  accuracy nan")) == (1, 1)
 
 
 def test_gpu_readings_become_columns_and_energy_goes_on_over_sessions(pack, tmp_path):
@@ -498,7 +498,7 @@ def test_while_a_step_compiles_the_surface_says_so(pack, tmp_path):
     made = Surface(tmp_path / "run", state, pack, History(), state.plan, False)
     assert made.status == "compiling"
     made.update(Record("step", 0, 1, 16))
-    assert made.status == ""
+    assert made.status == "training"
     made.due = time.monotonic() + 1e6
     made.update(Record("change", 0, 1, 16, {"what": "batch_size 16 → 32"}))
     assert (made.status, made.due) == ("compiling", 0.0), "another batch size is another program"
