@@ -183,6 +183,13 @@ class Reading:
     label: bool
 
 
+def coloured(i: int) -> Image.Image:
+    """By its palette only."""
+    found = Image.new("P", (4, 4))
+    found.putpalette([i] * 768)
+    return found
+
+
 def vector(i: int) -> np.ndarray:
     return np.full(3, i, np.float32)
 
@@ -491,6 +498,43 @@ REFUSED = {
         {},
         "none of 20 items read can be used: .* got ValueError: no",
     ),
+    "the target as an input": (
+        [(0.5, 1)] * 20,
+        {"inputs": [0, 1]},
+        "none of the inputs, got 1; leave it out of inputs",
+    ),
+    "a column that is the target as an input": (
+        frame(),
+        {"inputs": ["a", "y"]},
+        "must not name the target, got 'y'; leave it out",
+    ),
+    "two targets and a text": (
+        Items(lambda i: {"x": 0.5, "label": i % 2, "labels": i % 2, "name": "abc"}),
+        {},
+        r"leave it out with inputs=\['x'\]",
+    ),
+    "Unix seconds": (
+        [(np.array([1.7e9 + i, 0.5]), 0) for i in range(40)],
+        {},
+        r"numbers of x such as 17\d{8} differ by less than .*; subtract a number near them",
+    ),
+    "Unix seconds as a target": ([(0.5, 1.7e9 + i) for i in range(40)], {}, "numbers of y such as 17"),
+    "Unix seconds in sequences": (
+        [(np.full((3 + i % 2, 1), 1.7e9 + i), 0) for i in range(40)],
+        {},
+        "numbers of x such as 17",
+    ),
+    "a DataFrame of Unix seconds": (frame(a=1_700_000_000 + np.arange(20)), {}, "numbers of a such as 17"),
+    "Unix seconds as one of two targets": (
+        frame(b=1.7e9 + np.arange(20)),
+        {"target": ["y", "b"]},
+        "numbers of b such as 17",
+    ),
+    "a DataFrame of times of one minute": (
+        frame(a=pd.date_range("2024-05-01", periods=20, freq="3s")),
+        {},
+        r"numbers of a in days such as 19844.*\.total_seconds",
+    ),
     "an unknown target": (Items(lambda i: {"x": 0.5}), {"target": "z"}, "the item has 'z', got x"),
     "random transforms": (Items(lambda i: (np.random.rand(3), 0)), {}, "item 0 differs each time .* random=True"),
     "a size of one number": (Items(vector), {"size": 8}, r"size must be \(height, width\) in pixels, got 8"),
@@ -718,6 +762,8 @@ def test_whole_numbers_get_the_names_that_their_own_dataset_has():
     assert [made.classes[y] for y in made.arrays["y"]] == ["bee", "eel", "bee"]
     made = pack(some[1], like=made.card)
     assert [made.classes[y] for y in made.arrays["y"]] == ["eel", "bee"] * 3
+    made = pack(Items(lambda i: (0.5, i % 2), 6, dataset=some[0]), val=0, test=0)
+    assert made.classes == ["0", "1"], "a wrapper may have numbered them anew"
     values = pack(some[0], classes=False).card
     assert pack(some[1], like=values).arrays["y"].tolist() == [0, 1] * 3
     digits = but((0.5, 2), lambda i: (0.5, i % 2))
@@ -732,7 +778,7 @@ def test_a_second_call_reads_no_more_than_what_it_looks_at_and_a_change_is_notic
     made = pack(Items(lambda i: reads.append(i) or (i / 2, 0), 100))
     first = len(reads)
     assert pack(Items(lambda i: reads.append(i) or (i / 2, 0), 100)).folder == made.folder
-    assert (first, len(reads) - first) == (228, 64)
+    assert (first, len(reads) - first) == (229, 65)  # once more for whether reading changes the Dataset
     assert pack(Items(lambda i: (i / 2, 0), 101)).folder != made.folder
     assert pack(Items(lambda i: (i / 3, 0), 100)).folder != made.folder
     assert pack(Items(lambda i: (i / 2, 0), 100), val=0.2).folder != made.folder
@@ -746,13 +792,46 @@ def test_a_second_call_reads_no_more_than_what_it_looks_at_and_a_change_is_notic
         lambda x: TensorDataset(torch.from_numpy(x)),
         lambda x: Subset(TensorDataset(torch.from_numpy(x)), range(500)),
         lambda x: pd.DataFrame({"a": x, "y": x}),
+        lambda x: (pd.DataFrame({"a": 0.0, "b": x, "c": x}), ["b", "c"]),
+        lambda x: [Reading([float(v)], True) for v in x],
+        lambda x: [coloured(int(v * 4) % 251) for v in x],
     ],
 )
 def test_of_data_in_memory_every_number_counts(kind):
-    x = np.arange(500.0)
-    made = pack(kind(x))
+    x = np.arange(600.0)
+    data, target = found if isinstance(found := kind(x), tuple) else (found, None)
+    made = pack(data, target=target)
     x[7] = 0.25  # not one of those looked at
-    assert pack(kind(x)).folder != made.folder
+    data, target = found if isinstance(found := kind(x), tuple) else (found, None)
+    assert pack(data, target=target).folder != made.folder
+
+
+CELL = """
+class Own(Dataset):
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, i):
+        return i / 2, {}
+
+    def __repr__(self):
+        return super().__repr__()
+"""
+
+
+def cell(label: str) -> Dataset:
+    """Of a class as in a notebook, where it has no file."""
+    space: dict[str, Any] = {"Dataset": Dataset, "__name__": "cells"}
+    exec(CELL.format(label), space)
+    return space["Own"]()
+
+
+@pytest.mark.parametrize("kind", [cell, lambda label: Items(eval(f"lambda i: (i / 2, {label})"), 200)])
+def test_a_dataset_whose_code_was_corrected_is_packed_anew(kind, capsys):
+    made = pack(kind("i % 2"))
+    assert pack(kind("i % 2"), progress=True).folder == made.folder
+    assert "and all that the Dataset holds" in capsys.readouterr().err
+    assert pack(kind("1 if i in {1, 2} else i % 2")).folder != made.folder, "neither is one of those looked at"
 
 
 class Labelled(Dataset):
@@ -885,7 +964,7 @@ def test_the_dataset_travels_to_workers_and_gives_the_batches_of_the_pack():
 
 def test_interrupted_packing_resumes_with_the_classes_seen_so_far(monkeypatch, tmp_path):
     monkeypatch.setattr("nbtools.data.build.CHUNK", 8)
-    reads, stop = [], [150]
+    reads, stop = [], [151]
 
     def item(i):
         reads.append(i)
@@ -898,7 +977,7 @@ def test_interrupted_packing_resumes_with_the_classes_seen_so_far(monkeypatch, t
         pack(data, into=tmp_path / "mine")
     before, stop[0] = len(reads), 0
     made = pack(data, into=tmp_path / "mine")
-    assert reads[before + 120 :] == list(range(24, 60)), "30 were read, and 3 chunks of 8 are whole"
+    assert reads[before + 121 :] == list(range(24, 60)), "30 were read, and 3 chunks of 8 are whole"
     assert made.classes == ["x", "y", "z"]
     assert made.names == [f"item {i}" for i in range(60) if i != 7]
     assert made.bad.file.tolist() == ["item 7"]

@@ -717,6 +717,22 @@ def test_two_inputs_and_floats_of_a_transform_are_predicted_as_the_dataset_retur
         run.predict(Image.new("RGB", (12, 12)))
 
 
+def test_a_number_and_a_sequence_are_one_item(tmp_path, packs):
+    numbers = nb.pack([(float(i), i % 2) for i in range(30)], into=tmp_path / "pack", progress=False)
+    net = nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, 2))
+    run = fitted(nb.classify(net), numbers, tmp_path / "numbers", epochs=1)
+    for one in (3.0, np.float32(3), torch.tensor(3.0)):
+        assert run.predict(one) == run.predict([3.0])
+    assert run.predict(np.array([3.0, 4.0])) == run.predict([3.0, 4.0])
+    with pytest.raises(PackError, match="an item holds arrays"):
+        run.predict(None)
+    run = fitted(nb.classify(own.Recurrent), packs["sequences"], tmp_path / "sequences", epochs=1)
+    sequence = packs["sequences"].sample(0)["x"]
+    assert run.predict(sequence) == run.predict(torch.from_numpy(sequence)) == run.predict([sequence])
+    with pytest.raises(PackError, match="split must be one of train, val, test, got 'tset'"):
+        nb.evaluate(run, packs["sequences"], split="tset")
+
+
 MODULE = """
 import nbtools as nb
 import own

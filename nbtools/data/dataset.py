@@ -85,9 +85,9 @@ def pack(
     like: the card of another pack, whose roles, classes, columns and preprocessing this one gets: what `run.pack` asks
     for.
     into: a folder for the pack alone; by default one under the cache, named by what identifies the data: types,
-    lengths, options, DataFrames, lists and tensors as a whole, files by size and time; of other Datasets 64 items and
-    what they hold, if it can be pickled, such as paths and labels. A change elsewhere, as in a file, needs another
-    `into`.
+    lengths, options, DataFrames, lists and tensors as a whole, files by size and time; of other Datasets 64 items,
+    their code, and what they hold, if it can be pickled, such as paths and labels. A change elsewhere, as in a file,
+    needs another `into`.
 
     y is int64 () for texts, booleans and whole numbers, its names are `classes`; else numbers of any shape. Items
     that cannot be used are rows of `pack.bad`. Raises PackError, DiskError or StageError where nothing can be packed.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from nbtools.data.items import TARGET, TARGETS
+from nbtools.data.items import TARGET, TARGETS, require_distinct
 from nbtools.errors import PackError
 
 if TYPE_CHECKING:
@@ -63,12 +63,27 @@ def tables(
         raise PackError(
             f"the DataFrame must have a column for each input, got {came}; rename, or choose with inputs=[…]"
         )
-    encoding = encoding or {name: how(first[name]) for name in chosen}
+    if both := [name for name in chosen if name in goals]:
+        raise PackError(f"inputs must not name the target, got {both[0]!r}; leave it out of inputs=[…]")
+    known, encoding = bool(encoding), encoding or {name: how(first[name]) for name in chosen}
     if refused := {name: error for name, error in encoding.items() if isinstance(error, PackError)}:
         listed = ", ".join(f"{name!r} ({error})" for name, error in refused.items())
         rest = [name for name in chosen if name not in refused]
         raise PackError(f"these columns are no numbers: {listed}; pass inputs={rest}, or df.astype({{…: 'category'}})")
+    if not known:
+        require_distinct_columns(first, encoding, goals)
     return (Table(frame, encoding, goals) for frame in frames)
+
+
+def require_distinct_columns(frame: pd.DataFrame, encoding: Mapping[str, Any], goals: Sequence[str]) -> None:
+    """Raise PackError for a column whose numbers float32 cannot tell apart; one goal alone is seen with the items."""
+    for name in encoding if len(goals) < 2 else [*encoding, *goals]:
+        kind = encoding.get(name, "number")
+        if kind == "days":
+            fix = f"take the seconds since the first: (df[{name!r}] - df[{name!r}].min()).dt.total_seconds()"
+            require_distinct(f"{name} in days", numbers(frame[name], kind), fix)
+        elif kind == "number":
+            require_distinct(name, numbers(frame[name], kind))
 
 
 def how(column: Any) -> Any:
@@ -115,20 +130,25 @@ def odd_rows(frame: pd.DataFrame, encoding: Mapping[str, Any], x: np.ndarray) ->
     return found
 
 
-def encoded(frame: pd.DataFrame, encoding: Mapping[str, Any]) -> np.ndarray:
-    """x (rows, F) float32 of a DataFrame; NaN where a value is missing, or not among the categories."""
+def numbers(column: Any, how: str) -> np.ndarray:
+    """A column of numbers, or of dates in days since 1970, as float64; NaN where a value is missing, or is none."""
     import pandas as pd
 
+    if how == "days":
+        since = pd.to_datetime(column, utc=True, errors="coerce") - pd.Timestamp(0, tz="UTC")
+        return (since / pd.Timedelta(days=1)).to_numpy(np.float64)
+    if not pd.api.types.is_numeric_dtype(column):
+        column = pd.to_numeric(column.astype(object), errors="coerce")
+    return column.to_numpy(np.float64, na_value=np.nan)
+
+
+def encoded(frame: pd.DataFrame, encoding: Mapping[str, Any]) -> np.ndarray:
+    """x (rows, F) float32 of a DataFrame; NaN where a value is missing, or not among the categories."""
     parts = []
     for name, how in encoding.items():
         column: Any = frame[name]
-        if how == "number" and not pd.api.types.is_numeric_dtype(column):
-            column = pd.to_numeric(column.astype(object), errors="coerce")
-        if how == "days":
-            since = pd.to_datetime(column, utc=True, errors="coerce") - pd.Timestamp(0, tz="UTC")
-            parts.append((since / pd.Timedelta(days=1)).to_numpy(np.float32)[:, None])
-        elif how == "number":
-            parts.append(column.to_numpy(np.float32, na_value=np.nan)[:, None])
+        if isinstance(how, str):
+            parts.append(numbers(column, how).astype(np.float32)[:, None])
         else:
             index = {text: i for i, text in enumerate(how)}
             codes = np.array([index.get(str(value), -1) for value in column], int)

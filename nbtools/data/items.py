@@ -26,6 +26,7 @@ TARGETS = ("y", "label", "labels", "target")  # keys of an item that are its tar
 TAKEN = ("id", "split")  # names that a pack or a batch needs itself
 COLOURS = (1, 3, 4)  # channels of an image
 MODES = {1: "L", 3: "RGB"}  # of images with so many
+SMALL = 4096  # numbers of a value that are looked at one by one
 ENOUGH = 16  # of so many items, one may break the rule of all others: it is damaged; more are a property of the data
 WIDER = {"u2": "i4", "u4": "i8", "u8": "i8", "f2": "f4", "f8": "f4", "f16": "f4"}  # torch cannot index wide unsigned
 T = TypeVar("T")
@@ -67,6 +68,8 @@ def columns_of(parts: Mapping[Any, Any], inputs: Sequence[Any], target: Any = No
     for key in [*inputs, *([] if target is None else [target])]:
         if key not in parts:
             raise PackError(", ".join(map(str, parts)) or "nothing", f"the item has {key!r}", "name what it has")
+    if target is not None and target in inputs:
+        raise PackError(repr(target), "the target is none of the inputs", "leave it out of inputs=[…]")
     flat = [pair for key in inputs for pair in flattened(parts[key], "" if isinstance(key, int) else str(key))]
     unnamed = sum(not name for name, _ in flat)
     numbers = iter(["x"] if unnamed == 1 else [f"x{i}" for i in range(1, unnamed + 1)])
@@ -119,6 +122,16 @@ def is_array(value: Any) -> bool:
 
 def numeric(name: str, value: Any) -> np.ndarray:
     """An array of a dtype that packs hold. Raises PackError(value, rule, fix) for all else."""
+    return narrow(numbers_of(name, value))
+
+
+def narrow(array: np.ndarray) -> np.ndarray:
+    wide = WIDER.get(f"{array.dtype.kind}{array.dtype.itemsize}", array.dtype)
+    return array.astype(np.dtype(wide).newbyteorder("="), copy=False)
+
+
+def numbers_of(name: str, value: Any) -> np.ndarray:
+    """An array of numbers as they are."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().resolve_conj().resolve_neg()
         value = value.to_dense() if value.layout != torch.strided else value
@@ -135,8 +148,23 @@ def numeric(name: str, value: Any) -> np.ndarray:
         raise PackError("None" if value is None else came, f"{name} holds numbers", fixed)
     if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
         raise PackError(array.max(), f"whole numbers of {name} are below 2⁶³", "turn them into floats or texts")
-    wide = WIDER.get(f"{kind}{array.dtype.itemsize}", array.dtype)
-    return array.astype(np.dtype(wide).newbyteorder("="), copy=False)
+    return array
+
+
+def require_distinct(name: str, values: np.ndarray, fix: str = "subtract a number near them, as their least") -> None:
+    """Raise PackError where float32 changes float64 numbers (n, …) by a hundredth of their deviation at a place, as it
+    does Unix seconds of one hour."""
+    with np.errstate(over="ignore"):
+        kept = values.astype(np.float32)
+    known = np.isfinite(kept).all(tuple(range(1, values.ndim)))
+    values, lost = values[known], np.abs(values[known] - kept[known])
+    if not len(values):
+        return
+    spread = values.std(0)
+    if ((lost.max(0) > spread / 100) & (spread > 1e-12 * np.abs(values).max(0))).any():  # less is of rounding
+        some = f"{values.flat[lost.argmax()]:.17g}"
+        rule = f"numbers of {name} such as {some} differ by less than the float32 of a pack can tell apart"
+        raise PackError(f"{rule}; {fix}")
 
 
 def pixels(image: Image.Image, mode: str, size: Sequence[Any] | None = None) -> np.ndarray:
@@ -175,7 +203,8 @@ def in_255ths(array: np.ndarray) -> np.ndarray | None:
 @dataclass(frozen=True)
 class Sign:
     """What is remembered of a value that was looked at. kind: text, whole, missing (targets only), image, array, or ""
-    with the error of one that cannot be packed. exact: all of it are 255ths; tensor: it was one."""
+    with the error of one that cannot be packed. exact: all of it are 255ths; tensor: it was one; doubles: it itself if
+    it is float64, and small."""
 
     kind: str
     dtype: str = ""
@@ -184,6 +213,7 @@ class Sign:
     exact: bool = False
     tensor: bool = False
     error: tuple[Any, ...] = ()
+    doubles: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, name: str, value: Any) -> Self:
@@ -198,11 +228,12 @@ class Sign:
             return cls("missing")
         kind = "whole" if isinstance(plain, int) else "array"
         try:
-            array = numeric(name, value)
+            given = numbers_of(name, value)
         except PackError as error:  # a number beyond 64 bits may still name a class
             return cls("", error=error.args) if kind == "array" else cls(kind)
+        array, doubles = narrow(given), given.copy() if given.dtype == np.float64 and given.size <= SMALL else None
         exact = array.dtype.kind == "f" and array.ndim > 0 and in_255ths(array) is not None
-        return cls(kind, array.dtype.str, array.shape, exact=exact, tensor=isinstance(value, torch.Tensor))
+        return cls(kind, array.dtype.str, array.shape, "", exact, isinstance(value, torch.Tensor), doubles=doubles)
 
 
 @dataclass(frozen=True)
@@ -329,7 +360,7 @@ def forms_of(
     unfit |= {key: alike[0][key].error for key in keys if not any(signs[key].kind for signs in alike)}
     if unfit:
         value, rule, fix = next(iter(unfit.values()))
-        others = [key for key in keys if key not in unfit and key != TARGET]
+        others = [key for key in keys if key not in unfit and key not in TARGETS]
         more = f" (the same of {', '.join([*unfit][1:])})" if len(unfit) > 1 else ""
         fix = fix.replace("inputs=[…]", f"inputs={others}" if others else "inputs=[…]")
         raise PackError(f"{rule}, got {value}{more}; {fix}")
@@ -354,6 +385,10 @@ def form_of(name: str, signs: Sequence[Sign], names: Sequence[str] | Literal[Fal
     shape = tuple(size) if size and kind == "image" else shape_of(name, [sign.shape for sign in signs], kind)
     dtype = np.result_type(*{sign.dtype for sign in signs})
     dtype = np.dtype(np.float32) if dtype.kind == "f" else dtype
+    ragged = shape[:1] == (None,)
+    alike = [sign.doubles for sign in signs if sign.doubles is not None and sign.shape[ragged:] == shape[ragged:]]
+    if alike:
+        require_distinct(name, np.concatenate(alike) if ragged else np.stack(alike))
     scaled = as_bytes and all(sign.exact for sign in signs)
     dtype, shape = "|u1" if scaled else dtype.str, (*shape, 3) if mode == "RGB" else shape
     layout = layout_of(kind, dtype, shape, signs[0].tensor)

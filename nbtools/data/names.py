@@ -21,8 +21,9 @@ def class_names(data: Any, target: Any) -> Sequence[str]:
 
 
 def leaves(data: Any, target: Any) -> list[Any]:
-    """The Datasets with names for classes that one consists of, or those without that hold no others."""
-    inner = data.datasets if isinstance(data, ConcatDataset) else [data.dataset] if hasattr(data, "dataset") else []
+    """The Datasets with names for classes that one consists of, or those without that hold no others. Only a Subset and
+    a ConcatDataset are known to return labels as they are."""
+    inner = data.datasets if isinstance(data, ConcatDataset) else [data.dataset] if isinstance(data, Subset) else []
     if class_names(data, target) or not inner:
         return [data]
     return [leaf for one in inner for leaf in leaves(one, target)]
@@ -35,8 +36,8 @@ def leaf_of(data: Any, i: int, target: Any) -> Any:
     if isinstance(data, ConcatDataset):
         k = bisect.bisect_right(data.cumulative_sizes, i)
         return leaf_of(data.datasets[k], i - (data.cumulative_sizes[k - 1] if k else 0), target)
-    if hasattr(data, "dataset"):
-        return leaf_of(data.dataset, int(data.indices[i]) if isinstance(data, Subset) else i, target)
+    if isinstance(data, Subset):
+        return leaf_of(data.dataset, int(data.indices[i]), target)
     return data
 
 

@@ -5,7 +5,7 @@ B samples, C channels, H × W pixels, L steps of the longest sequence, F feature
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -268,8 +268,8 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[Any] |
 
 
 def items_of(given: Any, card: Card) -> Sequence[Any]:
-    """What `run.predict` got, item by item: a file, an item (a dict, a tuple, an image, an array of a sample's shape),
-    or several: a list, a Dataset, an array of them, or the rows of a DataFrame. Raises PackError."""
+    """What `run.predict` got, item by item: a file, an item (a dict, a tuple, an image, a number, a sample's array), or
+    several: a list, a Dataset, an array of them, or the rows of a DataFrame. Raises PackError."""
     if hasattr(given, "iloc"):
         if not card.options.get("encoding"):
             raise PackError("this run was not trained on a DataFrame; pass items as its Dataset returns them")
@@ -278,11 +278,11 @@ def items_of(given: Any, card: Card) -> Sequence[Any]:
         for row, (value, rule, fix) in table.odd.items():
             raise PackError(f"row {row}: {rule}, got {value}; {fix}")
         return [*table]
-    first = card.options["inputs"][0]
-    sample = card.columns[first].shape if card.columns[first].kind == "fixed" else None
-    if isinstance(given, (str, Path, dict, tuple, Image.Image)) or getattr(given, "shape", ()) == (sample or None):
+    first = card.columns[card.options["inputs"][0]]
+    rank = len(first.shape) + (first.kind == "ragged")
+    if isinstance(given, (str, Path, dict, tuple, Image.Image)) or getattr(given, "ndim", None) in (0, rank):
         return [given]
-    return given if hasattr(given, "__getitem__") else list(given)
+    return given if hasattr(given, "__getitem__") else list(given) if isinstance(given, Iterable) else [given]
 
 
 def sample_of(item: Any, card: Card) -> Sample:

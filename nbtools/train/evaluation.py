@@ -150,7 +150,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Metric → value over a whole split, or what the network can read of it. Raises TrainError if that is empty."""
     sums, pack = Sums(next(model.parameters()).device), readable(task, pack, plan)
-    shown = {"total": pack.splits[split], "unit": " samples", "leave": False, "delay": SLOW, "disable": not progress}
+    shown = {"total": len(pack.ids(split)), "unit": " samples", "leave": False, "delay": SLOW, "disable": not progress}
     with bar(desc=f"evaluating the {split} split", **shown) as counted:
         for number in score_split(task, model, pack, plan, split, sums):
             counted.update(number)
