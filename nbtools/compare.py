@@ -103,9 +103,18 @@ class Comparison:
         output by itself."""
         from IPython.display import HTML
 
+        return [HTML(self.html()), self.still()]
+
+    def html(self) -> str:
+        return "".join(table.html(headers, rows, caption) for caption, headers, rows in self.tables())
+
+    def still(self) -> png.Still:
         picture = self.picture()
-        page = "".join(table.html(headers, rows, caption) for caption, headers, rows in self.tables())
-        return [HTML(page), png.Still(png.draw(picture), picture.alt)]
+        return png.Still(png.draw(picture), picture.alt)
+
+    def page(self) -> str:
+        """Tables and picture as one piece of HTML."""
+        return self.html() + self.still().html()
 
     def _ipython_display_(self) -> None:
         if not in_notebook():

@@ -107,7 +107,7 @@ class Runs(Sequence[Run]):
 
         display(HTML(self._repr_html_()))
         if len(self) > 1:
-            display(picker(self.names, lambda names: self[names].compare().parts()))
+            display(picker(self.names, lambda names: self[names].compare().page()))
 
 
 def changed(folder: Path) -> float:

@@ -10,6 +10,7 @@ import textwrap
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from nbtools.live import samples
@@ -41,6 +42,11 @@ class Still:
         width, height = (int.from_bytes(self.image[i : i + 4]) // 2 for i in (16, 20))  # of its first chunk
         data = {"image/png": base64.b64encode(self.image).decode(), "text/plain": self.alt}
         return data, {"image/png": {"width": width, "height": height, "alt": self.alt}}
+
+    def html(self) -> str:
+        data, about = self._repr_mimebundle_()
+        width = about["image/png"]["width"]
+        return f'<img alt="{escape(self.alt)}" width="{width}" src="data:image/png;base64,{data["image/png"]}">'
 
 
 def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
