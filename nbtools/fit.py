@@ -122,8 +122,8 @@ def fit(
                     ranks.end()
                 finish(job, sigterm, receipt)
                 surface.report_all(list(filter(None, [hook.wait()])))
-                if surface.notebook and state.over and not requests.stop:
-                    surface.tell(what_next(Run.open(folder, task)))
+                if surface.notebook:
+                    surface.tell(what_next(Run.open(folder, task), state.over and not requests.stop))
             finally:
                 job.close()
         found = Run.open(folder, task)
@@ -292,14 +292,15 @@ def afterwards(plan: Plan, pack: Pack, folder: Path, receipt: bool) -> str:
     return " + ".join(["final evaluation"] * evaluated + ["receipt"] * measured)
 
 
-def what_next(run: Run) -> str:
-    """Where the model is, and what to do with it."""
+def what_next(run: Run, over: bool) -> str:
+    """Where the model is, and what to do with it. over: the run has no more epochs to train."""
+    done, so_far = ("done: ", "") if over else ("", " so far")
     metric, name = best_metric(run.task)[0], checkpoint.read_index(run.folder).get("best")
     if name is None:
-        return f"done: the newest weights are in {run.folder}; no evaluation chose the best"
+        return f"{done}the newest weights are in {run.folder}; no evaluation chose the best{so_far}"
     value = f"{metric} {number(run.best[f'val_{metric}'])} after epoch {run.best['epoch'] + 1}"
     return (
-        f"done: the best model is {run.folder / name}.safetensors ({value}); next: run.predict(files), "
+        f"{done}the best model{so_far} is {run.folder / name}.safetensors ({value}); next: run.predict(files), "
         'nb.evaluate(run, pack, split="test"), run.export("model.onnx")'
     )
 

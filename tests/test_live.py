@@ -443,6 +443,7 @@ def test_stop_and_an_interrupt_leave_a_usable_run_and_queued_cells_run_afterward
     for when in ("stopped", "interrupted"):
         notebook = seen.saved[when]
         assert "stopped by you after step" in text(notebook, FIT)
+        assert re.search("the best model so far is|no evaluation chose the best so far", text(notebook, FIT))
         assert "whole_accuracy" in text(notebook, THIRD), "the run that fit returned could not be evaluated"
         outputs = [output for cell in notebook["cells"] for output in cell["outputs"]]
         assert not [output for output in outputs if output["output_type"] == "error"]

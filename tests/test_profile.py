@@ -133,7 +133,7 @@ LIMITS = {
     "data": "The data is the limit: training waits for it 50 % of each ",
     "launch": "The fixed cost is the limit: 50 % of each ",
     "compute": "The processor is the limit: busy 70 % of each ",
-    "memory": "Memory is the limit: the processor is busy 70 % of each ",
+    "memory": "Memory bandwidth is the limit: the processor is busy 70 % of each ",
 }
 
 

@@ -100,8 +100,8 @@ def because(profile: StepProfile, bound: str) -> str:
         return f"The fixed cost is the limit: {percent(profile.host)} {step} does not grow with the batch."
     if bound == "compute":
         return f"The {device} is the limit: busy {percent(profile.device)} {step}."
-    products = f"matrix products need {percent(profile.arithmetic)} of that, the rest moves tensors"
-    return f"Memory is the limit: the {device} is busy {percent(profile.device)} {step}; {products}."
+    products = f"but needs {percent(profile.arithmetic)} of that for matrix products: the rest moves tensors"
+    return f"Memory bandwidth is the limit: the {device} is busy {percent(profile.device)} {step}, {products}."
 
 
 def advised(option: Option | None, profile: StepProfile) -> str:
