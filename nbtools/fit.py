@@ -44,7 +44,7 @@ from nbtools.train import (
     obey,
     readable,
     require_sizes,
-    task_name,
+    spoken,
     unread,
 )
 from nbtools.train import device as devices
@@ -83,10 +83,8 @@ def fit(
     task, hook = as_task(task), Hook(notify)
     folder, kept = places(run, keep, release_gpu)
     if not isinstance(pack, Pack):
-        raise PackError(
-            f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {task_name(task)}.pack(source), or of a "
-            "Dataset of your own with nb.pack(dataset)"
-        )
+        makes = "nb.pack(data)" if task.packs_datasets else f"{spoken(task)}.pack(source), or nb.pack(data)"
+        raise PackError(f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {makes}")
     ranks = join()
     if ranks is not None and not ranks.first:
         return follower(task, pack, folder, ranks)
@@ -207,7 +205,7 @@ def chosen_plan(task: Task, pack: Pack, plan: Any, folder: Path) -> Plan:
     if not isinstance(plan, kind):
         raise PlanError(
             f"plan must be a {kind.__module__}.{kind.__qualname__} (or an Advice or a Panel of one), got "
-            f"{type(plan).__qualname__}; use {task_name(task)}.PLAN, with .replace(...) for your changes"
+            f"{type(plan).__qualname__}; use {spoken(task)}.PLAN, with .replace(...) for your changes"
         )
     return plan
 

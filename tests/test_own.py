@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 
 import nbtools as nb
 from nbtools.__main__ import main
-from nbtools.errors import CheckpointError, PackError, TrainError
+from nbtools.errors import CheckpointError, PackError, PlanError, TrainError
 from nbtools.live.samples import Previews
 from nbtools.measure import receipt
 from nbtools.measure.advice import label
@@ -234,6 +235,8 @@ CALLS: dict[str, tuple[Any, str, str]] = {  # forward, data, what is given
     "of the column's name": (lambda self, x: x, "images", "x"),
     "the dict": (lambda self, batch: batch["x"], "images", "batch"),
     "no names": (lambda self, *args: args[0], "images", "x"),
+    "all in order": (lambda self, *inputs: inputs[0], "two", "image, age"),
+    "all by name": (lambda self, **inputs: inputs["image"], "two", "image=image, age=age"),
     "an option": (lambda self, x, scale=2.0: x, "images", "x"),
     "lengths": (lambda self, lengths, x: x, "sequences", "lengths, x"),
     "optional lengths": (lambda self, x, mask=None, length=None: x, "sequences", "x, length=x_length"),
@@ -283,6 +286,7 @@ def test_a_forward_gets_what_its_signature_names(packs, two, name):
         assert len(got) == len(columns)
         assert all(any(one is batch[column] for one in got) for column in columns.values())
         assert all(named[p] is batch[columns[p]] for p in named)
+        assert name != "all in order" or [*map(id, args)] == [id(batch["image"]), id(batch["age"])]
     assert call_of(state.model).startswith("Net.forward(")
     assert call_of(state.model).endswith("13 parameters, 6 trained")
 
@@ -313,6 +317,68 @@ def test_lazy_layers_learn_their_sizes_before_the_optimizer_is_made(packs):
     assert [tuple(p.shape) for p in state.model.parameters()] == [(3, 432), (3,)]
     assert [tuple(b.shape) for b in state.model.buffers()] == [(3,), (3,), ()]
     assert state.model.training
+
+
+class Steps(nn.Module):
+    """x (B, L, 3) of at least so many steps → logits (B, 2)."""
+
+    def __init__(self, least: int):
+        super().__init__()
+        self.steps = nn.LazyConv1d(2, least)
+
+    def forward(self, x):
+        return self.steps(x.transpose(1, 2)).mean(2)
+
+
+def test_lazy_layers_that_need_long_sequences_learn_their_sizes_or_say_of_what_they_cannot(tmp_path):
+    long = [(np.random.default_rng(i).normal(size=(50 + i, 3)).astype(np.float32), i % 2) for i in range(20)]
+    pack = nb.pack(long, into=tmp_path / "pack", progress=False)
+    model: Any = nb.TrainState(nb.classify(Steps(40)), pack, own.PLAN).model
+    assert model.steps.weight.shape == (2, 3, 40)
+    with pytest.raises(TrainError, match=r"Steps: .*from two samples of zeros, x float32 \(·, 3\); write layers"):
+        nb.TrainState(nb.classify(Steps(3000)), pack, own.PLAN)
+
+
+shared = own.Small(3)
+
+
+class Sharing(own.Mine):
+    def model(self, card, plan):
+        return nn.Sequential(shared)
+
+
+@pytest.mark.parametrize("task", [nb.classify(shared), nb.classify(lambda: shared), Sharing], ids=str)
+def test_two_runs_of_one_network_begin_alike_and_leave_it_as_it_was(packs, task):
+    pack, before, models = packs["images"], copy.deepcopy(shared.state_dict()), []
+    for _ in range(2):
+        state = nb.TrainState(task, pack, own.PLAN.replace(epochs=1))
+        assert all(torch.equal(a, b) for a, b in zip(state.model.state_dict().values(), before.values(), strict=True))
+        for _ in nb.train(task, state, pack):
+            continue
+        models.append(state.model)
+    assert all(torch.equal(value, before[name]) for name, value in shared.state_dict().items())
+    assert not {*models[0].parameters()} & {*models[1].parameters()}
+
+
+class Hooked(own.Small):
+    """With a hook that keeps what its features are, in itself."""
+
+    def __init__(self, classes: int):
+        super().__init__(classes)
+        self.found: Any = None
+        self.features.register_forward_hook(lambda module, given, found: setattr(self, "found", found))
+
+    def forward(self, x):
+        self.features(x)
+        return self.head(self.found.flatten(1))
+
+
+def test_a_network_that_a_function_makes_is_itself_trained_with_its_hooks(packs):
+    state = nb.TrainState(nb.classify(Hooked), packs["images"], own.PLAN.replace(epochs=1))
+    before = copy.deepcopy(state.model.state_dict())
+    for _ in nb.train(state.task, state, packs["images"]):
+        continue
+    assert all(not torch.equal(value, before[name]) for name, value in state.model.named_parameters())
 
 
 class Wrapped(nn.Module):
@@ -379,6 +445,34 @@ def test_an_image_that_is_a_target_is_not_left_as_it_is_while_its_input_turns(tm
     pack = nb.pack(images, into=tmp_path / "pack", progress=False)
     with pytest.raises(TrainError, match="flip would leave the target as it is"):
         nb.TrainState(nb.regress(nn.Identity(), augment=["flip"]), pack, nb.Plan())
+
+
+MAPS: dict[str, Any] = {
+    "a map beside the image": ({"image": (3, 8, 8), "depth": (8, 8)}, ["flip", "colour"], "flip would leave depth as"),
+    "boxes": ({"image": (3, 8, 8), "y": (2, 4)}, ["rotate"], "rotate would leave the target as it is"),
+    "colour, which moves nothing": ({"image": (3, 8, 8), "depth": (8, 8)}, ["colour"], ""),
+    "numbers beside the image": ({"image": (3, 8, 8), "more": (5,)}, ["flip"], ""),
+}
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_what_has_places_of_its_own_is_not_left_as_it_is_while_the_image_turns(tmp_path, name):
+    shapes, augment, said = MAPS[name]
+    items = []
+    for i in range(20):
+        item = {key: np.full(shape, i / 20, np.float32) for key, shape in shapes.items()}
+        items.append({**item, "y": item["y"][: 1 + i % 2]} if "y" in item else {**item, "y": i % 2})
+    pack = nb.pack(items, into=tmp_path / "pack", progress=False)
+
+    class Turned(own.Mine):
+        metrics: Any = ()
+
+        def model(self, card, plan):
+            return module(forward=lambda self, image: image)
+
+    Turned.augment = augment
+    with pytest.raises(TrainError, match=said or "Net has no parameter"):
+        nb.TrainState(Turned, pack, nb.Plan())
 
 
 @pytest.mark.parametrize("value", [200.0, 300, -1, float("nan")])
@@ -523,12 +617,28 @@ def test_a_weighted_loss_is_the_mean_over_the_weights_whatever_the_batch(packs):
 
 
 def test_a_loss_of_ones_own_takes_the_place_of_the_default(packs):
-    losses = [None, F.cross_entropy, nn.CrossEntropyLoss(reduction="none")]
+    losses = [None, F.cross_entropy, nn.CrossEntropyLoss(reduction="none"), counted]
     values = []
     for loss in losses:
         state = nb.TrainState(nb.classify(own.Small, loss=loss), packs["images"], own.PLAN)
         values.append(nb.evaluate(state, packs["images"], "val")["loss"])
-    assert values == pytest.approx([values[0]] * 3, rel=1e-5)
+    assert values == pytest.approx([values[0]] * 4, rel=1e-5)
+
+
+def counted(outputs, y):
+    return F.cross_entropy(outputs, y, reduction="sum"), len(y)
+
+
+def test_a_loss_that_was_changed_is_that_of_the_next_run(packs):
+    loss: Any = nn.CrossEntropyLoss(weight=torch.ones(3))
+    task, values = nb.classify(own.Small, loss=loss), []
+    for smoothing, weight in ((0.0, 1.0), (0.0, 0.1), (0.5, 0.1)):
+        loss.label_smoothing, loss.weight[0] = smoothing, weight
+        state = nb.TrainState(task, packs["images"], own.PLAN)
+        values.append(nb.evaluate(state, packs["images"], "val")["loss"])
+        loss.weight[0] = 100
+        assert nb.evaluate(state, packs["images"], "val")["loss"] == values[-1], "a run keeps its own"
+    assert len(set(values)) == 3
 
 
 class Scaled(own.Mine):
@@ -536,6 +646,28 @@ class Scaled(own.Mine):
 
     def batch(self, raw, plan, draws):
         return raw | {"x": raw["x"].permute(0, 3, 1, 2) / 255}
+
+
+class Deep(own.Mine):
+    def __init__(self, width, depth, slope=0.1):
+        self.width, self.depth, self.slope = width, depth, slope
+
+
+class Reading(own.Small):
+    """With a lock."""
+
+    def __init__(self):
+        super().__init__(3)
+        self.lock = threading.Lock()
+
+
+def test_a_task_without_a_name_is_called_what_made_it(packs):
+    unnamed = nb.regress(own.line)
+    with pytest.raises(PackError, match=r"must be a nb\.Pack, got str; make one with nb\.pack\(data\)$"):
+        nb.fit(unnamed, "x", **QUIET)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PlanError, match=r"got int; use nb\.regress\(…\)\.PLAN"):
+        nb.fit(unnamed, packs["rows"], 3, **QUIET)
+    assert repr(unnamed) == "Task nb.regress(…)"
 
 
 REFUSED: dict[str, tuple[Any, str, str]] = {
@@ -620,6 +752,24 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         lambda: nb.classify(own.Small, loss=nn.Bilinear(3, 3, 1)),
         "images",
         "loss Bilinear has parameters, which are not trained",
+    ),
+    "a loss of other targets": (
+        lambda: nb.classify(own.Small, loss=nn.BCEWithLogitsLoss()),
+        "images",
+        r"loss BCEWithLogitsLoss does not take outputs \(2, 3\) and y \(2,\) int64: Target size .*; choose another",
+    ),
+    "a network": (lambda: own.Small(3), "images", r"got the network Small; pass nb\.classify\(net\) or nb\.regress"),
+    "a network's class": (lambda: own.Small, "images", r"task must be a nb\.Task, got the network Small"),
+    "no call": (lambda: nb.classify, "images", r"got a function; pass nb\.classify\(net\)"),
+    "a class with arguments": (
+        lambda: Deep,
+        "images",
+        r"Deep needs width, depth; pass an instance: Deep\(width, depth\)",
+    ),
+    "a network that has no copy": (
+        lambda: nb.classify(Reading()),
+        "images",
+        "a copy of its network, and Reading cannot be copied: .*; keep what has no copy",
     ),
     "a plan that is none": (
         lambda: classify(own.Small, plan={"epochs": 3}),

@@ -45,6 +45,7 @@ from nbtools.train import (
     lr_factor,
     readable,
     require_training,
+    spoken,
     task_name,
 )
 from nbtools.train import device as devices
@@ -235,7 +236,7 @@ def known_or_measured(
         return thumb
     require_training(pack)
     phases = {"precision": seconds, "batch size": seconds, "step": 0.6 * seconds}
-    with work(f"measuring {task_name(task).rpartition('.')[2]} on this machine", **phases):
+    with work(f"measuring {spoken(task).rpartition('.')[2]} on this machine", **phases):
         made = measured(task, pack, thumb, seconds, compiling, clock)
     unsaved = keep(path, label(task, pack, thumb, compiling), made)
     return dataclasses.replace(made, note=f"{made.note}{unsaved}")

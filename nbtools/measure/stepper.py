@@ -195,8 +195,11 @@ class Stepper:
             self.batches.close()
 
 
-def apart(task: TaskLike) -> Task:
-    """The task with a separate model: one that returns the same module each time does not see it trained."""
+def apart(task: Task) -> Task:
+    """The task with a separate model: one that returns the same module each time does not see it trained. `build` sees
+    to that where `nb.pack` made the pack."""
+    if task.card is not None:
+        return task
     own = copy.copy(task)
     vars(own)["model"] = lambda card, plan: copy.deepcopy(task.model(card, plan))
     return own

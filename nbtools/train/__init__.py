@@ -45,6 +45,7 @@ from nbtools.train.task import (
     import_task,
     meanings_of,
     readable,
+    spoken,
     task_name,
     unread,
 )
@@ -118,6 +119,7 @@ __all__ = [
     "share",
     "shares",
     "shown",
+    "spoken",
     "task_name",
     "times",
     "train",

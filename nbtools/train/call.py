@@ -41,14 +41,15 @@ class Arguments:
 def find_arguments(model: nn.Module, card: Card) -> Arguments:
     """From the signature of forward: the batch as a dict where its first parameter is called `batch`, or annotated as a
     mapping; parameters with names of columns get these, but never the target by its name; `lengths` get those of a
-    single ragged input; the other required ones get the remaining inputs in order, a single one the first of them.
-    Raises TrainError if that leaves one without."""
+    single ragged input; the other required ones get the remaining inputs in order, a single one the first of them;
+    `*inputs` alone get all in order, `**inputs` by name. Raises TrainError if that leaves one without."""
     inputs, called = list(card.options["inputs"]), type(model).__name__
     ragged = [name for name in inputs if card.columns[name].kind == "ragged"]
     offered = {name: name for name in (*inputs, *(f"{name}_length" for name in ragged))}
     if len(ragged) == 1:
         offered |= dict.fromkeys(LENGTHS, f"{ragged[0]}_length")
-    plain = [p for p in parameters_of(model) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    parameters = parameters_of(model)
+    plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if takes_dict(model):
         return Arguments(f"{called}.forward({plain[0].name if plain else ''})", whole=True)
     required = [p.name for p in plain if p.default is p.empty]
@@ -63,6 +64,11 @@ def find_arguments(model: nn.Module, card: Card) -> Arguments:
             f"{', '.join(inputs)}; name the parameters as the columns, or take the whole dict: forward(self, batch)"
         )
     found |= dict(zip(rest, free, strict=False))
+    if parameters and not plain:
+        in_order = parameters[0].kind is inspect.Parameter.VAR_POSITIONAL
+        found = {name: name for name in inputs}
+        called = f"{called}.forward({', '.join(inputs)})"
+        return Arguments(called, tuple(inputs)) if in_order else Arguments(called, names=tuple(found.items()))
     if not found:
         return Arguments(f"{called}.forward({inputs[0]})", (inputs[0],))
     given = ", ".join(name if name == column else f"{name}={column}" for name, column in found.items())

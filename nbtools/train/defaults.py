@@ -118,14 +118,14 @@ def is_whole(card: Card, name: str) -> bool:
     return name not in card.options["mean"] and card.columns[name].dtype[1] in "iu"
 
 
-def blank(card: Card) -> Batch:
-    """A raw batch of two samples of zeros, their sequences of 8 steps."""
+def blank(card: Card, steps: int) -> Batch:
+    """A raw batch of two samples of zeros, their sequences of so many steps."""
     batch = {"id": torch.arange(2)}
     for name, column in card.columns.items():
         ragged = column.kind == "ragged"
-        batch[name] = torch.from_numpy(np.zeros((2, *(8,) * ragged, *column.shape), column.dtype))
+        batch[name] = torch.from_numpy(np.zeros((2, *(steps,) * ragged, *column.shape), column.dtype))
         if ragged:
-            batch[f"{name}_length"] = torch.full((2,), 8)
+            batch[f"{name}_length"] = torch.full((2,), steps)
     return batch
 
 
@@ -174,9 +174,14 @@ def require_fitting(card: Card, metrics: Any, names: Any) -> None:
     there = ", ".join(f"{name} {column}" for name, column in inputs.items())
     if (pictured := wanted.keys() - {MIXUP}) and not images_of(card):
         raise TrainError(f"augment: {min(pictured)} needs images, but the inputs are {there}; leave it out")
-    if pictured and TARGET in card.columns and len(card.columns[TARGET].shape) > 1:
-        rule = f"augment: {min(pictured)} would leave the target as it is, {card.columns[TARGET]}"
-        raise TrainError(f"{rule}; augment both in a `batch` of your task")
+    for name, column in card.columns.items():
+        axes = len(column.shape) + (column.kind == "ragged" and name == TARGET)  # maps (H, W), and lists of boxes
+        if name in images_of(card) or axes < 2:
+            continue
+        if moved := pictured - (set() if layout_of(card, name) else {"colour"}):
+            still = "the target" if name == TARGET else name
+            rule = f"augment: {min(moved)} would leave {still} as it is, {column}"
+            raise TrainError(f"{rule}; augment both in a `batch` of your task")
     if MIXUP in wanted and any(c.kind == "ragged" or c.dtype[1] not in "uf" for c in inputs.values()):
         raise TrainError(
             f"augment: mixup needs images or numbers of one shape, but the inputs are {there}; leave it out"

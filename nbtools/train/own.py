@@ -9,13 +9,11 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parameter import UninitializedBuffer, is_lazy
 
 from nbtools.data import TARGET, Card, Draws
 from nbtools.errors import TrainError
@@ -34,10 +32,11 @@ from nbtools.train.defaults import (
 )
 from nbtools.train.metrics import best_of, class_logits, listed, score, values_like
 from nbtools.train.plan import Plan
-from nbtools.train.task import Batch, Pair, Task, Tensors, task_name
+from nbtools.train.task import Batch, Pair, Task, Tensors, spoken
 
-Loss = Callable[[Any, Tensor], Tensor]
+Loss = Callable[[Any, Tensor], Tensor | Pair]
 CROSS_ENTROPY = (nn.CrossEntropyLoss, nn.NLLLoss)
+MAKERS = {"classes": "nb.classify", "values": "nb.regress"}  # kind of targets → what makes a task of them
 
 
 def classify(
@@ -56,8 +55,9 @@ def classify(
     parameters stay frozen, and so do the statistics of norm layers that have no others. metrics: accuracy,
     top5_accuracy, balanced_accuracy, f1, or functions of (outputs, batch) that return (sum, count); the first name
     chooses the best checkpoint. augment: crop, flip, rotate, colour, erase, mixup; a mapping gives strengths. loss: of
-    (outputs, y), None: cross entropy; y is (B,) int64, with mixup (B, K) probabilities; it returns a term per sample or
-    their mean, and cross entropy with weights is divided by these. plan: the settings to start from. Raises TrainError.
+    (outputs, y), None: cross entropy; y is (B,) int64, with mixup (B, K) probabilities; it returns a term per sample,
+    their mean, or (sum, count); cross entropy with weights is divided by these. plan: the settings to start from.
+    Raises TrainError.
     """
     return Own("classes", model, metrics, augment, loss, plan, caller())
 
@@ -85,7 +85,6 @@ def caller() -> str:
     return sys._getframe(2).f_globals.get("__name__", "__main__")
 
 
-@lru_cache(maxsize=32)
 def on(loss: nn.Module, device: torch.device) -> nn.Module:
     """A copy of a loss on the device; of cross entropy not the mean but the sum, whose count is that of `terms`."""
     loss = copy.deepcopy(loss).to(device)
@@ -115,25 +114,26 @@ class Own(Task):
             raise TrainError(f"{rule}; write a Task whose model holds them")
         self.kind, self.network, self.measured, self.given_loss = kind, model, listed(metrics), loss
         self.augment, self.PLAN, self.BEST = strengths(augment), plan or Plan(), best_of(metrics)
-        self.__module__ = module
+        self.__module__, self.made, self.losses = module, f"{MAKERS[kind]}(…)", {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "losses": {}}  # each run's copy of the task takes the loss as it is then
 
     def model(self, card: Card, plan: Any) -> nn.Module:
-        name = {"classes": "nb.classify", "values": "nb.regress"}
         if not packed_dataset(card) or (came := card.options["kind"]) != self.kind:
-            came = f"{name[came]} is for them" if packed_dataset(card) and came in name else "make it with nb.pack"
+            came = f"{MAKERS[came]} is for them" if packed_dataset(card) and came in MAKERS else "make it with nb.pack"
             if self.kind == "values" and card.classes and all(map(str.isdecimal, card.classes)):
                 came += (
                     ". Whole numbers are classes, unless they are packed with nb.pack(…, classes=False), or as floats"
                 )
-            raise TrainError(f"{name[self.kind]} needs a pack of nb.pack whose targets are {self.kind}; {came}")
+            raise TrainError(f"{MAKERS[self.kind]} needs a pack of nb.pack whose targets are {self.kind}; {came}")
         if self.kind == "values" and card.columns[TARGET].kind == "ragged":
             rule = "nb.regress needs targets of one shape, and these are sequences of any length"
             raise TrainError(f"{rule}; write a Task with model, loss, metrics and decode")
         require_fitting(card, self.measured, ())
         network: Any = self.network
         if isinstance(network, nn.Module):
-            lazy = [buffer for buffer in network.buffers() if is_lazy(buffer)]  # of LazyBatchNorm2d, which has no copy
-            return copy.deepcopy(network, {id(b): UninitializedBuffer() for b in lazy})
+            return network  # `build` copies it
         offered = {"classes": len(card.classes), "inputs": width_of(card), "card": card, "plan": plan}
         try:
             wanted = inspect.signature(network).parameters.values()
@@ -164,8 +164,14 @@ class Own(Task):
             squared = self.kind == "values"
             found = F.mse_loss(outputs, y, reduction="sum") if squared else F.cross_entropy(outputs, y, reduction="sum")
             return found, y.numel() if squared else len(y)
-        loss: Any = on(given, y.device) if isinstance(given := self.given_loss, nn.Module) else given
+        loss: Any = self.given_loss
+        if isinstance(loss, nn.Module):
+            if y.device not in self.losses:
+                self.losses[y.device] = on(loss, y.device)
+            loss = self.losses[y.device]
         found = loss(outputs, y)
+        if isinstance(found, tuple):
+            return found
         if found.dim():
             return found.sum(), found.numel()
         if getattr(loss, "reduction", "mean") == "sum":
@@ -196,5 +202,5 @@ class Own(Task):
     @property
     def bound(self) -> Card:
         if self.card is None:
-            raise TrainError(f"{task_name(self)} knows no data set yet; pass it to nb.fit or nb.TrainState with a pack")
+            raise TrainError(f"{spoken(self)} knows no data set yet; pass it to nb.fit or nb.TrainState with a pack")
         return self.card

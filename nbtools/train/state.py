@@ -18,7 +18,7 @@ from nbtools.train import device as devices
 from nbtools.train.optimizer import allocate, build_optimizer, local_optimizer, parameter_groups
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks
-from nbtools.train.task import TaskLike, bound, build, readable, task_name
+from nbtools.train.task import TaskLike, bound, build, readable, spoken
 
 
 @dataclass
@@ -124,7 +124,7 @@ class TrainState:
 
     def __repr__(self) -> str:
         done = f"{self.epoch:,} of {plural(self.plan.epochs, 'epoch')}"
-        return f"TrainState of {task_name(self.task)}: {plural(self.step, 'step')}, {done} done, on {self.device}"
+        return f"TrainState of {spoken(self.task)}: {plural(self.step, 'step')}, {done} done, on {self.device}"
 
     @property
     def epoch(self) -> int:

@@ -7,24 +7,25 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import itertools
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, is_lazy
 
-from nbtools.data import Card, Draws, Pack, Sample, Survey, build_pack
+from nbtools.data import TARGET, Card, Draws, Pack, Sample, Survey, build_pack
 from nbtools.data import pack as pack_dataset
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.train.augment import strengths
-from nbtools.train.call import call_of, connect
+from nbtools.train.call import call_of, connect, logits_of
 from nbtools.train.defaults import (
     answers,
     blank,
@@ -41,6 +42,7 @@ from nbtools.train.defaults import (
 from nbtools.train.metrics import MEANINGS, Batch, Pair, best_of, listed, name_of, score
 from nbtools.train.plan import Plan
 
+STEPS = (8, 128, 2048)  # how long sequences of zeros are tried, the longer ones where layers have no size yet
 OWN = "nbtools.train.own:"  # the name of what nb.classify returned, and no variable of a module holds
 Tensors = Mapping[str, tuple[Sequence[int | str], str]]
 """Name → (shape, text). An axis that may have any length has a name in place of its length; (): found by a try."""
@@ -106,12 +108,12 @@ class Task:
 
     def model(self, card: Card, plan: Any) -> nn.Module:
         """The network for a data set; card: its classes, columns and options. No default."""
-        raise TrainError(f"{task_name(self)} has no model(card, plan); a task needs model and loss: define it")
+        raise TrainError(f"{spoken(self)} has no model(card, plan); a task needs model and loss: define it")
 
     def loss(self, model: Any, batch: Batch, plan: Any) -> tuple[Tensor, Tensor | float] | Tensor:
         """(sum of the loss, number of terms) of a batch, or its mean over the samples; `model(batch)` returns the
         outputs, also where the network of an `nb.pack` takes columns: those that its signature names. No default."""
-        raise TrainError(f"{task_name(self)} has no loss(model, batch, plan); a task needs model and loss: define it")
+        raise TrainError(f"{spoken(self)} has no loss(model, batch, plan); a task needs model and loss: define it")
 
     def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch:
         """The network's input, from the pack's arrays: normalised, and augmented if draws are given. Default: for a
@@ -151,7 +153,7 @@ class Task:
         NbtoolsError."""
         if samples and isinstance(samples[0], Pack) and packed_dataset(samples[0].card):
             return show(*samples, **options)
-        raise NbtoolsError(f"{task_name(self)} cannot draw samples: it has no show(pack, ids); define it")
+        raise NbtoolsError(f"{spoken(self)} cannot draw samples: it has no show(pack, ids); define it")
 
     def tensors(self, card: Card, plan: Any) -> tuple[Tensors, Tensors]:
         """What the network takes out of a batch, and what it returns, for `run.export("model.onnx")`. The text of an
@@ -179,14 +181,14 @@ class Task:
 
     def survey(self, folder: Path, options: Any) -> Survey:
         """The samples of a source, each with its label and split if it has them. Default: raises NbtoolsError."""
-        raise NbtoolsError(f"{task_name(self)} cannot list samples: it has no survey(folder, options); define it")
+        raise NbtoolsError(f"{spoken(self)} cannot list samples: it has no survey(folder, options); define it")
 
     def read(self, path: Path, options: Any) -> Sample:
         """The arrays of one raw file. Default: with `nb.pack` of an image file, or of an item in its place; else raises
         NbtoolsError."""
         if self.card is not None:
             return sample_of(path, self.card)
-        raise NbtoolsError(f"{task_name(self)} cannot read files: it has no read(path, options); define it")
+        raise NbtoolsError(f"{spoken(self)} cannot read files: it has no read(path, options); define it")
 
     def pack(
         self,
@@ -220,19 +222,19 @@ class Task:
         """A report of everything that is wrong with a source; `.ok`: no errors. Default: raises NbtoolsError, since
         packing checks the files."""
         raise NbtoolsError(
-            f"{task_name(self)} checks its files while it packs them: call its pack(source), and check pack.bad"
+            f"{spoken(self)} checks its files while it packs them: call its pack(source), and check pack.bad"
         )
 
     def features(self, source: str | Path, into: Path, **options: Any) -> Any:
         """Features of filmed clips by a pretrained network. Default: raises NbtoolsError."""
-        raise NbtoolsError(f"{task_name(self)} makes no features from frames; use the task sign")
+        raise NbtoolsError(f"{spoken(self)} makes no features from frames; use the task sign")
 
     def demo(self, folder: str | Path, count: int = 100) -> Path:
         """Write a small data set in the raw format. Default: raises NbtoolsError."""
-        raise NbtoolsError(f"{task_name(self)} cannot write demo data: it has no demo(folder, count); define it")
+        raise NbtoolsError(f"{spoken(self)} cannot write demo data: it has no demo(folder, count); define it")
 
     def __repr__(self) -> str:
-        return f"Task {task_name(self)}"
+        return f"Task {spoken(self)}"
 
 
 HOOKS = tuple(name for name in vars(Task) if not name.startswith("_") and name not in ("card", "packs_datasets"))
@@ -247,10 +249,21 @@ class Adapted(Task):
 
 
 def as_task(task: Any) -> Task:
-    """The one adapter: a Task unchanged, a subclass of it as an instance, anything else as an Adapted."""
+    """The one adapter: a Task unchanged, a subclass of it as an instance, anything else as an Adapted. Raises
+    TrainError for a network, a function, and a class whose instances need arguments."""
     if isinstance(task, Task):
         return task
-    return task() if isinstance(task, type) and issubclass(task, Task) else Adapted(task)
+    kind = task if isinstance(task, type) else type(task)
+    if not (hasattr(task, "model") and hasattr(task, "loss")) and issubclass(kind, nn.Module | FunctionType):
+        came = "a function" if kind is FunctionType else f"the network {kind.__name__}"
+        raise TrainError(f"task must be a nb.Task, got {came}; pass nb.classify(net) or nb.regress(net)")
+    if kind is not task or not issubclass(kind, Task):
+        return Adapted(task)
+    given = inspect.signature(kind).parameters.values()
+    if needed := [p.name for p in given if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]:
+        arguments = ", ".join(needed)
+        raise TrainError(f"{kind.__name__} needs {arguments}; pass an instance: {kind.__name__}({arguments})")
+    return kind()
 
 
 def bound(task: TaskLike, card: Card) -> Task:
@@ -271,46 +284,102 @@ def origin_of(task: Task) -> Task:
 
 
 def build(task: Task, card: Card, plan: Any) -> nn.Module:
-    """The network of a bound task; for a pack of `nb.pack` one that takes batches. Raises TrainError for anything
-    else."""
+    """The network of a bound task; for a pack of `nb.pack` one that takes batches, and shares no weights with another
+    run's. Raises TrainError for anything else."""
     model = task.model(card, plan)
     if not isinstance(model, nn.Module):
-        raise TrainError(f"{task_name(task)}: model must return a torch.nn.Module, got {type(model).__name__}")
+        raise TrainError(f"{spoken(task)}: model must return a torch.nn.Module, got {type(model).__name__}")
     if task.card is None:
         return model
+    if is_shared(task, model, card, plan):
+        model = copied(model)
     require_fitting(card, task.metrics, task.augment)
     connect(model, card)
     lazy = any(map(is_lazy, itertools.chain(model.parameters(), model.buffers())))  # of LazyLinear, LazyBatchNorm2d
+    ragged = any(column.kind == "ragged" for column in card.columns.values())
+    steps, *longer = STEPS if lazy and ragged else STEPS[:1]
     try:
-        try_out(task, model, card, plan)
-    except NbtoolsError:
-        raise
-    except Exception as error:  # what a network, or a function of one's own, need not take: zeros
-        if whole := [name for name in card.options["inputs"] if is_whole(card, name) and "type" in str(error)]:
-            columns = ", ".join(f"{name} {card.columns[name]}" for name in whole)
-            rule = f"{type(model).__name__}: {error}; whole numbers reach a network as they are, and it gets {columns}"
-            raise TrainError(
-                f"{rule}: cast them in the Dataset, x.astype(np.float32), or use an nn.Embedding"
-            ) from error
-        if lazy:
-            raise
+        while error := try_out(task, model, card, plan, steps):
+            if whole := [name for name in card.options["inputs"] if is_whole(card, name) and "type" in str(error)]:
+                columns = ", ".join(f"{name} {card.columns[name]}" for name in whole)
+                rule = f"{type(model).__name__}: {error}; whole numbers reach a network as they are, and it gets"
+                fix = "cast them in the Dataset, x.astype(np.float32), or use an nn.Embedding"
+                raise TrainError(f"{rule} {columns}: {fix}") from error
+            if not longer:
+                break
+            steps, *longer = longer
+        if error and lazy:
+            inputs = ", ".join(f"{name} {card.columns[name]}" for name in card.options["inputs"])
+            rule = f"{type(model).__name__}: {error}; lazy layers learn their sizes from two samples of zeros, {inputs}"
+            raise TrainError(f"{rule}; write layers with sizes instead") from error
     finally:
         set_training(model)
     return model
 
 
+def is_shared(task: Task, model: nn.Module, card: Card, plan: Any) -> bool:
+    """Whether `model` returns some of the same weights each time, as of a network that a variable holds; asked once.
+    Other networks are not copied, since hooks that refer to one would not follow."""
+    known = vars(task)
+    if "_shared" not in known:
+        with torch.random.fork_rng(devices=[]):
+            again = task.model(card, plan)
+        first, second = ({*map(id, itertools.chain(m.parameters(), m.buffers()))} for m in (model, again))
+        known["_shared"] = model is again or not first.isdisjoint(second)
+    return known["_shared"]
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A network of a run's own."""
+    memo: dict[int, Any] = {id(b): UninitializedBuffer() for b in model.buffers() if is_lazy(b)}  # which have no copy
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        rule = f"each run trains a copy of its network, and {type(model).__name__} cannot be copied: {error}"
+        raise TrainError(f"{rule}; keep what has no copy, as a file or a lock, out of the module") from error
+
+
 @torch.no_grad()
-def try_out(task: Task, model: nn.Module, card: Card, plan: Any) -> None:
+def try_out(task: Task, model: nn.Module, card: Card, plan: Any, steps: int) -> Exception | None:
     """Two samples of zeros, through the network and what measures it: layers learn their sizes, and what cannot work is
-    said before anything is trained. Raises TrainError for that, and whatever else the task raises."""
-    raw = blank(card)
+    said before anything is trained. Raises TrainError for that; returns whatever else the task raises, since neither a
+    network nor a function of one's own need take zeros."""
+    try:
+        feed_zeros(task, model, card, plan, steps)
+    except NbtoolsError:
+        raise
+    except Exception as error:
+        return error
+    return None
+
+
+def feed_zeros(task: Task, model: nn.Module, card: Card, plan: Any, steps: int) -> None:
+    raw = blank(card, steps)
     batch = task.batch(raw, plan, None)
-    score(task.metrics, task.infer(model.eval(), batch, plan), batch, card)
+    outputs = task.infer(model.eval(), batch, plan)
+    score(task.metrics, outputs, batch, card)
+    require_loss(task, outputs, batch, plan)
     draws = Draws(plan.seed, 0, raw["id"])
     task.batch(raw, plan, draws)
     if task.augment and not draws.count:
-        rule = f"{task_name(task)}: its `batch` leaves out augment={task.augment!r}"
+        rule = f"{spoken(task)}: its `batch` leaves out augment={task.augment!r}"
         raise TrainError(f"{rule}; begin it with batch = super().batch(raw, plan, draws), or leave augment out")
+
+
+def require_loss(task: Task, outputs: Any, batch: Batch, plan: Any) -> None:
+    """Raise TrainError if the loss module of `classify` or `regress` does not take outputs and targets."""
+    loss = getattr(task, "given_loss", None)
+    if not isinstance(loss, nn.Module):
+        return
+    try:
+        task.loss(lambda *_: outputs, batch, plan)
+    except NbtoolsError:
+        raise
+    except Exception as error:
+        y, name = batch[TARGET], type(loss).__name__
+        came = f"outputs {tuple(logits_of(outputs).shape)} and y {tuple(y.shape)} {str(y.dtype).removeprefix('torch.')}"
+        rule = f"loss {name} does not take {came}: {str(error).splitlines()[0]}"
+        raise TrainError(f"{rule}; choose another, or pass a function of (outputs, y) that calls it") from error
 
 
 def asked(task: Task, model: nn.Module) -> dict[str, str]:
@@ -398,6 +467,12 @@ def task_name(task: Any) -> str:
             if value is task and not name.startswith("_"):  # IPython's _ and _12
                 return f"{module}:{name}"
     return f"{kind.__module__}:{kind.__qualname__ if isinstance(task, Task) and not vars(task) else ''}"
+
+
+def spoken(task: TaskLike) -> str:
+    """A task's name in a sentence: of one without a name what made it, as `nb.classify(…)`."""
+    name = task_name(task)
+    return getattr(as_task(task), "made", name[:-1]) if name.endswith(":") else name
 
 
 def import_task(name: str, where: Path | str) -> Task:
