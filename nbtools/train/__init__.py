@@ -9,6 +9,7 @@ from nbtools.train.evaluation import Sums, forward
 from nbtools.train.history import KEYS, History, Record
 from nbtools.train.loop import adopt, caught_up, obey, require_change, train
 from nbtools.train.metrics import Batch, Pair
+from nbtools.train.network import build
 from nbtools.train.optimizer import LARGER, OPTIMIZERS, local_optimizer
 from nbtools.train.own import classify, regress
 from nbtools.train.plan import (
@@ -41,7 +42,6 @@ from nbtools.train.task import (
     asked,
     best_metric,
     bound,
-    build,
     import_task,
     meanings_of,
     readable,

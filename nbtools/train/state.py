@@ -15,10 +15,11 @@ from nbtools.data import Card, Pack
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.table import plural
 from nbtools.train import device as devices
+from nbtools.train.network import build
 from nbtools.train.optimizer import allocate, build_optimizer, local_optimizer, parameter_groups
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks
-from nbtools.train.task import TaskLike, bound, build, readable, spoken
+from nbtools.train.task import TaskLike, bound, readable, spoken
 
 
 @dataclass
