@@ -671,6 +671,11 @@ def test_a_task_without_a_name_is_called_what_made_it(packs):
 
 
 REFUSED: dict[str, tuple[Any, str, str]] = {
+    "labels that are floats": (
+        lambda: nb.classify(own.line),
+        "rows",
+        r"nb\.regress is for them\. Labels that are floats .* astype\(int\), one-hot",
+    ),
     "another number of classes": (
         lambda: nb.classify(own.Small(4)),
         "images",

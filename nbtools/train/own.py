@@ -126,6 +126,8 @@ class Own(Task):
                 came += (
                     ". Whole numbers are classes, unless they are packed with nb.pack(…, classes=False), or as floats"
                 )
+            if self.kind == "classes" and came.startswith(MAKERS["values"]):
+                came += ". Labels that are floats become whole numbers with astype(int), one-hot ones with argmax(1)"
             raise TrainError(f"{MAKERS[self.kind]} needs a pack of nb.pack whose targets are {self.kind}; {came}")
         if self.kind == "values" and card.columns[TARGET].kind == "ragged":
             rule = "nb.regress needs targets of one shape, and these are sequences of any length"
