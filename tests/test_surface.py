@@ -40,6 +40,18 @@ panel = nb.Panel(plan)
 run = nb.fit(task(model=model), pack, panel, "early", receipt=False)
 print(run.plan.lr, [row["what"] for row in run.history.of("change")], panel.plan == run.plan)
 """
+OWN_DATA = """
+def loss(outputs, y):
+    steps.append(len(y))
+    if len(steps) == 5:
+        panel.fields["lr"].value = "0.005"
+    return torch.nn.functional.cross_entropy(outputs, y)
+steps, panel = [], nb.Panel(nb.Plan(epochs=40, lr=0.01, batch_size=16))
+images = [(torch.rand(3, 8, 8), i % 2) for i in range(100)]
+net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 2))
+run = nb.fit(nb.classify(net, loss=loss), nb.pack(images), panel, "own_data", receipt=False)
+print(run.plan.lr, [row["what"] for row in run.history.of("change")], panel.plan == run.plan)
+"""
 ASKED_AMID_AN_EVALUATION = """
 def batch(raw, plan, draws):
     if draws is None and not notes:
@@ -157,6 +169,11 @@ def test_a_panel_that_the_user_made_outlives_the_run(kernel):
 
 def test_a_knob_turned_while_the_run_is_made_ready_is_a_wish(kernel):
     text = kernel.run(TURNED_EARLY)
+    assert "0.005 ['lr 0.01 → 0.005'] True" in text
+
+
+def test_the_panel_acts_on_a_network_and_data_of_ones_own(kernel):
+    text = kernel.run(OWN_DATA)
     assert "0.005 ['lr 0.01 → 0.005'] True" in text
 
 
