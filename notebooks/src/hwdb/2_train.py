@@ -76,7 +76,7 @@ panel
 # panel acts on the run; *Stop*, or the notebook's own stop button, finishes the step, saves, and returns the run;
 # running this cell again resumes it.
 #
-# Before the first step the cell states machine, batch, lr and steps, and after each epoch losses, lr, time, memory and
+# Before the first step the cell states machine, batch, lr and steps, and after each epoch losses, lr, speed, memory and
 # the time left; the lines stay in its output.
 
 # %%

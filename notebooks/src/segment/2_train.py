@@ -82,7 +82,7 @@ segment.training_views(pack, pack.ids("train")[:3], panel.plan)
 # Evaluations during training are single passes; several scales and mirror images, if the plan asks for them, are left
 # to the end.
 #
-# Before the first step the cell states machine, batch, lr and steps, and after each epoch losses, lr, time, memory and
+# Before the first step the cell states machine, batch, lr and steps, and after each epoch losses, lr, speed, memory and
 # the time left; the lines stay in its output.
 
 # %%

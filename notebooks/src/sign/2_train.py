@@ -76,7 +76,7 @@ panel
 # It reads the whole clip at once, every frame attending to all others, and averages over the valid
 # frames.
 #
-# Before the first step the cell states machine, batch, lr and steps, and after each epoch losses, lr, time, memory and
+# Before the first step the cell states machine, batch, lr and steps, and after each epoch losses, lr, speed, memory and
 # the time left; the lines stay in its output.
 
 # %%
