@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 CODE := nbtools tests benchmarks notebooks setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test full bench notebooks wheel check
+.PHONY: help demo quick test full gpu fake-cuda bench notebooks wheel check
 
 help:  ## this list
 	@sed -n '/^[a-z%-]*:.*  ## /{s/:.*  ## /|/;s/%/STACK/;s/^/  make /;p;}' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s%s\n", $$1, $$2}'
@@ -15,7 +15,10 @@ TASK ?= captcha
 demo: .venv/ready  ## a task's notebooks from top to bottom on generated data, TASK=captcha, hwdb, sign or segment; pages under demo/
 	@$(BIN)/python -m notebooks.execute $(TASK)
 
-# As many tests at once as there are cores. By itself xdist begins with the files that have the most tests; the longest
+# Some containers set it, and each of the dozens of processes that tests start would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
+# One test more at once than there are cores (tests/conftest.py). By itself xdist begins with the files that have the most tests; the longest
 # tests are in files of few, and would leave a core idle at the end.
 PARALLEL = OMP_NUM_THREADS=1 $1/bin/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
     -m 'not alone and not full'
@@ -25,11 +28,11 @@ quick: .venv/ready  ## in less than a minute: whether a change broke something
 	@$(BIN)/ruff check -q $(CODE)
 	@$(call PARALLEL,.venv) $(QUICK:%=tests/test_%.py)
 
-# Those that read a clock or drive a browser come last, one at a time.
+# Those that read a clock come last, one at a time; pytest would import all others too before it leaves them out.
 test: .venv/ready .venv-colab/ready .venv-ipykernel-7.3/ready  ## every test but the longest
 	@result=0; \
 	$(call PARALLEL,.venv) || result=$$?; \
-	$(BIN)/python -m pytest -q -m 'alone and not full' || result=$$?; \
+	$(BIN)/python -m pytest -q -m 'alone and not full' $$(grep -l mark.alone tests/test_*.py) || result=$$?; \
 	exit $$result
 
 full: test  ## make test, and what takes too long for every change
@@ -43,11 +46,17 @@ STACKED := $(QUICK) stage table plot panel resume notebooks
 quick-%: .venv-%/ready  ## the same and notebooks with the packages of tests/stacks/STACK.txt over .venv: colab
 	@$(call PARALLEL,.venv-$*) $(STACKED:%=tests/test_%.py)
 
-test-%: .venv-own-%/ready  ## all but clocks and browsers on a Python and torch of its own: colab, 3.12 or oldest
+test-%: .venv-own-%/ready  ## all but clocks on a Python and torch of its own: colab, 3.12 or oldest
 	@result=0; \
 	$(call PARALLEL,.venv-own-$*) || result=$$?; \
 	.venv-own-$*/bin/python -m pytest -q -m full tests/test_install.py || result=$$?; \
 	exit $$result
+
+gpu: .venv/ready  ## nb.checkup: what works on this machine and how fast; benchmarks/results/checkup.json
+	@$(BIN)/python -m nbtools checkup --into benchmarks/results/checkup.json
+
+fake-cuda: .venv-own-colab/ready  ## each network on a pretended GPU, with PyTorch's CUDA build (several GB)
+	@.venv-own-colab/bin/python -m pytest -q -m full tests/test_fake_cuda.py
 
 bench: .venv/ready-bench  ## benchmarks one after another; receipts under benchmarks/results/
 	@for name in $$(grep -l __main__ benchmarks/*.py | xargs -n1 basename -s .py); do \

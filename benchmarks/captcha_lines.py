@@ -40,7 +40,7 @@ def main() -> None:
         figures += [Figure.of("wall", "min", [minutes]), Figure.of("cpu", "min", [cpu_minutes])]
         conditions = {
             "data": f"{pack.splits['train']} train, {pack.splits['val']} val, {pack.splits['test']} test",
-            "checkpoint": f"best on validation, epoch {run.best['epoch'] + 1} of {run.plan.epochs}",
+            "checkpoint": f"best on validation, epoch {run.best['epoch']} of {run.plan.epochs}",
             "plan": run.plan.to_dict(),
             "validation by epoch": {name: run.summary()[name].round(4).tolist() for name in ("val_cer", "val_loss")},
         }

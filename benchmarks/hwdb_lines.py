@@ -66,7 +66,7 @@ def trained(folder: Path, source: Path, name: str, title: str, **knobs: Any) -> 
     conditions: dict[str, Any] = {
         "data": f"{title}: {pack.splits['train']} train, {pack.splits['val']} val, {pack.splits['test']} test",
         "classes": len(pack.classes),
-        "checkpoint": f"best on validation, epoch {run.best['epoch'] + 1} of {run.plan.epochs}",
+        "checkpoint": f"best on validation, epoch {run.best['epoch']} of {run.plan.epochs}",
         "plan": run.plan.to_dict(),
         "validation by epoch": {name: run.summary()[name].round(4).tolist() for name in ("val_cer", "val_loss")},
     }

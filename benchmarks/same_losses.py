@@ -42,8 +42,8 @@ def trained(name: str, raw: Path, given: dict[str, Any] | None, steps: int) -> d
     with tempfile.TemporaryDirectory() as folder:
         pack = task.pack(raw, into=Path(folder) / "pack", progress=False)
         plan = nb.advise(task, pack, measure=False).plan
-        if given is not None:
-            plan = plan.replace(**{key: value for key, value in given.items() if key in plan.to_dict()})
+        if given is not None:  # settings that the other revision lacks are off, as for a run that began with it
+            plan = type(plan).from_dict({key: value for key, value in given.items() if key in plan.to_dict()})
         found: dict[str, Any] = {"plan": plan.to_dict()}
         found["pack"] = {path.name: digest(path.read_bytes()) for path in sorted(pack.folder.glob("*.npy"))}
         for feed in FEEDS:

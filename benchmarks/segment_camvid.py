@@ -77,7 +77,7 @@ def receipt(name: str, run: nb.Run, pack: nb.Pack, minutes: tuple[float, float],
     conditions: dict[str, Any] = {
         "data": f"{pack.splits['train']} train, {pack.splits['val']} val, {pack.options['size']} pixels",
         "classes": pack.classes,
-        "checkpoint": f"best on validation, epoch {run.best['epoch'] + 1} of {run.plan.epochs}",
+        "checkpoint": f"best on validation, epoch {run.best['epoch']} of {run.plan.epochs}",
         "parameters": sum(p.numel() for p in run.model().parameters()),
         "plan": run.plan.to_dict(),
         "val_miou by epoch": {str(epoch): round(value, 4) for epoch, value in curve.items()},

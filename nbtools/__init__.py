@@ -14,7 +14,7 @@ from nbtools.errors import NbtoolsError
 from nbtools.fit import fit
 from nbtools.launch import launch
 from nbtools.live import Panel
-from nbtools.measure import Advice, Gpu, advise, gpus, lr_sweep
+from nbtools.measure import Advice, Gpu, advise, checkup, gpus, lr_sweep
 from nbtools.run import Run, evaluate, validate
 from nbtools.runs import runs
 from nbtools.train import History, Plan, Record, Task, TrainState, classify, knob, regress, train
@@ -36,6 +36,7 @@ __all__ = [
     "Task",
     "TrainState",
     "advise",
+    "checkup",
     "classify",
     "compare",
     "evaluate",

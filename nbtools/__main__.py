@@ -9,43 +9,45 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
-import inspect
 import io
 import json
-import math
 import os
-import pkgutil
 import re
 import sys
-import tempfile
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-import torch
 from torch.distributed import is_torchelastic_launched
-from torch.utils._pytree import tree_leaves
 
-from nbtools import guides, tasks
-from nbtools.data import Pack, open_feed, pack, stage
-from nbtools.errors import CheckpointError, NbtoolsError, TrainError, sentence
+from nbtools import guides
+from nbtools.data import Pack, pack, stage
+from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.fit import fit
-from nbtools.folder import stored_plan
 from nbtools.launch import launch, require_processes
 from nbtools.live import ACTIONS, advised, send
-from nbtools.measure import advise, check, find_batch, find_workers, follow, preset
+from nbtools.measure import PARTS, advise, check, checkup, follow, smoke_test
 from nbtools.notify import require_hook
-from nbtools.options import AUTO, add_knobs, add_signature, given, options_of, own
+from nbtools.options import (
+    BUILT_IN,
+    Parser,
+    add_knobs,
+    add_signature,
+    documented,
+    find_task,
+    given,
+    own,
+    plain,
+    plan_of,
+)
 from nbtools.run import Run, busy, evaluate, validate
-from nbtools.table import coloured, number, plural
-from nbtools.train import Plan, Task, TrainState, as_task, checkpoint, doubts, evaluation, reporting, train_step, unread
+from nbtools.table import coloured, plural
+from nbtools.train import Task, doubts, reporting, unread
 from nbtools.watch import watch
 
-BUILT_IN = tuple(found.name for found in pkgutil.iter_modules(tasks.__path__) if found.name != "common")
+RUN: Any = {"type": Path, "metavar": "FOLDER", "help": "the run folder"}
 SOURCE = "a folder, an archive, drive:…, a Google Drive link, or a pack"
 EXIT_CODES = """exit codes:
   0    done
@@ -103,50 +105,6 @@ def ordered(arguments: list[str]) -> list[str]:
     return command + words
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON has it: without NaN and infinity, and without types of ours."""
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    for convert in ("to_dict", "tolist"):  # reports, plans and cards; arrays and tensors
-        if hasattr(value, convert):
-            return plain(getattr(value, convert)())
-    return str(value)
-
-
-class Parser(argparse.ArgumentParser):
-    """Takes options by their whole names, and a switch also with its value: `--flag false` is `--no-flag`. Answers a
-    mistake in one sentence, also an option of a guide."""
-
-    def __init__(self, **more: Any):
-        super().__init__(**more, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words: list[str] = []
-        for word in args:
-            flag, equals, value = word.partition("=") if "=" in word else ((words or [""])[-1], "", word)
-            negated = f"--no-{flag.removeprefix('--')}"
-            if value.lower() in ("true", "false") and negated in self._option_string_actions:
-                words[len(words) - (not equals) :] = [flag if value.lower() == "true" else negated]
-            else:
-                words.append(word)
-        found, unknown = super().parse_known_args(words, namespace)
-        if unknown:
-            text = guides.answer(unknown, getattr(found, "task", ""), self._option_string_actions)
-            self.error(text or f"unrecognized arguments: {' '.join(unknown)}")
-        return found, unknown
-
-    def error(self, message: str) -> NoReturn:
-        bare = re.fullmatch(r"argument (--\S+): expected one argument", message)
-        text = guides.answer([bare[1]], "", self._option_string_actions) if bare else ""
-        self.exit(2, f"nbtools: {sentence(text or message)} See {self.prog} --help\n")
-
-
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """The command line; a task's own options are added once its name is among the arguments."""
     top = Parser(
@@ -179,41 +137,6 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     return top
 
 
-def documented(define: Callable[..., Any]) -> dict[str, Any]:
-    """The help of a command: the first line of its function's docstring, and the examples below it."""
-    first, _, examples = (inspect.getdoc(define) or "").partition("\n\n")
-    return {"help": first, "description": first, "epilog": "examples:\n" + textwrap.indent(examples, "  ")}
-
-
-def find_task(name: str) -> Task:
-    """A built-in task by its short name, or any importable module, or `module:Name` in it. Raises NbtoolsError naming
-    the built-in tasks."""
-    if name in BUILT_IN:
-        return as_task(importlib.import_module(f"nbtools.tasks.{name}"))
-    module, colon, attribute = name.partition(":")
-    try:
-        if all(map(str.isidentifier, module.split("."))):
-            found = importlib.import_module(module)
-            if not colon:
-                return as_task(found)
-            if attribute.isidentifier() and hasattr(found, attribute):
-                return as_task(getattr(found, attribute))
-            fix = f"its tasks are {', '.join(tasks_in(found)) or 'none'}"
-            raise NbtoolsError(f"no task {attribute!r} in {found.__file__ or module}: {fix}")
-    except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):  # a module that the task imports
-            raise
-    raise NbtoolsError(
-        f"no task {name!r}: use {', '.join(BUILT_IN)}, or any module of yours that can be imported from here"
-    )
-
-
-def tasks_in(module: Any) -> list[str]:
-    """The names of a module's own tasks: instances of Task and subclasses."""
-    kinds = {name: value if isinstance(value, type) else type(value) for name, value in vars(module).items()}
-    return [name for name, kind in kinds.items() if issubclass(kind, Task) and kind is not Task]
-
-
 # -- commands: each adds its options, and returns what it does with them; the docstring is its help
 
 Act = Callable[[argparse.Namespace], Result | int | None]  # an exit code alone where it has printed already; None is 0
@@ -240,6 +163,23 @@ def gpus_command(one: argparse.ArgumentParser) -> Act:
     return show
 
 
+def checkup_command(one: argparse.ArgumentParser) -> Act:
+    """try what nbtools does on this machine: two minutes on a CPU, eight on a GPU; continues where it was interrupted
+
+    python -m nbtools checkup
+    python -m nbtools checkup --part memory --again
+    """
+    one.add_argument("--part", action="append", default=[], choices=tuple(PARTS), help="only this one; may be repeated")
+    one.add_argument("--again", action="store_true", help="also what was tried on this machine before")
+    one.add_argument("--into", type=Path, metavar="FILE", help="JSON file of the results; default: in the cache")
+
+    def show(options: argparse.Namespace) -> Result:
+        found = checkup(options.into, options.again, options.part)
+        return Result(found.text(coloured()), found, 0 if found.ok else 1)
+
+    return show
+
+
 def stage_command(one: argparse.ArgumentParser) -> Act:
     """fetch a data set to local disk
 
@@ -261,12 +201,12 @@ def watch_command(one: argparse.ArgumentParser) -> Act:
 
     python -m nbtools watch runs/captcha
     """
-    one.add_argument("run", type=Path, metavar="FOLDER", help="the run folder")
+    one.add_argument("run", **RUN)
 
     def act(options: argparse.Namespace) -> Result:
         Run.open(options.run)  # says which runs there are
         run = watch(options.run, wait=0)
-        return Result(run, facts(run))
+        return Result(run, run)
 
     return act
 
@@ -277,11 +217,10 @@ def control_command(one: argparse.ArgumentParser) -> Act:
     python -m nbtools control runs/captcha pause lr=1e-4
     python -m nbtools control runs/captcha lr=0.1 --force
     """
-    one.add_argument("run", type=Path, metavar="FOLDER", help="the run folder")
+    one.add_argument("run", **RUN)
     one.add_argument("requests", nargs="+", metavar="REQUEST", help=f"{', '.join(ACTIONS)}, or SETTING=VALUE: lr=1e-4")
-    one.add_argument(
-        "--force", action="store_true", help="apply changes that otherwise need confirmation, such as a much larger lr"
-    )
+    text = "apply changes that otherwise need confirmation, such as a much larger lr"
+    one.add_argument("--force", action="store_true", help=text)
     return control
 
 
@@ -306,9 +245,10 @@ def export_command(one: argparse.ArgumentParser) -> Act:
     python -m nbtools export runs/captcha captcha-model
     python -m nbtools export runs/captcha captcha.onnx
     """
-    one.add_argument("run", type=Path, metavar="FOLDER", help="the run folder")
-    one.add_argument("path", type=Path, help="file to write; one that ends in .onnx is ONNX")
-    one.add_argument("--pack", type=Path, metavar="FOLDER", help="pack whose samples the answers are compared on")
+    one.add_argument("run", **RUN)
+    one.add_argument("path", type=Path, help="file to write: safetensors, or ONNX if it ends in .onnx")
+    text = "pack on whose samples the outputs are compared with torch's"
+    one.add_argument("--pack", type=Path, metavar="FOLDER", help=text)
 
     def act(options: argparse.Namespace) -> Result:
         with redirect_stdout(sys.stderr):  # how its answers compare
@@ -324,8 +264,8 @@ def guide_command(one: argparse.ArgumentParser) -> Act:
     python -m nbtools guide --print main.py -m hctr -d data -b 64 -lr 0.003
     python -m nbtools guide train_optimized.py --data data --epochs 10
     """
-    one.add_argument("--print", action="store_true", help="only show it")
-    text = "as the guide has it: main.py -m hctr -d DIR -b 64, or settings of its config: ims_per_gpu=64"
+    one.add_argument("--print", action="store_true", help="print the command without running it")
+    text = "the guide's command, main.py -m hctr -d DIR -b 64, or settings of its config, ims_per_gpu=64"
     one.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help=text)
 
     def run(options: argparse.Namespace) -> int:
@@ -370,7 +310,7 @@ def features_command(one: argparse.ArgumentParser, task: Task) -> Act:
     python -m nbtools features sign films films
     """
     one.add_argument("source", help=SOURCE)
-    one.add_argument("into", type=Path, help="folder of the clips that receive them; may be the source")
+    one.add_argument("into", type=Path, help="folder of the clips to add them to; may be the source")
     add_signature(one, task.features, "into", "network")
     return lambda options: as_result(task.features(options.source, options.into, **own(options)))
 
@@ -418,18 +358,21 @@ def advise_command(one: argparse.ArgumentParser, task: Task) -> Act:
     python -m nbtools advise captcha --data data --no-measure --json
     """
     one.add_argument("--data", required=True, metavar="SOURCE", help=SOURCE)
-    one.add_argument("--no-measure", action="store_true", help="use rules of thumb and earlier measurements")
+    text = "do not measure: use rules of thumb and earlier measurements"
+    one.add_argument("--no-measure", action="store_true", help=text)
     one.add_argument("--compile", action="store_true", help="also try compiled steps: a minute or two more")
-    text = "also what N processes would give, on as many GPUs or on this CPU, and whether that is worth it"
+    text = "also measure N processes, on as many GPUs or on this CPU, and say whether they are worth it"
     one.add_argument("--processes", type=int, default=1, metavar="N", help=text)
+    one.add_argument("--why", action="store_true", help="each reason in full, and what was measured")
     one.add_argument("--noise", action="store_true", default=None, help=argparse.SUPPRESS)
     add_packing(one, task)
 
     def show(options: argparse.Namespace) -> Result:
         asked = {"noise": options.noise, "compiling": options.compile, "processes": options.processes}
         advice = advise(task, packed(task, options.data, options), measure=not options.no_measure, **asked)
-        parts = filter(None, (advice.batches, advice.workers, advice.profile, advice))
-        return Result("\n\n".join(part.text(coloured()) for part in parts), advice)
+        parts = filter(None, (advice.batches, advice.workers, advice.profile) if options.why else ())
+        texts = [*(part.text(coloured()) for part in parts), advice.text(coloured(), options.why)]
+        return Result("\n\n".join(texts), advice)
 
     return show
 
@@ -441,20 +384,16 @@ def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
     python -m nbtools train captcha --smoke-test
     """
     one.add_argument("--data", metavar="SOURCE", help=SOURCE)
-    one.add_argument("--run", type=Path, metavar="FOLDER", help="the run folder")
+    one.add_argument("--run", **RUN)
     one.add_argument("--keep", metavar="FOLDER", help="second folder for copies of the run, e.g. drive:runs/captcha")
-    text = "web hook (https://…) that gets one POST when the run ends: JSON with run, state, best and text"
+    text = "web hook (https://…) that receives one POST when the run ends: JSON with run, state, best and text"
     one.add_argument("--notify", metavar="ADDRESS", help=text)
     one.add_argument("--smoke-test", action="store_true", help="no data: one step on demo samples, saved and loaded")
     one.add_argument("--processes", type=int, default=1, metavar="N", help="train in N processes, at most one a GPU")
-    one.add_argument("--no-receipt", action="store_true", help="do not measure the baseline at the end")
-    one.add_argument(
-        "--from",
-        dest="base",
-        choices=("advised", "plan", "baseline", *task.PRESETS),
-        default="advised",
-        help="source of the settings that are not given: advice, the task's plan, its baseline, or one of its presets",
-    )
+    one.add_argument("--no-receipt", action="store_true", help="do not measure the receipt at the end")
+    text = "source of the settings that are not given: advice, the task's plan, its baseline, or one of its presets"
+    bases = ("advised", "plan", "baseline", *task.PRESETS)
+    one.add_argument("--from", dest="base", choices=bases, default="advised", help=text)
     add_knobs(one, type(task.PLAN), dataclasses.fields(task.PLAN))
     add_packing(one, task)
     return lambda options: reporting(lambda: train_run(task, options))
@@ -482,105 +421,8 @@ def train_run(task: Task, options: argparse.Namespace) -> Result | None:
     if rank:
         return None
     parts = (run.summary(), run.receipt or "no receipt", run.verdict or "no verdict", run)
-    code = 130 if stopped(run) and not is_torchelastic_launched() else 0  # torchrun would start it again
-    return Result("\n".join(map(str, parts)), facts(run), code)
-
-
-def facts(run: Run) -> dict[str, Any]:
-    """A run for --json."""
-    epochs = run.summary().reset_index().to_dict("records")
-    about = {"task": run.card.task, "plan": run.plan, "epochs": epochs, "best": run.best, "final": run.final}
-    return {"run": run.folder, **about, "receipt": run.receipt, "verdict": run.verdict, "stopped": stopped(run)}
-
-
-def stopped(run: Run) -> bool:
-    """Whether a run ended before its last epoch since somebody asked for that."""
-    last = run.history.rows[-1] if run.history.rows else {}
-    return last.get("asked") == "stop" and len(run.history.of("epoch")) < run.plan.epochs
-
-
-def smoke_test(task: Task, **knobs: Any) -> str:
-    """One step on demo data, saved and loaded again, in a temporary folder; returns the result in a sentence. knobs:
-    settings in place of the advised ones.
-
-    Raises TrainError if the loss is not a number or the loaded weights give different outputs.
-    """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        pack = task.pack(task.demo(folder / "raw", 48, **task.SMOKE), into=folder / "pack", progress=False)
-        plan = advise(task, pack, measure=False).plan.turn(**knobs)
-        plan = plan.replace(batch_size=min(4, pack.splits["train"]), micro_batch_size=None)
-        state, loaded = TrainState(task, pack, plan), TrainState(task, pack, plan)
-        raw = next(iter(open_feed(pack, plan, state.device)([pack.ids("train")[: plan.batch_size]])))
-        total, count = train_step(state, raw, pack.splits["train"])
-        loss = float(total) / max(float(count), 1)
-        if not math.isfinite(loss):
-            rule = f"the loss of the first step is {loss}"
-            raise TrainError(f"{rule}; train with amp=off, and check the labels", entry="NaN")
-        checkpoint.save(folder / "run", state, rows=0)
-        checkpoint.load(folder / "run", loaded)
-    answers = (evaluation.forward(task, one.evaluated, raw, plan, one.device)[1] for one in (state, loaded))
-    if not all(map(torch.equal, *(map(torch.as_tensor, tree_leaves(answer)) for answer in answers))):
-        rule = "the outputs of the loaded weights differ from those of the saved ones"
-        raise TrainError(
-            f"{rule}: is the forward pass random in eval?", entry="Predictions differ between training and inference"
-        )
-    return (
-        f"it works on {state.device}: {plural(len(pack), 'demo sample')} packed, "
-        f"{sum(p.numel() for p in state.parameters):,} parameters, first loss {number(loss)}; "
-        "saved, and loaded with equal outputs"
-    )
-
-
-def plan_of(task: Task, pack: Pack, options: argparse.Namespace) -> Plan:
-    """The started run's plan, else the one that --from names; with the settings given on the command line.
-
-    What follows from them is reported on stderr: another batch size without an lr adjusts lr by the plan's lr_rule, and
-    in a new run fewer epochs shorten the warmup.
-    """
-    plan, knobs = stored_plan(task, options.run), given(task.PLAN, options)
-    if plan is None:
-        plan = based(task, pack, options.base, knobs.get("network"))
-        epochs = knobs.get("epochs", plan.epochs)
-        if "warmup_epochs" not in knobs and plan.warmup_epochs and 0 < epochs < plan.epochs:
-            knobs["warmup_epochs"] = round(plan.warmup_epochs * epochs / plan.epochs, 2)
-    turned = measured(task, pack, plan.turn(**knobs), options)
-    moved = turned.changes_from(plan)
-    for name in sorted(moved.keys() - options_of(options, "knob_").keys()):
-        ruled = name == "lr" and "batch_size" in moved
-        why = f" for batch {moved['batch_size']} ({turned.lr_rule} rule)" if ruled else ""
-        print(f"{name} {moved[name]}{why}", file=sys.stderr)
-    return turned
-
-
-def based(task: Task, pack: Pack, base: str, network: str | None) -> Plan:
-    """The plan that --from names; an advised one is for the requested network. What a preset leaves to the machine and
-    the data is reported on stderr. Raises NbtoolsError for one that cannot train here."""
-    if base in task.PRESETS:
-        plan, why = preset(task, pack, base)
-        if plan is None:
-            raise NbtoolsError(f"--from {base} cannot train here: {why}")
-        if why:
-            print(f"{base}: {why}", file=sys.stderr)
-        return plan
-    if base != "advised":
-        return task.PLAN if base == "plan" else task.BASELINE
-    plan = advise(task, pack, measure=False).plan
-    return task.with_network(plan, pack, network) if network else plan
-
-
-def measured(task: Task, pack: Pack, plan: Plan, options: argparse.Namespace) -> Plan:
-    """The plan with the settings that the command line asks to measure; the result is reported on stderr."""
-    asked = options_of(options, "knob_").items()
-    if AUTO[0] in asked:
-        found = find_batch(task, pack, plan)
-        print(found, file=sys.stderr)
-        plan = plan.turn(batch_size=found.batch_size)
-    if AUTO[1] in asked:
-        crew = find_workers(task, pack, plan)
-        print(crew.reason, file=sys.stderr)
-        plan = plan.replace(workers=crew.workers, prefetch=crew.prefetch)
-    return plan
+    code = 130 if run.state == "stopped" and not is_torchelastic_launched() else 0  # torchrun would start it again
+    return Result("\n".join(map(str, parts)), run, code)
 
 
 def evaluate_command(one: argparse.ArgumentParser, task: Task) -> Act:
@@ -590,8 +432,8 @@ def evaluate_command(one: argparse.ArgumentParser, task: Task) -> Act:
     python -m nbtools evaluate captcha --data new --test 1.0 --run runs/captcha
     """
     one.add_argument("--data", required=True, metavar="SOURCE", help=SOURCE)
-    one.add_argument("--run", required=True, type=Path, metavar="FOLDER", help="the run folder")
-    which = "with --test 1.0 that is all of SOURCE: for data that the run has not seen"
+    one.add_argument("--run", **RUN, required=True)
+    which = "with --test 1.0 it is all of SOURCE, for data that the run has not seen"
     one.add_argument("--split", default="test", choices=("train", "val", "test"), help=f"default test; {which}")
     fields = dataclasses.fields(task.PLAN)
     add_knobs(one, type(task.PLAN), [f for f in fields if f.metadata.get("live") and f.name.startswith("eval_")])
@@ -615,7 +457,7 @@ def predict_command(one: argparse.ArgumentParser, task: Task) -> Act:
 
     python -m nbtools predict captcha --run runs/captcha new.png
     """
-    one.add_argument("--run", required=True, type=Path, metavar="FOLDER", help="the run folder")
+    one.add_argument("--run", **RUN, required=True)
     one.add_argument("files", nargs="+", type=Path)
     if task.save is not None:
         one.add_argument("--into", required=True, type=Path, metavar="FOLDER", help="folder for the predictions")
@@ -634,6 +476,7 @@ def predict_command(one: argparse.ArgumentParser, task: Task) -> Act:
 WITH_DATA = ("advise", "train", "evaluate")
 COMMANDS = {
     "gpus": gpus_command,
+    "checkup": checkup_command,
     "stage": stage_command,
     "watch": watch_command,
     "control": control_command,

@@ -1,47 +1,88 @@
-"""Runs next to each other: a table of their results and of the settings that differ, and their curves together."""
+"""Runs next to each other: which is the best, a table of their results and of the settings that differ, and their
+curves together."""
 
 from __future__ import annotations
 
 import collections
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtools import table
 from nbtools.data import in_notebook
-from nbtools.errors import TrainError
+from nbtools.errors import CheckpointError, TrainError, sentence
 from nbtools.live import XS, Columns, Picture, overlay, png, spent, taken, worded
-from nbtools.run import Run
-from nbtools.train import best_metric
+from nbtools.run import Run, opened
+from nbtools.table import number, plural, shown, spelled
+from nbtools.train import best_metric, checkpoint
 
 if TYPE_CHECKING:
     import pandas as pd
 
 OUTCOMES = ("train_loss", "val_loss", "epochs", "steps", "minutes", "samples_per_s", "memory", "energy")
+MOST = 8  # runs of a folder: the curves of more hide one another
+ERRORS = 2  # standard errors: accuracies that differ by less may do so by chance
+CLOSE, FLOOR = 0.02, 1e-4  # of a loss; at least so much, whatever the loss
 
 
 def compare(*runs: Run | str | Path, x: str = "step") -> Comparison:
-    """Compare runs, or run folders, over step, samples or minutes (of training, without evaluations).
+    """Compare runs, run folders, or the newest runs in a folder of them (`nb.compare("runs")`: at most eight, the
+    newest last), over step, samples or minutes (of training, without evaluations).
 
     Raises TrainError if there is no run or x is unknown, CheckpointError for a folder without a run.
     """
     if not runs:
-        raise TrainError("compare needs at least one run, got none; give it runs or run folders")
+        raise TrainError("compare needs at least one run, got none; give it runs, run folders or a folder of runs")
     if x not in XS:
         raise TrainError(f"x must be one of {', '.join(XS)}, got {x!r}")
-    opened = tuple(run if isinstance(run, Run) else Run.open(run) for run in runs)
-    return Comparison(opened, tuple(distinct([run.folder for run in opened])), x)
+    found, notes = zip(*map(meant, runs), strict=True)
+    whole = tuple(chain.from_iterable(found))
+    return Comparison(whole, tuple(distinct([run.folder for run in whole])), x, " ".join(filter(None, notes)))
+
+
+def meant(run: Run | str | Path) -> tuple[list[Run], str]:
+    """(a run, the one in a folder, or the newest of those below it, which of them these are)."""
+    if isinstance(run, Run):
+        return [run], ""
+    folder = Path(run)
+    within, left_out = opened(folder) if not (folder / checkpoint.INDEX).exists() else ({}, {})
+    missing = [sentence(f"Left out: {name}: {why}") for name, why in left_out.items()]
+    if not within and missing:
+        raise CheckpointError(f"{folder}: none of its runs can be compared. {' '.join(missing)}")
+    if not within:
+        return [Run.open(folder)], ""  # or the error that says why it is none
+    several = f"The newest {MOST} of the {len(within)} runs in {folder}." if len(within) > MOST else ""
+    return list(within.values())[:MOST][::-1], " ".join(filter(None, [several, *missing]))
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Runs with unique names. Shows as a table and a picture in a notebook, as a table in text."""
+    """Runs with unique names; note: which of a folder they are. Shows as a sentence about the best, tables and a
+    picture in a notebook, without the picture in text."""
 
     runs: tuple[Run, ...]
     names: tuple[str, ...]
     x: str = "step"
+    note: str = ""
+
+    @property
+    def best(self) -> Run | None:
+        """The best run, by the metric that chooses checkpoints; None where `conclusion` names none."""
+        return dict(zip(self.names, self.runs, strict=True)).get(self.judged[0] or "")
+
+    @property
+    def conclusion(self) -> str:
+        """Which run is the best, by how much and with which settings, or why none is; "" for a single run."""
+        return self.judged[1]
+
+    @cached_property
+    def judged(self) -> tuple[str | None, str]:
+        return judge(self.runs, self.names)
 
     @cached_property
     def frame(self) -> pd.DataFrame:
@@ -79,24 +120,33 @@ class Comparison:
         results: list[list[Any]] = []
         differing: list[list[Any]] = []
         for name, values in columns:
-            rows = results if name in OUTCOMES or name.startswith("best_") else differing
-            rows.append([header(name), *(written(name, value) for value in values)])
-        found = ("Results", "", results), ("Settings that differ", "setting", differing)
-        made = [(caption, [first, *self.names], rows) for caption, first, rows in found]
+            cells = [written(name, value) for value in values]
+            if name in OUTCOMES or name.startswith("best_"):
+                results.append([header(name), *cells])
+            else:
+                differing.append([header(name), *map(partial(since, name), self.runs, cells)])
+        marked = [
+            f"{name} (best)" if run is self.best else name for name, run in zip(self.names, self.runs, strict=True)
+        ]
+        found = ("Results", ["", *marked], results), ("Settings that differ", ["setting", *self.names], differing)
+        made = [(caption, headers, rows) for caption, headers, rows in found]
         made.append(("Changed while it trained", ["step", *self.names], self.changes()))
         return [each for each in made if each[2]]
 
     def changes(self) -> list[list[Any]]:
-        """A row for each step at which a run's settings changed: the step, and per run what changed there."""
+        """A row for each step at which a run's settings changed, or to which it went back: the step, and per run what
+        happened there."""
         made: dict[int, list[Any]] = {}
         for place, run in enumerate(self.runs):
-            for row in run.history.of("change"):
+            for row in Columns(run.history).changes:
                 cells = made.setdefault(row["step"], [None] * len(self.runs))
-                cells[place] = ", ".join(filter(None, [cells[place], worded(row)]))
+                what = worded({"what": row.get("what")})  # and not the mark of one that went back
+                cells[place] = ", ".join(filter(None, [cells[place], what]))
         return [[f"{step:,}", *cells] for step, cells in sorted(made.items())]
 
     def __repr__(self) -> str:
-        return "\n\n".join(f"{caption}\n{table.text(headers, rows)}" for caption, headers, rows in self.tables())
+        drawn = (f"{caption}\n{table.text(headers, rows)}" for caption, headers, rows in self.tables())
+        return "\n\n".join(filter(None, [self.note, self.conclusion, *drawn]))
 
     def parts(self) -> list[Any]:
         """What a notebook displays: two outputs, since in a saved notebook GitHub shows a picture only if it is an
@@ -106,7 +156,8 @@ class Comparison:
         return [HTML(self.html()), self.still()]
 
     def html(self) -> str:
-        return "".join(table.html(headers, rows, caption) for caption, headers, rows in self.tables())
+        tables = (table.html(headers, rows, caption) for caption, headers, rows in self.tables())
+        return "".join([table.note(self.note), table.note(self.conclusion), *tables])
 
     def still(self) -> png.Still:
         picture = self.picture()
@@ -123,6 +174,67 @@ class Comparison:
 
         for part in self.parts():
             display(part)
+
+
+def judge(runs: Sequence[Run], names: Sequence[str]) -> tuple[str | None, str]:
+    """(name of the best run, the conclusion); None where none is clearly best by the metric that chooses checkpoints.
+
+    Clearly: by more than chance, see `alike`.
+    """
+    metrics = {best_metric(run.task) for run in runs}
+    if len(runs) < 2 or len(metrics) > 1 or len({run.card.digest for run in runs}) > 1:
+        what = "of different tasks" if len(metrics) > 1 else "validated on different data"
+        return None, f"No best run: they are {what}." if len(runs) > 1 else ""
+    metric, sign = metrics.pop()
+    found, start = {name: run.best.get(f"val_{metric}") for name, run in zip(names, runs, strict=True)}, ""
+    if sign > 0 and {*found.values()} == {0.0}:
+        start = f"None of them has learned yet: {spelled(metric)} is 0 in all. "
+        metric, sign = "loss", -1.0
+        found = {name: outcome(run)["val_loss"] for name, run in zip(names, runs, strict=True)}
+    values = {name: value for name, value in found.items() if value is not None}
+    if len(values) < 2:
+        return None, f"{start}No best run: fewer than two have been evaluated."
+    best, *others = sorted(values, key=lambda name: -sign * values[name])
+    counted = min(min(run.plan.eval_samples or math.inf, run.card.splits["val"]) for run in runs)
+    share = metric != "loss" and all(0 <= value <= 1 for value in values.values())
+    close = [name for name in others if alike(values[best], values[name], counted, share)]
+    by = "validation loss" if metric == "loss" else spelled(metric)
+    if close:
+        level = ", ".join(f"{name} {number(values[name])}" for name in (best, *close))
+        why = f"on {plural(int(counted), 'validation sample')}, chance alone can make such a difference"
+        return None, f"{start}No clear winner by {by}: {level}; {why}."
+    second = others[0]
+    apart = f"{number(abs(values[best] - values[second]))} {'above' if sign > 0 else 'below'} {second}"
+    settings = difference(runs, names, best, second)
+    return best, f"{start}{best} is the best: {by} {number(values[best])}, {apart}. {settings}"
+
+
+def alike(best: float, other: float, count: float, share: bool) -> bool:
+    """Whether two values over so many samples are no further apart than chance can make them.
+
+    share: of an accuracy, an error rate or another metric from 0 to 1, ERRORS standard errors of the difference of two
+    shares, which no mean of such numbers exceeds. Else of a loss, or of a metric in units of its own: if a sample's
+    varies as much as its mean, a standard error is about 1 / √count of it; at least CLOSE of it, and FLOOR. A rule of
+    thumb.
+    """
+    if not share:
+        return abs(best - other) <= max(max(CLOSE, max(count, 1) ** -0.5) * abs(best), FLOOR)
+    middle = (best + other) / 2
+    return abs(best - other) <= ERRORS * math.sqrt(2 * middle * (1 - middle) / max(count, 1))
+
+
+def difference(runs: Sequence[Run], names: Sequence[str], best: str, other: str) -> str:
+    """In which settings the best run differs from another, in a sentence."""
+    ours, theirs = (runs[names.index(name)].plan.to_dict() for name in (best, other))
+    apart = [f"{n} {shown(ours[n])} instead of {shown(theirs.get(n))}" for n in ours if ours[n] != theirs.get(n)]
+    return f"It was trained with {', '.join(apart)}." if apart else "Both were trained with the same settings."
+
+
+def since(name: str, run: Run, value: str) -> str:
+    """A setting's value, after the one that the run started with if it was changed while it trained."""
+    found = (re.search(rf"(?:^|, ){name} (\S+) → ", str(row.get("what"))) for row in run.history.of("change"))
+    first = next((worded({"what": match[1]}) for match in found if match), value)
+    return value if first == value else f"{first} → {value}"
 
 
 def distinct(folders: Sequence[Path]) -> list[str]:
@@ -148,7 +260,7 @@ def outcome(run: Run) -> dict[str, Any]:
     metric = best_metric(run.task)[0]
     return {
         f"best_{metric}": best.get(f"val_{metric}"),
-        "best_epoch": best["epoch"] + 1 if best else None,
+        "best_epoch": best.get("epoch"),
         "train_loss": columns.train_loss,
         "val_loss": float(losses[-1]) if len(losses) else None,
         "epochs": len(run.history.of("epoch")),

@@ -113,7 +113,7 @@ def publish_folder(part: Path, target: Path) -> Path:
     return target
 
 
-def write_atomic(path: Path, data: bytes | str) -> Path:
+def write_atomic(path: Path, data: bytes | memoryview | str) -> Path:
     """Replace the content of a file: a reader, or a crash, finds the old or the new one, never a mixture."""
     part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     make_folder(path.parent)

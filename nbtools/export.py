@@ -153,7 +153,7 @@ def traced(graph: Graph, batch: Batch, inputs: Tensors, outputs: Tensors) -> Any
                 own = not Path(warning.filename).is_relative_to(Path(torch.__file__).parent)
                 if own and issubclass(warning.category, TracerWarning):
                     place = f"{warning.filename}:{warning.lineno}"
-                    raise ValueError(f"{place} makes Python values of tensors, which another batch need not have")
+                    raise ValueError(f"{place} turns tensors into Python values, which may differ for another batch")
     return onnx.load_model_from_string(content.getvalue())
 
 
@@ -223,7 +223,7 @@ def compared(content: bytes, graph: Graph, batches: list[Batch]) -> str:
     try:
         import onnxruntime
     except ImportError as error:
-        return f"its answers were not compared with torch's, which needs onnxruntime ({error}): {INSTALL}"
+        return f"its outputs were not compared with torch's, which needs onnxruntime ({error}): {INSTALL}"
     runtime, worst = f"onnxruntime {onnxruntime.__version__}", 0.0
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
@@ -235,10 +235,10 @@ def compared(content: bytes, graph: Graph, batches: list[Batch]) -> str:
     count = plural(sum(len(next(iter(batch.values()))) for batch in batches), "sample")
     if worst > TOLERANCE:
         raise ExportError(
-            f"{named(graph)} answers differently as ONNX: on {count} by up to {worst:.2g} in {runtime}, where at most "
-            f"{TOLERANCE:g} is allowed"
+            f"{named(graph)} has other outputs as ONNX: on {count} they differ by up to {worst:.2g} in {runtime}, and "
+            f"at most {TOLERANCE:g} is allowed"
         )
-    return f"on {count} its answers in {runtime} differ from torch's by at most {worst:.1g}"
+    return f"on {count} its outputs in {runtime} differ from torch's by at most {worst:.1g}"
 
 
 def answers(graph: Graph, batch: Batch) -> tuple[Tensor, ...]:

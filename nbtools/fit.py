@@ -7,8 +7,8 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,10 @@ from nbtools import disk, measure
 from nbtools.data import Pack, on_colab, phase, release_runtime, say, work
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, StageError, TrainError
 from nbtools.folder import Job, begin, kept_folder, only_one, restore, stored_plan
-from nbtools.live import REFUSED, FirstSignal, Requests, Surface
+from nbtools.live import REFUSED, FirstSignal, Requests, Surface, chosen
 from nbtools.notify import Hook
 from nbtools.rollback import Guard, resilient
-from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run
+from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run, what_next
 from nbtools.table import number, plural
 from nbtools.train import (
     CONTROL,
@@ -34,7 +34,6 @@ from nbtools.train import (
     TaskLike,
     TrainState,
     as_task,
-    best_metric,
     beyond,
     checkpoint,
     evaluation,
@@ -49,7 +48,7 @@ from nbtools.train import (
 )
 from nbtools.train import device as devices
 
-BASELINE = "measuring the baseline next to this run"
+MEASURED = "measuring the receipt"
 PHASES = {"first steps": 5.0, "turns": 9.0, "step": 9.0}  # seconds of it, as measured on two cores
 
 
@@ -63,6 +62,7 @@ def fit(
     progress: bool = True,
     release_gpu: bool = False,
     notify: str | None = None,
+    samples: str | Sequence[int] | None = None,
 ) -> Run:
     """Train in this cell, drawing as it goes; returns the Run.
 
@@ -73,7 +73,8 @@ def fit(
     to this run at the end, for a few seconds. release_gpu: at the end free the GPU's memory, and on Colab give the
     machine back, with everything on its disk. notify: the https:// address of a web hook, which gets one POST when the
     run ends, in whichever way: JSON with run, state (done, stopped, diverged or failed), best and text. The address is
-    stored nowhere.
+    stored nowhere. samples: which are shown with their predictions while it trains: "first" (as by default), "worst",
+    or ids of the pack, at most eight; kept in the run's folder, as a choice made in the panel is.
 
     While it trains, buttons and fields in the notebook act on it, and so does `control.json` in its folder (see
     `nbtools.live.send`). Stop, Ctrl-C or the notebook's own stop button finish the step, save, and return the run; so
@@ -101,12 +102,17 @@ def fit(
         require_sizes(pack, wanted)
         if ranks is not None:
             ranks.tell(wanted.to_dict())
+        samples = None if samples is None else chosen(samples, pack)
         state = new_state(task, pack, wanted, ranks)
         advised = getattr(plan, "advised", getattr(plan, "plan", None))  # a plain plan may come from anywhere
         history, complaints = begin(folder, pack, state, advised)
         surface = Surface(folder, state, pack, history, plan, progress, afterwards(wanted, pack, folder, receipt))
+        if samples is not None:
+            surface.previews.which = samples
+            checkpoint.mark(folder, samples=samples)
         job = Job(pack, folder, state, surface, checkpoint.Keeper(folder, kept) if kept is not None else None)
         requests = surface.requests
+        surface.next_steps = lambda: what_next(Run.open(folder, task), state.over and not requests.stop)
         doubtful = beyond(wanted, requests.advised).values()
         lost = f"resumed from step {state.step:,}: a process was lost, which torchrun names" if again else ""
         said = [limits, idle(wanted) if ranks is None else "", ending(state) or finished(job), lost]
@@ -114,14 +120,14 @@ def fit(
         asked = partial(end_soon, requests, ranks)
         with FirstSignal(signal.SIGTERM, asked, later=not is_torchelastic_launched()) as sigterm:
             try:
-                with hook.telling(folder, task, lambda: requests.stop), surface:
+                with nullcontext() if state.over else hook.telling(folder, task, lambda: surface.stopped), surface:
                     follow(job)
                 if ranks is not None:
                     ranks.end()
                 finish(job, sigterm, receipt)
                 surface.report_all(list(filter(None, [hook.wait()])))
                 if surface.notebook:
-                    surface.tell(what_next(Run.open(folder, task), state.over and not requests.stop))
+                    surface.tell(surface.next_steps())
             finally:
                 job.close()
         found = Run.open(folder, task)
@@ -227,9 +233,10 @@ def follow(job: Job) -> None:
             if record.kind != "change":  # a checkpoint amid a change would resume with its row, but without the change
                 job.watch(record)
                 if surface.listen() and act(job):
-                    return
+                    break
     if not job.done:
         job.save()
+    job.settle()
 
 
 def act(job: Job) -> bool:
@@ -252,7 +259,7 @@ def act(job: Job) -> bool:
             surface.answer(f"stopped by {requests.stopper} after step {state.step}; run it again to continue", "stop")
             return True
         if requests.take("profile"):
-            surface.tell("measuring what a step consists of …", passing=True)
+            surface.measure()
             diagnose(job, partial(surface.answer, asked="profile"))
         if requests.take("evaluate"):
             if state.over:
@@ -290,19 +297,6 @@ def afterwards(plan: Plan, pack: Pack, folder: Path, receipt: bool) -> str:
     return " + ".join(["final evaluation"] * evaluated + ["receipt"] * measured)
 
 
-def what_next(run: Run, over: bool) -> str:
-    """Where the model is, and what to do with it. over: the run has no more epochs to train."""
-    done, so_far = ("done: ", "") if over else ("", " so far")
-    metric, name = best_metric(run.task)[0], checkpoint.read_index(run.folder).get("best")
-    if name is None:
-        return f"{done}the newest weights are in {run.folder}; no evaluation chose the best{so_far}"
-    value = f"{metric} {number(run.best[f'val_{metric}'])} after epoch {run.best['epoch'] + 1}"
-    return (
-        f"{done}the best model{so_far} is {run.folder / name}.safetensors ({value}); next: run.predict(files), "
-        'nb.evaluate(run, pack, split="test"), run.export("model.onnx")'
-    )
-
-
 def finish(job: Job, sigterm: FirstSignal, receipt: bool) -> None:
     """Report why the run stopped early; the evaluation that training left to its end, and the receipt. SIGTERM, which
     also follows a kernel's shutdown, ends either, as everything is saved."""
@@ -315,13 +309,14 @@ def finish(job: Job, sigterm: FirstSignal, receipt: bool) -> None:
         return
     if state.ranks is not None and (epochs := job.history.of("epoch")):
         world, rate = state.ranks.world, epochs[-1]["samples_per_s"]
-        surface.report(f"the receipt is of one of {world} processes; together they trained {rate:,.0f} samples/s")
+        surface.report(f"the receipt measures one of {world} processes; together they trained {rate:,.0f} samples/s")
     if not surface.progress:
-        surface.report(f"{BASELINE} …")
-    with optional("no receipt", surface.report), sigterm.interrupting(), work(BASELINE, surface.progress, **PHASES):
+        surface.report(f"{MEASURED} …")
+    with optional("no receipt", surface.report), sigterm.interrupting(), work(MEASURED, surface.progress, **PHASES):
         plan = one_share(state)
         phase("first steps")
-        disk.write_atomic(path, measure.receipt(job.task, job.pack, plan, state.device).to_json())
+        found = measure.receipt(job.task, job.pack, plan, state.device, notes=measure.tried_before(job.task, job.pack))
+        disk.write_atomic(path, found.to_json())
         known = Run.open(job.folder, job.task).stored(VERDICT)
         if not known or known["profile"]["plan"] != json.loads(plan.to_json()):  # of an earlier plan
             phase("step")
@@ -343,8 +338,8 @@ def evaluate_all(job: Job, sigterm: FirstSignal) -> None:
     """Evaluate the best weights on the whole validation split, with all scales and other costly options, and keep the
     result."""
     run, tell, count = Run.open(job.folder, job.task), job.surface.report, job.pack.splits["val"]
-    asked = {"epoch": run.best.get("epoch"), "plan": json.loads(run.plan.to_json())}
-    if not count or {name: run.final.get(name) for name in asked} == asked:
+    asked = {"epoch": run.best_row.get("epoch"), "plan": json.loads(run.plan.to_json())}
+    if not count or asked.items() <= run.stored(EVALUATION).items():
         return
     start, shows = monotonic(), job.surface.progress
     if not shows:
@@ -369,15 +364,15 @@ def one_share(state: TrainState) -> Plan:
 def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     """Measure what a step of this run consists of, on a separate model; report the verdict and save it."""
     state, surface, kept = job.state, job.surface, fixed(job.state.plan)
-    kept = kept if state.ranks is None else {**kept, "batch_size": "it is the share of one process"}
+    kept = kept if state.ranks is None else {**kept, "batch_size": "the share of one process"}
     with optional("not measured", tell):
         plan = one_share(state)
         profile = measure.step_profile(job.task, job.pack, plan, state.device, fixed=kept)
         found = measure.verdict(profile, plan, fixed=kept)
         disk.write_atomic(job.folder / VERDICT, json.dumps({"profile": profile.to_dict(), "verdict": found.to_dict()}))
-        tell(found.sentence)
         if surface.panel is not None:
             surface.panel.propose(found.sentence, found.change)
+        tell(found.sentence)
 
 
 def release(kept: bool) -> list[str]:

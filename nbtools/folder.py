@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import monotonic, sleep
@@ -75,13 +76,13 @@ def restore(folder: Path, kept: Path | None) -> None:
         return
     if ours := checkpoint.read_index(folder):
         if ours.get("id") != theirs.get("id"):
-            rule = f"{kept} keeps a run other than {folder}"
+            rule = f"{kept} holds a different run than {folder}"
             raise CheckpointError(f"{rule}; name another keep=, or another run=", entry="Session lost")
         return
     if folder.exists() and any(
         p.name not in (PLAN, CARD, HISTORY, CONTROL) and p.suffix != ".part" for p in folder.iterdir()
     ):
-        rule = f"{folder} holds files but no run, and {kept} keeps a run"
+        rule = f"{folder} holds files but no run, and {kept} holds a run"
         raise CheckpointError(f"{rule}; name a new folder with run=", entry="Session lost")
     part = folder.with_name(f"{folder.name}.part")
     with disk.explained(f"restoring {folder} from {kept}", folder):
@@ -98,6 +99,7 @@ def begin(folder: Path, pack: Pack, state: TrainState, advised: Plan | None = No
     advised: the plan that values are compared with; None: that of the old run, or the one it starts with.
     """
     place: dict[str, Any] = {"pack": str(pack.folder.absolute())}  # where its samples are, while this machine lasts
+    place["ended"] = None  # of an earlier start, in an error
     place["asked"] = asked(state.task, state.model)
     if checkpoint.names(folder):
         before = checkpoint.read_index(folder).get("asked", {})
@@ -157,6 +159,8 @@ class Job:
         self.task, self.pack, self.folder, self.state = state.task, pack, folder, state
         self.surface, self.history, self.keeper = surface, surface.history, keeper
         self.saved, self.cost = monotonic(), 0.0
+        self.writer = ThreadPoolExecutor(1, "nbtools-writer")
+        self.writing: Future[float] | None = None  # the last checkpoint, until it is written; its seconds
         self.place = (state.epoch, state.step)
 
     @property
@@ -165,28 +169,53 @@ class Job:
         return self.place == (self.state.epoch, self.state.step)
 
     def watch(self, record: Record) -> None:
-        """Save at the end of an epoch if it is the best or checkpoints are cheap; within an epoch every minute."""
+        """Save at the end of an epoch if it is the best or checkpoints are cheap; within an epoch every minute.
+        Training continues as soon as the state is copied."""
+        if self.writing is not None and self.writing.done():
+            self.settle()
         since = monotonic() - self.saved
-        if record.kind == "epoch" and (self.state.improved or since * SAVE_SHARE >= self.cost):
-            self.save(best=self.state.improved)
+        cheap = self.writing is None and since * SAVE_SHARE >= self.cost
+        if record.kind == "epoch" and (self.state.improved or cheap):
+            self.save(best=self.state.improved, behind=True)
         elif since > SAVE_EVERY:
-            self.save()
+            self.save(behind=True)
 
-    def save(self, best: bool = False) -> bool:
-        """Whether the state was worth saving: a non-finite loss is reported at the next log step, and undone."""
+    def save(self, best: bool = False, behind: bool = False) -> bool:
+        """Whether the state was worth saving: a non-finite loss is reported at the next log step, and undone. behind:
+        do not wait until it is written."""
+        self.settle()
         start, worth = monotonic(), not self.state.lost()
         if worth:
-            checkpoint.save(self.folder, self.state, len(self.history), best)
-            self.state.improved = False
             if not self.surface.requests.stop:  # else the final picture comes next, and seconds count in a shutdown
                 self.surface.keep_still()
-            if self.keeper is not None:
-                self.keeper.keep()
-                self.surface.report_all(self.keeper.complaints)
+            checkpoint.save(self.folder, self.state, len(self.history), best, self.write)
+            self.state.improved = False
         self.place = (self.state.epoch, self.state.step)
         self.saved = monotonic()
         self.cost = self.saved - start
+        if not behind:
+            self.settle()
         return worth
+
+    def write(self, writes: Callable[[], None]) -> None:
+        """Have the writer's thread write a checkpoint, and request its copy."""
+
+        def written() -> float:
+            start = monotonic()
+            writes()
+            if self.keeper is not None:
+                self.keeper.keep()
+            return monotonic() - start
+
+        self.writing = self.writer.submit(written)
+
+    def settle(self) -> None:
+        """Wait until the last checkpoint is written. Raises DiskError if it could not be."""
+        if self.writing is not None:
+            writing, self.writing = self.writing, None
+            self.cost += writing.result()
+        if self.keeper is not None:
+            self.surface.report_all(self.keeper.complaints)
 
     def write_plan(self) -> None:
         """Make plan.json the wanted plan: a resumed run continues with it."""
@@ -196,8 +225,12 @@ class Job:
                 disk.write_atomic(path, text)
 
     def close(self) -> None:
-        """Wait until everything is kept."""
-        if self.keeper is not None:
-            self.keeper.keep()
-            self.keeper.close()
-            self.surface.report_all(self.keeper.complaints)
+        """Wait until everything is written and kept."""
+        try:
+            self.settle()
+        finally:
+            self.writer.shutdown()
+            if self.keeper is not None:
+                self.keeper.keep()
+                self.keeper.close()
+                self.surface.report_all(self.keeper.complaints)

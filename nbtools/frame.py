@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from nbtools import table
-from nbtools.table import digits, duration, number, percent, shown, size, timing
+from nbtools.table import digits, duration, number, percent, shown, size, spelled, timing
 
 FIRST, LAST = 10, 30  # rows of a longer frame that are shown
 
@@ -23,18 +23,26 @@ def ago(seconds: float) -> str:
 
 
 WRITTEN: dict[str, Callable[[Any], str]] = {
-    **dict.fromkeys(("epoch", "epochs", "best_epoch", "steps", "batch_size"), "{:,.0f}".format),
+    **dict.fromkeys(("epoch", "epochs", "best_epoch", "step", "steps", "samples", "batch_size"), "{:,.0f}".format),
     "lr": digits,
     "data_wait": percent,
-    "epoch_time": timing,
+    **dict.fromkeys(("epoch_time", "eval_time"), timing),
     "time": duration,
     "age": ago,
     "samples_per_s": number,
-    "minutes": number,
-    "energy": "{:.3g} Wh".format,
+    "minutes": lambda minutes: duration(60 * minutes),
+    **dict.fromkeys(("energy", "gpu_energy"), "{:.3g} Wh".format),
+    "gpu_power": "{:.0f} W".format,
+    "gpu_utilisation": "{:.0f} %".format,
 }
 """Column → how a value is written; memory is in MiB, a loss or metric is a `number`, and all else as one types it."""
-HEADERS = {"data_wait": "waiting for data", "epoch_time": "time", "samples_per_s": "samples/s", "age": "last change"}
+HEADERS = {
+    "data_wait": "waiting for data",
+    "epoch_time": "time",
+    "minutes": "time",
+    "samples_per_s": "samples/s",
+    "age": "changed",
+}
 MEANINGS = {
     "train_loss": "mean over the samples of the epoch, each when it was trained on",
     "val_loss": "loss on the validation split",
@@ -76,7 +84,7 @@ class Frame(pd.DataFrame):
 
 
 def header(name: str) -> str:
-    return HEADERS.get(name, name.replace("_", " "))
+    return HEADERS.get(name, spelled(name))
 
 
 def bare(name: str) -> str:

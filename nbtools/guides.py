@@ -30,12 +30,12 @@ Rule = str | Mapping[str, str]
 SEVERAL = "--processes {n} # the first GPUs; CUDA_VISIBLE_DEVICES={} before python names them"
 ALL = "--processes {gpus} # a process for each GPU of this machine: {gpus}"
 AMP = "--amp {amp} # bf16 where the device has it, else fp16"
-FIRST_GPU = "# the first GPU, as always"
+FIRST_GPU = "# the first GPU, which is the default"
 GPU = {"0": FIRST_GPU, ",": SEVERAL, "": "! write CUDA_VISIBLE_DEVICES={} before python to train on that GPU"}
 NO_WORKERS = "# a pack needs no workers"
 NOTHING = "# nothing to choose here"
 PARTS = "--accumulate {} # --batch-size is what an update sees, --micro-batch-size what is in memory at once"
-PINNED = "# always so, for what is copied to a GPU"
+PINNED = "# always, where batches are copied to a GPU"
 RESUMED = "--run {} # a run folder of nbtools: training continues where it stopped"
 WORKERS = {
     "0": NO_WORKERS,
@@ -112,7 +112,7 @@ SEGMENT = {  # a config's names, as KEY=VALUE or in a file
     "respth": "--run {}",
     "model_type": {"bisenetv2": "--network bisenetv2"},
     "n_cats class_num": {"": "# classes.txt, or the ids in the labels, say which classes there are"},
-    "num_aux_heads": {"4": "# as always", "0": "--aux-weight 0"},
+    "num_aux_heads": {"4": "# the default", "0": "--aux-weight 0"},
     "lr_start": "--lr {}",
     "weight_decay": "--weight-decay {}",
     "warmup_iters": {"": "# --warmup-epochs counts epochs"},
@@ -129,8 +129,8 @@ SEGMENT = {  # a config's names, as KEY=VALUE or in a file
     "num_workers": WORKERS,
     "prefetch_factor": "--prefetch {}",
     "pin_memory": {"": PINNED},
-    "persistent_workers": {"": "# always so, with --feed workers"},
-    "cudnn.deterministic": {"true": "--deterministic", "false": "# as by default"},
+    "persistent_workers": {"": "# always, with --feed workers"},
+    "cudnn.deterministic": {"true": "--deterministic", "false": "# the default"},
     "cudnn.benchmark": {"": "# on where few shapes occur, unless --deterministic"},
 }
 ASSUMED = ("sign", "segment")  # of their samples the guides name no number
@@ -253,7 +253,7 @@ class Translation:
         self.spread(asked, each)
         run = self.ours.get("--run", [""])[0]
         if run.endswith(FOREIGN):
-            self.refused.append(f"{run}: another program's checkpoint; nbtools resumes a run folder of its own")
+            self.refused.append(f"{run}: another program's checkpoint; nbtools resumes its own run folders only")
         if self.refused:
             raise NbtoolsError(self.refused[0].replace("{ours}", str(self)))
 

@@ -16,9 +16,9 @@ from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from nbtools.errors import CheckpointError, TrainError
+from nbtools.live import ended
 from nbtools.run import Run
-from nbtools.table import number
-from nbtools.train import Diverged, TaskLike, best_metric
+from nbtools.train import TaskLike
 from nbtools.version import VERSION
 
 PATIENCE = 5.0  # seconds that a run waits for the answer, at its very end
@@ -54,11 +54,10 @@ class Hook:
         try:
             yield
         except BaseException as error:
-            asked = stopped() or isinstance(error, KeyboardInterrupt)
-            self.send(folder, task, "diverged" if isinstance(error, Diverged) else "stopped" if asked else "failed")
+            self.send(folder, task, ended(error, stopped()))
             self.wait()
             raise
-        self.send(folder, task, "stopped" if stopped() else "done")
+        self.send(folder, task, ended(None, stopped()))
 
     def send(self, *what: Any) -> None:
         """Begin to send a `message`."""
@@ -91,11 +90,10 @@ class Hook:
 def message(folder: Path, task: TaskLike, state: str) -> dict[str, Any]:
     """run, state, best (epoch and metrics; {} before the first evaluation), and the same in a sentence: text, by which
     name the hooks of most chats expect it."""
-    best: dict[str, Any] = {}
+    best, reached = {}, ""
     with suppress(CheckpointError):  # it ended before its first checkpoint
-        best = Run.open(folder, task).best
+        run = Run.open(folder, task)
+        best, reached = run.best, f", best {run.reached}" if run.reached else ""
     values = {n: v for n, v in best.items() if n.startswith("val_") and math.isfinite(v)}
-    metric = f"val_{best_metric(task)[0]}"
-    reached = f", best {metric} {number(values[metric])} in epoch {best['epoch'] + 1}" if metric in values else ""
-    found = {"epoch": best["epoch"] + 1, **values} if values else {}
+    found = {"epoch": best["epoch"], **values} if values else {}
     return {"run": folder.name, "state": state, "best": found, "text": f"{folder.name}: {state}{reached}"}

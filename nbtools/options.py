@@ -1,24 +1,35 @@
-"""Options of the terminal, read from definitions: the parameters of a task's functions and the fields of its Plan. A
-new one becomes an option by itself.
+"""Words of the terminal: options read from definitions, which are the parameters of a task's functions and the fields
+of its Plan, so that a new one becomes an option by itself; the names of tasks; values as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import inspect
+import math
+import pkgutil
+import re
+import sys
+import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from nbtools.errors import NbtoolsError
-from nbtools.train import Plan
+from nbtools import guides, tasks
+from nbtools.data import Pack
+from nbtools.errors import NbtoolsError, sentence
+from nbtools.folder import stored_plan
+from nbtools.measure import advise, find_batch, find_workers, preset
+from nbtools.train import Plan, Task, as_task
 
 AUTO = (("batch_size", "auto"), ("workers", "auto"))  # settings that may be `auto`: measured
+BUILT_IN = tuple(found.name for found in pkgutil.iter_modules(tasks.__path__) if found.name != "common")
 SWITCH: Any = {"action": argparse.BooleanOptionalAction}  # Python 3.14 takes no metavar with it
 
 
@@ -134,10 +145,146 @@ def described(kind: Any) -> str:
     if origin in UNIONS:
         return " or ".join(dict.fromkeys(map(described, args)))
     if origin in SEVERAL:
-        return f"{len(args)} numbers with commas between" if is_counted(kind) else "numbers with commas between"
+        return f"{len(args)} numbers separated by commas" if is_counted(kind) else "numbers separated by commas"
     return PLAIN[kind][0] if kind in PLAIN else "text"
 
 
 def is_counted(kind: Any) -> bool:
     """Whether it is a tuple of this length."""
     return typing.get_origin(kind) is tuple and Ellipsis not in typing.get_args(kind)
+
+
+# -- the plan of a command line
+
+
+def plan_of(task: Task, pack: Pack, options: argparse.Namespace) -> Plan:
+    """The started run's plan, else the one that --from names; with the settings given on the command line.
+
+    What follows from them is reported on stderr: another batch size without an lr adjusts lr by the plan's lr_rule, and
+    in a new run fewer epochs shorten the warmup.
+    """
+    plan, knobs = stored_plan(task, options.run), given(task.PLAN, options)
+    if plan is None:
+        plan = based(task, pack, options.base, knobs.get("network"))
+        epochs = knobs.get("epochs", plan.epochs)
+        if "warmup_epochs" not in knobs and plan.warmup_epochs and 0 < epochs < plan.epochs:
+            knobs["warmup_epochs"] = round(plan.warmup_epochs * epochs / plan.epochs, 2)
+    turned = measured(task, pack, plan.turn(**knobs), options)
+    moved = turned.changes_from(plan)
+    for name in sorted(moved.keys() - options_of(options, "knob_").keys()):
+        ruled = name == "lr" and "batch_size" in moved
+        why = f" for batch {moved['batch_size']} ({turned.lr_rule} rule)" if ruled else ""
+        print(f"{name} {moved[name]}{why}", file=sys.stderr)
+    return turned
+
+
+def based(task: Task, pack: Pack, base: str, network: str | None) -> Plan:
+    """The plan that --from names; an advised one is for the requested network. What a preset leaves to the machine and
+    the data is reported on stderr. Raises NbtoolsError for one that cannot train here."""
+    if base in task.PRESETS:
+        plan, why = preset(task, pack, base)
+        if plan is None:
+            raise NbtoolsError(f"--from {base} cannot train here: {why}")
+        if why:
+            print(f"{base}: {why}", file=sys.stderr)
+        return plan
+    if base != "advised":
+        return task.PLAN if base == "plan" else task.BASELINE
+    plan = advise(task, pack, measure=False).plan
+    return task.with_network(plan, pack, network) if network else plan
+
+
+def measured(task: Task, pack: Pack, plan: Plan, options: argparse.Namespace) -> Plan:
+    """The plan with the settings that the command line asks to measure; the result is reported on stderr."""
+    asked = options_of(options, "knob_").items()
+    if AUTO[0] in asked:
+        found = find_batch(task, pack, plan)
+        print(found, file=sys.stderr)
+        plan = plan.turn(batch_size=found.batch_size)
+    if AUTO[1] in asked:
+        crew = find_workers(task, pack, plan)
+        print(crew.reason, file=sys.stderr)
+        plan = plan.replace(workers=crew.workers, prefetch=crew.prefetch)
+    return plan
+
+
+# -- the command line as a whole
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes options by their whole names, and a switch also with its value: `--flag false` is `--no-flag`. Answers a
+    mistake in one sentence, also an option of a guide."""
+
+    def __init__(self, **more: Any):
+        super().__init__(**more, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words: list[str] = []
+        for word in args:
+            flag, equals, value = word.partition("=") if "=" in word else ((words or [""])[-1], "", word)
+            negated = f"--no-{flag.removeprefix('--')}"
+            if value.lower() in ("true", "false") and negated in self._option_string_actions:
+                words[len(words) - (not equals) :] = [flag if value.lower() == "true" else negated]
+            else:
+                words.append(word)
+        found, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            text = guides.answer(unknown, getattr(found, "task", ""), self._option_string_actions)
+            self.error(text or f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        bare = re.fullmatch(r"argument (--\S+): expected one argument", message)
+        text = guides.answer([bare[1]], "", self._option_string_actions) if bare else ""
+        self.exit(2, f"nbtools: {sentence(text or message)} See {self.prog} --help\n")
+
+
+def documented(define: Callable[..., Any]) -> dict[str, Any]:
+    """The help of a command: the first line of its function's docstring, and the examples below it."""
+    first, _, examples = (inspect.getdoc(define) or "").partition("\n\n")
+    return {"help": first, "description": first, "epilog": "examples:\n" + textwrap.indent(examples, "  ")}
+
+
+def find_task(name: str) -> Task:
+    """A built-in task by its short name, or any importable module, or `module:Name` in it. Raises NbtoolsError naming
+    the built-in tasks."""
+    if name in BUILT_IN:
+        return as_task(importlib.import_module(f"nbtools.tasks.{name}"))
+    module, colon, attribute = name.partition(":")
+    try:
+        if all(map(str.isidentifier, module.split("."))):
+            found = importlib.import_module(module)
+            if not colon:
+                return as_task(found)
+            if attribute.isidentifier() and hasattr(found, attribute):
+                return as_task(getattr(found, attribute))
+            fix = f"its tasks are {', '.join(tasks_in(found)) or 'none'}"
+            raise NbtoolsError(f"no task {attribute!r} in {found.__file__ or module}: {fix}")
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):  # a module that the task imports
+            raise
+    raise NbtoolsError(
+        f"no task {name!r}: use {', '.join(BUILT_IN)}, or any module of yours that can be imported from here"
+    )
+
+
+def tasks_in(module: Any) -> list[str]:
+    """The names of a module's own tasks: instances of Task and subclasses."""
+    kinds = {name: value if isinstance(value, type) else type(value) for name, value in vars(module).items()}
+    return [name for name, kind in kinds.items() if issubclass(kind, Task) and kind is not Task]
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: without NaN and infinity, and without types of ours."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    for convert in ("to_dict", "tolist"):  # reports, plans and cards; arrays and tensors
+        if hasattr(value, convert):
+            return plain(getattr(value, convert)())
+    return str(value)

@@ -16,7 +16,7 @@ from typing import Any
 from nbtools.errors import CheckpointError
 from nbtools.folder import Job
 from nbtools.live import REFUSED
-from nbtools.table import number
+from nbtools.table import number, spelled
 from nbtools.train import (
     LEFT_OUT,
     Diverged,
@@ -90,6 +90,7 @@ class Guard:
         if self.anchor is None or (not name and self.anchor.age >= WATCHED):
             if not name and not job.done:
                 job.save()
+            job.settle()
             index, (_, losses) = checkpoint.read_index(job.folder), job.history.series("loss", "step")
             name = name or index["last"]
             self.anchor = Anchor(name, checkpoint.facts_of(job.folder, name), index.get("best"), highest(losses))
@@ -114,6 +115,7 @@ class Guard:
     def undo(self, anchor: Anchor) -> Generator[Record, None, None]:
         """Back to before the watched change, which is undone with all changes since."""
         job, state, self.anchor = self.job, self.job.state, None
+        job.settle()
         found = checkpoint.newest(job.folder, anchor.name)
         facts = anchor.facts if found.name == anchor.name else found.facts  # else the anchor's is damaged
         tried, old = state.applied, type(state.plan).from_dict(facts["plan"])
@@ -124,16 +126,16 @@ class Guard:
         job.write_plan()
         job.surface.returned()
         if names := affecting(old, tried):
-            now = [shown(getattr(old, name)) for name in names]
-            back = ", ".join(map("{} {}".format, names, now)) if len(names) > 1 else now[0]
+            back = ", ".join(f"{name} {shown(getattr(old, name))}" for name in names)
             what = f"Training diverged at {self.described(tried, names)}; back at step {state.step:,} with {back}"
         else:
             what = f"Training diverged after a change that was undone; back at step {state.step:,}"
-        yield from self.continued(facts, what)
+        yield from self.continued(facts, what, mark=f"diverged, back to step {state.step:,}")
 
     def to_best(self) -> Generator[Record, None, None]:
         """Back to the best checkpoint, settings unchanged; refused if it is damaged."""
         job, state = self.job, self.job.state
+        job.settle()
         name = str(checkpoint.best_of(job.folder))
         try:
             found = checkpoint.read(job.folder, name)
@@ -146,9 +148,10 @@ class Guard:
         checkpoint.rewind(job.folder, name, **({} if self.anchor else {"anchor": None}))
         job.history.cut(found.facts["rows"])  # after the index: a run killed between them resumes with all of its rows
         self.watch_since(name)
-        value = f"{best_metric(job.task)[0]} {number(state.best.value or 0.0)} after epoch {state.epoch}"
+        value = f"{spelled(best_metric(job.task)[0])} {number(state.best.value or 0.0)} after epoch {state.epoch}"
         what = f"back at step {state.step:,}, the best checkpoint: {value}"
-        yield from self.continued(found.facts, what, type(state.plan).from_dict(found.facts["plan"]), asked="best")
+        old, mark = type(state.plan).from_dict(found.facts["plan"]), f"back to step {state.step:,}, the best"
+        yield from self.continued(found.facts, what, old, mark=mark, asked="best")
 
     def retry(self, trouble: Diverged) -> Generator[Record, None, None]:
         """Back to the last checkpoint, and from there with each step checked before it counts. Raises Diverged if
@@ -156,6 +159,7 @@ class Guard:
         returns."""
         job, state = self.job, self.job.state
         self.returns += 1
+        job.settle()
         if beyond(state.plan, self.advised) or state.recovery.refused > LEFT_OUT or self.returns > RETRIES:
             often = ", for the third time" if state.recovery.refused <= LEFT_OUT and self.returns > RETRIES else ""
             last = checkpoint.place(checkpoint.read_index(job.folder)["last"])[1]
@@ -163,25 +167,27 @@ class Guard:
             lower = self.advised.lr if self.advised.lr < state.plan.lr else state.plan.lr / 10
             raise Diverged(
                 f"Training diverged at {self.described(state.plan, ['lr'])}: {trouble.args[0]}{often}. "
-                f"To continue from step {last:,}, lower Plan.lr, for instance by plan.replace(lr={lower:g}), "
-                "set Plan.clip_norm or amp=off, and run it again.",
+                f"To continue from step {last:,}, lower lr, in the panel or by plan.replace(lr={shown(lower)}), "
+                "set clip_norm or amp=off, and run it again.",
                 trouble.steps,
             )
         facts = checkpoint.load(job.folder, state).facts
         state.recovery.careful_until = trouble.steps[1] + 1
         what = f"{trouble.args[0]}; back at step {state.step}, checking each step from there"
-        yield from self.continued(facts, what, type(state.plan).from_dict(facts["plan"]))
+        old, mark = type(state.plan).from_dict(facts["plan"]), f"diverged, back to step {state.step:,}"
+        yield from self.continued(facts, what, old, mark=mark)
 
     def continued(
-        self, facts: dict[str, Any], what: str, old: Plan | None = None, **answer: str
+        self, facts: dict[str, Any], what: str, old: Plan | None = None, **values: str
     ) -> Generator[Record, None, None]:
         """Remove the rows of what was discarded; yield one that says why, and one for the settings that the checkpoint
-        did not have (old: its plan); save a checkpoint with them. answer: further values of the first row."""
+        did not have (old: its plan); save a checkpoint with them. values: further ones of the first row; `mark`: its
+        name in the charts."""
         state = self.job.state
         state.improved = False
         state.events.clear()
         self.job.history.cut(facts["rows"])
-        yield Record("event", state.epoch, state.step, state.samples, {"what": what, **answer})
+        yield Record("event", state.epoch, state.step, state.samples, {"what": what, **values})
         if old is not None:
             yield from caught_up(state, old)
         self.job.save()

@@ -24,7 +24,7 @@ from nbtools.data import Card, Pack, Sample, cache, collate
 from nbtools.errors import CheckpointError, PackError
 from nbtools.export import to_onnx
 from nbtools.measure import Receipt, StepProfile, Verdict
-from nbtools.table import number, plural
+from nbtools.table import number, plural, spelled
 from nbtools.train import (
     DATASET,
     History,
@@ -96,7 +96,7 @@ class Run:
         where evaluations during training did less: values (metric → value), seconds, epoch and plan. {} if they did not
         do less, or if other weights have become the best since."""
         found = self.stored(EVALUATION)
-        return found if found.get("epoch") == self.best.get("epoch") else {}
+        return {**found, "epoch": self.best["epoch"]} if found and found["epoch"] == self.best_row.get("epoch") else {}
 
     @property
     def profile(self) -> StepProfile | None:
@@ -113,12 +113,15 @@ class Run:
     @property
     def state(self) -> str:
         """training: a process on this machine trains it; done: its last epoch ended, or early_stop ended it; stopped:
-        by the user; diverged; interrupted: its process ended in between, and it resumes from its last checkpoint."""
+        by the user; diverged; failed: in another error; interrupted: its process was lost in between. All but the first
+        resume from the last checkpoint."""
         index, rows = checkpoint.read_index(self.folder), self.history.rows
         if busy(self.folder):
             return "training"
         if index.get("diverged"):
             return "diverged"
+        if ended := index.get("ended"):  # in an error
+            return ended
         if len(self.history.of("epoch")) >= self.plan.epochs or checkpoint.stopped(self.folder):
             return "done"
         return "stopped" if any(row.get("asked") == "stop" for row in rows[-1:]) else "interrupted"
@@ -146,11 +149,27 @@ class Run:
             disk.write_atomic(self.folder / NOTES, json.dumps({**self.stored(NOTES), **entries}, ensure_ascii=False))
 
     @property
-    def best(self) -> dict[str, Any]:
-        """The epoch row of the best evaluation; {} before the first."""
+    def best(self) -> Scores:
+        """The best epoch, counted from 1, and its losses, metrics (val_…), lr, seconds and MiB of memory: a dict that a
+        notebook shows as a table with units; {} before the first evaluation."""
+        row = {name: value for name, value in self.best_row.items() if name != "kind"}
+        values = {**row, "epoch": row["epoch"] + 1} if row else {}
+        return Scores(values, "the best epoch" if row else "no evaluation yet", meanings_of(self.task))
+
+    @property
+    def best_row(self) -> Mapping[str, Any]:
+        """Its row as the history has it, where epochs count from 0."""
         metric, sign = best_metric(self.task)
         rows = [row for row in self.history.of("epoch") if math.isfinite(row.get(f"val_{metric}", math.nan))]
         return max(rows, key=lambda row: sign * row[f"val_{metric}"], default={})
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is known of it, for JSON: state, plan, epochs, best, final evaluation, receipt and verdict."""
+        epochs = self.summary().reset_index().to_dict("records")
+        about = {"run": str(self.folder), "task": self.card.task, "state": self.state, "plan": self.plan.to_dict()}
+        found = {"epochs": epochs, "best": dict(self.best), "final": self.final, "stopped": self.state == "stopped"}
+        measured = {"receipt": self.receipt, "verdict": self.verdict}
+        return {**about, **found, **{name: report and report.to_dict() for name, report in measured.items()}}
 
     def summary(self) -> pd.DataFrame:
         """One row per epoch, from 1: losses, metrics, lr, seconds, samples/s, share of waiting, batch, MiB memory.
@@ -245,9 +264,10 @@ class Run:
     def export(self, path: str | Path, pack: Pack | None = None) -> Path:
         """Write the best weights as safetensors, and next to them a JSON card with all that is needed to use them.
 
-        As `model.onnx`: the network itself, its preprocessing described inside. Its answers are first compared with
-        torch's on samples of a pack, by default the one that the run was trained on. Nothing is written where they
-        differ, or the network cannot be exported: ExportError; or packages of nbtools[onnx] are missing: MissingExtra.
+        A path that ends in `.onnx` gets the network itself, its preprocessing described in the file. Before it is
+        written, its answers are compared with torch's on samples of `pack`, by default the one that the run was trained
+        on. Raises ExportError if they differ or the network cannot be exported, MissingExtra if packages of
+        nbtools[onnx] are missing; nothing is written then.
         """
         path = Path(path)
         if path.suffix == ".onnx":
@@ -271,9 +291,37 @@ class Run:
         return path
 
     def __repr__(self) -> str:
-        done, best, metric = len(self.history.of("epoch")), self.best, f"val_{best_metric(self.task)[0]}"
-        reached = f", best {metric} {number(best[metric])} in epoch {best['epoch'] + 1}" if best else ""
-        return f"Run {self.folder}: {done} of {plural(max(done, self.plan.epochs), 'epoch')}{reached}"
+        done, steps = len(self.history.of("epoch")), self.history.of("step")
+        epochs = plural(max(done, self.plan.epochs), "epoch")
+        within = bool(steps) and steps[-1]["epoch"] >= done
+        progress = f"in epoch {done + 1} of {max(done + 1, self.plan.epochs)}" if within else f"{done} of {epochs}"
+        weights = checkpoint.read_index(self.folder).get("best")
+        best = f", best {self.reached}{f' ({weights}.safetensors)' if weights else ''}" if self.reached else ""
+        return f"Run {self.folder}: {progress}{best}"
+
+    @property
+    def reached(self) -> str:
+        """The best value: `whole accuracy 0.953 in epoch 7`; "" before the first evaluation."""
+        best, metric = self.best, best_metric(self.task)[0]
+        return f"{spelled(metric)} {number(best[f'val_{metric}'])} in epoch {best['epoch']}" if best else ""
+
+    @property
+    def changed(self) -> float:
+        """When it last went on, in seconds since 1970."""
+        path = self.folder / HISTORY
+        return (path if path.exists() else self.folder / checkpoint.INDEX).stat().st_mtime
+
+
+def what_next(run: Run, over: bool) -> str:
+    """Where the model is, and what to do with it. over: the run has no more epochs to train."""
+    done, so_far = ("done: ", "") if over else ("", " so far")
+    name = checkpoint.read_index(run.folder).get("best")
+    if name is None:
+        return f"{done}the newest weights are in {run.folder}; no evaluation chose the best{so_far}"
+    return (
+        f"{done}the best model{so_far} is {run.folder / name}.safetensors ({run.reached}); next: run.predict(files), "
+        'nb.evaluate(run, pack, split="test"), run.export("model.onnx")'
+    )
 
 
 def busy(folder: Path) -> bool:
@@ -307,16 +355,54 @@ def runs_in(folder: Path) -> list[str]:
     return sorted(path.parent.name for path in folder.glob(f"*/{checkpoint.INDEX}"))
 
 
-class Scores(dict[str, float]):
-    """Metric → value; shows as a table. caption: of what; meanings: metric → what it says."""
+def opened(folder: Path, task: TaskLike | None = None) -> tuple[dict[str, Run], dict[str, str]]:
+    """The runs in a folder and its subfolders by name, newest first; and name → why it cannot be opened."""
+    found: dict[str, Run] = {}
+    left_out: dict[str, str] = {}
+    for path in sorted(folder.rglob(checkpoint.INDEX)):
+        name = path.parent.relative_to(folder).as_posix()
+        if ".part" not in name:
+            try:
+                found[name] = Run.open(path.parent, task)
+            except CheckpointError as error:
+                left_out[name] = str(error)
+    left_out |= copies(found)
+    whole = {name: run for name, run in found.items() if name not in left_out}
+    return dict(sorted(whole.items(), key=lambda each: each[1].changed, reverse=True)), left_out
 
-    def __init__(self, values: Mapping[str, float], caption: str, meanings: Mapping[str, str]):
+
+def copies(found: Mapping[str, Run]) -> dict[str, str]:
+    """Those of the runs that another of them has gone as far as, or further: what `keep=` copies, and not a copy that
+    was trained on its own since. Name → of which it is a copy."""
+    named: dict[str, list[str]] = {}
+    for name, run in found.items():
+        named.setdefault(checkpoint.read_index(run.folder).get("id", name), []).append(name)
+    copied: dict[str, str] = {}
+    for names in (names for names in named.values() if len(names) > 1):
+        rows = {name: list(map(repr, found[name].history.rows)) for name in names}  # a NaN equals its text
+        ordered = sorted(names, key=lambda name: (-len(rows[name]), name.count("/"), name))
+        for place, name in enumerate(ordered):
+            if whole := next((other for other in ordered[:place] if rows[other][: len(rows[name])] == rows[name]), ""):
+                copied[name] = f"a copy of {whole}"
+    return copied
+
+
+class Scores(dict[str, Any]):
+    """Metric, or another column of an epoch → value; shows as a table. caption: of what; meanings: metric → what it
+    says."""
+
+    def __init__(self, values: Mapping[str, Any], caption: str, meanings: Mapping[str, str]):
         super().__init__(values)
         self.caption, self.meanings = caption, meanings
 
-    def table(self) -> tuple[list[str], list[list[str | None]]]:
-        rows = [[name, number(value), self.meanings.get(name)] for name, value in self.items()]
-        return ["metric", "value", "what it says"], rows
+    def table(self) -> tuple[list[str], list[list[Any]]]:
+        from nbtools.frame import MEANINGS, WRITTEN, bare, written
+
+        known, rows = {**self.meanings, **MEANINGS}, []
+        for name, value in self.items():
+            cell = written(name if name in WRITTEN else f"val_{name}", value)  # a metric
+            rows.append([name, cell, known.get(name, known.get(bare(name)))])
+        return ["", "value", "what it says"], rows
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(f"{self.caption}\n{table.text(*self.table())}")

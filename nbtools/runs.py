@@ -6,16 +6,18 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from time import time
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from nbtools import table
 from nbtools.compare import Comparison, compare, outcome
 from nbtools.data import in_notebook
 from nbtools.errors import CheckpointError
-from nbtools.frame import Frame
 from nbtools.live import picker
-from nbtools.run import HISTORY, Run
-from nbtools.train import TaskLike, checkpoint, meanings_of
+from nbtools.run import Run, opened
+from nbtools.train import TaskLike, meanings_of
+
+if TYPE_CHECKING:
+    from nbtools.frame import Frame
 
 
 def runs(folder: str | Path = "runs", task: TaskLike | None = None) -> Runs:
@@ -26,16 +28,7 @@ def runs(folder: str | Path = "runs", task: TaskLike | None = None) -> Runs:
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder; name the one in which the run folders are")
-    found: dict[str, Run] = {}
-    left_out: dict[str, str] = {}
-    places = [path.parent for path in folder.rglob(checkpoint.INDEX) if ".part" not in str(path)]
-    for place in sorted(places, key=changed, reverse=True):
-        name = place.relative_to(folder).as_posix()
-        try:
-            found[name] = Run.open(place, task)
-        except CheckpointError as error:
-            left_out[name] = str(error)
-    return Runs(found, left_out)
+    return Runs(*opened(folder, task))
 
 
 class Runs(Sequence[Run]):
@@ -85,9 +78,23 @@ class Runs(Sequence[Run]):
         """One row per run: state, best metrics, what was done, seconds of training, samples/s, tags and notes."""
         import pandas as pd
 
+        from nbtools.frame import Frame
+
         frame = Frame(pd.DataFrame(list(map(facts, self)), index=pd.Index(self.names, name="run")))
         frame.attrs["meanings"] = {name: what for run in self for name, what in meanings_of(run.task).items()}
         return frame
+
+    def table(self) -> tuple[list[str], list[list[Any]]]:
+        """(headers, rows) to show: as the frame, but for one column of what was reached, whatever the metric."""
+        from nbtools.frame import header, written
+
+        own = ("time", "samples_per_s", "age", "tags", "notes")
+        rows = []
+        for (name, run), row in zip(self.found.items(), self.frame.to_dict("records"), strict=True):
+            epochs = f"{row['epochs']:,} of {row['planned_epochs']:,}"
+            best = run.reached.replace(" in ", ", ")  # 900 px have no room for more
+            rows.append([name, row["state"], best, epochs, *(written(column, row[column]) for column in own)])
+        return table.filled(["run", "state", "best", "epochs", *map(header, own)], rows)
 
     @property
     def caption(self) -> str:
@@ -95,10 +102,10 @@ class Runs(Sequence[Run]):
         return "; ".join([table.plural(len(self), "run"), *missing])
 
     def __repr__(self) -> str:
-        return f"{self.frame}\n{self.caption}" if self.found else self.caption
+        return f"{table.text(*self.table())}\n{self.caption}" if self.found else self.caption
 
     def _repr_html_(self) -> str:
-        return table.html(*(self.frame.shown() if self.found else ((), [])), self.caption, self.frame.meanings())
+        return table.html(*self.table(), self.caption)
 
     def _ipython_display_(self) -> None:
         if not in_notebook():
@@ -108,12 +115,6 @@ class Runs(Sequence[Run]):
         display(HTML(self._repr_html_()))
         if len(self) > 1:
             display(picker(self.names, lambda names: self[names].compare().page()))
-
-
-def changed(folder: Path) -> float:
-    """When a run last went on."""
-    path = folder / HISTORY
-    return (path if path.exists() else folder / checkpoint.INDEX).stat().st_mtime
 
 
 def facts(run: Run) -> dict[str, Any]:
@@ -127,7 +128,7 @@ def facts(run: Run) -> dict[str, Any]:
         "planned_epochs": run.plan.epochs,
         "time": result["minutes"] * 60,
         "samples_per_s": result["samples_per_s"],
-        "age": time() - changed(run.folder),
+        "age": time() - run.changed,
         "tags": ", ".join(run.tags) or None,
         "notes": run.notes or None,
     }

@@ -31,7 +31,10 @@ TABLE = "border-collapse:collapse;font-size:13px;line-height:1.45;font-variant-n
 CAPTION = "caption-side:top;text-align:left;padding:2px 10px 6px 0;font-weight:600;color:inherit"
 HEAD = "padding:3px 14px 3px 0;border-bottom:1px solid rgba(128,128,128,.6);font-weight:600"
 KEPT = ";white-space:nowrap"
-SUMMARY = "cursor:pointer;font-size:13px;line-height:1.45"
+UNIT = re.compile(r"(?<=\d) (?=([%×]|[kMGT]?B|[mµ]?s|min|h|d|px|W|°C)(/s)?(?!\w))")
+"""The blank between a number and its unit, where no line of HTML ends."""
+SUMMARY = "display:list-item;cursor:pointer;font-size:13px;line-height:1.45"
+OUTSIDE = ";list-style-position:outside"  # the triangle stands left of a cell's text, which is in line with the others
 NOTE = "font-size:13px;line-height:1.45;margin:2px 0 6px;max-width:80em;opacity:.85"
 CELL = "padding:3px 14px 3px 0;border-bottom:1px solid rgba(128,128,128,.22);vertical-align:top;overflow-wrap:anywhere"
 
@@ -47,14 +50,18 @@ class Folded:
         return self.text
 
 
-def folded(short: str, content: str) -> str:
+def escaped(text: str) -> str:
+    return UNIT.sub("\N{NO-BREAK SPACE}", markup.escape(text))
+
+
+def folded(short: str, content: str, style: str = "") -> str:
     """HTML to unfold; short is escaped, content is HTML."""
-    return f'<details><summary style="{SUMMARY}">{markup.escape(short)}</summary>{content}</details>'
+    return f'<details><summary style="{SUMMARY}{style}">{escaped(short)}</summary>{content}</details>'
 
 
 def note(text: str) -> str:
     """A paragraph under a table, escaped; nothing for nothing."""
-    return f'<div style="{NOTE}">{markup.escape(text)}</div>' if text else ""
+    return f'<div style="{NOTE}">{escaped(text)}</div>' if text else ""
 
 
 def filled(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> tuple[list[str], list[list[Any]]]:
@@ -80,7 +87,7 @@ def html(
 
     body = "".join(f'<tr style="background:none">{line("td", CELL, row)}</tr>' for row in rows)
     whole = "" if headers else KEPT  # else, above no columns, a caption breaks at every word
-    title = f'<caption style="{CAPTION}{whole}">{markup.escape(caption)}</caption>' if caption else ""
+    title = f'<caption style="{CAPTION}{whole}">{escaped(caption)}</caption>' if caption else ""
     head = f"<thead><tr>{line('th', HEAD, [str(h) for h in headers])}</tr></thead>"
     return f'<table style="{TABLE}">{title}{head}<tbody>{body}</tbody></table>'
 
@@ -88,8 +95,8 @@ def html(
 def content(value: Any) -> str:
     """A cell's HTML."""
     if isinstance(value, Folded) and value.more:
-        return folded(value.text, f'<div style="{NOTE}">{markup.escape(value.more)}</div>')
-    return markup.escape(shown(value))
+        return folded(value.text, note(value.more), OUTSIDE)
+    return escaped(shown(value))
 
 
 def text(
@@ -197,6 +204,11 @@ def exponent(number: str) -> str:
     return re.sub(r"e\+?(-?)0*", r"e\1", number)
 
 
+def spelled(name: str) -> str:
+    """The name of a column or metric in a sentence: `whole accuracy`."""
+    return name.replace("_", " ")
+
+
 def percent(share: float, decimals: int = 0) -> str:
     """`94 %`"""
     return f"{100 * share:.{decimals}f} %"
@@ -238,7 +250,7 @@ def timing(seconds: float) -> str:
     """A measured time in three digits, where `duration` would say 0 s: `203 ms`, `1.35 s`."""
     if seconds >= 100:
         return duration(seconds)
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return f"{number(seconds)} s" if seconds >= 1 else f"{number(seconds * 1e3)} ms"
 
 
 def numeric(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:

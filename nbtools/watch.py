@@ -14,7 +14,12 @@ from typing import Any
 from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.live import (
     ACTIONS,
+    AGAIN,
+    COMPILING,
+    DONE,
+    MEASURING,
     OPENING,
+    OVER,
     PAUSED,
     REFUSED,
     TRAINING,
@@ -26,7 +31,7 @@ from nbtools.live import (
     advised,
     send,
 )
-from nbtools.run import HISTORY, PLAN, Run, busy
+from nbtools.run import HISTORY, PLAN, Run, busy, what_next
 from nbtools.train import CONTROL, KEYS, History, Record, TaskLike, checkpoint, require_batch
 
 MOMENT = 0.05  # seconds between two checks for requests
@@ -89,7 +94,7 @@ class Remote:
         """Draw while the run lasts, and send what is requested. look: called between two looks at the folder."""
         view, folder, messages, due = self.view, self.run.folder, Messages(), 0.0
         with ExitStack() as stack:
-            stack.callback(lambda: view.finish([], self.state))
+            stack.callback(lambda: view.finish([], self.state, note=self.note))
             if view.panel is not None and view.notebook:
                 stack.enter_context(messages)
                 view.panel.begin(self.requests)
@@ -109,14 +114,36 @@ class Remote:
                 if view.panel is not None:
                     self.requests.unread = (folder / CONTROL).exists()
                     view.panel.refresh()
-                view.draw(PAUSED if self.requests.paused else TRAINING)
+                view.draw(self.status)
                 sleep(MOMENT)
             self.read()
 
     @property
+    def status(self) -> str:
+        """What it does now, as far as the history says: an evaluation leaves no row before its end."""
+        if self.requests.paused:
+            return PAUSED
+        if "profile" in self.requests.pending:
+            return MEASURING
+        plan, rows = self.plans.applied, self.view.history.rows
+        newest = next((row["kind"] for row in reversed(rows) if row["kind"] in ("step", "change")), "")
+        return COMPILING if (plan.compile or plan.graph) and newest != "step" else TRAINING
+
+    @property
     def state(self) -> str:
+        return self.newest.state
+
+    @property
+    def newest(self) -> Run:
         """As its folder says now; there may be none, where its process could not begin."""
-        return Run(self.run.folder, self.run.task, self.run.card, self.plans.plan).state
+        return Run(self.run.folder, self.run.task, self.run.card, self.plans.plan)
+
+    @property
+    def note(self) -> str:
+        """What to do when it has ended; "" while it goes on, or where it did not begin."""
+        state, begun = self.state, checkpoint.read_index(self.run.folder)
+        again = AGAIN.get(state, "").format(it="it")
+        return again + what_next(self.newest, state == DONE) if begun and state in OVER else ""
 
     def able(self, action: str) -> bool:
         """Whether there is anything to do for an action, as far as the folder says."""
@@ -152,8 +179,8 @@ class Remote:
             if values.get("asked") == OPENING:
                 self.view.log(values["what"].split("\t"), opening=True)
                 continue
-            self.view.advance(record)
             self.answered(record)
+            self.view.advance(record)
         self.shown = len(history)
 
     def answered(self, record: Record) -> None:

@@ -14,7 +14,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import jupytext
 import nbformat
 from nbformat import NotebookNode
 
@@ -72,6 +71,8 @@ def badge(name: str, address: str) -> str:
 
 def notebook(name: str, address: str) -> NotebookNode:
     """The notebook of a source as nbformat's value."""
+    import jupytext  # which imports a Jupyter server
+
     text = (SOURCES / f"{name}.py").read_text()
     if "# {install}\n" in text:
         text = text.replace("# {install}\n", (SOURCES / "_install.py").read_text())

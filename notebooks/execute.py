@@ -16,7 +16,6 @@ from pathlib import Path
 import nbformat
 from jupyter_client.kernelspec import KernelSpec
 from nbclient import NotebookClient
-from nbconvert import HTMLExporter
 from nbformat import NotebookNode
 
 from notebooks import build
@@ -105,6 +104,8 @@ def announce(cell: NotebookNode, say: Callable[[str], None]) -> None:
 
 def page(notebook: NotebookNode) -> str:
     """The executed notebook as one HTML page, without what only lives in a kernel: widgets and progress bars."""
+    from nbconvert import HTMLExporter
+
     shown = copy.deepcopy(notebook)
     for cell in shown.cells:
         if cell.cell_type == "code":

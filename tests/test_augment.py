@@ -12,7 +12,6 @@ from nbtools.data import Draws
 from nbtools.errors import TrainError
 from nbtools.train.augment import IMAGES, augment, strengths
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CLASSES = 5
 
 

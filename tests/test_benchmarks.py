@@ -58,6 +58,10 @@ SLOW = {
     "same_losses": ("same_losses", "differences"),
     "recompute": ("recompute_peak", "%"),
     "your_own": ("your_own_decoding_ratio", "×"),
+    "tasks": ("tasks_ratio", "×"),
+    "claims": ("claims", "×"),
+    "coldstart": ("coldstart", "s"),
+    "staging": ("packing_share", "×"),
     **({} if find_spec("lightning") is None else {"finder": ("finder_ratio", "×")}),  # of make bench
 }
 
@@ -131,6 +135,16 @@ def test_the_figures_next_to_the_headlines_keep_their_promises_too():
     assert street["last epoch"] > 2 * street["place alone: miou"]
     assert street["cpu"] <= 60
     assert (RESULTS / "segment_camvid.png").stat().st_size > 10_000
+
+
+def test_no_peer_trains_captchas_faster_beyond_the_spread_and_the_guide_is_far_behind():
+    found = figures("tasks_captcha")
+    peers = json.loads((RESULTS / "tasks_captcha.json").read_text())["conditions"]["levers"]
+    assert {"pytorch", "lightning", "accelerate", "transformers"} <= peers.keys()
+    for peer in peers:
+        assert found[f"nbtools over {peer}"]["most"] >= 1
+        assert found[f"time to target, {peer} over nbtools"]["most"] >= 1
+    assert found["nbtools over guide"]["least"] >= 1.5
 
 
 def figures(name: str) -> dict[str, Any]:

@@ -18,15 +18,9 @@ from nbtools.tasks import captcha
 from nbtools.tasks.common.files import IMAGES
 from nbtools.train.evaluation import evaluate
 
+pytestmark = pytest.mark.usefixtures("one_cache")
+
 LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -162,17 +156,17 @@ def test_every_bad_file_is_in_the_table_with_its_rule_and_the_rest_is_packed(fix
     pack = captcha.pack(source, classes="0123456789", progress=False)
     rows = {row["file"]: (row["value"], row["rule"], row["fix"]) for row in pack.bad.to_dict("records")}
     assert len(pack) == 60
-    assert rows.pop("1111_t.png")[1] == rows.pop("2222_n.png")[1] == "the file is a whole image"
-    assert rows.pop("notes.txt")[:2] == (".txt", f"images end in {', '.join(IMAGES)}")
+    assert rows.pop("1111_t.png")[1] == rows.pop("2222_n.png")[1] == "the file must be a whole image"
+    assert rows.pop("notes.txt")[:2] == (".txt", f"images must end in {', '.join(IMAGES)}")
     assert rows.pop("3333_s.png") == (
         "24 × 65 pixels (height × width)",
-        "images are 24 × 64 pixels (height × width)",
+        "images must be 24 × 64 pixels (height × width)",
         'resize it, or pack with layout="lines"',
     )
-    assert rows.pop("44O4_u.png")[:2] == ("O", "characters are in classes")
-    assert rows.pop("5555.png")[1] == "the name fits the label pattern '_'"
-    assert rows.pop("_e.png")[1] == "the label is not empty"
-    assert rows.pop("66666_l.png")[:2] == ("66666", "labels have 4 characters")
+    assert rows.pop("44O4_u.png")[:2] == ("O", "characters must be in classes")
+    assert rows.pop("5555.png")[1] == "the name must match the label pattern '_'"
+    assert rows.pop("_e.png")[1] == "the label must not be empty"
+    assert rows.pop("66666_l.png")[:2] == ("66666", "labels must have 4 characters")
     assert rows == {}
 
 
@@ -181,7 +175,7 @@ def test_a_line_too_short_for_ctc_is_reported_when_it_is_packed(lines, tmp_path)
     png(source / "aabbccddee_9.png", size=(40, 40))
     [row] = captcha.pack(source, height=16, progress=False).bad.to_dict("records")
     assert (row["file"], row["value"]) == ("aabbccddee_9.png", "2 steps")
-    assert row["rule"] == "15 time steps of 4 pixels for 'aabbccddee'"
+    assert row["rule"] == "'aabbccddee' needs 15 time steps of 4 pixels"
 
 
 def test_a_folder_where_nothing_is_usable_tells_why(tmp_path):

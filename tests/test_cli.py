@@ -12,13 +12,11 @@ import pytest
 import torch
 import toy
 
-from nbtools import __main__, tasks
+from nbtools import options, tasks
 from nbtools.__main__ import main, smoke_test
 from nbtools.errors import TrainError
 from nbtools.run import busy
 from nbtools.train import as_task, knob
-
-pytestmark = pytest.mark.usefixtures("undrawn", "one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +44,7 @@ def test_demo_pack_advise_train_evaluate_predict_in_a_row(tmp_path, capsys):
     raw, run = tmp_path / "raw", tmp_path / "run"
     assert main(["demo", "toy", str(raw), "--count", "150"]) == 0
     assert main(["pack", "toy", str(raw)]) == 0
-    assert "classes   4: a b c d" in capsys.readouterr().out
+    assert "  4: a b c d" in capsys.readouterr().out
     assert main(["advise", "toy", "--data", str(raw), "--no-measure"]) == 0
     assert "rule of thumb" in capsys.readouterr().out
     train = ["train", "toy", "--data", str(raw), "--run", str(run), "--no-receipt", "--batch-size", "8"]
@@ -156,7 +154,7 @@ def test_a_new_folder_under_tasks_is_found_by_its_name(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").touch()
     monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
-    found = runpy.run_path(__main__.__file__)["BUILT_IN"]
+    found = runpy.run_path(options.__file__)["BUILT_IN"]
     assert sorted(found) == ["captcha", "hwdb", "mine", "segment", "sign"]
 
 
@@ -223,7 +221,7 @@ def test_an_option_is_read_by_its_annotation(kind, text, value, monkeypatch, cap
         (float, "much", "a number"),
         (bool | int, "much", "true or false or a whole number"),
         (int | None, "x", "a whole number or none"),
-        (int | tuple[int, int], "4,8,9", "a whole number or 2 numbers with commas between"),
+        (int | tuple[int, int], "4,8,9", "a whole number or 2 numbers separated by commas"),
     ],
 )
 def test_an_option_that_its_annotation_does_not_allow_is_refused_in_a_sentence(kind, text, rule, monkeypatch, capsys):

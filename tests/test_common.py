@@ -133,11 +133,11 @@ def test_hidden_colours_of_transparent_pixels_do_not_show(tmp_path):
 @pytest.mark.parametrize(
     ("content", "value", "rule"),
     [
-        (b"", "an empty file", "the label is a whole image"),
-        (b"text", "cannot identify image file 'bad.png'", "the label is a whole image"),
-        ("cut", "image file is truncated", "the label is a whole image"),
-        ("deep", "mode I", "an image has 8 bits per channel"),
-        ("huge", "more", "the label has at most 200 pixels"),
+        (b"", "an empty file", "the label must be a whole image"),
+        (b"text", "cannot identify image file 'bad.png'", "the label must be a whole image"),
+        ("cut", "image file is truncated", "the label must be a whole image"),
+        ("deep", "mode I", "an image must have 8 bits per channel"),
+        ("huge", "more", "the label must have at most 200 pixels"),
     ],
 )
 def test_an_image_that_cannot_be_used_is_refused_with_the_rule(tmp_path, monkeypatch, content, value, rule):
@@ -182,8 +182,8 @@ def test_a_table_of_labels_is_read_as_it_was_written_with_or_without_a_byte_orde
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"file,label\na\xff,1\n", r"labels\.csv: .*text in UTF-8, got byte 0xff at offset 12; save it as UTF-8"),
-        (b'a,"' + b"x" * 200_000 + b'"\n', r"labels\.csv: .*the file is CSV, got field larger"),
+        (b"file,label\na\xff,1\n", r"labels\.csv: .*UTF-8 text, got byte 0xff at offset 12; save it as UTF-8"),
+        (b'a,"' + b"x" * 200_000 + b'"\n', r"labels\.csv: .*the file must be CSV, got field larger"),
     ],
 )
 def test_a_table_that_is_no_csv_in_utf_8_names_the_file_and_the_place(data, message):

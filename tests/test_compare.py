@@ -2,7 +2,12 @@
 
 import importlib
 import io
+import os
+import re
 import shutil
+from html import unescape
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import IPython.display
@@ -13,12 +18,14 @@ from PIL import Image
 
 import nbtools as nb
 from nbtools import table
+from nbtools.compare import alike
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.live import XS, Columns, overlay
 from nbtools.live.picture import picture
 from nbtools.run import Run
-from nbtools.train import History, Record
+from nbtools.train import History, Record, checkpoint
 
+pytestmark = pytest.mark.drawn  # the picture of a comparison
 EVIL = '<img src=x onerror="alert(1)">'
 
 
@@ -50,7 +57,7 @@ def test_the_frame_has_a_row_a_run_with_its_outcome_and_the_settings_that_differ
     frame, slow = nb.compare(*runs).frame, runs[0]
     assert list(frame.index) == ["slow", EVIL]
     assert frame.loc["slow", "best_accuracy"] == slow.best["val_accuracy"]
-    assert frame.loc["slow", "best_epoch"] == slow.best["epoch"] + 1
+    assert frame.loc["slow", "best_epoch"] == slow.best["epoch"]
     assert frame.loc["slow", "val_loss"] == slow.summary()["val_loss"].iloc[-1]
     assert list(frame["epochs"]) == list(frame["planned_epochs"]) == [3, 2]
     assert frame.loc["slow", "steps"] == slow.history.rows[-1]["step"]
@@ -62,13 +69,113 @@ def test_the_frame_has_a_row_a_run_with_its_outcome_and_the_settings_that_differ
     assert nb.compare(*(run.folder for run in runs)).frame.equals(frame)
 
 
+@pytest.fixture
+def reached(runs, tmp_path):
+    """Copies of a run with one evaluation of this accuracy and loss each, the first the oldest."""
+
+    def make(*values: tuple[float, float], **changes: Any) -> Path:
+        for k, (accuracy, loss) in enumerate(values):
+            folder = shutil.copytree(runs[0].folder, tmp_path / "runs" / f"run-{k}")
+            checkpoint.mark(folder, id=folder.name)  # a run of its own
+            (folder / "plan.json").write_text(runs[0].plan.replace(lr=1e-3 * (k + 1), **changes).to_json())
+            (folder / "history.csv").unlink()
+            row = {"epoch_time": 15.5, "val_accuracy": accuracy, "val_loss": loss}
+            History(folder / "history.csv").append(Record("epoch", 0, 10, 100, row))
+            os.utime(folder / "history.csv", (k, k))
+        return tmp_path / "runs"
+
+    return make
+
+
+def test_a_folder_of_runs_stands_for_the_newest_eight_in_it_and_the_text_says_so(reached, runs):
+    folder = reached(*[(0.5, 1.0)] * 9)
+    found = nb.compare(folder)
+    assert found.names == tuple(f"run-{k}" for k in range(1, 9)), "in the order in which a user starts and names them"
+    assert f"The newest 8 of the 9 runs in {folder}." in str(found)
+    assert f"The newest 8 of the 9 runs in {folder}." in found.html()
+    assert nb.compare(folder / "run-0", folder).names[:2] == ("run-0", "run-1")
+    (folder / "run-3" / "plan.json").unlink()
+    assert "Left out: run-3: " in str(nb.compare(folder))
+
+
+@pytest.mark.parametrize(
+    ("values", "best", "said"),
+    [
+        ([(0.5, 1.0), (0.9, 0.9)], 1, "run-1 is the best: accuracy 0.900, 0.400 above run-0. It was trained wi"),
+        ([(0.9, 1.0), (0.91, 0.2)], None, "No clear winner by accuracy: run-1 0.910, run-0 0.900; on 48 validation "),
+        ([(0.0, 1.0), (0.0, 0.8)], 1, "None of them has learned yet: accuracy is 0 in all. run-1 is the best: valida"),
+        ([(0.0, 0.325), (0.0, 0.321)], None, "by validation loss: run-1 0.321, run-0 0.325; on 48 validation samples,"),
+        ([(1.0, 0.1), (1.0, 0.1)], None, "No clear winner by accuracy: "),
+        ([(30.0, 1.0), (30.1, 0.2)], None, "No clear winner by accuracy: run-1 30.1, run-0 30.0; on 48 validation "),
+        ([(-0.501, 1.0), (-0.5, 0.2)], None, "No clear winner by accuracy: run-1 -0.500, run-0 -0.501; on 48 "),
+        ([(30.0, 1.0), (45.0, 0.2)], 1, "run-1 is the best: accuracy 45.0, 15.0 above run-0. "),
+        ([(0.0, 1e-5), (0.0, 0.0)], None, "by validation loss: run-1 0, run-0 1.00e-5; on 48 validation samples,"),
+    ],
+)
+def test_the_best_run_is_marked_where_more_than_chance_sets_it_apart(reached, values, best, said):
+    found = nb.compare(reached(*values))
+    assert said in found.conclusion
+    assert ("It was trained with lr 0.002 instead of 0.001." in found.conclusion) == (best is not None)
+    assert found.best is (None if best is None else found.runs[found.names.index(f"run-{best}")])
+    for shown in (str(found), unescape(found.html()).replace("\xa0", " ")):
+        assert found.conclusion in shown
+        assert ("(best)" in shown) == (best is not None)
+        assert f"run-{best} (best)" in shown or best is None
+
+
+def test_a_better_accuracy_counts_from_two_standard_errors_of_so_many_samples():
+    """Of 0.90 on 1,000 samples: 2 √(2 · 0.9 · 0.1 / 1000) = 0.027."""
+    assert alike(0.900, 0.875, 1000, share=True)
+    assert not alike(0.900, 0.870, 1000, share=True)
+    assert not alike(0.900, 0.875, 10_000, share=True)
+    assert alike(1.0, 0.995, 200, share=True), "one sample"
+
+
+def test_a_lower_loss_counts_from_what_few_samples_may_differ_and_from_two_percent_of_many():
+    assert alike(1.0, 1.16, 36, share=False)
+    assert not alike(1.0, 1.18, 36, share=False)
+    assert alike(1.0, 1.019, 1_000_000, share=False)
+    assert not alike(1.0, 1.021, 1_000_000, share=False)
+
+
+def test_an_error_rate_of_zero_is_the_best_only_where_the_other_is_further_off_than_chance(reached):
+    folder = reached((0.02, 1.0), (0.0, 1.0))
+    errors: Any = SimpleNamespace(**{**vars(toy), "BEST": "-accuracy"})
+    rates = [Run.open(folder / name, errors) for name in ("run-0", "run-1")]
+    assert "No clear winner by accuracy: run-1 0, run-0 0.0200" in nb.compare(*rates).conclusion
+
+
+def test_no_run_is_the_best_of_different_tasks_or_data_or_alone(runs, reached, tmp_path):
+    other = nb.fit(
+        toy, toy.make_pack(tmp_path / "other", count=120), toy.PLAN.replace(epochs=1), tmp_path / "b", **QUIET
+    )
+    assert nb.compare(runs[0], other).conclusion == "No best run: they are validated on different data."
+    assert nb.compare(runs[0]).conclusion == ""
+    empty = Run(tmp_path / "empty", toy, runs[0].card, runs[0].plan)
+    assert nb.compare(runs[0], empty).conclusion == "No best run: fewer than two have been evaluated."
+
+
+def test_the_time_of_a_run_has_a_unit(reached):
+    assert re.search(r"^time +16 s$", str(nb.compare(reached((0.5, 1.0)))), re.M)
+
+
 def test_epochs_are_those_that_ended_whatever_the_plan_asks_for(runs, tmp_path):
     folder = shutil.copytree(runs[0].folder, tmp_path / "lowered")
     (folder / "plan.json").write_text(runs[0].plan.replace(epochs=1).to_json())
     rows = [line.split() for line in str(nb.compare(folder, runs[1])).splitlines()]
-    assert rows[1][:1] == ["lowered"]
+    assert any(row[:1] == ["lowered"] for row in rows)
     assert ["epochs", "3", "2"] in rows
     assert ["planned", "epochs", "1", "2"] in rows
+
+
+def test_a_setting_that_was_changed_while_a_run_trained_is_shown_with_the_value_it_started_with(other, runs):
+    folder, found = other
+    (folder / "plan.json").write_text(runs[0].plan.replace(lr=5e-4).to_json())
+    found.append(Record("step", 0, 10, 100, {"loss": 1.0}))
+    for step, what in ((10, "lr 0.002 → 0.001"), (20, "amp off → bf16, lr 0.001 → 0.0005")):
+        found.append(Record("change", 0, step, 100, {"what": what}))
+    differing = {caption: rows for caption, _, rows in nb.compare(runs[0], folder).tables()}["Settings that differ"]
+    assert ["lr", "0.001", "0.002 → 0.0005"] in differing
 
 
 def test_what_was_changed_while_each_run_trained_is_listed_by_step_below_the_settings_that_differ(runs, other):
@@ -76,17 +183,19 @@ def test_what_was_changed_while_each_run_trained_is_listed_by_step_below_the_set
     found.append(Record("step", 0, 10, 100, {"loss": 1.0}))
     for what in ("lr 0.001 → 0.00070710678", EVIL):
         found.append(Record("change", 0, 10, 100, {"what": what}))
+    back = {"what": "Training diverged at lr 1000; back at step 10", "mark": "diverged, back to step 10"}
+    found.append(Record("event", 0, 10, 100, back))
     comparison = nb.compare(runs[1], folder)
     captions = [caption for caption, _, _ in comparison.tables()]
     assert captions == ["Results", "Settings that differ", "Changed while it trained"]
-    assert comparison.changes() == [["10", None, f"lr 0.001 → 0.000707, {EVIL}"]]
+    said = f"lr 0.001 → 0.000707, {EVIL}, {back['what']}"
+    assert comparison.changes() == [["10", None, said]]
     assert str(comparison).index("Settings that differ") < str(comparison).index("lr 0.001 → 0.000707")
     assert [caption for caption, _, _ in nb.compare(runs[0], runs[0]).tables()] == ["Results"]
 
 
-def test_the_train_loss_is_one_number_in_summary_comparison_and_picture(runs, other):
-    """The last epoch's mean: the last log window and the smoothed curve end elsewhere. Before an epoch has ended it is
-    that of the last log step."""
+def test_the_train_loss_is_one_number_in_summary_and_comparison_and_a_curve_says_its_own_end(runs, other):
+    """The last epoch's mean, before an epoch has ended that of the last log step; the smoothed curve ends elsewhere."""
     slow, (folder, young) = runs[0], other
     loss = slow.summary()["train_loss"].iloc[-1]
     assert loss != slow.history.of("step")[-1]["loss"], "the toy run cannot tell the two apart"
@@ -96,7 +205,7 @@ def test_the_train_loss_is_one_number_in_summary_comparison_and_picture(runs, ot
     for run, history, name, value in found:
         assert nb.compare(run).frame["train_loss"].tolist() == [value]
         [line] = [line for line in picture(Columns(history)).charts[0].lines if line.name.startswith("train")]
-        assert (line.name, line.value) == (name, table.number(value))
+        assert (line.name, line.value) == (name, table.number(line.y[-1]))
 
 
 def test_each_chart_has_a_line_a_run_in_the_colour_and_dashes_of_the_key(runs):
@@ -169,4 +278,7 @@ def test_what_cannot_be_compared_is_refused_with_what_to_do(runs, tmp_path):
     with pytest.raises(TrainError, match="x must be one of step, samples, minutes, got 'hours'"):
         nb.compare(*runs, x="hours")
     with pytest.raises(CheckpointError, match="not a run folder"):
+        nb.compare(tmp_path)
+    (shutil.copytree(runs[0].folder, tmp_path / "broken") / "plan.json").unlink()
+    with pytest.raises(CheckpointError, match=r"none of its runs can be compared. Left out: broken: .*plan.json is"):
         nb.compare(tmp_path)

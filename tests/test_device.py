@@ -123,9 +123,6 @@ class OnCuda:
 
     device = CUDA
 
-    def index_select(self, dim, index):
-        return self
-
 
 @pytest.mark.usefixtures("switches")
 @pytest.mark.parametrize("task", [captcha, hwdb], ids=["captcha", "hwdb"])
@@ -140,11 +137,6 @@ def test_ctc_is_refused_in_a_sentence_where_training_on_a_gpu_is_to_be_determini
 # -- on a GPU
 
 PLAN = toy.PLAN.replace(epochs=2, dropout=0.0)
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    return toy.make_pack(tmp_path_factory.mktemp("toy"))
 
 
 def trained(pack, plan, evaluating=False):

@@ -36,6 +36,24 @@ def test_every_call_takes_new_numbers():
     assert torch.equal(Draws(5, 2, IDS).uniform(shape=(6,)), torch.cat([first, second], 1))
 
 
+def test_several_ranges_at_once_and_a_block_of_numbers_give_those_of_single_calls():
+    """Also across the ends of a block, where the next is hashed, and where a caller goes back."""
+    ranges = [(0, 1), (-0.3, 0.3), (24, 200), (0, 2 * math.pi), (0.25, 2)] * 9
+    one, many = Draws(5, 2, IDS), Draws(5, 2, IDS)
+    singly = [one.uniform(low, high) for low, high in ranges]
+    assert torch.equal(torch.cat([many.uniforms(*ranges[:7]), many.uniforms(*ranges[7:])], 1), torch.stack(singly, 1))
+    one.count = many.count = 2
+    assert Draws(5, 2, IDS).bits((0,)).shape == (len(IDS), 0)
+    assert torch.equal(many.bits((3,)), torch.stack([one.bits() for _ in range(3)], 1))
+    assert torch.equal(many.bits((3, 30))[:, 1], Draws(5, 2, IDS).bits((100,))[:, 35:65])
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-9, 0.1, 1 / 3, 0.5, 0.7, 1 - 1e-7, 1.0])
+def test_chance_is_where_a_uniform_number_is_less(p):
+    one, other = (Draws(3, 0, torch.arange(100_000)) for _ in range(2))
+    assert torch.equal(one.chance(p), other.uniform() < p)
+
+
 def chi_square(values: np.ndarray, bins: int) -> float:
     """Of values in [0, 1) in equal bins, as standard deviations from its mean (bins - 1, variance 2 (bins - 1))."""
     counts = np.bincount((values * bins).astype(int), minlength=bins)

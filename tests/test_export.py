@@ -23,8 +23,6 @@ from nbtools.folder import begin
 from nbtools.run import Run
 from nbtools.tasks import captcha, hwdb, segment, sign
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def a_run(task: Any, pack: nb.Pack, plan: nb.Plan, folder: Path) -> Run:
     """A run that has not trained: with the weights that it starts with, but for batch norms, which have seen data."""
@@ -110,7 +108,7 @@ def test_a_file_alone_gives_the_answers_of_the_run(network, packs, tmp_path, cap
     plan = task.PLAN.replace(network=choice, **({"normalise": "none"} if task is sign else {}))
     run = a_run(task, pack, plan, tmp_path / "run")
     path = run.export(tmp_path / "model.onnx")
-    assert "on 8 samples its answers in onnxruntime" in capsys.readouterr().out
+    assert "on 8 samples its outputs in onnxruntime" in capsys.readouterr().out
     ids = run.readable(pack).ids("train")[-5:]  # none of those that were compared
     given, about = answers_of(path, pack, ids)
     raw = collate([pack.sample(i) for i in ids], pack.columns)
@@ -215,10 +213,13 @@ class Chooser(nn.Module):
 @pytest.mark.parametrize(
     ("network", "words"),
     [
-        (Restless, r"Restless answers differently as ONNX: on 8 samples by up to .*, where at most 0\.0001 is allowed"),
+        (
+            Restless,
+            r"Restless has other outputs as ONNX: on 8 samples they differ by .*, and at most 0\.0001 is allowed",
+        ),
         (
             Chooser,
-            r"cannot trace Chooser: .*\.py:\d+ makes Python values .*; .* cannot export Chooser .*; nothing was",
+            r"cannot trace Chooser: .*\.py:\d+ turns tensors into .*; .* cannot export Chooser .*; nothing was",
         ),
     ],
 )
@@ -233,7 +234,7 @@ def test_nothing_is_written_of_a_network_that_answers_differently_or_cannot_be_e
 def test_without_onnxruntime_a_sentence_says_that_nothing_was_compared(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     path = run.export(tmp_path / "toy.onnx")
-    assert "toy.onnx: its answers were not compared with torch's" in capsys.readouterr().out
+    assert "toy.onnx: its outputs were not compared with torch's" in capsys.readouterr().out
     assert opened(path)[1]["classes"] == list("abcd")
 
 

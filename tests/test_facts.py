@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,19 +54,28 @@ def test_they_say_how_far_a_run_is_how_long_it_took_and_when_it_ends():
         ("step", "200 of 400"),
         ("epoch", "4 of 8"),
         ("elapsed", "24 s"),
-        ("left, with evaluation", "24 s"),
+        ("time left", "24 s"),
         ("training ends", "08:00 UTC"),
-        ("best whole_accuracy", "0.500 in epoch 4"),
+        ("best whole accuracy", "0.500 in epoch 4"),
     ]
-    assert told(history(), About(epochs=8, epoch_samples=3200, then="receipt"))["left, with evaluation"] == (
-        "24 s + receipt"
-    )
+    assert told(history(), About(epochs=8, epoch_samples=3200, then="receipt"))["after training"] == "receipt"
     assert told(history(), About(epochs=80_000, epoch_samples=3200))["training ends"] == "Wed 21:19 UTC"
     assert told(History()) == {}
     assert "left" not in " ".join(told(history(), About(best="-loss"))), "of unknown length"
 
 
-def test_what_follows_training_is_named_next_to_the_time_left(tmp_path):
+def test_every_fact_keeps_its_place_from_the_first_step_on():
+    """A fact of unknown length would push those after it aside, and one that comes later would too."""
+    first = History()
+    first.append(Record("step", 0, 1, 64, {"loss": 1.0, "batch_size": 64, "samples_per_s": 640.0}))
+    early, late = ([*told(found).items()] for found in (first, history()))
+    assert [name for name, _ in early] == [name for name, _ in late]
+    assert [value for name, value in early if name.startswith("best")] == ["–"]
+    assert [facts.room(*fact) for fact in early] == [facts.room(*fact) for fact in late]
+    assert facts.room("step", "9 of 1,200") == facts.room("step", "1,100 of 1,200") >= len("1,200 of 1,200")
+
+
+def test_what_follows_training_is_named_after_the_facts(tmp_path):
     pack, plan = toy.make_pack(tmp_path / "pack"), toy.PLAN.replace(eval_samples=4)
     assert afterwards(plan, pack, tmp_path, True) == "final evaluation + receipt"
     (tmp_path / "receipt.json").touch()
@@ -77,9 +87,9 @@ def test_what_is_left_counts_samples_at_the_pace_since_the_last_change():
     found = history()
     for step, what in ((100, "batch_size 64 → 512"), (200, "amp off → bf16")):
         found.append(Record("change", 3, step, step * 64, {"what": what}))
-    assert told(found)["left, with evaluation"] == "24 s"
+    assert told(found)["time left"] == "24 s"
     found.append(Record("step", 4, 201, 200 * 64, {"loss": 0.1, "samples_per_s": 1280.0}))
-    assert told(found)["left, with evaluation"] == "14 s"
+    assert told(found)["time left"] == "14 s"
 
 
 @pytest.mark.parametrize(("done", "batch"), [(0, 64), (1, 64), (70, 64), (100, 48), (399, 100), (12, 3200)])
@@ -95,17 +105,19 @@ def test_the_steps_of_the_whole_run_are_those_done_and_those_left_with_the_prese
 
 
 def test_a_paused_run_ends_at_no_known_time_and_one_that_is_over_has_nothing_left():
-    assert "training ends" not in told(history(), status="paused")
-    assert told(history(), status="paused")["left, with evaluation"] == "24 s"
-    for status in ("done", "stopped", "diverged", "interrupted"):
+    assert told(history(), status="paused")["training ends"] == "–"
+    assert told(history(), status="paused")["time left"] == "24 s"
+    for status in ("done", "stopped", "diverged", "failed", "interrupted"):
         said = told(history(), status=status)
         assert (said["took"], [name for name in said if "left" in name or "ends" in name]) == ("24 s", [])
 
 
 def test_what_holds_the_gpu_back_is_said_in_words_and_idle_is_no_trouble():
     reasons = f"{REASONS[0x1]}, {REASONS[0x4]}, {REASONS[0x40]}"
-    assert told(history(gpu_throttle=reasons))["GPU held back"] == "power limit, too hot (hardware)"
-    assert "GPU held back" not in told(history(gpu_throttle=REASONS[0x1]))
+    facts = told(history(gpu_throttle=reasons))
+    assert facts["GPU throttled by"] == "power limit, too hot (hardware)"
+    assert [*facts][-1] == "GPU throttled by", "it comes and goes, and would push aside what follows it"
+    assert "GPU throttled by" not in told(history(gpu_throttle=REASONS[0x1]))
 
 
 def test_the_state_is_a_badge_in_a_colour_of_its_own():
@@ -115,19 +127,20 @@ def test_the_state_is_a_badge_in_a_colour_of_its_own():
     assert "waiting for the first step" in facts.html(picture(Columns(), ABOUT, "compiling"))
 
 
-@pytest.mark.usefixtures("undrawn", "one_thread")
 def test_a_run_shows_each_state_it_is_in_and_how_it_ended(tmp_path, monkeypatch):
     """Stopped by the user, resumed to its end, and another that diverges."""
     seen: list[str] = []
+    notes: list[str] = []
     draw, finish = View.draw, View.finish
 
     def drawn(self: View, status: str = "training") -> None:
         seen.append(status)
         draw(self, status)
 
-    def finished(self: View, previews: Any, status: str, *rest: Any) -> None:
+    def finished(self: View, previews: Any, status: str, path: Path | None = None, note: str = "") -> None:
         seen.append(status)
-        finish(self, previews, status, *rest)
+        notes.append(note)
+        finish(self, previews, status, path, note)
 
     monkeypatch.setattr(View, "draw", drawn)
     monkeypatch.setattr(View, "finish", finished)
@@ -141,6 +154,17 @@ def test_a_run_shows_each_state_it_is_in_and_how_it_ended(tmp_path, monkeypatch)
     with pytest.raises(nb.NbtoolsError, match="diverged"):
         nb.fit(toy, pack, plan.replace(lr=1e30), tmp_path / "ruined", receipt=False)
     assert seen[-1] == "diverged"
-    for name, ended in (("run", "done"), ("ruined", "diverged")):
+    with pytest.raises(ZeroDivisionError):
+        nb.fit(acting({12: lambda: 1 / 0}), pack, plan, tmp_path / "broken", receipt=False)
+    assert seen[-1] == "failed"
+    written = {name: (tmp_path / name / "plot.png").exists() for name in ("run", "ruined", "broken")}
+    assert all(written.values()), "also where an error ended it"
+    again = {"run": "done: the best model is", "ruined": "lower lr and run {} again", "broken": "mend what the"}
+    for name, ended in (("run", "done"), ("ruined", "diverged"), ("broken", "failed")):
+        assert any(note.startswith(again[name].format("this cell")) for note in notes)
         nb.watch(tmp_path / name, toy)
         assert seen[-1] == ended
+        assert notes[-1].startswith(again[name].format("it"))
+        assert str(tmp_path / name) in notes[-1], "where the model is"
+    nb.fit(toy, pack, plan, tmp_path / "broken", receipt=False)
+    assert nb.Run.open(tmp_path / "broken", toy).state == "done", "no longer failed"

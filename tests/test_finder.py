@@ -29,7 +29,6 @@ from nbtools.train import TrainState, attempt
 from nbtools.train.device import out_of_memory
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

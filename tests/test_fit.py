@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -28,15 +29,8 @@ from nbtools.run import Run
 from nbtools.table import number
 from nbtools.train import checkpoint
 
-pytestmark = pytest.mark.usefixtures("undrawn", "one_thread")
-
 ONE = toy.PLAN.replace(epochs=1)
 FLAT: dict[str, Any] = {"metrics": lambda outputs, batch: {"accuracy": (1, 2)}}  # no epoch is better than the first
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    return toy.make_pack(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +44,10 @@ def copy(run, tmp_path):
     return shutil.copytree(run.folder, tmp_path / "copy")
 
 
+def best_file(run) -> str:
+    return f"{checkpoint.read_index(run.folder)['best']}.safetensors"
+
+
 def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -60,6 +58,7 @@ def test_a_run_folder_holds_its_checkpoints_and_the_columns_of_the_guides_log(ru
     index = json.loads((run.folder / "run.json").read_text())
     for name in (index["last"], index["best"]):
         assert {f"{name}.safetensors", f"{name}.json"} <= files
+    assert [name for name in files if name.endswith(".best.safetensors")] == [best_file(run)], "found by who lists it"
     assert len(checkpoint.names(run.folder)) == 3  # the last and two before it
     assert not [name for name in files if name.endswith(".part")]
     frame = pd.read_csv(run.folder / "history.csv")
@@ -73,10 +72,14 @@ def test_a_run_folder_holds_its_checkpoints_and_the_columns_of_the_guides_log(ru
 def test_an_opened_run_gives_the_best_weights_and_the_same_answers(run, pack):
     opened = nb.Run.open(run.folder, toy)
     best = max(run.history.of("epoch"), key=lambda row: row["val_accuracy"])
-    assert opened.best["epoch"] == best["epoch"]
+    assert opened.best["epoch"] == best["epoch"] + 1, "counted from 1, as everywhere on a screen"
     assert nb.evaluate(opened, pack, "val")["accuracy"] == best["val_accuracy"]
     assert nb.evaluate(opened, pack) == nb.evaluate(run, pack)
-    assert "3 of 3 epochs, best val_accuracy" in repr(opened)
+    assert "3 of 3 epochs, best accuracy" in repr(opened)
+    assert repr(opened).endswith(f" in epoch {opened.best['epoch']} ({best_file(run)})"), "the file to take home"
+    shown = opened.best._repr_html_()
+    assert re.search(r">memory</td>.*?>[\d.]+\sMB</td>", shown), "as it stands in the log"
+    assert f">{number(best['val_accuracy'])}</td>" in shown
 
 
 def test_predict_reads_raw_files_with_the_runs_own_preprocessing(run, pack, tmp_path):
@@ -139,10 +142,12 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(run, pack,
     ],
 )
 def test_a_folder_that_is_no_run_is_refused_by_its_reason(tmp_path, index, words):
+    folder = tmp_path / "runs" / "one"  # apart from the runs of other tests, which would be proposed
+    folder.mkdir(parents=True)
     if index is not None:
-        (tmp_path / "run.json").write_text(index)
+        (folder / "run.json").write_text(index)
     with pytest.raises(CheckpointError, match=words):
-        Run.open(tmp_path)
+        Run.open(folder)
 
 
 def test_a_full_disk_stops_with_a_sentence_and_loses_no_checkpoint(run, pack, tmp_path, monkeypatch):
@@ -170,7 +175,7 @@ def test_a_run_never_evaluated_or_stopped_in_its_first_epoch_still_predicts(pack
     assert never.best == stopped.best == {}
     assert "val_loss" not in never.summary()
     assert stopped.summary().empty
-    assert "0 of 3 epochs" in repr(stopped)
+    assert repr(stopped) == f"Run {stopped.folder}: in epoch 1 of 3"
     assert len(never.predict_pack(small, range(3))) == len(stopped.predict_pack(pack, range(3))) == 3
 
 
@@ -212,7 +217,7 @@ def test_a_finished_run_that_is_run_again_says_so_with_its_best_value_and_what_t
     assert again.events == [
         f"{run!r}; it is finished: raise epochs to continue, or choose another run folder to start over"
     ]
-    assert f"best val_accuracy {number(run.best['val_accuracy'])}" in again.events[0]
+    assert f"best accuracy {number(run.best['val_accuracy'])}" in again.events[0]
 
 
 def test_keep_named_only_after_the_run_brings_all_of_it_and_mixes_no_two(run, pack, tmp_path):
@@ -224,7 +229,7 @@ def test_keep_named_only_after_the_run_brings_all_of_it_and_mixes_no_two(run, pa
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("mine")
     for folder, words in {
-        "other": r"keeps a run other than .*; name another keep=",
+        "other": r"holds a different run than .*; name another keep=",
         "mine": "files but no run",
     }.items():
         with pytest.raises(CheckpointError, match=words):
@@ -274,7 +279,7 @@ def test_an_index_kept_while_the_run_goes_on_names_what_was_there(copy, tmp_path
     target, keeper = tmp_path / "drive", checkpoint.Keeper(copy, tmp_path / "drive")
     index, busy = checkpoint.read_index(copy), waiting(keeper, monkeypatch)
     keeper.keep()  # the run is one checkpoint further before it copies
-    checkpoint.mark(copy, last="0009-00000081", best="0009-00000081.weights")
+    checkpoint.mark(copy, last="0009-00000081", best="0009-00000081.best")
     busy.set()
     keeper.close()
     assert checkpoint.read_index(target) == index
@@ -317,12 +322,13 @@ def test_a_receipt_is_measured_once_and_one_that_fails_costs_no_run(pack, tmp_pa
     monkeypatch.setattr(sys.modules[measure.step_profile.__module__], "SECONDS", 0.1)
     real, ways = measure.receipt, [KeyboardInterrupt(), OSError("a raw file is gone"), None]
 
-    def receipt(*arguments):
+    def receipt(*arguments, **more):
         if trouble := ways.pop(0):
             raise trouble
-        return real(*arguments, seconds=0.05)
+        return real(*arguments, seconds=0.05, **more)
 
     monkeypatch.setattr(measure, "receipt", receipt)
+    monkeypatch.setattr(measure, "tried_before", lambda task, pack: ["Tried by nb.advise: bf16"])
     for told in ("interrupted; run it again to get it", "OSError: a raw file is gone"):
         run = nb.fit(toy, pack, ONE, tmp_path / "run", progress=False)
         assert f"no receipt: {told}" in run.events
@@ -332,6 +338,7 @@ def test_a_receipt_is_measured_once_and_one_that_fails_costs_no_run(pack, tmp_pa
         run = nb.fit(toy, pack, ONE, tmp_path / "run", progress=False)
         assert run.receipt is not None
         assert run.receipt.machine["torch"].endswith(torch.__version__)
+        assert run.receipt.notes[0] == "Tried by nb.advise: bf16"
         assert run.verdict is not None
     assert ways == []
 

@@ -14,7 +14,6 @@ from nbtools import guides
 from nbtools.__main__ import main, parser
 from nbtools.errors import NbtoolsError
 
-pytestmark = pytest.mark.usefixtures("one_thread", "undrawn")
 TEXT = (Path(__file__).parent.parent / "docs" / "guides.md").read_text()
 CONFIG = """
 ## bisenetv2

@@ -175,7 +175,7 @@ def test_other_characters_are_the_unknown_class_or_left_out():
     ("call", "message"),
     [
         (lambda path: NGram.train(path / "empty.txt", "ab"), r"empty\.txt: must have at least one character"),
-        (lambda path: NGram.train(path / "gb.txt", "ab"), r"gb\.txt: the file is text in UTF-8, got byte 0xd6"),
+        (lambda path: NGram.train(path / "gb.txt", "ab"), r"gb\.txt: the file must be UTF-8 text, got byte 0xd6"),
         (lambda path: NGram.train(path / "none.txt", "ab"), "none.txt: .*, got No such file.*; name a readable text"),
         (lambda _: NGram.train(["ab"], "ab", 1), "order must be a whole number from 2 to 8, got 1"),
         (lambda _: NGram.train(["ab"], ["a", "bb"]), "single characters"),

@@ -132,7 +132,7 @@ def test_two_words_a_world_apart_ask_for_no_paper_between_them():
     data = page(far, words(word(b"c\0", 0, 0, 1, 1, b"\7")), kind=b"DGR")
     first, second = lines_of(data, "far.dgr")
     assert first.text == "ab"
-    with pytest.raises(PackError, match=r"line 1 spans at most 16 times its words' 2 pixels, got 65,536"):
+    with pytest.raises(PackError, match=r"line 1 must span at most 16 times its words' 2 pixels, got 65,536"):
         first.image(data)
     assert second.image(data).tolist() == [[7]]
 
@@ -197,20 +197,20 @@ TEXT, BOX = 50, 58  # where the line begins, and its box
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "the header takes 4 bytes, got 0 up to the end at byte 0 of"),
-        (b"\x89PNG\r\n\x1a\n" + bytes(40), r"a .dgrl file says DGRL, got .* at byte 4 of page.dgrl; leave it out"),
-        (page(words(), kind=b"DGR"), r"a \.dgrl file says DGRL, got b'DGR"),
-        (with_int(0, 35), "the header has 36 to 80 bytes, got 35 at byte 0 of"),
-        (with_int(34, 4, "<h"), "a character's code has 2 bytes, got 4 at byte 34 of"),
-        (with_int(36, 24, "<h"), "a pixel has 1 or 8 bits, got 24 at byte 36 of"),
-        (with_int(38, 0), "height and width of the page are 1 to 100,000 pixels, got 0 × 80 at byte 38 of"),
+        (b"", "the header needs 4 bytes, got 0 up to the end at byte 0 of"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(40), r"a .dgrl file must say DGRL, got .* at byte 4 of page.dgrl; leave it out"),
+        (page(words(), kind=b"DGR"), r"a \.dgrl file must say DGRL, got b'DGR"),
+        (with_int(0, 35), "the header must have 36 to 80 bytes, got 35 at byte 0 of"),
+        (with_int(34, 4, "<h"), "a character's code must have 2 bytes, got 4 at byte 34 of"),
+        (with_int(36, 24, "<h"), "a pixel must have 1 or 8 bits, got 24 at byte 36 of"),
+        (with_int(38, 0), "height and width of the page must be 1 to 100,000 pixels, got 0 × 80 at byte 38 of"),
         (with_int(46, 2), "0 to 1 lines fit in the rest of the file, got 2 at byte 46 of"),
-        (with_int(46, 0), "the file ends after line 0, got 30 bytes more at byte 50 of"),
+        (with_int(46, 0), "the file must end after line 0, got 30 bytes more at byte 50 of"),
         (with_int(TEXT, 0x7FFFFFFF), "0 to 13 characters of line 1 fit .*, got 2,147,483,647 at byte 50 of"),
-        (with_int(TEXT, 13), "the box of line 1 takes 16 bytes, got 0 up to the end at byte 80 of"),
-        (with_int(BOX + 8, 0), "height and width of line 1 are 1 to 100,000 pixels, got 0 × 3 at byte 66 of"),
-        (with_int(BOX + 8, 70_000), r"line 1 of 70,000 × 3 pixels .height × width. takes 210,000 bytes, got 6 up to"),
-        (with_int(80, 0, "<b"), "the file ends after line 1, got 1 bytes more at byte 80 of"),
+        (with_int(TEXT, 13), "the box of line 1 needs 16 bytes, got 0 up to the end at byte 80 of"),
+        (with_int(BOX + 8, 0), "height and width of line 1 must be 1 to 100,000 pixels, got 0 × 3 at byte 66 of"),
+        (with_int(BOX + 8, 70_000), r"line 1 of 70,000 × 3 pixels .height × width. needs 210,000 bytes, got 6 up to"),
+        (with_int(80, 0, "<b"), "the file must end after line 1, got 1 bytes more at byte 80 of"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -235,7 +235,7 @@ def test_a_file_cut_anywhere_is_refused_and_so_is_one_with_more_behind_it(make, 
     for size in range(len(data)):
         with pytest.raises(PackError, match=r"^.*, got .* at byte [\d,]+ of"):
             read(data[:size], name)
-    with pytest.raises(PackError, match="the file ends after line 2"):
+    with pytest.raises(PackError, match="the file must end after line 2"):
         read(data + data, name)
 
 

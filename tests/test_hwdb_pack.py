@@ -143,7 +143,7 @@ def test_bad_pages_and_lines_are_listed_and_the_others_stay(tmp_path):
     assert all(all(row.values()) for row in bad.values())
     assert bad["902-P1.dgrl"]["value"] == "no bytes"
     assert "0xc401" in bad["904-P1.dgrl#1"]["value"]
-    assert bad["906-P1.dgrl#1"]["rule"] == "a line is at most 100 times as wide as high"
+    assert bad["906-P1.dgrl#1"]["rule"] == "a line must be at most 100 times as wide as high"
     whole = ["900-P1.dgrl#1", "900-P1.dgrl#2", "901-P1.dgrl#1", "904-P1.dgrl#2", "905-P1.dgrl#2"]
     assert made.names == whole
 
@@ -369,17 +369,17 @@ def test_bad_rows_and_images_are_listed_with_their_place(tmp_path):
     made = packed(raw)
     where = "train_img_id_gt.txt"
     assert dict(zip(made.bad["file"], made.bad["rule"], strict=True)) == {
-        f"{where}:1": "a name stands for one image, and there are two",
-        "train/b.png": "a line has a text",
-        f"{where}:3": f"an image is listed once, and this one is in {where}:2 already",
-        "train/c.png": "the file is a whole image",
-        f"{where}:5": "the image of a row exists",
-        f"{where}:6": "a row is name,text",
-        f"{where}:7": "a list is UTF-8",
-        "train/e.png": "an image has 8 bits per channel",
-        "train/f.png": "a line is at most 100 times as wide as high",
-        f"{where}:11": "a row is name,text",
-        **dict.fromkeys((f"train/{n}" for n in ("a.jpg", "a.png", "g.png", "h.png")), "an image is in a list"),
+        f"{where}:1": "a name must stand for one image, and there are two",
+        "train/b.png": "a line must have a text",
+        f"{where}:3": f"an image must be listed only once, and this one is in {where}:2 already",
+        "train/c.png": "the file must be a whole image",
+        f"{where}:5": "the image of a row must exist",
+        f"{where}:6": "a row must be name,text",
+        f"{where}:7": "a list must be UTF-8",
+        "train/e.png": "an image must have 8 bits per channel",
+        "train/f.png": "a line must be at most 100 times as wide as high",
+        f"{where}:11": "a row must be name,text",
+        **dict.fromkeys((f"train/{n}" for n in ("a.jpg", "a.png", "g.png", "h.png")), "an image must be in a list"),
     }
     assert made.names == ["test/t.png", "train/d.png"]
     assert all(made.bad["fix"])
@@ -452,8 +452,8 @@ def test_classes_are_a_string_a_list_or_a_file(tmp_path, kind):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"\xff\n", ".*UTF-8, got byte 0xff at offset 0"),
-        ("一\n二三\n".encode(), ":2: a line holds one character, .* got '二三'"),
+        (b"\xff\n", ".*UTF-8 text, got byte 0xff at offset 0"),
+        ("一\n二三\n".encode(), ":2: a line must hold one character, .* got '二三'"),
         ("一\n二\n一\n".encode(), ":3: .*which no other line has, got '一'"),
         (b"\n", ".* must have a character on each line, got none"),
     ],
@@ -492,12 +492,12 @@ def test_the_report_counts_as_a_loop_over_the_lines_does(tmp_path):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("1-P1.dgrl", ("single lines are read, not whole pages", "name a line of it: 1-P1.dgrl#1")),
+        ("1-P1.dgrl", ("only single lines are read, not whole pages", "name a line of it: 1-P1.dgrl#1")),
         ("1-P1.dgrl#3", ("1-P1.dgrl has lines 1 to 2", "name one of these")),
         ("1-P1.dgrl#0", ("1-P1.dgrl has lines 1 to 2", "name one of these")),
         ("3-P1.dgrl#1", ("3-P1.dgrl has no lines", "name one of these")),
-        ("2-P1.dgrl#1", ("the file can be read", "copy it again, or delete it")),
-        ("a.png", ("the file can be read", "copy it again, or delete it")),
+        ("2-P1.dgrl#1", ("the file must be readable", "copy it again, or delete it")),
+        ("a.png", ("the file must be readable", "copy it again, or delete it")),
     ],
 )
 def test_what_is_no_line_is_refused_with_value_rule_and_fix(tmp_path, name, problem):

@@ -1,6 +1,7 @@
 """How handwritten lines are trained: networks, batches, augmentation, CTC, metrics, plans; and the faults of the
 guide's."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nbtools.data import Card, Draws, gather, open_feed
+from nbtools.data import Card, Draws, batches_left, gather, open_feed
 from nbtools.errors import PlanError
 from nbtools.measure import Machine, decide
-from nbtools.tasks import hwdb
+from nbtools.tasks import captcha, hwdb
 from nbtools.tasks.common import ctc
 from nbtools.tasks.common.metrics import text_metrics
 from nbtools.tasks.hwdb import networks
@@ -24,7 +25,6 @@ from tests.packs import pack_of
 
 LETTERS = [chr(0x4E00 + k) for k in range(9)]
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def glyph(letter, height=32, width=40):
@@ -194,6 +194,31 @@ def test_each_line_keeps_its_own_length_image_and_text_and_padding_is_paper(line
     assert sorted(seen) == [0, 1, 3, 4, 5]
 
 
+def test_widths_rounded_up_to_the_bucket_are_few_and_change_no_answer(lines):
+    """A new width costs every convolution a plan; a run that began without the setting keeps its widths."""
+    assert hwdb.Plan().bucket == captcha.Plan().bucket == 1
+    raw = raw_of(lines, range(8))
+    plain, wide = (hwdb.batch(raw, hwdb.Plan(bucket=bucket), None) for bucket in (1, 64))
+    assert wide["image"].shape[3] == 64 * math.ceil(plain["image"].shape[3] / 64) > plain["image"].shape[3]
+    assert torch.equal(wide["image_length"], plain["image_length"])
+    model = hwdb.model(lines, hwdb.Plan(network="slim")).eval()
+    with torch.no_grad():
+        (few, steps), (many, same) = model(plain), model(wide)
+    torch.testing.assert_close(many[: len(few)], few, atol=1e-5, rtol=1e-5)
+    assert torch.equal(steps, same)
+
+
+@pytest.mark.parametrize(("task", "height", "mean"), [(hwdb, 128, 1650), (hwdb, 32, 400), (captcha, 32, 140)])
+def test_the_advised_bucket_leaves_few_widths_and_little_padding(task, height, mean):
+    card = Card(task.__name__, list("ab"), {"layout": "lines", "height": height}, {}, {"train": 5000})
+    bucket = task.suggest(card, "cpu")["bucket"][0]
+    widths = np.random.default_rng(0).normal(mean, mean / 4, 5000).clip(mean / 3).astype(int)
+    batches = [widths[ids] for ids in batches_left(np.arange(5000), widths, 0, 0, [(16, 0)])]
+    rounded = [-(-batch.max() // bucket) * bucket for batch in batches]
+    assert len(set(rounded)) < 75
+    assert 1 - widths.sum() / sum(len(b) * w for b, w in zip(batches, rounded, strict=True)) < 0.05
+
+
 # augmentation
 
 
@@ -281,7 +306,9 @@ def test_a_line_without_room_for_its_text_is_left_out_and_counted():
     assert hwdb.metrics((logits, short), batch)["infeasible"] == (2, 5)
     assert hwdb.metrics((logits, steps), batch)["infeasible"] == (0, 5)
     logits.grad = None
-    found, count = hwdb.loss(lambda _: (logits, torch.full((5,), -1)), batch, hwdb.PLAN)  # nothing but such lines
+    long = [0, 1, 4]  # nothing but such lines
+    some = {name: values[long] for name, values in batch.items()}
+    found, count = hwdb.loss(lambda _: (logits[:, long], torch.ones(3, dtype=torch.long)), some, hwdb.PLAN)
     found.backward()
     assert (found.item(), count.item()) == (0, 0)
     assert logits.grad is not None

@@ -38,7 +38,6 @@ from nbtools.live import send
 from nbtools.train import CONTROL, Torchrun, as_task, checkpoint, ranks
 from nbtools.watch import Remote
 
-pytestmark = pytest.mark.usefixtures("one_thread", "undrawn")
 TESTS = Path(__file__).parent
 
 
@@ -144,7 +143,9 @@ def test_a_task_that_other_processes_cannot_import_is_refused_in_a_sentence(pack
 
 def test_several_processes_are_refused_on_one_gpu_by_its_number(pack, monkeypatch):
     monkeypatch.setenv("NBTOOLS_DEVICE", "cuda:0")
-    with pytest.raises(TrainError, match="a GPU of its own, so NBTOOLS_DEVICE must not number one, got 'cuda:0'; set "):
+    with pytest.raises(
+        TrainError, match="a GPU of its own, so NBTOOLS_DEVICE must not name one by number, got 'cuda:0'; set "
+    ):
         nb.launch(crew, pack, crew.PLAN, processes=2)
     monkeypatch.setenv("WORLD_SIZE", "2")  # torchrun by hand
     with pytest.raises(TrainError, match="each of 2 processes takes a GPU of its own"):

@@ -64,6 +64,7 @@ class Clicks:
 
 
 @pytest.mark.full
+@pytest.mark.alone
 @pytest.mark.browser
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("stack", [LAB, CLASSIC], ids=lambda stack: stack.name)

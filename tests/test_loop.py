@@ -10,21 +10,18 @@ import toy
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbtools.data import batches_left, open_feed
 from nbtools.errors import TrainError
 from nbtools.train import Diverged, Sums, TrainState, train
 from nbtools.train.evaluation import evaluate
 from nbtools.train.optimizer import OPTIMIZERS
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    return toy.make_pack(tmp_path_factory.mktemp("toy"))
+from nbtools.train.step import average
 
 
 def losses(state, pack):
-    return [r.values["loss"] for r in train(state.task, state, pack) if r.kind == "step" and r.values]
+    return [r.values["loss"] for r in train(state.task, state, pack) if r.kind == "step" and "loss" in r.values]
 
 
 def told(state, pack):
@@ -149,10 +146,12 @@ def test_no_micro_batch_is_a_single_sample_unless_asked_for(pack, batch_size, mi
     assert min(sizes) > 1
 
 
-def test_a_batch_in_which_nothing_counts_is_loss_zero_and_not_nan(pack):
+def test_steps_in_which_nothing_counts_have_no_loss_neither_nan_nor_the_best_of_all(pack):
     task = toy.with_(loss=lambda model, batch, plan: (model(batch).sum() * 0.0, torch.tensor(0)))
     state = TrainState(task, pack, toy.PLAN.replace(epochs=1))
-    assert set(losses(state, pack)) == {0.0}
+    rows = [record.values for record in train(task, state, pack) if record.kind in ("step", "epoch") and record.values]
+    assert rows
+    assert not [row for row in rows if {"loss", "train_loss"} & {*row}]
     assert torch.isfinite(weights(state.model)).all()
 
 
@@ -172,6 +171,71 @@ def test_a_step_reads_nothing_from_the_device_but_on_log_steps(pack, monkeypatch
         reads.clear()
     assert quiet > 20
     assert logs >= 5
+
+
+def eventful(pack):
+    """A run with an event, changed settings, and an evaluation on request; its rows without what a clock decides, and
+    the step at which each came."""
+    state = TrainState(toy, pack, toy.PLAN.replace(epochs=2, batch_size=5))
+    found, asked = [], 0
+    for record in train(toy, state, pack):
+        if record.values:
+            values = {k: v for k, v in record.values.items() if k in ("what", "loss", "train_loss", "val_loss", "lr")}
+            found.append(((record.kind, record.epoch, record.step, record.samples, values), state.step))
+        if record.step == state.step > asked:
+            asked, state.evaluate_next = state.step, state.step == 12
+            state.events += ["an event"] if state.step in (4, 5) else []
+            if changed := {17: {"batch_size": 16}, 18: {"lr": 0.005}, 20: {"batch_size": 3}}.get(state.step):
+                state.plan = state.plan.replace(**changed)
+    return found
+
+
+def test_a_log_steps_row_comes_when_its_loss_has_arrived_and_is_the_same_in_the_same_place(pack, request):
+    at_once = eventful(pack)
+    request.getfixturevalue("late")
+    later = eventful(pack)
+    assert [row for row, _ in later] == [row for row, _ in at_once]
+    assert {kind for (kind, *_), _ in later} == {"step", "event", "change", "evaluation", "epoch"}
+    logs = [(step, came) for (kind, _, step, *_), came in later if kind == "step"]
+    assert all(came == step for (kind, _, step, *_), came in at_once)
+    waits = [came - step for step, came in logs]
+    assert max(waits) > 1
+    assert sum(wait > 0 for wait in waits) > 0.5 * len(waits), "but for those before another row"
+
+
+@pytest.mark.usefixtures("late")
+def test_a_loss_that_arrives_late_is_lost_in_the_steps_that_it_is_of(pack):
+    state = TrainState(toy.with_(loss=nan_from(20)), pack, toy.PLAN.replace(batch_size=5))
+    with pytest.raises(Diverged, match=r"nan in steps 19 to 20"):
+        losses(state, pack)
+    assert state.step == 22
+
+
+def operations(act) -> list[str]:
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    found: list[str] = []
+    with Counted():
+        act()
+    return found
+
+
+def deep(card, plan):
+    """20 layers with BatchNorm: 82 parameters, 60 buffers, a third of them counters."""
+    model = toy.model(card, plan)
+    hidden = [layer for _ in range(20) for layer in (nn.Linear(8, 8), nn.BatchNorm1d(8))]
+    model.layers = nn.Sequential(*hidden, nn.Linear(8, toy.CLASSES))
+    return model
+
+
+def test_the_moving_average_and_a_look_at_all_weights_are_a_few_operations_whatever_the_network(pack):
+    state = TrainState(toy.with_(model=deep), pack, toy.PLAN.replace(ema=0.9))
+    next(train(state.task, state, pack))
+    assert len(operations(lambda: average(state, 0.9))) <= 4
+    assert len(operations(state.lost)) <= 10
 
 
 def test_the_moving_average_is_what_is_evaluated(pack):

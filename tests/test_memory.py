@@ -1,7 +1,6 @@
 """Memory may end at any allocation of a step: the step is done once, in smaller parts, and training goes on."""
 
 import gc
-import types
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nbtools as nb
 from nbtools.errors import TrainError
 
-pytestmark = pytest.mark.usefixtures("one_thread", "fp16_on_cpu")
+pytestmark = pytest.mark.usefixtures("fp16_on_cpu")
 
 ENDS = (
     (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -21,16 +20,6 @@ ENDS = (
     (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
 )
 """What a full GPU raises: torch's allocator, cuBLAS and cuDNN, each of the last two a plain RuntimeError."""
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    return toy.make_pack(tmp_path_factory.mktemp("toy"))
-
-
-def task_with(**changes) -> Any:
-    """The toy task with some of its names replaced."""
-    return types.SimpleNamespace(**{**vars(toy), **changes})
 
 
 class Full(TorchDispatchMode):
@@ -102,7 +91,7 @@ def test_memory_may_end_at_any_allocation_of_a_step_and_nothing_is_applied_twice
     """Weights, optimizer, moving average, scaler and losses are those of a run that took the smaller parts unasked.
     Later than in the first pass of a shape, dropout and BatchNorm's statistics are left out: see `step`."""
     monkeypatch.setattr(gc, "collect", lambda: 0)  # after each end: most of this test's time
-    task = task_with(groups=parted)
+    task = toy.with_(groups=parted)
     plan, before = CASES[name]
     ends = plan.micro_batch_size or plan.batch_size
     expected = {micro: outcome(undisturbed(task, pack, plan, before, micro), before) for micro in (ends, ends // 2)}
@@ -154,7 +143,7 @@ def test_a_network_for_which_memory_never_suffices_is_said_so(pack, tmp_path, ki
         raise kind(said)
 
     with pytest.raises(TrainError, match="out of memory before the first step"):
-        nb.fit(task_with(model=model, PLAN=toy.PLAN), pack, toy.PLAN, tmp_path / "run", receipt=False, progress=False)
+        nb.fit(toy.with_(model=model, PLAN=toy.PLAN), pack, toy.PLAN, tmp_path / "run", receipt=False, progress=False)
 
 
 def test_cuda_graphs_with_micro_batches_are_refused(pack):
@@ -194,7 +183,7 @@ def hungry(model, batch, plan):
 
 
 def test_after_out_of_memory_a_plan_with_cuda_graphs_trains_and_resumes_without(pack):
-    task, plan = task_with(loss=hungry), toy.PLAN.replace(epochs=1)
+    task, plan = toy.with_(loss=hungry), toy.PLAN.replace(epochs=1)
     state, told, saved = with_graphs(task, pack, plan), [], None
     for record in nb.train(task, state, pack):
         told += [record.values["what"]] if record.kind == "event" else []

@@ -15,14 +15,7 @@ from nbtools.__main__ import main
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.train import Diverged
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 PLAN = toy.PLAN.replace(epochs=2)
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    return toy.make_pack(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture
@@ -43,8 +36,10 @@ def test_a_web_hook_gets_one_post_with_state_and_best(pack, tmp_path, hook):
     assert headers["Content-Type"] == "application/json"
     assert (said["run"], said["state"]) == ("run", "done")
     best = {name: value for name, value in run.best.items() if name.startswith("val_")}
-    assert said["best"] == {"epoch": run.best["epoch"] + 1, **best}
-    assert said["text"].startswith("run: done, best val_accuracy ")
+    assert said["best"] == {"epoch": run.best["epoch"], **best}
+    assert said["text"].startswith("run: done, best accuracy ")
+    nb.fit(toy, pack, PLAN, tmp_path / "run", notify=hook.address, **QUIET)
+    assert len(hook.posts) == 1, "it was finished before"
 
 
 @pytest.mark.parametrize(
@@ -67,6 +62,7 @@ def test_it_is_told_of_every_other_end_too(state, task, error, pack, tmp_path, h
         nb.fit(told, pack, plan, folder, notify=hook.address, **QUIET)
     [(_, _, said)] = hook.posts
     assert (said["state"], said["best"], said["text"]) == (state, {}, f"run: {state}")
+    assert nb.Run.open(folder, toy).state == state, "one word for it"
 
 
 @pytest.mark.parametrize(

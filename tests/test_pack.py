@@ -4,6 +4,7 @@ import collections
 import os
 import pickle
 import shutil
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from packs import pack_of
 
 import nbtools as nb
+from nbtools import disk
 from nbtools.data import SPLITS, Entry, Pack, Survey, build, build_pack, cache, split_of
 from nbtools.errors import DiskError, PackError, StageError
 
@@ -104,7 +106,7 @@ def test_fixed_and_ragged_columns_come_back_as_they_went_in(place):
         ({"x": np.zeros(4, np.float32)}, r"x float32 \(4\)"),
         ({}, "second: its columns are ; the first"),
         ({"x": np.zeros(3, np.float32), "y": np.zeros(1)}, "y float64"),
-        ({"x": np.array(["a", None, 3])}, "x: a pack holds numbers and booleans, got object"),
+        ({"x": np.array(["a", None, 3])}, "x: a pack can hold numbers and booleans only, got object"),
         ({"x": np.array(["a"])}, "got <U1; store class indices"),
     ],
 )
@@ -116,9 +118,7 @@ def test_a_sample_unlike_the_first_is_refused_and_nothing_published(place, array
 
 @pytest.mark.parametrize("name", ["split", "id", "x_length", "x.offsets"])
 def test_a_column_named_like_one_of_nbtools_own_is_refused_at_the_first_sample(place, name):
-    with pytest.raises(
-        PackError, match=rf"column '{name}': nbtools itself uses id, split, x\.offsets, x_length; rename"
-    ):
+    with pytest.raises(PackError, match=rf"column '{name}': nbtools reserves id, split, x\.offsets, x_length; rename"):
         pack_of([{"x": np.zeros(3, np.float32), name: np.zeros(1)}], place, ragged=["x"])
     assert sorted(os.listdir(place)) == ["cache", "raw"]
 
@@ -178,17 +178,19 @@ def test_bad_samples_are_listed_with_file_value_rule_and_fix(place):
     assert list(made.bad.columns) == ["file", "value", "rule", "fix"]
     bad = made.bad.to_dict("list")
     assert bad["file"] == ["1.npy", "2.npy", "3.npy", "4.npy", "5.npy"]
-    assert bad["rule"] == ["the file can be read"] * 4 + ["the number is below 5"]
+    assert bad["rule"] == ["the file must be readable"] * 4 + ["the number is below 5"]
     assert bad["value"][3:] == ["No such file or directory", "'=5"]  # no formula in a spreadsheet
     assert all(bad["fix"])
-    assert "5 (see .bad)" in str(made)
+    assert "5 left out, see pack.bad" in str(made)
 
 
 def test_nothing_usable_is_refused_with_what_the_first_file_lacks(place):
     source = vectors(place / "raw", 2)
     for path in source.iterdir():
         path.write_bytes(b"no")
-    with pytest.raises(PackError, match=r"0 of 2 files can be used. The first: 0.npy: the file can be read, got .*; "):
+    with pytest.raises(
+        PackError, match=r"0 of 2 files can be used. The first: 0.npy: the file must be readable, got .*; "
+    ):
         pack(source, into=place / "mine")
     (place / "empty").mkdir()
     with pytest.raises(StageError, match=r"empty holds no files"):
@@ -445,7 +447,7 @@ def test_a_source_may_be_all_test_or_all_train(place):
     assert pack(source, test=1.0, split=of_folder).splits == {"train": 0, "val": 0, "test": 30}
     whole = pack(source, val=0, test=0)
     assert whole.splits == {"train": 30, "val": 0, "test": 0}
-    with pytest.raises(PackError, match=r"is a pack, whose splits stay; name the raw source, of which test=1\.0"):
+    with pytest.raises(PackError, match=r"is a pack, and its splits are fixed; pass the raw source, which test=1\.0"):
         pack(whole.folder, test=1.0)
     assert pack(source, test=1).splits["test"] == 1, "a whole number is a count"
     with pytest.raises(PackError, match=r"but for test=1\.0"):
@@ -503,3 +505,23 @@ def test_a_reader_that_pythons_parser_fails_among_threads_is_tried_again_and_not
     else:
         with pytest.raises(SystemError):
             made()
+
+
+def test_while_samples_are_written_and_synced_the_next_are_read(tmp_path, monkeypatch):
+    begun, seen, met, real = threading.Event(), [], [], disk.sync
+
+    def read(path, options):
+        seen.append(path)
+        if len(seen) > 4:
+            begun.set()
+        return toy.read(path, options)
+
+    def sync(file):
+        met.append(begun.wait(20))
+        real(file)
+
+    monkeypatch.setattr(build, "CHUNK", 4)
+    monkeypatch.setattr(disk, "sync", sync)
+    made = build_pack(toy.demo(tmp_path / "raw", 12), "toy", {"ragged": False}, toy.survey, read, progress=False)
+    assert len(made) == 12
+    assert met[0]

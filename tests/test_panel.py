@@ -173,7 +173,7 @@ def test_presets_and_reset_bring_whole_plans_back_even_over_a_wrong_value():
     baseline, largest = Plan(epochs=150, feed="workers", optimizer="adam"), Plan(batch_size=1024, lr=4e-3)
     made = panel(baseline=baseline, largest=largest, largest_reason="batch 1024", epochs=5)
     made.fields["lr"].value = "no"
-    for label, plan in (("Guide's baseline", baseline), ("Largest batch", largest)):
+    for label, plan in (("Baseline", baseline), ("Largest batch", largest)):
         buttons(made.form.view)[label].click()
         assert made.plan == plan
         assert (made.fields["epochs"].value, made.fields["lr"].value) == (f"{plan.epochs}", f"{plan.lr}")
@@ -210,6 +210,17 @@ def test_a_slider_moves_its_field_to_two_digits_or_a_power_of_two_and_follows_it
     for batch_size in (5000, 1):
         made.fields["batch_size"].value = str(batch_size)
         assert (made.plan.batch_size, sliders["batch_size"].value) == (batch_size, batch_size)
+
+
+def test_a_sliders_range_is_the_advised_one_again_once_a_value_far_outside_is_gone():
+    made = panel(lr=1e-3)
+    slider, tick = made.form.sliders["lr"], made.form.ticks["lr"].value
+    for far in ("1000", "1e-9"):
+        made.fields["lr"].value = far
+        assert slider.value == float(far)
+        assert made.form.ticks["lr"].value != tick
+        made.fields["lr"].value = "2e-3"
+        assert (slider.min, slider.max, made.form.ticks["lr"].value) == (-5, -1, tick)
 
 
 @pytest.mark.parametrize(("pace", "wanted"), [(0.01, [1e-3] * 5), (1.5, [9e-4, 8e-4, 7e-4, 6e-4, 5e-4])])
@@ -337,6 +348,7 @@ def test_a_button_posts_a_request_and_shows_it_until_the_run_has_answered(label,
     requests = running(made, able=able.__contains__)
     button = buttons(made.form.controls)[label]
     assert button.disabled, "there is nothing to do for it"
+    assert form.UNABLE.get(action, "") in button.tooltip
     able.add(action)
     made.refresh()
     assert not button.disabled
@@ -413,7 +425,7 @@ def test_what_a_started_run_keeps_is_disabled_with_the_reason_until_it_ends():
 def test_a_preset_during_a_run_changes_what_may_change_and_says_what_it_kept():
     made = panel(baseline=Plan(optimizer="adam", feed="workers", lr=2e-4), largest=Plan(batch_size=1024, lr=4e-3))
     requests = running(made, samples=300)
-    buttons(made.form.view)["Guide's baseline"].click()
+    buttons(made.form.view)["Baseline"].click()
     assert made.plan == requests.state.plan == Plan(lr=2e-4)
     assert "kept: optimizer, feed (fixed in a started run)" in summary(made)
     assert "after this step: lr 0.001 → 0.0002" in pending(made)
@@ -475,6 +487,30 @@ def test_what_is_asked_about_is_forgotten_when_another_value_is_typed_or_chosen(
     made.insist()
     made.fields["lr"].value = "1"
     assert made.plan.lr == 1.0, "on the way down nothing is asked"
+
+
+def test_what_is_asked_about_says_that_it_is_not_applied_and_can_be_declined():
+    made = panel(lr=0.002)
+    requests = running(made)
+    made.fields["lr"].value = "1000"
+    assert "Not applied: lr 1000 is 500,000× the advised 0.002" in summary(made)
+    assert made.form.asking.children[0].layout.flex.startswith("0 "), "the buttons stand next to the question"
+    buttons(made.form.asking)["Keep lr = 0.002"].click()
+    assert (requests.state.plan.lr, made.fields["lr"].value, question(made)) == (0.002, "0.002", "")
+    assert "No setting is changed" in summary(made)
+
+
+def test_that_training_diverged_stands_in_the_place_of_an_older_verdict_until_something_newer_does():
+    made = panel(lr=0.002)
+    running(made)
+    made.propose("Memory bandwidth is the limit", None)
+    made.form.tell("Training diverged at lr 1000; back at step 124 with lr 0.002")
+    assert (form.WRONG in summary(made), "diverged at lr 1000" in summary(made), pending(made)) == (True, True, "")
+    made.form.tell("saved at step 130")
+    assert "diverged at lr 1000" in summary(made)
+    assert "saved at step 130" in pending(made)
+    made.fields["lr"].value = "0.001"
+    assert "Changed: lr" in summary(made)
 
 
 def test_a_valid_change_is_applied_at_once_while_a_doubtful_one_waits_to_be_confirmed():
@@ -566,6 +602,25 @@ def test_a_verdict_is_shown_with_a_button_that_makes_its_change():
     assert "Apply: batch_size = 1000000" in buttons(form.controls), "a refused change stays proposed"
     made.propose("Compute-bound: nothing worth changing", None)
     assert not [label for label in buttons(form.controls) if label.startswith("Apply")]
+
+
+def test_what_limits_a_run_stands_in_one_place_until_the_run_ends():
+    made = panel()
+    running(made)
+    made.propose("Memory bandwidth is the limit", None)
+    made.form.tell("Memory bandwidth is the limit")
+    assert ("Memory" in summary(made), pending(made)) == (True, "")
+    made.fields["lr"].value = "0.002"
+    assert "Changed: lr" in summary(made), "which is newer"
+    made.propose("Memory bandwidth is the limit", {"amp": "bf16"})
+    made.fields["lr"].value = "1000"
+    assert list(buttons(made.form.asking)) == ["Apply lr = 1000", "Keep lr = 0.002"], "one question at a time"
+    made.fields["lr"].value = "0.002"
+    assert list(buttons(made.form.asking)) == ["Apply: amp = bf16"]
+    made.end()
+    assert "Changed: lr" in summary(made)
+    made.reset()
+    assert "No setting is changed" in summary(made)
 
 
 def test_every_button_is_a_request_and_says_that_it_is_pending():

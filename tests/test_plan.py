@@ -161,7 +161,7 @@ def test_typed_text_becomes_the_value_of_its_field(name, text, value):
         ("epochs", "many", "a whole number"),
         ("lr", "", "a number"),
         ("compile", "perhaps", "true or false"),
-        ("betas", "a,b", "numbers with commas between"),
+        ("betas", "a,b", "numbers separated by commas"),
     ],
 )
 def test_typed_text_of_another_type_is_refused(name, text, rule):

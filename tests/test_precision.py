@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import toy
+from acting import QUIET
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -17,14 +18,6 @@ import nbtools as nb
 from nbtools.__main__ import main
 from nbtools.live import send
 from nbtools.train import again
-
-QUIET: dict[str, Any] = {"receipt": False, "progress": False}
-pytestmark = pytest.mark.usefixtures("undrawn")
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    return toy.make_pack(tmp_path_factory.mktemp("toy"), count=200)
 
 
 def losses(state, pack):
@@ -79,6 +72,40 @@ def test_steps_that_overflow_in_fp16_count_for_nothing(pack, optimizer, checked)
     assert [what.split(":")[0] for what in told] == ["step 5 skipped"] * checked
     assert 0 < state.position.skipped < state.samples
     assert not state.lost()
+
+
+OVERFLOWS = {3, 4, 6}  # steps
+
+
+@pytest.mark.usefixtures("fp16_on_cpu")
+@pytest.mark.parametrize("arrives", ["at once", "late"])
+def test_a_skipped_step_is_found_out_one_step_later_on_the_device_and_the_schedule_waits_for_it(
+    pack, request, monkeypatch, arrives
+):
+    """Gradients of a finite loss overflow in chosen steps; nobody asks for the scale, which waits for a GPU twice."""
+    if arrives == "late":
+        request.getfixturevalue("late")
+    plan = toy.PLAN.replace(amp="fp16", warmup_epochs=2, ema=0.9, clip_norm=None)
+    smooth, state = nb.TrainState(toy, pack, plan, "cpu"), nb.TrainState(toy, pack, plan, "cpu")
+    expected = [smooth.position.lr for r in nb.train(toy, smooth, pack) if r.kind == "step" and r.step == smooth.step]
+    first, *_ = state.parameters
+    first.register_hook(lambda gradient: gradient * (float("inf") if state.step + 1 in OVERFLOWS else 1))
+    monkeypatch.setattr(torch.amp.GradScaler, "get_scale", lambda scaler: pytest.fail("waits for the device"))
+    before, lrs, stood = first.clone(), [], set()
+    for record in nb.train(toy, state, pack):
+        if record.kind == "step" and record.step == state.step:
+            lrs.append(state.position.lr)
+            stood |= {state.step} if torch.equal(first, before) else set()
+            before = first.clone()
+        if record.step == 8:  # the last one that is whole
+            break
+    assert stood == OVERFLOWS
+    ahead = [sum(skipped < step for skipped in OVERFLOWS) for step in range(1, 9)]
+    assert lrs == [expected[step - each] for step, each in enumerate(ahead)]
+    assert len(set(lrs)) == 5
+    monkeypatch.undo()
+    assert state.facts()["position"]["skipped"] == 3 * plan.batch_size
+    assert state.facts()["scaler"]["scale"] == 2**16 / 2**3
 
 
 # -- recurrent layers

@@ -23,8 +23,6 @@ from nbtools.measure import Receipt, Stepper, preset, receipt
 from nbtools.tasks import captcha, hwdb, segment, sign
 from nbtools.train import Plan
 
-pytestmark = pytest.mark.usefixtures("one_thread", "frozen", "undrawn")
-
 TASKS: dict[str, Any] = {"captcha": captcha, "hwdb": hwdb, "segment": segment, "sign": sign}
 GUIDES = {  # as the guides write them
     "hwdb guide": "epochs=10 batch_size=64 lr=3e-3 amp=fp16 workers=8",
@@ -145,10 +143,10 @@ def test_advice_has_the_presets_of_now_also_where_it_was_kept(pack, monkeypatch)
 
 def test_the_panel_offers_the_presets_between_before_and_advice(pack):
     panel = nb.Panel(nb.advise(guided(), pack, measure=False))
-    assert list(panel.form.presets)[:5] == ["Guide's baseline", *PRESETS, "As advised"]
+    assert list(panel.form.presets)[:5] == ["Baseline", *PRESETS, "As advised"]
     here, _ = preset(guided(), pack, "guide")
     labels = [button.description for button in panel.form.presets.values()]
-    assert labels[:5] == ["Guide's baseline", "Guide", "Guide, as it is", "Guide, features", "As advised"]
+    assert labels[:5] == ["Baseline", "Guide", "Guide, as it is", "Guide, features", "As advised"]
     panel.form.presets["guide"].click()
     assert panel.plan == here
     assert panel.form.presets["guide"].button_style == "primary"
@@ -226,6 +224,7 @@ def test_a_receipt_measures_the_guides_settings_next_to_its_before(pack):
     assert "batch_size 16 → 64" in rows[1][5]
     sentence = f"; the guide's optimised settings: {found.guide.over_baseline()}"
     assert sentence in str(found)
+    assert "Guide's optimised: as the task's speed-up guide recommends." in str(found)
     assert sentence in html.unescape(found._repr_html_())
     assert "The guide's optimised settings here: amp fp16 → off (fp16 needs a GPU)" in found.notes
     again = Receipt.from_dict(json.loads(found.to_json()))

@@ -14,11 +14,6 @@ from nbtools.data import bar, phase, tick, work
 from nbtools.train import evaluation
 
 
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    return toy.make_pack(tmp_path_factory.mktemp("toy"))
-
-
 @pytest.fixture
 def at_once(monkeypatch):
     """Every state of every bar is shown."""
@@ -70,7 +65,7 @@ def test_advice_sweep_receipt_and_evaluation_say_how_long_they_take(at_once, pac
     acts = {
         "measuring toy on this machine: ": lambda: nb.advise(toy, pack, seconds=0.3),
         "sweeping the learning rate: ": lambda: nb.lr_sweep(toy, pack, plan, seconds=0.3),
-        "measuring the baseline next to this run: ": lambda: nb.fit(toy, pack, plan, tmp_path / "run"),
+        "measuring the receipt: ": lambda: nb.fit(toy, pack, plan, tmp_path / "run"),
         "evaluating the test split: ": lambda: nb.evaluate(nb.Run.open(tmp_path / "run", toy), pack),
     }
     for name, act in acts.items():

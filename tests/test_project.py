@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 import warnings
 from contextlib import nullcontext
@@ -185,3 +186,11 @@ def test_only_warnings_in_our_own_modules_are_errors(module, ours):
     with warnings.catch_warnings(record=True) as seen, pytest.raises(DeprecationWarning) if ours else nullcontext():
         warnings.warn_explicit("soon removed", DeprecationWarning, "file.py", 1, module)
     assert len(seen) == (not ours)
+
+
+def test_importing_nbtools_loads_torch_and_nothing_else_that_is_slow():
+    """pandas alone took as long as a fifth of torch."""
+    slow = {"pandas", "PIL", "matplotlib", "scipy", "ipywidgets", "IPython", "gdown", "torchvision"}
+    code = f"import sys, nbtools; print(*({slow} & sys.modules.keys()))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert found.stdout.split() == []

@@ -46,7 +46,6 @@ from nbtools.train import step as stepping
 from nbtools.train.task import HOOKS
 
 QUIET = toy.PLAN.replace(dropout=0.0, noise=0.05)
-pytestmark = pytest.mark.usefixtures("one_thread")
 TASKS = {"captcha": "small", "hwdb": "slim", "sign": "transformer", "segment": "slim"}
 
 

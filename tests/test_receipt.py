@@ -20,10 +20,10 @@ from nbtools.data import Resident
 from nbtools.measure import Receipt, Stepper, comparable, receipt
 from nbtools.measure.receipt import GROUPS, Rung, ladder, rungs_of
 from nbtools.measure.stepper import Turn, epoch_batches
+from nbtools.table import duration
 
 CPU = torch.device("cpu")
 FASTER = toy.PLAN.replace(batch_size=64, lr=2e-2, amp="bf16", channels_last=True, clip_norm=None, hidden=24)
-pytestmark = pytest.mark.usefixtures("one_thread", "frozen")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_the_rungs_are_the_groups_of_settings_in_which_the_plans_differ_and_each
         "+ packed feed": (16 * 0.05 + small) / small,
         "+ batch and lr": 4 * small / large,
         "+ mixed precision": 2.0,
-        "+ compile, graph, layout": 1.0,
+        "+ compile, layout, threads": 1.0,
     }
     counts = pack.splits["train"] % 64 == 0
     assert {rung.name: rung.factor for rung in found.rungs} == pytest.approx(expected, rel=0.01 if counts else 0.2)
@@ -69,6 +69,14 @@ def test_the_rungs_are_the_groups_of_settings_in_which_the_plans_differ_and_each
     assert [list(rung.changes) for rung in found.rungs] == [[], ["feed"], ["batch_size"], ["amp"], ["channels_last"]]
     assert found.rungs[-1].rate == found.after
     assert found.after.plan == FASTER.to_dict()
+
+
+def test_the_receipt_says_how_long_all_epochs_take_either_way(found, pack):
+    assert found.samples == FASTER.epochs * pack.splits["train"]
+    took, before = (duration(found.samples / rate.samples_per_s) for rate in (found.after, found.before))
+    assert found.caption().endswith(f"; all epochs' steps take {took}, with the baseline's settings {before}")
+    old = Receipt.from_dict({k: v for k, v in found.to_dict().items() if k != "samples"})
+    assert "epochs" not in old.caption()
 
 
 def test_factors_are_taken_within_rounds_and_multiply_to_the_total(pack):
@@ -101,7 +109,7 @@ def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors(found):
     assert rows[1][2].startswith(f"{found.rungs[1].factor:.2f}× (")
     assert rows[2][5] == "batch_size 16 → 64"
     assert f"{found.ratio:.2f}× the baseline's samples/s on this machine ({found.ratio_least:.2f}–" in str(found)
-    assert "No GPU: what mixed precision, larger batches and resident data gain on one was not" in str(found)
+    assert "No GPU: what mixed precision, larger batches and data kept on a GPU would gain was not" in str(found)
 
 
 def test_a_receipt_is_json_and_back_and_one_of_an_older_version_is_read_and_shown(found):
@@ -164,7 +172,7 @@ def test_where_a_step_is_slow_only_the_ends_are_measured_and_it_is_said(pack):
     assert [rung.name for rung in found.rungs] == ["baseline", "this run"]
     assert found.rungs[-1].rate == found.after
     assert list(found.rungs[1].changes) == ["batch_size", "amp", "channels_last", "feed"]
-    assert "A step takes 9.0 s: only the first and last rungs were measured" in str(found)
+    assert "A step takes 9.0 s: only the first and last rows were measured" in str(found)
 
 
 def test_more_rungs_have_shorter_turns_so_that_the_whole_takes_as_long(pack):

@@ -11,8 +11,6 @@ from nbtools.measure import memory
 from nbtools.tasks.hwdb import networks
 from nbtools.train import attempt
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 HCTR = ((32, 2, 0.3), (32, 2, 0.3), (48, 2, 0.3), (48, 1, 0.9))  # fewer channels and blocks
 CRNN = (((16,), (2, 2)), ((32,), (2, 2)), ((32, 32), (2, 1)), ((32, 32), (2, 1)))
 LINES, IMAGES = (6, 64, 160), (4, 96, 96)

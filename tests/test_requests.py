@@ -26,19 +26,16 @@ from nbtools.data import Pack
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.live import Plans, Requests, Surface, View, requests, send
 from nbtools.measure import Sampler
+from nbtools.rollback import WATCHED
 from nbtools.run import busy, lock
 from nbtools.train import CONTROL, History, Record, checkpoint
+from nbtools.watch import Remote
 
-pytestmark = pytest.mark.usefixtures("undrawn", "at_once")
+pytestmark = pytest.mark.usefixtures("at_once")
 
 PLAN = toy.PLAN.replace(epochs=4)
 STEPS = 9  # of an epoch
 LIMIT = 60.0  # seconds that anything may take on a busy machine
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    return toy.make_pack(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture(scope="module")
@@ -401,6 +398,8 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
     def user():
         wait_for(lambda: history_of(elsewhere).count("step,") > 1)
         ask("lr=0.005", "save", answer="lr 0.01 → 0.005")
+        since = history_of(elsewhere).count("step,")  # while a change is watched, a later one's rollback undoes it too
+        wait_for(lambda: history_of(elsewhere).count("step,") > since + WATCHED + 1)
         ask("batch_size=100000", answer="refused: ")
         ask("lr=1000", refused=True)
         ask("lr=1000", "--force", answer="Training diverged")
@@ -442,6 +441,18 @@ def test_watching_nothing_says_so_and_a_run_that_ended_is_shown_once(tmp_path, u
     assert time.monotonic() - start < 10
 
 
+def test_a_watched_run_compiles_until_its_first_step_and_anew_after_a_change(untouched, tmp_path):
+    folder = shutil.copytree(untouched.folder, tmp_path / "run")
+    (folder / "history.csv").unlink()
+    (folder / "plan.json").write_text(PLAN.replace(compile=True).to_json())
+    remote = Remote(nb.Run.open(folder, toy), show=False)
+    said = [remote.status]
+    for step, kind in enumerate(("step", "change", "step"), 1):
+        remote.view.history.append(Record(kind, 0, step, 16 * step, {"what": "batch_size 16 → 32"}))
+        said.append(remote.status)
+    assert said == ["compiling", "training", "compiling", "training"]
+
+
 def test_a_watched_run_that_rewrites_its_history_and_loses_its_plan_is_shown_once_and_told(
     untouched, tmp_path, monkeypatch, capsys
 ):
@@ -449,11 +460,9 @@ def test_a_watched_run_that_rewrites_its_history_and_loses_its_plan_is_shown_onc
     folder, drawn, locked = tmp_path / "run", threading.Event(), threading.Event()
     shutil.copytree(untouched.folder, folder)
     monkeypatch.setattr(View, "start", lambda self: drawn.set())
-    read = sys.modules["nbtools.watch"].Remote.read
+    read = Remote.read
     looks: list[int] = []
-    monkeypatch.setattr(
-        sys.modules["nbtools.watch"].Remote, "read", lambda self: (read(self), looks.append(len(self.view.history)))
-    )
+    monkeypatch.setattr(Remote, "read", lambda self: (read(self), looks.append(len(self.view.history))))
 
     def user():
         with lock(folder):
@@ -472,7 +481,7 @@ def test_a_watched_run_that_rewrites_its_history_and_loses_its_plan_is_shown_onc
         with pytest.raises(CheckpointError, match=r"plan\.json is missing"):
             nb.watch(folder, toy)
     text = capsys.readouterr()
-    assert (text.err.count("two"), text.err.count("step 60  accuracy nan")) == (1, 1)
+    assert (text.err.count("two"), text.err.count("step 60  acc nan")) == (1, 1)
 
 
 def test_gpu_readings_become_columns_and_energy_goes_on_over_sessions(pack, tmp_path):

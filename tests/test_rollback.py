@@ -15,19 +15,15 @@ from acting import QUIET, acting, asking, losses, same, texts
 
 import nbtools as nb
 from nbtools.errors import TrainError
-from nbtools.live import Surface, send
+from nbtools.live import Columns, Surface, send
+from nbtools.live.picture import picture
 from nbtools.train import checkpoint
 
-pytestmark = pytest.mark.usefixtures("undrawn", "at_once", "one_thread")
+pytestmark = pytest.mark.usefixtures("at_once")
 
 PLAN = toy.PLAN.replace(epochs=6, schedule="constant")
 SLOW = PLAN.replace(batch_size=2, epochs=2)  # about 65 steps an epoch, a log step every 6
 FIRST = {"metrics": lambda outputs, batch: {"accuracy": (1, 2)}}  # the first epoch is the best, and stays it
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    return toy.make_pack(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +55,9 @@ def fit_and_end(task: Any, pack: Any, folder: Any, keep: Any = None) -> None:
 @pytest.mark.parametrize(
     ("actions", "at"),
     [
-        ({20: {"lr": 1000.0}}, "at lr 1000, 100,000× the advised 0.01; back at step 20 with 0.01"),
+        ({20: {"lr": 1000.0}}, "at lr 1000, 100,000× the advised 0.01; back at step 20 with lr 0.01"),
         ({20: {"lr": 1e30}}, "at lr 1e30, "),  # NaN
-        ({20: {"weight_decay": 1e5}}, "at weight_decay 1e5; back at step 20 with 0"),
+        ({20: {"weight_decay": 1e5}}, "at weight_decay 1e5; back at step 20 with weight_decay 0"),
         (
             {20: {"lr": 1000.0, "batch_size": 32, "amp": "bf16", "betas": [0.5, 0.5], "clip_norm": None}},
             "amp bf16; back at step 20 with batch_size 16, lr 0.01, betas (0.9, 0.999), clip_norm 1, amp off",
@@ -79,6 +75,24 @@ def test_a_change_after_which_the_loss_explodes_is_undone_and_leaves_no_trace(pa
     assert run.plan == nb.Run.open(folder, toy).plan == PLAN
     assert not run.history.of("change")
     assert same(run, untouched)
+
+
+def test_what_was_rolled_back_is_a_mark_in_the_charts_and_undo_takes_back_the_change_before_it(pack, folder):
+    actions = {3: asking(folder, lr=0.02), 26: asking(folder, force=True, lr=1000), 34: asking(folder, "undo")}
+    run = nb.fit(acting(actions), pack, PLAN, folder, **QUIET)
+    marks = picture(Columns(run.history)).marks
+    assert [mark.what for mark in marks] == ["lr 0.01 → 0.02", "diverged, back to step 26", "lr 0.02 → 0.01"]
+    assert marks[1].x == 26
+    assert run.plan == PLAN
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("lr", [1000.0, 1e30], ids=["a high loss", "none"])
+def test_a_divergence_that_is_read_one_log_step_later_goes_back_to_the_same_step(pack, folder, slow, lr):
+    run = nb.fit(acting({13: asking(folder, force=True, lr=lr)}), pack, SLOW, folder, **QUIET)
+    (event,) = texts(run)
+    assert "back at step 13 with lr 0.01" in event
+    assert same(run, slow)
 
 
 def test_a_typo_that_is_taken_back_before_its_loss_is_read_is_rolled_back_all_the_same(pack, folder, slow):
@@ -125,14 +139,14 @@ def test_a_change_stays_on_watch_when_the_run_is_interrupted_before_its_loss_is_
         checkpoint.mark(folder, anchor={**anchor, "tried": {"lr": 1000.0}, "age": 1})
     assert not [row for row in nb.History(folder / "history.csv").of("step") if row["step"] > 13]
     run = nb.fit(toy, pack, None, folder, **QUIET)
-    assert "Training diverged at lr 1000, 100,000× the advised 0.01; back at step 13 with 0.01" in run.events
+    assert "Training diverged at lr 1000, 100,000× the advised 0.01; back at step 13 with lr 0.01" in run.events
     assert same(run, slow)
 
 
 def test_a_resumed_runs_new_settings_are_on_watch_too(pack, folder, untouched):
     nb.fit(acting({20: asking(folder, "stop")}), pack, PLAN, folder, **QUIET)
     run = nb.fit(toy, pack, PLAN.replace(lr=1000.0), folder, **QUIET)
-    assert "back at step 20 with 0.01" in " ".join(run.events)
+    assert "back at step 20 with lr 0.01" in " ".join(run.events)
     assert run.plan == PLAN
     assert same(run, untouched)
 
@@ -143,7 +157,7 @@ def test_weights_that_diverged_are_not_the_best_though_they_score_best(pack, fol
     steps = slow.history.of("epoch")[0]["step"]
     task = acting({steps - 1: asking(folder, force=True, lr=1000)}, BEST="loss")
     run = nb.fit(task, pack, SLOW, folder, **QUIET)
-    assert f"back at step {steps - 1} with 0.01" in " ".join(run.events)
+    assert f"back at step {steps - 1} with lr 0.01" in " ".join(run.events)
     assert checkpoint.read_index(folder)["best"] == checkpoint.read_index(whole.folder)["best"]
     assert same(run, whole)
 
@@ -151,9 +165,9 @@ def test_weights_that_diverged_are_not_the_best_though_they_score_best(pack, fol
 def test_a_slider_that_is_dragged_costs_one_checkpoint(pack, folder, monkeypatch):
     real, steps = checkpoint.save, []
 
-    def save(into, state, rows, best=False):
+    def save(into, state, *rest, **more):
         steps.append(state.step)
-        real(into, state, rows, best)
+        real(into, state, *rest, **more)
 
     monkeypatch.setattr(checkpoint, "save", save)
     actions = {step: asking(folder, lr=0.01 + step / 1e4) for step in range(20, 26)}
@@ -242,7 +256,7 @@ def test_an_lr_that_diverges_from_the_start_is_one_sentence_and_a_lower_one_goes
             nb.fit(toy, pack, plan, folder, **QUIET)
         said = str(caught.value)
         assert said.startswith(f"Training diverged at lr {lr}")
-        assert "lower Plan.lr, for instance by plan.replace(lr=0.01)" in said
+        assert "lower lr, in the panel or by plan.replace(lr=0.01)" in said
         assert "sample" not in said, "no sample is to blame"
         assert len(said.splitlines()) <= 3
     run = nb.fit(toy, pack, PLAN, folder, **QUIET)
@@ -269,7 +283,7 @@ def test_settings_that_ruin_training_are_on_watch_also_after_going_back_to_best(
     best = slow.history.of("epoch")[0]["step"]
     actions = {best + 13: asking(folder, force=True, lr=1000), best + 15: asking(folder, "best")}
     run = nb.fit(acting(actions, **FIRST), pack, SLOW, folder, **QUIET)
-    assert texts(run) == [f"Training diverged at lr 1000, 100,000× the advised 0.01; back at step {best} with 0.01"]
+    assert texts(run) == [f"Training diverged at lr 1000, 100,000× the advised 0.01; back at step {best} with lr 0.01"]
     assert run.plan == SLOW
     assert losses(run) == losses(slow)
 

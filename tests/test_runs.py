@@ -25,11 +25,6 @@ from nbtools.train import Record, as_task, checkpoint
 
 
 @pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    return toy.make_pack(tmp_path_factory.mktemp("pack"))
-
-
-@pytest.fixture(scope="module")
 def run(pack, tmp_path_factory):
     """Four epochs, of which every second one is evaluated."""
     plan = toy.PLAN.replace(epochs=4, eval_every=2)
@@ -76,11 +71,21 @@ def test_an_evaluation_is_a_dict_that_shows_as_a_table_with_its_metrics_explaine
             assert part in shown
 
 
+def test_the_best_epoch_shows_what_the_gpu_read_with_units(run, tmp_path):
+    folder = shutil.copytree(run.folder, tmp_path / "run")
+    read = {"gpu_energy": 12.345, "gpu_power": 283.4, "gpu_utilisation": 96.0, "gpu_memory_peak": 2900.0, "lr": 1e-3}
+    nb.History(folder / "history.csv").append(Record("epoch", 4, 60, 900, {"val_accuracy": 1.1, **read}))
+    shown = pretty(nb.Run.open(folder).best)
+    for value in ("12.3 Wh", "283 W", "96 %", "3.0 GB", "0.001"):
+        assert value in shown
+    assert "metric" not in shown, "lr is none"
+
+
 @pytest.fixture
 def folder(run, tmp_path):
     """Copies of a run: older and newer, the newer one in a subfolder; and what is no run."""
     for name in ("older", "more/newer"):
-        shutil.copytree(run.folder, tmp_path / name)
+        checkpoint.mark(shutil.copytree(run.folder, tmp_path / name), id=name)  # runs of their own
     os.utime(tmp_path / "older" / "history.csv", (1, 1))
     (tmp_path / "data").mkdir()
     return tmp_path
@@ -99,6 +104,15 @@ def test_the_runs_of_a_folder_are_a_table_newest_first_with_state_best_time_spee
     assert "&lt;b&gt;with the old labels" in found._repr_html_()
     assert "<b>" not in found._repr_html_()
     assert "2 runs" in str(found)
+    headers, rows = found.table()
+    assert headers == ["run", "state", "best", "epochs", "time", "samples/s", "changed", "tags", "notes"]
+    assert rows[1][:4] == [
+        "older",
+        "done",
+        f"accuracy {number(run.best['val_accuracy'])}, epoch {run.best['epoch']}",
+        "4 of 4",
+    ]
+    assert nb.runs(folder / "more").table()[0][-1] == "changed", "no column that holds nothing"
 
 
 def test_runs_are_picked_by_name_number_or_slice_and_compared(folder):
@@ -122,6 +136,18 @@ def test_a_run_that_cannot_be_opened_is_named_with_the_reason_and_leaves_the_oth
     assert "0 runs" in str(nb.runs(folder / "data"))
 
 
+def test_what_keep_copied_below_the_same_folder_counts_once_and_a_copy_that_was_trained_on_is_a_run(pack, tmp_path):
+    plan = toy.PLAN.replace(epochs=1)
+    run = nb.fit(toy, pack, plan, tmp_path / "a", keep=tmp_path / "kept/a", **QUIET)
+    shutil.copytree(run.folder, tmp_path / "b")
+    assert (found := nb.runs(tmp_path)).names == ["a"]
+    assert "kept/a: a copy of a" in str(found)
+    assert nb.compare(tmp_path).conclusion == "", "of a single run"
+    nb.fit(toy, pack, plan.replace(epochs=2, lr=0.02), tmp_path / "b", **QUIET)
+    nb.fit(toy, pack, plan.replace(epochs=2), tmp_path / "a", **QUIET)
+    assert nb.runs(tmp_path).names == ["a", "b"]
+
+
 def test_the_state_of_a_run_is_read_off_its_folder(folder, run):
     found = nb.runs(folder)["older"]
     assert found.state == "done"
@@ -133,6 +159,9 @@ def test_the_state_of_a_run_is_read_off_its_folder(folder, run):
     (found.folder / "plan.json").write_text(run.plan.replace(epochs=9).to_json())
     longer = nb.Run.open(found.folder)
     assert longer.state == "interrupted"
+    (found.folder / "plan.json").write_text(run.plan.replace(epochs=1).to_json())
+    found.history.append(Record("step", 4, 98, 998, {"loss": 1.0}))
+    assert str(nb.Run.open(found.folder)).startswith(f"Run {found.folder}: in epoch 5 of 5, best")
     longer.history.append(Record("event", 4, 99, 999, {"what": "stopped", "asked": "stop"}))
     assert longer.state == "stopped"
 
@@ -149,6 +178,11 @@ def test_ticked_runs_are_compared_below_the_table_of_a_notebook(folder):
     assert shown == [["<b>"]] * 2
     page = made.children[1].value
     assert page.index("<table") < page.index('src="data:image/png;base64,')
+    boxes[1].value = False
+    button.click()
+    assert "No run is ticked" in made.children[1].value
+    many = picker([f"run-{k}" for k in range(31)], lambda names: "")
+    assert "the first 30 of 31" in many.children[1].value
 
 
 def tinted(pack, i, answer):
@@ -180,21 +214,16 @@ def test_the_worst_samples_are_those_of_the_highest_loss_and_the_first_are_sprea
         found[i] = float(
             torch.nn.functional.cross_entropy(logits.detach(), torch.tensor(pack.sample(i)["label"]).long())
         )
-    previews.choose(WORST)
+    previews.which = WORST
     monkeypatch.setattr(samples, "PATIENCE", 60.0)
     assert shown(previews) == [i % 256 for i in sorted(ids, key=found.__getitem__)[::-1][:SAMPLES]]
     monkeypatch.setattr(samples, "PATIENCE", 0.0)
     assert len(set(shown(previews))) == SAMPLES, "the worst of as many as there was time for"
 
 
-def test_chosen_samples_are_shown_in_their_order_and_one_that_the_pack_lacks_is_refused(previews, pack):
-    previews.choose([7, 3])
+def test_chosen_samples_are_shown_in_their_order(previews):
+    previews.which = [7, 3]
     assert shown(previews) == [7, 3]
-    with pytest.raises(
-        TrainError, match=rf"sample {len(pack)} is not in the pack; choose ids from 0 to {len(pack) - 1}"
-    ):
-        previews.choose([3, len(pack)])
-    assert previews.which == [7, 3]
 
 
 def test_the_controls_of_samples_say_what_is_chosen():
@@ -227,6 +256,21 @@ def test_samples_chosen_while_it_trains_are_kept_when_the_run_resumes_and_are_sh
     assert truths(capsys.readouterr().err)[:2] == truth, "at once"
     nb.fit(toy, pack, plan, tmp_path / "run", receipt=False)
     assert truths(capsys.readouterr().err.split("epoch 2 of 2:")[0]) == truth, "before an epoch has ended"
+
+
+def test_samples_can_be_chosen_in_the_call_and_what_is_none_is_refused(pack, tmp_path, capsys):
+    plan = toy.PLAN.replace(epochs=1)
+    run = nb.fit(toy, pack, plan, tmp_path / "run", receipt=False, samples=(7, 3))
+    assert checkpoint.read_index(run.folder)["samples"] == [7, 3]
+    assert truths(capsys.readouterr().err)[:2] == ["abcd"[int(pack.sample(i)["label"][0])] for i in (7, 3)]
+    run = nb.fit(toy, pack, plan, tmp_path / "many", samples=range(30), **QUIET)
+    assert checkpoint.read_index(run.folder)["samples"] == list(range(SAMPLES))
+    lacking = rf"sample {len(pack)} is not in the pack; choose ids from 0 to {len(pack) - 1}"
+    wrong: Any
+    for wrong in ("last", ["a.png"], 5, [], [3, len(pack)]):
+        with pytest.raises(TrainError, match=rf"samples must be 'first', 'worst' or a list of ids|{lacking}"):
+            nb.fit(toy, pack, plan, tmp_path / "other", samples=wrong, **QUIET)
+        assert not (tmp_path / "other").exists(), "refused before anything is written"
 
 
 def truths(said: str) -> list[str]:

@@ -12,7 +12,6 @@ from nbtools.tasks.segment import Plan, augment
 from nbtools.tasks.segment.augment import GREY, OUTSIDE
 
 ALL: dict[str, Any] = {"crop": 32, "scale_low": 0.25, "scale_high": 2.0, "flip": 0.5, "jitter": 0.4}
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def raw_batch(count=4, channels=3, size=(20, 26)):

@@ -12,7 +12,7 @@ from nbtools.errors import PackError
 from nbtools.tasks import segment
 
 OPTIONS = ["--size", "64"]
-pytestmark = pytest.mark.usefixtures("own_cache", "one_thread")
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_demo_validate_train_evaluate_predict_in_a_row(tmp_path, capsys):

@@ -13,7 +13,7 @@ from nbtools.tasks.common.report import ERROR, WARNING
 pytestmark = pytest.mark.usefixtures("own_cache")
 TRIANGLE = polygon("1,1;30,1;30,30")
 BOMB = '<!DOCTYPE a [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;">]>'
-INSIDE, FINITE = "a shape lies inside the image", "shapes are given in finite numbers"
+INSIDE, FINITE = "a shape must lie inside the image", "coordinates must be finite"
 
 
 def box(left, top, right, bottom, label="shoe", more=""):
@@ -110,10 +110,10 @@ def test_shapes_far_larger_than_their_image_cost_no_more_than_it(tmp_path):
     ("shapes", "key", "rule", "value"),
     [
         (polygon("50,1;60,1;60,9"), "polygon", INSIDE, "x 50 to 60"),
-        (polygon("1,1;20,20"), "polygon", "a polygon has at least 3 points", "shirt: 2"),
+        (polygon("1,1;20,20"), "polygon", "a polygon must have at least 3 points", "shirt: 2"),
         (polygon("1,1;20,x;3,3"), "polygon", FINITE, "could not convert"),
         (polygon("1,1;20,nan;3,3"), "polygon", FINITE, "not finite"),
-        (polygon("1,1;20,20;3,3", "hat"), "label", "a shape's label is in the class table", "hat"),
+        (polygon("1,1;20,20;3,3", "hat"), "label", "a shape's label must be in the class table", "hat"),
         ('<box label="shirt" xtl="1" ytl="1" xbr="9"></box>', "box", FINITE, "shirt"),
         (box(1, "nan", 9, 9), "box", FINITE, "ytl=nan"),
         ('<ellipse label="shirt" cx="1" cy="1" rx="1e308" ry="9"></ellipse>', "ellipse", FINITE, "rx=1e+308"),
@@ -186,7 +186,7 @@ def test_names_lead_to_no_file_but_those_of_the_source(tmp_path, name):
     image = f'<image id="1" name="{name}" width="{W}" height="{H}">{TRIANGLE}</image></annotations>'
     source = edited(xml(tmp_path / "raw", TRIANGLE), ("</annotations>", image))
     [row] = faults(checked(source))
-    assert (row.file, row.rule, row.value) == ("annotations.xml", "an annotated image exists", name or "nothing")
+    assert (row.file, row.rule, row.value) == ("annotations.xml", "an annotated image must exist", name or "nothing")
     assert packed(source, val=0, test=0).names == ["a.png"]
 
 
@@ -197,7 +197,7 @@ def test_an_image_of_another_size_or_annotated_twice_is_a_row(tmp_path):
     source = edited(xml(tmp_path / "twice", TRIANGLE), ("</annotations>", twice))
     [row] = faults(checked(source))
     assert (row.rule, row.value) == (
-        "an image has one label and one split",
+        "an image must have one label and one split",
         "a.png: annotations.xml, before: other shapes",
     )
     (source / "export.xml").write_text((source / "annotations.xml").read_text().replace(twice, "</annotations>"))
@@ -211,12 +211,18 @@ def test_an_image_of_another_size_or_annotated_twice_is_a_row(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text.replace("?>", f"?>{BOMB}", 1), r"have no document type.*got <!DOCTYPE a"),
-        (lambda text: text[:-40], "are whole XML"),
-        (lambda text: "", "are whole XML, got no element found.*; export it .*CVAT for images 1.1"),
-        (lambda text: "<annotations></annotations>", "name images, got no <image>; export it as CVAT for images 1.1"),
-        (lambda text: "<annotations><track id='0'/></annotations>", "name images, got none, but 1 track of a video"),
-        (lambda text: text.replace("a.png", "b.png"), "an annotated image exists, got b.png"),
+        (lambda text: text.replace("?>", f"?>{BOMB}", 1), r"must have no document type.*got <!DOCTYPE a"),
+        (lambda text: text[:-40], "must be whole XML"),
+        (lambda text: "", "must be whole XML, got no element found.*; export it .*CVAT for images 1.1"),
+        (
+            lambda text: "<annotations></annotations>",
+            "must name images, got no <image>; export it as CVAT for images 1.1",
+        ),
+        (
+            lambda text: "<annotations><track id='0'/></annotations>",
+            "must name images, got none, but 1 track of a video",
+        ),
+        (lambda text: text.replace("a.png", "b.png"), "an annotated image must exist, got b.png"),
     ],
     ids=["entities", "cut off", "empty", "no image", "video", "image missing"],
 )

@@ -8,7 +8,7 @@ from nbtools.errors import PackError
 from nbtools.tasks.common.report import ERROR
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-ONE_LABEL = "an image has one label and one split"
+ONE_LABEL = "an image must have one label and one split"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_pascal_vocs_lists_split_its_classes_and_what_belongs_to_other_tasks_is_
     saved(voc / "Annotations/a.xml", "<annotation><object/></annotation>")
     assert packed(voc.parent).splits == {"train": 2, "val": 1, "test": 0}
     row = only(checked(voc.parent))
-    assert (row.file, row.rule) == ("VOC2012/JPEGImages/d.jpg", "an image has a label")
+    assert (row.file, row.rule) == ("VOC2012/JPEGImages/d.jpg", "an image must have a label")
     saved(voc / "ImageSets/Segmentation/val.txt", "c\nx\na\n")
     found = {row.file.rpartition("/")[2]: row.value for row in faults(checked(voc.parent))}
     assert found == {"val.txt:2": "x", "val.txt:3": "VOC2012/JPEGImages/a.jpg: val, before: train", "d.jpg": "none"}
@@ -103,7 +103,7 @@ def test_paths_of_a_list_may_start_at_any_folder_above_it_and_never_leave_the_so
     made = packed(voc)
     assert (made.names, made.splits["val"]) == (["VOC2012/JPEGImages/a.jpg"], 1)
     saved(tmp_path / "secret.png", ids())
-    with pytest.raises(PackError, match=r"the label of a line exists, got \.\./secret\.png"):
+    with pytest.raises(PackError, match=r"the label of a line must exist, got \.\./secret\.png"):
         packed(tree(tmp_path / "raw", {"a.png": photo(), "train.txt": "a.png,../secret.png\n"}))
 
 
@@ -113,10 +113,10 @@ def test_lines_that_cannot_be_used_are_rows_with_their_numbers(tmp_path):
     folder = tree(tmp_path / "raw", {**files, "train.txt": lines})
     found = {row.file: (row.severity, row.rule) for row in checked(folder).rows}
     assert found == {
-        "train.txt:3": (ERROR, "the label of a line exists"),
+        "train.txt:3": (ERROR, "the label of a line must exist"),
         "train.txt:4": (ERROR, ONE_LABEL),
-        "p/b.png": (ERROR, "an image has a label"),
-        "q/b.png": (ERROR, "an image has a label"),
+        "p/b.png": (ERROR, "an image must have a label"),
+        "q/b.png": (ERROR, "an image must have a label"),
     }
     assert set(packed(folder).bad.file) == set(found)
     saved(folder / "train.txt", "p/a.png,q/a.png\n")
@@ -126,7 +126,7 @@ def test_lines_that_cannot_be_used_are_rows_with_their_numbers(tmp_path):
     assert packed(folder).splits["val"] == 1, "where a list gives no split, the folder's"
     saved(folder / "train.txt", lines.encode("utf-16"))  # as PowerShell's > writes it
     row = next(row for row in checked(corpus(folder)).rows if row.file == "train.txt")
-    assert (row.severity, row.rule) == (ERROR, "the file is text in UTF-8")
+    assert (row.severity, row.rule) == (ERROR, "the file must be UTF-8 text")
 
 
 def test_images_without_labels_labels_without_images_and_two_of_one_name_are_rows(tmp_path):
@@ -141,7 +141,7 @@ def test_images_without_labels_labels_without_images_and_two_of_one_name_are_row
         (ERROR, "images/train/0.png", "image"),  # next to 0.jpg
     }
     assert (report.ok, report.errors, packed(source).manifest["bad"]) == (False, 4, 4)
-    with pytest.raises(PackError, match=r"a\.png: images differ .*got a\.jpg next to it; .*labels lie in labels/"):
+    with pytest.raises(PackError, match=r"a\.png: images must differ .*got a\.jpg next to it; .*labels lie in labels/"):
         packed(tree(tmp_path / "both", {"a.jpg": photo(), "a.png": ids()}))
 
 

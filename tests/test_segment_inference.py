@@ -14,7 +14,6 @@ from nbtools.tasks.segment.inference import eval_cost
 from nbtools.train import Sums
 
 CLASSES = 4
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Network(nn.Module):

@@ -155,8 +155,8 @@ def test_colours_are_those_given_and_otherwise_told_apart(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("0,ground\n0,shirt\n1,shoe\n", "each id is used once, got 0 twice"),
-        ("0,ground\n1,ground\n2,shoe\n", "each name is used once, got 'ground' twice"),
+        ("0,ground\n0,shirt\n1,shoe\n", "each id must be used only once, got 0 twice"),
+        ("0,ground\n1,ground\n2,shoe\n", "each name must be used only once, got 'ground' twice"),
         ("0,ground,0,0,0\n1,shirt,0,256,0\n", r"classes\.txt:2: a colour .* from 0 to 255, got 0, 256, 0"),
         ("0,ground\nshirt\n", r"classes\.txt:2: .* got 'shirt'"),
     ],

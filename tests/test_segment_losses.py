@@ -15,7 +15,6 @@ PLAN = segment.Plan(
     ohem_threshold=0.7, ohem_least=0.25, edge_factor=2.0, edge_weight=10.0, edge_width=2.0, edge_threshold=0.3
 )
 KINDS = ("random", "easy", "few valid", "ties", "all ignored", "one valid")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def loss_of(outputs, batch, plan):

@@ -17,7 +17,6 @@ from nbtools.tasks import segment
 from nbtools.tasks.segment.networks import SIZES, SLIM, BiSeNetV2, Gather, Norm, enlarge
 
 CLASSES = 5
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def small(kind="slim", **options) -> Any:

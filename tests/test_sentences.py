@@ -1,12 +1,12 @@
 """What holds for every sentence that a person may read: see sentences.py, which lists them."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 from sentences import PACKAGE, Sentence, sentences
 
-EVERY = list(sentences())
 RULES = {
     "two blanks": re.compile(r"\w  \w+ \w+ \w+ \w+(?!.*\n)"),
     "three dots for …": re.compile(r"\w\.\.\.(?!\))"),
@@ -19,8 +19,13 @@ RULES = {
 }
 
 
+@cache
+def every() -> list[Sentence]:
+    return list(sentences())
+
+
 def test_the_list_has_the_sentences_of_every_kind():
-    texts = {sentence.text for sentence in EVERY}
+    texts = {sentence.text for sentence in every()}
     assert len(texts) > 1000
     assert "stopped by {…} after step {…}; run it again to continue" in texts, "a message"
     assert "peak learning rate" in texts, "a setting's help"
@@ -30,7 +35,7 @@ def test_the_list_has_the_sentences_of_every_kind():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_sentence_keeps_the_rules_of_writing(rule):
-    found = [sentence for sentence in EVERY if RULES[rule].search(sentence.text)]
+    found = [sentence for sentence in every() if RULES[rule].search(sentence.text)]
     assert not found, "\n".join(f"{one.place}: {one.text}" for one in found)
 
 

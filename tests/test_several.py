@@ -24,14 +24,13 @@ from simulated import Job
 
 import nbtools as nb
 from nbtools.__main__ import main
-from nbtools.measure import advice as advising
+from nbtools.measure import advisor as advising
 from nbtools.measure import several
 from nbtools.measure.several import LINKS, THUMB, Link, Parts, Scaling, buckets_of, expected, judged, least_bytes, ways
 from nbtools.tasks import captcha
 
 A_SAMPLE = 0.03  # seconds, beside which a busy machine's delays are short
 PLAN = toy.PLAN.replace(batch_size=5)
-pytestmark = pytest.mark.usefixtures("frozen")
 
 
 class Sleeping:

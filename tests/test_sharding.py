@@ -14,8 +14,6 @@ from nbtools.data import Pack
 from nbtools.errors import TrainError
 from nbtools.train import TrainState, checkpoint, join, local_optimizer, obey, train
 
-pytestmark = pytest.mark.usefixtures("one_thread", "undrawn")
-
 PLAN = toy.PLAN.replace(epochs=2, hidden=512, ema=0.9)
 SAVED, END = 8, 12  # steps
 CPU = torch.device("cpu")

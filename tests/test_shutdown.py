@@ -19,8 +19,6 @@ from serving import until
 
 import nbtools as nb
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("undrawn")]  # a kernel has seconds to end
-
 PLAN = toy.PLAN.replace(epochs=4)
 TRAIN = f"""
 import sys, time; sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -59,8 +57,10 @@ def by_message_alone(kernel: Client, finish_step: Callable[[], None]) -> None:
 
 
 WAYS = [
-    pytest.param(("colab", as_jupyter_does, ""), id="colab-jupyter"),
-    pytest.param(("newest", by_message_alone, "feed='workers', workers=1"), id="newest-message-workers"),
+    pytest.param(("colab", as_jupyter_does, "feed='workers', workers=1"), id="colab-jupyter-workers"),
+    pytest.param(
+        ("newest", by_message_alone, "feed='workers', workers=1"), id="newest-message", marks=pytest.mark.full
+    ),
     pytest.param(("newest", as_jupyter_does, "feed='workers', workers=1"), id="newest-jupyter", marks=pytest.mark.full),
     pytest.param(("colab", by_message_alone, ""), id="colab-message", marks=pytest.mark.full),
     pytest.param(("ipykernel-7.3", by_message_alone, ""), id="ipykernel-7.3-message", marks=pytest.mark.full),
@@ -89,12 +89,12 @@ def pending(kernel: Client):
     """What the kernel published and nobody has read yet."""
     while True:
         try:
-            yield kernel.client.get_iopub_msg(timeout=0.2)
+            yield kernel.client.get_iopub_msg(timeout=1)
         except Empty:
             return
 
 
-def test_a_kernel_shut_down_finishes_the_step_saves_and_ends(ended, one_thread):
+def test_a_kernel_shut_down_finishes_the_step_saves_and_ends(ended):
     assert ended.code in (0, -signal.SIGTERM)
     assert last_step(ended.folder / "run") == steps(ended.folder) == 5
     text = "".join(m["content"]["text"] for m in ended.said if m["msg_type"] == "stream" and parent(m) == ended.cell)
@@ -125,7 +125,7 @@ def terminated(tmp_path):
     signal.signal(signal.SIGTERM, before)
 
 
-def test_sigterm_is_a_request_to_stop_and_comes_through_when_the_run_is_saved(tmp_path, terminated, one_thread):
+def test_sigterm_is_a_request_to_stop_and_comes_through_when_the_run_is_saved(tmp_path, terminated):
     pack = toy.make_pack(tmp_path, count=60)
     task = acting({5: partial(os.kill, os.getpid(), signal.SIGTERM)})
     run = nb.fit(task, pack, PLAN, tmp_path / "run", keep=tmp_path / "kept", **QUIET)
@@ -146,7 +146,7 @@ def test_a_second_sigterm_comes_through_at_once(tmp_path, terminated):
     assert terminated[0] == (signal.SIGTERM, False)
 
 
-def test_sigterm_ends_the_receipt_which_can_be_had_later(tmp_path, terminated, one_thread):
+def test_sigterm_ends_the_receipt_which_can_be_had_later(tmp_path, terminated):
     pack = toy.make_pack(tmp_path, count=60)
     steps = PLAN.epochs * -(-pack.splits["train"] // PLAN.batch_size)
     task = acting({steps + 1: partial(os.kill, os.getpid(), signal.SIGTERM)})
@@ -156,7 +156,7 @@ def test_sigterm_ends_the_receipt_which_can_be_had_later(tmp_path, terminated, o
     assert terminated == [(signal.SIGTERM, True)]
 
 
-def test_sigterm_ends_the_last_evaluation_and_no_receipt_follows(tmp_path, terminated, one_thread):
+def test_sigterm_ends_the_last_evaluation_and_no_receipt_follows(tmp_path, terminated):
     def metrics(outputs, batch):
         if len(outputs) > 5:  # as in no evaluation during training
             os.kill(os.getpid(), signal.SIGTERM)

@@ -183,8 +183,8 @@ def test_the_keys_are_chosen(tmp_path):
         ({"kp_key": "X", "feature_key": "X"}, "must differ"),
         ({"kp_key": None, "feature_key": None}, "nothing would be read"),
         ({"feature_key": None, "require_x2048": True}, "require_x2048 needs feature_key"),
-        ({"kp_key": 5}, "kp_key must be the name of an array of numbers, got 5"),
-        ({"kp_key": "mask"}, "kp_key must be the name of an array of numbers, got 'mask'"),
+        ({"kp_key": 5}, "kp_key must be the name of an array of numbers, such as X or X2048, got 5"),
+        ({"kp_key": "mask"}, "kp_key must be the name of an array of numbers, such as X or X2048, got 'mask'"),
     ],
 )
 def test_keys_that_cannot_be_are_refused_before_anything_is_read(tmp_path, options, said):
@@ -253,18 +253,18 @@ LISTS = {  # (lines, file of the row, part of its rule, of its value)
     "a column is missing": (("file,gloss", "a,0", "b,1"), "labels.csv", "the columns file, gloss, cat", "file,gloss"),
     "semicolons part the cells": (("file;gloss;cat", "a;0;0"), "labels.csv", "the columns", "file;gloss;cat"),
     "the list is empty": (("", ""), "labels.csv", "the columns", "an empty file"),
-    "a cell has no end": ((FIRST, '"a,0,0' + 140_000 * " "), "labels.csv", "is CSV", "larger"),
-    "it is not UTF-8": ((FIRST, "s\udced,0,0"), "labels.csv", "is text in UTF-8", "byte 0xed"),
-    "an id is negative": ((FIRST, "a,-1,0", "b,1,1"), "labels.csv:2", "gloss is a whole number", "-1"),
-    "an id is a name": ((FIRST, "b,1,1", "a,0,red"), "labels.csv:3", "cat is a whole number from 0", "red"),
-    "an id is in other digits": ((FIRST, "a,٣,0", "b,1,1"), "labels.csv:2", "gloss is a whole number", "٣"),
+    "a cell has no end": ((FIRST, '"a,0,0' + 140_000 * " "), "labels.csv", "be CSV", "larger"),
+    "it is not UTF-8": ((FIRST, "s\udced,0,0"), "labels.csv", "be UTF-8 text", "byte 0xed"),
+    "an id is negative": ((FIRST, "a,-1,0", "b,1,1"), "labels.csv:2", "gloss must be a whole number", "-1"),
+    "an id is a name": ((FIRST, "b,1,1", "a,0,red"), "labels.csv:3", "cat must be a whole number from 0", "red"),
+    "an id is in other digits": ((FIRST, "a,٣,0", "b,1,1"), "labels.csv:2", "gloss must be a whole number", "٣"),
     "an id is enormous": ((FIRST, "a,0,0", "b,10000,1"), "labels.csv:3", "to 9999", "10000"),
     "a cell is missing": ((FIRST, "a,0", "b,1,1"), "labels.csv:2", "as many cells", "2 of 3"),
     "a cell is too many": ((FIRST, "a,0,0", "b,1,1,x"), "labels.csv:3", "as many cells", "4 of 3"),
     "a row names nothing": ((FIRST, "a,0,0", "b,1,1", ",0,0"), "labels.csv:4", "the clip of a row", "nothing"),
     "its clip is not there": ((FIRST, "a,0,0", "b,1,1", "A,1,1"), "labels.csv:4", "the clip of a row", "A"),
     "its clip is outside": ((FIRST, "a,0,0", "b,1,1", "../c,0,0"), "labels.csv:4", "the clip of a row", ".."),
-    "a clip has no row": ((FIRST, "b,1,1"), "a.npz", "a clip has a label", "no row"),
+    "a clip has no row": ((FIRST, "b,1,1"), "a.npz", "a clip must have a label", "no row"),
     "two rows contradict": ((FIRST, "a,0,0", "b,1,1", "a,1,1"), "labels.csv:4", "labels.csv:2 says 0, 0", "1, 1"),
     "a gloss is of two categories": ((FIRST, "a,0,1", "b,1,1"), "labels.csv:2", "0 mostly has 0", "1"),
 }
@@ -282,7 +282,7 @@ def test_a_damaged_list_gives_its_row_and_each_clip_without_a_label_has_one(tmp_
         [row] = [row for row in report.rows if row.file == file]
         assert (row.severity, rule in row.rule, value in row.value, bool(row.fix)) == (ERROR, True, True, True), kind
     others = [row for row in report.rows if row.file not in causes]
-    assert {row.rule for row in others} == {"a clip has a label"}
+    assert {row.rule for row in others} == {"a clip must have a label"}
     made = packed(source)
     assert sorted(made.bad["file"]) == sorted(row.file for row in report.rows)
     left_out = [row.file for row in report.rows if row.file.endswith("npz")]
@@ -298,7 +298,7 @@ def test_a_name_that_two_clips_have_is_no_name(tmp_path):
     (row,) = checked(source).rows
     assert (row.file, row.rule, row.value) == (
         "labels.csv:2",
-        "a name stands for one clip",
+        "a name must stand for one clip",
         "a: train/a.npz, val/a.npz",
     )
 
@@ -399,49 +399,49 @@ def with_value(value: float):
 
 X, MASK, TIMES = (arrays()[key] for key in ("X", "mask", "timestamps_ms"))
 WARNED = {  # (damage, key, part of the rule, part of the value)
-    "mask is missing": (changed(without=("mask",)), "mask", "a clip has mask", "X, "),
-    "meta is missing": (changed(without=("meta",)), "meta", "a clip has meta", "X, "),
+    "mask is missing": (changed(without=("mask",)), "mask", "a clip should have mask", "X, "),
+    "meta is missing": (changed(without=("meta",)), "meta", "a clip should have meta", "X, "),
     "X is longer than positions": (lambda path: clip(path, frames=301), "X", "at most 300 frames", "301"),
     "X is float64": (changed(X=X.astype("f8")), "X", "float32", "float64"),
     "X is big-endian": (changed(X=X.astype(">f4")), "X", "float32", ">f4"),
-    "a point left the picture": (with_value(1.25), "X", "coordinates are in [0, 1]", "frame 2 has 1.25"),
-    "X shows nothing": (changed(X=0 * X), "X", "some point is seen", "all are 0"),
-    "mask is of 0 and 1": (changed(mask=MASK.astype("u1")), "mask", "mask is bool", "uint8"),
-    "times are floats": (changed(timestamps_ms=TIMES + 0.5), "timestamps_ms", "is int64", "float64"),
+    "a point left the picture": (with_value(1.25), "X", "coordinates must be in [0, 1]", "frame 2 has 1.25"),
+    "X shows nothing": (changed(X=0 * X), "X", "some point should be seen", "all are 0"),
+    "mask is of 0 and 1": (changed(mask=MASK.astype("u1")), "mask", "mask should be bool", "uint8"),
+    "times are floats": (changed(timestamps_ms=TIMES + 0.5), "timestamps_ms", "should be int64", "float64"),
     "meta is no JSON": (changed(meta=np.array("{video:")), "meta", "a JSON object", "{video:"),
     "meta is of numbers": (changed(meta=np.arange(3)), "meta", "a JSON object", "[0 1 2]"),
     "meta is a list": (changed(meta=np.array("[1, 2]")), "meta", "a JSON object", "[1, 2]"),
     "meta nests too deep": (changed(meta=np.array("[" * 50_000)), "meta", "a JSON object", "[[["),
     "points are in another order": (changed(meta=np.array('{"order": "face11"}')), "meta", "order", "face11"),
-    "meta is pickled": (changed(meta=np.array(META, object)), "meta", "can be read", "Object arrays"),
+    "meta is pickled": (changed(meta=np.array(META, object)), "meta", "must be readable", "Object arrays"),
     "meta is huge": (changed(meta=np.array(" " * 300_000)), "meta", "at most 1.0 MB", "1.2 MB"),
 }
 REFUSED = {
-    "X is missing": (changed(without=("X",)), "X", "a clip has X", "mask, t"),
-    "X has other points": (changed(X=np.zeros((T, 178), "f4")), "X", "X is (T, 156)", "(5, 178)"),
-    "X is not flat": (changed(X=X.reshape(T, 78, 2)), "X", "X is (T, 156)", "(5, 78, 2)"),
-    "X is a number": (changed(X=np.float32(1)), "X", "X is (T, 156)", "()"),
-    "X is of integers": (changed(X=(X > 0).astype(int)), "X", "X is float32", "int64"),
-    "X has nan": (with_value(np.nan), "X", "numbers are finite", "frame 2 has nan"),
-    "X has inf": (with_value(-np.inf), "X", "numbers are finite", "frame 2 has -inf"),
-    "a point is far outside": (with_value(-0.75), "X", "coordinates are in [0, 1]", "frame 2 has -0.75"),
-    "T is 0": (lambda path: clip(path, frames=0), "X", "a clip has frames", "none"),
-    "mask has other frames": (changed(mask=MASK[1:]), "mask", "mask is (5, 78)", "(4, 78)"),
-    "times have other frames": (changed(timestamps_ms=TIMES[1:]), "timestamps_ms", "timestamps_ms is (5)", "(4,)"),
-    "mask is of floats": (changed(mask=MASK.astype("f4")), "mask", "mask is bool", "float32"),
-    "mask is of confidences": (changed(mask=MASK * 7), "mask", "mask is true or false", "7"),
-    "times go back": (changed(timestamps_ms=TIMES[::-1]), "timestamps_ms", "times increase", "133, the next"),
-    "X is pickled": (changed(X=X.astype(object)), "X", "can be read", "Object arrays"),
+    "X is missing": (changed(without=("X",)), "X", "a clip must have X", "mask, t"),
+    "X has other points": (changed(X=np.zeros((T, 178), "f4")), "X", "X must be (T, 156)", "(5, 178)"),
+    "X is not flat": (changed(X=X.reshape(T, 78, 2)), "X", "X must be (T, 156)", "(5, 78, 2)"),
+    "X is a number": (changed(X=np.float32(1)), "X", "X must be (T, 156)", "()"),
+    "X is of integers": (changed(X=(X > 0).astype(int)), "X", "X must be float32", "int64"),
+    "X has nan": (with_value(np.nan), "X", "numbers must be finite", "frame 2 has nan"),
+    "X has inf": (with_value(-np.inf), "X", "numbers must be finite", "frame 2 has -inf"),
+    "a point is far outside": (with_value(-0.75), "X", "coordinates must be in [0, 1]", "frame 2 has -0.75"),
+    "T is 0": (lambda path: clip(path, frames=0), "X", "a clip must have frames", "none"),
+    "mask has other frames": (changed(mask=MASK[1:]), "mask", "mask must be (5, 78)", "(4, 78)"),
+    "times have other frames": (changed(timestamps_ms=TIMES[1:]), "timestamps_ms", "timestamps_ms must be (5)", "(4,)"),
+    "mask is of floats": (changed(mask=MASK.astype("f4")), "mask", "mask must be bool", "float32"),
+    "mask is of confidences": (changed(mask=MASK * 7), "mask", "mask must be true or false", "7"),
+    "times go back": (changed(timestamps_ms=TIMES[::-1]), "timestamps_ms", "times must increase", "133, the next"),
+    "X is pickled": (changed(X=X.astype(object)), "X", "must be readable", "Object arrays"),
     "the file is empty": (replaced(b""), "", "a .npz archive", "not a zip file"),
     "the file is a web page": (replaced(b"<!DOCTYPE html>"), "", "a .npz archive", "not a zip file"),
-    "a byte is wrong": (flipped, "X", "can be read", ""),
-    "an array has no header": (rewritten(b"hello world"), "X", "can be read", "magic string"),
-    "an array is cut": (rewritten(header((T, 156)) + bytes(99)), "X", "can be read", "expected 3120 bytes"),
-    "an array is longer": (rewritten(header((T, 156)) + bytes(3130)), "X", "can be read", "than its header"),
-    "an array says it is huge": (rewritten(header((10**12, 156))), "X", "can be read", "llocate"),
-    "an array's size is negative": (rewritten(header((-1, 156))), "X", "can be read", "negative"),
-    "the file is encrypted": (in_directory(8, "<H", 1), "X", "can be read", "encrypted"),
-    "the compression is unknown": (in_directory(10, "<H", 77), "X", "can be read", "compression"),
+    "a byte is wrong": (flipped, "X", "must be readable", ""),
+    "an array has no header": (rewritten(b"hello world"), "X", "must be readable", "magic string"),
+    "an array is cut": (rewritten(header((T, 156)) + bytes(99)), "X", "must be readable", "expected 3120 bytes"),
+    "an array is longer": (rewritten(header((T, 156)) + bytes(3130)), "X", "must be readable", "than its header"),
+    "an array says it is huge": (rewritten(header((10**12, 156))), "X", "must be readable", "llocate"),
+    "an array's size is negative": (rewritten(header((-1, 156))), "X", "must be readable", "negative"),
+    "the file is encrypted": (in_directory(8, "<H", 1), "X", "must be readable", "encrypted"),
+    "the compression is unknown": (in_directory(10, "<H", 77), "X", "must be readable", "compression"),
 }
 
 
@@ -487,7 +487,7 @@ def test_a_directory_that_lies_does_not_make_a_small_file_fill_the_memory(tmp_pa
     in_directory(24, "<I", len(header((T, 156))) + 4 * 156 * T)(path)
     tracemalloc.start()
     try:
-        with pytest.raises(PackError, match="the array can be read"):
+        with pytest.raises(PackError, match="the array must be readable"):
             sign.read(path, KEYPOINTS)
         assert tracemalloc.get_traced_memory()[1] < 5_000_000
     finally:

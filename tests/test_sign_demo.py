@@ -117,7 +117,7 @@ def test_the_notebook_can_be_run_again(tmp_path, monkeypatch):
     for count in (8, 6):
         exec(plant, {"RAW": None, "COUNT": count, "GLOSSES": 2})
         report = nb.validate(sign, "data/sign", progress=False)
-        assert [row.rule for row in report.rows] == ["the array can be read", "the clip of a row exists"]
+        assert [row.rule for row in report.rows] == ["the array must be readable", "the clip of a row must exist"]
         assert report.clips == count + 1
 
 

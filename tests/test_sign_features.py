@@ -24,7 +24,7 @@ from nbtools.tasks.sign.inception import STEM, Backbone, inception, read_weights
 from nbtools.tasks.sign.networks import Gru
 
 H, W = 12, 18
-pytestmark = pytest.mark.usefixtures("one_thread", "own_cache")
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def torchvision_imports() -> bool:
@@ -239,15 +239,15 @@ def test_what_cannot_be_used_has_a_row_and_the_rest_is_made(tmp_path):
     result = made(raw, into)
     assert (result.written, result.ok) == (("twice/hello.npz", "whole.npz"), False)
     rows = {row.file: (row.rule, row.value) for row in result.rows}
-    assert rows.pop("torn.npz")[0] == "the frame is a whole image"
-    assert rows.pop("wreck.npz")[0] == "a clip is a .npz archive"
+    assert rows.pop("torn.npz")[0] == "the frame must be a whole image"
+    assert rows.pop("wreck.npz")[0] == "a clip must be a .npz archive"
     sizes = "12 × 19 pixels (height × width) after 12 × 18 pixels (height × width)"
     assert rows == {
-        "talk.MOV": ("frames are images: decoding videos takes ffmpeg or PyAV", ".MOV"),
-        "poster.jpg": ("frames are in a folder of their own", "1 next to folders of frames"),
-        "hello.webp": ("clips have unique names", "also hello.gif"),
-        "sizes.npz": ("all frames of a clip have one size", sizes),
-        "short.npz": ("there are as many frames as in X, 4", "3"),
+        "talk.MOV": ("frames must be images: decoding videos takes ffmpeg or PyAV", ".MOV"),
+        "poster.jpg": ("frames must be in a folder of their own", "1 next to folders of frames"),
+        "hello.webp": ("clips must have unique names", "also hello.gif"),
+        "sizes.npz": ("all frames of a clip must have one size", sizes),
+        "short.npz": ("there must be as many frames as in X, 4", "3"),
     }
     assert {path: path.read_bytes() for path in before} == before
     assert "7 files could not be used" in str(result)
@@ -258,8 +258,12 @@ def test_what_cannot_be_used_has_a_row_and_the_rest_is_made(tmp_path):
     [
         ({"finetune": -1}, PackError, "finetune must be a whole number of epochs, 0 or more, got -1"),
         ({"batch_size": 0}, PackError, "batch_size must be a whole number of frames, 1 or more, got 0"),
-        ({"lr": 0}, PackError, "lr must be above 0, got 0"),
-        ({"feature_key": "mask"}, PackError, "feature_key must be the name of an array of numbers, got 'mask'"),
+        ({"lr": 0}, PackError, "lr must be greater than 0, got 0"),
+        (
+            {"feature_key": "mask"},
+            PackError,
+            "feature_key must be the name of an array of numbers, such as X or X2048, got 'mask'",
+        ),
         ({"device": "gpu"}, TrainError, r"device must be a device that torch has here, .* got 'gpu'"),
         (
             {"network": nn.Sequential(network(), nn.Linear(2048, 1000))},
@@ -352,7 +356,7 @@ def test_only_whole_labelled_clips_of_train_teach(tmp_path):
     with pytest.raises(PackError, match="below a folder train/, and there are none"):
         made(source / "val", tmp_path / "clips", finetune=1)
     (source / "train" / "train_0_1" / "2.png").write_bytes(b"no image")
-    with pytest.raises(PackError, match=r"train_0_1\.npz: .*the frame is a whole image, got .*2\.png"):
+    with pytest.raises(PackError, match=r"train_0_1\.npz: .*the frame must be a whole image, got .*2\.png"):
         made(source, tmp_path / "clips", finetune=1)
 
 

@@ -18,16 +18,10 @@ from nbtools.errors import PackError, TrainError
 from nbtools.measure import preset
 from nbtools.tasks import sign
 
-pytestmark = pytest.mark.usefixtures("one_thread", "undrawn")
+pytestmark = pytest.mark.usefixtures("one_cache")
+
 BOTH = "transformer_only+iv3_gru_only"
 NETWORKS = {"transformer": "x", "gru": "features"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +54,7 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
 def test_the_three_folders_are_one_pack_whose_third_validates(processed, tmp_path):
     report = nb.validate(sign, processed, progress=False)
     assert (report.clips, report.labelled, report.errors) == (40, 40, 0)
-    rows = [(row.key, row.value) for row in report.rows if row.rule.startswith("all clips have")]
+    rows = [(row.key, row.value) for row in report.rows if row.rule.startswith("all clips should have")]
     assert sorted(rows) == [("X", "10 of 40 have none"), ("X2048", "10 of 40 have none")]
     made = packed(processed)
     assert (counts(made), len(made.bad)) == ((30, 10, 0), 0)
@@ -246,7 +240,7 @@ def test_the_validator_of_the_guide_has_its_bare_flag(processed, capsys, monkeyp
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["validate", "sign", str(processed / VALIDATION), "--require-x2048"]) == 0
     assert main(["validate", "sign", "--require-x2048", str(processed / KEYPOINTS)]) == 1
-    assert "a clip has X2048" in capsys.readouterr().out
+    assert "a clip must have X2048" in capsys.readouterr().out
 
 
 # Named apart
@@ -286,7 +280,7 @@ def test_one_source_may_have_a_list_elsewhere(processed, tmp_path):
     assert counts(made) == (13, 4, 3)
     assert main(["validate", "sign", str(tmp_path / "clips"), "--labels", str(tmp_path / "list.csv")]) == 0
     (tmp_path / "list.csv").write_text(rows.replace("gloss", "sign"))
-    with pytest.raises(PackError, match="a list has the columns file, gloss, cat, got file,sign,cat"):
+    with pytest.raises(PackError, match="a list must have the columns file, gloss, cat, got file,sign,cat"):
         packed(tmp_path / "clips", labels=tmp_path / "list.csv")
 
 
@@ -300,10 +294,10 @@ def test_a_kept_pack_opens_as_it_is_whatever_else_is_named(processed, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"labels_val": "a.csv"}, "labels_val is the list of val=, a source of its own, and there is none"),
+        ({"labels_val": "a.csv"}, "labels_val is the list of labels of val=, which is missing"),
         ({"val": "{}/test_15fps"}, r"test_15fps, the source of val, lies within .*, that of train"),
         ({"val": "{}"}, "so its clips would be in both"),
-        ({"labels": "{}/test_15fps"}, "a list of labels is a CSV file, and .*test_15fps is a folder"),
+        ({"labels": "{}/test_15fps"}, "a list of labels must be a CSV file, and .*test_15fps is a folder"),
         (
             {"glosses": 3},
             r"glosses must be above the largest id, 5, since .*, got 3; give 6 or more, .* label of .*_red\.npz",

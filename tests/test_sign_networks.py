@@ -17,8 +17,6 @@ from nbtools.tasks.sign.networks import POSITIONS, Gru, Transformer, sinusoids
 LENGTHS = (13, 1, 30, 7)
 NAMES = ("transformer", "gru")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def small(name="transformer", **options) -> Any:
     torch.manual_seed(0)

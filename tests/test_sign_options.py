@@ -14,12 +14,13 @@ import pytest
 from PIL import Image
 
 import nbtools.tasks
-from nbtools import __main__ as arguments
+from nbtools import options as arguments
 from nbtools.__main__ import TASK_COMMANDS, main
 from nbtools.tasks import sign
 from nbtools.train import device
 
-pytestmark = pytest.mark.usefixtures("one_thread", "undrawn")
+pytestmark = pytest.mark.usefixtures("one_cache")
+
 COLUMNS = ["epoch", "train_loss", "val_loss", "val_gloss_acc", "val_cat_acc", "lr", "epoch_time"]
 ON_A_GPU = ["gpu_memory_allocated", "gpu_memory_reserved"]
 TASKS = sorted({module.name for module in pkgutil.iter_modules(nbtools.tasks.__path__)} - {"common"})
@@ -28,13 +29,6 @@ TASKS = sorted({module.name for module in pkgutil.iter_modules(nbtools.tasks.__p
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return sign.demo(tmp_path_factory.mktemp("raw"), 40, glosses=4, features=True, frames=(10, 16))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def train(data, run, *more: str) -> int:

@@ -190,10 +190,15 @@ def test_training_that_diverges_is_a_sentence_in_the_notebook_and_no_page_of_tra
 def test_a_run_says_where_its_model_is_and_what_to_do_next_and_resumed_from_which_step_it_goes_on(kernel):
     text = kernel.run(TWICE)
     assert (
-        len(re.findall(r"done: the best model is twice/\S+\.safetensors \(\w+ [\d.]+ after epoch \d\); next:", text))
+        len(
+            re.findall(
+                r"done: the best model is\s+twice/\S+\.safetensors\s+\([\w ]+\s+[\d.]+\s+in\s+epoch\s+\d\);\s+next:",
+                text,
+            )
+        )
         == 2
     )
-    assert re.search(r"\['', .*>going on from step \d+<", text)
+    assert re.search(r"\['', .*>continuing from step \d+<", text)
 
 
 def test_a_change_that_waits_for_the_end_of_an_evaluation_says_so_at_once(kernel):
@@ -205,7 +210,7 @@ def test_a_change_that_waits_for_the_end_of_an_evaluation_says_so_at_once(kernel
 def test_where_a_step_takes_seconds_it_is_said_before_anybody_waits_for_an_answer(kernel):
     """Clicks are read between steps: while one lasts nothing can answer them."""
     notes, after = kernel.run(SLOW_STEPS).rsplit("] ", 1)
-    assert notes.count(">a step takes 1 s; requests are read when it ends") == 2
+    assert notes.count(">the last step took 1 s; requests are read between steps") == 2
     assert after == "''\n"
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import types
 import weakref
 from typing import Any
 
@@ -23,17 +22,8 @@ SGD = toy.PLAN.replace(optimizer="sgd", betas=(0.0, 0.9), clip_norm=None)
 
 
 @pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    return toy.make_pack(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(scope="module")
 def found(pack) -> Sweep:
     return lr_sweep(toy, pack, toy.PLAN, high=100.0)
-
-
-def task_with(**parts) -> Any:
-    return types.SimpleNamespace(**{**vars(toy), **parts})
 
 
 class Bowl(nn.Module):
@@ -53,7 +43,7 @@ def bowl(curvature: float) -> Any:
         each = model(batch)
         return each.sum(), len(each)
 
-    return task_with(model=lambda card, plan: Bowl(curvature), loss=loss)
+    return toy.with_(model=lambda card, plan: Bowl(curvature), loss=loss)
 
 
 @pytest.mark.parametrize("curvature", [0.5, 20.0])
@@ -112,7 +102,7 @@ def test_a_scale_that_is_never_found_ends_the_sweep(pack):
         total.register_hook(lambda gradient: gradient * math.inf)
         return total, count
 
-    found = lr_sweep(task_with(loss=loss), pack, toy.PLAN.replace(amp="fp16"))
+    found = lr_sweep(toy.with_(loss=loss), pack, toy.PLAN.replace(amp="fp16"))
     assert (found.start, found.lost, found.losses, found.suggestion) == (None, None, (), None)
     assert "not a number before any update; check data and loss, or set amp=off" in str(found)
     json.dumps(found.to_dict(), allow_nan=False)
@@ -139,7 +129,7 @@ def test_measuring_leaves_no_model_in_memory_and_all_else_as_it_was(pack, name, 
 
     torch.manual_seed(7)
     before = torch.get_rng_state(), repr(np.random.get_state(legacy=False))
-    assert MEASURED[name](task_with(model=model), pack)
+    assert MEASURED[name](toy.with_(model=model), pack)
     assert [ref() for ref in made] == [None] * len(made) != []
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.equal(torch.get_rng_state(), before[0])

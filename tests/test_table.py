@@ -15,6 +15,14 @@ def test_a_caption_above_no_columns_stays_on_one_line():
     assert "nowrap" not in wide.partition("</caption>")[0]
 
 
+def test_no_line_of_a_notebooks_table_ends_between_a_number_and_its_unit():
+    cells = [["94 %, 3 min 20 s", table.Folded("1.5 GB", "after 12 ms, 5 of 40 epochs")]]
+    found = table.html(["a", "b"], cells, caption="about 6 min")
+    for kept in ("94\xa0%", "3\xa0min 20\xa0s", "1.5\xa0GB", "12\xa0ms", "5 of 40 epochs", "about 6\xa0min"):
+        assert kept in found
+    assert "94 %" in table.text(["a", "b"], cells), "a terminal's text is as written"
+
+
 def test_no_cell_header_or_caption_becomes_markup_or_steers_the_terminal():
     page = table.html(["<b>"], [["<img src=x onerror=alert(1)>"], ['"&']], caption="</table><script>")
     assert not [tag for tag in ("<img", "<b>", "<script", "</table><") if tag in page]
@@ -116,7 +124,12 @@ def test_sizes_are_decimal_and_times_and_shares_have_units():
         2.5e12: "2.5 TB",
     }
     assert [table.size(count) for count in sizes] == list(sizes.values())
-    assert [table.timing(seconds) for seconds in (0.2031, 1.3512, 135.2)] == ["203 ms", "1.35 s", "2 min 15 s"]
+    assert [table.timing(seconds) for seconds in (0.2031, 1.3512, 18.0, 135.2)] == [
+        "203 ms",
+        "1.35 s",
+        "18.0 s",
+        "2 min 15 s",
+    ]
     assert [table.percent(0.943), table.percent(0.0043, 1)] == ["94 %", "0.4 %"]
 
 

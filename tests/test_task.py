@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from acting import QUIET
 from torch import nn
 
 import nbtools as nb
@@ -20,9 +21,6 @@ from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.live.samples import Previews
 from nbtools.train import Sums, evaluation, loop
 from tests import toy
-
-pytestmark = pytest.mark.usefixtures("undrawn")
-QUIET: dict[str, Any] = {"receipt": False, "progress": False}
 
 
 class Pick(nn.Module):

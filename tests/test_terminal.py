@@ -24,12 +24,11 @@ import toy
 from torch.utils.benchmark import Timer
 
 import nbtools as nb
-from nbtools import __main__, guides, table
+from nbtools import guides, options, table
 from nbtools.__main__ import COMMANDS, TASK_COMMANDS, main, parser
 from nbtools.data import bar
 from nbtools.measure import check
 
-pytestmark = pytest.mark.usefixtures("undrawn", "one_thread")
 ROOT = Path(__file__).parent.parent
 OPTIONS = (ROOT / "docs" / "options.md").read_text()
 
@@ -139,7 +138,7 @@ def test_a_report_is_a_document_too_and_errors_are_its_exit_code(tmp_path, capsy
 
 def test_what_is_no_number_is_null_in_json():
     value = {"a": float("nan"), "b": (float("inf"), torch.tensor([1, 2]), Path("x")), 3: toy.np.float32(0.5)}
-    assert __main__.plain(value) == {"a": None, "b": [None, [1, 2], "x"], "3": 0.5}
+    assert options.plain(value) == {"a": None, "b": [None, [1, 2], "x"], "3": 0.5}
 
 
 # -- exit codes
@@ -246,7 +245,7 @@ def terminal(monkeypatch):
 
 
 def test_the_plan_with_its_reasons_fits_a_terminal_and_has_colours_there_only(data, terminal, monkeypatch, capsys):
-    words = ["advise", "toy", "--data", str(data), "--no-measure"]
+    words = ["advise", "toy", "--data", str(data), "--no-measure", "--why"]
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     drawn = terminal(words, 60)
@@ -254,15 +253,24 @@ def test_the_plan_with_its_reasons_fits_a_terminal_and_has_colours_there_only(da
     bare = re.sub(r"\x1b\[\d+m", "", drawn)
     rows = bare.split("\n")
     start = next(i for i, row in enumerate(rows) if row.startswith("setting"))
-    assert all(table.columns(row) <= 60 for row in rows[start:])
+    end = next(i for i, row in enumerate(rows) if row.startswith("measured here, "))
+    assert all(table.columns(row) <= 60 for row in rows[start:end])
     advice = nb.advise(toy, toy.pack(data), measure=False)
-    text = " ".join(" ".join(row[26:] for row in rows[start:]).split())
+    text = " ".join(" ".join(row[26:] for row in rows[start:end]).split())
     assert re.sub(r"\W", "", advice.reasons["lr"]) in re.sub(r"\W", "", text), "no reason is cut off"
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b" not in terminal(words, 60)
     monkeypatch.delenv("NO_COLOR")
     assert main(words) == 0
     assert "\x1b" not in capsys.readouterr().out
+
+
+def test_without_why_each_setting_of_the_advice_is_one_line(data, terminal):
+    rows = terminal(["advise", "toy", "--data", str(data), "--no-measure"], 140).split("\n")
+    start = next(i for i, row in enumerate(rows) if "─" in row) + 1
+    reasons = nb.advise(toy, toy.pack(data), measure=False).reasons
+    assert [row.split()[0] for row in rows[start : start + len(reasons)]] == [f"{name}" for name in reasons]
+    assert rows[start + len(reasons)].startswith(("\x1b", "measured here", "Other batch sizes: "))
 
 
 @pytest.mark.parametrize(("width", "left"), [(80, ""), (50, "waiting for data")])
@@ -295,7 +303,7 @@ def test_several_columns_of_text_share_a_narrow_terminal(data):
 
 @pytest.fixture(scope="module")
 def checked():
-    return check({name: (__main__.find_task(name), card) for name, card in guides.DATA.items()}, guides.ASSUMED)
+    return check({name: (options.find_task(name), card) for name, card in guides.DATA.items()}, guides.ASSUMED)
 
 
 def test_gpus_checks_the_machine_as_it_is(checked):
@@ -311,7 +319,7 @@ def test_gpus_checks_the_machine_as_it_is(checked):
     assert re.findall(r"^(\w+) +([\d,]+ assumed)  ", shown, re.M) == [
         (name, "1,000 assumed") for name in guides.ASSUMED
     ]
-    for name, (task, card) in {name: (__main__.find_task(name), card) for name, card in guides.DATA.items()}.items():
+    for name, (task, card) in {name: (options.find_task(name), card) for name, card in guides.DATA.items()}.items():
         suggested = {field: value for field, (value, _) in task.suggest(card, "cpu").items()}
         for field in {"network", "batch_size", "lr"} & suggested.keys():
             assert checked.plans[name][field] == suggested[field]

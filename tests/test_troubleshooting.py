@@ -238,7 +238,7 @@ PROVOKED = {
 }
 
 
-@pytest.mark.usefixtures("one_thread", "undrawn", "own_cache")
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("act", PROVOKED, ids=lambda act: act.__name__)
 def test_what_goes_wrong_ends_with_its_entry(act, pack, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(NbtoolsError) as caught:
@@ -306,7 +306,10 @@ def takes(plan: nb.Plan, field: str, value: str) -> bool:
 def test_every_option_command_and_preset_in_it_is_one(capsys):
     tasks = {"captcha": captcha, "hwdb": hwdb, "segment": segment, "sign": sign}
     helps = ""
-    for words in (*(["train", name, "--help"] for name in tasks), ["pack", "captcha", "--help"]):
+    for words in (
+        *(["train", name, "--help"] for name in tasks),
+        *([c, "captcha", "--help"] for c in ("pack", "advise")),
+    ):
         with pytest.raises(SystemExit):
             main(words)
         helps += capsys.readouterr().out

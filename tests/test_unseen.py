@@ -11,7 +11,7 @@ import nbtools as nb
 from nbtools.__main__ import main
 from nbtools.errors import PackError, TrainError
 
-pytestmark = pytest.mark.usefixtures("own_cache", "undrawn", "one_thread")
+pytestmark = pytest.mark.usefixtures("own_cache")
 SMALL = {"size": (24, 64)}
 TASKS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "captcha": ({"count": 40, **SMALL}, {"count": 9, "alphabet": "12", **SMALL}, "whole_accuracy"),
@@ -41,7 +41,7 @@ def test_one_call_evaluates_a_new_folder_and_training_on_it_is_refused_in_a_sent
     assert found == nb.evaluate(run, unseen)
     assert metric in found
     assert main(["train", name, *every, str(tmp_path / "never")]) == 1
-    assert f"all {second['count']} samples are test, so there is nothing to train on" in capsys.readouterr().err
+    assert f"all {second['count']} samples are test data, so there is nothing to train on" in capsys.readouterr().err
     with pytest.raises(TrainError, match="nothing to train on"):
         nb.advise(task, unseen)
     assert not (tmp_path / "never").exists()

@@ -24,15 +24,9 @@ CPU = torch.device("cpu")
 WORKERS = toy.PLAN.replace(feed="workers")
 
 pytestmark = [
-    pytest.mark.usefixtures("frozen"),
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # on one core
 ]
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    return toy.make_pack(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture

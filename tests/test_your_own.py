@@ -24,7 +24,6 @@ import nbtools as nb
 from nbtools.train.augment import IMAGES, MIXUP
 from nbtools.train.metrics import METRICS
 
-pytestmark = pytest.mark.usefixtures("one_thread", "undrawn")
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "your-own.md").read_text()
 CELLS = dict(re.findall(r"<!-- cell: (\w+), .*? -->\n```python\n(.*?)```", TEXT, re.S))

@@ -3,7 +3,7 @@
 from nbtools.data.archive import archive_index, read_member
 from nbtools.data.build import Entry, Survey, build_pack, cores, steady
 from nbtools.data.dataset import RawItems, pack
-from nbtools.data.draws import Draws
+from nbtools.data.draws import Draws, constant, places
 from nbtools.data.drive import drive_path, kept, on_colab, place_to_keep, release_runtime
 from nbtools.data.feed import (
     Feed,
@@ -22,7 +22,7 @@ from nbtools.data.feed import (
     require_shared_memory,
 )
 from nbtools.data.frames import tables
-from nbtools.data.items import TARGET, Form, inputs_of
+from nbtools.data.items import TARGET, Form, inputs_of, is_image
 from nbtools.data.pack import (
     SPLITS,
     Card,
@@ -68,6 +68,7 @@ __all__ = [
     "cache",
     "choose",
     "collate",
+    "constant",
     "cores",
     "drive_path",
     "gather",
@@ -76,6 +77,7 @@ __all__ = [
     "inputs_of",
     "is_all",
     "is_count",
+    "is_image",
     "is_pack",
     "kept",
     "lengths_of",
@@ -85,6 +87,7 @@ __all__ = [
     "pack",
     "phase",
     "place_to_keep",
+    "places",
     "position",
     "read_member",
     "release_runtime",

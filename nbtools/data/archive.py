@@ -191,7 +191,7 @@ def write(folder: Path, path: Path) -> Path:
             for source in sorted(folder.rglob("*")):
                 if source.is_symlink() or not (source.is_file() or source.is_dir()):
                     raise ArchiveError(
-                        f"{source}: only files and folders can be archived. Replace it by what it points to."
+                        f"{source}: only files and folders can be archived. Replace it with what it points to."
                     )
                 if source.is_file():
                     info = tarfile.TarInfo(source.relative_to(folder).as_posix())  # mtime, owner, mode: the defaults
@@ -220,7 +220,7 @@ class Names:
         """The relative path of an entry, claimed; None if it is not wanted."""
         self.entry, self.entries = name, self.entries + 1
         if self.entries > ENTRIES:
-            raise ArchiveError(f"is one of more than {ENTRIES} entries. Pack many small files into fewer")
+            raise ArchiveError(f"is one of more than {ENTRIES} entries. Combine small files into fewer")
         parts = safe_parts(name)
         litter = "__MACOSX" in parts or any(part.startswith("._") or part == ".DS_Store" for part in parts)  # of macOS
         if not parts or litter:
@@ -315,7 +315,9 @@ def in_tar(stream: Forward, names: Names) -> Iterator[File]:
     names.entry = ""
     zeros = bytes(tarfile.BLOCKSIZE)
     if stream.last != zeros or stream.read(tarfile.BLOCKSIZE) != zeros:  # tarfile ends at any bad header in silence
-        raise ArchiveError("ends before its end mark: it is truncated or damaged. Copy or download it again")
+        raise ArchiveError(
+            "ends before its end-of-archive marker: it is truncated or damaged. Copy or download it again"
+        )
     while stream.file is not stream.raw and stream.read(CHUNK):  # so that gzip, xz and bzip2 compare their checksums
         pass
 

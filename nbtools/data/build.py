@@ -65,12 +65,12 @@ DAMAGED = (OSError, ValueError, EOFError, SyntaxError, zlib.error, struct.error,
 TRIES = 9  # of a reader that fails because of other threads
 T = TypeVar("T")
 R = TypeVar("R")
-CHUNK = 256  # samples decoded ahead: bounds memory, and the pool idles once per chunk
+CHUNK = 128  # samples of a line in the journal; as many are read ahead
 JOURNAL = "samples.jsonl"
 OFFSETS = Column("fixed", "<i8", ())  # of a ragged column: where each sample begins, and the end
 SPLIT = Column("fixed", "|u1", ())
 CLASS = Column("fixed", "<i8", ())
-READABLE = "the file can be read"
+READABLE = "the file must be readable"
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def build_pack(
         pack = of_task(Pack.open(folder), task)
         if is_all(test) and pack.splits["test"] < len(pack):
             raise PackError(
-                f"{folder} is a pack, whose splits stay; name the raw source, of which test=1.0 makes all test"
+                f"{folder} is a pack, and its splits are fixed; pass the raw source, which test=1.0 makes test data"
             )
         return with_raw(pack, made_from(pack), reader)
     asked = {**options, "val": val, "test": test}
@@ -400,7 +400,7 @@ class Writer:
         self.columns, self.ends = columns, {name: 0 for name, column in columns.items() if column.kind == "ragged"}
         own = {"split", "id", *(f"{name}{end}" for name in self.ends for end in (".offsets", "_length"))}
         if taken := sorted(own & columns.keys()):
-            raise PackError(f"column {taken[0]!r}: nbtools itself uses {', '.join(sorted(own))}; rename it in `read`")
+            raise PackError(f"column {taken[0]!r}: nbtools reserves {', '.join(sorted(own))}; rename it in `read`")
         for name, column in [*columns.items(), *((f"{name}.offsets", OFFSETS) for name in self.ends)]:
             self.files[name] = disk.create(self.folder / f"{name}.npy")
             disk.write(self.files[name], header(column, 0) + (bytes(8) if column is OFFSETS else b""))
@@ -458,11 +458,21 @@ class Writer:
 
 
 def in_threads(survey: Survey, read: Reader, root: Path, done: int) -> Generator[Sample | Problem, None, None]:
-    """What became of each entry from `done` on, read in a thread pool: decoders release the GIL."""
+    """What became of each entry from `done` on, read in a thread pool: decoders release the GIL. While one chunk is
+    written and synced, the next one is read."""
     with ThreadPoolExecutor(max_workers=cores()) as pool:
-        for start in range(done, len(survey.entries), CHUNK):
+
+        def begun(start: int) -> Iterator[Sample | Problem]:
             chunk = survey.entries[start : start + CHUNK]
-            yield from pool.map(steady(lambda entry: decoded(entry, read, root, survey)), chunk)
+            return pool.map(steady(lambda entry: decoded(entry, read, root, survey)), chunk)
+
+        try:
+            ahead = begun(done)
+            for start in range(done, len(survey.entries), CHUNK):
+                now, ahead = ahead, begun(start + CHUNK)
+                yield from now
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def decoded(entry: Entry, read: Reader, root: Path, survey: Survey) -> Sample | Problem:
@@ -512,7 +522,7 @@ def in_value_order(classes: Collection[str]) -> list[str]:
 
 def column_of(name: str, array: np.ndarray, ragged: bool) -> Column:
     if array.dtype.kind not in "biuf":
-        raise PackError(f"{name}: a pack holds numbers and booleans, got {array.dtype}; store class indices")
+        raise PackError(f"{name}: a pack can hold numbers and booleans only, got {array.dtype}; store class indices")
     return Column("ragged" if ragged else "fixed", array.dtype.str, array.shape[1:] if ragged else array.shape)
 
 

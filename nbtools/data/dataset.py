@@ -25,7 +25,6 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nbtools import disk
@@ -34,7 +33,7 @@ from nbtools.data.feed import ignore_signals
 from nbtools.data.folders import WORDS, Images, image_folders
 from nbtools.data.frames import Table, features_of, is_frame, tables
 from nbtools.data.identity import mark, whole
-from nbtools.data.items import TARGET, Form, Sign, bare, forms_in, forms_of, named, plain
+from nbtools.data.items import TARGET, Form, Sign, bare, forms_in, forms_of, is_image, named, plain
 from nbtools.data.moments import moments
 from nbtools.data.names import class_names, leaves, named_class
 from nbtools.data.pack import FORMAT, MANIFEST, SPLITS, Card, Pack, Sample, is_pack, require_shares
@@ -101,7 +100,9 @@ def pack(
         raise PackError(f"size must be (height, width) in pixels, got {size!r}; pass two whole numbers ≥ 1")
     if like is not None:
         if (classes, size, as_bytes) != (None, None, False):
-            raise PackError("a pack like another has its classes, size and bytes; leave out classes, size and as_bytes")
+            raise PackError(
+                "a pack like another takes its classes, size and bytes; leave out classes, size and as_bytes"
+            )
         roles = like.options["roles"]
         target, inputs = roles["target"] if target is None else target, roles["inputs"] if inputs is None else inputs
     items = Items(opened(given, target, inputs, like, progress), target, inputs)
@@ -236,21 +237,21 @@ class Items(Dataset):
             own = isinstance(part, Images | Table)
             values = named(item) if own else named(item, self.target, self.inputs)
             for value in values.values():
-                if isinstance(value, Image.Image):
+                if is_image(value):
                     value.load()  # Pillow decodes no earlier
         except PackError:
             raise
         except Exception as error:  # whatever a Dataset may raise
             came = f"{type(error).__name__}: {error}"
-            raise PackError(came, "the Dataset returns each item", "correct it, or leave it out") from error
+            raise PackError(came, "the Dataset must return each item", "correct it, or leave it out") from error
         return values
 
     def sample(self, i: int) -> dict[str, Any]:
         """The arrays of an item; its class as a text."""
         values = self.values(i)
         if values.keys() != self.forms.keys():
-            rule = f"an item has {', '.join(self.forms)}, as the others"
-            raise PackError(", ".join(values), rule, "make it alike, or leave it out")
+            rule = f"an item must have {', '.join(self.forms)}, like the others"
+            raise PackError(", ".join(values), rule, "make it match, or leave it out")
         if self.named:
             values[TARGET] = named_class(*self.place(i), self.target, bare(values[TARGET]))
         return {name: form.fit(name, values[name]) for name, form in self.forms.items()}
@@ -333,7 +334,7 @@ class Look:
         if self.error and not self.signs:
             value, rule, fix = why(self.error)
             count = plural(len(self.places), "item")
-            raise PackError(f"{self.items.source}: none of {count} read can be used: {rule}, got {value}; {fix}")
+            raise PackError(f"{self.items.source}: none of the {count} read can be used: {rule}, got {value}; {fix}")
         return forms_of(self.signs, names, as_bytes, size)
 
     def names(self) -> list[list[str]]:

@@ -10,17 +10,25 @@ B samples.
 from __future__ import annotations
 
 import math
-from functools import cached_property
+from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 MASK = 0xFFFFFFFF
+FACTOR, TERM = 747796405, 2891336453
+BLOCK = 16  # numbers a sample hashed at once: on a GPU one costs as much as many
 
 
 def mix(x: Tensor) -> Tensor:
-    """A 32-bit hash of whole numbers in [0, 2³²), held in int64 because torch has few unsigned operations."""
-    state = (x * 747796405 + 2891336453) & MASK
+    """A 32-bit hash of whole numbers in [0, 2³³), held in int64 because torch has few unsigned operations."""
+    return permuted(torch.rsub(x, TERM, alpha=-FACTOR))  # x · FACTOR + TERM by one kernel
+
+
+def permuted(x: Tensor) -> Tensor:
+    """The hash's second half, of the low 32 bits."""
+    state = x & MASK
     word = (((state >> ((state >> 28) + 4)) ^ state) * 277803737) & MASK
     return (word >> 22) ^ word
 
@@ -29,10 +37,29 @@ def mixed(*parts: int) -> int:
     """The same hash of several plain numbers: one seed that depends on all of them."""
     state = 0
     for part in parts:
-        x = ((state + part) * 747796405 + 2891336453) & MASK
+        x = ((state + part) * FACTOR + TERM) & MASK
         word = (((x >> ((x >> 28) + 4)) ^ x) * 277803737) & MASK
         state = (word >> 22) ^ word
     return state
+
+
+@lru_cache(maxsize=256)
+def constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor of these values that stays on the device: a copy in every step would make the host wait. Not to be
+    modified."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=256)
+def places(count: int, device: torch.device) -> Tensor:
+    """(count,) int64, from 0 on, that stays on the device as well."""
+    return torch.arange(count, device=device)
+
+
+@lru_cache(maxsize=256)
+def counters(first: int, count: int, device: torch.device) -> Tensor:
+    """(count,) int64: the hashed numbers from `first` on, multiplied as `mix` does with the sum of one and a key."""
+    return mix(torch.arange(first, first + count, device=device)) * FACTOR + TERM
 
 
 class Draws:
@@ -41,22 +68,36 @@ class Draws:
     def __init__(self, seed: int, epoch: int, ids: Tensor):
         self.seed, self.epoch, self.ids = seed, epoch, ids
         self.count = 0
+        self.block: tuple[int, int, Tensor] = 0, -1, ids  # the first and last number that are hashed, (B, last - first)
 
     @cached_property
     def keys(self) -> Tensor:
         """(B,) int64; made at the first draw, so that a task without augmentation pays nothing."""
-        return mix((self.ids + mixed(self.seed, self.epoch)) & MASK)
+        return mix(self.ids + mixed(self.seed, self.epoch))
 
     def bits(self, shape: tuple[int, ...] = ()) -> Tensor:
         """(B, *shape) int64 in [0, 2³²)."""
-        n = math.prod(shape)
-        counter = torch.arange(self.count, self.count + n, device=self.keys.device)
-        self.count += n
-        return mix((self.keys[:, None] + mix(counter)) & MASK).view(-1, *shape)
+        start, end = self.count, self.count + math.prod(shape)
+        first, last, block = self.block
+        if not first <= start <= end <= last:
+            first, last = start, max(end, start + BLOCK)
+            hashed = counters(first, last - first, self.ids.device)
+            block = permuted(torch.add(hashed, self.keys[:, None], alpha=FACTOR))  # mix(key + number)
+            self.block = first, last, block
+        self.count = end
+        return block[:, start - first : end - first].view(len(block), *shape)
 
     def uniform(self, low: float = 0.0, high: float = 1.0, shape: tuple[int, ...] = ()) -> Tensor:
         """(B, *shape) float32 in [low, high), 24 bits, all that a float32 holds; low ≠ 0 may round up to high."""
         return (self.bits(shape) >> 8).to(torch.float32) * ((high - low) / 2**24) + low
+
+    def uniforms(self, *ranges: tuple[float, float]) -> Tensor:
+        """(B, N) float32, the n-th in the n-th range [low, high): the numbers of N calls of `uniform` by three
+        kernels."""
+        device = self.ids.device
+        spans = constant(tuple((high - low) / 2**24 for low, high in ranges), device)
+        lows = constant(tuple(low for low, _ in ranges), device)
+        return (self.bits((len(ranges),)) >> 8) * spans + lows
 
     def normal(self, shape: tuple[int, ...] = ()) -> Tensor:
         """(B, *shape) float32, mean 0, variance 1 (Box–Muller); equal across devices but for their log and cos."""
@@ -64,5 +105,5 @@ class Draws:
         return radius * torch.cos(self.uniform(0, 2 * math.pi, shape))
 
     def chance(self, p: float, shape: tuple[int, ...] = ()) -> Tensor:
-        """(B, *shape) bool, True with probability p."""
-        return self.uniform(shape=shape) < p
+        """(B, *shape) bool, True with probability p: where `uniform` is less than p, by one kernel."""
+        return self.bits(shape) < math.ceil(np.float32(p) * 2**24) << 8

@@ -85,7 +85,7 @@ def local(text: str) -> Path:
     if inside.parts[1:] and inside.parts[0] == KEPT and not disk.exists(mine / inside):
         former = PurePosixPath(FORMER, *inside.parts[1:])
         if disk.exists(mine / former):
-            say(f"{text} is not there yet; using drive:{former}, where notebooks used to keep it.")
+            say(f"{text} does not exist yet; using drive:{former}, where notebooks used to keep it.")
             return mine / former
     return mine / inside
 

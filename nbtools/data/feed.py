@@ -114,12 +114,16 @@ def choose(pack: Pack, plan: Plan, device: torch.device) -> tuple[str, str]:
     if plan.feed != "auto":
         return plan.feed, "set in the plan"
     if device.type != "cuda":
-        return "resident", "the pack is memory-mapped and training reads it in place"
+        return "resident", "batches are read straight from the memory-mapped pack"
     room = RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0]
     size = (
         f"the pack is {table.size(pack.bytes)}, {table.percent(RESIDENT_SHARE)} of free GPU memory {table.size(room)}"
     )
-    return ("resident", f"fits: {size}") if pack.bytes <= room else ("streamed", f"too large: {size}")
+    return (
+        ("resident", f"it stays on the GPU, {size}")
+        if pack.bytes <= room
+        else ("streamed", f"too large for the GPU, {size}")
+    )
 
 
 def auto_feed(device: torch.device) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
 from torch.utils.data import Dataset
 
 from nbtools import disk
@@ -32,17 +31,26 @@ class Images(Dataset):
             if "/" in name and name.lower().endswith(IMAGES):
                 self.names.append(name)
             else:
-                self.bad.append((name, "a file", "images lie in class/*.png", "move it away, or into a class folder"))
+                self.bad.append(
+                    (
+                        name,
+                        "a file",
+                        "images must lie in class folders, class/*.png",
+                        "move it into a class folder, or away",
+                    )
+                )
         self.names.sort()
         found = {name.partition("/")[0] for name in self.names}
         empty = sorted(path.name for path in root.iterdir() if path.is_dir() and path.name not in found)
-        rule, fix = "a class folder holds images", "delete it, or fill it"
+        rule, fix = "a class folder must hold images", "delete it, or fill it"
         self.bad += [(name, "an empty folder", rule, fix) for name in empty if name[0] not in "._"]
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
+        from PIL import Image
+
         with Image.open(self.root / self.names[i]) as image:
             image.load()
         return {"image": image, TARGET: self.names[i].partition("/")[0]}

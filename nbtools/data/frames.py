@@ -59,7 +59,7 @@ def tables(
         if strange := [name for name in [*goals, *chosen] if name not in frame]:
             raise PackError(f"the DataFrame has no column {strange[0]!r}; its columns are {', '.join(frame)}")
     if any(frame.columns.has_duplicates for frame in frames) or not chosen:
-        came = "several of one name" if chosen else f"only the target {goals}"
+        came = "several with one name" if chosen else f"only the target {goals}"
         raise PackError(
             f"the DataFrame must have a column for each input, got {came}; rename, or choose with inputs=[…]"
         )
@@ -69,7 +69,7 @@ def tables(
     if refused := {name: error for name, error in encoding.items() if isinstance(error, PackError)}:
         listed = ", ".join(f"{name!r} ({error})" for name, error in refused.items())
         rest = [name for name in chosen if name not in refused]
-        raise PackError(f"these columns are no numbers: {listed}; pass inputs={rest}, or df.astype({{…: 'category'}})")
+        raise PackError(f"these columns are not numeric: {listed}; pass inputs={rest}, or df.astype({{…: 'category'}})")
     if not known:
         require_distinct_columns(first, encoding, goals)
     return (Table(frame, encoding, goals) for frame in frames)
@@ -121,12 +121,12 @@ def odd_rows(frame: pd.DataFrame, encoding: Mapping[str, Any], x: np.ndarray) ->
         name = names[np.isnan(x[row]).argmax()]
         value, how = frame[name].iloc[row], encoding[name]
         if frame[name].iloc[[row]].isna().all():
-            fix = "fill it, as df.fillna(…) does, or leave the column out with inputs=[…]"
-            found[row] = "nothing", f"{name} has a value", fix
+            fix = "fill it with df.fillna(…), or leave the column out with inputs=[…]"
+            found[row] = "nothing", f"{name} must have a value", fix
         else:
             some = ", ".join(how[:5]) + (" …" if len(how) > 5 else "")
-            rule = known[how] if isinstance(how, str) else f"one of {some}, as in the data for training"
-            found[row] = str(value), f"{name} is {rule}", "correct it, or leave the row out"
+            rule = known[how] if isinstance(how, str) else f"one of {some}, as in the training data"
+            found[row] = str(value), f"{name} must be {rule}", "correct it, or leave the row out"
     return found
 
 

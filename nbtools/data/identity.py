@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from nbtools.data.build import fingerprint
 from nbtools.data.folders import Images
 from nbtools.data.frames import Table, features_of
-from nbtools.data.items import bare, flattened, mode_of, numeric, parts_of, pixels
+from nbtools.data.items import bare, flattened, is_image, mode_of, numeric, parts_of, pixels
 from nbtools.errors import PackError
 
 MOST = 2**28  # bytes of a Dataset's state, above which it is not read
@@ -28,7 +27,7 @@ def mark(values: Iterable[tuple[str, Any]]) -> bytes:
     """A hash of what an item holds."""
     digest = hashlib.blake2b(digest_size=16)
     for name, value in values:
-        if isinstance(value, Image.Image):
+        if is_image(value):
             name, value = f"{name} {value.mode}", pixels(value, mode_of(value))
         try:
             array = numeric(name, value)

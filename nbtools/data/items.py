@@ -9,17 +9,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image
 
 from nbtools.errors import PackError
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 TARGET = "y"
 TARGETS = ("y", "label", "labels", "target")  # keys of an item that are its target without being asked for
@@ -30,6 +33,12 @@ SMALL = 4096  # numbers of a value that are looked at one by one
 ENOUGH = 16  # of so many items, one may break the rule of all others: it is damaged; more are a property of the data
 WIDER = {"u2": "i4", "u4": "i8", "u8": "i8", "f2": "f4", "f8": "f4", "f16": "f4"}  # torch cannot index wide unsigned
 T = TypeVar("T")
+
+
+def is_image(value: Any) -> bool:
+    """Whether it is a PIL image. Nobody has one where Pillow, which is slow to import, is not loaded."""
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
 
 
 def named(item: Any, target: Any = None, inputs: Sequence[Any] | None = None) -> dict[str, Any]:
@@ -59,7 +68,7 @@ def inputs_of(item: Any, columns: Sequence[str], target: Any, inputs: Sequence[A
             return {name: found[name] for name in columns}
     found = dict(parts if isinstance(item, Mapping) else zip(columns, parts.values(), strict=False))
     if not found.keys() >= set(columns):
-        raise PackError(", ".join(map(str, found)), f"an item has {', '.join(columns)}", "add what is missing")
+        raise PackError(", ".join(map(str, found)), f"an item must have {', '.join(columns)}", "add what is missing")
     return {name: found[name] for name in columns}
 
 
@@ -67,16 +76,20 @@ def columns_of(parts: Mapping[Any, Any], inputs: Sequence[Any], target: Any = No
     """Column → value of chosen parts; target None: of none."""
     for key in [*inputs, *([] if target is None else [target])]:
         if key not in parts:
-            raise PackError(", ".join(map(str, parts)) or "nothing", f"the item has {key!r}", "name what it has")
+            raise PackError(
+                ", ".join(map(str, parts)) or "nothing", f"the item must have {key!r}", "name one that it has"
+            )
     if target is not None and target in inputs:
-        raise PackError(repr(target), "the target is none of the inputs", "leave it out of inputs=[…]")
+        raise PackError(repr(target), "the target must not be an input", "leave it out of inputs=[…]")
     flat = [pair for key in inputs for pair in flattened(parts[key], "" if isinstance(key, int) else str(key))]
     unnamed = sum(not name for name, _ in flat)
     numbers = iter(["x"] if unnamed == 1 else [f"x{i}" for i in range(1, unnamed + 1)])
     pairs = [(name or next(numbers), value) for name, value in flat]
     pairs += flattened(parts[target], TARGET) if target is not None else []
     if len(dict(pairs)) < len(pairs):
-        raise PackError(", ".join(name for name, _ in pairs), "the columns' names differ", "rename one in the Dataset")
+        raise PackError(
+            ", ".join(name for name, _ in pairs), "the names of columns must differ", "rename one in the Dataset"
+        )
     return dict(pairs)
 
 
@@ -84,7 +97,7 @@ def parts_of(item: Any) -> tuple[dict[Any, Any], Any]:
     """(the parts of an item by key, or by place in a tuple; the one that is its target, None if none is)."""
     last = None
     if item is None:
-        raise PackError("None", "an item holds arrays", "return them from the Dataset, or leave the item out")
+        raise PackError("None", "an item must hold arrays", "return them from the Dataset, or leave the item out")
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         item = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
     elif isinstance(item, tuple) and hasattr(item, "_asdict"):
@@ -139,19 +152,19 @@ def numbers_of(name: str, value: Any) -> np.ndarray:
     try:
         array = np.asarray(value)
     except Exception as error:  # lists of unequal lengths, or what an object's own __array__ raises
-        raise PackError(error, f"{name} is an array", "make its rows equally long in the Dataset") from None
+        raise PackError(error, f"{name} must be an array", "make its rows equally long in the Dataset") from None
     kind = array.dtype.kind
     if kind not in "biuf":
         came = {"U": f"the text {str(value)[:40]!r}", "c": f"{array.dtype} numbers"}.get(kind, type(value).__name__)
         fix = {"U": "leave it out with inputs=[…], or encode it", "c": "take torch.view_as_real(…)"}
-        fixed = fix.get(kind, "turn it into numbers in the Dataset")
-        raise PackError("None" if value is None else came, f"{name} holds numbers", fixed)
+        fixed = fix.get(kind, "convert it to numbers in the Dataset")
+        raise PackError("None" if value is None else came, f"{name} must hold numbers", fixed)
     if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
-        raise PackError(array.max(), f"whole numbers of {name} are below 2⁶³", "turn them into floats or texts")
+        raise PackError(array.max(), f"whole numbers of {name} must be below 2⁶³", "convert them to floats or strings")
     return array
 
 
-def require_distinct(name: str, values: np.ndarray, fix: str = "subtract a number near them, as their least") -> None:
+def require_distinct(name: str, values: np.ndarray, fix: str = "subtract an offset, such as the smallest") -> None:
     """Raise PackError where float32 changes float64 numbers (n, …) by a hundredth of their deviation at a place, as it
     does Unix seconds of one hour."""
     with np.errstate(over="ignore"):
@@ -163,13 +176,15 @@ def require_distinct(name: str, values: np.ndarray, fix: str = "subtract a numbe
     spread = values.std(0)
     if ((lost.max(0) > spread / 100) & (spread > 1e-12 * np.abs(values).max(0))).any():  # less is of rounding
         some = f"{values.flat[lost.argmax()]:.17g}"
-        rule = f"numbers of {name} such as {some} differ by less than the float32 of a pack can tell apart"
+        rule = f"numbers of {name} such as {some} are equal in float32, which is what a pack holds"
         raise PackError(f"{rule}; {fix}")
 
 
 def pixels(image: Image.Image, mode: str, size: Sequence[Any] | None = None) -> np.ndarray:
     """An image as (H, W, 3) or (H, W) uint8 for the modes RGB and L, on white where it is transparent; 16 bits as
     float32 in 0…1; other deep modes as they are. size: (H, W) to resize it to."""
+    from PIL import Image
+
     if mode in ("RGB", "L"):
         if image.has_transparency_data:
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
@@ -217,7 +232,7 @@ class Sign:
 
     @classmethod
     def of(cls, name: str, value: Any) -> Self:
-        if isinstance(value, Image.Image):
+        if is_image(value):
             mode = mode_of(value)
             dtype = {"RGB": "|u1", "L": "|u1", "I": "<i4"}.get(mode, "<f4")
             return cls("image", dtype, (value.height, value.width), mode)
@@ -289,19 +304,23 @@ class Form:
         """The value as it is packed; a class as its text. Raises PackError(value, rule, fix) where it does not fit."""
         if self.kind == "class":
             return self.text(bare(value))
-        is_image = isinstance(value, Image.Image)
-        if is_image and not self.mode:
-            raise PackError("an image", f"{name} is {self} in other items", "return arrays of it too, made as theirs")
-        array = self.pixels(value) if is_image else numeric(name, value)
+        picture = is_image(value)
+        if picture and not self.mode:
+            raise PackError(
+                "an image", f"{name} must be {self}, as in other items", "return it as an array, made like theirs"
+            )
+        array = self.pixels(value) if picture else numeric(name, value)
         if array.ndim != len(self.shape) or array.shape[self.ragged :] != self.shape[self.ragged :]:
             shape = str(self).partition(" ")[2]
-            alike = "resize it" if is_image else "make it alike"
-            raise PackError(array.shape, f"{name} has the shape {shape} of other items", f"{alike}, or leave it out")
+            alike = "resize it" if picture else "make it match"
+            raise PackError(
+                array.shape, f"{name} must have the shape {shape}, as in other items", f"{alike}, or leave it out"
+            )
         if not array.size:
-            raise PackError(f"shape {array.shape}", f"{name} holds something", "leave the item out of the Dataset")
+            raise PackError(f"shape {array.shape}", f"{name} must not be empty", "leave the item out of the Dataset")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             came = "nan" if np.isnan(array).any() else "inf"
-            raise PackError(came, f"all numbers of {name} are finite", "replace it, or leave the item out")
+            raise PackError(came, f"all numbers of {name} must be finite", "replace it, or leave the item out")
         return self.stored(name, array)
 
     def pixels(self, image: Image.Image) -> np.ndarray:
@@ -325,20 +344,22 @@ class Form:
             came = f"{array.dtype} numbers, {float(array.min()):g} … {float(array.max()):g}"
             whole = "whole numbers 0…255, or " if self.layout else ""
             rule = f"kept in bytes: {whole}numbers n/255" if in_bytes else f"{dtype}, as in other items"
-            raise PackError(came, f"{name} is {rule}", "make them alike")
+            raise PackError(came, f"{name} must be {rule}", "make them match")
         return found.astype(dtype, copy=False)
 
     def text(self, value: Any) -> str:
         """The name of a class; a whole number may be its place among the names, if these are words."""
         if value is None or str(value) in ("", "nan", "<NA>", "NaT") or not isinstance(value, str | int):
-            came = str(value) or "an empty text"
-            raise PackError(came, "every sample has a class, a text or a whole number", "leave it out, or correct it")
+            came = str(value) or "an empty string"
+            raise PackError(
+                came, "every sample must have a class: a string or a whole number", "leave it out, or correct it"
+            )
         if not self.names or str(value) in self.known:
             return str(value)
         if isinstance(value, int) and 0 <= value < len(self.names) and not self.numbered:
             return self.names[value]
         some = ", ".join(self.names[:5]) + (" …" if len(self.names) > 5 else "")
-        raise PackError(value, f"the class is one of {len(self.names):,}: {some}", "correct it, or leave it out")
+        raise PackError(value, f"the class must be one of {len(self.names):,}: {some}", "correct it, or leave it out")
 
 
 def forms_in(options: Mapping[str, Any], classes: Sequence[str] = ()) -> dict[str, Form]:
@@ -354,14 +375,16 @@ def forms_of(
     keys = common([tuple(signs) for signs in seen])
     if keys is None:
         came = " and ".join(f"({', '.join(keys)})" for keys in dict.fromkeys(map(tuple, seen)))
-        raise PackError(f"all items must have the same parts, got {came}; make them alike, or choose with inputs=[…]")
+        raise PackError(f"all items must have the same parts, got {came}; make them match, or choose with inputs=[…]")
     alike = [signs for signs in seen if tuple(signs) == keys]
-    unfit = {key: (key, "a pack uses this name itself", "leave it out with inputs=[…]") for key in keys if key in TAKEN}
+    unfit = {
+        key: (key, "this name is reserved in a pack", "leave it out with inputs=[…]") for key in keys if key in TAKEN
+    }
     unfit |= {key: alike[0][key].error for key in keys if not any(signs[key].kind for signs in alike)}
     if unfit:
         value, rule, fix = next(iter(unfit.values()))
         others = [key for key in keys if key not in unfit and key not in TARGETS]
-        more = f" (the same of {', '.join([*unfit][1:])})" if len(unfit) > 1 else ""
+        more = f" (and so for {', '.join([*unfit][1:])})" if len(unfit) > 1 else ""
         fix = fix.replace("inputs=[…]", f"inputs={others}" if others else "inputs=[…]")
         raise PackError(f"{rule}, got {value}{more}; {fix}")
     columns = {key: [signs[key] for signs in alike if signs[key].kind] for key in keys}
@@ -380,7 +403,7 @@ def form_of(name: str, signs: Sequence[Sign], names: Sequence[str] | Literal[Fal
     signs = [sign for sign in signs if sign.kind == kind or (kinds == {"whole"} and sign.dtype)]
     modes = {sign.mode for sign in signs}
     if len(modes) > 1 and modes - {"RGB", "L"}:
-        raise PackError(f"{name} must have one depth, got images of the modes {', '.join(sorted(modes))}; convert them")
+        raise PackError(f"{name} must have one mode, got images of {', '.join(sorted(modes))}; convert them")
     mode = "RGB" if "RGB" in modes else signs[0].mode
     shape = tuple(size) if size and kind == "image" else shape_of(name, [sign.shape for sign in signs], kind)
     dtype = np.result_type(*{sign.dtype for sign in signs})
@@ -418,7 +441,9 @@ def shape_of(name: str, shapes: Sequence[tuple[int, ...]], kind: str) -> tuple[i
     came = ", ".join(map(str, [*dict.fromkeys(shapes)][:3]))
     if kind == "image":
         raise PackError(f"{name} must be of one size, got images (height, width) {came} …; pass size={usual} to resize")
-    raise PackError(f"{name} must have one shape, but for its first axis, got {came} …; make them alike in the Dataset")
+    raise PackError(
+        f"{name} must have one shape, apart from its first axis, got {came} …; make them match in the Dataset"
+    )
 
 
 def common(values: Sequence[T]) -> T | None:

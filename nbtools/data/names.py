@@ -49,5 +49,7 @@ def named_class(data: Any, i: int, target: Any, value: Any) -> Any:
         return value
     if not 0 <= value < len(names):
         some = ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
-        raise PackError(value, f"the class is one of {len(names):,}, from 0: {some}", "correct it, or leave it out")
+        raise PackError(
+            value, f"the class must be one of {len(names):,}, from 0: {some}", "correct it, or leave it out"
+        )
     return names[value]

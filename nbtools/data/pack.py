@@ -250,7 +250,7 @@ class Pack:
             ("samples", ", ".join(f"{self.splits[s]:,} {s}" for s in SPLITS)),
             ("columns", ", ".join(f"{name} {column}{self.only(name)}" for name, column in self.columns.items())),
             ("classes", f"{len(self.classes)}: {names}{more}" if self.classes else "none"),
-            ("left out", f"{self.manifest['bad']} (see .bad)" if self.manifest["bad"] else "none"),
+            ("bad samples", f"{self.manifest['bad']} left out, see pack.bad" if self.manifest["bad"] else "none"),
             ("size", table.size(self.bytes)),
             ("folder", str(self.folder)),
         ]

@@ -82,8 +82,8 @@ COLUMNS = 100  # a line has two points in each at most: its lowest and its highe
 class Line:
     """One curve: x and y (n,) float64.
 
-    look: `line`, `faint` (behind another, not in the legend) or `points`. value: the last one, as text for the legend;
-    about: what that is, where it is not the end of the line. dash: px drawn and left out, in turn; (): a solid line.
+    look: `line`, `faint` (behind another, not in the legend) or `points`. value: the last one, as text for the legend.
+    dash: px drawn and left out, in turn; (): a solid line.
     """
 
     name: str
@@ -93,7 +93,6 @@ class Line:
     look: str = "line"
     value: str = ""
     dash: tuple[int, ...] = ()
-    about: str = ""
 
     @property
     def dotted(self) -> bool:
@@ -110,6 +109,11 @@ class Chart:
     scale: Scale
     unit: str = ""
     cut: str = ""
+
+    @property
+    def named(self) -> int:
+        """Entries of its legend."""
+        return sum(bool(line.name) for line in self.lines)
 
     @property
     def about(self) -> str:
@@ -129,7 +133,7 @@ NAMED = 2  # of the newest marks: whole lines; older ones are ticks, or the curv
 
 @dataclass(frozen=True)
 class Mark:
-    """A change of settings at x. name: as much of `what` as there is room for, in a row above the first chart (0: next
+    """A change of settings at x. name: `what` if there is room for some of it, in a row above the first chart (0: next
     to it), to the right (side 1) or left (-1) of the mark. row None: an old change, only a tick at the top."""
 
     x: float

@@ -21,7 +21,7 @@ class Columns:
     """The finite numbers of a history, by kind of row and column. `follow` reads new rows only: a frame of a long run
     costs no more than one of a short run.
 
-    changes: rows of changed settings. ended: the newest step or epoch row.
+    changes: rows of changed settings, and those that say that the run went back. ended: the newest step or epoch row.
     """
 
     def __init__(self, history: History | None = None):
@@ -42,7 +42,7 @@ class Columns:
             self.clear()
         for row in rows[self.count :]:
             kind, step = row["kind"], row["step"]
-            if kind == "change":
+            if kind == "change" or row.get("mark"):
                 self.changes.append(row)
             elif kind in ("step", "epoch"):
                 self.ended = row

@@ -14,8 +14,8 @@ from nbtools.live.picture import SCALES, Look, worded
 
 SMOOTHING = {"none": 0.0, "light": 0.4, "medium": 1.0, "strong": 4.0}
 HELP = {
-    "scale": "Of loss and lr. auto: a loss that falls to a thirtieth or less is logarithmic",
-    "smoothing": "Of the train loss and of what is read off the machine; medium averages over 5 % of the loss's curve",
+    "scale": "Axes of loss and lr. auto: logarithmic once the loss has fallen to a thirtieth or less",
+    "smoothing": "Of the train loss and the machine's readings; medium averages over 5 % of the curve",
     "part": "The part of the run that the curves show, in % of its steps so far",
 }
 
@@ -40,7 +40,8 @@ class Looks:
             widget.observe(lambda _: changed(), names="value")
         label = Label("part shown, %", layout=Layout(margin="0 8px 0 0"))
         self.box = HBox(
-            [self.scale, self.smoothing, label, self.part], layout=Layout(flex_flow="row wrap", align_items="center")
+            [self.scale, self.smoothing, label, self.part],
+            layout=Layout(flex_flow="row wrap", align_items="center", overflow="visible"),
         )
         self.box.add_class("nbtools-looks")
 

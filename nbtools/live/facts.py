@@ -3,6 +3,7 @@ reads."""
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from html import escape
@@ -13,14 +14,32 @@ from nbtools.data import batches_in
 from nbtools.live.chart import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Picture
 from nbtools.live.columns import Columns, spent
 from nbtools.measure import REASONS
-from nbtools.table import duration, number, percent, size
+from nbtools.table import EMPTY, duration, number, percent, size, spelled
+from nbtools.train import Diverged
 
 IDLE = REASONS[0x1]
-COMPILING, TRAINING, EVALUATING, PAUSED = "compiling", "training", "evaluating", "paused"
-DONE, STOPPED, DIVERGED = "done", "stopped", "diverged"
-OVER = (DONE, STOPPED, DIVERGED, "interrupted")
-HUES = {COMPILING: PURPLE, TRAINING: BLUE, EVALUATING: SKY, PAUSED: ORANGE, DONE: GREEN, DIVERGED: VERMILLION}
+COMPILING, TRAINING, EVALUATING, MEASURING, PAUSED = "compiling", "training", "evaluating", "measuring", "paused"
+DONE, STOPPED, DIVERGED, FAILED = "done", "stopped", "diverged", "failed"
+OVER = (DONE, STOPPED, DIVERGED, FAILED, "interrupted")
+HUES = {
+    COMPILING: PURPLE,
+    TRAINING: BLUE,
+    EVALUATING: SKY,
+    MEASURING: PURPLE,
+    PAUSED: ORANGE,
+    DONE: GREEN,
+    DIVERGED: VERMILLION,
+    FAILED: VERMILLION,
+}
 GREY = "#7d7d7d"  # of any other state
+
+AGAIN = {
+    STOPPED: "run {it} again to continue; ",
+    "interrupted": "run {it} again to continue; ",
+    DIVERGED: "lower lr and run {it} again to continue; ",
+    FAILED: "mend what the error says and run {it} again to continue; ",
+}
+"""What to do after a run has ended so, before it is said where its model is. it: what ran it."""
 
 ROW, GAP = 36, 18  # px: height of the facts in one row, between two of them
 STYLE = f"""
@@ -53,8 +72,18 @@ class About:
     then: str = ""
 
 
+def ended(error: BaseException | None, stopped: bool) -> str:
+    """The state of a run whose training has ended: by itself, in an error, or because somebody stopped it."""
+    if isinstance(error, Diverged):
+        return DIVERGED
+    if stopped or isinstance(error, KeyboardInterrupt):
+        return STOPPED
+    return DONE if error is None else FAILED
+
+
 def facts(columns: Columns, about: About, status: str, now: float | None = None) -> tuple[tuple[str, str], ...]:
-    """(label, value), the most important first; unknown ones are omitted. now: seconds since 1970."""
+    """(label, value), the most important first; what will be known later has its place already. now: seconds since
+    1970."""
     row = columns.ended
     if row is None:
         return ()
@@ -62,35 +91,61 @@ def facts(columns: Columns, about: About, status: str, now: float | None = None)
     shown = [("step", f"{row['step']:,}{f' of {total:,}' if total else ''}"), ("epoch", f"{row['epoch'] + 1}{epochs}")]
     evaluation = float(columns.series("eval_time", "epoch")[1].sum())
     shown.append(("took" if status in OVER else "elapsed", duration(spent(columns)[1][-1] + evaluation)))
-    left = time_left(columns, about)
-    if left and status not in OVER:
-        then = f" + {about.then}" if about.then else ""
-        shown.append(("left, with evaluation" if evaluation else "left", duration(left) + then))
-    if left and status not in (*OVER, PAUSED):
-        at = (time.time() if now is None else now) + left
-        day = "%a " if left > 20 * 3600 else ""
-        shown.append(("training ends", time.strftime(f"{day}%H:%M %Z", time.localtime(at)).strip()))
-    if found := best(columns, about.best):
-        shown.append((f"best {about.best.lstrip('-')}", f"{number(found[0])} in epoch {found[1]}"))
-    if reasons := throttled(columns):
-        shown.append(("GPU held back", reasons))
+    if total and status not in OVER:
+        left = time_left(columns, about)
+        shown.append(("time left", duration(left) if left else EMPTY))
+        at = (time.time() if now is None else now) + (left or 0)
+        day = "%a " if left and left > 20 * 3600 else ""
+        ends = time.strftime(f"{day}%H:%M %Z", time.localtime(at)).strip()
+        shown.append(("training ends", ends if left and status != PAUSED else EMPTY))
+    if about.best:
+        found = best(columns, about.best)
+        shown.append(
+            (f"best {spelled(about.best.lstrip('-'))}", f"{number(found[0])} in epoch {found[1]}" if found else EMPTY)
+        )
     readings = ((label, write, columns.newest(name)) for name, label, write in READINGS)
-    return (*shown, *((label, write(value)) for label, write, value in readings if value is not None))
+    shown += [(label, write(value)) for label, write, value in readings if value is not None]
+    shown += [("after training", about.then)] * bool(about.then and status not in OVER)
+    reasons = throttled(columns)
+    return (*shown, *[("GPU throttled by", reasons)] * bool(reasons))  # last: it comes and goes
 
 
 def html(shown: Picture) -> str:
     """Name and state, the facts, and a bar of the run's share that is done; a page needs STYLE once. All text is
     escaped."""
     dot = f'<i style="background:{HUES.get(shown.state, GREY)}"></i>' if shown.state else ""
-    pairs = [(shown.title, f"{dot}{escape(shown.state)}")] + [(label, escape(value)) for label, value in shown.facts]
-    if not shown.facts:
-        pairs.append(("", "waiting for the first step"))
+    waiting = () if shown.facts else (("", "waiting for the first step"),)
     each = [
-        f'<div><span title="{escape(label)}">{escape(label) or "&#160;"}</span><b>{value}</b></div>'
-        for label, value in pairs
+        f'<div style="min-width:{room(label, value)}ch"><span title="{escape(label)}">'
+        f"{escape(label) or '&#160;'}</span><b>{dot * (i == 0)}{escape(value)}</b></div>"
+        for i, (label, value) in enumerate([(shown.title, shown.state), *shown.facts, *waiting])
     ]
     bar = f'<p><u style="width:{100 * (shown.share or 0):.1f}%"></u></p>'
     return f'<div class="nbt"><div class="nbt-top"><div>{"".join(each)}</div>{bar}</div></div>'
+
+
+ROOM = {
+    **dict.fromkeys((*HUES, STOPPED), 12),
+    "elapsed": 11,
+    "took": 11,
+    "time left": 15,
+    "training ends": 10,
+    "best": 17,
+    "samples/s": 7,
+    "waiting for data": 5,
+    "memory": 7,
+    "GPU memory": 7,
+    "GPU use": 5,
+    "power": 5,
+    "energy": 8,
+}
+"""Widths of a digit that a fact needs, whatever it comes to: by label, of the state by its value."""
+
+
+def room(label: str, value: str) -> int:
+    """Widths of a digit that a fact takes however long it becomes, so that those after it stay in their places."""
+    _, of, total = value.partition(" of ")
+    return 2 * len(total) + 4 if of else ROOM.get(value) or ROOM.get(re.sub("^best .*", "best", label), 0)
 
 
 def steps(columns: Columns, about: About) -> int | None:

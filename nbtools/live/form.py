@@ -50,7 +50,7 @@ WRONG = f"{HELP};color:#D55E00;font-weight:600"  # Okabe & Ito's vermillion: con
 
 NAME, INPUT, NUMBER, SLIDER, NOTE = "166px", "280px", "84px", "120px", "260px"
 LINE, LINES, WORD = "20px", "36px", "88px"  # room for a message, for a question in two lines, and for Resume
-OPEN = "340px"  # height at most of the form above the curves: it scrolls, and the curves stay in view
+OPEN = "364px"  # height at most of the form above the curves, which stay in view: it scrolls, and shows half of "More"
 INSET = "6px"  # from a slider's edge to its track, in ipywidgets 7 and 8
 STYLE = """<style>
 .nbtools-form { container-type: inline-size }
@@ -87,6 +87,8 @@ PENDING = {
 }
 PAUSED, PAUSING = "paused between two steps: change what you like, then Resume", "pausing after this step …"
 NO_RUN = "no run is in progress: nb.fit starts one"
+UNABLE = {"best": "no evaluation has chosen one yet", "undo": "there is no change to take back"}
+DIVERGED = "Training diverged"  # how the message begins
 SLOW = 1.0  # seconds per step; from here on the panel announces that clicks are read when a step ends
 
 OFFERS = {
@@ -102,15 +104,16 @@ class Form:
 
     controls: of a run in progress, all above its curves, the form folded. whole: of the panel's own cell, the buttons
     only while a run is in progress. values: what the fields show, or would show where they keep the user's text. told:
-    the newest message of the run.
+    the newest message of the run; alarm: that training diverged, until something newer is shown.
     """
 
     def __init__(self, panel: Any):
         self.panel, plan = panel, panel.plan
         self.filling: int | None = None  # the thread that fills the fields: what it sets was not set by the user
-        self.told = self.proposal = ""
+        self.told = self.proposal = self.proposes = self.alarm = ""
         self.asked: list[str] = []  # what has to be confirmed, or was refused
-        self.said: list[str] = []  # what was changed
+        self.said: list[str] = []  # what a change brought with it
+        self.changed = ""
         self.actions = {action: button("", partial(panel.click, action)) for action in BUTTONS}
         self.actions["pause"].layout.min_width = WORD
         self.pending = markup("line", LINE)
@@ -119,6 +122,7 @@ class Form:
 
         self.fields = {n: field(getattr(plan, n), rule, n in {*SPANS, *STRIP}) for n, rule in panel.rules.items()}
         self.sliders = {name: slider(getattr(plan, name), *span) for name, span in SPANS.items()}
+        self.ranges = {name: (made.min, made.max) for name, made in self.sliders.items()}
         self.ticks = {name: HTML(layout=Layout(height="6px", margin="-6px 0 0", overflow="hidden")) for name in SPANS}
         self.captions = {name: HTML(layout=Layout(height="18px", margin="0 2px")) for name in STRIP}
         self.notes = {name: markup() for name in self.fields}
@@ -139,10 +143,12 @@ class Form:
     def questions(self) -> HBox:
         """What is asked, refused, changed or proposed, and the buttons that answer."""
         self.notice = markup("lines", LINES)
+        self.notice.layout.flex = "0 1 auto"  # the buttons stand next to what they answer
         self.make = button("", self.panel.accept, "Takes effect at the next step", "arrow-right")
         self.confirm = button("", self.panel.insist, "Apply it anyway", "exclamation-triangle")
+        self.decline = button("", self.panel.decline, "Keep what is in effect", "times")
         self.offers = {rule: button("", partial(self.panel.follow, rule), why) for rule, (_, why) in OFFERS.items()}
-        shown = [self.notice, self.confirm, *self.offers.values(), self.make]
+        shown = [self.notice, self.confirm, self.decline, *self.offers.values(), self.make]
         return HBox(shown, layout=Layout(height=LINES, grid_gap="8px", align_items="flex-start"))
 
     def strip(self) -> HBox:
@@ -173,7 +179,8 @@ class Form:
     def inputs(self, name: str) -> list[Any]:
         """The field of a setting, and its slider above the tick of the advised value."""
         slide = [self.sliders[name], self.ticks[name]] if name in SPANS else []
-        column = [VBox(slide, layout=Layout(flex="0 0 auto", margin="2px 0 0 8px"))] if slide else []
+        look = Layout(flex="0 0 auto", margin="2px 0 0 8px", overflow="visible")  # a handle at the end juts out
+        column = [VBox(slide, layout=look)] if slide else []
         return [self.fields[name], *column]
 
     def knob(self, name: str) -> VBox:
@@ -216,6 +223,9 @@ class Form:
         waiting = panel.question.changes_from(plan) if panel.question is not None else {}
         prefix = rf"\b(?:Plan|{re.escape(type(plan).__qualname__)})\."  # the row already says which setting
         bad = {name: re.sub(prefix, "", why) for name, why in {**panel.asks, **wrong}.items()}
+        if self.values not in ({}, plan.to_dict()):  # a change is newer than what was measured or went wrong before it
+            self.told = "" if self.told == self.proposal else self.told
+            self.proposal = self.alarm = ""
         self.values = plan.to_dict()
         with self.silently():
             for name, value in self.values.items():
@@ -229,13 +239,15 @@ class Form:
         for label, (preset, _) in panel.presets.items():
             self.presets[label].button_style = "primary" if preset == plan else ""
             self.presets[label].disabled = preset is None
-        shown(self.confirm, applying(waiting, panel.question))
+        shown(self.confirm, applying("Apply", waiting, panel.question))
+        shown(self.decline, applying("Keep", waiting, plan))
         sentence, offers = panel.offers()
         for rule, made in self.offers.items():
             shown(made, f"{OFFERS[rule][0]}: {table.shown(offers[rule])}" if rule in offers else "")
         changed = list(plan.changes_from(panel.advised))
-        self.asked = [f"Not applied: {'; '.join(bad.values())}"] if wrong else [*bad.values()]
-        self.said = [sentence, f"Changed: {', '.join(changed)}" if changed else "", note]
+        self.asked = [f"Not applied: {'; '.join(bad.values())}"] if bad else []
+        self.said = [*filter(None, [sentence, note])]
+        self.changed = f"Changed: {', '.join(changed)}" if changed else "No setting is changed"
         self.show_notice()
         self.show_run()
 
@@ -243,16 +255,19 @@ class Form:
         """Show where the advised values lie, and move the sliders to the wanted ones."""
         plan, advised = self.panel.plan, self.panel.advised
         for name, made in self.sliders.items():
-            share = move(made, SPANS[name][0], getattr(plan, name), getattr(advised, name))
+            share = move(made, self.ranges[name], SPANS[name][0], getattr(plan, name), getattr(advised, name))
             self.ticks[name].value = TICK.format(f"{share:.4f}")
         for name, caption in self.captions.items():
             value = escape(table.shown(getattr(advised, name)))
             caption.value = f'<div style="{HELP}"><b>{name}</b> <span style="opacity:.65">advised {value}</span></div>'
 
     def show_notice(self) -> None:
-        """Show what is asked or refused, else what was changed and what is proposed, in two lines at most."""
-        text = " · ".join(filter(None, self.asked or [*self.said, self.proposal]))
-        self.notice.value = styled(WRONG if self.asked else HELP, text, tip=True)
+        """Show what is asked or refused, else that training diverged, else what a change brought with it, else what is
+        proposed, else what was changed, in two lines at most."""
+        news = [self.alarm] if self.alarm else self.said
+        text = " · ".join(self.asked or news or [self.proposal or self.changed])
+        self.notice.value = styled(WRONG if self.asked or self.alarm else HELP, text, tip=True)
+        shown(self.make, "" if self.panel.question is not None else self.proposes)
 
     def show_run(self) -> None:
         """Show what is pending in the run, if one is in progress. An unchanged value sends nothing."""
@@ -265,33 +280,37 @@ class Form:
             if requests.change:
                 messages.append(f"after this step: {requests.change}")
             if not messages and requests.pace >= SLOW:
-                messages.append(f"a step takes {requests.pace:.0f} s; requests are read when it ends")
-        self.pending.value = styled(HELP, " · ".join(messages), tip=True) or styled(MUTED, self.told, tip=True)
+                messages.append(f"the last step took {requests.pace:.0f} s; requests are read between steps")
+        told = "" if self.told in (self.proposal, self.alarm) else self.told
+        self.pending.value = styled(HELP, " · ".join(messages), tip=True) or styled(MUTED, told, tip=True)
         self.own.layout.display = "flex" if requests else "none"
         for action, made in self.actions.items():
             resume = action == "pause" and paused
             made.description, made.icon, what = RESUME if resume else BUTTONS[action]
             made.button_style = "primary" if resume else ""
-            made.tooltip = what if requests else f"{what} ({NO_RUN})"
-            made.disabled = requests is None or requests.stop or action in pending or not requests.able(action)
+            able = requests is not None and requests.able(action)
+            made.tooltip = what if able else f"{what} ({UNABLE.get(action, '') if requests else NO_RUN})"
+            made.disabled = not able or "stop" in pending or action in pending
 
     def tell(self, message: str) -> None:
-        """Show a message where nothing is pending."""
+        """Show a message where nothing is pending; that training diverged, in place of what was measured."""
         self.told = message
+        if message.startswith(DIVERGED):
+            self.alarm, self.proposal = message, ""
+            self.show_notice()
         self.show_run()
 
     def propose(self, sentence: str, change: str) -> None:
         """Show what limits the plan; change: what the button would do; no button without."""
-        self.proposal = sentence
-        shown(self.make, change)
+        self.proposal, self.proposes, self.alarm = sentence, change, ""
         self.show_notice()
 
 
-def applying(waiting: Mapping[str, str], plan: Any) -> str:
-    """The label of the button that confirms a change."""
+def applying(verb: str, waiting: Mapping[str, str], plan: Any) -> str:
+    """The label of the button that confirms a change, or declines it: `verb` what the plan has."""
     if len(waiting) > 1:
-        return f"Apply {len(waiting)} changes: {', '.join(waiting)}"
-    return "".join(f"Apply {name} = {table.shown(getattr(plan, name))}" for name in waiting)
+        return f"{verb} {len(waiting)} changes: {', '.join(waiting)}" if verb == "Apply" else f"{verb} what is applied"
+    return "".join(f"{verb} {name} = {table.shown(getattr(plan, name))}" for name in waiting)
 
 
 def worded(name: str) -> str:
@@ -335,12 +354,17 @@ def slider(value: float, base: float, reach: int, step: float) -> FloatLogSlider
     return FloatLogSlider(value=value, base=base, min=least, max=middle + reach, step=step, **look)
 
 
-def move(slider: FloatLogSlider | IntSlider, base: float, value: float, advised: float) -> float:
-    """Move to a value; the slider's range grows if needed. The advised value's place on it, from 0 to 1."""
+def move(
+    slider: FloatLogSlider | IntSlider, ends: tuple[float, float], base: float, value: float, advised: float
+) -> float:
+    """Move to a value; the slider's range, else `ends`, is larger while that is needed. The advised value's place on
+    it, from 0 to 1."""
     places = [math.log(each, base) if base else each for each in (value, advised)]
-    slider.min, slider.max = min(slider.min, *map(math.floor, places)), max(slider.max, *map(math.ceil, places))
+    low, high = min(ends[0], *map(math.floor, places)), max(ends[1], *map(math.ceil, places))
+    slider.min, slider.max = min(slider.min, low), max(slider.max, high)  # both values are within them
     slider.value = value
-    return (places[1] - slider.min) / (slider.max - slider.min)
+    slider.min, slider.max = low, high
+    return (places[1] - low) / (high - low)
 
 
 def shown(button: Button, label: str) -> None:

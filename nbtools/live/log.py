@@ -9,21 +9,22 @@ from itertools import pairwise
 from nbtools.data import Pack, choose
 from nbtools.live.columns import Columns
 from nbtools.live.facts import About, mebibytes, time_left
-from nbtools.measure import described
+from nbtools.measure import described, expected
 from nbtools.table import digits, duration, number
 from nbtools.train import Plan, Record, Steps, TrainState, call_of, shares
 
 OPENING = "opening"  # marks the event with these lines, where the process that trains is not the one that shows them
 NAMES = {"train_loss": "train", "val_loss": "val"}
+LETTERS = 104  # of an epoch's line: what a cell has room for in a window of 900 px
 MEMORY = ("gpu_memory_peak", "gpu_memory_allocated", "memory")  # the first that is known: the most that an epoch took
 
 
 def opening(state: TrainState, pack: Pack) -> list[str]:
     """What a run starts with, or resumes with: how the network of an `nb.pack` is called, device, batch, lr, optimizer,
-    feed, and how many steps it takes."""
+    feed, how many steps it takes, and how long where that was measured."""
     plan, count = state.plan, pack.splits["train"]
     feed, why = choose(pack, plan, state.device)
-    network = call_of(state.model)
+    network, takes = call_of(state.model), expected(state.task, pack, plan)
     rows = [
         *([("network", network)] if network else []),
         ("GPU" if state.device.type == "cuda" else "device", described(state.device)),
@@ -32,9 +33,10 @@ def opening(state: TrainState, pack: Pack) -> list[str]:
         ("optimizer", optimizer_of(plan)),
         ("feed", f"{feed}: {f'{plan.workers} processes' if feed == 'workers' else why}"),
         ("length", str(Steps.of(plan, count))),
+        *([("expected", takes)] if takes else []),
     ]
     if state.step:
-        rows.append(("resumed", f"going on from step {state.step:,}, in epoch {state.epoch + 1} of {plan.epochs}"))
+        rows.append(("resumed", f"from step {state.step:,}, in epoch {state.epoch + 1} of {plan.epochs}"))
     return [f"{name:<11}{text}" for name, text in rows]
 
 
@@ -63,19 +65,22 @@ def optimizer_of(plan: Plan) -> str:
 
 
 def line_of(record: Record, columns: Columns, about: About) -> str:
-    """An epoch, or an evaluation between steps, in about 100 letters. columns: of the history that ends with it."""
+    """An epoch, or an evaluation between steps; memory, then the speed are left out where it would exceed LETTERS.
+    columns: of the history that ends with it."""
     values = record.values
     scores = {n: number(v) for n, v in values.items() if n.startswith(("train_", "val_"))}
-    shown = [f"{NAMES.get(name, name.removeprefix('val_'))} {score}" for name, score in scores.items()]
+    named = {name: NAMES.get(name, name.removeprefix("val_").replace("accuracy", "acc")) for name in scores}
+    shown = [f"{named[name]} {score}" for name, score in scores.items()]
     if record.kind == "evaluation":
         return "  ".join([f"step {record.step:,}", *shown])
     of = f" of {about.epochs}" if about.epochs else ""
     middle = record.epoch + 1 - values["batch_size"] / max(2 * (about.epoch_samples or 0), 1)  # of the last step
     warmup = " (warmup)" if middle < about.warmup else ""
     lr, speed = digits(values["lr"]) + warmup, number(values["samples_per_s"])
-    parts = [f"epoch {record.epoch + 1:,}{of}", *shown, f"lr {lr}", f"{speed} samples/s"]
+    parts, readings = [f"epoch {record.epoch + 1:,}{of}", *shown, f"lr {lr}"], [f"{speed} samples/s"]
     if (memory := next((values[name] for name in MEMORY if values.get(name)), None)) is not None:
-        parts.append(mebibytes(memory))
-    if left := time_left(columns, about):
-        parts.append(f"{duration(left)} left")
-    return "  ".join(parts)
+        readings.append(mebibytes(memory))
+    left = [f"{duration(seconds)} left" for seconds in [time_left(columns, about)] if seconds]
+    while readings and len("  ".join([*parts, *readings, *left])) > LETTERS:
+        readings.pop()
+    return "  ".join([*parts, *readings, *left])

@@ -23,6 +23,7 @@ from nbtools.live.chart import (
 )
 from nbtools.live.columns import Columns, Series, along
 from nbtools.live.picture import falling, from_zero, shares, train_loss
+from nbtools.table import spelled
 from nbtools.train import History
 
 COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY)
@@ -59,7 +60,7 @@ def panels(metrics: Sequence[str]) -> list[Panel]:
         ("train loss", lambda columns: calmed(*train_loss(columns), 1 / 20), of_loss, "line"),
         ("validation loss", lambda columns: thinned(*columns.evaluated("val_loss")), of_loss, "points"),
         *(
-            (name, lambda columns, name=name: thinned(*columns.evaluated(f"val_{name}")), shares, "points")
+            (spelled(name), lambda columns, name=name: thinned(*columns.evaluated(f"val_{name}")), shares, "points")
             for name in dict.fromkeys(metrics)
             if name != "loss"
         ),

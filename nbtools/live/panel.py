@@ -18,10 +18,12 @@ from typing import Any
 from nbtools import table
 from nbtools.errors import NbtoolsError, PlanError
 from nbtools.live.requests import Plans, Requests
+from nbtools.measure import explained
 from nbtools.train import Plan, fixed, lr_factor
 
 VIEW = "application/vnd.jupyter.widget-view+json"
-SPEED = {"batch_size", "micro_batch_size", "amp", "compile", "graph", "channels_last", "feed", "workers", "prefetch"}
+SPEED = {"batch_size", "micro_batch_size", "amp", "compile", "graph", "channels_last"}
+SPEED |= {"feed", "workers", "prefetch", "threads"}
 """Settings that affect what a step is bound by."""
 RESTS = 0.4  # seconds until a slider that was moved rests: several presses of a key are one change of a run
 NOTHING: Mapping[str, str] = types.MappingProxyType({})
@@ -47,9 +49,9 @@ class Panel:
         self.lock = threading.RLock()  # the run and the user may both be changing it
         self.rules = {field.name: field for field in dataclasses.fields(plan)}
         why, measured = getattr(advice, "reasons", {}), getattr(advice, "evidence", {})
-        self.reasons = {n: "; ".join(filter(None, (why.get(n), measured.get(n)))) for n in {**why, **measured}}
+        self.reasons = {n: explained(why.get(n, ""), measured.get(n, "")) for n in {**why, **measured}}
         baseline = getattr(advice, "baseline", None)
-        self.baseline = (baseline, "The guide's settings, the receipt's “before”" if baseline else "")
+        self.baseline = (baseline, "The original settings, with which the receipt compares" if baseline else "")
         self.largest = (getattr(advice, "largest", None), getattr(advice, "largest_reason", ""))
         self.own_presets: Mapping[str, tuple[Plan | None, str]] = getattr(advice, "presets", {})
         self.fixed: dict[str, str] = {}
@@ -63,7 +65,7 @@ class Panel:
         self.fields = self.form.fields
         self.form.show(NOTHING)
         if (verdict := getattr(advice, "verdict", None)) is not None:
-            self.propose(verdict.sentence, verdict.change)
+            self.propose(f"Training takes {advice.times(plan)}. {verdict.sentence}", verdict.change)
 
     @property
     def plan(self) -> Plan:
@@ -78,7 +80,7 @@ class Panel:
     @property
     def presets(self) -> dict[str, tuple[Plan | None, str]]:
         """label → (plan, description); None: there is none, and why."""
-        found: dict[str, tuple[Plan | None, str]] = {"Guide's baseline": self.baseline}
+        found: dict[str, tuple[Plan | None, str]] = {"Baseline": self.baseline}
         for name, (plan, why) in self.own_presets.items():
             found[name] = plan, "; here ".join(filter(None, [f"As in train --from {name}", why])) if plan else why
         found |= {"As advised": (self.advised, "Every setting as advised"), "Largest batch": self.largest}
@@ -99,6 +101,7 @@ class Panel:
             self.requests = Requests(Plans(self.plan, self.plan), self.advised)
             self.running, self.fixed, self.question, self.asks = False, {}, None, NOTHING
             self.form.told = ""
+            self.form.propose("", "")  # what limits a run, as measured while it lasted
             self.form.show(NOTHING)
 
     def refresh(self) -> None:
@@ -126,6 +129,8 @@ class Panel:
             self.sliding.pop(name, None)
             self.form.hold(name, text)  # the run may have overwritten it since
             changed, wrong = self.changes()
+            if not changed:  # what was asked about is typed no more
+                self.question, self.asks = None, NOTHING
             wrong |= self.attempt(changed)
             if doubtful := self.asks.keys() & changed.keys():  # they hold no other up
                 wrong |= self.attempt({name: value for name, value in changed.items() if name not in doubtful})
@@ -168,6 +173,12 @@ class Panel:
         with self.lock:
             if self.question is not None:
                 self.form.show(self.want(self.question, sure=True))
+
+    def decline(self) -> None:
+        """Keep the values in effect instead of what had to be confirmed."""
+        with self.lock:
+            self.question, self.asks = None, NOTHING
+            self.form.show(self.changes()[1])
 
     # -- what they come to
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from nbtools.table import note
+
 MOST = 30  # boxes
 
 
@@ -16,9 +18,14 @@ def picker(names: Sequence[str], page: Callable[[list[str]], str]) -> Any:
     box = Layout(width="auto", margin="0 16px 0 0")
     boxes = [Checkbox(value=k < 2, description=name, indent=False, layout=box) for k, name in enumerate(names[:MOST])]
     button, shown = Button(description="Compare", tooltip="The ticked runs next to each other"), HTML()
+    if len(names) > MOST:
+        shown.value = note(
+            f"Boxes of the first {MOST} of {len(names)}; compare others by name: found['a', 'b'].compare()"
+        )
 
     def show(_: Any) -> None:
-        shown.value = page([str(box.description) for box in boxes if box.value])
+        ticked = [str(box.description) for box in boxes if box.value]
+        shown.value = page(ticked) if ticked else note("No run is ticked; tick those to compare.")
 
     button.on_click(show)
     return VBox([HBox([*boxes, button], layout=Layout(flex_flow="row wrap", align_items="center")), shown])

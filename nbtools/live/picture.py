@@ -30,7 +30,7 @@ from nbtools.live.chart import (
 )
 from nbtools.live.columns import Columns, Series
 from nbtools.live.facts import About, facts, progress
-from nbtools.table import digits, number
+from nbtools.table import digits, number, spelled
 
 SCALES = ("auto", "linear", "log")
 
@@ -74,7 +74,8 @@ def picture(columns: Columns, about: About | None = None, status: str = "", look
     """Everything a frame shows; status: the run's state. Without rows there are no charts."""
     about, end = about or About(), max((steps[-1] for steps, _ in columns.found.values()), default=0) or 1.0
     pen = Pen(look, look.first * end, look.last * end)
-    parts = (loss, metrics, rate, speed, use, memory)
+    scored = metrics if about.best.lstrip("-") in ("", "loss") else awaited
+    parts = (loss, scored, rate, speed, use, memory)
     return Picture(
         charts=tuple(chart for draw in parts for chart in draw(columns, pen)) if columns.ended else (),
         first=pen.first,
@@ -89,17 +90,15 @@ def picture(columns: Columns, about: About | None = None, status: str = "", look
 
 
 def loss(columns: Columns, pen: Pen) -> Iterator[Chart]:
-    """Train loss as logged (faint) and smoothed, and the validation's. The number in the legend is that of the last
-    epoch, as everywhere, and not the end of the smoothed curve."""
+    """Train loss as logged (faint) and smoothed, whose end the legend names, and the validation's."""
     lines: list[Line] = []
     logged: list[Series] = []
     x, y = train_loss(columns)
     if len(x):
-        about = "mean over the last epoch that ended" if ("epoch", "train_loss") in columns.found else ""
-        smooth, value = pen.calmed(x, y, 1 / 20), number(columns.train_loss or 0.0)
+        smooth = pen.calmed(x, y, 1 / 20)
         logged.append(pen.thinned(x, y))
         lines += [Line("", *logged[0], BLUE, "faint")] if len(x) > 8 and pen.look.smoothing else []
-        lines.append(Line("train", *smooth, BLUE, value=value, about=about))
+        lines.append(Line("train", *smooth, BLUE, value=number(smooth[1][-1])))
     x, y = columns.evaluated("val_loss")
     if len(x):
         logged.append(pen.thinned(x, y))
@@ -137,13 +136,21 @@ def metrics(columns: Columns, pen: Pen) -> Iterator[Chart]:
     lines, colours = [], (GREEN, PURPLE, ORANGE, SKY, BLUE, VERMILLION)
     for name in dict.fromkeys(name for _, name in columns.found if name.startswith("val_") and name != "val_loss"):
         x, y = columns.evaluated(name)
-        line = Line(name.removeprefix("val_"), *pen.thinned(x, y), colours[len(lines) % 6], "points", number(y[-1]))
+        line = Line(
+            spelled(name.removeprefix("val_")), *pen.thinned(x, y), colours[len(lines) % 6], "points", number(y[-1])
+        )
         lines.append((line, bool(np.abs(y).min() <= 1)))
     if together := tuple(line for line, share in lines if share):
         yield Chart("validation metrics", together, shares([line.y for line in together]))
     for line, share in lines:
         if not share:
             yield Chart(line.name, (line,), shares([line.y]))
+
+
+def awaited(columns: Columns, pen: Pen) -> Iterator[Chart]:
+    """The metrics, whose chart has its place before the first evaluation: none moves when it comes."""
+    found = [*metrics(columns, pen)]
+    yield from found or [Chart("validation metrics", (), Scale(0.0, 1.0), "after the first evaluation")]
 
 
 def shares(values: Sequence[np.ndarray]) -> Scale:
@@ -224,7 +231,7 @@ def reading(
     return [Line(label, *pen.calmed(x, y * scale), colour, value=write(y[-1] * scale))] if len(x) else []
 
 
-LETTERS, SHORTEST = 40, 6  # of names: letters in a chart's width where it is narrow; fewer say nothing
+LETTERS, SHORTEST = 40, 6  # of names: letters in a chart's width where it is narrow; room for fewer says nothing
 DIGITS = re.compile(r"\d+\.\d{4,}")  # of a lr by rule
 
 
@@ -237,11 +244,11 @@ def marks(changes: Sequence[Mapping[str, Any]], first: float, last: float) -> tu
     named = []
     for i, (x, what) in enumerate(new):
         room = int(LETTERS * (x - first if left else last - x) / (last - first)) - 1
-        name = "" if room < SHORTEST else what if len(what) <= room else f"{what[: room - 1]}…"
+        name = what if room >= SHORTEST else ""
         named.append(Mark(x, what, name, -1 if left else 1, i if left else len(new) - 1 - i))
     return (*(Mark(x, what) for x, what in old), *named)
 
 
 def worded(change: Mapping[str, Any]) -> str:
-    """What a row of changed settings says, in three digits."""
-    return DIGITS.sub(lambda digits: f"{float(digits[0]):.3g}", str(change.get("what", "")))
+    """What a row of changed settings says, in three digits; of one that says that the run went back, its mark."""
+    return DIGITS.sub(lambda digits: f"{float(digits[0]):.3g}", str(change.get("mark") or change.get("what", "")))

@@ -29,6 +29,7 @@ HEAD, TITLE, PLOT, AXIS, ROW = 21, 25, 140, 36, 16  # px: heights of a line abov
 IMAGE, LINE = 100, 48  # px: height of a sample, of a long line of text
 CHARTS, SAMPLES = 2, 4  # next to each other
 LETTER, SMALL, WORDS = 0.602, 12, 95  # width of a monospaced letter of its size; that size; letters of a line above
+WIDTH = 0.56  # of a letter of its size, in the names of marks
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,14 @@ class Still:
     image: bytes
     alt: str
 
+    @property
+    def pixels(self) -> tuple[int, int]:
+        """Its width and height."""
+        width, height = (int.from_bytes(self.image[i : i + 4]) for i in (16, 20))  # of its first chunk
+        return width, height
+
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        width, height = (int.from_bytes(self.image[i : i + 4]) // 2 for i in (16, 20))  # of its first chunk
+        width, height = (pixels // 2 for pixels in self.pixels)
         data = {"image/png": base64.b64encode(self.image).decode(), "text/plain": self.alt}
         return data, {"image/png": {"width": width, "height": height, "alt": self.alt}}
 
@@ -57,7 +64,7 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
 
     facts, names = [f"{label} {value}" for label, value in shown.facts], list(filter(None, (shown.title, shown.state)))
     lines = [" · ".join(part.replace(" ", "\xa0") for part in parts) for parts in (names, facts)]
-    head, key = [line for part in lines for line in textwrap.wrap(part, WORDS)], shown.key
+    head, key = [line.strip(" ·") for part in lines for line in textwrap.wrap(part, WORDS)], shown.key
     fonts = Fonts.of("✓ " + "".join(each.truth + each.predicted for each in previews), mono=True)
     across, high = (1, LINE) if samples.lines([each.image for each in previews]) else (SAMPLES, IMAGE)
     shapes = [each.image.shape for each in previews]
@@ -66,8 +73,9 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
     text = ROW * (max(map(len, texts), default=0) + 1)
     columns = max(1, min(CHARTS, len(shown.charts)))
     rows, below = math.ceil(len(shown.charts) / columns), math.ceil(len(previews) / across)
-    above = TITLE + ROW * max((math.ceil(named(chart) / 2) for chart in shown.charts), default=0)
-    top = HEAD * (len(head) + math.ceil(len(key) / 2)) + ROW * shown.rows + 12
+    legend = ROW * max((math.ceil(chart.named / 2) for chart in shown.charts), default=0)
+    above = TITLE + legend + 3
+    top = HEAD * (len(head) + math.ceil(len(key) / beside(key))) + ROW * shown.rows + 12
     bottom = below * (high + text)
     tall = top + rows * (above + PLOT + AXIS) + bottom
     figure = Figure(figsize=(WIDE / 72, tall / 72), dpi=DPI, facecolor="none")
@@ -78,7 +86,8 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
         width = (WIDE - LEFT - RIGHT - BETWEEN * (columns - 1)) / columns
         grid = figure.add_gridspec(rows, columns, wspace=BETWEEN / width, **sides, **ends)
         for i, chart in enumerate(shown.charts):
-            draw_chart(figure.add_subplot(grid[divmod(i, columns)]), chart, shown, first=i == 0)
+            over = legend + ROW * shown.rows * (i < columns)
+            draw_chart(figure.add_subplot(grid[divmod(i, columns)]), chart, shown, i == 0, over)
     if previews:
         grid = figure.add_gridspec(below, across, top=bottom / tall, bottom=text / tall, hspace=text / high, **sides)
         for i, preview in enumerate(previews):
@@ -90,9 +99,9 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
     return stream.getvalue()
 
 
-def named(chart: Chart) -> int:
-    """Entries of its legend."""
-    return sum(bool(line.name) for line in chart.lines)
+def beside(key: Sequence[Line]) -> int:
+    """How many names of runs stand next to each other above the charts, each after its line."""
+    return max(1, min(len(key), WORDS // (max((len(line.name) for line in key), default=0) + 9)))
 
 
 def draw_header(figure: Figure, head: Sequence[str], key: Sequence[Line], tall: float) -> None:
@@ -103,12 +112,12 @@ def draw_header(figure: Figure, head: Sequence[str], key: Sequence[Line], tall: 
         figure.text(LEFT / WIDE, 1 - (22 + HEAD * i) / tall, words, **look)
     if key:
         handles, place = [draw_line(None, line) for line in key], (LEFT / WIDE, 1 - (8 + HEAD * len(head)) / tall)
-        look = {"loc": "upper left", "ncols": 2, "frameon": False, "labelcolor": GREY}
+        look = {"loc": "upper left", "ncols": beside(key), "frameon": False, "labelcolor": GREY}
         figure.legend(handles, [line.name for line in key], bbox_to_anchor=place, **look)
 
 
-def draw_chart(axes: Axes, chart: Chart, shown: Picture, first: bool) -> None:
-    """The first chart has the names of marks above it."""
+def draw_chart(axes: Axes, chart: Chart, shown: Picture, first: bool, over: float) -> None:
+    """The first chart has the names of marks above it. over: from the plot to the title, the same in a whole row."""
     small: dict[str, Any] = {"size": SMALL, "color": GREY, "parse_math": False}
     handles = [draw_line(axes, line) for line in chart.lines]
     for mark in shown.marks:
@@ -116,10 +125,12 @@ def draw_chart(axes: Axes, chart: Chart, shown: Picture, first: bool) -> None:
         if first and mark.name:
             offset, side = (3 * mark.side, ROW * (mark.row or 0) + 3), "left" if mark.side > 0 else "right"
             place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": side}
-            axes.annotate(mark.name, (mark.x, 1), offset, **place, **small)
-    up = ROW * shown.rows if first else 0
+            share = 1 - shown.share_of(mark.x) if mark.side > 0 else shown.share_of(mark.x)
+            room = int(share * axes.get_position().width * WIDE / SMALL / WIDTH)
+            name = mark.name if len(mark.name) <= room else f"{mark.name[: room - 1]}…"
+            axes.annotate(name, (mark.x, 1), offset, **place, **small)
     if entries := [handle for handle, line in zip(handles, chart.lines, strict=True) if line.name]:
-        place = {"loc": "lower left", "bbox_to_anchor": (-0.03, 1 + up / PLOT), "borderaxespad": 0.2}
+        place = {"loc": "upper left", "bbox_to_anchor": (-0.03, 1 + (over + 7) / PLOT), "borderaxespad": 0.2}
         look = {
             "ncols": 2,
             "frameon": False,
@@ -129,8 +140,8 @@ def draw_chart(axes: Axes, chart: Chart, shown: Picture, first: bool) -> None:
             "labelspacing": 0.25,
         }
         axes.legend(handles=entries, columnspacing=1, **place, **look)
-    pad, title = up + ROW * math.ceil(len(entries) / 2) + 8, f"{chart.title}  {chart.about}".strip()
-    axes.set_title(title, loc="left", pad=pad, size=13, color=GREY, weight="bold", parse_math=False)
+    title = f"{chart.title}  {chart.about}".strip()
+    axes.set_title(title, loc="left", pad=over + 11, size=13, color=GREY, weight="bold", parse_math=False)
     axes.set_yscale("log" if chart.scale.log else "linear")
     axes.set(xlim=(0, shown.last), ylim=(chart.scale.low, chart.scale.high), facecolor="none")
     axes.set_xticks(*shown.ticks())

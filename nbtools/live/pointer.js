@@ -28,6 +28,7 @@
   const write = (plot, share, where) => {
     const [, , width, height] = plot.querySelector('svg').getAttribute('viewBox').split(' ').map(Number);
     const lines = [...plot.querySelectorAll('polyline[data-name]')].filter((line) => line.points.length);
+    if (!lines.length) return; // metrics before the first evaluation
     const rule = part(plot, 'div');
     rule.className = share > 0.5 ? 'nbt-at nbt-left' : 'nbt-at';
     rule.style.left = `${100 * share}%`;

@@ -8,7 +8,7 @@ import difflib
 import io
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby, zip_longest
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from nbtools.data import Pack, collate
@@ -78,7 +77,7 @@ class Previews:
     """A few samples of the validation split with the network's current answers; none if the task has no `preview`.
 
     which: first, the same ones each time, evenly spaced over the split; worst, those of the highest loss among POOL
-    such ones; or ids of the pack. asked: what the user has chosen since.
+    such ones; or ids of the pack, see `chosen`. asked: what the user has chosen since.
     """
 
     def __init__(self, state: TrainState, pack: Pack, which: str | Sequence[int] = FIRST):
@@ -91,12 +90,6 @@ class Previews:
     def due(self) -> bool:
         """Whether another update costs less than its share of the time."""
         return bool(self.ids) and time.monotonic() >= self.next
-
-    def choose(self, which: str | Sequence[int]) -> None:
-        """Raises TrainError for an id that the pack does not have."""
-        if unknown := [i for i in which if not isinstance(which, str) and not 0 <= int(i) < len(self.pack)]:
-            raise TrainError(f"sample {unknown[0]} is not in the pack; choose ids from 0 to {len(self.pack) - 1:,}")
-        self.which = which
 
     def now(self) -> list[Preview]:
         """The samples, and the answers of the weights that evaluation uses."""
@@ -124,6 +117,18 @@ class Previews:
         batch = collate([self.pack.sample(int(i)) for i in ids], self.pack.columns)
         batch["id"] = torch.tensor([int(i) for i in ids])
         return {name: tensor.to(self.state.device) for name, tensor in batch.items()}
+
+
+def chosen(which: Any, pack: Pack) -> str | list[int]:
+    """FIRST, WORST or ids of the pack, of which SAMPLES can be shown. Raises TrainError for anything else."""
+    if isinstance(which, str) and which in (FIRST, WORST):
+        return which
+    ids: list[Any] = list(which) if isinstance(which, Iterable) else []
+    if not ids or not all(isinstance(i, (int, np.integer)) for i in ids):
+        raise TrainError(f"samples must be {FIRST!r}, {WORST!r} or a list of ids of the pack, got {which!r}")
+    if unknown := [i for i in ids if not 0 <= i < len(pack)]:
+        raise TrainError(f"sample {unknown[0]} is not in the pack; choose ids from 0 to {len(pack) - 1:,}")
+    return [int(i) for i in ids[:SAMPLES]]
 
 
 def spread(ids: Sequence[int], count: int) -> list[int]:
@@ -176,6 +181,8 @@ def lines(images: Sequence[np.ndarray]) -> bool:
 
 def thumbnail(image: np.ndarray, size: tuple[int, int]) -> bytes:
     """A PNG with no more pixels than a screen shows; a small image keeps its own, the screen enlarges it."""
+    from PIL import Image
+
     width, height = (SHARP * side for side in size)
     made = Image.fromarray(image)
     if made.width > width or made.height > height:

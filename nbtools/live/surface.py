@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,15 +18,15 @@ from torch.distributed import is_torchelastic_launched
 from nbtools.data import Pack
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.live import requests
-from nbtools.live.facts import COMPILING, DIVERGED, DONE, EVALUATING, PAUSED, STOPPED, TRAINING
+from nbtools.live.facts import AGAIN, COMPILING, DONE, EVALUATING, MEASURING, PAUSED, TRAINING, ended
 from nbtools.live.kernel import Messages, closing, running_kernel
 from nbtools.live.log import OPENING, opening
 from nbtools.live.panel import Panel
 from nbtools.live.requests import REFUSED, FirstSignal, Requests, advised
-from nbtools.live.samples import FIRST, Choice, Preview, Previews
+from nbtools.live.samples import FIRST, Choice, Preview, Previews, chosen
 from nbtools.live.view import PLOT_FILE, View
 from nbtools.measure import Sampler, nvml_index
-from nbtools.train import Diverged, History, Record, TrainState, checkpoint, require_change
+from nbtools.train import History, Record, TrainState, checkpoint, require_change
 
 LOOK_EVERY = 0.1  # seconds between looks for control.json, which cost microseconds
 SHOW_EVERY = 0.25  # seconds between updates of the panel
@@ -57,6 +57,7 @@ class Surface(View):
         self.looked = self.shown = 0.0
         self.seconds = 0.0  # of the epoch's steps so far
         self.looking = False  # at a requested evaluation: a pause lets it end
+        self.next_steps: Callable[[], str] = str  # what to do when it has ended
         self.status = COMPILING if state.plan.compile or state.plan.graph else TRAINING
         self.entered = ExitStack()
 
@@ -78,16 +79,30 @@ class Surface(View):
             if resumed and self.visible:
                 self.show_samples(self.samples())
             if resumed and self.panel is not None:
-                self.panel.form.tell(f"going on from step {self.state.step:,}")
+                self.panel.form.tell(f"continuing from step {self.state.step:,}")
             self.entered = stack.pop_all()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with self.entered:  # until the picture is there Ctrl-C is a request
+            status, path = ended(error, self.stopped), self.folder / PLOT_FILE
             if error is None:
-                self.finish(self.samples(), DONE if self.state.over else STOPPED, self.folder / PLOT_FILE)
-            else:
-                self.finish([], DIVERGED if isinstance(error, Diverged) else STOPPED)
+                self.finish(self.samples(), status, path, self.note(status))
+                return
+            try:
+                checkpoint.mark(self.folder, ended=status)
+                self.finish([], status, path, self.note(status))
+            except NbtoolsError as trouble:  # as where a disk is full: the error that ended the run is the one to raise
+                self.tell(str(trouble))
+
+    @property
+    def stopped(self) -> bool:
+        """Whether somebody stopped it, before its last epoch had ended."""
+        return self.requests.stop and not self.state.over
+
+    def note(self, status: str) -> str:
+        """What to do when it has ended so."""
+        return AGAIN.get(status, "").format(it="this cell") + self.next_steps()
 
     def open(self) -> None:
         """Show what the run starts with; under torchrun, where another process draws the run, through the history."""
@@ -119,7 +134,7 @@ class Surface(View):
         if which is None or which == self.previews.which:
             return
         try:
-            self.previews.choose(which)
+            self.previews.which = chosen(which, self.previews.pack)
         except TrainError as error:
             self.tell(str(error))
             return
@@ -143,9 +158,12 @@ class Surface(View):
         self.answer("the last change was undone", "undo")
 
     def returned(self) -> None:
-        """The run is back at the plan of an earlier checkpoint, and there is nothing to undo."""
-        self.former = [self.state.plan]
-        self.changed(self.state.plan)
+        """The run is back at the plan of an earlier checkpoint: what can be undone are the changes before it."""
+        plan = self.state.plan
+        while self.former and self.former[-1] != plan:
+            self.former.pop()
+        self.former = self.former or [plan]
+        self.changed(plan)
 
     def measured(self, record: Record) -> Record:
         """The record with the GPU's newest reading, if it is a row and there is one. Energy adds to that of an earlier
@@ -162,9 +180,10 @@ class Surface(View):
         """Show a record when it is due."""
         self.advance(record)
         self.looking = self.looking and (self.state.evaluate_next or record.kind == "evaluating")
-        if record.kind == "step":
-            self.requests.pace = self.state.sums.seconds - self.seconds
-        self.seconds = self.state.sums.seconds
+        if record.step == self.state.step:  # else a log step's row, which may come after later steps
+            if record.kind == "step":
+                self.requests.pace = self.state.sums.seconds - self.seconds
+            self.seconds = self.state.sums.seconds
         if record.kind in ("step", "evaluating"):
             self.status = EVALUATING if record.kind == "evaluating" else TRAINING
         if record.kind == "change":
@@ -213,6 +232,12 @@ class Surface(View):
         state, values = self.state, {"what": message, **({"asked": asked} if asked else {})}
         self.tell(message)
         self.history.append(Record("event", state.epoch, state.step, state.samples, values))
+
+    def measure(self) -> None:
+        """Show that training waits for a measurement, which is about to begin."""
+        self.tell("measuring what a step consists of …", passing=True)
+        self.due = 0.0
+        self.draw(MEASURING)
 
     def hold(self) -> None:
         """Wait a moment during a pause."""

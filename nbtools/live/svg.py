@@ -14,33 +14,35 @@ from nbtools.live.chart import NAMED, Chart, Line, Mark, Picture
 
 WIDTH, HEIGHT = 2000, 10_000  # units of a plot: whole numbers become text ten times as fast as formatted floats
 COLUMN, THREE, GAP = 225, 860, 22  # px: least width of a chart; of a page with three in a row; between two
-TALL, NAME, HEAD = 134, 13, 36  # px: heights of a plot, of a mark's name, of a title and its legend at least
-BESIDE = 3  # lines that a legend names next to each other, in as much room as there is: their charts never grow
+TALL, NAME, HEAD = 134, 13, 36  # px: heights of a plot, of a mark's name, of a title and its legend
+BESIDE = 3  # lines that a legend names next to each other
 
 STYLE = f"""
 .nbt{{font:13px/1.4 var(--jp-ui-font-family,system-ui,-apple-system,"Segoe UI",sans-serif);
  font-variant-numeric:tabular-nums;max-width:1500px;padding:4px 2px}}
 .nbt b{{font-weight:600}}
+.nbt summary{{display:list-item}}
+.jp-RenderedHTMLCommon>.nbtools-kept{{margin-right:-20px}}
 .nbt *{{box-sizing:content-box}}
 .nbt-grid{{display:grid;gap:0 {GAP}px;
  grid-template-columns:repeat(auto-fill,minmax(max(min(100%,{COLUMN}px),(100% - {2 * GAP + 1}px)/3,
  min((100% - {GAP + 1}px)/2,({THREE}px - 100%)*999)),1fr))}}
-.nbt-grid>div{{display:grid;grid-row:span 2;grid-template-rows:subgrid;margin-bottom:10px}}
-.nbt-head{{margin-left:46px;font-size:12px;white-space:nowrap;min-height:{HEAD}px;line-height:{HEAD // 2}px}}
+.nbt-grid>div{{display:grid;grid-row:span 2;grid-template:subgrid/minmax(0,1fr);margin-bottom:10px}}
+.nbt-head{{font-size:12px;white-space:nowrap;height:{HEAD}px;line-height:{HEAD // 2}px}}
 .nbt-head>b{{display:block;font-size:13px;overflow:hidden;text-overflow:ellipsis}}
 .nbt-head>b span{{font-weight:400;opacity:.65;font-size:12px}}
-.nbt-key{{display:flex;gap:0 12px}}
-.nbt-many{{flex-wrap:wrap}}
+.nbt-key{{display:flex;gap:0 8px;font-size:11px}}
+.nbt-many{{display:grid;grid-template-columns:repeat({BESIDE},minmax(0,max-content))}}
 .nbt-key span{{display:flex;align-items:center;min-width:0}}
-.nbt-key i{{font-style:normal;opacity:.75;margin:0 4px 0 5px;overflow:hidden;text-overflow:ellipsis}}
-.nbt .nbt-key svg{{width:16px;height:8px;flex:none;overflow:visible}}
+.nbt-key i{{font-style:normal;opacity:.75;margin:0 4px;overflow:hidden;text-overflow:ellipsis}}
+.nbt .nbt-key svg{{width:14px;height:8px;flex:none;overflow:visible}}
 .nbt-plot{{position:relative;align-self:end;height:{TALL}px;margin:0 14px 22px 46px}}
 .nbt .nbt-plot>svg{{position:absolute;left:0;top:0;width:100%;height:100%;overflow:visible}}
 .nbt svg *{{vector-effect:non-scaling-stroke;fill:none;stroke-linejoin:round}}
 .nbt-plot>span{{position:absolute;font-size:11px;line-height:14px;white-space:nowrap;opacity:.72}}
 .nbt-y{{right:100%;margin:-7px 8px 0 0}}
 .nbt-x{{top:100%;margin-top:5px;transform:translateX(-50%)}}
-.nbt-plot>.nbt-name{{opacity:.9;padding:0 4px}}
+.nbt-plot>.nbt-name{{opacity:.9;padding:0 4px;box-sizing:border-box;overflow:hidden;text-overflow:ellipsis}}
 .nbt-at{{position:absolute;top:0;bottom:0;border-left:1px solid;pointer-events:none;z-index:1}}
 .nbt-at>div{{position:absolute;top:2px;left:5px;padding:2px 7px;border-radius:4px;font-size:11px;line-height:16px;
  white-space:nowrap;background:rgba(128,128,128,.16);backdrop-filter:blur(5px)}}
@@ -68,6 +70,7 @@ def frame(shown: Picture) -> str:
 def panel(chart: Chart, shown: Picture, below: str, first: bool) -> str:
     """One chart under its title and legend; the first has the names of marks above it. below: the x axis."""
     above = 5 + NAME * NAMED * first  # also before there are any: nothing below moves when one comes
+    above += max(chart.named - 1, 0) // BESIDE * HEAD // 2  # further lines of its legend, beside the names of marks
     places, labels = chart.scale.ticks()
     heights = chart.scale.heights(np.array(places)).tolist()
     levels = "".join([f"M0 {HEIGHT - HEIGHT * height:.0f}h{WIDTH}" for height in heights])
@@ -104,9 +107,8 @@ def entry(line: Line) -> str:
     path = f'<path d="M0 4h16" stroke="{line.colour}" stroke-width="2"/>'
     if line.look == "points":
         path += f'<path d="M8 4h.1" stroke="{line.colour}" stroke-width="6" stroke-linecap="round"/>'
-    about = escape(f"{line.name}: {line.about}" if line.about else line.name)
     text = f"<i>{escape(line.name)}</i><b>{escape(line.value)}</b>"
-    return f'<span title="{about}"><svg viewBox="0 0 16 8">{path}</svg>{text}</span>'
+    return f'<span title="{escape(line.name)}"><svg viewBox="0 0 16 8">{path}</svg>{text}</span>'
 
 
 def curve(line: Line, chart: Chart, shown: Picture) -> str:
@@ -138,16 +140,19 @@ def stroke(mark: Mark, shown: Picture, first: bool) -> str:
 
 
 def name(mark: Mark, shown: Picture) -> str:
+    """As much of a mark's name as fits between it and the chart's edge, however wide the chart is."""
     at = shown.share_of(mark.x)
     side, share = ("left", at) if mark.side > 0 else ("right", 1 - at)
-    place = f"{side}:{100 * share:.1f}%;top:-{NAME * ((mark.row or 0) + 1)}px"
+    place = f"{side}:{100 * share:.1f}%;max-width:{100 - 100 * share:.1f}%;top:-{NAME * ((mark.row or 0) + 1)}px"
     return f'<span class="nbt-name" style="{place}">{escape(mark.name)}</span>'
 
 
 def x_axis(shown: Picture) -> str:
-    """The labels of the x axis, its name before them; one at its start begins there."""
-    ticks = [
-        f'<span class="nbt-x" style="left:{100 * share:.1f}%{";transform:none" * (share < 0.02)}">{label}</span>'
-        for share, label in ((shown.share_of(place), label) for place, label in zip(*shown.ticks(), strict=True))
-    ]
+    """The labels of the x axis, its name before them; one at its start begins there, one at its end ends there."""
+    ticks = []
+    for place, label in zip(*shown.ticks(), strict=True):
+        share = shown.share_of(place)
+        at = f"left:{100 * share:.1f}%" if share < 0.95 else f"right:{100 - 100 * share:.1f}%"
+        beside = ";transform:none" * (share < 0.02 or share >= 0.95)
+        ticks.append(f'<span class="nbt-x" style="{at}{beside}">{label}</span>')
     return f'<span class="nbt-y" style="top:100%;margin-top:5px">{escape(shown.x)}</span>{"".join(ticks)}'

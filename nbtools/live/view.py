@@ -1,7 +1,8 @@
 """What is shown of a run: buttons, live picture and form in a notebook, a bar in a terminal, messages in both.
 
-SVG in a core HTML widget takes about 1 ms a frame where a matplotlib figure takes 50 or more, but it does not survive
-saving; so the last frame is a PNG, which GitHub and every reader of notebooks shows.
+SVG in a core HTML widget takes about 1 ms a frame where a matplotlib figure takes 50 or more, but neither widgets nor
+SVG survive everywhere; so what stays is a PNG, which GitHub and every reader of notebooks shows, and the last frame
+again, which takes its place where scripts run.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from html import escape
@@ -20,6 +22,7 @@ from nbtools import disk
 from nbtools.data import bar, in_notebook, say
 from nbtools.live import facts, png, samples, svg
 from nbtools.live.bell import Bell
+from nbtools.live.chart import Picture
 from nbtools.live.columns import Columns
 from nbtools.live.controls import Looks, changes
 from nbtools.live.facts import TRAINING, About
@@ -28,7 +31,7 @@ from nbtools.live.panel import Panel
 from nbtools.live.picture import picture
 from nbtools.live.png import Still
 from nbtools.live.samples import Preview
-from nbtools.table import number, plural
+from nbtools.table import number, plural, spelled
 from nbtools.train import History, Plan, Record
 
 PLOT_FILE = "plot.png"
@@ -43,14 +46,17 @@ STILL = f"""<style>
   + :is(.jp-OutputArea-child, .output_area) {{ display: none }}
 :is(.jp-OutputArea, .output):has(.nbtools-still)
   :is(.jp-OutputArea-output.jupyter-widgets, .jupyter-widgets-view):not(:has(*)) {{ display: none }}
-:is(.jp-OutputArea, .output):has(.{LIVE}) .nbtools-still {{ display: none }}
+:is(.jp-OutputArea, .output):has(.{LIVE}) :is(.jp-OutputArea-child, .output_area):has(.nbtools-still) {{
+  display: none }}
 </style>"""
 """Makes JupyterLab 4 and the classic notebook show the log and the PNG after it only where the live view is not, and
 nothing where they would report that a widget's model was not found."""
+KEPT = escape(Path(__file__).with_name("kept.js").read_text("utf-8"))
 RECENT = 3  # messages shown with the live picture
 EPOCHS, LIVE_EPOCHS = 100, 5  # lines of the newest epochs that a notebook keeps, and that the live view shows
 MESSAGE = "font-size:12px;line-height:1.5;opacity:.75"
-LOG = "font-size:12px;line-height:1.4;margin:4px 0;overflow-x:auto;background:none;color:inherit"
+WIDTH = 100  # letters of a printed message's line
+LOG = "font-size:12px;line-height:1.4;margin:4px 0;overflow-x:auto;word-break:normal;background:none;color:inherit"
 
 
 class View:
@@ -121,10 +127,18 @@ class View:
         """Have the next `draw` draw."""
         self.due = 0.0
 
-    def still(self, status: str) -> Still:
+    def picture(self, status: str) -> Picture:
+        return picture(self.columns.follow(self.history), self.about, status)
+
+    def still(self, made: Picture) -> Still:
         """The frame and the samples as PNG."""
-        made = picture(self.columns.follow(self.history), self.about, status)
         return Still(png.draw(made, self.cards), made.alt)
+
+    def page(self, made: Picture, note: str) -> str:
+        """The frame, a note under its facts, samples and changes of settings as HTML, as in the live view."""
+        parts = (svg.frame(made), samples.html(self.cards), changes(self.columns))
+        line = f'<div class="nbt">{escape(note)}</div>' if note else ""
+        return "".join((svg.head(facts.STYLE, samples.STYLE), facts.html(made), line, *parts))
 
     def keep_still(self) -> None:
         """Write the picture as PNG when it is due: to the run folder, and to the output for readers of the notebook
@@ -133,7 +147,7 @@ class View:
             return
         start = time.thread_time()
         try:
-            still = self.still(TRAINING)
+            still = self.still(self.picture(TRAINING))
             disk.write_atomic(self.folder / PLOT_FILE, still.image)
             if self.output is not None and self.output.lives:
                 self.output.still(still)
@@ -153,7 +167,7 @@ class View:
         if self.bar.disable:
             return
         if record.kind == "step":
-            self.bar.update(record.samples - self.bar.n)
+            self.bar.update(max(record.samples - self.bar.n, 0))
         if record.values:
             shown = {
                 n: v for n, v in record.values.items() if n == "loss" or (n.startswith("val_") and n != "val_loss")
@@ -190,29 +204,34 @@ class View:
             self.panel.refresh()
 
     def tell(self, message: str, passing: bool = False) -> None:
-        """Show a message under the buttons and below the live picture where there is one, and once more under the final
-        one unless passing."""
+        """Show a message under the buttons and below the live picture where there is one, unless it stands there as a
+        proposal, and once more under the final one unless passing."""
         self.events.append(message)
         if self.output is not None and self.output.lives and self.panel is not None:
-            self.output.say(message, passing)
+            self.output.say(message, passing, shown=message != self.panel.form.proposal)
             self.panel.form.tell(message)
         elif self.progress:
-            say(message)
+            say(wrapped(message) if self.notebook else message)
 
-    def finish(self, previews: list[Preview], status: str, path: Path | None = None) -> None:
-        """Replace the live view by the final picture, and write it to `path`. status: how the run ended. Raises
-        DiskError; if the picture cannot be drawn, a message says so, since the run is complete without it."""
+    def finish(self, previews: list[Preview], status: str, path: Path | None = None, note: str = "") -> None:
+        """Replace the live view by the final picture, and write it to `path`. status: how the run ended; note: what to
+        do next. Raises DiskError; if the picture cannot be drawn, a message says so, since the run is complete without
+        it."""
         self.bar.close()
-        still, self.cards = None, previews
+        still, page, self.cards = None, "", previews
+        lives = self.output is not None and self.output.lives
         try:
-            still = self.still(status)
+            made = self.picture(status)
+            still, page = self.still(made), self.page(made, note) if lives else ""
         except Exception as error:
             self.tell(f"no picture: {type(error).__name__}: {error}")
         if self.output is not None and self.output.lives:
             found = facts.best(self.columns, self.about.best)
-            best = f"best {self.about.best.lstrip('-')} {number(found[0])} in epoch {found[1]}" if found else ""
+            best = (
+                f"best {spelled(self.about.best.lstrip('-'))} {number(found[0])} in epoch {found[1]}" if found else ""
+            )
             self.output.bell.ring(f"{status}: {self.about.title}", best)
-            self.output.stay(still)
+            self.output.stay(still, page)
         if path is not None and still is not None:
             with disk.explained("writing the plot", self.folder):
                 disk.write_atomic(path, still.image)
@@ -257,8 +276,8 @@ class Output:
         shown = {WIDGET: {"version_major": 2, "version_minor": 0, "model_id": self.view.model_id}, "text/plain": text}
         display(shown, raw=True, display_id=self.name)
 
-    def say(self, message: str, passing: bool) -> None:
-        self.recent = [*self.recent, message][-RECENT:]
+    def say(self, message: str, passing: bool, shown: bool = True) -> None:
+        self.recent = [*self.recent, *[message] * shown][-RECENT:]
         self.messages.value = "".join(f'<div style="{MESSAGE}">{escape(line)}</div>' for line in self.recent)
         if not passing:
             self.lines.append(message)
@@ -283,22 +302,30 @@ class Output:
         for part, name in zip(parts, self.stills, strict=True):
             display(part, display_id=name, update=known)
 
-    def stay(self, image: Still | None) -> None:
-        """Put the picture in the place of the view, and log and messages under it. None: the last frame stays while
-        the kernel lives."""
+    def stay(self, image: Still | None, page: str) -> None:
+        """Put the picture in the place of the view, and log and messages under it; page: the frame that replaces it
+        where scripts run. None: the last frame stays while the kernel lives."""
         from IPython.display import HTML, display
 
         if image is not None:
             display(image, display_id=self.name, update=True)
             for name in self.stills:
                 display(HTML(""), display_id=name, update=True)
+            width, height = image.pixels
+            size = f'data-width="{width}" data-height="{height}"'
+            display(HTML(f'<style onload="{KEPT}" {size} data-page="{escape(page)}"></style>'))
         self.lives = False
-        for text in filter(None, [self.text(EPOCHS), *self.lines]):
+        for text in filter(None, [self.text(EPOCHS), *map(wrapped, self.lines)]):
             print(text)
         if image is not None:
             boxes = [widget for box in (self.looks.box, *self.choice.children) for widget in (*box.children, box)]
             for widget in (*boxes, *self.view.children[1:], self.view):  # the first are the panel's
                 close(widget)
+
+
+def wrapped(message: str) -> str:
+    """Lines that break at words: front ends break a printed one anywhere."""
+    return textwrap.fill(message, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def close(widget: Any) -> None:

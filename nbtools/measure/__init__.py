@@ -1,8 +1,10 @@
 """The machine, the profile of a step, the bottleneck, batch and lr finders, advice, receipt."""
 
-from nbtools.measure.advice import Advice, Machine, advise, decide
+from nbtools.measure.advice import Advice, Machine, decide, explained
+from nbtools.measure.advisor import advise, expected, tried_before
 from nbtools.measure.batch import find_batch
-from nbtools.measure.check import check
+from nbtools.measure.check import check, smoke_test
+from nbtools.measure.checkup import Checkup
 from nbtools.measure.machine import REASONS, Gpu, Sampler, described, follow, gpus, machine, nvml_index
 from nbtools.measure.presets import preset
 from nbtools.measure.profile import StepProfile
@@ -11,12 +13,15 @@ from nbtools.measure.several import Scaling, find_scaling
 from nbtools.measure.stepper import Stepper, untouched
 from nbtools.measure.sweep import lr_sweep
 from nbtools.measure.trials import first_losses, step_profile
+from nbtools.measure.tryouts import PARTS, checkup
 from nbtools.measure.verdict import Verdict, verdict
 from nbtools.measure.workers import find_workers
 
 __all__ = [
+    "PARTS",
     "REASONS",
     "Advice",
+    "Checkup",
     "Gpu",
     "Machine",
     "Receipt",
@@ -27,9 +32,12 @@ __all__ = [
     "Verdict",
     "advise",
     "check",
+    "checkup",
     "comparable",
     "decide",
     "described",
+    "expected",
+    "explained",
     "find_batch",
     "find_scaling",
     "find_workers",
@@ -41,7 +49,9 @@ __all__ = [
     "nvml_index",
     "preset",
     "receipt",
+    "smoke_test",
     "step_profile",
+    "tried_before",
     "untouched",
     "verdict",
 ]

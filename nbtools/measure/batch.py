@@ -114,7 +114,7 @@ def find_batch(
     device, pack = device or devices.pick(), readable(task, pack, plan)
     train = pack.splits["train"]
     if train < 2:
-        raise TrainError(f"{pack.folder}: the train split has {train} sample(s); pack at least 2")
+        raise TrainError(f"{pack.folder}: the train split has {table.plural(train, 'sample')}; pack at least 2")
     cap = train, f"the train split has {train:,} samples"
     if most is not None and most < train:
         cap = max(most, 1), f"no more than {most:,} were requested"
@@ -291,7 +291,7 @@ class Search:
         if need is None or self.free is None or need <= self.free.usable:
             return ""
         free = f"{table.size(self.free.bytes)} {self.free.source}, {100 * self.free.headroom:.0f} % kept free"
-        return f"it takes {table.size(need)} of {free}"
+        return f"it needs {table.size(need)} of {free}"
 
     def no_shared_memory(self, size: int) -> str:
         if self.trial.feed.name != "workers" or not self.plan.workers:
@@ -381,7 +381,7 @@ class Search:
     def details(self, choice: Choice, micro: int | None) -> str:
         """How far the search went, and what may be doubted."""
         largest = max(c.batch_size for c in self.rows.values() if c.first or c.rates)
-        text = f"none above {largest} was timed: {self.ended}"
+        text = f"no batch above {largest} was timed: {self.ended}"
         if micro is not None:
             text += f"; the plan's {self.plan.batch_size} does not fit at once: forward passes of {micro}, lr unchanged"
         text += "" if choice.clear else "; a close call: another measurement may choose a neighbour"

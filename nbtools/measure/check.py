@@ -5,21 +5,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import platform
+import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from nbtools import disk, table
-from nbtools.data import Card, auto_feed, cache, cores
+from nbtools.data import Card, auto_feed, cache, cores, open_feed
+from nbtools.errors import TrainError
 from nbtools.measure import memory
 from nbtools.measure.advice import Machine, decide, inspect
+from nbtools.measure.advisor import advise
 from nbtools.measure.machine import Gpus, cpu_name, gpus, instructions, pair
 from nbtools.measure.profile import matrix_rates, matrix_side
-from nbtools.train import TaskLike
+from nbtools.table import number, plural
+from nbtools.train import Task, TaskLike, TrainState, checkpoint, evaluation, train_step
 from nbtools.train import device as devices
 from nbtools.version import VERSION
 
@@ -109,7 +116,7 @@ class Check:
             table.text(("machine", ""), self.rows(), colours=colours),
             table.text(("format", "trains here", products), [each.row() for each in self.arithmetic], colours=colours),
             table.text(headers, plans, colours=colours) if plans else "",
-            f"Plans by rules of thumb, for data as the guides have it. Feed auto: {self.feed}.\n"
+            f"Plans by rules of thumb, for data sets such as the tasks were written for. Feed auto: {self.feed}.\n"
             "For your data, and measured here: python -m nbtools advise TASK --data SOURCE",
         ]
         return "\n\n".join(filter(None, parts))
@@ -219,3 +226,36 @@ def by_thumb(task: TaskLike, card: Card, machine: Machine) -> dict[str, Any]:
     plan = decide(task, card, machine).plan.to_dict()
     names = ("network", "batch_size", "lr", "amp", "feed", "workers")
     return {"samples": card.splits["train"], **{name: plan.get(name) for name in names}}
+
+
+def smoke_test(task: Task, **knobs: Any) -> str:
+    """One step on demo data, saved and loaded again, in a temporary folder; returns the result in a sentence. knobs:
+    settings in place of the advised ones.
+
+    Raises TrainError if the loss is not a number or the loaded weights give different outputs.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        pack = task.pack(task.demo(folder / "raw", 48, **task.SMOKE), into=folder / "pack", progress=False)
+        plan = advise(task, pack, measure=False).plan.turn(**knobs)
+        plan = plan.replace(batch_size=min(4, pack.splits["train"]), micro_batch_size=None)
+        state, loaded = TrainState(task, pack, plan), TrainState(task, pack, plan)
+        raw = next(iter(open_feed(pack, plan, state.device)([pack.ids("train")[: plan.batch_size]])))
+        total, count = train_step(state, raw, pack.splits["train"])
+        loss = float(total) / max(float(count), 1)
+        if not math.isfinite(loss):
+            rule = f"the loss of the first step is {loss}"
+            raise TrainError(f"{rule}; train with amp=off, and check the labels", entry="NaN")
+        checkpoint.save(folder / "run", state, rows=0)
+        checkpoint.load(folder / "run", loaded)
+    answers = (evaluation.forward(task, one.evaluated, raw, plan, one.device)[1] for one in (state, loaded))
+    if not all(map(torch.equal, *(map(torch.as_tensor, tree_leaves(answer)) for answer in answers))):
+        rule = "the outputs of the loaded weights differ from those of the saved ones"
+        raise TrainError(
+            f"{rule}: is the forward pass random in eval?", entry="Predictions differ between training and inference"
+        )
+    return (
+        f"it works on {state.device}: {plural(len(pack), 'demo sample')} packed, "
+        f"{sum(p.numel() for p in state.parameters):,} parameters, first loss {number(loss)}; "
+        "saved, and loaded with equal outputs"
+    )

@@ -129,7 +129,7 @@ def gpus() -> Gpus:
     except Unavailable as why:
         return without_nvidia(str(why))
     if not found:
-        return without_nvidia("the driver lists none")
+        return without_nvidia("the driver lists no GPU")
     return Gpus(found, f"NVIDIA driver {driver}; CPU: {processor()}")
 
 
@@ -234,7 +234,7 @@ def cells(g: Gpu) -> dict[str, str | None]:
         "power": pair(g.power, g.power_limit, "{:.0f} W".format),
         "temperature": None if g.temperature is None else f"{g.temperature} °C",
         "clock": pair(g.clock, g.clock_max, "{:.0f} MHz".format),
-        "held back by": None if g.throttle is None else ", ".join(g.throttle) or "nothing",
+        "throttled by": None if g.throttle is None else ", ".join(g.throttle) or "nothing",
         "processes": None if g.processes is None else str(len(g.processes)),
     }
 
@@ -369,7 +369,7 @@ def machine() -> dict[str, str]:
     device = devices.pick()
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
-        "cores": f"{table.plural(cores(), 'CPU core')}, {table.plural(torch.get_num_threads(), 'thread')}",
+        "cores": f"{table.plural(cores(), 'CPU core')}, {table.plural(devices.threads(), 'thread')}",
         "torch": f"torch {torch.__version__}",
         "python": f"Python {platform.python_version()}",
         "system": f"{platform.system()} {platform.machine()}",

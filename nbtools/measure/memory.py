@@ -114,7 +114,7 @@ def room(device: torch.device) -> Room | None:
         return Room(torch.cuda.mem_get_info(device)[0] + reserve, "free GPU memory")
     if device.type == "mps":
         free = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-        return Room(free, "what Metal recommends")
+        return Room(free, "of the memory that Metal recommends")
     return ram()
 
 

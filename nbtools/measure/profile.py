@@ -29,14 +29,13 @@ from nbtools.data import Draws, Pack, choose, gather, in_order, lengths_of, on
 from nbtools.measure import memory
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
-from nbtools.measure.stepper import Clock, Stepper, epoch_batches, finish, typical
+from nbtools.measure.stepper import Stepper, epoch_batches, finish, typical
 from nbtools.table import percent, size, timing
 from nbtools.train import (
     DTYPES,
     Batch,
     Plan,
     Sums,
-    TaskLike,
     TrainState,
     checkpoint,
     differentiate,
@@ -47,7 +46,7 @@ from nbtools.train import (
 ROUNDS = 16
 LEAST_ROUNDS = 3  # where a step takes long
 LEAST = 5  # repeats of what is timed on CUDA
-LONG = 0.2  # seconds: a checkpoint that takes longer is written once
+LONG = 0.2  # seconds: a checkpoint that takes longer is written once, a step warms up but once
 AGREES = 0.02  # bf16 keeps 8 bits, 0.4 % a number; measured: at most 0.6 % (four tasks, three seeds each)
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what occupies the device in a trace
 
@@ -203,9 +202,9 @@ class Bench:
     `task.batch` without draws and with them.
     """
 
-    def __init__(self, task: TaskLike, pack: Pack, plan: Plan, device: torch.device, clock: Clock | None):
-        self.run = Stepper(task, pack, plan, device, clock=clock)
-        pack = self.run.pack
+    def __init__(self, run: Stepper):
+        self.run, pack, plan, device = run, run.pack, run.plan, run.device
+        self.run.turns.clear()
         self.task, self.state, self.clock = self.run.task, self.run.state, self.run.clock
         self.raw = on(device, gather(pack, typical(pack, plan)[0][0]))
         self.size, micro = len(self.raw["id"]), plan.micro_batch_size or plan.batch_size
@@ -221,8 +220,8 @@ class Bench:
         self.plain: list[float] = []
         self.drawn: list[float] = []
         self.evaluate(0.0)  # the first batches warm up
-        for stepper in (self.run, self.cached, self.small):
-            stepper.warm_up()
+        for stepper in (self.cached, self.small):
+            stepper.warm_up(1)
 
     def advance(self, seconds: float) -> None:
         """Rounds of all parts for about `seconds`, at least three."""
@@ -262,7 +261,7 @@ class Bench:
         """Seconds of a checkpoint, written with its SHA-256 to a temporary folder."""
         with tempfile.TemporaryDirectory(prefix="nbtools-profile-") as folder:
             start = self.clock()
-            checkpoint.write(Path(folder), "profile", self.state.tensors(), {"state": self.state.facts()})
+            checkpoint.save(Path(folder), self.state, rows=0)
             return self.clock() - start
 
     def profile(self) -> StepProfile:
@@ -407,15 +406,16 @@ def shapes(pack: Pack, plan: Plan) -> int:
 
 
 def padding(pack: Pack, plan: Plan) -> dict[str, float]:
-    """Ragged column → share of the elements of an epoch's batches that are padding; from lengths alone."""
-    batches = epoch_batches(pack, plan)
-    return {column: padded(pack, column, batches) for column in pack.ragged}
+    """Ragged column → share of the elements of an epoch's batches that are padding, from lengths and Plan.bucket."""
+    batches, grouped = epoch_batches(pack, plan), pack.card.bucket_by
+    units = {column: getattr(plan, "bucket", 1) if column == grouped else 1 for column in pack.ragged}
+    return {column: padded(pack, column, batches, unit) for column, unit in units.items()}
 
 
-def padded(pack: Pack, column: str, batches: Iterable[np.ndarray]) -> float:
-    """Share of padding: batches are as long as their longest sample."""
+def padded(pack: Pack, column: str, batches: Iterable[np.ndarray], unit: int = 1) -> float:
+    """Share of padding: batches are as long as their longest sample, rounded up to whole units."""
     lengths = [pack.lengths(column, batch) for batch in batches]
-    total = sum(int(each.max(initial=0)) * len(each) for each in lengths)
+    total = sum(-(-int(each.max(initial=0)) // unit) * unit * len(each) for each in lengths)
     return 1 - sum(int(each.sum()) for each in lengths) / max(total, 1)
 
 

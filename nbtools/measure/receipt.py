@@ -20,7 +20,7 @@ from nbtools.measure.profile import padded, padding
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import Clock, Rate, Stepper, Turn, untouched
 from nbtools.measure.trials import own_settings
-from nbtools.table import percent, size
+from nbtools.table import duration, percent, size
 from nbtools.train import Plan, TaskLike, as_task, listed, readable, shown
 from nbtools.train import device as devices
 
@@ -31,7 +31,7 @@ GROUPS = {
     "+ packed feed": ("feed", "workers", "prefetch"),
     "+ batch and lr": ("batch_size", "micro_batch_size"),
     "+ mixed precision": ("amp",),
-    "+ compile, graph, layout": ("compile", "graph", "channels_last"),
+    "+ compile, layout, threads": ("compile", "graph", "channels_last", "threads"),
 }
 """In the guide's order, each with the settings in which plans must differ for it to be a rung. One more has all others,
 by the names of those that differ; ALL is the name of a run without rungs."""
@@ -81,7 +81,8 @@ class Receipt(Report):
     not measured. Shows as a table.
 
     ratio: the median over rounds of after / before, measured in turns, with its least and most. peak_memory: MiB, of
-    the GPU for either; without one, of the whole process for both together.
+    the GPU for either; without one, of the whole process for both together. samples: that all epochs train on; 0 in
+    receipts of older versions.
     """
 
     before: Rate
@@ -94,6 +95,7 @@ class Receipt(Report):
     notes: tuple[str, ...]
     rungs: tuple[Rung, ...] = ()
     guide: Rung | None = None
+    samples: int = 0
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
         """(headers, rows): one row per rung, below the first one the guide's, spreads from least to most."""
@@ -107,13 +109,16 @@ class Receipt(Report):
     def caption(self) -> str:
         spread = f"{self.ratio_least:.2f}–{self.ratio_most:.2f}, n = {self.after.rounds}"
         guide = f"; the guide's optimised settings: {self.guide.over_baseline()}" if self.guide is not None else ""
-        return f"{self.ratio:.2f}× the baseline's samples/s on this machine ({spread}){guide}"
+        took, before = (duration(self.samples / rate.samples_per_s) for rate in (self.after, self.before))
+        whole = f"; all epochs' steps take {took}, with the baseline's settings {before}" if self.samples else ""
+        return f"{self.ratio:.2f}× the baseline's samples/s on this machine ({spread}){guide}{whole}"
 
     def footer(self) -> str:
         names = {"before": "baseline", "after": "this run"}
         peaks = [f"{names[side]} {size(peak * 2**20)}" for side, peak in self.peak_memory.items() if side in names]
         memory = [f"Peak GPU memory: {', '.join(peaks)}."] if peaks else []
-        return " ".join([*(f"{note}." for note in self.notes), *memory, ", ".join(self.machine.values())])
+        guide = [f"{GUIDE.capitalize()}: as the task's speed-up guide recommends."] if self.guide is not None else []
+        return " ".join([*guide, *(f"{note}." for note in self.notes), *memory, ", ".join(self.machine.values())])
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
@@ -126,11 +131,14 @@ def receipt(
     device: torch.device | None = None,
     seconds: float | None = None,
     clock: Clock | None = None,
+    notes: Sequence[str] = (),
 ) -> Receipt:
     """Measure the task's BASELINE, a plan, the rungs between them and the first of its PRESETS in turns. seconds: of a
-    turn, were there only two (SECONDS); more rungs have shorter ones, so that the whole takes as long."""
+    turn, were there only two (SECONDS); more rungs have shorter ones, so that the whole takes as long. notes: what else
+    its last lines should say."""
     device, pack = device or devices.pick(), readable(task, pack, plan)
-    baseline, notes = comparable(as_task(task).BASELINE, plan, pack, device)
+    baseline, said = comparable(as_task(task).BASELINE, plan, pack, device)
+    notes = [*notes, *said]
     optimised, adapted = optimised_by_guide(task, plan, pack)
     with untouched(device):
         course = Course(task, pack, device, clock)
@@ -141,10 +149,11 @@ def receipt(
     notes += padding_of(pack, plan)
     peaks = {"before": memory[0], "after": memory[1]} if memory else {"process": devices.resident() / 2**20}
     if not memory:
-        notes.append("No GPU: what mixed precision, larger batches and resident data gain on one was not measured")
+        notes.append("No GPU: what mixed precision, larger batches and data kept on a GPU would gain was not measured")
     first, last = rungs[0], rungs[-1]
     spread = last.total, last.total_least, last.total_most
-    return Receipt(first.rate, last.rate, *spread, peaks, machine(), tuple(notes), rungs, guide)
+    samples = plan.epochs * pack.splits["train"]
+    return Receipt(first.rate, last.rate, *spread, peaks, machine(), tuple(notes), rungs, guide, samples)
 
 
 def comparable(baseline: Plan, plan: Plan, pack: Pack, device: torch.device) -> tuple[Plan, list[str]]:
@@ -234,10 +243,10 @@ class Course:
         """Why that many more plans would take too long or too much memory; [] if they do not."""
         step_s = max(turn.step_s for turn in self.first.values())
         if number * (WARMING + ROUNDS) * step_s > 2 * seconds * ROUNDS:
-            return [f"A step takes {step_s:.1f} s: only the first and last rungs were measured"]
+            return [f"A step takes {step_s:.1f} s: only the first and last rows were measured"]
         most = number * max(self.peaks.values(), default=0.0) * 2**20
         if most and most > SHARE * torch.cuda.mem_get_info(self.device)[0]:
-            return ["GPU memory has no room for more models: only the first and last rungs were measured"]
+            return ["GPU memory has no room for more models: only the first and last rows were measured"]
         return []
 
     def run(self, wanted: Sequence[tuple[str, Plan]], seconds: float, guide: Plan | None = None) -> list[str]:
@@ -328,6 +337,6 @@ def padding_of(pack: Pack, plan: Plan) -> list[str]:
     ids = np.random.default_rng(0).permutation(pack.ids("train"))
     blind = padded(pack, column, np.split(ids, range(BLIND, len(ids), BLIND)))
     return [
-        f"Padding is {percent(padding(pack, plan)[column], 1)} of {column} at batch {plan.batch_size}, for both, since "
-        f"batches are grouped by length; random batches of {BLIND} would pad {percent(blind, 1)}"
+        f"Padding is {percent(padding(pack, plan)[column], 1)} of {column} at batch {plan.batch_size}, since batches "
+        f"are grouped by length; random batches of {BLIND} would pad {percent(blind, 1)}"
     ]

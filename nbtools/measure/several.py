@@ -47,6 +47,7 @@ BACKWARD = 2 / 3  # of a pass: twice the arithmetic of the forward pass (arXiv 2
 HALF = 0.5  # of a GPU that each added one should give (ours)
 GAIN = 1.05  # times as fast as one process on the same cores (ours)
 BUSY = 0.5  # of the cores, by the load before: from here processes wait for cores as much as for each other (ours)
+ALIKE = {**EAGER, "threads": None}  # the processes share the cores
 PATIENCE = timedelta(minutes=5)  # of a process that waits for the others
 THUMB = "rule of thumb"
 
@@ -73,7 +74,7 @@ SMALL = 50e-6  # seconds for 8 bytes over nccl: 42–54 µs (NVIDIA/nccl#1530, #
 LINKS = (
     Link("NVLink", SMALL, 208e9, f"{THUMB} (two A100, NVIDIA/nccl-tests#178)"),
     Link("PCIe", SMALL, 20e9, f"{THUMB} (three A100, NVIDIA/nccl-tests#178)"),
-    Link("10 Gbit/s Ethernet", SMALL, 1.25e9, f"{THUMB} (the line's own rate)"),
+    Link("10 Gbit/s Ethernet", SMALL, 1.25e9, f"{THUMB} (the nominal rate)"),
 )
 """Between GPUs that are not here."""
 
@@ -175,11 +176,11 @@ def find_scaling(
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if device.type not in ("cpu", "cuda"):
         raise TrainError(f"several processes need CUDA or a CPU, but this device is {device.type}; use one process")
-    large = [plan.replace(**EAGER) for plan in plans if plan.batch_size >= 2 * processes]
+    large = [plan.replace(**ALIKE) for plan in plans if plan.batch_size >= 2 * processes]
     if not large:
         why = f"batch {plans[0].batch_size} has fewer than two samples for each of {processes} processes; use fewer"
         return Scaling(processes, tuple(ways(plans, processes)), sentence(why), False)
-    asked = [plans[0].replace(**EAGER), *large]
+    asked = [plans[0].replace(**ALIKE), *large]
     links, parts = LINKS, None
     if on_this_machine(device, processes):
         links, parts = launched(task, pack, asked, processes, seconds)
@@ -275,7 +276,7 @@ def judged(rows: Sequence[Row], samples: int, threads: tuple[int, int] | None) -
     good = [link for link in best if best[link].speedup >= least]
     over = ", ".join(f"{best[link].speedup:.2f}× over {link}" for link in reversed(best))
     verdict = f"worth it over {', '.join(reversed(good))}" if good else "not worth it"
-    rule = f"each added GPU should give half of one, {least:.3g}× in all (ours)"
+    rule = f"each added GPU should bring at least half a GPU's speed, {least:.3g}× in all (ours)"
     text = f"{row.processes} GPUs against one, in samples/s: {over} ({made}): {verdict}; {rule}."
     alone = samples / (rows[0].samples_per_s or math.inf)
     took = f" The run takes {duration(alone / row.speedup)} instead of {duration(alone)}"

@@ -130,6 +130,7 @@ class Stepper:
     def advance(self, seconds: float = 0.0, steps: int = 1) -> Turn:
         """Train for at least this long and this many steps, until the device has finished. On CUDA, where launching
         takes less time than the steps do, their number follows from the turn before."""
+        devices.use_threads(self.plan.threads)
         if self.device.type == "cuda" and self.turns:
             steps, seconds = max(steps, round(seconds / self.mean_s)), 0.0
         finish(self.device)
@@ -161,7 +162,8 @@ class Stepper:
 
     def warm_up(self, steps: int = 3) -> Self:
         """Train for some steps that do not count."""
-        self.advance(steps=steps)
+        if steps:
+            self.advance(steps=steps)
         self.turns.clear()
         return self
 
@@ -259,6 +261,7 @@ def read_switches() -> dict[str, Any]:
     except RuntimeError:
         precision, backends = None, [(module, module.fp32_precision) for module in products()]
     return {
+        "threads": torch.get_num_threads() if devices.OWN_THREADS else None,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "benchmark": torch.backends.cudnn.benchmark,
@@ -268,6 +271,7 @@ def read_switches() -> dict[str, Any]:
 
 
 def write_switches(switches: dict[str, Any]) -> None:
+    devices.use_threads(switches["threads"])
     torch.use_deterministic_algorithms(switches["deterministic"], warn_only=switches["warn_only"])
     torch.backends.cudnn.benchmark = switches["benchmark"]
     if switches["precision"] is not None and read_switches()["precision"] != switches["precision"]:

@@ -160,9 +160,9 @@ class Climb(Stepper):
         state = self.state
         state.plan = state.applied = self.plan.replace(lr=lr)
         for _ in range(MOST_SKIPS):
-            before = state.position.skipped
+            before = state.skipped
             loss = self.mean_loss()
-            if state.position.skipped == before or not math.isfinite(loss):
+            if state.skipped == before or not math.isfinite(loss):
                 return loss
             self.skipped += 1
         return math.nan

@@ -13,9 +13,8 @@ import torch
 
 from nbtools.data import Feed, Pack, cores
 from nbtools.measure import memory
-from nbtools.measure.profile import LEAST_ROUNDS, ROUNDS, Bench, StepProfile, Tried
-from nbtools.measure.stepper import EAGER, Clock, Stepper, untouched
-from nbtools.table import percent
+from nbtools.measure.profile import LEAST_ROUNDS, LONG, ROUNDS, Bench, StepProfile, Tried
+from nbtools.measure.stepper import Clock, Stepper, untouched
 from nbtools.train import Diverged, Plan, TaskLike
 from nbtools.train import device as devices
 
@@ -25,11 +24,17 @@ AUGMENT_SHARE = 0.1  # of a step: from here the step is tried without augmentati
 FIXED_SHARE = 0.2  # of a step that does not grow with the batch: from here a larger batch is tried
 COMPILE_PAYS = 1800.0  # seconds of training planned from which compiling is tried: it took 69 s here, on two busy cores
 SHAPES = 8  # programs of one function that dynamo keeps before it gives up
-FASTER = 1.05  # lower quartile of the ratio to float32 from which mixed precision is used
+FASTER = 1.05  # lower quartile of the ratio from which a change is used
+SURE = 5  # rounds in each of which a change was faster, after which it is
 LOSSES = 10  # steps whose losses are compared
 RAMP = 30  # steps in which lr rises to the plan's while they are
 LEAST_STEPS = 20  # optimizer steps per epoch below which a larger batch starves a small data set: rule of thumb (ours)
+LOSS_SECONDS = 4.0  # that these steps may take: where a step is long, they have smaller batches
+LEAST_LOSSES = 8  # samples of the smallest: fewer give BatchNorm poor statistics
 FEEDING = {"feed", "workers", "prefetch"}
+LEVERS = ("amp", "channels_last", "threads", "feed", "compile", "graph")
+"""Settings that make a step faster or slower and change nothing that is learned but for rounding, in the order in which
+advice tries them: what gains most, and what others depend on, first."""
 
 
 def step_profile(
@@ -50,7 +55,7 @@ def step_profile(
     """
     device, seconds = device or devices.pick(), seconds or SECONDS
     with untouched(device):
-        return profiled(Bench(task, pack, plan, device, clock), seconds, fixed, compiling)
+        return profiled(Bench(Stepper(task, pack, plan, device, clock=clock).warm_up()), seconds, fixed, compiling)
 
 
 def profiled(bench: Bench, seconds: float, fixed: Collection[str], compiling: bool) -> StepProfile:
@@ -91,15 +96,20 @@ def worth_compiling(
     profile: StepProfile, plan: Plan, modules: Sequence[torch.nn.Module], fixed: Collection[str], asked: bool = False
 ) -> list[dict[str, Any]]:
     """torch.compile, and on a GPU that waits for its host a CUDA graph, where that is asked for, or training lasts long
-    enough to earn the compiler's time back; not for more shapes than dynamo compiles (a task's `bucket` makes them
-    few), nor for recurrent layers, which break the graph."""
+    enough to earn the compiler's time back."""
     lasting = asked or plan.epochs * profile.epoch_s >= COMPILE_PAYS
-    recurrent = any(isinstance(module, torch.nn.RNNBase) for module in modules)
-    if not lasting or recurrent or profile.shapes > SHAPES or plan.compile or plan.graph:
+    if not lasting or not compiles(plan, modules, profile.shapes):
         return []
     launch_bound = profile.device_type == "cuda" and profile.host >= profile.device and not profile.syncs
     changes = [{"compile": True}, *([{"graph": True}] if launch_bound and not plan.parted else [])]
     return [change for change in changes if not set(change) & set(fixed)]
+
+
+def compiles(plan: Plan, modules: Sequence[torch.nn.Module], shapes: int) -> bool:
+    """Whether it may help to compile: not for more shapes than dynamo compiles (a task's `bucket` makes them few), nor
+    for recurrent layers, which break the graph, nor again."""
+    recurrent = any(isinstance(module, torch.nn.RNNBase) for module in modules)
+    return not (recurrent or shapes > SHAPES or plan.compile or plan.graph)
 
 
 def other_precision(plan: Plan, device: torch.device) -> dict[str, Any]:
@@ -141,11 +151,11 @@ class Change:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note the failure of a precision: bfloat16 lacks some operations (CTC), or makes the loss NaN."""
+        """Note that a setting for speed fails: bfloat16 lacks some operations (CTC), or makes the loss NaN."""
         try:
             yield
         except (RuntimeError, Diverged) as error:
-            if self.change.get("amp", "off") == "off":
+            if not set(self.change) <= set(LEVERS):
                 raise
             self.failed = str(error).split("\n")[0].split(". ")[0]
 
@@ -166,9 +176,28 @@ class Change:
             return []
         ratios = other.over(self.run)
         low, middle, high = statistics.quantiles(ratios, n=4)
-        amp = self.change.get("amp", "off")
-        far = drift(self.run, amp) if amp != "off" and low > 1 else None
+        far = drift(self.run, self.change) if low > 1 and set(self.change) <= set(LEVERS) else None
         return [Tried(self.change, middle, low, high, len(ratios), far)]
+
+    def against(self, seconds: float, least: int = LEAST_ROUNDS) -> Tried | None:
+        """What it gives in turns with the plan, for about `seconds`, or until that is clear; None if memory ran out.
+        least: rounds."""
+        self.run.turns.clear()
+        start, each = self.run.clock(), seconds / 2 / ROUNDS
+        for k in range(ROUNDS if self.stepper is not None else 0):
+            if k >= least and (self.run.clock() - start > seconds or self.clear()):
+                break
+            self.run.turn(each)
+            self.advance(each)
+        found = self.result()
+        return found[0] if found else None
+
+    def clear(self) -> bool:
+        """Whether more turns could hardly change what becomes of it: it was never faster, or always enough."""
+        if self.stepper is None or self.failed:
+            return True
+        ratios = self.stepper.over(self.run)
+        return max(ratios) < 1 or (len(ratios) >= SURE and min(ratios) >= FASTER)
 
 
 def try_out(run: Stepper, changes: Sequence[dict[str, Any]], seconds: float, step_bytes: float) -> tuple[Tried, ...]:
@@ -200,28 +229,39 @@ def try_out(run: Stepper, changes: Sequence[dict[str, Any]], seconds: float, ste
     return tuple(found for trial in trials for found in trial.result())
 
 
+def warmed(stepper: Stepper) -> Stepper:
+    """After some steps that do not count: one, where it takes long."""
+    turn = stepper.advance()
+    return stepper.warm_up() if turn.seconds < LONG else stepper.warm_up(0)
+
+
 def begun(
     task: TaskLike, pack: Pack, plan: Plan, device: torch.device, feed: Feed | None, clock: Clock | None
 ) -> Stepper | None:
     """A plan in training, warmed up; None if memory runs out, or its model cannot be compiled here."""
     try:
-        return devices.within_memory(lambda: Stepper(task, pack, plan, device, feed, clock).warm_up())[0]
+        return devices.within_memory(lambda: warmed(Stepper(task, pack, plan, device, feed, clock)))[0]
     except RuntimeError:  # all of dynamo's and inductor's derive from it
         if not (plan.compile or plan.graph):
             raise
     return None
 
 
-def drift(run: Stepper, amp: str) -> float:
-    """How far the plan's first losses in a precision are from those in float32: the mean difference over the mean loss,
-    infinite where one is not a number.
+def drift(run: Stepper, change: dict[str, Any]) -> float:
+    """How far the first losses with a change are from the plan's: the mean difference over the mean loss, infinite
+    where one is not a number.
 
     lr rises to the plan's within RAMP steps, and so to a third of it: with all of it at once, fresh weights diverge in
     any precision (over ten steps fp32 and bf16 were 13 % apart on one task, with the ramp 0.6 %).
     """
-    warmup = RAMP * run.plan.batch_size / run.pack.splits["train"]
-    ramp = run.plan.replace(epochs=10**6, schedule="constant", min_lr=0.0, warmup_epochs=warmup)
-    base, losses = (first_losses(run.task, run.pack, ramp.replace(amp=x), run.device, run.feed) for x in ("off", amp))
+    plan, pace = run.plan, run.mean_s / run.plan.batch_size
+    size = min(plan.batch_size, max(round(LOSS_SECONDS / (2 * LOSSES * max(pace, 1e-9))), LEAST_LOSSES))
+    warmup = RAMP * size / run.pack.splits["train"]
+    still = {"epochs": 10**6, "schedule": "constant", "min_lr": 0.0, "warmup_epochs": warmup}
+    ramp = plan.turn(**still, batch_size=size, lr=plan.lr)
+    feeds = run.feed, None if FEEDING & set(change) else run.feed
+    pairs = zip((ramp, ramp.turn(**change)), feeds, strict=True)
+    base, losses = (first_losses(run.task, run.pack, each, run.device, feed) for each, feed in pairs)
     far = sum(abs(a - b) for a, b in zip(base, losses, strict=True)) / max(sum(map(abs, base)), 1e-12)
     return far if math.isfinite(far) else math.inf
 
@@ -232,35 +272,3 @@ def first_losses(
     """The mean loss of each of the first steps from the plan's seed."""
     stepper = Stepper(task, pack, plan, device, feed, learning=True)
     return [stepper.mean_loss() for _ in range(steps)]
-
-
-def find_precision(
-    task: TaskLike, pack: Pack, plan: Plan, seconds: float = SECONDS, clock: Clock | None = None
-) -> Tried | None:
-    """The plan's mixed precision, or the one that may be faster on this device, against float32: trained in alternation
-    for about `seconds`; where it is faster, 20 more steps compare losses. None if there is nothing to try, or
-    memory ran out. Nothing outside changes."""
-    device, base = devices.pick(), plan.replace(amp="off", **EAGER)
-    change = {"amp": plan.amp} if plan.amp != "off" else other_precision(base, device)
-    if not change:
-        return None
-    with untouched(device):
-        run = begun(task, pack, base, device, None, clock)
-        found = try_out(run, [change], seconds, 0.0) if run is not None else ()
-        del run
-    return found[0] if found else None
-
-
-def choose_precision(tried: Tried) -> tuple[str, str]:
-    """(Plan.amp, why): the precision that was tried where in three of four rounds it was at least 5 % faster than
-    float32, and its first losses are float32's."""
-    amp = tried.change["amp"]
-    if tried.failed:
-        return "off", f"{amp}{tried.objection}"
-    text = f"{amp} {tried.ratio:.2f}× as fast as float32 ({tried.low:.2f}–{tried.high:.2f} in {tried.rounds} rounds)"
-    if tried.low < FASTER:
-        return "off", f"{text}; it is used only where reliably {percent(FASTER - 1)} faster"
-    if not tried.agrees:
-        return "off", text + tried.objection
-    same = "" if tried.drift is None else f"; losses of {LOSSES} steps within {percent(tried.drift, 2)}"
-    return amp, text + same

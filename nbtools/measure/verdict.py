@@ -21,6 +21,13 @@ WORTH = 1.1  # a smaller gain is within the noise of such a measurement: rule of
 NEAR = 1.05  # of two changes this close, the one that needs less, or does not change the training, is taken
 BUSY = 3.0  # the fastest round over the slowest: something else ran
 LITTLE = 0.01  # of a step: not worth a line
+HELPS = {
+    "data": "A cheaper augmentation or smaller samples",
+    "launch": "Fewer, larger layers",
+    "compute": "A smaller network or smaller inputs",
+    "memory": "A smaller network or smaller inputs",
+}
+"""What makes training faster where no setting does, by bound."""
 BETWEEN = 0.05  # share of an epoch that evaluations and checkpoints may take: rule of thumb (ours)
 EVALUATIONS = 5  # fewer in a run choose no best checkpoint: rule of thumb (ours)
 
@@ -93,19 +100,23 @@ def because(profile: StepProfile, bound: str) -> str:
     step, device = f"of each {timing(profile.step_s)} step", "processor" if profile.device_type == "cpu" else "GPU"
     if bound == "data":
         reached = f"{percent(profile.ceiling_ratio)} of the speed without waiting is reached"
-        return f"The data is the limit: training waits for it {percent(profile.wait)} {step}; {reached}."
+        return f"Loading data is the limit: training waits for it {percent(profile.wait)} {step}; {reached}."
     if bound == "launch" and device == "GPU":
-        return f"The launches are the limit: the GPU waits for them {percent(profile.host)} {step}."
+        return f"Kernel launches are the limit: the GPU waits for them {percent(profile.host)} {step}."
     if bound == "launch":
         return f"The fixed cost is the limit: {percent(profile.host)} {step} does not grow with the batch."
     if bound == "compute":
         return f"The {device} is the limit: busy {percent(profile.device)} {step}."
-    products = f"but needs {percent(profile.arithmetic)} of that for matrix products: the rest moves tensors"
-    return f"Memory bandwidth is the limit: the {device} is busy {percent(profile.device)} {step}, {products}."
+    products = profile.arithmetic * profile.device
+    return (
+        f"Memory bandwidth is the limit: {percent(profile.device - products)} {step} goes into reading and writing "
+        f"tensors, {percent(products)} into matrix products."
+    )
 
 
 def advised(option: Option | None, profile: StepProfile) -> str:
-    """The change; if none is worth it, how many were tried, and those that were faster but are no choice."""
+    """The change; if none is worth it, how many were tried, those that were faster but are no choice, and what would
+    help instead."""
     if option is not None:
         most, otherwise = "" if option.exact else "up to ", "" if option.same else " It changes what is learned."
         return f"{option.name} makes training {most}{option.gain:.2g}× as fast ({option.reason}).{otherwise}"
@@ -113,8 +124,9 @@ def advised(option: Option | None, profile: StepProfile) -> str:
     doubtful = ", ".join(outcome(trial) for trial in profile.trials if trial.failed or trial.ratio >= WORTH)
     who, no = ("The one change", " not") if count == 1 else (f"None of the {count} changes", "")
     tried = f"{who} tried was{no} {percent(WORTH - 1)} faster"
-    tried = f"{who} tried is{no} worth it: {doubtful}" if doubtful else tried if count else "No change was tried"
-    return f"{tried}." + (f" Not tried, for lack of time or memory: {left}." if left else "")
+    tried = f"{who} tried is{no} worth it: {doubtful}" if doubtful else tried
+    untried = f"There was no time or memory to try {left}." if left else ""
+    return " ".join(filter(None, [f"{tried}." if count else "", untried, f"{HELPS[bound_by(profile)]} would help."]))
 
 
 def outcome(trial: Tried) -> str:

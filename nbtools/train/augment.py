@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nbtools.data import Draws
+from nbtools.data import Draws, places
 from nbtools.errors import TrainError
 
 MIXUP = "mixup"
@@ -34,7 +34,7 @@ def reflected(length: int, draws: Draws, most: int) -> Tensor:
     """(B, length) int64: the places of a shifted axis, mirrored at its ends."""
     most = min(most, length - 1)
     shift = draws.bits() % (2 * most + 1) - most
-    at = (torch.arange(length, device=shift.device) + shift[:, None]).abs()
+    at = (places(length, shift.device) + shift[:, None]).abs()
     return torch.where(at >= length, 2 * (length - 1) - at, at)
 
 
@@ -54,7 +54,7 @@ def rotate(x: Tensor, draws: Draws, most: float) -> Tensor:
 
 def colour(x: Tensor, draws: Draws, strength: float) -> Tensor:
     """Brightness, contrast around the image's mean and saturation (RGB), each times 1 ± strength; not clipped."""
-    light, contrast, saturation = (draws.uniform(1 - strength, 1 + strength)[:, None, None, None] for _ in range(3))
+    light, contrast, saturation = draws.uniforms(*[(1 - strength, 1 + strength)] * 3)[..., None, None, None].unbind(1)
     mean = x.mean((1, 2, 3), keepdim=True)
     x = ((x - mean) * contrast + mean) * light
     if x.shape[1] != 3:
@@ -67,12 +67,13 @@ def erase(x: Tensor, draws: Draws, most: float) -> Tensor:
     """In every second image a rectangle of 2 % up to this share of its area, 0.3 to 3.3 times as high as wide, becomes
     the mean of each channel (arXiv 1708.04896)."""
     height, width = x.shape[2:]
-    area, ratio = draws.uniform(0.02, most), draws.uniform(math.log(0.3), math.log(3.3)).exp()
+    drawn = draws.uniforms((0.02, most), (math.log(0.3), math.log(3.3)), (0, 1), (0, 1))[..., None]
+    area, ratio, starts = drawn[:, 0], drawn[:, 1].exp(), drawn[:, 2:].unbind(1)  # each (B, 1)
     inside = []
-    for length, share in ((height, (area * ratio).sqrt()), (width, (area / ratio).sqrt())):
-        size = (share * length).round().clamp(1, length)[:, None]
-        start = (draws.uniform()[:, None] * (length - size + 1)).floor().minimum(length - size)
-        at = torch.arange(length, device=x.device)
+    for length, share, start in zip((height, width), (area * ratio, area / ratio), starts, strict=True):
+        size = (share.sqrt() * length).round().clamp(1, length)
+        start = (start * (length - size + 1)).floor().minimum(length - size)
+        at = places(length, x.device)
         inside.append((at >= start) & (at < start + size))
     chosen = (inside[0] & draws.chance(0.5)[:, None])[:, None, :, None] & inside[1][:, None, None, :]
     return torch.where(chosen, x.mean((2, 3), keepdim=True), x)
@@ -137,5 +138,5 @@ def mixup(
     found = {name: mixed(batch[name]) for name in inputs}
     if "y" in batch:
         y = batch["y"]
-        found["y"] = mixed(F.one_hot(y, classes) if classes else y)
+        found["y"] = mixed(y[..., None] == places(classes, y.device) if classes else y)
     return {**batch, **found}

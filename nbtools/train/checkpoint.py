@@ -5,7 +5,7 @@ A run folder holds, next to plan.json and history.csv:
     run.json                 task, names of the last and the best checkpoint
     0003-00000141.safetensors   weights, optimizer, random states: epoch 3, step 141
     0003-00000141.json          position, sums, plan, SHA-256 of the tensors; written after them: it vouches for them
-    0003-00000150.weights.safetensors   the evaluated weights alone, of the best epoch
+    0003-00000150.best.safetensors   the evaluated weights alone, of the best epoch; once named .weights
 
 The last checkpoint and OLDER ones before it are kept, the best epoch's, and the anchor: the one from before a change of
 settings that is still being watched (see `nbtools.rollback`).
@@ -20,12 +20,15 @@ import dataclasses
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -33,29 +36,92 @@ from torch import Tensor
 
 from nbtools import disk
 from nbtools.errors import CheckpointError
+from nbtools.train.device import within_memory
 from nbtools.train.state import TrainState, below
 
 INDEX, CONTROL = "run.json", "control.json"  # what a run is, and what is requested of it
 NAME = r"\d{4,}-\d{8,}"
-FILE = re.compile(NAME + r"(\.weights)?\.(safetensors|json)(\..+\.part)?")
-WEIGHTS = ".weights"  # at the end of the name of weights alone
+FILE = re.compile(NAME + r"(\.best|\.weights)?\.(safetensors|json)(\..+\.part)?")
+BEST = ".best"  # at the end of the name of the best weights, which are alone
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # in the safetensors format
+MARKING = Lock()
 OLDER = 2  # checkpoints kept behind the last: a copy may not have reached Drive
 
 
-def save(folder: Path, state: TrainState, rows: int, best: bool = False) -> None:
+@dataclass(frozen=True)
+class Snapshot:
+    """A state as it was, to be written. files: their names → (tensors in the state's `copies`, facts), in the order in
+    which they are written; entries: of the index; copied: when the tensors are there (None: they are)."""
+
+    name: str
+    files: dict[str, tuple[dict[str, Tensor], dict[str, Any]]]
+    entries: dict[str, str]
+    copied: Any
+
+
+def save(
+    folder: Path,
+    state: TrainState,
+    rows: int,
+    best: bool = False,
+    behind: Callable[[Callable[[], None]], object] | None = None,
+) -> None:
     """Write the state (and, as the best, its evaluated weights); prune old ones.
 
-    rows: of the history so far; a resume cuts what lies beyond. Raises DiskError, the older checkpoints untouched.
+    rows: of the history so far; a resume cuts what lies beyond. behind: takes the function that writes, which may run
+    while the state trains on, but has to be done before the next call. Raises DiskError, the older checkpoints
+    untouched.
     """
-    name = name_of(state)
-    entries = {"last": name, **({"best": name + WEIGHTS} if best else {})}
-    with disk.explained(f"saving checkpoint {name}", folder):
-        facts = {"rows": rows, "plan": state.applied.to_dict(), "state": state.facts()}  # not what waits to be applied
-        write(folder, name, state.tensors(), facts)
-        if best:
-            evaluated = {"best": state.best.value, "epoch": state.epoch}
-            write(folder, entries["best"], state.evaluated.state_dict(), evaluated)
-        rewind(folder, **entries)
+    writes = partial(publish, folder, snapshot(state, rows, best))
+    writes() if behind is None else behind(writes)
+
+
+def snapshot(state: TrainState, rows: int, best: bool = False) -> Snapshot:
+    """Copy the state to host memory, which is used again by the next snapshot. Nothing waits for a GPU, as a step that
+    follows changes no weight before they are copied."""
+    name, facts = name_of(state), {"rows": rows, "plan": state.applied.to_dict(), "state": state.facts()}
+    tensors = copies(state)  # of the applied plan's state, not of what waits to be applied
+    files, entries = {name: (tensors, facts)}, {"last": name}
+    if best:
+        entries["best"] = name + BEST
+        evaluated = below(tensors, "model." if state.ema is None else "ema.module.")
+        files[entries["best"]] = evaluated, {"best": state.best.value, "epoch": state.epoch}
+    copied = torch.cuda.current_stream(state.device).record_event() if state.device.type == "cuda" else None
+    return Snapshot(name, files, entries, copied)
+
+
+def copies(state: TrainState) -> dict[str, Tensor]:
+    """The state's tensors in `state.copies`: memory that is kept, pinned for a GPU, since to fresh pages a copy takes
+    two to eight times as long. Strides stay, or the GPU, which may be full, would need memory for a contiguous one."""
+    found, kept = state.tensors(), state.copies
+    for name, tensor in found.items():
+        if name not in kept or (kept[name].shape, kept[name].dtype) != (tensor.shape, tensor.dtype):
+            like = partial(torch.empty_like, tensor, device="cpu")
+            pinned, _ = within_memory(partial(like, pin_memory=tensor.is_cuda))
+            kept[name] = like() if pinned is None else pinned
+        kept[name].copy_(tensor, non_blocking=True)
+    return {name: kept[name] for name in found}
+
+
+def publish(folder: Path, taken: Snapshot) -> None:
+    """Write a snapshot, and make it the last checkpoint."""
+    if taken.copied is not None:
+        taken.copied.synchronize()
+    with disk.explained(f"saving checkpoint {taken.name}", folder):
+        for name, (tensors, facts) in taken.files.items():
+            write(folder, name, tensors, facts)
+        rewind(folder, **taken.entries)
 
 
 def name_of(state: TrainState) -> str:
@@ -71,16 +137,16 @@ def rewind(folder: Path, last: str, **entries: Any) -> None:
 
 
 def mark(folder: Path, **entries: Any) -> None:
-    """Write entries into the index; None removes one."""
-    index = {**read_index(folder), **entries}
-    with disk.explained("writing the index", folder):
+    """Write entries into the index; None removes one. One thread at a time: it reads what it writes again."""
+    with MARKING, disk.explained("writing the index", folder):
+        index = {**read_index(folder), **entries}
         named = {name: value for name, value in index.items() if value is not None}
         disk.write_atomic(folder / INDEX, json.dumps(named, indent=1))
 
 
 def best_of(folder: Path) -> str | None:
     """The name of the best epoch's checkpoint; None before the first, and where only its weights were kept."""
-    name = read_index(folder).get("best", "").removesuffix(WEIGHTS)
+    name = read_index(folder).get("best", "").partition(".")[0]
     return name if name and (folder / f"{name}.json").exists() else None
 
 
@@ -99,11 +165,35 @@ def facts_of(folder: Path, name: str) -> dict[str, Any]:
 
 
 def write(folder: Path, name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    copies = {k: v.detach().to("cpu", copy=True).contiguous() for k, v in tensors.items()}  # GPU memory may be full
-    data = save_tensors(copies)
+    """Write tensors of the CPU, and the facts that vouch for them."""
+    data = packed(tensors)
     facts = {**facts, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     disk.write_atomic(folder / f"{name}.safetensors", data)
     disk.write_atomic(folder / f"{name}.json", json.dumps(facts, indent=1))
+
+
+def packed(tensors: dict[str, Tensor]) -> memoryview | bytes:
+    """The tensors in the safetensors format. The library's `save` holds the interpreter's lock all along, and a step
+    that trains meanwhile would stand still for as long: 3 s where another thread packs 300 MB on a busy machine."""
+    if any(tensor.dtype not in NAMES for tensor in tensors.values()):
+        return save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):  # which aligns them
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": [*tensor.shape],
+            "data_offsets": [end, end := end + tensor.nbytes],
+        }
+    text = json.dumps(header).encode()
+    text = (len(text) + -len(text) % 8).to_bytes(8, "little") + text + b" " * (-len(text) % 8)
+    file = torch.empty(len(text) + end, dtype=torch.uint8)
+    data = file[len(text) :]
+    file[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    for name, entry in header.items():
+        place = data[slice(*entry["data_offsets"])].view(tensors[name].dtype)
+        place.view(tensors[name].shape).copy_(tensors[name])
+    return file.numpy().data
 
 
 @dataclass(frozen=True)
@@ -194,7 +284,7 @@ def named(index: dict[str, Any]) -> list[str]:
     """The checkpoints and weights that an index names, the last at the end."""
     anchor = index.get("anchor", {})
     bests = filter(None, (anchor.get("best"), index.get("best")))
-    found = [name for best in bests for name in (best, best.removesuffix(WEIGHTS))]
+    found = [name for best in bests for name in (best, best.partition(".")[0])]
     return list(dict.fromkeys([*found, *filter(None, (anchor.get("name"), index.get("last")))]))
 
 
@@ -246,7 +336,7 @@ class Keeper:
         wanted = named(facts)
         for name in wanted:
             vouching = f"{name}.json"
-            alone = name + WEIGHTS in wanted and name not in (facts["last"], facts.get("anchor", {}).get("name"))
+            alone = "." not in name and name not in (facts["last"], facts.get("anchor", {}).get("name"))
             if alone and not (self.source / vouching).exists():
                 continue  # an older nbtools kept the best weights alone
             data = (self.source / vouching).read_bytes()

@@ -6,16 +6,14 @@ B samples, C channels, H × W pixels, L steps of the longest sequence, F feature
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from nbtools.data import TARGET, Card, Draws, Form, Pack, Sample, inputs_of, tables
+from nbtools.data import TARGET, Card, Draws, Form, Pack, Sample, constant, inputs_of, is_image, tables
 from nbtools.errors import PackError, TrainError
 from nbtools.table import percent
 from nbtools.train.augment import MIXUP, augment, strengths
@@ -76,12 +74,6 @@ def scale_of(card: Card, name: str, device: torch.device) -> tuple[Tensor, Tenso
     shape = (-1, 1, 1) if layout_of(card, name) else (-1,)
     mean, std = (constant(tuple(card.options[moment][name]), device).view(shape) for moment in ("mean", "std"))
     return mean, std
-
-
-@lru_cache(maxsize=256)
-def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Kept on the device: to copy it there in each step would make the host wait."""
-    return torch.tensor(values, device=device)
 
 
 def layout_of(card: Card, name: str) -> str:
@@ -168,7 +160,7 @@ def require_fitting(card: Card, metrics: Any, names: Any) -> None:
     for metric in () if callable(metrics) else listed(metrics):
         if not callable(metric) and METRICS[metric][0] != kind:
             fits = [name for name, (of, _, _) in METRICS.items() if of == kind]
-            rule = f"metrics: {metric!r} is of {METRICS[metric][0]}, but the targets of the pack are {kind}"
+            rule = f"metrics: {metric!r} is for {METRICS[metric][0]}, but the targets of the pack are {kind}"
             raise TrainError(f"{rule}; choose {', '.join(fits)}" if fits else f"{rule}; leave it out")
     wanted, inputs = strengths(names), {name: card.columns[name] for name in card.options["inputs"]}
     there = ", ".join(f"{name} {column}" for name, column in inputs.items())
@@ -180,7 +172,7 @@ def require_fitting(card: Card, metrics: Any, names: Any) -> None:
             continue
         if moved := pictured - (set() if layout_of(card, name) else {"colour"}):
             still = "the target" if name == TARGET else name
-            rule = f"augment: {min(moved)} would leave {still} as it is, {column}"
+            rule = f"augment: {min(moved)} would leave {still} ({column}) as it is"
             raise TrainError(f"{rule}; augment both in a `batch` of your task")
     if MIXUP in wanted and any(c.kind == "ragged" or c.dtype[1] not in "uf" for c in inputs.values()):
         raise TrainError(
@@ -285,7 +277,7 @@ def items_of(given: Any, card: Card) -> Sequence[Any]:
         return [*table]
     first = card.columns[card.options["inputs"][0]]
     rank = len(first.shape) + (first.kind == "ragged")
-    if isinstance(given, (str, Path, dict, tuple, Image.Image)) or getattr(given, "ndim", None) in (0, rank):
+    if isinstance(given, (str, Path, dict, tuple)) or is_image(given) or getattr(given, "ndim", None) in (0, rank):
         return [given]
     return given if hasattr(given, "__getitem__") else list(given) if isinstance(given, Iterable) else [given]
 
@@ -294,6 +286,8 @@ def sample_of(item: Any, card: Card) -> Sample:
     """An item, or an image file, as packing would have stored its inputs. Raises PackError(value, rule, fix)."""
     inputs = card.options["inputs"]
     if isinstance(item, (str, Path)):
+        from PIL import Image
+
         with Image.open(item) as image:
             image.load()
             return sample_of(image, card)

@@ -33,11 +33,13 @@ FULL = (  # torch's message in a plain RuntimeError when memory runs out
     "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN 8
     "ALLOCATION_FAILED",  # cuDNN 9
 )
+ONEDNN = "could not create a primitive"  # all of its message when it gets no memory, on a CPU
 T = TypeVar("T")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_DEVICES = ("cuda", "mps")  # on a CPU most of its kernels are not vectorised, or emulated: a step took 14 s
 NEARLY = 0.98  # torch sees a little less than is sold: 39.4 GiB (42.3 GB) of "40 GB", 22.0 GiB (23.7 GB) of "24 GB"
+OWN_THREADS: list[int] = []  # the number before a plan asked for another; empty: none did
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -73,7 +75,7 @@ def pick(name: str | None = None) -> torch.device:
 def require_own(name: str | None, processes: int) -> None:
     """Refuse one GPU for several processes. name: of NBTOOLS_DEVICE. Raises TrainError."""
     if processes > 1 and name and name.startswith("cuda:"):
-        rule = f"each of {processes} processes takes a GPU of its own, so NBTOOLS_DEVICE must not number one"
+        rule = f"each of {processes} processes takes a GPU of its own, so NBTOOLS_DEVICE must not name one by number"
         raise TrainError(f"{rule}, got {name!r}; set NBTOOLS_DEVICE=cuda, and choose GPUs with CUDA_VISIBLE_DEVICES")
 
 
@@ -104,6 +106,7 @@ def require(plan: Plan, device: torch.device, processes: int = 1) -> None:
 def prepare(plan: Plan, device: torch.device, many_shapes: bool) -> None:
     """Set determinism, on CUDA cuDNN's autotuner (few shapes only) and TF32, on a CPU how malloc frees."""
     torch.use_deterministic_algorithms(plan.deterministic)
+    use_threads(None if world() > 1 else plan.threads)  # torchrun and the ranks' shares of the cores set their own
     if device.type == "cpu":
         keep_freed()
     if device.type == "cuda":
@@ -113,9 +116,23 @@ def prepare(plan: Plan, device: torch.device, many_shapes: bool) -> None:
         torch.set_float32_matmul_precision("high")
 
 
+def use_threads(count: int | None) -> None:
+    """Compute with so many CPU threads; None: with as many as before a plan asked for another number."""
+    if count is not None:
+        OWN_THREADS[:] = OWN_THREADS or [torch.get_num_threads()]
+    if count is not None or OWN_THREADS:
+        torch.set_num_threads(count or OWN_THREADS.pop())
+
+
+def threads() -> int:
+    """CPU threads, as the user or torch set them."""
+    return OWN_THREADS[0] if OWN_THREADS else torch.get_num_threads()
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: torch's own error, or what a CPU, MPS, cuBLAS and cuDNN raise instead."""
-    full = isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)
+    text = str(error)
+    full = isinstance(error, RuntimeError) and (text == ONEDNN or any(words in text for words in FULL))
     return full or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
@@ -227,6 +244,32 @@ def in_float32(forward: Callable[..., Any], device: torch.device) -> Callable[..
             return forward(*given, **named)
 
     return run
+
+
+class Reading:
+    """A few numbers on the device, and their way to the host: only who takes them before they arrive waits. Made once,
+    so that a step allocates nothing for it: write to `tensor`, `send`, and take the values before writing again."""
+
+    def __init__(self, size: int, device: torch.device):
+        self.tensor = self.host = torch.zeros(size, dtype=sum_dtype(device), device=device)
+        self.event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.host, self.event = torch.empty_like(self.tensor, device="cpu", pin_memory=True), torch.cuda.Event()
+
+    def send(self) -> None:
+        if self.event is not None:
+            self.host.copy_(self.tensor, non_blocking=True)
+            self.event.record(torch.cuda.current_stream(self.tensor.device))
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `values` would not wait; always true on a CPU, where there is nothing to wait for."""
+        return self.event is None or self.event.query()
+
+    def values(self) -> list[float]:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.host.tolist()
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -26,14 +27,16 @@ from nbtools.train.optimizer import follow
 from nbtools.train.plan import Plan, listed, refuse_fixed, require_batch, require_sizes
 from nbtools.train.ranks import Ended, Restarted, share
 from nbtools.train.recovery import Diverged, train_step
-from nbtools.train.state import EpochSums, TrainState, Wanted
+from nbtools.train.state import EpochSums, Log, TrainState, Wanted
 from nbtools.train.task import TaskLike, best_metric, bound, readable
 
 
 def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None) -> Generator[Record, None, None]:
     """Train until the plan's last epoch, `state.stopped`, or the caller leaves the `for`; calling it again continues.
 
-    Yields Record `step` after every step (with values on log steps only: reading a value waits for the device),
+    Yields Record `step` after every step (with values on log steps only: reading a value waits for the device; so on a
+    GPU they come in a Record of their own, of the same step, when they have arrived: before the next log step's and
+    before anything else that has values),
     `evaluating` after every batch of an evaluation, `epoch` after each epoch, `change` just before a changed plan is
     applied, `event` for anything else. Replace `state.plan` to change settings from the next step on. Set
     `state.evaluate_next` for an evaluation before the next step, which ends with a Record `evaluation` and changes
@@ -92,7 +95,10 @@ def run(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None) -> Gen
                 break
             start = state.step
             yield from train_epoch(state, feed, pack)
-            if state.lost():
+            began = perf_counter()
+            lost = state.lost()
+            state.sums.seconds += perf_counter() - began  # the device finishes its steps meanwhile
+            if lost:
                 raise Diverged(f"the loss became non-finite in steps {start + 1} to {state.step}", (start, state.step))
             wanted, values, done = agree(state, count), {}, state.epoch + 1
             ends = done >= wanted.plan.epochs  # as wanted, like `over`
@@ -112,6 +118,7 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     ids, position, sums = pack.ids("train"), state.position, state.sums
     lengths = lengths_of(pack, ids)
     while True:
+        yield from rows(state)
         yield from changes(state, len(ids))
         plan = state.applied
         if not position.segments or position.segments[-1][0] != plan.batch_size:
@@ -135,19 +142,23 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
             position.step += 1
             position.samples += len(batch)
             position.segments[-1][1] += 1
-            values = {}
-            if position.step % every == 0:
-                values, window = window.values(state), Window(state)
+            logs = position.step % every == 0
+            before = rows(state) if logs or state.events else []
+            if logs:
+                state.log, window = window.log(state), Window(state)
+            yield from before
             while state.events:
                 yield record(state, "event", {"what": state.events.pop(0)})
-            yield record(state, "step", values)
+            yield from step_rows(state)
         else:
+            yield from rows(state)
             return
 
 
 def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     """Apply a changed plan and evaluate where that was asked for, also while this yields; not beyond a change of batch
     size, for which the epoch is regrouped first. An evaluation changes nothing in the run."""
+    yield from rows(state)
     while True:
         wanted = yield from changes(state, pack.splits["train"])
         if not wanted.evaluate or state.applied.batch_size != state.position.segments[-1][0]:
@@ -173,17 +184,43 @@ class Window:
         self.step, self.samples = state.step, state.samples
         self.seconds, self.waited = state.sums.seconds, state.sums.waited
 
-    def values(self, state: TrainState) -> dict[str, Any]:
-        """Its mean loss, the one transfer to the host, and its rates. Raises Diverged if the loss is not finite."""
-        sums, start = state.sums, perf_counter()
-        total, count = float(sums.loss), float(sums.count)
-        sums.seconds += perf_counter() - start  # the device finishes its steps meanwhile
-        if not math.isfinite(total):
-            raise Diverged(f"the loss became {total} in steps {self.step + 1} to {state.step}", (self.step, state.step))
-        loss = (total - sums.logged[0]) / max(count - sums.logged[1], 1)
-        sums.logged = (total, count)
+    def log(self, state: TrainState) -> Log:
+        """Its rates, and its loss on the way to the host."""
+        sums, logged = state.sums, state.logged
+        logged.tensor[0], logged.tensor[1] = sums.loss, sums.count
+        logged.send()
         seconds, waited = sums.seconds - self.seconds, sums.waited - self.waited
-        return {"loss": loss, **rates(state, state.samples - self.samples, seconds, waited)}
+        found = rates(state, state.samples - self.samples, seconds, waited)
+        return Log(record(state, "step", found), self.step)
+
+
+def rows(state: TrainState) -> list[Record]:
+    """The row of the last log step, if it is still to come: waits for its loss, but not for the steps after it. Raises
+    Diverged if the loss is not finite."""
+    if state.log is None:
+        return []
+    log, sums, start = state.log, state.sums, perf_counter()
+    total, count = state.logged.values()
+    sums.seconds += perf_counter() - start  # the device finishes that step meanwhile
+    state.log = None
+    if not math.isfinite(total):
+        steps = log.since, log.record.step
+        raise Diverged(f"the loss became {total} in steps {steps[0] + 1} to {steps[1]}", steps)
+    found = mean("loss", total - sums.logged[0], count - sums.logged[1])
+    sums.logged = (total, count)
+    return [replace(log.record, values={**found, **log.record.values})]
+
+
+def mean(name: str, total: float, count: float) -> dict[str, float]:
+    """{name: total / count}; {} where no step counted: a loss of 0 would be the best of all."""
+    return {name: total / count} if count else {}
+
+
+def step_rows(state: TrainState) -> list[Record]:
+    """The record of a step; with it, or before it where that came later, the last log step's row if its loss has
+    arrived. Several ranks do not ask, since they must all find out at the same step that training diverged."""
+    found = rows(state) if state.logged.arrived and state.ranks is None else []
+    return found if found and found[0].step == state.step else [*found, record(state, "step", {})]
 
 
 def rates(state: TrainState, samples: int, seconds: float, waited: float) -> dict[str, Any]:
@@ -241,7 +278,7 @@ def end_epoch(state: TrainState, values: dict[str, Any], epoch_size: int) -> Rec
     """The epoch's row; the state moves to the next epoch."""
     sums, position = state.sums, state.position
     row = {
-        "train_loss": float(sums.loss) / max(float(sums.count), 1),
+        **mean("train_loss", float(sums.loss), float(sums.count)),
         **values,
         **rates(state, epoch_size, sums.seconds, sums.waited),
         "epoch_time": sums.seconds,

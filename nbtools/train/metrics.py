@@ -39,8 +39,8 @@ def values_like(outputs: Any, shape: Sequence[int]) -> Tensor:
     values = reshaped(found := logits_of(outputs), shape)
     if values is None:
         raise TrainError(
-            f"the network must return one value for each of the target, {tuple(shape)}, got {tuple(found.shape)}; "
-            "change its last layer"
+            f"the network must return one value for each element of the target, {tuple(shape)}, got "
+            f"{tuple(found.shape)}; change its last layer"
         )
     return values
 
@@ -88,11 +88,11 @@ classes of recall, and of 2 TP / (2 TP + FP + FN)."""
 
 
 MEANINGS = {
-    "loss": "what training minimises, as a mean over the split",
+    "loss": "the loss that training minimises, averaged over the split",
     "accuracy": "share of samples whose likeliest class is right",
     "top5_accuracy": "share of samples whose class is among the five likeliest",
     "balanced_accuracy": "accuracy of each class, averaged: rare classes count as much as frequent ones",
-    "f1": "of each class, how far what is found is right and what is there is found; averaged over classes",
+    "f1": "harmonic mean of precision and recall of each class, averaged over the classes",
     "mae": "mean distance from the true value",
     "mse": "mean squared distance from the true value",
 }
@@ -138,7 +138,7 @@ def score(metrics: Any, outputs: Any, batch: Batch, card: Card | None) -> dict[s
         if callable(metric):
             one: Any = metric(outputs, batch)
         elif card is None:
-            raise TrainError(f"metrics: {metric!r} by name needs a pack of nb.pack; write metrics(outputs, batch)")
+            raise TrainError(f"metrics: {metric!r} by name needs a pack made by nb.pack; write metrics(outputs, batch)")
         else:
             y, (kind, _, measure) = batch[TARGET], METRICS[metric]
             one = measure(class_logits(outputs, card) if kind == "classes" else values_like(outputs, y.shape), y)

@@ -39,7 +39,9 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
         while error := try_out(task, model, card, plan, steps):
             if whole := [name for name in card.options["inputs"] if is_whole(card, name) and "type" in str(error)]:
                 columns = ", ".join(f"{name} {card.columns[name]}" for name in whole)
-                rule = f"{type(model).__name__}: {error}; whole numbers reach a network as they are, and it gets"
+                rule = (
+                    f"{type(model).__name__}: {error}; whole numbers are passed to the network unchanged, and it gets"
+                )
                 fix = "cast them in the Dataset, x.astype(np.float32), or use an nn.Embedding"
                 raise TrainError(f"{rule} {columns}: {fix}") from error
             if not longer:
@@ -73,7 +75,7 @@ def copied(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, memo)
     except Exception as error:
         rule = f"each run trains a copy of its network, and {type(model).__name__} cannot be copied: {error}"
-        raise TrainError(f"{rule}; keep what has no copy, as a file or a lock, out of the module") from error
+        raise TrainError(f"{rule}; keep what cannot be copied, such as a file or a lock, out of the module") from error
 
 
 @torch.no_grad()

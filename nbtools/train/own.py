@@ -128,7 +128,7 @@ class Own(Task):
                 )
             if self.kind == "classes" and came.startswith(MAKERS["values"]):
                 came += ". Labels that are floats become whole numbers with astype(int), one-hot ones with argmax(1)"
-            raise TrainError(f"{MAKERS[self.kind]} needs a pack of nb.pack whose targets are {self.kind}; {came}")
+            raise TrainError(f"{MAKERS[self.kind]} needs a pack made by nb.pack whose targets are {self.kind}; {came}")
         if self.kind == "values" and card.columns[TARGET].kind == "ragged":
             rule = "nb.regress needs targets of one shape, and these are sequences of any length"
             raise TrainError(f"{rule}; write a Task with model, loss, metrics and decode")
@@ -144,7 +144,7 @@ class Own(Task):
         plain = [p for p in wanted if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         if unknown := [p.name for p in plain if p.default is p.empty and p.name not in offered]:
             rule = f"the function that makes the network has the parameter {unknown[0]!r}"
-            raise TrainError(f"{rule}, but is offered {', '.join(offered)}; rename it, or give it a default")
+            raise TrainError(f"{rule}, but can get only {', '.join(offered)}; rename it, or give it a default")
         return network(**{p.name: offered[p.name] for p in plain if p.name in offered})
 
     def batch(self, raw: Batch, plan: Any, draws: Draws | None) -> Batch:
@@ -204,5 +204,5 @@ class Own(Task):
     @property
     def bound(self) -> Card:
         if self.card is None:
-            raise TrainError(f"{spoken(self)} knows no data set yet; pass it to nb.fit or nb.TrainState with a pack")
+            raise TrainError(f"{spoken(self)} has no data set yet; pass it to nb.fit or nb.TrainState with a pack")
         return self.card

@@ -25,7 +25,7 @@ from nbtools.train.optimizer import OPTIMIZERS
 
 FIXED = ("optimizer", "compile", "graph", "channels_last", "sync_batchnorm", "deterministic", "ema", "seed")
 """Settings that a started run cannot change, with all that its task adds; the others may change while it trains."""
-AT_START = ("feed", "workers", "prefetch", "checkpoint_activations", "shard_optimizer", "compress_gradients")
+AT_START = ("feed", "workers", "prefetch", "threads", "checkpoint_activations", "shard_optimizer", "compress_gradients")
 """Settings that may change when a run is resumed, not while it trains."""
 POLY_POWER = 0.9  # BiSeNetV2's and DeepLab's
 PLATEAU_FACTOR = 0.1
@@ -93,7 +93,13 @@ class Plan:
     deterministic: bool = knob(False, "refuse kernels whose results differ from run to run")
     workers: int = knob(0, 'DataLoader processes of feed "workers"', least=0)
     prefetch: int = knob(2, "batches prepared ahead (per worker, or in the streaming ring)", least=1)
-    feed: str = knob("auto", "where batches come from", choices=("auto", "resident", "streamed", "workers"))
+    feed: str = knob(
+        "auto",
+        "where batches come from: resident, a pack in memory (the GPU's, if there is one); streamed, a pack copied "
+        "batch by batch; workers, DataLoader processes that read the source files; auto: resident where it fits",
+        choices=("auto", "resident", "streamed", "workers"),
+    )
+    threads: int | None = knob(None, "CPU threads of the arithmetic; None: as many as torch takes", least=1)
     eval_every: int = knob(1, "epochs between evaluations of the validation split", least=1, unit="epochs")
     eval_samples: int | None = knob(None, "validation samples per evaluation during training; None: all", least=1)
     early_stop: int | None = knob(None, "stop after this many evaluations without improvement; None: never", least=1)
@@ -198,7 +204,7 @@ class Plan:
                 return tuple(typing.get_args(kind)[0](part) for part in parts if part.strip())
             return BOOLEANS[text.lower()] if kind is bool else kind(text)
         except (ValueError, KeyError):
-            rule = WORDS.get(kind, "numbers with commas between")
+            rule = WORDS.get(kind, "numbers separated by commas")
             raise PlanError(f"{cls.__qualname__}.{name} must be {rule}, got {text!r}") from None
 
 
@@ -293,7 +299,7 @@ def require_training(pack: Pack) -> None:
     count = len(pack.ids("train"))
     if not count and pack.splits["test"] == len(pack):
         raise TrainError(
-            f"{pack.folder}: all {table.plural(len(pack), 'sample')} are test, so there is nothing to train on; "
+            f"{pack.folder}: all {table.plural(len(pack), 'sample')} are test data, so there is nothing to train on; "
             "evaluate a run on it, or pack the source again without test=1.0"
         )
     if count < 2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from nbtools.data import Card, Pack
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.table import plural
 from nbtools.train import device as devices
+from nbtools.train.history import Record
 from nbtools.train.network import build
 from nbtools.train.optimizer import allocate, build_optimizer, local_optimizer, parameter_groups
 from nbtools.train.plan import Plan
@@ -43,6 +45,14 @@ class EpochSums:
     logged: tuple[float, float] = (0.0, 0.0)  # loss and count at the last log step
     seconds: float = 0.0  # of training
     waited: float = 0.0  # of these, for data
+
+
+@dataclass(frozen=True)
+class Log:
+    """A log step whose loss is still on its way to the host."""
+
+    record: Record  # without the loss
+    since: int  # the log step before
 
 
 @dataclass
@@ -107,11 +117,17 @@ class TrainState:
         self.optimizer = build_optimizer(groups, plan, several=ranks is not None)
         self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
         self.ema = AveragedModel(model, use_buffers=True) if plan.ema else None  # the step updates it, see step.average
+        self.averaged = [*zip(self.ema.module.modules(), model.modules(), strict=True)] if self.ema is not None else []
         self.network: Any = model  # what the training forward calls
         if plan.compile or plan.graph:
             self.network = torch.compile(model, mode="reduce-overhead" if plan.graph else None)
         self.position, self.best = Position(), Best()
         self.sums = EpochSums(torch.zeros((), dtype=devices.sum_dtype(self.device), device=self.device))
+        self.log: Log | None = None  # the last log step, until its row is yielded
+        self.logged = devices.Reading(2, self.device)  # its sums of loss and count in this epoch
+        self.unsure = 0  # samples of the last step, if fp16 may have skipped it
+        self.fallen = devices.Reading(1, self.device)  # how far the scaler's scale fell in it
+        self.copies: dict[str, Tensor] = {}  # host memory that its checkpoints are copied to, see checkpoint.copies
         self.recovery = Recovery(plan.micro_batch_size)
         self.proven: tuple[Plan | None, int] = None, 0  # elements of the largest raw batch that fit under this plan
         self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
@@ -138,6 +154,16 @@ class TrainState:
     @property
     def samples(self) -> int:
         return self.position.samples
+
+    @property
+    def skipped(self) -> int:
+        """Of the samples, those whose step fp16 skipped. Waits for the last step, though not for the pass that follows
+        it: a step asks for this once its own gradients are on their way."""
+        if self.unsure:
+            [fallen] = self.fallen.values()
+            self.position.skipped += self.unsure * (fallen > 0)
+            self.unsure = 0
+        return self.position.skipped
 
     @property
     def over(self) -> bool:
@@ -167,13 +193,13 @@ class TrainState:
         wanted = self.plan is not self.applied or self.evaluate_next
         return wanted if self.ranks is None else self.ranks.called(wanted)
 
+    @torch.no_grad()
     def lost(self) -> bool:
         """Whether the loss or a weight is no longer a number: not to be saved. Waits for the device."""
-        wide = (torch.promote_types(p.dtype, torch.float32) for p in self.parameters)
-        norms = [
-            torch.linalg.vector_norm(p.detach(), dtype=kind) for p, kind in zip(self.parameters, wide, strict=True)
-        ]
-        return not bool(torch.isfinite(torch.stack([self.sums.loss.float(), *norms])).all())
+        wide = reduce(torch.promote_types, {p.dtype for p in self.parameters}, torch.float32)
+        parameters: Any = self.parameters
+        norms = torch._foreach_norm(parameters, 2, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
+        return not bool(torch.isfinite(torch.stack([self.sums.loss.to(wide), *norms])).all())
 
     def take_parts(self, micro: int | None) -> None:
         """Set the samples of a forward pass; where that makes parts of a batch, without CUDA graphs: the replay of a
@@ -187,8 +213,10 @@ class TrainState:
 
     def facts(self) -> dict[str, Any]:
         """The plain part of the state, for JSON. Waits for the device."""
+        log, _ = self.log, self.skipped
         return {
             "position": asdict(self.position),
+            "log": log and {"record": asdict(log.record), "since": log.since, "sums": self.logged.values()},
             "sums": {**vars(self.sums), "loss": float(self.sums.loss), "count": float(self.sums.count)},
             "best": asdict(self.best),
             "recovery": asdict(self.recovery),
@@ -257,6 +285,11 @@ class TrainState:
         self.position, self.best = Position(**facts["position"]), Best(**facts["best"])
         self.recovery, self.stopped = Recovery(**facts["recovery"]), facts["stopped"]
         self.take_parts(self.recovery.micro)
+        self.unsure, self.log = 0, None
+        if log := facts.get("log"):
+            self.log = Log(Record(**log["record"]), log["since"])
+            self.logged.tensor.copy_(torch.tensor(log["sums"], dtype=torch.float64))
+            self.logged.send()
         self.sums = EpochSums(**{**facts["sums"], "loss": self.sums.loss.fill_(facts["sums"]["loss"])})
         if float(self.sums.count).is_integer():
             self.sums.count = int(self.sums.count)  # a float plus an int64 tensor is a float32

@@ -6,10 +6,10 @@ import gc
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from nbtools.data import Draws
 from nbtools.errors import TrainError
@@ -132,21 +132,22 @@ def update(state: TrainState, size: int, epoch_size: int) -> None:
         if scaler is not None:
             scaler.unscale_(optimizer)
         clip_gradients(state.parameters, plan.clip_norm)
-    middle = (position.samples - position.skipped + size / 2) / epoch_size  # a warmup starts, a cosine ends with 0
+    middle = (position.samples - state.skipped + size / 2) / epoch_size  # a warmup starts, a cosine ends with 0
     position.lr = lr_at(plan, middle, state.best.drops)
     for group in optimizer.param_groups:
         group["lr"] = position.lr * group["lr_scale"]
     if scaler is None:
         optimizer.step()
     else:
-        before = scaler.get_scale()
+        scale: Any = scaler._scale  # where it is, on the device: `get_scale` would wait for it
+        state.fallen.tensor.copy_(scale)
         scaler.step(optimizer)
         scaler.update()
-        if scaler.get_scale() < before:  # the only sign of a skipped step; fp16 alone pays this sync
-            position.skipped += size
-            return
+        state.fallen.tensor.sub_(scale)  # above 0: the only sign of a skipped step
+        state.fallen.send()
+        state.unsure = size
     if state.ema is not None:
-        average(state.ema, state.model, plan.ema or 0.0)
+        average(state, plan.ema or 0.0)
 
 
 def parts(raw: Batch, size: int, micro: int) -> Iterator[Batch]:
@@ -197,21 +198,25 @@ def clip_gradients(parameters: list[nn.Parameter], most: float) -> None:
 
 
 @torch.no_grad()
-def average(ema: AveragedModel, model: nn.Module, decay: float) -> None:
-    """Update the moving average after the weights; buffers that are not floats, such as counters, are copied.
+def average(state: TrainState, decay: float) -> None:
+    """Update the moving average after the weights; buffers that are not floats, such as counters, are copied. A step
+    that fp16 skips counts as one in which the weights stood still: whether it was skipped is not known yet.
 
     The bits of `AveragedModel.update_parameters` with `get_ema_multi_avg_fn`, which allocates for the counters, where
     memory could run out after the weights were updated, and copies its own counter to the GPU, which makes the
     host wait in every step.
     """
-    share = 1 - decay if ema.n_averaged else 1.0  # the first average is the weights
-    means, values = [], []
-    ours, theirs = [*ema.module.parameters(), *ema.module.buffers()], [*model.parameters(), *model.buffers()]
-    for mean, value in zip(ours, theirs, strict=True):
-        if mean.is_floating_point():
-            means.append(mean)
-            values.append(value)
-        else:
-            mean.copy_(value)
-    torch._foreach_lerp_(means, values, share)  # pyright: ignore[reportPrivateImportUsage]
-    ema.n_averaged += 1
+    assert state.ema is not None
+    pairs = {mean: value for ours, theirs in state.averaged for mean, value in zip(own(ours), own(theirs), strict=True)}
+    floats = [mean for mean in pairs if mean.is_floating_point()]
+    others = [mean for mean in pairs if not mean.is_floating_point()]
+    share = 1 - decay if state.ema.n_averaged else 1.0  # the first average is the weights
+    torch._foreach_lerp_(floats, [pairs[mean] for mean in floats], share)  # pyright: ignore[reportPrivateImportUsage]
+    if others:
+        torch._foreach_copy_(others, [pairs[mean] for mean in others])  # pyright: ignore[reportPrivateImportUsage]
+    state.ema.n_averaged += 1
+
+
+def own(module: nn.Module) -> list[Tensor]:
+    """A module's own parameters and buffers, without those of its children."""
+    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]

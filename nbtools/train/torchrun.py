@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 from nbtools import errors
 from nbtools.data import cores
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
@@ -157,6 +155,8 @@ def reporting(act: Callable[[], T]) -> T | None:
     purpose would come again: torchrun, which has no exit code for that, is asked to end."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return act()
+    from torch.distributed.elastic.multiprocessing.errors import record
+
     try:
         return record(act)()
     except NbtoolsError as error:

@@ -89,7 +89,7 @@ def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
         """A line has the time steps in which CTC can spell its text: else its loss would be infinite."""
         text, steps = spell(classes, entry.label), -(-len(sample["image"]) // STRIDE)
         if lines and steps < needed_steps(text):
-            rule = f"{plural(needed_steps(text), 'time step')} of {STRIDE} pixels for {text!r}"
+            rule = f"{text!r} needs {plural(needed_steps(text), 'time step')} of {STRIDE} pixels"
             fix = "pack with a larger height=, or correct the label"
             raise Refused(Row("", rule, plural(steps, "step"), fix))
 
@@ -115,7 +115,7 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
     if lines:
         return {"image": line_of(image, options["height"])}
     if image.shape != tuple(options["size"]):
-        rule, fix = f"images are {sized(*options['size'])}", 'resize it, or pack with layout="lines"'
+        rule, fix = f"images must be {sized(*options['size'])}", 'resize it, or pack with layout="lines"'
         raise Refused(Row("", rule, sized(*image.shape), fix))
     return {"image": image}
 
@@ -168,15 +168,15 @@ def refusal(name: str, text: str | None, options: Mapping[str, Any]) -> Problem 
     """Why a file cannot be used, if its name already shows it."""
     path = PurePosixPath(name)
     if not name.lower().endswith(IMAGES):
-        return path.suffix or "no suffix", f"images end in {', '.join(IMAGES)}", "convert it, or move it away"
+        return path.suffix or "no suffix", f"images must end in {', '.join(IMAGES)}", "convert it, or move it away"
     if text is None:
-        return path.stem, f"the name fits the label pattern {options['label']!r}", "rename it, or set label="
+        return path.stem, f"the name must match the label pattern {options['label']!r}", "rename it, or set label="
     if not text:
-        return path.stem, "the label is not empty", "rename it"
+        return path.stem, "the label must not be empty", "rename it"
     unknown = sorted(set(text) - set(options["classes"] or text))
     if unknown:
-        return "".join(unknown), "characters are in classes", "correct the name, or add them to classes="
+        return "".join(unknown), "characters must be in classes", "correct the name, or add them to classes="
     if options["layout"] == "fixed" and len(text) != options["length"]:
-        rule = f"labels have {plural(options['length'], 'character')}"
+        rule = f"labels must have {plural(options['length'], 'character')}"
         return text, rule, 'correct the name, or pack with layout="lines"'
     return None

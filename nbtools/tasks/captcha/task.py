@@ -9,19 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nbtools.data import Card, Draws, Pack
+from nbtools.data import Card, Draws, Pack, constant, places
 from nbtools.errors import PlanError
 from nbtools.tasks.captcha.networks import Ctc, Guide, Small
 from nbtools.tasks.common import ctc
 from nbtools.tasks.common.labels import spell
 from nbtools.tasks.common.metrics import MEANINGS as OF_TEXTS
 from nbtools.tasks.common.metrics import accuracy, text_metrics, whole_accuracy
+from nbtools.tasks.common.padding import bucket_knob, padded
 from nbtools.tasks.common.plans import THUMB, at_most, epochs_for
 from nbtools.train import Batch, Pair, Tensors, knob
 from nbtools.train import Plan as BasePlan
@@ -41,15 +43,16 @@ class Plan(BasePlan):
 
     network: str = knob(
         "auto",
-        "guide: the guide's; small: for CPUs and small sets; ctc: for lines; auto: guide, or ctc for lines",
+        "guide: the original network; small: for CPUs and small sets; ctc: for lines; auto: guide, or ctc for lines",
         choices=("auto", "guide", "small", "ctc"),
     )
     loss: str = knob(
         "soft_margin",
-        "loss of fixed captchas: the guide's multi-label soft margin, or cross-entropy per position",
+        "loss of fixed captchas: the original multi-label soft margin, or cross-entropy per position",
         choices=("soft_margin", "cross_entropy"),
     )
     augment: float = knob(0.0, "strength of the augmentation; 0: none", least=0, most=2)
+    bucket: int = bucket_knob("columns")
 
 
 BASELINE = Plan(
@@ -98,7 +101,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
     if card.options["layout"] == "lines":
         return for_lines(card, accelerator)
     if accelerator == "cuda":
-        return {"network": ("guide", "the guide's own: a GPU is fast enough for it")}
+        return {"network": ("guide", "the original network: a GPU is fast enough for it")}
     return for_small(card)
 
 
@@ -106,8 +109,8 @@ def for_small(card: Card) -> dict[str, tuple[Any, str]]:
     """Fixed captchas without a CUDA GPU. Measured on two cores of a Xeon (AVX-512) with 4,800 four-digit captchas."""
     epochs = epochs_for(card, FIXED_IMAGES)
     return {
-        "network": ("small", "trains 8 times as many images/s on a CPU as the guide's, and needs fewer (measured)"),
-        "loss": ("cross_entropy", "learns in fewer epochs than the guide's soft margin"),
+        "network": ("small", "trains 8 times as many images/s on a CPU as the original, and needs fewer (measured)"),
+        "loss": ("cross_entropy", "learns in fewer epochs than the original multi-label soft margin"),
         "augment": (0.3, "mild shifts, shear and contrast, for a small set; costs 7 % of a step"),
         "batch_size": (
             at_most(64, card),
@@ -131,6 +134,7 @@ def for_lines(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
     epochs = epochs_for(card, LINES)
     return {
         "network": ("ctc", "lines need CTC"),
+        "bucket": (card.options["height"] // 8, "a third as many widths for 1 % more padding (calculated)"),
         "augment": (1.3, "at 1.0 the training loss fell to half the validation loss in 66 epochs; costs 5 % of a step"),
         "batch_size": (at_most(batch, card), f"many steps for a small set, {THUMB}"),
         "lr": (lr, f"with warmup and cosine; {rule}"),
@@ -166,12 +170,12 @@ def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:
     """uint8 → image (B, 1, H, W): fixed in [-1, 1]; lines upright, ink in about [-0.3, 1.7]. Augmented given draws."""
     strength = plan.augment if draws is not None else 0.0
     if "image_length" not in raw:
-        image = raw["image"].unsqueeze(1).float() / 127.5 - 1
+        image = raw["image"].unsqueeze(1).float().div_(127.5).sub_(1)
         return {**raw, "image": jitter(image, draws, strength) if draws is not None and strength else image}
-    ink, lengths = raw["image"].transpose(1, 2).unsqueeze(1).float() / 255, raw["image_length"]
+    ink, lengths = padded(raw["image"], plan.bucket).transpose(1, 2).unsqueeze(1).float().div_(255), raw["image_length"]
     if draws is not None and strength:
         ink, lengths = distort(ink, lengths, draws, strength)
-    return {**raw, "image": 2 * ink - 0.3, "image_length": lengths}
+    return {**raw, "image": ink.mul_(2).sub_(0.3), "image_length": lengths}
 
 
 def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[Tensor, int]:
@@ -181,7 +185,7 @@ def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[T
         return ctc.loss(outputs, labels, batch["label_length"]), len(labels)
     if plan.loss == "cross_entropy":
         return F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), reduction="sum"), labels.numel()
-    wanted = F.one_hot(labels, outputs.shape[2]).float()
+    wanted = (labels[..., None] == torch.arange(outputs.shape[2], device=labels.device)).float()
     logits = outputs.float()  # autocast does not list this loss, and a sum in bf16 keeps three digits
     return F.multilabel_soft_margin_loss(logits.flatten(1), wanted.flatten(1), reduction="sum"), len(labels)
 
@@ -215,48 +219,40 @@ def tensors(card: Card, plan: Plan) -> tuple[Tensors, Tensors]:
 def jitter(images: Tensor, draws: Draws, strength: float) -> Tensor:
     """Small shift, scale, shear and contrast of images (B, 1, H, W) in [-1, 1]; borders are repeated outwards."""
     height, width = images.shape[2:]
-
-    def u(most: float) -> Tensor:
-        return draws.uniform(-most * strength, most * strength)
-
-    theta = torch.zeros(len(images), 2, 3, device=images.device)
-    theta[:, 0, 0], theta[:, 1, 1] = 1 + u(0.08), 1 + u(0.08)
-    theta[:, 0, 1], theta[:, 1, 0] = u(0.15) * height / width, u(0.04) * width / height
-    theta[:, 0, 2], theta[:, 1, 2] = u(0.06), u(0.08)
+    most = (0.08, 0.08, 0.15, 0.04, 0.06, 0.08, 0.25, 0.2)
+    drawn = draws.uniforms(*((-m * strength, m * strength) for m in most))
+    wide, high, shear, lean, right, down, gain, offset = drawn.unbind(1)
+    rows = [1 + wide, shear * height / width, right], [lean * width / height, 1 + high, down]
+    theta = torch.stack([*rows[0], *rows[1]], 1).view(-1, 2, 3)
     grid = F.affine_grid(theta, list(images.shape), align_corners=False)
     moved = F.grid_sample(images, grid, padding_mode="border", align_corners=False)
-    gain, offset = (1 + u(0.25)).view(-1, 1, 1, 1), u(0.2).view(-1, 1, 1, 1)
-    return (moved * gain + offset).clamp(-1, 1)
+    return moved.mul_((1 + gain).view(-1, 1, 1, 1)).add_(offset.view(-1, 1, 1, 1)).clamp_(-1, 1)
 
 
 def distort(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> tuple[Tensor, Tensor]:
     """Bend and stretch lines of ink (B, 1, H, W) in [0, 1], lengths (B,) in columns; returns both, new.
 
-    Slant, size and height wander smoothly along a line, so that one line shows several of each. A length never shrinks:
-    what follows is blank, and every label that fitted still fits.
+    Slant, size and height wander smoothly along a line, so that one line shows several of each: a draw for all of it
+    and a wave of two sines, of random phase and of periods between 24 and 200 columns. A length never shrinks: what
+    follows is blank, and every label that fitted still fits.
     """
     height, width = ink.shape[2:]
-
-    def u(most: float) -> Tensor:
-        return draws.uniform(-most * strength, most * strength).view(-1, 1, 1)
+    turn = 2 * math.pi
+    ranges = [(-m * strength, m * strength) for m in (STRETCH, 0.25, 0.15, 0.06, 0.3)]
+    wander = ((one, (24, 200), (24, 200), (0, turn), (0, turn)) for one in ranges[1:4])
+    drawn = draws.uniforms(ranges[0], *chain.from_iterable(wander), ranges[4])
+    stretch, gain = (1 + drawn[:, :: drawn.shape[1] - 1]).unbind(1)
+    whole, periods, phases = drawn[:, 1:-1].unflatten(1, (3, 5)).split([1, 2, 2], 2)  # (B, 3, 1 or 2)
 
     wider = math.ceil(width * (1 + STRETCH * strength))
-    x = torch.arange(wider, device=ink.device, dtype=torch.float32).view(1, 1, -1)
-    y = torch.arange(height, device=ink.device, dtype=torch.float32).view(1, -1, 1) - (height - 1) / 2
-    stretch = 1 + u(STRETCH)
-    slant = u(0.25) + wave(x, draws, 0.25 * strength)
-    size = (1 + u(0.15)) * (1 + wave(x, draws, 0.15 * strength))
-    rise = (u(0.06) + wave(x, draws, 0.05 * strength)) * height
-    grid = torch.stack([(stretch * x + slant * y).expand(-1, height, -1), y * size + rise + (height - 1) / 2], dim=3)
-    scale = torch.tensor([2 / width, 2 / height], device=ink.device)
-    moved = F.grid_sample(ink, (grid + 0.5) * scale - 1, align_corners=False)
-    gain = 1 + u(0.3)
-    lengths = torch.maximum(lengths, torch.ceil(lengths / stretch.view(-1)).long() + 2).clamp(max=wider)
-    return (moved * gain[..., None]).clamp(0, 1), lengths
-
-
-def wave(x: Tensor, draws: Draws, most: float) -> Tensor:
-    """(B, 1, W) in [-most, most]: two sines of random phase and of periods between 24 and 200 columns."""
-    period, phase = draws.uniform(24, 200, (2,)), draws.uniform(0, 2 * math.pi, (2,))
-    angles = 2 * math.pi * x[:, None] / period[:, :, None, None] + phase[:, :, None, None]  # (B, 2, 1, W)
-    return most / 2 * torch.sin(angles).sum(1)
+    x, y = places(wider, ink.device), places(height, ink.device)[:, None] - (height - 1) / 2
+    waves = torch.sin(turn * x / periods[..., None] + phases[..., None]).sum(2)  # (B, 3, W)
+    waves = waves * constant((0.25 * strength / 2, 0.15 * strength / 2, 0.05 * strength / 2), ink.device)[:, None]
+    slant = (whole[:, 0] + waves[:, 0])[:, None]  # (B, 1, W)
+    size = ((1 + whole[:, 1]) * (1 + waves[:, 1]))[:, None]
+    rise = ((whole[:, 2] + waves[:, 2]) * height)[:, None]
+    grid = torch.stack([stretch.view(-1, 1, 1) * x + slant * y, y * size + rise + (height - 1) / 2], 3)
+    grid = grid.add_(0.5).mul_(constant((2 / width, 2 / height), ink.device)).sub_(1)
+    moved = F.grid_sample(ink, grid, align_corners=False)
+    lengths = torch.maximum(lengths, torch.ceil(lengths / stretch).long() + 2).clamp(max=wider)
+    return moved.mul_(gain.view(-1, 1, 1, 1)).clamp_(0, 1), lengths

@@ -22,8 +22,9 @@ BLANK = 0
 Outputs = tuple[Tensor, Tensor]
 
 
-def loss(outputs: Outputs, labels: Tensor, lengths: Tensor) -> Tensor:
-    """Sum over samples; fp32 and outside autocast, which does not list CTC: bf16 raises there, fp16 gives NaN.
+def loss(outputs: Outputs, labels: Tensor, lengths: Tensor, reduction: str = "sum") -> Tensor:
+    """Sum over samples, or with reduction="none" of each (B,); fp32 and outside autocast, which does not list CTC: bf16
+    raises there, fp16 gives NaN.
 
     Raises TrainError for deterministic training on CUDA: torch has no deterministic kernel (LossCTC.cu).
     """
@@ -38,7 +39,7 @@ def loss(outputs: Outputs, labels: Tensor, lengths: Tensor) -> Tensor:
         given = [logits.float().log_softmax(2), labels + 1, steps, lengths]
         if device.type == "mps":  # has no CTC; untested
             given = [tensor.cpu() for tensor in given]
-        return F.ctc_loss(*given, blank=BLANK, reduction="sum").to(device)
+        return F.ctc_loss(*given, blank=BLANK, reduction=reduction).to(device)
 
 
 def greedy(outputs: Outputs) -> list[list[int]]:

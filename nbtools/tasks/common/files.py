@@ -59,17 +59,17 @@ def open_image(file: Path | BinaryIO, name: str | None = None, key: str = "file"
     name = name or Path(getattr(file, "name", "image")).name
     try:
         if isinstance(file, Path) and file.stat().st_size == 0:
-            raise Refused(Row(key, f"the {key} is a whole image", "an empty file", "copy it again, or delete it"))
+            raise Refused(Row(key, f"the {key} must be a whole image", "an empty file", "copy it again, or delete it"))
         with Image.open(file) as image:
             yield image
     except Image.DecompressionBombError:
-        rule = f"the {key} has at most {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels"
+        rule = f"the {key} must have at most {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels"
         raise Refused(Row(key, rule, "more", "cut it into pieces, or make it smaller")) from None
     except UNREADABLE as error:
         value = str(getattr(error, "strerror", None) or error)
         value = value.replace(repr(file), repr(name)).replace(str(file), name)
         fix = "delete it, or copy it again from its origin"
-        raise Refused(Row(key, f"the {key} is a whole image", value, fix)) from None
+        raise Refused(Row(key, f"the {key} must be a whole image", value, fix)) from None
 
 
 def on_white(image: Image.Image, mode: str = "RGB") -> Image.Image:
@@ -78,7 +78,9 @@ def on_white(image: Image.Image, mode: str = "RGB") -> Image.Image:
     Raises Refused for more than 8 bits a channel.
     """
     if image.mode.startswith(("I", "F")):
-        raise Refused(Row("image", "an image has 8 bits per channel", f"mode {image.mode}", "convert it to 8 bits"))
+        raise Refused(
+            Row("image", "an image must have 8 bits per channel", f"mode {image.mode}", "convert it to 8 bits")
+        )
     if image.has_transparency_data:
         paper = Image.new("RGBA", image.size, "white")
         paper.alpha_composite(image.convert("RGBA"))
@@ -93,7 +95,7 @@ def read_text(path: Path, fix: str) -> str:
         return decode_text(path.read_bytes(), str(path))
     except OSError as error:
         value = error.strerror or str(error)
-        raise Refused(Row("", "the file can be read", value, fix, file=str(path))) from None
+        raise Refused(Row("", "the file must be readable", value, fix, file=str(path))) from None
 
 
 def decode_text(data: bytes, file: str) -> str:
@@ -103,7 +105,7 @@ def decode_text(data: bytes, file: str) -> str:
     except UnicodeDecodeError as error:
         value = f"byte {error.object[error.start]:#04x} at offset {error.start:,}"
         raise Refused(
-            Row("", "the file is text in UTF-8", value, "save it as UTF-8; it may be GB18030", file=file)
+            Row("", "the file must be UTF-8 text", value, "save it as UTF-8; it may be GB18030", file=file)
         ) from None
 
 

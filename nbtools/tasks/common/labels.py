@@ -43,7 +43,7 @@ def csv_rows(data: bytes, file: str) -> Iterator[tuple[int, list[str]]]:
                 yield reader.line_num, cells
     except csv.Error as error:
         fix = "save it as CSV in UTF-8, with commas"
-        raise Refused(Row("", "the file is CSV", str(error)[:80], fix, file=file)) from None
+        raise Refused(Row("", "the file must be CSV", str(error)[:80], fix, file=file)) from None
 
 
 def csv_bytes(head: Iterable[object], rows: Iterable[Iterable[object]]) -> bytes:

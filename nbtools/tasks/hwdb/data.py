@@ -157,7 +157,7 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
     if page.lower().endswith(SUFFIXES) and number.isdecimal():
         grey = read_line(path.with_name(page), int(number))
     elif path.suffix.lower() in SUFFIXES:
-        raise refused(path.suffix, "single lines are read, not whole pages", f"name a line of it: {path.name}#1")
+        raise refused(path.suffix, "only single lines are read, not whole pages", f"name a line of it: {path.name}#1")
     else:
         with open_image(io.BytesIO(read_bytes(path)), path.name) as image:
             grey = np.asarray(on_white(image, "L"))
@@ -169,7 +169,7 @@ def ink_of(grey: np.ndarray, height: int) -> np.ndarray:
     rows, columns = grey.shape
     width = max(1, round(columns * height / rows))
     if width > WIDEST * height:
-        rule = f"a line is at most {WIDEST} times as wide as high"
+        rule = f"a line must be at most {WIDEST} times as wide as high"
         raise refused(sized(rows, columns), rule, "cut it into shorter lines")
     scaling = Image.Resampling.BOX if rows > height else Image.Resampling.BILINEAR
     return np.ascontiguousarray(~np.asarray(Image.fromarray(grey).resize((width, height), scaling)).T)
@@ -198,7 +198,7 @@ def characters_of(text: str, path: Path) -> list[str]:
     found: dict[str, None] = {}
     for number, line in enumerate((line.removesuffix("\r") for line in text.split("\n")), 1):
         if len(line) > 1 or line in found:
-            rule = "a line holds one character, which no other line has"
+            rule = "a line must hold one character, which no other line has"
             raise PackError(f"{path}:{number}: {rule}, got {line!r}; correct or delete it")
         if line:
             found[line] = None

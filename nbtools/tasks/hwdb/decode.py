@@ -107,7 +107,7 @@ def search(
         )
     if other := {line.classes for line in peaks} - {len(classes)}:
         raise NbtoolsError(
-            f"beam: there are {len(classes)} classes, the outputs have {other.pop()}; give those of the pack"
+            f"beam: there are {len(classes)} classes, the outputs have {other.pop()}; pass the pack's classes"
         )
     texts = [""] * len(peaks)
     order = sorted(range(len(peaks)), key=lambda i: len(peaks[i].blank))  # lines of a length share their frames

@@ -137,7 +137,7 @@ def chosen_characters(characters: int | str) -> str:
             raise PackError(f"characters must be 2 to {len(pool()):,}, or a string of them, got {characters}")
         characters = pool()[:characters]
     if not isinstance(characters, str) or not len(set(characters)) == len(characters) >= 2:
-        raise PackError(f"characters must be a number or 2 or more single ones, each once, got {characters!r}")
+        raise PackError(f"characters must be a number, or at least 2 different characters, got {characters!r}")
     for one in characters:
         code_of(one)
     return "".join(sorted(characters))

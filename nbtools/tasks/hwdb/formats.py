@@ -72,7 +72,7 @@ class Line:
             if not character(code):
                 raise refused(
                     f"0x{code.hex()} at byte {at:,} of {self.name}",
-                    "a code is two bytes of GB18030, ASCII and a zero byte, or 0xFF for unknown",
+                    "a code must be two bytes of GB18030, ASCII and a zero byte, or 0xFF for unknown",
                     f"leave line {self.number} out, or correct the code",
                 )
         return "".join(character(code) for _, code in self.codes)
@@ -85,8 +85,8 @@ class Line:
         width = max(box.left + box.width for box in self.boxes) - left
         pixels = sum(box.height * box.width for box in self.boxes)
         if height * width > SPREAD * pixels:
-            rule = f"line {self.number} spans at most {SPREAD} times its words' {pixels:,} pixels"
-            raise refused(sized(height, width), rule, "leave the line out, or correct where its words lie")
+            rule = f"line {self.number} must span at most {SPREAD} times its words' {pixels:,} pixels"
+            raise refused(sized(height, width), rule, "leave the line out, or correct the boxes of its words")
         image = np.full((height, width), 255, np.uint8)
         for box in self.boxes:
             y, x = box.top - top, box.left - left
@@ -133,7 +133,7 @@ def lines_of(data: Bytes, name: str) -> Iterator[Line]:
         if boxes:
             yield Line(name, number, bits, codes, boxes)
     if file.rest:
-        file.refuse(f"the file ends after line {count:,}", f"{file.rest:,} bytes more")
+        file.refuse(f"the file must end after line {count:,}", f"{file.rest:,} bytes more")
 
 
 @lru_cache(1 << 16)
@@ -152,7 +152,7 @@ def code_of(text: str) -> bytes:
     """The code of a character. Raises PackError if it has none."""
     code = b"\xff\xff" if text == UNKNOWN else text.encode("gb18030", "replace").ljust(CODE, b"\0")
     if len(code) != CODE or character(code) != text:
-        raise PackError(f"a text's characters have two bytes in GB18030, got {text!r}; leave it out or replace it")
+        raise PackError(f"a text's characters must have two bytes in GB18030, got {text!r}; leave it out or replace it")
     return code
 
 
@@ -178,7 +178,7 @@ class Reader:
     def skip(self, size: int, what: str) -> int:
         """Skip this many bytes; returns their start."""
         if size > self.rest:
-            self.refuse(f"{what} takes {size:,} bytes", f"{self.rest:,} up to the end")
+            self.refuse(f"{what} needs {size:,} bytes", f"{self.rest:,} up to the end")
         self.at += size
         return self.at - size
 
@@ -194,7 +194,7 @@ class Reader:
         at, (count,) = self.at, self.numbers("<i", f"the number of {what}")
         most = self.rest // smallest
         if not 0 <= count <= most:
-            self.refuse(f"0 to {most:,} {what} fit in the rest of the file", f"{count:,}", at)
+            self.refuse(f"only 0 to {most:,} {what} fit in the rest of the file", f"{count:,}", at)
         return count
 
     def header(self, kind: str) -> int:
@@ -202,20 +202,20 @@ class Reader:
         (size,) = self.numbers("<i", "the header")
         magic = self.take(8, "the header")
         if magic.split(b"\0")[0] != kind.encode():
-            self.refuse(f"a .{kind.lower()} file says {kind}", repr(magic), 4, "leave it out: it is another format")
+            self.refuse(f"a .{kind.lower()} file must say {kind}", repr(magic), 4, "leave it out: it is another format")
         if not HEADER <= size <= len(self.data):
-            self.refuse(f"the header has {HEADER} to {len(self.data):,} bytes", f"{size:,}", 0)
+            self.refuse(f"the header must have {HEADER} to {len(self.data):,} bytes", f"{size:,}", 0)
         self.skip(size - HEADER + 20, "the header")
         at, (length, bits) = self.at, self.numbers("<2h", "the header")
         if length != CODE:
-            self.refuse(f"a character's code has {CODE} bytes", str(length), at)
+            self.refuse(f"a character's code must have {CODE} bytes", str(length), at)
         if bits not in (1, 8):
-            self.refuse("a pixel has 1 or 8 bits", str(bits), at + 2)
+            self.refuse("a pixel must have 1 or 8 bits", str(bits), at + 2)
         return bits
 
     def require_sides(self, what: str, height: int, width: int, at: int) -> None:
         if not (1 <= height <= LONGEST and 1 <= width <= LONGEST):
-            self.refuse(f"height and width of {what} are 1 to {LONGEST:,} pixels", f"{height:,} × {width:,}", at)
+            self.refuse(f"height and width of {what} must be 1 to {LONGEST:,} pixels", f"{height:,} × {width:,}", at)
 
     def box(self, layout: str, what: str, bits: int) -> Box:
         at = self.at

@@ -183,5 +183,5 @@ def symbols_of(texts: Texts, classes: Sequence[str]) -> np.ndarray:
     symbols = symbols[symbols >= 0]
     symbols = symbols[np.append(True, (symbols[1:] != end) | (symbols[:-1] != end))]
     if len(symbols) < 2:
-        raise PackError(f"{where}: must have at least one character of the classes, got none; name another text")
+        raise PackError(f"{where}: must have at least one character of the classes, got none; give another text")
     return symbols

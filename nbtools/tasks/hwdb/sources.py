@@ -45,7 +45,7 @@ class Contents:
         if text:
             self.lines.append(Entry(name, split, text))
         else:
-            self.refuse(name, "no characters", "a line has a text", "correct its text, or leave it out")
+            self.refuse(name, "no characters", "a line must have a text", "correct its text, or leave it out")
 
     def refuse(self, file: str, *problem: object) -> None:
         """problem: value, rule, fix."""
@@ -70,7 +70,7 @@ def contents_of(folder: Path, layout: str = "auto", progress: bool = False) -> C
         raise PackError(f"{folder}: {missing} is in it or its archives; {fix}")
     contents = of_pages(folder, pages, progress) if chosen == "pages" else of_lists(folder, lists, names)
     for name in closed:
-        rule = "an archive is read in place unless it lies within another one or next to a folder of its name"
+        rule = "an archive is read in place, but not within another one or next to a folder of its name"
         contents.refuse(name, "an archive", rule, "nothing, if that folder is complete; else unpack it")
     return contents
 
@@ -131,7 +131,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def unreadable(value: str) -> Refused:
-    return refused(value, "the file can be read", "copy it again, or delete it")
+    return refused(value, "the file must be readable", "copy it again, or delete it")
 
 
 # Pages
@@ -169,7 +169,7 @@ def of_pages(folder: Path, names: list[str], progress: bool) -> Contents:
     contents, listed = Contents("pages"), set(names)
     for name in bar(names, "reading texts", unit=" pages", mininterval=0.5, disable=not progress, leave=False):
         if name.lower().endswith(".dgr") and f"{name}l" in listed:
-            rule = "a page is read once, and its lines are in the .dgrl file next to it"
+            rule = "a page is read only once: its lines are in the .dgrl file next to it"
             contents.refuse(name, ".dgr", rule, "nothing: it is not needed")
             continue
         try:
@@ -200,7 +200,7 @@ def of_lists(folder: Path, lists: list[str], names: list[str]) -> Contents:
                 if row := row_of(line.removesuffix(b"\r"), named):
                     image, text = row
                     if image in seen:
-                        rule = f"an image is listed once, and this one is in {seen[image]} already"
+                        rule = f"an image must be listed only once, and this one is in {seen[image]} already"
                         raise refused(image, rule, "delete one of the rows")
                     seen[image] = where
                     contents.add(image, text, files.split_word(word))
@@ -208,7 +208,7 @@ def of_lists(folder: Path, lists: list[str], names: list[str]) -> Contents:
                 contents.refuse(where, *error.args)
     for name in candidates:
         if name not in seen:
-            contents.refuse(name, "no text", "an image is in a list", "add its row name,text, or delete it")
+            contents.refuse(name, "no text", "an image must be in a list", "add its row name,text, or delete it")
     if charsets := [name for name in names if PurePosixPath(name).name == CHARS_LIST]:
         nearest = min(charsets, key=lambda n: n.count("/"))
         contents.characters = folder / nearest, files.decode_text(read_bytes(folder / nearest), nearest)
@@ -221,16 +221,16 @@ def row_of(line: bytes, named: Mapping[str, set[str]]) -> tuple[str, str] | None
     try:
         row, comma, text = line.decode().partition(",")
     except UnicodeDecodeError as error:
-        raise refused(error, "a list is UTF-8", "save it as UTF-8") from None
+        raise refused(error, "a list must be UTF-8", "save it as UTF-8") from None
     if not line:
         return None
     if not comma or not row.strip():
-        raise refused(line.decode(), "a row is name,text", "correct the row")
+        raise refused(line.decode(), "a row must be name,text", "correct the row")
     found = sorted(named.get(PurePosixPath(row.strip()).as_posix(), ()))
     if not found:
-        raise refused(row, "the image of a row exists", "copy it too, or correct the row")
+        raise refused(row, "the image of a row must exist", "copy it too, or correct the row")
     if len(found) > 1:
-        raise refused(row, "a name stands for one image, and there are two", "write its suffix too")
+        raise refused(row, "a name must stand for one image, and there are two", "add its suffix")
     return found[0], text
 
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nbtools.data import Card, Draws, Pack
+from nbtools.data import Card, Draws, Pack, constant, places
 from nbtools.tasks.common import ctc
 from nbtools.tasks.common.labels import spell
 from nbtools.tasks.common.metrics import MEANINGS as OF_TEXTS
 from nbtools.tasks.common.metrics import text_metrics
+from nbtools.tasks.common.padding import bucket_knob, padded
 from nbtools.tasks.common.plans import THUMB, at_most, epochs_for
 from nbtools.tasks.hwdb import networks
 from nbtools.tasks.hwdb.data import HCTR_HEIGHT
@@ -50,9 +51,8 @@ class Plan(BasePlan):
         choices=("auto", "hctr", "slim", "crnn"),
     )
     augment: float = knob(0.0, "strength of the augmentation; 0: none", least=0, most=2)
-    dropout: float | None = knob(
-        None, "share dropped before the classifier; None: the network's own", least=0, most=0.99
-    )
+    bucket: int = bucket_knob("columns")
+    dropout: float | None = knob(None, "dropout before the classifier; None: the network's own", least=0, most=0.99)
 
 
 BASELINE = Plan(
@@ -94,14 +94,20 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
     """The task's settings for a machine: field → (value, reason). Those for slim were measured on a CPU with 1,828
     lines of the demo, 60 characters, 32 pixels high; no GPU was available."""
     cuda = accelerator == "cuda"
+    bucket = card.options["height"] // 4, "an eighth as many widths for 1 % more padding (calculated)"
     if cuda and network_for(card) == "hctr":
         return {
+            "bucket": bucket,
             "network": ("hctr", "the reference's own: a GPU is fast enough for it"),
-            "batch_size": (at_most(64, card), f"the guide's, {THUMB}; a smaller micro batch where memory requires it"),
+            "batch_size": (
+                at_most(64, card),
+                f"at most the guide's 64, {THUMB}; a smaller micro batch where memory requires it",
+            ),
         }
     scaled = f"the CPU's {{}} by the sqrt rule, {THUMB}"
     epochs = epochs_for(card, (4 if cuda else 1) * LINES_A_CLASS * len(card.classes))
     return {
+        "bucket": bucket,
         "network": ("slim", "trains 15 times as many lines/s on a CPU as the CRNN (measured); hctr is for high lines"),
         "augment": (1.0, f"few lines, seen often, {THUMB}")
         if epochs > SHORT
@@ -113,7 +119,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
         "lr": (6e-3, scaled.format("3e-3"))
         if cuda
         else (3e-3, "with warmup and cosine; 5e-3 ended at CER 0.04 instead of 0.03 (measured)"),
-        "epochs": (epochs, "enough to show every class often, from 3 to 200"),
+        "epochs": (epochs, "enough to show every class often, between 3 and 200"),
         "warmup_epochs": (round(epochs * 0.08, 2), "8 % of the run: CTC predicts blank everywhere at first"),
         "weight_decay": (0.02, f"for a small set, {THUMB}"),
         "clip_norm": (5.0, "only guards against outliers"),
@@ -140,24 +146,28 @@ def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:
     That is 1 - g, where g = (grey / 255 - .5) / .5 of dark strokes on white paper is the guide's: sign and offset are
     absorbed by the first batch norm, so that paper, padding and what convolutions see around a picture are all 0.
     """
-    ink, lengths = raw["image"].transpose(1, 2).unsqueeze(1).contiguous().float() / 255, raw["image_length"]
+    ink, lengths = (
+        padded(raw["image"], plan.bucket).transpose(1, 2).unsqueeze(1).contiguous() / 255,
+        raw["image_length"],
+    )
     if draws is not None and plan.augment:
-        ink, lengths = augmented(ink, lengths, draws, plan.augment)
-    return {**raw, "image": 2 * ink, "image_length": lengths}
+        image, lengths = augmented(ink, lengths, draws, plan.augment)
+    else:
+        image = ink.mul_(2)
+    return {**raw, "image": image, "image_length": lengths}
 
 
 def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[Tensor, Tensor]:
     """Sum of the CTC loss over the lines whose text fits into their time steps, and the number of those lines.
 
-    The others have an infinite loss, and no gradient could change that: they are excluded, and `metrics` counts them.
+    The others have an infinite loss, and no gradient could change that: they count as empty texts, times 0, so that the
+    host need not know which they are; `metrics` counts them.
     """
     logits, steps = model(batch)
     labels, lengths = batch["label"], batch["label_length"]
     fits = ctc.feasible(steps, labels, lengths)
-    kept = fits.nonzero().view(-1)  # waits for the device, as CTC itself does for the lengths
-    if not len(kept):
-        return logits.sum() * 0, fits.sum()
-    return ctc.loss((logits.index_select(1, kept), steps[kept]), labels[kept], lengths[kept]), fits.sum()
+    each = ctc.loss((logits, steps), labels, lengths * fits, reduction="none")
+    return (each * fits).sum(), fits.sum()
 
 
 def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
@@ -186,61 +196,55 @@ def tensors(card: Card, plan: Plan) -> tuple[Tensors, Tensors]:
 
 
 def augmented(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> tuple[Tensor, Tensor]:
-    """Lines bent, with thicker or thinner strokes, in another contrast, partly covered by spots of paper; and their
-    lengths, which never shrink, so that every text that fitted still fits. strength: 1 is the recipe's."""
-    ink, lengths = bent(ink, lengths, draws, strength)
-    ink = thickened(ink, draws.uniform(-0.5 * strength, 0.5 * strength))
-    gain, offset = 1 + draws.uniform(-0.3, 0.3) * strength, draws.uniform(-0.08, 0.08) * strength
-    ink = (ink * gain.view(-1, 1, 1, 1) + offset.view(-1, 1, 1, 1)).clamp_(0, 1)
-    ink.masked_fill_(spots(ink, lengths, draws, strength), 0)
-    return ink.masked_fill_(networks.beyond(lengths, ink.shape[3]), 0), lengths
-
-
-def bent(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> tuple[Tensor, Tensor]:
-    """Stretched, slanted, scaled, shifted and turned a little; a turn moves a line's ends by at most 6 % of its height
-    up or down, however long it is."""
+    """Lines bent, with thicker or thinner strokes, in another contrast, partly covered by spots of paper, in [0, 2];
+    and their lengths, which never shrink, so that every text that fitted still fits. strength: 1 is the recipe's."""
     height, width = ink.shape[2:]
-
-    def u(most: float) -> Tensor:
-        return draws.uniform(-most * strength, most * strength).view(-1, 1, 1)
-
-    stretch, slant, size, rise, turn = 1 + u(STRETCH), u(SLANT), 1 + u(0.1), u(0.05), u(0.06)
+    bends = ((-m * strength, m * strength) for m in (STRETCH, SLANT, 0.1, 0.05, 0.12, 0.5))
+    box, strip = 0.25 * strength * height, 0.1 * strength * height
+    spot = ((0, 1), (0, height), (0, box), (0, box), (0, 1), (0, strip))
+    drawn = draws.uniforms(*bends, (-0.3, 0.3), (-0.08, 0.08), *SPOTS * spot)
+    bend, thick, contrast, spots = drawn.split([5, 1, 2, 6 * SPOTS], 1)
     wider = math.ceil(width * (1 + STRETCH * strength) + SLANT * strength * height) + 1
-    lean = slant.abs() * height / 2  # room on either side for what leans out
-    x = torch.arange(wider, device=ink.device, dtype=torch.float32).view(1, 1, -1)
-    y = torch.arange(height, device=ink.device, dtype=torch.float32).view(1, -1, 1) - (height - 1) / 2
-    from_x = (x - lean - slant * y) / stretch
-    along = from_x / lengths.view(-1, 1, 1) - 0.5
-    from_y = y / size + (rise + 2 * turn * along) * height + (height - 1) / 2
-    scale = torch.tensor([2 / width, 2 / height], device=ink.device)
-    moved = F.grid_sample(ink, (torch.stack([from_x, from_y], 3) + 0.5) * scale - 1, align_corners=False)
-    grown = torch.ceil(lengths * stretch.view(-1) + 2 * lean.view(-1)).long()
-    return moved, torch.maximum(lengths, grown)
+    x, y = places(wider, ink.device), places(height, ink.device)
+    ink, lengths = bent(ink, lengths, bend, x, y[:, None])
+    gain, offset = (contrast * (2 * strength)).view(-1, 2, 1, 1, 1).unbind(1)
+    ink = thickened(ink, thick.view(-1, 1, 1, 1)).mul_(2 + gain).add_(offset).clamp_(0, 2)
+    return ink.masked_fill_(covered(x, y, lengths[:, None], spots.unflatten(1, (SPOTS, 6))), 0), lengths
+
+
+def bent(ink: Tensor, lengths: Tensor, drawn: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Stretched, slanted, scaled, shifted and turned a little, for the columns x (W,) and the rows y (H, 1); a turn
+    moves a line's ends by at most 6 % of its height up or down, however long it is."""
+    height, width = ink.shape[2:]
+    drawn = drawn[..., None, None]
+    (_, slant, _, rise, turn), (stretch, _, size, *_) = drawn.unbind(1), (1 + drawn).unbind(1)  # each (B, 1, 1)
+    y = y - (height - 1) / 2
+    lean = slant.abs() * (height / 2)  # room on either side for what leans out
+    from_x = ((x - lean) - slant * y).div_(stretch)
+    along = (from_x / lengths.view(-1, 1, 1)).sub_(0.5)
+    from_y = along.mul_(turn).add_(rise).mul_(height).add_(y / size).add_((height - 1) / 2)
+    grid = torch.stack([from_x, from_y], 3).add_(0.5).mul_(constant((2 / width, 2 / height), ink.device)).sub_(1)
+    grown = torch.add(lengths * stretch.view(-1), lean.view(-1), alpha=2).ceil_().long()
+    return F.grid_sample(ink, grid, align_corners=False), torch.maximum(lengths, grown)
 
 
 def thickened(ink: Tensor, amount: Tensor) -> Tensor:
-    """Strokes a pixel wider where the amount (B,) is positive, thinner where it is negative: interpolated by that
-    amount towards the 3 × 3 maximum or minimum. Padding and what lies outside of the picture are both paper."""
-    sign = amount.sign().view(-1, 1, 1, 1)
-    around = F.pad(ink * sign, (1, 1, 1, 1))
-    return ink + amount.view(-1, 1, 1, 1) * (F.max_pool2d(around, 3, 1) - ink * sign)
+    """Strokes a pixel wider where the amount (B, 1, 1, 1) is positive, thinner where it is negative: interpolated by
+    that amount towards the 3 × 3 maximum or minimum. Padding and what lies outside of the picture are both paper."""
+    signed = ink * amount.sign()
+    most = F.max_pool2d(F.pad(signed, (1, 1, 1, 1)), 3, 1)
+    return most.sub_(signed).mul_(amount).add_(ink)
 
 
-def spots(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> Tensor:
-    """(B, 1, H, W) bool: rectangles of up to a quarter of the height, and strips of up to a tenth across all of it;
-    no character, which is about as wide as high, is covered whole."""
-    height, width = ink.shape[2:]
-    x = torch.arange(width, device=ink.device).view(1, 1, 1, -1)
-    y = torch.arange(height, device=ink.device).view(1, 1, -1, 1)
-
-    def u(most: float | Tensor) -> Tensor:
-        return draws.uniform().view(-1, 1, 1, 1) * most
-
-    covered = torch.zeros(1, dtype=torch.bool, device=ink.device)
-    for _ in range(SPOTS):
-        left, top = u(lengths.view(-1, 1, 1, 1)), u(height)
-        wide, high = u(0.25 * strength * height), u(0.25 * strength * height)
-        covered = covered | ((x >= left) & (x < left + wide) & (y >= top) & (y < top + high))
-        left, wide = u(lengths.view(-1, 1, 1, 1)), u(0.1 * strength * height)
-        covered = covered | ((x >= left) & (x < left + wide))
-    return covered
+def covered(x: Tensor, y: Tensor, lengths: Tensor, spots: Tensor) -> Tensor:
+    """(B, 1, H, W) bool: what lies beyond the lengths (B, 1), and spots (B, SPOTS, 6) of paper: rectangles of up to a
+    quarter of the height, and strips of up to a tenth across all of it; no character, which is about as wide as high,
+    is covered whole."""
+    top, high = spots[..., 1], spots[..., 3]
+    left = spots[..., 0::4] * lengths[..., None]  # (B, SPOTS, 2): of rectangle and strip
+    right, bottom = left + spots[..., 2::3], top + high
+    across = (x >= left[..., None]) & (x < right[..., None])  # (B, SPOTS, 2, W)
+    down = (y >= top[..., None]) & (y < bottom[..., None])  # (B, SPOTS, H)
+    boxes = (down[..., None] & across[:, :, :1]).any(1)  # (B, H, W)
+    columns = across[:, :, 1].any(1) | (x >= lengths)
+    return (boxes | columns[:, None])[:, None]

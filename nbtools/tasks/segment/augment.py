@@ -9,13 +9,14 @@ B samples, C channels, H × W pixels of an image, h × w of a crop.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nbtools.data import Draws
+from nbtools.data import Draws, constant
 from nbtools.tasks.segment.classes import IGNORE
 from nbtools.tasks.segment.plans import Plan
 from nbtools.tasks.segment.scores import FAR, PER_PIXEL
@@ -38,9 +39,9 @@ class Crop(NamedTuple):
     mirrored: Tensor
 
 
-class Axis(NamedTuple):
-    """What the n rows or columns of a crop read: at (B, n), the centre of each in the image, whose first pixel extends
-    from 0 to 1; inside (B, n) bool, whether that is in the image."""
+class Centres(NamedTuple):
+    """What the h rows and then the w columns of a crop read: at (B, h + w), the centre of each in the image, whose
+    first pixel extends from 0 to 1; inside (B, h + w) bool, whether that is in the image."""
 
     at: Tensor
     inside: Tensor
@@ -66,92 +67,103 @@ def augment(raw: Raw, plan: Plan, draws: Draws) -> Raw:
     if size == picture and plan.scale_low == plan.scale_high == 1 and plan.flip <= 0:
         return {**raw, "image": jitter(to_float(raw["image"]), draws, plan.jitter)}
     crop = draw_crops(picture, size, plan, draws)
-    rows, columns = axes(crop, picture, size)
-    image = jitter(resample(raw["image"], crop.scale, rows, columns, plan.scale_low < HALF), draws, plan.jitter)
+    centres = centres_of(crop, picture, size)
+    image = resample(raw["image"], crop.scale, centres.at, size, plan.scale_low < HALF)
+    image = jitter(image, draws, plan.jitter)
+    rows, columns = centres.inside.split(size, 1)
+    inside = rows[:, :, None] & columns[:, None]  # (B, h, w)
     # Grey outside the image, by products: `where` with a mask takes 20 times as long on a CPU
-    image.sub_(GREY).mul_(rows.inside[:, None, :, None]).mul_(columns.inside[:, None, None]).add_(GREY)
-    found = {name: resample_nearest(raw[name], rows, columns) for name in ("label", "distance") if name in raw}
+    image.sub_(GREY).mul_(inside[:, None]).add_(GREY)
+    found = resample_nearest({name: raw[name] for name in ("label", "distance") if name in raw}, centres.at, inside)
     if "distance" in found:  # in pixels of the crop; those at the limit stay there
         far, scaled = found["distance"] == OUTSIDE, found["distance"] * crop.scale[:, None, None]
-        found["distance"] = torch.where(far, OUTSIDE, scaled)
+        found["distance"] = torch.where(far, constant((OUTSIDE,), far.device), scaled)
     return {**raw, **found, "image": image}
 
 
 def draw_crops(picture: tuple[int, int], size: tuple[int, int], plan: Plan, draws: Draws) -> Crop:
     """Random crops: inside the zoomed image where it is larger, else around all of it; height and width independently.
     Scales are uniform, as in the reference (CoinCheung/BiSeNet, transform_cv2.py)."""
-    scale = draws.uniform(plan.scale_low, plan.scale_high)
-
-    def origin(whole: int, part: int) -> Tensor:
-        room = scale * whole - part
-        most = room.abs().floor()
-        return torch.minimum((draws.uniform() * (most + 1)).floor(), most).copysign(room)
-
-    return Crop(scale, origin(picture[0], size[0]), origin(picture[1], size[1]), draws.chance(plan.flip))
+    device = draws.ids.device
+    scale, drawn = draws.uniforms((plan.scale_low, plan.scale_high), (0, 1), (0, 1)).split([1, 2], 1)
+    room = scale * constant(picture, device) - constant(size, device)  # (B, 2)
+    most = room.abs().floor()
+    top, left = torch.minimum((drawn * (most + 1)).floor(), most).copysign(room).unbind(1)
+    return Crop(scale[:, 0], top, left, draws.chance(plan.flip))
 
 
-def axes(crop: Crop, picture: tuple[int, int], size: tuple[int, int]) -> tuple[Axis, Axis]:
-    """What the rows and the columns of crops read."""
-
-    def axis(step: Tensor, origin: Tensor, whole: int) -> Axis:
-        at = (step + 0.5 + origin[:, None]) / crop.scale[:, None]
-        return Axis(at, (at >= 0) & (at < whole))
-
-    down, right = (torch.arange(n, device=crop.scale.device) for n in size)
-    across = torch.where(crop.mirrored[:, None], size[1] - 1 - right, right)
-    return axis(down, crop.top, picture[0]), axis(across, crop.left, picture[1])
+def centres_of(crop: Crop, picture: tuple[int, int], size: tuple[int, int]) -> Centres:
+    device = crop.scale.device
+    plain, mirrored = (pixels(size, mirror, device) for mirror in (False, True))
+    origin = torch.cat([start[:, None].expand(-1, n) for start, n in zip((crop.top, crop.left), size, strict=True)], 1)
+    at = (torch.where(crop.mirrored[:, None], mirrored, plain) + origin) / crop.scale[:, None]
+    return Centres(at, (at >= 0) & (at < along(*picture, size, device)))
 
 
-def resample(image: Tensor, scale: Tensor, rows: Axis, columns: Axis, pyramid: bool) -> Tensor:
+@lru_cache(maxsize=16)
+def pixels(size: tuple[int, int], mirrored: bool, device: torch.device) -> Tensor:
+    """(h + w,): the centres of a crop's rows and columns; stays on the device, as what `along` returns does."""
+    down, right = (torch.arange(n, device=device) + 0.5 for n in size)
+    return torch.cat([down, right.flip(0) if mirrored else right])
+
+
+@lru_cache(maxsize=64)
+def along(rows: float, columns: float, size: tuple[int, int], device: torch.device) -> Tensor:
+    """(h + w,) float32: one value for every row of a crop, another for every column."""
+    values = zip((float(rows), float(columns)), size, strict=True)
+    return torch.cat([torch.full((n,), value, device=device) for value, n in values])
+
+
+def resample(image: Tensor, scale: Tensor, at: Tensor, size: tuple[int, int], pyramid: bool) -> Tensor:
     """(B, H, W, C) uint8 → (B, C, h, w) float32 in [0, 255], bilinear; edge pixels are repeated beyond the image.
 
     pyramid: images zoomed to less than a half are read from a copy of half the size, means of 2 × 2 pixels, stored
     below the image in the same tensor, so every pixel counts down to a scale of 0.25. The root mean square difference
     to Pillow's resizing of a street scene at 0.25 is then 2.7 of 255 instead of 7.1, for a third more time.
     """
-    height, width = image.shape[1:3]
-    source, level = to_float(image), torch.zeros_like(scale)[:, None]
+    device, (height, width) = image.device, image.shape[1:3]
+    source, least = to_float(image), constant((0.5,), device)
+    place = at.clamp(least, along(height - 0.5, width - 0.5, size, device))
     if pyramid:  # by sums of slices: a sixth of the time of `avg_pool2d` on a CPU; a last odd row is left out
         low, narrow = height // 2, width // 2
         pairs = source[:, :, 0 : 2 * low : 2] + source[:, :, 1 : 2 * low : 2]
         halved = (pairs[..., 0 : 2 * narrow : 2] + pairs[..., 1 : 2 * narrow : 2]).mul_(0.25)
         source = torch.cat([source, F.pad(halved, (0, width - narrow))], 2)
-        level = (scale < HALF).float()[:, None]
-
-    def within(at: Tensor, whole: int, start: int) -> Tensor:
-        """Pixel centres in `source`, from -1 to 1 over its length."""
-        most = torch.where(level > 0, whole // 2, whole) - 0.5
-        return torch.minimum((at / (1 + level)).clamp(min=0.5), most) + level * start
-
-    y = within(rows.at, height, height) * (2 / source.shape[2]) - 1
-    x = within(columns.at, width, 0) * (2 / width) - 1
-    grid = torch.stack([x[:, None].expand(-1, y.shape[1], -1), y[:, :, None].expand(-1, -1, x.shape[1])], 3)
+        below = (at / 2).clamp(least, along(low - 0.5, narrow - 0.5, size, device)) + along(height, 0, size, device)
+        place = torch.where((scale < HALF)[:, None], below, place)
+    y, x = (place * along(2 / source.shape[2], 2 / width, size, device) - 1).split(
+        size, 1
+    )  # from -1 to 1 over `source`
+    grid = torch.stack([x[:, None].expand(-1, size[0], -1), y[:, :, None].expand(-1, -1, size[1])], 3)
     return F.grid_sample(source, grid, align_corners=False)
 
 
-def resample_nearest(values: Tensor, rows: Axis, columns: Axis) -> Tensor:
-    """(B, H, W) uint8 → (B, h, w) uint8 at the nearest pixels; OUTSIDE beyond the image."""
-    height, width = values.shape[1:]
-    y, x = rows.at.long().clamp(0, height - 1), columns.at.long().clamp(0, width - 1)
-    index = y[:, :, None] * width + x[:, None]
-    found = values.flatten(1).gather(1, index.flatten(1)).view(index.shape)
-    beyond = [(~axis.inside).to(torch.uint8) * OUTSIDE for axis in (rows, columns)]
-    return found.bitwise_or_(beyond[0][:, :, None]).bitwise_or_(beyond[1][:, None])  # 255 | x = 255
+def resample_nearest(columns: Raw, at: Tensor, inside: Tensor) -> Raw:
+    """Each (B, H, W) uint8 → (B, h, w) uint8 at the nearest pixels; OUTSIDE where inside (B, h, w) is False."""
+    if not columns:
+        return {}
+    device, (height, width), size = at.device, next(iter(columns.values())).shape[1:], inside.shape[1:]
+    y, x = at.clamp(constant((0,), device), along(height - 1, width - 1, size, device)).long().split(size, 1)
+    index = (y[:, :, None] * width + x[:, None]).flatten(1)
+    outside = ~inside * constant((OUTSIDE,), device, torch.uint8)
+    nearest = {name: values.flatten(1).gather(1, index).view_as(inside) for name, values in columns.items()}
+    return {name: values.bitwise_or_(outside) for name, values in nearest.items()}  # 255 | x = 255
 
 
 def jitter(image: Tensor, draws: Draws, strength: float) -> Tensor:
     """Brightness, contrast around grey and saturation of RGB, each times 1 ± strength, as one matrix product; a fourth
-    channel is unchanged. image (B, C, H, W) float in [0, 255], modified in place. The reference does the same in this
+    channel is unchanged. image (B, C, H, W) float in [0, 255]. The reference does the same in this
     order, but clips to [0, 255] after each of the three."""
     if not strength:
         return image
-    light, contrast, saturation = (draws.uniform(1 - strength, 1 + strength)[:, None, None] for _ in range(3))
-    gain = light * contrast
-    matrix = gain * (saturation * torch.eye(3, device=image.device) + (1 - saturation) / 3)  # (B, 3, 3)
-    offset = (GREY * (1 - contrast)).expand(-1, 3, 1)
+    one = 1 - strength, 1 + strength
+    drawn = draws.uniforms(one, one, one)[..., None, None]
+    (light, contrast, saturation), (_, lost, grey) = drawn.unbind(1), (1 - drawn).unbind(1)  # each (B, 1, 1)
+    eye = constant((1, 0, 0, 0, 1, 0, 0, 0, 1), image.device).view(3, 3)
+    matrix = light * contrast * (saturation * eye + grey / 3)  # (B, 3, 3)
     colours = image[:, :3]
-    colours.copy_(torch.baddbmm(offset, matrix, colours.flatten(2)).clamp_(0, 255).view_as(colours))
-    return image
+    found = torch.baddbmm((GREY * lost).expand(-1, 3, 1), matrix, colours.flatten(2)).clamp_(0, 255).view_as(colours)
+    return found if image.shape[1] == 3 else torch.cat([found, image[:, 3:]], 1)
 
 
 def to_float(image: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ MOST_CLASSES = 254  # what a byte holds besides these two
 MOST_ID = 65_535  # of 16-bit labels
 BACKGROUND = ("background", "_background_", "bg")  # black, and what no drawn shape covers
 TWO_CLASSES = (
-    "A mask of 0 and 255 is read with classes={0: 'background', 255: 'object'}, or a file of the lines 0,background "
+    "For a mask of 0 and 255 give classes={0: 'background', 255: 'object'}, or a file of the lines 0,background "
     "and 255,object"
 )
 
@@ -121,28 +121,30 @@ def class_table(entries: Sequence[Class], ignore: Sequence[int | str] = ()) -> T
     """
     for one in entries:
         if type(one.id) is not int or not 0 <= one.id <= MOST_ID:
-            raise PackError(f"classes: an id is a whole number from 0 to {MOST_ID}, got {one.id!r} of {one.name!r}")
+            raise PackError(
+                f"classes: an id must be a whole number from 0 to {MOST_ID}, got {one.id!r} of {one.name!r}"
+            )
         if not isinstance(one.name, str) or not one.name.strip():
-            raise PackError(f"classes: a class has a name, got {one.name!r} for id {one.id}")
+            raise PackError(f"classes: a class must have a name, got {one.name!r} for id {one.id}")
     for what in ("id", "name", "colour"):
         values = [value for one in entries if (value := getattr(one, what)) is not None]
         if twice := [value for value in values if values.count(value) > 1]:
             raise PackError(
-                f"classes: each {what} is used once, got {twice[0]!r} twice; rename one, or delete its line"
+                f"classes: each {what} must be used only once, got {twice[0]!r} twice; rename one, or delete its line"
             )
     known, ids = {one.id: one for one in entries}, {one.name: one.id for one in entries}
     ignored = [ids.get(one, -1) if isinstance(one, str) else one for one in ignore]
     for one, raw in zip(ignore, ignored, strict=True):
         if not 0 <= raw <= MOST_ID:
             names = ", ".join(ids)
-            raise PackError(f"ignore holds raw ids from 0 to {MOST_ID}, or names of classes ({names}), got {one!r}")
+            raise PackError(f"ignore must be raw ids from 0 to {MOST_ID}, or names of classes ({names}), got {one!r}")
     if IGNORE not in known:
         ignored.append(IGNORE)
     classes = tuple(one for one in entries if one.id not in ignored)
     if not 2 <= len(classes) <= MOST_CLASSES:
         some = ", ".join(one.name for one in classes[:8]) or "none"
         raise PackError(
-            f"a class table has 2 to {MOST_CLASSES} classes, got {len(classes)} besides those ignored ({some}); "
+            f"a class table must have 2 to {MOST_CLASSES} classes, got {len(classes)} besides those ignored ({some}); "
             f"give classes=, names or a file of them. {TWO_CLASSES}"
         )
     return Table(classes, tuple(known.get(i, Class(i, "")) for i in dict.fromkeys(ignored)))
@@ -176,11 +178,13 @@ def read_classes(text: str, file: str) -> Iterator[Class]:
             yield Class(k, line.strip())
             continue
         if (match := form.fullmatch(line)) is None:
-            raise PackError(f"{file}:{i}: a line has the form of the first, {lines[0][1]!r}, got {line!r}")
+            raise PackError(f"{file}:{i}: a line must have the form of the first, {lines[0][1]!r}, got {line!r}")
         parts = match.groupdict()
         colour = None if parts["r"] is None else (int(parts["r"]), int(parts["g"]), int(parts["b"]))
         if colour and max(colour) > 255:
-            raise PackError(f"{file}:{i}: a colour is three numbers from 0 to 255, got {', '.join(map(str, colour))}")
+            raise PackError(
+                f"{file}:{i}: a colour must be three numbers from 0 to 255, got {', '.join(map(str, colour))}"
+            )
         yield Class(int(parts.get("id") or k), parts["name"], colour)
 
 

@@ -104,10 +104,10 @@ def parse(path: Path, name: str) -> Document:
         with open(path, "rb") as file:
             parser.expat.ParseFile(file)
     except expat.ExpatError as error:
-        reasons = "annotations are whole XML", str(error), "export it again: CVAT for images 1.1"
+        reasons = "annotations must be whole XML", str(error), "export it again: CVAT for images 1.1"
     except OSError as error:
         fix = "copy the file again, or change its permissions"
-        reasons = "annotations can be read", error.strerror or str(error), fix
+        reasons = "annotations must be readable", error.strerror or str(error), fix
     except PackError as error:
         reasons = error.args
     else:
@@ -115,7 +115,7 @@ def parse(path: Path, name: str) -> Document:
             return parser.document
         tracks = parser.document.tracks
         value = f"none, but {plural(tracks, 'track')} of a video" if tracks else "no <image>"
-        reasons = "annotations name images", value, "export it as CVAT for images 1.1, with the images"
+        reasons = "annotations must name images", value, "export it as CVAT for images 1.1, with the images"
     raise Refused(Row("", *reasons, file=name))
 
 
@@ -131,7 +131,7 @@ class Parser:
         self.expat.StartDoctypeDeclHandler = self.refuse_doctype
 
     def refuse_doctype(self, name: str, *_) -> None:
-        rule = "annotations have no document type: its entities can fill the memory"
+        rule = "annotations must have no document type: its entities can fill the memory"
         raise PackError(rule, f"<!DOCTYPE {name}", "delete it, if you trust the file; CVAT writes none")
 
     def start(self, tag: str, attributes: dict[str, str]) -> None:
@@ -171,9 +171,9 @@ def draw(drawing: Drawing, recipe: Recipe, size: Size, rows: list[Row]) -> np.nd
         require_size(drawing.size, size)
     if not drawing.shapes:
         fix = "nothing, if there is nothing on it; else draw it, or delete the image"
-        rows.append(Row("shapes", "an image has shapes", "none: all of it is background", fix, WARNING))
+        rows.append(Row("shapes", "an image should have shapes", "none: all of it is background", fix, WARNING))
     fix = "nothing: it is not drawn; or draw a polygon"
-    rows += [Row(kind, "a shape has an area", kind, fix, WARNING) for kind in sorted(set(drawing.others))]
+    rows += [Row(kind, "a shape should have an area", kind, fix, WARNING) for kind in sorted(set(drawing.others))]
     known, lookup, area = recipe.table.by_name, recipe.table.lookup, recipe.area(size)
     height, width = (part.stop - part.start for part in area)
     canvas = Image.new("L", (width * FINE, height * FINE), recipe.table.background)
@@ -197,20 +197,20 @@ def outline(shape: Shape, known: Mapping[str, int], size: Size) -> tuple[float, 
     label = shape.attributes.get("label", "")
     if label not in known:
         fix = f"correct it to one of {', '.join(list(known)[:8])}; or add it to classes="
-        raise Refused(Row("label", "a shape's label is in the class table", label or "nothing", fix))
+        raise Refused(Row("label", "a shape's label must be in the class table", label or "nothing", fix))
     fix = "draw it again, or delete it"
     try:
         z_order, points = shape.number("z_order", "0"), CORNERS[shape.kind](shape)
     except (ValueError, OverflowError) as error:
-        rule = "shapes are given in finite numbers"
+        rule = "coordinates must be finite"
         raise Refused(Row(shape.kind, rule, f"{label}: {error}"[:80], fix)) from None
     if len(points) < 3:
-        raise Refused(Row(shape.kind, "a polygon has at least 3 points", f"{label}: {len(points)}", fix))
+        raise Refused(Row(shape.kind, "a polygon must have at least 3 points", f"{label}: {len(points)}", fix))
     low, high = points.min(0), points.max(0)
     if (high <= 0).any() or (low >= (size[1], size[0])).any():
         fix += "; were the images scaled after they were annotated?"
         value = f"{label}: x {low[0]:g} to {high[0]:g}, y {low[1]:g} to {high[1]:g} in {sized(*size)}"
-        raise Refused(Row(shape.kind, "a shape lies inside the image", value, fix))
+        raise Refused(Row(shape.kind, "a shape must lie inside the image", value, fix))
     return z_order, points
 
 

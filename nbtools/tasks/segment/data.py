@@ -179,7 +179,7 @@ def unlabelled(contents: Contents) -> str:
     for row in contents.rows:
         if row.severity == ERROR and row.value != "none":
             value, rule, fix = row.reasons
-            return f"no image has a label. The first fault: {row.file}: {rule}, got {value}; {fix}"
+            return f"no image has a label. The first error: {row.file}: {rule}, got {value}; {fix}"
     return (
         f"{plural(contents.images, 'image')} and no label: put label images of the same names into labels/ next to "
         "images/, or a_mask.png next to a.jpg, or write train.txt of lines image,label, or export CVAT for images 1.1 "
@@ -234,7 +234,7 @@ class Reader:
         name = Path(path).relative_to(self.folder).as_posix()
         found = self.contents.labelled.get(name)
         if found is None:
-            raise PackError("none", "an image has a label", "annotate it, or pack again: the folder has changed")
+            raise PackError("none", "an image must have a label", "annotate it, or pack again: the folder has changed")
         try:
             image, label, _ = read_labelled(self.folder, found, Recipe.of(options))
         except Refused as refusal:  # with the label's file in the value, since a table of bad samples has the image's
@@ -336,11 +336,11 @@ def remarks(contents: Contents, table: Table, pixels: np.ndarray) -> Iterator[Ro
             fix = "nothing, or annotate some; or leave it out of classes="
             if pixels[IGNORE] and table.lookup[IGNORE] == IGNORE:
                 fix = f"if 255 means {one.name!r}: classes={{…, 255: {one.name!r}}}; 255 is ignored otherwise"
-            yield Row("class", "every class has pixels", f"{one.id} {one.name}: none", fix, WARNING)
+            yield Row("class", "every class should have pixels", f"{one.id} {one.name}: none", fix, WARNING)
     drawn = any(one.drawing for one in contents.labelled.values())
     if pixels.any() and drawn and not {name.casefold() for name in table.names} & {*BACKGROUND}:
         fix = f"nothing, if all of it is drawn; or put {BACKGROUND[0]!r} first in classes="
-        yield Row("class", "what no shape covers has a class", "it is ignored", fix, WARNING)
+        yield Row("class", "what no shape covers should have a class", "it is ignored", fix, WARNING)
 
 
 # Predictions as files

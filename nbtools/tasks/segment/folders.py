@@ -55,8 +55,8 @@ OTHER_TASKS = re.compile(
 LIST = re.compile(r"(?:.*[^a-z])?(train|val|test|list|pairs|all)(?:ing|id|idation)?", re.I)
 HEADERS = ("image", "images", "file", "img", "image_path")
 SAMPLED = 20  # lines that show whether a file is a list
-ONE_NAME = "a line is image,label, or names an image whose label has its name"
-ONE_LABEL = "an image has one label and one split"
+ONE_NAME = "a line must be image,label, or name an image whose label has its name"
+ONE_LABEL = "an image must have one label and one split"
 FIRST_IS_READ = "delete the wrong one; the first is read"
 
 
@@ -156,7 +156,7 @@ class Contents:
             if other is not path:
                 key = "label" if path.is_label else "image"
                 fix = "rename or delete one of them; labels lie in labels/, or are called a_mask.png next to a.jpg"
-                rule = f"{key}s differ in more than their endings"
+                rule = f"{key}s must differ in more than their suffixes"
                 self.rows.append(Row(key, rule, f"{other.name} next to it", fix, file=path.name))
         listed = {found.label for found in self.labelled.values()}
         for key, label in by_key[True].items():
@@ -165,7 +165,7 @@ class Contents:
                     self.add(Labelled(image.name, image.split, label.name), label.name)
             elif label.name not in listed:
                 fix = f"copy its image too, named {key[2]}; or write a list of lines image,label; or delete it"
-                self.rows.append(Row("image", "a label has an image", "none with its name", fix, file=label.name))
+                self.rows.append(Row("image", "a label must have an image", "none with its name", fix, file=label.name))
 
     def count_images(self) -> int:
         """Count the images, and list those without a label."""
@@ -176,7 +176,7 @@ class Contents:
             kinds = ", ".join(IMAGES[:5])
             raise PackError(f"{self.folder}: no images ({kinds} …){there}. Give the folder above images/")
         known = self.labelled.keys() | {row.file for row in self.rows}
-        fix, rule = "annotate it, add it to a list, or delete it", "an image has a label"
+        fix, rule = "annotate it, add it to a list, or delete it", "an image must have a label"
         self.rows += [Row("label", rule, "none", fix, file=name) for name in images if name not in known]
         return len({*images, *self.labelled})
 
@@ -227,7 +227,7 @@ class Contents:
                 stem = PurePosixPath(image).stem if is_image(image) else image
                 found["image"] = found["image"] or self.stems.get(stem)
             for key in [key for key, there in found.items() if there is None]:
-                rule = f"the {key} of a line exists" if label else ONE_NAME
+                rule = f"the {key} of a line must exist" if label else ONE_NAME
                 fix = "copy the file too, correct the line, or delete it"
                 self.rows.append(Row(key, rule, (given[key] or "nothing")[:120], fix, file=where))
             if (known := found["image"]) is None or None in found.values():
@@ -260,7 +260,7 @@ class Contents:
             image = self.image_of(drawing, str(PurePosixPath(name).parent))
             if image is None:
                 fix = "copy the image too, next to the XML or into images/; or delete it there"
-                rule = "an annotated image exists"
+                rule = "an annotated image must exist"
                 self.rows.append(Row("image", rule, drawing.name or "nothing", fix, file=name))
             elif image in self.labelled and self.labelled[image].drawing is None:
                 unread += 1
@@ -268,7 +268,7 @@ class Contents:
                 split = parse_path(f"{drawing.subset}/_").split or parse_path(image).split
                 self.add(Labelled(image, split, name, drawing), name)
         if unread:
-            rule, fix = "an image has one label", 'nothing; or labels="cvat" reads the shapes'
+            rule, fix = "an image should have one label", 'nothing; or labels="cvat" reads the shapes'
             value = f"{unread} images have label images, which are read"
             self.rows.append(Row("", rule, value, fix, WARNING, name))
 

@@ -66,7 +66,7 @@ class Recipe:
         (height, width), (rows, columns) = self.size, size
         if self.fit == "same" and size != self.size:
             fix = 'pack with size=, or with fit="pad": then all are scaled'
-            raise Refused(Row("image", f"images have {sized(*self.size)}", sized(*size), fix))
+            raise Refused(Row("image", f"images must have {sized(*self.size)}", sized(*size), fix))
         scale = min(height / rows, width / columns)
         pad = self.fit == "pad"
         inner = [max(1, min(most, round(n * scale))) if pad else most for n, most in zip(size, self.size, strict=True)]
@@ -79,7 +79,7 @@ class Recipe:
         label[area] = np.asarray(drawn.resize(label[area].shape[::-1], Image.Resampling.NEAREST))
         if (label == IGNORE).all():
             fix = "annotate it, or delete it with its image; is the class in ignore=?"
-            raise Refused(Row("label", "some pixel has a class", "all are ignored", fix))
+            raise Refused(Row("label", "some pixel must have a class", "all are ignored", fix))
         return label
 
 
@@ -117,7 +117,9 @@ def read_image(path: Path, recipe: Recipe, rows: list[Row]) -> tuple[np.ndarray,
         if turn in TURNS:
             flat = flat.transpose(TURNS[turn])
             fix = "nothing, if its label was drawn on the rotated image"
-            rows.append(Row("image", "an image is rotated as its EXIF data say", f"orientation {turn}", fix, WARNING))
+            rows.append(
+                Row("image", "an image is rotated by its EXIF orientation", f"orientation {turn}", fix, WARNING)
+            )
     pixels[area] = np.asarray(flat)
     return pixels, size
 
@@ -127,7 +129,7 @@ def flatten(image: Image.Image, channels: int, rows: list[Row]) -> Image.Image:
     if channels == 4 and not image.mode.startswith(("I", "F")):
         return image.convert("RGBA")
     if image.has_transparency_data and np.asarray(image.convert("RGBA").getchannel("A")).min() < 255:
-        rule, fix = "3 channels have no transparency", "nothing: it is drawn on white; channels=4 keeps it"
+        rule, fix = "3 channels hold no transparency", "nothing: it is drawn on white; channels=4 keeps it"
         rows.append(Row("image", rule, "transparent pixels", fix, WARNING))
     return on_white(image)
 
@@ -141,7 +143,7 @@ def read_label(path: Path, recipe: Recipe, size: Size) -> np.ndarray:
     require_size((ids.shape[0], ids.shape[1]), size)
     if unknown := {i: count for i, count in count_ids(ids).items() if table.lookup[i] == UNKNOWN}:
         fix = "add them to classes=, or to ignore=; or correct the label"
-        raise Refused(Row("label", "ids are in the class table", listed(unknown), fix))
+        raise Refused(Row("label", "ids must be in the class table", listed(unknown), fix))
     return recipe.label(Image.fromarray(table.lookup[ids]), recipe.area(size))
 
 
@@ -158,7 +160,7 @@ def require_size(label: Size, image: Size) -> None:
         if label == image[::-1]:
             fix = "rotate one of them: the image may have an EXIF orientation that its label does not follow"
         value = f"{sized(*label)}, the image has {sized(*image)}"
-        raise Refused(Row("label", "a label has the size of its image", value, fix))
+        raise Refused(Row("label", "a label must have the size of its image", value, fix))
 
 
 def listed(unknown: Mapping[Any, int]) -> str:
@@ -170,7 +172,7 @@ def listed(unknown: Mapping[Any, int]) -> str:
 def count_ids(ids: np.ndarray) -> dict[int, int]:
     """Id → pixels."""
     if ids.min() < 0 or ids.max() > MOST_ID:
-        raise Refused(Row("label", f"ids are from 0 to {MOST_ID}", f"{ids.min()} to {ids.max()}", AGAIN))
+        raise Refused(Row("label", f"ids must be from 0 to {MOST_ID}", f"{ids.min()} to {ids.max()}", AGAIN))
     return {i: count for i, count in enumerate(np.bincount(ids.ravel()).tolist()) if count}
 
 
@@ -178,11 +180,13 @@ def read_ids(path: Path, by_colour: Mapping[Colour, int]) -> np.ndarray:
     """(H, W) whole numbers. by_colour: colour → id, of tables that have colours."""
     with open_image(path, key="label") as file:
         if file.format in ("JPEG", "MPO"):
-            raise Refused(Row("label", "a label is stored without loss: JPEG changes ids", str(file.format), AGAIN))
+            raise Refused(
+                Row("label", "a label must be stored without loss: JPEG changes ids", str(file.format), AGAIN)
+            )
         if file.mode in ("LA", "PA", "RGBA"):
             if np.asarray(file.getchannel("A")).min() < 255:
                 value = f"{file.mode}, with transparent pixels"
-                raise Refused(Row("label", "a label has no transparency", value, AGAIN))
+                raise Refused(Row("label", "a label must have no transparency", value, AGAIN))
             file = file.getchannel("P") if file.mode == "PA" else file.convert(file.mode[:-1])
         if file.mode == "P":
             return ids_of_palette(np.asarray(file), file.getpalette("RGB") or [], by_colour)
@@ -190,7 +194,7 @@ def read_ids(path: Path, by_colour: Mapping[Colour, int]) -> np.ndarray:
             return ids_of_colours(file, by_colour)
         ids = np.asarray(file)
         if ids.ndim != 2 or ids.dtype.kind not in "biu":
-            raise Refused(Row("label", "a label has one channel of ids, or colours", f"mode {file.mode}", AGAIN))
+            raise Refused(Row("label", "a label must have one channel of ids, or colours", f"mode {file.mode}", AGAIN))
         return ids.astype(np.uint8) if ids.dtype.kind == "b" else ids
 
 
@@ -206,7 +210,7 @@ def ids_of_palette(index: np.ndarray, palette: list[int], by_colour: Mapping[Col
 
 def ids_of_colours(file: Image.Image, by_colour: Mapping[Colour, int]) -> np.ndarray:
     """The id of each colour, exactly; of a table without colours, the value that all three channels have."""
-    rule = "colours are in the class table"
+    rule = "colours must be in the class table"
     if not by_colour:
         red, *others = file.split()
         if all(red.tobytes() == other.tobytes() for other in others):

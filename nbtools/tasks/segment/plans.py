@@ -25,13 +25,13 @@ class Plan(BasePlan):
 
     network: str = knob(
         "auto",
-        "bisenetv2: the guide's; slim: the same with few channels, for CPUs; auto: bisenetv2",
+        "bisenetv2: the original network; slim: the same with few channels, for CPUs; auto: bisenetv2",
         choices=("auto", "bisenetv2", "slim"),
     )
     dropout: float | None = knob(None, "dropout in the heads; None: the network's own, 0.1", least=0, most=0.9)
     crop: int | None = knob(
         None,
-        "height and width of training crops, best a multiple of 32; None: the whole image",
+        "height and width of training crops, preferably multiples of 32; None: the whole image",
         least=32,
         unit="px",
         live=True,
@@ -57,7 +57,7 @@ class Plan(BasePlan):
         2.0, "distance from a boundary at which closeness falls to 1/e", above=0, unit="px", live=True
     )
     edge_threshold: float = knob(0.3, "closeness below this counts as none", least=0, most=1, live=True)
-    head_lr: float = knob(10.0, "lr of the heads, times that of the rest", above=0)
+    head_lr: float = knob(10.0, "lr of the heads, as a multiple of the others' lr", above=0)
     eval_scales: tuple[float, ...] = knob(
         (1.0,), "zooms whose predictions are averaged in evaluation", above=0, most=4, live=True
     )
@@ -147,16 +147,16 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
         batch = at_most(min(32, max(8, card.splits["train"] // 20)), card)
         crop = min(384, max(32, min(height, width) // 32 * 32))
         return {
-            "network": ("bisenetv2", "the guide's own: a GPU is fast enough for it"),
+            "network": ("bisenetv2", "the original network: a GPU is fast enough for it"),
             "batch_size": (batch, f"the guide's 32, less for a small set: 20 steps per epoch, {THUMB}"),
             "crop": (crop, f"the guide's 384, or the multiple of 32 that fits into the images, {THUMB}"),
             **course(card, 100_000, batch, f"100,000 images in all, {THUMB}"),
             **recipe("bisenetv2", batch),
         }
     batch, images = at_most(8, card), round(SECONDS / (height * width * PIXEL))
-    zoom = "below it little is left of a small image; from 0.75 to 1.5 is as good at first (measured)"
+    zoom = "a smaller zoom leaves little of a small image; 0.75 to 1.5 is as good at first (measured)"
     return {
-        "network": ("slim", "a step takes a sixth of the time of the guide's (measured)"),
+        "network": ("slim", "a step takes a sixth of the time of the original network's (measured)"),
         "batch_size": (batch, f"many small steps for a small set, {THUMB}; {TWICE}"),
         "crop": (None, "images small enough for a CPU, whole; crops of half their area learn no worse (measured)"),
         "scale_low": (0.5, zoom),
@@ -176,7 +176,7 @@ def recipe(network: str, batch: int) -> dict[str, tuple[Any, str]]:
             "lr": (1e-2, why),
             "lr_rule": ("sqrt", "AdamW's, arXiv 2205.10287"),
             "weight_decay": (1e-2, f"for a small set, {THUMB}"),
-            "head_lr": (1.0, "AdamW's steps are of one size everywhere"),
+            "head_lr": (1.0, "AdamW takes steps of the same size in every layer"),
         }
     linear = "the reference's 5e-3 at batch 16, by the linear rule (arXiv 1706.02677)"
     return {

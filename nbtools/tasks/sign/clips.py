@@ -67,10 +67,10 @@ class Keys:
         if self.x is None and self.features is None:
             raise PackError("kp_key and feature_key are both None, so nothing would be read; name one of them")
         if self.needed and self.features is None:
-            raise PackError("require_x2048 needs feature_key, got None; name it, as X2048")
+            raise PackError("require_x2048 needs feature_key, got None; name it, such as X2048")
         for name, key in (("kp_key", self.x), ("feature_key", self.features)):
             if key in (MASK, TIMES, META, "") or not isinstance(key, str | None):
-                raise PackError(f"{name} must be the name of an array of numbers, got {key!r}; as X or X2048")
+                raise PackError(f"{name} must be the name of an array of numbers, such as X or X2048, got {key!r}")
         if self.x == self.features:
             raise PackError(
                 f"kp_key and feature_key must differ, got {self.x!r} twice; kp_key=None reads the features alone"
@@ -188,15 +188,15 @@ def broken_rules(npz: zipfile.ZipFile, places: Mapping[str, str], columns: dict[
             continue
         values = read_array(npz, key)
         if values.dtype.kind not in one.kinds:
-            yield Row(key, f"{key} is {one.dtype}", str(values.dtype), f"save {key}.astype('{one.dtype}')")
+            yield Row(key, f"{key} must be {one.dtype}", str(values.dtype), f"save {key}.astype('{one.dtype}')")
         if not values.shape or values.shape[1:] != rest or frames not in ("T", len(values)):
             wanted = f"({', '.join(map(str, (frames, *rest)))})"
-            yield Row(key, f"{key} is {wanted}", str(values.shape), f"reshape it, or {AGAIN}")
+            yield Row(key, f"{key} must be {wanted}", str(values.shape), f"reshape it, or {AGAIN}")
         if not len(values):
-            yield Row(key, "a clip has frames", "none", AGAIN)
+            yield Row(key, "a clip must have frames", "none", AGAIN)
         yield from one.check(key, values)
         if values.dtype != one.dtype:
-            rule, fix = f"{key} is {one.dtype}; others are converted", f"nothing, or save {key}.astype('{one.dtype}')"
+            rule, fix = f"{key} should be {one.dtype}; it is converted", f"nothing, or save {key}.astype('{one.dtype}')"
             yield Row(key, rule, str(values.dtype), fix, WARNING)
         frames, columns[column] = len(values), np.ascontiguousarray(values, one.dtype)
 
@@ -204,14 +204,16 @@ def broken_rules(npz: zipfile.ZipFile, places: Mapping[str, str], columns: dict[
 def absent(npz: zipfile.ZipFile, key: str, needed: bool = False) -> Row:
     fix = "name it by kp_key= or feature_key= if it is one of these, or extract it"
     came = ", ".join(keys_in(npz)[:8]) or "no arrays"
-    return Row(key, f"a clip has {key}", came, *((fix, ERROR) if needed else ("nothing: no network needs it", WARNING)))
+    if needed:
+        return Row(key, f"a clip must have {key}", came, fix)
+    return Row(key, f"a clip should have {key}", came, "nothing: no network needs it", WARNING)
 
 
 def check_finite(key: str, values: np.ndarray) -> Iterator[Row]:
     wrong = ~(np.abs(values) <= np.finfo(np.float32).max)
     if wrong.any():
         value = f"frame {first_frame(wrong)} has {values[wrong][0]}"
-        yield Row(key, "numbers are finite", value, "write 0 where a point was not seen, or extract the clip again")
+        yield Row(key, "numbers must be finite", value, "write 0 where a point was not seen, or extract the clip again")
 
 
 def check_points(key: str, x: np.ndarray) -> Iterator[Row]:
@@ -224,19 +226,25 @@ def check_points(key: str, x: np.ndarray) -> Iterator[Row]:
         fix, severity = "divide x by the width and y by the height of a frame", ERROR
         if not far.any():
             fix, severity = "nothing: the point has left the picture; or np.clip(X, 0, 1)", WARNING
-        yield Row(key, "coordinates are in [0, 1]", value, fix, severity)
+        yield Row(key, "coordinates must be in [0, 1]", value, fix, severity)
     if len(x) > POSITIONS:
         fix = 'train the Transformer with long_clips="windows", or cut or thin out the clip'
-        yield Row(key, f"a clip has at most {POSITIONS} frames, the Transformer's positions", str(len(x)), fix, WARNING)
+        yield Row(
+            key,
+            f"a clip should have at most {POSITIONS} frames, the Transformer's positions",
+            str(len(x)),
+            fix,
+            WARNING,
+        )
     if not x.any():
-        yield Row(key, "some point is seen", "all are 0", AGAIN, WARNING)
+        yield Row(key, "some point should be seen", "all are 0", AGAIN, WARNING)
 
 
 def check_mask(key: str, seen: np.ndarray) -> Iterator[Row]:
     """(T, 78) bool, or integers 0 and 1."""
     other = seen[(seen != 0) & (seen != 1)]
     if other.size:
-        yield Row(key, "mask is true or false", str(other[0]), "save mask > 0.5, or whatever marks a seen point")
+        yield Row(key, "mask must be true or false", str(other[0]), "save mask > 0.5, or whatever marks a seen point")
 
 
 def check_times(key: str, ms: np.ndarray) -> Iterator[Row]:
@@ -245,7 +253,7 @@ def check_times(key: str, ms: np.ndarray) -> Iterator[Row]:
     if back.any():
         i = first_frame(back)
         fix = "put the frames in order, or extract the clip again"
-        yield Row(key, "times increase", f"frame {i} has {ms[i]}, the next {ms[i + 1]}", fix)
+        yield Row(key, "times must increase", f"frame {i} has {ms[i]}, the next {ms[i + 1]}", fix)
 
 
 def check_meta(npz: zipfile.ZipFile) -> Iterator[Row]:
@@ -260,11 +268,11 @@ def check_meta(npz: zipfile.ZipFile) -> Iterator[Row]:
         order = json.loads(text.item()).get("order", ORDER)
         if order != ORDER:
             fix = "put them in that order: the networks know a point by its position"
-            yield Row(META, f"points are in the order {ORDER}", str(order)[:80], fix, WARNING)
+            yield Row(META, f"points should be in the order {ORDER}", str(order)[:80], fix, WARNING)
     except Refused as refusal:
         yield dataclasses.replace(refusal.row, fix=fix, severity=WARNING)
     except (ValueError, TypeError, AttributeError, RecursionError):
-        yield Row(META, "meta is a JSON object", came, fix, WARNING)
+        yield Row(META, "meta should be a JSON object", came, fix, WARNING)
 
 
 def first_frame(which: np.ndarray) -> int:
@@ -290,7 +298,7 @@ def read_array(npz: zipfile.ZipFile, key: str, largest: int = LARGEST) -> np.nda
     bytes."""
     size = npz.getinfo(f"{key}.npy").file_size
     if size > largest:
-        rule, fix = f"an array has at most {table.size(largest)}", "cut the clip into shorter ones, or delete it"
+        rule, fix = f"an array must have at most {table.size(largest)}", "cut the clip into shorter ones, or delete it"
         raise Refused(Row(key, rule, table.size(size), fix))
     with damage_refused(key), npz.open(f"{key}.npy") as member:
         values = np.lib.format.read_array(member, allow_pickle=False)
@@ -315,7 +323,7 @@ def damage_refused(key: str) -> Iterator[None]:
         yield
     except STRAY as error:
         value = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        rule = "the array can be read" if key else "a clip is a .npz archive"
+        rule = "the array must be readable" if key else "a clip must be a .npz archive"
         raise Refused(Row(key, rule, value, DAMAGED)) from None
 
 

@@ -91,7 +91,7 @@ def arranged(
     places = {split: place for split, place in shares.items() if isinstance(place, str | Path)}
     named = {split: name for split, name in lists.items() if name is not None}
     for split in named.keys() - {"train"} - places.keys():
-        raise PackError(f"labels_{split} is the list of {split}=, a source of its own, and there is none; name both")
+        raise PackError(f"labels_{split} is the list of labels of {split}=, which is missing; give both")
     if not places and not named:
         return source, []
     folders = {"train": stage(source, progress=progress)}
@@ -115,7 +115,7 @@ def arranged(
 def list_file(name: str | Path) -> Path:
     path = drive_path(name).absolute()
     if not path.is_file():
-        raise PackError(f"a list of labels is a CSV file, and {path} is a folder; name the file")
+        raise PackError(f"a list of labels must be a CSV file, and {path} is a folder; name the file")
     return path
 
 
@@ -135,7 +135,7 @@ def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
     found = labels_of(folder, options.get("given", ()), options.get("glosses"), options.get("categories"))
     bad = [(row.file, *row.reasons) for row in found.rows if row.severity == ERROR]
     if not found.labels:
-        first = f". The first fault: {bad[0][0]}: {bad[0][2]}, got {bad[0][1]}; {bad[0][3]}" if bad else ""
+        first = f". The first error: {bad[0][0]}: {bad[0][2]}, got {bad[0][1]}; {bad[0][3]}" if bad else ""
         raise PackError(
             f"{folder}: {plural(len(found.clips), 'clip')} and no label that can be used{first}. To train, write "
             f"{LABELS} with the columns file,gloss,cat; run.predict(files) reads clips without labels"
@@ -185,8 +185,8 @@ def there(keys: Keys, folder: Path, clips: Sequence[str]) -> tuple[Keys, list[Ro
         without = [clip for clip, columns in have.items() if columns and column not in columns]
         if key and kept[column] and without and not needed:
             value = f"{len(without):,} of {len(have):,} have none"
-            fix = f"extract them, or nothing: the {network} leaves out clips that have none"
-            rows.append(Row(key, f"all clips have {key}, or none", value, fix, WARNING, without[0]))
+            fix = f"extract them; or nothing: the {network} leaves out clips that have none"
+            rows.append(Row(key, f"all clips should have {key}, or none", value, fix, WARNING, without[0]))
     return Keys(kept["x"], kept["features"], keys.needed), rows
 
 
@@ -243,7 +243,7 @@ def validate(
     for clip, (broken, digest) in zip(found.clips, shown, strict=True):
         rows += [row.at(clip) for row in broken]
         if digest and first.setdefault(digest, clip) != clip:
-            rule, fix = "each clip occurs once; a clip in train cannot validate", "delete one of them"
+            rule, fix = "each clip should occur only once: one in train cannot validate", "delete one of them"
             rows.append(Row("", rule, f"the same as {first[digest]}", fix, WARNING, clip))
     about = f"{plural(len(found.clips), 'clip')}, {len(found.labels):,} with a label"
     return Report(ordered(rows), about, len(found.clips), len(found.labels))
@@ -257,5 +257,5 @@ def checked(folder: Path, keys: Keys, clip: str) -> tuple[list[Row], bytes]:
         return [refusal.row], b""
     except OSError as error:
         fix = "copy the file again, or change its permissions"
-        return [Row("", "the file can be read", error.strerror or str(error), fix)], b""
+        return [Row("", "the file must be readable", error.strerror or str(error), fix)], b""
     return rows, hashlib.blake2b(columns["x" if "x" in columns else "features"].tobytes(), digest_size=16).digest()

@@ -52,7 +52,7 @@ FILMS = (".gif", ".webp", ".png", ".apng", ".tif", ".tiff")  # may hold one imag
 VIDEOS = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv")
 TUNED = "backbone.safetensors"
 MAKER = "{}_backbone"  # the array of text next to the features that names the backbone which made them
-MIXED = "features of two backbones cannot be mixed; choose another folder, or overwrite=True makes them anew"
+MIXED = "features of two backbones cannot be mixed; choose another folder, or replace them with overwrite=True"
 CLIPS_A_STEP = 8  # of fine-tuning
 FASTER = 10  # times the backbone's lr is the GRU's, which begins with nothing
 
@@ -104,7 +104,7 @@ def features(
     require(
         {
             "finetune must be a whole number of epochs, 0 or more": (whole(finetune, 0), finetune),
-            "lr must be above 0": (lr > 0, lr),
+            "lr must be greater than 0": (lr > 0, lr),
             "batch_size must be a whole number of frames, 1 or more": (whole(batch_size, 1), batch_size),
         }
     )
@@ -179,7 +179,7 @@ def fill(
                 made = torch.cat([backbone(frames) for frames in batches_of(film, batch_size)]).cpu().numpy()
             for name in ("X", MASK, TIMES):
                 if name in arrays and len(arrays[name]) != len(made):
-                    rule = f"there are as many frames as in {name}, {len(arrays[name])}"
+                    rule = f"there must be as many frames as in {name}, {len(arrays[name])}"
                     fix = "take the frames that the keypoints were extracted from, or delete the .npz"
                     raise Refused(Row(key, rule, str(len(made)), fix))
             with disk.explained("writing features", path):
@@ -209,26 +209,28 @@ def find_films(folder: Path) -> tuple[list[Film], list[Row]]:
         if path.suffix.lower() in (*STILLS, *FILMS):
             images[path.parent].append(name)
         elif path.suffix.lower() in VIDEOS:
-            rule = "frames are images: decoding videos takes ffmpeg or PyAV"
-            fix = "extract its frames, as with ffmpeg -i VIDEO -vf fps=30 CLIP/%05d.jpg"
+            rule = "frames must be images: decoding videos takes ffmpeg or PyAV"
+            fix = "extract its frames, for example with ffmpeg -i VIDEO -vf fps=30 CLIP/%05d.jpg"
             rows.append(Row("", rule, path.suffix, fix, file=name))
     for parent, names in sorted(images.items()):
         files = [folder / name for name in sorted(names, key=natural)]
         if is_animated(files[0]):
             own = [Film(f"{parent / file.stem}{CLIP}", (file,)) for file in files]
         elif any(parent in other.parents for other in images):
-            rule, fix = "frames are in a folder of their own", "move them into one, or delete them"
+            rule, fix = "frames must be in a folder of their own", "move them into one, or delete them"
             rows.append(Row("", rule, f"{len(names)} next to folders of frames", fix, file=names[0]))
             continue
         else:
             own = [Film(f"{parent if parent.name else folder.resolve().name}{CLIP}", tuple(files))]
         for film in own:
             if films.setdefault(film.name, film) is not film:
-                rule, fix = "clips have unique names", "rename it; both would be written to one .npz"
+                rule, fix = "clips must have unique names", "rename it; both would be written to one .npz"
                 rows.append(Row("", rule, f"also {films[film.name].files[0].name}", fix, file=film.files[0].name))
     if not films:
         first = f". The first of {plural(len(rows), 'other file')}: {Refused(rows[0])}" if rows else ""
-        raise PackError(f"{folder}: no frames; give a folder of folders of images, one a clip, or of GIFs{first}")
+        raise PackError(
+            f"{folder}: no frames; give a folder with a folder of images for each clip, or with GIFs{first}"
+        )
     return list(films.values()), rows
 
 
@@ -259,7 +261,7 @@ def batches_of(film: Film, size: int) -> Iterator[Tensor]:
         first = first or batch[0].shape
         for other in {frame.shape for frame in batch} - {first}:
             value = f"{sized(*other[:2])} after {sized(*first[:2])}"
-            raise Refused(Row("", "all frames of a clip have one size", value, "extract them again at one size"))
+            raise Refused(Row("", "all frames of a clip must have one size", value, "extract them again at one size"))
         yield torch.from_numpy(np.stack(batch)).permute(0, 3, 1, 2)
 
 
@@ -336,5 +338,5 @@ def clip_loss(backbone: Backbone, gru: Gru, film: Film, ids: Ids, batch_size: in
 
 def write_weights(network: nn.Module, path: Path) -> None:
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
-    with disk.explained("keeping the fine-tuned backbone", path):
+    with disk.explained("saving the fine-tuned backbone", path):
         disk.write_atomic(path, safetensors.torch.save(state))

@@ -8,13 +8,12 @@ result does not depend on the batch, its padding, or the machine. B clips, T fra
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nbtools.data import Draws
+from nbtools.data import Draws, constant, places
 from nbtools.tasks.sign.networks import POSITIONS
 from nbtools.tasks.sign.plans import Plan
 
@@ -69,7 +68,8 @@ def prepared(clips: Keypoints, plan: Plan, draws: Draws | None) -> Keypoints:
     clips = clips._replace(points=normalised(clips, plan, draws))
     if draws is not None and (plan.drop_hand or plan.drop_points):
         clips = hidden(clips, draws, plan.drop_hand, plan.drop_points)
-    return clips._replace(points=clips.points.where(clips.seen[..., None], 0.0))
+    zero = constant((0,), clips.points.device)
+    return clips._replace(points=clips.points.where(clips.seen[..., None], zero))
 
 
 def normalised(clips: Keypoints, plan: Plan, draws: Draws | None) -> Tensor:
@@ -91,43 +91,45 @@ def body(points: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
 
     Where no frame shows both shoulders: the middle of all that is seen, and a quarter of the picture.
     """
-    both = seen[:, :, SHOULDERS].all(2)[:, :, None, None].to(points.dtype)  # (B, T, 1, 1)
+    both = seen[:, :, SHOULDERS].all(2)[:, :, None, None]  # (B, T, 1, 1)
     count = both.sum(1, keepdim=True)
     shoulders = (points[:, :, SHOULDERS] * both).sum(1, keepdim=True) / count.clamp(min=1)  # (B, 1, 2, 2)
     apart = (shoulders[:, :, :1] - shoulders[:, :, 1:]).norm(dim=3, keepdim=True)
-    shown = seen[..., None].to(points.dtype)
+    shown = seen[..., None]
     middle = (points * shown).sum((1, 2), keepdim=True) / shown.sum((1, 2), keepdim=True).clamp(min=1)
-    centre = torch.where(count > 0, shoulders.mean(2, keepdim=True), middle)
-    return centre, torch.where(count > 0, apart.clamp(min=NARROW), 0.25)
+    found = count > 0
+    centre = torch.where(found, shoulders.mean(2, keepdim=True), middle)
+    return centre, torch.where(found, apart.clamp(min=NARROW), constant((0.25,), found.device))
 
 
 def about_wrists(points: Tensor) -> Tensor:
-    """Each hand's fingers relative to its wrist, enlarged; the wrists and all else stay where they are.
+    """Each hand's fingers relative to its wrist, enlarged, in place; the wrists and all else stay where they are.
 
     MediaPipe finds a hand whole or not at all: where a finger is seen, so is the wrist."""
-    parts = [points[:, :, POSE]]
-    for hand in HANDS:
-        wrist, fingers = points[:, :, hand].split([1, 20], 2)
-        parts += [wrist, SPAN * (fingers - wrist)]
-    return torch.cat([*parts, points[:, :, FACE]], 2)
+    wrist, fingers = points[:, :, LEFT.start : RIGHT.stop].unflatten(2, (len(HANDS), -1)).split([1, 20], 3)
+    fingers.sub_(wrist).mul_(SPAN)
+    return points
 
 
 def retimed(clips: Keypoints, draws: Draws, warp: float, crop: float, longest: int) -> Keypoints:
     """Clips cut at both ends, and played faster or slower, and unevenly. None grows beyond `longest` frames that was
     not longer before."""
     points, seen, lengths = clips
-    kept, start = 1 - draws.uniform(0, crop)[:, None], draws.uniform()[:, None]
-    new = (lengths * kept[:, 0] * (1 + draws.uniform(-STRETCH, STRETCH) * warp)).round().long()
-    new = torch.minimum(new, lengths.clamp(min=longest)).clamp(min=1)
+    device = points.device
+    drawn = draws.uniforms((0, crop), (0, 1), (-STRETCH, STRETCH), (-BEND, BEND), (-BEND, BEND))[..., None]
+    kept, start, warps = 1 - drawn[:, 0], drawn[:, 1], drawn[:, 2:] * warp  # (B, 1), (B, 1), (B, 3, 1)
+    lengths = lengths[:, None]
+    new = (lengths * kept * (1 + warps[:, 0])).round().long()
+    new = new.clamp(constant((1,), device, torch.int64), lengths.clamp(min=longest))
     room = min(math.ceil(points.shape[1] * (1 + STRETCH * warp)), max(points.shape[1], longest))
-    step = torch.arange(room, device=points.device)
-    u = step / (new[:, None] - 1).clamp(min=1)  # (B, room), 0 to 1 along the new clip
-    slow, swing = (draws.uniform(-BEND, BEND)[:, None] * warp for _ in range(2))
-    u = u + slow * torch.sin(math.pi * u) / math.pi + swing * torch.sin(2 * math.pi * u) / (2 * math.pi)
-    last = (lengths[:, None] - 1).clamp(min=0)
-    place = torch.minimum(((start * (1 - kept) + kept * u) * last).clamp(min=0), last)
+    step = places(room, device)
+    u = step / (new - 1).clamp(min=1)  # (B, room), 0 to 1 along the new clip
+    periods = constant((math.pi, 2 * math.pi), device)[:, None]
+    slow, swing = (torch.sin(u[:, None] * periods).mul_(warps[:, 1:]).div_(periods)).unbind(1)
+    last = (lengths - 1).clamp(min=0)
+    place = ((start * (1 - kept) + kept * (u + slow + swing)) * last).clamp(constant((0,), device), last)
     points, seen = between(points, seen, place)
-    return Keypoints(points, seen & (step < new[:, None])[:, :, None], new)
+    return Keypoints(points, seen & (step < new)[:, :, None], new[:, 0])
 
 
 def between(points: Tensor, seen: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,42 +137,34 @@ def between(points: Tensor, seen: Tensor, place: Tensor) -> tuple[Tensor, Tensor
 
     A point is interpolated between two frames that show it, or taken from the one that does; seen as in the nearer one.
     """
-    first, second = place.floor().long(), place.ceil().long()
-    rows = torch.arange(len(place), device=place.device)[:, None]
+    first = place.floor()
     part = (place - first)[:, :, None]
-    seen_first, seen_second = seen[rows, first], seen[rows, second]
-    a, b = (1 - part) * seen_first, part * seen_second
-    total = (a + b).clamp(min=1e-6)
-    mixed = points[rows, first] * (a / total)[..., None] + points[rows, second] * (b / total)[..., None]
-    return mixed, torch.where(part < 0.5, seen_first, seen_second)
+    frames = torch.stack([first, place.ceil()]).long()  # (2, B, R)
+    rows = places(len(place), place.device)[:, None]
+    seen = seen[rows, frames]  # (2, B, R, P)
+    shares = torch.stack([1 - part, part]) * seen
+    shares = shares / (shares[0] + shares[1]).clamp(min=1e-6)
+    mixed = (points[rows, frames] * shares[..., None]).sum(0)
+    return mixed, torch.where(part < 0.5, seen[0], seen[1])
 
 
 def mirrored(clips: Keypoints, chosen: Tensor) -> Keypoints:
     """Left-right mirror images of the chosen (B,) clips; the left hand then becomes the right one."""
-    table, swapped = mirror_on(clips.points.device), chosen[:, None, None]
+    table, swapped = constant(MIRROR, clips.points.device, torch.int64), chosen[:, None, None]
     image, seen = clips.points.index_select(2, table), clips.seen.index_select(2, table)
     image = torch.stack([1 - image[..., 0], image[..., 1]], 3)
     points = torch.where(swapped[..., None], image, clips.points)
     return Keypoints(points, torch.where(swapped, seen, clips.seen), clips.lengths)
 
 
-@cache
-def mirror_on(device: torch.device) -> Tensor:
-    """The mirror table on a device (P,), copied there once: a copy in every step would make the host wait."""
-    return torch.tensor(MIRROR, device=device)
-
-
 def moved(points: Tensor, draws: Draws, strength: float) -> Tensor:
     """Clips turned, resized, widened and shifted about the origin: the body, in shoulder widths."""
-
-    def u(most: float) -> Tensor:
-        return draws.uniform(-most * strength, most * strength)
-
-    angle, size, wider = u(TURN), 1 + u(SIZE), 1 + u(SIZE / 2)
+    drawn = draws.uniforms(*((-m * strength, m * strength) for m in (TURN, SIZE, SIZE / 2, SHIFT, SHIFT)))
+    angle, size, wider, *_ = drawn.unbind(1)
+    size, wider = 1 + size, 1 + wider
     cos, sin = size * torch.cos(angle), size * torch.sin(angle)
     turn = torch.stack([cos * wider, sin * wider, -sin, cos], 1).view(-1, 1, 2, 2)
-    shift = torch.stack([u(SHIFT), u(SHIFT)], 1)[:, None, None]
-    return points @ turn + shift
+    return points @ turn + drawn[:, None, None, 3:]
 
 
 def hidden(clips: Keypoints, draws: Draws, hand: float, share: float) -> Keypoints:
@@ -178,11 +172,13 @@ def hidden(clips: Keypoints, draws: Draws, hand: float, share: float) -> Keypoin
     it."""
     points, seen, lengths = clips
     lost, right = draws.chance(hand), draws.chance(0.5)
-    span = draws.uniform(0, 0.5) * lengths
-    start = draws.uniform() * (lengths - span)
-    step = torch.arange(seen.shape[1], device=seen.device)
+    span, start = draws.uniforms((0, 0.5), (0, 1)).unbind(1)
+    span = span * lengths
+    start = start * (lengths - span)
+    step = places(seen.shape[1], seen.device)
     gone = lost[:, None] & (step >= start[:, None]) & (step < (start + span)[:, None])  # (B, T)
     seen = seen & ~draws.chance(share, (POINTS,))[:, None]
-    for k, place in enumerate(HANDS):
-        seen[:, :, place] &= ~(gone & (right == bool(k))[:, None])[:, :, None]
+    hands = seen[:, :, LEFT.start : RIGHT.stop].unflatten(2, (len(HANDS), -1))
+    of_right = places(len(HANDS), seen.device) == right[:, None]
+    hands &= ~(gone[:, :, None] & of_right[:, None])[..., None]
     return Keypoints(points, seen, lengths)

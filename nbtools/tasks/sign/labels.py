@@ -76,10 +76,10 @@ def labels_of(folder: Path, given: Collection[str] = (), glosses: Classes = None
     clips, labels = joined(clips, labels)
     fix = f"write its row file,gloss,cat into {LABELS}; to predict, nothing"
     if not lists:
-        rows = [Row("", "clips have labels", f"no {LABELS}", fix, WARNING, LABELS)]
+        rows = [Row("", "clips should have labels", f"no {LABELS}", fix, WARNING, LABELS)]
     else:
         bare = (clip for clip in clips if clip not in labels)
-        rows += [Row("", "a clip has a label", "no row that can be used", fix, file=clip) for clip in bare]
+        rows += [Row("", "a clip must have a label", "no row that can be used", fix, file=clip) for clip in bare]
     words = words_of(labels) | {gloss: name for gloss, name, _, _ in reference}
     titles = {cat: name for _, _, cat, name in reference}
     category_of = {gloss: cat for gloss, _, cat, _ in reference} | dict(labels.values())
@@ -135,7 +135,14 @@ def absent(ids: Collection[int], clips: Mapping[int, str]) -> list[Row]:
         return []
     value, fix = f"{most}, and {most + 1 - len(ids)} below it have no clip", "correct the label, or give glosses="
     return [
-        Row("gloss", "ids are from 0 to the largest", value, f"{fix}{most + 1}", WARNING, clips.get(most, REFERENCE))
+        Row(
+            "gloss",
+            "ids should run from 0 without gaps",
+            value,
+            f"{fix}{most + 1}",
+            WARNING,
+            clips.get(most, REFERENCE),
+        )
     ]
 
 
@@ -196,12 +203,12 @@ def read_table(
         return [], [refusal.row]
     head = folded(table[0][1]) if table else []
     if missing := [column for column in columns if column not in head]:
-        rule, fix = f"a list has the columns {', '.join(columns)}", f"write {','.join(columns)} as the first line"
+        rule, fix = f"a list must have the columns {', '.join(columns)}", f"write {','.join(columns)} as the first line"
         return [], [Row(", ".join(missing), rule, ",".join(head)[:60] or "an empty file", fix, file=name)]
     for line, cells in table[1:]:
         try:
             if len(cells) != len(head):
-                rule, fix = "a row has as many cells as the first line", "quote a name that holds a comma"
+                rule, fix = "a row must have as many cells as the first line", "quote a name that holds a comma"
                 raise Refused(Row("", rule, f"{len(cells)} of {len(head)}", fix))
             found.append((f"{name}:{line}", parse(*(cells[head.index(column)].strip() for column in columns))))
         except Refused as refusal:
@@ -227,7 +234,7 @@ def named(gloss: str, label: str, cat: str, category: str) -> Named:
 def id_in(column: str, cell: str) -> int:
     if not ID.fullmatch(cell):
         fix = "write its id, and names into labels_reference.csv"
-        raise Refused(Row(column, f"{column} is a whole number from 0 to 9999", cell or "nothing", fix))
+        raise Refused(Row(column, f"{column} must be a whole number from 0 to 9999", cell or "nothing", fix))
     return int(cell)
 
 
@@ -245,7 +252,7 @@ def match(lists: Mapping[str, bytes], clips: Sequence[str]) -> tuple[dict[str, I
     for found in said.values():
         (first, where), *others = found.items()
         for ids, other in others:
-            rule = f"a clip has one label, and {where} says {first[0]}, {first[1]}"
+            rule = f"a clip must have one label, and {where} says {first[0]}, {first[1]}"
             fix = "delete the wrong one of the rows"
             rows.append(Row("gloss, cat", rule, f"{ids[0]}, {ids[1]}", fix, file=other))
     category_of: dict[int, int] = {}
@@ -253,7 +260,7 @@ def match(lists: Mapping[str, bytes], clips: Sequence[str]) -> tuple[dict[str, I
         category_of.setdefault(gloss, cat)
     for clip, (gloss, cat) in list(labels.items()):
         if cat != category_of[gloss]:
-            rule, where = f"a gloss has one category, and {gloss} mostly has {category_of[gloss]}", said[clip]
+            rule, where = f"a gloss must have one category, and {gloss} mostly has {category_of[gloss]}", said[clip]
             rows.append(Row("cat", rule, str(cat), "correct gloss or cat", file=where[labels.pop(clip)]))
     return labels, rows
 
@@ -266,10 +273,10 @@ def labelled(index: Mapping[str, list[str]], file: str, gloss: str, cat: str) ->
     some = index.get(name[: -len(CLIP)] if name.lower().endswith(CLIP) else name, [])
     if not some:
         fix = "correct the name, copy the clip too, or delete the row"
-        raise Refused(Row("file", "the clip of a row exists", file or "nothing", fix))
+        raise Refused(Row("file", "the clip of a row must exist", file or "nothing", fix))
     if len(set(map(whole, some))) > 1:
-        came, fix = f"{file}: {', '.join(some[:3])}", "write its folder too, as train/CLIP"
-        raise Refused(Row("file", "a name stands for one clip", came, fix))
+        came, fix = f"{file}: {', '.join(some[:3])}", "add its folder: train/CLIP"
+        raise Refused(Row("file", "a name must stand for one clip", came, fix))
     return some, ids
 
 

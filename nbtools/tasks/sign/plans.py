@@ -8,6 +8,7 @@ from typing import Any
 
 from nbtools.data import Card, Pack
 from nbtools.errors import PlanError
+from nbtools.tasks.common.padding import bucket_knob
 from nbtools.tasks.common.plans import THUMB, at_most, epochs_for
 from nbtools.train import Plan as BasePlan
 from nbtools.train import knob
@@ -29,7 +30,7 @@ class Plan(BasePlan):
     label_smoothing: float = knob(0.0, "share of a target spread over all classes", least=0, most=0.99)
     class_weights: str = knob(
         "none",
-        "weights of rare classes: balanced: one over their share of training clips; sqrt: the root of that",
+        "class weights in the loss: balanced: inverse frequency in the training clips; sqrt: its square root",
         choices=("none", "balanced", "sqrt"),
     )
     dropout: float | None = knob(
@@ -37,7 +38,7 @@ class Plan(BasePlan):
     )
     normalise: str = knob(
         "hands",
-        "coordinates: none: of the picture; body: relative to the shoulders; hands: fingers also to their wrists",
+        "coordinates: none: as in the frame; body: relative to the shoulders; hands: also fingers to their wrists",
         choices=("none", "body", "hands"),
     )
     long_clips: str = knob(
@@ -45,14 +46,9 @@ class Plan(BasePlan):
         "clips with more frames than the position table: refuse, or cut into windows",
         choices=("refuse", "windows"),
     )
-    bucket: int = knob(
-        1,
-        "pad batches to a multiple of this many frames: compiled programs then see few lengths",
-        least=1,
-        unit="frames",
-    )
+    bucket: int = bucket_knob("frames")
     time_warp: float = knob(0.0, "augmentation: change of length and pace; 1: up to 30 %", least=0, most=1)
-    time_crop: float = knob(0.0, "augmentation: largest share of a clip to cut off its ends", least=0, most=0.9)
+    time_crop: float = knob(0.0, "augmentation: largest share of a clip that is cut off at its ends", least=0, most=0.9)
     mirror: float = knob(
         0.0,
         "augmentation: chance of a left-right mirror image, hands swapped; not if right and left are two signs",
@@ -146,11 +142,11 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
         return for_gru(card)
     settings = for_transformer(card)
     if accelerator == "cuda":
-        small = "the guide's 32, or all that there are; a step is bound by its launches"
+        small = "the guide's 32, or all there are; kernel launches limit a step"
         settings |= {
             "batch_size": (at_most(32, card), small),
             "lr": (7e-4, f"the CPU's 5e-4 at batch 16 by the sqrt rule, {THUMB}"),
-            "bucket": (16, "so that compiled programs see few lengths"),
+            "bucket": (16, "so that compiled code sees few lengths"),
         }
     return settings
 
@@ -163,12 +159,9 @@ def for_transformer(card: Card) -> dict[str, tuple[Any, str]]:
         "network": ("transformer", "there are keypoints"),
         "batch_size": (at_most(16, card), "many small steps; on a CPU twice as much is 1.02× as fast (measured)"),
         "lr": (5e-4, "with warmup and cosine; twice that is no better (measured)"),
-        "epochs": (epochs, f"{SHOWN} clips a gloss in all, from 10 to 200 epochs"),
+        "epochs": (epochs, f"each gloss is seen about {SHOWN} times, in 10 to 200 epochs"),
         "warmup_epochs": (round(epochs * 0.1, 1), f"10 % of the run, {THUMB}"),
-        "normalise": (
-            "hands",
-            "from 40 clips, 76 % of 160 others are right; relative to the body alone 59 % (measured)",
-        ),
+        "normalise": ("hands", "76 % of 160 other clips are right, 59 % by the body alone, from 40 clips (measured)"),
         "mirror": (0.5, "some signers lead with the other hand: 76 % → 91 % of these (measured)"),
         "time_warp": (0.5, "with cropping 76 % → 81 % of these (measured)"),
         "time_crop": (0.2, "where a recording starts and ends is arbitrary"),
@@ -180,11 +173,14 @@ def for_gru(card: Card) -> dict[str, tuple[Any, str]]:
     epochs = epochs_for(card, 5 * SHOWN * len(card.classes), least=10)
     return {
         "network": ("gru", "there are features and no keypoints"),
-        "batch_size": (at_most(32, card), "the guide's 32, or all that there are"),
+        "batch_size": (at_most(32, card), "the guide's 32, or all there are"),
         "lr": (3e-3, "with warmup and cosine; with 1e-2 66 % instead of 70 % of earlier demo clips (measured)"),
-        "epochs": (epochs, f"{5 * SHOWN} clips a gloss in all: small units need many steps, and steps are quick"),
+        "epochs": (
+            epochs,
+            f"each gloss is seen about {5 * SHOWN} times: a small network needs many steps, and they are quick",
+        ),
         "warmup_epochs": (round(epochs * 0.1, 1), f"10 % of the run, {THUMB}"),
-        "weight_decay": (0.0, "16 and 12 units have little to overfit with"),
+        "weight_decay": (0.0, "16 and 12 units are too few to overfit"),
     }
 
 

@@ -18,6 +18,7 @@ from nbtools.data import Card, Draws, Pack, Sample, collate
 from nbtools.errors import PlanError
 from nbtools.tasks.common import metrics as measures
 from nbtools.tasks.common.latency import Latency, measure_latency
+from nbtools.tasks.common.padding import padded
 from nbtools.tasks.sign.keypoints import SPAN, Keypoints, prepared
 from nbtools.tasks.sign.networks import LABELS, POSITIONS, Outputs
 from nbtools.tasks.sign.plans import Plan, network_of
@@ -53,13 +54,6 @@ def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:
     most = max(points.shape[1], POSITIONS)
     x, mask = (padded(t, plan.bucket, most) for t in (points.flatten(2), seen))
     return {**kept, "x": x, "mask": mask, "x_length": lengths}
-
-
-def padded(x: Tensor, bucket: int, most: int | None = None) -> Tensor:
-    """(B, T, D) with T padded to a multiple of the bucket, but not beyond `most`."""
-    frames = -(-x.shape[1] // bucket) * bucket
-    more = (frames if most is None else min(frames, most)) - x.shape[1]
-    return F.pad(x, (0, 0, 0, more)) if more > 0 else x
 
 
 def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[Tensor, int]:

@@ -100,6 +100,15 @@ else:
 
 # %% [markdown]
 # ## Side by side
+# Every run stays in its folder. `nb.runs` lists them, newest first, with state, best value, time, and the tags and
+# notes that you give them. Tick some and press *Compare*.
+
+# %%
+run.tags = ["first"]
+nb.runs(RUNS)
+
+# %% [markdown]
+# Which of these two is the best, and what differs:
 
 # %%
 nb.compare(*runs)

@@ -1,0 +1,109 @@
+"""Staging and packing against the least that they could take: a plain copy and extraction, and decoding on all cores.
+
+    python -m benchmarks.staging [--quick]
+
+Staging checks an archive's SHA-256 and every name in it, syncs and publishes: its speed over that of `shutil.copyfile`
+and `tarfile.extractall`, of a tar of many small images and of one of few large files, in turns, by the wall clock.
+Packing: samples/s over the cores times the samples/s of the task's `read` alone on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+import nbtools as nb
+from benchmarks.paired import Figure, Receipt, in_turns, times
+from nbtools.data import cores
+from nbtools.tasks import captcha
+
+ROUNDS, IMAGES, LARGE, MEGABYTES = 7, 4000, 8, 32
+
+
+def seconds(act: Callable[[], Any]) -> float:
+    start = perf_counter()
+    act()
+    return perf_counter() - start
+
+
+def archived(folder: Path) -> Path:
+    with tarfile.open(folder.with_suffix(".tar"), "w") as tar:
+        tar.add(folder, folder.name)
+    return folder.with_suffix(".tar")
+
+
+def plainly(tar: Path, into: Path) -> None:
+    """Copy and extract, as a notebook's first cell would."""
+    into.mkdir()
+    shutil.copyfile(tar, into / tar.name)
+    with tarfile.open(into / tar.name) as opened:
+        opened.extractall(into / "files", filter="data")
+    shutil.rmtree(into)
+
+
+def staged(tar: Path, into: Path) -> None:
+    nb.stage(tar, into=into, progress=False)
+    shutil.rmtree(into)
+
+
+def packing(source: Path, place: Path, rounds: int) -> dict[str, list[float]]:
+    """samples/s: of packing, and of reading the same files one after another."""
+    files, number, packs = sorted(source.rglob("*.png")), len(list(source.rglob("*.png"))), count()
+    options = captcha.pack(source, into=place / "first", progress=False).card.options
+
+    def packed() -> float:
+        into = place / f"pack{next(packs)}"
+        took = seconds(lambda: captcha.pack(source, into=into, progress=False))
+        shutil.rmtree(into)
+        return number / took
+
+    def read() -> float:
+        return number / seconds(lambda: [captcha.read(path, options) for path in files])
+
+    return in_turns({"packing": packed, "reading": read}, rounds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="staging over copy and extraction, packing over decoding on all cores")
+    parser.add_argument("--quick", action="store_true", help="in seconds, to see that it runs; writes no receipt")
+    quick = parser.parse_args().quick
+    rounds, images, large, size = (1, 64, 2, 1) if quick else (ROUNDS, IMAGES, LARGE, MEGABYTES)
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory() as folder:
+        place, numbers = Path(folder), count()
+        os.environ["NBTOOLS_CACHE"] = str(place / "cache")
+        source = captcha.demo(place / "images", count=images)
+        (place / "large").mkdir()
+        for k in range(large):
+            (place / "large" / f"{k}.bin").write_bytes(np.random.default_rng(k).bytes(size << 20))
+        for name, tar in {"small files": archived(source), "large files": archived(place / "large")}.items():
+            acts = {"plain": partial(plainly, tar), "staged": partial(staged, tar)}
+            turns = {act: lambda do=do: seconds(lambda: do(place / f"at{next(numbers)}")) for act, do in acts.items()}
+            found = in_turns(turns, rounds)
+            figures += [Figure.of(f"{name}, {act}", "s", each) for act, each in found.items()]
+            figures.append(Figure.of(f"{name}: staging", "× plain", times(found, "plain", "staged")))
+        rates = packing(source, place, rounds)
+        figures += [Figure.of(name, "samples/s", each) for name, each in rates.items()]
+    share = [rate / (cores() * alone) for rate, alone in zip(rates["packing"], rates["reading"], strict=True)]
+    headline = Figure.of("packing_share", "×", share)
+    result = Receipt(
+        headline, tuple(figures), {"images": images, "cores": cores(), "promise": "staging ≥ 0.9×, packing ≥ 0.9"}
+    )
+    if not quick:
+        result.write()
+    print(result)
+
+
+if __name__ == "__main__":
+    main()

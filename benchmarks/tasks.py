@@ -1,0 +1,266 @@
+"""Each task trained by nbtools, by the guide's settings and by nbtools' peers, each of them at its best.
+
+    python -m benchmarks.tasks [--task captcha] [--rounds 3] [--quick]
+
+All train the same network with the same batches, augmentation and schedule (`benchmarks.peers`); nbtools by the plan
+that it advises, the peers with that plan's settings and the levers that are fastest for each of them: precision, memory
+layout and DataLoader workers by a trial of a few seconds each, compilation, which is the same call in all, by one of
+plain PyTorch. `guide` is the task's BASELINE with the same network. Advice and trials are not counted, nbtools' packing
+is. Each run is a process of its own, so that none finds what another left; rounds run all of them in turns.
+
+samples/s: of whole epochs after the first, evaluation and the best weights' file included. to target: until the first
+evaluation on the validation split that reached it, from the call of the program; its imports are not counted. wait: the
+share of training in which the loop waited for data. memory: the most that the process had, its workers not counted; on
+a GPU of the GPU's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+import nbtools as nb
+from benchmarks.paired import Figure, Receipt, in_turns, times
+from benchmarks.peers import OURS, PROGRAMS, WARM, Enough, Job, Levers, Meter, lines, package_of, run
+from nbtools import measure
+from nbtools.data import Pack, cores
+from nbtools.train import best_metric, device
+
+ROUNDS, SECONDS = 3, 3.0
+COMPILING = 120  # seconds after which a trial of compilation has lost
+WORTH = 1.02  # times as fast: a lever that gains less stays as it was
+
+
+@dataclass(frozen=True)
+class Case:
+    """Samples of the task's demo, epochs, and the value of the metric that the time is taken to; larger is better."""
+
+    count: int
+    epochs: int
+    target: float = math.inf
+
+
+CASES = {"captcha": Case(4000, 5, 0.95), "hwdb": Case(400, 3), "sign": Case(480, 4), "segment": Case(200, 4)}
+"""Minutes of training teach captchas; the others are trained for their samples/s alone."""
+
+
+# -- in a process of its own: one run, or one peer's trials
+
+
+def opened(given: dict[str, Any], levers: Levers, meter: Meter) -> Job:
+    task = import_module(f"nbtools.tasks.{given['task']}")
+    pack = task.pack(given["source"], into=given["pack"], progress=False)  # made before: opens at once
+    return Job(task, pack, Path(given["source"]), task.Plan.from_dict(given["plan"]), levers, meter)
+
+
+def trial(given: dict[str, Any], levers: Levers) -> float:
+    """samples/s of a program in training with these levers."""
+    meter, task = Meter(seconds=given["seconds"]), import_module(f"nbtools.tasks.{given['task']}")
+    with tempfile.TemporaryDirectory() as folder, meter.watching(task), suppress(Enough):
+        job = opened(given, levers, meter)
+        run(given["program"], job, Path(folder))
+    first = min(WARM, len(meter.arrivals) - 2)
+    took = meter.arrivals[-1] - meter.arrivals[first] - (meter.evaluated[-1] - meter.evaluated[first])
+    return (len(meter.arrivals) - 1 - first) * given["plan"]["batch_size"] / took
+
+
+def tuned(given: dict[str, Any]) -> dict[str, Any]:
+    """The levers with which a program is fastest, tried one after another, and what each trial found."""
+    best, tried = Levers(**given["levers"]), {}
+    tried["before"] = fastest = trial(given, best)
+    for lever, value in given["candidates"]:
+        candidate = replace(best, **{lever: value})
+        try:
+            tried[f"{lever}={value}"] = rate = trial(given, candidate)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            tried[f"{lever}={value}"] = f"refused: {str(error).splitlines()[0]}"
+            continue
+        if rate > WORTH * fastest:
+            best, fastest = candidate, rate
+    return {"levers": asdict(best), "tried": tried}
+
+
+def trained(given: dict[str, Any]) -> dict[str, float]:
+    """What one whole run showed. target: seconds, infinite where it was not reached."""
+    meter, task = Meter(), import_module(f"nbtools.tasks.{given['task']}")
+    import_module(PROGRAMS[given["program"]][1])
+    with tempfile.TemporaryDirectory() as name, meter.watching(task):
+        job, folder = opened(given, Levers(**given["levers"]), meter), Path(name)
+        start = perf_counter()
+        run(given["program"], job, folder)
+        ended = perf_counter()
+        ours = nb.Run.open(folder / "run", task).history.of("epoch") if given["program"] in OURS else []
+    steps, (metric, sign) = len(job.order), best_metric(job.bound)
+    assert len(meter.arrivals) == steps * job.epochs, f"{len(meter.arrivals)} batches in {job.epochs} epochs"
+    second, last = steps, steps * (job.epochs - 1)  # the batches that begin those epochs
+    took = meter.arrivals[last] - meter.arrivals[second]
+    if ours:
+        scores = [sign * row[f"val_{metric}"] for row in ours]
+        waits = [row["data_wait"] * row["epoch_time"] for row in ours[1:]]
+        wait = sum(waits) / sum(row["epoch_time"] for row in ours[1:])
+    else:
+        scores = meter.scores
+        wait = (meter.waited[last] - meter.waited[second]) / (took - meter.evaluated[last] + meter.evaluated[second])
+    ends = [*meter.arrivals[steps::steps], ended]
+    reached = [end - start for end, score in zip(ends, scores, strict=True) if score >= given["target"]]
+    return {
+        "rate": (job.epochs - 2) * job.pack.splits["train"] / took,
+        "target": min(reached, default=math.inf),
+        "start": meter.arrivals[0] - start,
+        "wait": 100 * wait,
+        "memory": peak_memory(job.device),
+        "best": max(scores),
+    }
+
+
+def peak_memory(used: torch.device) -> float:
+    """MiB. Not ru_maxrss, in which a process begins with what its parent had."""
+    if used.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) / 2**10
+
+
+def child(text: str) -> None:
+    given = json.loads(text)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")  # the peers' advice about workers and loggers
+    print(json.dumps((tuned if "seconds" in given else trained)(given)))
+
+
+# -- in the process that was started
+
+
+def apart(given: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
+    """What `child` prints at the end of a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.tasks", "--child", json.dumps(given)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    if ran.returncode:
+        raise SystemExit(f"{given['program']} on {given['task']}: {ran.stderr}")
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def levers_of(given: dict[str, Any], peers: list[str], seconds: float) -> dict[str, dict[str, Any]]:
+    """peer → its fastest levers, and what was tried. Compilation is tried with plain PyTorch, for all of them."""
+    candidates = [("bf16", True), ("channels_last", True), *(("workers", n) for n in range(1, cores() + 1))]
+    asked = {**given, "seconds": seconds, "levers": asdict(Levers()), "candidates": candidates}
+    found = {peer: apart({**asked, "program": peer}) for peer in peers}
+    plain = found["pytorch"]
+    try:
+        asked |= {"program": "pytorch", "levers": plain["levers"], "candidates": [("compile", True)]}
+        compiled = apart(asked, COMPILING)
+        rates = compiled["tried"]["before"], compiled["tried"]["compile=True"]
+    except subprocess.TimeoutExpired:
+        compiled, rates = {"levers": {"compile": False}}, f"took more than {COMPILING} s"
+    plain["tried"]["compile=True, without and with it"] = rates
+    for peer in peers:
+        found[peer]["levers"]["compile"] = compiled["levers"]["compile"]
+    return found
+
+
+def compared(
+    name: str, case: Case, peers: list[str], folder: Path, rounds: int, seconds: float, advising: float
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, Any]]:
+    """({"rate", "target", "start", "wait", "memory", "best" → contestant → a value for each round}, conditions)."""
+    task: Any = import_module(f"nbtools.tasks.{name}")
+    source = task.demo(folder / "raw", case.count)
+    pack: Pack = task.pack(source, into=folder / "pack", progress=False)
+    plan = shortened(nb.advise(task, pack, seconds=advising).plan, case.epochs)
+    baseline = shortened(measure.comparable(task.BASELINE, plan, pack, device.pick())[0], case.epochs)
+    given = {"task": name, "source": str(source), "pack": str(folder / "pack"), "target": case.target}
+    levers = levers_of({**given, "plan": plan.to_dict()}, peers, seconds)
+    found: dict[str, dict[str, list[float]]] = {}
+
+    def turn(who: str) -> float:
+        asked = {"program": who, "levers": levers[who]["levers"] if who in levers else asdict(Levers())}
+        values = apart({**given, **asked, "plan": (baseline if who == "guide" else plan).to_dict()})
+        for what, value in values.items():
+            found.setdefault(what, {}).setdefault(who, []).append(value)
+        return values["rate"]
+
+    in_turns({who: partial(turn, who) for who in (*OURS, *peers)}, rounds)
+    return found, {
+        "samples": pack.splits,
+        "epochs": case.epochs,
+        "target": f"{task.BEST} ≥ {case.target}" if math.isfinite(case.target) else None,
+        "plan": plan.to_dict(),
+        "guide": baseline.changes_from(plan),
+        "levers": levers,
+        "lines": {who: lines(PROGRAMS[who][0]) for who in ("nbtools", *peers)},
+        "versions": {who: version(package_of(who)) for who in ("nbtools", *peers)},
+    }
+
+
+def shortened(plan: Any, epochs: int) -> Any:
+    """The plan with its schedule over so many epochs, each with an evaluation of the whole validation split."""
+    warmup = plan.warmup_epochs * epochs / plan.epochs
+    return plan.replace(epochs=epochs, warmup_epochs=warmup, eval_every=1, eval_samples=None, early_stop=None)
+
+
+UNITS = {"rate": "samples/s", "target": "s", "start": "s", "wait": "% of training", "memory": "MiB", "best": ""}
+
+
+def figures(name: str, found: dict[str, dict[str, list[float]]]) -> list[Figure]:
+    """All that a task showed; last, its headline: nbtools' samples/s over the fastest peer's of each round."""
+    rates = found["rate"]
+    peers = [who for who in rates if who not in OURS]
+    best = {**rates, "peer": [max(values) for values in zip(*(rates[who] for who in peers), strict=True)]}
+    listed = [
+        Figure.of(f"{who}: {what}", UNITS[what], values[who])
+        for what, values in found.items()
+        for who in values
+        if all(map(math.isfinite, values[who]))
+    ]
+    listed += [Figure.of(f"nbtools over {who}", "×", times(rates, "nbtools", who)) for who in (*peers, "guide")]
+    reached = {who: values for who, values in found["target"].items() if all(map(math.isfinite, values))}
+    sooner = [who for who in reached if who != "nbtools"] if "nbtools" in reached else []
+    listed += [Figure.of(f"time to target, {who} over nbtools", "×", times(reached, who, "nbtools")) for who in sooner]
+    return [*listed, Figure.of(f"tasks_{name}", "×", times(best, "nbtools", "peer"))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="each task in nbtools, by its guide's settings, and in nbtools' peers")
+    parser.add_argument("--task", choices=list(CASES), help="this one only")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--quick", action="store_true", help="in a minute, to see that it runs; writes no receipt")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        return child(options.child)
+    cases, seconds, advising = CASES, SECONDS, 20.0
+    peers = [peer for peer in PROGRAMS if peer not in OURS and find_spec(package_of(peer))]
+    if options.quick:
+        cases, options.rounds, seconds, advising = {"captcha": Case(64, 3, 0.0)}, 1, 0.05, 0.5
+        peers = ["pytorch"]
+    headlines: list[Figure] = []
+    for name in [options.task] if options.task else cases:
+        with tempfile.TemporaryDirectory() as folder:
+            found, conditions = compared(name, cases[name], peers, Path(folder), options.rounds, seconds, advising)
+        *others, headline = figures(name, found)
+        headlines.append(headline)
+        result = Receipt(headline, tuple(others), conditions)
+        if not options.quick:
+            result.write()
+        print(result, flush=True)
+    print(replace(min(headlines, key=lambda figure: figure.value), name="tasks_ratio"))
+
+
+if __name__ == "__main__":
+    main()

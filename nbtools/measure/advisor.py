@@ -1,0 +1,307 @@
+"""Advice measured on this machine: what the rules leave open is measured within the time that suits the run, and kept
+next to the pack."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from nbtools import disk
+from nbtools.data import Card, Pack, choose, phase, work
+from nbtools.errors import DiskError, TrainError
+from nbtools.measure.advice import MOST_K, THUMB, Advice, decide, enough, inspect, learning_rate, warmup
+from nbtools.measure.batch import BatchReport, find_batch
+from nbtools.measure.checkup import ruled_out
+from nbtools.measure.levers import LEAST, Levers, outcome
+from nbtools.measure.machine import machine
+from nbtools.measure.presets import preset
+from nbtools.measure.receipt import SILENT, comparable
+from nbtools.measure.report import Report
+from nbtools.measure.several import Scaling, find_scaling, ways
+from nbtools.measure.stepper import EAGER, Clock, untouched
+from nbtools.measure.trials import LEVERS
+from nbtools.measure.verdict import verdict
+from nbtools.measure.workers import find_workers
+from nbtools.table import plural
+from nbtools.train import Plan, Task, TaskLike, as_task, bound, build, readable, require_training, spoken, task_name
+from nbtools.train import device as devices
+
+VERSION = 6  # of what is measured: what an older version advised is measured again
+KEPT = 8  # kept results next to a pack, for instance of other machines
+PRECISION, BATCH, OTHERS, BASELINE, STEP = 0.2, 0.3, 0.25, 0.1, 0.15  # shares of the time
+HALF = 0.5  # of the time at most for the precision, which gains most
+PLAIN = {"amp": "off", "compile": False, "graph": False}
+SCALING = 6.0  # seconds of several processes in training
+STARTING = 20.0  # seconds that processes take to start: torch is imported in each
+
+
+def advise(
+    task: TaskLike,
+    pack: Pack,
+    measure: bool = True,
+    seconds: float | None = None,
+    noise: Any = None,
+    compiling: bool = False,
+    clock: Clock | None = None,
+    processes: int = 1,
+) -> Advice:
+    """The plan to start from, each field with its reason and, where it was measured here, the evidence.
+
+    Measuring takes about `seconds`, once for a machine, a pack and a task: the result is kept next to the pack; None: a
+    thirtieth of the training that it shortens, at least 12 s and at most 60. measure=False: use what was measured
+    before, else only rules of thumb, without delay. compiling: also try torch.compile and CUDA graphs, however short
+    training is; takes a minute or two more. clock: the clock of a
+    Stepper. processes: also what the plan, and one with so many times the batch, would give in so many processes,
+    each with a GPU of its own or its share of the CPU's cores. Raises TrainError if not even one sample fits.
+    """
+    if noise is not None:
+        raise TrainError(
+            "nb.advise no longer takes noise: the gradient noise scale was removed; to cap the batch size, use "
+            "advice.plan.turn(batch_size=…) and compare the runs with nb.compare"
+        )
+    task = as_task(task)
+    if processes < 1:
+        raise TrainError(f"processes must be at least 1, got {processes}; leave it out for one")
+    made = known_or_measured(task, pack, measure, seconds, compiling, clock)
+    scaling = scaled(task, pack, made, processes, measure, seconds, clock) if processes > 1 else None
+    presets = {name: preset(task, pack, name) for name in task.PRESETS}
+    return dataclasses.replace(made, presets=presets, scaling=scaling)
+
+
+def known_or_measured(
+    task: Task, pack: Pack, measure: bool, seconds: float | None, compiling: bool, clock: Clock | None
+) -> Advice:
+    """What was measured before, else by the rules, or measured now and kept."""
+    thumb, path = by_rules(task, pack, {}), shelf(pack)
+    if (part := readable(task, pack, thumb.plan)) is not pack:
+        pack, thumb = part, by_rules(task, part, {})
+    before = kept(path)
+    for asked in (compiling,) if measure else (True, False):  # without measuring whatever there is, the most first
+        if found := before.get(label(task, pack, thumb, asked)):
+            return Advice.from_dict(found, type(task.PLAN))
+    if not measure:
+        return thumb
+    require_training(pack)
+    likely = seconds or LEAST
+    phases = {"precision": PRECISION * likely, "batch size": BATCH * likely, "settings": OTHERS * likely}
+    phases |= {"baseline": BASELINE * likely, "step": STEP * likely}
+    with work(f"measuring {spoken(task).rpartition('.')[2]} on this machine", **phases):
+        made = measured(task, pack, thumb, seconds, compiling, clock)
+    unsaved = keep(path, label(task, pack, thumb, compiling), made)
+    return dataclasses.replace(made, note=f"{made.note}{unsaved}")
+
+
+def known(task: TaskLike, pack: Pack) -> Advice | None:
+    """What was measured here before; None if nothing was."""
+    if not shelf(pack).exists():
+        return None
+    made = known_or_measured(as_task(task), pack, False, None, False, None)
+    return made if made.profile is not None else None
+
+
+def tried_before(task: TaskLike, pack: Pack) -> list[str]:
+    """What `advise` tried here for speed, in a sentence; [] if nothing."""
+    made = known(task, pack)
+    tried = [made.evidence[name] for name in LEVERS if name in made.evidence] if made is not None else []
+    return [f"Tried by nb.advise before training: {'; '.join(tried)}"] if tried else []
+
+
+def expected(task: TaskLike, pack: Pack, plan: Plan) -> str:
+    """How long a plan will train by what was measured here before, and how long with the baseline's settings; "" for a
+    plan that is faster or slower than the advised one."""
+    made = known(task, pack)
+    if made is None or set(plan.changes_from(made.plan)) - set(SILENT):
+        return ""
+    return made.times(plan)
+
+
+def scaled(
+    task: Task, pack: Pack, made: Advice, processes: int, measure: bool, seconds: float | None, clock: Clock | None
+) -> Scaling:
+    """What so many processes would give, as measured before, or now; else the batches alone, without figures."""
+    plans, path = [made.plan, *many_times(made, pack.card, processes)], shelf(pack)
+    name = label(task, pack, made, processes)
+    if found := kept(path).get(name):
+        return Scaling.from_dict(found)
+    if not measure:
+        why = f"{plural(processes, 'process')}: whether they are worth it has not been measured here yet."
+        return Scaling(processes, tuple(ways(plans, processes)), why)
+    training = seconds / 3 if seconds else SCALING
+    with work(f"measuring {plural(processes, 'process')} on this machine", start=STARTING, training=training):
+        phase("start")
+        found = find_scaling(task, pack, plans, processes, training, clock)
+    return dataclasses.replace(found, note=found.note + keep(path, name, found))
+
+
+def many_times(made: Advice, card: Card, processes: int) -> list[Plan]:
+    """The plan with so many times the batch, of which each process takes what the plan has; none where there is too
+    little data for that, or no rule for its lr."""
+    plan, base = made.plan, made.baseline or made.plan
+    batch = processes * plan.batch_size
+    if batch > min(enough(card), MOST_K * base.batch_size):
+        return []
+    lr, warm = learning_rate(plan, plan.optimizer, batch)[0], warmup(batch / base.batch_size, plan.epochs)[0]
+    micro = plan.micro_batch_size or plan.batch_size
+    changes = {"batch_size": batch, "micro_batch_size": micro, "lr": lr, "warmup_epochs": max(warm, plan.warmup_epochs)}
+    return [plan.replace(**changes, graph=False)]
+
+
+def by_rules(task: TaskLike, pack: Pack, found: dict[str, tuple[Any, str]]) -> Advice:
+    """Advice by the rules from the results so far, without what a check-up of the machine found failing; the feed is
+    chosen by the pack's size."""
+    here = inspect()
+    plan, bad = decide(task, pack.card, here, found).plan, ruled_out(task_name(as_task(task)))
+    off = {
+        name: (plain, bad[name, value]) for name, plain in PLAIN.items() if (name, value := getattr(plan, name)) in bad
+    }
+    advice = decide(task, pack.card, here, {**found, **off})
+    if "feed" in advice.reasons:  # measured, or suggested by the task
+        return advice
+    name, why = choose(pack, advice.plan, devices.pick())
+    return dataclasses.replace(advice, reasons={**advice.reasons, "feed": f"auto is {name} here: {why}"})
+
+
+def measured(
+    task: Task, pack: Pack, thumb: Advice, seconds: float | None, compiling: bool, clock: Clock | None
+) -> Advice:
+    """The precision first, at the rules' batch, then the batch in that precision, since all else depends on it; then
+    the other settings for speed, the baseline next to the plan, and what a step consists of."""
+    device, start = devices.pick(), perf_counter()
+    found, own = Findings(task, pack), task.suggest(pack.card, device.type)
+    with untouched(device):
+        plan = (thumb.plan if "amp" in own else thumb.plan.replace(amp="off")).replace(**EAGER)
+        levers = Levers(task, pack, plan, device, clock, compiling)
+        seconds = seconds or levers.budget
+        phase("precision", PRECISION * seconds)
+        if "amp" not in own:
+            levers.pull("amp", PRECISION * seconds, HALF * seconds)
+        found.settle(levers)
+        if "batch_size" not in own or device.type == "cuda":  # of a GPU the memory has to be known in any case
+            levers.run = None  # its memory counts
+            found.size("batch_size" in own, BATCH * seconds, clock)
+        if choose(pack, found.plan, device)[0] == "workers":
+            levers.run = None
+            found.crew(seconds / 3)
+        levers.resume(found.plan.replace(**EAGER))
+        room = (OTHERS if found.measured.keys() & {"batches"} else OTHERS + BATCH) * seconds
+        phase("settings", room)
+        levers.pull_all([name for name in LEVERS[1:] if name not in own], room)
+        found.settle(levers)
+        phase("baseline", BASELINE * seconds)
+        over = levers.over(comparable(task.BASELINE, levers.plan, pack, device)[0], BASELINE * seconds)
+        phase("step", STEP * seconds)
+        profile = levers.profile(STEP * seconds)
+    took = perf_counter() - start
+    note = f"Measured on {', '.join(machine().values())} in {took:.0f} s, except where a {THUMB} is named."
+    made = {**found.measured, "over": over, "profile": profile, "verdict": verdict(profile, found.plan)}
+    return dataclasses.replace(found.advice, note=note, evidence=found.evidence, levers=levers.trials, **made)
+
+
+@dataclass
+class Findings:
+    """What measuring has found so far. chosen: setting → (value, why); evidence: setting → what was measured of it;
+    measured: fields of the Advice."""
+
+    task: Task
+    pack: Pack
+    chosen: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    evidence: dict[str, str] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def advice(self) -> Advice:
+        return by_rules(self.task, self.pack, self.chosen)
+
+    @property
+    def plan(self) -> Plan:
+        return self.advice.plan
+
+    def settle(self, levers: Levers) -> None:
+        """Enter what trying settings has given."""
+        said: dict[str, list[str]] = {}
+        for tried, before, kept in levers.tried:
+            [(name, value)] = tried.change.items()
+            said.setdefault(name, []).append(outcome(tried, before))
+            if kept or name == "amp":
+                self.chosen[name] = value if kept else before, "the faster of two whose losses agree, measured here"
+        self.evidence |= {name: "; ".join(each) for name, each in said.items()}
+
+    def size(self, own: bool, seconds: float, clock: Clock | None) -> None:
+        """Search for a batch size. own: whether the task suggests one itself, which stands."""
+        phase("batch size", seconds)
+        plan, evidence = self.plan, self.evidence
+        found = find_batch(self.task, self.pack, plan, None, seconds, enough(self.pack.card), clock)
+        self.measured["batches"], evidence["batch_size"] = found, found.why
+        if own and plan.batch_size != found.batch_size:
+            small = plan.batch_size < found.batch_size
+            why = "small batches learn better here" if small else "the task is known to need it"
+            evidence["batch_size"] += f"; {plan.batch_size} is kept because {why}"
+        elif not own and conclusive(found, plan):
+            self.chosen["batch_size"] = found.batch_size, "the smallest that is nearly as fast as the fastest"
+        elif not own:
+            evidence["batch_size"] += f"; {plan.batch_size} is kept because there was no time to try it"
+        if found.micro_batch_size is not None:
+            self.chosen["micro_batch_size"] = found.micro_batch_size, "the whole batch does not fit at once"
+
+    def crew(self, seconds: float) -> None:
+        """Search for a number of workers."""
+        phase("workers", 1.5 * seconds)
+        found = find_workers(self.task, self.pack, self.plan, seconds)
+        self.measured["workers"], self.evidence["workers"] = found, found.reason
+        self.chosen |= {"workers": (found.workers, found.reason), "prefetch": (found.prefetch, found.reason)}
+
+
+def conclusive(batches: BatchReport, plan: Plan) -> bool:
+    """Whether the search ended by itself, or at least reached the rules' own batch: a busy machine may not let it."""
+    return batches.complete or any(row.samples_per_s for row in batches.rows if row.batch_size >= plan.batch_size)
+
+
+def shelf(pack: Pack) -> Path:
+    """Next to the pack, not in it: a pack's contents are verified."""
+    return pack.folder.with_name(f"{pack.folder.name}.advice.json")
+
+
+def label(task: TaskLike, pack: Pack, of: Advice, asked: bool | int) -> str:
+    """Changes with whatever the measurements depend on: machine and versions, data, task and its plan. asked: whether
+    to compile; or of several processes their number."""
+    own, shapes = bound(task, pack.card), []
+    if own.card is not None:  # a task of one's own may have no name, or the same one for another network
+        with torch.random.fork_rng(devices=[]):
+            shapes = [list(parameter.shape) for parameter in build(own, pack.card, of.plan).parameters()]
+    parts = [
+        VERSION,
+        machine(),
+        sorted(map(str, ruled_out(task_name(task)))),
+        pack.card.digest,
+        task_name(task),
+        of.plan.to_dict(),
+        asked,
+        *shapes,
+    ]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def keep(path: Path, name: str, found: Report) -> str:
+    """Save what was measured; returns why that failed, or ""."""
+    shelved = {**kept(path), name: found.to_dict()}
+    try:
+        with disk.explained("saving the advice", path):
+            disk.write_atomic(path, json.dumps(dict(list(shelved.items())[-KEPT:])))
+    except DiskError as error:  # a pack may be on a read-only disk
+        return f" Not saved for the next time: {error}"
+    return ""
+
+
+def kept(path: Path) -> dict[str, Any]:
+    """Label → what was measured before; {} if nothing was."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,182 @@
+"""Levers: settings for speed alone, each tried on real batches against the fastest plan so far, and kept where it is
+reliably faster and the first losses agree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from nbtools.data import Pack, batches_in, choose
+from nbtools.errors import NbtoolsError, TrainError
+from nbtools.measure.checkup import ruled_out
+from nbtools.measure.profile import LEAST_ROUNDS, Bench, StepProfile, Tried, shapes
+from nbtools.measure.stepper import EAGER, Clock, Stepper
+from nbtools.measure.trials import COMPILE_PAYS, FASTER, LOSSES, Change, begun, compiles, other_precision
+from nbtools.table import percent, plural
+from nbtools.train import Plan, TaskLike, task_name
+from nbtools.train import device as devices
+
+SHARE, LEAST, MOST = 1 / 30, 12.0, 60.0  # of the training that is expected, seconds: what measuring may take (ours)
+
+
+class Levers:
+    """The fastest plan so far, in training (None: memory ran out), and what was tried.
+
+    tried: [(change, the value in its place before, whether it is kept)]; untried: changes that there was no time or
+    memory for. compiling: try that however short training is.
+    """
+
+    def __init__(
+        self,
+        task: TaskLike,
+        pack: Pack,
+        plan: Plan,
+        device: torch.device,
+        clock: Clock | None = None,
+        compiling: bool = False,
+    ):
+        self.task, self.pack, self.device, self.compiling = task, pack, device, compiling
+        self.clock = clock or perf_counter
+        self.tried: list[tuple[Tried, Any, bool]] = []
+        self.ruled_out = ruled_out(task_name(task))
+        self.untried: list[dict[str, Any]] = []
+        self.run: Stepper | None = None
+        self.step_s = 0.0
+        self.begin(plan)
+
+    def begin(self, plan: Plan) -> None:
+        self.run = begun(self.task, self.pack, plan, self.device, None, self.clock)
+        self.step_s = self.run.advance().seconds if self.run is not None else 0.0
+
+    def resume(self, plan: Plan) -> Stepper:
+        """Go on from this plan, if it is another one than the fastest. Raises TrainError if memory runs out."""
+        if self.run is None or self.run.plan != plan:
+            self.run = None
+            self.begin(plan)
+        if self.run is None:
+            rule = "out of memory before the first step"
+            raise TrainError(f"{rule}; use a smaller network, or free memory", entry="Out of memory")
+        return self.run
+
+    @property
+    def plan(self) -> Plan:
+        assert self.run is not None
+        return self.run.plan
+
+    @property
+    def training_s(self) -> float:
+        """Seconds that all epochs' steps would take."""
+        assert self.run is not None
+        return self.plan.epochs * batches_in(self.run.pack.splits["train"], self.plan.batch_size) * self.step_s
+
+    @property
+    def budget(self) -> float:
+        """Seconds for all measuring: a share of the training that it may make shorter."""
+        return LEAST if self.run is None else min(max(SHARE * self.training_s, LEAST), MOST)
+
+    def pull(self, name: str, seconds: float, most: float | None = None) -> bool:
+        """Try the other value of a setting for about `seconds`, unless its fewest rounds take more than `most`
+        (default: `seconds`); whether it is kept."""
+        change = self.alternative(name)
+        if self.run is None or not change:
+            return False
+        if why := next(filter(None, map(self.ruled_out.get, change.items())), ""):
+            self.tried.append((Tried(change, 0.0, 0.0, 0.0, 0, failed=why), self.value(name), False))
+            return False
+        slow = (1 + 2 * LEAST_ROUNDS) * self.step_s > (most or seconds) and name not in EAGER
+        trial = None if slow else Change(change, self.run)
+        found = trial.against(seconds) if trial is not None else None
+        if trial is None or found is None:
+            self.untried.append(change)
+            return False
+        kept = found.low >= FASTER and found.agrees
+        self.tried.append((found, self.value(name), kept))
+        if kept:
+            self.run = trial.stepper
+            self.step_s /= found.ratio
+        return kept
+
+    def pull_all(self, names: Sequence[str], seconds: float) -> None:
+        """Try settings one after another; what one leaves of its time, the others have."""
+        names = [name for name in names if self.alternative(name)]
+        over = self.clock() + seconds
+        for k, name in enumerate(names):
+            while self.pull(name, max(left := over - self.clock(), 0.0) / (len(names) - k), left):
+                if name != "threads":
+                    break  # else half of the half
+
+    def over(self, baseline: Plan, seconds: float) -> Tried | None:
+        """Another plan in turns with the fastest; None if it cannot train here."""
+        assert self.run is not None
+        now = self.plan.to_dict()
+        change = {name: value for name, value in baseline.to_dict().items() if value != now[name]}
+        try:
+            return Change(change, self.run).against(seconds, least=2)
+        except (NbtoolsError, RuntimeError, OSError):  # its feed reads the source files; the advice is complete without
+            return None
+
+    def profile(self, seconds: float) -> StepProfile:
+        """What a step of the fastest plan consists of, and what was tried and is not used."""
+        start, bench = self.clock(), Bench(self.resume(self.plan))
+        bench.advance(seconds)
+        rejected = tuple(tried for tried, _, kept in self.tried if not kept)
+        found, took = bench.profile(), self.clock() - start
+        return dataclasses.replace(found, trials=rejected, untried=tuple(self.untried), took=took)
+
+    @property
+    def trials(self) -> tuple[Tried, ...]:
+        return tuple(tried for tried, *_ in self.tried)
+
+    def value(self, name: str) -> Any:
+        """What a setting comes to in the fastest plan."""
+        assert self.run is not None
+        resolved = {"feed": self.run.feed.name, "threads": self.plan.threads or devices.threads()}
+        return resolved.get(name, getattr(self.plan, name))
+
+    def alternative(self, name: str) -> dict[str, Any]:
+        """The change to try; {}: there is none here."""
+        if self.run is None:
+            return {}
+        plan, pack, cpu = self.plan, self.run.pack, self.device.type == "cpu"
+        modules = list(self.run.state.model.modules())
+        if name == "amp":
+            return other_precision(plan, self.device)
+        if name == "feed":
+            packed = choose(pack, plan.replace(feed="auto"), self.device)[0]
+            other = "streamed" if self.value(name) == "resident" else packed
+            return {name: other} if other != self.value(name) else {}
+        if name == "threads":
+            return {name: self.value(name) // 2} if cpu and self.value(name) > 1 else {}
+        if name == "channels_last":
+            convolves = any(isinstance(module, torch.nn.Conv2d) for module in modules)
+            return {"channels_last": not plan.channels_last} if convolves else {}
+        lasting = self.compiling or self.training_s >= COMPILE_PAYS
+        able = lasting and compiles(plan.replace(**EAGER), modules, shapes(pack, plan))
+        if name == "graph" and (cpu or plan.parted or self.device.type != "cuda"):
+            return {}
+        return {name: True} if able else {}
+
+
+def outcome(tried: Tried, before: Any) -> str:
+    """What trying a setting gave, and why it is kept or not."""
+    [(name, value)] = tried.change.items()
+    new, old = worded(name, value), worded(name, before)
+    if tried.failed:
+        return f"{new}{tried.objection}"
+    text = f"{new} {tried.ratio:.2f}× as fast as {old} ({tried.low:.2f}–{tried.high:.2f} in {tried.rounds} rounds)"
+    if tried.low < FASTER:
+        return f"{text}; it is used only where reliably {percent(FASTER - 1)} faster"
+    if not tried.agrees or tried.drift is None:
+        return text + tried.objection
+    return f"{text}; losses of {LOSSES} steps within {percent(tried.drift, 2)}"
+
+
+def worded(name: str, value: Any) -> str:
+    """A setting's value in words: `bf16`, `float32`, `1 thread`, `channels_last=True`."""
+    if name == "threads":
+        return plural(value, "thread")
+    return ("float32" if value == "off" else str(value)) if name == "amp" else f"{name}={value}"

@@ -1,0 +1,124 @@
+"""Checkpoints are copied in the step's thread and written behind it: each is of the moment of its copy, training goes
+on meanwhile, and a disk that fails is reported all the same."""
+
+import json
+import threading
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import toy
+from acting import QUIET, acting, same
+from safetensors.torch import load, save
+
+import nbtools as nb
+from nbtools import disk
+from nbtools.errors import DiskError
+from nbtools.train import checkpoint
+
+LIMIT = 30.0  # seconds after which something never happens
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory, pack):
+    return nb.fit(toy, pack, toy.PLAN, tmp_path_factory.mktemp("runs") / "untouched", **QUIET)
+
+
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_a_checkpoint_is_of_the_moment_that_it_was_copied_however_late_it_is_written(pack, tmp_path, ema):
+    state, writes, moments, places = nb.TrainState(toy, pack, toy.PLAN.replace(ema=ema), "cpu"), [], [], []
+    for record in nb.train(toy, state, pack):
+        if record.kind == "epoch" and len(moments) < 2:
+            checkpoint.save(tmp_path, state, rows=record.step, best=True, behind=writes.append)
+            tensors = {name: tensor.clone() for name, tensor in state.tensors().items()}
+            best = {name: tensor.clone() for name, tensor in state.evaluated.state_dict().items()}
+            moments.append((tensors, json.loads(json.dumps(state.facts())), best))
+            places.append({name: copy.data_ptr() for name, copy in state.copies.items()})
+        elif writes and state.step % 3 == 0:  # three steps later
+            assert checkpoint.read_index(tmp_path).get("last") != checkpoint.name_of(state)
+            writes.pop()()
+            found, (tensors, facts, best) = checkpoint.newest(tmp_path), moments[-1]
+            assert found.facts["state"] == facts
+            assert found.tensors.keys() == tensors.keys()
+            assert all(torch.equal(found.tensors[name], tensor) for name, tensor in tensors.items())
+            written = checkpoint.weights(tmp_path)
+            assert written.keys() == best.keys()
+            assert all(torch.equal(written[name], tensor) for name, tensor in best.items())
+    assert len(moments) == 2
+    assert places[0] == places[1], "the second copy goes to the memory of the first"
+
+
+def waits_for_a_step(monkeypatch, acted: threading.Event) -> list[bool]:
+    """Writing the best weights waits until training has gone on; returns whether it did, each time."""
+    real, went = disk.write_atomic, []
+
+    def write_atomic(path, data):
+        if path.name.endswith(".best.safetensors"):
+            went.append(acted.wait(LIMIT))
+        return real(path, data)
+
+    monkeypatch.setattr(disk, "write_atomic", write_atomic)
+    return went
+
+
+def test_training_goes_on_while_the_best_epochs_checkpoint_is_written(pack, tmp_path, monkeypatch, untouched):
+    acted = threading.Event()
+    went = waits_for_a_step(monkeypatch, acted)
+    steps = untouched.history.of("epoch")[0]["step"]
+    run = nb.fit(acting({steps + 2: acted.set}), pack, toy.PLAN, tmp_path / "run", **QUIET)
+    assert went
+    assert all(went)
+    assert same(run, untouched)
+    assert run.best["epoch"] == untouched.best["epoch"]
+
+
+def test_a_disk_that_is_full_behind_a_step_ends_the_run_with_a_sentence_and_it_resumes(
+    pack, tmp_path, monkeypatch, untouched
+):
+    real = disk.write_atomic
+
+    def write_atomic(path, data):
+        if path.name.endswith(".best.safetensors"):
+            assert threading.current_thread() is not threading.main_thread()
+            raise OSError(28, "No space left on device")
+        return real(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write_atomic", write_atomic)
+        with pytest.raises(DiskError, match=r"saving checkpoint 0001-\d+: .*the disk is full"):
+            nb.fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET)
+    assert same(nb.fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET), untouched)
+
+
+# -- the format
+
+
+def test_what_is_packed_is_what_the_library_loads():
+    torch.manual_seed(0)
+    tensors: dict[str, Any] = {str(dtype): torch.arange(5).to(dtype) for dtype in checkpoint.NAMES}
+    tensors |= {"scalar": torch.tensor(3.0), "empty": torch.zeros(0, 3), "é": torch.tensor([True, False, True])}
+    tensors["strided"] = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    for other in ({}, {"rarer": torch.arange(3).to(torch.float8_e5m2)}):
+        found = load(bytes(checkpoint.packed({**tensors, **other})))
+        assert found.keys() == {**tensors, **other}.keys()
+        for name, tensor in tensors.items():
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name], tensor)
+
+
+def test_packing_lets_other_threads_run():
+    """The library's `save` does not, which is why there is another; where it does some day, that one can go."""
+    tensors = {str(i): torch.zeros(2**20) for i in range(32)}  # 128 MiB
+
+    def longest(act) -> float:
+        """The longest that this thread stands still meanwhile, as a share of the time."""
+        thread, times = threading.Thread(target=act, args=(tensors,)), [time.perf_counter()]
+        thread.start()
+        while thread.is_alive():
+            time.sleep(1e-4)
+            times.append(time.perf_counter())
+        return max(b - a for a, b in pairwise(times)) / (times[-1] - times[0])
+
+    assert min(longest(checkpoint.packed) for _ in range(4)) < 0.5 * min(longest(save) for _ in range(2))

@@ -1,0 +1,127 @@
+"""Claims about what `benchmarks.tasks` compares: every program trains the same, and is watched alike."""
+
+import importlib
+import logging
+import time
+import warnings
+from contextlib import suppress
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+
+from benchmarks.peers import OURS, PROGRAMS, Enough, Job, Levers, Meter, lines, package_of, run
+from nbtools import Run, measure
+from nbtools.data import batches_in
+from nbtools.tasks import captcha
+
+PLAN = captcha.PLAN.replace(
+    network="small",
+    loss="cross_entropy",
+    epochs=2,
+    batch_size=16,
+    lr=2e-3,
+    warmup_epochs=0.5,
+    amp="off",
+    channels_last=False,
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("captchas")
+    source = captcha.demo(folder / "raw", 48)
+    return source, captcha.pack(source, into=folder / "pack", progress=False)
+
+
+@pytest.fixture
+def trained(files, tmp_path, monkeypatch):
+    """trained(name, levers, plan, …) -> (its meter, its folder)"""
+    source, pack = files
+    network = captcha.model
+
+    def model(card, plan):
+        net = network(card, plan)
+        vars(net.dropout)["p"] = 0.0  # some peers draw from torch's random numbers before they train
+        return net
+
+    monkeypatch.setattr(captcha, "model", model)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    def train(name, levers=None, plan=PLAN, read=None, **limits):
+        meter, folder = Meter(**limits), tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        given = replace(pack, raw=replace(pack.raw, read=read or pack.raw.read))
+        with warnings.catch_warnings(), meter.watching(captcha), suppress(Enough):
+            warnings.simplefilter("ignore")
+            run(name, Job(captcha, given, source, plan, levers or Levers(), meter), folder)
+        return meter, folder
+
+    return train
+
+
+def mean_losses(meter):
+    return [float(total / count) for total, count in meter.losses]
+
+
+PEERS = [
+    pytest.param(name, marks=pytest.mark.skipif(not find_spec(package_of(name)), reason=f"{name} is of make bench"))
+    for name in PROGRAMS
+    if name not in OURS
+]
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_a_peer_has_the_losses_and_scores_of_nbtools_and_keeps_its_best_weights(trained, files, peer):
+    ours, folder = trained("nbtools")
+    theirs, kept = trained(peer)
+    assert len(ours.losses) == PLAN.epochs * batches_in(files[1].splits["train"], PLAN.batch_size)
+    assert mean_losses(theirs) == pytest.approx(mean_losses(ours), abs=1e-4)
+    rows = Run.open(folder / "run", captcha).history.of("epoch")
+    assert theirs.scores == pytest.approx([row["val_whole_accuracy"] for row in rows])
+    assert any(path.suffix in (".pt", ".pth", ".ckpt", ".safetensors") for path in kept.rglob("*"))
+    assert lines(PROGRAMS[peer][0]) <= 40
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_a_peer_clips_in_bf16_with_the_fused_optimizer_and_augments_as_nbtools_does(trained, peer):
+    plan = PLAN.replace(augment=1.0, amp="bf16", channels_last=True)
+    ours, _ = trained("nbtools", plan=plan, steps=5)
+    theirs, _ = trained(peer, Levers(workers=1, bf16=True, channels_last=True), plan, steps=5)
+    assert mean_losses(theirs) == pytest.approx(mean_losses(ours), rel=0.01)
+    assert mean_losses(theirs) != mean_losses(trained("pytorch", plan=plan, steps=5)[0])  # which is in float32
+
+
+def test_the_wait_is_that_for_training_batches_and_an_evaluation_is_no_training(trained, files):
+    source, pack = files
+    held = {pack.names[i] for i in pack.ids("val")}
+    training, evaluation = 0.004 * pack.splits["train"], 0.1 * len(held)
+
+    def slow(path, options):
+        time.sleep(0.1 if path.relative_to(source).as_posix() in held else 0.004)
+        return captcha.read(path, options)
+
+    meter, _ = trained("pytorch", read=slow)
+    steps = len(meter.arrivals) // 2
+    assert training <= meter.waited[-1] - meter.waited[steps - 1] < training + 0.9 * evaluation
+    assert evaluation <= meter.evaluated[steps] <= meter.arrivals[steps] - meter.arrivals[steps - 1]
+    assert meter.evaluated[steps - 1] == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["hwdb", "sign", "segment"])
+def test_every_task_trains_in_plain_pytorch_with_the_losses_of_nbtools(name, tmp_path):
+    task = importlib.import_module(f"nbtools.tasks.{name}")
+    source = task.demo(tmp_path / "raw", 40)
+    pack = task.pack(source, into=tmp_path / "pack", progress=False)
+    advised = measure.advise(task, pack, measure=False).plan
+    plan = advised.replace(amp="off", channels_last=False, batch_size=8, epochs=2, warmup_epochs=0.5)
+    found = []
+    for program in ("nbtools", "pytorch"):
+        meter = Meter(steps=5)
+        (tmp_path / program).mkdir()
+        with meter.watching(task), suppress(Enough):
+            run(program, Job(task, pack, source, plan, Levers(), meter), tmp_path / program)
+        found.append(mean_losses(meter))
+    assert len(found[0]) >= 4
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
