@@ -170,8 +170,8 @@ def checkup_command(one: argparse.ArgumentParser) -> Act:
     python -m nbtools checkup --part memory --again
     """
     one.add_argument("--part", action="append", default=[], choices=tuple(PARTS), help="only this one; may be repeated")
-    one.add_argument("--again", action="store_true", help="also what was tried on this machine before")
-    one.add_argument("--into", type=Path, metavar="FILE", help="JSON file of the results; default: in the cache")
+    one.add_argument("--again", action="store_true", help="also what has worked on this machine before")
+    one.add_argument("--into", type=Path, metavar="FILE", help="also write the results to this JSON file")
 
     def show(options: argparse.Namespace) -> Result:
         found = checkup(options.into, options.again, options.part)
@@ -409,8 +409,8 @@ def train_run(task: Task, options: argparse.Namespace) -> Result | None:
                 f"--smoke-test is one step of one process, got --processes {options.processes}; leave one out"
             )
     if options.smoke_test:
-        said = smoke_test(task, **given(task.PLAN, options))
-        return Result(said, {"smoke_test": said})
+        text = smoke_test(task, **given(task.PLAN, options))
+        return Result(text, {"smoke_test": text})
     if options.data is None or options.run is None:
         raise NbtoolsError("train needs --data SOURCE and --run FOLDER; only --smoke-test needs neither")
     with redirect_stderr(io.StringIO()) if rank else nullcontext():  # every rank packs, and one tells of it

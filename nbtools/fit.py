@@ -115,8 +115,8 @@ def fit(
         surface.next_steps = lambda: what_next(Run.open(folder, task), state.over and not requests.stop)
         doubtful = beyond(wanted, requests.advised).values()
         lost = f"resumed from step {state.step:,}: a process was lost, which torchrun names" if again else ""
-        said = [limits, idle(wanted) if ranks is None else "", ending(state) or finished(job), lost]
-        surface.report_all([*complaints, *doubtful, *filter(None, said)])
+        notes = [limits, idle(wanted) if ranks is None else "", ending(state) or finished(job), lost]
+        surface.report_all([*complaints, *doubtful, *filter(None, notes)])
         asked = partial(end_soon, requests, ranks)
         with FirstSignal(signal.SIGTERM, asked, later=not is_torchelastic_launched()) as sigterm:
             try:
@@ -245,9 +245,11 @@ def act(job: Job) -> bool:
     while True:
         if requests.take("undo"):
             surface.undo()
-        if "best" in requests.pending and not surface.able("best"):
-            requests.take("best")
-            surface.answer(f"{REFUSED}there is no best checkpoint yet; the first evaluation chooses one", "best")
+        if "best" in requests.pending:
+            job.settle()  # it may be on its way to the disk
+            if not surface.able("best"):
+                requests.take("best")
+                surface.answer(f"{REFUSED}there is no best checkpoint yet; the first evaluation chooses one", "best")
         if requests.take("save"):
             lost = "not saved: the loss is no longer a number"
             surface.answer(f"saved at step {state.step}" if job.save() else lost, "save")

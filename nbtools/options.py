@@ -1,5 +1,5 @@
 """Words of the terminal: options read from definitions, which are the parameters of a task's functions and the fields
-of its Plan, so that a new one becomes an option by itself; the names of tasks; values as JSON.
+of its Plan, so that a new one becomes an option by itself; the plan that a command line asks for; tasks by name.
 """
 
 from __future__ import annotations

@@ -105,12 +105,17 @@ class Guard:
         if anchor is None or record.kind != "step" or loss is None:
             return False
         anchor.age, anchor.left = anchor.age + 1, anchor.left - 1
-        if anchor.limit is not None and loss > anchor.limit:
+        if anchor.limit is not None and loss > anchor.limit and not self.short(record):
             return True
         if anchor.left <= 0:
             self.anchor = None
             checkpoint.mark(self.job.folder, anchor=None)
         return False
+
+    def short(self, record: Record) -> bool:
+        """Whether its loss is of an epoch's last few samples alone, less than half a batch: any of them may be hard."""
+        before = [row["samples"] for row in self.job.history.of("step")[-1:]] or [0]
+        return record.samples - before[0] < record.values["batch_size"] / 2
 
     def undo(self, anchor: Anchor) -> Generator[Record, None, None]:
         """Back to before the watched change, which is undone with all changes since."""

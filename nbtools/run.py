@@ -271,10 +271,10 @@ class Run:
         """
         path = Path(path)
         if path.suffix == ".onnx":
-            content, said = to_onnx(self, pack or self.trained_on())
+            content, compared = to_onnx(self, pack or self.trained_on())
             with disk.explained("exporting", path):
                 disk.write_atomic(path, content)
-            print(f"{path}: {said}")
+            print(f"{path}: {compared}")
             return path
         if path.suffix != ".safetensors":
             path = path.with_name(f"{path.name}.safetensors")  # with_suffix would cut model-v1.2
@@ -340,14 +340,14 @@ def lock(folder: Path) -> disk.Lock:
 
 def no_run(folder: Path) -> str:
     """Why a folder is no run, and the runs that may be meant: those in it, or next to it under a similar name."""
-    inside, beside = runs_in(folder), runs_in(folder.parent)
-    near = difflib.get_close_matches(folder.name, beside, n=3, cutoff=0.5)
+    inside, siblings = runs_in(folder), runs_in(folder.parent)
+    near = difflib.get_close_matches(folder.name, siblings, n=3, cutoff=0.5)
     why = f"no {checkpoint.INDEX}, so this is not a run folder" if folder.is_dir() else "there is no such folder"
     if inside:
         return f"{folder}: {why}; the runs in it are {', '.join(inside)}"
     if near:
         return f"{folder}: {why}; did you mean {' or '.join(str(folder.with_name(name)) for name in near)}?"
-    others = f"; the runs in {folder.parent} are {', '.join(beside)}" if beside else ""
+    others = f"; the runs in {folder.parent} are {', '.join(siblings)}" if siblings else ""
     return f"{folder}: {why}; train with run={str(folder)!r}{others}"
 
 

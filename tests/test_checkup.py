@@ -40,15 +40,29 @@ def test_packages_and_numbers_are_looked_at_and_kept(cache):
     assert "<table" in found._repr_html_()
 
 
-def test_what_is_known_of_this_machine_is_not_tried_again(cache):
+def test_what_worked_on_this_machine_is_not_tried_again(tmp_path):
     first = nb.checkup(parts=["packages"])
-    both = nb.checkup(parts=["packages", "numbers"])
-    assert [each for each in both.rows if each.part == "packages"] == list(first.rows), "times and all"
+    worked = [each for each in first.rows if each.result == "works"]
+    both = nb.checkup(tmp_path / "results.json", parts=["packages", "numbers"])
+    assert [each for each in both.rows if each in worked] == worked, "times and all"
+    assert Checkup.from_dict(json.loads((tmp_path / "results.json").read_text())) == both == of_here()
     again = nb.checkup(parts=["packages"], again=True)
-    assert [each for each in again.rows if each.part == "packages"] != list(first.rows)
+    assert not [each for each in again.rows if each in worked], "others' seconds"
     assert {each.part for each in again.rows} == {"packages", "numbers"}
-    save(home(), dataclasses.replace(again, machine={"cpu": "another"}))
-    assert of_here(home()).rows == ()
+    save(home(), dataclasses.replace(again, machine={**again.machine, "nbtools": "nbtools 0.1.0"}))
+    assert of_here().rows == ()
+
+
+def test_what_was_missing_or_failed_is_tried_again(monkeypatch):
+    results: list = [MissingExtra("pip install captcha"), RuntimeError("no kernel"), None]
+
+    def act():
+        if error := results.pop(0):
+            raise error
+        return Found(True, "now")
+
+    monkeypatch.setitem(PARTS, "once", (lambda _: iter([Attempt("it", act)]), 1.0))
+    assert [nb.checkup(parts=["once"]).rows[0].result for _ in range(4)] == ["missing", "fails", "works", "works"]
 
 
 def test_an_interrupted_checkup_continues_where_it_was(monkeypatch):
@@ -56,7 +70,7 @@ def test_an_interrupted_checkup_continues_where_it_was(monkeypatch):
     monkeypatch.setitem(PARTS, "waits", (lambda _: (Attempt(what, act) for what, act in acts.items()), 1.0))
     with pytest.raises(KeyboardInterrupt):
         nb.checkup(parts=["waits"])
-    [kept] = of_here(home()).rows
+    [kept] = of_here().rows
     acts["two"] = lambda: Found(False, "second")
     found = nb.checkup(parts=["waits"])
     assert found.rows[0] == kept
@@ -97,7 +111,7 @@ def test_an_unknown_part_is_refused():
 
 
 def test_what_fails_is_ruled_out_for_its_task_and_for_ones_own_where_it_fails_everywhere():
-    found = of_here(home())
+    found = of_here()
     rows = row(amp="bf16"), row("sign, bf16", "works", "nbtools.tasks.sign", amp="bf16"), row("compile", compile=True)
     save(home(), dataclasses.replace(found, rows=rows))
     assert {*ruled_out("nbtools.tasks.captcha")} == {("amp", "bf16"), ("compile", True)}
@@ -110,7 +124,7 @@ def test_advice_leaves_out_what_fails_here_and_says_why(tmp_path, monkeypatch):
     pack = captcha.pack(captcha.demo(tmp_path / "raw", 60), into=tmp_path / "pack", progress=False)
     monkeypatch.setattr("nbtools.measure.advisor.inspect", lambda: Machine("cuda", "A100", 40, 1, 8, (8, 0)))
     assert nb.advise(captcha, pack, measure=False).plan.amp == "bf16"
-    save(home(), dataclasses.replace(of_here(home()), rows=(row(amp="bf16"),)))
+    save(home(), dataclasses.replace(of_here(), rows=(row(amp="bf16"),)))
     advice = nb.advise(captcha, pack, measure=False)
     assert advice.plan.amp == "off"
     assert "nb.checkup found that it fails here: RuntimeError: no kernel" in advice.reasons["amp"]

@@ -439,7 +439,7 @@ def test_pause_stops_the_steps_and_resume_goes_on(seen):
 
 def test_batch_size_and_precision_change_within_epochs_and_every_sample_still_comes_once(seen):
     rows, train = Log(seen.work / watched.LOG).steps()[: seen.facts["interactive"]], sorted(seen.facts["train"])
-    back = int(re.findall(r"back at step (\d+)", seen.texts["diverged"])[0])
+    back = int(re.findall(r"back at step ([\d,]+)", seen.texts["diverged"])[0].replace(",", ""))
     ruined = max(i for i, row in enumerate(rows) if row["lr"] == 1000)
     rows, epoch, changes = rows[:back] + rows[ruined + 1 :], [], 0
     for before, row in zip([rows[0], *rows], rows, strict=False):

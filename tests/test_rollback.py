@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import time
 import types
 from contextlib import suppress
 from dataclasses import dataclass
@@ -243,6 +244,21 @@ def test_a_loss_has_diverged_where_it_says_so_and_not_where_it_is_another_loss(
         assert dict(losses(run))[21] > 3 * dict(losses(run))[20]
 
 
+@pytest.mark.parametrize(("size", "diverges"), [(2, False), (22, True)], ids=["the last two", "a whole batch"])
+def test_the_loss_of_an_epochs_last_few_samples_is_no_sign_of_divergence(pack, folder, size, diverges):
+    steps = []
+
+    def loss(model, batch, plan):
+        total, count = toy.loss(model, batch, plan)
+        steps.append(count)
+        return total * (100 if len(steps) > 14 and count == size else 1), count
+
+    plan = PLAN.replace(batch_size=22, epochs=4)  # 134 samples: six batches, and two samples
+    assert pack.splits["train"] % 22 == 2
+    run = nb.fit(acting({9: asking(folder, lr=0.011)}, loss=loss), pack, plan, folder, **QUIET)
+    assert bool(run.history.of("event")) is diverges
+
+
 def advised(lr: float) -> nb.Panel:
     """A panel of advice whose lr somebody changed."""
     panel = nb.Panel(types.SimpleNamespace(plan=PLAN, reasons={}))
@@ -275,6 +291,14 @@ def test_back_to_best_goes_on_from_the_best_checkpoint_with_the_settings_of_now(
     assert texts(run) == [f"back at step {best}, the best checkpoint: accuracy 0.500 after epoch 1"]
     assert texts(run, "change") == ["eval_every 1 → 2"]
     assert run.plan.eval_every == 2
+    assert losses(run) == losses(untouched)
+
+
+def test_the_best_checkpoint_is_waited_for_while_it_is_being_written(pack, folder, untouched, monkeypatch):
+    write, best = checkpoint.publish, untouched.history.of("epoch")[0]["step"]
+    monkeypatch.setattr(checkpoint, "publish", lambda *args: (time.sleep(0.5), write(*args)))  # a slow disk
+    run = nb.fit(acting({best + 1: asking(folder, "best")}, **FIRST), pack, PLAN, folder, **QUIET)
+    assert texts(run) == [f"back at step {best}, the best checkpoint: accuracy 0.500 after epoch 1"]
     assert losses(run) == losses(untouched)
 
 

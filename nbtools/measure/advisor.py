@@ -225,13 +225,13 @@ class Findings:
 
     def settle(self, levers: Levers) -> None:
         """Enter what trying settings has given."""
-        said: dict[str, list[str]] = {}
+        outcomes: dict[str, list[str]] = {}
         for tried, before, kept in levers.tried:
             [(name, value)] = tried.change.items()
-            said.setdefault(name, []).append(outcome(tried, before))
+            outcomes.setdefault(name, []).append(outcome(tried, before))
             if kept or name == "amp":
                 self.chosen[name] = value if kept else before, "the faster of two whose losses agree, measured here"
-        self.evidence |= {name: "; ".join(each) for name, each in said.items()}
+        self.evidence |= {name: "; ".join(each) for name, each in outcomes.items()}
 
     def size(self, own: bool, seconds: float, clock: Clock | None) -> None:
         """Search for a batch size. own: whether the task suggests one itself, which stands."""

@@ -13,6 +13,7 @@ from nbtools.data import cache
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
 from nbtools.train import device as devices
+from nbtools.version import VERSION
 
 WORKS, DIFFERS, FAILS, MISSING, NOT_HERE = "works", "differs", "fails", "missing", "not here"
 
@@ -75,15 +76,15 @@ def save(path: Path, found: Checkup) -> None:
 
 
 def home() -> Path:
-    """Where it is kept unless another file is named."""
+    """Where it is kept."""
     return cache() / "checkup.json"
 
 
-def of_here(path: Path) -> Checkup:
-    """The check-up of this machine and these versions that a file keeps, or one without rows."""
-    empty = Checkup(machine(), str(devices.pick()))
+def of_here() -> Checkup:
+    """The check-up of this machine and these versions that is kept, or one without rows."""
+    empty = Checkup({**machine(), "nbtools": f"nbtools {VERSION}"}, str(devices.pick()))
     try:
-        found = Checkup.from_dict(json.loads(path.read_text()))
+        found = Checkup.from_dict(json.loads(home().read_text()))
     except (OSError, ValueError, TypeError):  # none yet, or of another version
         return empty
     return found if (found.machine, found.device) == (empty.machine, empty.device) else empty
@@ -91,7 +92,7 @@ def of_here(path: Path) -> Checkup:
 
 def ruled_out(task: str) -> dict[tuple[str, Any], str]:
     """(setting, value) → what the check-up of this machine found against it: for a task of this name, else in all."""
-    rows = [row for row in of_here(home()).rows if row.lever and row.result != NOT_HERE]
+    rows = [row for row in of_here().rows if row.lever and row.result != NOT_HERE]
     own, found = [row for row in rows if row.task == task], {}
     for row in own or rows:
         same = [row] if own else [other for other in rows if other.lever == row.lever]

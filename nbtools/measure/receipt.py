@@ -137,8 +137,8 @@ def receipt(
     turn, were there only two (SECONDS); more rungs have shorter ones, so that the whole takes as long. notes: what else
     its last lines should say."""
     device, pack = device or devices.pick(), readable(task, pack, plan)
-    baseline, said = comparable(as_task(task).BASELINE, plan, pack, device)
-    notes = [*notes, *said]
+    baseline, fitted = comparable(as_task(task).BASELINE, plan, pack, device)
+    notes = [*notes, *fitted]
     optimised, adapted = optimised_by_guide(task, plan, pack)
     with untouched(device):
         course = Course(task, pack, device, clock)

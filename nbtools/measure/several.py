@@ -225,7 +225,7 @@ def ways(plans: Sequence[Plan], processes: int) -> Iterator[Row]:
 
 def expected(plans: Sequence[Plan], parts: Parts, links: Sequence[Link], processes: int, hidden: bool) -> list[Row]:
     """The rows with figures; of several processes one for each link. One process makes a larger batch in more passes,
-    with no more samples/s than the first plan's. hidden: whether gradients are reduced beside the backward pass."""
+    with no more samples/s than the first plan's. hidden: whether gradients are reduced during the backward pass."""
     rate, shares, rows = plans[0].batch_size / parts.alone, dict(parts.shares), []
     for row in ways(plans, processes):
         if row.processes == 1:
@@ -241,7 +241,7 @@ def expected(plans: Sequence[Plan], parts: Parts, links: Sequence[Link], process
 
 def exposed(link: Link, buckets: Sequence[int], processes: int, pass_s: float) -> float:
     """Seconds of a step in which gradients are reduced and nothing else is done. On a GPU all but the last bucket are
-    reduced beside the backward pass, a part of the last forward and backward pass, of `pass_s` seconds; 0: on a CPU,
+    reduced during the backward pass, a part of the last forward and backward pass, of `pass_s` seconds; 0: on a CPU,
     where that takes the cores that compute, none."""
     each = [link.seconds(size, processes) for size in buckets]
     return max(sum(each) - BACKWARD * pass_s, each[-1])

@@ -77,25 +77,27 @@ def checkup(path: str | Path | None = None, again: bool = False, parts: Collecti
     """Try what nbtools does on this machine: precisions, networks, feeds, memory, resume, compilation, and on a GPU the
     speed of each task. Takes two minutes on a CPU, eight on a GPU.
 
-    path: the JSON file of the results, by default checkup.json in the cache, where `nb.advise` reads it. What it has
-    for this machine and these versions is not tried again, unless `again`. parts: names in PARTS; (): all. Raises
-    NbtoolsError for another name, DiskError where the file cannot be written.
+    Results are kept in the cache, where `nb.advise` reads them; what has worked on this machine with these versions is
+    not tried again, unless `again`. path: a JSON file to write them to as well. parts: names in PARTS; (): all. Raises
+    NbtoolsError for another name, DiskError where a file cannot be written.
     """
     if unknown := [part for part in parts if part not in PARTS]:
         raise NbtoolsError(f"parts must be some of {', '.join(PARTS)}, got {unknown[0]!r}")
-    path = Path(path or home())
-    found, chosen = of_here(path), [part for part in PARTS if part in parts or not parts]
-    known = {(row.part, row.what): row for row in found.rows if not (again and row.part in chosen)}
+    found, chosen = of_here(), [part for part in PARTS if part in parts or not parts]
+    known = {(row.part, row.what): row for row in found.rows if row.part not in chosen or not again}
     with tempfile.TemporaryDirectory() as folder, work("checking this machine", **{p: PARTS[p][1] for p in chosen}):
         bench = Bench(Path(folder), devices.pick())
         for part in chosen:
             phase(part)
             for attempt in PARTS[part][0](bench):
-                if (key := (part, attempt.what)) not in known:
+                key = (part, attempt.what)
+                if key not in known or known[key].result != WORKS:
                     known[key] = tried(part, attempt)
                     rows = sorted(known.values(), key=lambda row: [*PARTS].index(row.part))
                     found = dataclasses.replace(found, rows=tuple(rows))
-                    save(path, found)
+                    save(home(), found)
+    if path is not None:
+        save(Path(path), found)
     return found
 
 

@@ -110,7 +110,7 @@ def copies(state: TrainState) -> dict[str, Tensor]:
             like = partial(torch.empty_like, tensor, device="cpu")
             pinned, _ = within_memory(partial(like, pin_memory=tensor.is_cuda))
             kept[name] = like() if pinned is None else pinned
-        kept[name].copy_(tensor, non_blocking=True)
+        kept[name].copy_(tensor, non_blocking=tensor.is_cuda)  # elsewhere nothing tells when it has arrived
     return {name: kept[name] for name in found}
 
 

@@ -240,7 +240,7 @@ def written(answer: Any) -> str:
 
 
 def preview(pack: Pack, i: int, answer: Any) -> tuple[np.ndarray, str, str, bool]:
-    """A sample of the live picture: `Task.preview`. Values are shown beside the true ones, as neither right nor
+    """A sample of the live picture: `Task.preview`. Values are shown next to the true ones, as neither right nor
     wrong."""
     sample, card = pack.sample(i), pack.card
     right = truth(sample, card)

@@ -323,7 +323,7 @@ class Ranks:
     def wrap(self, network: nn.Module, compress: bool = False) -> None:
         """Wrap the network for steps in which gradients are added up while backward runs. compress: as bfloat16 there;
         `add_up` sends them as they are, in the first step under each plan and in each with a larger batch than before.
-        Discards gradients: they would keep the former buckets, of which they are views, beside the new ones."""
+        Discards gradients: they would keep the former buckets, of which they are views, next to the new ones."""
         self.ddp = None  # its hooks on the parameters go with it
         for parameter in network.parameters():
             parameter.grad = None

@@ -277,7 +277,7 @@ def origin_of(task: Task) -> Task:
 
 
 def asked(task: Task, model: nn.Module) -> dict[str, str]:
-    """What a run on a pack of `nb.pack` does beside its plan, in words; {} for other packs."""
+    """What a run on a pack of `nb.pack` does besides its plan, in words; {} for other packs."""
     if task.card is None:
         return {}
     loss: Any = getattr(task, "given_loss", type(task).loss)
