@@ -21,8 +21,8 @@ from torch import nn
 from nbtools import table
 from nbtools.data import cores, gather, on, open_feed
 from nbtools.errors import TrainError
-from nbtools.measure import Stepper, StepProfile, Verdict, step_profile, verdict
-from nbtools.measure.profile import Tried, device_seconds, flops, memory_of, padding, shapes, synchronizing
+from nbtools.measure import Stepper, StepProfile, Verdict, memory, step_profile, verdict
+from nbtools.measure.profile import Skipped, Tried, device_seconds, flops, memory_of, padding, shapes, synchronizing
 from nbtools.measure.stepper import epoch_batches, read_switches, typical
 from nbtools.measure.trials import worth_compiling, worth_trying
 from nbtools.train import TrainState, knob, train
@@ -165,11 +165,14 @@ def test_where_no_change_is_worth_it_those_that_were_tried_are_named(measured):
     found = judged(measured, **shares(0.0, 0.1), trials=slow)
     assert " None of the 6 changes tried was 10 % faster." in found.sentence
     tried = (trial(1.03, amp="bf16"), trial(0.9, channels_last=True), trial(1.3, low=0.8, batch_size=16))
-    found = judged(measured, **shares(0.0, 0.1), trials=tried, untried=({"compile": True},))
+    found = judged(measured, **shares(0.0, 0.1), trials=tried, skipped=(Skipped({"compile": True}, "time"),))
     assert (
-        " None of the 3 changes tried is worth it: batch_size=16 1.30× (but 0.80–1.43). There was no time or "
-        "memory to try compile=True."
+        " None of the 3 changes tried is worth it: batch_size=16 1.30× (but 0.80–1.43). There was no time to "
+        "try compile=True. A smaller"
     ) in found.sentence
+    left = tuple(Skipped({"batch_size": size}, lack) for size, lack in ((16, "time"), (64, "memory"), (128, "memory")))
+    found = judged(measured, **shares(0.0, 0.1), skipped=left).sentence
+    assert "There was no time to try batch_size=16, and no memory to try batch_size=64, batch_size=128. " in found
     other = (dataclasses.replace(trial(1.9, amp="bf16"), drift=0.4),)
     found = judged(measured, **shares(0.0, 0.1), trials=other)
     assert found.change is None
@@ -232,8 +235,8 @@ def test_a_compiled_step_is_tried_in_turns_with_the_plan_where_there_is_a_compil
         monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
     plan = toy.PLAN.replace(epochs=10**7)
     profile = step_profile(toy, packs[False], plan, CPU, 0.1, fixed=("batch_size", "feed", "noise"))
-    assert ({"compile": True} in [trial.change for trial in profile.trials]) == compiler
-    assert ({"compile": True} in profile.untried) != compiler
+    [trial] = [trial for trial in profile.trials if trial.change == {"compile": True}]
+    assert ("no-such-compiler" in trial.objection) != compiler
 
 
 @pytest.mark.parametrize(("fixed", "tried"), [(0.025, 3), (0.15, 2), (0.5, 0)])
@@ -242,7 +245,16 @@ def test_as_much_is_tried_as_the_time_allows(packs, fixed, tried):
     job = Job(a_sample=fixed / 8, fixed=fixed, amp={"bf16": 1.0})
     profile = profiled(job, packs[False], plan_of(batch_size=8), fixed=("compile",))
     assert len(profile.trials) == tried
-    assert len(profile.trials) + len(profile.untried) == 3
+    assert len(profile.trials) + len(profile.skipped) == 3
+    assert {each.lack for each in profile.skipped} <= {"time"}
+
+
+def test_what_does_not_fit_into_memory_is_not_tried_for_that_reason(packs, monkeypatch):
+    monkeypatch.setattr(memory, "room", lambda device: memory.Room(1, "a test"))
+    plan = plan_of(batch_size=8)
+    profile = profiled(Job(a_sample=0.003, fixed=0.02), packs[False], plan, fixed=("compile", "amp"))
+    assert [(each.change["batch_size"], each.lack) for each in profile.skipped] == [(16, "memory"), (32, "memory")]
+    assert "There was no memory to try batch_size=16, batch_size=32." in verdict(profile, plan).sentence
 
 
 def test_on_cuda_a_launch_bound_step_is_told_of_graphs_and_of_lines_that_wait(measured):

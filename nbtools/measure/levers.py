@@ -13,7 +13,7 @@ import torch
 from nbtools.data import Pack, batches_in, choose
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.measure.checkup import ruled_out
-from nbtools.measure.profile import LEAST_ROUNDS, Bench, StepProfile, Tried, shapes
+from nbtools.measure.profile import LEAST_ROUNDS, MEMORY, TIME, Bench, Skipped, StepProfile, Tried, shapes
 from nbtools.measure.stepper import EAGER, Clock, Stepper
 from nbtools.measure.trials import COMPILE_PAYS, FASTER, LOSSES, Change, begun, compiles, other_precision
 from nbtools.table import percent, plural
@@ -26,7 +26,7 @@ SHARE, LEAST, MOST = 1 / 30, 12.0, 60.0  # of the training that is expected, sec
 class Levers:
     """The fastest plan so far, in training (None: memory ran out), and what was tried.
 
-    tried: [(change, the value in its place before, whether it is kept)]; untried: changes that there was no time or
+    tried: [(change, the value in its place before, whether it is kept)]; skipped: changes that there was no time or no
     memory for. compiling: try that however short training is.
     """
 
@@ -43,7 +43,7 @@ class Levers:
         self.clock = clock or perf_counter
         self.tried: list[tuple[Tried, Any, bool]] = []
         self.ruled_out = ruled_out(task_name(task))
-        self.untried: list[dict[str, Any]] = []
+        self.skipped: list[Skipped] = []
         self.run: Stepper | None = None
         self.step_s = 0.0
         self.begin(plan)
@@ -91,7 +91,7 @@ class Levers:
         trial = None if slow else Change(change, self.run)
         found = trial.against(seconds) if trial is not None else None
         if trial is None or found is None:
-            self.untried.append(change)
+            self.skipped.append(Skipped(change, TIME if slow else MEMORY))
             return False
         kept = found.low >= FASTER and found.agrees
         self.tried.append((found, self.value(name), kept))
@@ -125,7 +125,7 @@ class Levers:
         bench.advance(seconds)
         rejected = tuple(tried for tried, _, kept in self.tried if not kept)
         found, took = bench.profile(), self.clock() - start
-        return dataclasses.replace(found, trials=rejected, untried=tuple(self.untried), took=took)
+        return dataclasses.replace(found, trials=rejected, skipped=tuple(self.skipped), took=took)
 
     @property
     def trials(self) -> tuple[Tried, ...]:

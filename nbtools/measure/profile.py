@@ -84,6 +84,17 @@ class Tried:
         return f", but its loss {far}"
 
 
+TIME, MEMORY = "time", "memory"
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A change of the plan that was not tried. lack: of TIME, where a step takes long, or of MEMORY."""
+
+    change: dict[str, Any]
+    lack: str
+
+
 @dataclass(frozen=True)
 class StepProfile(Report):
     """How a plan trains here. Shows as a table.
@@ -100,8 +111,8 @@ class StepProfile(Report):
     padding: ragged column → share of its elements that are padding, over an epoch of this plan, exact; shapes: how many
     different lengths its batches have, after Plan.bucket where a task has that setting.
     memory: MiB. step: the most that a step takes beyond what is held; held: weights, gradients and optimizer.
-    trials: changes that were tried; untried: those that memory or time (a slow step) did not allow to try. syncs:
-    `file:line` where a step makes the host wait (CUDA). took: seconds for the whole profile.
+    trials: changes that were tried; skipped: those that time or memory did not allow to try. syncs: `file:line` where a
+    step makes the host wait (CUDA). took: seconds for the whole profile.
     """
 
     plan: dict[str, Any]
@@ -125,7 +136,6 @@ class StepProfile(Report):
     padding: dict[str, float]
     memory: dict[str, float]
     trials: tuple[Tried, ...]
-    untried: tuple[dict[str, Any], ...]
     syncs: tuple[str, ...]
     machine: dict[str, str]
     took: float
@@ -133,6 +143,7 @@ class StepProfile(Report):
     fixed: float = 0.0  # this and the next two have defaults for profiles that 0.1 wrote
     flops_per_s: float = 0.0
     matrix: float = 1.0
+    skipped: tuple[Skipped, ...] = ()  # once `untried`, without what was lacking
 
     @property
     def step_s(self) -> float:
@@ -286,7 +297,7 @@ class Bench:
             padding=padding(pack, plan),
             memory=memory_of(cached),
             trials=(),
-            untried=(),
+            skipped=(),
             syncs=syncs(cached),
             machine=machine(),
             took=0.0,

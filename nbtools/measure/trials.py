@@ -13,7 +13,7 @@ import torch
 
 from nbtools.data import Feed, Pack, cores
 from nbtools.measure import memory
-from nbtools.measure.profile import LEAST_ROUNDS, LONG, ROUNDS, Bench, StepProfile, Tried
+from nbtools.measure.profile import LEAST_ROUNDS, LONG, MEMORY, ROUNDS, TIME, Bench, Skipped, StepProfile, Tried
 from nbtools.measure.stepper import Clock, Stepper, untouched
 from nbtools.train import Diverged, Plan, TaskLike
 from nbtools.train import device as devices
@@ -64,9 +64,8 @@ def profiled(bench: Bench, seconds: float, fixed: Collection[str], compiling: bo
     found = bench.profile()
     changes = worth_trying(found, plan, modules, fixed)
     programs = worth_compiling(found, plan, modules, fixed, compiling)
-    trials = try_out(bench.run, [*changes, *programs], seconds / 2, found.memory["step"] * 2**20)
-    untried = tuple(change for change in [*changes, *programs] if change not in [trial.change for trial in trials])
-    return dataclasses.replace(found, trials=trials, untried=untried, took=bench.clock() - start)
+    trials, skipped = try_out(bench.run, [*changes, *programs], seconds / 2, found.memory["step"] * 2**20)
+    return dataclasses.replace(found, trials=trials, skipped=skipped, took=bench.clock() - start)
 
 
 def worth_trying(
@@ -144,14 +143,15 @@ class Change:
 
     def __init__(self, change: dict[str, Any], run: Stepper):
         self.change, self.run, self.failed = change, run, ""
-        self.stepper: Stepper | None = None  # None if memory runs out, or its model cannot be compiled here
+        self.stepper: Stepper | None = None  # None if memory runs out, or it failed
         plan, feed = run.plan.turn(**change), None if FEEDING & set(change) else run.feed
         with self.watched():
             self.stepper = begun(run.task, run.pack, plan, run.device, feed, run.clock)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note that a setting for speed fails: bfloat16 lacks some operations (CTC), or makes the loss NaN."""
+        """Note that a setting for speed fails: bfloat16 lacks some operations (CTC), or makes the loss NaN; there is no
+        compiler."""
         try:
             yield
         except (RuntimeError, Diverged) as error:
@@ -200,13 +200,16 @@ class Change:
         return max(ratios) < 1 or (len(ratios) >= SURE and min(ratios) >= FASTER)
 
 
-def try_out(run: Stepper, changes: Sequence[dict[str, Any]], seconds: float, step_bytes: float) -> tuple[Tried, ...]:
+def try_out(
+    run: Stepper, changes: Sequence[dict[str, Any]], seconds: float, step_bytes: float
+) -> tuple[tuple[Tried, ...], tuple[Skipped, ...]]:
     """Train each change in alternation with the plan, for `seconds` in all. step_bytes: what the plan's step takes now.
 
     A change is skipped if its steps would not fit, or if even the fewest rounds would take too long. A compiled plan
     is tried regardless: compiling takes minutes in any case.
     """
     trials: list[Change] = []
+    skipped: list[Skipped] = []
     step_s = run.mean_s if run.turns else 0.0
     spent = LEAST_ROUNDS * step_s  # the plan's own turns
     for change in changes:
@@ -214,7 +217,9 @@ def try_out(run: Stepper, changes: Sequence[dict[str, Any]], seconds: float, ste
         grown = (plan.micro_batch_size or plan.batch_size) / (run.plan.micro_batch_size or run.plan.batch_size)
         spent += 2 * LEAST_ROUNDS * step_s * plan.batch_size / run.plan.batch_size  # with its warm-up
         slow = spent > 4 * seconds and not (plan.compile or plan.graph)
-        if not slow and (room is None or step_bytes * grown <= room.usable):
+        if slow or (room is not None and step_bytes * grown > room.usable):
+            skipped.append(Skipped(change, TIME if slow else MEMORY))
+        else:
             trials.append(Change(change, run))
     if any(trial.stepper is not None for trial in trials):
         run.turns.clear()
@@ -226,7 +231,9 @@ def try_out(run: Stepper, changes: Sequence[dict[str, Any]], seconds: float, ste
             run.turn(each)
             for trial in trials:
                 trial.advance(each)
-    return tuple(found for trial in trials for found in trial.result())
+    tried = [(trial.change, trial.result()) for trial in trials]
+    skipped += [Skipped(change, MEMORY) for change, found in tried if not found]
+    return tuple(found for _, results in tried for found in results), tuple(skipped)
 
 
 def warmed(stepper: Stepper) -> Stepper:
@@ -238,13 +245,8 @@ def warmed(stepper: Stepper) -> Stepper:
 def begun(
     task: TaskLike, pack: Pack, plan: Plan, device: torch.device, feed: Feed | None, clock: Clock | None
 ) -> Stepper | None:
-    """A plan in training, warmed up; None if memory runs out, or its model cannot be compiled here."""
-    try:
-        return devices.within_memory(lambda: warmed(Stepper(task, pack, plan, device, feed, clock)))[0]
-    except RuntimeError:  # all of dynamo's and inductor's derive from it
-        if not (plan.compile or plan.graph):
-            raise
-    return None
+    """A plan in training, warmed up; None if memory runs out."""
+    return devices.within_memory(lambda: warmed(Stepper(task, pack, plan, device, feed, clock)))[0]
 
 
 def drift(run: Stepper, change: dict[str, Any]) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtools.measure.profile import StepProfile, Tried, shown
+from nbtools.measure.profile import MEMORY, TIME, StepProfile, Tried, shown
 from nbtools.measure.report import Report
 from nbtools.measure.trials import own_settings, without_augmentation
 from nbtools.table import percent, timing
@@ -120,13 +120,20 @@ def advised(option: Option | None, profile: StepProfile) -> str:
     if option is not None:
         most, otherwise = "" if option.exact else "up to ", "" if option.same else " It changes what is learned."
         return f"{option.name} makes training {most}{option.gain:.2g}× as fast ({option.reason}).{otherwise}"
-    count, left = len(profile.trials), ", ".join(shown(change) for change in profile.untried)
+    count = len(profile.trials)
     doubtful = ", ".join(outcome(trial) for trial in profile.trials if trial.failed or trial.ratio >= WORTH)
     who, no = ("The one change", " not") if count == 1 else (f"None of the {count} changes", "")
     tried = f"{who} tried was{no} {percent(WORTH - 1)} faster"
     tried = f"{who} tried is{no} worth it: {doubtful}" if doubtful else tried
-    untried = f"There was no time or memory to try {left}." if left else ""
-    return " ".join(filter(None, [f"{tried}." if count else "", untried, f"{HELPS[bound_by(profile)]} would help."]))
+    helps = f"{HELPS[bound_by(profile)]} would help."
+    return " ".join(filter(None, [f"{tried}." if count else "", lacking(profile), helps]))
+
+
+def lacking(profile: StepProfile) -> str:
+    """What could not be tried for want of time, or of memory; "" where all was tried."""
+    left = {lack: [shown(each.change) for each in profile.skipped if each.lack == lack] for lack in (TIME, MEMORY)}
+    parts = [f"no {lack} to try {', '.join(changes)}" for lack, changes in left.items() if changes]
+    return f"There was {', and '.join(parts)}." if parts else ""
 
 
 def outcome(trial: Tried) -> str:
