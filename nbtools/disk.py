@@ -21,6 +21,7 @@ from nbtools.table import size
 OPERATIONS = ("create", "append", "read", "write", "sync", "sync_folder", "rename", "remove", "link", "make_folder")
 """The primitives: what fault injection replaces. Everything else is made of them."""
 
+WORD = 16  # bytes of what the owner of a lock does
 MANY = 64  # above this many files one sync() of everything is cheaper than an fsync each (50,000 images: minutes)
 
 
@@ -223,7 +224,8 @@ class Lock:
     """Lets one process (and thread) in at a time; the others wait, or with wait=False raise BlockingIOError. The system
     releases it when its owner dies.
 
-    The file stays: deleting it would let two owners in. It belongs on a local disk, never on Drive.
+    The file stays: deleting it would let two owners in. It belongs on a local disk, never on Drive. Its owner may
+    write a word of what it does into it, which others read as long as the owner has it.
     """
 
     def __init__(self, path: Path, wait: bool = True) -> None:
@@ -241,3 +243,14 @@ class Lock:
 
     def __exit__(self, *_) -> None:
         os.close(self.descriptor)
+
+    def note(self, word: str) -> None:
+        """Write a word of at most WORD bytes. On a full disk the old one stays: it is not worth a failure."""
+        with contextlib.suppress(OSError):
+            os.pwrite(self.descriptor, word.encode().ljust(WORD), 0)  # all at once: a reader sees no half of it
+
+    def noted(self) -> str:
+        """The word of the owner, or of the last that there was."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.path.read_bytes().decode().strip()
+        return ""

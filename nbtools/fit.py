@@ -21,7 +21,7 @@ from nbtools import disk, measure
 from nbtools.data import Pack, on_colab, phase, release_runtime, say, work
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, StageError, TrainError
 from nbtools.folder import Job, begin, kept_folder, only_one, restore, stored_plan
-from nbtools.live import REFUSED, FirstSignal, Requests, Surface, chosen
+from nbtools.live import EVALUATING, MEASURING, REFUSED, FirstSignal, Requests, Surface, chosen
 from nbtools.notify import Hook
 from nbtools.rollback import Guard, resilient
 from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run, what_next
@@ -89,7 +89,7 @@ def fit(
     ranks = join()
     if ranks is not None and not ranks.first:
         return follower(task, pack, folder, ranks)
-    with only_one(folder):
+    with only_one(folder) as own:
         again = restarted(ranks)
         if not (again or isinstance(plan, Given)):
             forget(folder)
@@ -107,6 +107,7 @@ def fit(
         advised = getattr(plan, "advised", getattr(plan, "plan", None))  # a plain plan may come from anywhere
         history, complaints = begin(folder, pack, state, advised)
         surface = Surface(folder, state, pack, history, plan, progress, afterwards(wanted, pack, folder, receipt))
+        surface.announce = own.note
         if samples is not None:
             surface.previews.which = samples
             checkpoint.mark(folder, samples=samples)
@@ -314,6 +315,7 @@ def finish(job: Job, sigterm: FirstSignal, receipt: bool) -> None:
         surface.report(f"the receipt measures one of {world} processes; together they trained {rate:,.0f} samples/s")
     if not surface.progress:
         surface.report(f"{MEASURED} …")
+    surface.announce(MEASURING)
     with optional("no receipt", surface.report), sigterm.interrupting(), work(MEASURED, surface.progress, **PHASES):
         plan = one_share(state)
         phase("first steps")
@@ -346,6 +348,7 @@ def evaluate_all(job: Job, sigterm: FirstSignal) -> None:
     start, shows = monotonic(), job.surface.progress
     if not shows:
         tell("evaluating the best weights on the whole validation split …")
+    job.surface.announce(EVALUATING)
     with optional("no final evaluation", tell), sigterm.interrupting():
         model, plan = run.model(job.state.device), job.state.plan
         values = evaluation.evaluate(job.task, model, job.pack, plan, "val", shows)

@@ -38,13 +38,14 @@ SAVE_SHARE = 0.05  # of the time that checkpoints at the ends of quick epochs ma
 
 
 @contextmanager
-def only_one(folder: Path) -> Iterator[None]:
+def only_one(folder: Path) -> Iterator[disk.Lock]:
     """Two processes in one run folder would mix their histories. Raises TrainError for the second."""
+    own = lock(folder)
     with ExitStack() as stack:
         with disk.explained("locking a run", cache()):
             for patience in (0.1, 0.1, 0):  # `busy` holds the lock for an instant to test it
                 try:
-                    stack.enter_context(lock(folder))
+                    stack.enter_context(own)
                     break
                 except BlockingIOError:
                     if not patience:
@@ -53,7 +54,8 @@ def only_one(folder: Path) -> Iterator[None]:
                             entry="Several processes on the GPU",
                         ) from None
                     sleep(patience)
-        yield
+        own.note("")
+        yield own
 
 
 def stored_plan(task: Task, folder: Path) -> Plan | None:

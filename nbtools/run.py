@@ -326,11 +326,18 @@ def what_next(run: Run, over: bool) -> str:
 
 def busy(folder: Path) -> bool:
     """Whether a process on this machine is training in a run folder now."""
+    return doing(folder) is not None
+
+
+def doing(folder: Path) -> str | None:
+    """What the process that trains in a run folder does now: evaluating, measuring, …; "" before it has begun. None if
+    there is none on this machine."""
+    held = lock(folder)
     try:
-        with lock(folder):
-            return False
+        with held:
+            return None
     except BlockingIOError:
-        return True
+        return held.noted()
 
 
 def lock(folder: Path) -> disk.Lock:

@@ -15,14 +15,11 @@ from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.live import (
     ACTIONS,
     AGAIN,
-    COMPILING,
     DONE,
-    MEASURING,
     OPENING,
     OVER,
-    PAUSED,
     REFUSED,
-    TRAINING,
+    STARTING,
     FirstSignal,
     Messages,
     Plans,
@@ -31,7 +28,7 @@ from nbtools.live import (
     advised,
     send,
 )
-from nbtools.run import HISTORY, PLAN, Run, busy, what_next
+from nbtools.run import HISTORY, PLAN, Run, busy, doing, what_next
 from nbtools.train import CONTROL, KEYS, History, Record, TaskLike, checkpoint, require_batch
 
 MOMENT = 0.05  # seconds between two checks for requests
@@ -120,14 +117,8 @@ class Remote:
 
     @property
     def status(self) -> str:
-        """What it does now, as far as the history says: an evaluation leaves no row before its end."""
-        if self.requests.paused:
-            return PAUSED
-        if "profile" in self.requests.pending:
-            return MEASURING
-        plan, rows = self.plans.applied, self.view.history.rows
-        newest = next((row["kind"] for row in reversed(rows) if row["kind"] in ("step", "change")), "")
-        return COMPILING if (plan.compile or plan.graph) and newest != "step" else TRAINING
+        """What its process does now."""
+        return doing(self.run.folder) or STARTING
 
     @property
     def state(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import toy
-from acting import acting
+from acting import acting, asking
 
 import nbtools as nb
 from nbtools.fit import afterwards
@@ -121,7 +121,10 @@ def test_what_holds_the_gpu_back_is_said_in_words_and_idle_is_no_trouble():
 
 
 def test_the_state_is_a_badge_in_a_colour_of_its_own():
-    shown = {state: facts.html(picture(Columns(history()), ABOUT, state)) for state in (*facts.HUES, facts.STOPPED)}
+    shown = {
+        state: facts.html(picture(Columns(history()), ABOUT, state))
+        for state in (facts.STARTING, *facts.HUES, facts.STOPPED)
+    }
     assert all(f"</i>{state}</b>" in page for state, page in shown.items())
     assert len({re.search(r"background:(#\w+)", page)[1] for page in shown.values()}) == 7  # pyright: ignore[reportOptionalSubscript]
     assert "waiting for the first step" in facts.html(picture(Columns(), ABOUT, "compiling"))
@@ -147,6 +150,12 @@ def test_a_run_shows_each_state_it_is_in_and_how_it_ended(tmp_path, monkeypatch)
     pack, plan = toy.make_pack(tmp_path / "pack"), toy.PLAN.replace(epochs=2)
     nb.fit(acting({3: lambda: os.kill(os.getpid(), signal.SIGINT)}), pack, plan, tmp_path / "run", receipt=False)
     assert list(dict.fromkeys(seen)) == ["training", "stopped"]
+    seen.clear()
+    monkeypatch.setattr("nbtools.measure.trials.SECONDS", 0.1)
+    monkeypatch.setattr("nbtools.live.surface.LOOK_EVERY", 0.0)
+    limited = acting({2: asking(tmp_path / "limited", "profile")})
+    nb.fit(limited, pack, plan.replace(epochs=1), tmp_path / "limited", receipt=False)
+    assert list(dict.fromkeys(seen)) == ["training", "measuring", "evaluating", "done"]
     seen.clear()
     nb.fit(toy, pack, plan, tmp_path / "run", receipt=False)
     assert list(dict.fromkeys(seen)) == ["training", "evaluating", "done"]

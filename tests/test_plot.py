@@ -23,6 +23,7 @@ from playwright.sync_api import ViewportSize
 
 from nbtools import fonts
 from nbtools.live import Columns, chart, facts, png, samples, svg, view
+from nbtools.live.bell import Bell
 from nbtools.live.controls import SMOOTHING, Looks, changes
 from nbtools.live.facts import About
 from nbtools.live.picture import Look, picture
@@ -613,6 +614,16 @@ def test_a_name_is_wrong_as_a_whole_however_many_letters_it_shares():
     assert samples.text([taken], 80) == ["truth     number 1a", "predicted number 1b", "          ^^^^^^^^^"]
     assert "<u>number 1a</u>" in samples.html([taken])
     assert samples.text([Preview(LINE, "number 1a", "number 1a", whole=True)], 80)[1] == "predicted number 1a ✓"
+
+
+def test_the_bell_asks_and_rings_but_not_on_colab_where_outputs_are_in_a_sandbox(monkeypatch):
+    for colab in (False, True):
+        monkeypatch.setattr("nbtools.live.bell.on_colab", lambda colab=colab: colab)
+        bell = Bell()
+        assert ("Notify me when it ends" in bell.box.value) != colab
+        bell.ring("done: captcha", "best 0.9")
+        assert ("done: captcha" in bell.box.value) != colab
+        assert (bell.box.value == "") == colab
 
 
 @pytest.fixture

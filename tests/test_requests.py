@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import toy
 from acting import QUIET, acting, asking, last_step, same, texts
 
@@ -27,7 +28,7 @@ from nbtools.errors import CheckpointError, TrainError
 from nbtools.live import Plans, Requests, Surface, View, requests, send
 from nbtools.measure import Sampler
 from nbtools.rollback import WATCHED
-from nbtools.run import busy, lock
+from nbtools.run import busy, doing, lock
 from nbtools.train import CONTROL, History, Record, checkpoint
 from nbtools.watch import Remote
 
@@ -441,16 +442,31 @@ def test_watching_nothing_says_so_and_a_run_that_ended_is_shown_once(tmp_path, u
     assert time.monotonic() - start < 10
 
 
-def test_a_watched_run_compiles_until_its_first_step_and_anew_after_a_change(untouched, tmp_path):
-    folder = shutil.copytree(untouched.folder, tmp_path / "run")
-    (folder / "history.csv").unlink()
-    (folder / "plan.json").write_text(PLAN.replace(compile=True).to_json())
-    remote = Remote(nb.Run.open(folder, toy), show=False)
-    said = [remote.status]
-    for step, kind in enumerate(("step", "change", "step"), 1):
-        remote.view.history.append(Record(kind, 0, step, 16 * step, {"what": "batch_size 16 → 32"}))
-        said.append(remote.status)
-    assert said == ["compiling", "training", "compiling", "training"]
+def test_a_watched_run_shows_what_its_process_does_now(pack, tmp_path, monkeypatch, at_once):
+    """It compiles at its first step and after a change, is paused, measures and evaluates."""
+    monkeypatch.setattr("nbtools.measure.trials.SECONDS", 0.1)
+    folder, plan = tmp_path / "run", PLAN.replace(compile=True, epochs=1, batch_size=4)
+    task, seen = acting({2: asking(folder, batch_size=8), 6: asking(folder, "pause")}), list[str]()
+    compute = task.batch
+
+    def status() -> str:
+        return Remote(nb.Run.open(folder, toy), show=False).status
+
+    def batch(raw, plan, draws):
+        seen.append(status())
+        return compute(raw, plan, draws)
+
+    def user():
+        wait_for(lambda: doing(folder) == "paused")
+        seen.append(status())
+        send(folder, ["profile", "resume"])
+
+    task.batch = batch
+    with torch.compiler.set_stance("force_eager"), beside(folder, user):
+        run = nb.fit(task, pack, plan, folder, **QUIET)
+    states = [state for state, before in zip(seen, ["", *seen], strict=False) if state != before]
+    assert states == ["compiling", "training", "compiling", "training", "paused", "measuring", "training", "evaluating"]
+    assert Remote(run, show=False).status == "starting", "nobody trains it"
 
 
 def test_a_watched_run_that_rewrites_its_history_and_loses_its_plan_is_shown_once_and_told(

@@ -3,7 +3,7 @@
 from nbtools.live import png
 from nbtools.live.chart import Picture
 from nbtools.live.columns import XS, Columns, spent, taken
-from nbtools.live.facts import AGAIN, COMPILING, DONE, MEASURING, OVER, PAUSED, TRAINING, ended
+from nbtools.live.facts import AGAIN, DONE, EVALUATING, MEASURING, OVER, STARTING, ended
 from nbtools.live.kernel import Messages, closing, running_kernel
 from nbtools.live.log import OPENING
 from nbtools.live.overlay import overlay
@@ -11,21 +11,22 @@ from nbtools.live.panel import Panel
 from nbtools.live.picker import picker
 from nbtools.live.picture import worded
 from nbtools.live.requests import ACTIONS, REFUSED, FirstSignal, Plans, Requests, advised, send
-from nbtools.live.samples import chosen
+from nbtools.live.samples import FIRST, WORST, chosen
 from nbtools.live.surface import Surface
 from nbtools.live.view import View
 
 __all__ = [
     "ACTIONS",
     "AGAIN",
-    "COMPILING",
     "DONE",
+    "EVALUATING",
+    "FIRST",
     "MEASURING",
     "OPENING",
     "OVER",
-    "PAUSED",
     "REFUSED",
-    "TRAINING",
+    "STARTING",
+    "WORST",
     "XS",
     "Columns",
     "FirstSignal",

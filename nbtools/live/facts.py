@@ -18,6 +18,7 @@ from nbtools.table import EMPTY, duration, number, percent, size, spelled
 from nbtools.train import Diverged
 
 IDLE = REASONS[0x1]
+STARTING = "starting"
 COMPILING, TRAINING, EVALUATING, MEASURING, PAUSED = "compiling", "training", "evaluating", "measuring", "paused"
 DONE, STOPPED, DIVERGED, FAILED = "done", "stopped", "diverged", "failed"
 OVER = (DONE, STOPPED, DIVERGED, FAILED, "interrupted")
@@ -125,7 +126,7 @@ def html(shown: Picture) -> str:
 
 
 ROOM = {
-    **dict.fromkeys((*HUES, STOPPED), 12),
+    **dict.fromkeys((STARTING, *HUES, STOPPED), 12),
     "elapsed": 11,
     "took": 11,
     "time left": 15,

@@ -59,6 +59,8 @@ class Surface(View):
         self.looking = False  # at a requested evaluation: a pause lets it end
         self.next_steps: Callable[[], str] = str  # what to do when it has ended
         self.status = COMPILING if state.plan.compile or state.plan.graph else TRAINING
+        self.announced = ""
+        self.announce: Callable[[str], object] = lambda status: None  # for other processes
         self.entered = ExitStack()
 
     def __enter__(self) -> Self:
@@ -195,6 +197,13 @@ class Surface(View):
         if record.kind in ("epoch", "evaluation") and self.visible and self.previews.due():
             self.show_samples(self.samples())
         self.draw(self.status)
+
+    def draw(self, status: str = TRAINING) -> None:
+        """Draw a frame when it is due, and have other processes know what this one does."""
+        if status != self.announced:
+            self.announced = status
+            self.announce(status)
+        super().draw(status)
 
     def listen(self) -> bool:
         """Read clicks, control.json and the kernel's shutdown; whether something is pending, other than a change of

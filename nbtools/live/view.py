@@ -98,8 +98,8 @@ class View:
 
     def start(self, status: str = TRAINING) -> None:
         """Put the live view into the output of the running cell."""
+        self.draw(status)
         if self.output is not None and self.panel is not None:
-            self.draw(status)
             self.output.live(self.panel.form.controls, f"{self.folder}: {PLOT_FILE} in it shows how the run went")
 
     def draw(self, status: str = TRAINING) -> None:
