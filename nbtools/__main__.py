@@ -41,6 +41,7 @@ from nbtools.options import (
     own,
     plain,
     plan_of,
+    read_samples,
 )
 from nbtools.run import Run, busy, evaluate, validate
 from nbtools.table import coloured, plural
@@ -388,6 +389,8 @@ def train_command(one: argparse.ArgumentParser, task: Task) -> Act:
     one.add_argument("--keep", metavar="FOLDER", help="second folder for copies of the run, e.g. drive:runs/captcha")
     text = "web hook (https://…) that receives one POST when the run ends: JSON with run, state, best and text"
     one.add_argument("--notify", metavar="ADDRESS", help=text)
+    text = "samples shown with their predictions: first, worst, or ids of the pack, 12,40,77; kept for when it resumes"
+    one.add_argument("--samples", type=read_samples, metavar="WHICH", help=text)
     one.add_argument("--smoke-test", action="store_true", help="no data: one step on demo samples, saved and loaded")
     one.add_argument("--processes", type=int, default=1, metavar="N", help="train in N processes, at most one a GPU")
     one.add_argument("--no-receipt", action="store_true", help="do not measure the receipt at the end")
@@ -408,6 +411,8 @@ def train_run(task: Task, options: argparse.Namespace) -> Result | None:
             raise NbtoolsError(
                 f"--smoke-test is one step of one process, got --processes {options.processes}; leave one out"
             )
+        if options.samples is not None:
+            raise NbtoolsError(f"--samples are shown where one process trains, got --processes {options.processes}")
     if options.smoke_test:
         text = smoke_test(task, **given(task.PLAN, options))
         return Result(text, {"smoke_test": text})
@@ -416,7 +421,8 @@ def train_run(task: Task, options: argparse.Namespace) -> Result | None:
     with redirect_stderr(io.StringIO()) if rank else nullcontext():  # every rank packs, and one tells of it
         pack = packed(task, options.data, options)
     plan = partial(plan_of, task, pack, options)
-    act = fit if options.processes == 1 else partial(launch, processes=options.processes)
+    one = partial(fit, samples=options.samples)
+    act = one if options.processes == 1 else partial(launch, processes=options.processes)
     run = act(task, pack, plan, options.run, options.keep, receipt=not options.no_receipt, notify=options.notify)
     if rank:
         return None

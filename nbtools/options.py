@@ -25,6 +25,7 @@ from nbtools import guides, tasks
 from nbtools.data import Pack
 from nbtools.errors import NbtoolsError, sentence
 from nbtools.folder import stored_plan
+from nbtools.live import FIRST, WORST
 from nbtools.measure import advise, find_batch, find_workers, preset
 from nbtools.train import Plan, Task, as_task
 
@@ -137,6 +138,15 @@ def converted(text: str, kind: Any) -> Any:
         kinds = args if is_counted(kind) else [args[0] if args else int | float | str] * len(parts)
         return tuple(converted(part, one) for part, one in zip(parts, kinds, strict=True))
     return Path(text) if kind is Path else text
+
+
+def read_samples(text: str) -> str | list[int]:
+    """Which samples to show, see `nb.fit`: a word, or ids of the pack separated by commas. Raises ArgumentTypeError."""
+    try:
+        return text if text in (FIRST, WORST) else [whole(part) for part in text.split(",")]
+    except ValueError:
+        rule = f"must be {FIRST}, {WORST}, or ids of the pack separated by commas, as 12,40,77"
+        raise argparse.ArgumentTypeError(f"{rule}, got {text!r}") from None
 
 
 def described(kind: Any) -> str:

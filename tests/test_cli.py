@@ -16,7 +16,7 @@ from nbtools import options, tasks
 from nbtools.__main__ import main, smoke_test
 from nbtools.errors import TrainError
 from nbtools.run import busy
-from nbtools.train import as_task, knob
+from nbtools.train import as_task, checkpoint, knob
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +105,15 @@ def test_a_lost_run_is_restored_once_under_its_lock_and_keeps_its_settings(train
     assert (planned(tmp_path)["epochs"], planned(tmp_path)["hidden"]) == (2, 24)
 
 
+@pytest.mark.parametrize(("words", "kept"), [("7,3", [7, 3]), ("12", [12]), ("worst", "worst"), ("first", "first")])
+def test_the_samples_to_show_are_named_and_kept_for_a_resumed_run(train, tmp_path, capsys, words, kept):
+    assert train("--epochs", "1", "--samples", words) == 0
+    assert checkpoint.read_index(tmp_path / "run")["samples"] == kept
+    assert "truth " in capsys.readouterr().err
+    assert train("--epochs", "2") == 0
+    assert checkpoint.read_index(tmp_path / "run")["samples"] == kept
+
+
 def test_the_baseline_is_a_plan_to_train_with(train, tmp_path):
     assert train("--epochs", "1", "--from", "baseline") == 0
     assert planned(tmp_path) == {**toy.BASELINE.to_dict(), "epochs": 1, "betas": list(toy.BASELINE.betas)}
@@ -117,6 +126,7 @@ def test_the_baseline_is_a_plan_to_train_with(train, tmp_path):
         (["--warmup-epochs", "-1"], "Plan.warmup_epochs must be at least 0, got -1.0"),
         (["--amp", "fp8"], "Plan.amp must be one of off, bf16, fp16, got 'fp8'"),
         (["--batch-size", "5000"], "larger than the train split"),
+        (["--processes", "2", "--samples", "worst"], "--samples are shown where one process trains, got --processes 2"),
         (["--processes", "0"], "processes (--processes) must be at least 1, got 0"),
     ],
 )
@@ -138,6 +148,8 @@ def test_a_bad_option_is_one_sentence_and_starts_nothing(train, tmp_path, capsys
         (["pack", "toy", "x", "--nosuch", "1"], 2, "--nosuch"),
         (["pack", "--val", "0.2", "toy", "x"], 2, "name it directly after the command"),
         (["train", "toy"], 1, "train needs --data SOURCE and --run FOLDER"),
+        (["train", "toy", "--samples", "last"], 2, "--samples: must be first, worst, or ids of the pack"),
+        (["train", "toy", "--samples", "3,"], 2, "as 12,40,77, got '3,'"),
         (["validate", "toy", "anything"], 1, "pack.bad"),
     ],
 )
