@@ -127,6 +127,9 @@ def test_settings_that_cannot_stand_change_with_a_reason():
     assert (advice.plan.min_lr, advice.plan.lr, advice.plan.graph) == (2e-4, 2e-4, False)
     assert "above the advised lr" in advice.reasons["min_lr"]
     assert "need CUDA" in advice.reasons["graph"]
+    advice = decide(with_plan(graph=True, amp="fp16"), card(50_030), MACHINES["T4"])
+    assert (advice.plan.amp, advice.plan.graph) == ("fp16", False)
+    assert "fp16" in advice.reasons["graph"]
 
 
 @pytest.mark.parametrize("train", [50_030, 4803, 100, 9, 1])

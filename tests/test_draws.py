@@ -111,3 +111,5 @@ def test_the_generator_is_pcgs_and_the_one_that_runs_were_made_with():
     assert draws.uniform(-1, 1, (2,))[0].tolist() == [-0.8139041662216187, 0.9814735651016235]
     assert draws.normal().tolist() == pytest.approx([0.83038205, 0.03075605, -0.07408998], abs=1e-6)
     assert mixed(3, 1) == 2781714507
+    there = Draws(3, torch.tensor(1), torch.tensor([0, 1, 1_000_000]))
+    assert torch.equal(there.keys, draws.keys), "also of an epoch that a CUDA graph reads"

@@ -234,7 +234,7 @@ def deep(card, plan):
 def test_the_moving_average_and_a_look_at_all_weights_are_a_few_operations_whatever_the_network(pack):
     state = TrainState(toy.with_(model=deep), pack, toy.PLAN.replace(ema=0.9))
     next(train(state.task, state, pack))
-    assert len(operations(lambda: average(state, 0.9))) <= 4
+    assert len(operations(lambda: average(state, 0.1))) <= 4
     assert len(operations(state.lost)) <= 10
 
 

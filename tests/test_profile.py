@@ -22,10 +22,10 @@ from nbtools import table
 from nbtools.data import cores, gather, on, open_feed
 from nbtools.errors import TrainError
 from nbtools.measure import Stepper, StepProfile, Verdict, memory, step_profile, verdict
-from nbtools.measure.profile import Skipped, Tried, device_seconds, flops, memory_of, padding, shapes, synchronizing
+from nbtools.measure.profile import Skipped, Tried, device_seconds, flops, memory_of, padding, shapes
 from nbtools.measure.stepper import epoch_batches, read_switches, typical
 from nbtools.measure.trials import worth_compiling, worth_trying
-from nbtools.train import TrainState, knob, train
+from nbtools.train import TrainState, knob, synchronizing, train
 
 CPU = torch.device("cpu")
 SECONDS = 4.0  # on a job's own clock: enough for rounds of several steps
@@ -223,6 +223,15 @@ def test_compiling_is_tried_only_where_training_lasts_long_enough_to_pay_for_it(
     assert worth_compiling(waiting, long, [], ()) == [{"compile": True}, {"graph": True}]
 
 
+def test_graphs_are_tried_however_short_training_is_where_a_gpu_waits_for_its_host(measured):
+    waiting, plan = dataclasses.replace(measured, device_type="cuda", **shares(0.0, 0.9)), plan_of(epochs=1)
+    assert worth_compiling(waiting, plan, [nn.GRU(2, 2)], ()) == [{"graph": True}]
+    assert worth_compiling(waiting, plan.replace(batch_size=16, micro_batch_size=8), [], ()) == [{"graph": True}]
+    for unable in ({"shapes": 9}, {"syncs": ("task.py:12",)}, {"device_type": "cpu"}, shares(0.0, 0.2)):
+        assert worth_compiling(dataclasses.replace(waiting, **unable), plan, [], ()) == []
+    assert worth_compiling(waiting, plan.replace(amp="fp16"), [], ()) == []
+
+
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own imports
 @pytest.mark.parametrize("compiler", [True, False])
@@ -413,11 +422,11 @@ def waits() -> None:
 
 def test_a_warning_of_torch_is_traced_to_the_line_that_caused_it():
     here = waits.__code__.co_firstlineno + 1
-    assert synchronizing(lambda: (waits(), waits())) == (f"{__file__}:{here}",)
-    assert synchronizing(lambda: warnings.warn("something else", stacklevel=1)) == ()
+    assert synchronizing(lambda: (waits(), waits()))[1] == (f"{__file__}:{here}",)
+    assert synchronizing(lambda: warnings.warn("something else", stacklevel=1) or 5) == (5, ())
     network = nn.Identity()
     network.register_forward_hook(lambda *_: waits())
-    [line] = synchronizing(lambda: network(torch.ones(1)))
+    _, [line] = synchronizing(lambda: network(torch.ones(1)))
     assert line.startswith(f"{__file__}:"), "a warning from within torch is laid to its caller"
 
 

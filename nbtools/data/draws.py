@@ -10,7 +10,7 @@ B samples.
 from __future__ import annotations
 
 import math
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -43,29 +43,30 @@ def mixed(*parts: int) -> int:
     return state
 
 
-@lru_cache(maxsize=256)
+@cache
 def constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor of these values that stays on the device: a copy in every step would make the host wait. Not to be
-    modified."""
+    """A tensor of these values that stays on the device: a copy in every step would make the host wait, and a CUDA
+    graph reads it where it lies. Not to be modified."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-@lru_cache(maxsize=256)
+@cache
 def places(count: int, device: torch.device) -> Tensor:
     """(count,) int64, from 0 on, that stays on the device as well."""
     return torch.arange(count, device=device)
 
 
-@lru_cache(maxsize=256)
+@cache
 def counters(first: int, count: int, device: torch.device) -> Tensor:
     """(count,) int64: the hashed numbers from `first` on, multiplied as `mix` does with the sum of one and a key."""
     return mix(torch.arange(first, first + count, device=device)) * FACTOR + TERM
 
 
 class Draws:
-    """The random numbers of one batch; every call takes the next ones. ids (B,) int64 on the device of the batch."""
+    """The random numbers of one batch; every call takes the next ones. ids (B,) int64 on the device of the batch;
+    epoch: also () int64 there, where a CUDA graph has to read it anew."""
 
-    def __init__(self, seed: int, epoch: int, ids: Tensor):
+    def __init__(self, seed: int, epoch: int | Tensor, ids: Tensor):
         self.seed, self.epoch, self.ids = seed, epoch, ids
         self.count = 0
         self.block: tuple[int, int, Tensor] = 0, -1, ids  # the first and last number that are hashed, (B, last - first)
@@ -73,7 +74,8 @@ class Draws:
     @cached_property
     def keys(self) -> Tensor:
         """(B,) int64; made at the first draw, so that a task without augmentation pays nothing."""
-        return mix(self.ids + mixed(self.seed, self.epoch))
+        epoch, first = self.epoch, mixed(self.seed)
+        return mix(self.ids + (mix(epoch + first) if isinstance(epoch, Tensor) else mixed(self.seed, epoch)))
 
     def bits(self, shape: tuple[int, ...] = ()) -> Tensor:
         """(B, *shape) int64 in [0, 2³²)."""

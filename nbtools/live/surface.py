@@ -58,7 +58,7 @@ class Surface(View):
         self.seconds = 0.0  # of the epoch's steps so far
         self.looking = False  # at a requested evaluation: a pause lets it end
         self.next_steps: Callable[[], str] = str  # what to do when it has ended
-        self.status = COMPILING if state.plan.compile or state.plan.graph else TRAINING
+        self.status = COMPILING if state.plan.compile else TRAINING
         self.announced = ""
         self.announce: Callable[[str], object] = lambda status: None  # for other processes
         self.entered = ExitStack()
@@ -192,7 +192,7 @@ class Surface(View):
             plan = self.state.plan
             self.former += [plan] if plan != self.former[-1] else []
             self.changed(plan)
-            if plan.compile or plan.graph:  # another batch size or precision is another program
+            if plan.compile:  # another batch size or precision is another program
                 self.status, self.due = COMPILING, 0.0
         if record.kind in ("epoch", "evaluation") and self.visible and self.previews.due():
             self.show_samples(self.samples())

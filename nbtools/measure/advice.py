@@ -228,12 +228,12 @@ def decide(task: TaskLike, card: Card, machine: Machine, found: Mapping[str, tup
     advised.setdefault("workers", workers(machine))
     if chosen("graph") and machine.accelerator != "cuda":
         advised["graph"] = False, f"CUDA graphs need CUDA, but this is {machine.name}"
+    elif chosen("graph") and chosen("amp") == "fp16":
+        advised["graph"] = False, "CUDA graphs cannot scale the loss as fp16 needs it"
     if chosen("min_lr") > chosen("lr"):
         advised["min_lr"] = chosen("lr"), f"the task's {digits(chosen('min_lr'))} is above the advised lr"
     if "micro_batch_size" not in advised and plan.micro_batch_size is not None:
         advised["micro_batch_size"] = None, "the whole batch at once; training halves it if memory runs out"
-    if chosen("graph") and (chosen("micro_batch_size") or batch) < batch:
-        advised["graph"] = False, "CUDA graphs need the whole batch in one forward pass"
     made = plan.replace(**{name: value for name, (value, _) in advised.items()})
     reasons = {name: advised[name][1] for name in made.to_dict() if name in advised}
     size = f"{machine.gigabytes:.0f} GB" if machine.gigabytes else plural(machine.cores, "core")

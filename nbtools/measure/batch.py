@@ -385,5 +385,5 @@ class Search:
         if micro is not None:
             text += f"; the plan's {self.plan.batch_size} does not fit at once: forward passes of {micro}, lr unchanged"
         text += "" if choice.clear else "; a close call: another measurement may choose a neighbour"
-        text += "; measured without compiling" if self.plan.compile or self.plan.graph else ""
+        text += "; measured without compiling or CUDA graphs" if self.plan.compile or self.plan.graph else ""
         return f"{text}; measured {self.elapsed():.1f} s"

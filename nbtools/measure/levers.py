@@ -14,8 +14,8 @@ from nbtools.data import Pack, batches_in, choose
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.measure.checkup import ruled_out
 from nbtools.measure.profile import LEAST_ROUNDS, MEMORY, TIME, Bench, Skipped, StepProfile, Tried, shapes
-from nbtools.measure.stepper import EAGER, Clock, Stepper
-from nbtools.measure.trials import COMPILE_PAYS, FASTER, LOSSES, Change, begun, compiles, other_precision
+from nbtools.measure.stepper import Clock, Stepper
+from nbtools.measure.trials import COMPILE_PAYS, FASTER, LOSSES, Change, begun, compiles, other_precision, replays
 from nbtools.table import percent, plural
 from nbtools.train import Plan, TaskLike, task_name
 from nbtools.train import device as devices
@@ -87,7 +87,7 @@ class Levers:
         if why := next(filter(None, map(self.ruled_out.get, change.items())), ""):
             self.tried.append((Tried(change, 0.0, 0.0, 0.0, 0, failed=why), self.value(name), False))
             return False
-        slow = (1 + 2 * LEAST_ROUNDS) * self.step_s > (most or seconds) and name not in EAGER
+        slow = (1 + 2 * LEAST_ROUNDS) * self.step_s > (most or seconds) and name != "compile"
         trial = None if slow else Change(change, self.run)
         found = trial.against(seconds) if trial is not None else None
         if trial is None or found is None:
@@ -154,11 +154,10 @@ class Levers:
         if name == "channels_last":
             convolves = any(isinstance(module, torch.nn.Conv2d) for module in modules)
             return {"channels_last": not plan.channels_last} if convolves else {}
+        if name == "graph":
+            return {name: True} if self.device.type == "cuda" and replays(plan, shapes(pack, plan)) else {}
         lasting = self.compiling or self.training_s >= COMPILE_PAYS
-        able = lasting and compiles(plan.replace(**EAGER), modules, shapes(pack, plan))
-        if name == "graph" and (cpu or plan.parted or self.device.type != "cuda"):
-            return {}
-        return {name: True} if able else {}
+        return {name: True} if lasting and compiles(plan, modules, shapes(pack, plan)) else {}
 
 
 def outcome(tried: Tried, before: Any) -> str:

@@ -11,9 +11,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-import traceback
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -40,6 +38,7 @@ from nbtools.train import (
     checkpoint,
     differentiate,
     evaluation,
+    synchronizing,
     train_step,
 )
 
@@ -432,30 +431,4 @@ def padded(pack: Pack, column: str, batches: Iterable[np.ndarray], unit: int = 1
 
 def syncs(stepper: Stepper) -> tuple[str, ...]:
     """`file:line` of the code that makes the host wait for the device in a step; () without CUDA."""
-    if stepper.device.type != "cuda":
-        return ()
-    before = torch.cuda.get_sync_debug_mode()
-    try:
-        with warnings.catch_warnings():  # torch warns, once a process, that the mode may miss a synchronizing operation
-            warnings.simplefilter("ignore")
-            torch.cuda.set_sync_debug_mode("warn")
-        return synchronizing(lambda: stepper.step(next(stepper.batches)))
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-def synchronizing(call: Callable[[], Any]) -> tuple[str, ...]:
-    """`file:line` below a call from where torch warned of a synchronizing operation, outside torch where there is."""
-    lines: dict[str, None] = {}
-
-    def caught(message: Warning | str, *_: Any, **__: Any) -> None:
-        if "synchronizing" in str(message):
-            stack = [each for each in traceback.extract_stack()[:-1] if not each.filename.endswith("warnings.py")]
-            own = [each for each in stack if Path(torch.__file__).parent not in Path(each.filename).parents]
-            lines[f"{(own or stack)[-1].filename}:{(own or stack)[-1].lineno}"] = None
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = caught
-        call()
-    return tuple(lines)
+    return synchronizing(lambda: stepper.step(next(stepper.batches)))[1]

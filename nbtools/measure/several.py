@@ -191,7 +191,7 @@ def find_scaling(
     threads = threads_for(processes) if device.type == "cpu" else None
     rows = expected(plans, parts, links, processes, hidden=device.type == "cuda")
     worth, why = judged(rows, plans[0].epochs * pack.splits["train"], threads)
-    eager = " without compiling" if plans[0].compile or plans[0].graph else ""
+    eager = " without compiling" if plans[0].compile else ""
     took = f"{perf_counter() - start:.0f} s, medians of {ROUNDS} turns"
     note = f"measured{eager} on {', '.join(machine().values())} in {took}"
     if device.type == "cpu" and load > BUSY * cores():

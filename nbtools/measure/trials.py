@@ -15,7 +15,7 @@ from nbtools.data import Feed, Pack, cores
 from nbtools.measure import memory
 from nbtools.measure.profile import LEAST_ROUNDS, LONG, MEMORY, ROUNDS, TIME, Bench, Skipped, StepProfile, Tried
 from nbtools.measure.stepper import Clock, Stepper, untouched
-from nbtools.train import Diverged, Plan, TaskLike
+from nbtools.train import MOST_GRAPHS, Diverged, Plan, TaskLike
 from nbtools.train import device as devices
 
 SECONDS = 3.0  # a measurement takes two to three times as long, with its warm-up
@@ -74,7 +74,7 @@ def worth_trying(
     """Changes whose gain cannot be computed, so that they are tried; none of a compiled plan, where each would be
     compiled first."""
     changes: list[dict[str, Any]] = []
-    if plan.compile or plan.graph:
+    if plan.compile:
         return changes
     if profile.wait >= WAIT_SHARE:
         changes.append(other_feed(profile, plan, fixed))
@@ -94,13 +94,12 @@ def worth_trying(
 def worth_compiling(
     profile: StepProfile, plan: Plan, modules: Sequence[torch.nn.Module], fixed: Collection[str], asked: bool = False
 ) -> list[dict[str, Any]]:
-    """torch.compile, and on a GPU that waits for its host a CUDA graph, where that is asked for, or training lasts long
-    enough to earn the compiler's time back."""
+    """torch.compile, where that is asked for, or training lasts long enough to earn the compiler's time back; on a GPU
+    that waits for its host CUDA graphs, which are recorded at once."""
     lasting = asked or plan.epochs * profile.epoch_s >= COMPILE_PAYS
-    if not lasting or not compiles(plan, modules, profile.shapes):
-        return []
-    launch_bound = profile.device_type == "cuda" and profile.host >= profile.device and not profile.syncs
-    changes = [{"compile": True}, *([{"graph": True}] if launch_bound and not plan.parted else [])]
+    changes = [{"compile": True}] if lasting and compiles(plan, modules, profile.shapes) else []
+    if profile.device_type == "cuda" and profile.host >= profile.device and not profile.syncs:
+        changes += [{"graph": True}] if replays(plan, profile.shapes) else []
     return [change for change in changes if not set(change) & set(fixed)]
 
 
@@ -108,7 +107,12 @@ def compiles(plan: Plan, modules: Sequence[torch.nn.Module], shapes: int) -> boo
     """Whether it may help to compile: not for more shapes than dynamo compiles (a task's `bucket` makes them few), nor
     for recurrent layers, which break the graph, nor again."""
     recurrent = any(isinstance(module, torch.nn.RNNBase) for module in modules)
-    return not (recurrent or shapes > SHAPES or plan.compile or plan.graph)
+    return not (recurrent or shapes > SHAPES or plan.compile)
+
+
+def replays(plan: Plan, shapes: int) -> bool:
+    """Whether CUDA graphs may help: not for more shapes than are recorded, nor for fp16, nor again."""
+    return not (shapes > MOST_GRAPHS or plan.amp == "fp16" or plan.graph)
 
 
 def other_precision(plan: Plan, device: torch.device) -> dict[str, Any]:
@@ -172,6 +176,9 @@ class Change:
         if self.failed:
             return [Tried(self.change, 0.0, 0.0, 0.0, 0, failed=self.failed)]
         other = self.stepper
+        graphs = other.state.graphs if other is not None and "graph" in self.change else None
+        if graphs is not None and graphs.off:
+            return [Tried(self.change, 0.0, 0.0, 0.0, 0, failed=graphs.off)]
         if other is None or other.state.recovery.micro != other.plan.micro_batch_size:  # it ran out of memory
             return []
         ratios = other.over(self.run)
@@ -216,7 +223,7 @@ def try_out(
         plan, room = run.plan.turn(**change), memory.room(run.device)
         grown = (plan.micro_batch_size or plan.batch_size) / (run.plan.micro_batch_size or run.plan.batch_size)
         spent += 2 * LEAST_ROUNDS * step_s * plan.batch_size / run.plan.batch_size  # with its warm-up
-        slow = spent > 4 * seconds and not (plan.compile or plan.graph)
+        slow = spent > 4 * seconds and not plan.compile
         if slow or (room is not None and step_bytes * grown > room.usable):
             skipped.append(Skipped(change, TIME if slow else MEMORY))
         else:

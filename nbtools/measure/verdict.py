@@ -13,7 +13,7 @@ from typing import Any
 
 from nbtools.measure.profile import MEMORY, TIME, StepProfile, Tried, shown
 from nbtools.measure.report import Report
-from nbtools.measure.trials import own_settings, without_augmentation
+from nbtools.measure.trials import own_settings, replays, without_augmentation
 from nbtools.table import percent, timing
 from nbtools.train import Plan
 
@@ -173,7 +173,7 @@ def measured(profile: StepProfile, plan: Plan) -> list[Option]:
 
 def computed(profile: StepProfile, plan: Plan) -> list[Option]:
     """What was not tried, and gains at most its share of a step: a line that makes the host wait for the device; else
-    CUDA graphs, which launch the model at no cost (the optimizer and the batch still cost); augmentation."""
+    CUDA graphs, which launch a step at nearly no cost; augmentation."""
     found: list[Option] = []
 
     def add(name: str, change: dict[str, Any], share: float, reason: str, same: bool = True) -> None:
@@ -182,7 +182,7 @@ def computed(profile: StepProfile, plan: Plan) -> list[Option]:
 
     if profile.syncs:
         add("without that line", {}, profile.host, f"the host waits for the device at {profile.syncs[0]}")
-    elif profile.device_type == "cuda" and not plan.graph and not plan.parted:
+    elif profile.device_type == "cuda" and replays(plan, profile.shapes):
         idle = f"the GPU is idle {percent(profile.host)} of each step"
         add("graph=True", {"graph": True}, profile.host, idle)
     change = without_augmentation(plan)

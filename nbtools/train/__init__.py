@@ -4,8 +4,9 @@ from nbtools.train import checkpoint, device, evaluation
 from nbtools.train.call import call_of
 from nbtools.train.checkpoint import CONTROL
 from nbtools.train.defaults import DATASET, Answer, items_of
-from nbtools.train.device import DTYPES, again
+from nbtools.train.device import DTYPES, again, synchronizing
 from nbtools.train.evaluation import Sums, forward
+from nbtools.train.graph import MOST_GRAPHS
 from nbtools.train.history import KEYS, History, Record
 from nbtools.train.loop import adopt, caught_up, obey, require_change, train
 from nbtools.train.metrics import Batch, Pair
@@ -58,6 +59,7 @@ __all__ = [
     "KEYS",
     "LARGER",
     "LEFT_OUT",
+    "MOST_GRAPHS",
     "OPTIMIZERS",
     "Answer",
     "Batch",
@@ -120,6 +122,7 @@ __all__ = [
     "shares",
     "shown",
     "spoken",
+    "synchronizing",
     "task_name",
     "times",
     "train",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -37,6 +39,7 @@ ONEDNN = "could not create a primitive"  # all of its message when it gets no me
 T = TypeVar("T")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+GRAPH_DEVICES = ("cuda",)
 FP16_DEVICES = ("cuda", "mps")  # on a CPU most of its kernels are not vectorised, or emulated: a step took 14 s
 NEARLY = 0.98  # torch sees a little less than is sold: 39.4 GiB (42.3 GB) of "40 GB", 22.0 GiB (23.7 GB) of "24 GB"
 OWN_THREADS: list[int] = []  # the number before a plan asked for another; empty: none did
@@ -87,12 +90,7 @@ def require(plan: Plan, device: torch.device, processes: int = 1) -> None:
     if plan.sync_batchnorm and processes > 1 and device.type != "cuda":
         rule = f"Plan.sync_batchnorm needs CUDA: torch has no SyncBatchNorm on {device.type}"
         raise TrainError(f"{rule}; set sync_batchnorm=False, each process then normalises its share of a batch")
-    if plan.graph and plan.parted:
-        raise TrainError(
-            f"Plan.graph needs micro_batch_size ≥ batch_size ({plan.batch_size}), got {plan.micro_batch_size}: a "
-            "graph's replay overwrites the gradients of the previous one; set graph=False or micro_batch_size=None"
-        )
-    if plan.graph and device.type != "cuda":
+    if plan.graph and device.type not in GRAPH_DEVICES:
         raise TrainError(f"Plan.graph replays CUDA graphs, but this device is {device.type}; set graph=False")
     if plan.amp == "fp16" and device.type not in FP16_DEVICES:
         raise TrainError(
@@ -244,6 +242,40 @@ def in_float32(forward: Callable[..., Any], device: torch.device) -> Callable[..
             return forward(*given, **named)
 
     return run
+
+
+def synchronizing(act: Callable[[], T]) -> tuple[T, tuple[str, ...]]:
+    """(its result, `file:line` below the call from where torch warned of a synchronizing operation, outside torch where
+    there is); none without CUDA."""
+    lines: dict[str, None] = {}
+
+    def caught(message: Warning | str, *_: Any, **__: Any) -> None:
+        if "synchronizing" in str(message):
+            stack = [each for each in traceback.extract_stack()[:-1] if not each.filename.endswith("warnings.py")]
+            own = [each for each in stack if Path(torch.__file__).parent not in Path(each.filename).parents]
+            lines[f"{(own or stack)[-1].filename}:{(own or stack)[-1].lineno}"] = None
+
+    with warnings.catch_warnings(), warned_of_waits():
+        warnings.simplefilter("always")
+        warnings.showwarning = caught
+        found = act()
+    return found, tuple(lines)
+
+
+@contextmanager
+def warned_of_waits() -> Iterator[None]:
+    """On CUDA torch warns of operations that wait for the device; once a process it also warns that it misses some."""
+    if not torch.cuda.is_initialized():
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("warn")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 class Reading:

@@ -56,6 +56,11 @@ def build_optimizer(groups: list[dict[str, Any]], plan: Any, several: bool = Fal
         optimizer = kind(groups, **fused)
     follow(optimizer, plan)
     allocate(optimizer, plan)
+    if plan.graph:
+        for group in optimizer.param_groups:  # lr where a recorded step reads it, in the dtype that CUDA's kernels take
+            lr = torch.tensor(plan.lr, dtype=torch.float32, device=group["params"][0].device)
+            group.update(lr=lr, capturable=True)
+        vars(optimizer)["_warned_capturable_if_run_uncaptured"] = True  # as some steps are, and should be
     return optimizer
 
 

@@ -80,7 +80,9 @@ class Plan:
     clip_norm: float | None = knob(None, "largest gradient norm; None: no clipping", above=0)
     amp: str = knob("off", "mixed precision in forward and backward; fp16 needs a GPU", choices=("off", "bf16", "fp16"))
     compile: bool = knob(False, "torch.compile the model: a slow first step, faster ones after")
-    graph: bool = knob(False, "replay the model as a CUDA graph (needs CUDA; implies compile)")
+    graph: bool = knob(
+        False, "replay whole steps as CUDA graphs, where nothing in them waits for the GPU (needs CUDA; not fp16, CTC)"
+    )
     channels_last: bool = knob(False, "NHWC weights and activations for convolutions")
     checkpoint_activations: bool = knob(False, "recompute activations in backward: less memory, about 1/3 more work")
     sync_batchnorm: bool = knob(

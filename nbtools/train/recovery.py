@@ -100,7 +100,7 @@ def halve(state: TrainState, size: int, reason: str) -> None:
         rule = f"out of memory with one sample at a time ({reason})"
         raise TrainError(f"{rule}; use a smaller network or samples", entry="Out of memory")
     state.events.append(f"out of memory: micro batch {now} → {now // 2}; effective batch and lr unchanged")
-    state.take_parts(now // 2)
+    state.recovery.micro = now // 2
     release(state)
 
 

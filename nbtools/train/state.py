@@ -16,6 +16,7 @@ from nbtools.data import Card, Pack
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.table import plural
 from nbtools.train import device as devices
+from nbtools.train.graph import Graphs
 from nbtools.train.history import Record
 from nbtools.train.network import build
 from nbtools.train.optimizer import allocate, build_optimizer, local_optimizer, parameter_groups
@@ -119,8 +120,8 @@ class TrainState:
         self.ema = AveragedModel(model, use_buffers=True) if plan.ema else None  # the step updates it, see step.average
         self.averaged = [*zip(self.ema.module.modules(), model.modules(), strict=True)] if self.ema is not None else []
         self.network: Any = model  # what the training forward calls
-        if plan.compile or plan.graph:
-            self.network = torch.compile(model, mode="reduce-overhead" if plan.graph else None)
+        if plan.compile:
+            self.network = torch.compile(model)
         self.position, self.best = Position(), Best()
         self.sums = EpochSums(torch.zeros((), dtype=devices.sum_dtype(self.device), device=self.device))
         self.log: Log | None = None  # the last log step, until its row is yielded
@@ -135,6 +136,7 @@ class TrainState:
         self.improved = False  # whether the last evaluation was the best, and is not saved yet
         self.stopped: str | None = None  # why nothing is left to train before the last epoch
         self.events: list[str] = []  # messages for the next yield
+        self.graphs = Graphs(self.device, self.events) if plan.graph else None
         if ranks is not None:
             ranks.own = self.own
             self.seed_rng()
@@ -200,16 +202,6 @@ class TrainState:
         parameters: Any = self.parameters
         norms = torch._foreach_norm(parameters, 2, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
         return not bool(torch.isfinite(torch.stack([self.sums.loss.to(wide), *norms])).all())
-
-    def take_parts(self, micro: int | None) -> None:
-        """Set the samples of a forward pass; where that makes parts of a batch, without CUDA graphs: the replay of a
-        part overwrites the gradients of the one before, clones and marked steps or not (pytorch#169545)."""
-        self.recovery.micro = micro
-        if micro is not None and micro < self.plan.batch_size and self.plan.graph and self.network is not self.model:
-            self.network = self.model
-            torch.compiler.reset()  # else the graphs keep their memory; anything else compiled is compiled again
-            what = "graph off: CUDA graphs need the whole batch in one forward pass; the model runs eagerly"
-            self.events.append(what)
 
     def facts(self) -> dict[str, Any]:
         """The plain part of the state, for JSON. Waits for the device."""
@@ -284,7 +276,8 @@ class TrainState:
         facts = facts if "position" in facts else regrouped(tensors, facts)
         self.position, self.best = Position(**facts["position"]), Best(**facts["best"])
         self.recovery, self.stopped = Recovery(**facts["recovery"]), facts["stopped"]
-        self.take_parts(self.recovery.micro)
+        if self.graphs is not None:
+            self.graphs.clear()  # they update the moments that were there
         self.unsure, self.log = 0, None
         if log := facts.get("log"):
             self.log = Log(Record(**log["record"]), log["since"])

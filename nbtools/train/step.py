@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from nbtools.data import Draws
 from nbtools.errors import TrainError
 from nbtools.train.device import DTYPES, recurrent_in_float32, within_memory
+from nbtools.train.graph import Graphs
 from nbtools.train.plan import lr_at
 from nbtools.train.ranks import shares
 from nbtools.train.state import TrainState
@@ -22,24 +23,43 @@ from nbtools.train.task import Batch, set_training, summed
 
 def attempt(state: TrainState, raw: Batch, epoch_size: int, size: int | None = None) -> tuple[Tensor, Tensor | float]:
     """Train on one raw batch, or this rank's share of one of `size` samples; returns the (loss sum, count) of the whole
-    batch, still on the device."""
+    batch, still on the device: with Plan.graph until the next step."""
     size = size or len(raw["id"])
+    if state.graphs is not None and state.scaler is None:  # which decides on the host
+        return replayed(state, state.graphs, raw, epoch_size)
     loss_sum, count = differentiate(state, raw) if state.ranks is None else together(state, raw, size)
     update(state, size, epoch_size)
     return loss_sum, count
 
 
-def differentiate(state: TrainState, raw: Batch) -> tuple[Tensor, Tensor | float]:
-    """The gradient of sum / count over the whole batch, in any number of micro-batches; returns (sum, count)."""
+def replayed(state: TrainState, graphs: Graphs, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor | float]:
+    """`attempt`, as a CUDA graph where it is recorded. What the host does in a step, it does here: `act` is run only
+    until it is recorded."""
+    size, share = len(raw["id"]), share_of_weights(state)
+
+    def act(raw: Batch, epoch: int | Tensor) -> tuple[Tensor, Tensor | float]:
+        found = differentiate(state, raw, epoch)
+        apply(state, size, share)
+        return found
+
+    set_lr(state, size, epoch_size)
+    found = graphs.step(state.applied, raw, state.position.epoch, act)
+    count_average(state)
+    return found
+
+
+def differentiate(state: TrainState, raw: Batch, epoch: int | Tensor | None = None) -> tuple[Tensor, Tensor | float]:
+    """The gradient of sum / count over the whole batch, in any number of micro-batches; returns (sum, count). epoch:
+    None: the state's."""
     if not state.model.training:
         set_training(state.model)
     clear_gradients(state.parameters)  # before the forward: an interrupt after backward leaves none to the next step
     size, micro = len(raw["id"]), state.recovery.micro
     if not micro or micro >= size:
-        return backward(state, raw)
+        return backward(state, raw, epoch=epoch)
     loss_sum, count = torch.zeros((), device=state.device), 0
     for part in parts(raw, size, micro):
-        part_sum, part_count = backward(state, part, denominator=size)
+        part_sum, part_count = backward(state, part, denominator=size, epoch=epoch)
         loss_sum, count = loss_sum + part_sum, count + part_count
     scale_gradients(state, size, count)
     return loss_sum, count
@@ -104,13 +124,18 @@ def parts_of_share(state: TrainState, raw: Batch, size: int) -> Iterator[Batch]:
 
 
 def backward(
-    state: TrainState, raw: Batch, denominator: float | None = None, network: nn.Module | None = None
+    state: TrainState,
+    raw: Batch,
+    denominator: float | None = None,
+    network: nn.Module | None = None,
+    epoch: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor | float]:
     """Draw, forward and backward of a micro-batch: adds the gradient of sum / denominator (None: its own count).
-    network: None: the state's."""
+    network, epoch: None: the state's."""
     task, plan = state.task, state.applied  # a plan that another thread wants meanwhile waits for the next step
     network = state.network if network is None else network
-    batch = task.batch(raw, plan, Draws(plan.seed, state.position.epoch, raw["id"]))
+    draws = Draws(plan.seed, state.position.epoch if epoch is None else epoch, raw["id"])
+    batch = task.batch(raw, plan, draws)
     if plan.channels_last:
         batch = {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in batch.items()}
     if plan.amp == "off":
@@ -126,16 +151,32 @@ def backward(
 
 
 def update(state: TrainState, size: int, epoch_size: int) -> None:
-    """Clip, set lr, and update the weights and their moving average, on gradients of a batch of so many samples."""
-    plan, optimizer, position, scaler = state.applied, state.optimizer, state.position, state.scaler
+    """Set lr, clip, and update the weights and their moving average, on gradients of a batch of so many samples."""
+    set_lr(state, size, epoch_size)
+    apply(state, size, share_of_weights(state))
+    count_average(state)
+
+
+def set_lr(state: TrainState, size: int, epoch_size: int) -> None:
+    """The lr of a step of so many samples, as a number; or in the tensors that CUDA graphs read."""
+    plan, position = state.applied, state.position
+    middle = (position.samples - state.skipped + size / 2) / epoch_size  # a warmup starts, a cosine ends with 0
+    position.lr = lr_at(plan, middle, state.best.drops)
+    for group in state.optimizer.param_groups:
+        lr = position.lr * group["lr_scale"]
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def apply(state: TrainState, size: int, share: float) -> None:
+    """Clip the gradients of so many samples, update the weights, and by this share of them their moving average."""
+    plan, optimizer, scaler = state.applied, state.optimizer, state.scaler
     if plan.clip_norm is not None:
         if scaler is not None:
             scaler.unscale_(optimizer)
         clip_gradients(state.parameters, plan.clip_norm)
-    middle = (position.samples - state.skipped + size / 2) / epoch_size  # a warmup starts, a cosine ends with 0
-    position.lr = lr_at(plan, middle, state.best.drops)
-    for group in optimizer.param_groups:
-        group["lr"] = position.lr * group["lr_scale"]
     if scaler is None:
         optimizer.step()
     else:
@@ -147,7 +188,7 @@ def update(state: TrainState, size: int, epoch_size: int) -> None:
         state.fallen.send()
         state.unsure = size
     if state.ema is not None:
-        average(state, plan.ema or 0.0)
+        average(state, share)
 
 
 def parts(raw: Batch, size: int, micro: int) -> Iterator[Batch]:
@@ -177,8 +218,10 @@ def clear_gradients(parameters: list[nn.Parameter]) -> None:
 
 
 def release(state: TrainState) -> None:
-    """Free what a failed step left: gradients, and what the scaler knows about them."""
+    """Free what a failed step left: gradients, recorded steps, and what the scaler knows about them."""
     clear_gradients(state.parameters)
+    if state.graphs is not None:
+        state.graphs.clear()
     if state.scaler is not None:  # it may stand between unscaling and update, and take no second unscaling
         scaler = torch.amp.GradScaler(state.device.type)
         scaler.load_state_dict(state.scaler.state_dict())
@@ -197,8 +240,18 @@ def clip_gradients(parameters: list[nn.Parameter], most: float) -> None:
     torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
+def share_of_weights(state: TrainState) -> float:
+    """What the next moving average takes of the weights: all of them at first."""
+    return 1 - (state.applied.ema or 0.0) if state.ema is not None and state.ema.n_averaged else 1.0
+
+
+def count_average(state: TrainState) -> None:
+    if state.ema is not None:
+        state.ema.n_averaged += 1
+
+
 @torch.no_grad()
-def average(state: TrainState, decay: float) -> None:
+def average(state: TrainState, share: float) -> None:
     """Update the moving average after the weights; buffers that are not floats, such as counters, are copied. A step
     that fp16 skips counts as one in which the weights stood still: whether it was skipped is not known yet.
 
@@ -210,11 +263,9 @@ def average(state: TrainState, decay: float) -> None:
     pairs = {mean: value for ours, theirs in state.averaged for mean, value in zip(own(ours), own(theirs), strict=True)}
     floats = [mean for mean in pairs if mean.is_floating_point()]
     others = [mean for mean in pairs if not mean.is_floating_point()]
-    share = 1 - decay if state.ema.n_averaged else 1.0  # the first average is the weights
     torch._foreach_lerp_(floats, [pairs[mean] for mean in floats], share)  # pyright: ignore[reportPrivateImportUsage]
     if others:
         torch._foreach_copy_(others, [pairs[mean] for mean in others])  # pyright: ignore[reportPrivateImportUsage]
-    state.ema.n_averaged += 1
 
 
 def own(module: nn.Module) -> list[Tensor]:

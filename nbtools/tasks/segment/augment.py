@@ -9,7 +9,7 @@ B samples, C channels, H × W pixels of an image, h × w of a crop.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -100,14 +100,14 @@ def centres_of(crop: Crop, picture: tuple[int, int], size: tuple[int, int]) -> C
     return Centres(at, (at >= 0) & (at < along(*picture, size, device)))
 
 
-@lru_cache(maxsize=16)
+@cache
 def pixels(size: tuple[int, int], mirrored: bool, device: torch.device) -> Tensor:
     """(h + w,): the centres of a crop's rows and columns; stays on the device, as what `along` returns does."""
     down, right = (torch.arange(n, device=device) + 0.5 for n in size)
     return torch.cat([down, right.flip(0) if mirrored else right])
 
 
-@lru_cache(maxsize=64)
+@cache
 def along(rows: float, columns: float, size: tuple[int, int], device: torch.device) -> Tensor:
     """(h + w,) float32: one value for every row of a crop, another for every column."""
     values = zip((float(rows), float(columns)), size, strict=True)

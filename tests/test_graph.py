@@ -1,0 +1,338 @@
+"""Plan.graph: a step is recorded once and repeated on the same memory. On a CPU a tape stands in for a CUDA graph; it
+repeats exactly the recorded operations, so whatever a step reads or makes anywhere else would show in its bits."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import own
+import pytest
+import torch
+import toy
+from tape import REFUSED, Tape
+from test_launches import CASES
+from torch import nn
+
+import nbtools as nb
+from nbtools.measure import Stepper
+from nbtools.measure.profile import Tried
+from nbtools.measure.stepper import untouched
+from nbtools.measure.trials import Change
+from nbtools.train import MOST_GRAPHS, attempt, device, graph
+
+EAGER = 99  # a warm-up longer than any run here
+PLAN = toy.PLAN.replace(graph=True, ema=0.9)
+
+
+@pytest.fixture(autouse=True)
+def taped(request, monkeypatch):
+    if request.node.get_closest_marker("cuda") is None:
+        monkeypatch.setattr(device, "GRAPH_DEVICES", ("cpu",))
+        monkeypatch.setattr(graph, "Recorder", Tape)
+
+
+def same(ours: nb.TrainState, theirs: nb.TrainState) -> list[str]:
+    """The names of what differs, if only in one bit."""
+    expected = theirs.tensors()
+    return [name for name, tensor in ours.tensors().items() if not torch.equal(tensor, expected[name])]
+
+
+def graphs_of(state: nb.TrainState) -> graph.Graphs:
+    assert state.graphs is not None
+    return state.graphs
+
+
+# -- tasks
+
+
+def stepped(name: str, steps: int, **settings: Any) -> tuple[list[float], nb.TrainState]:
+    """Steps on batches of their own, over several epochs and with an lr that falls; every second batch of clips is
+    shorter."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    card, raw = case.data()
+    size = len(raw["label"])
+    plan = case.task.Plan(batch_size=size, epochs=9, graph=True, **case.settings, **settings)
+    state, losses = nb.TrainState(case.task, card, plan, "cpu"), []
+    for step in range(steps):
+        torch.manual_seed(step)
+        raw = case.data()[1]
+        if "x_length" in raw and step % 2:
+            raw = {key: each.clamp(max=32) if "_length" in key else each[:, :32] for key, each in raw.items()}
+        state.position.epoch, state.position.samples = step // 3, step * size
+        loss_sum, count = attempt(state, {**raw, "id": torch.arange(size) + 10 * step}, 3 * size)
+        losses.append(float(loss_sum) / float(count))
+    return losses, state
+
+
+MIXED: dict[str, Any] = {"amp": "bf16", "clip_norm": 0.5, "ema": 0.9, "channels_last": True}
+PARTED: dict[str, Any] = {"optimizer": "sgd", "micro_batch_size": 3, "clip_norm": 0.5}
+slow = pytest.mark.full
+
+
+@pytest.mark.parametrize("settings", [MIXED, pytest.param(PARTED, marks=slow)], ids=["mixed", "parted"])
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("captcha small", 1),
+        ("sign with all settings", 2),
+        ("segment slim", 1),
+        *(pytest.param(name, 1, marks=slow) for name in ("captcha guide", "segment bisenetv2")),
+        pytest.param("sign transformer", 2, marks=slow),
+    ],
+)
+def test_replayed_steps_of_every_task_without_ctc_have_the_bits_of_eager_ones(name, shapes, settings, monkeypatch):
+    steps = 3 + 3 * shapes
+    losses, state = stepped(name, steps, **settings)
+    assert (graphs_of(state).off, graphs_of(state).replayed) == ("", steps - graph.WARM_UP * shapes)
+    monkeypatch.setattr(graph, "WARM_UP", EAGER)
+    expected, eager = stepped(name, steps, **settings)
+    assert graphs_of(eager).replayed == 0
+    assert losses == expected
+    assert same(state, eager) == []
+    assert len(set(losses)) == len(losses)
+
+
+# -- runs
+
+
+def trained(task: Any, pack: nb.Pack, plan: nb.Plan, act: Any = None) -> tuple[list[str], nb.TrainState]:
+    """A run, and what it tells. act: called with the state after each step."""
+    random.seed(0)
+    np.random.seed(0)
+    state, told = nb.TrainState(task, pack, plan), []
+    for record in nb.train(task, state, pack):
+        told += [record.values["what"]] if record.kind in ("event", "change") else []
+        if record.kind == "step" and act is not None:
+            act(state)
+    return told, state
+
+
+def slower(state: nb.TrainState) -> None:
+    if state.step == 12:
+        state.plan = state.plan.replace(lr=state.plan.lr / 4, weight_decay=0.1)
+
+
+def test_a_run_with_evaluations_short_batches_and_a_changed_plan_has_the_bits_of_an_eager_one(pack, monkeypatch):
+    passes = []
+
+    def loss(model, batch, plan):
+        passes.append(isinstance(model, nn.Module) and model.training)
+        return toy.loss(model, batch, plan)
+
+    task = toy.with_(loss=loss)
+    told, state = trained(task, pack, PLAN, slower)
+    assert told == ["lr 0.01 → 0.0025, weight_decay 0 → 0.1"]
+    assert sum(passes) == 2 * (graph.WARM_UP + 1) + 3, "of each plan a warm-up and a recording; each epoch's last batch"
+    assert graphs_of(state).replayed == state.step - 2 * graph.WARM_UP - 3
+    monkeypatch.setattr(graph, "WARM_UP", EAGER)
+    assert same(state, trained(task, pack, PLAN, slower)[1]) == []
+
+
+def test_an_lr_in_a_tensor_is_a_float32_and_nothing_else_differs_from_a_run_without_graphs(pack):
+    """lr 2⁻⁷ is the same number in both; 0.01 is not."""
+
+    def after_two_steps(**settings: Any) -> nb.TrainState:
+        state = nb.TrainState(toy, pack, PLAN.replace(schedule="constant", **settings))
+        for _ in nb.train(toy, state, pack):
+            if state.step == 2:
+                break
+        return state
+
+    assert same(after_two_steps(lr=2**-7), after_two_steps(lr=2**-7, graph=False)) == []
+    rounded, plain = after_two_steps(lr=0.01), after_two_steps(lr=0.01, graph=False)
+    for ours, theirs in zip(rounded.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["classify", "mixup", "regress"])
+def test_tasks_of_ones_own_are_replayed_with_the_bits_of_eager_steps(tmp_path, name, monkeypatch):
+    task, data = own.TASKS[name]
+    pack, plan = own.packed(data, tmp_path), own.PLAN.replace(graph=True, epochs=3)
+    told, state = trained(task, pack, plan)
+    assert told == []
+    assert graphs_of(state).replayed > 2
+    monkeypatch.setattr(graph, "WARM_UP", EAGER)
+    assert same(state, trained(task, pack, plan)[1]) == []
+
+
+def test_a_state_that_is_loaded_amid_a_run_goes_on_with_its_own_moments(pack, monkeypatch):
+    def rolled_back() -> nb.TrainState:
+        state, saved = nb.TrainState(toy, pack, PLAN), None
+        for record in nb.train(toy, state, pack):
+            if record.kind == "step" and state.step == 6:
+                saved = {name: tensor.clone() for name, tensor in state.tensors().items()}, state.facts()
+            if state.step == 8:
+                break
+        assert saved is not None
+        state.load(*saved)
+        for _ in nb.train(toy, state, pack):
+            continue
+        return state
+
+    state = rolled_back()
+    assert graphs_of(state).replayed > 10
+    monkeypatch.setattr(graph, "WARM_UP", EAGER)
+    assert same(state, rolled_back()) == []
+
+
+# -- what cannot be replayed
+
+
+def reading(batch: Any) -> float:
+    return 1 + 0 * float(batch["x"].sum())
+
+
+WAITING: dict[str, tuple[Any, str]] = {
+    "a value": (reading, "the host waits for the device at _local_scalar_dense"),
+    "chosen rows": (lambda batch: len(batch["x"][batch["label"] >= 0]) / 16, "the host waits for the device at index"),
+    "a tensor": (lambda _: torch.tensor(1.0), "the host waits for the device at lift_fresh"),
+    "random": (lambda _: 1 + random.random(), "the step draws random numbers on the host"),
+    "numpy": (lambda _: 1 + np.random.rand(), "the step draws random numbers on the host"),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_a_step_that_needs_the_host_is_told_and_never_recorded(pack, name, monkeypatch):
+    factor, why = WAITING[name]
+
+    def loss(model, batch, plan):
+        total, count = toy.loss(model, batch, plan)
+        return total * factor(batch), count
+
+    task = toy.with_(loss=loss)
+    told, state = trained(task, pack, PLAN)
+    assert told == [f"graph off: {why}; each kernel is launched by the host"]
+    assert graphs_of(state).replayed == 0
+    monkeypatch.setattr(graph, "WARM_UP", EAGER)
+    assert same(state, trained(task, pack, PLAN)[1]) == []
+
+
+ENDS = {
+    "memory": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"), "CUDA out of memory"),
+    "capture": (RuntimeError(f"CUDA error: {REFUSED}\nFor debugging"), REFUSED),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_where_recording_fails_the_run_goes_on_without_and_no_step_is_lost(pack, name, monkeypatch):
+    error, why = ENDS[name]
+
+    class Failing(Tape):
+        def capture(self, act):
+            super().capture(act)
+            raise error
+
+    monkeypatch.setattr(graph, "Recorder", Failing)
+    told, state = trained(toy, pack, PLAN)
+    assert len(told) == 1
+    assert told[0].startswith("graph off: ")
+    assert why in told[0]
+    assert "\n" not in told[0]
+    monkeypatch.setattr(graph, "WARM_UP", EAGER)
+    assert same(state, trained(toy, pack, PLAN)[1]) == []
+
+
+def test_out_of_memory_halves_the_batch_and_its_steps_are_recorded_anew(pack, monkeypatch):
+    full = []
+
+    def hungry(model, batch, plan):
+        if full and isinstance(model, nn.Module) and len(batch["x"]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return toy.loss(model, batch, plan)
+
+    def fill(state: nb.TrainState) -> None:
+        full[:] = [state.step] if state.step >= 8 else []  # at the end of the first epoch, by its short batch
+
+    task = toy.with_(loss=hungry)
+    told, state = trained(task, pack, PLAN, fill)
+    assert told == ["out of memory: micro batch 6 → 3; effective batch and lr unchanged"]
+    assert graphs_of(state).replayed == state.step - 2 * graph.WARM_UP - 3
+    full.clear()
+    monkeypatch.setattr(graph, "WARM_UP", EAGER)
+    assert same(state, trained(task, pack, PLAN, fill)[1]) == []
+
+
+def test_only_so_many_shapes_are_recorded_and_no_short_batch():
+    plan = nb.Plan(batch_size=4)
+
+    def replayed(samples: int, *widths: int) -> int:
+        graphs = graph.Graphs(torch.device("cpu"), [])
+        for width in widths:
+            for step in range(graph.WARM_UP + 2):
+                raw = {"x": torch.full((width,), float(step)), "id": torch.arange(samples)}
+                total, _ = graphs.step(plan, raw, 7, lambda raw, epoch: (raw["x"].sum() * epoch, 1))
+                assert float(total) == 7 * width * step
+        return graphs.replayed
+
+    assert replayed(4, *range(1, MOST_GRAPHS + 4)) == 2 * MOST_GRAPHS
+    assert replayed(3, 5) == 0
+
+
+def test_a_tape_repeats_what_it_recorded_and_nothing_of_what_the_host_did():
+    """So what these tests would find: a number that changes, and a tensor that is replaced."""
+    values, times = torch.zeros(2), [1.0]
+    replay, found = Tape(torch.device("cpu")).capture(lambda: values.add_(times[0]) * 2)
+    assert values.tolist() == [0, 0], "recording has no effect"
+    times[0] = 5.0
+    replay()
+    replay()
+    assert values.tolist() == [2, 2]
+    assert found.tolist() == [4, 4]
+
+
+# -- the advice
+
+
+def test_advice_tries_it_in_turns_and_says_where_a_step_cannot_be_recorded(pack, monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr("nbtools.measure.trials.FASTER", 0.0)  # a tape is no faster
+
+    def tried(task: Any) -> tuple[Tried, Stepper]:
+        with untouched(cpu):
+            change = Change({"graph": True}, Stepper(task, pack, PLAN.replace(graph=False), cpu))
+            found = change.against(0.2)
+        assert found is not None
+        assert change.stepper is not None
+        return found, change.stepper
+
+    found, stepper = tried(toy)
+    assert found.ratio > 0
+    assert found.agrees
+    assert graphs_of(stepper.state).replayed > 0
+    found, _ = tried(toy.with_(loss=lambda model, batch, plan: (toy.loss(model, batch, plan)[0] * reading(batch), 16)))
+    assert found.failed == "the host waits for the device at _local_scalar_dense"
+
+
+# -- on a GPU
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+def test_on_a_gpu_replayed_steps_train_to_the_losses_of_eager_ones(pack, amp, monkeypatch):
+    plan = PLAN.replace(amp=amp)
+    told, state = trained(toy, pack, plan, slower)
+    assert told == ["lr 0.01 → 0.0025, weight_decay 0 → 0.1"]
+    assert graphs_of(state).replayed == state.step - 2 * graph.WARM_UP - 3
+    monkeypatch.setattr(graph, "WARM_UP", EAGER)
+    _, eager = trained(toy, pack, plan, slower)
+    for ours, theirs in zip(state.model.parameters(), eager.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_a_capture_that_fails_leaves_a_run_that_trains(pack, monkeypatch):
+    """A read that the warm-up does not make, so that only the capture meets it."""
+
+    def loss(model, batch, plan):
+        total, count = toy.loss(model, batch, plan)
+        if torch.cuda.is_current_stream_capturing():
+            total.item()
+        return total, count
+
+    told, state = trained(toy.with_(loss=loss), pack, PLAN)
+    assert told[0].startswith("graph off: ")
+    assert graphs_of(state).replayed == 0
+    assert torch.isfinite(torch.cat([p.detach().flatten() for p in state.model.parameters()])).all()
