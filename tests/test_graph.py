@@ -210,6 +210,27 @@ def test_a_step_that_needs_the_host_is_told_and_never_recorded(pack, name, monke
     assert same(state, trained(task, pack, PLAN)[1]) == []
 
 
+class Curriculum(nn.Module):
+    """A number of its own that every forward pass raises."""
+
+    def __init__(self, card, plan):
+        super().__init__()
+        self.network, self.share = toy.model(card, plan), 0.0
+
+    def forward(self, batch):
+        self.share += 1 / 64
+        return self.network(batch) * self.share
+
+
+def test_a_number_that_a_module_changes_in_each_step_is_found_and_goes_on_changing(pack, monkeypatch):
+    task = toy.with_(model=Curriculum)
+    told, state = trained(task, pack, PLAN)
+    why = "the step changes Curriculum.share on the host"
+    assert told == [f"graph off: {why}; each kernel is launched by the host"]
+    monkeypatch.setattr(graph, "WARM_UP", EAGER)
+    assert same(state, trained(task, pack, PLAN)[1]) == []
+
+
 ENDS = {
     "memory": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"), "CUDA out of memory"),
     "capture": (RuntimeError(f"CUDA error: {REFUSED}\nFor debugging"), REFUSED),

@@ -7,9 +7,10 @@ in tensors that are written before each replay, and a step that reads a value on
 
 from __future__ import annotations
 
+import gc
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +24,7 @@ from nbtools.train.task import Batch
 
 T = TypeVar("T")
 Sums = tuple[Tensor, Tensor | float]
+Act = Callable[[Batch, int | Tensor], Sums]
 WARM_UP = 3  # steps of a shape before it is recorded: kernels are loaded and chosen, what stays on the device is made
 MOST_GRAPHS = 8  # shapes that are recorded: each keeps a batch, and what its step has alive at a time
 
@@ -38,23 +40,28 @@ class Recorder:
         """What act returns, for the current stream."""
         current = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            found = act()
-        current.wait_stream(self.stream)
-        return found
+        try:
+            with torch.cuda.stream(self.stream):
+                return act()
+        finally:  # also where memory runs out: what follows restores tensors that act may still write
+            current.wait_stream(self.stream)
 
     def rehearse(self, act: Callable[[], T]) -> tuple[T, str]:
-        """`run`; and why it cannot be captured, or "". A capture is not to find that out: one that fails leaves torch's
-        allocator and random numbers amid it."""
+        """`run`; and why it cannot be captured, or "". A capture is not to find that out: one that fails leaves the
+        allocator of torch ≤ 2.11 amid it, which can end the process (pytorch#180395)."""
         found, lines = synchronizing(lambda: self.run(act))
         return found, f"the host waits for the device at {lines[0]}" if lines else ""
 
     def capture(self, act: Callable[[], T]) -> tuple[Callable[[], Any], T]:
         """(what repeats act, what that leaves its results in), without any effect yet. Raises RuntimeError; where it is
         not that memory ran out, CUDA may be of no more use to this process."""
-        graph = torch.cuda.CUDAGraph()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.stream.device)
+        gc.collect()  # graphs of other runs that end amid a capture would end it too
         try:  # thread_local: a feed's thread allocates and copies meanwhile
-            with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
+            with (
+                torch.cuda.stream(current),  # else a failed capture leaves its own as the current one
+                torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"),
+            ):
                 found = act()
         except RuntimeError:
             numbers = torch.cuda.default_generators[self.stream.device_index]
@@ -79,9 +86,10 @@ class Graphs:
         self.plan: Plan | None = None
         self.steps: dict[tuple[torch.Size, ...], int | Recorded] = {}  # by shapes; a number: of steps so far
 
-    def step(self, plan: Plan, raw: Batch, epoch: int, act: Callable[[Batch, int | Tensor], Sums]) -> Sums:
+    def step(self, plan: Plan, raw: Batch, epoch: int, act: Act, owners: Sequence[Any] = ()) -> Sums:
         """act(raw, epoch), a step under this plan: replayed where such a step is recorded; its result is overwritten by
-        the next one then. act reads what else may change, such as lr, in tensors."""
+        the next one then. act reads what else may change, such as lr, in tensors. owners: modules and other objects
+        whose plain values it must not change."""
         if plan is not self.plan:
             self.clear()
             self.plan = plan
@@ -92,7 +100,7 @@ class Graphs:
         if not isinstance(known, Recorded):
             if known < WARM_UP:
                 self.steps[shapes] = known + 1
-                return self.warm_up(partial(act, raw, epoch), last=known + 1 == WARM_UP)
+                return self.warm_up(partial(act, raw, epoch), owners, last=known + 1 == WARM_UP)
             known = self.record(raw, act)
             if known is None:
                 return self.recorder.run(partial(act, raw, epoch))
@@ -103,18 +111,18 @@ class Graphs:
         self.replayed += 1
         return known.sums
 
-    def warm_up(self, act: Callable[[], Sums], last: bool) -> Sums:
+    def warm_up(self, act: Callable[[], Sums], owners: Sequence[Any], last: bool) -> Sums:
         if not last:
             return self.recorder.run(act)
-        before = host_numbers(self.epoch.device)
+        before = of_the_host(self.epoch.device, owners)
         found, why = self.recorder.rehearse(act)
-        if host_numbers(self.epoch.device) != before:
-            why = "the step draws random numbers on the host"
-        if why:
-            self.give_up(why)
+        after = of_the_host(self.epoch.device, owners)
+        changed = [does for (key, does), value in after.items() if value != before.get((key, does))]
+        if why or changed:
+            self.give_up(why or f"the step {changed[0]} on the host")
         return found
 
-    def record(self, raw: Batch, act: Callable[[Batch, int | Tensor], Sums]) -> Recorded | None:
+    def record(self, raw: Batch, act: Act) -> Recorded | None:
         """None where that fails: the run goes on without graphs."""
         try:
             inputs = {name: tensor.clone() for name, tensor in raw.items()}
@@ -134,7 +142,12 @@ class Graphs:
         self.steps.clear()
 
 
-def host_numbers(device: torch.device) -> bytes:
-    """The states of all that draws random numbers on the host for a device, to be compared."""
+def of_the_host(device: torch.device, owners: Sequence[Any]) -> dict[tuple[int, str], Any]:
+    """What no graph repeats, by what a step does to change it: the random numbers and plain values of the host."""
     own = None if device.type == "cpu" else torch.get_rng_state().numpy()
-    return pickle.dumps((random.getstate(), np.random.get_state(), own))
+    found: dict[tuple[int, str], Any] = {}
+    for owner in owners:
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if isinstance(value, bool | int | float | str) and name != "training":  # an evaluation may have come before
+                found[id(owner), f"changes {type(owner).__name__}.{name}"] = value
+    return {(0, "draws random numbers"): pickle.dumps((random.getstate(), np.random.get_state(), own)), **found}

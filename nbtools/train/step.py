@@ -43,7 +43,8 @@ def replayed(state: TrainState, graphs: Graphs, raw: Batch, epoch_size: int) -> 
         return found
 
     set_lr(state, size, epoch_size)
-    found = graphs.step(state.applied, raw, state.position.epoch, act)
+    task = getattr(state.task, "source", state.task)
+    found = graphs.step(state.applied, raw, state.position.epoch, act, (task, *state.model.modules()))
     count_average(state)
     return found
 
