@@ -83,9 +83,7 @@ def fit(
     """
     task, hook = as_task(task), Hook(notify)
     folder, kept = places(run, keep, release_gpu)
-    if not isinstance(pack, Pack):
-        makes = "nb.pack(data)" if task.packs_datasets else f"{spoken(task)}.pack(source), or nb.pack(data)"
-        raise PackError(f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {makes}")
+    require_pack(task, pack)
     ranks = join()
     if ranks is not None and not ranks.first:
         return follower(task, pack, folder, ranks)
@@ -118,19 +116,7 @@ def fit(
         lost = f"resumed from step {state.step:,}: a process was lost, which torchrun names" if again else ""
         notes = [limits, idle(wanted) if ranks is None else "", ending(state) or finished(job), lost]
         surface.report_all([*complaints, *doubtful, *filter(None, notes)])
-        asked = partial(end_soon, requests, ranks)
-        with FirstSignal(signal.SIGTERM, asked, later=not is_torchelastic_launched()) as sigterm:
-            try:
-                with nullcontext() if state.over else hook.telling(folder, task, lambda: surface.stopped), surface:
-                    follow(job)
-                if ranks is not None:
-                    ranks.end()
-                finish(job, sigterm, receipt)
-                surface.report_all(list(filter(None, [hook.wait()])))
-                if surface.notebook:
-                    surface.tell(surface.next_steps())
-            finally:
-                job.close()
+        carry_out(job, hook, receipt)
         found = Run.open(folder, task)
         found.events = surface.events
     if release_gpu and not requests.stop:
@@ -147,6 +133,12 @@ class Given:
 
     plan: Plan
     advised: Plan | None
+
+
+def require_pack(task: Task, pack: Any) -> None:
+    if not isinstance(pack, Pack):
+        makes = "nb.pack(data)" if task.packs_datasets else f"{spoken(task)}.pack(source), or nb.pack(data)"
+        raise PackError(f"pack must be a nb.Pack, got {type(pack).__name__}; make one with {makes}")
 
 
 def forget(folder: Path) -> None:
@@ -215,6 +207,25 @@ def chosen_plan(task: Task, pack: Pack, plan: Any, folder: Path) -> Plan:
             f"{type(plan).__qualname__}; use {spoken(task)}.PLAN, with .replace(...) for your changes"
         )
     return plan
+
+
+def carry_out(job: Job, hook: Hook, receipt: bool) -> None:
+    """Train to the end, or to a stop, then measure what is left to the end, and say what to do next."""
+    state, surface = job.state, job.surface
+    asked = partial(end_soon, surface.requests, state.ranks)
+    with FirstSignal(signal.SIGTERM, asked, later=not is_torchelastic_launched()) as sigterm:
+        try:
+            telling = nullcontext() if state.over else hook.telling(job.folder, job.task, lambda: surface.stopped)
+            with telling, surface:
+                follow(job)
+            if state.ranks is not None:
+                state.ranks.end()
+            finish(job, sigterm, receipt)
+            surface.report_all(list(filter(None, [hook.wait()])))
+            if surface.notebook:
+                surface.tell(surface.next_steps())
+        finally:
+            job.close()
 
 
 def follow(job: Job) -> None:

@@ -19,8 +19,8 @@ import torch
 from torch.distributed import is_torchelastic_launched
 
 from nbtools.data import Pack
-from nbtools.errors import PackError, TrainError
-from nbtools.fit import Given, chosen_plan, fit, forget, places
+from nbtools.errors import TrainError
+from nbtools.fit import Given, chosen_plan, fit, forget, places, require_pack
 from nbtools.folder import only_one, restore
 from nbtools.live import FirstSignal, closing, running_kernel
 from nbtools.notify import Hook
@@ -58,8 +58,7 @@ def launch(
     Raises TrainError, PlanError or CheckpointError, those of the process that failed first.
     """
     task, hook = as_task(task), Hook(notify)
-    if not isinstance(pack, Pack):
-        raise PackError(f"pack must be a nb.Pack, got {type(pack).__name__}; make one with the task's pack(source)")
+    require_pack(task, pack)
     require_processes(processes)
     name = importable(task, "nb.launch")
     folder, kept = places(run, keep, release_gpu=False)

@@ -96,8 +96,7 @@ def pack(
     given = splits_of(data, train, val, test)
     val, test = (0 if name in given else share for name, share in (("val", val), ("test", test)))
     require_shares(val, test)
-    if size is not None and (not isinstance(size, list | tuple) or len(size) != 2 or min(size) < 1):
-        raise PackError(f"size must be (height, width) in pixels, got {size!r}; pass two whole numbers ≥ 1")
+    require_size(size)
     if like is not None:
         if (classes, size, as_bytes) != (None, None, False):
             raise PackError(
@@ -132,10 +131,20 @@ def pack(
     there = is_pack(Path(into))
     found = make_pack(TASK, made, into, survey, samples, {}, val=val, test=test, progress=progress)
     if there and progress:
-        packed = time.strftime("%Y-%m-%d %H:%M", time.localtime((found.folder / MANIFEST).stat().st_mtime))
-        more = ", and all that the Dataset holds" if look.all else ""
-        say(f"opened {found.folder}, packed {packed}; compared: {len(look.places)} of {len(items):,} items{more}")
+        say(opened_again(found.folder, look, len(items)))
     return dataclasses.replace(found, raw=RawItems(found.folder, items))
+
+
+def require_size(size: Any) -> None:
+    if size is not None and (not isinstance(size, list | tuple) or len(size) != 2 or min(size) < 1):
+        raise PackError(f"size must be (height, width) in pixels, got {size!r}; pass two whole numbers ≥ 1")
+
+
+def opened_again(folder: Path, look: Look, count: int) -> str:
+    """When a pack that was there already was made, and by what it was recognised among `count` items."""
+    packed = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / MANIFEST).stat().st_mtime))
+    more = ", and all that the Dataset holds" if look.all else ""
+    return f"opened {folder}, packed {packed}; compared: {len(look.places)} of {count:,} items{more}"
 
 
 def splits_of(data: Any, train: Any, val: Any, test: Any) -> dict[str | None, Any]:
