@@ -23,6 +23,11 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update"),
 )
 WINDOW = ViewportSize(width=1200, height=1700)  # a whole run's cell at 100 % zoom, without scrolling
+WIDTHS = (1280, 1000, 900, 700)  # px of windows: a laptop, Colab, half a screen, VS Code next to its side bar
+SCROLLED = """output => [output, ...output.querySelectorAll('*')].filter(each => {
+    const scrolls = each == output || each.tagName == 'BUTTON' || /auto|scroll/.test(getComputedStyle(each).overflowX);
+    return each.clientWidth && scrolls && each.scrollWidth > each.clientWidth + 1;
+}).map(each => `${each.tagName}.${each.className}: ${each.scrollWidth} in ${each.clientWidth} px`)"""
 ACTED = """
 window.acted = [];
 for (const kind of ['click', 'change', 'keydown'])
@@ -117,6 +122,22 @@ class Notebook:
         heights = "charts => charts.map(svg => [svg, svg.parentElement].map(e => e.getBoundingClientRect().height))"
         return self.output(self.at).locator("svg[role=img]").evaluate_all(heights)
 
+    def scrolled(self) -> dict[str, list[str]]:
+        """What is wider than the output or scrolls sideways in it, and labels that are cut, in windows of each of
+        WIDTHS, light, and dark where there is a dark theme."""
+        found: dict[str, list[str]] = {}
+        for dark in (False, True) if isinstance(self, Lab) else (False,):
+            if isinstance(self, Lab):
+                self.theme(dark)
+            for width in WIDTHS:
+                self.page.set_viewport_size(ViewportSize(width=width, height=WINDOW["height"]))
+                self.page.wait_for_timeout(300)  # until the page has taken its new size, and a frame
+                found[f"{width}-{'dark' if dark else 'light'}"] = self.output(self.at).evaluate(SCROLLED)
+        if isinstance(self, Lab):
+            self.theme(dark=False)
+        self.page.set_viewport_size(WINDOW)
+        return found
+
     def remember_places(self, label: str) -> None:
         """From now on, of the curves below a button, while the window has the width that it has now."""
         self.button(label).evaluate(
@@ -140,6 +161,8 @@ class Notebook:
 
     def ticks(self) -> list[tuple[float, float]]:
         """(middle of the handle, of the tick) of each slider of the strip, in pixels."""
+        handles = self.output(self.at).locator(".nbtools-knob").locator(".noUi-handle, .ui-slider-handle")
+        until(lambda: handles.count() == 3, "the sliders of the strip")  # classic draws them after their surroundings
         return self.output(self.at).evaluate(
             """output => [...output.querySelectorAll('.nbtools-knob .nbtools-tick')].map(tick => {
                 const handle = tick.closest('.widget-vbox').querySelector('.noUi-handle, .ui-slider-handle');

@@ -119,6 +119,7 @@ class Visit:
         seen.facts["view"] = notebook.in_view()
         seen.facts["ticks"] = notebook.ticks()
         self.presses()
+        self.widths()
         self.look()
         notebook.remember_places("Stop")
         self.allow()
@@ -185,6 +186,7 @@ class Visit:
         self.seen.facts["charts"] = [before, self.charts()]
         self.seen.facts["picture"] = [each.is_visible() for each in output.locator(PICTURE).all()]
         self.seen.texts["kept"] = output.locator(".nbtools-kept").inner_text()
+        self.seen.facts["wide"].append(self.notebook.scrolled())
         self.notebook.point(1)
         self.seen.facts["still pointed"] = until(self.notebook.pointed, "values under the pointer")
 
@@ -243,6 +245,15 @@ class Visit:
         self.seen.facts["presses"] = [line for line in path.read_text().splitlines() if line.startswith("change")]
         notebook.type("lr", str(lr))
         self.steps_of(lr)
+
+    def widths(self) -> None:
+        """Windows of several widths, with all buttons that there can be: a question has two, answered with no."""
+        notebook, question = self.notebook, self.notebook.button("Apply lr = 1000")
+        notebook.type("lr", "1000")
+        until(question.is_visible, "the question")
+        self.seen.facts["wide"] = [notebook.scrolled()]
+        notebook.click(r"Keep lr = \S+")
+        until(lambda: not question.is_visible(), "no question")
 
     def typo(self) -> None:
         """1000 in the field of lr, after a try with its slider: asked about, insisted on, undone by the run."""
@@ -557,6 +568,12 @@ def test_nothing_above_the_curves_changes_its_height_whatever_is_asked_refused_o
 
 def test_buttons_strip_facts_and_two_rows_of_curves_are_in_view_together(seen):
     assert seen.facts["view"] == {"button": True, "strip": True, "facts": True, "axes": True}
+
+
+def test_nothing_is_wider_than_its_cell_in_any_window_light_or_dark_neither_live_nor_when_it_has_stopped(seen):
+    for when in seen.facts["wide"]:
+        assert {width.partition("-")[0] for width in when} == {"1280", "1000", "900", "700"}
+        assert [*filter(None, when.values())] == []
 
 
 def test_the_advised_value_is_a_tick_below_its_place_on_the_slider(seen):

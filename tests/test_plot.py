@@ -1,6 +1,7 @@
 """The picture of a run: what it shows, that it is quick, escaped and readable, and that the last frame stays."""
 
 import base64
+import dataclasses
 import io
 import math
 import re
@@ -8,6 +9,7 @@ import sys
 import time
 import types
 import xml.etree.ElementTree as ET
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from browser import chromium as opened
 from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.formatters import DisplayFormatter
+from ipywidgets import HTML
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
@@ -317,6 +320,42 @@ def test_values_under_the_pointer_are_those_of_all_curves_at_its_step_also_when_
     assert errors == []
 
 
+@pytest.mark.browser
+@pytest.mark.parametrize("sandbox", [None, "allow-scripts", ""], ids=["page", "frame", "frame without scripts"])
+def test_what_stays_of_a_run_needs_neither_jupyter_nor_another_origin_nor_the_network(chromium, monkeypatch, sandbox):
+    """As in VS Code and Colab, whose outputs are frames of an origin of their own, and in a policy that allows inline
+    scripts and data alone."""
+    displayed: list[Any] = []
+    monkeypatch.setattr("IPython.display.display", lambda *given, **_: displayed.extend(given))
+    made, output = shown(history(memory=BUSY)), view.Output(lambda: None)
+    output.live(HTML(), "")
+    output.stay(png.Still(png.draw(made), made.alt), svg.head(facts.STYLE) + facts.html(made) + svg.frame(made))
+    _, still, kept = displayed
+    policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
+    page = f'<meta http-equiv="Content-Security-Policy" content="{policy}">{still.html()}<div>{kept.data}</div>'
+    framed = f'<iframe sandbox="{sandbox}" srcdoc="{escape(page)}" width="900" height="700"></iframe>'
+    errors, requests = [], []
+    with opened(chromium) as window:
+        tab = window.new_page()
+        tab.on("pageerror", lambda error: errors.append(str(error)))
+        tab.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        tab.on("request", lambda request: requests.append(request.url))
+        tab.set_content(page if sandbox is None else framed)
+        inside: Any = tab if sandbox is None else tab.frame_locator("iframe")
+        picture, plots = inside.locator("img"), inside.locator(".nbtools-kept .nbt-plot")
+        if sandbox == "":
+            picture.wait_for()
+            assert plots.count() == 0
+            errors.clear()  # that a script was blocked
+        else:
+            picture.wait_for(state="hidden")
+            assert plots.count() == len(made.charts)
+            plots.nth(1).hover()
+            assert inside.locator(".nbt-at").count() == len(made.charts)
+    assert errors == []
+    assert [url for url in requests if not url.startswith(("data:", "about:"))] == []
+
+
 def test_text_from_a_run_never_becomes_markup():
     found = history(metric=EVIL, change=EVIL, memory={**BUSY, "gpu_throttle": EVIL})
     made = page(found, About(EVIL, best=EVIL), EVIL)
@@ -530,7 +569,8 @@ def test_in_a_window_of_900_px_no_text_of_the_png_is_smaller_than_a_pages_notes(
         return saved(figure, *given, **options)
 
     monkeypatch.setattr(Figure, "savefig", kept)
-    data = png.draw(shown(history(memory=BUSY, change="lr 1 → 2")), [Preview(CAPTCHA, "abc", "abd")])
+    made = shown(history(memory=BUSY, change="lr 1 → 2"))
+    data = png.draw(dataclasses.replace(made, key=made.charts[0].lines[-2:]), [Preview(CAPTCHA, "abc", "abd")])
     with Image.open(io.BytesIO(data)) as image:
         scale = min(1, 780 / (image.width / 2))
     assert min(sizes) * scale >= 11.5
@@ -614,6 +654,15 @@ def test_a_name_is_wrong_as_a_whole_however_many_letters_it_shares():
     assert samples.text([taken], 80) == ["truth     number 1a", "predicted number 1b", "          ^^^^^^^^^"]
     assert "<u>number 1a</u>" in samples.html([taken])
     assert samples.text([Preview(LINE, "number 1a", "number 1a", whole=True)], 80)[1] == "predicted number 1a ✓"
+
+
+def test_what_a_run_starts_with_breaks_at_words_below_what_it_says():
+    output, says = (
+        view.Output(lambda: None),
+        "1,160 samples · 19 steps per epoch · 1,140 steps in 60 epochs · 19 steps of",
+    )
+    output.opening = [f"length     {says} warmup"]
+    assert output.text(5).splitlines() == [f"length     {says}", "           warmup"]
 
 
 def test_the_bell_asks_and_rings_but_not_on_colab_where_outputs_are_in_a_sandbox(monkeypatch):

@@ -24,23 +24,23 @@ class Looks:
     """Controls in one row, `box`, and what they are set to, `look`. changed: called after each change."""
 
     def __init__(self, changed: Callable[[], None] = lambda: None):
-        from ipywidgets import Dropdown, HBox, IntRangeSlider, Label, Layout
+        from ipywidgets import Dropdown, HBox, IntRangeSlider, Layout
 
         free, narrow = {"description_width": "initial"}, Layout(width="auto", max_width="170px", margin="0 16px 0 0")
         self.scale = Dropdown(options=SCALES, description="axis", style=free, layout=narrow)
         self.smoothing = Dropdown(
             options=[*SMOOTHING], value="medium", description="smoothing", style=free, layout=narrow
         )
+        wide: Any = {"style": free, "layout": Layout(width="350px", max_width="100%", margin="0 16px 0 0")}
         self.part = IntRangeSlider(
-            value=(0, 100), min=0, max=100, readout_format="d", layout=Layout(width="240px", margin="0")
+            value=(0, 100), min=0, max=100, readout_format="d", description="part shown, %", **wide
         )
         for name, help in HELP.items():
             widget = getattr(self, name)
             widget.set_trait("tooltip" if widget.has_trait("tooltip") else "description_tooltip", help)  # 8, or 7
             widget.observe(lambda _: changed(), names="value")
-        label = Label("part shown, %", layout=Layout(margin="0 8px 0 0"))
         self.box = HBox(
-            [self.scale, self.smoothing, label, self.part],
+            [self.scale, self.smoothing, self.part],
             layout=Layout(flex_flow="row wrap", align_items="center", overflow="visible"),
         )
         self.box.add_class("nbtools-looks")

@@ -148,8 +148,10 @@ class Form:
         self.confirm = button("", self.panel.insist, "Apply it anyway", "exclamation-triangle")
         self.decline = button("", self.panel.decline, "Keep what is in effect", "times")
         self.offers = {rule: button("", partial(self.panel.follow, rule), why) for rule, (_, why) in OFFERS.items()}
-        shown = [self.notice, self.confirm, self.decline, *self.offers.values(), self.make]
-        return HBox(shown, layout=Layout(height=LINES, grid_gap="8px", align_items="flex-start"))
+        answers = [self.confirm, self.decline, *self.offers.values(), self.make]
+        for made in answers:
+            made.layout.flex, made.layout.max_width = "0 0 auto", "60%"  # the notice has two lines, a label only one
+        return HBox([self.notice, *answers], layout=Layout(height=LINES, grid_gap="8px", align_items="flex-start"))
 
     def strip(self) -> HBox:
         layout = Layout(width="auto", margin="18px 2px 2px")

@@ -15,7 +15,8 @@ from nbtools.train import Plan, Record, Steps, TrainState, call_of, shares
 
 OPENING = "opening"  # marks the event with these lines, where the process that trains is not the one that shows them
 NAMES = {"train_loss": "train", "val_loss": "val"}
-LETTERS = 104  # of an epoch's line: what a cell has room for in a window of 900 px
+INDENT = 11  # letters before what an opening's line says
+LETTERS = 104  # of an epoch's line: what a cell of Jupyter Notebook has room for in a window of 900 px
 MEMORY = ("gpu_memory_peak", "gpu_memory_allocated", "memory")  # the first that is known: the most that an epoch took
 
 
@@ -37,7 +38,7 @@ def opening(state: TrainState, pack: Pack) -> list[str]:
     ]
     if state.step:
         rows.append(("resumed", f"from step {state.step:,}, in epoch {state.epoch + 1} of {plan.epochs}"))
-    return [f"{name:<11}{text}" for name, text in rows]
+    return [f"{name:<{INDENT}}{text}" for name, text in rows]
 
 
 def batch_of(plan: Plan, micro: int | None, processes: int = 1) -> str:

@@ -112,7 +112,7 @@ def draw_header(figure: Figure, head: Sequence[str], key: Sequence[Line], tall: 
         figure.text(LEFT / WIDE, 1 - (22 + HEAD * i) / tall, words, **look)
     if key:
         handles, place = [draw_line(None, line) for line in key], (LEFT / WIDE, 1 - (8 + HEAD * len(head)) / tall)
-        look = {"loc": "upper left", "ncols": beside(key), "frameon": False, "labelcolor": GREY}
+        look = {"loc": "upper left", "ncols": beside(key), "frameon": False, "labelcolor": GREY, "fontsize": SMALL}
         figure.legend(handles, [line.name for line in key], bbox_to_anchor=place, **look)
 
 

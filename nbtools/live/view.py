@@ -26,7 +26,7 @@ from nbtools.live.chart import Picture
 from nbtools.live.columns import Columns
 from nbtools.live.controls import Looks, changes
 from nbtools.live.facts import TRAINING, About
-from nbtools.live.log import line_of
+from nbtools.live.log import INDENT, line_of
 from nbtools.live.panel import Panel
 from nbtools.live.picture import picture
 from nbtools.live.png import Still
@@ -55,8 +55,8 @@ KEPT = escape(Path(__file__).with_name("kept.js").read_text("utf-8"))
 RECENT = 3  # messages shown with the live picture
 EPOCHS, LIVE_EPOCHS = 100, 5  # lines of the newest epochs that a notebook keeps, and that the live view shows
 MESSAGE = "font-size:12px;line-height:1.5;opacity:.75"
-WIDTH = 100  # letters of a printed message's line
-LOG = "font-size:12px;line-height:1.4;margin:4px 0;overflow-x:auto;word-break:normal;background:none;color:inherit"
+WIDTH = 90  # letters of a printed line: what a cell of JupyterLab has room for in a window of 900 px
+LOG = "font-size:12px;line-height:1.4;margin:4px 0;white-space:pre-wrap;word-break:normal;background:none;color:inherit"
 
 
 class View:
@@ -286,7 +286,7 @@ class Output:
         """The log: the opening, and at most so many lines of epochs, the newest."""
         left = len(self.epochs) - most
         gap = [f"… {plural(left, 'line')} before these; run.summary() has every epoch"] if left > 0 else []
-        return "\n".join([*self.opening, *gap, *self.epochs[-most:]])
+        return "\n".join([*(wrapped(line, INDENT) for line in self.opening), *gap, *self.epochs[-most:]])
 
     def logged(self, most: int) -> str:
         return f'<pre style="{LOG}">{escape(self.text(most))}</pre>'
@@ -323,9 +323,10 @@ class Output:
                 close(widget)
 
 
-def wrapped(message: str) -> str:
-    """Lines that break at words: front ends break a printed one anywhere."""
-    return textwrap.fill(message, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+def wrapped(message: str, indent: int = 2) -> str:
+    """Lines that break at words: front ends break a printed one anywhere. indent: of all but the first."""
+    further = " " * indent
+    return textwrap.fill(message, WIDTH, subsequent_indent=further, break_long_words=False, break_on_hyphens=False)
 
 
 def close(widget: Any) -> None:
