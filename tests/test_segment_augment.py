@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from nbtools.data import Draws
 from nbtools.tasks.segment import Plan, augment
-from nbtools.tasks.segment.augment import GREY, OUTSIDE
+from nbtools.tasks.segment.augment import BELOW, GREY, OUTSIDE
 
 ALL: dict[str, Any] = {"crop": 32, "scale_low": 0.25, "scale_high": 2.0, "flip": 0.5, "jitter": 0.4}
 
@@ -86,6 +86,12 @@ def test_a_crop_lies_in_the_image_or_around_all_of_it_and_anywhere_there(scale, 
         least, most = (0, math.floor(room)) if room >= 0 else (math.ceil(room), 0)
         assert (float(origin.min()), float(origin.max()), len(origin.unique())) == (least, most, most - least + 1)
         assert float(origin.mean()) == pytest.approx((least + most) / 2, abs=0.05 * (most - least) + 1e-6)
+
+
+def test_below_is_the_largest_draw_and_what_is_next_to_the_end_of_an_image():
+    ends = torch.arange(1, 2**20, dtype=torch.float32)
+    assert float(torch.tensor((2**32 - 1) >> 8) * 2**-24) == BELOW
+    assert torch.equal(ends * BELOW, ends.nextafter(torch.zeros(()))), "so floor(draw · end) < end"
 
 
 def test_zooms_are_uniform_and_mirror_images_as_frequent_as_asked():

@@ -21,9 +21,9 @@ FACTOR, TERM = 747796405, 2891336453
 BLOCK = 16  # numbers a sample hashed at once: on a GPU one costs as much as many
 
 
-def mix(x: Tensor) -> Tensor:
-    """A 32-bit hash of whole numbers in [0, 2³³), held in int64 because torch has few unsigned operations."""
-    return permuted(torch.rsub(x, TERM, alpha=-FACTOR))  # x · FACTOR + TERM by one kernel
+def mix(x: Tensor, more: int = 0) -> Tensor:
+    """A 32-bit hash of x + more, whole numbers in [0, 2³³), held in int64 because torch has few unsigned operations."""
+    return permuted(torch.rsub(x, more * FACTOR + TERM, alpha=-FACTOR))  # (x + more) · FACTOR + TERM by one kernel
 
 
 def permuted(x: Tensor) -> Tensor:
@@ -69,37 +69,42 @@ class Draws:
     def __init__(self, seed: int, epoch: int | Tensor, ids: Tensor):
         self.seed, self.epoch, self.ids = seed, epoch, ids
         self.count = 0
-        self.block: tuple[int, int, Tensor] = 0, -1, ids  # the first and last number that are hashed, (B, last - first)
+        self.first = self.last = 0  # of the numbers that are hashed: (B, last - first) in `hashed`
+        self.hashed = self.upper = ids  # upper: their higher 24 bits, all that a float32 holds
 
     @cached_property
     def keys(self) -> Tensor:
         """(B,) int64; made at the first draw, so that a task without augmentation pays nothing."""
-        epoch, first = self.epoch, mixed(self.seed)
-        return mix(self.ids + (mix(epoch + first) if isinstance(epoch, Tensor) else mixed(self.seed, epoch)))
+        if isinstance(self.epoch, Tensor):
+            return mix(self.ids + mix(self.epoch, mixed(self.seed)))
+        return mix(self.ids, mixed(self.seed, self.epoch))
+
+    def take(self, count: int) -> slice:
+        """Where the next numbers are in what is hashed, a block at a time."""
+        start, self.count = self.count, self.count + count
+        if start < self.first or self.count > self.last or not self.last:
+            self.first, self.last = start, max(self.count, start + BLOCK)
+            numbers = counters(start, self.last - start, self.ids.device)
+            self.hashed = permuted(torch.add(numbers, self.keys[:, None], alpha=FACTOR))  # mix(key + number)
+            self.upper = self.hashed >> 8
+        return slice(start - self.first, self.count - self.first)
 
     def bits(self, shape: tuple[int, ...] = ()) -> Tensor:
         """(B, *shape) int64 in [0, 2³²)."""
-        start, end = self.count, self.count + math.prod(shape)
-        first, last, block = self.block
-        if not first <= start <= end <= last:
-            first, last = start, max(end, start + BLOCK)
-            hashed = counters(first, last - first, self.ids.device)
-            block = permuted(torch.add(hashed, self.keys[:, None], alpha=FACTOR))  # mix(key + number)
-            self.block = first, last, block
-        self.count = end
-        return block[:, start - first : end - first].view(len(block), *shape)
+        place = self.take(math.prod(shape))
+        return self.hashed[:, place].view(len(self.ids), *shape)
 
     def uniform(self, low: float = 0.0, high: float = 1.0, shape: tuple[int, ...] = ()) -> Tensor:
-        """(B, *shape) float32 in [low, high), 24 bits, all that a float32 holds; low ≠ 0 may round up to high."""
-        return (self.bits(shape) >> 8).to(torch.float32) * ((high - low) / 2**24) + low
+        """(B, *shape) float32 in [low, high), 24 bits; low ≠ 0 may round up to high."""
+        place = self.take(math.prod(shape))
+        return (self.upper[:, place] * ((high - low) / 2**24) + low).view(len(self.ids), *shape)
 
     def uniforms(self, *ranges: tuple[float, float]) -> Tensor:
-        """(B, N) float32, the n-th in the n-th range [low, high): the numbers of N calls of `uniform` by three
-        kernels."""
-        device = self.ids.device
+        """(B, N) float32, the n-th in the n-th range [low, high): those of N calls of `uniform` by two kernels."""
+        device, place = self.ids.device, self.take(len(ranges))
         spans = constant(tuple((high - low) / 2**24 for low, high in ranges), device)
         lows = constant(tuple(low for low, _ in ranges), device)
-        return (self.bits((len(ranges),)) >> 8) * spans + lows
+        return self.upper[:, place] * spans + lows
 
     def normal(self, shape: tuple[int, ...] = ()) -> Tensor:
         """(B, *shape) float32, mean 0, variance 1 (Box–Muller); equal across devices but for their log and cos."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nbtools.data import Draws, places
+from nbtools.data import Draws, constant, places
 from nbtools.errors import TrainError
 
 MIXUP = "mixup"
@@ -25,17 +25,19 @@ MIXUP = "mixup"
 
 def crop(x: Tensor, draws: Draws, most: float) -> Tensor:
     """Shifted by whole pixels, up to this share of either side; the image is mirrored at its edges."""
-    rows, columns = (reflected(length, draws, round(most * length)) for length in x.shape[2:])
+    lengths = x.shape[2:]
+    far = tuple(min(round(most * length), length - 1) for length in lengths)
+    drawn = draws.bits((2,)) % constant(tuple(2 * n + 1 for n in far), x.device, torch.int64)
+    shifts = (drawn - constant(far, x.device, torch.int64))[..., None].unbind(1)  # each (B, 1)
+    rows, columns = (reflected(n, shift) for n, shift in zip(lengths, shifts, strict=True))
     x = x.gather(2, rows[:, None, :, None].expand(x.shape))
     return x.gather(3, columns[:, None, None, :].expand(x.shape))
 
 
-def reflected(length: int, draws: Draws, most: int) -> Tensor:
-    """(B, length) int64: the places of a shifted axis, mirrored at its ends."""
-    most = min(most, length - 1)
-    shift = draws.bits() % (2 * most + 1) - most
-    at = (places(length, shift.device) + shift[:, None]).abs()
-    return torch.where(at >= length, 2 * (length - 1) - at, at)
+def reflected(length: int, shift: Tensor) -> Tensor:
+    """(B, length) int64: the places of an axis shifted by less than its length, (B, 1), mirrored at its ends."""
+    at = (places(length, shift.device) + shift).abs()
+    return at.minimum(2 * (length - 1) - at)
 
 
 def flip(x: Tensor, draws: Draws, p: float) -> Tensor:
@@ -46,9 +48,9 @@ def flip(x: Tensor, draws: Draws, p: float) -> Tensor:
 def rotate(x: Tensor, draws: Draws, most: float) -> Tensor:
     """Rotated about the centre by up to so many degrees, bilinear, mirrored at the edges."""
     angle, (height, width) = draws.uniform(-most, most) * (math.pi / 180), x.shape[2:]
-    cos, sin, none = angle.cos(), angle.sin(), torch.zeros_like(angle)
-    rows = [torch.stack([cos, -sin * height / width, none], 1), torch.stack([sin * width / height, cos, none], 1)]
-    grid = F.affine_grid(torch.stack(rows, 1), list(x.shape), align_corners=False)
+    cos, sin, none = angle.cos(), angle.sin(), constant((0,), x.device).expand_as(angle)
+    theta = torch.stack([cos, sin * -height / width, none, sin * width / height, cos, none], 1).view(-1, 2, 3)
+    grid = F.affine_grid(theta, list(x.shape), align_corners=False)
     return F.grid_sample(x, grid, padding_mode="reflection", align_corners=False)
 
 
@@ -66,15 +68,15 @@ def colour(x: Tensor, draws: Draws, strength: float) -> Tensor:
 def erase(x: Tensor, draws: Draws, most: float) -> Tensor:
     """In every second image a rectangle of 2 % up to this share of its area, 0.3 to 3.3 times as high as wide, becomes
     the mean of each channel (arXiv 1708.04896)."""
-    height, width = x.shape[2:]
-    drawn = draws.uniforms((0.02, most), (math.log(0.3), math.log(3.3)), (0, 1), (0, 1))[..., None]
-    area, ratio, starts = drawn[:, 0], drawn[:, 1].exp(), drawn[:, 2:].unbind(1)  # each (B, 1)
+    drawn = draws.uniforms((0.02, most), (math.log(0.3), math.log(3.3)), (0, 1), (0, 1))
+    area, ratio, lengths = drawn[:, 0], drawn[:, 1].exp(), constant(x.shape[2:], x.device)
+    size = (torch.stack([area * ratio, area / ratio], 1).sqrt() * lengths).round()  # (B, 2)
+    size = size.clamp(constant((1,), x.device), lengths)
+    start = (drawn[:, 2:] * (lengths - size + 1)).floor()  # at most lengths - size: a draw is at most 1 - 2⁻²⁴
     inside = []
-    for length, share, start in zip((height, width), (area * ratio, area / ratio), starts, strict=True):
-        size = (share.sqrt() * length).round().clamp(1, length)
-        start = (start * (length - size + 1)).floor().minimum(length - size)
+    for length, first, end in zip(x.shape[2:], start.unbind(1), (start + size).unbind(1), strict=True):
         at = places(length, x.device)
-        inside.append((at >= start) & (at < start + size))
+        inside.append((at >= first[:, None]) & (at < end[:, None]))
     chosen = (inside[0] & draws.chance(0.5)[:, None])[:, None, :, None] & inside[1][:, None, None, :]
     return torch.where(chosen, x.mean((2, 3), keepdim=True), x)
 
@@ -133,7 +135,8 @@ def mixup(
     other = torch.empty_like(order).scatter_(0, order, order.roll(1))
 
     def mixed(x: Tensor) -> Tensor:
-        return torch.lerp(x.float(), x[other].float(), share.view(-1, *[1] * (x.dim() - 1)))
+        x = x.float()
+        return torch.lerp(x, x[other], share.view(-1, *[1] * (x.dim() - 1)))
 
     found = {name: mixed(batch[name]) for name in inputs}
     if "y" in batch:

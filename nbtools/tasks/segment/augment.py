@@ -24,6 +24,7 @@ from nbtools.tasks.segment.scores import FAR, PER_PIXEL
 MEAN, SPREAD = 127.5, 63.75  # of pixel values; defined here alone, for training and for predictions
 GREY = 127.5  # the centre of contrast, and what lies outside the image
 OUTSIDE = IGNORE | FAR  # both are 255: no class there, and as far from a boundary as distances go
+BELOW = 1 - 2**-24  # times a whole number: the largest float32 that is less
 HALF = 0.5  # scale below which an image of half the size is read: bilinear weights reach no further than 2 pixels
 
 Raw = dict[str, Tensor]
@@ -41,9 +42,11 @@ class Crop(NamedTuple):
 
 class Centres(NamedTuple):
     """What the h rows and then the w columns of a crop read: at (B, h + w), the centre of each in the image, whose
-    first pixel extends from 0 to 1; inside (B, h + w) bool, whether that is in the image."""
+    first pixel extends from 0 to 1; nearest (B, h + w), the same within the image; inside (B, h, w) bool, whether both
+    of a pixel's are in the image."""
 
     at: Tensor
+    nearest: Tensor
     inside: Tensor
 
 
@@ -70,11 +73,9 @@ def augment(raw: Raw, plan: Plan, draws: Draws) -> Raw:
     centres = centres_of(crop, picture, size)
     image = resample(raw["image"], crop.scale, centres.at, size, plan.scale_low < HALF)
     image = jitter(image, draws, plan.jitter)
-    rows, columns = centres.inside.split(size, 1)
-    inside = rows[:, :, None] & columns[:, None]  # (B, h, w)
     # Grey outside the image, by products: `where` with a mask takes 20 times as long on a CPU
-    image.sub_(GREY).mul_(inside[:, None]).add_(GREY)
-    found = resample_nearest({name: raw[name] for name in ("label", "distance") if name in raw}, centres.at, inside)
+    image.sub_(GREY).mul_(centres.inside[:, None]).add_(GREY)
+    found = resample_nearest({name: raw[name] for name in ("label", "distance") if name in raw}, centres)
     if "distance" in found:  # in pixels of the crop; those at the limit stay there
         far, scaled = found["distance"] == OUTSIDE, found["distance"] * crop.scale[:, None, None]
         found["distance"] = torch.where(far, constant((OUTSIDE,), far.device), scaled)
@@ -88,7 +89,7 @@ def draw_crops(picture: tuple[int, int], size: tuple[int, int], plan: Plan, draw
     scale, drawn = draws.uniforms((plan.scale_low, plan.scale_high), (0, 1), (0, 1)).split([1, 2], 1)
     room = scale * constant(picture, device) - constant(size, device)  # (B, 2)
     most = room.abs().floor()
-    top, left = torch.minimum((drawn * (most + 1)).floor(), most).copysign(room).unbind(1)
+    top, left = (drawn * (most + 1)).floor().copysign(room).unbind(1)  # at most `most`: draws are at most BELOW
     return Crop(scale[:, 0], top, left, draws.chance(plan.flip))
 
 
@@ -97,7 +98,9 @@ def centres_of(crop: Crop, picture: tuple[int, int], size: tuple[int, int]) -> C
     plain, mirrored = (pixels(size, mirror, device) for mirror in (False, True))
     origin = torch.cat([start[:, None].expand(-1, n) for start, n in zip((crop.top, crop.left), size, strict=True)], 1)
     at = (torch.where(crop.mirrored[:, None], mirrored, plain) + origin) / crop.scale[:, None]
-    return Centres(at, (at >= 0) & (at < along(*picture, size, device)))
+    nearest = at.clamp(constant((0,), device), along(picture[0] * BELOW, picture[1] * BELOW, size, device))
+    rows, columns = (nearest == at).split(size, 1)
+    return Centres(at, nearest, rows[:, :, None] & columns[:, None])
 
 
 @cache
@@ -122,15 +125,14 @@ def resample(image: Tensor, scale: Tensor, at: Tensor, size: tuple[int, int], py
     to Pillow's resizing of a street scene at 0.25 is then 2.7 of 255 instead of 7.1, for a third more time.
     """
     device, (height, width) = image.device, image.shape[1:3]
-    source, least = to_float(image), constant((0.5,), device)
-    place = at.clamp(least, along(height - 0.5, width - 0.5, size, device))
-    if pyramid:  # by sums of slices: a sixth of the time of `avg_pool2d` on a CPU; a last odd row is left out
-        low, narrow = height // 2, width // 2
-        pairs = source[:, :, 0 : 2 * low : 2] + source[:, :, 1 : 2 * low : 2]
-        halved = (pairs[..., 0 : 2 * narrow : 2] + pairs[..., 1 : 2 * narrow : 2]).mul_(0.25)
-        source = torch.cat([source, F.pad(halved, (0, width - narrow))], 2)
-        below = (at / 2).clamp(least, along(low - 0.5, narrow - 0.5, size, device)) + along(height, 0, size, device)
+    least, most = constant((0.5,), device), along(height - 0.5, width - 0.5, size, device)
+    if pyramid:
+        source, place = with_half(image), at.clamp(least, most)
+        last = along(height // 2 - 0.5, width // 2 - 0.5, size, device)
+        below = (at / 2).clamp(least, last) + along(height, 0, size, device)
         place = torch.where((scale < HALF)[:, None], below, place)
+    else:
+        source, place = to_float(image), at.clamp(least, most)
     y, x = (place * along(2 / source.shape[2], 2 / width, size, device) - 1).split(
         size, 1
     )  # from -1 to 1 over `source`
@@ -138,14 +140,29 @@ def resample(image: Tensor, scale: Tensor, at: Tensor, size: tuple[int, int], py
     return F.grid_sample(source, grid, align_corners=False)
 
 
-def resample_nearest(columns: Raw, at: Tensor, inside: Tensor) -> Raw:
-    """Each (B, H, W) uint8 → (B, h, w) uint8 at the nearest pixels; OUTSIDE where inside (B, h, w) is False."""
+def with_half(image: Tensor) -> Tensor:
+    """(B, H, W, C) uint8 → (B, C, H + H // 2, W) float32: the image, and below it the means of 2 × 2 pixels, then 0.
+
+    Means by slices take a sixth of the time of `avg_pool2d` on a CPU; a last odd row or column is left out."""
+    count, height, width, channels = image.shape
+    low, narrow = height // 2, width // 2
+    source = torch.empty(count, channels, height + low, width, device=image.device)
+    whole, half = source.split([height, low], 2)
+    whole.copy_(image.permute(0, 3, 1, 2))
+    pairs = whole[:, :, 0 : 2 * low : 2].lerp(whole[:, :, 1 : 2 * low : 2], 0.5)
+    torch.lerp(pairs[..., 0 : 2 * narrow : 2], pairs[..., 1 : 2 * narrow : 2], 0.5, out=half[..., :narrow])
+    half[..., narrow:].zero_()
+    return source
+
+
+def resample_nearest(columns: Raw, centres: Centres) -> Raw:
+    """Each (B, H, W) uint8 → (B, h, w) uint8 at the nearest pixels; OUTSIDE where those are not inside."""
     if not columns:
         return {}
-    device, (height, width), size = at.device, next(iter(columns.values())).shape[1:], inside.shape[1:]
-    y, x = at.clamp(constant((0,), device), along(height - 1, width - 1, size, device)).long().split(size, 1)
-    index = (y[:, :, None] * width + x[:, None]).flatten(1)
-    outside = ~inside * constant((OUTSIDE,), device, torch.uint8)
+    width, inside = next(iter(columns.values())).shape[2], centres.inside
+    y, x = centres.nearest.long().split(inside.shape[1:], 1)
+    index = torch.add(x[:, None], y[:, :, None], alpha=width).flatten(1)
+    outside = inside.view(torch.uint8) - 1  # 1 → 0, 0 → 255, which is OUTSIDE
     nearest = {name: values.flatten(1).gather(1, index).view_as(inside) for name, values in columns.items()}
     return {name: values.bitwise_or_(outside) for name, values in nearest.items()}  # 255 | x = 255
 
@@ -160,7 +177,7 @@ def jitter(image: Tensor, draws: Draws, strength: float) -> Tensor:
     drawn = draws.uniforms(one, one, one)[..., None, None]
     (light, contrast, saturation), (_, lost, grey) = drawn.unbind(1), (1 - drawn).unbind(1)  # each (B, 1, 1)
     eye = constant((1, 0, 0, 0, 1, 0, 0, 0, 1), image.device).view(3, 3)
-    matrix = light * contrast * (saturation * eye + grey / 3)  # (B, 3, 3)
+    matrix = light * contrast * torch.addcmul(grey / 3, saturation, eye)  # (B, 3, 3); products with 0 and 1 are exact
     colours = image[:, :3]
     found = torch.baddbmm((GREY * lost).expand(-1, 3, 1), matrix, colours.flatten(2)).clamp_(0, 255).view_as(colours)
     return found if image.shape[1] == 3 else torch.cat([found, image[:, 3:]], 1)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from nbtools.data import constant
 from nbtools.tasks.segment.classes import IGNORE
 from nbtools.tasks.segment.networks import Outputs
 from nbtools.tasks.segment.plans import Plan
@@ -67,22 +68,21 @@ def ohem_weights(entropy: Tensor, valid: Tensor, threshold: float, least: float)
     places follows from the valid pixels, which only the device knows: the cutoff is looked up among the largest number
     possible. Source: OhemCELoss of CoinCheung's BiSeNet, there over the pixels of a whole batch.
     """
-    pixels = entropy.flatten(1).masked_fill(~valid.flatten(1), -1.0)  # (B, N), below every valid one
+    valid = valid.flatten(1)
+    pixels = entropy.flatten(1).where(valid, constant((-1,), entropy.device))  # (B, N), ignored ones below the others
     most = math.ceil(pixels.shape[1] * least)
-    wanted = (valid.flatten(1).sum(1, keepdim=True) * least).ceil().long().clamp(max=most)  # (B, 1)
-    top = pixels.topk(most, 1).values
-    cutoff = top.gather(1, (wanted - 1).clamp(min=0)).clamp(0.0, -math.log(threshold))
+    wanted = (valid.sum(1, keepdim=True) * least).ceil().long().clamp(1, most)  # (B, 1)
+    cutoff = pixels.topk(most, 1).values.gather(1, wanted - 1).clamp(0.0, -math.log(threshold))
     above, tied = pixels > cutoff, pixels == cutoff
     count = above.sum(1, keepdim=True)
     places = (wanted - count).clamp(min=0) / tied.sum(1, keepdim=True).clamp(min=1)
-    kept = torch.maximum(count, wanted).clamp(min=1)
-    return ((above + tied * places) / kept).view_as(entropy)
+    return ((above + tied * places) / torch.maximum(count, wanted)).view_as(entropy)
 
 
 def edge_weights(distance: Tensor, valid: Tensor, plan: Plan) -> Tensor:
     """Weights (B, H, W) of the mean over each image's valid pixels, in which one on a boundary counts `edge_weight`
     times, falling to 1 by exp(-distance / edge_width); and once where that closeness is below `edge_threshold`."""
-    closeness = (-distance / plan.edge_width).exp()
-    near = 1 + (plan.edge_weight - 1) * closeness.where(closeness >= plan.edge_threshold, 0.0)
+    closeness = (distance / -plan.edge_width).exp()
+    near = 1 + (plan.edge_weight - 1) * closeness * (closeness >= plan.edge_threshold)
     weights = near * valid
     return weights / weights.sum((1, 2), keepdim=True).clamp(min=1)

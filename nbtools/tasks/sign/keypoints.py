@@ -89,14 +89,15 @@ def normalised(clips: Keypoints, plan: Plan, draws: Draws | None) -> Tensor:
 def body(points: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     """(centre (B, 1, 1, 2), width (B, 1, 1, 1)): the middle between the shoulders, and their distance, over a clip.
 
-    Where no frame shows both shoulders: the middle of all that is seen, and a quarter of the picture.
+    Where no frame shows both shoulders: the middle of all that is seen, and a quarter of the picture. A clip that shows
+    nothing has no centre: NaN.
     """
     both = seen[:, :, SHOULDERS].all(2)[:, :, None, None]  # (B, T, 1, 1)
     count = both.sum(1, keepdim=True)
-    shoulders = (points[:, :, SHOULDERS] * both).sum(1, keepdim=True) / count.clamp(min=1)  # (B, 1, 2, 2)
+    shoulders = (points[:, :, SHOULDERS] * both).sum(1, keepdim=True) / count  # (B, 1, 2, 2), NaN if there are none
     apart = (shoulders[:, :, :1] - shoulders[:, :, 1:]).norm(dim=3, keepdim=True)
     shown = seen[..., None]
-    middle = (points * shown).sum((1, 2), keepdim=True) / shown.sum((1, 2), keepdim=True).clamp(min=1)
+    middle = (points * shown).sum((1, 2), keepdim=True) / shown.sum((1, 2), keepdim=True)
     found = count > 0
     centre = torch.where(found, shoulders.mean(2, keepdim=True), middle)
     return centre, torch.where(found, apart.clamp(min=NARROW), constant((0.25,), found.device))
@@ -116,17 +117,18 @@ def retimed(clips: Keypoints, draws: Draws, warp: float, crop: float, longest: i
     not longer before."""
     points, seen, lengths = clips
     device = points.device
-    drawn = draws.uniforms((0, crop), (0, 1), (-STRETCH, STRETCH), (-BEND, BEND), (-BEND, BEND))[..., None]
-    kept, start, warps = 1 - drawn[:, 0], drawn[:, 1], drawn[:, 2:] * warp  # (B, 1), (B, 1), (B, 3, 1)
+    drawn = draws.uniforms((0, crop), (0, 1), (-STRETCH, STRETCH), (-BEND, BEND), (-BEND, BEND))
+    drawn = (drawn * constant((-1, 1, warp, warp, warp), device))[..., None]
+    (kept, stretch), start, bends = (1 + drawn[:, :3:2]).unbind(1), drawn[:, 1], drawn[:, 3:]  # (B, 1), bends (B, 2, 1)
     lengths = lengths[:, None]
-    new = (lengths * kept * (1 + warps[:, 0])).round().long()
+    new = (lengths * kept * stretch).round().long()
     new = new.clamp(constant((1,), device, torch.int64), lengths.clamp(min=longest))
     room = min(math.ceil(points.shape[1] * (1 + STRETCH * warp)), max(points.shape[1], longest))
     step = places(room, device)
     u = step / (new - 1).clamp(min=1)  # (B, room), 0 to 1 along the new clip
     periods = constant((math.pi, 2 * math.pi), device)[:, None]
-    slow, swing = (torch.sin(u[:, None] * periods).mul_(warps[:, 1:]).div_(periods)).unbind(1)
-    last = (lengths - 1).clamp(min=0)
+    slow, swing = (torch.sin(u[:, None] * periods).mul_(bends).div_(periods)).unbind(1)
+    last = lengths - 1
     place = ((start * (1 - kept) + kept * (u + slow + swing)) * last).clamp(constant((0,), device), last)
     points, seen = between(points, seen, place)
     return Keypoints(points, seen & (step < new)[:, :, None], new[:, 0])
@@ -137,22 +139,22 @@ def between(points: Tensor, seen: Tensor, place: Tensor) -> tuple[Tensor, Tensor
 
     A point is interpolated between two frames that show it, or taken from the one that does; seen as in the nearer one.
     """
-    first = place.floor()
-    part = (place - first)[:, :, None]
-    frames = torch.stack([first, place.ceil()]).long()  # (2, B, R)
+    frames = torch.stack([place, place.ceil()]).long()  # (2, B, R)
+    part = (place - frames[0])[:, :, None]
     rows = places(len(place), place.device)[:, None]
-    seen = seen[rows, frames]  # (2, B, R, P)
-    shares = torch.stack([1 - part, part]) * seen
-    shares = shares / (shares[0] + shares[1]).clamp(min=1e-6)
-    mixed = (points[rows, frames] * shares[..., None]).sum(0)
-    return mixed, torch.where(part < 0.5, seen[0], seen[1])
+    before, after = seen[rows, frames]  # each (B, R, P)
+    share = torch.where(before, part * after, after)  # of the later frame
+    rest = before * (1 - share)
+    earlier, later = points[rows, frames]
+    mixed = earlier.mul_(rest[..., None]).add_(later.mul_(share[..., None]))
+    return mixed, torch.where(part < 0.5, before, after)
 
 
 def mirrored(clips: Keypoints, chosen: Tensor) -> Keypoints:
     """Left-right mirror images of the chosen (B,) clips; the left hand then becomes the right one."""
     table, swapped = constant(MIRROR, clips.points.device, torch.int64), chosen[:, None, None]
     image, seen = clips.points.index_select(2, table), clips.seen.index_select(2, table)
-    image = torch.stack([1 - image[..., 0], image[..., 1]], 3)
+    torch.sub(constant((1,), image.device), image[..., 0], out=image[..., 0])
     points = torch.where(swapped[..., None], image, clips.points)
     return Keypoints(points, torch.where(swapped, seen, clips.seen), clips.lengths)
 
@@ -163,8 +165,8 @@ def moved(points: Tensor, draws: Draws, strength: float) -> Tensor:
     angle, size, wider, *_ = drawn.unbind(1)
     size, wider = 1 + size, 1 + wider
     cos, sin = size * torch.cos(angle), size * torch.sin(angle)
-    turn = torch.stack([cos * wider, sin * wider, -sin, cos], 1).view(-1, 1, 2, 2)
-    return points @ turn + drawn[:, None, None, 3:]
+    turn = torch.stack([cos * wider, sin * wider, -sin, cos], 1).view(-1, 2, 2)
+    return (points.flatten(1, 2) @ turn).view_as(points) + drawn[:, None, None, 3:]
 
 
 def hidden(clips: Keypoints, draws: Draws, hand: float, share: float) -> Keypoints:
@@ -177,8 +179,8 @@ def hidden(clips: Keypoints, draws: Draws, hand: float, share: float) -> Keypoin
     start = start * (lengths - span)
     step = places(seen.shape[1], seen.device)
     gone = lost[:, None] & (step >= start[:, None]) & (step < (start + span)[:, None])  # (B, T)
-    seen = seen & ~draws.chance(share, (POINTS,))[:, None]
+    seen = seen > draws.chance(share, (POINTS,))[:, None]  # and not
     hands = seen[:, :, LEFT.start : RIGHT.stop].unflatten(2, (len(HANDS), -1))
     of_right = places(len(HANDS), seen.device) == right[:, None]
-    hands &= ~(gone[:, :, None] & of_right[:, None])[..., None]
+    hands.gt_((gone[:, :, None] & of_right[:, None])[..., None])
     return Keypoints(points, seen, lengths)
