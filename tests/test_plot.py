@@ -703,6 +703,18 @@ def test_in_a_notebook_frame_and_samples_are_renewed_in_widgets_of_their_own(wat
     assert watching.output.samples.value == ""
 
 
+def test_settings_that_going_back_brought_with_it_do_not_hide_where_the_run_is_back(watching):
+    def told(kind, step, what, **asked):
+        watching.advance(Record(kind, 1, step, 64 * step, {"what": what, **asked}))
+        return watching.panel.form.told
+
+    watching.output.lives = True
+    back = "back at step 19, the best checkpoint: cer 0.1 after epoch 1"
+    assert told("event", 19, back, asked="best") == back
+    assert told("change", 19, "lr 0.002 → 0.001") == f"{back}; lr 0.002 → 0.001"
+    assert told("change", 25, "lr 0.001 → 0.003") == "lr 0.001 → 0.003"
+
+
 def test_a_frame_without_news_is_not_drawn_again_but_when_asked(watching, monkeypatch):
     drawn = []
     monkeypatch.setattr(svg, "frame", lambda made: drawn.append(made.state) or "")

@@ -62,9 +62,12 @@ STYLE = """<style>
 @container (max-width: 760px) {
   .nbtools-row > .widget-html { flex-basis: 100% !important; margin: 0 0 4px 184px !important }
 }
+@container (max-width: 480px) {
+  .nbtools-row > .widget-html { margin-left: 2px !important }
+}
 </style>"""
-"""Lines between rows; where the form is narrow, a note is below its input (184 px: NAME, gap and margins). A host
-that drops it shows the same form, less neatly."""
+"""Lines between rows; where the form is narrow, a note is below its input (184 px: NAME, gap and margins), which is
+below its name where it is narrower still. A host that drops it shows the same form, less neatly."""
 
 BUTTONS = {
     "pause": ("Pause", "pause", "Pause after this step; the run stays in memory until Resume"),

@@ -79,6 +79,7 @@ class View:
         self.panel: Panel | None = given if isinstance(given, Panel) else Panel(given) if drawn else None
         self.output = Output(self.redraw) if drawn else None
         self.events: list[str] = []
+        self.back: Record | None = None  # the last answer to Back to best
         self.next_still = 0.0
         self.bar = bar(
             total=count * self.epochs(plan),
@@ -161,7 +162,11 @@ class View:
         """Print what a record says, and move the terminal's bar. Changes of settings are marked in the picture and not
         repeated under it."""
         if record.kind in ("event", "change"):
-            self.tell(record.values["what"], passing=record.kind == "change")
+            what = record.values["what"]
+            self.tell(what, passing=record.kind == "change")
+            self.back = record if record.values.get("asked") == "best" else self.back
+            if record.kind == "change" and self.back is not None and self.back.step == record.step and self.panel:
+                self.panel.form.tell(f"{self.back.values['what']}; {what}")  # both follow from one click
         if record.kind in ("epoch", "evaluation") and self.visible:
             self.log([line_of(record, self.columns.follow(self.history), self.about)])
         if self.bar.disable:
