@@ -8,18 +8,40 @@ run = nb.fit(captcha, pack, nb.advise(captcha, pack), run="runs/captcha", keep="
 run.summary(), run.receipt, nb.evaluate(run, pack)
 """
 
-from nbtools.compare import compare
-from nbtools.data import Pack, kept, pack, stage
-from nbtools.errors import NbtoolsError
-from nbtools.fit import fit
-from nbtools.launch import launch
-from nbtools.live import Panel
-from nbtools.measure import Advice, Gpu, advise, checkup, gpus, lr_sweep
-from nbtools.run import Run, evaluate, validate
-from nbtools.runs import runs
-from nbtools.train import History, Plan, Record, Task, TrainState, classify, knob, regress, train
-from nbtools.version import VERSION
-from nbtools.watch import watch
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Imports without a search for garbage: one falls due among them, goes through all that torch has made, takes
+    longer than they do, and finds nothing. What they made then counts as old, as after such a search."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects and not gc.get_freeze_count():  # what the user has frozen stays so
+            gc.freeze()
+            gc.unfreeze()
+        if collects:
+            gc.enable()
+
+
+with _uncollected():
+    from nbtools.compare import compare
+    from nbtools.data import Pack, kept, pack, stage
+    from nbtools.errors import NbtoolsError
+    from nbtools.fit import fit
+    from nbtools.launch import launch
+    from nbtools.live import Panel
+    from nbtools.measure import Advice, Gpu, advise, checkup, gpus, lr_sweep
+    from nbtools.run import Run, evaluate, validate
+    from nbtools.runs import runs
+    from nbtools.train import History, Plan, Record, Task, TrainState, classify, knob, regress, train
+    from nbtools.version import VERSION
+    from nbtools.watch import watch
 
 __version__ = VERSION
 
