@@ -148,6 +148,7 @@ def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[s
         state.stopped, state.best.stale = None, 0  # asked to continue: an early stop counts anew from here
     for record in caught_up(state, old):
         history.append(record)
+    checkpoint.copies(state)  # makes room: within training that takes ten times as long as the copies
     return history, list(found.complaints)
 
 

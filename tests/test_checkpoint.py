@@ -2,6 +2,7 @@
 on meanwhile, and a disk that fails is reported all the same."""
 
 import json
+import shutil
 import threading
 import time
 from itertools import pairwise
@@ -16,6 +17,7 @@ from safetensors.torch import load, save
 import nbtools as nb
 from nbtools import disk
 from nbtools.errors import DiskError
+from nbtools.folder import begin
 from nbtools.train import checkpoint
 
 LIMIT = 30.0  # seconds after which something never happens
@@ -122,3 +124,13 @@ def test_packing_lets_other_threads_run():
         return max(b - a for a, b in pairwise(times)) / (times[-1] - times[0])
 
     assert min(longest(checkpoint.packed) for _ in range(4)) < 0.5 * min(longest(save) for _ in range(2))
+
+
+def test_a_resumed_run_has_room_for_its_checkpoints_before_its_first_step(pack, tmp_path, untouched):
+    shutil.copytree(untouched.folder, tmp_path / "run")
+    state = nb.TrainState(toy, pack, toy.PLAN, "cpu")
+    begin(tmp_path / "run", pack, state)
+    places = {name: copy.data_ptr() for name, copy in state.copies.items()}
+    assert places.keys() == state.tensors().keys()
+    checkpoint.snapshot(state, rows=0)
+    assert places == {name: copy.data_ptr() for name, copy in state.copies.items()}
