@@ -219,8 +219,9 @@ def is_far(path: Path) -> bool:
 def listing(path: Path) -> dict[str, tuple[int, int]]:
     """Relative path → (size, mtime in ns) of the files below a folder, and of a dangling link itself; of a file: ""."""
     seen = {"": path.stat()} if path.is_file() else {}
+    start = len(os.path.join(path, ""))
     for item in disk.walk(path) if path.is_dir() else ():
-        seen[os.path.relpath(item.path, path)] = item.stat(follow_symlinks=item.is_file())
+        seen[item.path[start:]] = item.stat(follow_symlinks=item.is_file())
     return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in seen.items()}
 
 

@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tqdm import tqdm
@@ -101,8 +102,13 @@ def publish(source: Source, target: Path, extract: bool, sha256: str | None, pro
         else:
             path = source.here or part / version / "archive"
             size = bytes_below(path) if source.here else fetch(source, path, name, progress, 1 + extract)
-            digest = digest_of(path, source.text, sha256)
-            data = unpacked(path, data, progress) if extract else one_file(path, data, not source.here, progress)
+            require_archive(path, source.text)
+            with ThreadPoolExecutor(1) as pool:
+                hashed = pool.submit(digest_of, path, source.text, sha256)
+                if sha256 or not extract:
+                    hashed.result()  # nothing is read of an archive that is not the expected one; `one_file` moves it
+                data = unpacked(path, data, progress) if extract else one_file(path, data, not source.here, progress)
+            digest = hashed.result()
             if not source.here:
                 disk.remove(path)
     except ArchiveError:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from PIL import Image
@@ -27,7 +28,8 @@ R = TypeVar("R")
 
 def walk(folder: Path) -> list[str]:
     """The names of all files below a folder, relative to it, with forward slashes, sorted; hidden ones are left out."""
-    names = (Path(item.path).relative_to(folder).as_posix() for item in disk.walk(folder))
+    start = len(os.path.join(folder, ""))
+    names = (item.path[start:] for item in disk.walk(folder))
     return sorted(name for name in names if not is_hidden(name))
 
 
@@ -41,7 +43,7 @@ def split_of(name: str) -> str | None:
 
     None if no folder does: the pack then draws the split by a hash of the name.
     """
-    return next(filter(None, map(split_word, reversed(PurePosixPath(name).parts[:-1]))), None)
+    return next(filter(None, map(split_word, reversed(name.split("/")[:-1]))), None)
 
 
 def split_word(text: str) -> str | None:
@@ -56,7 +58,6 @@ def open_image(file: Path | BinaryIO, name: str | None = None, key: str = "file"
 
     Raises Refused, a row of the table of bad samples, where the file is empty, damaged, too large or no image.
     """
-    name = name or Path(getattr(file, "name", "image")).name
     try:
         if isinstance(file, Path) and file.stat().st_size == 0:
             raise Refused(Row(key, f"the {key} must be a whole image", "an empty file", "copy it again, or delete it"))
@@ -66,6 +67,7 @@ def open_image(file: Path | BinaryIO, name: str | None = None, key: str = "file"
         rule = f"the {key} must have at most {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels"
         raise Refused(Row(key, rule, "more", "cut it into pieces, or make it smaller")) from None
     except UNREADABLE as error:
+        name = name or Path(getattr(file, "name", "image")).name
         value = str(getattr(error, "strerror", None) or error)
         value = value.replace(repr(file), repr(name)).replace(str(file), name)
         fix = "delete it, or copy it again from its origin"
