@@ -972,6 +972,7 @@ def test_the_dataset_travels_to_workers_and_gives_the_batches_of_the_pack():
 
 def test_interrupted_packing_resumes_with_the_classes_seen_so_far(monkeypatch, tmp_path):
     monkeypatch.setattr("nbtools.data.build.CHUNK", 8)
+    monkeypatch.setattr("nbtools.data.build.NOTED", 0.0)
     reads, stop = [], [151]
 
     def item(i):

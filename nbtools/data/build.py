@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path, PurePosixPath
+from time import monotonic
 from typing import Any, TypeVar
 
 import numpy as np
@@ -65,7 +66,10 @@ DAMAGED = (OSError, ValueError, EOFError, SyntaxError, zlib.error, struct.error,
 TRIES = 9  # of a reader that fails because of other threads
 T = TypeVar("T")
 R = TypeVar("R")
-CHUNK = 128  # samples of a line in the journal; as many are read ahead
+CHUNK = 128  # samples that are read ahead; a line in the journal is of one or more chunks
+NOTED = 1.0  # seconds of packing between two lines, which a process that is killed may lose: each waits for the disk
+SHARES = 4  # of a chunk for each core: a thread takes one at a time, since a task for each sample costs 80 CPU-µs
+BLOCK = 1 << 20  # bytes of small samples that are written at once
 JOURNAL = "samples.jsonl"
 OFFSETS = Column("fixed", "<i8", ())  # of a ragged column: where each sample begins, and the end
 SPLIT = Column("fixed", "|u1", ())
@@ -296,14 +300,16 @@ def steady(work: Callable[[T], R]) -> Callable[[T], R]:
 
 
 class Writer:
-    """The arrays of a new pack, appended sample by sample. Each chunk has a line of JSON in a journal, written once its
-    bytes are on disk: a process that is killed leaves whole lines and perhaps a torn last one."""
+    """The arrays of a new pack, appended sample by sample. What is added in about a second has a line of JSON in a
+    journal, written once its bytes are on disk: a process that is killed leaves whole lines and perhaps a torn last
+    one."""
 
     def __init__(self, folder: Path, survey: Survey):
         self.folder, self.survey = folder, survey
         self.columns: dict[str, Column] = {}
         self.ends: dict[str, int] = {}  # ragged column → rows so far
         self.files: dict[str, FileIO] = {}  # of columns, and of the offsets of ragged ones
+        self.blocks: dict[str, bytearray] = {}  # what is not yet written to them
         self.journal: FileIO | None = None
         self.kept: list[int] = []  # positions of the entries that became samples
         self.labels: list[str] = []  # their classes, where the survey has a column of names
@@ -348,16 +354,19 @@ class Writer:
         total = len(self.survey.entries)
         known = {"total": total, "initial": done, "unit": " samples"}
         with bar(desc="packing", **known, mininterval=0.5, disable=not progress, leave=False) as shown:
+            since, kept, bad, labels = monotonic(), len(self.kept), len(self.bad), len(self.labels)
             for start in range(done, total, CHUNK):
                 end = min(start + CHUNK, total)
-                kept, bad, labels = len(self.kept), len(self.bad), len(self.labels)
                 for i, sample in zip(range(start, end), samples, strict=False):
                     shown.update()
                     if isinstance(sample, tuple):
                         self.bad.append(sample)
                     else:
                         self.add(i, sample)
-                for file in self.files.values():
+                if end < total and monotonic() - since < NOTED:
+                    continue
+                for name, file in self.files.items():
+                    self.flush(name)
                     disk.sync(file)
                 self.note(
                     {
@@ -370,6 +379,7 @@ class Writer:
                         "labels": self.labels[labels:],
                     }
                 )
+                since, kept, bad, labels = monotonic(), len(self.kept), len(self.bad), len(self.labels)
 
     def add(self, i: int, arrays: Sample) -> None:
         """Append the sample of entry i. Raises PackError, and writes nothing, unless names, dtypes and shapes of the
@@ -386,13 +396,23 @@ class Writer:
             raise PackError(f"{entry.name}: its columns are {came}; the first sample's are {first}")
         for name, array in sample.items():
             if array.size:
-                disk.write(self.files[name], array.reshape(-1).view(np.uint8).data)
+                self.append(name, array.reshape(-1).view(np.uint8).data)
             if name in self.ends:
                 self.ends[name] += len(array)
-                disk.write(self.files[f"{name}.offsets"], np.int64(self.ends[name]).tobytes())
+                self.append(f"{name}.offsets", np.int64(self.ends[name]).data)
         self.kept.append(i)
         if named is not None:
             self.labels.append(sys.intern(str(arrays[named])))
+
+    def append(self, name: str, data: memoryview) -> None:
+        """To a file, at the latest by `flush`: each write lets go of the interpreter's lock and waits for it again."""
+        block = self.blocks.setdefault(name, bytearray())
+        block += data
+        if len(block) >= BLOCK:
+            self.flush(name)
+
+    def flush(self, name: str) -> None:
+        disk.write(self.files[name], self.blocks.pop(name, b""))
 
     def begin(self, columns: dict[str, Column]) -> None:
         """Create the files, as arrays without any row; offsets begin with 0. Raises PackError for a column whose name
@@ -462,15 +482,22 @@ def in_threads(survey: Survey, read: Reader, root: Path, done: int) -> Generator
     written and synced, the next one is read."""
     with ThreadPoolExecutor(max_workers=cores()) as pool:
 
-        def begun(start: int) -> Iterator[Sample | Problem]:
+        def one(entry: Entry) -> Sample | Problem:
+            return decoded(entry, read, root, survey)
+
+        share = max(1, CHUNK // (SHARES * cores()))
+
+        def begun(start: int) -> Iterator[list[Sample | Problem]]:
             chunk = survey.entries[start : start + CHUNK]
-            return pool.map(steady(lambda entry: decoded(entry, read, root, survey)), chunk)
+            shares = [chunk[k : k + share] for k in range(0, len(chunk), share)]
+            return pool.map(lambda entries: [*map(steady(one), entries)], shares)
 
         try:
             ahead = begun(done)
             for start in range(done, len(survey.entries), CHUNK):
                 now, ahead = ahead, begun(start + CHUNK)
-                yield from now
+                for read_samples in now:
+                    yield from read_samples
         finally:
             pool.shutdown(cancel_futures=True)
 
