@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+from functools import partial
 
 import pytest
 import torch
@@ -114,9 +116,9 @@ def test_what_fails_is_ruled_out_for_its_task_and_for_ones_own_where_it_fails_ev
     found = of_here()
     rows = row(amp="bf16"), row("sign, bf16", "works", "nbtools.tasks.sign", amp="bf16"), row("compile", compile=True)
     save(home(), dataclasses.replace(found, rows=rows))
-    assert {*ruled_out("nbtools.tasks.captcha")} == {("amp", "bf16"), ("compile", True)}
-    assert ruled_out("nbtools.tasks.sign") == {}
-    assert {*ruled_out("mine:Task")} == {("compile", True)}
+    assert {*ruled_out("nbtools.tasks.captcha")} == {("amp", "bf16"), ("compile", True), ("graph", True)}
+    assert {*ruled_out("nbtools.tasks.sign")} == {("graph", True)}
+    assert {*ruled_out("mine:Task")} == {("compile", True), ("graph", True)}
     assert "fails here: RuntimeError: no kernel" in ruled_out("mine:Task")["compile", True]
 
 
@@ -133,6 +135,24 @@ def test_advice_leaves_out_what_fails_here_and_says_why(tmp_path, monkeypatch):
     [(tried, _, _)] = levers.tried
     assert tried.rounds == 0
     assert "no kernel" in outcome(tried, "off")
+
+
+def test_what_ended_the_process_fails_and_is_not_tried_again(monkeypatch):
+    monkeypatch.setitem(PARTS, "ends", (lambda _: iter([Attempt("it", partial(os._exit, 3))]), 1.0))
+    if not (child := os.fork()):
+        nb.checkup(parts=["ends"])
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    [row] = nb.checkup(parts=["ends"]).rows
+    assert (row.result, row.text) == ("fails", "the process ended while it was tried")
+
+
+def test_cuda_graphs_are_tried_only_where_the_checkup_found_that_they_work():
+    assert ("graph", True) in ruled_out("nbtools.tasks.captcha")
+    graphs = row("captcha, graph", "works", graph=True), row("sign, graph", "fails", "nbtools.tasks.sign", graph=True)
+    save(home(), dataclasses.replace(of_here(), rows=graphs))
+    assert ruled_out("nbtools.tasks.captcha") == ruled_out("mine:Task") == {}
+    assert "no kernel" in ruled_out("nbtools.tasks.sign")["graph", True]
 
 
 @pytest.mark.full

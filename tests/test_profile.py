@@ -219,17 +219,6 @@ def test_compiling_is_tried_only_where_training_lasts_long_enough_to_pay_for_it(
     assert worth_compiling(measured, short, [], (), asked=True) == [{"compile": True}]
     assert worth_compiling(dataclasses.replace(measured, shapes=9), long, [], ()) == []
     assert worth_compiling(dataclasses.replace(measured, shapes=8), long, [], ()) == [{"compile": True}]
-    waiting = dataclasses.replace(measured, device_type="cuda", **shares(0.0, 0.9))
-    assert worth_compiling(waiting, long, [], ()) == [{"compile": True}, {"graph": True}]
-
-
-def test_graphs_are_tried_however_short_training_is_where_a_gpu_waits_for_its_host(measured):
-    waiting, plan = dataclasses.replace(measured, device_type="cuda", **shares(0.0, 0.9)), plan_of(epochs=1)
-    assert worth_compiling(waiting, plan, [nn.GRU(2, 2)], ()) == [{"graph": True}]
-    assert worth_compiling(waiting, plan.replace(batch_size=16, micro_batch_size=8), [], ()) == [{"graph": True}]
-    for unable in ({"shapes": 9}, {"syncs": ("task.py:12",)}, {"device_type": "cpu"}, shares(0.0, 0.2)):
-        assert worth_compiling(dataclasses.replace(waiting, **unable), plan, [], ()) == []
-    assert worth_compiling(waiting, plan.replace(amp="fp16"), [], ()) == []
 
 
 @pytest.mark.full

@@ -16,6 +16,7 @@ from nbtools.train import device as devices
 from nbtools.version import VERSION
 
 WORKS, DIFFERS, FAILS, MISSING, NOT_HERE = "works", "differs", "fails", "missing", "not here"
+ENDED = "the process ended while it was tried"
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,12 @@ def of_here() -> Checkup:
 
 
 def ruled_out(task: str) -> dict[tuple[str, Any], str]:
-    """(setting, value) → what the check-up of this machine found against it: for a task of this name, else in all."""
+    """(setting, value) → what the check-up of this machine found against it: for a task of this name, else in all.
+    CUDA graphs are also ruled out where none was found to work: a recording that fails may end the process."""
     rows = [row for row in of_here().rows if row.lever and row.result != NOT_HERE]
     own, found = [row for row in rows if row.task == task], {}
+    if not any(row.lever.get("graph") and row.result == WORKS for row in own or rows):
+        found["graph", True] = "nb.checkup has to find first that it works here"
     for row in own or rows:
         same = [row] if own else [other for other in rows if other.lever == row.lever]
         if all(other.result in (FAILS, DIFFERS) for other in same):

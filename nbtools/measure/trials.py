@@ -94,13 +94,10 @@ def worth_trying(
 def worth_compiling(
     profile: StepProfile, plan: Plan, modules: Sequence[torch.nn.Module], fixed: Collection[str], asked: bool = False
 ) -> list[dict[str, Any]]:
-    """torch.compile, where that is asked for, or training lasts long enough to earn the compiler's time back; on a GPU
-    that waits for its host CUDA graphs, which are recorded at once."""
+    """torch.compile, where that is asked for, or training lasts long enough to earn the compiler's time back. CUDA
+    graphs are proposed untried: a recording that fails may end the process, and with it a run."""
     lasting = asked or plan.epochs * profile.epoch_s >= COMPILE_PAYS
-    changes = [{"compile": True}] if lasting and compiles(plan, modules, profile.shapes) else []
-    if profile.device_type == "cuda" and profile.host >= profile.device and not profile.syncs:
-        changes += [{"graph": True}] if replays(plan, profile.shapes) else []
-    return [change for change in changes if not set(change) & set(fixed)]
+    return [{"compile": True}] if lasting and "compile" not in fixed and compiles(plan, modules, profile.shapes) else []
 
 
 def compiles(plan: Plan, modules: Sequence[torch.nn.Module], shapes: int) -> bool:

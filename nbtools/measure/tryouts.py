@@ -29,7 +29,7 @@ from nbtools.errors import MissingExtra, NbtoolsError
 from nbtools.measure.advisor import advise
 from nbtools.measure.batch import Trial, line
 from nbtools.measure.check import Arithmetic, check
-from nbtools.measure.checkup import DIFFERS, FAILS, MISSING, NOT_HERE, WORKS, Checkup, Row, home, of_here, save
+from nbtools.measure.checkup import DIFFERS, ENDED, FAILS, MISSING, NOT_HERE, WORKS, Checkup, Row, home, of_here, save
 from nbtools.measure.examples import BATCH, CPU, EXAMPLES, STEPS, Bench, NotHere, limited, task_of
 from nbtools.measure.receipt import receipt
 from nbtools.measure.stepper import Stepper, untouched
@@ -79,8 +79,8 @@ def checkup(path: str | Path | None = None, again: bool = False, parts: Collecti
     speed of each task. Takes two minutes on a CPU, eight on a GPU.
 
     Results are kept in the cache, where `nb.advise` reads them; what has worked on this machine with these versions is
-    not tried again, unless `again`. path: a JSON file to write them to as well. parts: names in PARTS; (): all. Raises
-    NbtoolsError for another name, DiskError where a file cannot be written.
+    not tried again, nor what ended the process, unless `again`. path: a JSON file to write them to as well. parts:
+    names in PARTS; (): all. Raises NbtoolsError for another name, DiskError where a file cannot be written.
     """
     if unknown := [part for part in parts if part not in PARTS]:
         raise NbtoolsError(f"parts must be some of {', '.join(PARTS)}, got {unknown[0]!r}")
@@ -92,14 +92,23 @@ def checkup(path: str | Path | None = None, again: bool = False, parts: Collecti
             phase(part)
             for attempt in PARTS[part][0](bench):
                 key = (part, attempt.what)
-                if key not in known or known[key].result != WORKS:
+                if key in known and (known[key].result == WORKS or known[key].text == ENDED):
+                    continue
+                ended = Row(part, attempt.what, FAILS, ENDED, 0.0, attempt.task, attempt.lever)
+                save(home(), with_rows(found, known | {key: ended}))  # for the next call, should CUDA end this process
+                try:
                     known[key] = tried(part, attempt)
-                    rows = sorted(known.values(), key=lambda row: [*PARTS].index(row.part))
-                    found = dataclasses.replace(found, rows=tuple(rows))
+                finally:
+                    found = with_rows(found, known)
                     save(home(), found)
     if path is not None:
         save(Path(path), found)
     return found
+
+
+def with_rows(found: Checkup, known: dict[tuple[str, str], Row]) -> Checkup:
+    """A check-up with these rows, in the order of the parts."""
+    return dataclasses.replace(found, rows=tuple(sorted(known.values(), key=lambda row: [*PARTS].index(row.part))))
 
 
 def tried(part: str, attempt: Attempt) -> Row:
