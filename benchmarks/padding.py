@@ -20,7 +20,7 @@ from nbtools.data import batches_left
 COUNT, ROUNDS = 50_000, 9
 BATCHES = (8, 16, 32, 64, 128)
 HEADLINE = 64  # the guide's batch
-BUCKET = 32  # columns, advised for lines 128 pixels high
+BUCKET = 32  # columns, advised on a GPU for lines 128 pixels high
 LEAST, MEDIAN, MOST = 200, 1650, 2600
 
 

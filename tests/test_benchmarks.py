@@ -57,6 +57,7 @@ SLOW = {
     "scaling": ("scaling_forecast", "×"),
     "same_losses": ("same_losses", "differences"),
     "recompute": ("recompute_peak", "%"),
+    "lines_memory": ("lines_memory_growth", "%"),
     "your_own": ("your_own_decoding_ratio", "×"),
     "tasks": ("tasks_ratio", "×"),
     "claims": ("claims", "×"),
