@@ -29,7 +29,8 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name → (module of the task, options of its demo): data for all networks."""
 
-SAMPLES, BATCH, STEPS = 64, 8, 20
+SAMPLES, BATCH = 64, 8
+STEPS, FEW = 20, 10  # whose losses are compared: on a GPU, on a CPU
 SLOWER = 10.0  # times: with all of their lr at once fresh weights diverge in any precision
 CPU = torch.device("cpu")
 
@@ -40,25 +41,27 @@ class NotHere(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """A network with data for it, and the plan that the rules advise, with few samples a batch."""
+    """A network with data for it, and the plan that the rules advise, with few samples a batch. steps: whose losses are
+    compared."""
 
     task: Task
     pack: Pack
     plan: Plan
+    steps: int
 
     def losses(self, device: torch.device, **changes: Any) -> list[float]:
-        """The mean loss of each of the first STEPS steps from the same weights."""
+        """The mean loss of each of the first steps from the same weights."""
         with untouched(device):
-            return first_losses(self.task, self.pack, self.plan.replace(**changes), device, steps=STEPS)
+            return first_losses(self.task, self.pack, self.plan.replace(**changes), device, steps=self.steps)
 
     def run(self, device: torch.device, evaluating: bool = False, **changes: Any) -> tuple[list[float], TrainState]:
-        """(the losses of two epochs, the state after them), evaluated before each step where asked."""
+        """(the losses of two epochs, the state after them), evaluated after every third step where asked."""
         with untouched(device):
             state = TrainState(self.task, self.pack, self.plan.replace(**changes), device)
             losses = []
             for record in train(self.task, state, self.pack):
                 losses += [record.values["loss"]] if record.kind == "step" and "loss" in record.values else []
-                state.evaluate_next = evaluating and record.kind == "step"
+                state.evaluate_next = evaluating and record.kind == "step" and state.step % 3 == 0
         return losses, state
 
 
@@ -68,6 +71,7 @@ class Bench:
     def __init__(self, folder: Path, device: torch.device):
         self.folder, self.device, self.cuda = folder, device, device.type == "cuda"
         self.pack, self.reference = functools.cache(self.pack), functools.cache(self.reference)
+        self.whole = functools.cache(self.whole)
 
     def pack(self, name: str) -> Pack:
         task, folder = task_of(name), self.folder / name
@@ -87,11 +91,15 @@ class Bench:
             task.model(pack.card, plan)
         except PlanError as error:
             raise NotHere(str(error)) from None
-        return Case(task, pack, plan)
+        return Case(task, pack, plan, STEPS if self.cuda else FEW)
 
     def reference(self, name: str, network: str) -> list[float]:
         """The losses in float32 on the CPU."""
         return self.case(name, network).losses(CPU)
+
+    def whole(self, name: str) -> tuple[list[float], TrainState]:
+        """A run that nothing interrupts, whose data is on the device."""
+        return self.case(name).run(self.device, feed="resident")
 
     def networks(self, name: str) -> list[str]:
         """On a GPU all that a task has; on a CPU the one that the rules advise there, and for signs both."""
