@@ -189,8 +189,6 @@ class Job:
         self.settle()
         start, worth = monotonic(), not self.state.lost()
         if worth:
-            if not self.surface.requests.stop:  # else the final picture comes next, and seconds count in a shutdown
-                self.surface.keep_still()
             checkpoint.save(self.folder, self.state, len(self.history), best, self.write)
             self.state.improved = False
         self.place = (self.state.epoch, self.state.step)
@@ -201,11 +199,15 @@ class Job:
         return worth
 
     def write(self, writes: Callable[[], None]) -> None:
-        """Have the writer's thread write a checkpoint, and request its copy."""
+        """Have the writer's thread write a checkpoint and the picture of now, and request their copy."""
+        ends = self.surface.requests.stop  # then the final picture comes next, and seconds count in a shutdown
+        keep_still = None if ends else self.surface.keep_still()
 
         def written() -> float:
             start = monotonic()
             writes()
+            if keep_still is not None:
+                keep_still()
             if self.keeper is not None:
                 self.keeper.keep()
             return monotonic() - start
@@ -217,6 +219,7 @@ class Job:
         if self.writing is not None:
             writing, self.writing = self.writing, None
             self.cost += writing.result()
+            self.surface.show_still()
         if self.keeper is not None:
             self.surface.report_all(self.keeper.complaints)
 

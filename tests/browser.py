@@ -178,6 +178,8 @@ class Notebook:
             banner.wait_for(state="hidden")
         self.page.set_viewport_size(ViewportSize(width=1280, height=800))
         self.page.wait_for_timeout(500)  # until the page has taken its new size
+        axes = self.output(self.at).locator(".nbt-plot")
+        until(lambda: axes.count() > 3, "a second row of charts")  # the first epoch brings it, and the next frame
         self.output(self.at).evaluate("output => output.scrollIntoView({block: 'start'})")
         seen: dict[str, bool] = self.output(self.at).evaluate(
             """output => {

@@ -3,6 +3,7 @@ in the working directory says: {"rank": 1, "step": 5, "does": "kill"}."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -83,4 +84,5 @@ ACTS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "orphan": orphan,
     "hang": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "crash at its exit": lambda: atexit.register(os.abort),
 }

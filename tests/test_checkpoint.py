@@ -134,3 +134,17 @@ def test_a_resumed_run_has_room_for_its_checkpoints_before_its_first_step(pack, 
     assert places.keys() == state.tensors().keys()
     checkpoint.snapshot(state, rows=0)
     assert places == {name: copy.data_ptr() for name, copy in state.copies.items()}
+
+
+def test_the_picture_is_drawn_while_training_goes_on(pack, tmp_path, monkeypatch):
+    went_on, waited = threading.Event(), []
+
+    def draw(*_):
+        waited.append(went_on.wait(LIMIT))
+        return b"\x89PNG"
+
+    monkeypatch.setattr("nbtools.live.png.draw", draw)
+    steps = 2 * len(pack.ids("train")) // toy.PLAN.batch_size - 2  # within the second epoch
+    run = nb.fit(acting({steps: went_on.set}), pack, toy.PLAN, tmp_path / "run", **QUIET)
+    assert waited[0], "no step was made while the first picture was drawn"
+    assert (run.folder / "plot.png").read_bytes() == b"\x89PNG"

@@ -81,6 +81,7 @@ class View:
         self.events: list[str] = []
         self.back: Record | None = None  # the last answer to Back to best
         self.next_still = 0.0
+        self.fresh: Still | Exception | None = None  # a PNG, or why there is none, until it is shown
         self.bar = bar(
             total=count * self.epochs(plan),
             initial=history.rows[-1]["samples"] if history.rows else 0,
@@ -131,32 +132,44 @@ class View:
     def picture(self, status: str) -> Picture:
         return picture(self.columns.follow(self.history), self.about, status)
 
-    def still(self, made: Picture) -> Still:
-        """The frame and the samples as PNG."""
-        return Still(png.draw(made, self.cards), made.alt)
-
     def page(self, made: Picture, note: str) -> str:
         """The frame, a note under its facts, samples and changes of settings as HTML, as in the live view."""
         parts = (svg.frame(made), samples.html(self.cards), changes(self.columns))
         line = f'<div class="nbt">{escape(note)}</div>' if note else ""
         return "".join((svg.head(facts.STYLE, samples.STYLE), facts.html(made), line, *parts))
 
-    def keep_still(self) -> None:
-        """Write the picture as PNG when it is due: to the run folder, and to the output for readers of the notebook
-        when this kernel is gone. If drawing fails, a message says so, and the run continues without."""
+    def keep_still(self) -> Callable[[], None]:
+        """What draws the picture of now as PNG, if it is due, and writes it to the run folder: for another thread, as it
+        takes half a second. `show_still` then says how it went."""
         if time.monotonic() < self.next_still:
-            return
-        start = time.thread_time()
+            return lambda: None
+        self.next_still, cards = math.inf, self.cards
         try:
-            still = self.still(self.picture(TRAINING))
-            disk.write_atomic(self.folder / PLOT_FILE, still.image)
-            if self.output is not None and self.output.lives:
-                self.output.still(still)
+            made = self.picture(TRAINING)
         except Exception as error:
-            self.next_still = math.inf
-            self.tell(f"no picture until the end: {type(error).__name__}: {error}")
-            return
-        self.next_still = time.monotonic() + max(STILL_EVERY, (time.thread_time() - start) / STILL_COST)
+            self.fresh = error
+            return lambda: None
+
+        def keep() -> None:
+            start = time.thread_time()
+            try:
+                self.fresh = Still(png.draw(made, cards), made.alt)
+                disk.write_atomic(self.folder / PLOT_FILE, self.fresh.image)
+            except Exception as error:
+                self.fresh = error
+            else:
+                self.next_still = time.monotonic() + max(STILL_EVERY, (time.thread_time() - start) / STILL_COST)
+
+        return keep
+
+    def show_still(self) -> None:
+        """Put the last drawn PNG into the output, for readers of the notebook when this kernel is gone. If drawing
+        failed, a message says so, and the run continues without."""
+        fresh, self.fresh = self.fresh, None
+        if isinstance(fresh, Exception):
+            self.tell(f"no picture until the end: {type(fresh).__name__}: {fresh}")
+        elif fresh is not None and self.output is not None and self.output.lives:
+            self.output.still(fresh)
 
     def advance(self, record: Record) -> None:
         """Print what a record says, and move the terminal's bar. Changes of settings are marked in the picture and not
@@ -227,7 +240,7 @@ class View:
         lives = self.output is not None and self.output.lives
         try:
             made = self.picture(status)
-            still, page = self.still(made), self.page(made, note) if lives else ""
+            still, page = Still(png.draw(made, self.cards), made.alt), self.page(made, note) if lives else ""
         except Exception as error:
             self.tell(f"no picture: {type(error).__name__}: {error}")
         if self.output is not None and self.output.lives:

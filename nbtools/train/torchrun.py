@@ -26,13 +26,16 @@ ASKED, LOG = "asked.pickle", "torchrun.log"
 T = TypeVar("T")
 
 RANK = """
-import ctypes, pickle, signal, sys
+import ctypes, os, pickle, signal, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it dies with torchrun
 from nbtools.train import reporting
 from {module} import {function}
 reporting(lambda: {function}(*pickle.load(open(sys.argv[1], "rb"))))
+os._exit(0)
 """
+"""A rank, which ends at once when it has done its part: gloo's threads may crash a process that tidies up, and torchrun
+would start all ranks of a finished run again."""
 AGENT = """
 import ctypes, signal, sys
 
