@@ -139,7 +139,7 @@ class View:
         return "".join((svg.head(facts.STYLE, samples.STYLE), facts.html(made), line, *parts))
 
     def keep_still(self) -> Callable[[], None]:
-        """What draws the picture of now as PNG, if it is due, and writes it to the run folder: for another thread, as it
+        """What draws the picture of now as PNG, if it is due, and writes it to the run folder, in another thread: that
         takes half a second. `show_still` then says how it went."""
         if time.monotonic() < self.next_still:
             return lambda: None
