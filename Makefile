@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 CODE := nbtools tests benchmarks notebooks setup.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test full gpu fake-cuda bench notebooks wheel check
+.PHONY: help demo quick test full faults gpu fake-cuda bench notebooks wheel check
 
 help:  ## this list
 	@sed -n '/^[a-z%-]*:.*  ## /{s/:.*  ## /|/;s/%/STACK/;s/^/  make /;p;}' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s%s\n", $$1, $$2}'
@@ -37,6 +37,10 @@ test: .venv/ready .venv-colab/ready .venv-ipykernel-7.3/ready  ## every test but
 
 full: test  ## make test, and what takes too long for every change
 	@$(BIN)/python -m pytest -q -m full
+
+# The full counts take many hours: it may be interrupted, and continues. FAULTS='--share 0.01', or names of parts.
+faults: .venv/ready  ## break things on purpose, count what comes of it: benchmarks/FAULTS.md
+	@NBTOOLS_DEVICE=cpu OMP_NUM_THREADS=1 PYTHONPATH=tests:. $(BIN)/python -m faults $(FAULTS)
 
 # Where versions differ most: what is fetched, tabled, drawn and saved, and notebooks from top to bottom.
 STACKED := $(QUICK) stage table plot panel resume notebooks

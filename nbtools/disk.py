@@ -8,12 +8,14 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import threading
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 from nbtools import errors
 from nbtools.table import size
@@ -22,6 +24,9 @@ OPERATIONS = ("create", "append", "read", "write", "sync", "sync_folder", "renam
 """The primitives: what fault injection replaces. Everything else is made of them."""
 
 WORD = 16  # bytes of what the owner of a lock does
+AWAY = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT)
+"""Errors of a disk that stopped responding, which say nothing of the file: Drive gives the first two after a while."""
+
 MANY = 64  # above this many files one sync() of everything is cheaper than an fsync each (50,000 images: minutes)
 
 
@@ -115,18 +120,59 @@ def publish_folder(part: Path, target: Path) -> Path:
 
 
 def write_atomic(path: Path, data: bytes | memoryview | str) -> Path:
-    """Replace the content of a file: a reader, or a crash, finds the old or the new one, never a mixture."""
+    """Replace the content of a file: a reader, or a crash, finds the old or the new one, never a mixture. The new one
+    gets the name once it was read back from the disk and is what was to be written."""
     part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+    data = data.encode() if isinstance(data, str) else data
     make_folder(path.parent)
     remove(part)
     try:
         with create(part) as file:
-            write(file, data.encode() if isinstance(data, str) else data)
-        return publish_file(part, path)
+            write(file, data)
+            sync(file)
+            forget(file)
+        if sha256(part) != hashlib.sha256(data).hexdigest():
+            raise OSError(errno.EIO, "reads back differently from what was written", os.fspath(path))
+        rename(part, path)
+        sync_folder(path.parent)
+        return path
     except OSError:
         with contextlib.suppress(OSError):  # the disk that failed may refuse this too: the first error counts
             remove(part)
         raise
+
+
+def forget(file) -> None:
+    """Drop a synced file from memory, where the system can, so that it is next read from the disk itself."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def sealed(values: dict[str, Any]) -> str:
+    """As JSON, which begins with a hash of the rest: `unsealed` then notices any damage."""
+    return json.dumps({"seal": seal_of(values), **values}, indent=1)
+
+
+def unsealed(data: str | bytes) -> dict[str, Any]:
+    """Raises ValueError for what is not a JSON object, or not as it was sealed; one without a seal is of an older
+    nbtools."""
+    values = json.loads(data)
+    if not isinstance(values, dict):
+        raise ValueError("not a JSON object")
+    seal = values.pop("seal", None)
+    if seal not in (None, seal_of(values)):
+        raise ValueError("not as it was written: its hash differs")
+    return values
+
+
+def seal_of(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def boot() -> str:
+    """Differs after each start of this machine, where Linux tells; bytes that no sync covered may not outlive it."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip()[:8] if path.exists() else ""
 
 
 def exists(path: Path) -> bool:
@@ -216,7 +262,7 @@ def explained(doing: str, path: Path) -> Iterator[None]:
             reason, advice = "a file is where a folder should be", "Move it, or choose another folder."
         else:
             reason, advice = error.strerror or str(error), "Try again; if it happens again, choose another disk."
-        entry = "Drive errors 5 and 107" if error.errno in (errno.EIO, errno.ENOTCONN) else ""
+        entry = "Drive errors 5 and 107" if error.errno in AWAY else ""
         raise errors.DiskError(f"{doing}: {error.filename or path}: {reason}. {advice}", entry=entry) from error
 
 

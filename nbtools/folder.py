@@ -34,7 +34,7 @@ from nbtools.train import (
 from nbtools.version import VERSION
 
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
-SAVE_SHARE = 0.05  # of the time that checkpoints at the ends of quick epochs may take, the best ones aside
+SAVE_SHARE = 0.01  # of the time that checkpoints may take, those of best epochs aside
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def begin(folder: Path, pack: Pack, state: TrainState, advised: Plan | None = No
         disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
         disk.write_atomic(folder / PLAN, state.plan.to_json())
         index = {"version": 1, "nbtools": VERSION, "id": uuid4().hex, "task": task_name(state.task)}
-        disk.write_atomic(folder / checkpoint.INDEX, json.dumps(index))
+        disk.write_atomic(folder / checkpoint.INDEX, disk.sealed(index))
     checkpoint.mark(folder, **place, advised=(advised or state.plan).to_dict())
     checkpoint.save(folder, state, rows=0)
     return History(folder / HISTORY), []
@@ -172,7 +172,8 @@ class Job:
         return self.place == (self.state.epoch, self.state.step)
 
     def watch(self, record: Record) -> None:
-        """Save at the end of an epoch if it is the best or checkpoints are cheap; within an epoch every minute.
+        """Save at the end of an epoch if it is the best or checkpoints are cheap; within an epoch every minute, or as
+        seldom as keeps them cheap.
         Training continues as soon as the state is copied."""
         if self.writing is not None and self.writing.done():
             self.settle()
@@ -180,7 +181,7 @@ class Job:
         cheap = self.writing is None and since * SAVE_SHARE >= self.cost
         if record.kind == "epoch" and (self.state.improved or cheap):
             self.save(best=self.state.improved, behind=True)
-        elif since > SAVE_EVERY:
+        elif cheap and since > SAVE_EVERY:
             self.save(behind=True)
 
     def save(self, best: bool = False, behind: bool = False) -> bool:
@@ -205,6 +206,7 @@ class Job:
 
         def written() -> float:
             start = monotonic()
+            self.history.sync()
             writes()
             if keep_still is not None:
                 keep_still()

@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 
 import nbtools as nb
 from nbtools import disk
-from nbtools.errors import DiskError
+from nbtools.errors import CheckpointError, DiskError
 from nbtools.folder import begin
 from nbtools.train import checkpoint
 
@@ -136,6 +136,7 @@ def test_a_resumed_run_has_room_for_its_checkpoints_before_its_first_step(pack, 
     assert places == {name: copy.data_ptr() for name, copy in state.copies.items()}
 
 
+
 def test_the_picture_is_drawn_while_training_goes_on(pack, tmp_path, monkeypatch):
     went_on, waited = threading.Event(), []
 
@@ -148,3 +149,58 @@ def test_the_picture_is_drawn_while_training_goes_on(pack, tmp_path, monkeypatch
     run = nb.fit(acting({steps: went_on.set}), pack, toy.PLAN, tmp_path / "run", **QUIET)
     assert waited[0], "no step was made while the first picture was drawn"
     assert (run.folder / "plot.png").read_bytes() == b"\x89PNG"
+
+
+# -- what is verified
+
+
+@pytest.mark.parametrize("name", ["run.json", "the checkpoint's JSON"])
+def test_a_number_changed_on_the_disk_is_noticed(pack, tmp_path, name):
+    run = nb.fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET)
+    newest = checkpoint.names(run.folder)[0]
+    path = run.folder / ("run.json" if name == "run.json" else f"{newest}.json")
+    path.write_text(path.read_text().replace(newest if name == "run.json" else '"step": ', '"step": 1', 1))
+    if name == "run.json":
+        with pytest.raises(CheckpointError, match="not the index of a run"):
+            nb.Run.open(run.folder, toy)
+    else:
+        assert "not as it was written" in checkpoint.newest(run.folder).complaints[0]
+
+
+def test_a_checkpoint_is_read_back_before_older_ones_go(pack, tmp_path, monkeypatch):
+    """A disk that stores something else than it was given."""
+    state = nb.TrainState(toy, pack, toy.PLAN, "cpu")
+    checkpoint.save(tmp_path, state, rows=0)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    real = disk.write
+
+    def forgetful(file, data):
+        real(file, bytes(len(data)) if len(data) > 5000 else data)
+
+    monkeypatch.setattr(disk, "write", forgetful)
+    state.position.epoch += 1
+    with pytest.raises(DiskError, match="reads back differently from what was written"):
+        checkpoint.save(tmp_path, state, rows=1)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_checkpoints_of_quick_epochs_take_a_hundredth_of_the_time(pack, tmp_path, monkeypatch):
+    """On a disk that takes 20 ms a file; the first save, the best epochs' and the last are not counted."""
+    saved, real = [], disk.write_atomic
+
+    def slow(path, data):
+        time.sleep(0.02)
+        return real(path, data)
+
+    def noted(folder, taken):
+        start = time.perf_counter()
+        publish(folder, taken)
+        saved.append((BEST in "".join(taken.files), time.perf_counter() - start))
+
+    BEST, publish = checkpoint.BEST, checkpoint.publish
+    monkeypatch.setattr(disk, "write_atomic", slow)
+    monkeypatch.setattr(checkpoint, "publish", noted)
+    start = time.perf_counter()
+    nb.fit(toy, pack, toy.PLAN.replace(epochs=40), tmp_path / "run", **QUIET)
+    plain = [seconds for best, seconds in saved if not best][1:-1]
+    assert sum(plain) <= 0.01 * (time.perf_counter() - start) + max(plain, default=0)

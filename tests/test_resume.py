@@ -187,7 +187,7 @@ import sys; sys.path.insert(0, {tests!r})
 import toy
 from nbtools.fit import fit
 from nbtools.data import Pack
-sys.modules["nbtools.folder"].SAVE_EVERY = 0.0
+sys.modules["nbtools.folder"].SAVE_EVERY, sys.modules["nbtools.folder"].SAVE_SHARE = 0.0, float("inf")
 print("ready", flush=True)
 fit(toy, Pack.open({pack!r}), toy.PLAN.replace(epochs=40), {run!r}, receipt=False, progress=False)
 """

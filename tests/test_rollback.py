@@ -50,6 +50,7 @@ def fit_and_end(task: Any, pack: Any, folder: Any, keep: Any = None) -> None:
     """A run that is stopped, or dies; it writes a checkpoint after each step."""
     with pytest.MonkeyPatch.context() as patch, suppress(ZeroDivisionError):
         patch.setattr(sys.modules["nbtools.folder"], "SAVE_EVERY", 0.0)
+        patch.setattr(sys.modules["nbtools.folder"], "SAVE_SHARE", float("inf"))
         nb.fit(task, pack, SLOW, folder, keep, **QUIET)
 
 

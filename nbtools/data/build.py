@@ -466,7 +466,7 @@ class Writer:
             counts=survey.count(arrays, train) if survey.count else {},
         )
         manifest = {"version": FORMAT, "card": card.to_dict(), "bad": len(self.bad), "files": files}
-        self.save(MANIFEST, json.dumps({**manifest, **survey.facts, **made}, indent=1).encode())
+        self.save(MANIFEST, disk.sealed({**manifest, **survey.facts, **made}).encode())
 
     def save(self, name: str, data: bytes) -> None:
         with disk.create(self.folder / name) as file:
@@ -508,6 +508,8 @@ def decoded(entry: Entry, read: Reader, root: Path, survey: Survey) -> Sample | 
         try:
             sample = read(root / entry.name, survey.options or {})
         except DAMAGED as error:
+            if isinstance(error, OSError) and error.errno in disk.AWAY:
+                raise  # else a moment's trouble would leave the sample out for ever
             came = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             raise PackError(came, READABLE, "copy it again, or delete it") from None
         if entry.label is not None:

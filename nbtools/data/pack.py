@@ -102,7 +102,7 @@ class Pack:
         file has another size."""
         folder = Path(folder)
         try:
-            manifest = json.loads((folder / MANIFEST).read_bytes())
+            manifest = disk.unsealed((folder / MANIFEST).read_bytes())
             version = manifest["version"]
         except FileNotFoundError:
             raise PackError(
@@ -125,7 +125,8 @@ class Pack:
     def verify(self) -> Self:
         """Compare every file's SHA-256 with the manifest; raises PackError naming the first that differs."""
         for name, entry in self.manifest["files"].items():
-            came = disk.sha256(self.folder / name)
+            with disk.explained("verifying a pack", self.folder):
+                came = disk.sha256(self.folder / name)
             if came != entry["sha256"]:
                 raise PackError(
                     f"{self.folder / name}: SHA-256 {came[:12]}…, the manifest says {entry['sha256'][:12]}…"

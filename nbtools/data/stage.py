@@ -90,17 +90,18 @@ def staged(target: Path, version: str, sha256: str | None) -> Path | None:
 def publish(source: Source, target: Path, extract: bool, sha256: str | None, progress: bool) -> Path:
     """Fetch, check, extract if requested, and publish under the final name; the caller holds the lock."""
     version, part, name = source.version(), target.with_name(f"{target.name}.part"), target.name.rpartition("-")[0]
-    disk.make_folder(part / version)
+    begun = part / f"{version}-{disk.boot()}"
+    disk.make_folder(begun)
     for other in part.iterdir():
-        if other.name != version:
-            disk.remove(other)  # of another version of the source
-    new = part / version / "new"
+        if other.name != begun.name:
+            disk.remove(other)  # of another version of the source, or bytes that a power cut may have taken
+    new = begun / "new"
     data, digest = new / name, None
     try:
         if source.is_folder:
             size = fetch(source, data, name, progress)
         else:
-            path = source.here or part / version / "archive"
+            path = source.here or begun / "archive"
             size = bytes_below(path) if source.here else fetch(source, path, name, progress, 1 + extract)
             require_archive(path, source.text)
             with ThreadPoolExecutor(1) as pool:
@@ -116,8 +117,12 @@ def publish(source: Source, target: Path, extract: bool, sha256: str | None, pro
         raise
     folder = data.relative_to(new).as_posix()
     receipt = {"source": source.text, "origin": source.origin, "version": version, "size": size, "sha256": digest}
+    for left in new.glob(f"{RECEIPT}.*"):
+        disk.remove(left)  # by a call that could not write it
     disk.write_atomic(new / RECEIPT, json.dumps({**receipt, "folder": folder}, indent=2) + "\n")
-    disk.remove(target)  # an older version of the source
+    if target.exists():  # an older version of the source: half removed under its name, it would pass for whole
+        disk.remove(begun / "old")
+        disk.rename(target, begun / "old")
     disk.publish_folder(new, target)
     with contextlib.suppress(OSError):  # all is published; what stays is empty folders
         disk.remove(part)

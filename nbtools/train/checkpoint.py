@@ -141,7 +141,7 @@ def mark(folder: Path, **entries: Any) -> None:
     with MARKING, disk.explained("writing the index", folder):
         index = {**read_index(folder), **entries}
         named = {name: value for name, value in index.items() if value is not None}
-        disk.write_atomic(folder / INDEX, json.dumps(named, indent=1))
+        disk.write_atomic(folder / INDEX, disk.sealed(named))
 
 
 def best_of(folder: Path) -> str | None:
@@ -159,7 +159,7 @@ def stopped(folder: Path) -> str | None:
 def facts_of(folder: Path, name: str) -> dict[str, Any]:
     """The plain part of a checkpoint. Raises CheckpointError if it cannot be read."""
     try:
-        return json.loads((folder / f"{name}.json").read_text())
+        return disk.unsealed((folder / f"{name}.json").read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / name}.json: cannot be read ({error})") from None
 
@@ -169,7 +169,7 @@ def write(folder: Path, name: str, tensors: dict[str, Tensor], facts: dict[str, 
     data = packed(tensors)
     facts = {**facts, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     disk.write_atomic(folder / f"{name}.safetensors", data)
-    disk.write_atomic(folder / f"{name}.json", json.dumps(facts, indent=1))
+    disk.write_atomic(folder / f"{name}.json", disk.sealed(facts))
 
 
 def packed(tensors: dict[str, Tensor]) -> memoryview | bytes:
@@ -266,10 +266,11 @@ def weights(folder: Path) -> dict[str, Tensor]:
 def read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     try:
-        return json.loads(path.read_text()) if path.exists() else {}
+        with disk.explained("reading the index", path):
+            return disk.unsealed(path.read_text()) if path.exists() else {}
     except ValueError as error:
         fix = "restore it from the kept copy, or delete the folder"
-        raise CheckpointError(f"{path}: not JSON ({error}); {fix}") from None
+        raise CheckpointError(f"{path}: not the index of a run ({error}); {fix}") from None
 
 
 def prune(folder: Path, index: dict[str, Any]) -> None:
@@ -311,7 +312,8 @@ class Keeper:
 
     def keep(self) -> None:
         """Request a copy of the run's current state. The index is read here: later it may name newer checkpoints."""
-        index = (self.source / INDEX).read_bytes()
+        with disk.explained("keeping the run", self.source):
+            index = (self.source / INDEX).read_bytes()
         self.asked += 1
         self.queue.put((index, self.asked))
 
@@ -332,7 +334,7 @@ class Keeper:
         """The checkpoints that the index names where they are not there yet, all other files, and the index at the end:
         it must not name what is not there."""
         disk.make_folder(self.target)
-        facts = json.loads(index)
+        facts = disk.unsealed(index)
         wanted = named(facts)
         for name in wanted:
             vouching = f"{name}.json"

@@ -59,10 +59,11 @@ class History:
         """Read what another process has since written to the file; returns whether there was anything."""
         if self.path is None:
             return False
-        try:
-            file = self.path.open("rb")
-        except FileNotFoundError:
-            return False
+        with disk.explained("reading the history", self.path):
+            try:
+                file = self.path.open("rb")
+            except FileNotFoundError:
+                return False
         with file:
             now, header, (inode, known, end) = os.fstat(file.fileno()), file.readline(), self.place
             same = (now.st_ino, header) == (inode, known) and now.st_size >= end  # a number is given again when free
@@ -109,8 +110,15 @@ class History:
         """The whole file anew, atomically: a reader never sees half of it."""
         if self.path is not None:
             header = {name: name for name in self.columns}
-            disk.write_atomic(self.path, self.lines([header, *self.rows]))
+            with disk.explained("writing the history", self.path):
+                disk.write_atomic(self.path, self.lines([header, *self.rows]))
             self.whole = True
+
+    def sync(self) -> None:
+        """Make the rows so far durable, before a checkpoint that counts on them."""
+        if self.path is not None and self.path.exists():
+            with disk.explained("writing the history", self.path), open(self.path, "rb") as file:
+                disk.sync(file)
 
     def lines(self, rows: Iterable[Mapping[str, Any]]) -> str:
         text = io.StringIO(newline="")

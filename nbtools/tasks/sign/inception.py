@@ -23,6 +23,7 @@ from nbtools.tasks.sign.clips import FEATURES
 SIDE, SHORT = 299, 342  # pixels that the network reads, and of the shorter side before torchvision's own crop
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 IMAGENET = "imagenet"
+SAFE = (2, 10)  # the first torch whose `weights_only` has no known way around it
 STEM = "Conv2d_1a_3x3.conv.weight"  # the first parameter: a prefix of its name is a prefix of all
 CLASSIFIERS = ("AuxLogits.", "fc.")
 
@@ -130,9 +131,15 @@ def imagenet(models: ModuleType) -> dict[str, Tensor]:
 
 
 def read_weights(path: Path) -> dict[str, Any]:
-    """What a file holds; nothing but plain tensors is unpickled. Raises CheckpointError."""
+    """What a file holds; nothing but plain tensors is unpickled, and only by a torch that can be trusted to do that
+    (CVE-2025-32434 before 2.6, CVE-2026-24747 before 2.10). Raises CheckpointError."""
     from safetensors.torch import load_file
 
+    if path.suffix != ".safetensors" and tuple(map(int, torch.__version__.split(".")[:2])) < SAFE:
+        raise CheckpointError(
+            f"weights: {path} is a pickle, which torch {torch.__version__} can be tricked into running; use torch ≥ "
+            "2.10, or on a machine that may run it save its state_dict with safetensors.torch.save_file"
+        )
     try:
         return load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever its unpickler encounters

@@ -1,0 +1,9 @@
+"""Machinery that breaks things on purpose, and checks that nothing is lost: `make faults` runs all of it and writes
+benchmarks/FAULTS.md, tests/test_faults.py a share.
+
+    forks.py        a child process with a job, to be killed
+    operations.py   every operation on the disk fails in turn, in each way
+    kills.py        SIGKILL in the middle of runs, which then resume
+    mutations.py    damaged and hostile files of every format that is read
+    __main__.py     the parts, their seeds and totals
+"""

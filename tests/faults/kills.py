@@ -1,0 +1,204 @@
+"""SIGKILL in the middle of runs, which then resume: the same losses, order of samples and weights, bit for bit, as of a
+run that nobody disturbed.
+
+Every run is a forked child that saves after each step. It is killed at a random moment, or in the midst of a random
+operation on the disk, where a write is half done; started again, killed again, until it ends. What it was doing is in
+two bytes of shared memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import mmap
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import toy
+from archives import fault_at, kill
+from faults.forks import DONE, Child
+from faults.operations import losses_of, weights_of
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+import nbtools as nb
+from nbtools import disk, folder
+from nbtools.data import Pack
+from nbtools.live import png
+from nbtools.train import checkpoint
+
+TINY = {  # count of demo samples, changes of the recommended plan
+    "toy": (60, {"epochs": 2}),
+    "captcha": (24, {"epochs": 2, "batch_size": 8, "network": "small", "warmup_epochs": 0}),
+    "hwdb": (12, {"epochs": 1, "batch_size": 2, "network": "crnn", "warmup_epochs": 0}),
+    "sign": (24, {"epochs": 2, "batch_size": 8, "warmup_epochs": 0}),
+    "segment": (12, {"epochs": 2, "batch_size": 4, "network": "slim", "crop": 64, "warmup_epochs": 0}),
+}
+FEEDS: dict[str, dict[str, Any]] = {
+    "resident": {"feed": "resident"},
+    "streamed": {"feed": "streamed"},
+    "workers 2": {"feed": "workers", "workers": 2},
+}
+CASES = {f"{task}, {feed}": (task, feed, 1) for task in TINY for feed in FEEDS} | {
+    "toy, gloo 2": ("toy", "resident", 2)
+}
+PHASES = ("start", "a batch", "a step", "an evaluation")
+SAVING = ("", "while a save is written", "while old checkpoints are removed")
+
+
+class Case:
+    """A task, its pack and plan; what an undisturbed run of them gives, and how long that takes. patch: what to change
+    in nbtools before a run."""
+
+    def __init__(self, name: str, root: Path, patch: Callable[[], object] = lambda: None) -> None:
+        self.patch = patch
+        task, feed, self.world = CASES[name]
+        self.root, self.shared = root, mmap.mmap(-1, 2)
+        os.environ["NBTOOLS_CACHE"] = str(root / "cache")
+        count, changes = TINY[task]
+        module = toy if task == "toy" else importlib.import_module(f"nbtools.tasks.{task}")
+        self.pack: Pack = module.pack(module.demo(root / "raw", count=count), into=root / "pack", progress=False)
+        self.plan = module.PLAN.replace(**changes, **FEEDS[feed])
+        self.task = noting(module, self.note, root / "order")
+        start = time.monotonic()
+        for child in self.started():
+            code, text = child.end()
+            assert code == DONE, text
+        self.seconds = time.monotonic() - start
+        self.operations = int(text) if text.isdecimal() else 200
+        self.expected = self.found()
+        self.order = lines(root / "order")
+        assert len(set(self.order)) == len(self.order)
+
+    def note(self, phase: int, place: int = 0) -> None:
+        self.shared[place] = phase
+
+    def started(self, at: int | None = None) -> list[Child]:
+        """The processes of a run, rank 0 last; it is killed in the operation `at`."""
+        self.note(0)
+        self.note(0, 1)
+        if self.world == 1:
+            return [Child(lambda: self.train(at))]
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port), "WORLD_SIZE": str(self.world)}
+        meet |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        own = [{**meet, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self.world)]
+        return [Child(lambda r=rank: self.train(at if r == 0 else None), own[rank]) for rank in (1, 0)]
+
+    def train(self, at: int | None = None) -> int:
+        """→ operations on the disk."""
+        folder.SAVE_EVERY, folder.SAVE_SHARE, png.draw = 0.0, float("inf"), lambda *_: b"\x89PNG"
+        for place, name in enumerate(("publish", "prune"), 1):
+            setattr(checkpoint, name, self.marked(getattr(checkpoint, name), place))
+        self.patch()
+        calls = fault_at(pytest.MonkeyPatch(), sys.maxsize if at is None else at, kill)
+        nb.fit(self.task, self.pack, self.plan, self.root / "run", receipt=False, progress=False)
+        return len(calls)
+
+    def marked(self, real: Callable[..., Any], phase: int) -> Callable[..., Any]:
+        def inside(*args: Any) -> Any:
+            before = self.shared[1]
+            self.note(phase, 1)
+            result = real(*args)
+            self.note(before, 1)
+            return result
+
+        return inside
+
+    def found(self) -> str:
+        return repr((losses_of(self.root / "run"), weights_of(self.root / "run")))
+
+    def clear(self) -> None:
+        shutil.rmtree(self.root / "run", ignore_errors=True)
+        (self.root / "order").unlink(missing_ok=True)
+
+    def killed_run(self, rng: random.Random) -> tuple[Counter[str], str]:
+        """(phases in which one run was killed, what is wrong at its end)."""
+        self.clear()
+        phases: Counter[str] = Counter()
+        while True:
+            at = rng.randrange(self.operations) if rng.random() < 0.5 else None
+            children = self.started(at)
+            if at is None:
+                time.sleep(rng.random() * self.seconds)
+                children[-1].kill()
+            code, text = children[-1].end()
+            for other in children[:-1]:  # torchrun ends the other ranks
+                other.kill()
+                other.end()
+            if code != -signal.SIGKILL:
+                break
+            phases[" ".join(filter(None, (PHASES[self.shared[0]], SAVING[self.shared[1]])))] += 1
+        if code != DONE:
+            return phases, f"it does not resume: {text}"
+        if self.found() != self.expected:
+            return phases, "losses or weights differ"
+        return phases, self.misplaced(lines(self.root / "order"))
+
+    def killed_at(self, at: int) -> str:
+        """What is wrong with a run that was killed in the midst of an operation, and then resumed."""
+        self.clear()
+        self.started(at)[-1].end()
+        code, text = self.started()[-1].end()
+        return text if code != DONE else "" if self.found() == self.expected else "losses or weights differ"
+
+    def misplaced(self, order: list[str]) -> str:
+        """Each life goes through the batches in the order of the undisturbed run, and leaves none out."""
+        places, done = {line: place for place, line in enumerate(self.order)}, 0
+        before = -1
+        for line in order:
+            place = places.get(line, -1)
+            if place < 0 or (place != before + 1 and place > done):
+                return f"batch {line} is out of order"
+            done, before = max(done, place + 1), place
+        return "" if done == len(self.order) else "batches were left out"
+
+
+def noting(module: Any, note: Callable[[int], None], order: Path) -> Any:
+    """The task, which notes what it does, and on rank 0 the samples of each batch before it trains on them."""
+
+    def batch(raw: Any, plan: Any, draws: Any) -> Any:
+        note(1 if draws is not None else 3)
+        if draws is not None and os.environ.get("RANK", "0") == "0":
+            with open(order, "a") as file:
+                file.write(json.dumps([draws.epoch, raw["id"].tolist()]) + "\n")
+        made = module.batch(raw, plan, draws)
+        note(2 if draws is not None else 3)
+        return made
+
+    return SimpleNamespace(**{**vars(module), "batch": batch})
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def in_place() -> None:
+    """What the guides' programs do: write over the old file."""
+
+    def write(path: Path, data: Any) -> Path:
+        with open(path, "wb", buffering=0) as file:
+            disk.write(file, data.encode() if isinstance(data, str) else data)
+        return path
+
+    disk.write_atomic = write
+
+
+def swept(name: str, seed: int, kills: int, root: Path) -> tuple[Counter[str], list[str]]:
+    """(kills by phase, and runs; what went wrong)."""
+    case, totals, wrong, rng = Case(name, root), Counter(), [], random.Random(f"{name} {seed}")
+    while totals.total() - totals["runs"] < kills:
+        phases, trouble = case.killed_run(rng)
+        totals += phases
+        totals["runs"] += 1
+        wrong += [f"{name}, seed {seed}, run {totals['runs']}: {trouble}"] if trouble else []
+    return totals, wrong

@@ -1,0 +1,67 @@
+"""Nothing is lost: a share of what `make faults` counts, and that its machinery notices what it is there for."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from archives import tar_bytes
+from faults import kills, mutations, operations
+
+from nbtools.data import archive
+
+SEED = 20
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch) -> Iterator[Path]:
+    """In memory where there is some: most of the time would go into the disk."""
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
+    monkeypatch.setenv("FAULTS_PLACE", "")
+    memory = TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+    yield Path(memory.name)
+    memory.cleanup()
+
+
+@pytest.mark.parametrize("name", operations.JOBS)
+def test_an_operation_on_the_disk_that_fails_loses_nothing_and_publishes_nothing_half(name, root):
+    share = 0.005 if name == "train" else 0.05
+    totals, wrong = operations.swept(name, root / "it", share, first=share / 2)
+    assert wrong == []
+    assert totals.total() >= 5
+
+
+@pytest.mark.parametrize("name", ["toy, resident"])
+def test_a_run_that_is_killed_anywhere_resumes_bit_for_bit(name, root):
+    totals, wrong = kills.swept(name, SEED, 12, root / "it")
+    assert wrong == []
+    assert totals.total() - totals["runs"] >= 12
+
+
+def test_the_same_kills_are_noticed_where_files_are_written_in_place(root):
+    assert not any(map(kills.Case("toy, resident", root / "whole").killed_at, range(20)))
+    case = kills.Case("toy, resident", root / "torn", kills.in_place)
+    assert any(map(case.killed_at, range(20))), "a torn index is not noticed"
+
+
+@pytest.mark.parametrize("name", mutations.CASES)
+def test_a_mutated_file_is_refused_in_a_sentence_or_read_right(name, root):
+    count = 150 if name == "checkpoints" else 500
+    totals, wrong = mutations.swept(name, range(count), root)
+    assert wrong == []
+    assert totals.total() == count
+    if name in ("tar", "tar.gz", "tar.xz", "zip"):
+        assert totals["refused before extraction"] < 0.7 * count
+
+
+@pytest.mark.parametrize("form", ["tar", "tar.gz", "tar.xz", "zip"])
+def test_an_archive_cut_at_any_byte_is_refused_or_whole(form, root):
+    assert mutations.truncations(form, root)[1] == []
+
+
+@pytest.mark.parametrize("name", mutations.TRAVERSALS)
+def test_a_published_traversal_is_refused_where_pythons_own_extraction_leaves_its_folder(name, root):
+    data = tar_bytes(mutations.TRAVERSALS[name])
+    assert mutations.escapes(data, root / "t", lambda path, out: mutations.by_python(path, out, "fully_trusted"))
+    assert not mutations.escapes(data, root / "t", archive.extract)
