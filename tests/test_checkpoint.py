@@ -161,7 +161,7 @@ def test_a_number_changed_on_the_disk_is_noticed(pack, tmp_path, name):
     path = run.folder / ("run.json" if name == "run.json" else f"{newest}.json")
     path.write_text(path.read_text().replace(newest if name == "run.json" else '"step": ', '"step": 1', 1))
     if name == "run.json":
-        with pytest.raises(CheckpointError, match="not the index of a run"):
+        with pytest.raises(CheckpointError, match="not JSON as it was written"):
             nb.Run.open(run.folder, toy)
     else:
         assert "not as it was written" in checkpoint.newest(run.folder).complaints[0]

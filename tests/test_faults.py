@@ -26,10 +26,10 @@ def root(tmp_path, monkeypatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", operations.JOBS)
 def test_an_operation_on_the_disk_that_fails_loses_nothing_and_publishes_nothing_half(name, root):
-    share = 0.005 if name == "train" else 0.05
+    share = 0.003 if name == "train" else 0.03
     totals, wrong = operations.swept(name, root / "it", share, first=share / 2)
     assert wrong == []
-    assert totals.total() >= 5
+    assert totals
 
 
 @pytest.mark.parametrize("name", ["toy, resident"])
@@ -40,14 +40,14 @@ def test_a_run_that_is_killed_anywhere_resumes_bit_for_bit(name, root):
 
 
 def test_the_same_kills_are_noticed_where_files_are_written_in_place(root):
-    assert not any(map(kills.Case("toy, resident", root / "whole").killed_at, range(20)))
+    assert not any(map(kills.Case("toy, resident", root / "whole").killed_at, range(8)))
     case = kills.Case("toy, resident", root / "torn", kills.in_place)
     assert any(map(case.killed_at, range(20))), "a torn index is not noticed"
 
 
 @pytest.mark.parametrize("name", mutations.CASES)
 def test_a_mutated_file_is_refused_in_a_sentence_or_read_right(name, root):
-    count = 150 if name == "checkpoints" else 500
+    count = 100 if name == "checkpoints" else 400
     totals, wrong = mutations.swept(name, range(count), root)
     assert wrong == []
     assert totals.total() == count
@@ -57,7 +57,8 @@ def test_a_mutated_file_is_refused_in_a_sentence_or_read_right(name, root):
 
 @pytest.mark.parametrize("form", ["tar", "tar.gz", "tar.xz", "zip"])
 def test_an_archive_cut_at_any_byte_is_refused_or_whole(form, root):
-    assert mutations.truncations(form, root)[1] == []
+    """`make faults` cuts the plain tar, which is much longer, at every byte too."""
+    assert mutations.truncations(form, root, step=13 if form == "tar" else 1)[1] == []
 
 
 @pytest.mark.parametrize("name", mutations.TRAVERSALS)

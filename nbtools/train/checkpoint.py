@@ -270,7 +270,7 @@ def read_index(folder: Path) -> dict[str, Any]:
             return disk.unsealed(path.read_text()) if path.exists() else {}
     except ValueError as error:
         fix = "restore it from the kept copy, or delete the folder"
-        raise CheckpointError(f"{path}: not the index of a run ({error}); {fix}") from None
+        raise CheckpointError(f"{path}: not JSON as it was written ({error}); {fix}") from None
 
 
 def prune(folder: Path, index: dict[str, Any]) -> None:

@@ -116,6 +116,10 @@ def an_archive(rng: random.Random, form: str) -> tuple[bytes, bool]:
         old, new = rng.choice([*whole]).encode(), rng.choice(ODD)
         if rng.random() < 0.1 and len(old) > len(new):  # a name, in both directories
             return data.replace(old, new + old[len(new) :]), True
+        if rng.random() < 0.5:  # a bit of a content, or of a header between two
+            changed = bytearray(data)
+            changed[rng.randrange(30, data.index(b"PK\1\2"))] ^= 1 << rng.randrange(8)
+            return bytes(changed), True
         return mutated(rng, data, 2), True
     tar = tar_bytes(whole)[: 1 << 14]
     if form == "tar" or rng.random() < 0.7:
@@ -340,10 +344,10 @@ def swept(name: str, seeds: Iterable[int], root: Path) -> tuple[Counter[str], li
 # -- truncation, and published traversals
 
 
-def truncations(form: str, root: Path) -> tuple[Counter[str], list[str]]:
+def truncations(form: str, root: Path, step: int = 1) -> tuple[Counter[str], list[str]]:
     """An archive cut at each byte is refused, or its content is whole."""
     data, totals, wrong = archived(FILES, form), Counter(), []
-    for cut in range(len(data)):
+    for cut in range(0, len(data), step):
         (path := root / "cut").write_bytes(data[:cut])
         try:
             archive.extract(path, root / "out")
