@@ -1,6 +1,7 @@
 """Packs: every sample of the source or a line that says why not; whole or absent; opened and never decoded twice."""
 
 import collections
+import errno
 import os
 import pickle
 import shutil
@@ -527,3 +528,21 @@ def test_while_samples_are_written_and_synced_the_next_are_read(tmp_path, monkey
     made = build_pack(toy.demo(tmp_path / "raw", 12), "toy", {"ragged": False}, toy.survey, read, progress=False)
     assert len(made) == 12
     assert met[0]
+
+
+def test_a_disk_that_stops_responding_ends_packing_and_leaves_no_sample_out(tmp_path):
+    """Where a file itself is damaged, it has its row; error 5 says nothing of the file."""
+    source, failing = toy.demo(tmp_path / "raw", 20), [OSError(errno.EIO, os.strerror(errno.EIO))]
+
+    def read(path, options):
+        if failing and path.name.endswith("_7.npy"):
+            raise failing.pop()
+        return toy.read(path, options)
+
+    def made():
+        return build_pack(source, "toy", {"ragged": False}, toy.survey, read, into=tmp_path / "pack", progress=False)
+
+    with pytest.raises(DiskError, match="Input/output error"):
+        made()
+    assert not (tmp_path / "pack").exists()
+    assert len(made()) == 20

@@ -395,6 +395,21 @@ def test_a_file_that_holds_no_weights_is_refused_and_runs_no_code(tmp_path, monk
     assert not (tmp_path / "harmed").exists()
 
 
+@pytest.fixture(autouse=True)
+def any_torch(monkeypatch):
+    """The oldest that these tests run on reads its own pickles too."""
+    monkeypatch.setattr(sys.modules[read_weights.__module__], "SAFE", (2, 6))
+
+
+def test_a_pickle_is_refused_by_a_torch_that_can_be_tricked(tmp_path, monkeypatch):
+    torch.save({STEM: torch.zeros(1)}, tmp_path / "weights.pth")
+    assert read_weights(tmp_path / "weights.pth").keys() == {STEM}
+    monkeypatch.setattr(sys.modules[read_weights.__module__], "SAFE", (2, 10))
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    with pytest.raises(CheckpointError, match=r"is a pickle.*use torch ≥ 2\.10, or .* safetensors"):
+        read_weights(tmp_path / "weights.pth")
+
+
 def test_weights_are_found_under_any_name_and_classifiers_left_out():
     values = {name: torch.zeros(1) for name in (STEM, "Mixed_5b.conv.weight", "fc.weight", "AuxLogits.fc.bias")}
     for before in ("", "module.", "feat_extractor.backbone."):
