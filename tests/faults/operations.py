@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -69,6 +70,7 @@ class Layer:
         self.root, self.nth, self.fault = f"{root}/", nth, fault
         self.kinds: list[str] = []
         self.struck = False
+        self.turn = threading.RLock()  # no other thread goes on while a power cut takes its bytes
         self.unsynced: dict[int, int] = {}  # inode → first byte that no sync has covered
         for name in ("read", "write", "sync"):
             setattr(disk, name, self.around(name, getattr(disk, name)))
@@ -101,6 +103,10 @@ class Layer:
 
     def break_if_due(self, name: str, file: Any = None, args: Any = (), real: Any = None) -> bool:
         """Whether a read is to give less. Raises the fault's error, or ends the process."""
+        with self.turn:
+            return self.breaks(name, file, args, real)
+
+    def breaks(self, name: str, file: Any, args: Any, real: Any) -> bool:
         self.kinds.append(name)
         due = len(self.kinds) > self.nth and name in self.fault.on and (self.fault.lasts or not self.struck)
         if not due:
@@ -311,12 +317,10 @@ def trained(place: Path) -> list[str]:
     """Weights and losses of a run that is done; both copies of one that is not can be resumed."""
     ended = []
     for path in (place / "run", place / "kept"):
-        if (
-            path.exists()
-            and checkpoint.names(path)
-            and checkpoint.newest(path).facts["state"]["position"]["epoch"] == 2
-        ):
-            ended.append(digest((weights_of(path), losses_of(path))))
+        if path.exists() and checkpoint.names(path):
+            over = checkpoint.newest(path).facts["state"]["position"]["epoch"] == 2
+            if over and len(History(path / "history.csv").of("epoch")) == 2:  # its row follows the last evaluation
+                ended.append(digest((weights_of(path), losses_of(path))))
     return ended
 
 
