@@ -150,6 +150,7 @@ def forget(file) -> None:
 
 def sealed(values: dict[str, Any]) -> str:
     """As JSON, which begins with a hash of the rest: `unsealed` then notices any damage."""
+    values = json.loads(json.dumps(values))  # as it will be read: keys that are numbers are text, and sorted as such
     return json.dumps({"seal": seal_of(values), **values}, indent=1)
 
 

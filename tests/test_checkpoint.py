@@ -136,7 +136,6 @@ def test_a_resumed_run_has_room_for_its_checkpoints_before_its_first_step(pack, 
     assert places == {name: copy.data_ptr() for name, copy in state.copies.items()}
 
 
-
 def test_the_picture_is_drawn_while_training_goes_on(pack, tmp_path, monkeypatch):
     went_on, waited = threading.Event(), []
 
