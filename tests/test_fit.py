@@ -78,7 +78,7 @@ def test_an_opened_run_gives_the_best_weights_and_the_same_answers(run, pack):
     assert "3 of 3 epochs, best accuracy" in repr(opened)
     assert repr(opened).endswith(f" in epoch {opened.best['epoch']} ({best_file(run)})"), "the file to take home"
     shown = opened.best._repr_html_()
-    assert re.search(r">memory</td>.*?>[\d.]+\sMB</td>", shown), "as it stands in the log"
+    assert re.search(r">memory</td>.*?>[\d.]+\s[MG]B</td>", shown), "as it stands in the log"
     assert f">{number(best['val_accuracy'])}</td>" in shown
 
 
