@@ -31,7 +31,7 @@ def _uncollected() -> Iterator[None]:
 
 with _uncollected():
     from nbtools.compare import compare
-    from nbtools.data import Pack, kept, pack, stage
+    from nbtools.data import Pack, cached, kept, pack, shard, stage
     from nbtools.errors import NbtoolsError
     from nbtools.fit import fit
     from nbtools.launch import launch
@@ -58,6 +58,7 @@ __all__ = [
     "Task",
     "TrainState",
     "advise",
+    "cached",
     "checkup",
     "classify",
     "compare",
@@ -71,6 +72,7 @@ __all__ = [
     "pack",
     "regress",
     "runs",
+    "shard",
     "stage",
     "train",
     "validate",

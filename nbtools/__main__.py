@@ -1,5 +1,5 @@
-"""The terminal: `python -m nbtools COMMAND`, of `gpus stage watch control export guide demo validate features pack
-advise train evaluate predict`.
+"""The terminal: `python -m nbtools COMMAND`, of `gpus checkup stage shard cache watch control export guide demo
+validate features pack advise train evaluate predict`.
 
 The fields of the task's Plan and the options of its `pack` become options by themselves (`nbtools.options`). Results go
 to stdout, with --json as one document, and all else to stderr.
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from torch.distributed import is_torchelastic_launched
 
 from nbtools import guides
-from nbtools.data import Pack, pack, stage
+from nbtools.data import SHARD, Pack, cached, pack, shard, stage
 from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.fit import fit
 from nbtools.launch import launch, require_processes
@@ -193,6 +193,38 @@ def stage_command(one: argparse.ArgumentParser) -> Act:
     def act(options: argparse.Namespace) -> Result:
         folder = stage(options.source, options.into)
         return Result(folder, {"folder": folder})
+
+    return act
+
+
+def shard_command(one: argparse.ArgumentParser) -> Act:
+    """write a folder as a few large tars with a manifest of hashes, which stage copies and unpacks at once
+
+    python -m nbtools shard data drive:datasets/captcha
+    """
+    one.add_argument("source", help=SOURCE)
+    one.add_argument("to", help="folder for the tars; drive:… on Colab")
+    one.add_argument("--size", type=int, default=SHARD, metavar="BYTES", help=f"of a tar; default {SHARD:,}")
+
+    def act(options: argparse.Namespace) -> Result:
+        folder = shard(options.source, options.to, options.size)
+        return Result(folder, {"folder": folder}, int(folder is None))
+
+    return act
+
+
+def cache_command(one: argparse.ArgumentParser) -> Act:
+    """list what stage and pack left on this disk; delete what was used least recently, and is not in use
+
+    python -m nbtools cache
+    python -m nbtools cache --free 20GB
+    """
+    one.add_argument("--free", metavar="SIZE", help="delete until so much is free, e.g. 20GB")
+    one.add_argument("--days", type=float, metavar="N", help="delete what was not used for N days")
+
+    def act(options: argparse.Namespace) -> Result:
+        found = cached(options.free, options.days)
+        return Result(found, found.to_dict())
 
     return act
 
@@ -484,6 +516,8 @@ COMMANDS = {
     "gpus": gpus_command,
     "checkup": checkup_command,
     "stage": stage_command,
+    "shard": shard_command,
+    "cache": cache_command,
     "watch": watch_command,
     "control": control_command,
     "export": export_command,

@@ -269,20 +269,21 @@ def explained(doing: str, path: Path) -> Iterator[None]:
 
 class Lock:
     """Lets one process (and thread) in at a time; the others wait, or with wait=False raise BlockingIOError. The system
-    releases it when its owner dies.
+    releases it when its owner dies. shared: lets in all others that share it too.
 
     The file stays: deleting it would let two owners in. It belongs on a local disk, never on Drive. Its owner may
     write a word of what it does into it, which others read as long as the owner has it.
     """
 
-    def __init__(self, path: Path, wait: bool = True) -> None:
-        self.path, self.wait = path, wait
+    def __init__(self, path: Path, wait: bool = True, shared: bool = False) -> None:
+        self.path, self.wait, self.shared = path, wait, shared
 
     def __enter__(self) -> "Lock":
         make_folder(self.path.parent)
         self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | (0 if self.wait else fcntl.LOCK_NB))
+            kind = fcntl.LOCK_SH if self.shared else fcntl.LOCK_EX
+            fcntl.flock(self.descriptor, kind | (0 if self.wait else fcntl.LOCK_NB))
         except BaseException:
             os.close(self.descriptor)
             raise

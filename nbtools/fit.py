@@ -28,6 +28,7 @@ from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run, what_next
 from nbtools.table import number, plural
 from nbtools.train import (
     CONTROL,
+    Keeper,
     Plan,
     Ranks,
     Task,
@@ -109,7 +110,7 @@ def fit(
         if samples is not None:
             surface.previews.which = samples
             checkpoint.mark(folder, samples=samples)
-        job = Job(pack, folder, state, surface, checkpoint.Keeper(folder, kept) if kept is not None else None)
+        job = Job(pack, folder, state, surface, Keeper(folder, kept) if kept is not None else None)
         requests = surface.requests
         surface.next_steps = lambda: what_next(Run.open(folder, task), state.over and not requests.stop)
         doubtful = beyond(wanted, requests.advised).values()

@@ -4,7 +4,6 @@ saved when losing the work would cost more than saving it, and restored from the
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -14,13 +13,14 @@ from typing import Any
 from uuid import uuid4
 
 from nbtools import disk
-from nbtools.data import Card, Pack, cache, place_to_keep
+from nbtools.data import Card, Pack, cache, fetch, manifests, newest, patient, place_to_keep, source_of
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.live import Surface
 from nbtools.run import CARD, HISTORY, PLAN, lock
 from nbtools.train import (
     CONTROL,
     History,
+    Keeper,
     Plan,
     Record,
     Task,
@@ -74,7 +74,14 @@ def restore(folder: Path, kept: Path | None) -> None:
 
     Raises CheckpointError if that would mix two runs, or replace files that do not belong to a run.
     """
-    if kept is None or not (theirs := checkpoint.read_index(kept)):
+    if manifests(folder):
+        rule = f"{folder} is a folder where a run is kept"
+        raise CheckpointError(f"{rule}; name it with keep=, and a local folder with run=", entry="Session lost")
+    if kept is None:
+        return
+    with disk.explained(f"looking for a run in {kept}", kept):
+        theirs = patient(lambda: newest(kept) or checkpoint.read_index(kept), kept)
+    if not theirs:
         return
     if ours := checkpoint.read_index(folder):
         if ours.get("id") != theirs.get("id"):
@@ -89,10 +96,12 @@ def restore(folder: Path, kept: Path | None) -> None:
     part = folder.with_name(f"{folder.name}.part")
     with disk.explained(f"restoring {folder} from {kept}", folder):
         disk.remove(part)
-        disk.make_folder(part.parent)
-        shutil.copytree(kept, part, ignore=shutil.ignore_patterns("*.part"))
+        source, new = source_of(str(kept)), part / "new" / folder.name
+        source.version()
+        fetch(source, new, folder.name, progress=True)
         disk.remove(folder)
-        disk.publish_folder(part, folder)
+        disk.publish_folder(new, folder)
+        disk.remove(part)
 
 
 def begin(folder: Path, pack: Pack, state: TrainState, advised: Plan | None = None) -> tuple[History, list[str]]:
@@ -158,7 +167,7 @@ class Job:
     keeper: copies the folder to where the run is kept.
     """
 
-    def __init__(self, pack: Pack, folder: Path, state: TrainState, surface: Surface, keeper: checkpoint.Keeper | None):
+    def __init__(self, pack: Pack, folder: Path, state: TrainState, surface: Surface, keeper: Keeper | None):
         self.task, self.pack, self.folder, self.state = state.task, pack, folder, state
         self.surface, self.history, self.keeper = surface, surface.history, keeper
         self.saved, self.cost = monotonic(), 0.0
@@ -240,5 +249,5 @@ class Job:
             self.writer.shutdown()
             if self.keeper is not None:
                 self.keeper.keep()
-                self.keeper.close()
+                self.keeper.close(mount=not self.surface.requests.stop)
                 self.surface.report_all(self.keeper.complaints)

@@ -20,8 +20,8 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 from nbtools import disk, table
-from nbtools.data import Card, Pack, Sample, cache, collate
-from nbtools.errors import CheckpointError, PackError
+from nbtools.data import SNAPSHOTS, Card, Pack, Sample, cache, collate, manifests, stage
+from nbtools.errors import CheckpointError, PackError, StageError
 from nbtools.export import to_onnx
 from nbtools.measure import Receipt, StepProfile, Verdict
 from nbtools.table import number, plural, spelled
@@ -39,6 +39,7 @@ from nbtools.train import (
     evaluation,
     import_task,
     items_of,
+    kept_states,
     meanings_of,
     readable,
     refuse_fixed,
@@ -63,9 +64,13 @@ class Run:
 
     @classmethod
     def open(cls, folder: str | Path, task: TaskLike | None = None) -> Self:
-        """Open a run folder; task: only for one that cannot be imported by name. Raises CheckpointError."""
+        """Open a run folder, or the folder where one is kept, whose newest intact copy is staged; task: only for one
+        that cannot be imported by name. Raises CheckpointError, StageError for a copy that cannot be staged."""
         folder = Path(folder)
         index = checkpoint.read_index(folder)
+        if not index and manifests(folder):
+            folder = stage(folder)
+            index = checkpoint.read_index(folder)
         if not index:
             raise CheckpointError(no_run(folder))
         known = as_task(task) if task is not None else import_task(index["task"], folder)
@@ -125,6 +130,12 @@ class Run:
         if len(self.history.of("epoch")) >= self.plan.epochs or checkpoint.stopped(self.folder):
             return "done"
         return "stopped" if any(row.get("asked") == "stop" for row in rows[-1:]) else "interrupted"
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """Its checkpoints, newest first → local, copied, or confirmed by a later start, in the folder that keep= named;
+        {} if none was named."""
+        return kept_states(self.folder)
 
     @property
     def notes(self) -> str:
@@ -359,19 +370,24 @@ def no_run(folder: Path) -> str:
 
 
 def runs_in(folder: Path) -> list[str]:
-    return sorted(path.parent.name for path in folder.glob(f"*/{checkpoint.INDEX}"))
+    return sorted(place.name for place in places(folder, "*"))
+
+
+def places(folder: Path, below: str) -> set[Path]:
+    """The folders of runs, and those where runs are kept."""
+    return {path.parent for name in (checkpoint.INDEX, SNAPSHOTS) for path in folder.glob(f"{below}/{name}")}
 
 
 def opened(folder: Path, task: TaskLike | None = None) -> tuple[dict[str, Run], dict[str, str]]:
     """The runs in a folder and its subfolders by name, newest first; and name → why it cannot be opened."""
     found: dict[str, Run] = {}
     left_out: dict[str, str] = {}
-    for path in sorted(folder.rglob(checkpoint.INDEX)):
-        name = path.parent.relative_to(folder).as_posix()
+    for place in sorted(places(folder, "**")):
+        name = place.relative_to(folder).as_posix()
         if ".part" not in name:
             try:
-                found[name] = Run.open(path.parent, task)
-            except CheckpointError as error:
+                found[name] = Run.open(place, task)
+            except (CheckpointError, StageError) as error:
                 left_out[name] = str(error)
     left_out |= copies(found)
     whole = {name: run for name, run in found.items() if name not in left_out}
@@ -387,7 +403,8 @@ def copies(found: Mapping[str, Run]) -> dict[str, str]:
     copied: dict[str, str] = {}
     for names in (names for names in named.values() if len(names) > 1):
         rows = {name: list(map(repr, found[name].history.rows)) for name in names}  # a NaN equals its text
-        ordered = sorted(names, key=lambda name: (-len(rows[name]), name.count("/"), name))
+        staged = {name: found[name].folder.is_relative_to(cache()) for name in names}
+        ordered = sorted(names, key=lambda name: (-len(rows[name]), staged[name], name.count("/"), name))
         for place, name in enumerate(ordered):
             if whole := next((other for other in ordered[:place] if rows[other][: len(rows[name])] == rows[name]), ""):
                 copied[name] = f"a copy of {whole}"

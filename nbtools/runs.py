@@ -75,7 +75,8 @@ class Runs(Sequence[Run]):
 
     @cached_property
     def frame(self) -> Frame:
-        """One row per run: state, best metrics, what was done, seconds of training, samples/s, tags and notes."""
+        """One row per run: state, best metrics, what was done, seconds of training, samples/s, how far its last
+        checkpoint is kept, tags and notes."""
         import pandas as pd
 
         from nbtools.frame import Frame
@@ -88,7 +89,7 @@ class Runs(Sequence[Run]):
         """(headers, rows) to show: as the frame, but for one column of what was reached, whatever the metric."""
         from nbtools.frame import header, written
 
-        own = ("time", "samples_per_s", "age", "tags", "notes")
+        own = ("time", "samples_per_s", "age", "kept", "tags", "notes")
         rows = []
         for (name, run), row in zip(self.found.items(), self.frame.to_dict("records"), strict=True):
             epochs = f"{row['epochs']:,} of {row['planned_epochs']:,}"
@@ -129,6 +130,7 @@ def facts(run: Run) -> dict[str, Any]:
         "time": result["minutes"] * 60,
         "samples_per_s": result["samples_per_s"],
         "age": time() - run.changed,
+        "kept": next(iter(run.kept.values()), None),
         "tags": ", ".join(run.tags) or None,
         "notes": run.notes or None,
     }

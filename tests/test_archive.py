@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import hashlib
 import io
 import os
 import struct
@@ -17,7 +18,7 @@ from archives import FORMS, archived, put, tar_bytes, tree, zip_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbtools import errors
+from nbtools import disk, errors
 from nbtools.data import archive, archive_index, read_member
 
 FILES = {"data/labels.csv": b"file,label\n", "data/images/a.png": bytes(range(256)) * 20, "data/empty": b""}
@@ -294,20 +295,23 @@ def test_bombs_stop_at_the_budget(tmp_path, monkeypatch):
         assert sum(map(len, tree(tmp_path / str(number) / "inside").values())) <= 100_000
 
 
-def test_write_gives_the_same_bytes_whatever_the_times_and_reads_back(tmp_path):
-    for name, content in FILES.items():
-        put(tmp_path / "pack" / name, content)
-    first = archive.write(tmp_path / "pack", tmp_path / "kept" / "pack.tar").read_bytes()
+def test_write_gives_the_same_bytes_whatever_the_times_and_reads_back(tmp_path, monkeypatch):
+    files = {name: put(tmp_path / "pack" / name, content) for name, content in FILES.items()}
+    path = tmp_path / "kept" / "pack.tar"
+    digest = archive.write(files, path)
+    first = path.read_bytes()
+    assert digest == hashlib.sha256(first).hexdigest()
     os.utime(tmp_path / "pack" / "data" / "labels.csv", (0, 0))
-    assert archive.write(tmp_path / "pack", tmp_path / "kept" / "pack.tar").read_bytes() == first
+    assert archive.write(dict(reversed(files.items())), path) == digest
     assert os.listdir(tmp_path / "kept") == ["pack.tar"]
     assert extracted(tmp_path, first) == FILES
-    with tarfile.open(tmp_path / "kept" / "pack.tar") as tar:
+    with tarfile.open(path) as tar:
         assert sorted(tar.getnames()) == sorted(FILES)
-    (tmp_path / "pack" / "link").symlink_to("data")
-    with pytest.raises(errors.ArchiveError, match="link"):
-        archive.write(tmp_path / "pack", tmp_path / "kept" / "pack.tar")
-    assert (tmp_path / "kept" / "pack.tar").read_bytes() == first
+    real = disk.write
+    monkeypatch.setattr(disk, "write", lambda file, data: real(file, bytes(data).replace(b"label", b"lavel")))
+    with pytest.raises(errors.DiskError, match="reads back differently"):
+        archive.write(files, path)
+    assert path.read_bytes() == first
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import toy
 
-from nbtools import options, tasks
+from nbtools import folder, options, tasks
 from nbtools.__main__ import main, smoke_test
 from nbtools.errors import TrainError
 from nbtools.run import busy
@@ -91,15 +91,15 @@ def test_few_epochs_shorten_the_warmup_of_a_plan_and_that_is_said(train, tmp_pat
 
 
 def test_a_lost_run_is_restored_once_under_its_lock_and_keeps_its_settings(train, tmp_path, monkeypatch):
-    keep, locked, copytree = ["--keep", str(tmp_path / "kept")], [], shutil.copytree
+    keep, locked, copied = ["--keep", str(tmp_path / "kept")], [], folder.fetch
     assert train("--epochs", "1", "--from", "plan", "--hidden", "24", *keep) == 0
     shutil.rmtree(tmp_path / "run")
 
     def copy(*given, **more):
         locked.append(busy(tmp_path / "run"))
-        return copytree(*given, **more)
+        return copied(*given, **more)
 
-    monkeypatch.setattr(shutil, "copytree", copy)
+    monkeypatch.setattr(folder, "fetch", copy)
     assert train("--epochs", "2", *keep) == 0
     assert locked == [True]
     assert (planned(tmp_path)["epochs"], planned(tmp_path)["hidden"]) == (2, 24)

@@ -1,5 +1,6 @@
 """The facts above the curves: the state of a run, its steps, how long it takes and when it ends."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from nbtools.live import Columns, View, facts
 from nbtools.live.facts import About
 from nbtools.live.picture import picture
 from nbtools.measure import REASONS
-from nbtools.train import History, Record
+from nbtools.train import History, Record, kept_until
 
 ABOUT = About("captcha", epochs=8, epoch_samples=3200, best="whole_accuracy")
 NOW = 1_800_000_000.0  # Fri 08:00 UTC
@@ -62,6 +63,23 @@ def test_they_say_how_far_a_run_is_how_long_it_took_and_when_it_ends():
     assert told(history(), About(epochs=80_000, epoch_samples=3200))["training ends"] == "Wed 21:19 UTC"
     assert told(History()) == {}
     assert "left" not in " ".join(told(history(), About(best="-loss"))), "of unknown length"
+
+
+def test_how_far_a_run_is_kept_is_a_fact_from_the_first_step_on(tmp_path):
+    pack, words = toy.make_pack(tmp_path / "pack"), []
+
+    def batch(raw, plan, draws):
+        if draws is not None:
+            words.append(kept_until(tmp_path / "run"))
+        return toy.batch(raw, plan, draws)
+
+    plan = toy.PLAN.replace(epochs=1)
+    nb.fit(toy.with_(batch=batch), pack, plan, tmp_path / "run", keep=tmp_path / "kept", receipt=False, progress=False)
+    assert words[0] == "nothing yet"
+    last = kept_until(tmp_path / "run")
+    assert re.fullmatch(r"step \d+ copied", last)
+    assert told(history(), dataclasses.replace(ABOUT, kept=last))["kept"] == last
+    assert facts.room("kept", "nothing yet") == facts.room("kept", last) >= len("step 12,345 confirmed")
 
 
 def test_every_fact_keeps_its_place_from_the_first_step_on():

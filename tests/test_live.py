@@ -27,7 +27,6 @@ from serving import CLASSIC, LAB, Stack, until
 
 import nbtools as nb
 from nbtools.live import png
-from nbtools.train import checkpoint
 
 PICTURE = f"img[width='{png.WIDE}'], .output_png img"
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -495,7 +494,7 @@ def test_stop_and_an_interrupt_leave_a_usable_run_and_queued_cells_run_afterward
     order = [seen.saved["interrupted"]["cells"][cell]["execution_count"] for cell in (STILLS, FIT, SECOND, THIRD)]
     assert order == [*range(order[0], order[0] + 4)]
     assert nb.Run.open(seen.work / RUN, watched).model() is not None
-    assert checkpoint.names(seen.work / "kept")
+    assert nb.Run.open(seen.work / "kept", watched).best
 
 
 def test_running_the_cell_again_or_loading_the_page_anew_leaves_resume_in_the_panels_cell(seen):

@@ -20,7 +20,7 @@ from packs import pack_of
 import nbtools as nb
 from nbtools import disk
 from nbtools.data import SPLITS, Entry, Pack, Survey, build, build_pack, cache, split_of
-from nbtools.errors import DiskError, PackError, StageError
+from nbtools.errors import ArchiveError, DiskError, PackError, StageError
 
 MANIFEST = "pack.json"
 
@@ -373,6 +373,46 @@ def test_a_kept_pack_is_one_tar_that_opens_without_decoding(place, monkeypatch, 
         again = pack(f"{where}.tar", in_place=in_place)
         assert len(reads(place)) == 40
         assert (again.card, again.names, contents(again)) == (made.card, made.names, contents(made))
+
+
+@pytest.mark.parametrize("kept_as", ["a tar with its hash", "a tar of an older nbtools", "a folder"])
+def test_a_flipped_bit_in_a_kept_pack_is_found_when_it_comes_back(place, kept_as):
+    """A plain tar has no checksum: by the file next to it, or by the pack's own hashes."""
+    made = pack(vectors(place / "raw"))
+    path = made.keep("drive:packs/plain")
+    assert path
+    hash_file = path.with_name("plain.tar.sha256")
+    assert hash_file.read_text() == f"{disk.sha256(path)}  plain.tar\n"
+    if kept_as == "a folder":
+        path.unlink()
+        hash_file.unlink()
+        shutil.copytree(made.folder, path.with_suffix(""))
+        path = path.with_suffix("") / "x.npy"
+    elif kept_as == "a tar of an older nbtools":
+        hash_file.unlink()
+    data = path.read_bytes()
+    at = data.index((made.folder / "x.npy").read_bytes()[-200:])
+    path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+    source = "drive:packs/plain" if kept_as == "a folder" else "drive:packs/plain.tar"
+    words = r"its SHA-256 is" if kept_as == "a tar with its hash" else r"the pack in it is damaged: .*x\.npy: SHA-256"
+    with pytest.raises(ArchiveError, match=words):
+        pack(source)
+    path.write_bytes(data)
+    assert contents(pack(source)) == contents(made)
+
+
+@pytest.mark.parametrize("cut_short", [False, True])
+def test_a_pack_kept_anew_under_its_name_has_its_new_hash_or_none(place, monkeypatch, cut_short):
+    first, other = pack(vectors(place / "raw")), pack(vectors(place / "raw"), val=0.3)
+    first.keep("drive:plain")
+    with monkeypatch.context() as patch:
+        if cut_short:
+            patch.setattr(disk, "write_atomic", lambda *_: full("", len, ()))
+            with pytest.raises(DiskError, match="keeping"):
+                other.keep("drive:plain")
+        else:
+            other.keep("drive:plain")
+    assert pack("drive:plain.tar").card == other.card != first.card
 
 
 def test_a_kept_pack_has_its_raw_files_where_they_still_are(place, monkeypatch):

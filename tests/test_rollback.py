@@ -123,7 +123,7 @@ def test_after_a_rollback_a_kill_resumes_from_before_the_change_also_where_it_is
     task = acting({13: asking(folder, force=True, lr=1000), 19: dies})  # steps 14 to 18 are ruined, then 14 again
     fit_and_end(task, pack, folder, tmp_path / "kept")
     assert task.acted == [13]
-    for place in (folder, tmp_path / "kept"):
+    for place in (folder, nb.Run.open(tmp_path / "kept", toy).folder):
         steps = [int(path.stem.split("-")[1].split(".")[0]) for path in place.glob("*-*.safetensors")]
         assert max(steps) == 13
         copy = shutil.copytree(place, tmp_path / f"copy of {place.name}")

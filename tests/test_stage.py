@@ -4,6 +4,7 @@ import contextlib
 import errno
 import hashlib
 import http.server
+import itertools
 import json
 import multiprocessing
 import os
@@ -33,6 +34,7 @@ from nbtools.data import (
     sources,
 )
 
+stage_module = sys.modules[nb.stage.__module__]
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated method:DeprecationWarning")  # gdown 5 calls bs4
 FILES = {"digits/labels.csv": b"file,label\n", "digits/images/1.png": bytes(range(256)) * 8000, "digits/2.png": b"2"}
 INSIDE = {name.removeprefix("digits/"): content for name, content in FILES.items()}
@@ -85,8 +87,9 @@ def untouched(monkeypatch):
 # What a source is, and where it comes out
 
 
-def test_staging_an_archive_enters_five_files_of_the_package(place):
-    """`stage` decides, `sources` knows where the bytes are, `archive` unpacks, `disk` writes, `progress` shows it."""
+def test_staging_an_archive_enters_seven_files_of_the_package(place):
+    """`stage` decides, `sources` knows where the bytes are, with `snapshots` where a run is kept, `cached` keeps it
+    while it is used, `archive` unpacks, `disk` writes, `progress` shows it."""
     path, entered = put(place / "digits.tar", TAR), set()
 
     def trace(frame, event, argument):
@@ -99,7 +102,7 @@ def test_staging_an_archive_enters_five_files_of_the_package(place):
     finally:
         sys.setprofile(None)
     assert tree(folder) == INSIDE
-    parts = ("data/stage", "data/sources", "data/archive", "data/progress", "disk")
+    parts = ("data/stage", "data/sources", "data/snapshots", "data/cached", "data/archive", "data/progress", "disk")
     assert entered == {f"nbtools/{name}.py" for name in parts}
 
 
@@ -245,24 +248,199 @@ def test_eight_stagers_at_once_cause_one_copy(place):
     assert results == 8 * [f"{stage('drive:digits.tar')} 3"]
 
 
-def test_a_mount_that_stops_answering_says_so_and_the_next_call_resumes(place, monkeypatch):
-    put(place / "drive" / "digits.tar", tar_bytes({"digits/a": bytes(2_500_000)}))
-    read, left = disk.read, [3]  # the first looks at the magic bytes
+BIG = tar_bytes({"digits/a": bytes(range(256)) * 10_000})
 
-    def stopping(file, count):
-        left[0] -= 1
-        if left[0] == 0:
-            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
-        return read(file, count)
 
-    monkeypatch.setattr(disk, "read", stopping)
-    with pytest.raises(errors.StageError, match=r"digits\.tar: stopped responding .*run it again"):
+@contextlib.contextmanager
+def reads(patch, act):
+    """Within, `act(n, read)` is in place of the n-th read of a file on Drive; `read(count)` gives at most so much."""
+    real, count = disk.read, itertools.count()
+
+    def read(file, size):
+        if "/drive/" not in str(getattr(file, "name", "")) or size < sources.CHUNK:  # the magic bytes
+            return real(file, size)
+        return act(next(count), lambda most=size: real(file, most))
+
+    with patch.context() as one:
+        one.setattr(disk, "read", read)
+        one.setattr(sources, "PAUSE", 0.001)
+        yield count
+
+
+def away(code: int = errno.EIO):
+    raise OSError(code, os.strerror(code))
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOTCONN])
+def test_a_mount_that_stops_answering_says_so_and_the_next_call_resumes(place, monkeypatch, code):
+    put(place / "drive" / "digits.tar", BIG)
+    with (
+        reads(monkeypatch, lambda n, read: read() if n == 0 else away(code)),
+        pytest.raises(errors.StageError, match=r"digits\.tar: stopped responding .*What arrived is kept: run it again"),
+    ):
         stage("drive:digits.tar")
     assert published(cache()) == []
     copy, moved = sources.copy, []
     monkeypatch.setattr(sources, "copy", lambda path, part, size, _: copy(path, part, size, moved.append))
-    assert (stage("drive:digits.tar") / "a").stat().st_size == 2_500_000
+    assert tree(stage("drive:digits.tar")) == {"a": bytes(range(256)) * 10_000}
     assert moved[0] == 1 << 20, "what arrived was kept"
+
+
+def test_a_copy_that_the_user_interrupts_resumes_where_it_was(place, monkeypatch):
+    def interrupt(n, read):
+        if n == 2:
+            raise KeyboardInterrupt
+        return read()
+
+    put(place / "drive" / "digits.tar", BIG)
+    with reads(monkeypatch, interrupt), pytest.raises(KeyboardInterrupt):
+        stage("drive:digits.tar")
+    with reads(monkeypatch, lambda n, read: read()) as count:
+        assert tree(stage("drive:digits.tar")) == {"a": bytes(range(256)) * 10_000}
+    assert next(count) == 2, "the rest, and its end"
+
+
+FLAKY = {
+    "errno 5 at every second read": lambda n, read: away() if n % 2 else read(),
+    "errno 107 four times in a row": lambda n, read: away(errno.ENOTCONN) if 1 <= n < 5 else read(),
+    "a path that is gone while nothing is mounted": lambda n, read: away(errno.ENOENT) if n == 1 else read(),
+    "an end that comes too early": lambda n, read: b"" if n in (0, 2) else read(),
+    "reads that bring less than asked for": lambda n, read: read(100_000),
+}
+
+
+@pytest.mark.parametrize("act", FLAKY.values(), ids=FLAKY)
+@pytest.mark.parametrize("source", ["drive:digits.tar", "drive:folder"])
+def test_what_a_mount_fails_to_give_is_tried_again_and_nothing_is_missing(place, monkeypatch, act, source):
+    put(place / "drive" / "digits.tar", BIG)
+    put(place / "drive" / "folder" / "a", bytes(range(256)) * 10_000)
+
+    with reads(monkeypatch, act):
+        folder = stage(source)
+    assert tree(folder) == {"a": bytes(range(256)) * 10_000}
+
+
+def test_a_mount_that_does_not_answer_yet_is_waited_for_before_the_first_byte(place, monkeypatch):
+    put(place / "drive" / "digits.tar", TAR)
+    real, left = sources.source_of, [2]
+
+    def looking(text):
+        left[0] -= 1
+        return away() if left[0] >= 0 else real(text)
+
+    monkeypatch.setattr(sources, "PAUSE", 0.001)
+    monkeypatch.setattr(stage_module, "source_of", looking)
+    assert tree(stage("drive:digits.tar")) == INSIDE
+
+
+@pytest.mark.parametrize("announced", [-500_000, 500_000])
+def test_a_size_that_the_content_has_not_is_never_accepted(place, monkeypatch, announced):
+    """Drive's listing may be older than the file."""
+    put(place / "drive" / "folder" / "a", bytes(2_000_000))
+    real = sources.listing
+    monkeypatch.setattr(sources, "PAUSE", 0.001)
+    monkeypatch.setattr(
+        sources, "listing", lambda path: {name: (size + announced, at) for name, (size, at) in real(path).items()}
+    )
+    with pytest.raises(errors.StageError, match=r"ended after 2000000 of 2500000|has not the 1500000 bytes"):
+        stage("drive:folder")
+    assert published(cache()) == []
+    monkeypatch.setattr(sources, "listing", real)
+    assert tree(stage("drive:folder")) == {"a": bytes(2_000_000)}
+
+
+@pytest.mark.parametrize("harm", ["a byte", "the end", "more", "the note"])
+def test_what_is_there_is_resumed_only_as_its_hash_says(place, monkeypatch, harm):
+    put(place / "drive" / "digits.tar", BIG)
+    with reads(monkeypatch, lambda n, read: read() if n < 2 else away()), pytest.raises(errors.StageError):
+        stage("drive:digits.tar")
+    [part] = cache().glob("*.part/*/archive")
+    data, note = part.read_bytes(), part.with_name("archive.sum")
+    assert data == BIG[: 2 << 20]
+    if harm == "a byte":
+        part.write_bytes(data[:700] + b"\xff" + data[701:])
+    elif harm == "the end":
+        part.write_bytes(data[: 1 << 20])
+    elif harm == "more":
+        part.write_bytes(data + bytes(1000))
+    else:
+        note.unlink()
+    with reads(monkeypatch, lambda n, read: read()) as count:
+        assert tree(stage("drive:digits.tar")) == {"a": bytes(range(256)) * 10_000}
+    assert (next(count) < 3) == (harm == "more"), "what was not vouched for was read again"
+
+
+def stage_rounds(place: Path, barrier, rounds: int) -> None:
+    sources.copy = noted_round(place, sources.copy)
+    for number in range(rounds):
+        barrier.wait()
+        folder = stage(f"drive:{number}.tar")
+        put(place / "results" / f"{number}-{os.getpid()}", repr(sorted(tree(folder).items())).encode())
+
+
+def noted_round(place: Path, copy):
+    def act(source, *rest):
+        put(place / "copies" / f"{source.stem}-{os.getpid()}")
+        return copy(source, *rest)
+
+    return act
+
+
+@pytest.mark.parametrize("rounds", [5, pytest.param(200, marks=pytest.mark.full)])
+def test_eight_stagers_round_after_round_cause_one_copy_each(place, rounds):
+    for number in range(rounds):
+        put(place / "drive" / f"{number}.tar", tar_bytes({"a": bytes([number]) * 100_000, "b": b"b"}))
+    barrier = multiprocessing.get_context("fork").Barrier(8)
+    for process in [forked(stage_rounds, place, barrier, rounds) for _ in range(8)]:
+        process.join()
+        assert process.exitcode == 0
+    assert len(list((place / "copies").iterdir())) == rounds
+    for number in range(rounds):
+        results = [path.read_bytes() for path in (place / "results").glob(f"{number}-*")]
+        assert results == 8 * [repr([("a", bytes([number]) * 100_000), ("b", b"b")]).encode()]
+    assert not list(cache().glob("*.part"))
+    assert len(published(cache())) == rounds
+
+
+# Hashes
+
+
+def side(path: Path, text: str) -> Path:
+    return put(path.with_name(f"{path.name}.sha256"), text.encode())
+
+
+@pytest.mark.parametrize("form", ["{} *digits.tar\n", "{}\n", "{}  other.tar\n{}  digits.tar\n"])
+@pytest.mark.parametrize("place_of", ["drive", "here"])
+def test_the_hash_in_a_file_next_to_an_archive_must_match(place, form, place_of):
+    path = put(place / place_of / "digits.tar", TAR)
+    source, digest = "drive:digits.tar" if place_of == "drive" else path, hashlib.sha256(TAR).hexdigest()
+    other = form.replace("{}", "0" * 64, 1)
+    side(path, other.format(digest) if "other" in form else other)
+    if "other" not in form:
+        with pytest.raises(errors.ArchiveError, match=f"its SHA-256 is {digest}, not 000"):
+            stage(source)
+        assert published(cache()) == []
+        assert stage(source, sha256=digest), "what the caller says counts"
+        side(path, form.format(digest.upper()))
+    assert tree(stage(source)) == INSIDE
+    assert receipt_in(cache())["sha256"] == digest
+    side(path, "not a hash")
+    with pytest.raises(errors.StageError, match=r"digits\.tar\.sha256: must have a line of 64 hexadecimal digits"):
+        stage(source)
+
+
+# Space
+
+
+def test_too_little_space_for_a_pack_as_well_is_a_message_with_the_way_out(place, monkeypatch, capsys):
+    put(place / "drive" / "digits.tar", TAR)
+    put(place / "drive" / "older.tar", tar_bytes({"a": b"1"}))
+    stage("drive:older.tar")
+    monkeypatch.setattr(disk, "free_bytes", lambda path: 2 * len(TAR) + 1_000_000)
+    stage("drive:digits.tar", progress=True)
+    said = capsys.readouterr().err
+    assert "1.0 MB will be free once it is here, and a pack of it may need about 4.1 MB, by a rule of thumb" in said
+    assert "`python -m nbtools cache --free 4.1MB` makes room" in said
 
 
 def test_a_part_of_an_older_version_is_not_resumed(place, monkeypatch):
@@ -401,6 +579,22 @@ def colab(place, monkeypatch) -> FakeColab:
     monkeypatch.setitem(sys.modules, "google.colab", fake)
     monkeypatch.setattr(drive, "_declined", False)
     return fake
+
+
+def test_a_mount_that_is_lost_within_a_copy_is_mounted_anew(colab, monkeypatch):
+    put(colab.point / "MyDrive" / "digits.tar", BIG)
+    colab.mounted, real = True, disk.read
+
+    def read(file, size):
+        if str(getattr(file, "name", "")).endswith("digits.tar") and size == sources.CHUNK:
+            colab.mounted = (colab.mounted and file.tell() == 0) or bool(colab.calls)
+            return real(file, size) if colab.mounted else away(errno.ENOTCONN)
+        return real(file, size)
+
+    monkeypatch.setattr(disk, "read", read)
+    monkeypatch.setattr(sources, "PAUSE", 0.001)
+    assert tree(stage("drive:digits.tar")) == {"a": bytes(range(256)) * 10_000}
+    assert colab.calls == [True], "mounted once, by force"
 
 
 @pytest.mark.parametrize("calls", [[], [False], [False, True]])

@@ -17,7 +17,7 @@ import toy
 import nbtools as nb
 from nbtools import disk, errors
 from nbtools.__main__ import main, parser
-from nbtools.data import open_feed
+from nbtools.data import open_feed, sources
 from nbtools.errors import NbtoolsError, PackError, PlanError, TrainError, see
 from nbtools.folder import only_one
 from nbtools.tasks import captcha, hwdb, segment, sign
@@ -79,10 +79,13 @@ PROMISES = {  # entry → for each line below "nbtools does" the tests of it
     "Drive errors 5 and 107": [
         "test_stage.test_a_link_to_drive_is_still_drive "
         "test_stage.test_an_archive_comes_out_once_at_its_only_folder_with_a_receipt",
-        "test_stage.test_a_mount_that_stops_answering_says_so_and_the_next_call_resumes",
+        "test_stage.test_what_a_mount_fails_to_give_is_tried_again_and_nothing_is_missing "
+        "test_stage.test_a_mount_that_is_lost_within_a_copy_is_mounted_anew",
+        "test_stage.test_a_mount_that_stops_answering_says_so_and_the_next_call_resumes "
+        "test_stage.test_what_is_there_is_resumed_only_as_its_hash_says",
         "test_stage.test_drive_is_mounted_on_colab_when_needed_and_forced_when_stale",
-        "test_resume.test_trouble_on_drive_is_told_and_training_ends_well "
-        "test_fit.test_a_copy_that_failed_is_made_up_for_and_the_index_names_nothing_absent",
+        "test_keep.test_training_goes_on_while_drive_is_away_which_is_said_once_and_made_up_for "
+        "test_keep.test_a_drive_that_stays_away_is_named_at_the_end_with_what_is_not_safe",
     ],
     "Quota page": [
         "test_stage.test_pages_and_statuses_instead_of_a_file_are_explained",
@@ -91,7 +94,9 @@ PROMISES = {  # entry → for each line below "nbtools does" the tests of it
     ],
     "Session lost": [
         "test_resume.test_killed_at_any_moment_and_run_again_equals_uninterrupted",
-        "test_resume.test_a_lost_local_folder_comes_back_from_where_it_is_kept",
+        "test_resume.test_a_lost_local_folder_comes_back_from_where_it_is_kept "
+        "test_keep.test_a_snapshot_that_is_damaged_gives_way_to_the_one_before_it",
+        "test_keep.test_a_checkpoint_is_local_then_copied_then_confirmed_by_a_later_start",
         "test_shutdown.test_a_kernel_shut_down_finishes_the_step_saves_and_ends",
         "test_fit.test_release_gpu_gives_the_machine_back_only_when_the_run_is_on_another_disk",
     ],
@@ -179,6 +184,7 @@ def stale_mount(pack, folder, patch) -> None:
     (folder / "data").mkdir()
     (folder / "data" / "a.npy").write_bytes(bytes(9))
     patch.setattr(disk, "read", read)
+    patch.setattr(sources, "PAUSE", 0.001)
     nb.stage("drive:data", folder / "here")
 
 

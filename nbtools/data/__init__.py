@@ -2,9 +2,10 @@
 
 from nbtools.data.archive import archive_index, read_member
 from nbtools.data.build import Entry, Survey, build_pack, cores, steady
+from nbtools.data.cached import cached
 from nbtools.data.dataset import RawItems, pack
 from nbtools.data.draws import Draws, constant, places
-from nbtools.data.drive import drive_path, kept, on_colab, place_to_keep, release_runtime
+from nbtools.data.drive import drive_path, kept, on_colab, place_to_keep, release_runtime, remount
 from nbtools.data.feed import (
     Feed,
     Raw,
@@ -38,11 +39,15 @@ from nbtools.data.pack import (
     split_of,
 )
 from nbtools.data.progress import SLOW, bar, in_notebook, phase, say, tick, work
-from nbtools.data.sources import Source, cache
-from nbtools.data.stage import stage
+from nbtools.data.shard import SHARD, shard
+from nbtools.data.snapshots import SNAPSHOTS, Snapshots, manifests, newest
+from nbtools.data.sources import Source, cache, patient, source_of
+from nbtools.data.stage import fetch, stage
 
 __all__ = [
+    "SHARD",
     "SLOW",
+    "SNAPSHOTS",
     "SPLITS",
     "TARGET",
     "Card",
@@ -56,6 +61,7 @@ __all__ = [
     "RawItems",
     "Resident",
     "Sample",
+    "Snapshots",
     "Source",
     "Survey",
     "Workers",
@@ -66,11 +72,13 @@ __all__ = [
     "batches_left",
     "build_pack",
     "cache",
+    "cached",
     "choose",
     "collate",
     "constant",
     "cores",
     "drive_path",
+    "fetch",
     "gather",
     "in_notebook",
     "in_order",
@@ -81,19 +89,25 @@ __all__ = [
     "is_pack",
     "kept",
     "lengths_of",
+    "manifests",
+    "newest",
     "on",
     "on_colab",
     "open_feed",
     "pack",
+    "patient",
     "phase",
     "place_to_keep",
     "places",
     "position",
     "read_member",
     "release_runtime",
+    "remount",
     "require_shared_memory",
     "require_shares",
     "say",
+    "shard",
+    "source_of",
     "split_of",
     "stage",
     "steady",

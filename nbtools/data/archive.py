@@ -10,6 +10,7 @@ import bz2
 import contextlib
 import errno
 import gzip
+import hashlib
 import lzma
 import re
 import stat
@@ -18,7 +19,7 @@ import tarfile
 import unicodedata
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import FileIO
@@ -96,8 +97,9 @@ def unpacked_size(path: Path) -> int:
     return path.stat().st_size
 
 
-def extract(path: Path, folder: Path, progress: Progress = ignored) -> None:
-    """Write an archive's files below `folder`, which must not exist yet.
+def extract(path: Path, folder: Path, progress: Progress = ignored, again: bool = False) -> None:
+    """Write an archive's files below `folder`, which must not exist yet. again: it may, and what an interrupted call
+    wrote there is replaced.
 
     Raises ArchiveError, with file and entry, for links, devices, names that leave the folder or collide (by case or
     Unicode form too), damage of any kind, a missing end, and more bytes or entries than the limits. What was written
@@ -107,13 +109,15 @@ def extract(path: Path, folder: Path, progress: Progress = ignored) -> None:
     with explained(path, names):
         if kind(path) is None:
             raise ArchiveError("is not a tar, tar.gz, tar.xz, tar.bz2 or zip")
-        disk.make_folder(folder, fresh=True)
+        disk.make_folder(folder, fresh=not again)
         made = {folder}
         for name, place, content in files_in(path, names, progress):
             target = folder / name
             if target.parent not in made:
                 disk.make_folder(target.parent)
                 made.add(target.parent)
+            if again:
+                disk.remove(target)
             with content() as stream, disk.create(target) as file:
                 pour(stream, file, place.size)
         if not names.files:
@@ -181,27 +185,35 @@ def inflated(file: FileIO, name: str, place: Place) -> zipfile.ZipExtFile:
     return zipfile.ZipExtFile(file, "r", info)
 
 
-def write(folder: Path, path: Path) -> Path:
-    """Put a folder's files into one plain tar, atomically; the same bytes whenever names and contents are the same."""
-    part = path.with_name(path.name + ".part")
-    with disk.explained(f"archiving {folder}", path):
+def write(files: Mapping[str, Path], path: Path) -> str:
+    """Put files (name → where) into one plain tar, atomically, and read it back → its SHA-256. The same bytes whenever
+    names and contents are the same."""
+    part, digest = path.with_name(path.name + ".part"), hashlib.sha256()
+    with disk.explained(f"writing {path.name}", path):
         disk.make_folder(path.parent)
         disk.remove(part)
         with disk.create(part) as file:
-            for source in sorted(folder.rglob("*")):
-                if source.is_symlink() or not (source.is_file() or source.is_dir()):
-                    raise ArchiveError(
-                        f"{source}: only files and folders can be archived. Replace it with what it points to."
-                    )
-                if source.is_file():
-                    info = tarfile.TarInfo(source.relative_to(folder).as_posix())  # mtime, owner, mode: the defaults
-                    info.size = source.stat().st_size
-                    disk.write(file, info.tobuf(tarfile.PAX_FORMAT))
-                    with open(source, "rb") as content:
-                        pour(content, file, info.size)
-                    disk.write(file, bytes(-info.size % tarfile.BLOCKSIZE))
-            disk.write(file, bytes(2 * tarfile.BLOCKSIZE))
-        return disk.publish_file(part, path)
+
+            def put(data: bytes) -> None:
+                disk.write(file, data)
+                digest.update(data)
+
+            for name, source in sorted(files.items()):
+                info = tarfile.TarInfo(name)  # mtime, owner, mode: the defaults
+                info.size = rest = source.stat().st_size
+                put(info.tobuf(tarfile.PAX_FORMAT))
+                with open(source, "rb") as content:
+                    while data := disk.read(content, min(CHUNK, rest)):
+                        rest -= len(data)
+                        put(data)
+                if rest or source.stat().st_size != info.size:
+                    raise ArchiveError(f"{source}: changed while it was archived. Try again.")
+                put(bytes(-info.size % tarfile.BLOCKSIZE))
+            put(bytes(2 * tarfile.BLOCKSIZE))
+        if disk.sha256(part) != digest.hexdigest():
+            raise OSError(errno.EIO, "reads back differently from what was written", str(part))
+        disk.publish_file(part, path)
+    return digest.hexdigest()
 
 
 class Names:

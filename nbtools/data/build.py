@@ -32,6 +32,7 @@ import numpy as np
 
 from nbtools import disk
 from nbtools.data.archive import archive_index
+from nbtools.data.cached import lease, require_room
 from nbtools.data.pack import (
     BAD,
     FORMAT,
@@ -203,6 +204,7 @@ def make_pack(
     source, key = made["source"], made["key"]
     target = (Path(into) if into is not None else cache() / "packs" / f"{task}-{key}").absolute()
     lock = hashlib.blake2b(str(target).encode(errors="surrogateescape"), digest_size=8).hexdigest()
+    lease(target)
     with disk.explained(f"packing {source}", target), disk.Lock(cache() / "locks" / f"pack-{lock}.lock"):
         if not finished(target, task, key):
             part = target.with_name(f"{target.name}.part")
@@ -353,6 +355,7 @@ class Writer:
         """Append what became of the entries from `done` on, in order."""
         total = len(self.survey.entries)
         known = {"total": total, "initial": done, "unit": " samples"}
+        begun = sum(file.tell() for file in self.files.values())
         with bar(desc="packing", **known, mininterval=0.5, disable=not progress, leave=False) as shown:
             since, kept, bad, labels = monotonic(), len(self.kept), len(self.bad), len(self.labels)
             for start in range(done, total, CHUNK):
@@ -363,6 +366,12 @@ class Writer:
                         self.bad.append(sample)
                     else:
                         self.add(i, sample)
+                if start == done:  # as the first ones take, so will the others
+                    for name in self.files:
+                        self.flush(name)
+                    written = sum(file.tell() for file in self.files.values()) - begun
+                    rest = written * (total - end) // (end - start)
+                    require_room(self.folder, rest, f"The first {end - start:,} of {total - done:,} samples say so.")
                 if end < total and monotonic() - since < NOTED:
                     continue
                 for name, file in self.files.items():

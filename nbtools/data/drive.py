@@ -13,6 +13,7 @@ import re
 import sys
 import urllib.parse
 from pathlib import Path, PurePosixPath
+from threading import current_thread, main_thread
 
 from nbtools import disk
 from nbtools.data.progress import say
@@ -117,6 +118,19 @@ def root() -> Path:
     if _declined:
         raise DriveRefused("Access to Drive was declined in Colab's dialog (restart the session to be asked again)")
     raise StageError(f"Drive is not mounted: {reason}. Allow access in Colab's dialog, or restart the runtime.")
+
+
+def remount(path: Path) -> None:
+    """Mount Drive anew if a path is on Colab's: a mount that gave errno 5 or 107 does not come back by itself. Only the
+    main thread can, since Colab may ask the user."""
+    if _declined or not path.is_relative_to(MOUNT) or current_thread() is not main_thread():
+        return
+    try:
+        from google.colab import drive  # pyright: ignore[reportMissingImports]
+
+        drive.mount(str(MOUNT), force_remount=True)
+    except Exception as error:  # colab raises ValueError, RuntimeError and its own MessageError, by version
+        say(f"Drive could not be mounted again: {type(error).__name__}: {error}.")
 
 
 def answers(mount: Path, bare: bool = False) -> bool:

@@ -27,6 +27,7 @@ from torch.utils.data import Dataset
 
 from nbtools import disk, table
 from nbtools.data import archive
+from nbtools.data.cached import lease
 from nbtools.data.drive import place_to_keep
 from nbtools.errors import PackError
 
@@ -120,6 +121,7 @@ class Pack:
                 raise PackError(
                     f"{path}: {came}, the manifest says {entry['size']} bytes; delete the folder and pack again"
                 )
+        lease(folder.absolute())
         return cls(folder, Card.from_dict(manifest["card"]), manifest)
 
     def verify(self) -> Self:
@@ -226,13 +228,19 @@ class Pack:
         return arrays
 
     def keep(self, where: str | Path) -> Path | None:
-        """Write the pack as one tar, to `drive:…` or a path; `task.pack` of that file opens it in the next session.
-        Prints a sentence and returns None if access to Drive was declined in Colab's dialog."""
+        """Write the pack as one tar, to `drive:…` or a path, read it back, and put its SHA-256 next to it, which is
+        compared when it is staged; `task.pack` of that file opens it in the next session. Prints a sentence and returns
+        None if access to Drive was declined in Colab's dialog."""
         target = place_to_keep(where)
         if target is None:
             return None
         target = target if target.suffix == ".tar" else target.with_name(target.name + ".tar")
-        archive.write(self.folder, target)
+        files = {name: self.folder / name for name in (*self.manifest["files"], MANIFEST)}
+        promise = target.with_name(f"{target.name}.sha256")
+        with disk.explained(f"keeping {self.folder}", target):
+            disk.remove(promise)  # a new tar with an old hash would be refused
+            digest = archive.write(files, target)
+            disk.write_atomic(promise, f"{digest}  {target.name}\n")
         return target
 
     def __len__(self) -> int:

@@ -1,13 +1,16 @@
 """Where data comes from: one small class per kind of source. A new kind only needs a subclass of Source.
 
 What is fetched goes into a `.part` that the next call resumes: free space is known first, an interrupted download loses
-nothing, and every write goes through `disk`.
+nothing, and every write goes through `disk`. A connection or a mount that fails is tried again, with longer pauses, for
+as long as it brings something; what came is compared by size, and before it is resumed by its hash.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import http.client
+import json
 import os
 import re
 import tempfile
@@ -15,31 +18,51 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import IO, ClassVar
+from threading import Lock
+from typing import IO, ClassVar, TypeVar
 
 from nbtools import disk, table
-from nbtools.data import archive, drive
+from nbtools.data import archive, drive, snapshots
 from nbtools.data.archive import Progress
-from nbtools.errors import ArchiveError, StageError
+from nbtools.data.progress import say
+from nbtools.errors import ArchiveError, DiskError, StageError
 
+AT_ONCE = 4  # shards: while some are copied, others are unpacked
 CHUNK = 1 << 20
 MANY = 1000  # files: Drive gives about 50 kB/s on small ones
 OPENER = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-PAUSE = 1.0  # seconds before the second connection; doubles with each that brought nothing
+PAUSE = 1.0  # seconds before the second try; doubles with each that brought nothing
+SHARDS = "shards.json"
+STRIDE = 1 << 26  # bytes after which what came is vouched for anew: so much is copied again after a kill
 TIMEOUT = 60.0  # seconds without a byte
 TRIES = 5
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar of a sharded folder. of: what distinguishes the files in it from others, and from older ones."""
+
+    file: str
+    size: int
+    sha256: str
+    files: int
+    of: str = ""
 
 
 class Source:
-    """A place that data comes from. Subclasses are asked in turn, the last defined first, whether a text is theirs.
+    """A place that data comes from. Subclasses with an `of` are asked in turn, the last defined first, whether a text
+    is theirs.
 
     text: what the user wrote; origin: what distinguishes it from all other sources; name: of the archive or folder.
     here: its path on local disk, if it is there; it is then fetched only where a copy is asked for.
-    size: bytes to fetch, None if the server does not announce it; hint: what to tell the user before fetching. Both
-    are known after version().
+    size: bytes to fetch, None if the server does not announce it; extra: more that it needs for a while; hint: what to
+    tell the user before fetching. All are known after version().
     """
 
     kinds: ClassVar[list[type[Source]]] = []
@@ -48,10 +71,12 @@ class Source:
     verb = "copy"
     here: Path | None = None
     size: int | None = None
+    extra = 0
     hint = ""
 
     def __init_subclass__(cls) -> None:
-        Source.kinds.insert(0, cls)
+        if "of" in vars(cls):
+            Source.kinds.insert(0, cls)
 
     def __init__(self, text: str, origin: str, name: str):
         self.text, self.origin, self.name = text, origin, name
@@ -65,6 +90,10 @@ class Source:
         """A text that changes whenever the content does: a `.part` of another version is not resumed."""
         raise NotImplementedError
 
+    def promised(self) -> str | None:
+        """The SHA-256 that an archive must have, as a file next to it says; None if nothing does."""
+        return None
+
     def fetch(self, part: Path, progress: Progress) -> None:
         """Write all of it to `part`, a file or a folder, resuming what is there. Raises StageError, and keeps what
         came."""
@@ -74,6 +103,20 @@ class Source:
 def source_of(text: str) -> Source:
     found = (kind.of(text) for kind in Source.kinds)
     return next(source for source in found if source is not None)  # any text is a path
+
+
+def patient(look: Callable[[], T], place: Path) -> T:
+    """What `look` returns, tried again with longer pauses while a mount does not answer; Drive is mounted anew."""
+    for tries in range(TRIES - 1):
+        try:
+            return look()
+        except (OSError, DiskError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            if getattr(cause, "errno", None) not in disk.AWAY:
+                raise
+        time.sleep(PAUSE * 2**tries)
+        drive.remount(place)
+    return look()
 
 
 class Local(Source):
@@ -92,7 +135,9 @@ class Local(Source):
         path = Path(text).expanduser().absolute()
         if text.startswith("drive:") or not disk.exists(path):
             path = drive.drive_path(text)  # or an error that names what is there instead
-        return cls(text, path)
+        if path.name == SHARDS or (path.is_dir() and disk.exists(path / SHARDS)):
+            return Shards(text, path if path.name == SHARDS else path / SHARDS)
+        return Kept(text, path) if snapshots.manifests(path) else Local(text, path)
 
     @cached_property
     def files(self) -> list[tuple[str, tuple[int, int]]]:
@@ -102,14 +147,122 @@ class Local(Source):
         self.size = sum(size for _, (size, _) in self.files)
         if len(self.files) > MANY:
             slow = f"{len(self.files):,} files, which is slow there"
-            self.hint = f"{self.path}: {slow}. A single tar of them copies many times faster."
+            self.hint = f"{self.path}: {slow}. A single tar of them copies many times faster; `nb.shard` makes several."
         if not self.is_folder:
             return "-".join(map(str, self.files[0][1]))
         return hashlib.sha256(repr(self.files).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
+    def promised(self) -> str | None:
+        """What `sha256sum ARCHIVE > ARCHIVE.sha256` wrote."""
+        path = self.path.with_name(f"{self.path.name}.sha256")
+        if not disk.exists(path):
+            return None
+        for line in path.read_text("utf-8", "replace").splitlines():
+            digest, _, name = line.strip().partition(" ")
+            if re.fullmatch(r"[0-9a-fA-F]{64}", digest) and name.strip(" *") in ("", self.path.name):
+                return digest.lower()
+        raise StageError(
+            f"{path}: must have a line of 64 hexadecimal digits and the name {self.path.name}, as sha256sum writes it. "
+            "Write it again, or delete it."
+        )
+
     def fetch(self, part: Path, progress: Progress) -> None:
+        if not self.is_folder:
+            copy(self.path, part, self.files[0][1][0], progress)
+            return
         for name, (size, _) in self.files:
-            copy(self.path / name, part / name, size, progress)
+            bring(self.path / name, part / name, size, part.parent.with_name("unfinished"), progress)
+
+
+class Kept(Local):
+    """A folder in which `keep=` keeps a run: its newest intact snapshot."""
+
+    def __init__(self, text: str, path: Path):
+        Source.__init__(self, text, str(path), path.name)
+        self.path, self.is_folder = path, True
+
+    def version(self) -> str:
+        parts = [one for parts in snapshots.newest(self.path)["files"].values() for one in parts]
+        self.size = self.extra = sum(size for _, size, _ in parts)
+        return snapshots.manifests(self.path)[0].name
+
+    def fetch(self, part: Path, progress: Progress) -> None:
+        """The newest snapshot of which everything reads back as it was written; a message names newer ones."""
+        spare = part.parent.with_name("parts")
+        there = {name: size for name, (size, _) in self.files}
+        for manifest in snapshots.manifests(self.path):
+            try:
+                files = snapshots.read(manifest)["files"]
+                for name, size, digest in (one for parts in files.values() for one in parts):
+                    if there.get(name) != size:
+                        raise ArchiveError(f"{self.path / name}: is missing there, or not whole.")
+                    bring(self.path / name, spare / name, size, spare / "unfinished", progress, digest)
+            except ArchiveError as error:
+                say(f"{error} An older copy is used instead.")
+                continue
+            disk.remove(part)  # of an interrupted call
+            disk.make_folder(part)
+            for name, parts in files.items():
+                snapshots.join([spare / file for file, _, _ in parts], part / name)
+            disk.remove(spare)
+            return
+        raise StageError(f"{self.text}: none of the copies that were kept there is intact.", entry="Session lost")
+
+
+class Shards(Local):
+    """A folder that `nb.shard` wrote: several are copied, compared with their hashes and unpacked at once."""
+
+    def __init__(self, text: str, manifest: Path):
+        Source.__init__(self, text, str(manifest.parent), manifest.parent.name)
+        self.path, self.is_folder, self.manifest = manifest.parent, True, manifest
+
+    @cached_property
+    def shards(self) -> list[Shard]:
+        try:
+            found = [Shard(**one) for one in json.loads(self.manifest.read_text())["shards"]]
+            if any(Path(one.file).name != one.file for one in found):
+                raise ValueError("a shard is not in its folder")
+        except (ValueError, LookupError, TypeError) as error:
+            raise StageError(f"{self.manifest}: cannot be read ({error}). Write the shards again.") from None
+        return found
+
+    def version(self) -> str:
+        sizes = sorted(shard.size for shard in self.shards)
+        self.size, self.extra = sum(sizes), sum(sizes[-AT_ONCE:])
+        return hashlib.sha256(repr(self.shards).encode()).hexdigest()[:16]
+
+    def fetch(self, part: Path, progress: Progress) -> None:
+        done, counting = part.parent.with_name("done"), Lock()
+        disk.make_folder(done)
+        disk.make_folder(part)
+
+        def count(came: int) -> None:
+            with counting:
+                progress(came)
+
+        def unpack(shard: Shard) -> None:
+            mark, path = done / shard.file, done / f"{shard.file}.copy"
+            if mark.exists():
+                count(shard.size)
+                return
+            bring(self.path / shard.file, path, shard.size, path, count, shard.sha256)
+            archive.extract(path, part, again=True)
+            disk.make_folder(mark)
+            disk.remove(path)
+
+        def unpack_all() -> None:
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                try:
+                    list(pool.map(unpack, self.shards))
+                finally:
+                    pool.shutdown(cancel_futures=True)
+
+        try:
+            unpack_all()
+        except Away:
+            drive.remount(self.path)  # as the threads cannot
+            unpack_all()
+        disk.remove(done)
 
 
 class Url(Source):
@@ -178,6 +331,7 @@ class DriveFolder(Source):
                 file.fetch(unfinished, progress)
                 disk.make_folder(target.parent)
                 disk.rename(unfinished, target)
+                disk.remove(unfinished.with_name(f"{unfinished.name}.sum"))
 
 
 def drive_link(url: str) -> tuple[str, str]:
@@ -238,33 +392,137 @@ def require_archive(path: Path, text: str) -> None:
     )
 
 
-def copy(source: Path, part: Path, size: int, progress: Progress) -> None:
-    """Append to `part` what is missing of a file of `size` bytes; one that stops responding can be resumed."""
-    if bytes_in(part) > size:
-        disk.remove(part)
-    done = bytes_in(part)
-    progress(done)
-    disk.make_folder(part.parent)
-    with open(source, "rb") as content, disk.append(part) as file:
-        content.seek(done)
-        while data := read_mounted(content, source):
-            disk.write(file, data)
-            progress(len(data))
-    if bytes_in(part) != size:
-        raise StageError(
-            f"{source}: gave {bytes_in(part)} bytes instead of {size}: it changed during the copy. Run it again."
-        )
+class Part:
+    """A file that is being fetched, and the SHA-256 of what it has so far, so that it is resumed only as it was left.
+
+    The hash is noted in `<name>.sum` wherever a fetch ends early, and every STRIDE bytes: a file that is fetched at
+    once, as most are, needs none.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.sum = path, path.with_name(f"{path.name}.sum")
+        self.size, self.noted, self.digest = 0, 0, hashlib.sha256()
+        if self.sum.exists() or path.exists():
+            self.resume()
+
+    def resume(self) -> None:
+        """Take over what is there as far as the note vouches for it, and nothing if it does not."""
+        try:
+            size, expected = json.loads(self.sum.read_text())
+            with open(self.path, "rb") as file:
+                while self.size < size and (data := disk.read(file, min(CHUNK, size - self.size))):
+                    self.digest.update(data)
+                    self.size += len(data)
+        except (FileNotFoundError, ValueError, TypeError):
+            size, expected = 0, ""
+        if (self.size, self.digest.hexdigest()) != (size, expected):
+            self.restart()
+            return
+        self.noted = self.size
+        with disk.append(self.path) as file:
+            file.truncate(self.size)
+
+    def restart(self) -> None:
+        self.size, self.noted, self.digest = 0, 0, hashlib.sha256()
+        disk.remove(self.path)
+        disk.remove(self.sum)
+
+    def append(self, pieces: Callable[[], bytes], progress: Progress) -> None:
+        """Write pieces until one is empty."""
+        disk.make_folder(self.path.parent)
+        with disk.append(self.path) as file:
+            while data := pieces():
+                disk.write(file, data)
+                self.digest.update(data)
+                self.size += len(data)
+                if self.size - self.noted >= STRIDE:
+                    self.note()
+                progress(len(data))
+
+    def note(self) -> None:
+        if self.size != self.noted:
+            disk.write_atomic(self.sum, json.dumps([self.size, self.digest.hexdigest()]))
+            self.noted = self.size
+
+    def complete(self, size: int | None, attempt: Callable[[], None], place: Path | None = None) -> str:
+        """Attempt to append what is missing until all is there; after TRIES in a row that brought nothing, return why.
+
+        size: None is whole after an attempt that raised nothing. place: on a mount, which is mounted anew."""
+        tries, reason = 0, ""
+        while size is None or self.size < size or not self.path.exists():
+            if tries == TRIES:
+                return reason
+            if tries:
+                time.sleep(PAUSE * 2 ** (tries - 1))
+                if place is not None:
+                    drive.remount(place)
+            before = self.size
+            try:
+                attempt()
+                if size is None:
+                    break
+                reason = f"it ended after {self.size} of {size} bytes"
+            except Dropped as error:
+                reason = str(error)
+            finally:  # also where the user interrupts
+                if self.size < (size or 0):
+                    self.note()
+            tries = 0 if self.size > before else tries + 1
+        return ""
 
 
-def read_mounted(content: IO[bytes], source: Path) -> bytes:
-    try:
-        return disk.read(content, CHUNK)
-    except OSError as error:  # Drive gives errno 5 or 107 after a while
-        raise StageError(
-            f"{source}: stopped responding (errno {error.errno}, {error.strerror}). What arrived is kept: run it "
-            "again, on Colab after remounting Drive.",
+def bring(source: Path, target: Path, size: int, unfinished: Path, progress: Progress, digest: str = "") -> None:
+    """Copy a file unless it is there, by way of a file that may be resumed. Raises ArchiveError, and leaves nothing,
+    if it has not the digest that was noted for it."""
+    if target.exists() and bytes_in(target) == size:
+        progress(size)
+        return
+    unfinished = unfinished.with_name(f"{unfinished.name}-{hashlib.sha256(bytes(target)).hexdigest()[:16]}")
+    copy(source, unfinished, size, progress)
+    if digest and disk.sha256(unfinished) != digest:
+        disk.remove(unfinished)  # what was read may be damaged, and the file not
+        copy(source, unfinished, size, progress)
+    if digest and disk.sha256(unfinished) != digest:
+        disk.remove(unfinished)
+        raise ArchiveError(f"{source}: its SHA-256 is not the one that was noted for it: it is damaged.")
+    disk.make_folder(target.parent)
+    disk.rename(unfinished, target)
+    disk.remove(unfinished.with_name(f"{unfinished.name}.sum"))
+
+
+def copy(source: Path, path: Path, size: int, progress: Progress) -> None:
+    """Append to `path` what is missing of a file of `size` bytes, through errors of its mount, and reads that end too
+    early. Raises StageError if it does not come whole, or has another size than was announced; what came is kept."""
+    part = Part(path)
+    if part.size > size:
+        part.restart()
+    progress(part.size)
+
+    def attempt() -> None:
+        with mounted(lambda: open(source, "rb", buffering=0)) as content:
+            content.seek(part.size)
+            part.append(lambda: mounted(lambda: disk.read(content, CHUNK)), progress)
+
+    reason = part.complete(size, attempt, source)
+    if reason:
+        raise Away(
+            f"{source}: {reason}, {TRIES} times in a row. What arrived is kept: run it again, on Colab after "
+            "remounting Drive.",
             entry="Drive errors 5 and 107",
-        ) from None
+        )
+    if part.size != size or patient(source.stat, source).st_size != size:
+        part.restart()
+        raise StageError(f"{source}: has not the {size} bytes that were announced: it changed. Run it again.")
+
+
+def mounted(act: Callable[[], T]) -> T:
+    """Do something with a file of a mount; what the mount raises must not look like the local disk's own errors."""
+    try:
+        return act()
+    except OSError as error:
+        if error.errno not in (*disk.AWAY, errno.ENOENT):  # without its mount a path is not there
+            raise
+        raise Dropped(f"stopped responding (errno {error.errno}, {error.strerror})") from None
 
 
 def bytes_in(part: Path) -> int:
@@ -281,8 +539,12 @@ class Announced:
     page: str  # the web page that arrived instead, else ""
 
 
+class Away(StageError):
+    """A mount does not give a file, however often it is asked."""
+
+
 class Dropped(Exception):
-    """A connection ended early; the next one resumes from there."""
+    """A connection or a read ended early; the next one resumes from there."""
 
 
 def probe(url: str) -> Announced:
@@ -303,39 +565,23 @@ def probe(url: str) -> Announced:
         raise unreachable(url, str(error)) from None
 
 
-def download(file: Announced, part: Path, progress: Progress) -> None:
-    """Append what is missing of a file to `part`; five connections in a row without a byte are an error."""
+def download(file: Announced, path: Path, progress: Progress) -> None:
+    """Append what is missing of a file to `path`. Raises StageError if it does not come whole; what came is kept."""
+    part = Part(path)
     if file.size is None:
-        disk.remove(part)  # whether it was whole cannot be known
-    progress(bytes_in(part))
-    tries, reason = 0, ""
-    while tries < TRIES:
-        if file.size is not None and bytes_in(part) == file.size:
-            return
-        if tries:
-            time.sleep(PAUSE * 2 ** (tries - 1))
-        before = bytes_in(part)
-        try:
-            download_rest(file.url, part, progress)
-            if file.size is None:
-                return
-            reason = f"it ended after {bytes_in(part)} of {file.size} bytes"
-        except Dropped as error:
-            reason = str(error)
-        tries = 0 if bytes_in(part) > before else tries + 1
-    raise unreachable(file.url, f"{reason}; {table.size(bytes_in(part))} are kept")
+        part.restart()  # whether it was whole cannot be known
+    progress(part.size)
 
+    def attempt() -> None:
+        done = part.size
+        with connect(file.url, done) as response:
+            if done and not response.headers.get("Content-Range", "").startswith(f"bytes {done}-"):
+                part.restart()  # this server starts from the beginning
+                progress(-done)
+            part.append(lambda: receive(response), progress)
 
-def download_rest(url: str, part: Path, progress: Progress) -> None:
-    done = bytes_in(part)
-    with connect(url, done) as response:
-        if done and not response.headers.get("Content-Range", "").startswith(f"bytes {done}-"):
-            disk.remove(part)  # this server starts from the beginning
-            progress(-done)
-        with disk.append(part) as file:
-            while data := receive(response):
-                disk.write(file, data)
-                progress(len(data))
+    if reason := part.complete(file.size, attempt):
+        raise unreachable(file.url, f"{reason}; {table.size(part.size)} are kept")
 
 
 def connect(url: str, start: int = 0) -> http.client.HTTPResponse:

@@ -63,7 +63,7 @@ STYLE = f"""
 class About:
     """What a history does not record about its run: its name, its planned length, and which metric is the main one
     (`whole_accuracy`, or `-cer` where lower is better); warmup in epochs; what follows training, and is not in the time
-    left."""
+    left; what is kept on a second disk."""
 
     title: str = ""
     epochs: int | None = None
@@ -71,6 +71,7 @@ class About:
     best: str = ""
     warmup: float = 0.0
     then: str = ""
+    kept: str = ""
 
 
 def ended(error: BaseException | None, stopped: bool) -> str:
@@ -104,6 +105,7 @@ def facts(columns: Columns, about: About, status: str, now: float | None = None)
         shown.append(
             (f"best {spelled(about.best.lstrip('-'))}", f"{number(found[0])} in epoch {found[1]}" if found else EMPTY)
         )
+    shown += [("kept", about.kept)] * bool(about.kept)
     readings = ((label, write, columns.newest(name)) for name, label, write in READINGS)
     shown += [(label, write(value)) for label, write, value in readings if value is not None]
     shown += [("after training", about.then)] * bool(about.then and status not in OVER)
@@ -132,6 +134,7 @@ ROOM = {
     "time left": 15,
     "training ends": 10,
     "best": 17,
+    "kept": 22,
     "samples/s": 7,
     "waiting for data": 5,
     "memory": 7,

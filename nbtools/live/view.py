@@ -32,7 +32,7 @@ from nbtools.live.picture import picture
 from nbtools.live.png import Still
 from nbtools.live.samples import Preview
 from nbtools.table import number, plural, spelled
-from nbtools.train import History, Plan, Record
+from nbtools.train import History, Plan, Record, kept_until
 
 PLOT_FILE = "plot.png"
 FRAME_EVERY, FRAME_COST = 0.25, 0.006
@@ -113,6 +113,7 @@ class View:
             self.columns.follow(self.history)  # paid once a row, and not for the frame: a resumed run brings thousands
             start = time.thread_time()  # work of other processes on these cores is not a cost of drawing
             look = self.output.looks.look
+            self.about = dataclasses.replace(self.about, kept=kept_until(self.folder))
             news = (id(self.columns.seen), self.about, status, look)
             if not self.due or news != self.drawn:
                 made = picture(self.columns, self.about, status, look)

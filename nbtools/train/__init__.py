@@ -8,6 +8,7 @@ from nbtools.train.device import DTYPES, again, synchronizing
 from nbtools.train.evaluation import Sums, forward
 from nbtools.train.graph import MOST_GRAPHS
 from nbtools.train.history import KEYS, History, Record
+from nbtools.train.keep import Keeper, kept_states, kept_until
 from nbtools.train.loop import adopt, caught_up, obey, require_change, train
 from nbtools.train.metrics import Batch, Pair
 from nbtools.train.network import build
@@ -65,6 +66,7 @@ __all__ = [
     "Batch",
     "Diverged",
     "History",
+    "Keeper",
     "Pair",
     "Plan",
     "RankLost",
@@ -103,6 +105,8 @@ __all__ = [
     "importable",
     "items_of",
     "join",
+    "kept_states",
+    "kept_until",
     "knob",
     "listed",
     "local_optimizer",

@@ -1,4 +1,4 @@
-"""Checkpoints: safetensors + JSON, atomic, verified when read, copied to Drive in the background.
+"""Checkpoints: safetensors + JSON, atomic, verified when read.
 
 A run folder holds, next to plan.json and history.csv:
 
@@ -24,8 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
 
 import torch
@@ -287,77 +286,3 @@ def named(index: dict[str, Any]) -> list[str]:
     bests = filter(None, (anchor.get("best"), index.get("best")))
     found = [name for best in bests for name in (best, best.partition(".")[0])]
     return list(dict.fromkeys([*found, *filter(None, (anchor.get("name"), index.get("last")))]))
-
-
-class Keeper:
-    """Copies a run to a second folder (Drive) on its own thread: what that folder lacks of the newest state.
-
-    Errors there go to `complaints` and do not stop training: the local files stay intact, and the next call of `keep`
-    copies what is still missing.
-    """
-
-    def __init__(self, source: Path, target: Path):
-        self.source, self.target = source, target
-        self.complaints: list[str] = []
-        self.asked = self.done = 0  # calls of `keep`, and the last one whose copy is there
-        self.queue: SimpleQueue[tuple[bytes, int] | None] = SimpleQueue()
-        # A daemon: a process can end while a copy hangs, which it could not with a ThreadPoolExecutor.
-        self.thread = Thread(target=self.work, name="nbtools-keeper", daemon=True)
-        self.thread.start()
-
-    @property
-    def behind(self) -> bool:
-        """Whether the folder still lacks something."""
-        return self.done != self.asked
-
-    def keep(self) -> None:
-        """Request a copy of the run's current state. The index is read here: later it may name newer checkpoints."""
-        with disk.explained("keeping the run", self.source):
-            index = (self.source / INDEX).read_bytes()
-        self.asked += 1
-        self.queue.put((index, self.asked))
-
-    def work(self) -> None:
-        for index, asked in iter(self.queue.get, None):
-            if asked != self.asked:
-                continue  # a newer one brings all of it
-            try:
-                self.copy(index)
-                self.done = asked
-            except Exception as error:
-                if isinstance(error, FileNotFoundError) and Path(error.filename or "").parent == self.source:
-                    continue  # pruned: a newer state is on its way
-                whole = f"the run continues, and is complete in {self.source}"
-                self.complaints.append(f"{self.target}: not kept ({error}); {whole}")
-
-    def copy(self, index: bytes) -> None:
-        """The checkpoints that the index names where they are not there yet, all other files, and the index at the end:
-        it must not name what is not there."""
-        disk.make_folder(self.target)
-        facts = disk.unsealed(index)
-        wanted = named(facts)
-        for name in wanted:
-            vouching = f"{name}.json"
-            alone = "." not in name and name not in (facts["last"], facts.get("anchor", {}).get("name"))
-            if alone and not (self.source / vouching).exists():
-                continue  # an older nbtools kept the best weights alone
-            data = (self.source / vouching).read_bytes()
-            if not (self.target / vouching).exists() or (self.target / vouching).read_bytes() != data:
-                self.put(f"{name}.safetensors", (self.source / f"{name}.safetensors").read_bytes())
-                self.put(vouching, data)
-        for path in self.source.iterdir():
-            left = path.name in (INDEX, CONTROL) or path.suffix == ".part" or FILE.fullmatch(path.name)
-            if path.is_file() and not left:
-                self.put(path.name, path.read_bytes())
-        self.put(INDEX, index)
-        prune(self.target, facts)
-
-    def put(self, name: str, data: bytes) -> None:
-        copied = disk.write_atomic(self.target / name, data)
-        if copied.read_bytes() != data:
-            raise OSError(f"{copied}: reads back differently from what was written")
-
-    def close(self) -> None:
-        """Wait until everything requested is copied."""
-        self.queue.put(None)
-        self.thread.join()

@@ -1,4 +1,4 @@
-"""Every operation on the disk fails in turn, in each way: stage, extract, pack, save, rotate, keep, restore, train.
+"""Every operation on the disk fails in turn, in each way: stage, shard, pack, save, rotate, keep, restore, train.
 
 A job runs in a child where Python's own audit events count what opens, makes, renames and removes files, whoever calls
 it, and `disk.read`, `write` and `sync` the rest. The nth operation is broken. Then three things are checked: the child
@@ -30,8 +30,8 @@ from faults.forks import DONE, FAILED, Child, done
 
 import nbtools as nb
 from nbtools import disk, folder
-from nbtools.data import Pack, archive, build
-from nbtools.train import History, Record, TrainState, checkpoint, train
+from nbtools.data import Pack, archive, build, manifests, sources
+from nbtools.train import History, Keeper, Record, TrainState, checkpoint, train
 
 CHANGING = ("create", "write", "sync", "rename", "mkdir", "symlink")  # what a full disk refuses
 EVENTS = {f"os.{name}": name for name in ("rename", "remove", "rmdir", "mkdir", "symlink", "truncate")}
@@ -162,6 +162,24 @@ def archive_there(form: str) -> Callable[[Path], object]:
     return lambda place: put(place / "drive" / f"digits.{form}", archived(FILES, form))
 
 
+def shards_there(place: Path) -> None:
+    folder_there(place)
+    sharding(place)
+    (place / "sharded").rename(place / "drive" / "shards")
+
+
+def sharding(place: Path) -> None:
+    sys.modules[nb.shard.__module__].LEAST = 1
+    nb.shard("drive:digits", place / "sharded", 9000, progress=False)
+
+
+def sharded(place: Path) -> list[str]:
+    """What the manifest names."""
+    path = place / "sharded" / "shards.json"
+    names = [one["file"] for one in json.loads(path.read_text())["shards"]] if path.exists() else []
+    return [digest([(name, (place / "sharded" / name).read_bytes()) for name in names])] if names else []
+
+
 def replaced(place: Path) -> None:
     """An older version of the source was staged."""
     path = put(place / "drive" / "digits.zip", archived(OLD, "zip"))
@@ -259,7 +277,7 @@ def kept_before(place: Path) -> None:
 
 
 def copied(source: Path, target: Path) -> None:
-    keeper = checkpoint.Keeper(source, target)
+    keeper = Keeper(source, target)
     keeper.keep()
     keeper.close()
     if keeper.complaints:
@@ -280,8 +298,13 @@ def restoring(place: Path) -> None:
     folder.restore(place / "run", place / "kept")
 
 
+def in_kept(place: Path) -> list[str]:
+    """As it is read from there: by way of a copy that is compared with its hashes."""
+    return [run_in(nb.stage(place / "kept", progress=False))]
+
+
 def restored(place: Path) -> list[str]:
-    return saved(place) if (place / "run").exists() else [run_in(place / "kept")]
+    return saved(place) if (place / "run").exists() else in_kept(place)
 
 
 def rows(place: Path) -> None:
@@ -316,7 +339,8 @@ def training(place: Path) -> None:
 def trained(place: Path) -> list[str]:
     """Weights and losses of a run that is done; both copies of one that is not can be resumed."""
     ended = []
-    for path in (place / "run", place / "kept"):
+    kept = [nb.stage(place / "kept", progress=False)] if manifests(place / "kept") else []
+    for path in (place / "run", *kept):
         if path.exists() and checkpoint.names(path):
             over = checkpoint.newest(path).facts["state"]["position"]["epoch"] == 2
             if over and len(History(path / "history.csv").of("epoch")) == 2:  # its row follows the last evaluation
@@ -343,12 +367,14 @@ JOBS = {
     "stage a tar.xz as one file": Job(
         archive_there("tar.xz"), staging("digits.tar.xz", extract=False), staged, keeps=False
     ),
+    "stage shards": Job(shards_there, staging("shards"), staged, keeps=False),
+    "shard": Job(folder_there, sharding, sharded, keeps=False),
     "stage a newer version": Job(replaced, staging("digits.zip"), staged, keeps=False),
     "pack": Job(lambda place: toy.demo(place / "raw", 11), packing, packed, keeps=False),
     "keep a pack": Job(to_keep, keeping, kept),
     "save": Job(saves, saving, saved),
     "rotate": Job(saves, rotating, saved),
-    "keep a run": Job(kept_before, copying, lambda place: [run_in(place / "kept")]),
+    "keep a run": Job(kept_before, copying, in_kept),
     "restore a run": Job(lost_here, restoring, restored),
     "write the history": Job(rows, appending, first_rows),
     "train": Job(lambda place: toy.make_pack(place, count=60), training, trained, keeps=False),
@@ -389,10 +415,12 @@ class Place:
         return json.dumps(layer.kinds)
 
     def broken(self, nth: int, fault: Fault) -> None:
+        sources.PAUSE = 0.001
         Layer(self.place, nth, fault)
         self.job.act(self.place)
 
     def again(self, fault: Fault) -> None:
+        sources.PAUSE = 0.001
         if fault.lost:
             disk.boot = lambda: "another"
         self.job.act(self.place)

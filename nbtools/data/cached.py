@@ -1,0 +1,168 @@
+"""What staging and packing left in the cache: listed, kept while a process uses it, deleted when space is short.
+
+A process that uses an entry holds a lease: a lock that it shares with others, until it ends. Its file's time of change
+is when the entry was last used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbtools import disk, table
+from nbtools.data.sources import cache, listing
+from nbtools.errors import DiskError, StageError
+
+PACKS = "packs"
+RECEIPT = ".stage.json"  # no archive can give its folder this name
+UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_leases: dict[Path, disk.Lock] = {}  # of this process, by the entry's path
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A folder of the cache. used: when, in seconds since 1970; busy: a process uses it now."""
+
+    path: Path
+    bytes: int
+    used: float
+    busy: bool
+
+
+@dataclass(frozen=True)
+class Cached:
+    """The cache's entries, the least recently used first, and those that were deleted. Shows as a table."""
+
+    entries: tuple[Entry, ...]
+    deleted: tuple[Entry, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.bytes for entry in self.entries)
+
+    def to_dict(self) -> dict[str, object]:
+        named = {"entries": self.entries, "deleted": self.deleted}
+        return {name: [{**vars(one), "path": str(one.path)} for one in entries] for name, entries in named.items()}
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        now, rows = time.time(), []
+        for entry in (*self.deleted, *self.entries):
+            state = "deleted" if entry in self.deleted else "in use" if entry.busy else ""
+            name = os.path.relpath(entry.path, cache())
+            rows.append((name, table.size(entry.bytes), f"{table.duration(now - entry.used)} ago", state))
+        return rows
+
+    @property
+    def caption(self) -> str:
+        gone = f"; {table.size(sum(entry.bytes for entry in self.deleted))} deleted" if self.deleted else ""
+        return f"{table.size(self.bytes)} in {cache()}{gone}; {table.size(disk.free_bytes(cache()))} free"
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        return f"{table.text(('', 'size', 'last used', 'state'), rows)}\n{self.caption}" if rows else self.caption
+
+    def _repr_html_(self) -> str:
+        return table.html(("", "size", "last used", "state"), self.rows(), self.caption)
+
+
+def cached(free: int | str | None = None, days: float | None = None) -> Cached:
+    """What `stage` and `pack` left in the cache ($NBTOOLS_CACHE, or nbtools in the temporary folder).
+
+    free: bytes, or a text such as "20 GB": delete the least recently used until so much is free. days: delete what
+    was not used for so long. What a process on this machine uses stays; all else can be staged or packed again. Raises
+    StageError for a size that is none, DiskError if something cannot be deleted.
+    """
+    wanted, entries, deleted = bytes_of(free), found(), []
+    with disk.explained("deleting from the cache", cache()):
+        for entry in entries:
+            old = days is not None and time.time() - entry.used > days * 86_400
+            if (old or disk.free_bytes(cache()) < wanted) and evict(entry.path):
+                deleted.append(entry)
+    return Cached(tuple(entry for entry in entries if entry not in deleted), tuple(deleted))
+
+
+def lease(path: Path) -> None:
+    """Until this process ends, keep others from deleting the entry of the cache that a path is in, if it is in one."""
+    entry = entry_of(path)
+    if entry is None:
+        return
+    with contextlib.suppress(OSError):  # who may only read the cache holds no lease in it
+        if entry not in _leases:
+            _leases[entry] = lock_of(entry, shared=True).__enter__()
+        os.utime(_leases[entry].path)
+
+
+def entry_of(path: Path) -> Path | None:
+    """The folder below the cache, or below its packs, that a path is in."""
+    if not path.is_relative_to(cache()):
+        return None
+    parts = path.relative_to(cache()).parts
+    depth = 2 if parts[:1] == (PACKS,) else 1
+    return cache().joinpath(*parts[:depth]) if len(parts) >= depth else None
+
+
+def lock_of(entry: Path, shared: bool = False) -> disk.Lock:
+    """An unfinished entry's is that of the finished one."""
+    key = hashlib.sha256(bytes(entry.with_name(entry.name.removesuffix(".part")))).hexdigest()[:16]
+    return disk.Lock(cache() / "locks" / f"use-{key}.lock", wait=shared, shared=shared)
+
+
+def found() -> list[Entry]:
+    """The entries, the least recently used first."""
+    entries = []
+    for folder in (cache(), cache() / PACKS):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path.is_dir() and (folder.name == PACKS or path.suffix == ".part" or (path / RECEIPT).exists()):
+                lock = lock_of(path)
+                used = (lock.path if lock.path.exists() else path).stat().st_mtime
+                entries.append(Entry(path, sum(size for size, _ in listing(path).values()), used, is_busy(lock)))
+    return sorted(entries, key=lambda entry: entry.used)
+
+
+def is_busy(lock: disk.Lock) -> bool:
+    try:
+        with lock:
+            return False
+    except BlockingIOError:
+        return True
+
+
+def evict(entry: Path) -> bool:
+    """Delete an entry, unless a process uses it. It goes under another name first: nobody finds half of it."""
+    gone = entry.with_name(f"{entry.name.removesuffix('.part')}.deleted.part")
+    try:
+        with lock_of(entry):
+            disk.remove(gone)
+            disk.rename(entry, gone)
+    except BlockingIOError:
+        return False
+    disk.remove(gone)
+    return True
+
+
+def bytes_of(text: int | str | None) -> int:
+    if not isinstance(text, str):
+        return text or 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?", text.strip())
+    if not match:
+        raise StageError(f"free must be bytes, or a size such as 20 GB, got {text!r}")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def require_room(place: Path, need: int, why: str = "") -> None:
+    """Raise DiskError unless `need` bytes are free; it says how much of the cache could be deleted."""
+    try:
+        disk.require_space(place, need)
+    except DiskError as error:
+        unused = sum(entry.bytes for entry in found() if not entry.busy)
+        out = f"{way_out(need)} deletes of the {table.size(unused)} in the cache that nobody uses." if unused else ""
+        raise DiskError(" ".join(filter(None, (str(error), why, out)))) from None
+
+
+def way_out(need: int) -> str:
+    return f"`python -m nbtools cache --free {table.size(need).replace(' ', '')}`"

@@ -1,0 +1,94 @@
+"""Write a folder as a few large tars, which Drive copies many times faster than many small files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from nbtools import disk
+from nbtools.data import archive
+from nbtools.data.drive import place_to_keep
+from nbtools.data.progress import bar
+from nbtools.data.sources import SHARDS, Shard, listing
+from nbtools.data.stage import stage
+from nbtools.errors import StageError
+
+LEAST, MOST = 500_000_000, 2_000_000_000  # bytes: smaller ones are many, larger ones long to copy again
+SHARD = 1_000_000_000
+NAME = "shard-"
+OURS = re.compile(rf"{NAME}\d{{5}}.*|{SHARDS}\..*\.part")
+
+
+def shard(folder: str | Path, to: str | Path, size: int = SHARD, progress: bool = True) -> Path | None:
+    """Write the files of a folder to plain tars of about `size` bytes (0.5 to 2 GB) in another, `drive:…` or a path,
+    with a manifest of their SHA-256, `shards.json`; `nb.stage` of that folder copies, compares and unpacks several at
+    once.
+
+    The same names and contents give the same tars. A call that was interrupted resumes, and one whose files have
+    changed writes the tars that differ. A larger file has a tar of its own. folder: anything that `stage` takes.
+    Returns the folder; None, and a sentence, if access to Drive was declined. Raises StageError or DiskError; the
+    manifest, if there is one, names whole tars only.
+    """
+    if not LEAST <= size <= MOST:
+        raise StageError(f"size must be from {LEAST:,} to {MOST:,} bytes, got {size:,}.")
+    source = stage(folder, progress=progress)
+    target = place_to_keep(to)
+    if target is None:
+        return None
+    if not source.is_dir():
+        raise StageError(f"{folder}: is one file, and shards are made of a folder.")
+    with disk.explained(f"sharding {source}", target):
+        disk.make_folder(target)
+        files = {name: found for name, found in sorted(listing(source).items()) if name}
+        known, shards = written(target), []
+        total = sum(length for length, _ in files.values())
+        with bar(total=total, desc=f"shard {source.name}", unit="B", unit_scale=True, disable=not progress) as shown:
+            for number, names in enumerate(groups(files, size)):
+                of = hashlib.sha256(repr([(name, files[name]) for name in names]).encode("utf-8", "surrogateescape"))
+                found = known.get(of.hexdigest()) or write(source, names, target, number, of.hexdigest())
+                shards.append(found)
+                shown.update(sum(files[name][0] for name in names))
+        disk.write_atomic(target / SHARDS, json.dumps({"version": 1, "shards": list(map(asdict, shards))}, indent=1))
+        for path in target.iterdir():
+            if OURS.fullmatch(path.name) and path.name not in {one.file for one in shards}:
+                disk.remove(path)  # of other files, notes of what an interrupted call had done, and what it left
+    return target
+
+
+def groups(files: dict[str, tuple[int, int]], size: int) -> Iterator[list[str]]:
+    """The names in order, as many at a time as have `size` bytes in a tar."""
+    group: list[str] = []
+    full = 0
+    for name, (length, _) in files.items():
+        room = length + 2 * 512  # its header, and up to the next block
+        if group and full + room > size:
+            yield group
+            group, full = [], 0
+        group.append(name)
+        full += room
+    if group:
+        yield group
+
+
+def write(source: Path, names: list[str], target: Path, number: int, of: str) -> Shard:
+    """One tar, named by its content, and a note that vouches for it."""
+    part = target / f"{NAME}{number:05d}.new"
+    digest = archive.write({name: source / name for name in names}, part)
+    path = part.with_name(f"{NAME}{number:05d}-{digest[:12]}.tar")
+    found = Shard(path.name, part.stat().st_size, digest, len(names), of)
+    disk.rename(part, path)
+    disk.write_atomic(path.with_suffix(".json"), json.dumps(asdict(found)))
+    return found
+
+
+def written(target: Path) -> dict[str, Shard]:
+    """What is there whole already, by what it is of: as the manifest and the notes say, and of the same size."""
+    notes = [json.loads(path.read_text()) for path in target.glob(f"{NAME}*.json")]
+    if disk.exists(manifest := target / SHARDS):
+        notes += json.loads(manifest.read_text())["shards"]
+    sizes = {path.name: path.stat().st_size for path in target.glob(f"{NAME}*.tar")}
+    return {one.of: one for one in (Shard(**note) for note in notes) if sizes.get(one.file) == one.size}

@@ -1,0 +1,165 @@
+"""Snapshots of a folder's files on a second disk, usually Drive, where nothing is written again under a name that it
+had: what is rewritten or appended to there may never arrive (colabtools#287, #2607).
+
+    history.1f2e3d4c5b6a.csv          a part of history.csv, named by its SHA-256
+    history.0a9b8c7d6e5f.csv          the next part: a file that only grew gets one more
+    snapshots/00000012-9a8b….json     the 12th snapshot: file → its parts (name, bytes, SHA-256); written last
+
+A snapshot of which something is missing or damaged does not count; the KEEP newest are there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nbtools import disk
+from nbtools.errors import ArchiveError
+
+KEEP = 3
+SNAPSHOTS = "snapshots"
+MANIFEST = re.compile(r"(\d{8,})-([0-9a-f]{12})\.json")
+PART = re.compile(r"[^/]+\.[0-9a-f]{12}(\.[^./]+)?(\.[^/]+\.part)?")  # also what a crash left of one
+
+Parts = list[tuple[str, int, str]]  # name, bytes, SHA-256
+
+
+def manifests(folder: Path) -> list[Path]:
+    """The snapshots in a folder, newest first. Raises OSError where that is unknown."""
+    try:
+        found = [path for path in (folder / SNAPSHOTS).iterdir() if MANIFEST.fullmatch(path.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(found, key=number, reverse=True)
+
+
+def number(manifest: Path) -> int:
+    return int(manifest.name.partition("-")[0])
+
+
+def read(manifest: Path) -> dict[str, Any]:
+    """What a snapshot has: `files`, and what `take` was told about it. Raises ArchiveError if it is damaged."""
+    data = manifest.read_bytes()
+    if short(data) != manifest.stem.partition("-")[2]:
+        raise ArchiveError(f"{manifest}: is not what was written: its SHA-256 differs from its name.")
+    found = json.loads(data)
+    for name in (*found["files"], *(part[0] for parts in found["files"].values() for part in parts)):
+        if name in ("", ".", "..") or "/" in name:
+            raise ArchiveError(f"{manifest}: {name!r} is not the name of a file in its folder.")
+    return found
+
+
+def newest(folder: Path) -> dict[str, Any]:
+    """The newest snapshot that can be read; {} where nothing is kept. Raises ArchiveError if all are damaged."""
+    trouble = None
+    for manifest in manifests(folder):
+        try:
+            return read(manifest)
+        except ArchiveError as error:
+            trouble = trouble or error
+    if trouble is not None:
+        raise trouble
+    return {}
+
+
+def join(parts: Iterable[Path], target: Path) -> None:
+    """Write the parts of a file one after the other."""
+    with disk.create(target) as file:
+        for part in parts:
+            disk.write(file, part.read_bytes())
+
+
+class Snapshots:
+    """Takes snapshots in a folder. files: file → its parts there, as far as they are known to be intact."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.files: dict[str, Parts] = {}
+        self.stamps: dict[str, tuple[int, ...]] = {}  # of the files as they were when their parts were written
+
+    def verify(self) -> dict[str, Any]:
+        """Read back the newest snapshot, of an earlier start: what is intact need not be written again."""
+        try:
+            found = newest(self.folder)
+        except ArchiveError:
+            found = {}  # the next one is a new beginning
+        self.files = {
+            name: list(map(tuple, parts))
+            for name, parts in found.get("files", {}).items()
+            if all(self.intact(file, size, digest) for file, size, digest in parts)
+        }
+        return found
+
+    def intact(self, name: str, size: int, digest: str) -> bool:
+        path = self.folder / name
+        return disk.exists(path) and path.stat().st_size == size and disk.sha256(path) == digest
+
+    def take(self, files: Mapping[str, Path | bytes], **about: Any) -> None:
+        """Store what is not there yet of some files, read back, and then the manifest that names them; delete what the
+        KEEP newest snapshots do not name. Raises OSError, the earlier snapshots untouched."""
+        disk.make_folder(self.folder / SNAPSHOTS)
+        there = {path.name for path in self.folder.iterdir()}
+        for name, content in files.items():
+            self.files[name] = self.store(name, content, there)
+        self.files = {name: self.files[name] for name in files}
+        data = json.dumps({"version": 1, **about, "files": self.files}, indent=1).encode()
+        last = max(map(number, manifests(self.folder)), default=0)
+        put(self.folder / SNAPSHOTS / f"{last + 1:08d}-{short(data)}.json", data)
+        self.prune()
+
+    def store(self, name: str, content: Path | bytes, there: set[str]) -> Parts:
+        """The parts of a file, of which those that are not there are written: where it grew, only what was added, with
+        the last parts if they are no larger, so that there are never many."""
+        known = [part for part in self.files.get(name, ()) if part[0] in there]
+        stamp = ()
+        if isinstance(content, Path):
+            seen = content.stat()
+            stamp = (seen.st_ino, seen.st_size, seen.st_mtime_ns)
+            if known == self.files.get(name) and self.stamps.get(name) == stamp:
+                return known
+            content = content.read_bytes()
+        view, kept, end = memoryview(content), [], 0
+        for part in known:
+            if hashlib.sha256(view[end : end + part[1]]).hexdigest() != part[2]:
+                break
+            kept.append(part)
+            end += part[1]
+        while kept and kept[-1][1] <= len(view) - end:
+            end -= kept.pop()[1]
+        if not kept or end < len(view):
+            digest = hashlib.sha256(view[end:]).hexdigest()
+            stem, dot, suffix = name.rpartition(".") if "." in name else (name, "", "")
+            part = (f"{stem}.{digest[:12]}{dot}{suffix}", len(view) - end, digest)
+            put(self.folder / part[0], view[end:])
+            kept.append(part)
+        self.stamps[name] = stamp
+        return kept
+
+    def prune(self) -> None:
+        kept, named = 0, set()
+        for manifest in manifests(self.folder):
+            try:
+                files = read(manifest)["files"] if kept < KEEP else {}
+            except ArchiveError:
+                files = {}
+            kept += bool(files)
+            named |= {part[0] for parts in files.values() for part in parts}
+            if not files:
+                disk.remove(manifest)
+        left = [path for path in self.folder.iterdir() if PART.fullmatch(path.name) and path.name not in named]
+        for path in (*left, *(self.folder / SNAPSHOTS).glob("*.part")):
+            disk.remove(path)
+
+
+def put(path: Path, data: bytes | memoryview) -> None:
+    """Write a file whose name says what is in it, unless it is there."""
+    if not (disk.exists(path) and path.read_bytes() == data):
+        disk.write_atomic(path, data)  # which reads it back
+
+
+def short(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]

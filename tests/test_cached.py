@@ -1,0 +1,148 @@
+"""The cache: listed, deleted by age and size, never what a process uses."""
+
+import errno
+import os
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import toy
+from archives import forked, put, tar_bytes, tree
+
+import nbtools as nb
+from nbtools import disk, errors
+from nbtools.__main__ import main
+from nbtools.data import cache
+
+DAY = 86_400
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "drive").mkdir()
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
+    return tmp_path
+
+
+def stage_one(name: str) -> None:
+    nb.stage(f"drive:{name}.tar", progress=False)
+
+
+def staged(place: Path, *names: str) -> None:
+    """Staged by processes that have ended, the first of them the longest ago: a day each."""
+    for age, name in enumerate(reversed(names), 1):
+        put(place / "drive" / f"{name}.tar", tar_bytes({"a": bytes(1_000_000), name: b""}))
+        process = forked(stage_one, name)
+        process.join()
+        assert process.exitcode == 0
+        newest = max((cache() / "locks").glob("use-*"), key=lambda path: path.stat().st_mtime)
+        os.utime(newest, (0, time.time() - age * DAY))
+
+
+def names(entries) -> list[str]:
+    return [entry.path.name.rpartition("-")[0] for entry in entries]
+
+
+def test_what_was_staged_and_packed_is_listed_the_least_recently_used_first(place, capsys):
+    staged(place, "old", "new")
+    pack = toy.pack(toy.demo(place / "raw", 20))
+    found = nb.cached()
+    assert names(found.entries) == ["old", "new", "toy"]
+    assert [entry.busy for entry in found.entries] == [False, False, True]
+    assert found.deleted == ()
+    sizes = [sum(map(len, tree(entry.path).values())) for entry in found.entries]
+    assert [entry.bytes for entry in found.entries] == sizes
+    assert found.entries[-1].path == pack.folder
+    assert "1.0 MB" in str(found)
+    assert "in use" in found._repr_html_()
+    assert main(["cache"]) == 0
+    assert capsys.readouterr().out.strip() == str(nb.cached()).strip()
+
+
+def test_the_least_recently_used_is_deleted_until_enough_is_free_and_it_says_what(place, monkeypatch, capsys):
+    staged(place, "oldest", "older", "new")
+    full = sum(map(len, tree(cache()).values()))
+    monkeypatch.setattr(disk, "free_bytes", lambda _: 5_000_000 + full - sum(map(len, tree(cache()).values())))
+    assert main(["cache", "--free", "6.5 MB"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("deleted") == 3, "two rows and the caption"
+    assert "2.0 MB deleted; 7.0 MB free" in out
+    assert names(nb.cached().entries) == ["new"]
+    assert not list(cache().glob("*.part"))
+    assert nb.cached(free=100_000_000).deleted, "all that can go"
+    with pytest.raises(errors.StageError, match="such as 20 GB, got 'much'"):
+        nb.cached(free="much")
+
+
+def test_what_was_not_used_for_so_long_is_deleted_unfinished_copies_too(place):
+    staged(place, "old", "new")
+    half = put(cache() / "half-12345678.part" / "1" / "archive", bytes(1000)).parents[1]
+    os.utime(half, (0, 0))
+    put(cache() / "checkup.json", b"{}")
+    put(cache() / "mine" / "thesis.txt", b"not of nbtools")
+    assert {entry.path.name.partition("-")[0] for entry in nb.cached(days=1.5).deleted} == {"old", "half"}
+    assert names(nb.cached().entries) == ["new"]
+    assert (cache() / "checkup.json").exists()
+    assert (cache() / "mine" / "thesis.txt").exists()
+
+
+def use(ready, release, name: str) -> None:
+    stage_one(name)
+    ready.set()
+    release.wait(30)
+
+
+def test_what_a_process_uses_stays_until_it_ends_however_it_ends(place):
+    staged(place, "used", "unused")
+    context = get_context("fork")
+    ready, release = context.Event(), context.Event()
+    process = forked(use, ready, release, "used")
+    assert ready.wait(30)
+    assert names(nb.cached(free=10**15, days=0).deleted) == ["unused"]
+    assert names(nb.cached().entries) == ["used"]
+    process.kill()
+    process.join()
+    assert names(nb.cached(days=0).deleted) == ["used"]
+
+
+def test_a_pack_that_this_process_has_open_stays(place):
+    pack = toy.pack(toy.demo(place / "raw", 20))
+    assert nb.cached(days=0).deleted == ()
+    assert len(nb.Pack.open(pack.folder)) == 20
+
+
+def test_what_was_deleted_is_staged_again_and_a_deletion_cut_short_leaves_no_half(place, monkeypatch):
+    staged(place, "digits")
+
+    def failing(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        remove = disk.remove
+        patch.setattr(disk, "remove", lambda path: failing(path) if path.exists() else remove(path))
+        with pytest.raises(errors.DiskError, match="deleting from the cache"):
+            nb.cached(days=0)
+    assert not [path for path in cache().glob("digits-*") if path.suffix != ".part"]
+    assert tree(nb.stage("drive:digits.tar", progress=False)) == {"a": bytes(1_000_000), "digits": b""}
+    nb.cached(days=0)
+    assert names(nb.cached().entries) == ["digits"], "what was left of the deletion is gone too"
+
+
+def test_too_little_space_names_what_the_cache_could_give(place, monkeypatch):
+    staged(place, "old")
+    put(place / "drive" / "big.tar", tar_bytes({"a": bytes(3_000_000)}))
+    monkeypatch.setattr(disk, "free_bytes", lambda _: 500_000)
+    with pytest.raises(errors.DiskError, match=r"needs 6\.\d MB.*`python -m nbtools cache --free 6\.\dMB` deletes of"):
+        nb.stage("drive:big.tar", progress=False)
+
+
+def test_a_pack_that_will_not_fit_stops_after_its_first_samples_and_resumes(place, monkeypatch):
+    raw, first = toy.demo(place / "raw", 400), {"free": 128 * 32}
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "free_bytes", lambda _: first["free"])
+        with pytest.raises(errors.DiskError, match=r"needs 11\.\d kB, .* The first 128 of 400 samples"):
+            toy.pack(raw)
+    assert [path.suffix for path in (cache() / "packs").iterdir()] == [".part"]
+    assert len(toy.pack(raw)) == 400

@@ -1,0 +1,409 @@
+"""A run kept on a second disk: whole under names that are never written again, there to be read back, and no reason for
+training to stop."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import toy
+from acting import QUIET, acting, same
+from archives import ended_at, kill, put, tree
+
+import nbtools as nb
+from nbtools import disk
+from nbtools.data import manifests, newest
+from nbtools.errors import ArchiveError, CheckpointError, StageError
+from nbtools.train import Keeper, checkpoint, keep
+
+ONE = toy.PLAN.replace(epochs=1)
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, pack):
+    return nb.fit(toy, pack, toy.PLAN, tmp_path_factory.mktemp("runs") / "run", **QUIET)
+
+
+@pytest.fixture
+def copy(run, tmp_path) -> Path:
+    """Its folder, to be changed."""
+    return shutil.copytree(run.folder, tmp_path / "copy")
+
+
+def kept(folder: Path, target: Path) -> list[str]:
+    """Copy a run once; the complaints."""
+    keeper = Keeper(folder, target)
+    keeper.keep()
+    keeper.close()
+    return keeper.complaints
+
+
+def contents(files: dict[str, bytes]) -> dict[str, bytes]:
+    """Of a run's folder, without what is never kept."""
+    return {name: data for name, data in files.items() if name not in ("kept.json", "control.json")}
+
+
+def away(code: int = errno.ENOTCONN) -> None:
+    raise OSError(code, os.strerror(code))
+
+
+# -- names
+
+
+def test_what_is_kept_comes_back_and_nothing_is_written_twice_under_one_name(pack, tmp_path, monkeypatch):
+    target, real, written = tmp_path / "drive", disk.write_atomic, []
+
+    def write_atomic(path, data):
+        if path.is_relative_to(target):
+            assert not path.exists(), f"{path.name} is written again"
+            written.append(path.name)
+        return real(path, data)
+
+    monkeypatch.setattr(disk, "write_atomic", write_atomic)
+    run = nb.fit(toy, pack, toy.PLAN, tmp_path / "run", keep=target, **QUIET)
+    again = nb.fit(toy, pack, toy.PLAN.replace(epochs=5), tmp_path / "run", keep=target, **QUIET)
+    assert len(written) == len(set(written)) > 10
+    assert all(re.search(r"[.-][0-9a-f]{12}(\.|$)", name) for name in written)
+    found = nb.Run.open(target, toy)
+    assert same(found, again)
+    assert found.best == again.best
+    assert contents(tree(nb.stage(target, progress=False))) == contents(tree(run.folder))
+
+
+def test_the_history_is_kept_in_closed_parts_that_are_few(tmp_path):
+    source, target = put(tmp_path / "run" / "run.json", b'{"last": "0001-00000001", "id": "1"}').parent, tmp_path / "d"
+    for suffix in ("json", "safetensors"):
+        put(source / f"0001-00000001.{suffix}", b"{}")
+    history, sizes, keeper = source / "history.csv", [], Keeper(source, target)
+    for number in range(60):
+        with history.open("a") as file:
+            file.write(f"step,{number}\n" * 20)
+        keeper.copy((source / "run.json").read_bytes())
+        parts = newest(target)["files"]["history.csv"]
+        assert b"".join((target / name).read_bytes() for name, _, _ in parts) == history.read_bytes()
+        sizes.append(len(parts))
+    assert max(sizes) <= 7, "log2 of 60, and one"
+    assert len(list(target.glob("history.*"))) <= 3 * 7, "those of older snapshots have gone"
+    history.write_text("cut\n")
+    keeper.copy((source / "run.json").read_bytes())
+    assert [size for _, size, _ in newest(target)["files"]["history.csv"]] == [4]
+
+
+@pytest.mark.parametrize("harm", ["flipped", "cut", "gone", "of the manifest"])
+def test_a_snapshot_that_is_damaged_gives_way_to_the_one_before_it(copy, tmp_path, harm, capsys):
+    target = tmp_path / "drive"
+    put(copy / "notes.json", b'{"notes": "first"}')
+    assert kept(copy, target) == []
+    put(copy / "notes.json", b'{"notes": "second"}')
+    assert kept(copy, target) == []
+    files = [target / one["files"]["notes.json"][0][0] for one in [newest(target)]]
+    path = manifests(target)[0] if harm == "of the manifest" else files[0]
+    data = path.read_bytes()
+    if harm == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(data[:-1] if harm == "cut" else data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+    assert nb.Run.open(target, toy).notes == "first"
+    assert "An older copy is used instead." in capsys.readouterr().err
+    shutil.rmtree(copy)
+    restored = nb.fit(toy, toy_pack(copy, target), toy.PLAN, copy, keep=target, **QUIET)
+    assert restored.notes == "first"
+    assert nb.Run.open(target, toy).notes == "first", "a whole snapshot follows"
+
+
+def toy_pack(folder: Path, target: Path) -> nb.Pack:
+    return nb.Pack.open(json.loads((nb.Run.open(target, toy).folder / "run.json").read_text())["pack"])
+
+
+def test_where_every_copy_is_damaged_nothing_is_started_over(copy, pack, tmp_path):
+    target = tmp_path / "drive"
+    kept(copy, target)
+    for path in target.glob("*.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(StageError, match="none of the copies that were kept there is intact"):
+        nb.Run.open(target, toy)
+    with pytest.raises(StageError, match="none of the copies"):
+        nb.fit(toy, pack, toy.PLAN, tmp_path / "other", keep=target, **QUIET)
+    assert not (tmp_path / "other").exists()
+    for path in manifests(target):
+        path.write_bytes(b"{}")
+    with pytest.raises(ArchiveError, match="its SHA-256 differs from its name"):
+        nb.fit(toy, pack, toy.PLAN, tmp_path / "other", keep=target, **QUIET)
+    assert kept(copy, target) == [], "what is still here makes a new beginning"
+    assert nb.Run.open(target, toy).best
+
+
+def test_a_run_that_an_older_nbtools_kept_opens_resumes_and_is_kept_anew(run, pack, tmp_path):
+    target = shutil.copytree(run.folder, tmp_path / "drive")
+    assert nb.Run.open(target, toy).best == run.best
+    more = nb.fit(toy, pack, toy.PLAN.replace(epochs=4), tmp_path / "vm", keep=target, **QUIET)
+    assert len(more.summary()) == 4
+    assert not (target / "run.json").exists(), "an older nbtools would take it for the newest"
+    assert same(nb.Run.open(target, toy), more)
+
+
+# -- what is safe
+
+
+def states(run: nb.Run) -> list[str]:
+    return list(run.kept.values())
+
+
+def test_a_checkpoint_is_local_then_copied_then_confirmed_by_a_later_start(pack, tmp_path):
+    target, folder = tmp_path / "drive", tmp_path / "run"
+    run = nb.fit(toy, pack, ONE, folder, **QUIET)
+    assert run.kept == {}, "no second folder was named"
+    run = nb.fit(toy, pack, ONE, folder, keep=target, **QUIET)
+    last = checkpoint.read_index(folder)["last"]
+    assert run.kept[last] == "copied"
+    assert set(states(run)) <= {"copied", "local"}
+    assert keep.kept_until(folder) == f"step {checkpoint.place(last)[1]:,} copied"
+    more = nb.fit(toy, pack, ONE.replace(epochs=2), folder, keep=target, **QUIET)
+    assert more.kept[last] == "confirmed"
+    assert states(more)[0] == "copied"
+    assert nb.runs(tmp_path).frame.to_dict()["kept"] == {"run": "copied"}
+    shutil.rmtree(folder)
+    again = nb.fit(toy, pack, ONE.replace(epochs=2), folder, keep=target, **QUIET)
+    assert states(again)[0] == "confirmed", "it came from there"
+
+
+def test_what_reads_back_damaged_is_not_confirmed_but_written_again(copy, tmp_path):
+    target = tmp_path / "drive"
+    kept(copy, target)
+    [path] = target.glob(f"{checkpoint.read_index(copy)['last']}.*.safetensors")
+    path.write_bytes(b"\0" * path.stat().st_size)
+    kept(copy, target)
+    assert nb.Run.open(copy, toy).kept[checkpoint.read_index(copy)["last"]] == "copied"
+    assert len(checkpoint.weights(nb.Run.open(target, toy).folder)) > 0
+
+
+def test_on_a_network_disk_a_later_start_is_one_of_the_machine(copy, tmp_path, monkeypatch):
+    """What this machine reads back may never have left it."""
+    monkeypatch.setattr(disk, "is_slow", lambda path: True)
+    monkeypatch.setattr(disk, "boot", lambda: "one")
+    for _ in range(2):
+        kept(copy, tmp_path / "drive")
+        assert "confirmed" not in nb.Run.open(copy, toy).kept.values()
+    monkeypatch.setattr(disk, "boot", lambda: "two")
+    kept(copy, tmp_path / "drive")
+    assert nb.Run.open(copy, toy).kept[checkpoint.read_index(copy)["last"]] == "confirmed"
+
+
+# -- a disk that is away
+
+
+def failing(patch: pytest.MonkeyPatch, target: Path, fails) -> None:
+    """Writing below the target raises what `fails()` raises, if it does."""
+    for name in ("create", "make_folder"):
+        real = getattr(disk, name)
+
+        def operation(path, *rest, real=real, **more):
+            if path.is_relative_to(target):
+                fails()
+            return real(path, *rest, **more)
+
+        patch.setattr(disk, name, operation)
+
+
+def leaving(gone: threading.Event, target: Path):
+    """An action: the target goes away, once something is kept there."""
+
+    def act() -> None:
+        end = time.monotonic() + 30
+        while not manifests(target):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        gone.set()
+
+    return act
+
+
+@pytest.mark.parametrize("code", [errno.ENOTCONN, errno.ENOSPC])
+def test_training_goes_on_while_drive_is_away_which_is_said_once_and_made_up_for(pack, tmp_path, monkeypatch, code):
+    target, gone = tmp_path / "drive", threading.Event()
+    monkeypatch.setattr(keep, "PAUSE", 0.02)
+    failing(monkeypatch, target, lambda: gone.is_set() and away(code))
+    steps = len(range(0, pack.splits["train"], toy.PLAN.batch_size))
+    task = acting(
+        {
+            steps + 2: leaving(gone, target),
+            4 * steps + 2: gone.clear,
+            4 * steps + 4: lambda: threading.Event().wait(0.5),
+        }
+    )
+    run = nb.fit(task, pack, toy.PLAN.replace(epochs=6), tmp_path / "run", keep=target, **QUIET)
+    whole = nb.fit(toy, pack, toy.PLAN.replace(epochs=6), tmp_path / "whole", **QUIET)
+    assert same(run, whole)
+    said = [text for text in run.events if str(target) in text]
+    assert len(said) == 2, said
+    assert re.search(
+        rf"not kept \(.*Errno {code}.*is complete in .*run\. .*ends at step \d+; the rest follows", said[0]
+    )
+    assert re.search(r"kept again. What is kept there ends at step \d+", said[1])
+    assert same(nb.Run.open(target, toy), whole)
+
+
+def test_what_is_missing_follows_when_drive_is_back_though_nothing_new_is_saved(copy, tmp_path, monkeypatch):
+    target, gone = tmp_path / "drive", threading.Event()
+    monkeypatch.setattr(keep, "PAUSE", 0.02)
+    failing(monkeypatch, target, lambda: gone.is_set() and away())
+    gone.set()
+    keeper, end = Keeper(copy, target), time.monotonic() + 30
+    keeper.keep()
+    while not keeper.complaints:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    gone.clear()
+    while keeper.behind:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    keeper.close()
+    assert ["not kept" in keeper.complaints[0], "kept again" in keeper.complaints[1]] == [True, True]
+    assert manifests(target)
+
+
+def test_a_drive_that_stays_away_is_named_at_the_end_with_what_is_not_safe(pack, tmp_path, monkeypatch):
+    target, gone = tmp_path / "drive", threading.Event()
+    failing(monkeypatch, target, lambda: gone.is_set() and away())
+    steps = len(range(0, pack.splits["train"], toy.PLAN.batch_size))
+    task = acting({steps + 2: leaving(gone, target)})
+    run = nb.fit(task, pack, toy.PLAN.replace(epochs=3), tmp_path / "run", keep=target, **QUIET)
+    assert len(run.summary()) == 3
+    assert re.search(
+        r"not kept to the end \(.*\)\. What is kept there ends at step \d+; all of it is in", run.events[-1]
+    )
+    assert states(run)[0] == "local"
+    gone.clear()
+    again = nb.fit(toy, pack, toy.PLAN.replace(epochs=3), tmp_path / "run", keep=target, **QUIET)
+    assert states(again)[0] == "copied"
+    assert same(nb.Run.open(target, toy), again)
+
+
+def test_a_copy_that_failed_is_made_up_for_and_no_snapshot_names_what_is_absent(run, tmp_path, monkeypatch):
+    """Drive's Errno 5, once at each write of a run's copy."""
+    real, target = disk.write_atomic, tmp_path / "drive"
+    for broken in range(0, 100, 3):
+        left = [broken]
+
+        def flaky(path, data, left=left):
+            if path.is_relative_to(target):
+                left[0] -= 1
+                if left[0] == -1:
+                    away(errno.EIO)
+            return real(path, data)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "write_atomic", flaky)
+            complaints = kept(run.folder, target)
+        if manifests(target):
+            assert nb.Run.open(target, toy).model("cpu") is not None
+        assert kept(run.folder, target) == []
+        assert nb.Run.open(target, toy).best == run.best
+        shutil.rmtree(target)
+        if not complaints:
+            break
+    assert 8 < broken < 99
+
+
+@pytest.mark.parametrize("step", [6, pytest.param(1, marks=pytest.mark.full)])
+def test_copying_killed_at_any_operation_leaves_whole_snapshots_only_and_goes_on(copy, tmp_path, step):
+    def there(target: Path) -> dict[str, bytes]:
+        return contents(tree(nb.stage(target, progress=False)))
+
+    put(copy / "notes.json", b'{"notes": "old"}')
+    kept(copy, tmp_path / "first")
+    old = there(tmp_path / "first")
+    put(copy / "notes.json", b'{"notes": "new"}')
+    put(copy / "table.csv", b"a,b")
+    new = {**old, "notes.json": b'{"notes": "new"}', "table.csv": b"a,b"}
+    for nth in range(0, 200, step):
+        target = shutil.copytree(tmp_path / "first", tmp_path / f"drive-{nth}")
+        ended = ended_at(nth, kill, kept, copy, target)
+        assert there(target) == new or (there(target) == old and ended == -9)
+        assert kept(copy, target) == []
+        assert there(target) == new
+        assert not list(target.rglob("*.part"))
+        if ended == 0:
+            break
+    assert 15 < nth < 199
+
+
+def test_what_reads_back_differently_is_not_kept(copy, tmp_path, monkeypatch):
+    target, real = tmp_path / "drive", disk.write
+
+    def write(file, data):
+        flips = str(file.name).startswith(str(target / "card."))
+        return real(file, bytes(data)[:-1] + b"?" if flips else data)
+
+    monkeypatch.setattr(disk, "write", write)
+    [said] = kept(copy, target)
+    assert "card." in said
+    assert "reads back differently" in said
+    assert manifests(target) == []
+
+
+def waiting(keeper: Keeper, patch: pytest.MonkeyPatch) -> threading.Event:
+    """What copies wait for from now on."""
+    copy, event = keeper.copy, threading.Event()
+    patch.setattr(keeper, "copy", lambda index: event.wait() and copy(index))
+    return event
+
+
+def test_an_index_kept_while_the_run_goes_on_names_what_was_there(copy, tmp_path, monkeypatch):
+    target, keeper = tmp_path / "drive", Keeper(copy, tmp_path / "drive")
+    index, busy = checkpoint.read_index(copy), waiting(keeper, monkeypatch)
+    keeper.keep()  # the run is one checkpoint further before it copies
+    checkpoint.mark(copy, last="0009-00000081", best="0009-00000081.best")
+    busy.set()
+    keeper.close()
+    found = nb.Run.open(target, toy).folder
+    assert checkpoint.read_index(found) == index
+    assert len(checkpoint.weights(found)) > 0
+
+
+def test_what_is_pruned_before_it_is_kept_is_no_complaint(copy, tmp_path, monkeypatch):
+    keeper = Keeper(copy, tmp_path / "drive")
+    busy = waiting(keeper, monkeypatch)
+    keeper.keep()
+    for path in copy.glob("*.safetensors"):
+        path.unlink()
+    busy.set()
+    keeper.close()
+    assert keeper.complaints == []
+    assert manifests(tmp_path / "drive") == []
+
+
+def test_a_copy_that_hangs_lets_the_process_end(copy, tmp_path, monkeypatch):
+    """At exit Python waits for every thread that is no daemon."""
+    before, keeper = threading.enumerate(), Keeper(copy, tmp_path / "drive")
+    busy = waiting(keeper, monkeypatch)
+    keeper.keep()
+    assert [thread.daemon for thread in threading.enumerate() if thread not in before] == [True]
+    busy.set()
+    keeper.close()
+
+
+def test_files_of_others_stay_and_no_other_runs_copy_is_replaced(copy, run, pack, tmp_path):
+    target = put(tmp_path / "drive" / "thesis.txt", b"mine").parent
+    for number in range(5):
+        put(copy / "notes.json", json.dumps({"notes": number}).encode())
+        kept(copy, target)
+    assert (target / "thesis.txt").read_bytes() == b"mine"
+    assert len(manifests(target)) == 3
+    assert len(list(target.glob("notes.*"))) == 3
+    nb.fit(toy, pack, ONE, tmp_path / "other", **QUIET)
+    with pytest.raises(CheckpointError, match="holds a different run"):
+        nb.fit(toy, pack, ONE, tmp_path / "other", keep=target, **QUIET)
+    with pytest.raises(CheckpointError, match="is a folder where a run is kept; name it with keep="):
+        nb.fit(toy, pack, ONE, target, **QUIET)

@@ -1,0 +1,161 @@
+"""Shards: the same tars for the same files, whole or not there, and the folder back from them."""
+
+import hashlib
+import json
+import os
+import random
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from archives import ended_at, full, kill, put, tree
+
+import nbtools as nb
+from nbtools import errors
+from nbtools.__main__ import main
+from nbtools.data import cache, sources
+
+shards = sys.modules[nb.shard.__module__]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "drive").mkdir()
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
+    monkeypatch.setattr(shards, "LEAST", 1)
+    return tmp_path
+
+
+@pytest.fixture
+def raw(place) -> Path:
+    """30 files of up to 8 kB, in folders; one has no byte."""
+    drawn = random.Random(0)
+    for number in range(30):
+        put(place / "raw" / f"{number % 3}" / f"{number:02d}.bin", drawn.randbytes(drawn.randrange(8000)))
+    put(place / "raw" / "empty")
+    return place / "raw"
+
+
+def shard(folder: Path, to="drive:sets/raw", size: int = 20_000) -> Path:
+    found = nb.shard(folder, to, size, progress=False)
+    assert found is not None
+    return found
+
+
+def stage(source, into=None) -> Path:
+    return nb.stage(source, into, progress=False)
+
+
+def test_a_folder_comes_back_from_its_shards_which_have_their_size_and_their_hashes(place, raw):
+    folder = shard(raw)
+    manifest = json.loads((folder / "shards.json").read_text())["shards"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(["shards.json", *(one["file"] for one in manifest)])
+    assert len(manifest) > 4
+    assert sum(one["files"] for one in manifest) == 31
+    for one in manifest:
+        data = (folder / one["file"]).read_bytes()
+        assert (one["size"], one["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
+        assert len(data) <= 20_000 + 2 * 512
+    for source in ("drive:sets/raw", folder, "drive:sets/raw/shards.json"):
+        assert tree(stage(source)) == tree(raw)
+    assert not list(cache().glob("*.part"))
+
+
+def test_the_same_names_and_contents_give_the_same_tars_and_a_second_call_writes_none(place, raw, monkeypatch):
+    before = tree(shard(raw))
+    for path in raw.rglob("*.bin"):
+        os.utime(path, (0, 0))
+    other = tree(shard(raw, place / "other"))
+    assert {name: data for name, data in other.items() if name.endswith("tar")} == {
+        name: data for name, data in before.items() if name.endswith("tar")
+    }
+    monkeypatch.setattr(shards.archive, "write", lambda *_: pytest.fail("written again"))
+    assert tree(shard(raw, place / "other")) == other
+
+
+def test_where_files_changed_only_their_tars_are_written_and_the_others_go(place, raw, monkeypatch):
+    before = {path.name for path in shard(raw).glob("*.tar")}
+    put(raw / "2" / "29.bin", b"new")
+    folder = shard(raw)
+    after = {path.name for path in folder.glob("*.tar")}
+    assert len(before - after) == 1
+    assert after == {one["file"] for one in json.loads((folder / "shards.json").read_text())["shards"]}
+    assert tree(stage("drive:sets/raw")) == tree(raw)
+
+
+@pytest.fixture
+def few(raw) -> Path:
+    for path in list(raw.rglob("*.bin"))[4:]:
+        path.unlink()
+    return raw
+
+
+@pytest.mark.parametrize("fault", [kill, full])
+def test_sharding_cut_short_at_any_operation_resumes(place, few, fault):
+    whole = {name: data for name, data in tree(shard(few, place / "whole", 9000)).items() if name.endswith("tar")}
+    assert len(whole) > 1
+    for nth in range(fault is full, 200, 5):
+        to = place / f"to-{nth}"
+        ended = ended_at(nth, fault, partial(shard, size=9000), few, to)
+        if (to / "shards.json").exists():
+            assert tree(stage(to)) == tree(few)
+        assert {name: data for name, data in tree(shard(few, to, 9000)).items() if name != "shards.json"} == whole
+        if ended == 0:
+            break
+        assert ended == {full: 1, kill: -9}[fault]
+    assert 15 < nth < 199
+
+
+@pytest.mark.parametrize("fault", [kill, full])
+def test_staging_shards_cut_short_at_any_operation_publishes_all_or_nothing_and_resumes(place, few, fault):
+    shard(few, size=9000)
+    for nth in range(fault is full, 300, 8):
+        into = place / f"into-{nth}"
+        ended = ended_at(nth, fault, stage, "drive:sets/raw", into)
+        assert all(tree(path / "raw") == tree(few) for path in into.glob("*") if path.suffix != ".part")
+        assert tree(stage("drive:sets/raw", into)) == tree(few)
+        if ended == 0:
+            break
+    assert 15 < nth < 299
+
+
+def test_a_flipped_bit_and_a_missing_shard_are_found_and_nothing_is_published(place, raw, monkeypatch):
+    monkeypatch.setattr(sources, "PAUSE", 0.001)
+    folder = shard(raw)
+    first = sorted(folder.glob("*.tar"))[0]
+    data = first.read_bytes()
+    first.write_bytes(data[:1500] + bytes([data[1500] ^ 1]) + data[1501:])
+    with pytest.raises(errors.ArchiveError, match=r"shard-00000-.*its SHA-256 is not the one that was noted"):
+        stage("drive:sets/raw")
+    first.unlink()
+    with pytest.raises(errors.StageError, match=r"shard-00000-"):
+        stage("drive:sets/raw")
+    assert not [path for path in cache().glob("raw-*") if path.suffix != ".part"]
+    first.write_bytes(data)
+    assert tree(stage("drive:sets/raw")) == tree(raw)
+    put(folder / "shards.json", b"{}")
+    with pytest.raises(errors.StageError, match=r"shards\.json: cannot be read .*Write the shards again"):
+        stage("drive:sets/raw")
+
+
+def test_a_manifest_that_leads_out_of_its_folder_is_refused(place, raw):
+    folder = shard(raw)
+    manifest = json.loads((folder / "shards.json").read_text())
+    manifest["shards"][0]["file"] = "../x.tar"
+    put(folder / "shards.json", json.dumps(manifest).encode())
+    with pytest.raises(errors.StageError, match=r"shards\.json: cannot be read"):
+        stage("drive:sets/raw")
+
+
+def test_a_size_out_of_range_is_refused(place, raw, monkeypatch):
+    monkeypatch.setattr(shards, "LEAST", 500_000_000)
+    with pytest.raises(errors.StageError, match=r"size must be from 500,000,000 to 2,000,000,000 bytes, got 1,000"):
+        shard(raw, size=1000)
+
+
+def test_the_terminal_shards_and_prints_the_folder(place, raw, capsys):
+    assert main(["shard", str(raw), "drive:sets/raw"]) == 0
+    assert capsys.readouterr().out.strip() == str(place / "drive" / "sets" / "raw")
+    assert tree(stage("drive:sets/raw")) == tree(raw)
