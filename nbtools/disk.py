@@ -25,7 +25,7 @@ OPERATIONS = ("create", "append", "read", "write", "sync", "sync_folder", "renam
 
 WORD = 16  # bytes of what the owner of a lock does
 AWAY = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT)
-"""Errors of a disk that stopped responding, which say nothing of the file: Drive gives the first two after a while."""
+"""Errors of a disk that stopped responding, which say nothing about a file: Drive gives the first two after a while."""
 
 MANY = 64  # above this many files one sync() of everything is cheaper than an fsync each (50,000 images: minutes)
 
@@ -145,7 +145,8 @@ def write_atomic(path: Path, data: bytes | memoryview | str) -> Path:
 def forget(file) -> None:
     """Drop a synced file from memory, where the system can, so that it is next read from the disk itself."""
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(OSError):  # some file systems take no advice
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def sealed(values: dict[str, Any]) -> str:
@@ -157,7 +158,10 @@ def sealed(values: dict[str, Any]) -> str:
 def unsealed(data: str | bytes) -> dict[str, Any]:
     """Raises ValueError for what is not a JSON object, or not as it was sealed; one without a seal is of an older
     nbtools."""
-    values = json.loads(data)
+    try:
+        values = json.loads(data)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from None
     if not isinstance(values, dict):
         raise ValueError("not a JSON object")
     seal = values.pop("seal", None)
@@ -174,6 +178,11 @@ def boot() -> str:
     """Differs after each start of this machine, where Linux tells; bytes that no sync covered may not outlive it."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip()[:8] if path.exists() else ""
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether it says that a disk stopped responding, and not what a file is like."""
+    return isinstance(error, OSError) and error.errno in AWAY
 
 
 def exists(path: Path) -> bool:
@@ -263,7 +272,9 @@ def explained(doing: str, path: Path) -> Iterator[None]:
             reason, advice = "a file is where a folder should be", "Move it, or choose another folder."
         else:
             reason, advice = error.strerror or str(error), "Try again; if it happens again, choose another disk."
-        entry = "Drive errors 5 and 107" if error.errno in AWAY else ""
+            if is_away(error):
+                advice = "Try again; a file that it happens to again is damaged: copy it anew, or delete it."
+        entry = "Drive errors 5 and 107" if is_away(error) else ""
         raise errors.DiskError(f"{doing}: {error.filename or path}: {reason}. {advice}", entry=entry) from error
 
 
@@ -298,7 +309,7 @@ class Lock:
             os.pwrite(self.descriptor, word.encode().ljust(WORD), 0)  # all at once: a reader sees no half of it
 
     def noted(self) -> str:
-        """The word of the owner, or of the last that there was."""
+        """The word of the owner, or of its last owner."""
         with contextlib.suppress(FileNotFoundError):
             return self.path.read_bytes().decode().strip()
         return ""

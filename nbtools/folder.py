@@ -181,9 +181,8 @@ class Job:
         return self.place == (self.state.epoch, self.state.step)
 
     def watch(self, record: Record) -> None:
-        """Save at the end of an epoch if it is the best or checkpoints are cheap; within an epoch every minute, or as
-        seldom as keeps them cheap.
-        Training continues as soon as the state is copied."""
+        """Save at the end of an epoch if it is the best or checkpoints are cheap; within an epoch every minute, or
+        less often where saving would take more than 1 % of the time. Training continues once the state is copied."""
         if self.writing is not None and self.writing.done():
             self.settle()
         since = monotonic() - self.saved

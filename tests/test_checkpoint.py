@@ -150,6 +150,23 @@ def test_the_picture_is_drawn_while_training_goes_on(pack, tmp_path, monkeypatch
     assert (run.folder / "plot.png").read_bytes() == b"\x89PNG"
 
 
+def test_the_last_picture_stays_that_of_a_run_that_failed_while_one_was_drawn(pack, tmp_path, monkeypatch):
+    drawn, begun = [], threading.Event()
+
+    def draw(made, *_):
+        drawn.append(made.state)
+        begun.set()
+        time.sleep(0.3 if len(drawn) == 1 else 0)
+        return made.state.encode()
+
+    monkeypatch.setattr("nbtools.live.png.draw", draw)
+    steps = len(pack.ids("train")) // toy.PLAN.batch_size + 3  # in the second epoch, while the first's is drawn
+    with pytest.raises(ZeroDivisionError):
+        nb.fit(acting({steps: lambda: begun.wait(LIMIT) and 1 / 0}), pack, toy.PLAN, tmp_path / "run", **QUIET)
+    assert drawn == ["training", "failed"]
+    assert (tmp_path / "run" / "plot.png").read_bytes() == b"failed"
+
+
 # -- what is verified
 
 
@@ -160,7 +177,7 @@ def test_a_number_changed_on_the_disk_is_noticed(pack, tmp_path, name):
     path = run.folder / ("run.json" if name == "run.json" else f"{newest}.json")
     path.write_text(path.read_text().replace(newest if name == "run.json" else '"step": ', '"step": 1', 1))
     if name == "run.json":
-        with pytest.raises(CheckpointError, match="not JSON as it was written"):
+        with pytest.raises(CheckpointError, match=r"run\.json: not "):
             nb.Run.open(run.folder, toy)
     else:
         assert "not as it was written" in checkpoint.newest(run.folder).complaints[0]

@@ -138,13 +138,18 @@ def test_advice_leaves_out_what_fails_here_and_says_why(tmp_path, monkeypatch):
 
 
 def test_what_ended_the_process_fails_and_is_not_tried_again(monkeypatch):
-    monkeypatch.setitem(PARTS, "ends", (lambda _: iter([Attempt("it", partial(os._exit, 3))]), 1.0))
+    monkeypatch.setitem(
+        PARTS, "ends", (lambda _: iter([Attempt("it", partial(os._exit, 3), "mine", {"graph": True})]), 1.0)
+    )
     if not (child := os.fork()):
         nb.checkup(parts=["ends"])
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     [row] = nb.checkup(parts=["ends"]).rows
-    assert (row.result, row.text) == ("fails", "the process ended while it was tried")
+    assert (row.result, row.text) == (
+        "fails",
+        "the process ended while it was tried; nb.checkup(again=True) tries it anew",
+    )
 
 
 def test_cuda_graphs_are_tried_only_where_the_checkup_found_that_they_work():

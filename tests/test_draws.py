@@ -113,3 +113,12 @@ def test_the_generator_is_pcgs_and_the_one_that_runs_were_made_with():
     assert mixed(3, 1) == 2781714507
     there = Draws(3, torch.tensor(1), torch.tensor([0, 1, 1_000_000]))
     assert torch.equal(there.keys, draws.keys), "also of an epoch that a CUDA graph reads"
+
+
+def test_numbers_are_float32_whatever_torchs_default_is():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert Draws(0, 0, torch.arange(3)).uniform(-1, 1, (2,)).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)

@@ -44,6 +44,14 @@ def graphs_of(state: nb.TrainState) -> graph.Graphs:
     return state.graphs
 
 
+@pytest.mark.usefixtures("fp16_on_cpu")
+@pytest.mark.parametrize("settings", [{"amp": "fp16"}, {"checkpoint_activations": True}])
+def test_what_cannot_be_recorded_says_so_and_runs_as_without(pack, settings):
+    state = nb.TrainState(toy, pack, PLAN.replace(**settings), "cpu")
+    assert state.graphs is None
+    assert state.events[0].startswith("graph off: ")
+
+
 # -- tasks
 
 

@@ -21,6 +21,7 @@ import nbtools as nb
 from nbtools import disk
 from nbtools.data import SPLITS, Entry, Pack, Survey, build, build_pack, cache, split_of
 from nbtools.errors import ArchiveError, DiskError, PackError, StageError
+from nbtools.tasks import captcha, hwdb, segment
 
 MANIFEST = "pack.json"
 
@@ -582,7 +583,24 @@ def test_a_disk_that_stops_responding_ends_packing_and_leaves_no_sample_out(tmp_
     def made():
         return build_pack(source, "toy", {"ragged": False}, toy.survey, read, into=tmp_path / "pack", progress=False)
 
-    with pytest.raises(DiskError, match="Input/output error"):
+    with pytest.raises(DiskError, match=r"_7\.npy: Input/output error\. Try again; a file that it happens to again is"):
         made()
     assert not (tmp_path / "pack").exists()
     assert len(made()) == 20
+
+
+@pytest.mark.parametrize("task", [captcha, hwdb, segment])
+def test_so_it_does_for_images_of_the_tasks(task, tmp_path, monkeypatch):
+    source, real, failing = task.demo(tmp_path / "raw", 12), open, [errno.EIO]
+
+    def away(file, *more, **named):
+        if failing and str(file).endswith((".png", ".jpg", ".dgrl")):
+            raise OSError(failing.pop(), "Input/output error", str(file))
+        return real(file, *more, **named)
+
+    monkeypatch.setattr("builtins.open", away)
+    with pytest.raises(DiskError, match="Input/output error"):
+        task.pack(source, into=tmp_path / "pack", progress=False)
+    assert not failing
+    pack = task.pack(source, into=tmp_path / "pack", progress=False)
+    assert not pack.manifest["bad"]

@@ -517,8 +517,8 @@ def decoded(entry: Entry, read: Reader, root: Path, survey: Survey) -> Sample | 
         try:
             sample = read(root / entry.name, survey.options or {})
         except DAMAGED as error:
-            if isinstance(error, OSError) and error.errno in disk.AWAY:
-                raise  # else a moment's trouble would leave the sample out for ever
+            if isinstance(error, OSError) and disk.is_away(error):  # a moment's trouble must not leave it out for ever
+                raise OSError(error.errno, error.strerror, str(root / entry.name)) from None
             came = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             raise PackError(came, READABLE, "copy it again, or delete it") from None
         if entry.label is not None:

@@ -97,7 +97,8 @@ class Draws:
     def uniform(self, low: float = 0.0, high: float = 1.0, shape: tuple[int, ...] = ()) -> Tensor:
         """(B, *shape) float32 in [low, high), 24 bits; low ≠ 0 may round up to high."""
         place = self.take(math.prod(shape))
-        return (self.upper[:, place] * ((high - low) / 2**24) + low).view(len(self.ids), *shape)
+        span = constant(((high - low) / 2**24,), self.ids.device)  # float32, whatever torch's default is
+        return (self.upper[:, place] * span + low).view(len(self.ids), *shape)
 
     def uniforms(self, *ranges: tuple[float, float]) -> Tensor:
         """(B, N) float32, the n-th in the n-th range [low, high): those of N calls of `uniform` by two kernels."""

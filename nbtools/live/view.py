@@ -11,6 +11,7 @@ import dataclasses
 import math
 import shutil
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Sequence
 from html import escape
@@ -82,6 +83,7 @@ class View:
         self.back: Record | None = None  # the last answer to Back to best
         self.next_still = 0.0
         self.fresh: Still | Exception | None = None  # a PNG, or why there is none, until it is shown
+        self.drawing, self.ended = threading.Lock(), False  # the last picture replaces one that is still being drawn
         self.bar = bar(
             total=count * self.epochs(plan),
             initial=history.rows[-1]["samples"] if history.rows else 0,
@@ -153,13 +155,16 @@ class View:
 
         def keep() -> None:
             start = time.thread_time()
-            try:
-                self.fresh = Still(png.draw(made, cards), made.alt)
-                disk.write_atomic(self.folder / PLOT_FILE, self.fresh.image)
-            except Exception as error:
-                self.fresh = error
-            else:
-                self.next_still = time.monotonic() + max(STILL_EVERY, (time.thread_time() - start) / STILL_COST)
+            with self.drawing:
+                if self.ended:
+                    return
+                try:
+                    self.fresh = Still(png.draw(made, cards), made.alt)
+                    disk.write_atomic(self.folder / PLOT_FILE, self.fresh.image)
+                except Exception as error:
+                    self.fresh = error
+                    return
+            self.next_still = time.monotonic() + max(STILL_EVERY, (time.thread_time() - start) / STILL_COST)
 
         return keep
 
@@ -237,6 +242,8 @@ class View:
         do next. Raises DiskError; if the picture cannot be drawn, a message says so, since the run is complete without
         it."""
         self.bar.close()
+        with self.drawing:
+            self.ended = True
         still, page, self.cards = None, "", previews
         lives = self.output is not None and self.output.lives
         try:

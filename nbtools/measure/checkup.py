@@ -16,7 +16,7 @@ from nbtools.train import device as devices
 from nbtools.version import VERSION
 
 WORKS, DIFFERS, FAILS, MISSING, NOT_HERE = "works", "differs", "fails", "missing", "not here"
-ENDED = "the process ended while it was tried"
+ENDED = "the process ended while it was tried; nb.checkup(again=True) tries it anew"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from nbtools.data import Feed, Pack, cores
 from nbtools.measure import memory
 from nbtools.measure.profile import LEAST_ROUNDS, LONG, MEMORY, ROUNDS, TIME, Bench, Skipped, StepProfile, Tried
 from nbtools.measure.stepper import Clock, Stepper, untouched
-from nbtools.train import MOST_GRAPHS, Diverged, Plan, TaskLike
+from nbtools.train import MOST_GRAPHS, Diverged, Plan, TaskLike, unrecordable
 from nbtools.train import device as devices
 
 SECONDS = 3.0  # a measurement takes two to three times as long, with its warm-up
@@ -109,7 +109,7 @@ def compiles(plan: Plan, modules: Sequence[torch.nn.Module], shapes: int) -> boo
 
 def replays(plan: Plan, shapes: int) -> bool:
     """Whether CUDA graphs may help: not for more shapes than are recorded, nor for fp16, nor again."""
-    return not (shapes > MOST_GRAPHS or plan.amp == "fp16" or plan.graph)
+    return not (shapes > MOST_GRAPHS or unrecordable(plan) or plan.graph)
 
 
 def other_precision(plan: Plan, device: torch.device) -> dict[str, Any]:

@@ -94,8 +94,9 @@ def checkup(path: str | Path | None = None, again: bool = False, parts: Collecti
                 key = (part, attempt.what)
                 if key in known and (known[key].result == WORKS or known[key].text == ENDED):
                     continue
-                ended = Row(part, attempt.what, FAILS, ENDED, 0.0, attempt.task, attempt.lever)
-                save(home(), with_rows(found, known | {key: ended}))  # for the next call, should CUDA end this process
+                if attempt.lever.get("graph"):  # a recording that fails may end this process: for the next call
+                    ended = Row(part, attempt.what, FAILS, ENDED, 0.0, attempt.task, attempt.lever)
+                    save(home(), with_rows(found, known | {key: ended}))
                 try:
                     known[key] = tried(part, attempt)
                 finally:

@@ -6,7 +6,7 @@ from nbtools.train.checkpoint import CONTROL
 from nbtools.train.defaults import DATASET, Answer, items_of
 from nbtools.train.device import DTYPES, again, synchronizing
 from nbtools.train.evaluation import Sums, forward
-from nbtools.train.graph import MOST_GRAPHS
+from nbtools.train.graph import MOST_GRAPHS, unrecordable
 from nbtools.train.history import KEYS, History, Record
 from nbtools.train.keep import Keeper, kept_states, kept_until
 from nbtools.train.loop import adopt, caught_up, obey, require_change, train
@@ -132,4 +132,5 @@ __all__ = [
     "train",
     "train_step",
     "unread",
+    "unrecordable",
 ]

@@ -268,8 +268,8 @@ def read_index(folder: Path) -> dict[str, Any]:
         with disk.explained("reading the index", path):
             return disk.unsealed(path.read_text()) if path.exists() else {}
     except ValueError as error:
-        fix = "restore it from the kept copy, or delete the folder"
-        raise CheckpointError(f"{path}: not JSON as it was written ({error}); {fix}") from None
+        fix = 'restore it from the kept copy; if it was edited on purpose, delete its line "seal"'
+        raise CheckpointError(f"{path}: {error}; {fix}") from None
 
 
 def prune(folder: Path, index: dict[str, Any]) -> None:

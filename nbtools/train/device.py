@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -248,9 +249,12 @@ def synchronizing(act: Callable[[], T]) -> tuple[T, tuple[str, ...]]:
     """(its result, `file:line` below the call from where torch warned of a synchronizing operation, outside torch where
     there is); none without CUDA."""
     lines: dict[str, None] = {}
+    thread, show = threading.get_ident(), warnings.showwarning
 
-    def caught(message: Warning | str, *_: Any, **__: Any) -> None:
-        if "synchronizing" in str(message):
+    def caught(message: Warning | str, *more: Any, **named: Any) -> None:
+        if "synchronizing" not in str(message):
+            show(message, *more, **named)
+        elif threading.get_ident() == thread:  # a feed's or a writer's own waits are none of the step's
             stack = [each for each in traceback.extract_stack()[:-1] if not each.filename.endswith("warnings.py")]
             own = [each for each in stack if Path(torch.__file__).parent not in Path(each.filename).parents]
             lines[f"{(own or stack)[-1].filename}:{(own or stack)[-1].lineno}"] = None

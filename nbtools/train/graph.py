@@ -48,7 +48,7 @@ class Recorder:
 
     def rehearse(self, act: Callable[[], T]) -> tuple[T, str]:
         """`run`; and why it cannot be captured, or "". A capture is not to find that out: one that fails leaves the
-        allocator of torch ≤ 2.11 amid it, which can end the process (pytorch#180395)."""
+        allocator of torch ≤ 2.11 in capture mode, which can end the process (pytorch#180395)."""
         found, lines = synchronizing(lambda: self.run(act))
         return found, f"the host waits for the device at {lines[0]}" if lines else ""
 
@@ -68,6 +68,15 @@ class Recorder:
             numbers.graphsafe_set_state(numbers.clone_state())  # else it waits for the end of the capture
             raise
         return graph.replay, found
+
+
+def unrecordable(plan: Plan) -> str:
+    """Why steps under a plan cannot be recorded; "" where they can."""
+    if plan.amp == "fp16":
+        return "fp16 decides on the host whether a step counts"
+    if plan.checkpoint_activations:
+        return "recomputing activations reads the state of random numbers on the host"
+    return ""
 
 
 class Recorded(NamedTuple):

@@ -95,14 +95,14 @@ def page(lines: list[dict[str, Any]]) -> str:
         "# Faults: what was broken on purpose, and what came of it",
         "",
         "Written by `make faults` from `benchmarks/results/faults.jsonl`, which has the seeds of each batch. A case is",
-        "wrong where something is lost, half of it passes for whole, another result is accepted, or an error is no",
-        "sentence. Counts are of all commits named; the wanted ones are those of the full run.",
+        "wrong where something is lost, half of it passes for whole, another result is accepted, or an error is not",
+        "explained. Counts are of all commits named; the wanted ones are those of the full run.",
         "",
     ]
     by_commit = Counter()
     for line in lines:
         by_commit[f"{line['commit']}, {line['date']}, {line['machine']}"] += line["count"]
-    text += ["| commit, day, machine | batches' counts |", "| --- | ---: |"]
+    text += ["| commit, day, machine | cases |", "| --- | ---: |"]
     text += [f"| {name} | {count:,} |" for name, count in by_commit.items()]
     for kind in ("kills", "operations", "mutations", "truncations"):
         mine = [line for line in lines if line["part"].startswith(f"{kind}: ")]

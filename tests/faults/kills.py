@@ -1,7 +1,7 @@
 """SIGKILL in the middle of runs, which then resume: the same losses, order of samples and weights, bit for bit, as of a
 run that nobody disturbed.
 
-Every run is a forked child that saves after each step. It is killed at a random moment, or in the midst of a random
+Every run is a forked child that saves after each step. It is killed at a random moment, or during a random
 operation on the disk, where a write is half done; started again, killed again, until it ends. What it was doing is in
 two bytes of shared memory.
 """
@@ -145,7 +145,7 @@ class Case:
         return phases, self.misplaced(lines(self.root / "order"))
 
     def killed_at(self, at: int) -> str:
-        """What is wrong with a run that was killed in the midst of an operation, and then resumed."""
+        """What is wrong with a run that was killed during an operation, and then resumed."""
         self.clear()
         self.started(at)[-1].end()
         code, text = self.started()[-1].end()

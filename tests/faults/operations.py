@@ -169,7 +169,7 @@ def shards_there(place: Path) -> None:
 
 
 def sharding(place: Path) -> None:
-    sys.modules[nb.shard.__module__].LEAST = 1
+    vars(sys.modules[nb.shard.__module__])["LEAST"] = 1
     nb.shard("drive:digits", place / "sharded", 9000, progress=False)
 
 

@@ -67,6 +67,8 @@ def open_image(file: Path | BinaryIO, name: str | None = None, key: str = "file"
         rule = f"the {key} must have at most {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels"
         raise Refused(Row(key, rule, "more", "cut it into pieces, or make it smaller")) from None
     except UNREADABLE as error:
+        if disk.is_away(error):
+            raise
         name = name or Path(getattr(file, "name", "image")).name
         value = str(getattr(error, "strerror", None) or error)
         value = value.replace(repr(file), repr(name)).replace(str(file), name)
@@ -96,6 +98,8 @@ def read_text(path: Path, fix: str) -> str:
     try:
         return decode_text(path.read_bytes(), str(path))
     except OSError as error:
+        if disk.is_away(error):
+            raise
         value = error.strerror or str(error)
         raise Refused(Row("", "the file must be readable", value, fix, file=str(path))) from None
 

@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from nbtools import disk
 from nbtools.data import Entry, archive_index, bar, read_member, stage
 from nbtools.errors import ArchiveError, PackError
 from nbtools.tasks.common import files
@@ -124,6 +125,8 @@ def read_bytes(path: Path) -> bytes:
         file, name = on_disk(path)
         return read_member(file, name) if name else file.read_bytes()
     except OSError as error:
+        if disk.is_away(error):
+            raise
         value = error.strerror or str(error)
     except ArchiveError as error:
         value = str(error).replace(str(file), file.name)
@@ -147,6 +150,8 @@ def page_bytes(path: Path) -> Bytes:
         with open(file, "rb") as opened:
             return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        if disk.is_away(error):
+            raise
         raise unreadable(getattr(error, "strerror", None) or "no bytes") from None
 
 
