@@ -20,7 +20,6 @@ from nbtools.live import (
     OVER,
     REFUSED,
     STARTING,
-    TRAINING,
     FirstSignal,
     Messages,
     Plans,
@@ -118,8 +117,8 @@ class Remote:
 
     @property
     def status(self) -> str:
-        """What its process does now, where it says so: an older nbtools does not."""
-        return doing(self.run.folder) or (TRAINING if self.view.history.rows else STARTING)
+        """What its process does now."""
+        return doing(self.run.folder) or STARTING
 
     @property
     def state(self) -> str:
