@@ -115,7 +115,7 @@ class Form:
         self.filling: int | None = None  # the thread that fills the fields: what it sets was not set by the user
         self.told = self.proposal = self.proposes = self.alarm = ""
         self.asked: list[str] = []  # what has to be confirmed, or was refused
-        self.said: list[str] = []  # what a change brought with it
+        self.brought: list[str] = []  # what a change brought with it
         self.changed = ""
         self.actions = {action: button("", partial(panel.click, action)) for action in BUTTONS}
         self.actions["pause"].layout.min_width = WORD
@@ -251,7 +251,7 @@ class Form:
             shown(made, f"{OFFERS[rule][0]}: {table.shown(offers[rule])}" if rule in offers else "")
         changed = list(plan.changes_from(panel.advised))
         self.asked = [f"Not applied: {'; '.join(bad.values())}"] if bad else []
-        self.said = [*filter(None, [sentence, note])]
+        self.brought = [*filter(None, [sentence, note])]
         self.changed = f"Changed: {', '.join(changed)}" if changed else "No setting is changed"
         self.show_notice()
         self.show_run()
@@ -269,7 +269,7 @@ class Form:
     def show_notice(self) -> None:
         """Show what is asked or refused, else that training diverged, else what a change brought with it, else what is
         proposed, else what was changed, in two lines at most."""
-        news = [self.alarm] if self.alarm else self.said
+        news = [self.alarm] if self.alarm else self.brought
         text = " · ".join(self.asked or news or [self.proposal or self.changed])
         self.notice.value = styled(WRONG if self.asked or self.alarm else HELP, text, tip=True)
         shown(self.make, "" if self.panel.question is not None else self.proposes)

@@ -75,7 +75,7 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
     rows, below = math.ceil(len(shown.charts) / columns), math.ceil(len(previews) / across)
     legend = ROW * max((math.ceil(chart.named / 2) for chart in shown.charts), default=0)
     above = TITLE + legend + 3
-    top = HEAD * (len(head) + math.ceil(len(key) / beside(key))) + ROW * shown.rows + 12
+    top = HEAD * (len(head) + math.ceil(len(key) / in_a_row(key))) + ROW * shown.rows + 12
     bottom = below * (high + text)
     tall = top + rows * (above + PLOT + AXIS) + bottom
     figure = Figure(figsize=(WIDE / 72, tall / 72), dpi=DPI, facecolor="none")
@@ -99,7 +99,7 @@ def draw(shown: Picture, previews: Sequence[samples.Preview] = ()) -> bytes:
     return stream.getvalue()
 
 
-def beside(key: Sequence[Line]) -> int:
+def in_a_row(key: Sequence[Line]) -> int:
     """How many names of runs stand next to each other above the charts, each after its line."""
     return max(1, min(len(key), WORDS // (max((len(line.name) for line in key), default=0) + 9)))
 
@@ -112,7 +112,7 @@ def draw_header(figure: Figure, head: Sequence[str], key: Sequence[Line], tall: 
         figure.text(LEFT / WIDE, 1 - (22 + HEAD * i) / tall, words, **look)
     if key:
         handles, place = [draw_line(None, line) for line in key], (LEFT / WIDE, 1 - (8 + HEAD * len(head)) / tall)
-        look = {"loc": "upper left", "ncols": beside(key), "frameon": False, "labelcolor": GREY, "fontsize": SMALL}
+        look = {"loc": "upper left", "ncols": in_a_row(key), "frameon": False, "labelcolor": GREY, "fontsize": SMALL}
         figure.legend(handles, [line.name for line in key], bbox_to_anchor=place, **look)
 
 

@@ -201,8 +201,8 @@ def html(previews: Sequence[Preview]) -> str:
 def card(preview: Preview, size: tuple[int, int]) -> str:
     data = base64.b64encode(thumbnail(preview.image, size)).decode()
     tick = " <b>✓</b>" if preview.right else ""
-    said = (TRUTH, preview.truth), (PREDICTED, preview.predicted)
-    alt = "; ".join(f"{label}: {text}" for label, text in said if text)
+    texts = (TRUTH, preview.truth), (PREDICTED, preview.predicted)
+    alt = "; ".join(f"{label}: {text}" for label, text in texts if text)
     lines = "".join(
         f"<div><span>{label}</span>{marked or '–'}{tick if label == PREDICTED else ''}</div>"
         for label, marked in underlined(preview)

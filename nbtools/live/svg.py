@@ -70,7 +70,7 @@ def frame(shown: Picture) -> str:
 def panel(chart: Chart, shown: Picture, below: str, first: bool) -> str:
     """One chart under its title and legend; the first has the names of marks above it. below: the x axis."""
     above = 5 + NAME * NAMED * first  # also before there are any: nothing below moves when one comes
-    above += max(chart.named - 1, 0) // BESIDE * HEAD // 2  # further lines of its legend, beside the names of marks
+    above += max(chart.named - 1, 0) // BESIDE * HEAD // 2  # further lines of its legend, next to the names of marks
     places, labels = chart.scale.ticks()
     heights = chart.scale.heights(np.array(places)).tolist()
     levels = "".join([f"M0 {HEIGHT - HEIGHT * height:.0f}h{WIDTH}" for height in heights])
@@ -153,6 +153,6 @@ def x_axis(shown: Picture) -> str:
     for place, label in zip(*shown.ticks(), strict=True):
         share = shown.share_of(place)
         at = f"left:{100 * share:.1f}%" if share < 0.95 else f"right:{100 - 100 * share:.1f}%"
-        beside = ";transform:none" * (share < 0.02 or share >= 0.95)
-        ticks.append(f'<span class="nbt-x" style="{at}{beside}">{label}</span>')
+        edge = ";transform:none" * (share < 0.02 or share >= 0.95)
+        ticks.append(f'<span class="nbt-x" style="{at}{edge}">{label}</span>')
     return f'<span class="nbt-y" style="top:100%;margin-top:5px">{escape(shown.x)}</span>{"".join(ticks)}'

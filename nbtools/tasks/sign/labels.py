@@ -240,16 +240,16 @@ def id_in(column: str, cell: str) -> int:
 
 def match(lists: Mapping[str, bytes], clips: Sequence[str]) -> tuple[dict[str, Ids], list[Row]]:
     """(clip → its label, what is wrong with the lists). A clip with contradictory labels has none."""
-    said: dict[str, dict[Ids, str]] = defaultdict(dict)  # clip → label → the first row that says so
+    given: dict[str, dict[Ids, str]] = defaultdict(dict)  # clip → label → the first row that says so
     rows = []
     for name, data in lists.items():
         found, broken = read_table(data, name, COLUMNS, partial(labelled, index_of(name, clips)))
         rows += broken
         for where, (some, ids) in found:
             for clip in some:
-                said[clip].setdefault(ids, where)
-    labels = {clip: next(iter(found)) for clip, found in said.items() if len(found) == 1}
-    for found in said.values():
+                given[clip].setdefault(ids, where)
+    labels = {clip: next(iter(found)) for clip, found in given.items() if len(found) == 1}
+    for found in given.values():
         (first, where), *others = found.items()
         for ids, other in others:
             rule = f"a clip must have one label, and {where} says {first[0]}, {first[1]}"
@@ -260,7 +260,7 @@ def match(lists: Mapping[str, bytes], clips: Sequence[str]) -> tuple[dict[str, I
         category_of.setdefault(gloss, cat)
     for clip, (gloss, cat) in list(labels.items()):
         if cat != category_of[gloss]:
-            rule, where = f"a gloss must have one category, and {gloss} mostly has {category_of[gloss]}", said[clip]
+            rule, where = f"a gloss must have one category, and {gloss} mostly has {category_of[gloss]}", given[clip]
             rows.append(Row("cat", rule, str(cat), "correct gloss or cat", file=where[labels.pop(clip)]))
     return labels, rows
 
@@ -298,8 +298,10 @@ def covered_by(name: str, clips: Iterable[str]) -> tuple[str, list[str]]:
     path = PurePosixPath(name)
     above = "" if path.parent == PurePosixPath() else f"{path.parent}/"
     below = [clip for clip in clips if clip.startswith(above)]
-    beside = {clip.removeprefix(above).partition("/")[0] for clip in below if "/" in clip.removeprefix(above)}
-    held = [folder for folder in beside if re.search(rf"(?<![a-z0-9]){re.escape(folder)}(?![a-z0-9])", path.stem, re.I)]
+    folders = {clip.removeprefix(above).partition("/")[0] for clip in below if "/" in clip.removeprefix(above)}
+    held = [
+        folder for folder in folders if re.search(rf"(?<![a-z0-9]){re.escape(folder)}(?![a-z0-9])", path.stem, re.I)
+    ]
     if held:
         above += f"{max(held, key=len)}/"
         return above, [clip for clip in below if clip.startswith(above)]
