@@ -79,6 +79,15 @@ def pack(tmp_path_factory):
 
 
 @pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with a cache and a Drive of the test's own."""
+    (tmp_path / "drive").mkdir()
+    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
+    return tmp_path
+
+
+@pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     """A cache of the test's own, so that no pack is there already."""
     monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))

@@ -15,15 +15,9 @@ from nbtools import disk, errors
 from nbtools.__main__ import main
 from nbtools.data import cache
 
+pytestmark = pytest.mark.usefixtures("place")
+
 DAY = 86_400
-
-
-@pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch) -> Path:
-    (tmp_path / "drive").mkdir()
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
-    return tmp_path
 
 
 def stage_one(name: str) -> None:

@@ -20,12 +20,8 @@ shards = sys.modules[nb.shard.__module__]
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch) -> Path:
-    (tmp_path / "drive").mkdir()
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
+def small(place, monkeypatch):
     monkeypatch.setattr(shards, "LEAST", 1)
-    return tmp_path
 
 
 @pytest.fixture

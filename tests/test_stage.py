@@ -35,7 +35,10 @@ from nbtools.data import (
 )
 
 stage_module = sys.modules[nb.stage.__module__]
-pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated method:DeprecationWarning")  # gdown 5 calls bs4
+pytestmark = [
+    pytest.mark.usefixtures("place"),
+    pytest.mark.filterwarnings("ignore:Call to deprecated method:DeprecationWarning"),  # gdown 5 calls bs4
+]
 FILES = {"digits/labels.csv": b"file,label\n", "digits/images/1.png": bytes(range(256)) * 8000, "digits/2.png": b"2"}
 INSIDE = {name.removeprefix("digits/"): content for name, content in FILES.items()}
 TAR = tar_bytes(FILES)
@@ -49,15 +52,6 @@ QUOTA = (
 SIGN_IN = (
     "<!DOCTYPE html><html><head><title>Google Drive: Sign-in</title></head><body>Sign in to continue</body></html>"
 )
-
-
-@pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch) -> Path:
-    """A cache and a Drive of the test's own."""
-    (tmp_path / "drive").mkdir()
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
-    return tmp_path
 
 
 def stage(source, into=None, **options) -> Path:
