@@ -1,10 +1,11 @@
-"""The advised plan against each single change of a setting for speed, on every task's demo: is anything missed?
+"""The advised plan against each single change of a setting for speed, on every task's demo and on a task of one's own:
+is anything missed?
 
     python -m benchmarks.knobs [--task captcha] [--rounds 7] [--quick]
 
 Each change is trained in turns with the plan, in one process on one thread: the other precisions, the other layout, the
-other feeds, twice and half the batch. A ratio is of samples/s within a round; what the device refuses is listed as
-refused. Where mixed precision is advised, five seeds train 50 steps in it and in float32: the difference of their mean
+other feeds, twice and half the batch, compiled. A ratio is of samples/s within a round, once compiled; what the device
+refuses is listed as refused. Where mixed precision is advised, five seeds train 50 steps in it and in float32: the difference of their mean
 losses over the spread of float32's seeds says whether it learns the same.
 """
 
@@ -24,12 +25,14 @@ import torch
 
 import nbtools as nb
 from benchmarks.paired import Figure, Receipt, in_turns, times
+from benchmarks.your_own import in_memory, network
 from nbtools import measure
 from nbtools.data import Pack, cores, open_feed
 from nbtools.errors import NbtoolsError
 from nbtools.train import Plan
 
-COUNTS = {"captcha": 2000, "hwdb": 400, "sign": 240, "segment": 160}
+OWN = "own"  # classes of small images, and a network of few layers
+COUNTS = {"captcha": 2000, "hwdb": 400, "sign": 240, "segment": 160, OWN: 4000}
 """Samples of each task's demo."""
 ROUNDS, SECONDS, ADVISING = 7, 0.5, 20.0
 STEPS, LAST, WARMUP, SEEDS = 50, 10, 10, (0, 1, 2, 3, 4)
@@ -47,7 +50,7 @@ def single_changes(plan: Plan, feed: str, train: int) -> dict[str, dict[str, Any
         found["batch × 2"] = {"batch_size": 2 * plan.batch_size}
     if plan.batch_size >= 4:
         found["batch ÷ 2"] = {"batch_size": plan.batch_size // 2}
-    return found
+    return {**found, "compile=True": {"compile": True}}
 
 
 class Turns:
@@ -67,9 +70,11 @@ class Turns:
         return turn.samples_per_s
 
 
-def changed(task: Any, pack: Pack, plan: Plan, rounds: int, seconds: float) -> tuple[list[Figure], dict[str, str]]:
+def changed(
+    name: str, task: Any, pack: Pack, plan: Plan, rounds: int, seconds: float
+) -> tuple[list[Figure], dict[str, str]]:
     """(the ratio of every change to the plan, change → why the device refuses it)."""
-    name, device = task.__name__.rpartition(".")[2], nb.TrainState(task, pack, plan).device
+    device = nb.TrainState(task, pack, plan).device
     turns, refused = {"advised": Turns(task, pack, plan, device, seconds)}, {}
     for change, knobs in single_changes(plan, open_feed(pack, plan, device).name, pack.splits["train"]).items():
         try:
@@ -86,11 +91,11 @@ def changed(task: Any, pack: Pack, plan: Plan, rounds: int, seconds: float) -> t
     return figures, refused
 
 
-def learned(task: Any, pack: Pack, plan: Plan, steps: int) -> list[Figure]:
+def learned(name: str, task: Any, pack: Pack, plan: Plan, steps: int) -> list[Figure]:
     """Losses at the end of a short run in the advised precision and in float32, a value each seed."""
     if plan.amp == "off":
         return []
-    name, device = task.__name__.rpartition(".")[2], nb.TrainState(task, pack, plan).device
+    device = nb.TrainState(task, pack, plan).device
     epoch = math.ceil(pack.splits["train"] / plan.batch_size)
     short = plan.replace(
         epochs=math.ceil(steps / epoch), warmup_epochs=min(WARMUP, steps) / epoch / 2, eval_every=10**6, early_stop=None
@@ -110,15 +115,22 @@ def learned(task: Any, pack: Pack, plan: Plan, steps: int) -> list[Figure]:
     ]
 
 
+def opened(name: str, folder: Path, count: int) -> tuple[Any, Pack]:
+    if name == OWN:
+        pack = nb.pack(in_memory(folder, count), into=folder / f"{name}-pack", progress=False)
+        return nb.classify(network(16)), pack
+    task: Any = import_module(f"nbtools.tasks.{name}")
+    return task, task.pack(task.demo(folder / name, count=count), into=folder / f"{name}-pack", progress=False)
+
+
 def judged(name: str, folder: Path, count: int, options: argparse.Namespace) -> tuple[list[Figure], dict[str, Any]]:
     """(figures, conditions) of a task."""
-    task: Any = import_module(f"nbtools.tasks.{name}")
-    pack = task.pack(task.demo(folder / name, count=count), into=folder / f"{name}-pack", progress=False)
+    task, pack = opened(name, folder, count)
     advice = nb.advise(task, pack, seconds=0.5 if options.quick else ADVISING)
     plan = advice.plan.replace(compile=False, graph=False)
     with measure.untouched(torch.device("cpu")):
-        figures, refused = changed(task, pack, plan, options.rounds, 0.05 if options.quick else SECONDS)
-        figures += learned(task, pack, plan, 4 if options.quick else STEPS)
+        figures, refused = changed(name, task, pack, plan, options.rounds, 0.05 if options.quick else SECONDS)
+        figures += learned(name, task, pack, plan, 4 if options.quick else STEPS)
     print("\n".join(map(str, figures)), flush=True)
     default = task.PLAN.to_dict()
     knobs = {k: v for k, v in plan.to_dict().items() if v != default[k]}

@@ -58,7 +58,7 @@ class Case:
     target: float = math.inf
 
 
-CASES = {"captcha": Case(4000, 5, 0.95), "hwdb": Case(400, 3), "sign": Case(480, 4), "segment": Case(200, 4)}
+CASES = {"captcha": Case(4000, 5, 0.95), "hwdb": Case(1200, 4), "sign": Case(960, 5), "segment": Case(400, 4)}
 """Minutes of training teach captchas; the others are trained for their samples/s alone."""
 
 

@@ -62,6 +62,7 @@ SLOW = {
     "tasks": ("tasks_ratio", "×"),
     "claims": ("claims", "×"),
     "coldstart": ("coldstart", "s"),
+    "advising": ("advising", "s"),
     "staging": ("packing_share", "×"),
     **({} if find_spec("lightning") is None else {"finder": ("finder_ratio", "×")}),  # of make bench
 }
@@ -110,7 +111,7 @@ def test_the_kept_receipts_keep_the_promises(name):
     assert KEPT[name](receipt["headline"]["value"])
 
 
-@pytest.mark.parametrize("task", ["captcha", "hwdb", "sign", "segment"])
+@pytest.mark.parametrize("task", ["captcha", "hwdb", "sign", "segment", "own"])
 def test_no_single_change_of_a_knob_makes_the_advised_plan_much_faster_and_it_learns_the_same(task):
     receipt = json.loads((RESULTS / f"knobs_{task}.json").read_text())
     assert receipt["headline"]["n"] >= 7

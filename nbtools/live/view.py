@@ -81,7 +81,7 @@ class View:
         self.output = Output(self.redraw) if drawn else None
         self.events: list[str] = []
         self.back: Record | None = None  # the last answer to Back to best
-        self.next_still = 0.0
+        self.next_still = time.monotonic() + STILL_EVERY
         self.fresh: Still | Exception | None = None  # a PNG, or why there is none, until it is shown
         self.drawing, self.ended = threading.Lock(), False  # the last picture replaces one that is still being drawn
         self.bar = bar(
