@@ -2,8 +2,8 @@
 
     python -m benchmarks.advising [--rounds 3] [--quick]
 
-Seconds of the call on two threads, each in a process of its own with a new copy of the pack, next to which it would else
-find what was measured before; tasks take turns.
+Seconds of the call, each in a process of its own with a new copy of the pack, next to which it would else find what was
+measured before; tasks take turns.
 """
 
 from __future__ import annotations

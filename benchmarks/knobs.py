@@ -5,8 +5,8 @@ is anything missed?
 
 Each change is trained in turns with the plan, in one process on one thread: the other precisions, the other layout, the
 other feeds, twice and half the batch, compiled. A ratio is of samples/s within a round, once compiled; what the device
-refuses is listed as refused. Where mixed precision is advised, five seeds train 50 steps in it and in float32: the difference of their mean
-losses over the spread of float32's seeds says whether it learns the same.
+refuses is listed as refused. Where mixed precision is advised, five seeds train 50 steps in it and in float32: the
+difference of their mean losses over the spread of float32's seeds says whether it learns the same.
 """
 
 from __future__ import annotations

@@ -144,6 +144,7 @@ def test_the_picture_is_drawn_while_training_goes_on(pack, tmp_path, monkeypatch
         return b"\x89PNG"
 
     monkeypatch.setattr("nbtools.live.png.draw", draw)
+    monkeypatch.setattr("nbtools.live.view.STILL_EVERY", 0.0)
     steps = 2 * len(pack.ids("train")) // toy.PLAN.batch_size - 2  # within the second epoch
     run = nb.fit(acting({steps: went_on.set}), pack, toy.PLAN, tmp_path / "run", **QUIET)
     assert waited[0], "no step was made while the first picture was drawn"
@@ -160,6 +161,9 @@ def test_the_last_picture_stays_that_of_a_run_that_failed_while_one_was_drawn(pa
         return made.state.encode()
 
     monkeypatch.setattr("nbtools.live.png.draw", draw)
+    monkeypatch.setattr(
+        "nbtools.live.view.STILL_EVERY", 0.0
+    )  # else a run of less than a minute has no picture before its end
     steps = len(pack.ids("train")) // toy.PLAN.batch_size + 3  # in the second epoch, while the first's is drawn
     with pytest.raises(ZeroDivisionError):
         nb.fit(acting({steps: lambda: begun.wait(LIMIT) and 1 / 0}), pack, toy.PLAN, tmp_path / "run", **QUIET)

@@ -6,6 +6,7 @@ import os
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,3 +173,40 @@ def test_deterministic_training_repeats_its_losses(pack):
 @pytest.mark.cuda
 def test_the_moving_average_makes_no_step_wait_for_the_gpu(pack):
     assert step_profile(toy, pack, PLAN.replace(ema=0.9), seconds=0.3).syncs == ()
+
+
+TEAMS = """
+import os, sys, threading
+from pathlib import Path
+from statistics import mode
+from torch import nn
+import own, nbtools as nb
+
+teams = []  # a number for each step: threads that Python has not started
+
+class Net(nn.Sequential):
+    def forward(self, x):
+        if self.training:
+            teams.append(len(os.listdir("/proc/self/task")) - threading.active_count())
+        return super().forward(x)
+
+folder, feed = Path(sys.argv[1]), sys.argv[2]
+task = nb.classify(Net(nn.Flatten(), nn.Linear(432, 400), nn.ReLU(), nn.Linear(400, 3)))
+pack, plan = own.packed("images", folder), task.PLAN.replace(batch_size=4, epochs=4, feed=feed)
+nb.fit(task, pack, plan, run=folder / "run", keep=folder / "kept", receipt=False, progress=False)
+epoch = len(teams) // 4
+print(mode(teams[:epoch]), mode(teams[-epoch:]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux lists them")
+@pytest.mark.parametrize("feed", ["resident", "streamed"])
+def test_only_the_thread_that_trains_has_a_team_of_openmps_threads(tmp_path, feed):
+    """Where there are more threads in teams than cores, libgomp's no longer spin for their next piece of work: once a
+    checkpoint was written, in a thread that copied with torch, steps of hwdb's network took 1.4 times as long."""
+    command = [sys.executable, "-c", TEAMS, str(tmp_path), feed]
+    settings = {**os.environ, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1", "NBTOOLS_DEVICE": "cpu"}
+    settings["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=120, check=True)
+    before, after = map(int, done.stdout.split()[-2:])
+    assert before == after

@@ -27,6 +27,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
@@ -54,6 +55,7 @@ NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }  # in the safetensors format
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 MARKING = Lock()
 OLDER = 2  # checkpoints kept behind the last: a copy may not have reached Drive
 
@@ -172,8 +174,11 @@ def write(folder: Path, name: str, tensors: dict[str, Tensor], facts: dict[str, 
 
 
 def packed(tensors: dict[str, Tensor]) -> memoryview | bytes:
-    """The tensors in the safetensors format. The library's `save` holds the interpreter's lock all along, and a step
-    that trains meanwhile would stand still for as long: 3 s where another thread packs 300 MB on a busy machine."""
+    """The tensors in the safetensors format, for a thread next to one that trains. The library's `save` holds the
+    interpreter's lock all along: a step stood still for 3 s where 300 MB were packed on a busy machine. And a copy by
+    torch would give this thread a team of OpenMP's for as long as it lives; where there are more threads in teams than
+    cores, libgomp's no longer spin for their next piece of work, which made steps of many small operations take 1.4
+    times as long (two cores)."""
     if any(tensor.dtype not in NAMES for tensor in tensors.values()):
         return save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
     header: dict[str, Any] = {}
@@ -186,13 +191,15 @@ def packed(tensors: dict[str, Tensor]) -> memoryview | bytes:
         }
     text = json.dumps(header).encode()
     text = (len(text) + -len(text) % 8).to_bytes(8, "little") + text + b" " * (-len(text) % 8)
-    file = torch.empty(len(text) + end, dtype=torch.uint8)
+    file = np.empty(len(text) + end, np.uint8)
     data = file[len(text) :]
-    file[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    file[: len(text)] = np.frombuffer(text, np.uint8)
     for name, entry in header.items():
-        place = data[slice(*entry["data_offsets"])].view(tensors[name].dtype)
-        place.view(tensors[name].shape).copy_(tensors[name])
-    return file.numpy().data
+        tensor = tensors[name]
+        bits = tensor.view(BITS[tensor.element_size()]).numpy()  # numpy has no bfloat16
+        place = data[slice(*entry["data_offsets"])].view(bits.dtype)
+        np.copyto(place.reshape(bits.shape), bits)
+    return file.data
 
 
 @dataclass(frozen=True)
