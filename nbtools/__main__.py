@@ -77,8 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser(arguments).parse_args(arguments)
         with redirect_stdout(sys.stderr) if options.json else nullcontext():  # a task of one's own may print
             found = options.act(options)
-        if not isinstance(found, Result):
+        if found is None or isinstance(found, int):
             return found or 0
+        if not isinstance(found, Result):
+            found = Result(found, {"folder": found} if isinstance(found, Path) else found)
         print(json.dumps(plain(found.value)) if options.json else found.text, flush=True)
         return found.code
     except NbtoolsError as error:
@@ -140,7 +142,9 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 # -- commands: each adds its options, and returns what it does with them; the docstring is its help
 
-Act = Callable[[argparse.Namespace], Result | int | None]  # an exit code alone where it has printed already; None is 0
+Act = Callable[[argparse.Namespace], Any]
+"""Returns a Result, or a value to print as one, a path as a folder's; where it has printed already an exit code, or
+None for 0."""
 
 
 def gpus_command(one: argparse.ArgumentParser) -> Act:
@@ -189,12 +193,7 @@ def stage_command(one: argparse.ArgumentParser) -> Act:
     """
     one.add_argument("source", help=SOURCE)
     one.add_argument("--into", help="folder to put it in")
-
-    def act(options: argparse.Namespace) -> Result:
-        folder = stage(options.source, options.into)
-        return Result(folder, {"folder": folder})
-
-    return act
+    return lambda options: stage(options.source, options.into)
 
 
 def shard_command(one: argparse.ArgumentParser) -> Act:
@@ -221,12 +220,7 @@ def cache_command(one: argparse.ArgumentParser) -> Act:
     """
     one.add_argument("--free", metavar="SIZE", help="delete until so much is free, e.g. 20GB")
     one.add_argument("--days", type=float, metavar="N", help="delete what was not used for N days")
-
-    def act(options: argparse.Namespace) -> Result:
-        found = cached(options.free, options.days)
-        return Result(found, found.to_dict())
-
-    return act
+    return lambda options: cached(options.free, options.days)
 
 
 def watch_command(one: argparse.ArgumentParser) -> Act:
@@ -236,10 +230,9 @@ def watch_command(one: argparse.ArgumentParser) -> Act:
     """
     one.add_argument("run", **RUN)
 
-    def act(options: argparse.Namespace) -> Result:
+    def act(options: argparse.Namespace) -> Run:
         Run.open(options.run)  # says which runs there are
-        run = watch(options.run, wait=0)
-        return Result(run, run)
+        return watch(options.run, wait=0)
 
     return act
 
@@ -318,12 +311,7 @@ def demo_command(one: argparse.ArgumentParser, task: Task) -> Act:
     """
     one.add_argument("folder", type=Path)
     add_signature(one, task.demo)
-
-    def act(options: argparse.Namespace) -> Result:
-        made = task.demo(options.folder, **own(options))
-        return Result(made, {"folder": made})
-
-    return act
+    return lambda options: Path(task.demo(options.folder, **own(options)))
 
 
 def validate_command(one: argparse.ArgumentParser, task: Task) -> Act:
