@@ -5,6 +5,7 @@ import errno
 import os
 import pickle
 import shutil
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import toy
 from archives import ended_at, forked, full, kill
+from faults.forks import REFUSED, Child, done
 from hypothesis import given
 from hypothesis import strategies as st
 from packs import pack_of
@@ -21,7 +23,7 @@ import nbtools as nb
 from nbtools import disk
 from nbtools.data import SPLITS, Entry, Pack, Survey, build, build_pack, cache, split_of
 from nbtools.errors import ArchiveError, DiskError, PackError, StageError
-from nbtools.tasks import captcha, hwdb, segment
+from nbtools.tasks import captcha, hwdb, segment, sign
 
 MANIFEST = "pack.json"
 
@@ -589,18 +591,40 @@ def test_a_disk_that_stops_responding_ends_packing_and_leaves_no_sample_out(tmp_
     assert len(made()) == 20
 
 
-@pytest.mark.parametrize("task", [captcha, hwdb, segment])
-def test_so_it_does_for_images_of_the_tasks(task, tmp_path, monkeypatch):
-    source, real, failing = task.demo(tmp_path / "raw", 12), open, [errno.EIO]
+@pytest.mark.parametrize("task", [captcha, hwdb, segment, sign, "CVAT"])
+def test_a_disk_that_stops_responding_at_any_file_of_a_task_is_an_error_and_no_bad_sample(task, tmp_path):
+    """In packing and in validating: each file in turn that they open."""
+    source = tmp_path / "raw"
+    if task == "CVAT":
+        task = segment
+        task.demo(source, 3, form="cvat")
+    else:
+        task.demo(source, 3)
+    acts = [lambda: task.pack(source, into=tmp_path / "pack", val=0.3, progress=False)]
+    if task in (sign, segment):
+        acts.append(lambda: nb.validate(task, source, progress=False))
 
-    def away(file, *more, **named):
-        if failing and str(file).endswith((".png", ".jpg", ".dgrl")):
-            raise OSError(failing.pop(), "Input/output error", str(file))
-        return real(file, *more, **named)
+    def opened(act, nth: int) -> int:
+        files = []
 
-    monkeypatch.setattr("builtins.open", away)
-    with pytest.raises(DiskError, match="Input/output error"):
-        task.pack(source, into=tmp_path / "pack", progress=False)
-    assert not failing
-    pack = task.pack(source, into=tmp_path / "pack", progress=False)
-    assert not pack.manifest["bad"]
+        def broken(event, args):
+            if event == "open" and str(args[0]).startswith(f"{source}/"):
+                files.append(args[0])
+                if len(files) == nth:
+                    raise OSError(errno.EIO, "Input/output error", str(args[0]))
+
+        sys.addaudithook(broken)
+        act()
+        return len(files)
+
+    for act in acts:
+        count = int(done(lambda act=act: opened(act, 0)))
+        assert count >= 3
+        for nth in range(1, count + 1):
+            for name in ("pack", "pack.part"):
+                shutil.rmtree(tmp_path / name, ignore_errors=True)
+            code, text = Child(lambda act=act, nth=nth: opened(act, nth)).end()
+            assert code == REFUSED, (nth, text)
+            assert text.startswith("DiskError: ")
+            assert "Input/output error" in text
+            assert not (tmp_path / "pack").exists()

@@ -86,6 +86,7 @@ PROMISES = {  # entry → for each line below "nbtools does" the tests of it
         "test_stage.test_drive_is_mounted_on_colab_when_needed_and_forced_when_stale",
         "test_keep.test_training_goes_on_while_drive_is_away_which_is_said_once_and_made_up_for "
         "test_keep.test_a_drive_that_stays_away_is_named_at_the_end_with_what_is_not_safe",
+        "test_pack.test_a_disk_that_stops_responding_at_any_file_of_a_task_is_an_error_and_no_bad_sample",
     ],
     "Quota page": [
         "test_stage.test_pages_and_statuses_instead_of_a_file_are_explained",
@@ -95,7 +96,8 @@ PROMISES = {  # entry → for each line below "nbtools does" the tests of it
     "Session lost": [
         "test_resume.test_killed_at_any_moment_and_run_again_equals_uninterrupted",
         "test_resume.test_a_lost_local_folder_comes_back_from_where_it_is_kept "
-        "test_keep.test_a_snapshot_that_is_damaged_gives_way_to_the_one_before_it",
+        "test_keep.test_a_snapshot_that_is_damaged_gives_way_to_the_one_before_it "
+        "test_keep.test_runs_are_listed_compared_and_watched_without_a_copy_of_their_weights",
         "test_keep.test_a_checkpoint_is_local_then_copied_then_confirmed_by_a_later_start",
         "test_shutdown.test_a_kernel_shut_down_finishes_the_step_saves_and_ends",
         "test_fit.test_release_gpu_gives_the_machine_back_only_when_the_run_is_on_another_disk",

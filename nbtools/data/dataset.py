@@ -251,6 +251,8 @@ class Items(Dataset):
         except PackError:
             raise
         except Exception as error:  # whatever a Dataset may raise
+            if disk.is_away(error):
+                raise
             came = f"{type(error).__name__}: {error}"
             raise PackError(came, "the Dataset must return each item", "correct it, or leave it out") from error
         return values

@@ -110,6 +110,9 @@ class Pack:
                 f"{folder}: no {MANIFEST}, so this is not a pack; make one with task.pack(source)"
             ) from None
         except (ValueError, OSError, LookupError, TypeError) as error:
+            if disk.is_away(error):
+                with disk.explained("opening a pack", folder):
+                    raise
             raise PackError(f"{folder / MANIFEST}: unreadable ({error}); delete the folder and pack again") from None
         if version != FORMAT:
             raise PackError(f"{folder}: pack version {version}, this nbtools reads {FORMAT}; pack again")

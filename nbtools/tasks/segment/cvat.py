@@ -24,6 +24,7 @@ from xml.parsers import expat
 import numpy as np
 from PIL import Image, ImageDraw
 
+from nbtools import disk
 from nbtools.errors import PackError
 from nbtools.table import plural, sized
 from nbtools.tasks.common.report import WARNING, Refused, Row
@@ -106,6 +107,8 @@ def parse(path: Path, name: str) -> Document:
     except expat.ExpatError as error:
         reasons = "annotations must be whole XML", str(error), "export it again: CVAT for images 1.1"
     except OSError as error:
+        if disk.is_away(error):
+            raise
         fix = "copy the file again, or change its permissions"
         reasons = "annotations must be readable", error.strerror or str(error), fix
     except PackError as error:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nbtools import table
+from nbtools import disk, table
 from nbtools.data import Sample
 from nbtools.errors import PackError
 from nbtools.tasks.common.report import ERROR, WARNING, Refused, Row
@@ -115,7 +115,7 @@ def located(npz: zipfile.ZipFile, keys: Keys) -> dict[str, str]:
 
 def frame_of(npz: zipfile.ZipFile, key: str | None) -> tuple[int, ...]:
     """The shape of a frame of an array by its header; () where there is none to read."""
-    with contextlib.suppress(*STRAY), npz.open(f"{key}.npy") as member:
+    with contextlib.suppress(Refused), damage_refused(""), npz.open(f"{key}.npy") as member:
         version = np.lib.format.read_magic(member)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         return read(member)[0][1:]
@@ -136,7 +136,9 @@ def columns_in(path: Path, keys: Keys) -> set[str] | None:
         for file in files_of(path):
             with open_npz(file) as npz:
                 found |= located(npz, keys).keys()
-    except (Refused, OSError):
+    except (Refused, OSError) as error:
+        if disk.is_away(error):
+            raise
         return None
     return found
 
@@ -285,7 +287,9 @@ def has_array(path: Path, key: str) -> bool | None:
     try:
         with open_npz(path) as npz:
             return key in keys_in(npz)
-    except (Refused, OSError):
+    except (Refused, OSError) as error:
+        if disk.is_away(error):
+            raise
         return None
 
 
@@ -322,6 +326,8 @@ def damage_refused(key: str) -> Iterator[None]:
     try:
         yield
     except STRAY as error:
+        if disk.is_away(error):
+            raise
         value = getattr(error, "strerror", None) or str(error) or type(error).__name__
         rule = "the array must be readable" if key else "a clip must be a .npz archive"
         raise Refused(Row(key, rule, value, DAMAGED)) from None

@@ -256,6 +256,8 @@ def checked(folder: Path, keys: Keys, clip: str) -> tuple[list[Row], bytes]:
     except Refused as refusal:
         return [refusal.row], b""
     except OSError as error:
+        if disk.is_away(error):
+            raise
         fix = "copy the file again, or change its permissions"
         return [Row("", "the file must be readable", error.strerror or str(error), fix)], b""
     return rows, hashlib.blake2b(columns["x" if "x" in columns else "features"].tobytes(), digest_size=16).digest()

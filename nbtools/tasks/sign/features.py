@@ -244,7 +244,9 @@ def is_animated(path: Path) -> bool:
     try:
         with open_image(path) as image:
             return path.suffix.lower() in FILMS and getattr(image, "is_animated", False)
-    except (Refused, OSError):
+    except (Refused, OSError) as error:
+        if disk.is_away(error):
+            raise
         return False
 
 
