@@ -24,6 +24,7 @@ OPERATIONS = ("create", "append", "read", "write", "sync", "sync_folder", "renam
 """The primitives: what fault injection replaces. Everything else is made of them."""
 
 WORD = 16  # bytes of what the owner of a lock does
+FULL = (errno.ENOSPC, errno.EDQUOT)
 AWAY = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT)
 """Errors of a disk that stopped responding, which say nothing about a file: Drive gives the first two after a while."""
 
@@ -119,9 +120,9 @@ def publish_folder(part: Path, target: Path) -> Path:
     return target
 
 
-def write_atomic(path: Path, data: bytes | memoryview | str) -> Path:
+def write_atomic(path: Path, data: bytes | memoryview | str, digest: str = "") -> Path:
     """Replace the content of a file: a reader, or a crash, finds the old or the new one, never a mixture. The new one
-    gets the name once it was read back from the disk and is what was to be written."""
+    gets the name once it was read back from the disk and is what was to be written. digest: its SHA-256, if known."""
     part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     data = data.encode() if isinstance(data, str) else data
     make_folder(path.parent)
@@ -131,7 +132,7 @@ def write_atomic(path: Path, data: bytes | memoryview | str) -> Path:
             write(file, data)
             sync(file)
             forget(file)
-        if sha256(part) != hashlib.sha256(data).hexdigest():
+        if sha256(part) != (digest or hashlib.sha256(data).hexdigest()):
             raise OSError(errno.EIO, "reads back differently from what was written", os.fspath(path))
         rename(part, path)
         sync_folder(path.parent)
@@ -261,7 +262,7 @@ def explained(doing: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in FULL:
             reason, advice = (
                 f"the disk is full ({size(free_bytes(path))} free)",
                 "Free some space, or choose another disk.",

@@ -4,7 +4,7 @@ saved when losing the work would cost more than saving it, and restored from the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,7 +34,7 @@ from nbtools.train import (
 from nbtools.version import VERSION
 
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
-SAVE_SHARE = 0.01  # of the time that checkpoints may take, those of best epochs aside
+SAVE_SHARE = 0.01  # of the time that checkpoints may take
 
 
 @contextmanager
@@ -164,68 +164,88 @@ def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[s
 class Job:
     """A run in progress, which writes a checkpoint when losing the work since the last one would cost more than that.
 
-    keeper: copies the folder to where the run is kept.
+    taken: a copied state that is not being written yet. keeper: copies the folder to where the run is kept.
     """
 
     def __init__(self, pack: Pack, folder: Path, state: TrainState, surface: Surface, keeper: Keeper | None):
         self.task, self.pack, self.folder, self.state = state.task, pack, folder, state
         self.surface, self.history, self.keeper = surface, surface.history, keeper
-        self.saved, self.cost = monotonic(), 0.0
+        self.saved, self.cost = monotonic(), 0.0  # when a state was last written, and the seconds that took
         self.writer = ThreadPoolExecutor(1, "nbtools-writer")
         self.writing: Future[float] | None = None  # the last checkpoint, until it is written; its seconds
-        self.place = (state.epoch, state.step)
+        self.taken: checkpoint.Snapshot | None = None
+        self.copying = 0.0  # seconds that its copy took
+        self.place = (state.epoch, state.step)  # of the last copy
 
     @property
     def done(self) -> bool:
         """Whether nothing was trained since the last checkpoint."""
-        return self.place == (self.state.epoch, self.state.step)
+        return self.taken is None and self.place == (self.state.epoch, self.state.step)
 
     def watch(self, record: Record) -> None:
-        """Save at the end of an epoch if it is the best or checkpoints are cheap; within an epoch every minute, or
-        less often where saving would take more than 1 % of the time. Training continues once the state is copied."""
+        """Write a checkpoint at the end of an epoch, and within one every minute, where that takes at most 1 % of the
+        time. A best epoch's state is copied in any case, and written as soon as that is cheap, or before another is.
+        Training continues once the state is copied."""
         if self.writing is not None and self.writing.done():
-            self.settle()
-        since = monotonic() - self.saved
+            self.wait()
+        ends, since = record.kind == "epoch", monotonic() - self.saved
         cheap = self.writing is None and since * SAVE_SHARE >= self.cost
-        if record.kind == "epoch" and (self.state.improved or cheap):
-            self.save(best=self.state.improved, behind=True)
-        elif cheap and since > SAVE_EVERY:
-            self.save(behind=True)
+        if (ends and self.state.improved) or (cheap and self.taken is None and (ends or since > SAVE_EVERY)):
+            self.take(best=ends and self.state.improved)
+        if cheap:
+            self.write()
 
-    def save(self, best: bool = False, behind: bool = False) -> bool:
-        """Whether the state was worth saving: a non-finite loss is reported at the next log step, and undone. behind:
-        do not wait until it is written."""
-        self.settle()
-        start, worth = monotonic(), not self.state.lost()
-        if worth:
-            checkpoint.save(self.folder, self.state, len(self.history), best, self.write)
-            self.state.improved = False
-        self.place = (self.state.epoch, self.state.step)
-        self.saved = monotonic()
-        self.cost = self.saved - start
-        if not behind:
+    def save(self) -> bool:
+        """Write the state of now; whether it was worth it: a non-finite loss is reported at the next log step, and
+        undone."""
+        if self.taken is None or self.place != (self.state.epoch, self.state.step):
             self.settle()
-        return worth
+            if not self.take():
+                return False
+        self.settle()
+        return True
 
-    def write(self, writes: Callable[[], None]) -> None:
-        """Have the writer's thread write a checkpoint and the picture of now, and request their copy."""
+    def take(self, best: bool = False) -> bool:
+        """Copy the state, to be written; whether it was worth it, see `save`."""
+        self.wait()
+        start, self.taken = monotonic(), None  # whose memory is used again
+        self.place = (self.state.epoch, self.state.step)
+        if self.state.lost():
+            return False
+        self.taken = checkpoint.snapshot(self.state, len(self.history), best)
+        self.state.improved = False
+        self.copying = monotonic() - start
+        return True
+
+    def write(self) -> None:
+        """Have the writer's thread write the copied state, if there is one, and the picture of now, and request their
+        copy."""
+        if self.taken is None:
+            return
         ends = self.surface.requests.stop  # then the final picture comes next, and seconds count in a shutdown
         keep_still = None if ends else self.surface.keep_still()
 
-        def written() -> float:
+        def written(taken: checkpoint.Snapshot) -> float:
             start = monotonic()
             self.history.sync()
-            writes()
+            checkpoint.publish(self.folder, taken)
             if keep_still is not None:
                 keep_still()
             if self.keeper is not None:
                 self.keeper.keep()
             return monotonic() - start
 
-        self.writing = self.writer.submit(written)
+        taken, self.taken = self.taken, None
+        self.saved, self.cost = monotonic(), self.copying
+        self.writing = self.writer.submit(written, taken)
 
     def settle(self) -> None:
-        """Wait until the last checkpoint is written. Raises DiskError if it could not be."""
+        """Write what was copied, and wait until it is written. Raises DiskError if it could not be."""
+        self.wait()
+        self.write()
+        self.wait()
+
+    def wait(self) -> None:
         if self.writing is not None:
             writing, self.writing = self.writing, None
             self.cost += writing.result()

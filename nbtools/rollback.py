@@ -225,17 +225,18 @@ def highest(losses: Sequence[float]) -> float | None:
 
 
 def resilient(guard: Guard) -> Generator[Record, None, None]:
-    """The loop; goes back to a checkpoint where training diverged or the user asks for it."""
-    while True:
-        ended = yield from stretch(guard)
-        if ended is None:
-            return
-        if ended == "best":
-            yield from guard.to_best()
-        elif guard.anchor is not None:
-            yield from guard.undo(guard.anchor)
-        elif isinstance(ended, Diverged):
-            yield from guard.retry(ended)
+    """The loop; goes back to a checkpoint where training diverged or the user asks for it. However it ends, what was
+    copied is written before anything is said of the best model."""
+    try:
+        while (ended := (yield from stretch(guard))) is not None:
+            if ended == "best":
+                yield from guard.to_best()
+            elif guard.anchor is not None:
+                yield from guard.undo(guard.anchor)
+            elif isinstance(ended, Diverged):
+                yield from guard.retry(ended)
+    finally:
+        guard.job.settle()
 
 
 def stretch(guard: Guard) -> Generator[Record, None, Diverged | str | None]:

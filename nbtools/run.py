@@ -20,7 +20,7 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 from nbtools import disk, table
-from nbtools.data import SNAPSHOTS, Card, Pack, Sample, cache, collate, manifests, stage
+from nbtools.data import SNAPSHOTS, Card, Kept, Pack, Sample, cache, collate, manifests, stage
 from nbtools.errors import CheckpointError, PackError, StageError
 from nbtools.export import to_onnx
 from nbtools.measure import Receipt, StepProfile, Verdict
@@ -64,12 +64,13 @@ class Run:
 
     @classmethod
     def open(cls, folder: str | Path, task: TaskLike | None = None) -> Self:
-        """Open a run folder, or the folder where one is kept, whose newest intact copy is staged; task: only for one
-        that cannot be imported by name. Raises CheckpointError, StageError for a copy that cannot be staged."""
+        """Open a run folder, or the folder where one is kept: of its newest copy the small files are staged, weights
+        when something needs them. task: only for one that cannot be imported by name. Raises CheckpointError,
+        StageError for a copy that cannot be staged."""
         folder = Path(folder)
         index = checkpoint.read_index(folder)
         if not index and manifests(folder):
-            folder = stage(folder)
+            folder = stage(Kept(str(folder), folder.absolute(), later=".safetensors"), progress=False)
             index = checkpoint.read_index(folder)
         if not index:
             raise CheckpointError(no_run(folder))
@@ -169,9 +170,12 @@ class Run:
 
     @property
     def best_row(self) -> Mapping[str, Any]:
-        """Its row as the history has it, where epochs count from 0."""
+        """Its row as the history has it, where epochs count from 0; of a run that was interrupted, among those that the
+        last checkpoint has."""
         metric, sign = best_metric(self.task)
         rows = [row for row in self.history.of("epoch") if math.isfinite(row.get(f"val_{metric}", math.nan))]
+        if not busy(self.folder) and (last := checkpoint.read_index(self.folder).get("last")):
+            rows = [row for row in rows if row["step"] <= checkpoint.place(last)[1]]
         return max(rows, key=lambda row: sign * row[f"val_{metric}"], default={})
 
     def to_dict(self) -> dict[str, Any]:
@@ -329,10 +333,10 @@ def what_next(run: Run, over: bool) -> str:
     name = checkpoint.read_index(run.folder).get("best")
     if name is None:
         return f"{done}the newest weights are in {run.folder}; no evaluation chose the best{so_far}"
-    return (
-        f"{done}the best model{so_far} is {run.folder / name}.safetensors ({run.reached}); next: run.predict(files), "
-        'nb.evaluate(run, pack, split="test"), run.export("model.onnx")'
-    )
+    path = run.folder / f"{name}.safetensors"
+    what = f"is {path} ({run.reached})" if path.exists() else f"has {run.reached}"  # it is fetched when it is needed
+    uses = 'run.predict(files), nb.evaluate(run, pack, split="test"), run.export("model.onnx")'
+    return f"{done}the best model{so_far} {what}; next: {uses}"
 
 
 def busy(folder: Path) -> bool:
@@ -482,8 +486,9 @@ def validate(task: TaskLike, source: str | Path, **options: Any) -> Any:
     Shows as a table; `.ok` is True if there are no errors. options: those of the task's `pack`, of which splits and
     place break no rule.
 
-    Raises NbtoolsError for a task that checks while it packs.
+    Raises NbtoolsError for a task that checks while it packs, DiskError for a disk that does not respond.
     """
     act = as_task(task).validate
     known = inspect.signature(act).parameters
-    return act(source, **{n: v for n, v in options.items() if n in known or n not in ("val", "test", "into")})
+    with disk.explained(f"checking {source}", Path(source)):
+        return act(source, **{n: v for n, v in options.items() if n in known or n not in ("val", "test", "into")})

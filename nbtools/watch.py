@@ -11,6 +11,7 @@ from threading import Event
 from time import monotonic, sleep
 from typing import Any
 
+from nbtools.data import manifests
 from nbtools.errors import CheckpointError, NbtoolsError
 from nbtools.live import (
     ACTIONS,
@@ -20,6 +21,7 @@ from nbtools.live import (
     OVER,
     REFUSED,
     STARTING,
+    TRAINING,
     FirstSignal,
     Messages,
     Plans,
@@ -40,8 +42,8 @@ def watch(run: str | Path, task: TaskLike | None = None, wait: float = 60.0) -> 
 
     Buttons and fields send requests to that process through `control.json`, and its answers come back through the
     history: where it saved, what limits it. An interrupt stops watching, not the run. wait: seconds to wait for the
-    run to start. A run that is no longer training is drawn once. task: only for one that cannot be imported by name.
-    Raises CheckpointError if there is no run.
+    run to start. A run that is no longer training, or that is kept in this folder, is drawn once. task: only for one
+    that cannot be imported by name. Raises CheckpointError if there is no run.
     """
     folder, left = Path(run), Event()
     await_start(folder, wait)
@@ -58,7 +60,7 @@ def watch(run: str | Path, task: TaskLike | None = None, wait: float = 60.0) -> 
 def await_start(folder: Path, wait: float) -> None:
     """Wait for a run to appear. Raises CheckpointError if none did."""
     end = monotonic() + wait
-    while not checkpoint.read_index(folder):
+    while not (checkpoint.read_index(folder) or manifests(folder)):
         if monotonic() > end:
             raise CheckpointError(
                 f"{folder}: no run here after {wait:g} s; train with run={str(folder)!r}, or name the folder of a run"
@@ -84,7 +86,7 @@ class Remote:
             self.plans, advised(run.folder, run.plan), partial(require_batch, count=count), self.able
         )
         self.sent: dict[str, object] = {}
-        self.paused = False
+        self.paused = self.grows = False
         self.shown = len(history)
 
     def follow(self, lasts: Callable[[], bool], look: Callable[[], object] = lambda: None) -> None:
@@ -117,8 +119,8 @@ class Remote:
 
     @property
     def status(self) -> str:
-        """What its process does now."""
-        return doing(self.run.folder) or STARTING
+        """What its process does now; one of an older nbtools does not say."""
+        return doing(self.run.folder) or (TRAINING if self.grows else STARTING)
 
     @property
     def state(self) -> str:
@@ -172,6 +174,7 @@ class Remote:
                 continue
             self.answered(record)
             self.view.advance(record)
+            self.grows = True
         self.shown = len(history)
 
     def answered(self, record: Record) -> None:

@@ -2,16 +2,21 @@
 on meanwhile, and a disk that fails is reported all the same."""
 
 import json
+import os
 import shutil
+import signal
 import threading
 import time
+from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 import toy
 from acting import QUIET, acting, same
+from faults.forks import Child
 from safetensors.torch import load, save
 
 import nbtools as nb
@@ -33,7 +38,7 @@ def test_a_checkpoint_is_of_the_moment_that_it_was_copied_however_late_it_is_wri
     state, writes, moments, places = nb.TrainState(toy, pack, toy.PLAN.replace(ema=ema), "cpu"), [], [], []
     for record in nb.train(toy, state, pack):
         if record.kind == "epoch" and len(moments) < 2:
-            checkpoint.save(tmp_path, state, rows=record.step, best=True, behind=writes.append)
+            writes.append(partial(checkpoint.publish, tmp_path, checkpoint.snapshot(state, record.step, best=True)))
             tensors = {name: tensor.clone() for name, tensor in state.tensors().items()}
             best = {name: tensor.clone() for name, tensor in state.evaluated.state_dict().items()}
             moments.append((tensors, json.loads(json.dumps(state.facts())), best))
@@ -56,10 +61,10 @@ def waits_for_a_step(monkeypatch, acted: threading.Event) -> list[bool]:
     """Writing the best weights waits until training has gone on; returns whether it did, each time."""
     real, went = disk.write_atomic, []
 
-    def write_atomic(path, data):
+    def write_atomic(path, *data):
         if path.name.endswith(".best.safetensors"):
             went.append(acted.wait(LIMIT))
-        return real(path, data)
+        return real(path, *data)
 
     monkeypatch.setattr(disk, "write_atomic", write_atomic)
     return went
@@ -81,11 +86,11 @@ def test_a_disk_that_is_full_behind_a_step_ends_the_run_with_a_sentence_and_it_r
 ):
     real = disk.write_atomic
 
-    def write_atomic(path, data):
+    def write_atomic(path, *data):
         if path.name.endswith(".best.safetensors"):
             assert threading.current_thread() is not threading.main_thread()
             raise OSError(28, "No space left on device")
-        return real(path, data)
+        return real(path, *data)
 
     with monkeypatch.context() as patch:
         patch.setattr(disk, "write_atomic", write_atomic)
@@ -205,22 +210,69 @@ def test_a_checkpoint_is_read_back_before_older_ones_go(pack, tmp_path, monkeypa
 
 
 def test_checkpoints_of_quick_epochs_take_a_hundredth_of_the_time(pack, tmp_path, monkeypatch):
-    """On a disk that takes 20 ms a file; the first save, the best epochs' and the last are not counted."""
+    """On a disk that takes 20 ms a file, and where most epochs are the best; the first save and those of the end are
+    not counted, nor the one in whose favour the time has just come."""
     saved, real = [], disk.write_atomic
 
-    def slow(path, data):
+    def slow(*args):
         time.sleep(0.02)
-        return real(path, data)
+        return real(*args)
 
     def noted(folder, taken):
         start = time.perf_counter()
         publish(folder, taken)
-        saved.append((BEST in "".join(taken.files), time.perf_counter() - start))
+        saved.append(time.perf_counter() - start)
 
-    BEST, publish = checkpoint.BEST, checkpoint.publish
+    publish = checkpoint.publish
     monkeypatch.setattr(disk, "write_atomic", slow)
     monkeypatch.setattr(checkpoint, "publish", noted)
     start = time.perf_counter()
-    nb.fit(toy, pack, toy.PLAN.replace(epochs=40), tmp_path / "run", **QUIET)
-    plain = [seconds for best, seconds in saved if not best][1:-1]
+    run = nb.fit(rising(), pack, toy.PLAN.replace(epochs=40), tmp_path / "run", **QUIET)
+    plain = saved[2:-2]
     assert sum(plain) <= 0.01 * (time.perf_counter() - start) + max(plain, default=0)
+    assert checkpoint.read_index(run.folder)["best"].startswith("0040-")
+
+
+def rising(actions: Any = MappingProxyType({})) -> Any:
+    """Each evaluation is better than all before it."""
+    return acting(actions, metrics=lambda outputs, batch: {"accuracy": (time.monotonic_ns() // 1000, 10**12)})
+
+
+@pytest.mark.parametrize("ends", ["fails", "killed"])
+def test_a_best_epoch_that_is_not_written_yet_is_not_claimed_and_a_run_that_fails_writes_it(
+    pack, tmp_path, monkeypatch, ends
+):
+    """Nothing but the first epoch is cheap enough to be written."""
+    monkeypatch.setattr("nbtools.folder.SAVE_SHARE", 0.0)
+    steps = len(range(0, pack.splits["train"], toy.PLAN.batch_size))
+
+    def trained() -> None:
+        end = (lambda: 1 / 0) if ends == "fails" else (lambda: os.kill(os.getpid(), signal.SIGKILL))
+        nb.fit(rising({2 * steps + 3: end}), pack, toy.PLAN, tmp_path / "run", **QUIET)
+
+    Child(trained).end()
+    run = nb.Run.open(tmp_path / "run", toy)
+    assert len(run.history.of("epoch")) == 2
+    epoch = run.best["epoch"]
+    assert epoch == (2 if ends == "fails" else 1)
+    assert checkpoint.read_index(run.folder)["best"].startswith(f"000{epoch}-")
+    whole = nb.fit(rising(), pack, toy.PLAN, tmp_path / "whole", **QUIET)
+    again = nb.fit(rising(), pack, toy.PLAN, tmp_path / "run", **QUIET)
+    assert same(again, whole)
+    assert again.best["epoch"] == 3
+
+
+def test_two_older_checkpoints_that_are_whole_stay_behind_the_last_and_the_best(pack, tmp_path, monkeypatch):
+    monkeypatch.setattr("nbtools.folder.SAVE_EVERY", 0.0)
+    monkeypatch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))
+    task = acting(metrics=lambda outputs, batch: {"accuracy": (1, 2)})  # the first epoch is the best
+    folder = nb.fit(task, pack, toy.PLAN, tmp_path / "run", **QUIET).folder
+    index, names = checkpoint.read_index(folder), checkpoint.names(folder)
+    assert names[0] == index["last"]
+    assert len(names) == 4
+    assert f"{names[3]}.best" == index["best"]
+    assert all(checkpoint.read(folder, name).tensors for name in (*names, index["best"]))
+    for name in names[:2]:
+        (folder / f"{name}.safetensors").write_bytes(b"")
+    found = checkpoint.newest(folder)
+    assert (found.name, len(found.complaints)) == (names[2], 2)

@@ -281,8 +281,8 @@ def test_a_run_goes_on_with_equal_data_elsewhere_and_not_with_other_data_of_equa
 
 
 def test_quick_epochs_that_are_not_the_best_do_not_each_write_a_checkpoint(pack, tmp_path, monkeypatch):
-    real, saves = checkpoint.save, []
-    monkeypatch.setattr(checkpoint, "save", lambda *a, **k: (saves.append(1), time.sleep(0.05), real(*a, **k))[2])
+    real, saves = checkpoint.publish, []
+    monkeypatch.setattr(checkpoint, "publish", lambda *a: (saves.append(1), time.sleep(0.05), real(*a))[2])
     run = nb.fit(acting(**FLAT), pack, toy.PLAN.replace(epochs=20), tmp_path / "run", **QUIET)
     assert len(run.summary()) == 20
     assert len(saves) < 10  # the first state, the first best, the last, and few between

@@ -2,18 +2,23 @@
 training to stop."""
 
 import errno
+import hashlib
 import json
 import os
 import re
 import shutil
+import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import toy
 from acting import QUIET, acting, same
 from archives import ended_at, kill, put, tree
+from faults.forks import done
 
 import nbtools as nb
 from nbtools import disk
@@ -22,6 +27,7 @@ from nbtools.errors import ArchiveError, CheckpointError, StageError
 from nbtools.train import Keeper, checkpoint, keep
 
 ONE = toy.PLAN.replace(epochs=1)
+LARGE = ONE.replace(hidden=20_000)  # 1.4 MB of weights
 
 
 @pytest.fixture(autouse=True)
@@ -64,11 +70,11 @@ def away(code: int = errno.ENOTCONN) -> None:
 def test_what_is_kept_comes_back_and_nothing_is_written_twice_under_one_name(pack, tmp_path, monkeypatch):
     target, real, written = tmp_path / "drive", disk.write_atomic, []
 
-    def write_atomic(path, data):
+    def write_atomic(path, *data):
         if path.is_relative_to(target):
             assert not path.exists(), f"{path.name} is written again"
             written.append(path.name)
-        return real(path, data)
+        return real(path, *data)
 
     monkeypatch.setattr(disk, "write_atomic", write_atomic)
     run = nb.fit(toy, pack, toy.PLAN, tmp_path / "run", keep=target, **QUIET)
@@ -153,6 +159,61 @@ def test_a_run_that_an_older_nbtools_kept_opens_resumes_and_is_kept_anew(run, pa
     assert same(nb.Run.open(target, toy), more)
 
 
+# -- opened where it is kept
+
+
+def bytes_read(below: Path, act: Callable[[], object]) -> int:
+    """Bytes of the files below a folder that a process opens to do something, each as often as it is opened."""
+
+    def counted() -> int:
+        sizes = []
+
+        def opened(event, args):
+            if event == "open" and isinstance(args[0], (str, os.PathLike)) and Path(args[0]).is_relative_to(below):
+                sizes.append(os.path.getsize(args[0]))
+
+        sys.addaudithook(opened)
+        act()
+        return sum(sizes)
+
+    return int(done(counted))
+
+
+def test_runs_are_listed_compared_and_watched_without_a_copy_of_their_weights(pack, tmp_path, monkeypatch):
+    drive = tmp_path / "drive"
+    monkeypatch.setenv("NBTOOLS_DRIVE", str(drive))
+    drive.mkdir()
+    for name in ("a", "b"):
+        nb.fit(toy, pack, LARGE, tmp_path / "vm" / name, keep=f"drive:{name}", **QUIET)
+    assert sum(path.stat().st_size for path in drive.rglob("*.safetensors")) > 10e6
+    assert bytes_read(drive, lambda: nb.runs(drive).frame) < 5e5
+    assert bytes_read(drive, lambda: repr(nb.compare(drive))) < 5e5
+    assert bytes_read(drive, lambda: nb.watch(drive / "a", wait=0)) < 5e5
+    run, own = nb.runs(drive)["a"], nb.Run.open(tmp_path / "vm" / "a")
+    assert (run.state, run.best, len(run.summary())) == ("done", own.best, 1)
+    [best] = own.folder.glob("*.best.safetensors")
+    assert bytes_read(drive, lambda: run.model("cpu")) < best.stat().st_size + 1e5, "of all weights the best alone"
+    assert nb.evaluate(run, pack) == nb.evaluate(own, pack)
+    assert same(run, own)
+
+
+def test_weights_that_are_damaged_or_gone_where_they_are_kept_are_named_with_the_way_out(copy, tmp_path):
+    target = tmp_path / "drive"
+    kept(copy, target)
+    [best] = target.glob("*.best.*.safetensors")
+    data, run = best.read_bytes(), nb.Run.open(target, toy)
+    best.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(
+        CheckpointError, match=r"best.*is damaged\. nb\.Run\.open\(nb\.stage\('.*drive'\)\) opens an older"
+    ):
+        run.model()
+    best.unlink()
+    with pytest.raises(StageError, match=r"has gone: the run has been trained on\. Open it again\."):
+        run.model()
+    best.write_bytes(data)
+    assert run.model("cpu") is not None, "what was damaged then does not stay so"
+
+
 # -- what is safe
 
 
@@ -233,6 +294,7 @@ def leaving(gone: threading.Event, target: Path):
 def test_training_goes_on_while_drive_is_away_which_is_said_once_and_made_up_for(pack, tmp_path, monkeypatch, code):
     target, gone = tmp_path / "drive", threading.Event()
     monkeypatch.setattr(keep, "PAUSE", 0.02)
+    monkeypatch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))
     failing(monkeypatch, target, lambda: gone.is_set() and away(code))
     steps = len(range(0, pack.splits["train"], toy.PLAN.batch_size))
     task = acting(
@@ -296,12 +358,12 @@ def test_a_copy_that_failed_is_made_up_for_and_no_snapshot_names_what_is_absent(
     for broken in range(0, 100, 3):
         left = [broken]
 
-        def flaky(path, data, left=left):
+        def flaky(path, *data, left=left):
             if path.is_relative_to(target):
                 left[0] -= 1
                 if left[0] == -1:
                     away(errno.EIO)
-            return real(path, data)
+            return real(path, *data)
 
         with monkeypatch.context() as patch:
             patch.setattr(disk, "write_atomic", flaky)
@@ -351,6 +413,31 @@ def test_what_reads_back_differently_is_not_kept(copy, tmp_path, monkeypatch):
     assert "card." in said
     assert "reads back differently" in said
     assert manifests(target) == []
+
+
+def test_a_checkpoint_is_hashed_once_and_then_read_back_wherever_it_is_written(pack, tmp_path, monkeypatch):
+    hashed, real, of_file = Counter[str](), hashlib.sha256, disk.sha256
+
+    def sha256(data=b"", **more):
+        hashed["in memory"] += memoryview(data).nbytes
+        return real(data, **more)
+
+    def read_back(path, *more):
+        hashed["read back"] += path.stat().st_size
+        return of_file(path, *more)
+
+    state = nb.TrainState(toy, pack, LARGE, "cpu")
+    monkeypatch.setattr(hashlib, "sha256", sha256)
+    monkeypatch.setattr(disk, "sha256", read_back)
+    checkpoint.save(tmp_path / "run", state, rows=0)
+    [path] = (tmp_path / "run").glob("*.safetensors")
+    size = path.stat().st_size
+    assert (round(hashed["in memory"] / size, 1), round(hashed["read back"] / size, 1)) == (1.0, 1.0)
+    assert kept(tmp_path / "run", tmp_path / "drive") == []
+    assert (round(hashed["in memory"] / size, 1), round(hashed["read back"] / size, 1)) == (1.0, 2.0)
+    path.write_bytes(bytes(size))
+    [said] = kept(tmp_path / "run", tmp_path / "other")
+    assert "reads back differently" in said, "from what was saved"
 
 
 def waiting(keeper: Keeper, patch: pytest.MonkeyPatch) -> threading.Event:

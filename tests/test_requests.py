@@ -25,6 +25,7 @@ import nbtools as nb
 from nbtools import __main__ as terminal
 from nbtools.data import Pack
 from nbtools.errors import CheckpointError, TrainError
+from nbtools.folder import only_one
 from nbtools.live import Plans, Requests, Surface, View, requests, send
 from nbtools.measure import Sampler
 from nbtools.rollback import WATCHED
@@ -47,13 +48,13 @@ def untouched(tmp_path_factory, pack):
 @pytest.fixture
 def saved(monkeypatch):
     """The steps of which checkpoints were written."""
-    steps, real = [], checkpoint.save
+    steps, real = [], checkpoint.publish
 
-    def save(into, state, *rest, **more):
-        steps.append(state.step)
-        real(into, state, *rest, **more)
+    def publish(into, taken):
+        steps.append(checkpoint.place(taken.name)[1])
+        real(into, taken)
 
-    monkeypatch.setattr(checkpoint, "save", save)
+    monkeypatch.setattr(checkpoint, "publish", publish)
     return steps
 
 
@@ -467,6 +468,12 @@ def test_a_watched_run_shows_what_its_process_does_now(pack, tmp_path, monkeypat
     states = [state for state, before in zip(seen, ["", *seen], strict=False) if state != before]
     assert states == ["compiling", "training", "compiling", "training", "paused", "measuring", "training", "evaluating"]
     assert Remote(run, show=False).status == "starting", "nobody trains it"
+    with only_one(folder):  # as an older nbtools, which does not say what it does
+        seen_by = Remote(run, show=False)
+        assert seen_by.status == "starting"
+        run.history.append(Record("step", 1, 99, 999, {"loss": 1.0}))
+        seen_by.read()
+        assert seen_by.status == "training"
 
 
 def test_a_watched_run_that_rewrites_its_history_and_loses_its_plan_is_shown_once_and_told(

@@ -124,8 +124,7 @@ def test_after_a_rollback_a_kill_resumes_from_before_the_change_also_where_it_is
     fit_and_end(task, pack, folder, tmp_path / "kept")
     assert task.acted == [13]
     for place in (folder, nb.Run.open(tmp_path / "kept", toy).folder):
-        steps = [int(path.stem.split("-")[1].split(".")[0]) for path in place.glob("*-*.safetensors")]
-        assert max(steps) == 13
+        assert checkpoint.place(checkpoint.names(place)[0])[1] == 13
         copy = shutil.copytree(place, tmp_path / f"copy of {place.name}")
         again = nb.fit(toy, pack, None, copy, **QUIET)
         assert same(again, slow)
@@ -165,13 +164,13 @@ def test_weights_that_diverged_are_not_the_best_though_they_score_best(pack, fol
 
 
 def test_a_slider_that_is_dragged_costs_one_checkpoint(pack, folder, monkeypatch):
-    real, steps = checkpoint.save, []
+    real, steps = checkpoint.publish, []
 
-    def save(into, state, *rest, **more):
-        steps.append(state.step)
-        real(into, state, *rest, **more)
+    def publish(into, taken):
+        steps.append(checkpoint.place(taken.name)[1])
+        real(into, taken)
 
-    monkeypatch.setattr(checkpoint, "save", save)
+    monkeypatch.setattr(checkpoint, "publish", publish)
     actions = {step: asking(folder, lr=0.01 + step / 1e4) for step in range(20, 26)}
     run = nb.fit(acting(actions), pack, PLAN, folder, **QUIET)
     assert len(run.history.of("change")) == 6

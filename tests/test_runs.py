@@ -74,7 +74,8 @@ def test_an_evaluation_is_a_dict_that_shows_as_a_table_with_its_metrics_explaine
 def test_the_best_epoch_shows_what_the_gpu_read_with_units(run, tmp_path):
     folder = shutil.copytree(run.folder, tmp_path / "run")
     read = {"gpu_energy": 12.345, "gpu_power": 283.4, "gpu_utilisation": 96.0, "gpu_memory_peak": 2900.0, "lr": 1e-3}
-    nb.History(folder / "history.csv").append(Record("epoch", 4, 60, 900, {"val_accuracy": 1.1, **read}))
+    last = checkpoint.place(checkpoint.names(folder)[0])[1]
+    nb.History(folder / "history.csv").append(Record("epoch", 4, last, 900, {"val_accuracy": 1.1, **read}))
     shown = pretty(nb.Run.open(folder).best)
     for value in ("12.3 Wh", "283 W", "96 %", "3.0 GB", "0.001"):
         assert value in shown

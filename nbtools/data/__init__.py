@@ -41,10 +41,11 @@ from nbtools.data.pack import (
 from nbtools.data.progress import SLOW, bar, in_notebook, phase, say, tick, work
 from nbtools.data.shard import SHARD, shard
 from nbtools.data.snapshots import SNAPSHOTS, Snapshots, manifests, newest
-from nbtools.data.sources import Source, cache, patient, source_of
-from nbtools.data.stage import fetch, stage
+from nbtools.data.sources import LATER, Kept, Source, cache, patient, source_of
+from nbtools.data.stage import fetch, present, stage
 
 __all__ = [
+    "LATER",
     "SHARD",
     "SLOW",
     "SNAPSHOTS",
@@ -56,6 +57,7 @@ __all__ = [
     "Entry",
     "Feed",
     "Form",
+    "Kept",
     "Pack",
     "Raw",
     "RawItems",
@@ -100,6 +102,7 @@ __all__ = [
     "place_to_keep",
     "places",
     "position",
+    "present",
     "read_member",
     "release_runtime",
     "remount",

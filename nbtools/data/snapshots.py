@@ -21,6 +21,7 @@ from nbtools import disk
 from nbtools.errors import ArchiveError
 
 KEEP = 3
+SHORT = 12  # digits of a SHA-256 in a name
 SNAPSHOTS = "snapshots"
 MANIFEST = re.compile(r"(\d{8,})-([0-9a-f]{12})\.json")
 PART = re.compile(r"[^/]+\.[0-9a-f]{12}(\.[^./]+)?(\.[^/]+\.part)?")  # also what a crash left of one
@@ -44,7 +45,7 @@ def number(manifest: Path) -> int:
 def read(manifest: Path) -> dict[str, Any]:
     """What a snapshot has: `files`, and what `take` was told about it. Raises ArchiveError if it is damaged."""
     data = manifest.read_bytes()
-    if short(data) != manifest.stem.partition("-")[2]:
+    if hashlib.sha256(data).hexdigest()[:SHORT] != manifest.stem.partition("-")[2]:
         raise ArchiveError(f"{manifest}: is not what was written: its SHA-256 differs from its name.")
     found = json.loads(data)
     for name in (*found["files"], *(part[0] for parts in found["files"].values() for part in parts)):
@@ -79,7 +80,6 @@ class Snapshots:
     def __init__(self, folder: Path):
         self.folder = folder
         self.files: dict[str, Parts] = {}
-        self.stamps: dict[str, tuple[int, ...]] = {}  # of the files as they were when their parts were written
 
     def verify(self) -> dict[str, Any]:
         """Read back the newest snapshot, of an earlier start: what is intact need not be written again."""
@@ -98,32 +98,34 @@ class Snapshots:
         path = self.folder / name
         return disk.exists(path) and path.stat().st_size == size and disk.sha256(path) == digest
 
-    def take(self, files: Mapping[str, Path | bytes], **about: Any) -> None:
+    def take(self, files: Mapping[str, Path | bytes], known: Mapping[str, str], **about: Any) -> None:
         """Store what is not there yet of some files, read back, and then the manifest that names them; delete what the
-        KEEP newest snapshots do not name. Raises OSError, the earlier snapshots untouched."""
+        KEEP newest snapshots do not name. known: file → the SHA-256 that it must have, where that was noted. Raises
+        OSError, the earlier snapshots untouched."""
         disk.make_folder(self.folder / SNAPSHOTS)
         there = {path.name for path in self.folder.iterdir()}
-        for name, content in files.items():
-            self.files[name] = self.store(name, content, there)
+        try:
+            for name, content in files.items():
+                self.files[name] = self.store(name, content, there, known.get(name, ""))
+        except OSError as error:
+            if error.errno in disk.FULL:
+                self.prune()  # of earlier calls that failed: nothing else would make room
+            raise
         self.files = {name: self.files[name] for name in files}
         data = json.dumps({"version": 1, **about, "files": self.files}, indent=1).encode()
         last = max(map(number, manifests(self.folder)), default=0)
-        put(self.folder / SNAPSHOTS / f"{last + 1:08d}-{short(data)}.json", data)
+        digest = hashlib.sha256(data).hexdigest()
+        put(self.folder / SNAPSHOTS / f"{last + 1:08d}-{digest[:SHORT]}.json", data, digest)
         self.prune()
 
-    def store(self, name: str, content: Path | bytes, there: set[str]) -> Parts:
+    def store(self, name: str, content: Path | bytes, there: set[str], digest: str) -> Parts:
         """The parts of a file, of which those that are not there are written: where it grew, only what was added, with
-        the last parts if they are no larger, so that there are never many."""
+        the last parts if they are no larger, so that there are never many. digest: of the whole file, "" if unknown."""
         known = [part for part in self.files.get(name, ()) if part[0] in there]
-        stamp = ()
-        if isinstance(content, Path):
-            seen = content.stat()
-            stamp = (seen.st_ino, seen.st_size, seen.st_mtime_ns)
-            if known == self.files.get(name) and self.stamps.get(name) == stamp:
-                return known
-            content = content.read_bytes()
-        view, kept, end = memoryview(content), [], 0
-        for part in known:
+        if digest and [part[2] for part in known] == [digest]:
+            return known
+        view, kept, end = memoryview(content if isinstance(content, bytes) else content.read_bytes()), [], 0
+        for part in () if digest else known:
             if hashlib.sha256(view[end : end + part[1]]).hexdigest() != part[2]:
                 break
             kept.append(part)
@@ -131,16 +133,15 @@ class Snapshots:
         while kept and kept[-1][1] <= len(view) - end:
             end -= kept.pop()[1]
         if not kept or end < len(view):
-            digest = hashlib.sha256(view[end:]).hexdigest()
+            digest = digest or hashlib.sha256(view[end:]).hexdigest()
             stem, dot, suffix = name.rpartition(".") if "." in name else (name, "", "")
-            part = (f"{stem}.{digest[:12]}{dot}{suffix}", len(view) - end, digest)
-            put(self.folder / part[0], view[end:])
+            part = (f"{stem}.{digest[:SHORT]}{dot}{suffix}", len(view) - end, digest)
+            put(self.folder / part[0], view[end:], digest)
             kept.append(part)
-        self.stamps[name] = stamp
         return kept
 
     def prune(self) -> None:
-        kept, named = 0, set()
+        kept, named = 0, {part[0] for parts in self.files.values() for part in parts}
         for manifest in manifests(self.folder):
             try:
                 files = read(manifest)["files"] if kept < KEEP else {}
@@ -155,11 +156,7 @@ class Snapshots:
             disk.remove(path)
 
 
-def put(path: Path, data: bytes | memoryview) -> None:
+def put(path: Path, data: bytes | memoryview, digest: str) -> None:
     """Write a file whose name says what is in it, unless it is there."""
-    if not (disk.exists(path) and path.read_bytes() == data):
-        disk.write_atomic(path, data)  # which reads it back
-
-
-def short(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:12]
+    if not (disk.exists(path) and path.stat().st_size == len(data) and disk.sha256(path) == digest):
+        disk.write_atomic(path, data, digest)  # which reads it back

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import IO, ClassVar, TypeVar
@@ -34,6 +35,7 @@ from nbtools.errors import ArchiveError, DiskError, StageError
 
 AT_ONCE = 4  # shards: while some are copied, others are unpacked
 CHUNK = 1 << 20
+LATER = "later.json"  # in a run that was opened from where it is kept: that folder, and what was not fetched with it
 MANY = 1000  # files: Drive gives about 50 kB/s on small ones
 OPENER = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
 PAUSE = 1.0  # seconds before the second try; doubles with each that brought nothing
@@ -175,35 +177,45 @@ class Local(Source):
 
 
 class Kept(Local):
-    """A folder in which `keep=` keeps a run: its newest intact snapshot."""
+    """A folder in which `keep=` keeps a run: its newest intact snapshot. later: the end of the names of files that are
+    fetched by `present`, when something needs them; "": none."""
 
-    def __init__(self, text: str, path: Path):
-        Source.__init__(self, text, str(path), path.name)
-        self.path, self.is_folder = path, True
+    def __init__(self, text: str, path: Path, later: str = ""):
+        Source.__init__(self, text, f"{path}\0{later}" if later else str(path), path.name)
+        self.path, self.is_folder, self.later = path, True, later
 
     def version(self) -> str:
-        parts = [one for parts in snapshots.newest(self.path)["files"].values() for one in parts]
-        self.size = self.extra = sum(size for _, size, _ in parts)
+        files = self.split(snapshots.newest(self.path)["files"])[0]
+        self.size = self.extra = sum(size for parts in files.values() for _, size, _ in parts)
         return snapshots.manifests(self.path)[0].name
 
+    def split(self, files: dict[str, snapshots.Parts]) -> tuple[dict[str, snapshots.Parts], ...]:
+        """Those to fetch now and later."""
+        later = {name: parts for name, parts in files.items() if self.later and name.endswith(self.later)}
+        return {name: parts for name, parts in files.items() if name not in later}, later
+
     def fetch(self, part: Path, progress: Progress) -> None:
-        """The newest snapshot of which everything reads back as it was written; a message names newer ones."""
+        """The newest snapshot of which everything has its size, and what is fetched reads back as it was written; a
+        message names newer ones."""
         spare = part.parent.with_name("parts")
         there = {name: size for name, (size, _) in self.files}
         for manifest in snapshots.manifests(self.path):
             try:
-                files = snapshots.read(manifest)["files"]
-                for name, size, digest in (one for parts in files.values() for one in parts):
+                now, later = self.split(snapshots.read(manifest)["files"])
+                for name, size, _ in chain(*now.values(), *later.values()):
                     if there.get(name) != size:
                         raise ArchiveError(f"{self.path / name}: is missing there, or not whole.")
+                for name, size, digest in chain(*now.values()):
                     bring(self.path / name, spare / name, size, spare / "unfinished", progress, digest)
             except ArchiveError as error:
                 say(f"{error} An older copy is used instead.")
                 continue
             disk.remove(part)  # of an interrupted call
             disk.make_folder(part)
-            for name, parts in files.items():
+            for name, parts in now.items():
                 snapshots.join([spare / file for file, _, _ in parts], part / name)
+            if later:
+                disk.write_atomic(part / LATER, json.dumps({"from": str(self.path), "files": later}))
             disk.remove(spare)
             return
         raise StageError(f"{self.text}: none of the copies that were kept there is intact.", entry="Session lost")

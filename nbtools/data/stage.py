@@ -22,11 +22,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from nbtools import disk
-from nbtools.data import archive, cached
+from nbtools.data import archive, cached, snapshots
 from nbtools.data.cached import RECEIPT
 from nbtools.data.pack import MANIFEST, Pack
 from nbtools.data.progress import bar, say
-from nbtools.data.sources import Kept, Source, cache, listing, patient, require_archive, source_of
+from nbtools.data.sources import LATER, Kept, Source, bring, cache, listing, patient, require_archive, source_of
 from nbtools.errors import ArchiveError, PackError, StageError
 from nbtools.table import size as sized
 
@@ -36,7 +36,7 @@ WHOLE = "\0whole"  # ends an origin that is staged as one file: it is published 
 
 
 def stage(
-    source: str | Path,
+    source: str | Path | Source,
     into: str | Path | None = None,
     *,
     extract: bool = True,
@@ -54,12 +54,14 @@ def stage(
     published.
     """
     sha256 = sha256.lower() if sha256 else None
-    with disk.explained(f"looking at {source}", Path(source)):
-        found = patient(lambda: source_of(str(source)), Path(source))
+    text = source.text if isinstance(source, Source) else str(source)
+    place = Path(text)
+    with disk.explained(f"looking at {text}", place):
+        found = source if isinstance(source, Source) else patient(lambda: source_of(text), place)
         if sha256 is None and not found.is_folder:
-            sha256 = patient(found.promised, Path(source))
+            sha256 = patient(found.promised, place)
         if sha256 and found.is_folder:
-            raise StageError(f"{source}: sha256 is for an archive, and this is a folder. Leave it out.")
+            raise StageError(f"{text}: sha256 is for an archive, and this is a folder. Leave it out.")
         if into is None and found.here and is_ready(found, extract):
             if sha256:
                 digest_of(found.here, found.text, sha256)
@@ -68,15 +70,46 @@ def stage(
         stem = re.sub(r"[^\w.]+", "-", re.sub(SUFFIXES, "", found.name, flags=re.I))[:60].strip(".-") or "data"
         origin = found.origin if extract or found.is_folder else found.origin + WHOLE
         target = root / f"{stem}-{hashlib.sha256(origin.encode()).hexdigest()[:8]}"
-        version = "" if found.is_remote else patient(found.version, Path(source))
+        version = "" if found.is_remote else patient(found.version, place)
     cached.lease(target)
     if ready := staged(target, version, sha256):
         return ready
-    lock = hashlib.sha256(str(target).encode()).hexdigest()[:16]
-    with disk.explained(f"staging {source}", target):
+    with disk.explained(f"staging {text}", target):
         disk.make_folder(target.parent)
-        with disk.Lock(cache() / "locks" / f"stage-{lock}.lock"):
+        with lock_of(target):
             return staged(target, version, sha256) or publish(found, target, extract, sha256, progress)
+
+
+def present(path: Path) -> Path:
+    """A file of a run, fetched now if it is kept elsewhere and was left out when the run was opened. Raises StageError
+    (also its subclass ArchiveError, if it is damaged) or DiskError."""
+    note = path.with_name(LATER)
+    if path.exists() or not note.exists():
+        return path
+    left = json.loads(note.read_text())
+    place, parts, spare = Path(left["from"]), left["files"].get(path.name, ()), path.with_name(f"{path.name}.part")
+    with disk.explained(f"fetching {path.name} from {place}", place), lock_of(path):
+        if not parts or path.exists():  # another process has fetched it
+            return path
+        if not all(patient(lambda name=name: disk.exists(place / name), place) for name, _, _ in parts):
+            raise StageError(f"{place}: {path.name} has gone: the run has been trained on. Open it again.")
+        cached.require_room(path, 2 * (total := sum(size for _, size, _ in parts)))
+        try:
+            with moving(total, f"copy {path.name}", True) as shown:
+                for name, size, digest in parts:
+                    bring(place / name, spare / name, size, spare / "unfinished", shown.update, digest)
+        except ArchiveError as error:
+            older = f"nb.Run.open(nb.stage({str(place)!r})) opens an older copy, if one is whole."
+            raise ArchiveError(f"{error} {older}") from None
+        snapshots.join([spare / name for name, _, _ in parts], spare / path.name)
+        disk.rename(spare / path.name, path)
+        disk.remove(spare)
+    return path
+
+
+def lock_of(target: Path) -> disk.Lock:
+    key = hashlib.sha256(str(target).encode()).hexdigest()[:16]
+    return disk.Lock(cache() / "locks" / f"stage-{key}.lock")
 
 
 def is_ready(source: Source, extract: bool) -> bool:

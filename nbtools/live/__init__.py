@@ -3,7 +3,7 @@
 from nbtools.live import png
 from nbtools.live.chart import Picture
 from nbtools.live.columns import XS, Columns, spent, taken
-from nbtools.live.facts import AGAIN, DONE, EVALUATING, MEASURING, OVER, STARTING, ended
+from nbtools.live.facts import AGAIN, DONE, EVALUATING, MEASURING, OVER, STARTING, TRAINING, ended
 from nbtools.live.kernel import Messages, closing, running_kernel
 from nbtools.live.log import OPENING
 from nbtools.live.overlay import overlay
@@ -26,6 +26,7 @@ __all__ = [
     "OVER",
     "REFUSED",
     "STARTING",
+    "TRAINING",
     "WORST",
     "XS",
     "Columns",

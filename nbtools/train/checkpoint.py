@@ -20,7 +20,6 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,8 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from nbtools import disk
-from nbtools.errors import CheckpointError
+from nbtools.data import present
+from nbtools.errors import ArchiveError, CheckpointError
 from nbtools.train.device import within_memory
 from nbtools.train.state import TrainState, below
 
@@ -71,21 +71,10 @@ class Snapshot:
     copied: Any
 
 
-def save(
-    folder: Path,
-    state: TrainState,
-    rows: int,
-    best: bool = False,
-    behind: Callable[[Callable[[], None]], object] | None = None,
-) -> None:
-    """Write the state (and, as the best, its evaluated weights); prune old ones.
-
-    rows: of the history so far; a resume cuts what lies beyond. behind: takes the function that writes, which may run
-    while the state trains on, but has to be done before the next call. Raises DiskError, the older checkpoints
-    untouched.
-    """
-    writes = partial(publish, folder, snapshot(state, rows, best))
-    writes() if behind is None else behind(writes)
+def save(folder: Path, state: TrainState, rows: int, best: bool = False) -> None:
+    """Write the state (and, as the best, its evaluated weights); prune old ones. rows: of the history so far; a resume
+    cuts what lies beyond. Raises DiskError, the older checkpoints untouched."""
+    publish(folder, snapshot(state, rows, best))
 
 
 def snapshot(state: TrainState, rows: int, best: bool = False) -> Snapshot:
@@ -168,8 +157,9 @@ def facts_of(folder: Path, name: str) -> dict[str, Any]:
 def write(folder: Path, name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
     """Write tensors of the CPU, and the facts that vouch for them."""
     data = packed(tensors)
-    facts = {**facts, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    disk.write_atomic(folder / f"{name}.safetensors", data)
+    digest = hashlib.sha256(data).hexdigest()
+    facts = {**facts, "bytes": len(data), "sha256": digest}
+    disk.write_atomic(folder / f"{name}.safetensors", data, digest)
     disk.write_atomic(folder / f"{name}.json", disk.sealed(facts))
 
 
@@ -214,14 +204,15 @@ class Checkpoint:
 
 
 def read(folder: Path, name: str) -> Checkpoint:
-    """One checkpoint. Raises CheckpointError if it is missing or differs from what was written."""
+    """One checkpoint. Raises CheckpointError if it is missing or differs from what was written, StageError if it is
+    kept on a disk that does not respond."""
     path, facts = folder / f"{name}.safetensors", facts_of(folder, name)
     try:
-        data = path.read_bytes()
+        data = present(path).read_bytes()
         if len(data) != facts["bytes"] or hashlib.sha256(data).hexdigest() != facts["sha256"]:
             raise CheckpointError(f"{path}: {len(data)} bytes that are not the {facts['bytes']} written; it is damaged")
         return Checkpoint(name, load_tensors(data), facts)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (ArchiveError, OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from nbtools import disk
-from nbtools.data import Snapshots, remount
+from nbtools.data import LATER, Snapshots, remount
 from nbtools.train import checkpoint
 from nbtools.train.checkpoint import CONTROL, FILE, INDEX
 
@@ -104,18 +104,20 @@ class Keeper:
             self.confirm()
         facts = disk.unsealed(index)
         files: dict[str, Path | bytes] = {}
+        known: dict[str, str] = {}  # as it was noted when they were saved
         copied = []
         for name in checkpoint.named(facts):
             alone = "." not in name and name not in (facts["last"], facts.get("anchor", {}).get("name"))
             if alone and not (self.source / f"{name}.json").exists():
                 continue  # an older nbtools kept the best weights alone
             files |= {file: self.source / file for file in (f"{name}.safetensors", f"{name}.json")}
+            known[f"{name}.safetensors"] = disk.unsealed((self.source / f"{name}.json").read_bytes()).get("sha256", "")
             copied.append(name)
         for path in self.source.iterdir():
-            left = path.name in (INDEX, CONTROL, KEPT) or path.suffix == ".part" or FILE.fullmatch(path.name)
+            left = path.name in (INDEX, CONTROL, KEPT, LATER) or path.suffix == ".part" or FILE.fullmatch(path.name)
             if path.is_file() and not left:
                 files[path.name] = path
-        self.snapshots.take({**files, INDEX: index}, id=facts.get("id"), start=self.start)
+        self.snapshots.take({**files, INDEX: index}, known, id=facts.get("id"), start=self.start)
         for path in self.target.iterdir():  # as an older nbtools kept it
             if path.name == INDEX or FILE.fullmatch(path.name):
                 disk.remove(path)
