@@ -185,7 +185,7 @@ def lines(path: Path) -> list[str]:
 def in_place() -> None:
     """What the guides' programs do: write over the old file."""
 
-    def write(path: Path, data: Any) -> Path:
+    def write(path: Path, data: Any, digest: str = "") -> Path:
         with open(path, "wb", buffering=0) as file:
             disk.write(file, data.encode() if isinstance(data, str) else data)
         return path
