@@ -44,14 +44,6 @@ def graphs_of(state: nb.TrainState) -> graph.Graphs:
     return state.graphs
 
 
-@pytest.mark.usefixtures("fp16_on_cpu")
-@pytest.mark.parametrize("settings", [{"amp": "fp16"}, {"checkpoint_activations": True}])
-def test_what_cannot_be_recorded_says_so_and_runs_as_without(pack, settings):
-    state = nb.TrainState(toy, pack, PLAN.replace(**settings), "cpu")
-    assert state.graphs is None
-    assert state.events[0].startswith("graph off: ")
-
-
 # -- tasks
 
 
@@ -92,7 +84,7 @@ slow = pytest.mark.full
     ],
 )
 def test_replayed_steps_of_every_task_without_ctc_have_the_bits_of_eager_ones(name, shapes, settings, monkeypatch):
-    steps = 3 + 3 * shapes
+    steps = 4 + 3 * shapes
     losses, state = stepped(name, steps, **settings)
     assert (graphs_of(state).off, graphs_of(state).replayed) == ("", steps - graph.WARM_UP * shapes)
     monkeypatch.setattr(graph, "WARM_UP", EAGER)
@@ -189,6 +181,26 @@ def test_a_state_that_is_loaded_amid_a_run_goes_on_with_its_own_moments(pack, mo
 # -- what cannot be replayed
 
 
+@pytest.mark.usefixtures("fp16_on_cpu")
+@pytest.mark.parametrize("settings", [{"amp": "fp16"}, {"checkpoint_activations": True}])
+def test_what_cannot_be_recorded_says_so_and_runs_as_without(pack, settings):
+    told, state = trained(toy, pack, PLAN.replace(**settings))
+    assert [each.partition(": ")[0] for each in told] == ["graph off"]
+    assert graphs_of(state).replayed == 0
+
+
+@pytest.mark.usefixtures("fp16_on_cpu")
+def test_a_change_to_fp16_while_it_trains_says_that_steps_are_no_longer_recorded(pack):
+    def change(state: nb.TrainState) -> None:
+        if state.step in (8, 12):
+            state.plan = state.plan.replace(amp="fp16" if state.step == 8 else "off")
+
+    told, state = trained(toy, pack, PLAN, change)
+    why = "graph off: fp16 decides on the host whether a step counts; each kernel is launched by the host"
+    assert told == ["amp off → fp16", why, "amp fp16 → off"]
+    assert graphs_of(state).replayed == state.step - 4 - 2 * graph.WARM_UP - 2, "two epochs end outside"
+
+
 def reading(batch: Any) -> float:
     return 1 + 0 * float(batch["x"].sum())
 
@@ -239,6 +251,58 @@ def test_a_number_that_a_module_changes_in_each_step_is_found_and_goes_on_changi
     assert same(state, trained(task, pack, PLAN)[1]) == []
 
 
+def scheduled(weights: list[float]) -> Any:
+    """A weight of the loss that each step takes from a list."""
+
+    def loss(model, batch, plan):
+        total, count = toy.loss(model, batch, plan)
+        if isinstance(model, nn.Module) and model.training:
+            weights.append(weights.pop(0))
+        return total * weights[0], count
+
+    return loss
+
+
+def smoothed(mean: list[torch.Tensor]) -> Any:
+    """A tensor that each step replaces by another, which the next one reads."""
+
+    def loss(model, batch, plan):
+        total, count = toy.loss(model, batch, plan)
+        before = mean[0]
+        mean[0] = 0.9 * before + 0.1 * total.detach()
+        return total / (1 + before), count
+
+    return loss
+
+
+class Logging(nn.Module):
+    """A list of its own that every forward pass makes longer."""
+
+    def __init__(self, card, plan):
+        super().__init__()
+        self.network, self.seen = toy.model(card, plan), [0]
+
+    def forward(self, batch):
+        self.seen.append(len(batch["x"]))
+        return self.network(batch)
+
+
+CHANGING: dict[str, tuple[Any, str]] = {
+    "numbers of a list": (lambda: {"loss": scheduled([1.0, 0.5, 0.25])}, "mul gets 0.25, then 1.0"),
+    "a tensor": (lambda: {"loss": smoothed([torch.zeros(())])}, "mul gets another tensor in each step"),
+    "a list": (lambda: {"model": Logging}, "the step changes Logging.seen on the host"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_what_a_step_replaces_for_the_next_is_found_and_goes_on_changing(pack, name, monkeypatch):
+    parts, why = CHANGING[name]
+    told, state = trained(toy.with_(**parts()), pack, PLAN)
+    assert told == [f"graph off: {why}; each kernel is launched by the host"]
+    monkeypatch.setattr(graph, "WARM_UP", EAGER)
+    assert same(state, trained(toy.with_(**parts()), pack, PLAN)[1]) == []
+
+
 ENDS = {
     "memory": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"), "CUDA out of memory"),
     "capture": (RuntimeError(f"CUDA error: {REFUSED}\nFor debugging"), REFUSED),
@@ -284,20 +348,23 @@ def test_out_of_memory_halves_the_batch_and_its_steps_are_recorded_anew(pack, mo
     assert same(state, trained(task, pack, PLAN, fill)[1]) == []
 
 
-def test_only_so_many_shapes_are_recorded_and_no_short_batch():
-    plan = nb.Plan(batch_size=4)
+def test_only_so_many_shapes_are_recorded_which_is_said_once_and_no_short_batch():
+    plan, events = nb.Plan(batch_size=4), list[str]()
 
     def replayed(samples: int, *widths: int) -> int:
-        graphs = graph.Graphs(torch.device("cpu"), [])
+        graphs = graph.Graphs(torch.device("cpu"), events, plan)
         for width in widths:
             for step in range(graph.WARM_UP + 2):
                 raw = {"x": torch.full((width,), float(step)), "id": torch.arange(samples)}
-                total, _ = graphs.step(plan, raw, 7, lambda raw, epoch: (raw["x"].sum() * epoch, 1))
+                total, _ = graphs.step(raw, lambda raw: (7 * raw["x"].sum(), 1))
                 assert float(total) == 7 * width * step
         return graphs.replayed
 
-    assert replayed(4, *range(1, MOST_GRAPHS + 4)) == 2 * MOST_GRAPHS
     assert replayed(3, 5) == 0
+    assert replayed(4, *range(1, MOST_GRAPHS + 1)) == 2 * MOST_GRAPHS
+    assert events == []
+    assert replayed(4, *range(1, MOST_GRAPHS + 4)) == 2 * MOST_GRAPHS
+    assert events == ["graph: only 8 shapes of batches are recorded; of others each kernel is launched by the host"]
 
 
 def test_a_tape_repeats_what_it_recorded_and_nothing_of_what_the_host_did():

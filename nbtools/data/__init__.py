@@ -4,7 +4,7 @@ from nbtools.data.archive import archive_index, read_member
 from nbtools.data.build import Entry, Survey, build_pack, cores, steady
 from nbtools.data.cached import cached
 from nbtools.data.dataset import RawItems, pack
-from nbtools.data.draws import Draws, constant, places
+from nbtools.data.draws import STAYING, Draws, Keys, constant, places
 from nbtools.data.drive import drive_path, kept, on_colab, place_to_keep, release_runtime, remount
 from nbtools.data.feed import (
     Feed,
@@ -50,6 +50,7 @@ __all__ = [
     "SLOW",
     "SNAPSHOTS",
     "SPLITS",
+    "STAYING",
     "TARGET",
     "Card",
     "Column",
@@ -58,6 +59,7 @@ __all__ = [
     "Feed",
     "Form",
     "Kept",
+    "Keys",
     "Pack",
     "Raw",
     "RawItems",

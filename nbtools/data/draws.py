@@ -10,7 +10,7 @@ B samples.
 from __future__ import annotations
 
 import math
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 MASK = 0xFFFFFFFF
 FACTOR, TERM = 747796405, 2891336453
 BLOCK = 16  # numbers a sample hashed at once: on a GPU one costs as much as many
+STAYING = 512  # small tensors of a kind that stay on a device; a step reads a few dozen, other shapes bring others
 
 
 def mix(x: Tensor, more: int = 0) -> Tensor:
@@ -43,31 +44,48 @@ def mixed(*parts: int) -> int:
     return state
 
 
-@cache
+@lru_cache(STAYING)
 def constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """A tensor of these values that stays on the device: a copy in every step would make the host wait, and a CUDA
     graph reads it where it lies. Not to be modified."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-@cache
+@lru_cache(STAYING)
 def places(count: int, device: torch.device) -> Tensor:
     """(count,) int64, from 0 on, that stays on the device as well."""
     return torch.arange(count, device=device)
 
 
-@cache
+@lru_cache(STAYING)
 def counters(first: int, count: int, device: torch.device) -> Tensor:
     """(count,) int64: the hashed numbers from `first` on, multiplied as `mix` does with the sum of one and a key."""
     return mix(torch.arange(first, first + count, device=device)) * FACTOR + TERM
 
 
-class Draws:
-    """The random numbers of one batch; every call takes the next ones. ids (B,) int64 on the device of the batch;
-    epoch: also () int64 there, where a CUDA graph has to read it anew."""
+class Keys:
+    """The keys of all samples in an epoch, hashed once: a batch looks up its own by one kernel instead of ten, and a
+    CUDA graph reads them where they lie. count: of samples, whose ids are 0 to count - 1."""
 
-    def __init__(self, seed: int, epoch: int | Tensor, ids: Tensor):
-        self.seed, self.epoch, self.ids = seed, epoch, ids
+    def __init__(self, count: int, device: torch.device):
+        self.table = torch.empty(count, dtype=torch.int64, device=device)
+        self.known: tuple[int, int] | None = None
+
+    def of(self, seed: int, epoch: int) -> Tensor:
+        """(count,) int64, until another epoch's are asked for."""
+        if self.known != (seed, epoch):
+            self.known = None  # an interrupt may come
+            self.table.copy_(mix(torch.arange(len(self.table), device=self.table.device), mixed(seed, epoch)))
+            self.known = seed, epoch
+        return self.table
+
+
+class Draws:
+    """The random numbers of one batch; every call takes the next ones. ids (B,) int64 on the device of the batch.
+    known: where the keys of these samples are looked up; None: hash them."""
+
+    def __init__(self, seed: int, epoch: int, ids: Tensor, known: Keys | None = None):
+        self.seed, self.epoch, self.ids, self.known = seed, epoch, ids, known
         self.count = 0
         self.first = self.last = 0  # of the numbers that are hashed: (B, last - first) in `hashed`
         self.hashed = self.upper = ids  # upper: their higher 24 bits, all that a float32 holds
@@ -75,8 +93,8 @@ class Draws:
     @cached_property
     def keys(self) -> Tensor:
         """(B,) int64; made at the first draw, so that a task without augmentation pays nothing."""
-        if isinstance(self.epoch, Tensor):
-            return mix(self.ids + mix(self.epoch, mixed(self.seed)))
+        if self.known is not None:
+            return self.known.of(self.seed, self.epoch)[self.ids]
         return mix(self.ids, mixed(self.seed, self.epoch))
 
     def take(self, count: int) -> slice:

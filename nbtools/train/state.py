@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from nbtools.data import Card, Pack
+from nbtools.data import Card, Keys, Pack
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.table import plural
 from nbtools.train import device as devices
-from nbtools.train.graph import Graphs, unrecordable
+from nbtools.train.graph import Graphs
 from nbtools.train.history import Record
 from nbtools.train.network import build
 from nbtools.train.optimizer import allocate, build_optimizer, local_optimizer, parameter_groups
@@ -136,11 +136,8 @@ class TrainState:
         self.improved = False  # whether the last evaluation was the best, and is not saved yet
         self.stopped: str | None = None  # why nothing is left to train before the last epoch
         self.events: list[str] = []  # messages for the next yield
-        self.graphs = None
-        if plan.graph and (why := unrecordable(plan)):
-            self.events.append(f"graph off: {why}; each kernel is launched by the host")
-        elif plan.graph:
-            self.graphs = Graphs(self.device, self.events)
+        self.graphs = Graphs(self.device, self.events, plan) if plan.graph else None
+        self.keys = Keys(len(pack) if isinstance(pack, Pack) else sum(pack.splits.values()), self.device)  # of draws
         if ranks is not None:
             ranks.own = self.own
             self.seed_rng()

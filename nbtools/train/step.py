@@ -25,7 +25,7 @@ def attempt(state: TrainState, raw: Batch, epoch_size: int, size: int | None = N
     """Train on one raw batch, or this rank's share of one of `size` samples; returns the (loss sum, count) of the whole
     batch, still on the device: with Plan.graph until the next step."""
     size = size or len(raw["id"])
-    if state.graphs is not None and state.scaler is None:  # which decides on the host
+    if state.graphs is not None and state.graphs.follow(state.applied):
         return replayed(state, state.graphs, raw, epoch_size)
     loss_sum, count = differentiate(state, raw) if state.ranks is None else together(state, raw, size)
     update(state, size, epoch_size)
@@ -37,30 +37,30 @@ def replayed(state: TrainState, graphs: Graphs, raw: Batch, epoch_size: int) -> 
     until it is recorded."""
     size, share = len(raw["id"]), share_of_weights(state)
 
-    def act(raw: Batch, epoch: int | Tensor) -> tuple[Tensor, Tensor | float]:
-        found = differentiate(state, raw, epoch)
+    def act(raw: Batch) -> tuple[Tensor, Tensor | float]:
+        found = differentiate(state, raw)
         apply(state, size, share)
         return found
 
     set_lr(state, size, epoch_size)
+    state.keys.of(state.applied.seed, state.position.epoch)
     task = getattr(state.task, "source", state.task)
-    found = graphs.step(state.applied, raw, state.position.epoch, act, (task, *state.model.modules()))
+    found = graphs.step(raw, act, (task, *state.model.modules()))
     count_average(state)
     return found
 
 
-def differentiate(state: TrainState, raw: Batch, epoch: int | Tensor | None = None) -> tuple[Tensor, Tensor | float]:
-    """The gradient of sum / count over the whole batch, in any number of micro-batches; returns (sum, count). epoch:
-    None: the state's."""
+def differentiate(state: TrainState, raw: Batch) -> tuple[Tensor, Tensor | float]:
+    """The gradient of sum / count over the whole batch, in any number of micro-batches; returns (sum, count)."""
     if not state.model.training:
         set_training(state.model)
     clear_gradients(state.parameters)  # before the forward: an interrupt after backward leaves none to the next step
     size, micro = len(raw["id"]), state.recovery.micro
     if not micro or micro >= size:
-        return backward(state, raw, epoch=epoch)
+        return backward(state, raw)
     loss_sum, count = torch.zeros((), device=state.device), 0
     for part in parts(raw, size, micro):
-        part_sum, part_count = backward(state, part, denominator=size, epoch=epoch)
+        part_sum, part_count = backward(state, part, denominator=size)
         loss_sum, count = loss_sum + part_sum, count + part_count
     scale_gradients(state, size, count)
     return loss_sum, count
@@ -125,18 +125,13 @@ def parts_of_share(state: TrainState, raw: Batch, size: int) -> Iterator[Batch]:
 
 
 def backward(
-    state: TrainState,
-    raw: Batch,
-    denominator: float | None = None,
-    network: nn.Module | None = None,
-    epoch: int | Tensor | None = None,
+    state: TrainState, raw: Batch, denominator: float | None = None, network: nn.Module | None = None
 ) -> tuple[Tensor, Tensor | float]:
     """Draw, forward and backward of a micro-batch: adds the gradient of sum / denominator (None: its own count).
-    network, epoch: None: the state's."""
+    network: None: the state's."""
     task, plan = state.task, state.applied  # a plan that another thread wants meanwhile waits for the next step
     network = state.network if network is None else network
-    draws = Draws(plan.seed, state.position.epoch if epoch is None else epoch, raw["id"])
-    batch = task.batch(raw, plan, draws)
+    batch = task.batch(raw, plan, Draws(plan.seed, state.position.epoch, raw["id"], state.keys))
     if plan.channels_last:
         batch = {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in batch.items()}
     if plan.amp == "off":

@@ -9,14 +9,14 @@ B samples, C channels, H × W pixels of an image, h × w of a crop.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nbtools.data import Draws, constant
+from nbtools.data import STAYING, Draws, constant
 from nbtools.tasks.segment.classes import IGNORE
 from nbtools.tasks.segment.plans import Plan
 from nbtools.tasks.segment.scores import FAR, PER_PIXEL
@@ -103,14 +103,14 @@ def centres_of(crop: Crop, picture: tuple[int, int], size: tuple[int, int]) -> C
     return Centres(at, nearest, rows[:, :, None] & columns[:, None])
 
 
-@cache
+@lru_cache(STAYING)
 def pixels(size: tuple[int, int], mirrored: bool, device: torch.device) -> Tensor:
     """(h + w,): the centres of a crop's rows and columns; stays on the device, as what `along` returns does."""
     down, right = (torch.arange(n, device=device) + 0.5 for n in size)
     return torch.cat([down, right.flip(0) if mirrored else right])
 
 
-@cache
+@lru_cache(STAYING)
 def along(rows: float, columns: float, size: tuple[int, int], device: torch.device) -> Tensor:
     """(h + w,) float32: one value for every row of a crop, another for every column."""
     values = zip((float(rows), float(columns)), size, strict=True)

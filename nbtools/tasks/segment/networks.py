@@ -9,7 +9,7 @@ B images, C channels, K classes, H × W pixels, h × w positions of a stage: ⌈
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -263,7 +263,7 @@ def enlarge(x: Tensor, factor: int, size: tuple[int, int]) -> Tensor:
     return rows @ F.linear(x, columns)
 
 
-@cache
+@lru_cache(128)  # nine sizes of pictures
 @torch.inference_mode(False)  # training would refuse what was made there
 def weights(positions: int, pixels: int, factor: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """(pixels, positions): of each position in each of the first pixels. Kept: a forward pass needs 14 of them, of 11

@@ -121,15 +121,16 @@ def retimed(clips: Keypoints, draws: Draws, warp: float, crop: float, longest: i
     drawn = (drawn * constant((-1, 1, warp, warp, warp), device))[..., None]
     (kept, stretch), start, bends = (1 + drawn[:, :3:2]).unbind(1), drawn[:, 1], drawn[:, 3:]  # (B, 1), bends (B, 2, 1)
     lengths = lengths[:, None]
-    new = (lengths * kept * stretch).round().long()
-    new = new.clamp(constant((1,), device, torch.int64), lengths.clamp(min=longest))
+    one, most = (constant((n,), device, torch.int64) for n in (1, longest))
+    most = most if points.shape[1] <= longest else lengths.clamp(min=longest)
+    new = (lengths * kept * stretch).round().long().clamp(one, most)
     room = min(math.ceil(points.shape[1] * (1 + STRETCH * warp)), max(points.shape[1], longest))
     step = places(room, device)
     u = step / (new - 1).clamp(min=1)  # (B, room), 0 to 1 along the new clip
     periods = constant((math.pi, 2 * math.pi), device)[:, None]
-    slow, swing = (torch.sin(u[:, None] * periods).mul_(bends).div_(periods)).unbind(1)
-    last = lengths - 1
-    place = ((start * (1 - kept) + kept * (u + slow + swing)) * last).clamp(constant((0,), device), last)
+    slow, swing = torch.sin(u[:, None] * periods).mul_(bends).unbind(1)
+    last, u = lengths - 1, u.addcdiv(slow, periods[0]).addcdiv(swing, periods[1])
+    place = ((start * (1 - kept) + kept * u) * last).clamp(constant((0,), device), last)
     points, seen = between(points, seen, place)
     return Keypoints(points, seen & (step < new)[:, :, None], new[:, 0])
 
@@ -143,10 +144,9 @@ def between(points: Tensor, seen: Tensor, place: Tensor) -> tuple[Tensor, Tensor
     part = (place - frames[0])[:, :, None]
     rows = places(len(place), place.device)[:, None]
     before, after = seen[rows, frames]  # each (B, R, P)
-    share = torch.where(before, part * after, after)  # of the later frame
-    rest = before * (1 - share)
+    share = torch.where(before, part * after, after)[..., None]  # of the later frame; of none where neither shows it
     earlier, later = points[rows, frames]
-    mixed = earlier.mul_(rest[..., None]).add_(later.mul_(share[..., None]))
+    mixed = earlier.mul_(1 - share).add_(later.mul_(share))
     return mixed, torch.where(part < 0.5, before, after)
 
 
