@@ -18,8 +18,8 @@ from typing import Any
 from torch.distributed import is_torchelastic_launched
 
 from nbtools import disk, measure
-from nbtools.data import Pack, on_colab, phase, release_runtime, say, work
-from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, StageError, TrainError
+from nbtools.data import Pack, meanwhile, on_colab, phase, release_runtime, say, work
+from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, StageError
 from nbtools.folder import Job, begin, kept_folder, only_one, restore, stored_plan
 from nbtools.live import EVALUATING, MEASURING, REFUSED, FirstSignal, Requests, Surface, chosen
 from nbtools.notify import Hook
@@ -102,7 +102,7 @@ def fit(
         if ranks is not None:
             ranks.tell(wanted.to_dict())
         samples = None if samples is None else chosen(samples, pack)
-        state = new_state(task, pack, wanted, ranks)
+        state = devices.required(lambda: TrainState(task, pack, wanted, ranks=ranks))
         advised = getattr(plan, "advised", getattr(plan, "plan", None))  # a plain plan may come from anywhere
         history, complaints = begin(folder, pack, state, advised)
         surface = Surface(folder, state, pack, history, plan, progress, afterwards(wanted, pack, folder, receipt))
@@ -160,7 +160,7 @@ def follower(task: Task, pack: Pack, folder: Path, ranks: Ranks) -> Run:
     with FirstSignal(signal.SIGINT, asked), FirstSignal(signal.SIGTERM, asked):
         plan = type(task.PLAN).from_dict(ranks.tell())
         pack = readable(task, pack, plan)
-        state = new_state(task, pack, plan, ranks)
+        state = devices.required(lambda: TrainState(task, pack, plan, ranks=ranks))
         obey(task, state, pack)
     return Run(folder, task, pack.card, state.plan)
 
@@ -171,15 +171,6 @@ def end_soon(requests: Requests, ranks: Ranks | None) -> None:
     requests.post("stop", by="SIGTERM")
     if ranks is not None:
         ranks.dismissed.set()
-
-
-def new_state(task: Task, pack: Pack, plan: Plan, ranks: Ranks | None) -> TrainState:
-    """Raises TrainError if there is not enough memory."""
-    state, reason = devices.within_memory(lambda: TrainState(task, pack, plan, ranks=ranks))
-    if state is None:
-        rule = f"out of memory before the first step ({reason})"
-        raise TrainError(f"{rule}; use a smaller network, or free memory", entry="Out of memory")
-    return state
 
 
 def places(run: str | Path, keep: str | Path | None, release_gpu: bool) -> tuple[Path, Path | None]:
@@ -275,7 +266,8 @@ def act(job: Job) -> bool:
             return True
         if requests.take("profile"):
             surface.measure()
-            diagnose(job, partial(surface.answer, asked="profile"))
+            with meanwhile(partial(attend, surface)):
+                diagnose(job, partial(surface.answer, asked="profile"))
         if requests.take("evaluate"):
             if state.over:
                 surface.answer("nothing new to evaluate: the last epoch ended with an evaluation", "evaluate")
@@ -285,6 +277,13 @@ def act(job: Job) -> bool:
             return False
         surface.hold()
         surface.listen()
+
+
+def attend(surface: Surface) -> None:
+    """Read clicks while something is measured. Raises KeyboardInterrupt where one asks for a stop."""
+    surface.listen()
+    if surface.requests.stop:
+        raise KeyboardInterrupt
 
 
 def ending(state: TrainState) -> str:

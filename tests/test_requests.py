@@ -476,6 +476,23 @@ def test_a_watched_run_shows_what_its_process_does_now(pack, tmp_path, monkeypat
         assert seen_by.status == "training"
 
 
+def test_a_stop_while_a_step_is_measured_ends_both(pack, tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr("nbtools.measure.trials.SECONDS", 60.0)  # to measure; two to three minutes in all
+    folder = tmp_path / "run"
+
+    def user():
+        wait_for(lambda: doing(folder) == "measuring")
+        send(folder, ["stop"])
+
+    start = time.monotonic()
+    with beside(folder, user):
+        run = nb.fit(acting({2: asking(folder, "profile")}), pack, PLAN, folder, **QUIET)
+    assert time.monotonic() - start < 20
+    events = [row["what"] for row in run.history.of("event")]
+    assert events[-2] == "not measured: interrupted; run it again to get it"
+    assert events[-1].startswith("stopped by ")
+
+
 def test_a_watched_run_that_rewrites_its_history_and_loses_its_plan_is_shown_once_and_told(
     untouched, tmp_path, monkeypatch, capsys
 ):

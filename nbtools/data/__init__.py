@@ -38,7 +38,7 @@ from nbtools.data.pack import (
     require_shares,
     split_of,
 )
-from nbtools.data.progress import SLOW, bar, in_notebook, phase, say, tick, work
+from nbtools.data.progress import SLOW, bar, in_notebook, meanwhile, phase, say, tick, work
 from nbtools.data.shard import SHARD, shard
 from nbtools.data.snapshots import SNAPSHOTS, Snapshots, manifests, newest
 from nbtools.data.sources import LATER, Kept, Source, cache, patient, source_of
@@ -94,6 +94,7 @@ __all__ = [
     "kept",
     "lengths_of",
     "manifests",
+    "meanwhile",
     "newest",
     "on",
     "on_colab",

@@ -16,7 +16,7 @@ import io
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from html import escape
 from typing import Any
@@ -140,6 +140,7 @@ class Work:
 
 
 ongoing: list[Work] = []  # at most one: what is measured inside of other work has no bar of its own
+attending: list[Callable[[], object]] = []
 
 
 @contextmanager
@@ -165,9 +166,21 @@ def phase(name: str, seconds: float | None = None) -> None:
 
 
 def tick() -> None:
-    """Some time has passed in the work that is shown, if any is."""
+    """Some time has passed in long work: draw its bar, if it has one, and do what else is due meanwhile."""
     for one in ongoing:
         one.tick()
+    for act in attending:
+        act()
+
+
+@contextmanager
+def meanwhile(act: Callable[[], object]) -> Iterator[None]:
+    """Call this at every tick of the block."""
+    attending.append(act)
+    try:
+        yield
+    finally:
+        attending.pop()
 
 
 class Log(io.StringIO):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from time import perf_counter, process_time
 from typing import Any, TypeVar
@@ -121,7 +122,8 @@ def find_batch(
     with untouched(device):
         free = memory.room(device)
         try:
-            found = Search(begun(task, pack, plan, device, clock), plan, free, cap, seconds).run()
+            trial = partial(Trial, task, pack, plan, device, clock)
+            found = Search(devices.required(trial), plan, free, cap, seconds).run()
         except TrainError as error:  # its traceback would keep the trial's memory for as long as a notebook shows it
             found = error.with_traceback(None)
     if isinstance(found, TrainError):
@@ -202,14 +204,6 @@ class Trial(Stepper):
             return sum(samples for _, samples in loads[lead:]) / max(seconds, 1e-9)
 
         return self.tried(timed)
-
-
-def begun(task: TaskLike, pack: Pack, plan: Plan, device: torch.device, clock: Clock | None) -> Trial:
-    trial, reason = devices.within_memory(lambda: Trial(task, pack, plan, device, clock))
-    if trial is None:
-        rule = f"out of memory before the first step ({reason})"
-        raise TrainError(f"{rule}; use a smaller network, or free memory", entry="Out of memory")
-    return trial
 
 
 def largest_first(pack: Pack) -> np.ndarray:

@@ -11,13 +11,22 @@ from typing import Any
 import torch
 
 from nbtools.data import Pack, batches_in, choose
-from nbtools.errors import NbtoolsError, TrainError
-from nbtools.measure.checkup import ruled_out
-from nbtools.measure.profile import LEAST_ROUNDS, MEMORY, TIME, Bench, Skipped, StepProfile, Tried, shapes
+from nbtools.errors import NbtoolsError
+from nbtools.measure.profile import Bench, Skipped, StepProfile, Tried, shapes
 from nbtools.measure.stepper import Clock, Stepper
-from nbtools.measure.trials import COMPILE_PAYS, FASTER, LOSSES, Change, begun, compiles, other_precision, replays
+from nbtools.measure.trials import (
+    COMPILE_PAYS,
+    FASTER,
+    LOSSES,
+    Change,
+    compiles,
+    other_precision,
+    replays,
+    try_out,
+    warmed,
+)
 from nbtools.table import percent, plural
-from nbtools.train import Plan, TaskLike, task_name
+from nbtools.train import Plan, TaskLike
 from nbtools.train import device as devices
 
 SHARE, LEAST, MOST = 1 / 30, 12.0, 60.0  # of the training that is expected, seconds: what measuring may take (ours)
@@ -42,25 +51,22 @@ class Levers:
         self.task, self.pack, self.device, self.compiling = task, pack, device, compiling
         self.clock = clock or perf_counter
         self.tried: list[tuple[Tried, Any, bool]] = []
-        self.ruled_out = ruled_out(task_name(task))
         self.skipped: list[Skipped] = []
         self.run: Stepper | None = None
         self.step_s = 0.0
-        self.begin(plan)
+        devices.within_memory(lambda: self.begin(plan))
 
-    def begin(self, plan: Plan) -> None:
-        self.run = begun(self.task, self.pack, plan, self.device, None, self.clock)
-        self.step_s = self.run.advance().seconds if self.run is not None else 0.0
+    def begin(self, plan: Plan) -> Stepper:
+        run = warmed(Stepper(self.task, self.pack, plan, self.device, clock=self.clock))
+        self.run, self.step_s = run, run.advance().seconds
+        return run
 
     def resume(self, plan: Plan) -> Stepper:
         """Go on from this plan, if it is another one than the fastest. Raises TrainError if memory runs out."""
-        if self.run is None or self.run.plan != plan:
-            self.run = None
-            self.begin(plan)
-        if self.run is None:
-            rule = "out of memory before the first step"
-            raise TrainError(f"{rule}; use a smaller network, or free memory", entry="Out of memory")
-        return self.run
+        if self.run is not None and self.run.plan == plan:
+            return self.run
+        self.run = None
+        return devices.required(lambda: self.begin(plan))
 
     @property
     def plan(self) -> Plan:
@@ -84,19 +90,14 @@ class Levers:
         change = self.alternative(name)
         if self.run is None or not change:
             return False
-        if why := next(filter(None, map(self.ruled_out.get, change.items())), ""):
-            self.tried.append((Tried(change, 0.0, 0.0, 0.0, 0, failed=why), self.value(name), False))
-            return False
-        slow = (1 + 2 * LEAST_ROUNDS) * self.step_s > (most or seconds) and name != "compile"
-        trial = None if slow else Change(change, self.run)
-        found = trial.against(seconds) if trial is not None else None
-        if trial is None or found is None:
-            self.skipped.append(Skipped(change, TIME if slow else MEMORY))
+        found, stepper = try_out(self.run, change, seconds, most or seconds, self.step_s)
+        if isinstance(found, Skipped):
+            self.skipped.append(found)
             return False
         kept = found.low >= FASTER and found.agrees
         self.tried.append((found, self.value(name), kept))
         if kept:
-            self.run = trial.stepper
+            self.run = stepper
             self.step_s /= found.ratio
         return kept
 

@@ -13,9 +13,10 @@ import torch
 
 from nbtools.data import Feed, Pack, cores
 from nbtools.measure import memory
+from nbtools.measure.checkup import ruled_out
 from nbtools.measure.profile import LEAST_ROUNDS, LONG, MEMORY, ROUNDS, TIME, Bench, Skipped, StepProfile, Tried
 from nbtools.measure.stepper import Clock, Stepper, untouched
-from nbtools.train import MOST_GRAPHS, Diverged, Plan, TaskLike, unrecordable
+from nbtools.train import MOST_GRAPHS, Diverged, Plan, TaskLike, task_name, unrecordable
 from nbtools.train import device as devices
 
 SECONDS = 3.0  # a measurement takes two to three times as long, with its warm-up
@@ -44,35 +45,45 @@ def step_profile(
     device: torch.device | None = None,
     seconds: float | None = None,
     fixed: Collection[str] = (),
-    compiling: bool = False,
     clock: Clock | None = None,
 ) -> StepProfile:
     """Measure a plan for about two to three times `seconds` (SECONDS), or some 20 steps where they take longer, and a
-    minute or two more if training will last long enough that compiling is worth trying, or `compiling` asks for it.
+    minute or two more if training will last long enough that compiling is worth trying.
 
     fixed: settings that need not be tried. Trains a separate model; nothing outside changes, no random state, no
     switch (on CUDA torch's peak memory statistics begin anew). Raises TrainError if training could not start.
     """
     device, seconds = device or devices.pick(), seconds or SECONDS
     with untouched(device):
-        return profiled(Bench(Stepper(task, pack, plan, device, clock=clock).warm_up()), seconds, fixed, compiling)
+        return profiled(Bench(Stepper(task, pack, plan, device, clock=clock).warm_up()), seconds, fixed)
 
 
-def profiled(bench: Bench, seconds: float, fixed: Collection[str], compiling: bool) -> StepProfile:
-    start, plan, modules = bench.clock(), bench.run.plan, list(bench.state.model.modules())
+def profiled(bench: Bench, seconds: float, fixed: Collection[str]) -> StepProfile:
+    """The changes share `seconds`: what one leaves of its time, the others have. Their fewest rounds may take twice as
+    long."""
+    start, run = bench.clock(), bench.run
     bench.advance(seconds)
-    found = bench.profile()
-    changes = worth_trying(found, plan, modules, fixed)
-    programs = worth_compiling(found, plan, modules, fixed, compiling)
-    trials, skipped = try_out(bench.run, [*changes, *programs], seconds / 2, found.memory["step"] * 2**20)
-    return dataclasses.replace(found, trials=trials, skipped=skipped, took=bench.clock() - start)
+    found, step_s = bench.profile(), run.mean_s
+    changes, over = worth_trying(found, run.plan, list(bench.state.model.modules()), fixed), bench.clock() + seconds
+    results: list[Tried | Skipped] = []
+    for k, change in enumerate(changes):
+        left = over - bench.clock()
+        each = max(left, 0.0) / (len(changes) - k)
+        results.append(try_out(run, change, each, left + seconds, step_s, found.memory["step"] * 2**20)[0])
+    return dataclasses.replace(
+        found,
+        trials=tuple(each for each in results if isinstance(each, Tried)),
+        skipped=tuple(each for each in results if isinstance(each, Skipped)),
+        took=bench.clock() - start,
+    )
 
 
 def worth_trying(
     profile: StepProfile, plan: Plan, modules: Sequence[torch.nn.Module], fixed: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Changes whose gain cannot be computed, so that they are tried; none of a compiled plan, where each would be
-    compiled first."""
+    """Changes whose gain cannot be computed, so that they are tried: torch.compile last, where training lasts long
+    enough to earn the compiler's time back; none of a compiled plan, where each would be compiled first. CUDA graphs
+    are proposed untried: a recording that fails may end the process, and with it a run."""
     changes: list[dict[str, Any]] = []
     if plan.compile:
         return changes
@@ -88,16 +99,9 @@ def worth_trying(
             changes.append(without_augmentation(plan))
         if profile.device > profile.host and any(isinstance(module, torch.nn.Conv2d) for module in modules):
             changes.append({"channels_last": not plan.channels_last})
+    if plan.epochs * profile.epoch_s >= COMPILE_PAYS and compiles(plan, modules, profile.shapes):
+        changes.append({"compile": True})
     return [change for change in changes if change and not set(change) & set(fixed)]
-
-
-def worth_compiling(
-    profile: StepProfile, plan: Plan, modules: Sequence[torch.nn.Module], fixed: Collection[str], asked: bool = False
-) -> list[dict[str, Any]]:
-    """torch.compile, where that is asked for, or training lasts long enough to earn the compiler's time back. CUDA
-    graphs are proposed untried: a recording that fails may end the process, and with it a run."""
-    lasting = asked or plan.epochs * profile.epoch_s >= COMPILE_PAYS
-    return [{"compile": True}] if lasting and "compile" not in fixed and compiles(plan, modules, profile.shapes) else []
 
 
 def compiles(plan: Plan, modules: Sequence[torch.nn.Module], shapes: int) -> bool:
@@ -147,7 +151,9 @@ class Change:
         self.stepper: Stepper | None = None  # None if memory runs out, or it failed
         plan, feed = run.plan.turn(**change), None if FEEDING & set(change) else run.feed
         with self.watched():
-            self.stepper = begun(run.task, run.pack, plan, run.device, feed, run.clock)
+            self.stepper, _ = devices.within_memory(
+                lambda: warmed(Stepper(run.task, run.pack, plan, run.device, feed, run.clock))
+            )
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -160,84 +166,59 @@ class Change:
                 raise
             self.failed = str(error).split("\n")[0].split(". ")[0]
 
-    def advance(self, seconds: float) -> None:
-        if self.stepper is None or self.failed:
-            return
-        with self.watched():
-            self.stepper.turn(seconds)
-            if self.stepper.lost:
-                raise Diverged(f"the loss became {float(self.stepper.loss)}", (0, self.stepper.state.step))
-
-    def result(self) -> list[Tried]:
-        """[] if memory ran out."""
-        if self.failed:
-            return [Tried(self.change, 0.0, 0.0, 0.0, 0, failed=self.failed)]
-        other = self.stepper
-        graphs = other.state.graphs if other is not None and "graph" in self.change else None
-        if graphs is not None and graphs.off:
-            return [Tried(self.change, 0.0, 0.0, 0.0, 0, failed=graphs.off)]
-        if other is None or other.state.recovery.micro != other.plan.micro_batch_size:  # it ran out of memory
-            return []
-        ratios = other.over(self.run)
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        far = drift(self.run, self.change) if low > 1 and set(self.change) <= set(LEVERS) else None
-        return [Tried(self.change, middle, low, high, len(ratios), far)]
-
     def against(self, seconds: float, least: int = LEAST_ROUNDS) -> Tried | None:
         """What it gives in turns with the plan, for about `seconds`, or until that is clear; None if memory ran out.
         least: rounds."""
         self.run.turns.clear()
         start, each = self.run.clock(), seconds / 2 / ROUNDS
-        for k in range(ROUNDS if self.stepper is not None else 0):
-            if k >= least and (self.run.clock() - start > seconds or self.clear()):
+        for k in range(ROUNDS):
+            if self.stepper is None or self.failed:
+                break
+            if k >= least and (self.run.clock() - start > seconds or self.clear(self.stepper.over(self.run))):
                 break
             self.run.turn(each)
-            self.advance(each)
-        found = self.result()
-        return found[0] if found else None
+            with self.watched():
+                self.stepper.turn(each)
+                if self.stepper.lost:
+                    raise Diverged(f"the loss became {float(self.stepper.loss)}", (0, self.stepper.state.step))
+        return self.result()
 
-    def clear(self) -> bool:
+    def clear(self, ratios: Sequence[float]) -> bool:
         """Whether more turns could hardly change what becomes of it: it was never faster, or always enough."""
-        if self.stepper is None or self.failed:
-            return True
-        ratios = self.stepper.over(self.run)
         return max(ratios) < 1 or (len(ratios) >= SURE and min(ratios) >= FASTER)
+
+    def result(self) -> Tried | None:
+        other = self.stepper
+        graphs = other.state.graphs if other is not None and "graph" in self.change else None
+        if why := self.failed or (graphs.off if graphs is not None else ""):
+            return Tried(self.change, 0.0, 0.0, 0.0, 0, failed=why)
+        if other is None or other.state.recovery.micro != other.plan.micro_batch_size:  # it ran out of memory
+            return None
+        ratios = other.over(self.run)
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        far = drift(self.run, self.change) if low > 1 and set(self.change) <= set(LEVERS) else None
+        return Tried(self.change, middle, low, high, len(ratios), far)
 
 
 def try_out(
-    run: Stepper, changes: Sequence[dict[str, Any]], seconds: float, step_bytes: float
-) -> tuple[tuple[Tried, ...], tuple[Skipped, ...]]:
-    """Train each change in alternation with the plan, for `seconds` in all. step_bytes: what the plan's step takes now.
+    run: Stepper, change: dict[str, Any], seconds: float, most: float, step_s: float, step_bytes: float = 0.0
+) -> tuple[Tried | Skipped, Stepper | None]:
+    """Train a change in turns with the plan for about `seconds`: (what that gives, the change in training).
 
-    A change is skipped if its steps would not fit, or if even the fewest rounds would take too long. A compiled plan
-    is tried regardless: compiling takes minutes in any case.
-    """
-    trials: list[Change] = []
-    skipped: list[Skipped] = []
-    step_s = run.mean_s if run.turns else 0.0
-    spent = LEAST_ROUNDS * step_s  # the plan's own turns
-    for change in changes:
-        plan, room = run.plan.turn(**change), memory.room(run.device)
-        grown = (plan.micro_batch_size or plan.batch_size) / (run.plan.micro_batch_size or run.plan.batch_size)
-        spent += 2 * LEAST_ROUNDS * step_s * plan.batch_size / run.plan.batch_size  # with its warm-up
-        slow = spent > 4 * seconds and not plan.compile
-        if slow or (room is not None and step_bytes * grown > room.usable):
-            skipped.append(Skipped(change, TIME if slow else MEMORY))
-        else:
-            trials.append(Change(change, run))
-    if any(trial.stepper is not None for trial in trials):
-        run.turns.clear()
-        start = run.clock()
-        for k in range(ROUNDS):
-            if k >= LEAST_ROUNDS and run.clock() - start > 2 * seconds:
-                break
-            each = seconds / ROUNDS / (1 + len(trials))
-            run.turn(each)
-            for trial in trials:
-                trial.advance(each)
-    tried = [(trial.change, trial.result()) for trial in trials]
-    skipped += [Skipped(change, MEMORY) for change, found in tried if not found]
-    return tuple(found for _, results in tried for found in results), tuple(skipped)
+    It fails where a check-up of this machine found that. It is skipped where memory is short, or its fewest rounds
+    would take more than `most`; not if it is compiled, which takes minutes in any case. step_s, step_bytes: what a step
+    of the plan takes."""
+    if why := next(filter(None, map(ruled_out(task_name(run.task)).get, change.items())), ""):
+        return Tried(change, 0.0, 0.0, 0.0, 0, failed=why), None
+    plan, room = run.plan.turn(**change), memory.room(run.device)
+    larger = plan.batch_size / run.plan.batch_size
+    a_pass = (plan.micro_batch_size or plan.batch_size) / (run.plan.micro_batch_size or run.plan.batch_size)
+    if (LEAST_ROUNDS + (1 + LEAST_ROUNDS) * larger) * step_s > most and not plan.compile:
+        return Skipped(change, TIME), None
+    if room is not None and step_bytes * a_pass > room.usable:
+        return Skipped(change, MEMORY), None
+    trial = Change(change, run)
+    return trial.against(seconds) or Skipped(change, MEMORY), trial.stepper
 
 
 def warmed(stepper: Stepper) -> Stepper:
@@ -246,16 +227,8 @@ def warmed(stepper: Stepper) -> Stepper:
     return stepper.warm_up() if turn.seconds < LONG else stepper.warm_up(0)
 
 
-def begun(
-    task: TaskLike, pack: Pack, plan: Plan, device: torch.device, feed: Feed | None, clock: Clock | None
-) -> Stepper | None:
-    """A plan in training, warmed up; None if memory runs out."""
-    return devices.within_memory(lambda: warmed(Stepper(task, pack, plan, device, feed, clock)))[0]
-
-
 def drift(run: Stepper, change: dict[str, Any]) -> float:
-    """How far the first losses with a change are from the plan's: the mean difference over the mean loss, infinite
-    where one is not a number.
+    """How far the first losses with a change are from the plan's (see `apart`).
 
     lr rises to the plan's within RAMP steps, and so to a third of it: with all of it at once, fresh weights diverge in
     any precision (over ten steps fp32 and bf16 were 13 % apart on one task, with the ramp 0.6 %).
@@ -268,7 +241,12 @@ def drift(run: Stepper, change: dict[str, Any]) -> float:
     feeds = run.feed, None if FEEDING & set(change) else run.feed
     pairs = zip((ramp, ramp.turn(**change)), feeds, strict=True)
     base, losses = (first_losses(run.task, run.pack, each, run.device, feed) for each, feed in pairs)
-    far = sum(abs(a - b) for a, b in zip(base, losses, strict=True)) / max(sum(map(abs, base)), 1e-12)
+    return apart(losses, base)
+
+
+def apart(these: Sequence[float], those: Sequence[float]) -> float:
+    """The mean difference over the mean; infinite where one is not a number."""
+    far = sum(abs(a - b) for a, b in zip(these, those, strict=True)) / max(sum(map(abs, those)), 1e-12)
     return far if math.isfinite(far) else math.inf
 
 

@@ -31,8 +31,10 @@ from nbtools.measure.batch import Trial, line
 from nbtools.measure.check import Arithmetic, check
 from nbtools.measure.checkup import DIFFERS, ENDED, FAILS, MISSING, NOT_HERE, WORKS, Checkup, Row, home, of_here, save
 from nbtools.measure.examples import BATCH, CPU, EXAMPLES, STEPS, Bench, NotHere, limited, task_of
+from nbtools.measure.profile import AGREES
 from nbtools.measure.receipt import receipt
 from nbtools.measure.stepper import Stepper, untouched
+from nbtools.measure.trials import apart
 from nbtools.table import number, percent, plural, size, timing
 from nbtools.train import TrainState, checkpoint, train, train_step
 from nbtools.train import device as devices
@@ -48,7 +50,6 @@ EXTRAS = {
     "onnx": "export to ONNX",
     "onnxruntime": "the comparison of an exported ONNX file",
 }
-AGREES = 0.02  # of the mean loss over some steps, as `nb.advise` asks of a precision
 CLOSE = 1e-3  # of a value in float32 on another device, or in another order
 PREDICTED = 0.1  # of a step's memory, by which its prediction may be wrong
 DRAWN = 137_433_884_549_124  # the sum of 64,000 random numbers, on any device
@@ -125,12 +126,6 @@ def tried(part: str, attempt: Attempt) -> Row:
     except Exception as error:  # a check-up reports what fails
         result, text, figures = FAILS, ": ".join([type(error).__name__, *str(error).splitlines()[:1]])[:200], {}
     return Row(part, attempt.what, result, text, perf_counter() - start, attempt.task, attempt.lever, figures)
-
-
-def apart(these: Sequence[float], those: Sequence[float]) -> float:
-    """The mean difference over the mean; infinite where one is not a number."""
-    far = sum(abs(a - b) for a, b in zip(these, those, strict=True)) / max(sum(map(abs, those)), 1e-12)
-    return far if math.isfinite(far) else math.inf
 
 
 def agreed(losses: Sequence[float], reference: Sequence[float], most: float, of: str) -> Found:

@@ -145,6 +145,15 @@ def within_memory(act: Callable[[], T]) -> tuple[T | None, str]:
         return None, str(error).split(". ")[0] or "out of memory"
 
 
+def required(act: Callable[[], T]) -> T:
+    """Its result. Raises TrainError where memory runs out: for what comes before a first step."""
+    found, reason = within_memory(act)
+    if found is None:
+        rule = f"out of memory before the first step ({reason})"
+        raise TrainError(f"{rule}; use a smaller network, or free memory", entry="Out of memory")
+    return found
+
+
 @cache
 def glibc() -> ctypes.CDLL | None:
     """The C library, where it is glibc."""
