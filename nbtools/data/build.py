@@ -395,17 +395,18 @@ class Writer:
         arrays are the first sample's, but for the length of a ragged one."""
         entry, named = self.survey.entries[i], self.survey.named
         sample = {name: np.asarray(array, order="C") for name, array in arrays.items() if name != named}
-        columns = {name: column_of(name, array, name in self.survey.ragged) for name, array in sample.items()}
         if entry.split is not None and entry.split not in SPLITS:
             raise PackError(f"{entry.name}: split must be one of {', '.join(SPLITS)}, or None, got {entry.split!r}")
-        if not self.kept:
+        known = self.columns
+        if sample.keys() != known.keys() or not all(fits(array, known[name]) for name, array in sample.items()):
+            columns = {name: column_of(name, array, name in self.survey.ragged) for name, array in sample.items()}
+            if self.kept:
+                came, first = (", ".join(f"{name} {c}" for name, c in one.items()) for one in (columns, known))
+                raise PackError(f"{entry.name}: its columns are {came}; the first sample's are {first}")
             self.begin(columns)
-        if columns != self.columns:
-            came, first = (", ".join(f"{name} {c}" for name, c in one.items()) for one in (columns, self.columns))
-            raise PackError(f"{entry.name}: its columns are {came}; the first sample's are {first}")
         for name, array in sample.items():
             if array.size:
-                self.append(name, array.reshape(-1).view(np.uint8).data)
+                self.append(name, array.data)
             if name in self.ends:
                 self.ends[name] += len(array)
                 self.append(f"{name}.offsets", np.int64(self.ends[name]).data)
@@ -562,6 +563,11 @@ def column_of(name: str, array: np.ndarray, ragged: bool) -> Column:
     if array.dtype.kind not in "biuf":
         raise PackError(f"{name}: a pack can hold numbers and booleans only, got {array.dtype}; store class indices")
     return Column("ragged" if ragged else "fixed", array.dtype.str, array.shape[1:] if ragged else array.shape)
+
+
+def fits(array: np.ndarray, column: Column) -> bool:
+    shape = array.shape[1:] if column.kind == "ragged" else array.shape
+    return array.dtype.str == column.dtype and shape == column.shape
 
 
 def header(spec: Column, rows: int) -> bytes:

@@ -6,10 +6,11 @@ uint8 ink on blank paper (0, as padding is), W ragged, and a ragged label. Label
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ def pack_options(card: Card) -> dict[str, Any]:
 def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
     """The files whose names hold a text that can be learned, and the layout that most of them have."""
     pattern, fold = pattern_of(options["label"]), CASES[options["case"]]
-    matches = {name: pattern.match(PurePosixPath(name).stem) for name in walk(folder)}
+    matches = {name: pattern.match(stem(name)) for name in walk(folder)}
     texts = {name: fold(match[1] or "") if match else None for name, match in matches.items()}
     layout = layout_of(folder, texts, options["layout"], options["height"])
     options = {name: options[name] for name in ("label", "case", "classes")} | layout
@@ -164,15 +165,20 @@ def size_of(file: Path) -> tuple[int, int] | None:
         return None
 
 
+def stem(name: str) -> str:
+    """As of a PurePosixPath, in a fifth of the time."""
+    return os.path.splitext(name)[0].rpartition("/")[2]
+
+
 def refusal(name: str, text: str | None, options: Mapping[str, Any]) -> Problem | None:
     """Why a file cannot be used, if its name already shows it."""
-    path = PurePosixPath(name)
     if not name.lower().endswith(IMAGES):
-        return path.suffix or "no suffix", f"images must end in {', '.join(IMAGES)}", "convert it, or move it away"
+        suffix = os.path.splitext(name)[1]
+        return suffix or "no suffix", f"images must end in {', '.join(IMAGES)}", "convert it, or move it away"
     if text is None:
-        return path.stem, f"the name must match the label pattern {options['label']!r}", "rename it, or set label="
+        return stem(name), f"the name must match the label pattern {options['label']!r}", "rename it, or set label="
     if not text:
-        return path.stem, "the label must not be empty", "rename it"
+        return stem(name), "the label must not be empty", "rename it"
     unknown = sorted(set(text) - set(options["classes"] or text))
     if unknown:
         return "".join(unknown), "characters must be in classes", "correct the name, or add them to classes="
