@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from nbtools.table import size
 OPERATIONS = ("create", "append", "read", "write", "sync", "sync_folder", "rename", "remove", "link", "make_folder")
 """The primitives: what fault injection replaces. Everything else is made of them."""
 
+PIECE = 1 << 18  # bytes that are hashed or unpacked at once: they stay in the processor's cache
 WORD = 16  # bytes of what the owner of a lock does
 FULL = (errno.ENOSPC, errno.EDQUOT)
 AWAY = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT)
@@ -102,10 +103,10 @@ def publish_file(part: Path, target: Path) -> Path:
     return target
 
 
-def publish_folder(part: Path, target: Path) -> Path:
-    """Give a finished folder its name, atomically and durably; `target` must be absent or an empty folder."""
-    folders, files = [part], []
-    for path in part.rglob("*"):
+def sync_below(folder: Path) -> None:
+    """Make a folder and all that is in it durable."""
+    folders, files = [folder], []
+    for path in folder.rglob("*"):
         (folders if path.is_dir() else files).append(path)
     if len(files) + len(folders) > MANY:
         os.sync()
@@ -115,6 +116,13 @@ def publish_folder(part: Path, target: Path) -> Path:
                 sync(file)
         for path in folders:
             sync_folder(path)
+
+
+def publish_folder(part: Path, target: Path, synced: bool = False) -> Path:
+    """Give a finished folder its name, atomically and durably; `target` must be absent or an empty folder. synced: what
+    is in it is durable already."""
+    if not synced:
+        sync_below(part)
     rename(part, target)
     sync_folder(target.parent)
     return target
@@ -213,9 +221,15 @@ def require_space(path: Path, need: int) -> None:
         )
 
 
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256(path: Path, stopped: Callable[[], bool] = lambda: False) -> str:
+    """Of a file. Raises InterruptedError once `stopped()`, which is asked again and again."""
+    digest, piece = hashlib.sha256(), memoryview(bytearray(PIECE))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            if stopped():
+                raise InterruptedError(errno.EINTR, "hashing was stopped", os.fspath(path))
+            digest.update(piece[:count])
+    return digest.hexdigest()
 
 
 def walk(folder: Path) -> Iterator[os.DirEntry[str]]:

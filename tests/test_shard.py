@@ -5,6 +5,7 @@ import json
 import os
 import random
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from archives import ended_at, full, kill, put, tree
 import nbtools as nb
 from nbtools import errors
 from nbtools.__main__ import main
-from nbtools.data import cache, sources
+from nbtools.data import cache, sources, transfer
 
 shards = sys.modules[nb.shard.__module__]
 
@@ -118,7 +119,7 @@ def test_staging_shards_cut_short_at_any_operation_publishes_all_or_nothing_and_
 
 
 def test_a_flipped_bit_and_a_missing_shard_are_found_and_nothing_is_published(place, raw, monkeypatch):
-    monkeypatch.setattr(sources, "PAUSE", 0.001)
+    monkeypatch.setattr(transfer, "PAUSE", 0.001)
     folder = shard(raw)
     first = sorted(folder.glob("*.tar"))[0]
     data = first.read_bytes()
@@ -134,6 +135,24 @@ def test_a_flipped_bit_and_a_missing_shard_are_found_and_nothing_is_published(pl
     put(folder / "shards.json", b"{}")
     with pytest.raises(errors.StageError, match=r"shards\.json: cannot be read .*Write the shards again"):
         stage("drive:sets/raw")
+
+
+def test_stop_ends_the_copying_of_the_other_shards(place, raw, monkeypatch):
+    shard(raw)
+    left = []
+
+    def bring(source, target, size, unfinished, progress, digest):
+        if "00000" in source.name:
+            raise KeyboardInterrupt
+        for _ in range(500):
+            progress(0)
+            time.sleep(0.01)
+        left.append(source)
+
+    monkeypatch.setattr(sources, "bring", bring)
+    with pytest.raises(KeyboardInterrupt):
+        stage("drive:sets/raw")
+    assert left == []
 
 
 def test_a_manifest_that_leads_out_of_its_folder_is_refused(place, raw):

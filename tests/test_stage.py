@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import threading
+import time
 import types
 import urllib.request
 from functools import partial
@@ -32,6 +33,7 @@ from nbtools.data import (
     read_member,
     release_runtime,
     sources,
+    transfer,
 )
 
 stage_module = sys.modules[nb.stage.__module__]
@@ -81,9 +83,9 @@ def untouched(monkeypatch):
 # What a source is, and where it comes out
 
 
-def test_staging_an_archive_enters_seven_files_of_the_package(place):
-    """`stage` decides, `sources` knows where the bytes are, with `snapshots` where a run is kept, `cached` keeps it
-    while it is used, `archive` unpacks, `disk` writes, `progress` shows it."""
+def test_staging_an_archive_enters_eight_files_of_the_package(place):
+    """`stage` decides, `sources` knows where the bytes are, with `snapshots` where a run is kept, `transfer` brings
+    them, `cached` keeps them while they are used, `archive` unpacks, `disk` writes, `progress` shows it."""
     path, entered = put(place / "digits.tar", TAR), set()
 
     def trace(frame, event, argument):
@@ -96,8 +98,8 @@ def test_staging_an_archive_enters_seven_files_of_the_package(place):
     finally:
         sys.setprofile(None)
     assert tree(folder) == INSIDE
-    parts = ("data/stage", "data/sources", "data/snapshots", "data/cached", "data/archive", "data/progress", "disk")
-    assert entered == {f"nbtools/{name}.py" for name in parts}
+    data = ("stage", "sources", "transfer", "snapshots", "cached", "archive", "progress")
+    assert entered == {"nbtools/disk.py", *(f"nbtools/data/{name}.py" for name in data)}
 
 
 def test_a_new_kind_of_source_is_one_class(place, monkeypatch):
@@ -168,7 +170,7 @@ def test_a_link_to_drive_is_still_drive(place, link):
 def test_a_path_on_drive_is_known_as_such_without_a_look_at_its_files(place, monkeypatch):
     folder = put(place / "drive" / "digits" / "1.png").parent
     (place / "data").symlink_to(folder)
-    monkeypatch.setattr(os, "walk", lambda *_: pytest.fail("the folder is listed"))
+    monkeypatch.setattr(os, "scandir", lambda *_: pytest.fail("the folder is listed"))
     assert sources.is_far(folder)
     assert sources.is_far(place / "data")
 
@@ -251,13 +253,13 @@ def reads(patch, act):
     real, count = disk.read, itertools.count()
 
     def read(file, size):
-        if "/drive/" not in str(getattr(file, "name", "")) or size < sources.CHUNK:  # the magic bytes
+        if "/drive/" not in str(getattr(file, "name", "")) or size < transfer.CHUNK:  # the magic bytes
             return real(file, size)
         return act(next(count), lambda most=size: real(file, most))
 
     with patch.context() as one:
         one.setattr(disk, "read", read)
-        one.setattr(sources, "PAUSE", 0.001)
+        one.setattr(transfer, "PAUSE", 0.001)
         yield count
 
 
@@ -294,6 +296,37 @@ def test_a_copy_that_the_user_interrupts_resumes_where_it_was(place, monkeypatch
     assert next(count) == 2, "the rest, and its end"
 
 
+def test_stop_ends_the_hashing_of_an_archive_that_is_being_unpacked(place, monkeypatch):
+    path, begun, ended, real = put(place / "digits.tar", TAR), threading.Event(), [], disk.sha256
+
+    def slow(path, stopped):
+        begun.set()
+        ended.append(any(stopped() or time.sleep(0.01) for _ in range(1000)))
+        return real(path, stopped)
+
+    def interrupted(*_):
+        begun.wait()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(disk, "sha256", slow)
+    monkeypatch.setattr(archive, "extract", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stage(path)
+    assert ended == [True]
+    with pytest.raises(InterruptedError):
+        real(path, lambda: True)
+
+
+def test_an_archive_is_hashed_as_it_is_copied_and_not_read_again_for_that(place, monkeypatch):
+    put(place / "drive" / "digits.tar", TAR)
+    real = disk.sha256
+    monkeypatch.setattr(disk, "sha256", lambda path, *_: path.name != "archive" and real(path))
+    with pytest.raises(errors.ArchiveError, match="SHA-256"):
+        stage("drive:digits.tar", sha256="abc")
+    stage("drive:digits.tar", sha256=hashlib.sha256(TAR).hexdigest())
+    assert receipt_in(cache())["sha256"] == hashlib.sha256(TAR).hexdigest()
+
+
 FLAKY = {
     "errno 5 at every second read": lambda n, read: away() if n % 2 else read(),
     "errno 107 four times in a row": lambda n, read: away(errno.ENOTCONN) if 1 <= n < 5 else read(),
@@ -322,7 +355,7 @@ def test_a_mount_that_does_not_answer_yet_is_waited_for_before_the_first_byte(pl
         left[0] -= 1
         return away() if left[0] >= 0 else real(text)
 
-    monkeypatch.setattr(sources, "PAUSE", 0.001)
+    monkeypatch.setattr(transfer, "PAUSE", 0.001)
     monkeypatch.setattr(stage_module, "source_of", looking)
     assert tree(stage("drive:digits.tar")) == INSIDE
 
@@ -332,7 +365,7 @@ def test_a_size_that_the_content_has_not_is_never_accepted(place, monkeypatch, a
     """Drive's listing may be older than the file."""
     put(place / "drive" / "folder" / "a", bytes(2_000_000))
     real = sources.listing
-    monkeypatch.setattr(sources, "PAUSE", 0.001)
+    monkeypatch.setattr(transfer, "PAUSE", 0.001)
     monkeypatch.setattr(
         sources, "listing", lambda path: {name: (size + announced, at) for name, (size, at) in real(path).items()}
     )
@@ -580,13 +613,13 @@ def test_a_mount_that_is_lost_within_a_copy_is_mounted_anew(colab, monkeypatch):
     colab.mounted, real = True, disk.read
 
     def read(file, size):
-        if str(getattr(file, "name", "")).endswith("digits.tar") and size == sources.CHUNK:
+        if str(getattr(file, "name", "")).endswith("digits.tar") and size == transfer.CHUNK:
             colab.mounted = (colab.mounted and file.tell() == 0) or bool(colab.calls)
             return real(file, size) if colab.mounted else away(errno.ENOTCONN)
         return real(file, size)
 
     monkeypatch.setattr(disk, "read", read)
-    monkeypatch.setattr(sources, "PAUSE", 0.001)
+    monkeypatch.setattr(transfer, "PAUSE", 0.001)
     assert tree(stage("drive:digits.tar")) == {"a": bytes(range(256)) * 10_000}
     assert colab.calls == [True], "mounted once, by force"
 
@@ -731,9 +764,9 @@ def web(monkeypatch):
     address = f"http://127.0.0.1:{server.server_port}"
     Web.data, Web.drop, Web.ranges, Web.status, Web.requests = TAR, None, True, 200, []
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    monkeypatch.setattr(sources, "OPENER", direct)
+    monkeypatch.setattr(transfer, "OPENER", direct)
     monkeypatch.setattr(drive, "SITE", address)
-    monkeypatch.setattr(sources, "PAUSE", 0.001)
+    monkeypatch.setattr(transfer, "PAUSE", 0.001)
     yield address
     server.shutdown()
     thread.join()

@@ -17,7 +17,7 @@ import toy
 import nbtools as nb
 from nbtools import disk, errors
 from nbtools.__main__ import main, parser
-from nbtools.data import open_feed, sources
+from nbtools.data import open_feed, transfer
 from nbtools.errors import NbtoolsError, PackError, PlanError, TrainError, see
 from nbtools.folder import only_one
 from nbtools.tasks import captcha, hwdb, segment, sign
@@ -186,7 +186,7 @@ def stale_mount(pack, folder, patch) -> None:
     (folder / "data").mkdir()
     (folder / "data" / "a.npy").write_bytes(bytes(9))
     patch.setattr(disk, "read", read)
-    patch.setattr(sources, "PAUSE", 0.001)
+    patch.setattr(transfer, "PAUSE", 0.001)
     nb.stage("drive:data", folder / "here")
 
 

@@ -41,8 +41,9 @@ from nbtools.data.pack import (
 from nbtools.data.progress import SLOW, bar, in_notebook, meanwhile, phase, say, tick, work
 from nbtools.data.shard import SHARD, shard
 from nbtools.data.snapshots import SNAPSHOTS, Snapshots, manifests, newest
-from nbtools.data.sources import LATER, Kept, Source, cache, patient, source_of
+from nbtools.data.sources import LATER, Kept, Source, cache, source_of
 from nbtools.data.stage import fetch, present, stage
+from nbtools.data.transfer import patient
 
 __all__ = [
     "LATER",

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from nbtools import disk, table
 from nbtools.errors import ArchiveError
@@ -307,6 +307,11 @@ class Forward:
     def tell(self) -> int:
         return self.position
 
+    def at(self, position: int) -> contextlib.AbstractContextManager[Self]:
+        """To read on from there: without the copies that tarfile makes."""
+        self.seek(position)
+        return contextlib.nullcontext(self)
+
 
 def in_tar(stream: Forward, names: Names) -> Iterator[File]:
     tar = tarfile.TarFile(fileobj=stream, mode="r", encoding="utf-8")  # pyright: ignore[reportArgumentType]
@@ -323,7 +328,8 @@ def in_tar(stream: Forward, names: Names) -> Iterator[File]:
                 "with tar --dereference --hard-dereference"
             )
         if name is not None and is_file:
-            yield name, Place(member.offset_data, member.size, member.size), partial(tar.extractfile, member)
+            place = Place(member.offset_data, member.size, member.size)
+            yield name, place, partial(stream.at, place.start)
     names.entry = ""
     zeros = bytes(tarfile.BLOCKSIZE)
     if stream.last != zeros or stream.read(tarfile.BLOCKSIZE) != zeros:  # tarfile ends at any bad header in silence
@@ -398,7 +404,7 @@ def bomb(limit: int) -> ArchiveError:
 def pour(content: IO[bytes], file: FileIO, size: int) -> None:
     """Copy `size` bytes; raise if there are fewer."""
     rest = size
-    while data := disk.read(content, min(CHUNK, rest)):
+    while data := disk.read(content, min(disk.PIECE, rest)):
         rest -= len(data)
         disk.write(file, data)
     require_size(size - rest, size)
@@ -406,7 +412,7 @@ def pour(content: IO[bytes], file: FileIO, size: int) -> None:
 
 def require_size(came: int, size: int) -> None:
     if came != size:
-        raise ArchiveError(f"is {came} bytes long instead of the {size} announced")
+        raise ArchiveError(f"is damaged: {came} bytes long instead of the {size} announced. Copy or download it again")
 
 
 @contextlib.contextmanager

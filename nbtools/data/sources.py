@@ -1,49 +1,36 @@
 """Where data comes from: one small class per kind of source. A new kind only needs a subclass of Source.
 
-What is fetched goes into a `.part` that the next call resumes: free space is known first, an interrupted download loses
-nothing, and every write goes through `disk`. A connection or a mount that fails is tried again, with longer pauses, for
-as long as it brings something; what came is compared by size, and before it is resumed by its hash.
+`transfer` brings the bytes of a file, into a `.part` that the next call resumes.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import hashlib
-import http.client
 import json
 import os
 import re
 import tempfile
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from threading import Lock
-from typing import IO, ClassVar, TypeVar
+from threading import Event, Lock
+from typing import ClassVar
 
-from nbtools import disk, table
+from nbtools import disk
 from nbtools.data import archive, drive, snapshots
 from nbtools.data.archive import Progress
 from nbtools.data.progress import say
-from nbtools.errors import ArchiveError, DiskError, StageError
+from nbtools.data.transfer import Announced, Away, bring, copy, download, probe
+from nbtools.errors import ArchiveError, StageError
 
 AT_ONCE = 4  # shards: while some are copied, others are unpacked
-CHUNK = 1 << 20
 LATER = "later.json"  # in a run that was opened from where it is kept: that folder, and what was not fetched with it
 MANY = 1000  # files: Drive gives about 50 kB/s on small ones
-OPENER = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-PAUSE = 1.0  # seconds before the second try; doubles with each that brought nothing
 SHARDS = "shards.json"
-STRIDE = 1 << 26  # bytes after which what came is vouched for anew: so much is copied again after a kill
-TIMEOUT = 60.0  # seconds without a byte
-TRIES = 5
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -96,29 +83,15 @@ class Source:
         """The SHA-256 that an archive must have, as a file next to it says; None if nothing does."""
         return None
 
-    def fetch(self, part: Path, progress: Progress) -> None:
-        """Write all of it to `part`, a file or a folder, resuming what is there. Raises StageError, and keeps what
-        came."""
+    def fetch(self, part: Path, progress: Progress) -> str | None:
+        """Write all of it to `part`, a file or a folder, resuming what is there → the SHA-256 of an archive; None: it
+        is read again for that. Raises StageError, and keeps what came."""
         raise NotImplementedError
 
 
 def source_of(text: str) -> Source:
     found = (kind.of(text) for kind in Source.kinds)
     return next(source for source in found if source is not None)  # any text is a path
-
-
-def patient(look: Callable[[], T], place: Path) -> T:
-    """What `look` returns, tried again with longer pauses while a mount does not answer; Drive is mounted anew."""
-    for tries in range(TRIES - 1):
-        try:
-            return look()
-        except (OSError, DiskError) as error:
-            cause = error if isinstance(error, OSError) else error.__cause__
-            if getattr(cause, "errno", None) not in disk.AWAY:
-                raise
-        time.sleep(PAUSE * 2**tries)
-        drive.remount(place)
-    return look()
 
 
 class Local(Source):
@@ -168,12 +141,12 @@ class Local(Source):
             "Write it again, or delete it."
         )
 
-    def fetch(self, part: Path, progress: Progress) -> None:
+    def fetch(self, part: Path, progress: Progress) -> str | None:
         if not self.is_folder:
-            copy(self.path, part, self.files[0][1][0], progress)
-            return
+            return copy(self.path, part, self.files[0][1][0], progress)
         for name, (size, _) in self.files:
             bring(self.path / name, part / name, size, part.parent.with_name("unfinished"), progress)
+        return None
 
 
 class Kept(Local):
@@ -244,11 +217,13 @@ class Shards(Local):
         return hashlib.sha256(repr(self.shards).encode()).hexdigest()[:16]
 
     def fetch(self, part: Path, progress: Progress) -> None:
-        done, counting = part.parent.with_name("done"), Lock()
+        done, counting, ended = part.parent.with_name("done"), Lock(), Event()
         disk.make_folder(done)
         disk.make_folder(part)
 
         def count(came: int) -> None:
+            if ended.is_set():
+                raise KeyboardInterrupt  # of the user, or another shard failed: what came of this one is kept
             with counting:
                 progress(came)
 
@@ -258,15 +233,17 @@ class Shards(Local):
                 count(shard.size)
                 return
             bring(self.path / shard.file, path, shard.size, path, count, shard.sha256)
-            archive.extract(path, part, again=True)
+            archive.extract(path, part, lambda came: count(0), again=True)
             disk.make_folder(mark)
             disk.remove(path)
 
         def unpack_all() -> None:
+            ended.clear()
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 try:
                     list(pool.map(unpack, self.shards))
                 finally:
+                    ended.set()
                     pool.shutdown(cancel_futures=True)
 
         try:
@@ -294,8 +271,8 @@ class Url(Source):
         self.size = self.announced.size
         return self.announced.version
 
-    def fetch(self, part: Path, progress: Progress) -> None:
-        download(self.announced, part, progress)
+    def fetch(self, part: Path, progress: Progress) -> str | None:
+        return download(self.announced, part, progress)
 
 
 class DriveFile(Url):
@@ -374,12 +351,17 @@ def is_far(path: Path) -> bool:
 
     if far(path.resolve()):  # without listing its files, which is slow there
         return True
-    places = set()
-    for base, folders, names in os.walk(path):
-        for link in filter(os.path.islink, (os.path.join(base, name) for name in (*folders, *names))):
-            real = Path(os.path.realpath(link))
-            places.add(real if real.is_dir() else real.parent)
-    return any(map(far, places))
+    return any(map(far, {real if real.is_dir() else real.parent for real in linked(path)}))
+
+
+def linked(folder: Path | str) -> Iterator[Path]:
+    """Where the links below a folder lead, if it is one."""
+    with os.scandir(folder) if os.path.isdir(folder) else contextlib.nullcontext(()) as found:
+        for item in found:
+            if item.is_symlink():
+                yield Path(os.path.realpath(item))
+            elif item.is_dir():
+                yield from linked(item.path)
 
 
 def listing(path: Path) -> dict[str, tuple[int, int]]:
@@ -391,10 +373,11 @@ def listing(path: Path) -> dict[str, tuple[int, int]]:
     return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in seen.items()}
 
 
-def require_archive(path: Path, text: str) -> None:
-    """Raise ArchiveError for a file that is no archive by its first bytes, with what a web page in its place says."""
-    if archive.kind(path):
-        return
+def require_archive(path: Path, text: str) -> str:
+    """An archive's kind, by its first bytes. Raises ArchiveError for any other file, with what a web page in its place
+    says."""
+    if form := archive.kind(path):
+        return form
     with open(path, "rb") as file:
         head = disk.read(file, 100_000)
     if re.match(rb"(?i)\s*(\xef\xbb\xbf)?\s*(<!doctype html|<html|<head)", head):
@@ -402,228 +385,3 @@ def require_archive(path: Path, text: str) -> None:
     raise ArchiveError(
         f"{text}: not an archive: it begins with {head[:16]!r}. Give a folder, tar (plain, gz, xz, bz2) or zip."
     )
-
-
-class Part:
-    """A file that is being fetched, and the SHA-256 of what it has so far, so that it is resumed only as it was left.
-
-    The hash is noted in `<name>.sum` wherever a fetch ends early, and every STRIDE bytes: a file that is fetched at
-    once, as most are, needs none.
-    """
-
-    def __init__(self, path: Path):
-        self.path, self.sum = path, path.with_name(f"{path.name}.sum")
-        self.size, self.noted, self.digest = 0, 0, hashlib.sha256()
-        if self.sum.exists() or path.exists():
-            self.resume()
-
-    def resume(self) -> None:
-        """Take over what is there as far as the note vouches for it, and nothing if it does not."""
-        try:
-            size, expected = json.loads(self.sum.read_text())
-            with open(self.path, "rb") as file:
-                while self.size < size and (data := disk.read(file, min(CHUNK, size - self.size))):
-                    self.digest.update(data)
-                    self.size += len(data)
-        except (FileNotFoundError, ValueError, TypeError):
-            size, expected = 0, ""
-        if (self.size, self.digest.hexdigest()) != (size, expected):
-            self.restart()
-            return
-        self.noted = self.size
-        with disk.append(self.path) as file:
-            file.truncate(self.size)
-
-    def restart(self) -> None:
-        self.size, self.noted, self.digest = 0, 0, hashlib.sha256()
-        disk.remove(self.path)
-        disk.remove(self.sum)
-
-    def append(self, pieces: Callable[[], bytes], progress: Progress) -> None:
-        """Write pieces until one is empty."""
-        disk.make_folder(self.path.parent)
-        with disk.append(self.path) as file:
-            while data := pieces():
-                disk.write(file, data)
-                self.digest.update(data)
-                self.size += len(data)
-                if self.size - self.noted >= STRIDE:
-                    self.note()
-                progress(len(data))
-
-    def note(self) -> None:
-        if self.size != self.noted:
-            disk.write_atomic(self.sum, json.dumps([self.size, self.digest.hexdigest()]))
-            self.noted = self.size
-
-    def complete(self, size: int | None, attempt: Callable[[], None], place: Path | None = None) -> str:
-        """Attempt to append what is missing until all is there; after TRIES in a row that brought nothing, return why.
-
-        size: None is whole after an attempt that raised nothing. place: on a mount, which is mounted anew."""
-        tries, reason = 0, ""
-        while size is None or self.size < size or not self.path.exists():
-            if tries == TRIES:
-                return reason
-            if tries:
-                time.sleep(PAUSE * 2 ** (tries - 1))
-                if place is not None:
-                    drive.remount(place)
-            before = self.size
-            try:
-                attempt()
-                if size is None:
-                    break
-                reason = f"it ended after {self.size} of {size} bytes"
-            except Dropped as error:
-                reason = str(error)
-            finally:  # also where the user interrupts
-                if self.size < (size or 0):
-                    self.note()
-            tries = 0 if self.size > before else tries + 1
-        return ""
-
-
-def bring(source: Path, target: Path, size: int, unfinished: Path, progress: Progress, digest: str = "") -> None:
-    """Copy a file unless it is there, by way of a file that may be resumed. Raises ArchiveError, and leaves nothing,
-    if it has not the digest that was noted for it."""
-    if target.exists() and bytes_in(target) == size:
-        progress(size)
-        return
-    unfinished = unfinished.with_name(f"{unfinished.name}-{hashlib.sha256(bytes(target)).hexdigest()[:16]}")
-    copy(source, unfinished, size, progress)
-    if digest and disk.sha256(unfinished) != digest:
-        disk.remove(unfinished)  # what was read may be damaged, and the file not
-        copy(source, unfinished, size, progress)
-    if digest and disk.sha256(unfinished) != digest:
-        disk.remove(unfinished)
-        raise ArchiveError(f"{source}: its SHA-256 is not the one that was noted for it: it is damaged.")
-    disk.make_folder(target.parent)
-    disk.rename(unfinished, target)
-    disk.remove(unfinished.with_name(f"{unfinished.name}.sum"))
-
-
-def copy(source: Path, path: Path, size: int, progress: Progress) -> None:
-    """Append to `path` what is missing of a file of `size` bytes, through errors of its mount, and reads that end too
-    early. Raises StageError if it does not come whole, or has another size than was announced; what came is kept."""
-    part = Part(path)
-    if part.size > size:
-        part.restart()
-    progress(part.size)
-
-    def attempt() -> None:
-        with mounted(lambda: open(source, "rb", buffering=0)) as content:
-            content.seek(part.size)
-            part.append(lambda: mounted(lambda: disk.read(content, CHUNK)), progress)
-
-    reason = part.complete(size, attempt, source)
-    if reason:
-        raise Away(
-            f"{source}: {reason}, {TRIES} times in a row. What arrived is kept: run it again, on Colab after "
-            "remounting Drive.",
-            entry="Drive errors 5 and 107",
-        )
-    if part.size != size or patient(source.stat, source).st_size != size:
-        part.restart()
-        raise StageError(f"{source}: has not the {size} bytes that were announced: it changed. Run it again.")
-
-
-def mounted(act: Callable[[], T]) -> T:
-    """Do something with a file of a mount; what the mount raises must not look like the local disk's own errors."""
-    try:
-        return act()
-    except OSError as error:
-        if error.errno not in (*disk.AWAY, errno.ENOENT):  # without its mount a path is not there
-            raise
-        raise Dropped(f"stopped responding (errno {error.errno}, {error.strerror})") from None
-
-
-def bytes_in(part: Path) -> int:
-    return part.stat().st_size if part.exists() else 0
-
-
-@dataclass(frozen=True)
-class Announced:
-    """What a server reports about a file before any of it is read."""
-
-    url: str
-    size: int | None  # bytes
-    version: str  # changes when the content does
-    page: str  # the web page that arrived instead, else ""
-
-
-class Away(StageError):
-    """A mount does not give a file, however often it is asked."""
-
-
-class Dropped(Exception):
-    """A connection or a read ended early; the next one resumes from there."""
-
-
-def probe(url: str) -> Announced:
-    """Ask a server for a file and read what it announces; a web page is read whole."""
-    try:
-        with connect(url) as response:
-            headers = response.headers
-            length = headers.get("Content-Length")
-            stamp = f"{headers.get('ETag')} {headers.get('Last-Modified')} {length}"
-            is_page = headers.get_content_type() == "text/html" and not headers.get("Content-Disposition")
-            return Announced(
-                url=response.url,
-                size=int(length) if length and length.isdigit() else None,
-                version=hashlib.sha256(stamp.encode()).hexdigest()[:16],
-                page=receive(response).decode("utf-8", "replace") if is_page else "",
-            )
-    except Dropped as error:
-        raise unreachable(url, str(error)) from None
-
-
-def download(file: Announced, path: Path, progress: Progress) -> None:
-    """Append what is missing of a file to `path`. Raises StageError if it does not come whole; what came is kept."""
-    part = Part(path)
-    if file.size is None:
-        part.restart()  # whether it was whole cannot be known
-    progress(part.size)
-
-    def attempt() -> None:
-        done = part.size
-        with connect(file.url, done) as response:
-            if done and not response.headers.get("Content-Range", "").startswith(f"bytes {done}-"):
-                part.restart()  # this server starts from the beginning
-                progress(-done)
-            part.append(lambda: receive(response), progress)
-
-    if reason := part.complete(file.size, attempt):
-        raise unreachable(file.url, f"{reason}; {table.size(part.size)} are kept")
-
-
-def connect(url: str, start: int = 0) -> http.client.HTTPResponse:
-    """The response from byte `start` on. Raises Dropped for trouble of the moment, StageError for a page that says why
-    or a wrong address."""
-    request = urllib.request.Request(url, headers={"User-Agent": "Mozilla/5.0 nbtools"})
-    if start:
-        request.add_header("Range", f"bytes={start}-")
-    try:
-        return OPENER.open(request, timeout=TIMEOUT)
-    except urllib.error.HTTPError as error:
-        with error:
-            status = f"HTTP {error.code} {error.reason}"
-            if error.code >= 500 and error.code != 501:
-                raise Dropped(status) from None
-            if error.headers.get_content_type() == "text/html" and error.code != 404:
-                page = receive(error).decode("utf-8", "replace")
-                raise StageError(f"{url}: {status}: {drive.complaint(page)}", entry="Quota page") from None
-            raise unreachable(url, status) from None
-    except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
-        raise Dropped(str(getattr(error, "reason", error))) from None
-
-
-def receive(response: IO[bytes]) -> bytes:
-    """Read from the network; its OSErrors must not look like the disk's."""
-    try:
-        return disk.read(response, CHUNK)
-    except (OSError, http.client.HTTPException) as error:
-        raise Dropped(f"{type(error).__name__}: {error}") from None
-
-
-def unreachable(url: str, reason: str) -> StageError:
-    return StageError(f"{url}: cannot be downloaded: {reason}. Check the address and the network, then run it again.")

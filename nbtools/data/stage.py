@@ -16,8 +16,10 @@ import contextlib
 import hashlib
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 from tqdm import tqdm
 
@@ -26,7 +28,8 @@ from nbtools.data import archive, cached, snapshots
 from nbtools.data.cached import RECEIPT
 from nbtools.data.pack import MANIFEST, Pack
 from nbtools.data.progress import bar, say
-from nbtools.data.sources import LATER, Kept, Source, bring, cache, listing, patient, require_archive, source_of
+from nbtools.data.sources import LATER, Kept, Source, cache, listing, require_archive, source_of
+from nbtools.data.transfer import bring, patient
 from nbtools.errors import ArchiveError, PackError, StageError
 from nbtools.table import size as sized
 
@@ -64,7 +67,7 @@ def stage(
             raise StageError(f"{text}: sha256 is for an archive, and this is a folder. Leave it out.")
         if into is None and found.here and is_ready(found, extract):
             if sha256:
-                digest_of(found.here, found.text, sha256)
+                require_hash(found.text, disk.sha256(found.here), sha256)
             return found.here
         root = cache() if into is None else Path(into).expanduser().absolute()
         stem = re.sub(r"[^\w.]+", "-", re.sub(SUFFIXES, "", found.name, flags=re.I))[:60].strip(".-") or "data"
@@ -136,21 +139,26 @@ def publish(source: Source, target: Path, extract: bool, sha256: str | None, pro
     for other in part.iterdir():
         if other.name != begun.name:
             disk.remove(other)  # of another version of the source, or bytes that a power cut may have taken
-    new = begun / "new"
-    data, digest = new / name, None
+    new, digest = begun / "new", None
+    data = new / name
     try:
         if source.is_folder:
-            size = fetch(source, data, name, progress)
+            fetch(source, data, name, progress)
+            size = bytes_below(data)
         else:
             path = source.here or begun / "archive"
-            size = bytes_below(path) if source.here else fetch(source, path, name, progress, 1 + extract)
-            require_archive(path, source.text)
-            with ThreadPoolExecutor(1) as pool:
-                hashed = pool.submit(digest_of, path, source.text, sha256)
-                if sha256 or not extract:
-                    hashed.result()  # nothing is read of an archive that is not the expected one; `one_file` moves it
-                data = unpacked(path, data, progress) if extract else one_file(path, data, not source.here, progress)
-            digest = hashed.result()
+            if not source.here:
+                digest = fetch(source, path, name, progress, 1 + extract)
+            form, size = require_archive(path, source.text), path.stat().st_size
+            with hashing(path, digest) as found:
+                if sha256 or not extract:  # nothing is read of an archive that is not the expected one
+                    require_hash(source.text, found.result(), sha256)
+                if extract:
+                    data = unpacked(path, data, progress)
+                else:
+                    data = one_file(path, data, form, not source.here, progress)
+                disk.sync_below(new)
+                digest = found.result()
             if not source.here:
                 disk.remove(path)
         if (data / MANIFEST).is_file():
@@ -166,15 +174,16 @@ def publish(source: Source, target: Path, extract: bool, sha256: str | None, pro
     if target.exists():  # an older version of the source: half removed under its name, it would pass for whole
         disk.remove(begun / "old")
         disk.rename(target, begun / "old")
-    disk.publish_folder(new, target)
+    disk.publish_folder(new, target, synced=not source.is_folder)  # the receipt is by itself
     with contextlib.suppress(OSError):  # all is published; what stays is empty folders
         disk.remove(part)
     return target / folder
 
 
-def fetch(source: Source, part: Path, name: str, progress: bool, room: int = 1) -> int:
-    """Fetch a source to a `.part` → its bytes. room: how many times they must fit, including what is already there; if
-    there is no room for a pack of them too, a message says so, since that is only an estimate."""
+def fetch(source: Source, part: Path, name: str, progress: bool, room: int = 1) -> str | None:
+    """Fetch a source to a `.part` → an archive's SHA-256, if it is known. room: how many times its bytes must fit,
+    including what is already there; if there is no room for a pack of them too, a message says so, since that is only
+    an estimate."""
     if progress and source.hint:
         say(source.hint)
     if source.size is not None:
@@ -187,21 +196,27 @@ def fetch(source: Source, part: Path, name: str, progress: bool, room: int = 1) 
                 "the first samples if the others have no room."
             )
     with moving(source.size, f"{source.verb} {name}", progress) as shown:
-        source.fetch(part, shown.update)
-    return bytes_below(part)
+        return source.fetch(part, shown.update)
 
 
 def bytes_below(path: Path) -> int:
     return sum(size for size, _ in listing(path).values())
 
 
-def digest_of(path: Path, text: str, sha256: str | None) -> str:
-    """An archive's SHA-256, which must be the expected one if there is one."""
-    require_archive(path, text)
-    digest = disk.sha256(path)
+@contextlib.contextmanager
+def hashing(path: Path, known: str | None) -> Iterator[Future[str]]:
+    """The SHA-256 of a file, computed on a thread that ends with the block. known: what it is, where that is known."""
+    ended = Event()
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            yield pool.submit(lambda: known or disk.sha256(path, ended.is_set))
+        finally:
+            ended.set()
+
+
+def require_hash(text: str, digest: str, sha256: str | None) -> None:
     if sha256 not in (None, digest):
         raise ArchiveError(f"{text}: its SHA-256 is {digest}, not {sha256}. Copy it again, or correct the number.")
-    return digest
 
 
 def verify(folder: Path, text: str) -> None:
@@ -225,10 +240,9 @@ def unpacked(path: Path, data: Path, progress: bool) -> Path:
     return top[0] if len(top) == 1 and top[0].is_dir() else data
 
 
-def one_file(path: Path, data: Path, copied: bool, progress: bool) -> Path:
+def one_file(path: Path, data: Path, form: str, copied: bool, progress: bool) -> Path:
     """The archive as one file from which files are read in place: a compressed tar as the plain one within it, since
     gzip, xz and bzip2 cannot be read at any place."""
-    form = archive.kind(path) or ""
     target = data.with_name(f"{data.name}.{form.partition('.')[0]}")
     disk.remove(data.parent)
     disk.make_folder(data.parent)

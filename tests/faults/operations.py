@@ -30,7 +30,7 @@ from faults.forks import DONE, FAILED, Child, done
 
 import nbtools as nb
 from nbtools import disk, folder
-from nbtools.data import Pack, archive, build, manifests, sources
+from nbtools.data import Pack, archive, build, manifests, transfer
 from nbtools.train import History, Keeper, Record, TrainState, checkpoint, train
 
 CHANGING = ("create", "write", "sync", "rename", "mkdir", "symlink")  # what a full disk refuses
@@ -415,12 +415,12 @@ class Place:
         return json.dumps(layer.kinds)
 
     def broken(self, nth: int, fault: Fault) -> None:
-        sources.PAUSE = 0.001
+        transfer.PAUSE = 0.001
         Layer(self.place, nth, fault)
         self.job.act(self.place)
 
     def again(self, fault: Fault) -> None:
-        sources.PAUSE = 0.001
+        transfer.PAUSE = 0.001
         if fault.lost:
             disk.boot = lambda: "another"
         self.job.act(self.place)
