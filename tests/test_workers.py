@@ -5,14 +5,20 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import re
+import signal
 import traceback
 from collections import namedtuple
 
 import pytest
 import torch
 import toy
+from acting import QUIET, acting, same, texts
 from simulated import Job
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+import nbtools as nb
 from nbtools.data import Workers
 from nbtools.data.pack import RawFiles
 from nbtools.errors import TrainError
@@ -92,6 +98,54 @@ def test_an_error_of_a_worker_is_raised_and_the_next_call_has_new_workers(pack):
     assert len(list(feed([ids[1:5]]))) == 1
     traceback.clear_frames(caught.tb)
     feed.idle.clear()
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """torch looks every 5 s whether its workers live."""
+    looks = _MultiProcessingDataLoaderIter._try_get_data
+    monkeypatch.setattr(looks, "__defaults__", (0.05,))
+
+
+def kill_one() -> None:
+    os.kill(max(pid for pid in pids() if pid), signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_killed_worker_is_replaced_and_the_run_is_the_same_bit_for_bit(pack, tmp_path):
+    """Also where the user's own DataLoader has had torch raise wherever this process is."""
+    next(iter(DataLoader(pack.raw, num_workers=1)))
+    plan = WORKERS.replace(workers=2, epochs=2)
+    run = nb.fit(acting({5: kill_one, 12: kill_one}), pack, plan, tmp_path / "run", **QUIET)
+    assert same(run, nb.fit(toy, pack, plan, tmp_path / "whole", **QUIET))
+    for text in texts(run):
+        assert re.fullmatch(
+            r"worker process \d+ was killed by SIGKILL, as by a system whose memory runs out; others continue with the "
+            "next batch",
+            text,
+        )
+    assert len(texts(run)) == 2
+    assert not pids()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_sample_that_kills_each_worker_ends_the_run_which_then_resumes_without_it(pack, tmp_path):
+    plan = WORKERS.replace(workers=1, epochs=1)
+    deadly = dataclasses.replace(pack, raw=Deadly(pack.raw.folder, pack.raw.source, pack.raw.read))
+    with pytest.raises(TrainError, match=r"killed by SIGKILL.*, and no batch came between them; set fewer workers"):
+        nb.fit(toy, deadly, plan, tmp_path / "run", **QUIET)
+    assert same(
+        nb.fit(toy, pack, plan, tmp_path / "run", **QUIET), nb.fit(toy, pack, plan, tmp_path / "whole", **QUIET)
+    )
+
+
+class Deadly(RawFiles):
+    """Whose first training sample ends the process that reads it."""
+
+    def __getitem__(self, i):
+        if i == self.pack.ids("train")[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(i)
 
 
 class Broken(RawFiles):

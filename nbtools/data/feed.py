@@ -10,10 +10,14 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from multiprocessing import active_children
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from nbtools import table
 from nbtools.data.pack import Pack, collate
+from nbtools.data.progress import say
 from nbtools.errors import TrainError
 
 Raw = dict[str, Tensor]
@@ -135,14 +140,14 @@ def auto_feed(device: torch.device) -> str:
     return f"a pack of up to {room} ({share} of free GPU memory) stays on the GPU, a larger one is streamed"
 
 
-def open_feed(pack: Pack, plan: Plan, device: torch.device) -> Feed:
-    """The feed that the plan asks for. Raises TrainError if it cannot work here."""
+def open_feed(pack: Pack, plan: Plan, device: torch.device, tell: Callable[[str], object] = say) -> Feed:
+    """The feed that the plan asks for. tell: takes messages about it. Raises TrainError if it cannot work here."""
     name, _ = choose(pack, plan, device)
     if name == "resident":
         return Resident(pack, device)
     if name == "streamed":
         return Streamed(pack, device, plan.prefetch)
-    return Workers(pack, device, plan)
+    return Workers(pack, device, plan, tell)
 
 
 class Resident:
@@ -204,8 +209,8 @@ class Streamed:
         ready: queue.Queue[Any] = queue.Queue(maxsize=self.prefetch)
         stop = threading.Event()
         thread = threading.Thread(target=self.produce, args=(batches, ready, stop), name="nbtools-feed", daemon=True)
-        thread.start()
         try:
+            thread.start()
             for _ in batches:
                 raw, copied = ready.get()
                 if isinstance(raw, BaseException):
@@ -218,10 +223,10 @@ class Streamed:
                 yield raw
         finally:
             stop.set()
-            while thread.is_alive():  # it may wait to put one more
-                with suppress(queue.Empty):
-                    ready.get_nowait()
-                thread.join(0.01)
+            with suppress(queue.Empty):  # it may wait to put one more
+                ready.get_nowait()
+            if thread.ident is not None:  # an interrupt may come before it is started
+                thread.join()
 
     def produce(self, batches: Sequence[np.ndarray], ready: queue.Queue, stop: threading.Event) -> None:
         try:
@@ -275,11 +280,12 @@ def on(device: torch.device, raw: Raw) -> Raw:
 class Workers:
     """A DataLoader over the source files, which decodes every sample at every access: as the guides do, kept as the
     baseline and for data that cannot be packed; same batches, same order. Its processes live from call to call; a call
-    within another, such as an evaluation between two steps, has its own loader."""
+    within another, such as an evaluation between two steps, has its own loader. Where one is killed, as the system does
+    when memory runs out, others continue with the next batch."""
 
     name = "workers"
 
-    def __init__(self, pack: Pack, device: torch.device, plan: Plan):
+    def __init__(self, pack: Pack, device: torch.device, plan: Plan, tell: Callable[[str], object] = say):
         if pack.raw is None:
             raise TrainError(
                 'Plan.feed = "workers" reads the source files, but they are not here: the pack was opened without '
@@ -287,13 +293,12 @@ class Workers:
             )
         if plan.workers:
             require_shared_memory(pack, plan)
-        self.raw, self.pack, self.device, self.plan = pack.raw, pack, device, plan
-        self.idle: list[tuple[DataLoader, list[list[int]]]] = []
+        self.raw, self.pack, self.device, self.plan, self.tell = pack.raw, pack, device, plan, tell
+        self.idle: list[Loader] = []
 
-    def open(self, first: np.ndarray) -> tuple[DataLoader, list[list[int]]]:
-        """(loader, its list of batches, to be filled): its workers start with the first batch. Where the Dataset draws
-        random numbers, they depend on that batch and the plan's seed, so that a resumed run does not repeat those with
-        which the run began."""
+    def open(self, first: np.ndarray) -> Loader:
+        """A loader whose workers start with the first batch. Where the Dataset draws random numbers, they depend on
+        that batch and the plan's seed, so that a resumed run does not repeat those with which the run began."""
         sampler: list[list[int]] = []
         generator = torch.Generator()  # its own: else every epoch draws from the stream that dropout uses
         if self.pack.options.get("random"):
@@ -311,17 +316,66 @@ class Workers:
             generator=generator,
             multiprocessing_context="forkserver" if many and cuda else None,  # fork + CUDA deadlocks
         )
-        return loader, sampler
+        return Loader(loader, sampler)
 
     def __call__(self, batches: Sequence[np.ndarray]) -> Generator[Raw, None, None]:
-        if not batches:
-            return
-        loader, sampler = self.idle.pop() if self.idle else self.open(batches[0])
-        sampler[:] = [batch.tolist() for batch in batches]
-        with suppress(GeneratorExit):  # the caller left early: the next call drops what is on its way
-            for raw in loader:
-                yield on(self.device, raw)
-        self.idle.append((loader, sampler))  # not after an error: a worker may be gone
+        done, stuck = 0, -1
+        while done < len(batches):
+            loader = self.idle.pop() if self.idle else self.open(batches[done])
+            loader.batches[:] = [batch.tolist() for batch in batches[done:]]
+            try:
+                for raw in loader.begin():
+                    yield on(self.device, raw)
+                    done += 1
+            except GeneratorExit:  # the caller left early: the next call drops what is on its way
+                self.idle.append(loader)
+                return
+            except Exception as error:
+                if not (killed := loader.killed()):
+                    raise
+                if done == stuck:
+                    rule = f"{killed}, like the one before it, and no batch came between them"
+                    fix = "set fewer workers or a smaller prefetch, which need less memory, or feed=auto"
+                    raise TrainError(f"{rule}; {fix}, and run it again to resume", entry="The loader hangs") from error
+            else:
+                self.idle.append(loader)
+                return
+            stuck = done
+            self.tell(f"{killed}; others continue with the next batch")
+
+
+@dataclass
+class Loader:
+    """A DataLoader, its list of batches, to be filled, and its worker processes once it has begun."""
+
+    loader: DataLoader
+    batches: list[list[int]]
+    processes: list[BaseProcess] = field(default_factory=list)
+
+    def begin(self) -> Iterator[Raw]:
+        """Its stream. torch has SIGCHLD raise wherever this process is, as in the middle of a step; without that a
+        killed worker is found where a batch is waited for, within 5 s."""
+        handler, others = signal.getsignal(signal.SIGCHLD), active_children()
+        stream = iter(self.loader)
+        self.processes += [process for process in active_children() if process not in others]
+        if threading.current_thread() is threading.main_thread():
+            theirs = getattr(handler, "__module__", "").startswith("torch.")  # of a loader of the user's
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL if theirs or handler is None else handler)
+        return stream
+
+    def killed(self) -> str:
+        """Which process was killed, in words, after ending the others; "" if all live. Its connection may end a moment
+        before it does."""
+        wait([process.sentinel for process in self.processes], 0.5 if self.processes else 0.0)
+        gone = [process for process in self.processes if not process.is_alive()]
+        if not gone:
+            return ""
+        for process in self.processes:  # one may wait for a lock that the killed one held
+            process.kill()
+        code = gone[0].exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        memory = ", as by a system whose memory runs out" if -code == signal.SIGKILL else ""
+        return f"worker process {gone[0].pid} {how}{memory}"
 
 
 def ignore_signals(worker: int) -> None:
