@@ -107,7 +107,7 @@ class Guard:
         anchor.age, anchor.left = anchor.age + 1, anchor.left - 1
         if anchor.limit is not None and loss > anchor.limit and not self.short(record):
             return True
-        if anchor.left <= 0:
+        if anchor.left <= 0 and self.job.state.scale >= 1:  # else fp16 may be about to give up
             self.anchor = None
             checkpoint.mark(self.job.folder, anchor=None)
         return False
@@ -160,21 +160,25 @@ class Guard:
 
     def retry(self, trouble: Diverged) -> Generator[Record, None, None]:
         """Back to the last checkpoint, and from there with each step checked before it counts. Raises Diverged if
-        that would not help: lr is far beyond the advised one, skipping steps did not help, or there were too many
-        returns."""
-        job, state = self.job, self.job.state
+        that would not help: fp16 skips all steps, lr is far beyond the advised one, skipping steps did not help, or
+        there were too many returns."""
+        job, state, setting = self.job, self.job.state, trouble.setting
         self.returns += 1
         job.settle()
-        if beyond(state.plan, self.advised) or state.recovery.refused > LEFT_OUT or self.returns > RETRIES:
-            often = ", for the third time" if state.recovery.refused <= LEFT_OUT and self.returns > RETRIES else ""
+        sure = setting != "lr" or beyond(state.plan, self.advised) or state.recovery.refused > LEFT_OUT
+        if sure or self.returns > RETRIES:
+            often = "" if sure else ", for the third time"
             last = checkpoint.place(checkpoint.read_index(job.folder)["last"])[1]
             checkpoint.mark(job.folder, diverged=True)
             lower = self.advised.lr if self.advised.lr < state.plan.lr else state.plan.lr / 10
+            fix = f"lower lr, in the panel or by plan.replace(lr={shown(lower)}), set clip_norm or amp=off"
+            if setting == "amp":
+                fix = "set amp=off, or amp=bf16 on a GPU that has it, which needs no scale"
             raise Diverged(
-                f"Training diverged at {self.described(state.plan, ['lr'])}: {trouble.args[0]}{often}. "
-                f"To continue from step {last:,}, lower lr, in the panel or by plan.replace(lr={shown(lower)}), "
-                "set clip_norm or amp=off, and run it again.",
+                f"Training diverged at {self.described(state.plan, [setting])}: {trouble.args[0]}{often}. "
+                f"To continue from step {last:,}, {fix}, and run it again.",
                 trouble.steps,
+                setting,
             )
         facts = checkpoint.load(job.folder, state).facts
         state.recovery.careful_until = trouble.steps[1] + 1

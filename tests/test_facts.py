@@ -186,7 +186,11 @@ def test_a_run_shows_each_state_it_is_in_and_how_it_ended(tmp_path, monkeypatch)
     assert seen[-1] == "failed"
     written = {name: (tmp_path / name / "plot.png").exists() for name in ("run", "ruined", "broken")}
     assert all(written.values()), "also where an error ended it"
-    again = {"run": "done: the best model is", "ruined": "lower lr and run {} again", "broken": "mend what the"}
+    again = {
+        "run": "done: the best model is",
+        "ruined": "change what the error says and run {} again",
+        "broken": "mend what the",
+    }
     for name, ended in (("run", "done"), ("ruined", "diverged"), ("broken", "failed")):
         assert any(note.startswith(again[name].format("this cell")) for note in notes)
         nb.watch(tmp_path / name, toy)

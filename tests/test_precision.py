@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import toy
-from acting import QUIET
+from acting import QUIET, acting, asking, same, texts
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import nbtools as nb
 from nbtools.__main__ import main
 from nbtools.live import send
-from nbtools.train import again
+from nbtools.train import Diverged, again
 
 
 def losses(state, pack):
@@ -72,6 +72,40 @@ def test_steps_that_overflow_in_fp16_count_for_nothing(pack, optimizer, checked)
     assert [what.split(":")[0] for what in told] == ["step 5 skipped"] * checked
     assert 0 < state.position.skipped < state.samples
     assert not state.lost()
+
+
+def overflowing(model, batch, plan):
+    """Gradients that are infinite under fp16, whatever their scale; the loss is a number."""
+    total, count = toy.loss(model, batch, plan)
+    if plan.amp == "fp16" and total.requires_grad:
+        total.register_hook(lambda gradient: gradient * float("inf"))
+    return total, count
+
+
+@pytest.mark.usefixtures("fp16_on_cpu")
+@pytest.mark.parametrize("micro", [None, 4])
+def test_fp16_that_skips_every_step_ends_with_what_to_do_and_the_run_continues_without_it(pack, tmp_path, micro):
+    task, plan = toy.with_(loss=overflowing), toy.PLAN.replace(amp="fp16", epochs=20, micro_batch_size=micro)
+    said = (
+        r"diverged at amp fp16: gradients overflow in every step, .* from step \d+, set amp=off, or amp=bf16 on a GPU"
+    )
+    for _ in range(2):  # run again as it is, it says so at once
+        with pytest.raises(Diverged, match=said) as caught:
+            nb.fit(task, pack, plan, tmp_path / "run", **QUIET)
+    assert caught.value.steps[1] <= 45
+    run = nb.Run.open(tmp_path / "run", task)
+    assert run.state == "diverged"
+    run = nb.fit(task, pack, plan.replace(amp="off", epochs=12), tmp_path / "run", **QUIET)
+    assert run.history.of("step")[-1]["loss"] < 0.5 * run.history.of("step")[0]["loss"]
+
+
+@pytest.mark.usefixtures("fp16_on_cpu", "at_once")
+def test_a_change_to_fp16_that_skips_every_step_is_undone(pack, tmp_path):
+    plan = toy.PLAN.replace(epochs=8)
+    task = acting({5: asking(tmp_path / "run", amp="fp16")}, loss=overflowing)
+    run = nb.fit(task, pack, plan, tmp_path / "run", **QUIET)
+    assert texts(run) == ["Training diverged at amp fp16; back at step 5 with amp off"]
+    assert same(run, nb.fit(toy, pack, plan, tmp_path / "whole", **QUIET))
 
 
 OVERFLOWS = {3, 4, 6}  # steps

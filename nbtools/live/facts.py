@@ -37,7 +37,7 @@ GREY = "#7d7d7d"  # of any other state
 AGAIN = {
     STOPPED: "run {it} again to continue; ",
     "interrupted": "run {it} again to continue; ",
-    DIVERGED: "lower lr and run {it} again to continue; ",
+    DIVERGED: "change what the error says and run {it} again to continue; ",
     FAILED: "mend what the error says and run {it} again to continue; ",
 }
 """What to do after a run has ended so, before it is said where its model is. it: what ran it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from nbtools.train.device import autocast, sum_dtype, within_memory
 from nbtools.train.metrics import score as score_batch
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks
-from nbtools.train.task import Batch, Pair, TaskLike, as_task, readable, set_training, summed
+from nbtools.train.task import Batch, Pair, Task, TaskLike, as_task, readable, set_training, summed
 
 
 class Sums:
@@ -28,13 +29,14 @@ class Sums:
         self.batches: list[dict[str, Tensor]] = []  # the totals of each batch, where several ranks take turns
 
     def add(self, pairs: Mapping[str, Pair]) -> None:
-        for name, (numerator, denominator) in pairs.items():
+        """Add all of them, or none where memory runs out."""
+        for name, (numerator, _) in pairs.items():
             if name not in self.totals:
                 shape = numerator.shape if isinstance(numerator, Tensor) else ()
                 self.totals[name] = torch.zeros((2, *shape), dtype=sum_dtype(self.device), device=self.device)
-            total = self.totals[name]
-            total[0] += numerator
-            total[1] += denominator
+        for name, pair in pairs.items():
+            for total, value in zip(self.totals[name], pair, strict=True):
+                total += value
 
     def close_batch(self) -> None:
         self.batches.append(self.totals)
@@ -124,16 +126,9 @@ def score(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) 
     """Add loss and metrics of a batch; out of memory, of its halves. Raises TrainError if a single sample does not
     fit."""
 
-    def pairs() -> dict[str, Pair]:
-        batch, outputs = forward(ours, model, raw, plan, sums.device)  # serves the loss and the metrics
-        with torch.no_grad(), autocast(plan, sums.device, model):
-            loss = summed(ours.loss(lambda *_, **__: outputs, batch, plan), len(raw["id"]))
-        return {"loss": loss, **score_batch(ours.metrics, outputs, batch, ours.card)}
-
     ours = as_task(task)
-    found, reason = within_memory(pairs)
-    if found is not None:
-        sums.add(found)
+    done, reason = within_memory(partial(add_scores, ours, model, raw, plan, sums))
+    if done:
         return
     if sums.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -143,6 +138,15 @@ def score(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) 
         raise TrainError(f"{rule}; use a smaller network or smaller samples", entry="Out of memory")
     for part in (slice(half), slice(half, None)):
         score(ours, model, {name: tensor[part] for name, tensor in raw.items()}, plan, sums)
+
+
+def add_scores(task: Task, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> bool:
+    """Add them all; True."""
+    batch, outputs = forward(task, model, raw, plan, sums.device)  # serves the loss and the metrics
+    with torch.no_grad(), autocast(plan, sums.device, model):
+        loss = summed(task.loss(lambda *_, **__: outputs, batch, plan), len(raw["id"]))
+    sums.add({"loss": loss, **score_batch(task.metrics, outputs, batch, task.card)})
+    return True
 
 
 def evaluate(

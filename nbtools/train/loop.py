@@ -23,12 +23,15 @@ from nbtools.table import plural
 from nbtools.train.device import memory, prepare, require
 from nbtools.train.evaluation import Sums, score_split
 from nbtools.train.history import Record
+from nbtools.train.indices import require_indices
 from nbtools.train.optimizer import follow
 from nbtools.train.plan import Plan, listed, refuse_fixed, require_batch, require_sizes
 from nbtools.train.ranks import Ended, Restarted, share
 from nbtools.train.recovery import Diverged, train_step
 from nbtools.train.state import EpochSums, Log, TrainState, Wanted
 from nbtools.train.task import TaskLike, best_metric, bound, readable
+
+LEAST_SCALE = 1e-4  # of fp16's loss, below which fairseq gives up too: overflowing steps halve it from 65,536
 
 
 def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None) -> Generator[Record, None, None]:
@@ -83,7 +86,8 @@ def run(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None) -> Gen
     pack = readable(task, pack, state.plan)
     require_sizes(pack, state.plan)
     prepare(state.plan, state.device, many_shapes=state.card.bucket_by is not None)
-    feed, count = feed or open_feed(pack, state.plan, state.device), len(pack.ids("train"))
+    require_indices(state, pack)
+    feed, count = feed or open_feed(pack, state.plan, state.device, state.events.append), len(pack.ids("train"))
     if state.ranks is not None:
         if state.ranks.first:
             state.spread()
@@ -196,16 +200,19 @@ class Window:
 
 def rows(state: TrainState) -> list[Record]:
     """The row of the last log step, if it is still to come: waits for its loss, but not for the steps after it. Raises
-    Diverged if the loss is not finite."""
+    Diverged if the loss is not finite, or fp16 skips all steps."""
     if state.log is None:
         return []
     log, sums, start = state.log, state.sums, perf_counter()
     total, count = state.logged.values()
     sums.seconds += perf_counter() - start  # the device finishes that step meanwhile
     state.log = None
+    steps = log.since, log.record.step
     if not math.isfinite(total):
-        steps = log.since, log.record.step
         raise Diverged(f"the loss became {total} in steps {steps[0] + 1} to {steps[1]}", steps)
+    if state.scale < LEAST_SCALE:
+        what = f"gradients overflow in every step, though their scale has fallen to {state.scale:.0e}, and none counts"
+        raise Diverged(what, steps, "amp")
     found = mean("loss", total - sums.logged[0], count - sums.logged[1])
     sums.logged = (total, count)
     return [replace(log.record, values={**found, **log.record.values})]
@@ -337,7 +344,7 @@ def adopt(state: TrainState, new: Plan, since: Plan | None = None) -> None:
     if differing.keys() & {"micro_batch_size", "batch_size"}:
         state.recovery.micro = new.micro_batch_size
     if "amp" in differing:
-        state.scaler = torch.amp.GradScaler(state.device.type) if new.amp == "fp16" else None
+        state.scaler, state.scale = torch.amp.GradScaler(state.device.type) if new.amp == "fp16" else None, math.inf
     follow(state.optimizer, new)
     state.applied = new
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -22,11 +23,12 @@ LEFT_OUT = 3  # steps with a non-finite loss that a run skips: more are no accid
 
 
 class Diverged(TrainError):
-    """The loss is no longer a number. steps: the first and last of the interval in which it happened."""
+    """The loss is no longer a number, or no step counts. steps: the first and last of the interval in which it
+    happened. setting: which one to change; of any but lr it is certain."""
 
-    def __init__(self, message: str, steps: tuple[int, int]):
+    def __init__(self, message: str, steps: tuple[int, int], setting: str = "lr"):
         super().__init__(message, entry="NaN")
-        self.steps = steps
+        self.steps, self.setting = steps, setting
 
     def _render_traceback_(self) -> list[str]:
         """Shown by IPython instead of a traceback: no line of code is at fault."""
@@ -54,10 +56,10 @@ def train_step(
         [proven] = state.ranks.everywhere(proven)
     if not proven:
         state.capture_rng()
-        kept, _ = within_memory(lambda: buffers(state))
+        kept, _ = within_memory(partial(buffers, state))
     act = checked if state.position.step < state.recovery.careful_until else attempt
     while True:
-        done, reason = tried(state, lambda: act(state, raw, epoch_size, size), overlap=proven)
+        done, reason = tried(state, partial(act, state, raw, epoch_size, size), overlap=proven)
         if done is not None:
             if not proven:
                 state.proven = state.applied, max(elements, most)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import reduce
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -127,7 +128,8 @@ class TrainState:
         self.log: Log | None = None  # the last log step, until its row is yielded
         self.logged = devices.Reading(2, self.device)  # its sums of loss and count in this epoch
         self.unsure = 0  # samples of the last step, if fp16 may have skipped it
-        self.fallen = devices.Reading(1, self.device)  # how far the scaler's scale fell in it
+        self.scales = devices.Reading(2, self.device)  # the scaler's, before and after that step
+        self.scale = inf  # the last of them that is known
         self.copies: dict[str, Tensor] = {}  # host memory that its checkpoints are copied to, see checkpoint.copies
         self.recovery = Recovery(plan.micro_batch_size)
         self.proven: tuple[Plan | None, int] = None, 0  # elements of the largest raw batch that fit under this plan
@@ -163,8 +165,8 @@ class TrainState:
         """Of the samples, those whose step fp16 skipped. Waits for the last step, though not for the pass that follows
         it: a step asks for this once its own gradients are on their way."""
         if self.unsure:
-            [fallen] = self.fallen.values()
-            self.position.skipped += self.unsure * (fallen > 0)
+            before, self.scale = self.scales.values()
+            self.position.skipped += self.unsure * (self.scale < before)  # the only sign of a skipped step
             self.unsure = 0
         return self.position.skipped
 
@@ -279,7 +281,7 @@ class TrainState:
         self.recovery, self.stopped = Recovery(**facts["recovery"]), facts["stopped"]
         if self.graphs is not None:
             self.graphs.clear()  # they update the moments that were there
-        self.unsure, self.log = 0, None
+        self.unsure, self.scale, self.log = 0, inf, None
         if log := facts.get("log"):
             self.log = Log(Record(**log["record"]), log["since"])
             self.logged.tensor.copy_(torch.tensor(log["sums"], dtype=torch.float64))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -79,7 +80,7 @@ def together(state: TrainState, raw: Batch, size: int) -> tuple[Tensor, Tensor |
     of them, where memory ran out on one."""
     ranks = state.ranks
     assert ranks is not None
-    found, short = within_memory(lambda: differentiate_share(state, raw, size))
+    found, short = within_memory(partial(differentiate_share, state, raw, size))
     if found is None:
         if state.applied.sync_batchnorm:  # the others wait amid their forward or backward pass, where nothing is agreed
             rule = f"out of memory on rank {ranks.rank} ({short}), which Plan.sync_batchnorm cannot recover from"
@@ -177,11 +178,12 @@ def apply(state: TrainState, size: int, share: float) -> None:
         optimizer.step()
     else:
         scale: Any = scaler._scale  # where it is, on the device: `get_scale` would wait for it
-        state.fallen.tensor.copy_(scale)
+        before, after = state.scales.tensor.split(1)
+        before.copy_(scale)
         scaler.step(optimizer)
         scaler.update()
-        state.fallen.tensor.sub_(scale)  # above 0: the only sign of a skipped step
-        state.fallen.send()
+        after.copy_(scale)
+        state.scales.send()
         state.unsure = size
     if state.ema is not None:
         average(state, share)
