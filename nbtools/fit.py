@@ -7,21 +7,23 @@ import gc
 import json
 import os
 import signal
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch.distributed import is_torchelastic_launched
 
 from nbtools import disk, measure
 from nbtools.data import Pack, meanwhile, on_colab, phase, release_runtime, say, work
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, StageError
 from nbtools.folder import Job, begin, kept_folder, only_one, restore, stored_plan
-from nbtools.live import EVALUATING, MEASURING, REFUSED, FirstSignal, Requests, Surface, chosen
+from nbtools.live import EVALUATING, MEASURING, REFUSED, FirstSignal, Requests, Surface, chosen, running_kernel
 from nbtools.notify import Hook
 from nbtools.rollback import Guard, resilient
 from nbtools.run import EVALUATION, RECEIPT, VERDICT, Run, what_next
@@ -49,10 +51,41 @@ from nbtools.train import (
 )
 from nbtools.train import device as devices
 
+P = ParamSpec("P")
+T = TypeVar("T")
 MEASURED = "measuring the receipt"
 PHASES = {"first steps": 5.0, "turns": 9.0, "step": 9.0}  # seconds of it, as measured on two cores
 
 
+def letting_go(act: Callable[P, T]) -> Callable[P, T]:
+    """A function whose errors keep no memory in a notebook: IPython keeps a traceback until the next one, and with it
+    what the variables of its frames refer to, such as a model and its batches. Under `%pdb on` they stay, to be looked
+    at."""
+
+    @wraps(act)
+    def called(*given: P.args, **named: P.kwargs) -> T:
+        try:
+            return act(*given, **named)
+        except BaseException as error:
+            kernel = running_kernel()
+            if kernel is not None and not kernel.shell.call_pdb:
+                let_go(error)
+            raise
+
+    return called
+
+
+def let_go(error: BaseException | None) -> None:
+    """Clear the variables of the frames that an error, and those that led to it, ended; free the memory."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
+    with suppress(RuntimeError):  # of a GPU that no longer answers: the first error counts
+        devices.give_back(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
+
+
+@letting_go
 def fit(
     task: TaskLike,
     pack: Pack,

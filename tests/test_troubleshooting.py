@@ -21,6 +21,7 @@ from nbtools.data import open_feed, transfer
 from nbtools.errors import NbtoolsError, PackError, PlanError, TrainError, see
 from nbtools.folder import only_one
 from nbtools.tasks import captcha, hwdb, segment, sign
+from nbtools.train import indices
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / errors.PAGE).read_text()
@@ -33,6 +34,7 @@ PROMISES = {  # entry → for each line below "nbtools does" the tests of it
         "test_loop.test_out_of_memory_in_evaluation_takes_the_batch_in_halves",
         "test_finder.test_what_does_not_fit_is_never_chosen test_finder.test_a_limit_in_bytes_is_kept_with_headroom",
         "test_graph.test_out_of_memory_halves_the_batch_and_its_steps_are_recorded_anew",
+        "test_memory.test_a_cell_that_fails_amid_training_leaves_no_memory_behind_and_the_next_one_trains",
     ],
     "NaN": [
         "test_rollback.test_a_change_after_which_the_loss_explodes_is_undone_and_leaves_no_trace",
@@ -40,7 +42,14 @@ PROMISES = {  # entry → for each line below "nbtools does" the tests of it
         "test_resume.test_a_loss_that_is_always_lost_stops_with_what_to_do",
         "test_common.test_ctc_counts_each_samples_own_steps_and_not_the_padding",
         "test_precision.test_steps_that_overflow_in_fp16_count_for_nothing",
+        "test_precision.test_fp16_that_skips_every_step_ends_with_what_to_do_and_the_run_continues_without_it "
+        "test_precision.test_a_change_to_fp16_that_skips_every_step_is_undone",
         "test_segment_task.test_batches_without_a_valid_pixel_are_trained_on_without_nan",
+        "test_segment_data.test_what_leaves_a_sample_out_is_one_row_with_what_to_do",
+    ],
+    "Device-side assert": [
+        "test_indices.test_what_a_loss_has_no_class_for_is_named_by_its_sample_before_the_first_step "
+        "test_indices.test_a_token_or_a_position_without_an_embedding_is_named_by_its_sample",
         "test_segment_data.test_what_leaves_a_sample_out_is_one_row_with_what_to_do",
     ],
     "The loader hangs": [
@@ -49,6 +58,8 @@ PROMISES = {  # entry → for each line below "nbtools does" the tests of it
         "test_workers.test_workers_that_ram_has_no_room_for_are_not_started "
         "test_workers.test_a_reader_of_the_notebook_itself_is_not_sent_to_processes_that_cannot_import_it",
         "test_feed.test_an_interrupt_that_reaches_the_workers_too_ends_none_of_them",
+        "test_workers.test_a_killed_worker_is_replaced_and_the_run_is_the_same_bit_for_bit "
+        "test_workers.test_a_sample_that_kills_each_worker_ends_the_run_which_then_resumes_without_it",
     ],
     "GPU at 30 %": [
         "test_profile.test_the_verdict_finds_what_a_job_is_bound_by_and_predicts_what_its_change_brings "
@@ -172,6 +183,12 @@ def lost_loss(pack, folder, patch) -> None:
         continue
 
 
+def wrong_label(pack, folder, patch) -> None:
+    patch.setattr(indices, "DEVICES", ("cpu",))
+    task = toy.with_(batch=lambda raw, plan, draws: {**toy.batch(raw, plan, draws), "label": raw["label"][:, 0] + 1})
+    next(nb.train(task, nb.TrainState(task, pack, toy.PLAN), pack))
+
+
 def small_shared_memory(pack, folder, patch) -> None:
     patch.setattr("os.statvfs", lambda path: namedtuple("Stat", "f_bavail f_frsize")(1, 512))
     patch.setattr("os.path.isdir", lambda path: True)
@@ -233,6 +250,7 @@ def wrong_folder(pack, folder, patch) -> None:
 PROVOKED = {
     little_memory: "Out of memory",
     lost_loss: "NaN",
+    wrong_label: "Device-side assert",
     small_shared_memory: "The loader hangs",
     stale_mount: "Drive errors 5 and 107",
     quota: "Quota page",

@@ -1,0 +1,119 @@
+"""KeyboardInterrupt anywhere in a step, as a second Ctrl-C raises it: nothing is left behind, and the run resumes to
+the same bits."""
+
+import gc
+import multiprocessing
+import random
+import shutil
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import toy
+from acting import QUIET, acting, same
+
+import nbtools as nb
+
+PACKAGE = str(Path(nb.__file__).parent)
+STEP = 5  # the last of an epoch: an evaluation and checkpoints follow
+PLAN = toy.PLAN.replace(epochs=2, batch_size=16)
+CASES = {  # plan
+    "resident": PLAN.replace(feed="resident", ema=0.9, amp="bf16", micro_batch_size=8),
+    "streamed": PLAN.replace(feed="streamed"),
+    "workers": PLAN.replace(feed="workers", workers=1),
+}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    """Five batches an epoch."""
+    return toy.make_pack(tmp_path_factory.mktemp("toy"), count=110)
+
+
+@pytest.fixture(autouse=True)
+def saving_each_step(monkeypatch):
+    monkeypatch.setattr("nbtools.folder.SAVE_EVERY", 0.0)
+    monkeypatch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th place, from `begin` to `end`, where CPython looks for signals in nbtools's
+    code in this thread: where a function begins and where a call returns. (It also does where a loop starts anew.)"""
+
+    def __init__(self, at: float):
+        self.at, self.count = at, 0
+
+    def begin(self) -> None:
+        sys.setprofile(self.look)
+
+    def end(self) -> None:
+        sys.setprofile(None)
+
+    def look(self, frame: FrameType, event: str, arg: object) -> None:
+        if event == "c_call" or not (ours(frame) or (event == "return" and ours(frame.f_back))):
+            return
+        self.count += 1
+        if self.count == self.at:
+            raise KeyboardInterrupt
+
+
+def ours(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
+
+
+def interrupted(pack: nb.Pack, plan: nb.Plan, folder: Path, at: float) -> int:
+    """How many places there are from step STEP to the next, evaluation and all, in a run that is interrupted at one."""
+    interrupt = Interrupt(at)
+    parts = 2 if plan.micro_batch_size else 1
+    task = acting({STEP * parts: interrupt.begin, (STEP + 1) * parts: interrupt.end})
+    try:
+        nb.fit(
+            task, pack, plan, folder, **QUIET
+        )  # to its end, where Python drops an interrupt: when it finalizes an object
+    except KeyboardInterrupt:
+        assert interrupt.count == at
+    finally:
+        interrupt.end()
+    return interrupt.count
+
+
+def left() -> dict[str, Any]:
+    """What a run must leave as it was."""
+    return {
+        "threads": {thread.name for thread in threading.enumerate() if thread.name.startswith("nbtools")},
+        "processes": len(multiprocessing.active_children()),
+        "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        "modes": (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_deterministic_debug_mode()),
+    }
+
+
+def full(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("resident", 10), ("streamed", 10), full("resident", 10**6), full("streamed", 10**6), full("workers", 200)],
+)
+def test_an_interrupt_anywhere_leaves_nothing_behind_and_the_run_resumes_bit_for_bit(pack, tmp_path, name, most):
+    """At so many places at most, drawn by a seed."""
+    whole, before = nb.fit(toy, pack, CASES[name], tmp_path / "whole", **QUIET), left()
+    count = interrupted(pack, CASES[name], tmp_path / "counted", float("inf"))
+    assert count > 500
+    for at in random.Random(name).sample(range(1, count), min(most, count - 1)):
+        folder = tmp_path / str(at)
+        interrupted(pack, CASES[name], folder, at)
+        assert left() == before or (gc.collect() and left() == before), at  # a loader may be in a cycle
+        assert same(nb.fit(toy, pack, CASES[name], folder, **QUIET), whole), at
+        shutil.rmtree(folder)
