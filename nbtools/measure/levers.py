@@ -20,6 +20,8 @@ from nbtools.measure.trials import (
     LOSSES,
     Change,
     compiles,
+    other_feed,
+    other_layout,
     other_precision,
     replays,
     try_out,
@@ -147,14 +149,11 @@ class Levers:
         if name == "amp":
             return other_precision(plan, self.device)
         if name == "feed":
-            packed = choose(pack, plan.replace(feed="auto"), self.device)[0]
-            other = "streamed" if self.value(name) == "resident" else packed
-            return {name: other} if other != self.value(name) else {}
+            return other_feed(self.value(name), choose(pack, plan.replace(feed="auto"), self.device)[0])
         if name == "threads":
             return {name: self.value(name) // 2} if cpu and self.value(name) > 1 else {}
         if name == "channels_last":
-            convolves = any(isinstance(module, torch.nn.Conv2d) for module in modules)
-            return {"channels_last": not plan.channels_last} if convolves else {}
+            return other_layout(plan, modules)
         if name == "graph":
             return {name: True} if self.device.type == "cuda" and replays(plan, shapes(pack, plan)) else {}
         lasting = self.compiling or self.training_s >= COMPILE_PAYS

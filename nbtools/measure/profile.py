@@ -302,7 +302,7 @@ class Bench:
             took=0.0,
             shapes=shapes(pack, plan),
             flops_per_s=flops(self.state, self.raw) / self.size * rate.samples_per_s,
-            matrix=matrix_rate(device, DTYPES.get(plan.amp, torch.float32)),
+            matrix=max(matrix_rates(device, DTYPES.get(plan.amp, torch.float32))),
         )
 
     def shares(self, wait: float) -> dict[str, float]:
@@ -374,11 +374,6 @@ def flops(state: TrainState, raw: Batch) -> int:
         return int(counter.get_total_flops())
     finally:
         state.network = kept
-
-
-def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of square matrix products: the best of about 20 ms."""
-    return max(matrix_rates(device, dtype))
 
 
 def matrix_side(device: torch.device) -> int:

@@ -87,8 +87,10 @@ def worth_trying(
     changes: list[dict[str, Any]] = []
     if plan.compile:
         return changes
-    if profile.wait >= WAIT_SHARE:
-        changes.append(other_feed(profile, plan, fixed))
+    if profile.wait >= WAIT_SHARE and "feed" not in fixed:
+        changes.append(other_feed(profile.feed, profile.packed))
+    elif profile.wait >= WAIT_SHARE and profile.feed == "workers" and plan.workers < cores():
+        changes.append({"workers": cores()})
     if profile.wait < max(profile.host, profile.device):
         changes.append(other_precision(plan, torch.device(profile.device_type)))
         if profile.fixed >= FIXED_SHARE:
@@ -97,8 +99,8 @@ def worth_trying(
             changes += [{"micro_batch_size": None}] if plan.parted else larger
         if profile.augmentation >= AUGMENT_SHARE:
             changes.append(without_augmentation(plan))
-        if profile.device > profile.host and any(isinstance(module, torch.nn.Conv2d) for module in modules):
-            changes.append({"channels_last": not plan.channels_last})
+        if profile.device > profile.host:
+            changes.append(other_layout(plan, modules))
     if plan.epochs * profile.epoch_s >= COMPILE_PAYS and compiles(plan, modules, profile.shapes):
         changes.append({"compile": True})
     return [change for change in changes if change and not set(change) & set(fixed)]
@@ -134,13 +136,16 @@ def own_settings(plan: Plan) -> set[str]:
     return {f.name for f in dataclasses.fields(plan)} - {f.name for f in dataclasses.fields(Plan)}
 
 
-def other_feed(profile: StepProfile, plan: Plan, fixed: Collection[str]) -> dict[str, Any]:
-    """The pack instead of the files, more workers where it has to be files, or the pack by the other feed; {}: none."""
-    if "feed" not in fixed:
-        other = "streamed" if profile.feed == "resident" else profile.packed
-        return {"feed": other} if other != profile.feed else {}
-    more = profile.feed == "workers" and "workers" not in fixed and plan.workers < cores()
-    return {"workers": cores()} if more else {}
+def other_feed(now: str, packed: str) -> dict[str, Any]:
+    """The pack instead of the files, or the pack by the other feed; {}: none. packed: what `feed="auto"` takes."""
+    other = "streamed" if now == "resident" else packed
+    return {"feed": other} if other != now else {}
+
+
+def other_layout(plan: Plan, modules: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """{}: there are no convolutions."""
+    convolves = any(isinstance(module, torch.nn.Conv2d) for module in modules)
+    return {"channels_last": not plan.channels_last} if convolves else {}
 
 
 class Change:
