@@ -18,6 +18,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from nbtools import figures, fonts
+from nbtools.data import threaded
 from nbtools.errors import MissingExtra, PackError
 from nbtools.tasks.common import ctc, files, labels, mistakes
 from nbtools.tasks.common.demo import write_demo
@@ -159,9 +160,9 @@ def test_an_image_that_cannot_be_used_is_refused_with_the_rule(tmp_path, monkeyp
 
 def test_work_in_threads_comes_in_order_and_little_of_it_waits():
     taken = []
-    results = files.in_threads(lambda n: n * n, (taken.append(n) or n for n in range(100)), chunk=8)
+    results = threaded(lambda n: n * n, (taken.append(n) or n for n in range(100)), chunk=8)
     assert [next(results) for _ in range(3)] == [0, 1, 4]
-    assert len(taken) == 8
+    assert len(taken) == 16
     assert list(results) == [n * n for n in range(3, 100)]
 
 
@@ -227,12 +228,12 @@ def test_a_demo_replaces_a_demo_and_neither_mixes_with_other_data_nor_removes_it
 
 def test_an_interrupted_demo_is_replaced_by_the_next(tmp_path):
     def broken():
-        yield from map(content, [f"{n}.png" for n in range(70)])
+        yield from map(content, [f"{n}.png" for n in range(140)])
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         write_demo(tmp_path, broken(), (".png",))
-    assert len(names_in(tmp_path)) == 64  # what was computed together
+    assert len(names_in(tmp_path)) == 64  # what was computed together; as many again were on their way
     write_demo(tmp_path, map(content, ["z.png"]), (".png",))
     assert names_in(tmp_path) == ["z.png"]
 

@@ -1,7 +1,7 @@
 """A source anywhere → local disk → Pack → batches on the device."""
 
 from nbtools.data.archive import archive_index, read_member
-from nbtools.data.build import Entry, Survey, build_pack, cores, steady
+from nbtools.data.build import Entry, Survey, build_pack, cores, threaded
 from nbtools.data.cached import cached
 from nbtools.data.dataset import RawItems, pack
 from nbtools.data.draws import STAYING, Draws, Keys, constant, places
@@ -117,8 +117,8 @@ __all__ = [
     "source_of",
     "split_of",
     "stage",
-    "steady",
     "tables",
+    "threaded",
     "tick",
     "work",
 ]

@@ -23,7 +23,9 @@ import zlib
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from io import FileIO
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from time import monotonic
 from typing import Any, TypeVar
@@ -69,7 +71,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 CHUNK = 128  # samples that are read ahead; a line in the journal is of one or more chunks
 NOTED = 1.0  # seconds of packing between two lines, which a process that is killed may lose: each waits for the disk
-SHARES = 4  # of a chunk for each core: a thread takes one at a time, since a task for each sample costs 80 CPU-µs
+SHARES = 4  # of a chunk for each core: a thread takes one at a time, since a task for each item costs 80 CPU-µs
 BLOCK = 1 << 20  # bytes of small samples that are written at once
 JOURNAL = "samples.jsonl"
 OFFSETS = Column("fixed", "<i8", ())  # of a ragged column: where each sample begins, and the end
@@ -174,7 +176,8 @@ def build_pack(
         key = fingerprint(task, folder, asked)
 
     def samples(found: Survey, done: int) -> Generator[Sample | Problem, None, None]:
-        return in_threads(found, reader(folder / top), folder / top, done)
+        work = partial(decoded, survey=found, read=reader(folder / top), root=folder / top)
+        return threaded(work, found.entries[done:], CHUNK)
 
     made = {"key": key, "keyed": asked, "source": str(folder), "top": top}
     pack = make_pack(
@@ -487,32 +490,28 @@ class Writer:
             file.close()
 
 
-def in_threads(survey: Survey, read: Reader, root: Path, done: int) -> Generator[Sample | Problem, None, None]:
-    """What became of each entry from `done` on, read in a thread pool: decoders release the GIL. While one chunk is
-    written and synced, the next one is read."""
-    with ThreadPoolExecutor(max_workers=cores()) as pool:
+def threaded(work: Callable[[T], R], items: Iterable[T], chunk: int = 64) -> Generator[R, None, None]:
+    """work(item) of each item, in order, by one thread per core: decoders release the interpreter's lock. While the
+    results of one chunk are used, the next one is worked on; no more of them wait in memory."""
+    source, share = iter(items), max(1, chunk // (SHARES * cores()))
+    with ThreadPoolExecutor(cores()) as pool:
 
-        def one(entry: Entry) -> Sample | Problem:
-            return decoded(entry, read, root, survey)
-
-        share = max(1, CHUNK // (SHARES * cores()))
-
-        def begun(start: int) -> Iterator[list[Sample | Problem]]:
-            chunk = survey.entries[start : start + CHUNK]
-            shares = [chunk[k : k + share] for k in range(0, len(chunk), share)]
-            return pool.map(lambda entries: [*map(steady(one), entries)], shares)
+        def begun() -> Iterable[list[R]]:
+            part = [*islice(source, chunk)]
+            shares = [part[k : k + share] for k in range(0, len(part), share)]
+            return pool.map(lambda some: [*map(steady(work), some)], shares) if part else ()
 
         try:
-            ahead = begun(done)
-            for start in range(done, len(survey.entries), CHUNK):
-                now, ahead = ahead, begun(start + CHUNK)
-                for read_samples in now:
-                    yield from read_samples
+            ahead = begun()
+            while ahead:
+                now, ahead = ahead, begun()
+                for results in now:
+                    yield from results
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def decoded(entry: Entry, read: Reader, root: Path, survey: Survey) -> Sample | Problem:
+def decoded(entry: Entry, survey: Survey, read: Reader, root: Path) -> Sample | Problem:
     """A sample with its label, or its row of the table of bad samples."""
     try:
         try:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from nbtools import disk
-from nbtools.data import SLOW, bar
+from nbtools.data import SLOW, bar, threaded
 from nbtools.errors import PackError
-from nbtools.tasks.common.files import in_threads, walk
+from nbtools.tasks.common.files import walk
 
 LIST = ".nbtools-demo"  # names of the files that a demo wrote; hidden, so that packing skips it
 
@@ -30,7 +30,7 @@ def write_demo(folder: str | Path, files: Iterable[File], suffixes: tuple[str, .
     with disk.explained("writing demo data", folder):
         clear(folder, suffixes)
         with open(folder / LIST, "w", encoding="utf-8") as written:
-            contents = in_threads(lambda file: (file[0], file[1]()), files)
+            contents = threaded(lambda file: (file[0], file[1]()), files)
             for name, data in bar(contents, "writing demo data", total, unit=" files", leave=False, delay=SLOW):
                 if (folder / name).exists():
                     raise PackError(foreign(folder / name))

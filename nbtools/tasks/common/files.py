@@ -5,25 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 from PIL import Image
 
 from nbtools import disk
-from nbtools.data import cores, steady
 from nbtools.tasks.common.report import Refused, Row
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 SPLIT = re.compile(r"(?<![a-z])(?:(train)(?:ing)?|(val)(?:id|idation)?|(test)(?:ing)?)(?![a-z])", re.I)
 UNREADABLE = (OSError, SyntaxError, ValueError, EOFError)
 """What Pillow raises on a damaged file."""
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 def walk(folder: Path) -> list[str]:
@@ -113,11 +107,3 @@ def decode_text(data: bytes, file: str) -> str:
         raise Refused(
             Row("", "the file must be UTF-8 text", value, "save it as UTF-8; it may be GB18030", file=file)
         ) from None
-
-
-def in_threads(work: Callable[[T], R], items: Iterable[T], chunk: int = 64) -> Iterator[R]:
-    """work(item) of each item, in order, computed by one thread per core; at most `chunk` results wait in memory."""
-    source = iter(items)
-    with ThreadPoolExecutor(cores()) as pool:
-        while part := list(islice(source, chunk)):
-            yield from pool.map(steady(work), part)

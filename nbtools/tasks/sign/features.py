@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from nbtools import disk
-from nbtools.data import bar, stage
+from nbtools.data import bar, stage, threaded
 from nbtools.errors import PackError
 from nbtools.table import plural, sized
 from nbtools.tasks.common.demo import require, whole
-from nbtools.tasks.common.files import in_threads, open_image, split_of, walk
+from nbtools.tasks.common.files import open_image, split_of, walk
 from nbtools.tasks.common.report import Refused, Report, Row
 from nbtools.tasks.sign import task
 from nbtools.tasks.sign.clips import (
@@ -257,7 +257,7 @@ def batches_of(film: Film, size: int) -> Iterator[Tensor]:
     """
     frames = images_in(film.files[0])
     if len(film.files) > 1:
-        frames = chain.from_iterable(in_threads(lambda path: list(images_in(path)), film.files, 2 * size))
+        frames = chain.from_iterable(threaded(lambda path: list(images_in(path)), film.files, size))
     first = None
     while batch := list(islice(frames, size)):
         first = first or batch[0].shape
