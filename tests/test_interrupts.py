@@ -18,6 +18,7 @@ import toy
 from acting import QUIET, acting, same
 
 import nbtools as nb
+from nbtools.train import device
 
 PACKAGE = str(Path(nb.__file__).parent)
 STEP = 5  # the last of an epoch: an evaluation and checkpoints follow
@@ -94,7 +95,7 @@ def left() -> dict[str, Any]:
         "threads": {thread.name for thread in threading.enumerate() if thread.name.startswith("nbtools")},
         "processes": len(multiprocessing.active_children()),
         "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
-        "modes": (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_deterministic_debug_mode()),
+        "modes": (*device.modes(), torch.get_deterministic_debug_mode()),
     }
 
 
@@ -117,3 +118,17 @@ def test_an_interrupt_anywhere_leaves_nothing_behind_and_the_run_resumes_bit_for
         assert left() == before or (gc.collect() and left() == before), at  # a loader may be in a cycle
         assert same(nb.fit(toy, pack, CASES[name], folder, **QUIET), whole), at
         shutil.rmtree(folder)
+
+
+def test_an_interrupt_while_torch_enters_a_context_leaves_it_entered_for_no_later_run(pack, tmp_path):
+    """Under autocast that is left on, steps would go on with the weights of the first."""
+
+    def interrupt() -> None:
+        for context in (torch.no_grad(), torch.autocast("cpu", torch.float16)):
+            context.__enter__()
+        raise KeyboardInterrupt
+
+    before = device.modes()
+    with pytest.raises(KeyboardInterrupt):
+        nb.fit(acting({STEP: interrupt}), pack, PLAN.replace(amp="bf16"), tmp_path / "run", **QUIET)
+    assert device.modes() == before

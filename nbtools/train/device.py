@@ -210,6 +210,27 @@ def autocast(plan: Plan, device: torch.device, model: nn.Module) -> Iterator[Non
             yield
 
 
+def modes() -> tuple[Any, ...]:
+    """What `restore_modes` takes: whether gradients are on, the depth of autocast contexts, and their switches."""
+    torch.autocast_increment_nesting()
+    kinds = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return torch.is_grad_enabled(), torch.autocast_decrement_nesting(), kinds
+
+
+def restore_modes(before: tuple[Any, ...]) -> None:
+    """After an interrupt, which may come while torch enters or leaves a context: that stays entered then, and in
+    autocast torch goes on with copies of weights that have changed since."""
+    grad, depth, kinds = before
+    torch.set_grad_enabled(grad)
+    for kind, enabled, dtype in kinds:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting() > depth:
+        continue
+    torch.clear_autocast_cache()
+
+
 @contextmanager
 def recurrent_in_float32(plan: Plan, device: torch.device, model: nn.Module) -> Iterator[None]:
     """Inside, under bf16, the model's LSTM, GRU and RNN layers leave autocast: forward, backward and recomputation. On

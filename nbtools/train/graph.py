@@ -54,7 +54,7 @@ class Recorder:
     def rehearse(self, act: Callable[[], T]) -> tuple[T, str]:
         """`run`; and why it cannot be captured, or "". A capture is not to find that out: one that fails leaves the
         allocator of torch ≤ 2.11 in capture mode, which can end the process (pytorch#180395)."""
-        found, lines = synchronizing(lambda: self.run(act))
+        found, lines = synchronizing(partial(self.run, act))
         return found, f"the host waits for the device at {lines[0]}" if lines else ""
 
     def capture(self, act: Callable[[], T]) -> tuple[Callable[[], Any], T]:

@@ -34,20 +34,21 @@ def attempt(state: TrainState, raw: Batch, epoch_size: int, size: int | None = N
 
 
 def replayed(state: TrainState, graphs: Graphs, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor | float]:
-    """`attempt`, as a CUDA graph where it is recorded. What the host does in a step, it does here: `act` is run only
-    until it is recorded."""
-    size, share = len(raw["id"]), share_of_weights(state)
-
-    def act(raw: Batch) -> tuple[Tensor, Tensor | float]:
-        found = differentiate(state, raw)
-        apply(state, size, share)
-        return found
-
-    set_lr(state, size, epoch_size)
+    """`attempt`, as a CUDA graph where it is recorded. What the host does in a step, it does here: `recordable` is run
+    only until it is recorded."""
+    set_lr(state, len(raw["id"]), epoch_size)
     state.keys.of(state.applied.seed, state.position.epoch)
     task = getattr(state.task, "source", state.task)
+    act = partial(recordable, state, share_of_weights(state))
     found = graphs.step(raw, act, (task, *state.model.modules()))
     count_average(state)
+    return found
+
+
+def recordable(state: TrainState, share: float, raw: Batch) -> tuple[Tensor, Tensor | float]:
+    """A step without what the host does in it."""
+    found = differentiate(state, raw)
+    apply(state, len(raw["id"]), share)
     return found
 
 
