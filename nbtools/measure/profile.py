@@ -243,7 +243,7 @@ class Bench:
             self.cached.advance(seconds / 4 / ROUNDS)
             self.small.advance(seconds / 10 / ROUNDS)
             self.prepare(None, self.plain)
-            self.prepare(Draws(self.run.plan.seed, self.state.epoch, self.raw["id"]), self.drawn)
+            self.prepare(Draws(self.run.plan.seed, self.state.epoch, self.raw["id"], self.state.keys), self.drawn)
             if k < LEAST_ROUNDS:
                 self.evaluations.append(self.evaluate(seconds / 30))
                 if not self.checkpoints or self.checkpoints[0] < LONG:
