@@ -229,12 +229,7 @@ def watch_command(one: argparse.ArgumentParser) -> Act:
     python -m nbtools watch runs/captcha
     """
     one.add_argument("run", **RUN)
-
-    def act(options: argparse.Namespace) -> Run:
-        Run.open(options.run)  # says which runs there are
-        return watch(options.run, wait=0)
-
-    return act
+    return lambda options: watch(options.run, wait=0)
 
 
 def control_command(one: argparse.ArgumentParser) -> Act:

@@ -20,9 +20,9 @@ import torch
 from torch.distributed import is_torchelastic_launched
 
 from nbtools import disk, measure
-from nbtools.data import Pack, meanwhile, on_colab, phase, release_runtime, say, work
+from nbtools.data import Pack, meanwhile, on_colab, phase, place_to_keep, release_runtime, say, work
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, StageError
-from nbtools.folder import Job, begin, kept_folder, only_one, restore, stored_plan
+from nbtools.folder import Job, begin, only_one, restore, stored_plan
 from nbtools.live import EVALUATING, MEASURING, REFUSED, FirstSignal, Requests, Surface, chosen, running_kernel
 from nbtools.notify import Hook
 from nbtools.rollback import Guard, resilient
@@ -221,7 +221,7 @@ def places(run: str | Path, keep: str | Path | None, release_gpu: bool) -> tuple
             f"name a folder that outlives it: keep='drive:runs/…', got keep={str(keep)!r}",
             entry="Session lost",
         )
-    return Path(run), kept_folder(keep)
+    return Path(run), None if keep is None else place_to_keep(keep)
 
 
 def chosen_plan(task: Task, pack: Pack, plan: Any, folder: Path) -> Plan:

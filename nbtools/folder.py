@@ -13,7 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from nbtools import disk
-from nbtools.data import Card, Pack, cache, fetch, manifests, newest, patient, place_to_keep, source_of
+from nbtools.data import Card, Pack, cache, fetch, manifests, newest, patient, source_of
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.live import Surface
 from nbtools.run import CARD, HISTORY, PLAN, lock
@@ -62,11 +62,6 @@ def stored_plan(task: Task, folder: Path) -> Plan | None:
     """The plan of the run in a folder, if one was started."""
     path = folder / PLAN
     return type(task.PLAN).from_json(path.read_text()) if checkpoint.names(folder) and path.exists() else None
-
-
-def kept_folder(keep: str | Path | None) -> Path | None:
-    """Where a run is kept; None if nothing is to be kept, or Drive was refused."""
-    return None if keep is None else place_to_keep(keep)
 
 
 def restore(folder: Path, kept: Path | None) -> None:

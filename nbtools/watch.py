@@ -12,7 +12,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from nbtools.data import manifests
-from nbtools.errors import CheckpointError, NbtoolsError
+from nbtools.errors import NbtoolsError
 from nbtools.live import (
     ACTIONS,
     AGAIN,
@@ -45,8 +45,9 @@ def watch(run: str | Path, task: TaskLike | None = None, wait: float = 60.0) -> 
     run to start. A run that is no longer training, or that is kept in this folder, is drawn once. task: only for one
     that cannot be imported by name. Raises CheckpointError if there is no run.
     """
-    folder, left = Path(run), Event()
-    await_start(folder, wait)
+    folder, left, end = Path(run), Event(), monotonic() + wait
+    while not (checkpoint.read_index(folder) or manifests(folder)) and monotonic() < end:
+        sleep(MOMENT)
     remote = Remote(Run.open(folder, task))
     with FirstSignal(signal.SIGINT, left.set):
         remote.follow(lambda: busy(folder) and not left.is_set())
@@ -55,17 +56,6 @@ def watch(run: str | Path, task: TaskLike | None = None, wait: float = 60.0) -> 
             f"{folder} continues; nb.watch it again, or ask it to stop: python -m nbtools control {folder} stop"
         )
     return Run.open(folder, remote.run.task)
-
-
-def await_start(folder: Path, wait: float) -> None:
-    """Wait for a run to appear. Raises CheckpointError if none did."""
-    end = monotonic() + wait
-    while not (checkpoint.read_index(folder) or manifests(folder)):
-        if monotonic() > end:
-            raise CheckpointError(
-                f"{folder}: no run here after {wait:g} s; train with run={str(folder)!r}, or name the folder of a run"
-            )
-        sleep(MOMENT)
 
 
 class Remote:
