@@ -104,6 +104,7 @@ class Snapshots:
         OSError, the earlier snapshots untouched."""
         disk.make_folder(self.folder / SNAPSHOTS)
         there = {path.name for path in self.folder.iterdir()}
+        self.files = {name: parts for name, parts in self.files.items() if name in files}
         try:
             for name, content in files.items():
                 self.files[name] = self.store(name, content, there, known.get(name, ""))
@@ -111,7 +112,6 @@ class Snapshots:
             if error.errno in disk.FULL:
                 self.prune()  # of earlier calls that failed: nothing else would make room
             raise
-        self.files = {name: self.files[name] for name in files}
         data = json.dumps({"version": 1, **about, "files": self.files}, indent=1).encode()
         last = max(map(number, manifests(self.folder)), default=0)
         digest = hashlib.sha256(data).hexdigest()
