@@ -318,21 +318,13 @@ class Lock:
     def __exit__(self, *_) -> None:
         os.close(self.descriptor)
 
-    def held(self) -> bool:
-        """Whether somebody has it now; only with wait=False."""
-        try:
-            with self:
-                return False
-        except BlockingIOError:
-            return True
-
     def note(self, word: str) -> None:
         """Write a word of at most WORD bytes. On a full disk the old one stays: it is not worth a failure."""
         with contextlib.suppress(OSError):
             os.pwrite(self.descriptor, word.encode().ljust(WORD), 0)  # all at once: a reader sees no half of it
 
     def noted(self) -> str:
-        """The word of the owner, or of its last owner."""
-        with contextlib.suppress(FileNotFoundError):
+        """The word of the owner, or of its last owner; "" where that is unknown."""
+        with contextlib.suppress(OSError):
             return self.path.read_bytes().decode().strip()
         return ""

@@ -109,7 +109,8 @@ def begin(folder: Path, pack: Pack, state: TrainState, advised: Plan | None = No
     place["asked"] = asked(state.task, state.model)
     if checkpoint.names(folder):
         before = checkpoint.read_index(folder).get("asked", {})
-        history, complaints = resume(folder, pack, state)
+        with disk.explained("resuming a run", folder):
+            history, complaints = resume(folder, pack, state)
         checkpoint.mark(folder, **place, **({} if advised is None else {"advised": advised.to_dict()}))
         return history, [*complaints, *another(before, place["asked"])]
     with disk.explained("starting a run", folder):

@@ -78,8 +78,9 @@ class Run:
         for name in (CARD, PLAN):
             if not (folder / name).exists():
                 raise CheckpointError(f"{folder}: {name} is missing; copy the whole run folder again")
-        card = Card.from_dict(json.loads((folder / CARD).read_text()))
-        return cls(folder, known, card, type(known.PLAN).from_json((folder / PLAN).read_text()))
+        with disk.explained("opening a run", folder):
+            card, plan = (folder / CARD).read_text(), (folder / PLAN).read_text()
+        return cls(folder, known, Card.from_dict(json.loads(card)), type(known.PLAN).from_json(plan))
 
     @cached_property
     def history(self) -> History:
@@ -341,14 +342,19 @@ def what_next(run: Run, over: bool) -> str:
 
 def busy(folder: Path) -> bool:
     """Whether a process on this machine is training in a run folder now."""
-    return lock(folder).held()
+    return doing(folder) is not None
 
 
 def doing(folder: Path) -> str | None:
     """What the process that trains in a run folder does now: evaluating, measuring, …; "" before it has begun. None if
     there is none on this machine."""
-    own = lock(folder)
-    return own.noted() if own.held() else None
+    held = lock(folder)
+    with disk.explained("looking whether a run trains", folder):
+        try:
+            with held:
+                return None
+        except BlockingIOError:
+            return held.noted()
 
 
 def lock(folder: Path) -> disk.Lock:

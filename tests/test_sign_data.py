@@ -251,6 +251,7 @@ def test_lists_lie_beside_or_above_their_folders_too(tmp_path, layout):
 
 LISTS = {  # (lines, file of the row, part of its rule, of its value)
     "a column is missing": (("file,gloss", "a,0", "b,1"), "labels.csv", "the columns file, gloss, cat", "file,gloss"),
+    "a column is there twice": (("file,gloss,cat,Gloss", "a,0,0,1"), "labels.csv", "each once", "file,gloss,cat,gloss"),
     "semicolons part the cells": (("file;gloss;cat", "a;0;0"), "labels.csv", "the columns", "file;gloss;cat"),
     "the list is empty": (("", ""), "labels.csv", "the columns", "an empty file"),
     "a cell has no end": ((FIRST, '"a,0,0' + 140_000 * " "), "labels.csv", "be CSV", "larger"),

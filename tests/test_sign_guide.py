@@ -280,7 +280,7 @@ def test_one_source_may_have_a_list_elsewhere(processed, tmp_path):
     assert counts(made) == (13, 4, 3)
     assert main(["validate", "sign", str(tmp_path / "clips"), "--labels", str(tmp_path / "list.csv")]) == 0
     (tmp_path / "list.csv").write_text(rows.replace("gloss", "sign"))
-    with pytest.raises(PackError, match="a list must have the columns file, gloss, cat, got file,sign,cat"):
+    with pytest.raises(PackError, match="a list must have the columns file, gloss, cat, each once, got file,sign,cat"):
         packed(tmp_path / "clips", labels=tmp_path / "list.csv")
 
 

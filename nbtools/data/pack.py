@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 FORMAT = 2  # of the folder; the manifest also names the nbtools that wrote it
 MANIFEST = "pack.json"  # data sets have a manifest.json of their own
+READING = "reading a pack"
 SPLITS = ("train", "val", "test")
 BAD = ("file", "value", "rule", "fix")  # the columns of the table of bad samples
 
@@ -178,22 +179,24 @@ class Pack:
     @cached_property
     def offsets(self) -> dict[str, np.ndarray]:
         """Ragged column → (n + 1,) int64."""
-        return {n: np.load(self.folder / f"{n}.offsets.npy") for n, c in self.columns.items() if c.kind == "ragged"}
+        return {n: loaded(self.folder / f"{n}.offsets.npy") for n, c in self.columns.items() if c.kind == "ragged"}
 
     @cached_property
     def names(self) -> list[str]:
-        return json.loads((self.folder / "names.json").read_bytes())
+        with disk.explained(READING, path := self.folder / "names.json"):
+            return json.loads(path.read_bytes())
 
     @cached_property
     def split(self) -> np.ndarray:
-        return np.load(self.folder / "split.npy")
+        return loaded(self.folder / "split.npy")
 
     @cached_property
     def bad(self) -> pd.DataFrame:
         """The samples that were left out: file, value, rule, fix."""
         import pandas as pd
 
-        return pd.read_csv(self.folder / "bad.csv", encoding="utf-8-sig", dtype=str, keep_default_na=False)
+        with disk.explained(READING, path := self.folder / "bad.csv"):
+            return pd.read_csv(path, encoding="utf-8-sig", dtype=str, keep_default_na=False)
 
     def ids(self, split: str) -> np.ndarray:
         """(n,) int64 sample ids of a split, ascending."""
@@ -331,9 +334,15 @@ def is_pack(folder: Path) -> bool:
 def mapped(path: Path) -> np.ndarray:
     """A copy-on-write map, which torch accepts without a warning; an empty array where there is nothing to map."""
     try:
-        return np.load(path, mmap_mode="c")
+        return loaded(path, "c")
     except ValueError:
-        return np.load(path)
+        return loaded(path)
+
+
+def loaded(path: Path, mode: Literal["c"] | None = None) -> np.ndarray:
+    """One of a pack's arrays. Raises DiskError where the disk does not give it."""
+    with disk.explained(READING, path):
+        return np.load(path, mmap_mode=mode)
 
 
 def split_of(name: str, val: float = 0.1, test: float = 0.1) -> str:

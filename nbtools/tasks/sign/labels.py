@@ -202,9 +202,10 @@ def read_table(
     except Refused as refusal:
         return [], [refusal.row]
     head = folded(table[0][1]) if table else []
-    if missing := [column for column in columns if column not in head]:
-        rule, fix = f"a list must have the columns {', '.join(columns)}", f"write {','.join(columns)} as the first line"
-        return [], [Row(", ".join(missing), rule, ",".join(head)[:60] or "an empty file", fix, file=name)]
+    if wrong := [column for column in columns if head.count(column) != 1]:
+        rule = f"a list must have the columns {', '.join(columns)}, each once"
+        fix = f"write {','.join(columns)} as the first line"
+        return [], [Row(", ".join(wrong), rule, ",".join(head)[:60] or "an empty file", fix, file=name)]
     for line, cells in table[1:]:
         try:
             if len(cells) != len(head):
