@@ -2,7 +2,8 @@
 benchmarks/FAULTS.md, tests/test_faults.py a share.
 
     forks.py        a child process with a job, to be killed
-    operations.py   every operation on the disk fails in turn, in each way
+    jobs.py         what is done with data and runs
+    operations.py   every operation of a job on the disk fails in turn, in each way; disks that are full, or gone
     kills.py        SIGKILL in the middle of runs, which then resume
     mutations.py    damaged and hostile files of every format that is read
     __main__.py     the parts, their seeds and totals

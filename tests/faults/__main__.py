@@ -1,9 +1,9 @@
-"""`make faults`: every part in turn, until each has its count; interrupted and started again, it continues.
+"""`make faults`: all parts side by side, until each has its count; interrupted and started again, it continues.
 
-    python -m faults [PART …] [--share 0.01] [--seconds 600]
+    python -m faults [PART …] [--minutes 30] [--processes 2]
 
-What is done is kept in benchmarks/results/faults.jsonl, a line for each batch with its seeds and commit; from these
-benchmarks/FAULTS.md is written. share: of the full counts. seconds: after which it stops, to be continued.
+What is done is kept in benchmarks/results/faults.jsonl, a line for each part and commit with its seeds; from these
+benchmarks/FAULTS.md is written.
 """
 
 from __future__ import annotations
@@ -17,47 +17,105 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from datetime import date
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from faults import kills, mutations, operations
+from faults.jobs import JOBS
 
+from nbtools import disk
 from nbtools.data import cores
 from nbtools.live import png
 
 ROOT = Path(__file__).parents[2]
 DONE, PAGE = ROOT / "benchmarks" / "results" / "faults.jsonl", ROOT / "benchmarks" / "FAULTS.md"
-Found = tuple[Counter[str], list[str]]
+Line = dict[str, Any]
 
-KILLS, ARCHIVES, FILES, BATCH = 3000, 1_000_000, 100_000, 2000
+KILLS, SHARES = 3000, 50
+FILES = {"tar": 1_000_000, "tar.gz": 1_000_000, "tar.xz": 1_000_000, "zip": 1_000_000, "labels": 100_000}
 COUNTS = {
     **{f"kills: {name}": -(-KILLS // len(kills.CASES)) for name in kills.CASES},
-    **{f"operations: {name}": 10 for name in operations.JOBS},  # tenths of all cases
-    **{
-        f"mutations: {name}": ARCHIVES if name in ("tar", "tar.gz", "tar.xz", "zip") else FILES
-        for name in mutations.CASES
-    },
-    **{f"truncations: {form}": 1 for form in ("tar", "tar.gz", "tar.xz", "zip")},
+    **{f"operations: {name}": SHARES for name in JOBS},
+    **{f"full: {name}": 1 for name in JOBS},
+    **{f"gone: {name}": 1 for name, job in JOBS.items() if job.far},
+    **{f"mutations: {name}": FILES.get(name, 20_000) for name in mutations.CASES},
+    **{f"truncations: {form}": 1 for form in mutations.FORMS},
+}
+KINDS = {  # what the seeds of a part count, and how many at once: some seconds' worth
+    "kills": ("SIGKILLs", 20),
+    "operations": (f"{SHARES}ths of all cases", 1),
+    "full": ("passes", 1),
+    "gone": ("passes", 1),
+    "mutations": ("files", 5000),
+    "truncations": ("passes", 1),
 }
 
 
-def batch_of(part: str, start: int, count: int, root: Path) -> tuple[int, Found]:
-    """(how many were done, what came of them) of one batch of a part, which seeds it with its start."""
+def batch(part: str, start: int, count: int) -> Line:
+    """What came of a batch of a part, whose seeds begin with its start."""
     kind, _, name = part.partition(": ")
-    if kind == "kills":
-        totals, wrong = kills.swept(name, start, min(count, 50), root / "kills")
-        return totals.total() - totals["runs"], (totals, wrong)
-    if kind == "operations":
-        return 1, operations.swept(name, root / "operations", 0.1, start / 10)
-    if kind == "mutations":
-        return (count := min(count, BATCH)), mutations.swept(name, range(start, start + count), root)
-    return 1, mutations.truncations(name, root)
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        root = Path(folder) / "it"
+        if kind == "kills":
+            totals, wrong = kills.swept(name, start, count, root)
+        elif kind == "operations":
+            totals, wrong = operations.swept(name, root, start, SHARES)
+        elif kind == "mutations":
+            totals, wrong = mutations.swept(name, range(start, start + count), root)
+        elif kind == "truncations":
+            totals, wrong = mutations.truncations(name, root)
+        else:
+            totals, wrong = operations.swept(name, root, how=kind)
+    return {"part": part, "start": start, "count": count, "totals": totals, "wrong": wrong}
 
 
-def kept() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in DONE.read_text().splitlines()] if DONE.exists() else []
+def due(parts: list[str], at: Counter[str]) -> tuple[str, int, int] | None:
+    """(part, start, count) of the next batch: of the part that is furthest behind."""
+    behind = min(parts, key=lambda part: at[part] / COUNTS[part])
+    count = min(KINDS[behind.partition(":")[0]][1], COUNTS[behind] - at[behind])
+    return (behind, at[behind], count) if count > 0 else None
+
+
+def run(parts: list[str], minutes: float, processes: int) -> list[Line]:
+    """All lines, those of earlier calls too."""
+    end, about = time.monotonic() + 60 * minutes, {"commit": commit(), "machine": machine()}
+    lines: list[Line] = list(map(json.loads, DONE.read_text().splitlines())) if DONE.exists() else []
+    at = Counter({line["part"]: line["start"] + line["count"] for line in sorted(lines, key=lambda x: x["start"])})
+    running: set[Future[Line]] = set()
+    with ProcessPoolExecutor(processes, get_context("fork")) as pool:
+        while True:
+            while len(running) < processes and time.monotonic() < end and (following := due(parts, at)):
+                at[following[0]] += following[2]
+                running.add(pool.submit(batch, *following))
+            if not running:
+                return lines
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for line in (future.result() for future in done):
+                print(f"{line['part']}: {line['start'] + line['count']:,} of {COUNTS[line['part']]:,}", flush=True)
+                print(*line["wrong"], sep="\n", end="\n" if line["wrong"] else "", flush=True)
+                lines = list(merged([*lines, {**about, "date": date.today().isoformat(), **line}]))
+            disk.write_atomic(DONE, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def merged(lines: list[Line]) -> Iterator[Line]:
+    """In order, batches that follow one another as one line."""
+    same = ("part", "commit", "machine")
+    last: Line = {}
+    for line in sorted(lines, key=lambda line: (line["commit"], line["part"], line["start"])):
+        if last and all(last[name] == line[name] for name in same) and last["start"] + last["count"] == line["start"]:
+            totals = Counter(last["totals"]) + Counter(line["totals"])
+            count, wrong = last["count"] + line["count"], last["wrong"] + line["wrong"]
+            last = {**last, "date": line["date"], "count": count, "totals": totals, "wrong": wrong}
+            continue
+        if last:
+            yield last
+        last = line
+    yield last
 
 
 def commit() -> str:
@@ -66,89 +124,95 @@ def commit() -> str:
             ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True
         ).stdout.strip()
 
-    return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--", "nbtools") else "")
+    changed = git("status", "--porcelain", "--", "nbtools", "tests")
+    return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
 
 
-def run(parts: list[str], share: float, seconds: float) -> None:
-    end, made_by = time.monotonic() + seconds, commit()
-    machine = f"{cores()} cores, Python {platform.python_version()}, torch {torch.__version__}"
-    at = Counter()
-    for line in kept():
-        at[line["part"]] += line["count"]
-    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    for part in parts:
-        wanted = max(round(COUNTS[part] * share), 1)
-        while at[part] < wanted and time.monotonic() < end:
-            with tempfile.TemporaryDirectory(dir=memory) as folder:
-                count, (totals, wrong) = batch_of(part, at[part], wanted - at[part], Path(folder))
-            line = {"part": part, "start": at[part], "count": count, "commit": made_by, "machine": machine}
-            line |= {"date": date.today().isoformat(), "totals": totals, "wrong": wrong}
-            with open(DONE, "a") as file:
-                file.write(json.dumps(line) + "\n")
-            at[part] += count
-            print(f"{part}: {at[part]:,} of {wanted:,}, {len(wrong)} wrong", *wrong, sep="\n", flush=True)
+def machine() -> str:
+    return f"{cores()} cores, Python {platform.python_version()}, torch {torch.__version__}"
 
 
-def page(lines: list[dict[str, Any]]) -> str:
+# -- the page
+
+
+def total(lines: list[Line]) -> tuple[Counter[str], int]:
+    """(cases by what came of them, those that were wrong)."""
+    return sum((Counter(line["totals"]) for line in lines), Counter()), sum(len(line["wrong"]) for line in lines)
+
+
+def page(lines: list[Line]) -> str:
     """The totals as a page."""
     text = [
         "# Faults: what was broken on purpose, and what came of it",
         "",
-        "Written by `make faults` from `benchmarks/results/faults.jsonl`, which has the seeds of each batch. A case is",
-        "wrong where something is lost, half of it passes for whole, another result is accepted, or an error is not",
-        "explained. Counts are of all commits named; the wanted ones are those of the full run.",
+        "Written by `make faults` from `benchmarks/results/faults.jsonl`, which has the seeds. A case is wrong where",
+        "something is lost, half of it passes for whole, another result is accepted, or an error is not explained.",
         "",
+        "| commit, day, machine | cases |",
+        "| --- | ---: |",
     ]
-    by_commit = Counter()
+    by_commit: Counter[str] = Counter()
     for line in lines:
-        by_commit[f"{line['commit']}, {line['date']}, {line['machine']}"] += line["count"]
-    text += ["| commit, day, machine | cases |", "| --- | ---: |"]
+        by_commit[f"{line['commit']}, {line['date']}, {line['machine']}"] += sum(line["totals"].values())
     text += [f"| {name} | {count:,} |" for name, count in by_commit.items()]
-    for kind in ("kills", "operations", "mutations", "truncations"):
+    for kind, (unit, _) in KINDS.items():
         mine = [line for line in lines if line["part"].startswith(f"{kind}: ")]
-        text += [
-            "",
-            f"## {kind.capitalize()}",
-            "",
-            "| part | cases | wrong | what came of them |",
-            "| --- | ---: | ---: | --- |",
-        ]
-        for part in COUNTS:
-            own = [line for line in mine if line["part"] == part]
-            totals: Counter[str] = sum((Counter(line["totals"]) for line in own), Counter())
-            cases, wrong = totals.total() - totals["runs"], sum(len(line["wrong"]) for line in own)
-            if own:
-                what = "; ".join(f"{name} {count:,}" for name, count in grouped(kind, totals).most_common())
-                text.append(f"| {part.partition(': ')[2]} | {cases:,} | {wrong} | {what} |")
-        totals = sum((Counter(line["totals"]) for line in mine), Counter())
-        wrong = sum(len(line["wrong"]) for line in mine)
-        text += ["", f"In all {totals.total() - totals['runs']:,} cases, {wrong} wrong."]
-        if kind == "kills":
-            inside = sum(count for name, count in totals.items() if "while" in name)
-            text += [f"{inside:,} kills were inside a save. Killed in:", ""]
-            text += ["| phase | kills |", "| --- | ---: |"]
-            text += [f"| {name} | {count:,} |" for name, count in totals.most_common() if name != "runs"]
+        if mine:
+            text += ["", f"## {kind.capitalize()}", "", *section(kind, unit, mine)]
     return "\n".join(text) + "\n"
 
 
-def grouped(kind: str, totals: Counter[str]) -> Counter[str]:
-    """Of operations only how they ended; of kills only runs; the rest as it is."""
-    if kind == "operations":
-        return sum((Counter({name.partition(", ")[2]: count}) for name, count in totals.items()), Counter())
-    return Counter({"runs": totals["runs"]}) if kind == "kills" else totals
+def section(kind: str, unit: str, lines: list[Line]) -> Iterator[str]:
+    yield f"| part | {unit} of those wanted | cases | wrong | what came of them |"
+    yield "| --- | ---: | ---: | ---: | --- |"
+    for part in dict.fromkeys(line["part"] for line in lines):
+        own = [line for line in lines if line["part"] == part]
+        totals, wrong = total(own)
+        done = f"{sum(line['count'] for line in own):,} of {COUNTS.get(part, 0):,}"
+        yield f"| {part.partition(': ')[2]} | {done} | {totals.total():,} | {wrong} | {came(kind, totals)} |"
+    totals, wrong = total(lines)
+    yield from ("", f"In all {totals.total():,} cases, {wrong} wrong.")
+    if kind == "kills":
+        yield from histogram(totals)
+
+
+def came(kind: str, totals: Counter[str]) -> str:
+    """How cases ended; of kills how many were while something was written."""
+    if kind == "kills":
+        return f"{writing(totals):,} while something was written"
+    grouped: Counter[str] = Counter()
+    for name, count in totals.items():
+        grouped[name.partition(", ")[2] if kind == "operations" else name] += count
+    return "; ".join(f"{name} {count:,}" for name, count in grouped.most_common())
+
+
+def writing(totals: Counter[str]) -> int:
+    return sum(count for name, count in totals.items() if any(work in name for work in kills.WORK[1:]))
+
+
+def histogram(totals: Counter[str]) -> Iterator[str]:
+    lost = sum(count for name, count in totals.items() if name.endswith(kills.LOST))
+    yield f"{lost:,} times the run's own folder was lost too, and it resumed from where it is kept. Killed in:"
+    yield from ("", f"| | nothing else | {' | '.join(kills.WORK[1:])} |", f"| ---{' | ---:' * len(kills.WORK)} |")
+    for phase in kills.PHASES:
+        cells = [
+            sum(count for name, count in totals.items() if name.removesuffix(kills.LOST) == f"{phase}: {work}")
+            for work in kills.WORK
+        ]
+        yield f"| {phase} | {' | '.join(f'{cell:,}' for cell in cells)} |"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="break things on purpose, and count what comes of it")
     parser.add_argument("parts", nargs="*", help=f"beginnings of: {', '.join(COUNTS)}")
-    parser.add_argument("--share", type=float, default=1.0, help="of the full counts")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which it stops, to be continued")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which it stops, to be continued")
+    parser.add_argument("--processes", type=int, default=cores(), help="at once")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     png.draw = lambda *_: b"\x89PNG"
-    run([part for part in COUNTS if not asked.parts or part.startswith(tuple(asked.parts))], asked.share, asked.seconds)
-    lines = kept()
-    PAGE.write_text(page(lines))
+    parts = [part for part in COUNTS if not asked.parts or part.startswith(tuple(asked.parts))]
+    lines = run(parts, asked.minutes, asked.processes)
+    disk.write_atomic(PAGE, page(lines))
     print(PAGE.read_text())
     return any(line["wrong"] for line in lines)
 

@@ -2,8 +2,8 @@
 run that nobody disturbed.
 
 Every run is a forked child that saves after each step. It is killed at a random moment, or during a random
-operation on the disk, where a write is half done; started again, killed again, until it ends. What it was doing is in
-two bytes of shared memory.
+operation on the disk, where a write is half done; started again, killed again, until it ends. Some runs are kept, and
+after some kills their own folder is lost too. What a run was doing is in three bytes of shared memory.
 """
 
 from __future__ import annotations
@@ -27,32 +27,39 @@ import pytest
 import toy
 from archives import fault_at, kill
 from faults.forks import DONE, Child
-from faults.operations import losses_of, weights_of
+from faults.jobs import losses_of, weights_of
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 import nbtools as nb
 from nbtools import disk, folder
-from nbtools.data import Pack
+from nbtools.data import Pack, Snapshots
 from nbtools.live import png
 from nbtools.train import checkpoint
 
-TINY = {  # count of demo samples, changes of the recommended plan
-    "toy": (60, {"epochs": 2}),
-    "captcha": (24, {"epochs": 2, "batch_size": 8, "network": "small", "warmup_epochs": 0}),
-    "hwdb": (12, {"epochs": 1, "batch_size": 2, "network": "crnn", "warmup_epochs": 0}),
-    "sign": (24, {"epochs": 2, "batch_size": 8, "warmup_epochs": 0}),
-    "segment": (12, {"epochs": 2, "batch_size": 4, "network": "slim", "crop": 64, "warmup_epochs": 0}),
+Options = dict[str, Any]
+TINY: dict[str, tuple[Options, Options]] = {  # of the demo, changes of the recommended plan
+    "own": ({"count": 60}, {"epochs": 2}),
+    "captcha": ({"count": 24}, {"epochs": 2, "batch_size": 8, "network": "small", "warmup_epochs": 0}),
+    "hwdb": (
+        {"count": 12, "characters": 9, "length": (2, 3), "height": 32},
+        {"epochs": 1, "batch_size": 2, "network": "crnn", "warmup_epochs": 0},
+    ),
+    "sign": ({"count": 24}, {"epochs": 2, "batch_size": 8, "warmup_epochs": 0}),
+    "segment": (
+        {"count": 12},
+        {"epochs": 2, "batch_size": 4, "network": "slim", "crop": 64, "warmup_epochs": 0},
+    ),
 }
-FEEDS: dict[str, dict[str, Any]] = {
+FEEDS: dict[str, Options] = {
     "resident": {"feed": "resident"},
     "streamed": {"feed": "streamed"},
     "workers 2": {"feed": "workers", "workers": 2},
 }
-CASES = {f"{task}, {feed}": (task, feed, 1) for task in TINY for feed in FEEDS} | {
-    "toy, gloo 2": ("toy", "resident", 2)
-}
+CASES = {f"{task}, {feed}, gloo {world}": (task, feed, world) for world in (1, 2) for task in TINY for feed in FEEDS}
 PHASES = ("start", "a batch", "a step", "an evaluation")
-SAVING = ("", "while a save is written", "while old checkpoints are removed")
+WORK = ("", "a save", "a removal of old checkpoints", "a copy to where it is kept")  # at the same time
+KEPT = 0.3  # of the runs
+LOST = ", its folder lost too"
 
 
 class Case:
@@ -62,13 +69,13 @@ class Case:
     def __init__(self, name: str, root: Path, patch: Callable[[], object] = lambda: None) -> None:
         self.patch = patch
         task, feed, self.world = CASES[name]
-        self.root, self.shared = root, mmap.mmap(-1, 2)
+        self.root, self.shared = root, mmap.mmap(-1, 3)
         os.environ["NBTOOLS_CACHE"] = str(root / "cache")
-        count, changes = TINY[task]
-        module = toy if task == "toy" else importlib.import_module(f"nbtools.tasks.{task}")
-        self.pack: Pack = module.pack(module.demo(root / "raw", count=count), into=root / "pack", progress=False)
+        options, changes = TINY[task]
+        module = toy if task == "own" else importlib.import_module(f"nbtools.tasks.{task}")
+        self.pack: Pack = module.pack(module.demo(root / "raw", **options), into=root / "pack", progress=False)
         self.plan = module.PLAN.replace(**changes, **FEEDS[feed])
-        self.task = noting(module, self.note, root / "order")
+        self.task = noting(module, self.shared, root / "order")
         start = time.monotonic()
         for child in self.started():
             code, text = child.end()
@@ -79,37 +86,33 @@ class Case:
         self.order = lines(root / "order")
         assert len(set(self.order)) == len(self.order)
 
-    def note(self, phase: int, place: int = 0) -> None:
-        self.shared[place] = phase
-
-    def started(self, at: int | None = None) -> list[Child]:
+    def started(self, at: int | None = None, keep: Path | None = None) -> list[Child]:
         """The processes of a run, rank 0 last; it is killed in the operation `at`."""
-        self.note(0)
-        self.note(0, 1)
+        self.shared[:] = bytes(3)
         if self.world == 1:
-            return [Child(lambda: self.train(at))]
+            return [Child(lambda: self.train(at, keep))]
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port), "WORLD_SIZE": str(self.world)}
         meet |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         own = [{**meet, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self.world)]
-        return [Child(lambda r=rank: self.train(at if r == 0 else None), own[rank]) for rank in (1, 0)]
+        return [Child(lambda r=rank: self.train(at if r == 0 else None, keep), own[rank]) for rank in (1, 0)]
 
-    def train(self, at: int | None = None) -> int:
+    def train(self, at: int | None, keep: Path | None) -> int:
         """→ operations on the disk."""
         folder.SAVE_EVERY, folder.SAVE_SHARE, png.draw = 0.0, float("inf"), lambda *_: b"\x89PNG"
-        for place, name in enumerate(("publish", "prune"), 1):
-            setattr(checkpoint, name, self.marked(getattr(checkpoint, name), place))
+        checkpoint.publish = self.marked(checkpoint.publish, 1)
+        checkpoint.prune = self.marked(checkpoint.prune, 2)
+        Snapshots.take = self.marked(Snapshots.take, 3, place=2)
         self.patch()
         calls = fault_at(pytest.MonkeyPatch(), sys.maxsize if at is None else at, kill)
-        nb.fit(self.task, self.pack, self.plan, self.root / "run", receipt=False, progress=False)
+        nb.fit(self.task, self.pack, self.plan, self.root / "run", keep, receipt=False, progress=False)
         return len(calls)
 
-    def marked(self, real: Callable[..., Any], phase: int) -> Callable[..., Any]:
-        def inside(*args: Any) -> Any:
-            before = self.shared[1]
-            self.note(phase, 1)
-            result = real(*args)
-            self.note(before, 1)
+    def marked(self, real: Callable[..., Any], work: int, place: int = 1) -> Callable[..., Any]:
+        def inside(*args: Any, **more: Any) -> Any:
+            before, self.shared[place] = self.shared[place], work
+            result = real(*args, **more)
+            self.shared[place] = before
             return result
 
         return inside
@@ -118,16 +121,18 @@ class Case:
         return repr((losses_of(self.root / "run"), weights_of(self.root / "run")))
 
     def clear(self) -> None:
-        shutil.rmtree(self.root / "run", ignore_errors=True)
+        for name in ("run", "kept"):
+            shutil.rmtree(self.root / name, ignore_errors=True)
         (self.root / "order").unlink(missing_ok=True)
 
     def killed_run(self, rng: random.Random) -> tuple[Counter[str], str]:
         """(phases in which one run was killed, what is wrong at its end)."""
         self.clear()
         phases: Counter[str] = Counter()
+        keep = self.root / "kept" if rng.random() < KEPT else None
         while True:
-            at = rng.randrange(self.operations) if rng.random() < 0.5 else None
-            children = self.started(at)
+            at = rng.randrange(self.operations * (2 if keep else 1)) if rng.random() < 0.5 else None
+            children = self.started(at, keep)
             if at is None:
                 time.sleep(rng.random() * self.seconds)
                 children[-1].kill()
@@ -137,7 +142,10 @@ class Case:
                 other.end()
             if code != -signal.SIGKILL:
                 break
-            phases[" ".join(filter(None, (PHASES[self.shared[0]], SAVING[self.shared[1]])))] += 1
+            lost = keep is not None and rng.random() < 0.5
+            if lost:
+                shutil.rmtree(self.root / "run", ignore_errors=True)
+            phases[f"{PHASES[self.shared[0]]}: {WORK[self.shared[1] or self.shared[2]]}{LOST if lost else ''}"] += 1
         if code != DONE:
             return phases, f"it does not resume: {text}"
         if self.found() != self.expected:
@@ -163,16 +171,18 @@ class Case:
         return "" if done == len(self.order) else "batches were left out"
 
 
-def noting(module: Any, note: Callable[[int], None], order: Path) -> Any:
+def noting(module: Any, shared: mmap.mmap, order: Path) -> Any:
     """The task, which notes what it does, and on rank 0 the samples of each batch before it trains on them."""
 
     def batch(raw: Any, plan: Any, draws: Any) -> Any:
-        note(1 if draws is not None else 3)
-        if draws is not None and os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") != "0":
+            return module.batch(raw, plan, draws)
+        shared[0] = 1 if draws is not None else 3
+        if draws is not None:
             with open(order, "a") as file:
                 file.write(json.dumps([draws.epoch, raw["id"].tolist()]) + "\n")
         made = module.batch(raw, plan, draws)
-        note(2 if draws is not None else 3)
+        shared[0] = 2 if draws is not None else 3
         return made
 
     return SimpleNamespace(**{**vars(module), "batch": batch})
@@ -194,11 +204,11 @@ def in_place() -> None:
 
 
 def swept(name: str, seed: int, kills: int, root: Path) -> tuple[Counter[str], list[str]]:
-    """(kills by phase, and runs; what went wrong)."""
+    """(kills by phase, what went wrong)."""
     case, totals, wrong, rng = Case(name, root), Counter(), [], random.Random(f"{name} {seed}")
-    while totals.total() - totals["runs"] < kills:
+    while totals.total() < kills:
+        before = totals.total()
         phases, trouble = case.killed_run(rng)
         totals += phases
-        totals["runs"] += 1
-        wrong += [f"{name}, seed {seed}, run {totals['runs']}: {trouble}"] if trouble else []
+        wrong += [f"{name}, seed {seed}, the run after {before} kills: {trouble}"] if trouble else []
     return totals, wrong

@@ -19,32 +19,46 @@ import shutil
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import toy
 from archives import archived, tar_bytes, tree
-from faults import operations
+from faults import jobs
 from test_hwdb_format import line, page
 
 from nbtools import disk
 from nbtools.data import Pack, archive, archive_index, read_member
 from nbtools.errors import NbtoolsError
 from nbtools.live import requests
-from nbtools.tasks.common.labels import csv_rows
 from nbtools.tasks.hwdb.formats import lines_of
 from nbtools.tasks.segment import cvat
-from nbtools.tasks.sign import clips
+from nbtools.tasks.sign import clips, labels
+from nbtools.tasks.sign.labels import read_table
 from nbtools.train import checkpoint
 
 FILES = {"data/labels.csv": b"file,label\n", "data/images/a.bin": bytes(range(256)) * 3, "data/é": b"x" * 40}
+RIGHT = {*FILES.values()}
+SMALL = [{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 1 << 13}]  # a larger window costs more than all else
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "tar": bytes,
     "tar.gz": lambda data: gzip.compress(data, 1),
-    "tar.xz": lambda data: lzma.compress(data, preset=0),
+    "tar.xz": lambda data: lzma.compress(data, filters=SMALL),
 }
+FORMS = (*PACKERS, "zip")
 BLOCK = tarfile.BLOCKSIZE
+
+
+@cache
+def whole(names: tuple[str, ...], form: str) -> bytes:
+    """An archive of some of FILES, a tar without the zeros after its end."""
+    files = {name: FILES[name] for name in names}
+    if form == "zip":
+        return archived(files, form)
+    blocks = sum(1 + -(-len(content) // BLOCK) for content in files.values())
+    return PACKERS[form](tar_bytes(files)[: (blocks + 4) * BLOCK])  # room for a long name's header
 
 
 def mutated(rng: random.Random, data: bytes, most: int = 4) -> bytes:
@@ -110,10 +124,10 @@ def odd_header(rng: random.Random, tar: bytes) -> bytes:
 
 def an_archive(rng: random.Random, form: str) -> tuple[bytes, bool]:
     """(an archive; whether its checksums vouch for the original content)."""
-    whole = dict(rng.sample([*FILES.items()], rng.randint(1, 3)))
+    names = tuple(name for name in FILES if rng.random() < 0.7) or (rng.choice([*FILES]),)
     if form == "zip":
-        data = archived(whole, form)
-        old, new = rng.choice([*whole]).encode(), rng.choice(ODD)
+        data = whole(names, form)
+        old, new = rng.choice(names).encode(), rng.choice(ODD)
         if rng.random() < 0.1 and len(old) > len(new):  # a name, in both directories
             return data.replace(old, new + old[len(new) :]), True
         if rng.random() < 0.5:  # a bit of a content, or of a header between two
@@ -121,10 +135,9 @@ def an_archive(rng: random.Random, form: str) -> tuple[bytes, bool]:
             changed[rng.randrange(30, data.index(b"PK\1\2"))] ^= 1 << rng.randrange(8)
             return bytes(changed), True
         return mutated(rng, data, 2), True
-    tar = tar_bytes(whole)[: 1 << 14]
     if form == "tar" or rng.random() < 0.7:
-        return PACKERS[form]((odd_header if rng.random() < 0.5 else mutated)(rng, tar)), False
-    return mutated(rng, PACKERS[form](tar), 2), True
+        return PACKERS[form]((odd_header if rng.random() < 0.5 else mutated)(rng, whole(names, "tar"))), False
+    return mutated(rng, whole(names, form), 2), True
 
 
 def by_another(data: bytes, form: str) -> set[bytes]:
@@ -132,6 +145,20 @@ def by_another(data: bytes, form: str) -> set[bytes]:
     opened = {"tar": bytes, "tar.gz": gzip.decompress, "tar.xz": lzma.decompress, "tar.bz2": bz2.decompress}[form](data)
     with tarfile.open(fileobj=io.BytesIO(opened)) as tar:
         return {content.read() for member in tar if member.isreg() and (content := tar.extractfile(member))}
+
+
+def contents(folder: str, above: str = "") -> dict[str, bytes]:
+    """As `archives.tree`, in a tenth of the time; a link is a failure."""
+    found = {}
+    with os.scandir(folder) as items:
+        for item in items:
+            assert not item.is_symlink(), "a link was made"
+            if item.is_dir():
+                found |= contents(item.path, f"{above}{item.name}/")
+            else:
+                with open(item.path, "rb", buffering=0) as file:
+                    found[above + item.name] = file.read()
+    return found
 
 
 def archive_case(form: str) -> Callable[[random.Random, Path], str]:
@@ -142,23 +169,21 @@ def archive_case(form: str) -> Callable[[random.Random, Path], str]:
         out.parent.mkdir()
         made, real = [], disk.create
         disk.create = lambda target: (made.append(target), real(target))[1]
-        reached = "before extraction"
         try:
             archive.extract(path, out)
-            found = tree(out)
+            found = contents(str(out))
         except NbtoolsError:
             found = None
         finally:
             disk.create = real
-        reached = "in extraction" if made else "before extraction"
         assert sorted(os.listdir(place)) == ["inside", "some.archive"], "something lies outside"
-        assert set(os.listdir(place / "inside")) <= {"out"}, "something lies outside"
-        assert not any(item.is_symlink() for item in out.rglob("*")), "a link was made"
+        assert set(os.listdir(out.parent)) <= {"out"}, "something lies outside"
         if found is None:
-            return f"refused {reached}"
-        right = {*FILES.values()} if vouched else by_another(data, form)
-        assert {*found.values()} <= right, "wrong content is accepted"
+            return f"refused {'in' if made else 'before'} extraction"
+        same = RIGHT.issuperset(found.values())
+        assert same or (not vouched and by_another(data, form).issuperset(found.values())), "wrong content is accepted"
         if form in archive.IN_PLACE and rng.random() < 0.3:
+            archive.index_of.cache_clear()  # which knows a file by size and time: cases are faster than some clocks
             there = {name: read_member(path, name) for name in archive_index(path).files}
             assert there == found, "in place there is something else than comes out"
         return "accepted, right"
@@ -166,25 +191,58 @@ def archive_case(form: str) -> Callable[[random.Random, Path], str]:
     return case
 
 
+# -- lists of labels
+
+LIST = ("file", "gloss", "cat")
+CELLS = ("a.npz", "=1+1", "+x", "@y", '"', "", "é", "日本", " b ", "a,b", "7", "003", "-3", "line\nbreak", "'", "x\0y")
+
+
 def labels_case(rng: random.Random, place: Path) -> str:
-    """A table as people write it: right rows, or a sentence."""
-    cells = ("a.png", "=1+1", "+x", "@y", '"', "", "é", "日本", " b ", "a,b", "file", "label", "-3", "line\nbreak", "'")
-    rows = [[rng.choice(cells) for _ in range(rng.randint(1, 4))] for _ in range(rng.randint(1, 5))]
-    rows = [rng.choice((["file", "label"], ["label", "label"])), *rows]
+    """A list as people write it: each row is right, or there is a sentence about it."""
+    head = [*LIST, *rng.choices(("", "note", "File ", "gloss", "cat"), k=rng.choice((0, 0, 0, 1, 2)))]
+    rng.shuffle(head)
+    rows = [
+        [rng.choice(CELLS) for _ in range(len(head) if rng.random() < 0.8 else rng.randint(1, 6))] for _ in range(4)
+    ]
     text = io.StringIO(newline="")
     end, quoting = rng.choice(("\n", "\r\n")), rng.choice((csv.QUOTE_ALL, csv.QUOTE_MINIMAL))
-    csv.writer(text, lineterminator=end, quoting=quoting).writerows(rows)
+    csv.writer(text, lineterminator=end, quoting=quoting).writerows([head, *rows])
     data = text.getvalue().encode("utf-8-sig" if rng.random() < 0.3 else "utf-8")
-    whole = rng.random() < 0.5
-    data = data if whole else mutated(rng, data)
-    try:
-        found = [read for _, read in csv_rows(data, "labels.csv")]
-    except NbtoolsError:
-        if whole:
-            raise
+    damaged = rng.random() < 0.5
+    data = mutated(rng, data) if damaged else data
+    found, complaints = read_table(data, "labels.csv", LIST, lambda *cells: [*cells])
+    table = slow_table(data)
+    head = labels.folded(table[0]) if table else []
+    if any(head.count(name) != 1 for name in LIST):
+        assert not found, "a list without its columns is accepted"
+        assert complaints, "a list is refused in silence"
         return "refused"
-    assert not whole or found == [row for row in rows if any(cell.strip() for cell in row)], "another table"
-    return "accepted, right"
+    right = [row for row in table[1:] if len(row) == len(head)]
+    places = [head.index(name) for name in LIST]
+    assert [cells for _, cells in found] == [[row[at].strip() for at in places] for row in right], "another table"
+    assert len(complaints) == len(table) - 1 - len(right), "a row is lost in silence"
+    return "a row refused" if complaints else "accepted, right"
+
+
+def slow_table(data: bytes) -> list[list[str]]:
+    """The rows of a CSV file that hold anything, one character after the other; none where it is not text."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return []
+    rows, row, cell, state = [], [], "", "start"  # of a cell; plain, quoted, or after a quote within quotes
+    for letter in [*text, "end"]:
+        if state == "quoted" and letter != "end":
+            state, cell = ("after", cell) if letter == '"' else (state, cell + letter)
+        elif state == "start" and letter == '"':
+            state = "quoted"
+        elif letter in (",", "\n", "\r", "end"):
+            row, cell, state = [*row, cell], "", "start"
+            if letter != ",":
+                rows, row = [*rows, row], []
+        else:
+            state, cell = "quoted" if (state, letter) == ("after", '"') else "plain", cell + letter
+    return [row for row in rows if any(one.strip() for one in row)]
 
 
 def damaged_one(rng: random.Random, place: Path, made: Path) -> None:
@@ -208,7 +266,7 @@ def pack_case(rng: random.Random, place: Path) -> str:
 
 
 def checkpoint_case(rng: random.Random, place: Path) -> str:
-    made = template("run", operations.saves)
+    made = template("run", jobs.saves)
     damaged_one(rng, place, made)
     try:
         found = checkpoint.newest(place / "run")
@@ -314,7 +372,7 @@ def template(name: str, make: Callable[[Path], object]) -> Path:
 
 
 CASES: dict[str, Callable[[random.Random, Path], str]] = {
-    **{form: archive_case(form) for form in ("tar", "tar.gz", "tar.xz", "zip")},
+    **{form: archive_case(form) for form in FORMS},
     "labels": labels_case,
     "packs": pack_case,
     "checkpoints": checkpoint_case,
