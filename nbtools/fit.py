@@ -259,7 +259,7 @@ def follow(job: Job) -> None:
     """The loop and its watchers: rows, picture, checkpoints, and what is requested."""
     surface, guard = job.surface, Guard(job)
     # Closed here and not with the traceback, which would keep the feed and its threads.
-    with closing(resilient(guard)) as records:
+    with devices.asserts_explained(), closing(resilient(guard)) as records:
         for record in records:
             record = surface.measured(record)
             if record.kind == "change":  # of settings, which are applied next

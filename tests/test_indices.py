@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import toy
+from acting import QUIET, acting, same
 from torch import nn
 from torch.nn import functional as F
 
@@ -151,6 +152,20 @@ def test_looking_changes_nothing_and_a_task_that_fails_there_is_left_alone(pack,
     expected = trained(toy, ())
     for task in (toy, toy.with_(infer=infer)):
         assert all(map(torch.equal, trained(task, ("cpu",)), expected))
+
+
+def test_an_assertion_of_a_kernel_is_explained_and_the_run_resumes_bit_for_bit(pack, tmp_path):
+    def assertion() -> None:
+        raise RuntimeError(
+            "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
+        )
+
+    with pytest.raises(
+        TrainError, match=r"out of range on the GPU.*restart it, and run this again with NBTOOLS_DEVICE=cpu"
+    ):
+        nb.fit(acting({12: assertion}), pack, toy.PLAN, tmp_path / "run", **QUIET)
+    run, whole = (nb.fit(toy, pack, toy.PLAN, tmp_path / name, **QUIET) for name in ("run", "whole"))
+    assert same(run, whole)
 
 
 @pytest.mark.parametrize("ragged", [False, True])

@@ -51,6 +51,7 @@ PROMISES = {  # entry → for each line below "nbtools does" the tests of it
         "test_indices.test_what_a_loss_has_no_class_for_is_named_by_its_sample_before_the_first_step "
         "test_indices.test_a_token_or_a_position_without_an_embedding_is_named_by_its_sample",
         "test_segment_data.test_what_leaves_a_sample_out_is_one_row_with_what_to_do",
+        "test_indices.test_an_assertion_of_a_kernel_is_explained_and_the_run_resumes_bit_for_bit",
     ],
     "The loader hangs": [
         "test_feed.test_auto_is_resident_where_the_pack_takes_at_most_its_share_of_free_gpu_memory",

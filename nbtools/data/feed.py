@@ -324,10 +324,10 @@ class Workers:
             loader = self.idle.pop() if self.idle else self.open(batches[done])
             loader.batches[:] = [batch.tolist() for batch in batches[done:]]
             try:
-                for raw in loader.begin():
-                    yield on(self.device, raw)
-                    done += 1
-            except GeneratorExit:  # the caller left early: the next call drops what is on its way
+                with suppress(GeneratorExit):  # the caller left early: the next call drops what is on its way
+                    for raw in loader.begin():
+                        yield on(self.device, raw)
+                        done += 1
                 self.idle.append(loader)
                 return
             except Exception as error:
@@ -337,9 +337,6 @@ class Workers:
                     rule = f"{killed}, like the one before it, and no batch came between them"
                     fix = "set fewer workers or a smaller prefetch, which need less memory, or feed=auto"
                     raise TrainError(f"{rule}; {fix}, and run it again to resume", entry="The loader hangs") from error
-            else:
-                self.idle.append(loader)
-                return
             stuck = done
             self.tell(f"{killed}; others continue with the next batch")
 

@@ -145,6 +145,19 @@ def within_memory(act: Callable[[], T]) -> tuple[T | None, str]:
         return None, str(error).split(". ")[0] or "out of memory"
 
 
+@contextmanager
+def asserts_explained() -> Iterator[None]:
+    """Turn a kernel's assertion on a GPU, which is about an index, into a TrainError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "device-side assert" not in str(error):
+            raise
+        rule = "a label, token or other index was out of range on the GPU, which this process cannot use any more"
+        fix = "restart it, and run this again with NBTOOLS_DEVICE=cpu in the environment, which names it"
+        raise TrainError(f"{rule}; {fix}", entry="Device-side assert") from error
+
+
 def required(act: Callable[[], T]) -> T:
     """Its result. Raises TrainError where memory runs out: for what comes before a first step."""
     found, reason = within_memory(act)
