@@ -318,6 +318,14 @@ class Lock:
     def __exit__(self, *_) -> None:
         os.close(self.descriptor)
 
+    def held(self) -> bool:
+        """Whether somebody has it now; only with wait=False."""
+        try:
+            with self:
+                return False
+        except BlockingIOError:
+            return True
+
     def note(self, word: str) -> None:
         """Write a word of at most WORD bytes. On a full disk the old one stays: it is not worth a failure."""
         with contextlib.suppress(OSError):

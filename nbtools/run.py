@@ -342,19 +342,15 @@ def what_next(run: Run, over: bool) -> str:
 
 def busy(folder: Path) -> bool:
     """Whether a process on this machine is training in a run folder now."""
-    return doing(folder) is not None
+    return lock(folder).held()
 
 
 def doing(folder: Path) -> str | None:
     """What the process that trains in a run folder does now: evaluating, measuring, …; "" before it has begun. None if
     there is none on this machine."""
-    held = lock(folder)
+    own = lock(folder)
     with disk.explained("looking whether a run trains", folder):
-        try:
-            with held:
-                return None
-        except BlockingIOError:
-            return held.noted()
+        return own.noted() if own.held() else None
 
 
 def lock(folder: Path) -> disk.Lock:

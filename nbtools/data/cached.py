@@ -120,16 +120,8 @@ def found() -> list[Entry]:
             if path.is_dir() and (folder.name == PACKS or path.suffix == ".part" or (path / RECEIPT).exists()):
                 lock = lock_of(path)
                 used = (lock.path if lock.path.exists() else path).stat().st_mtime
-                entries.append(Entry(path, sum(size for size, _ in listing(path).values()), used, is_busy(lock)))
+                entries.append(Entry(path, sum(size for size, _ in listing(path).values()), used, lock.held()))
     return sorted(entries, key=lambda entry: entry.used)
-
-
-def is_busy(lock: disk.Lock) -> bool:
-    try:
-        with lock:
-            return False
-    except BlockingIOError:
-        return True
 
 
 def evict(entry: Path) -> bool:
