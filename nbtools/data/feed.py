@@ -330,6 +330,9 @@ class Workers:
                         done += 1
                 self.idle.append(loader)
                 return
+            except KeyboardInterrupt:  # whose traceback keeps the loader
+                loader.end()
+                raise
             except Exception as error:
                 if not (killed := loader.killed()):
                     raise
@@ -353,8 +356,10 @@ class Loader:
         """Its stream. torch has SIGCHLD raise wherever this process is, as in the middle of a step; without that a
         killed worker is found where a batch is waited for, within 5 s."""
         handler, others = signal.getsignal(signal.SIGCHLD), active_children()
-        stream = iter(self.loader)
-        self.processes += [process for process in active_children() if process not in others]
+        try:
+            stream = iter(self.loader)
+        finally:
+            self.processes += [process for process in active_children() if process not in others]
         if threading.current_thread() is threading.main_thread():
             theirs = getattr(handler, "__module__", "").startswith("torch.")  # of a loader of the user's
             signal.signal(signal.SIGCHLD, signal.SIG_DFL if theirs or handler is None else handler)
@@ -367,12 +372,15 @@ class Loader:
         gone = [process for process in self.processes if not process.is_alive()]
         if not gone:
             return ""
-        for process in self.processes:  # one may wait for a lock that the killed one held
-            process.kill()
+        self.end()  # one may wait for a lock that the killed one held
         code = gone[0].exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         memory = ", as by a system whose memory runs out" if -code == signal.SIGKILL else ""
         return f"worker process {gone[0].pid} {how}{memory}"
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
 
 
 def ignore_signals(worker: int) -> None:
