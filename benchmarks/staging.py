@@ -25,7 +25,7 @@ import numpy as np
 
 import nbtools as nb
 from benchmarks.paired import Figure, Receipt, in_turns, times
-from nbtools.data import cores
+from nbtools.data import cores, threaded
 from nbtools.tasks import captcha
 
 ROUNDS, IMAGES, LARGE, MEGABYTES = 7, 4000, 8, 32
@@ -68,7 +68,7 @@ def timed(act: Callable[[Path, Path], None], tar: Path, into: Path) -> float:
 
 
 def packing(source: Path, place: Path, rounds: int) -> dict[str, list[float]]:
-    """samples/s: of packing, and of reading the same files one after another."""
+    """samples/s: of packing, of reading the same files one after another, and of that by a thread for each core."""
     files, number, packs = sorted(source.rglob("*.png")), len(list(source.rglob("*.png"))), count()
     options = captcha.pack(source, into=place / "first", progress=False).card.options
 
@@ -82,7 +82,10 @@ def packing(source: Path, place: Path, rounds: int) -> dict[str, list[float]]:
     def read() -> float:
         return number / seconds(lambda: [captcha.read(path, options) for path in files])
 
-    return in_turns({"packing": packed, "reading": read}, rounds)
+    def read_in_threads() -> float:
+        return number / seconds(lambda: list(threaded(lambda path: captcha.read(path, options), files, number)))
+
+    return in_turns({"packing": packed, "reading": read, "reading in threads": read_in_threads}, rounds)
 
 
 def main() -> None:

@@ -285,8 +285,8 @@ def fingerprint(task: str, folder: Path, asked: Options) -> str:
     """A key of the files (relative name, size, time of change) and of what is to be made of them."""
     text = json.dumps([FORMAT, task, str(folder.resolve()), asked], sort_keys=True)
     digest = hashlib.blake2b(text.encode(), digest_size=8)
-    for name, (size, mtime) in sorted(listing(folder).items()):
-        digest.update(f"{name}\0{size}\0{mtime}\n".encode(errors="surrogateescape"))
+    files = "".join(f"{name}\0{size}\0{mtime}\n" for name, (size, mtime) in sorted(listing(folder).items()))
+    digest.update(files.encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 

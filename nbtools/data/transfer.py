@@ -158,8 +158,7 @@ def copy(source: Path, path: Path, size: int, progress: Progress) -> str:
             content.seek(part.size)
             part.append(lambda: mounted(lambda: disk.read(content, CHUNK)), progress)
 
-    reason = part.complete(size, attempt, source)
-    if reason:
+    if reason := part.complete(size, attempt, source):
         raise Away(
             f"{source}: {reason}, {TRIES} times in a row. What arrived is kept: run it again, on Colab after "
             "remounting Drive.",
