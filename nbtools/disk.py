@@ -319,12 +319,13 @@ class Lock:
         os.close(self.descriptor)
 
     def held(self) -> bool:
-        """Whether somebody has it now; only with wait=False."""
-        try:
-            with self:
-                return False
-        except BlockingIOError:
-            return True
+        """Whether somebody has it now; only with wait=False. Raises DiskError where that is unknown."""
+        with explained("looking whether a lock is held", self.path):
+            try:
+                with self:
+                    return False
+            except BlockingIOError:
+                return True
 
     def note(self, word: str) -> None:
         """Write a word of at most WORD bytes. On a full disk the old one stays: it is not worth a failure."""

@@ -349,8 +349,7 @@ def doing(folder: Path) -> str | None:
     """What the process that trains in a run folder does now: evaluating, measuring, …; "" before it has begun. None if
     there is none on this machine."""
     own = lock(folder)
-    with disk.explained("looking whether a run trains", folder):
-        return own.noted() if own.held() else None
+    return own.noted() if own.held() else None
 
 
 def lock(folder: Path) -> disk.Lock:
