@@ -32,6 +32,7 @@ CASES = {  # plan
 }
 
 pytestmark = [
+    pytest.mark.timeout(1200),  # every place takes some minutes
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
@@ -133,7 +134,7 @@ def test_an_interrupt_anywhere_leaves_nothing_behind_and_the_run_resumes_bit_for
             assert same(nb.fit(toy, pack, CASES[name], folder, **QUIET), whole), at
             resumed.add(found)
         shutil.rmtree(folder)
-    assert 1 < len(resumed) < 50
+    assert 1 < len(resumed) < 100, "few: equal ones are recognised as such"
 
 
 def test_an_interrupt_while_torch_enters_a_context_leaves_it_entered_for_no_later_run(pack, tmp_path):
