@@ -1,6 +1,7 @@
 """A run kept on a second disk: whole under names that are never written again, there to be read back, and no reason for
 training to stop."""
 
+import ast
 import errno
 import hashlib
 import json
@@ -12,13 +13,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import toy
 from acting import QUIET, acting, same
 from archives import ended_at, kill, put, tree
-from faults.forks import done
+from faults.forks import DONE, Child, done
+from faults.operations import MS_REMOUNT, apart, mount
 
 import nbtools as nb
 from nbtools import disk
@@ -314,6 +317,60 @@ def test_training_goes_on_while_drive_is_away_which_is_said_once_and_made_up_for
     )
     assert re.search(r"kept again. What is kept there ends at step \d+", said[1])
     assert same(nb.Run.open(target, toy), whole)
+
+
+@pytest.fixture
+def small(tmp_path) -> Callable[..., Path]:
+    """Mounts a real disk of so many MB as the folder that is returned, for the process that calls it; again: makes it
+    larger."""
+    folder = tmp_path / "drive"
+    folder.mkdir()
+
+    def mounted(megabytes: int, again: bool = False) -> Path:
+        if not again:
+            apart()
+        mount("tmpfs", folder, f"size={megabytes}m", MS_REMOUNT if again else 0)
+        return folder
+
+    code, text = Child(lambda: mounted(1)).end()
+    if code != DONE:
+        pytest.skip(f"this machine lets nobody mount: {text.strip().splitlines()[-1]}")
+    return mounted
+
+
+def test_a_drive_that_is_full_keeps_what_it_has_and_the_rest_once_it_has_room(pack, tmp_path, small):
+    """One epoch's checkpoint fits, and of later ones, each of them the best, the weights alone."""
+    plan, steps = LARGE.replace(epochs=3), len(range(0, pack.splits["train"], LARGE.batch_size))
+    task = acting(
+        {2 * steps + 2: lambda: threading.Event().wait(0.5)},
+        metrics=lambda outputs, batch: {"accuracy": (time.monotonic_ns() // 1000, 10**12)},
+    )
+
+    def trained() -> tuple[list[str], str, list[str], list[str], bool]:
+        patch = pytest.MonkeyPatch()
+        patch.setattr(keep, "PAUSE", 0.02)
+        patch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))
+        target = small(9)
+        run = nb.fit(task, pack, plan, tmp_path / "run", keep=target, **QUIET)
+        said, state = [text for text in run.events if str(target) in text], states(run)[0]
+        files = Counter(
+            name for one in manifests(target) for name, _, _ in chain(*json.loads(one.read_text())["files"].values())
+        )
+        stray = [path.name for path in target.iterdir() if path.is_file() and path.name not in files]
+        whole = nb.Run.open(target, toy).best["epoch"]
+        small(100, again=True)
+        again = nb.fit(task, pack, plan, tmp_path / "run", keep=target, **QUIET)
+        return said, state, stray, states(again), whole == 1 and same(nb.Run.open(target, toy), again)
+
+    said, state, stray, after, right = ast.literal_eval(done(trained))
+    assert "No space left on device" in said[0]
+    assert "the run continues, and is complete in" in said[0]
+    assert "not kept to the end" in said[-1]
+    assert len(said) == 2
+    assert state == "local"
+    assert all(name.startswith("0003-") for name in stray), "what an earlier copy that failed left takes up the room"
+    assert after[0] == "copied"
+    assert right
 
 
 def test_what_is_missing_follows_when_drive_is_back_though_nothing_new_is_saved(copy, tmp_path, monkeypatch):
