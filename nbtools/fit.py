@@ -374,14 +374,14 @@ def finish(job: Job, sigterm: FirstSignal, receipt: bool) -> None:
 
 
 @contextmanager
-def optional(missing: str, tell: Callable[[str], None]) -> Iterator[None]:
+def optional(missing: str, tell: Callable[[str], None], again: str = "run it again to get it") -> Iterator[None]:
     """For measurements after the run is saved: a failure, such as out of memory, becomes a message."""
     try:
         yield
     except (NbtoolsError, OSError, RuntimeError) as error:
         tell(f"{missing}: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
-        tell(f"{missing}: interrupted; run it again to get it")
+        tell(f"{missing}: interrupted; {again}")
 
 
 def evaluate_all(job: Job, sigterm: FirstSignal) -> None:
@@ -416,7 +416,7 @@ def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     """Measure what a step of this run consists of, on a separate model; report the verdict and save it."""
     state, surface, kept = job.state, job.surface, fixed(job.state.plan)
     kept = kept if state.ranks is None else {**kept, "batch_size": "the share of one process"}
-    with optional("not measured", tell):
+    with optional("not measured", tell, "What limits it? measures again"):
         plan = one_share(state)
         profile = measure.step_profile(job.task, job.pack, plan, state.device, fixed=kept)
         found = measure.verdict(profile, plan, fixed=kept)

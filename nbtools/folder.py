@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -170,7 +171,7 @@ class Job:
         self.writer = ThreadPoolExecutor(1, "nbtools-writer")
         self.writing: Future[float] | None = None  # the last checkpoint, until it is written; its seconds
         self.taken: checkpoint.Snapshot | None = None
-        self.copying = 0.0  # seconds that its copy took
+        self.copying = 0.0  # seconds that it and the copies before it took that no longer count
         self.place = (state.epoch, state.step)  # of the last copy
 
     @property
@@ -180,8 +181,10 @@ class Job:
 
     def watch(self, record: Record) -> None:
         """Write a checkpoint at the end of an epoch, and within one every minute, where that takes at most 1 % of the
-        time. A best epoch's state is copied in any case, and written as soon as that is cheap, or before another is.
-        Training continues once the state is copied."""
+        time. A best epoch's state is copied in any case, and written as soon as that is cheap, unless that of a better
+        one has taken its place. Training continues once the state is copied."""
+        if self.taken is not None and self.taken.arrived:
+            self.taken = replace(self.taken, copied=None)  # of use also once the GPU is lost
         if self.writing is not None and self.writing.done():
             self.wait()
         ends, since = record.kind == "epoch", monotonic() - self.saved
@@ -210,7 +213,7 @@ class Job:
             return False
         self.taken = checkpoint.snapshot(self.state, len(self.history), best)
         self.state.improved = False
-        self.copying = monotonic() - start
+        self.copying += monotonic() - start
         return True
 
     def write(self) -> None:
@@ -232,7 +235,7 @@ class Job:
             return monotonic() - start
 
         taken, self.taken = self.taken, None
-        self.saved, self.cost = monotonic(), self.copying
+        self.saved, self.cost, self.copying = monotonic(), self.copying, 0.0
         self.writing = self.writer.submit(written, taken)
 
     def settle(self) -> None:

@@ -107,7 +107,7 @@ class Guard:
         anchor.age, anchor.left = anchor.age + 1, anchor.left - 1
         if anchor.limit is not None and loss > anchor.limit and not self.short(record):
             return True
-        if anchor.left <= 0 and self.job.state.scale >= 1:  # else fp16 may be about to give up
+        if anchor.left <= (0 if self.job.state.scale >= 1 else -WATCHED):  # below, fp16 may be about to give up
             self.anchor = None
             checkpoint.mark(self.job.folder, anchor=None)
         return False

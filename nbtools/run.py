@@ -171,11 +171,11 @@ class Run:
 
     @property
     def best_row(self) -> Mapping[str, Any]:
-        """Its row as the history has it, where epochs count from 0; of a run that was interrupted, among those that the
-        last checkpoint has."""
+        """Its row as the history has it, where epochs count from 0, among those that the last checkpoint has: the
+        weights of a newer one are not on the disk."""
         metric, sign = best_metric(self.task)
         rows = [row for row in self.history.of("epoch") if math.isfinite(row.get(f"val_{metric}", math.nan))]
-        if not busy(self.folder) and (last := checkpoint.read_index(self.folder).get("last")):
+        if last := checkpoint.read_index(self.folder).get("last"):
             rows = [row for row in rows if row["step"] <= checkpoint.place(last)[1]]
         return max(rows, key=lambda row: sign * row[f"val_{metric}"], default={})
 

@@ -492,7 +492,7 @@ class Writer:
 
 def threaded(work: Callable[[T], R], items: Iterable[T], chunk: int = 64) -> Generator[R, None, None]:
     """work(item) of each item, in order, by one thread per core: decoders release the interpreter's lock. While the
-    results of one chunk are used, the next one is worked on; no more of them wait in memory."""
+    results of one chunk are used, the next one is worked on; no third one waits in memory."""
     source, share = iter(items), max(1, chunk // (SHARES * cores()))
     with ThreadPoolExecutor(cores()) as pool:
 

@@ -90,10 +90,14 @@ def present(path: Path) -> Path:
     if path.exists() or not note.exists():
         return path
     left = json.loads(note.read_text())
-    place, parts, spare = Path(left["from"]), left["files"].get(path.name, ()), path.with_name(f"{path.name}.part")
+    place, parts = Path(left["from"]), left["files"].get(path.name, ())
+    spare = path.with_name(f"{path.name}.{disk.boot()}.part")  # after a power cut what is there may be zeros
+    whole = spare / path.name
     with disk.explained(f"fetching {path.name} from {place}", place), lock_of(path):
         if not parts or path.exists():  # another process has fetched it
             return path
+        if not patient(lambda: disk.exists(place), place):
+            raise StageError(f"{place} is not there: mount Drive, or the disk that it is on, and run it again.")
         if not all(patient(lambda name=name: disk.exists(place / name), place) for name, _, _ in parts):
             raise StageError(f"{place}: {path.name} has gone: the run has been trained on. Open it again.")
         cached.require_room(path, 2 * (total := sum(size for _, size, _ in parts)))
@@ -104,8 +108,9 @@ def present(path: Path) -> Path:
         except ArchiveError as error:
             older = f"nb.Run.open(nb.stage({str(place)!r})) opens an older copy, if one is whole."
             raise ArchiveError(f"{error} {older}") from None
-        snapshots.join([spare / name for name, _, _ in parts], spare / path.name)
-        disk.rename(spare / path.name, path)
+        disk.remove(whole)  # of an interrupted call
+        snapshots.join([spare / name for name, _, _ in parts], whole)
+        disk.publish_file(whole, path)
         disk.remove(spare)
     return path
 

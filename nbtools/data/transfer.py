@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
@@ -154,9 +155,13 @@ def copy(source: Path, path: Path, size: int, progress: Progress) -> str:
     progress(part.size)
 
     def attempt() -> None:
-        with mounted(lambda: open(source, "rb", buffering=0)) as content:
+        content = mounted(lambda: open(source, "rb", buffering=0))
+        try:
             content.seek(part.size)
             part.append(lambda: mounted(lambda: disk.read(content, CHUNK)), progress)
+        finally:
+            with suppress(OSError):  # of a mount that is gone, which would replace what told so
+                content.close()
 
     if reason := part.complete(size, attempt, source):
         raise Away(

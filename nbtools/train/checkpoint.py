@@ -70,6 +70,11 @@ class Snapshot:
     entries: dict[str, str]
     copied: Any
 
+    @property
+    def arrived(self) -> bool:
+        """Whether all tensors are there."""
+        return self.copied is None or self.copied.query()
+
 
 def save(folder: Path, state: TrainState, rows: int, best: bool = False) -> None:
     """Write the state (and, as the best, its evaluated weights); prune old ones. rows: of the history so far; a resume

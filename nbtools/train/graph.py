@@ -12,7 +12,6 @@ import gc
 import pickle
 import random
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -81,6 +80,8 @@ def unrecordable(plan: Plan) -> str:
         return "fp16 decides on the host whether a step counts"
     if plan.checkpoint_activations:
         return "recomputing activations reads the state of random numbers on the host"
+    if plan.compile:
+        return "of a compiled step it cannot be seen which tensors it reads, and whether the next one reads the same"
     return ""
 
 
@@ -186,7 +187,7 @@ class Graphs:
         """A step of a shape before its graph, which is recorded after the last."""
         if len(traces) < WARM_UP - 1:
             traces.append(Trace(raw))
-            with nullcontext() if self.plan.compile else traces[-1]:  # what compiles would meet tensors without memory
+            with traces[-1]:
                 return self.recorder.run(partial(act, raw)), None
         before = of_the_host(self.device, owners)
         found, why = self.recorder.rehearse(partial(act, raw))

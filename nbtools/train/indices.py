@@ -42,32 +42,40 @@ def require_indices(state: TrainState, pack: Pack) -> None:
             rule = f"{pack.folder}: sample {i} ({pack.names[i]}): {error}"
             raise TrainError(f"{rule}; {fix}", entry="Device-side assert") from None
         except Exception:
-            return  # evaluations will raise it, where it is explained
+            continue  # evaluations will raise it, where it is explained
 
 
 def extremes(pack: Pack) -> list[int]:
-    """The samples with the two lowest and the two highest whole numbers of each column of up to LARGE bytes, since the
-    last one may be ignored; and with the longest of each ragged one, whose positions may be indices too."""
+    """The samples to train and to evaluate on with the two lowest and the two highest whole numbers of each column of up
+    to LARGE bytes, since the last one may be ignored; and with the longest of each ragged one, whose positions may be
+    indices too."""
     found: list[Any] = []
+    used = np.zeros(len(pack), bool)
+    used[[*pack.ids("train"), *pack.ids("val")]] = True
     for name in pack.read:
         values, ends = pack.arrays[name], pack.offsets.get(name)
-        rows = outermost(values) if values.dtype.kind in "iu" and values.nbytes <= LARGE else []
+        rows = used if ends is None else np.repeat(used, np.diff(ends))
+        places = outermost(values, rows) if values.dtype.kind in "iu" and values.nbytes <= LARGE else []
         if ends is not None:
-            rows = [np.diff(ends).argmax(), *(np.searchsorted(ends, row, "right") - 1 for row in rows)]
-        found += rows
+            longest = np.where(used, np.diff(ends), -1).argmax()
+            places = [longest, *(np.searchsorted(ends, place, "right") - 1 for place in places)]
+        found += places
     return list(dict.fromkeys(map(int, found)))
 
 
-def outermost(values: np.ndarray) -> list[int]:
-    """A row of each of the two lowest and the two highest numbers."""
+def outermost(values: np.ndarray, used: np.ndarray) -> list[int]:
+    """A row of each of the two lowest and the two highest numbers, among those that are used."""
     rows: dict[int, int] = {}
     step = max(CHUNK * len(values) // max(values.nbytes, 1), 1)
     for start in range(0, len(values), step):
-        part = values[start : start + step]
+        here = np.flatnonzero(used[start : start + step])
+        if not len(here):
+            continue
+        part = values[start : start + step] if len(here) == step else values[start + here]
         low, high = part.min(), part.max()
         second = part.min(where=part > low, initial=high), part.max(where=part < high, initial=low)
         for value in {int(each) for each in (low, high, *second)} - rows.keys():
-            rows[value] = start + int(np.unravel_index((part == value).argmax(), part.shape)[0])
+            rows[value] = start + int(here[np.unravel_index((part == value).argmax(), part.shape)[0]])
     numbers = sorted(rows)
     return [rows[value] for value in dict.fromkeys(numbers[:2] + numbers[-2:])]
 

@@ -85,6 +85,7 @@ def run(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None) -> Gen
     state.task = bound(task, state.card)
     pack = readable(task, pack, state.plan)
     require_sizes(pack, state.plan)
+    state.know(len(pack))
     prepare(state.plan, state.device, many_shapes=state.card.bucket_by is not None)
     require_indices(state, pack)
     feed, count = feed or open_feed(pack, state.plan, state.device, state.events.append), len(pack.ids("train"))

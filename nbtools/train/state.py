@@ -139,7 +139,8 @@ class TrainState:
         self.stopped: str | None = None  # why nothing is left to train before the last epoch
         self.events: list[str] = []  # messages for the next yield
         self.graphs = Graphs(self.device, self.events, plan) if plan.graph else None
-        self.keys = Keys(len(pack) if isinstance(pack, Pack) else sum(pack.splits.values()), self.device)  # of draws
+        self.keys = Keys(0, self.device)  # of draws
+        self.know(len(pack) if isinstance(pack, Pack) else sum(pack.splits.values()))
         if ranks is not None:
             ranks.own = self.own
             self.seed_rng()
@@ -147,6 +148,13 @@ class TrainState:
     def __repr__(self) -> str:
         done = f"{self.epoch:,} of {plural(self.plan.epochs, 'epoch')}"
         return f"TrainState of {spoken(self.task)}: {plural(self.step, 'step')}, {done} done, on {self.device}"
+
+    def know(self, samples: int) -> None:
+        """Have the keys of so many samples: a pack of which a part is read has more than its card tells."""
+        if samples > len(self.keys.table):
+            self.keys = Keys(samples, self.device)
+            if self.graphs is not None:
+                self.graphs.clear()  # which read those of before
 
     @property
     def epoch(self) -> int:
