@@ -1,6 +1,7 @@
 """Checkpoints are copied in the step's thread and written behind it: each is of the moment of its copy, training goes
 on meanwhile, and a disk that fails is reported all the same."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -97,6 +98,33 @@ def test_a_disk_that_is_full_behind_a_step_ends_the_run_with_a_sentence_and_it_r
         with pytest.raises(DiskError, match=r"saving checkpoint 0001-\d+: .*the disk is full"):
             nb.fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET)
     assert same(nb.fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET), untouched)
+
+
+def test_the_best_of_a_run_in_progress_is_that_whose_weights_are_on_the_disk(pack, tmp_path, monkeypatch):
+    monkeypatch.setattr("nbtools.folder.SAVE_SHARE", -1.0)  # no best epoch is written before the run ends
+    steps, found = 3 * len(pack.ids("train")) // toy.PLAN.batch_size, []
+    acted = acting({steps: lambda: found.append(nb.Run.open(tmp_path / "run", toy).best)})
+    run = nb.fit(acted, pack, toy.PLAN, tmp_path / "run", **QUIET)
+    assert (found, bool(run.best)) == ([{}], True)
+
+
+def test_a_best_epoch_that_was_copied_is_written_though_the_gpu_is_lost(pack, tmp_path, monkeypatch):
+    class Event:
+        """CUDA's, of which only what was asked for before an assertion of a kernel is answered."""
+
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    real, steps = checkpoint.snapshot, len(pack.ids("train")) // toy.PLAN.batch_size
+    monkeypatch.setattr(checkpoint, "snapshot", lambda *given: dataclasses.replace(real(*given), copied=Event()))
+    monkeypatch.setattr(checkpoint, "save", lambda folder, state, rows: checkpoint.publish(folder, real(state, rows)))
+    monkeypatch.setattr("nbtools.folder.SAVE_SHARE", -1.0)
+    with pytest.raises(ZeroDivisionError):
+        nb.fit(acting({steps + 3: lambda: 1 / 0}), pack, toy.PLAN, tmp_path / "run", **QUIET)
+    assert checkpoint.read_index(tmp_path / "run")["best"].startswith("0001-")
 
 
 # -- the format
@@ -243,7 +271,7 @@ def test_a_best_epoch_that_is_not_written_yet_is_not_claimed_and_a_run_that_fail
     pack, tmp_path, monkeypatch, ends
 ):
     """Nothing but the first epoch is cheap enough to be written."""
-    monkeypatch.setattr("nbtools.folder.SAVE_SHARE", 0.0)
+    monkeypatch.setattr("nbtools.folder.SAVE_SHARE", -1.0)
     steps = len(range(0, pack.splits["train"], toy.PLAN.batch_size))
 
     def trained() -> None:

@@ -189,6 +189,11 @@ def test_what_cannot_be_recorded_says_so_and_runs_as_without(pack, settings):
     assert graphs_of(state).replayed == 0
 
 
+def test_a_compiled_step_is_not_recorded_as_what_it_reads_cannot_be_seen():
+    assert graph.unrecordable(PLAN.replace(compile=True)).startswith("of a compiled step it cannot be seen")
+    assert not graph.unrecordable(PLAN)
+
+
 @pytest.mark.usefixtures("fp16_on_cpu")
 def test_a_change_to_fp16_while_it_trains_says_that_steps_are_no_longer_recorded(pack):
     def change(state: nb.TrainState) -> None:

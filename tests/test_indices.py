@@ -130,9 +130,9 @@ def test_a_loss_of_ones_own_with_fewer_outputs_than_classes_is_refused(tmp_path)
 
 def test_a_label_that_a_survey_got_wrong_is_named_by_its_file(tmp_path):
     toy.demo(tmp_path / "raw", 60).joinpath("0_7.npy")
-    np.save(tmp_path / "raw" / "9_99.npy", np.zeros(8, np.float32))
+    np.save(tmp_path / "raw" / "9_98.npy", np.zeros(8, np.float32))
     pack = build_pack(tmp_path / "raw", "toy", {"ragged": False}, toy.survey, toy.read, progress=False)
-    with pytest.raises(TrainError, match=r"\(9_99.npy\): a class in the loss is 9, where 0 to 3 are allowed"):
+    with pytest.raises(TrainError, match=r"\(9_98.npy\): a class in the loss is 9, where 0 to 3 are allowed"):
         nb.fit(toy, pack, toy.PLAN, tmp_path / "run", receipt=False)
 
 

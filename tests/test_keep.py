@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import toy
@@ -213,8 +214,28 @@ def test_weights_that_are_damaged_or_gone_where_they_are_kept_are_named_with_the
     best.unlink()
     with pytest.raises(StageError, match=r"has gone: the run has been trained on\. Open it again\."):
         run.model()
+    target.rename(tmp_path / "unmounted")
+    with pytest.raises(
+        StageError, match=r"drive is not there: mount Drive, or the disk that it is on, and run it again"
+    ):
+        run.model()
+    (tmp_path / "unmounted").rename(target)
     best.write_bytes(data)
     assert run.model("cpu") is not None, "what was damaged then does not stay so"
+
+
+def test_an_interrupted_fetch_of_weights_is_made_up_for(copy, tmp_path, monkeypatch):
+    def interrupted(_: Any, target: Path) -> None:
+        target.write_bytes(b"half of it")
+        raise KeyboardInterrupt
+
+    kept(copy, tmp_path / "drive")
+    run = nb.Run.open(tmp_path / "drive", toy)
+    with monkeypatch.context() as patch:
+        patch.setattr("nbtools.data.snapshots.join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.model("cpu")
+    assert same(run, nb.Run.open(copy, toy))
 
 
 # -- what is safe

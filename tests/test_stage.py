@@ -4,6 +4,7 @@ import contextlib
 import errno
 import hashlib
 import http.server
+import io
 import itertools
 import json
 import multiprocessing
@@ -265,6 +266,27 @@ def reads(patch, act):
 
 def away(code: int = errno.EIO):
     raise OSError(code, os.strerror(code))
+
+
+def test_a_mount_of_which_files_cannot_be_closed_either_is_tried_again(place, monkeypatch):
+    """As FUSE's, once its server is gone: that must not replace the error of the read, which is tried again."""
+    put(place / "drive" / "digits.tar", BIG)
+    opened: list[io.FileIO] = []
+
+    class Gone(io.FileIO):
+        def __init__(self, path: Path):
+            super().__init__(path)
+            opened.append(self)
+
+        def close(self) -> None:
+            super().close()
+            if self is opened[0]:
+                away(errno.ENOTCONN)
+
+    monkeypatch.setattr(transfer, "FileIO", Gone)
+    with reads(monkeypatch, lambda n, read: away(errno.ENOTCONN) if n == 1 else read()):
+        assert tree(stage("drive:digits.tar")) == {"a": bytes(range(256)) * 10_000}
+    assert len(opened) == 2
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOTCONN])

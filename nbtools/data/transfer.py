@@ -15,8 +15,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -155,13 +156,11 @@ def copy(source: Path, path: Path, size: int, progress: Progress) -> str:
     progress(part.size)
 
     def attempt() -> None:
-        content = mounted(lambda: open(source, "rb", buffering=0))
-        try:
+        with ExitStack() as stack:
+            content = mounted(lambda: FileIO(source))
+            stack.callback(closed, content)
             content.seek(part.size)
             part.append(lambda: mounted(lambda: disk.read(content, CHUNK)), progress)
-        finally:
-            with suppress(OSError):  # of a mount that is gone, which would replace what told so
-                content.close()
 
     if reason := part.complete(size, attempt, source):
         raise Away(
@@ -173,6 +172,12 @@ def copy(source: Path, path: Path, size: int, progress: Progress) -> str:
         part.restart()
         raise StageError(f"{source}: has not the {size} bytes that were announced: it changed. Run it again.")
     return part.digest.hexdigest()
+
+
+def closed(file: FileIO) -> None:
+    """Close a file of a mount; an error of that would replace the one that told why."""
+    with suppress(OSError):
+        file.close()
 
 
 def mounted(act: Callable[[], T]) -> T:

@@ -55,7 +55,7 @@ def advise(
     """The plan to start from, each field with its reason and, where it was measured here, the evidence.
 
     Measuring takes about `seconds`, once for a machine, a pack and a task: the result is kept next to the pack; None: a
-    thirtieth of the training that it shortens, at least 12 s and at most 60. measure=False: use what was measured
+    ninetieth of the training that it shortens, at least 12 s and at most 60. measure=False: use what was measured
     before, else only rules of thumb, without delay. compiling: also try torch.compile and CUDA graphs, however short
     training is; takes a minute or two more. clock: the clock of a
     Stepper. processes: also what the plan, and one with so many times the batch, would give in so many processes,

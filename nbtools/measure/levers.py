@@ -31,7 +31,7 @@ from nbtools.table import percent, plural
 from nbtools.train import Plan, TaskLike
 from nbtools.train import device as devices
 
-SHARE, LEAST, MOST = 1 / 30, 12.0, 60.0  # of the training that is expected, seconds: what measuring may take (ours)
+SHARE, LEAST, MOST = 1 / 90, 12.0, 60.0  # of the training that is expected, seconds: what measuring may take (ours)
 
 
 class Levers:

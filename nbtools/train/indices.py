@@ -46,9 +46,9 @@ def require_indices(state: TrainState, pack: Pack) -> None:
 
 
 def extremes(pack: Pack) -> list[int]:
-    """The samples to train and to evaluate on with the two lowest and the two highest whole numbers of each column of up
-    to LARGE bytes, since the last one may be ignored; and with the longest of each ragged one, whose positions may be
-    indices too."""
+    """The samples of train and val with the two lowest and the two highest whole numbers of each column of up to LARGE
+    bytes, since the last one may be ignored; and with the longest of each ragged one, whose positions may be indices
+    too."""
     found: list[Any] = []
     used = np.zeros(len(pack), bool)
     used[[*pack.ids("train"), *pack.ids("val")]] = True
