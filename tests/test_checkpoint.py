@@ -271,7 +271,7 @@ def test_a_best_epoch_that_is_not_written_yet_is_not_claimed_and_a_run_that_fail
     pack, tmp_path, monkeypatch, ends
 ):
     """Nothing but the first epoch is cheap enough to be written."""
-    monkeypatch.setattr("nbtools.folder.SAVE_SHARE", -1.0)
+    monkeypatch.setattr("nbtools.folder.SAVE_SHARE", 0.0)
     steps = len(range(0, pack.splits["train"], toy.PLAN.batch_size))
 
     def trained() -> None:

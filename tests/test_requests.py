@@ -489,7 +489,7 @@ def test_a_stop_while_a_step_is_measured_ends_both(pack, tmp_path, monkeypatch, 
         run = nb.fit(acting({2: asking(folder, "profile")}), pack, PLAN, folder, **QUIET)
     assert time.monotonic() - start < 20
     events = [row["what"] for row in run.history.of("event")]
-    assert events[-2] == "not measured: interrupted; run it again to get it"
+    assert events[-2] == "not measured: interrupted; What limits it? measures again"
     assert events[-1].startswith("stopped by ")
 
 
