@@ -493,6 +493,15 @@ def test_what_reads_back_differently_is_not_kept(copy, tmp_path, monkeypatch):
     assert manifests(target) == []
 
 
+def test_a_checkpoint_that_is_damaged_here_does_not_keep_the_others_from_being_kept(copy, tmp_path):
+    [best] = copy.glob("*.best.safetensors")
+    best.write_bytes(best.read_bytes()[:-1] + b"?")
+    target = tmp_path / "drive"
+    assert kept(copy, target) == [f"{best}: damaged since it was written; what is kept lacks it"]
+    assert best.name not in newest(target)["files"]
+    assert same(nb.Run.open(target, toy), nb.Run.open(copy, toy), "last")
+
+
 def test_a_checkpoint_is_hashed_once_and_then_read_back_wherever_it_is_written(pack, tmp_path, monkeypatch):
     hashed, real, of_file = Counter[str](), hashlib.sha256, disk.sha256
 

@@ -40,7 +40,7 @@ from nbtools.data.pack import (
 )
 from nbtools.data.progress import SLOW, bar, in_notebook, meanwhile, phase, say, tick, work
 from nbtools.data.shard import SHARD, shard
-from nbtools.data.snapshots import SNAPSHOTS, Snapshots, manifests, newest
+from nbtools.data.snapshots import SNAPSHOTS, Damaged, Snapshots, manifests, newest
 from nbtools.data.sources import LATER, Kept, Source, cache, source_of
 from nbtools.data.stage import fetch, present, stage
 from nbtools.data.transfer import patient
@@ -55,6 +55,7 @@ __all__ = [
     "TARGET",
     "Card",
     "Column",
+    "Damaged",
     "Draws",
     "Entry",
     "Feed",

@@ -74,6 +74,10 @@ def join(parts: Iterable[Path], target: Path) -> None:
             disk.write(file, part.read_bytes())
 
 
+class Damaged(Exception):
+    """A file that is to be kept is no longer what was written."""
+
+
 class Snapshots:
     """Takes snapshots in a folder. files: file → its parts there, as far as they are known to be intact."""
 
@@ -101,7 +105,7 @@ class Snapshots:
     def take(self, files: Mapping[str, Path | bytes], known: Mapping[str, str], **about: Any) -> None:
         """Store what is not there yet of some files, read back, and then the manifest that names them; delete what the
         KEEP newest snapshots do not name. known: file → the SHA-256 that it must have, where that was noted. Raises
-        OSError, the earlier snapshots untouched."""
+        Damaged where it has not, and OSError, the earlier snapshots untouched."""
         disk.make_folder(self.folder / SNAPSHOTS)
         there = {path.name for path in self.folder.iterdir()}
         self.files = {name: parts for name, parts in self.files.items() if name in files}
@@ -136,7 +140,12 @@ class Snapshots:
             digest = digest or hashlib.sha256(view[end:]).hexdigest()
             stem, dot, suffix = name.rpartition(".") if "." in name else (name, "", "")
             part = (f"{stem}.{digest[:SHORT]}{dot}{suffix}", len(view) - end, digest)
-            put(self.folder / part[0], view[end:], digest)
+            try:
+                put(self.folder / part[0], view[end:], digest)
+            except OSError:
+                if isinstance(content, Path) and hashlib.sha256(view[end:]).hexdigest() != digest:
+                    raise Damaged(content) from None
+                raise
             kept.append(part)
         return kept
 

@@ -13,7 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from nbtools import disk
-from nbtools.data import LATER, Snapshots, remount
+from nbtools.data import LATER, Damaged, Snapshots, remount
 from nbtools.train import checkpoint
 from nbtools.train.checkpoint import CONTROL, FILE, INDEX
 
@@ -38,6 +38,7 @@ class Keeper:
         self.looked = self.closing = False
         self.confirmed: dict[str, str] = {}  # checkpoint → its hash, as a later start found it
         self.states: dict[str, str] = {}  # as an earlier start left them, until they are read back
+        self.damaged: set[str] = set()  # checkpoints here that cannot be kept
         self.trouble: Exception | None = None  # since which nothing could be copied
         with disk.explained("noting where a run is kept", source):
             if (before := noted(source)).get("to") == str(target):
@@ -117,7 +118,18 @@ class Keeper:
             left = path.name in (INDEX, CONTROL, KEPT, LATER) or path.suffix == ".part" or FILE.fullmatch(path.name)
             if path.is_file() and not left:
                 files[path.name] = path
-        self.snapshots.take({**files, INDEX: index}, known, id=facts.get("id"), start=self.start)
+        while True:
+            try:
+                self.snapshots.take({**files, INDEX: index}, known, id=facts.get("id"), start=self.start)
+                break
+            except Damaged as error:  # the others count
+                path = error.args[0]
+                for name in (path.name, path.with_suffix(".json").name):
+                    del files[name]
+                copied.remove(path.stem)
+                if path.stem not in self.damaged:
+                    self.damaged.add(path.stem)
+                    self.complaints.append(f"{path}: damaged since it was written; what is kept lacks it")
         for path in self.target.iterdir():  # as an older nbtools kept it
             if path.name == INDEX or FILE.fullmatch(path.name):
                 disk.remove(path)
