@@ -3,7 +3,7 @@
 #
 # {badge}
 #
-# Trains a network of yours on data of yours: images in one folder a class, any PyTorch Dataset, or a table. What the
+# Trains your own network on your own data: images in one folder per class, any PyTorch Dataset, or a table. All that the
 # other notebooks have comes with it: the plan with its reasons, the panel, the live picture, the receipt, exact resume.
 #
 # **GPU:** any NVIDIA GPU (not tested on one yet); none needed for the generated pictures. **Measured:** 1 min 52 s on
