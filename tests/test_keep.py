@@ -499,7 +499,7 @@ def test_a_checkpoint_that_is_damaged_here_does_not_keep_the_others_from_being_k
     target = tmp_path / "drive"
     assert kept(copy, target) == [f"{best}: damaged since it was written; what is kept lacks it"]
     assert best.name not in newest(target)["files"]
-    assert same(nb.Run.open(target, toy), nb.Run.open(copy, toy), "last")
+    assert same(nb.Run.open(target, toy), nb.Run.open(copy, toy)), "the last one"
 
 
 def test_a_checkpoint_is_hashed_once_and_then_read_back_wherever_it_is_written(pack, tmp_path, monkeypatch):

@@ -3,8 +3,8 @@
 #
 # {badge}
 #
-# Trains your own network on your own data: images in one folder per class, any PyTorch Dataset, or a table. All that the
-# other notebooks have comes with it: the plan with its reasons, the panel, the live picture, the receipt, exact resume.
+# Trains your own network on your own data: images in one folder per class, any PyTorch Dataset, or a table. All that
+# the other notebooks have comes with it: the plan with reasons, the panel, the live picture, the receipt, exact resume.
 #
 # **GPU:** any NVIDIA GPU (not tested on one yet); none needed for the generated pictures. **Measured:** 1 min 52 s on
 # two cores of an AMD EPYC (a cloud machine, no GPU, with other work beside it), installation aside.
