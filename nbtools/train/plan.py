@@ -81,7 +81,7 @@ class Plan:
     amp: str = knob("off", "mixed precision in forward and backward; fp16 needs a GPU", choices=("off", "bf16", "fp16"))
     compile: bool = knob(False, "torch.compile the model: a slow first step, faster ones after")
     graph: bool = knob(
-        False, "replay whole steps as CUDA graphs, where nothing in them waits for the GPU (CUDA; not fp16, CTC, compile)"
+        False, "replay whole steps as CUDA graphs where nothing in them waits for the GPU (CUDA; no fp16, CTC, compile)"
     )
     channels_last: bool = knob(False, "NHWC weights and activations for convolutions")
     checkpoint_activations: bool = knob(False, "recompute activations in backward: less memory, about 1/3 more work")
