@@ -524,7 +524,7 @@ def test_a_checkpoint_is_hashed_once_and_then_read_back_wherever_it_is_written(p
     assert (round(hashed["in memory"] / size, 1), round(hashed["read back"] / size, 1)) == (1.0, 2.0)
     path.write_bytes(bytes(size))
     [said] = kept(tmp_path / "run", tmp_path / "other")
-    assert "reads back differently" in said, "from what was saved"
+    assert said == f"{path}: damaged since it was written; what is kept lacks it"
 
 
 def waiting(keeper: Keeper, patch: pytest.MonkeyPatch) -> threading.Event:

@@ -368,7 +368,10 @@ class Loader:
     def killed(self) -> str:
         """Which process was killed, in words, after ending the others; "" if all live. Its connection may end a moment
         before it does."""
-        wait([process.sentinel for process in self.processes], 0.5 if self.processes else 0.0)
+        ended = wait([process.sentinel for process in self.processes], 1.0 if self.processes else 0.0)
+        for process in self.processes:
+            if process.sentinel in ended:  # its files are closed, which comes before its end
+                process.join(1.0)
         gone = [process for process in self.processes if not process.is_alive()]
         if not gone:
             return ""
