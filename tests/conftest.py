@@ -16,6 +16,7 @@ import toy
 from hypothesis import settings
 
 from nbtools.data import cores
+from nbtools.folder import Job
 from nbtools.train import device
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -105,6 +106,14 @@ def one_cache(tmp_path_factory):
 def at_once(monkeypatch):
     """Runs look for control.json after each step, so that a test knows when it is read."""
     monkeypatch.setattr("nbtools.live.surface.LOOK_EVERY", 0.0)
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Each checkpoint is written before the next step, so that a test knows when it is there: else an epoch is left out
+    while one is being written."""
+    write = Job.write
+    monkeypatch.setattr(Job, "write", lambda job: (write(job), job.wait()))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -23,7 +23,7 @@ from safetensors.torch import load, save
 import nbtools as nb
 from nbtools import disk
 from nbtools.errors import CheckpointError, DiskError
-from nbtools.folder import Job, begin
+from nbtools.folder import begin
 from nbtools.train import checkpoint
 
 LIMIT = 30.0  # seconds after which something never happens
@@ -290,11 +290,10 @@ def test_a_best_epoch_that_is_not_written_yet_is_not_claimed_and_a_run_that_fail
     assert again.best["epoch"] == 3
 
 
+@pytest.mark.usefixtures("written")
 def test_two_older_checkpoints_that_are_whole_stay_behind_the_last_and_the_best(pack, tmp_path, monkeypatch):
     monkeypatch.setattr("nbtools.folder.SAVE_EVERY", 0.0)
     monkeypatch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))
-    write = Job.write
-    monkeypatch.setattr(Job, "write", lambda job: (write(job), job.wait()))  # an epoch is left out while one is written
     task = acting(metrics=lambda outputs, batch: {"accuracy": (1, 2)})  # the first epoch is the best
     folder = nb.fit(task, pack, toy.PLAN, tmp_path / "run", **QUIET).folder
     index, names = checkpoint.read_index(folder), checkpoint.names(folder)

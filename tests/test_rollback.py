@@ -20,7 +20,7 @@ from nbtools.live import Columns, Surface, send
 from nbtools.live.picture import picture
 from nbtools.train import checkpoint
 
-pytestmark = pytest.mark.usefixtures("at_once")
+pytestmark = pytest.mark.usefixtures("at_once", "written")
 
 PLAN = toy.PLAN.replace(epochs=6, schedule="constant")
 SLOW = PLAN.replace(batch_size=2, epochs=2)  # about 65 steps an epoch, a log step every 6
