@@ -349,6 +349,25 @@ def test_an_archive_is_hashed_as_it_is_copied_and_not_read_again_for_that(place,
     assert receipt_in(cache())["sha256"] == hashlib.sha256(TAR).hexdigest()
 
 
+def test_a_piece_is_hashed_while_the_next_one_is_read(place, monkeypatch):
+    part, asked, pieces = transfer.Part(place / "part"), threading.Event(), iter([b"a" * 10, b"b" * 10, b""])
+    whole = hashlib.sha256()
+
+    def update(data):
+        assert asked.wait(10), "the next piece waits until this one is hashed"
+        whole.update(data)
+
+    def read():
+        data = next(pieces)
+        if not data.startswith(b"a"):
+            asked.set()
+        return data
+
+    monkeypatch.setattr(part, "digest", types.SimpleNamespace(update=update))
+    part.append(read, lambda _: None)
+    assert whole.hexdigest() == hashlib.sha256((place / "part").read_bytes()).hexdigest()
+
+
 FLAKY = {
     "errno 5 at every second read": lambda n, read: away() if n % 2 else read(),
     "errno 107 four times in a row": lambda n, read: away(errno.ENOTCONN) if 1 <= n < 5 else read(),

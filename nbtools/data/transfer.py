@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -85,14 +86,17 @@ class Part:
         disk.remove(self.sum)
 
     def append(self, pieces: Callable[[], bytes], progress: Progress) -> None:
-        """Write pieces until one is empty."""
+        """Write pieces until one is empty. Each is hashed while the next one comes."""
         disk.make_folder(self.path.parent)
-        with disk.append(self.path) as file:
+        with disk.append(self.path) as file, ThreadPoolExecutor(1) as pool:
+            hashed = pool.submit(bytes)
             while data := pieces():
                 disk.write(file, data)
-                self.digest.update(data)
+                hashed.result()
                 self.size += len(data)
+                hashed = pool.submit(self.digest.update, data)
                 if self.size - self.noted >= STRIDE:
+                    hashed.result()
                     self.note()
                 progress(len(data))
 
