@@ -2,9 +2,11 @@
 
 import collections
 import errno
+import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import sys
 import threading
 from functools import partial
@@ -589,6 +591,82 @@ def test_a_disk_that_stops_responding_ends_packing_and_leaves_no_sample_out(tmp_
         made()
     assert not (tmp_path / "pack").exists()
     assert len(made()) == 20
+
+
+@pytest.fixture
+def long(monkeypatch):
+    """After four samples, the rest is worth worker processes."""
+    monkeypatch.setattr(build, "CHUNK", 4)
+    monkeypatch.setattr(build, "SHORT", 0.0)
+    monkeypatch.setattr(build, "SENT", 3)
+    monkeypatch.setattr(build, "cores", lambda: 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing else forks")
+def test_a_long_source_of_small_samples_is_read_by_processes_into_the_same_pack(place, request, monkeypatch):
+    source, readers = vectors(place / "raw"), place / "readers"
+    (source / "5.npy").write_bytes(b"no array")
+
+    def noted(path, options):
+        with open(readers, "a") as file:
+            file.write(f"{os.getpid()}\n")
+        return read(path, options)
+
+    def made(name: str) -> tuple[Pack, set[int]]:
+        readers.unlink(missing_ok=True)
+        return pack(source, into=place / name, read=noted), set(map(int, readers.read_text().split()))
+
+    threads, (own,) = made("threads")
+    request.getfixturevalue("long")
+    processes, (_, *others) = made("processes")
+    assert own == os.getpid()
+    assert len(others) == 2
+    assert contents(processes) == contents(threads)
+    assert [row[0] for row in processes.bad.itertuples(index=False)] == ["5.npy"]
+    assert not multiprocessing.active_children()
+    monkeypatch.setattr(build, "SMALL", 1)
+    assert made("large")[1] == {own}, "decoders of large samples release the interpreter's lock"
+
+
+@pytest.mark.usefixtures("long")
+@pytest.mark.parametrize("fault", ["a disk", "a sample"])
+def test_what_fails_in_a_worker_process_fails_here_and_the_next_call_continues(place, fault):
+    source, failing = vectors(place / "raw"), place / "failing"
+    failing.touch()
+
+    def fails(path, options):
+        if failing.exists() and path.name == "7.npy":
+            raise OSError(errno.EIO, os.strerror(errno.EIO)) if fault == "a disk" else TypeError("the reader's fault")
+        return read(path, options)
+
+    error, words = {
+        "a disk": (DiskError, r"/7\.npy: Input/output error\. Try again"),
+        "a sample": (TypeError, "the reader's fault"),
+    }[fault]
+    with pytest.raises(error, match=words) as failed:
+        pack(source, into=place / "pack", read=fails)
+    assert failed.traceback, "which keeps what was there"
+    assert not (place / "pack").exists()
+    assert not multiprocessing.active_children()
+    failing.unlink()
+    assert len(pack(source, into=place / "pack", read=fails)) == 40
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing else forks")
+@pytest.mark.usefixtures("long")
+def test_where_a_worker_process_is_killed_the_rest_is_read_all_the_same(place, capsys):
+    source, own = vectors(place / "raw"), os.getpid()
+
+    def dies(path, options):
+        if path.name == "30.npy" and os.getpid() != own:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(path, options)
+
+    made = pack(source, into=place / "pack", read=dies)
+    assert sorted(made.arrays["x"][:, 0]) == list(range(40))
+    assert "was killed by SIGKILL, as by a system whose memory runs out; this process reads the rest" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 @pytest.mark.parametrize("task", [captcha, hwdb, segment, sign, "CVAT"])

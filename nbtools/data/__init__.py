@@ -1,7 +1,7 @@
 """A source anywhere → local disk → Pack → batches on the device."""
 
 from nbtools.data.archive import archive_index, read_member
-from nbtools.data.build import Entry, Survey, build_pack, cores, threaded
+from nbtools.data.build import Entry, Survey, build_pack, cores, side_by_side, threaded
 from nbtools.data.cached import cached
 from nbtools.data.dataset import RawItems, pack
 from nbtools.data.draws import STAYING, Draws, Keys, constant, places
@@ -115,6 +115,7 @@ __all__ = [
     "require_shares",
     "say",
     "shard",
+    "side_by_side",
     "source_of",
     "split_of",
     "stage",

@@ -14,7 +14,9 @@ import dataclasses
 import hashlib
 import io
 import json
+import multiprocessing
 import os
+import pickle
 import re
 import struct
 import sys
@@ -28,13 +30,16 @@ from io import FileIO
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 from nbtools import disk
 from nbtools.data.archive import archive_index
 from nbtools.data.cached import lease, require_room
+from nbtools.data.feed import Loader, ignore_signals
 from nbtools.data.pack import (
     BAD,
     FORMAT,
@@ -53,10 +58,10 @@ from nbtools.data.pack import (
     mapped,
     require_shares,
 )
-from nbtools.data.progress import bar
+from nbtools.data.progress import bar, say
 from nbtools.data.sources import cache, listing
 from nbtools.data.stage import stage
-from nbtools.errors import PackError
+from nbtools.errors import NbtoolsError, PackError
 from nbtools.table import plural
 from nbtools.version import VERSION
 
@@ -70,6 +75,9 @@ TRIES = 9  # of a reader that fails because of other threads
 T = TypeVar("T")
 R = TypeVar("R")
 CHUNK = 128  # samples that are read ahead; a line in the journal is of one or more chunks
+SMALL = 1 << 17  # bytes of a result: below, most of the time goes to Python, one thread at a time
+SHORT = 1.0  # seconds in which all is done: not worth starting processes
+SENT = 32  # small results that travel between processes at once
 NOTED = 1.0  # seconds of packing between two lines, which a process that is killed may lose: each waits for the disk
 SHARES = 4  # of a chunk for each core: a thread takes one at a time, since a task for each item costs 80 CPU-µs
 BLOCK = 1 << 20  # bytes of small samples that are written at once
@@ -177,7 +185,7 @@ def build_pack(
 
     def samples(found: Survey, done: int) -> Generator[Sample | Problem, None, None]:
         work = partial(decoded, survey=found, read=reader(folder / top), root=folder / top)
-        return threaded(work, found.entries[done:], CHUNK)
+        return side_by_side(work, found.entries[done:])
 
     made = {"key": key, "keyed": asked, "source": str(folder), "top": top}
     pack = make_pack(
@@ -488,6 +496,75 @@ class Writer:
     def close(self) -> None:
         for file in [*self.files.values(), *([self.journal] if self.journal else [])]:
             file.close()
+
+
+def side_by_side(work: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:
+    """work(item) of each item, in order, on all cores. The first ones, by threads, tell whether processes are faster
+    for the others: where results are small, on a system that forks."""
+    items, since, size = [*items], monotonic(), 0
+    for result in threaded(work, items[:CHUNK], CHUNK):
+        size += len(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
+        yield result
+    rest = items[CHUNK:]
+    short = (monotonic() - since) / CHUNK * len(rest) < SHORT
+    if sys.platform != "linux" or not workers_pay() or size >= SMALL * CHUNK or short:
+        yield from threaded(work, rest, CHUNK)
+        return
+    for result in by_workers(Work(work), rest, SENT):
+        if isinstance(result, Failure):
+            raise result.error
+        yield result
+
+
+class Failure(NamedTuple):
+    """An error of a worker process that is somebody's to mend; a DataLoader would raise another one, with its text."""
+
+    error: Exception
+
+
+@dataclass(eq=False)
+class Work(Dataset):
+    """What becomes of items, for a DataLoader."""
+
+    work: Callable[[Any], Any]
+
+    def __getitem__(self, item: Any) -> Any:
+        try:
+            return self.work(item)
+        except (OSError, NbtoolsError) as error:
+            return Failure(error)
+
+
+def workers_pay() -> bool:
+    """Whether worker processes can be started, and do anything at once."""
+    return cores() > 1 and not multiprocessing.current_process().daemon
+
+
+def by_workers(items: Dataset, places: Sequence[Any], size: int, method: str = "fork") -> Generator[Any, None, None]:
+    """items[place] of each place, in order, by a worker process per core, `size` of them at a time. Where one is
+    killed, this process reads the rest."""
+    batches, done = [list(places[start : start + size]) for start in range(0, len(places), size)], 0
+    loader = DataLoader(
+        items,
+        batch_sampler=batches,
+        num_workers=cores(),
+        collate_fn=list,
+        worker_init_fn=ignore_signals,
+        generator=torch.Generator(),  # its own: the user's random numbers stay as they are
+        multiprocessing_context=method,
+    )
+    workers = Loader(loader, batches)
+    try:
+        for results in workers.begin():
+            yield from results
+            done += len(results)
+    except RuntimeError:
+        if not (killed := workers.killed()):
+            raise
+        say(f"{killed}; this process reads the rest")
+        yield from map(items.__getitem__, places[done:])
+    finally:
+        workers.end()  # a traceback keeps the loader, and a worker the pack's lock
 
 
 def threaded(work: Callable[[T], R], items: Iterable[T], chunk: int = 64) -> Generator[R, None, None]:

@@ -28,8 +28,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nbtools import disk
-from nbtools.data.build import Entry, Problem, Survey, cores, make_pack, of_task, why
-from nbtools.data.feed import ignore_signals
+from nbtools.data.build import SHORT, Entry, Problem, Survey, by_workers, make_pack, of_task, why, workers_pay
 from nbtools.data.folders import WORDS, Images, image_folders
 from nbtools.data.frames import Table, features_of, is_frame, tables
 from nbtools.data.identity import mark, whole
@@ -47,7 +46,6 @@ TASK = "dataset"
 VERSION = 2  # of what a card keeps of them; packs of another are made anew
 SEEN = 64  # items looked at
 CHEAP = 2e-4  # seconds: an item that costs less is read faster here than it travels between processes
-SHORT = 1.0  # seconds in which all are read: not worth starting processes
 LOAD = 4e6  # bytes that travel at once
 
 
@@ -396,22 +394,12 @@ def read_all(items: Items, places: Sequence[int], look: Look) -> Generator[dict[
     """Samples and rows of the table of bad samples, in order; read by worker processes where that pays, which are
     forked on Linux, and elsewhere started if the Dataset can be sent to them."""
     method = "fork" if sys.platform == "linux" else multiprocessing.get_all_start_methods()[0]
-    few = cores() == 1 or look.cost < CHEAP or look.cost * len(places) < SHORT
+    few = not workers_pay() or look.cost < CHEAP or look.cost * len(places) < SHORT
     if few or not look.moves or (method != "fork" and refusal(items)):
         yield from map(items.__getitem__, places)
         return
     size = max(1, min(64, int(LOAD / max(look.bytes_each(), 1))))
-    yield from itertools.chain.from_iterable(
-        DataLoader(
-            items,
-            batch_sampler=[list(places[start : start + size]) for start in range(0, len(places), size)],
-            num_workers=cores(),
-            collate_fn=list,
-            worker_init_fn=ignore_signals,
-            generator=torch.Generator(),  # its own: the user's random numbers stay as they are
-            multiprocessing_context=method,
-        )
-    )
+    yield from by_workers(items, places, size, method)
 
 
 def refusal(items: Items) -> str:

@@ -384,6 +384,8 @@ class Loader:
     def end(self) -> None:
         for process in self.processes:
             process.kill()
+        for process in self.processes:
+            process.join()
 
 
 def ignore_signals(worker: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image, PngImagePlugin
 
 from nbtools import disk
-from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, stage, threaded
+from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, side_by_side, stage
 from nbtools.errors import PackError
 from nbtools.table import percent, plural, sized
 from nbtools.tasks.common import report
@@ -158,7 +158,7 @@ def completed(contents: Contents, asked: Mapping[str, Any]) -> dict[str, Any]:
         raise PackError(f"{contents.folder}: {unlabelled(contents)}")
     fit, size = asked["fit"], asked["size"]
     if size is None:
-        own = {one for one in threaded(lambda name: header_size(contents.folder / name), contents.labelled) if one}
+        own = {one for one in side_by_side(lambda name: header_size(contents.folder / name), contents.labelled) if one}
         fits = [one for one in own if min(one) >= LEAST and one[0] * one[1] <= LARGEST]
         size = list(fits[0]) if len(own) == len(fits) == 1 else list(MIXED)
         if fit == "auto" and own == {tuple(size)}:
@@ -196,7 +196,7 @@ def found_ids(contents: Contents) -> list[int]:
     """The ids in all labels but 255. Raises PackError for more than can be classes: such labels are photographs,
     or smoothed."""
     files = [one.label for one in contents.labelled.values()]
-    found = dict(zip(files, threaded(lambda name: ids_in(contents.folder / name), files), strict=True))
+    found = dict(zip(files, side_by_side(lambda name: ids_in(contents.folder / name), files), strict=True))
     known = sorted(set().union(*found.values()) - {IGNORE})
     if len(known) > MOST_CLASSES:
         most = max(found, key=lambda name: len(found[name]))
@@ -314,7 +314,7 @@ def validate(
         return rows, np.bincount(label.ravel(), minlength=256)
 
     pixels, rows = np.zeros(256, np.int64), list(contents.rows)
-    checks = threaded(check, contents.labelled.values())
+    checks = side_by_side(check, contents.labelled.values())
     for found, counts in bar(checks, "validating", len(contents.labelled), leave=False, disable=not progress):
         rows += found
         pixels += counts

@@ -20,7 +20,20 @@ from typing import Any
 import numpy as np
 
 from nbtools import disk
-from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, cache, drive_path, is_pack, stage, threaded
+from nbtools.data import (
+    Card,
+    Entry,
+    Pack,
+    Sample,
+    Survey,
+    bar,
+    build_pack,
+    cache,
+    drive_path,
+    is_pack,
+    side_by_side,
+    stage,
+)
 from nbtools.errors import PackError
 from nbtools.table import plural
 from nbtools.tasks.common import report
@@ -171,7 +184,7 @@ def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
 def there(keys: Keys, folder: Path, clips: Sequence[str]) -> tuple[Keys, list[Row]]:
     """(the keys of what some clip has, a warning for what only some have). Raises PackError for a key of the user's own
     that no clip has."""
-    have = dict(zip(clips, threaded(lambda clip: columns_in(folder / clip, keys), clips), strict=True))
+    have = dict(zip(clips, side_by_side(lambda clip: columns_in(folder / clip, keys), clips), strict=True))
     some = set().union(*filter(None, have.values()))
     rows, kept = [], {}
     for column, option, network in (("x", "kp_key", "Transformer"), ("features", "feature_key", "GRU")):
@@ -236,7 +249,7 @@ def validate(
     folder = stage(source, progress=progress)
     found = labels_of(folder, given, glosses, categories)
     keys, some = there(keys, folder, found.clips)
-    check = threaded(partial(checked, folder, keys), found.clips)
+    check = side_by_side(partial(checked, folder, keys), found.clips)
     shown = bar(check, "validating", len(found.clips), leave=False, disable=not progress)
     rows, first = [*found.rows, *some], {}
     for clip, (broken, digest) in zip(found.clips, shown, strict=True):
