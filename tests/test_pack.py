@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -650,6 +651,27 @@ def test_what_fails_in_a_worker_process_fails_here_and_the_next_call_continues(p
     assert not multiprocessing.active_children()
     failing.unlink()
     assert len(pack(source, into=place / "pack", read=fails)) == 40
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing else forks")
+@pytest.mark.usefixtures("long")
+def test_an_interrupt_while_processes_read_ends_them_and_the_next_call_continues(place):
+    """They had the lock of the pack, and the traceback that a notebook keeps had them."""
+    source, own, failing = vectors(place / "raw"), os.getpid(), place / "failing"
+    failing.touch()
+
+    def interrupts(path, options):
+        if failing.exists() and path.name == "30.npy" and os.getpid() != own:
+            failing.unlink()
+            os.kill(own, signal.SIGINT)
+            time.sleep(60)
+        return read(path, options)
+
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        pack(source, into=place / "pack", read=interrupts)
+    assert interrupted.traceback
+    assert not multiprocessing.active_children()
+    assert len(pack(source, into=place / "pack", read=interrupts)) == 40
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing else forks")
