@@ -220,6 +220,20 @@ def test_a_number_changed_on_the_disk_is_noticed(pack, tmp_path, name):
         assert "not as it was written" in checkpoint.newest(run.folder).complaints[0]
 
 
+@pytest.mark.parametrize(
+    "entries", [{"last": "-00000006"}, {"best": "../other"}, {"last": 6}, {"anchor": ["0001-00000004"]}]
+)
+def test_an_index_without_a_seal_that_names_no_checkpoint_is_refused(pack, tmp_path, entries):
+    """Of an older nbtools, and damaged since."""
+    run = nb.fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET)
+    index = checkpoint.read_index(run.folder)
+    (run.folder / "run.json").write_text(json.dumps(index))
+    nb.Run.open(run.folder, toy)
+    (run.folder / "run.json").write_text(json.dumps({**index, **entries}))
+    with pytest.raises(CheckpointError, match=r"run\.json: .* names no checkpoint; restore it from the kept copy"):
+        nb.Run.open(run.folder, toy)
+
+
 def test_a_checkpoint_is_read_back_before_older_ones_go(pack, tmp_path, monkeypatch):
     """A disk that stores something else than it was given."""
     state = nb.TrainState(toy, pack, toy.PLAN, "cpu")

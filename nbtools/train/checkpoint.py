@@ -41,7 +41,8 @@ from nbtools.train.state import TrainState, below
 
 INDEX, CONTROL = "run.json", "control.json"  # what a run is, and what is requested of it
 NAME = r"\d{4,}-\d{8,}"
-FILE = re.compile(NAME + r"(\.best|\.weights)?\.(safetensors|json)(\..+\.part)?")
+NAMED = re.compile(NAME + r"(\.best|\.weights)?")
+FILE = re.compile(NAMED.pattern + r"\.(safetensors|json)(\..+\.part)?")
 BEST = ".best"  # at the end of the name of the best weights, which are alone
 NAMES = {
     torch.float64: "F64",
@@ -266,10 +267,18 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
+    """What a run is. Raises CheckpointError, DiskError."""
     path = folder / INDEX
     try:
         with disk.explained("reading the index", path):
-            return disk.unsealed(path.read_text()) if path.exists() else {}
+            index = disk.unsealed(path.read_text()) if path.exists() else {}
+        try:
+            wrong = [name for name in named(index) if not NAMED.fullmatch(name)]
+        except (AttributeError, TypeError):
+            wrong = [{key: index[key] for key in ("anchor", "best", "last") if key in index}]
+        if wrong:  # without a seal, which an older nbtools did not write
+            raise ValueError(f"{wrong[0]!r} names no checkpoint")
+        return index
     except ValueError as error:
         fix = 'restore it from the kept copy; if it was edited on purpose, delete its line "seal"'
         raise CheckpointError(f"{path}: {error}; {fix}") from None

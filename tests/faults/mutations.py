@@ -405,6 +405,7 @@ def swept(name: str, seeds: Iterable[int], root: Path) -> tuple[Counter[str], li
 def truncations(form: str, root: Path, step: int = 1) -> tuple[Counter[str], list[str]]:
     """An archive cut at each byte is refused, or its content is whole."""
     data, totals, wrong = archived(FILES, form), Counter(), []
+    root.mkdir(exist_ok=True)
     for cut in range(0, len(data), step):
         (path := root / "cut").write_bytes(data[:cut])
         try:
