@@ -676,13 +676,30 @@ def test_an_interrupt_while_processes_read_ends_them_and_the_next_call_continues
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing else forks")
 @pytest.mark.usefixtures("long")
-def test_where_a_worker_process_is_killed_the_rest_is_read_all_the_same(place, capsys):
+def test_workers_end_with_a_parent_that_is_killed_although_nobody_takes_what_they_send(place):
+    source, own = vectors(place / "raw"), os.getpid()
+
+    def dies(path, options):
+        if path.name == "30.npy" and os.getpid() != own:
+            os.kill(os.getppid(), signal.SIGKILL)
+        return {"x": np.zeros(10_000)}
+
+    child = Child(lambda: pack(source, into=place / "pack", read=dies))
+    child.end()
+    made = pack(source, into=place / "pack", read=read, task="plain")  # they had its lock
+    assert len(made) == 40
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing else forks")
+@pytest.mark.usefixtures("long")
+@pytest.mark.parametrize("size", [3, 10_000], ids=["small", "more than a pipe holds"])
+def test_where_a_worker_process_is_killed_the_rest_is_read_all_the_same(place, capsys, size):
     source, own = vectors(place / "raw"), os.getpid()
 
     def dies(path, options):
         if path.name == "30.npy" and os.getpid() != own:
             os.kill(os.getpid(), signal.SIGKILL)
-        return read(path, options)
+        return {"x": np.full(size, np.load(path)[0])}
 
     made = pack(source, into=place / "pack", read=dies)
     assert sorted(made.arrays["x"][:, 0]) == list(range(40))

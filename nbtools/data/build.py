@@ -20,6 +20,8 @@ import pickle
 import re
 import struct
 import sys
+import threading
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +30,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import FileIO
 from itertools import islice
+from multiprocessing.connection import wait
 from pathlib import Path, PurePosixPath
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
@@ -145,6 +148,7 @@ def build_pack(
     into: str | Path | None = None,
     progress: bool = True,
     in_place: bool = False,
+    processes: bool = True,
 ) -> Pack:
     """The pack of a source, opened where it is finished.
 
@@ -161,6 +165,7 @@ def build_pack(
     into: a folder for the pack alone; by default one under the cache, named by task, options and the source's files.
     in_place: an archive stays one file, `folder` leads into it, and `read` gets paths through it,
     `lines.tar/train/1.png`, which `read_member` reads.
+    processes: whether `read` may be called by forked processes too, which share the handles that are open.
     Raises PackError if nothing can be packed, DiskError if it cannot be written; nothing is published then.
     """
     require_shares(val, test)
@@ -185,7 +190,8 @@ def build_pack(
 
     def samples(found: Survey, done: int) -> Generator[Sample | Problem, None, None]:
         work = partial(decoded, survey=found, read=reader(folder / top), root=folder / top)
-        return side_by_side(work, found.entries[done:])
+        entries = found.entries[done:]
+        return side_by_side(work, entries) if processes else threaded(work, entries, CHUNK)
 
     made = {"key": key, "keyed": asked, "source": str(folder), "top": top}
     pack = make_pack(
@@ -549,22 +555,49 @@ def by_workers(items: Dataset, places: Sequence[Any], size: int, method: str = "
         batch_sampler=batches,
         num_workers=cores(),
         collate_fn=list,
-        worker_init_fn=ignore_signals,
+        worker_init_fn=begin_worker,
         generator=torch.Generator(),  # its own: the user's random numbers stay as they are
         multiprocessing_context=method,
     )
     workers = Loader(loader, batches)
     try:
-        for results in workers.begin():
+        try:
+            stream = workers.begin()
+        except OSError:  # no memory for a fork, or too many processes
+            stream = iter(())
+        else:
+            threading.Thread(target=watch, args=(workers, stream), daemon=True).start()
+        for results in stream:
             yield from results
             done += len(results)
     except RuntimeError:
         if not (killed := workers.killed()):
             raise
         say(f"{killed}; this process reads the rest")
-        yield from map(items.__getitem__, places[done:])
     finally:
         workers.end()  # a traceback keeps the loader, and a worker the pack's lock
+    yield from map(items.__getitem__, places[done:])
+
+
+def begin_worker(worker: int) -> None:
+    """End with the parent, and at once: a full queue would hold a worker, and with it the pack's lock, for ever."""
+    ignore_signals(worker)
+
+    def follow() -> None:
+        parent = multiprocessing.parent_process()
+        while parent is not None and os.getppid() == parent.pid:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def watch(workers: Loader, stream: Any) -> None:
+    """End all once one ends. Killed in the middle of sending, it has the lock that the others need to send; and whoever
+    receives waits for the rest of it until nobody is left who could send it, this process included."""
+    wait([process.sentinel for process in workers.processes])
+    workers.end()
+    stream._worker_result_queue._writer.close()
 
 
 def threaded(work: Callable[[T], R], items: Iterable[T], chunk: int = 64) -> Generator[R, None, None]:

@@ -385,7 +385,7 @@ class Loader:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.join()
+            process.join(5.0)  # a disk that does not answer holds it longer
 
 
 def ignore_signals(worker: int) -> None:

@@ -198,7 +198,7 @@ class Task:
         ends: Any = {"val": val, "test": test, "into": into, "progress": progress}
         if self.packs_datasets:
             return pack_dataset(source, **ends, **options)
-        return build_pack(source, task_name(self), options, self.survey, self.read, **ends)
+        return build_pack(source, task_name(self), options, self.survey, self.read, **ends, processes=False)
 
     @property
     def packs_datasets(self) -> bool:
