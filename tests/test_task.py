@@ -16,7 +16,7 @@ from acting import QUIET
 from torch import nn
 
 import nbtools as nb
-from nbtools.data import Entry, Survey
+from nbtools.data import Entry, Survey, build
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.live.samples import Previews
 from nbtools.train import Sums, evaluation, loop
@@ -102,12 +102,19 @@ def test_what_two_functions_leave_out_has_its_default(pack):
             getattr(task, refused)(*["here"] * count)
 
 
-def test_a_survey_and_a_reader_make_a_pack(tmp_path):
+def test_a_survey_and_a_reader_make_a_pack(tmp_path, monkeypatch):
+    """However long that takes, the reader stays in this process: it may have a handle that threads share."""
+    monkeypatch.setattr(build, "SHORT", 0.0)
+    monkeypatch.setattr(build, "CHUNK", 4)
+    monkeypatch.setattr(build, "cores", lambda: 2)
+    readers = set()
+
     class Packing(Least):
         def survey(self, folder, options):
             return Survey([Entry(p.name, label=np.array([int(p.name[0])])) for p in folder.iterdir()], list("abcd"))
 
         def read(self, path, options):
+            readers.add(path.name)
             return {"x": np.load(path)}
 
     source = toy.demo(tmp_path / "raw", 40)
@@ -115,6 +122,7 @@ def test_a_survey_and_a_reader_make_a_pack(tmp_path):
     assert sum(pack.splits.values()) == 40
     assert pack.raw is not None
     assert np.array_equal(pack.raw[3]["x"], pack.sample(3)["x"])
+    assert len(readers) == 40
 
 
 @pytest.mark.parametrize("lacking", ["model", "loss"])
