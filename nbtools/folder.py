@@ -62,7 +62,8 @@ def only_one(folder: Path) -> Iterator[disk.Lock]:
 def stored_plan(task: Task, folder: Path) -> Plan | None:
     """The plan of the run in a folder, if one was started."""
     path = folder / PLAN
-    return type(task.PLAN).from_json(path.read_text()) if checkpoint.names(folder) and path.exists() else None
+    with disk.explained("reading the plan", path):
+        return type(task.PLAN).from_json(path.read_text()) if checkpoint.names(folder) and path.exists() else None
 
 
 def restore(folder: Path, kept: Path | None) -> None:

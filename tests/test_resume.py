@@ -1,5 +1,6 @@
 """Interrupted anywhere and run again: the same losses and the same weights, bit for bit, as never interrupted (CPU)."""
 
+import errno
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from acting import QUIET
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from nbtools.errors import CheckpointError, TrainError
+from nbtools.errors import CheckpointError, DiskError, TrainError
 from nbtools.fit import fit
 from nbtools.live import send
 from nbtools.run import Run
@@ -220,6 +221,20 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_it_taken(tmp_pat
         run = fit(toy, pack, toy.PLAN, folder, **QUIET)
         assert any("it is damaged; the previous one is used" in told for told in run.events)
         assert log(run.history) == log(whole.history)
+
+
+def test_a_plan_that_a_mount_does_not_give_is_an_error_that_names_it(tmp_path, pack, monkeypatch):
+    folder, real = tmp_path / "run", Path.read_text
+    fit(toy, pack, toy.PLAN.replace(epochs=1), folder, **QUIET)
+
+    def gone(path, *args, **more):
+        if path.name == "plan.json":
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(Path, "read_text", gone)
+    with pytest.raises(DiskError, match=r"reading the plan: .*plan\.json: Transport endpoint is not connected"):
+        fit(toy, pack, None, folder, **QUIET)
 
 
 def test_a_run_does_not_go_on_with_another_network_or_other_data(tmp_path, pack):

@@ -7,11 +7,14 @@ import importlib
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
+
+from tqdm import tqdm
 
 from nbtools.errors import NbtoolsError
 
@@ -34,6 +37,7 @@ class Child:
         if self.pid == 0:
             os.setsid()
             os.environ.update(env or {})
+            tqdm.set_lock(threading.RLock())  # its own is shared by processes, and stays with one that is killed
             nowhere = os.open(os.devnull, os.O_RDWR)
             for stream in (1, 2):
                 os.dup2(nowhere, stream)
