@@ -676,6 +676,22 @@ def test_an_interrupt_while_processes_read_ends_them_and_the_next_call_continues
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing else forks")
 @pytest.mark.usefixtures("long")
+def test_a_reader_that_crashes_a_worker_process_does_not_crash_this_one(place):
+    source, own = vectors(place / "raw"), os.getpid()
+
+    def crashes(path, options):
+        if path.name == "30.npy":
+            assert os.getpid() != own
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return read(path, options)
+
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly"):
+        pack(source, into=place / "pack", read=crashes)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing else forks")
+@pytest.mark.usefixtures("long")
 def test_workers_end_with_a_parent_that_is_killed_although_nobody_takes_what_they_send(place):
     source, own = vectors(place / "raw"), os.getpid()
 

@@ -571,7 +571,8 @@ def by_workers(items: Dataset, places: Sequence[Any], size: int, method: str = "
             yield from results
             done += len(results)
     except RuntimeError:
-        if not (killed := workers.killed()):
+        killed = workers.killed()
+        if "SIGKILL" not in killed:  # an item that crashes a decoder would crash this process too
             raise
         say(f"{killed}; this process reads the rest")
     finally:
@@ -595,7 +596,8 @@ def begin_worker(worker: int) -> None:
 def watch(workers: Loader, stream: Any) -> None:
     """End all once one ends. Killed in the middle of sending, it has the lock that the others need to send; and whoever
     receives waits for the rest of it until nobody is left who could send it, this process included."""
-    wait([process.sentinel for process in workers.processes])
+    ended = wait([process.sentinel for process in workers.processes])
+    workers.processes.sort(key=lambda process: process.sentinel not in ended)  # the first is the one to tell of
     workers.end()
     stream._worker_result_queue._writer.close()
 
