@@ -1,5 +1,6 @@
 """nb.pack: one's own data of any kind give the right pack, or one sentence that names the way out."""
 
+import errno
 import io
 import os
 import pickle
@@ -21,6 +22,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 import nbtools as nb
 from nbtools.data import Card, cores, open_feed
+from nbtools.errors import DiskError
 from nbtools.train import bound
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -957,6 +959,29 @@ def test_a_dataset_of_a_notebook_is_packed_and_read_by_forked_workers_and_says_w
     first, second, third = done.stdout.splitlines()
     assert (first, second) == ("['0', '1']", "[1.5, 2.5]"), done.stderr
     assert third.startswith("Mine cannot be sent to another process (it is defined in the notebook); write its class")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing else forks")
+def test_a_mount_that_stops_responding_in_a_worker_process_is_an_error_with_its_number_and_file(monkeypatch):
+    """A DataLoader would raise its traceback's text."""
+    monkeypatch.setattr("nbtools.data.dataset.SHORT", 0.0)
+    monkeypatch.setattr("nbtools.data.dataset.CHEAP", 0.0)
+    monkeypatch.setattr("nbtools.data.build.cores", lambda: 2)
+    own = os.getpid()
+
+    class Far(Dataset):
+        def __len__(self):
+            return 200
+
+        def __getitem__(self, i):
+            if os.getpid() != own:
+                raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), "/content/drive/7.png")
+            return vector(i), i % 2
+
+    with pytest.raises(DiskError, match="Transport endpoint is not connected") as failed:
+        pack(Far())
+    assert "Traceback" not in str(failed.value)
+    assert "Drive errors 5 and 107" in str(failed.value)
 
 
 def test_the_dataset_travels_to_workers_and_gives_the_batches_of_the_pack():

@@ -516,14 +516,11 @@ def side_by_side(work: Callable[[T], R], items: Iterable[T]) -> Generator[R, Non
     if sys.platform != "linux" or not workers_pay() or size >= SMALL * CHUNK or short:
         yield from threaded(work, rest, CHUNK)
         return
-    for result in by_workers(Work(work), rest, SENT):
-        if isinstance(result, Failure):
-            raise result.error
-        yield result
+    yield from by_workers(work, rest, SENT)
 
 
 class Failure(NamedTuple):
-    """An error of a worker process that is somebody's to mend; a DataLoader would raise another one, with its text."""
+    """An error of a worker process that names what to mend: a DataLoader would raise another one, with its text."""
 
     error: Exception
 
@@ -546,12 +543,12 @@ def workers_pay() -> bool:
     return cores() > 1 and not multiprocessing.current_process().daemon
 
 
-def by_workers(items: Dataset, places: Sequence[Any], size: int, method: str = "fork") -> Generator[Any, None, None]:
-    """items[place] of each place, in order, by a worker process per core, `size` of them at a time. Where one is
-    killed, this process reads the rest."""
-    batches, done = [list(places[start : start + size]) for start in range(0, len(places), size)], 0
+def by_workers(work: Callable[[T], R], items: Sequence[T], size: int, method: str = "fork") -> Generator[R, None, None]:
+    """work(item) of each item, in order, by a worker process per core, `size` of them at a time. Where the system kills
+    one, this process does the rest. Items and results must be picklable, and with a method but fork the work too."""
+    batches, done = [list(items[start : start + size]) for start in range(0, len(items), size)], 0
     loader = DataLoader(
-        items,
+        Work(work),
         batch_sampler=batches,
         num_workers=cores(),
         collate_fn=list,
@@ -560,15 +557,19 @@ def by_workers(items: Dataset, places: Sequence[Any], size: int, method: str = "
         multiprocessing_context=method,
     )
     workers = Loader(loader, batches)
+    stream: Any = ()
     try:
         try:
             stream = workers.begin()
-        except OSError:  # no memory for a fork, or too many processes
-            stream = iter(())
+        except OSError as error:
+            say(f"no worker processes ({error.strerror}); this process reads all")
         else:
             threading.Thread(target=watch, args=(workers, stream), daemon=True).start()
         for results in stream:
-            yield from results
+            for result in results:
+                if isinstance(result, Failure):
+                    raise result.error
+                yield result
             done += len(results)
     except RuntimeError:
         killed = workers.killed()
@@ -577,7 +578,7 @@ def by_workers(items: Dataset, places: Sequence[Any], size: int, method: str = "
         say(f"{killed}; this process reads the rest")
     finally:
         workers.end()  # a traceback keeps the loader, and a worker the pack's lock
-    yield from map(items.__getitem__, places[done:])
+    yield from map(work, items[done:])
 
 
 def begin_worker(worker: int) -> None:

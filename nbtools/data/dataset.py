@@ -399,7 +399,7 @@ def read_all(items: Items, places: Sequence[int], look: Look) -> Generator[dict[
         yield from map(items.__getitem__, places)
         return
     size = max(1, min(64, int(LOAD / max(look.bytes_each(), 1))))
-    yield from by_workers(items, places, size, method)
+    yield from by_workers(items.__getitem__, places, size, method)
 
 
 def refusal(items: Items) -> str:

@@ -349,7 +349,7 @@ class Loader:
     """A DataLoader, its list of batches, to be filled, and its worker processes once it has begun."""
 
     loader: DataLoader
-    batches: list[list[int]]
+    batches: list[list[Any]]
     processes: list[BaseProcess] = field(default_factory=list)
 
     def begin(self) -> Iterator[Raw]:
