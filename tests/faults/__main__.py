@@ -9,23 +9,25 @@ benchmarks/FAULTS.md is written.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from datetime import date
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from faults import kills, mutations, operations
+from faults.forks import DONE as RETURNED
+from faults.forks import Child
 from faults.jobs import JOBS
 
 from nbtools import disk
@@ -54,6 +56,7 @@ KINDS = {  # what the seeds of a part count, and how many at once: some seconds'
     "mutations": ("files", 5000),
     "truncations": ("passes", 1),
 }
+LIMIT = 1800.0  # seconds of a batch
 
 
 def batch(part: str, start: int, count: int) -> Line:
@@ -71,11 +74,13 @@ def batch(part: str, start: int, count: int) -> Line:
             totals, wrong = mutations.truncations(name, root)
         else:
             totals, wrong = operations.swept(name, root, how=kind)
-    return {"part": part, "start": start, "count": count, "totals": totals, "wrong": wrong}
+    return {"totals": totals, "wrong": wrong}
 
 
 def due(parts: list[str], at: Counter[str]) -> tuple[str, int, int] | None:
     """(part, start, count) of the next batch: of the part that is furthest behind."""
+    if not parts:
+        return None
     behind = min(parts, key=lambda part: at[part] / COUNTS[part])
     count = min(KINDS[behind.partition(":")[0]][1], COUNTS[behind] - at[behind])
     return (behind, at[behind], count) if count > 0 else None
@@ -86,20 +91,39 @@ def run(parts: list[str], minutes: float, processes: int) -> list[Line]:
     end, about = time.monotonic() + 60 * minutes, {"commit": commit(), "machine": machine()}
     lines: list[Line] = list(map(json.loads, DONE.read_text().splitlines())) if DONE.exists() else []
     at = Counter({line["part"]: line["start"] + line["count"] for line in sorted(lines, key=lambda x: x["start"])})
-    running: set[Future[Line]] = set()
-    with ProcessPoolExecutor(processes, get_context("fork")) as pool:
-        while True:
-            while len(running) < processes and time.monotonic() < end and (following := due(parts, at)):
-                at[following[0]] += following[2]
-                running.add(pool.submit(batch, *following))
-            if not running:
-                return lines
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for line in (future.result() for future in done):
-                print(f"{line['part']}: {line['start'] + line['count']:,} of {COUNTS[line['part']]:,}", flush=True)
-                print(*line["wrong"], sep="\n", end="\n" if line["wrong"] else "", flush=True)
-                lines = list(merged([*lines, {**about, "date": date.today().isoformat(), **line}]))
+    running: dict[Child, tuple[str, int, int]] = {}
+    while True:
+        while len(running) < processes and time.monotonic() < end and (following := due(parts, at)):
+            at[following[0]] += following[2]
+            running[Child(lambda following=following: json.dumps(batch(*following)), limit=LIMIT)] = following
+        if not running:
+            return lines
+        time.sleep(0.05)
+        for child, found in [(child, found) for child in running if (found := child.ended())]:
+            part, start, count = running.pop(child)
+            line = {**about, "date": date.today().isoformat(), "part": part, "start": start, "count": count}
+            if found[0] != RETURNED and part in parts:
+                parts.remove(part)  # the next ones would probably end so too
+            line |= came_of(found, f"{part}, from seed {start} on")
+            print(f"{part}: {start + count:,} of {COUNTS[part]:,}", flush=True)
+            print(*line["wrong"], sep="\n", end="\n" if line["wrong"] else "", flush=True)
+            lines = list(merged([*lines, line]))
             disk.write_atomic(DONE, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def came_of(found: tuple[int, str], seeds: str) -> Line:
+    """The line of a batch; an error of its own is one of its cases, and what followed is missing."""
+    code, text = found
+    line = json.loads(ast.literal_eval(text)) if code == RETURNED else {"totals": {}, "wrong": [f"{seeds}: {text}"]}
+    return {"totals": line["totals"], "wrong": [plain(one) for one in line["wrong"]]}
+
+
+def plain(text: str) -> str:
+    """Without the folders of this machine."""
+    text = re.sub(rf"({tempfile.gettempdir()}|/dev/shm)/tmp\w+/", "", text)
+    for folder in (sys.prefix, sys.base_prefix, ROOT):
+        text = text.replace(f"{folder}/", "")
+    return text
 
 
 def merged(lines: list[Line]) -> Iterator[Line]:

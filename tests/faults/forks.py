@@ -1,6 +1,7 @@
 """A forked child: it has everything imported, so that one starts and ends in milliseconds."""
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -26,9 +27,11 @@ gc.freeze()  # else a collection in a child copies all pages
 
 
 class Child:
-    """A process of a session of its own that does a job. env: added to its environment."""
+    """A process of a session of its own that does a job, and ends with this one. env: added to its environment.
+    limit: seconds after which it is killed."""
 
-    def __init__(self, job: Callable[[], Any], env: dict[str, str] | None = None) -> None:
+    def __init__(self, job: Callable[[], Any], env: dict[str, str] | None = None, limit: float = LIMIT) -> None:
+        self.limit, self.due, self.hangs = limit, time.monotonic() + limit, False
         # No pipe: it would stay open as long as a worker that outlives the child.
         self.answer = tempfile.TemporaryFile()  # noqa: SIM115
         with warnings.catch_warnings():
@@ -36,6 +39,7 @@ class Child:
             self.pid = os.fork()
         if self.pid == 0:
             os.setsid()
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
             os.environ.update(env or {})
             tqdm.set_lock(threading.RLock())  # its own is shared by processes, and stays with one that is killed
             nowhere = os.open(os.devnull, os.O_RDWR)
@@ -53,20 +57,27 @@ class Child:
 
     def end(self) -> tuple[int, str]:
         """(how it ended, negative for a signal; its result or error in words). Whatever else it started is killed."""
-        end, hangs = time.monotonic() + LIMIT, False
-        while (ended := os.waitpid(self.pid, os.WNOHANG))[0] == 0:
-            if not hangs and time.monotonic() > end:
-                hangs = True
-                os.kill(self.pid, signal.SIGUSR1)  # to say where
-                time.sleep(0.1)
-                self.kill()
+        while (ended := self.ended()) is None:
             time.sleep(0.0005)
+        return ended
+
+    def ended(self) -> tuple[int, str] | None:
+        """As `end`, or None as long as it works."""
+        if not self.hangs and time.monotonic() > self.due:
+            self.hangs = True
+            os.kill(self.pid, signal.SIGUSR1)  # to say where
+            time.sleep(0.1)
+            self.kill()
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if pid == 0:
+            return None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         with self.answer:
             self.answer.seek(0)
             text = self.answer.read().decode()
-        return (FAILED, f"nothing in {LIMIT} s: {text}") if hangs else (os.waitstatus_to_exitcode(ended[1]), text)
+        code = os.waitstatus_to_exitcode(status)
+        return (FAILED, f"nothing in {self.limit} s: {text}") if self.hangs else (code, text)
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
