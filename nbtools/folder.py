@@ -189,8 +189,9 @@ class Job:
         if self.writing is not None and self.writing.done():
             self.wait()
         ends, since = record.kind == "epoch", monotonic() - self.saved
+        due = ends or (self.place != (self.state.epoch, self.state.step) and since > SAVE_EVERY)
         cheap = self.writing is None and since * SAVE_SHARE >= self.cost
-        if (ends and self.state.improved) or (cheap and self.taken is None and (ends or since > SAVE_EVERY)):
+        if (ends and self.state.improved) or (cheap and self.taken is None and due):
             self.take(best=ends and self.state.improved)
         if cheap:
             self.write()

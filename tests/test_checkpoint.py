@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import toy
-from acting import QUIET, acting, same
+from acting import QUIET, acting, same, texts
 from faults.forks import Child
 from safetensors.torch import load, save
 
@@ -141,6 +141,41 @@ def test_what_is_packed_is_what_the_library_loads():
         for name, tensor in tensors.items():
             assert found[name].dtype == tensor.dtype
             assert torch.equal(found[name], tensor)
+
+
+def test_the_same_state_gives_the_same_bytes_whatever_the_order_of_its_tensors(pack):
+    """Else a checkpoint that a resumed run writes again, and is killed before it writes the facts, is not what the
+    older facts vouch for: nothing may be left where the run's folder was restored. A file is read in any order."""
+    state = nb.TrainState(toy, pack, toy.PLAN, "cpu")
+    next(record for record in nb.train(toy, state, pack) if record.kind == "epoch")
+    tensors = state.tensors()
+    backwards = dict(reversed(tensors.items()))
+    assert bytes(checkpoint.packed(tensors)) == bytes(checkpoint.packed(backwards))
+
+
+def test_a_resumed_run_does_not_write_the_checkpoint_again_that_it_resumed_from(pack, tmp_path, monkeypatch):
+    """Whatever it reports before its first step."""
+    monkeypatch.setattr("nbtools.folder.SAVE_EVERY", 0.0)
+    monkeypatch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))
+    kill = acting({3: lambda: os.kill(os.getpid(), signal.SIGKILL)})
+    Child(lambda: nb.fit(kill, pack, toy.PLAN, tmp_path / "run", **QUIET)).end()
+    last, load = checkpoint.read_index(tmp_path / "run")["last"], nb.TrainState.load
+    publish, names = checkpoint.publish, []
+
+    def with_an_event(state, *given):
+        load(state, *given)
+        state.events.append("something to report")
+
+    def noting(folder, taken):
+        names.append(taken.name)
+        publish(folder, taken)
+
+    monkeypatch.setattr(nb.TrainState, "load", with_an_event)
+    monkeypatch.setattr(checkpoint, "publish", noting)
+    run = nb.fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET)
+    assert "something to report" in texts(run)
+    assert names
+    assert last not in names
 
 
 def test_packing_lets_other_threads_run():
