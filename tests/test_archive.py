@@ -165,6 +165,9 @@ HOSTILE_ZIPS = {
     "names differ": stored().replace(b"abcd", b"evil", 1),
     "sizes differ": stored().replace(struct.pack("<II", 7, 7), struct.pack("<II", 7, 6), 1),
     "more bytes than both directories say": zip_bytes(("a", bytes(1000))).replace(struct.pack("<I", 1000), b"\n\0\0\0"),
+    "some bytes, of which both say that there are none": zip_bytes(("a", bytes(1000))).replace(
+        struct.pack("<I", 1000), bytes(4)
+    ),
     "fewer": zip_bytes(("a", bytes(1000))).replace(struct.pack("<I", 1000), struct.pack("<I", 90_000)),
     "checksum wrong": stored().replace(b"content", b"CONTENT"),
     "hidden entry": hidden_entry(),
