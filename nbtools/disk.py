@@ -293,30 +293,39 @@ def explained(doing: str, path: Path) -> Iterator[None]:
         raise errors.DiskError(f"{doing}: {error.filename or path}: {reason}. {advice}", entry=entry) from error
 
 
+HELD: "set[Lock]" = set()  # those of this process that nobody shares
+
+
 class Lock:
     """Lets one process (and thread) in at a time; the others wait, or with wait=False raise BlockingIOError. The system
-    releases it when its owner dies. shared: lets in all others that share it too.
+    releases it when its owner dies, though its forks, such as a loader's workers, may live on for a moment. shared:
+    lets in all others that share it too, and is held until the last fork ends.
 
     The file stays: deleting it would let two owners in. It belongs on a local disk, never on Drive. Its owner may
     write a word of what it does into it, which others read as long as the owner has it.
     """
 
     def __init__(self, path: Path, wait: bool = True, shared: bool = False) -> None:
-        self.path, self.wait, self.shared = path, wait, shared
+        self.path, self.wait, self.shared, self.descriptor = path, wait, shared, -1
 
     def __enter__(self) -> "Lock":
         make_folder(self.path.parent)
         self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        if not self.shared:
+            HELD.add(self)
         try:
             kind = fcntl.LOCK_SH if self.shared else fcntl.LOCK_EX
             fcntl.flock(self.descriptor, kind | (0 if self.wait else fcntl.LOCK_NB))
         except BaseException:
-            os.close(self.descriptor)
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_) -> None:
-        os.close(self.descriptor)
+        HELD.discard(self)
+        if self.descriptor >= 0:  # else this is a fork of the owner
+            os.close(self.descriptor)
+            self.descriptor = -1
 
     def held(self) -> bool:
         """Whether somebody has it now; only with wait=False. Raises DiskError where that is unknown."""
@@ -337,3 +346,12 @@ class Lock:
         with contextlib.suppress(OSError):
             return self.path.read_bytes().decode().strip()
         return ""
+
+
+def leave_to_the_parent() -> None:
+    """After a fork: the locks are the parent's alone."""
+    while HELD:
+        HELD.pop().__exit__()
+
+
+os.register_at_fork(after_in_child=leave_to_the_parent)

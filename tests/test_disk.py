@@ -106,6 +106,24 @@ def hold(path, marks):
         (marks / f"{os.getpid()}-out").write_text(str(time.monotonic_ns()))
 
 
+def test_a_fork_of_its_owner_does_not_hold_a_lock_and_one_that_is_shared_is_held_to_its_last_fork(tmp_path):
+    """The workers of a run that is killed live on for a moment, in which it can be started again."""
+
+    def sleeping():
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+        process.start()
+        return process
+
+    for shared in (False, True):
+        with disk.Lock(path := tmp_path / f"x-{shared}", shared=shared):
+            left = sleeping()
+            assert disk.Lock(path, wait=False).held()
+        assert disk.Lock(path, wait=False).held() == shared
+        left.kill()
+        left.join()
+        assert not disk.Lock(path, wait=False).held()
+
+
 def test_only_one_process_is_inside_a_lock(tmp_path):
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=hold, args=(tmp_path / "locks" / "x", tmp_path)) for _ in range(4)]

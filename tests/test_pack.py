@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toy
-from archives import ended_at, forked, full, kill
+from archives import ended_at, forked, full, kill, put
 from faults.forks import REFUSED, Child, done
 from hypothesis import given
 from hypothesis import strategies as st
@@ -696,14 +696,32 @@ def test_workers_end_with_a_parent_that_is_killed_although_nobody_takes_what_the
     source, own = vectors(place / "raw"), os.getpid()
 
     def dies(path, options):
+        put(place / "workers" / str(os.getpid()))
         if path.name == "30.npy" and os.getpid() != own:
             os.kill(os.getppid(), signal.SIGKILL)
         return {"x": np.zeros(10_000)}
 
-    child = Child(lambda: pack(source, into=place / "pack", read=dies))
-    child.end()
-    made = pack(source, into=place / "pack", read=read, task="plain")  # they had its lock
-    assert len(made) == 40
+    parent = forked(lambda: pack(source, into=place / "pack", read=dies))
+    parent.join()
+    assert parent.exitcode == -signal.SIGKILL
+    assert len(pack(source, into=place / "pack", read=read, task="plain")) == 40, "a lock stayed behind"
+    workers = [
+        Path("/proc", path.name, "stat") for path in (place / "workers").iterdir() if path.name != str(parent.pid)
+    ]
+    assert workers
+    for _ in range(1000):
+        if not any(map(runs, workers)):
+            return
+        time.sleep(0.01)
+    pytest.fail("a worker is still there")
+
+
+def runs(stat: Path) -> bool:
+    """Whether a process does: one whose parent does not ask for its end is a zombie."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing else forks")

@@ -577,12 +577,12 @@ def by_workers(work: Callable[[T], R], items: Sequence[T], size: int, method: st
             raise
         say(f"{killed}; this process reads the rest")
     finally:
-        workers.end()  # a traceback keeps the loader, and a worker the pack's lock
+        workers.end()  # a traceback keeps the loader, and it its workers
     yield from map(work, items[done:])
 
 
 def begin_worker(worker: int) -> None:
-    """End with the parent, and at once: a full queue would hold a worker, and with it the pack's lock, for ever."""
+    """End with the parent, and at once: a full queue would hold a worker for ever."""
     ignore_signals(worker)
 
     def follow() -> None:
