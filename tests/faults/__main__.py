@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from faults import kills, mutations, operations
+from faults import kills, memory, mutations, operations, stagers
 from faults.forks import DONE as RETURNED
 from faults.forks import Child
 from faults.jobs import JOBS
@@ -45,6 +45,8 @@ COUNTS = {
     **{f"operations: {name}": SHARES for name in JOBS},
     **{f"full: {name}": 1 for name in JOBS},
     **{f"gone: {name}": 1 for name, job in JOBS.items() if job.far},
+    **{f"memory: {name}": 1 for name in memory.CASES},
+    **{f"stagers: {name}": 200 for name in stagers.CASES},
     **{f"mutations: {name}": FILES.get(name, 20_000) for name in mutations.CASES},
     **{f"truncations: {form}": 1 for form in mutations.FORMS},
 }
@@ -53,6 +55,8 @@ KINDS = {  # what the seeds of a part count, and how many at once: some seconds'
     "operations": (f"{SHARES}ths of all cases", 1),
     "full": ("passes", 1),
     "gone": ("passes", 1),
+    "memory": ("passes", 1),
+    "stagers": ("rounds", 20),
     "mutations": ("files", 5000),
     "truncations": ("passes", 1),
 }
@@ -68,6 +72,10 @@ def batch(part: str, start: int, count: int) -> Line:
             totals, wrong = kills.swept(name, start, count, root)
         elif kind == "operations":
             totals, wrong = operations.swept(name, root, start, SHARES)
+        elif kind == "memory":
+            totals, wrong = memory.swept(name, root)
+        elif kind == "stagers":
+            totals, wrong = stagers.swept(start, count, root)
         elif kind == "mutations":
             totals, wrong = mutations.swept(name, range(start, start + count), root)
         elif kind == "truncations":

@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,8 +118,18 @@ class Case:
 
         return inside
 
-    def found(self) -> str:
-        return repr((losses_of(self.root / "run"), weights_of(self.root / "run")))
+    def found(self) -> tuple[list[str], dict[str, bytes]]:
+        """Rows and tensors of the run that is there."""
+        return list(map(repr, losses_of(self.root / "run"))), dict(weights_of(self.root / "run"))
+
+    def differs(self) -> str:
+        """In what that run is not the undisturbed one; "" if in nothing."""
+        (rows, tensors), (wanted, others) = self.found(), self.expected
+        for row, other in zip_longest(rows, wanted, fillvalue="missing"):
+            if row != other:
+                return f"a row is {row}, and should be {other}"
+        names = [name for name in sorted(tensors.keys() | others.keys()) if tensors.get(name) != others.get(name)]
+        return f"{len(names)} tensors differ: {', '.join(names[:5])}" if names else ""
 
     def clear(self) -> None:
         for name in ("run", "kept"):
@@ -148,16 +159,14 @@ class Case:
             phases[f"{PHASES[self.shared[0]]}: {WORK[self.shared[1] or self.shared[2]]}{LOST if lost else ''}"] += 1
         if code != DONE:
             return phases, f"it does not resume: {text}"
-        if self.found() != self.expected:
-            return phases, "losses or weights differ"
-        return phases, self.misplaced(lines(self.root / "order"))
+        return phases, self.differs() or self.misplaced(lines(self.root / "order"))
 
     def killed_at(self, at: int) -> str:
         """What is wrong with a run that was killed during an operation, and then resumed."""
         self.clear()
         self.started(at)[-1].end()
         code, text = self.started()[-1].end()
-        return text if code != DONE else "" if self.found() == self.expected else "losses or weights differ"
+        return text if code != DONE else self.differs()
 
     def misplaced(self, order: list[str]) -> str:
         """Each life goes through the batches in the order of the undisturbed run, and leaves none out."""
