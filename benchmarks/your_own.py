@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from benchmarks.paired import Figure, Receipt, in_turns, times
 from nbtools import measure
-from nbtools.data.build import cores
+from nbtools.data import cores
 
 ROUNDS, EPOCHS, BATCH, CLASSES = 9, 4, 64, 4
 LR = 1e-3

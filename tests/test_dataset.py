@@ -966,7 +966,7 @@ def test_a_mount_that_stops_responding_in_a_worker_process_is_an_error_with_its_
     """A DataLoader would raise its traceback's text."""
     monkeypatch.setattr("nbtools.data.dataset.SHORT", 0.0)
     monkeypatch.setattr("nbtools.data.dataset.CHEAP", 0.0)
-    monkeypatch.setattr("nbtools.data.build.cores", lambda: 2)
+    monkeypatch.setattr("nbtools.data.parallel.cores", lambda: 2)
     own = os.getpid()
 
     class Far(Dataset):

@@ -24,7 +24,7 @@ from packs import pack_of
 
 import nbtools as nb
 from nbtools import disk
-from nbtools.data import SPLITS, Entry, Pack, Survey, build, build_pack, cache, split_of
+from nbtools.data import SPLITS, Entry, Pack, Survey, build, build_pack, cache, parallel, split_of
 from nbtools.errors import ArchiveError, DiskError, PackError, StageError
 from nbtools.tasks import captcha, hwdb, segment, sign
 
@@ -273,6 +273,7 @@ def test_eight_processes_at_once_make_one_pack(place):
 def small_chunks(monkeypatch):
     """Each with a line in the journal."""
     monkeypatch.setattr(build, "CHUNK", 8)
+    monkeypatch.setattr(parallel, "CHUNK", 8)
     monkeypatch.setattr(build, "NOTED", 0.0)
 
 
@@ -570,6 +571,7 @@ def test_while_samples_are_written_and_synced_the_next_are_read(tmp_path, monkey
         real(file)
 
     monkeypatch.setattr(build, "CHUNK", 4)
+    monkeypatch.setattr(parallel, "CHUNK", 4)
     monkeypatch.setattr(disk, "sync", sync)
     made = build_pack(toy.demo(tmp_path / "raw", 12), "toy", {"ragged": False}, toy.survey, read, progress=False)
     assert len(made) == 12
@@ -597,10 +599,8 @@ def test_a_disk_that_stops_responding_ends_packing_and_leaves_no_sample_out(tmp_
 @pytest.fixture
 def long(monkeypatch):
     """After four samples, the rest is worth worker processes."""
-    monkeypatch.setattr(build, "CHUNK", 4)
-    monkeypatch.setattr(build, "SHORT", 0.0)
-    monkeypatch.setattr(build, "SENT", 3)
-    monkeypatch.setattr(build, "cores", lambda: 2)
+    for name, value in {"CHUNK": 4, "SHORT": 0.0, "SENT": 3, "cores": lambda: 2}.items():
+        monkeypatch.setattr(parallel, name, value)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing else forks")
@@ -625,7 +625,7 @@ def test_a_long_source_of_small_samples_is_read_by_processes_into_the_same_pack(
     assert contents(processes) == contents(threads)
     assert [row[0] for row in processes.bad.itertuples(index=False)] == ["5.npy"]
     assert not multiprocessing.active_children()
-    monkeypatch.setattr(build, "SMALL", 1)
+    monkeypatch.setattr(parallel, "SMALL", 1)
     assert made("large")[1] == {own}, "decoders of large samples release the interpreter's lock"
 
 

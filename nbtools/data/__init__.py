@@ -1,7 +1,7 @@
 """A source anywhere → local disk → Pack → batches on the device."""
 
 from nbtools.data.archive import archive_index, read_member
-from nbtools.data.build import Entry, Survey, build_pack, cores, side_by_side, threaded
+from nbtools.data.build import Entry, Survey, build_pack
 from nbtools.data.cached import cached
 from nbtools.data.dataset import RawItems, pack
 from nbtools.data.draws import STAYING, Draws, Keys, constant, places
@@ -38,6 +38,7 @@ from nbtools.data.pack import (
     require_shares,
     split_of,
 )
+from nbtools.data.parallel import cores, side_by_side, threaded
 from nbtools.data.progress import SLOW, bar, in_notebook, meanwhile, phase, say, tick, work
 from nbtools.data.shard import SHARD, shard
 from nbtools.data.snapshots import SNAPSHOTS, Damaged, Snapshots, manifests, newest

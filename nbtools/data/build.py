@@ -14,35 +14,25 @@ import dataclasses
 import hashlib
 import io
 import json
-import multiprocessing
 import os
-import pickle
 import re
 import struct
 import sys
-import threading
-import time
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from io import FileIO
-from itertools import islice
-from multiprocessing.connection import wait
 from pathlib import Path, PurePosixPath
 from time import monotonic
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
 
 from nbtools import disk
 from nbtools.data.archive import archive_index
 from nbtools.data.cached import lease, require_room
-from nbtools.data.feed import Loader, ignore_signals
 from nbtools.data.pack import (
     BAD,
     FORMAT,
@@ -61,10 +51,11 @@ from nbtools.data.pack import (
     mapped,
     require_shares,
 )
-from nbtools.data.progress import bar, say
+from nbtools.data.parallel import CHUNK, side_by_side, threaded
+from nbtools.data.progress import bar
 from nbtools.data.sources import cache, listing
 from nbtools.data.stage import stage
-from nbtools.errors import NbtoolsError, PackError
+from nbtools.errors import PackError
 from nbtools.table import plural
 from nbtools.version import VERSION
 
@@ -74,15 +65,7 @@ Problem = tuple[str, ...]  # a row of the table of bad samples: file, value, rul
 DAMAGED = (OSError, ValueError, EOFError, SyntaxError, zlib.error, struct.error, zipfile.BadZipFile)
 """What Pillow, NumPy and the like raise on damaged files."""
 
-TRIES = 9  # of a reader that fails because of other threads
-T = TypeVar("T")
-R = TypeVar("R")
-CHUNK = 128  # samples that are read ahead; a line in the journal is of one or more chunks
-SMALL = 1 << 17  # bytes of a result: below, most of the time goes to Python, one thread at a time
-SHORT = 1.0  # seconds in which all is done: not worth starting processes
-SENT = 32  # small results that travel between processes at once
 NOTED = 1.0  # seconds of packing between two lines, which a process that is killed may lose: each waits for the disk
-SHARES = 4  # of a chunk for each core: a thread takes one at a time, since a task for each item costs 80 CPU-µs
 BLOCK = 1 << 20  # bytes of small samples that are written at once
 JOURNAL = "samples.jsonl"
 OFFSETS = Column("fixed", "<i8", ())  # of a ragged column: where each sample begins, and the end
@@ -304,20 +287,6 @@ def fingerprint(task: str, folder: Path, asked: Options) -> str:
     return digest.hexdigest()
 
 
-def steady(work: Callable[[T], R]) -> Callable[[T], R]:
-    """work for a pool of threads, tried again when it raises SystemError: before Python 3.13 `ast.parse`, with which
-    NumPy reads the header of an array, counts its recursion for all threads together, and raises that if they switch
-    within it (python/cpython#106905)."""
-
-    def tried(item: T) -> R:
-        for _ in range(TRIES):
-            with contextlib.suppress(SystemError):
-                return work(item)
-        return work(item)
-
-    return tried
-
-
 class Writer:
     """The arrays of a new pack, appended sample by sample. What is added in about a second has a line of JSON in a
     journal, written once its bytes are on disk: a process that is killed leaves whole lines and perhaps a torn last
@@ -504,126 +473,6 @@ class Writer:
             file.close()
 
 
-def side_by_side(work: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:
-    """work(item) of each item, in order, on all cores. The first ones, by threads, tell whether processes are faster
-    for the others: where results are small, on a system that forks."""
-    items, since, size = [*items], monotonic(), 0
-    for result in threaded(work, items[:CHUNK], CHUNK):
-        size += len(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
-        yield result
-    rest = items[CHUNK:]
-    short = (monotonic() - since) / CHUNK * len(rest) < SHORT
-    if sys.platform != "linux" or not workers_pay() or size >= SMALL * CHUNK or short:
-        yield from threaded(work, rest, CHUNK)
-        return
-    yield from by_workers(work, rest, SENT)
-
-
-class Failure(NamedTuple):
-    """An error of a worker process that names what to mend: a DataLoader would raise another one, with its text."""
-
-    error: Exception
-
-
-@dataclass(eq=False)
-class Work(Dataset):
-    """What becomes of items, for a DataLoader."""
-
-    work: Callable[[Any], Any]
-
-    def __getitem__(self, item: Any) -> Any:
-        try:
-            return self.work(item)
-        except (OSError, NbtoolsError) as error:
-            return Failure(error)
-
-
-def workers_pay() -> bool:
-    """Whether worker processes can be started, and do anything at once."""
-    return cores() > 1 and not multiprocessing.current_process().daemon
-
-
-def by_workers(work: Callable[[T], R], items: Sequence[T], size: int, method: str = "fork") -> Generator[R, None, None]:
-    """work(item) of each item, in order, by a worker process per core, `size` of them at a time. Where the system kills
-    one, this process does the rest. Items and results must be picklable, and with a method but fork the work too."""
-    batches, done = [list(items[start : start + size]) for start in range(0, len(items), size)], 0
-    loader = DataLoader(
-        Work(work),
-        batch_sampler=batches,
-        num_workers=cores(),
-        collate_fn=list,
-        worker_init_fn=begin_worker,
-        generator=torch.Generator(),  # its own: the user's random numbers stay as they are
-        multiprocessing_context=method,
-    )
-    workers = Loader(loader, batches)
-    stream: Any = ()
-    try:
-        try:
-            stream = workers.begin()
-        except OSError as error:
-            say(f"no worker processes ({error.strerror}); this process reads all")
-        else:
-            threading.Thread(target=watch, args=(workers, stream), daemon=True).start()
-        for results in stream:
-            for result in results:
-                if isinstance(result, Failure):
-                    raise result.error
-                yield result
-            done += len(results)
-    except RuntimeError:
-        killed = workers.killed()
-        if "SIGKILL" not in killed:  # an item that crashes a decoder would crash this process too
-            raise
-        say(f"{killed}; this process reads the rest")
-    finally:
-        workers.end()  # a traceback keeps the loader, and it its workers
-    yield from map(work, items[done:])
-
-
-def begin_worker(worker: int) -> None:
-    """End with the parent, and at once: a full queue would hold a worker for ever."""
-    ignore_signals(worker)
-
-    def follow() -> None:
-        parent = multiprocessing.parent_process()
-        while parent is not None and os.getppid() == parent.pid:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
-
-
-def watch(workers: Loader, stream: Any) -> None:
-    """End all once one ends. Killed in the middle of sending, it has the lock that the others need to send; and whoever
-    receives waits for the rest of it until nobody is left who could send it, this process included."""
-    ended = wait([process.sentinel for process in workers.processes])
-    workers.processes.sort(key=lambda process: process.sentinel not in ended)  # the first is the one to tell of
-    workers.end()
-    stream._worker_result_queue._writer.close()
-
-
-def threaded(work: Callable[[T], R], items: Iterable[T], chunk: int = 64) -> Generator[R, None, None]:
-    """work(item) of each item, in order, by one thread per core: decoders release the interpreter's lock. While the
-    results of one chunk are used, the next one is worked on; no third one waits in memory."""
-    source, share = iter(items), max(1, chunk // (SHARES * cores()))
-    with ThreadPoolExecutor(cores()) as pool:
-
-        def begun() -> Iterable[list[R]]:
-            part = [*islice(source, chunk)]
-            shares = [part[k : k + share] for k in range(0, len(part), share)]
-            return pool.map(lambda some: [*map(steady(work), some)], shares) if part else ()
-
-        try:
-            ahead = begun()
-            while ahead:
-                now, ahead = ahead, begun()
-                for results in now:
-                    yield from results
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
 def decoded(entry: Entry, survey: Survey, read: Reader, root: Path) -> Sample | Problem:
     """A sample with its label, or its row of the table of bad samples."""
     try:
@@ -658,11 +507,6 @@ def whole_lines(path: Path) -> list[tuple[dict[str, Any], int]]:
         except ValueError:
             break
     return lines
-
-
-def cores() -> int:
-    """CPU cores that this process may use, which containers make fewer than the machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_value_order(classes: Collection[str]) -> list[str]:

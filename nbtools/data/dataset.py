@@ -28,7 +28,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nbtools import disk
-from nbtools.data.build import SHORT, Entry, Problem, Survey, by_workers, make_pack, of_task, why, workers_pay
+from nbtools.data.build import Entry, Problem, Survey, make_pack, of_task, why
 from nbtools.data.folders import WORDS, Images, image_folders
 from nbtools.data.frames import Table, features_of, is_frame, tables
 from nbtools.data.identity import mark, whole
@@ -36,6 +36,7 @@ from nbtools.data.items import TARGET, Form, Sign, bare, forms_in, forms_of, is_
 from nbtools.data.moments import moments
 from nbtools.data.names import class_names, leaves, named_class
 from nbtools.data.pack import FORMAT, MANIFEST, SPLITS, Card, Pack, Sample, is_pack, require_shares
+from nbtools.data.parallel import SHORT, by_workers, workers_pay
 from nbtools.data.progress import say
 from nbtools.data.sources import cache
 from nbtools.data.stage import stage

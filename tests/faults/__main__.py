@@ -122,7 +122,8 @@ def run(parts: list[str], minutes: float, processes: int) -> list[Line]:
 def came_of(found: tuple[int, str], seeds: str) -> Line:
     """The line of a batch; an error of its own is one of its cases, and what followed is missing."""
     code, text = found
-    line = json.loads(ast.literal_eval(text)) if code == RETURNED else {"totals": {}, "wrong": [f"{seeds}: {text}"]}
+    why = f"killed by signal {-code}" if code < 0 else text
+    line = json.loads(ast.literal_eval(text)) if code == RETURNED else {"totals": {}, "wrong": [f"{seeds}: {why}"]}
     return {"totals": line["totals"], "wrong": [plain(one) for one in line["wrong"]]}
 
 

@@ -17,7 +17,7 @@ from archives import archived, put, tree
 
 import nbtools as nb
 from nbtools import disk, folder, measure
-from nbtools.data import Pack, archive, build, manifests
+from nbtools.data import Pack, archive, build, manifests, parallel
 from nbtools.live import send
 from nbtools.train import History, Keeper, Record, TrainState, checkpoint, train
 
@@ -89,7 +89,7 @@ def staged(place: Path) -> list[str]:
 
 
 def packing(place: Path) -> None:
-    build.CHUNK = 4
+    build.CHUNK = parallel.CHUNK = 4
     toy.pack(place / "raw", into=place / "pack")
 
 
