@@ -369,6 +369,16 @@ def test_a_manifest_that_cannot_be_read_is_refused(place, text):
         Pack.open(place / "raw")
 
 
+@pytest.mark.parametrize("lost", ['"files"', '"size"', '"sha256"', '"card"', '"columns"', '"kind"'])
+def test_a_manifest_without_its_seal_that_lacks_something_is_refused(place, lost):
+    """As a pack of an older nbtools has none, and damage may take the seal with it."""
+    made = pack(vectors(place / "raw"))
+    text = (made.folder / MANIFEST).read_text()
+    (made.folder / MANIFEST).write_text(text.replace('"seal"', '"sea"').replace(lost, '"x"', 1))
+    with pytest.raises(PackError, match=r"pack\.json: unreadable \(.*\); delete the folder and pack again"):
+        Pack.open(made.folder)
+
+
 @pytest.mark.parametrize("where", ["drive:packs/plain", "kept"])
 def test_a_kept_pack_is_one_tar_that_opens_without_decoding(place, monkeypatch, where):
     monkeypatch.chdir(place)

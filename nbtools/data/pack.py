@@ -105,28 +105,27 @@ class Pack:
         folder = Path(folder)
         try:
             manifest = disk.unsealed((folder / MANIFEST).read_bytes())
-            version = manifest["version"]
+            if (version := manifest["version"]) != FORMAT:
+                raise PackError(f"{folder}: pack version {version}, this nbtools reads {FORMAT}; pack again")
+            files = {name: (entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
+            card = Card.from_dict(manifest["card"])
         except FileNotFoundError:
             raise PackError(
                 f"{folder}: no {MANIFEST}, so this is not a pack; make one with task.pack(source)"
             ) from None
-        except (ValueError, OSError, LookupError, TypeError) as error:
+        except (ValueError, OSError, LookupError, TypeError, AttributeError) as error:
             if disk.is_away(error):
                 with disk.explained("opening a pack", folder):
                     raise
             raise PackError(f"{folder / MANIFEST}: unreadable ({error}); delete the folder and pack again") from None
-        if version != FORMAT:
-            raise PackError(f"{folder}: pack version {version}, this nbtools reads {FORMAT}; pack again")
-        for name, entry in manifest["files"].items():
+        for name, (wanted, _) in files.items():
             path = folder / name
             size = path.stat().st_size if path.exists() else None
-            if size != entry["size"]:
+            if size != wanted:
                 came = "is missing" if size is None else f"has {size} bytes"
-                raise PackError(
-                    f"{path}: {came}, the manifest says {entry['size']} bytes; delete the folder and pack again"
-                )
+                raise PackError(f"{path}: {came}, the manifest says {wanted} bytes; delete the folder and pack again")
         lease(folder.absolute())
-        return cls(folder, Card.from_dict(manifest["card"]), manifest)
+        return cls(folder, card, manifest)
 
     def verify(self) -> Self:
         """Compare every file's SHA-256 with the manifest; raises PackError naming the first that differs."""
