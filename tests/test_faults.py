@@ -1,11 +1,16 @@
 """Nothing is lost: a share of what `make faults` counts, and that its machinery notices what it is there for."""
 
+import os
+import re
+import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 from archives import tar_bytes
+from faults import __main__ as faults
 from faults import kills, mutations, operations
 from faults.jobs import JOBS
 
@@ -23,6 +28,25 @@ def root(tmp_path, monkeypatch) -> Iterator[Path]:
     memory = TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
     yield Path(memory.name)
     memory.cleanup()
+
+
+def test_a_batch_that_fails_or_is_killed_is_noted_and_the_other_parts_go_on(tmp_path, monkeypatch, root):
+    def fails(name, *_):
+        if name == "tar":
+            raise OSError(5, "Input/output error", tempfile.mkdtemp())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(faults, "DONE", tmp_path / "faults.jsonl")
+    monkeypatch.setattr(mutations, "swept", fails)
+    parts = ["mutations: tar", "mutations: zip", "truncations: zip"]
+    for _ in range(2):  # a part that failed is tried again by the next call
+        lines = faults.run([*parts], 10, 2)
+    text = faults.page(lines)
+    assert "| zip | 1 of 1 | 625 | 0 | refused 625 |" in text
+    assert "| tar | 10,000 of 1,000,000 | 0 | 2 |  |" in text
+    assert re.search(r"\| mutations: tar, from seed 5000 on: OSError: \[Errno 5\] Input/output error: '\w*' \|", text)
+    assert "| mutations: zip, from seed 0 on: killed by signal 9 |" in text
+    assert str(tmp_path) not in text
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -129,7 +129,7 @@ def came_of(found: tuple[int, str], seeds: str) -> Line:
 
 def plain(text: str) -> str:
     """Without the folders of this machine."""
-    text = re.sub(rf"({tempfile.gettempdir()}|/dev/shm)/tmp\w+/", "", text)
+    text = re.sub(rf"({tempfile.gettempdir()}|/dev/shm)/tmp\w+/?", "", text)
     for folder in (sys.prefix, sys.base_prefix, ROOT):
         text = text.replace(f"{folder}/", "")
     return text
@@ -192,7 +192,18 @@ def page(lines: list[Line]) -> str:
         mine = [line for line in lines if line["part"].startswith(f"{kind}: ")]
         if mine:
             text += ["", f"## {kind.capitalize()}", "", *section(kind, unit, mine)]
+    if any(line["wrong"] for line in lines):
+        text += ["", "## What was wrong", "", "`benchmarks/LOG.md` says what became of each.", ""]
+        text += ["| commit | case |", "| --- | --- |"]
+        text += [f"| {line['commit']} | {brief(one)} |" for line in lines for one in line["wrong"]]
     return "\n".join(text) + "\n"
+
+
+def brief(wrong: str) -> str:
+    """What is said about a case, of a traceback its last call or error, as a cell of a table."""
+    first, *rest = (part.strip().replace("|", r"\|") for part in wrong.strip().splitlines())
+    last = rest[0 if "most recent call first" in first else -1] if rest else ""
+    return f"{first.partition('Traceback (most')[0].strip()} {last}".strip()
 
 
 def section(kind: str, unit: str, lines: list[Line]) -> Iterator[str]:
