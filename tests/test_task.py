@@ -16,7 +16,7 @@ from acting import QUIET
 from torch import nn
 
 import nbtools as nb
-from nbtools.data import Entry, Survey, build
+from nbtools.data import Entry, Survey, parallel
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.live.samples import Previews
 from nbtools.train import Sums, evaluation, loop
@@ -104,9 +104,8 @@ def test_what_two_functions_leave_out_has_its_default(pack):
 
 def test_a_survey_and_a_reader_make_a_pack(tmp_path, monkeypatch):
     """However long that takes, the reader stays in this process: it may have a handle that threads share."""
-    monkeypatch.setattr(build, "SHORT", 0.0)
-    monkeypatch.setattr(build, "CHUNK", 4)
-    monkeypatch.setattr(build, "cores", lambda: 2)
+    for name, value in {"SHORT": 0.0, "CHUNK": 4, "cores": lambda: 2}.items():
+        monkeypatch.setattr(parallel, name, value)
     readers = set()
 
     class Packing(Least):
