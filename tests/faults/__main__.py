@@ -39,7 +39,7 @@ DONE, PAGE = ROOT / "benchmarks" / "results" / "faults.jsonl", ROOT / "benchmark
 Line = dict[str, Any]
 
 KILLS, SHARES = 3000, 50
-FILES = {"tar": 1_000_000, "tar.gz": 1_000_000, "tar.xz": 1_000_000, "zip": 1_000_000, "labels": 100_000}
+ARCHIVES, OTHERS = 1_000_000, 100_000  # files of each format
 COUNTS = {
     **{f"kills: {name}": -(-KILLS // len(kills.CASES)) for name in kills.CASES},
     **{f"operations: {name}": SHARES for name in JOBS},
@@ -47,7 +47,7 @@ COUNTS = {
     **{f"gone: {name}": 1 for name, job in JOBS.items() if job.far},
     **{f"memory: {name}": 1 for name in memory.CASES},
     **{f"stagers: {name}": 200 for name in stagers.CASES},
-    **{f"mutations: {name}": FILES.get(name, 20_000) for name in mutations.CASES},
+    **{f"mutations: {name}": ARCHIVES if name in mutations.FORMS else OTHERS for name in mutations.CASES},
     **{f"truncations: {form}": 1 for form in mutations.FORMS},
 }
 KINDS = {  # what the seeds of a part count, and how many at once: some seconds' worth
