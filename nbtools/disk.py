@@ -324,8 +324,14 @@ class Lock:
     def __exit__(self, *_) -> None:
         HELD.discard(self)
         if self.descriptor >= 0:  # else this is a fork of the owner
-            os.close(self.descriptor)
-            self.descriptor = -1
+            if not self.shared:  # at once: a fork that has just begun has not closed its own yet
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+            self.close()
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        self.descriptor = -1
 
     def held(self) -> bool:
         """Whether somebody has it now; only with wait=False. Raises DiskError where that is unknown."""
@@ -351,7 +357,7 @@ class Lock:
 def leave_to_the_parent() -> None:
     """After a fork: the locks are the parent's alone."""
     while HELD:
-        HELD.pop().__exit__()
+        HELD.pop().close()
 
 
 os.register_at_fork(after_in_child=leave_to_the_parent)

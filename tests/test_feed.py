@@ -17,6 +17,7 @@ import toy
 from hypothesis import given
 from hypothesis import strategies as st
 from packs import pack_of
+from torch.utils.data import DataLoader, TensorDataset
 
 from nbtools.data import Resident, Workers, batches_left, choose, feed, gather, in_order, lengths_of, open_feed
 from nbtools.data.feed import Streamed
@@ -156,6 +157,29 @@ def test_an_interrupt_that_reaches_the_workers_too_ends_none_of_them(pack):
     for child in multiprocessing.active_children():
         os.kill(child.pid or 0, signal.SIGINT)
     assert [*ids, *(i for raw in found for i in raw["id"].tolist())] == np.concatenate(batches).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:This DataLoader will create:UserWarning")
+def test_an_interrupt_while_workers_start_waits_until_all_that_ends_them_is_in_place():
+    """In the middle of it torch's queue would keep its lock, and a process would be nobody's."""
+
+    class Interrupted(list):
+        def __iter__(self):
+            for at, batch in enumerate(super().__iter__()):
+                if at == 1:
+                    signal.raise_signal(signal.SIGINT)
+                asked.append(at)
+                yield batch
+
+    asked, batches, own = [], Interrupted([[k] for k in range(9)]), signal.getsignal(signal.SIGINT)
+    loader = feed.Loader(DataLoader(TensorDataset(torch.arange(9)), batch_sampler=batches, num_workers=2), batches)
+    with pytest.raises(KeyboardInterrupt):
+        loader.begin()
+    assert asked == [0, 1, 2, 3], "two for each worker"
+    assert len(loader.processes) == 2
+    assert signal.getsignal(signal.SIGINT) is own
+    loader.end()
+    assert not multiprocessing.active_children()
 
 
 def test_samples_without_any_length_are_fed_as_padding(tmp_path):

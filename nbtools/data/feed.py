@@ -10,7 +10,7 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ from nbtools import table
 from nbtools.data.pack import Pack, collate
 from nbtools.data.progress import say
 from nbtools.errors import TrainError
+from nbtools.interrupt import HeldInterrupt
 
 Raw = dict[str, Tensor]
 Segments = Sequence[Sequence[int]]  # [(batch size, batches done with it)] since the start of the epoch
@@ -351,41 +352,47 @@ class Loader:
     loader: DataLoader
     batches: list[list[Any]]
     processes: list[BaseProcess] = field(default_factory=list)
+    waiting: threading.RLock = field(default_factory=threading.RLock)  # of two threads one is told of a process's end
 
     def begin(self) -> Iterator[Raw]:
         """Its stream. torch has SIGCHLD raise wherever this process is, as in the middle of a step; without that a
-        killed worker is found where a batch is waited for, within 5 s."""
-        handler, others = signal.getsignal(signal.SIGCHLD), active_children()
-        try:
-            stream = iter(self.loader)
-        finally:
-            self.processes += [process for process in active_children() if process not in others]
-        if threading.current_thread() is threading.main_thread():
-            theirs = getattr(handler, "__module__", "").startswith("torch.")  # of a loader of the user's
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL if theirs or handler is None else handler)
-        return stream
+        killed worker is found where a batch is waited for, within 5 s. An interrupt waits until all of this is done:
+        it would leave a process that nobody ends, or a queue's lock held, for which the stream's end waits for ever."""
+        with HeldInterrupt():
+            handler, others = signal.getsignal(signal.SIGCHLD), active_children()
+            try:
+                return iter(self.loader)
+            finally:
+                self.processes += [process for process in active_children() if process not in others]
+                if threading.current_thread() is threading.main_thread():
+                    theirs = getattr(handler, "__module__", "").startswith("torch.")  # of a loader of the user's
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL if theirs or handler is None else handler)
 
     def killed(self) -> str:
         """Which process was killed, in words, after ending the others; "" if all live. Its connection may end a moment
         before it does."""
-        ended = wait([process.sentinel for process in self.processes], 1.0 if self.processes else 0.0)
-        for process in self.processes:
-            if process.sentinel in ended:  # its files are closed, which comes before its end
-                process.join(1.0)
-        gone = [process for process in self.processes if not process.is_alive()]
-        if not gone:
-            return ""
-        self.end()  # one may wait for a lock that the killed one held
+        with self.waiting:
+            ended = wait([process.sentinel for process in self.processes], 1.0 if self.processes else 0.0)
+            for process in self.processes:
+                if process.sentinel in ended:  # its files are closed, which comes before its end
+                    process.join(1.0)
+            gone = [process for process in self.processes if not process.is_alive()]
+            if not gone:
+                return ""
+            self.end()  # one may wait for a lock that the killed one held
         code = gone[0].exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         memory = ", as by a system whose memory runs out" if -code == signal.SIGKILL else ""
         return f"worker process {gone[0].pid} {how}{memory}"
 
-    def end(self) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join(5.0)  # a disk that does not answer holds it longer
+    def end(self, first: Collection[Any] = ()) -> None:
+        """Kill them all. first: the sentinels of those that ended before, of which `killed` is to tell."""
+        with self.waiting:
+            self.processes.sort(key=lambda process: process.sentinel not in first)
+            for process in self.processes:
+                process.kill()
+            for process in self.processes:
+                process.join(5.0)  # a disk that does not answer holds it longer
 
 
 def ignore_signals(worker: int) -> None:

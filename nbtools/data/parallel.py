@@ -174,7 +174,5 @@ def begin_worker(worker: int) -> None:
 def watch(workers: Loader, stream: Any) -> None:
     """End all once one ends. Killed in the middle of sending, it has the lock that the others need to send; and whoever
     receives waits for the rest of it until nobody is left who could send it, this process included."""
-    ended = wait([process.sentinel for process in workers.processes])
-    workers.processes.sort(key=lambda process: process.sentinel not in ended)  # the first is the one to tell of
-    workers.end()
+    workers.end(first=wait([process.sentinel for process in workers.processes]))
     stream._worker_result_queue._writer.close()

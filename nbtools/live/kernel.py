@@ -11,15 +11,16 @@ import asyncio
 import contextvars
 import inspect
 import math
-import signal
 import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+
+from nbtools.interrupt import HeldInterrupt
 
 COMMS = frozenset({"comm_open", "comm_msg", "comm_close", "comm_info_request", "kernel_info_request"})
 """Messages that widgets send, and that a reloaded page sends before it shows them. Everything else waits for the
@@ -101,7 +102,7 @@ class Messages:
             self.__exit__()
         return count
 
-    def _answer(self, message: list, box: "Queued | Received", interrupt: "HeldInterrupt") -> None:
+    def _answer(self, message: list, box: "Queued | Received", interrupt: HeldInterrupt) -> None:
         """Do what Kernel.dispatch_shell does, for one comm message in the middle of a cell.
 
         Frontends wait for the busy and idle of each message before they send a slider's next value, and recognise the
@@ -209,42 +210,6 @@ class Received:
             result = self._receiver(message)
             if inspect.iscoroutine(result):
                 self._stream.io_loop.asyncio_loop.create_task(result)
-
-
-class HeldInterrupt:
-    """Holds SIGINT until the block ends: a message between two queues, or a half restored header, would be lost."""
-
-    def __enter__(self) -> "HeldInterrupt":
-        self._came = False
-        self._main = threading.current_thread() is threading.main_thread()  # only there signals arrive
-        if self._main:
-            self._before = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self._main:
-            self._restore()
-
-    def _note(self, *_) -> None:
-        self._came = True
-
-    def _restore(self) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if self._before is None else self._before)
-        if self._came:
-            self._came = False
-            signal.raise_signal(signal.SIGINT)
-
-    @contextmanager
-    def let_through(self) -> Iterator[None]:
-        """A callback may take long, so it can be interrupted as usual."""
-        if not self._main:
-            yield
-            return
-        try:
-            self._restore()
-            yield
-        finally:
-            signal.signal(signal.SIGINT, self._note)
 
 
 def running_kernel() -> Any:
