@@ -242,12 +242,14 @@ def test_the_last_picture_stays_that_of_a_run_that_failed_while_one_was_drawn(pa
 # -- what is verified
 
 
+@pytest.mark.parametrize("seal", ["seal", "3eal"])
 @pytest.mark.parametrize("name", ["run.json", "the checkpoint's JSON"])
-def test_a_number_changed_on_the_disk_is_noticed(pack, tmp_path, name):
+def test_a_number_changed_on_the_disk_is_noticed(pack, tmp_path, name, seal):
     run = nb.fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET)
     newest = checkpoint.names(run.folder)[0]
     path = run.folder / ("run.json" if name == "run.json" else f"{newest}.json")
-    path.write_text(path.read_text().replace(newest if name == "run.json" else '"step": ', '"step": 1', 1))
+    text = path.read_text().replace('"seal"', f'"{seal}"')
+    path.write_text(text.replace(newest if name == "run.json" else '"step": ', '"step": 1', 1))
     if name == "run.json":
         with pytest.raises(CheckpointError, match=r"run\.json: not "):
             nb.Run.open(run.folder, toy)

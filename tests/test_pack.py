@@ -374,9 +374,21 @@ def test_a_manifest_without_its_seal_that_lacks_something_is_refused(place, lost
     """As a pack of an older nbtools has none, and damage may take the seal with it."""
     made = pack(vectors(place / "raw"))
     text = (made.folder / MANIFEST).read_text()
-    (made.folder / MANIFEST).write_text(text.replace('"seal"', '"sea"').replace(lost, '"x"', 1))
+    (made.folder / MANIFEST).write_text(text.replace(text.splitlines(keepends=True)[1], "").replace(lost, '"x"', 1))
     with pytest.raises(PackError, match=r"pack\.json: unreadable \(.*\); delete the folder and pack again"):
         Pack.open(made.folder)
+
+
+def test_a_manifest_whose_seal_lost_its_name_is_refused_and_one_without_is_of_an_older_nbtools(place):
+    made = pack(vectors(place / "raw"))
+    path = made.folder / MANIFEST
+    text = path.read_text()
+    for damaged in (text.replace('"seal"', '"s3al"'), text.replace('"seal": "', '"sel": "x', 1)):
+        path.write_text(damaged)
+        with pytest.raises(PackError, match=r"pack\.json: unreadable \(not as it was written"):
+            Pack.open(made.folder)
+    path.write_text(text.replace(text.splitlines(keepends=True)[1], ""))
+    assert Pack.open(made.folder).card == made.card
 
 
 @pytest.mark.parametrize("where", ["drive:packs/plain", "kept"])

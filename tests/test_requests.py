@@ -1,5 +1,6 @@
 """Requests to a run while it trains, here through control.json; buttons, fields, Ctrl-C and SIGTERM post the same."""
 
+import errno
 import json
 import math
 import os
@@ -24,7 +25,7 @@ from acting import QUIET, acting, asking, last_step, same, texts
 import nbtools as nb
 from nbtools import __main__ as terminal
 from nbtools.data import Pack
-from nbtools.errors import CheckpointError, TrainError
+from nbtools.errors import CheckpointError, DiskError, TrainError
 from nbtools.folder import only_one
 from nbtools.live import Plans, Requests, Surface, View, requests, send
 from nbtools.measure import Sampler
@@ -289,6 +290,23 @@ def test_a_forced_request_forces_no_request_of_somebody_else(tmp_path):
         received(tmp_path)
     send(tmp_path, [], {"lr": 1000.0}, force=True)
     assert received(tmp_path).state.plan.lr == 1000
+
+
+def test_a_request_that_cannot_be_read_is_not_overwritten(tmp_path, monkeypatch):
+    send(tmp_path, ["pause"])
+    real = Path.read_text
+
+    def failing(path, *args, **options):
+        if path.name == "control.json":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", failing)
+        with pytest.raises(DiskError, match=r"asking a run: .*control\.json.*Input/output error"):
+            send(tmp_path, ["save"])
+    send(tmp_path, ["save"])
+    assert json.loads((tmp_path / "control.json").read_text()) == {"do": ["pause", "save"]}
 
 
 def test_what_is_requested_while_the_run_reads_is_not_lost(tmp_path, monkeypatch):

@@ -18,12 +18,13 @@ from torch.distributed import is_torchelastic_launched
 
 from nbtools import disk
 from nbtools.errors import NbtoolsError, TrainError
-from nbtools.live.kernel import flush
+from nbtools.live.kernel import flush, running_kernel
 from nbtools.train import CONTROL, Plan, TrainState, checkpoint, doubts
 
 ACTIONS = ("pause", "resume", "stop", "evaluate", "save", "profile", "best", "undo")
 REFUSED = "refused: "  # the start of a row of the history that answers a request the run cannot fulfil
 UNFINISHED = 2.0  # seconds in which a file that is not JSON may still be being written: `echo … > control.json`
+SENDING = 0.3  # seconds for zmq's thread to send what a kernel has flushed: nothing tells when it has
 
 
 @dataclass
@@ -104,7 +105,7 @@ def send(
     if not path.parent.is_dir():
         raise TrainError(f"{folder}: does not exist, so no run can take a request; name the folder of a run")
     with disk.explained("asking a run", path), suppress(FileNotFoundError):  # the run takes it at any moment
-        waiting = parsed(read(path)) or {}
+        waiting = parsed(path.read_text(errors="replace")) or {}
     wanted = listed([*listed(waiting.pop("do", [])), *actions])
     before = waiting.pop("force", False)
     if waiting:
@@ -237,4 +238,6 @@ class FirstSignal:
         signal.signal(self.number, self.before)
         if self.came and self.later and error is None:  # an error has to be shown, which ends a process as well
             flush()
+            if running_kernel():
+                time.sleep(SENDING)
             self.deliver()
