@@ -119,8 +119,10 @@ class Notebook:
 
     def frames(self) -> list[tuple[float, float]]:
         """(height of a drawing, height of the frame that its labels are placed in), in pixels, of each chart."""
-        heights = "charts => charts.map(svg => [svg, svg.parentElement].map(e => e.getBoundingClientRect().height))"
-        return self.output(self.at).locator("svg[role=img]").evaluate_all(heights)
+        return self.output(self.at).evaluate(  # in one call: between two a frame may take the charts out of the page
+            """output => [...output.querySelectorAll('svg[role=img]')].map(
+                svg => [svg, svg.parentElement].map(each => each.getBoundingClientRect().height))"""
+        )
 
     def scrolled(self) -> dict[str, list[str]]:
         """What is wider than the output or scrolls sideways in it, and labels that are cut, in windows of each of
@@ -302,6 +304,12 @@ class Classic(Notebook):
     READY = "Jupyter.notebook.kernel?.widget_manager && Jupyter.notebook.kernel.info_reply.protocol_version"
     RUN_ALL, RUN = "Jupyter.notebook.execute_all_cells()", "cell => Jupyter.notebook.execute_cells([cell])"
     INTERRUPT, SAVE = "Jupyter.notebook.kernel.interrupt()", "Jupyter.notebook.save_notebook()"
+
+    def ready(self) -> None:
+        """Also until it has asked the kernel for its widgets: then widgetsnbextension 3 renders all outputs again, and
+        loses the widgets that they showed. Its second question is answered after its own."""
+        super().ready()
+        self.page.evaluate("Jupyter.notebook.kernel.widget_manager._loadFromKernel()")
 
 
 OPENED: dict[str, type[Notebook]] = {"lab": Lab, "classic": Classic}

@@ -191,8 +191,9 @@ class Visit:
 
     def charts(self) -> list[tuple[str, int, int]]:
         """(title, width, height) of the plots; both rounded to 20 px."""
-        found = self.output.locator(".nbt-plot").evaluate_all(
-            "all => all.map(p => [p.parentElement.querySelector('b').innerText, p.offsetWidth, p.offsetHeight])"
+        found = self.output.evaluate(  # in one call: between two a frame may take the charts out of the page
+            """output => [...output.querySelectorAll('.nbt-plot')].map(
+                plot => [plot.parentElement.querySelector('b').innerText, plot.offsetWidth, plot.offsetHeight])"""
         )
         return [(title.split()[0], round(width / 20), round(height / 20)) for title, width, height in found]
 
