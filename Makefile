@@ -38,7 +38,7 @@ test: .venv/ready .venv-colab/ready .venv-ipykernel-7.3/ready  ## every test but
 full: test  ## make test, and what takes too long for every change
 	@$(BIN)/python -m pytest -q -m full
 
-# The full counts take hours: it may be interrupted, and continues. FAULTS: names of parts, --processes.
+# The full counts take hours: it may be interrupted, and continues. FAULTS: names of parts, --processes, --anew.
 faults: .venv/ready  ## break things on purpose, count what comes of it: benchmarks/FAULTS.md; MINUTES=30 of it
 	@NBTOOLS_DEVICE=cpu OMP_NUM_THREADS=1 PYTHONPATH=tests:. nice -n 19 $(BIN)/python -m faults \
 	    $(if $(MINUTES),--minutes $(MINUTES)) $(FAULTS)

@@ -40,7 +40,8 @@ def test_a_batch_that_fails_or_is_killed_is_noted_and_the_other_parts_go_on(tmp_
     monkeypatch.setattr(mutations, "swept", fails)
     parts = ["mutations: tar", "mutations: zip", "truncations: zip"]
     for _ in range(2):  # a part that failed is tried again by the next call
-        lines = faults.run([*parts], 10, 2)
+        lines, any_wrong = faults.run([*parts], 10, 2)
+        assert any_wrong
     text = faults.page(lines)
     assert "| zip | 1 of 1 | 625 | 0 | refused 625 |" in text
     assert "| tar | 10,000 of 1,000,000 | 0 | 2 |  |" in text
@@ -90,6 +91,21 @@ def test_a_mutated_file_is_refused_in_a_sentence_or_read_right(name, root):
     assert totals.total() == count
     if name in mutations.FORMS:
         assert totals["refused before extraction"] < 0.7 * count
+
+
+ONCE_WRONG = sorted(
+    {
+        (found[1], int(found[2]))
+        for line in faults.recorded()
+        for wrong in line["wrong"]
+        if (found := re.match(r"(.*), seed (\d+): ", wrong)) and line["part"] == f"mutations: {found[1]}"
+    }
+)
+
+
+@pytest.mark.parametrize(("name", "seed"), ONCE_WRONG)
+def test_a_mutated_file_that_was_once_wrong_is_right_now(name, seed, root):
+    assert mutations.swept(name, [seed], root)[1] == []
 
 
 @pytest.mark.parametrize("form", mutations.FORMS)

@@ -1,9 +1,9 @@
 """`make faults`: all parts side by side, until each has its count; interrupted and started again, it continues.
 
-    python -m faults [PART …] [--minutes 30] [--processes 2]
+    python -m faults [PART …] [--minutes 30] [--processes 2] [--anew]
 
 What is done is kept in benchmarks/results/faults.jsonl, a line for each part and commit with its seeds; from these
-benchmarks/FAULTS.md is written.
+benchmarks/FAULTS.md is written. Ends with 1 where one of its own cases was wrong.
 """
 
 from __future__ import annotations
@@ -94,18 +94,21 @@ def due(parts: list[str], at: Counter[str]) -> tuple[str, int, int] | None:
     return (behind, at[behind], count) if count > 0 else None
 
 
-def run(parts: list[str], minutes: float, processes: int) -> list[Line]:
-    """All lines, those of earlier calls too."""
+def run(parts: list[str], minutes: float, processes: int, anew: bool = False) -> tuple[list[Line], bool]:
+    """(all lines, those of earlier calls too; whether a case of this call was wrong). anew: what other commits have
+    done does not count."""
     end, about = time.monotonic() + 60 * minutes, {"commit": commit(), "machine": machine()}
-    lines: list[Line] = list(map(json.loads, DONE.read_text().splitlines())) if DONE.exists() else []
-    at = Counter({line["part"]: line["start"] + line["count"] for line in sorted(lines, key=lambda x: x["start"])})
+    lines = recorded()
+    before = sorted((line for line in lines if not anew or line["commit"] == about["commit"]), key=lambda x: x["start"])
+    at = Counter({line["part"]: line["start"] + line["count"] for line in before})
     running: dict[Child, tuple[str, int, int]] = {}
+    any_wrong = False
     while True:
         while len(running) < processes and time.monotonic() < end and (following := due(parts, at)):
             at[following[0]] += following[2]
             running[Child(lambda following=following: json.dumps(batch(*following)), limit=LIMIT)] = following
         if not running:
-            return lines
+            return lines, any_wrong
         time.sleep(0.05)
         for child, found in [(child, found) for child in running if (found := child.ended())]:
             part, start, count = running.pop(child)
@@ -113,10 +116,15 @@ def run(parts: list[str], minutes: float, processes: int) -> list[Line]:
             if found[0] != RETURNED and part in parts:
                 parts.remove(part)  # the next ones would probably end so too
             line |= came_of(found, f"{part}, from seed {start} on")
+            any_wrong |= bool(line["wrong"])
             print(f"{part}: {start + count:,} of {COUNTS[part]:,}", flush=True)
             print(*line["wrong"], sep="\n", end="\n" if line["wrong"] else "", flush=True)
             lines = list(merged([*lines, line]))
             disk.write_atomic(DONE, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def recorded() -> list[Line]:
+    return list(map(json.loads, DONE.read_text().splitlines())) if DONE.exists() else []
 
 
 def came_of(found: tuple[int, str], seeds: str) -> Line:
@@ -251,14 +259,15 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", help=f"beginnings of: {', '.join(COUNTS)}")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which it stops, to be continued")
     parser.add_argument("--processes", type=int, default=cores(), help="at once")
+    parser.add_argument("--anew", action="store_true", help="do all at this commit, whatever others have done")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     png.draw = lambda *_: b"\x89PNG"
     parts = [part for part in COUNTS if not asked.parts or part.startswith(tuple(asked.parts))]
-    lines = run(parts, asked.minutes, asked.processes)
+    lines, any_wrong = run(parts, asked.minutes, asked.processes, asked.anew)
     disk.write_atomic(PAGE, page(lines))
     print(PAGE.read_text())
-    return any(line["wrong"] for line in lines)
+    return any_wrong
 
 
 if __name__ == "__main__":

@@ -359,16 +359,12 @@ def cvat_case(rng: random.Random, place: Path) -> str:
     return "accepted"
 
 
-TEMPLATES: dict[str, Path] = {}
-
-
 def template(name: str, make: Callable[[Path], object]) -> Path:
     """What `make` leaves under this name, made once."""
-    if name not in TEMPLATES:
-        folder = Path(os.environ["FAULTS_PLACE"]) / f"made-{name}"
+    folder = Path(os.environ["FAULTS_PLACE"]) / f"made-{name}"
+    if not folder.exists():
         make(folder)
-        TEMPLATES[name] = folder / name
-    return TEMPLATES[name]
+    return folder / name
 
 
 CASES: dict[str, Callable[[random.Random, Path], str]] = {
