@@ -167,16 +167,17 @@ def sealed(values: dict[str, Any]) -> str:
 
 
 def unsealed(data: str | bytes) -> dict[str, Any]:
-    """Raises ValueError for what is not a JSON object, or not as it was sealed; one without a seal is of an older
-    nbtools, unless it begins with a hash all the same: then the seal's name is what was damaged."""
+    """Raises ValueError for what is not a JSON object, or not as it was sealed. A file without a seal is from an older
+    nbtools, unless its first value is a hash: then the seal's name was damaged."""
     try:
         values = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
     if not isinstance(values, dict):
         raise ValueError("not a JSON object")
     seal = values.pop("seal", None)
-    nameless = seal is None and bool(re.fullmatch(LIKE_A_SEAL, str(next(iter(values.values()), ""))))
+    first = next(iter(values.values()), None)
+    nameless = seal is None and isinstance(first, str) and bool(re.fullmatch(LIKE_A_SEAL, first))
     if nameless or seal not in (None, seal_of(values)):
         raise ValueError("not as it was written: its hash differs")
     return values
@@ -285,7 +286,7 @@ def explained(doing: str, path: Path) -> Iterator[None]:
                 "Free some space, or choose another disk.",
             )
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            reason, advice = "this folder is not writable", "Choose another folder, or change its permissions."
+            reason, advice = os.strerror(error.errno), "Choose another folder, or change its permissions."
         elif error.errno in (errno.ENOTDIR, errno.EEXIST):
             reason, advice = "a file is where a folder should be", "Move it, or choose another folder."
         else:
@@ -296,7 +297,7 @@ def explained(doing: str, path: Path) -> Iterator[None]:
         raise errors.DiskError(f"{doing}: {error.filename or path}: {reason}. {advice}", entry=entry) from error
 
 
-HELD: "set[Lock]" = set()  # those of this process that nobody shares
+HELD: "set[Lock]" = set()  # exclusive locks that this process holds or waits for
 
 
 class Lock:

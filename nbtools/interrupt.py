@@ -1,4 +1,4 @@
-"""An interrupt held back where it would tear something: a message between two queues, a lock that nobody gives back."""
+"""Holds SIGINT where it would leave something half done: a message between two queues, a lock never released."""
 
 import signal
 import threading

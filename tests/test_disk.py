@@ -4,10 +4,12 @@ import errno
 import itertools
 import multiprocessing
 import os
+import signal
 import time
 from pathlib import Path
 
 import pytest
+from serving import until
 
 from nbtools import disk, errors
 
@@ -70,7 +72,7 @@ def test_a_folder_is_published_at_once_and_never_over_a_filled_one(tmp_path, cou
     assert len(os.listdir(tmp_path / "data" / "sub")) == count
 
 
-EXPLAINED = {errno.ENOSPC: "the disk is full", errno.EROFS: "not writable", errno.EIO: "Input/output error"}
+EXPLAINED = {errno.ENOSPC: "the disk is full", errno.EROFS: "Read-only file system", errno.EIO: "Input/output error"}
 
 
 @pytest.mark.parametrize(("code", "words"), EXPLAINED.items())
@@ -106,22 +108,27 @@ def hold(path, marks):
         (marks / f"{os.getpid()}-out").write_text(str(time.monotonic_ns()))
 
 
-def test_a_fork_of_its_owner_does_not_hold_a_lock_and_one_that_is_shared_is_held_to_its_last_fork(tmp_path):
-    """The workers of a run that is killed live on for a moment, in which it can be started again."""
-
-    def sleeping():
-        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+def own_and_be_killed(path, shared, left):
+    """Take a lock, leave a fork that lives on, and be killed."""
+    with disk.Lock(path, shared=shared):
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         process.start()
-        return process
+        left.send(process.pid)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    for shared in (False, True):
-        with disk.Lock(path := tmp_path / f"x-{shared}", shared=shared):
-            left = sleeping()
-            assert disk.Lock(path, wait=False).held()
-        assert disk.Lock(path, wait=False).held() == shared
-        left.kill()
-        left.join()
-        assert not disk.Lock(path, wait=False).held()
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_fork_of_its_owner_does_not_hold_a_lock_and_one_that_is_shared_is_held_to_its_last_fork(tmp_path, shared):
+    """The workers of a run that is killed live on for a moment, in which it can be started again."""
+    context, path = multiprocessing.get_context("fork"), tmp_path / "x"
+    told, tell = context.Pipe(duplex=False)
+    owner = context.Process(target=own_and_be_killed, args=(path, shared, tell))
+    owner.start()
+    left = told.recv()
+    owner.join()
+    assert disk.Lock(path, wait=False).held() == shared
+    os.kill(left, signal.SIGKILL)
+    until(lambda: not disk.Lock(path, wait=False).held(), "the end of the last fork")
 
 
 def test_only_one_process_is_inside_a_lock(tmp_path):

@@ -182,6 +182,30 @@ def test_an_interrupt_while_workers_start_waits_until_all_that_ends_them_is_in_p
     assert not multiprocessing.active_children()
 
 
+class Stuck(TensorDataset):
+    """Samples of which those from the third on are on a disk that does not respond."""
+
+    def __getitem__(self, index):
+        if index >= 2:
+            time.sleep(60)
+        return super().__getitem__(index)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:This DataLoader will create:UserWarning")
+def test_an_interrupt_acts_at_once_where_workers_that_are_there_do_not_answer():
+    """An epoch was left early, and the next waits for the batches that were on their way."""
+    batches = [[k] for k in range(5)]
+    options = {"num_workers": 2, "persistent_workers": True, "worker_init_fn": feed.ignore_signals}
+    loader = feed.Loader(DataLoader(Stuck(torch.arange(5)), batch_sampler=batches, **options), batches)
+    assert [found.item() for (found,), _ in zip(loader.begin(), range(2), strict=False)] == [0, 1]
+    threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        loader.begin()
+    assert time.monotonic() - started < 30
+    loader.end()
+
+
 def test_samples_without_any_length_are_fed_as_padding(tmp_path):
     samples = [{"text": np.full(n, i + 1), "other": np.zeros(0)} for i, n in enumerate([0, 2, 0])]
     made = pack_of(samples, tmp_path, ragged={"text", "other"})

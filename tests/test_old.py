@@ -47,6 +47,16 @@ def test_an_old_run_opens_predicts_and_resumes_on_the_old_pack(old, tmp_path):
     assert [row["epoch"] for row in resumed.history.of("epoch")] == [0, 1, 2, 3]
 
 
+def test_a_best_metric_with_as_many_digits_as_a_hash_is_no_hash(old, tmp_path):
+    """Older facts of the best weights have no seal, and begin with the metric."""
+    path = old / "run" / "0001-00000002.weights.json"
+    path.write_text(path.read_text().replace("0.1,", f"{5 / 6},"))
+    assert nb.Run.open(old / "run", toy).model() is not None
+    pack, plan = toy.pack(old / "pack.tar", ragged=True), toy.PLAN.replace(epochs=3)
+    nb.fit(toy, pack, plan, old / "run", tmp_path / "kept", receipt=False, progress=False)
+    assert nb.Run.open(tmp_path / "kept", toy).best
+
+
 def test_what_is_written_now_names_its_maker(tmp_path, monkeypatch):
     monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
     pack = toy.pack(toy.demo(tmp_path / "raw", 40), into=tmp_path / "pack")

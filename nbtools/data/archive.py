@@ -357,7 +357,9 @@ def in_zip(file: IO[bytes], reader: zipfile.ZipFile, names: Names, limit: int, p
             )
         if name is not None and not info.is_dir():
             if info.CRC and not info.file_size:  # zipfile compares no checksum where nothing is to be read
-                raise ArchiveError("has no bytes, but the checksum of some: it is damaged")
+                raise ArchiveError(
+                    "is empty, but has the checksum of a file that is not: copy or download the archive again"
+                )
             start = starts[info.header_offset]
             place = Place(start, info.compress_size, info.file_size, info.compress_type, info.CRC)
             yield name, place, partial(reader.open, info)  # compares the CRC at the end

@@ -11,7 +11,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -352,13 +352,16 @@ class Loader:
     loader: DataLoader
     batches: list[list[Any]]
     processes: list[BaseProcess] = field(default_factory=list)
-    waiting: threading.RLock = field(default_factory=threading.RLock)  # of two threads one is told of a process's end
+    waiting: threading.RLock = field(
+        default_factory=threading.RLock
+    )  # a second thread that waits for a process finds it alive for a moment
 
     def begin(self) -> Iterator[Raw]:
         """Its stream. torch has SIGCHLD raise wherever this process is, as in the middle of a step; without that a
-        killed worker is found where a batch is waited for, within 5 s. An interrupt waits until all of this is done:
-        it would leave a process that nobody ends, or a queue's lock held, for which the stream's end waits for ever."""
-        with HeldInterrupt():
+        killed worker is found where a batch is waited for, within 5 s. An interrupt is held while processes start: it
+        could leave one that nobody ends, or a queue's lock held, on which closing the stream would wait for ever. With
+        workers that are there it acts at once, as their last batches may be on a disk that does not respond."""
+        with nullcontext() if self.processes else HeldInterrupt():
             handler, others = signal.getsignal(signal.SIGCHLD), active_children()
             try:
                 return iter(self.loader)
@@ -386,7 +389,7 @@ class Loader:
         return f"worker process {gone[0].pid} {how}{memory}"
 
     def end(self, first: Collection[Any] = ()) -> None:
-        """Kill them all. first: the sentinels of those that ended before, of which `killed` is to tell."""
+        """Kill them all. first: sentinels of those that had already ended; `killed` reports one of them."""
         with self.waiting:
             self.processes.sort(key=lambda process: process.sentinel not in first)
             for process in self.processes:

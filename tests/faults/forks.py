@@ -38,15 +38,15 @@ class Child:
             warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
             self.pid = os.fork()
         if self.pid == 0:
-            os.setsid()
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-            os.environ.update(env or {})
-            tqdm.set_lock(threading.RLock())  # its own is shared by processes, and stays with one that is killed
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            for stream in (1, 2):
-                os.dup2(nowhere, stream)
-            faulthandler.register(signal.SIGUSR1, file=self.answer)
             try:
+                os.setsid()
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+                os.environ.update(env or {})
+                tqdm.set_lock(threading.RLock())  # its own is shared by processes, and stays with one that is killed
+                nowhere = os.open(os.devnull, os.O_RDWR)
+                for stream in (1, 2):
+                    os.dup2(nowhere, stream)
+                faulthandler.register(signal.SIGUSR1, file=self.answer)
                 code, text = DONE, repr(job())
             except NbtoolsError as error:
                 code, text = REFUSED, f"{type(error).__name__}: {error}"
