@@ -82,6 +82,18 @@ def test_where_files_changed_only_their_tars_are_written_and_the_others_go(place
     assert tree(stage("drive:sets/raw")) == tree(raw)
 
 
+def test_files_that_are_not_ours_stay_whatever_their_names_and_what_an_earlier_call_left_goes(place, raw):
+    folder = place / "drive" / "sets" / "raw"
+    theirs = ["shard-00000.tar", "shard-00001-of-00004.tfrecord", "shard-00002-notes.json", "shards.json.old.part"]
+    ours = ["shard-00099-0123456789ab.tar", "shard-00099-0123456789ab.json", "shard-00099.new", "shard-00099.new.part"]
+    ours += ["shards.json.7-7.part", "shard-00099-0123456789ab.json.7-7.part"]
+    for name in (*theirs, *ours):
+        put(folder / name, b'{"text": "mine"}')
+    names = {path.name for path in shard(raw).iterdir()}
+    assert names.issuperset(theirs)
+    assert names.isdisjoint(ours)
+
+
 @pytest.fixture
 def few(raw) -> Path:
     for path in list(raw.rglob("*.bin"))[4:]:
@@ -135,6 +147,34 @@ def test_a_flipped_bit_and_a_missing_shard_are_found_and_nothing_is_published(pl
     put(folder / "shards.json", b"{}")
     with pytest.raises(errors.StageError, match=r"shards\.json: cannot be read .*Write the shards again"):
         stage("drive:sets/raw")
+
+
+@pytest.mark.parametrize("damage", ["zeros", "another JSON", "a flipped bit", "no bytes at all", "a missing shard"])
+def test_writing_the_shards_again_mends_what_staging_refuses(place, raw, monkeypatch, damage):
+    monkeypatch.setattr(transfer, "PAUSE", 0.001)
+    before = tree(shard(raw))
+    folder = place / "drive" / "sets" / "raw"
+    manifest, first = folder / "shards.json", min(folder.glob("*.tar"))
+    data = first.read_bytes()
+    if damage == "a missing shard":
+        first.unlink()
+    elif damage == "a flipped bit":
+        first.write_bytes(data[:1500] + bytes([data[1500] ^ 1]) + data[1501:])
+    else:
+        manifest.write_bytes({"zeros": bytes(50), "another JSON": b"{}"}.get(damage, b""))
+    with pytest.raises(errors.StageError, match=rf"{first.name}|Write the shards again"):
+        stage("drive:sets/raw")
+    assert tree(shard(raw)) == before
+    assert tree(stage("drive:sets/raw")) == tree(raw)
+
+
+def test_an_unreadable_note_of_an_interrupted_call_is_written_anew(place, few):
+    before = tree(shard(few))
+    folder = place / "drive" / "sets" / "raw"
+    (folder / "shards.json").unlink()
+    for name, data in {"a": bytes(9), "b": b"[]", "c": b"7", "d": b'{"file": 7, "size": 1}'}.items():
+        put(folder / f"shard-00000-{name * 12}.json", data)
+    assert tree(shard(few)) == before
 
 
 def test_stop_ends_the_copying_of_the_other_shards(place, raw, monkeypatch):

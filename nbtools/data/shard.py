@@ -20,7 +20,9 @@ from nbtools.errors import StageError
 LEAST, MOST = 500_000_000, 2_000_000_000  # bytes: smaller ones are many, larger ones long to copy again
 SHARD = 1_000_000_000
 NAME = "shard-"
-OURS = re.compile(rf"{NAME}\d{{5}}.*|{SHARDS}\..*\.part")
+OURS = re.compile(  # all that a call writes or leaves: other files of such a name, as WebDataset's, are not touched
+    rf"{NAME}\d{{5,}}(-[0-9a-f]{{12}}\.(tar|json(\.\d+-\d+\.part)?)|\.new(\.part)?)|{SHARDS}\.\d+-\d+\.part"
+)
 
 
 def shard(folder: str | Path, to: str | Path, size: int = SHARD, progress: bool = True) -> Path | None:
@@ -29,7 +31,8 @@ def shard(folder: str | Path, to: str | Path, size: int = SHARD, progress: bool 
     once.
 
     The same names and contents give the same tars. A call that was interrupted resumes, and one whose files have
-    changed writes the tars that differ. A larger file has a tar of its own. folder: anything that `stage` takes.
+    changed writes the tars that differ; those that are there are read, and written again where they are damaged. A
+    larger file has a tar of its own. folder: anything that `stage` takes.
     Returns the folder; None, and a sentence, if access to Drive was declined. Raises StageError or DiskError; the
     manifest, if there is one, names whole tars only.
     """
@@ -49,7 +52,9 @@ def shard(folder: str | Path, to: str | Path, size: int = SHARD, progress: bool 
         with bar(total=total, desc=f"shard {source.name}", unit="B", unit_scale=True, disable=not progress) as shown:
             for number, names in enumerate(groups(files, size)):
                 of = hashlib.sha256(repr([(name, files[name]) for name in names]).encode("utf-8", "surrogateescape"))
-                found = known.get(of.hexdigest()) or write(source, names, target, number, of.hexdigest())
+                found = known.get(of.hexdigest())
+                if found is None or not is_whole(target / found.file, found):
+                    found = write(source, names, target, number, of.hexdigest())
                 shards.append(found)
                 shown.update(sum(files[name][0] for name in names))
         disk.write_atomic(target / SHARDS, json.dumps({"version": 1, "shards": list(map(asdict, shards))}, indent=1))
@@ -86,9 +91,23 @@ def write(source: Path, names: list[str], target: Path, number: int, of: str) ->
 
 
 def written(target: Path) -> dict[str, Shard]:
-    """What is there whole already, by what it is of: as the manifest and the notes say, and of the same size."""
-    notes = [json.loads(path.read_text()) for path in target.glob(f"{NAME}*.json")]
-    if disk.exists(manifest := target / SHARDS):
-        notes += json.loads(manifest.read_text())["shards"]
-    sizes = {path.name: path.stat().st_size for path in target.glob(f"{NAME}*.tar")}
-    return {one.of: one for one in (Shard(**note) for note in notes) if sizes.get(one.file) == one.size}
+    """What the manifest and an interrupted call's notes say is there, by what it is of. One that is damaged says
+    nothing."""
+    found = {}
+    for path in target.iterdir():
+        if path.name == SHARDS or (path.suffix == ".json" and OURS.fullmatch(path.name)):
+            try:
+                noted = json.loads(path.read_text())
+                shards = [Shard(**one) for one in (noted["shards"] if path.name == SHARDS else [noted])]
+                found |= {one.of: one for one in shards if OURS.fullmatch(one.file)}
+            except (ValueError, LookupError, TypeError):
+                continue
+    return found
+
+
+def is_whole(path: Path, one: Shard) -> bool:
+    """By its hash: `stage` refuses a damaged one. One that cannot be read is written anew too."""
+    try:
+        return path.stat().st_size == one.size and disk.sha256(path) == one.sha256
+    except OSError:
+        return False
