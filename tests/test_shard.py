@@ -210,6 +210,41 @@ def test_a_size_out_of_range_is_refused(place, raw, monkeypatch):
         shard(raw, size=1000)
 
 
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("A.png", "a.png"), r"raw: entry 'a\.png' has the same name as 'A\.png' .*Rename one\."),
+        (("1/x.png", "x\\y.png"), r"raw: entry 'x\\\\y\.png' has a name that .* a backslash, .*Rename it\."),
+        (("C:1.png",), r"raw: entry 'C:1\.png' has a name that .* a drive letter .*Rename it\."),
+    ],
+)
+def test_names_that_staging_refuses_are_refused_before_a_shard_is_written(place, names, words):
+    for name in names:
+        put(place / "raw" / name, b"1")
+    with pytest.raises(errors.ArchiveError, match=words):
+        shard(place / "raw", "drive:raw")
+    assert not (place / "drive" / "raw").exists()
+
+
+def test_what_staging_drops_is_in_no_shard_and_not_counted(place):
+    for name in ("a.png", "._a.png", ".DS_Store", "__MACOSX/a.png"):
+        put(place / "raw" / name, b"1")
+    folder = shard(place / "raw")
+    assert [one["files"] for one in json.loads((folder / "shards.json").read_text())["shards"]] == [1]
+    assert list(tree(stage(folder))) == ["a.png"]
+
+
+@pytest.mark.parametrize("to", ["drive:raw", "drive:raw/shards"])
+@pytest.mark.parametrize("by", ["drive:raw", "a path", "a link"])
+def test_shards_in_the_folder_that_they_are_made_of_are_refused(place, to, by):
+    put(place / "drive" / "raw" / "1", b"1")
+    (place / "link").symlink_to(place / "drive" / "raw")
+    folder = {"a path": place / "drive" / "raw", "a link": place / "link"}.get(by, Path(by))
+    with pytest.raises(errors.StageError, match=rf"{to}: is in .*(raw|link) itself: .* Choose a folder outside it"):
+        shard(folder, to)
+    assert tree(place / "drive") == {"raw/1": b"1"}
+
+
 def test_the_terminal_shards_and_prints_the_folder(place, raw, capsys):
     assert main(["shard", str(raw), "drive:sets/raw"]) == 0
     assert capsys.readouterr().out.strip() == str(place / "drive" / "sets" / "raw")

@@ -258,7 +258,7 @@ class Names:
 def safe_parts(name: str) -> tuple[str, ...]:
     """The components of a relative POSIX name; ArchiveError for one that could lead outside its folder."""
     if name.startswith("/") or "\\" in name or "\0" in name or re.match("[A-Za-z]:", name) or ".." in name.split("/"):
-        raise ArchiveError("has a name that is absolute, or holds `..`, a backslash, a drive letter or NUL")
+        raise ArchiveError("has a name that is absolute, or holds `..`, a backslash, a drive letter or NUL. Rename it")
     return tuple(part for part in name.split("/") if part not in ("", "."))
 
 

@@ -10,8 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from nbtools import disk
-from nbtools.data import archive
-from nbtools.data.drive import place_to_keep
+from nbtools.data import archive, drive
 from nbtools.data.progress import bar
 from nbtools.data.sources import SHARDS, Shard, listing
 from nbtools.data.stage import stage
@@ -32,21 +31,28 @@ def shard(folder: str | Path, to: str | Path, size: int = SHARD, progress: bool 
 
     The same names and contents give the same tars. A call that was interrupted resumes, and one whose files have
     changed writes the tars that differ; those that are there are read, and written again where they are damaged. A
-    larger file has a tar of its own. folder: anything that `stage` takes.
+    larger file has a tar of its own. Left out are empty folders and what macOS adds: `._x`, `.DS_Store`, `__MACOSX`.
+    folder: anything that `stage` takes; `to` lies outside it.
     Returns the folder; None, and a sentence, if access to Drive was declined. Raises StageError or DiskError; the
     manifest, if there is one, names whole tars only.
     """
     if not LEAST <= size <= MOST:
         raise StageError(f"size must be from {LEAST:,} to {MOST:,} bytes, got {size:,}.")
-    source = stage(folder, progress=progress)
-    target = place_to_keep(to)
+    target = drive.place_to_keep(to)
     if target is None:
         return None
+    if target.resolve().is_relative_to(drive.local(str(folder)).resolve()):
+        raise StageError(
+            f"{to}: is in {folder} itself: the next call would shard the shards. Choose a folder outside it."
+        )
+    source = stage(folder, progress=progress)
     if not source.is_dir():
         raise StageError(f"{folder}: is one file, and shards are made of a folder.")
     with disk.explained(f"sharding {source}", target):
+        names = archive.Names()
+        with archive.explained(source, names):  # before hours of writing what `stage` refuses
+            files = {name: found for name, found in sorted(listing(source).items()) if names.take(name, is_file=True)}
         disk.make_folder(target)
-        files = {name: found for name, found in sorted(listing(source).items()) if name}
         known, shards = written(target), []
         total = sum(length for length, _ in files.values())
         with bar(total=total, desc=f"shard {source.name}", unit="B", unit_scale=True, disable=not progress) as shown:
