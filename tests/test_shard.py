@@ -1,9 +1,11 @@
 """Shards: the same tars for the same files, whole or not there, and the folder back from them."""
 
+import errno
 import hashlib
 import json
 import os
 import random
+import shutil
 import sys
 import time
 from functools import partial
@@ -11,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from archives import ended_at, full, kill, put, tree
+from faults.forks import done
+from faults.operations import Fault, Layer
 
 import nbtools as nb
 from nbtools import errors
@@ -175,6 +179,22 @@ def test_an_unreadable_note_of_an_interrupted_call_is_written_anew(place, few):
     for name, data in {"a": bytes(9), "b": b"[]", "c": b"7", "d": b'{"file": 7, "size": 1}'}.items():
         put(folder / f"shard-00000-{name * 12}.json", data)
     assert tree(shard(few)) == before
+
+
+def test_one_error_of_the_mount_at_any_operation_does_not_end_sharding(place, few, monkeypatch):
+    monkeypatch.setattr(transfer, "PAUSE", 0.001)
+
+    def broken(nth: int) -> int:
+        layer = Layer(place / "drive", nth, Fault(code=(errno.EIO, errno.ENOTCONN)[nth % 2]))
+        shard(few)
+        return len(layer.kinds) if layer.struck else 0
+
+    whole, count = tree(shard(few, place / "whole")), 0
+    while int(done(partial(broken, count))):
+        assert tree(place / "drive" / "sets" / "raw") == whole
+        shutil.rmtree(place / "drive" / "sets")
+        count += 1
+    assert count > 30
 
 
 def test_stop_ends_the_copying_of_the_other_shards(place, raw, monkeypatch):

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from nbtools import disk
@@ -14,6 +15,7 @@ from nbtools.data import archive, drive
 from nbtools.data.progress import bar
 from nbtools.data.sources import SHARDS, Shard, listing
 from nbtools.data.stage import stage
+from nbtools.data.transfer import patient
 from nbtools.errors import StageError
 
 LEAST, MOST = 500_000_000, 2_000_000_000  # bytes: smaller ones are many, larger ones long to copy again
@@ -32,13 +34,13 @@ def shard(folder: str | Path, to: str | Path, size: int = SHARD, progress: bool 
     The same names and contents give the same tars. A call that was interrupted resumes, and one whose files have
     changed writes the tars that differ; those that are there are read, and written again where they are damaged. A
     larger file has a tar of its own. Left out are empty folders and what macOS adds: `._x`, `.DS_Store`, `__MACOSX`.
-    folder: anything that `stage` takes; `to` lies outside it.
+    folder: anything that `stage` takes; `to` lies outside it. Errors of a mount are tried again.
     Returns the folder; None, and a sentence, if access to Drive was declined. Raises StageError or DiskError; the
     manifest, if there is one, names whole tars only.
     """
     if not LEAST <= size <= MOST:
         raise StageError(f"size must be from {LEAST:,} to {MOST:,} bytes, got {size:,}.")
-    target = drive.place_to_keep(to)
+    target = patient(lambda: drive.place_to_keep(to), Path(to))
     if target is None:
         return None
     if target.resolve().is_relative_to(drive.local(str(folder)).resolve()):
@@ -52,21 +54,17 @@ def shard(folder: str | Path, to: str | Path, size: int = SHARD, progress: bool 
         names = archive.Names()
         with archive.explained(source, names):  # before hours of writing what `stage` refuses
             files = {name: found for name, found in sorted(listing(source).items()) if names.take(name, is_file=True)}
-        disk.make_folder(target)
-        known, shards = written(target), []
+        known, shards = patient(lambda: written(target), target), []
         total = sum(length for length, _ in files.values())
         with bar(total=total, desc=f"shard {source.name}", unit="B", unit_scale=True, disable=not progress) as shown:
             for number, names in enumerate(groups(files, size)):
                 of = hashlib.sha256(repr([(name, files[name]) for name in names]).encode("utf-8", "surrogateescape"))
                 found = known.get(of.hexdigest())
                 if found is None or not is_whole(target / found.file, found):
-                    found = write(source, names, target, number, of.hexdigest())
+                    found = patient(partial(write, source, names, target, number, of.hexdigest()), target)
                 shards.append(found)
                 shown.update(sum(files[name][0] for name in names))
-        disk.write_atomic(target / SHARDS, json.dumps({"version": 1, "shards": list(map(asdict, shards))}, indent=1))
-        for path in target.iterdir():
-            if OURS.fullmatch(path.name) and path.name not in {one.file for one in shards}:
-                disk.remove(path)  # of other files, notes of what an interrupted call had done, and what it left
+        patient(lambda: publish(target, shards), target)
     return target
 
 
@@ -96,10 +94,19 @@ def write(source: Path, names: list[str], target: Path, number: int, of: str) ->
     return found
 
 
+def publish(target: Path, shards: list[Shard]) -> None:
+    """Write the manifest; remove tars of other files, notes of what an interrupted call had done, and what it left."""
+    disk.write_atomic(target / SHARDS, json.dumps({"version": 1, "shards": list(map(asdict, shards))}, indent=1))
+    for path in target.iterdir():
+        if OURS.fullmatch(path.name) and path.name not in {one.file for one in shards}:
+            disk.remove(path)
+
+
 def written(target: Path) -> dict[str, Shard]:
     """What the manifest and an interrupted call's notes say is there, by what it is of. One that is damaged says
     nothing."""
     found = {}
+    disk.make_folder(target)
     for path in target.iterdir():
         if path.name == SHARDS or (path.suffix == ".json" and OURS.fullmatch(path.name)):
             try:
