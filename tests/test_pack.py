@@ -16,15 +16,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toy
-from archives import ended_at, forked, full, kill, put
+from archives import ended_at, forked, full, kill, put, tree
 from faults.forks import REFUSED, Child, done
+from faults.operations import Fault, Layer
 from hypothesis import given
 from hypothesis import strategies as st
 from packs import pack_of
 
 import nbtools as nb
 from nbtools import disk
-from nbtools.data import SPLITS, Entry, Pack, Survey, build, build_pack, cache, parallel, split_of
+from nbtools.data import SPLITS, Entry, Pack, Survey, build, build_pack, cache, parallel, split_of, transfer
 from nbtools.errors import ArchiveError, DiskError, PackError, StageError
 from nbtools.tasks import captcha, hwdb, segment, sign
 
@@ -442,6 +443,56 @@ def test_a_pack_kept_anew_under_its_name_has_its_new_hash_or_none(place, monkeyp
         else:
             other.keep("drive:plain")
     assert pack("drive:plain.tar").card == other.card != first.card
+
+
+def test_a_pack_that_is_kept_already_is_not_written_again_unless_it_is_damaged(place):
+    made = pack(vectors(place / "raw"))
+    path = made.keep("drive:plain")
+    assert path
+    before, data = path.stat(), path.read_bytes()
+    made.keep("drive:plain")
+    assert path.stat().st_ino == before.st_ino
+    for damage in (data[:9000], data[:-1500] + bytes([data[-1500] ^ 1]) + data[-1499:], b""):
+        path.write_bytes(damage)
+        made.keep("drive:plain")
+        assert path.read_bytes() == data
+    promise = path.with_name("plain.tar.sha256")
+    for text in ("", f"{'0' * 64}  plain.tar\n"):
+        promise.write_text(text)
+        made.keep("drive:plain")
+        assert promise.read_text() == f"{disk.sha256(path)}  plain.tar\n"
+
+
+def test_a_drive_that_fills_up_while_a_pack_is_kept_anew_has_the_old_one_with_its_hash_and_no_part(place, monkeypatch):
+    first, other = pack(vectors(place / "raw")), pack(vectors(place / "raw"), val=0.3)
+    first.keep("drive:plain")
+    kept, real = tree(place / "drive"), disk.write
+    for count in (0, 3, 9):
+        room = iter([True] * count)
+        monkeypatch.setattr(
+            disk, "write", lambda *args, room=room: real(*args) if next(room, False) else full("", len, ())
+        )
+        with pytest.raises(DiskError, match=r"plain\.tar: the disk is full"):
+            other.keep("drive:plain")
+        assert tree(place / "drive") == kept
+
+
+def test_one_error_of_the_mount_at_any_operation_does_not_end_the_keeping_of_a_pack(place, monkeypatch):
+    monkeypatch.setattr(transfer, "PAUSE", 0.001)
+    first, other = pack(vectors(place / "raw")), pack(vectors(place / "raw"), val=0.3)
+
+    def broken(nth: int) -> int:
+        layer = Layer(place / "drive", nth, Fault(code=(errno.EIO, errno.ENOTCONN)[nth % 2]))
+        other.keep("drive:plain")
+        return len(layer.kinds) if layer.struck else 0
+
+    whole = other.keep(place / "whole" / "plain")
+    assert whole
+    count = 0
+    while first.keep("drive:plain") and int(done(partial(broken, count))):
+        assert tree(place / "drive") == tree(whole.parent)
+        count += 1
+    assert count > 30
 
 
 def test_a_kept_pack_has_its_raw_files_where_they_still_are(place, monkeypatch):

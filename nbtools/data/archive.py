@@ -185,34 +185,40 @@ def inflated(file: FileIO, name: str, place: Place) -> zipfile.ZipExtFile:
     return zipfile.ZipExtFile(file, "r", info)
 
 
-def write(files: Mapping[str, Path], path: Path) -> str:
+def write(files: Mapping[str, Path], path: Path, ready: Callable[[], None] = lambda: None) -> str:
     """Put files (name → where) into one plain tar, atomically, and read it back → its SHA-256. The same bytes whenever
-    names and contents are the same."""
+    names and contents are the same. ready: called once it is whole, before it gets its name."""
     part, digest = path.with_name(path.name + ".part"), hashlib.sha256()
+
+    def put(file: FileIO, data: bytes) -> None:
+        disk.write(file, data)
+        digest.update(data)
+
     with disk.explained(f"writing {path.name}", path):
         disk.make_folder(path.parent)
         disk.remove(part)
-        with disk.create(part) as file:
-
-            def put(data: bytes) -> None:
-                disk.write(file, data)
-                digest.update(data)
-
-            for name, source in sorted(files.items()):
-                info = tarfile.TarInfo(name)  # mtime, owner, mode: the defaults
-                info.size = rest = source.stat().st_size
-                put(info.tobuf(tarfile.PAX_FORMAT))
-                with open(source, "rb") as content:
-                    while data := disk.read(content, min(CHUNK, rest)):
-                        rest -= len(data)
-                        put(data)
-                if rest or source.stat().st_size != info.size:
-                    raise ArchiveError(f"{source}: changed while it was archived. Try again.")
-                put(bytes(-info.size % tarfile.BLOCKSIZE))
-            put(bytes(2 * tarfile.BLOCKSIZE))
-        if disk.sha256(part) != digest.hexdigest():
-            raise OSError(errno.EIO, "reads back differently from what was written", str(part))
-        disk.publish_file(part, path)
+        try:
+            with disk.create(part) as file:
+                for name, source in sorted(files.items()):
+                    info = tarfile.TarInfo(name)  # mtime, owner, mode: the defaults
+                    info.size = rest = source.stat().st_size
+                    put(file, info.tobuf(tarfile.PAX_FORMAT))
+                    with open(source, "rb") as content:
+                        while data := disk.read(content, min(CHUNK, rest)):
+                            rest -= len(data)
+                            put(file, data)
+                    if rest or source.stat().st_size != info.size:
+                        raise ArchiveError(f"{source}: changed while it was archived. Try again.")
+                    put(file, bytes(-info.size % tarfile.BLOCKSIZE))
+                put(file, bytes(2 * tarfile.BLOCKSIZE))
+            if disk.sha256(part) != digest.hexdigest():
+                raise OSError(errno.EIO, "reads back differently from what was written", str(part))
+            ready()
+            disk.publish_file(part, path)
+        except BaseException:  # also where the user interrupts: a full Drive has no room for it
+            with contextlib.suppress(OSError):  # the disk that failed may refuse this too: the first error counts
+                disk.remove(part)
+            raise
     return digest.hexdigest()
 
 

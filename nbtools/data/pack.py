@@ -29,7 +29,8 @@ from nbtools import disk, table
 from nbtools.data import archive
 from nbtools.data.cached import lease
 from nbtools.data.drive import place_to_keep
-from nbtools.errors import PackError
+from nbtools.data.transfer import patient
+from nbtools.errors import ArchiveError, PackError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -234,19 +235,33 @@ class Pack:
 
     def keep(self, where: str | Path) -> Path | None:
         """Write the pack as one tar, to `drive:…` or a path, read it back, and put its SHA-256 next to it, which is
-        compared when it is staged; `task.pack` of that file opens it in the next session. Prints a sentence and returns
-        None if access to Drive was declined in Colab's dialog."""
-        target = place_to_keep(where)
+        compared when it is staged; `task.pack` of that file opens it in the next session. Errors of a mount are tried
+        again. Prints a sentence and returns None if access to Drive was declined in Colab's dialog.
+
+        The name is the caller's, so another pack that has it is replaced, all at once; until the new SHA-256 is there,
+        whoever stages the tar compares the hashes within the pack. Nothing is written if this very pack is there and
+        reads back whole.
+        """
+        target = patient(lambda: place_to_keep(where), Path(where))
         if target is None:
             return None
         target = target if target.suffix == ".tar" else target.with_name(target.name + ".tar")
         files = {name: self.folder / name for name in (*self.manifest["files"], MANIFEST)}
         promise = target.with_name(f"{target.name}.sha256")
+
         with disk.explained(f"keeping {self.folder}", target):
-            disk.remove(promise)  # a new tar with an old hash would be refused
-            digest = archive.write(files, target)
-            disk.write_atomic(promise, f"{digest}  {target.name}\n")
+            if not self.is_kept(target, promise):  # a new tar with an old hash would be refused
+                digest = patient(lambda: archive.write(files, target, lambda: disk.remove(promise)), target)
+                patient(lambda: disk.write_atomic(promise, f"{digest}  {target.name}\n"), target)
         return target
+
+    def is_kept(self, target: Path, promise: Path) -> bool:
+        """Whether a tar is this very pack, whole. One that cannot be read is not: it is written anew."""
+        try:
+            same = archive.read_member(target, MANIFEST) == (self.folder / MANIFEST).read_bytes()
+            return same and promise.read_bytes() == f"{disk.sha256(target)}  {target.name}\n".encode()
+        except (OSError, ArchiveError):
+            return False
 
     def __len__(self) -> int:
         return len(self.split)
