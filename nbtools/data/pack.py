@@ -248,7 +248,6 @@ class Pack:
         target = target if target.suffix == ".tar" else target.with_name(target.name + ".tar")
         files = {name: self.folder / name for name in (*self.manifest["files"], MANIFEST)}
         promise = target.with_name(f"{target.name}.sha256")
-
         with disk.explained(f"keeping {self.folder}", target):
             if not self.is_kept(target, promise):  # a new tar with an old hash would be refused
                 digest = patient(lambda: archive.write(files, target, lambda: disk.remove(promise)), target)

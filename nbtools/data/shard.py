@@ -51,9 +51,9 @@ def shard(folder: str | Path, to: str | Path, size: int = SHARD, progress: bool 
     if not source.is_dir():
         raise StageError(f"{folder}: is one file, and shards are made of a folder.")
     with disk.explained(f"sharding {source}", target):
-        names = archive.Names()
-        with archive.explained(source, names):  # before hours of writing what `stage` refuses
-            files = {name: found for name, found in sorted(listing(source).items()) if names.take(name, is_file=True)}
+        taken = archive.Names()
+        with archive.explained(source, taken):  # before hours of writing what `stage` refuses
+            files = {name: found for name, found in sorted(listing(source).items()) if taken.take(name, is_file=True)}
         known, shards = patient(lambda: written(target), target), []
         total = sum(length for length, _ in files.values())
         with bar(total=total, desc=f"shard {source.name}", unit="B", unit_scale=True, disable=not progress) as shown:
