@@ -1,5 +1,6 @@
 """The cache: listed, deleted by age and size, never what a process uses."""
 
+import contextlib
 import errno
 import os
 import time
@@ -82,23 +83,51 @@ def test_what_was_not_used_for_so_long_is_deleted_unfinished_copies_too(place):
     assert (cache() / "mine" / "thesis.txt").exists()
 
 
-def use(ready, release, name: str) -> None:
-    stage_one(name)
-    ready.set()
-    release.wait(30)
-
-
-def test_what_a_process_uses_stays_until_it_ends_however_it_ends(place):
-    staged(place, "used", "unused")
+@contextlib.contextmanager
+def used(source):
+    """Within, a process has staged a source; it is killed at the end."""
     context = get_context("fork")
     ready, release = context.Event(), context.Event()
-    process = forked(use, ready, release, "used")
-    assert ready.wait(30)
-    assert names(nb.cached(free=10**15, days=0).deleted) == ["unused"]
-    assert names(nb.cached().entries) == ["used"]
-    process.kill()
-    process.join()
+
+    def use() -> None:
+        nb.stage(source, progress=False)
+        ready.set()
+        release.wait(30)
+
+    process = forked(use)
+    try:
+        assert ready.wait(30)
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("by_path", [False, True])
+def test_what_a_process_uses_stays_until_it_ends_however_it_ends(place, by_path):
+    """Also where it was given the path in the cache that an earlier process printed."""
+    staged(place, "used", "unused")
+    [folder] = cache().glob("used-*")
+    with used(folder if by_path else "drive:used.tar"):
+        assert names(nb.cached(free=10**15, days=0).deleted) == ["unused"]
+        assert names(nb.cached().entries) == ["used"]
     assert names(nb.cached(days=0).deleted) == ["used"]
+
+
+def test_a_newer_version_leaves_the_older_one_to_the_process_that_uses_it(place):
+    source = put(place / "drive" / "digits.tar", tar_bytes({"older": b"1"}))
+    with used("drive:digits.tar"):
+        [older] = cache().glob("digits-*")
+        put(source, tar_bytes({"newer": b"22", "more": b""}))
+        newer = nb.stage("drive:digits.tar", progress=False)
+        assert (older / "digits" / "older").exists()
+        assert tree(newer) == {"newer": b"22", "more": b""}
+        assert nb.stage("drive:digits.tar", progress=False) == newer
+        put(source, tar_bytes({"newest": b"333"}))
+        assert nb.stage("drive:digits.tar", progress=False) == newer, "which only this process used"
+        assert tree(newer) == {"newest": b"333"}
+    assert nb.stage("drive:digits.tar", progress=False) == older / "digits"
+    assert tree(older / "digits") == {"newest": b"333"}
 
 
 def test_a_pack_that_this_process_has_open_stays(place):

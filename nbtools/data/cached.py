@@ -97,6 +97,19 @@ def lease(path: Path) -> None:
         os.utime(_leases[entry].path)
 
 
+def is_used(path: Path) -> bool:
+    """Whether another process holds a lease of an entry of the cache."""
+    entry = entry_of(path)
+    if entry is None or not entry.exists():
+        return False
+    if own := _leases.pop(entry, None):
+        own.__exit__()
+    used = lock_of(entry).held()
+    if own:
+        lease(entry)
+    return used
+
+
 def entry_of(path: Path) -> Path | None:
     """The folder below the cache, or below its packs, that a path is in."""
     if not path.is_relative_to(cache()):

@@ -59,6 +59,7 @@ def stage(
     sha256 = sha256.lower() if sha256 else None
     text = source.text if isinstance(source, Source) else str(source)
     place = Path(text)
+    cached.lease(place.expanduser().absolute())  # an earlier call may have told where it lies, as in the terminal
     with disk.explained(f"looking at {text}", place):
         found = source if isinstance(source, Source) else patient(lambda: source_of(text), place)
         if sha256 is None and not found.is_folder:
@@ -72,14 +73,18 @@ def stage(
         root = cache() if into is None else Path(into).expanduser().absolute()
         stem = re.sub(r"[^\w.]+", "-", re.sub(SUFFIXES, "", found.name, flags=re.I))[:60].strip(".-") or "data"
         origin = found.origin if extract or found.is_folder else found.origin + WHOLE
-        target = root / f"{stem}-{hashlib.sha256(origin.encode()).hexdigest()[:8]}"
+        target = named(root, stem, origin)
         version = "" if found.is_remote else patient(found.version, place)
-    cached.lease(target)
-    if ready := staged(target, version, sha256):
-        return ready
+    if staged(target, version, sha256):
+        cached.lease(target)
+        if ready := staged(target, version, sha256):  # still: others delete what nobody holds
+            return ready
     with disk.explained(f"staging {text}", target):
         disk.make_folder(target.parent)
         with lock_of(target):
+            while not staged(target, version, sha256) and cached.is_used(target):
+                target = named(root, stem, target.name)  # the older version stays until its process ends
+            cached.lease(target)
             return staged(target, version, sha256) or publish(found, target, extract, sha256, progress)
 
 
@@ -113,6 +118,10 @@ def present(path: Path) -> Path:
         disk.publish_file(whole, path)
         disk.remove(spare)
     return path
+
+
+def named(root: Path, stem: str, origin: str) -> Path:
+    return root / f"{stem}-{hashlib.sha256(origin.encode()).hexdigest()[:8]}"
 
 
 def lock_of(target: Path) -> disk.Lock:
