@@ -25,6 +25,7 @@ from faults import stagers
 import nbtools as nb
 from nbtools import disk, errors
 from nbtools.data import (
+    Snapshots,
     Source,
     archive,
     archive_index,
@@ -300,7 +301,7 @@ def test_a_mount_that_stops_answering_says_so_and_the_next_call_resumes(place, m
         stage("drive:digits.tar")
     assert published(cache()) == []
     copy, moved = sources.copy, []
-    monkeypatch.setattr(sources, "copy", lambda path, part, size, _: copy(path, part, size, moved.append))
+    monkeypatch.setattr(sources, "copy", lambda path, part, size, _, at: copy(path, part, size, moved.append, at))
     assert tree(stage("drive:digits.tar")) == {"a": bytes(range(256)) * 10_000}
     assert moved[0] == 1 << 20, "what arrived was kept"
 
@@ -391,15 +392,80 @@ def test_what_a_mount_fails_to_give_is_tried_again_and_nothing_is_missing(place,
 
 def test_a_mount_that_does_not_answer_yet_is_waited_for_before_the_first_byte(place, monkeypatch):
     put(place / "drive" / "digits.tar", TAR)
-    real, left = sources.source_of, [2]
-
-    def looking(text):
-        left[0] -= 1
-        return away() if left[0] >= 0 else real(text)
-
-    monkeypatch.setattr(transfer, "PAUSE", 0.001)
-    monkeypatch.setattr(stage_module, "source_of", looking)
+    real, pauses = sources.source_of, []
+    monkeypatch.setattr(transfer.time, "sleep", pauses.append)
+    monkeypatch.setattr(stage_module, "source_of", lambda text: away() if len(pauses) < 4 else real(text))
     assert tree(stage("drive:digits.tar")) == INSIDE
+    assert pauses == [1, 2, 4, 8]
+
+
+def stage_with_error(nth: int, source: str, into: Path) -> None:
+    """Errno 5 once, at the nth file opened or folder listed on Drive; ends with 3 if there were fewer."""
+    count = itertools.count(1)
+
+    def hook(event: str, found: tuple) -> None:
+        if event in ("open", "os.scandir", "os.listdir") and "/drive/" in f"{found[0]}/" and next(count) == nth:
+            away()
+
+    sys.addaudithook(hook)
+    stage(source, into)
+    os._exit(3 if next(count) <= nth else 0)
+
+
+@pytest.mark.parametrize("source", ["drive:digits.tar", "drive:folder", "drive:shards", "drive:run"])
+def test_one_error_wherever_a_mount_is_looked_at_ends_nothing(place, monkeypatch, source):
+    monkeypatch.setattr(transfer, "PAUSE", 0.001)
+    monkeypatch.setattr(sys.modules[nb.shard.__module__], "LEAST", 1)
+    side(put(place / "drive" / "digits.tar", TAR), hashlib.sha256(TAR).hexdigest())
+    for name in "abc":
+        put(place / "drive" / "folder" / name / "x", name.encode() * 5000)
+    nb.shard(place / "drive" / "folder", place / "drive" / "shards", 9000, progress=False)
+    snapshots = Snapshots(place / "drive" / "run")
+    snapshots.take({"history.csv": b"1"}, {})
+    snapshots.take({"history.csv": b"2", "run.json": b"{}"}, {})
+    for nth in range(1, 100):
+        process = forked(stage_with_error, nth, source, place / f"into-{nth}")
+        process.join()
+        if process.exitcode == 3:
+            break
+        assert process.exitcode == 0, nth
+    assert 3 < nth < 99
+
+
+def test_pauses_between_reads_that_fail_double(place, monkeypatch):
+    put(place / "drive" / "digits.tar", BIG)
+    pauses: list[float] = []
+    with reads(monkeypatch, lambda n, read: away() if n < 4 else read()):
+        monkeypatch.setattr(transfer.time, "sleep", pauses.append)
+        stage("drive:digits.tar")
+    assert pauses == [0.001, 0.002, 0.004, 0.008]
+
+
+@pytest.mark.parametrize("source", ["drive:digits.tar", "drive:folder"])
+def test_a_file_that_another_of_its_size_replaces_during_its_copy_is_never_a_mixture(place, monkeypatch, source):
+    path = put(place / "drive" / ("digits.tar" if "tar" in source else "folder/a"), BIG)
+    os.utime(path, (1, 1))
+
+    def replaced(n, read):
+        if n == 1:
+            put(path, BIG[::-1])
+        return read()
+
+    def uploaded(n, read):
+        """By Drive, which rounds its time of change."""
+        os.utime(path, ns=(0, 10**9 + 10**6))
+        return read()
+
+    with (
+        reads(monkeypatch, replaced),
+        pytest.raises(errors.StageError, match=r"it changed after its 2570240 bytes were announced\. Run it again"),
+    ):
+        stage(source)
+    assert published(cache()) == []
+    put(path, BIG)
+    os.utime(path, (1, 1))
+    with reads(monkeypatch, uploaded):
+        assert BIG in tree(stage(source, extract=False).parent).values()
 
 
 @pytest.mark.parametrize("announced", [-500_000, 500_000])
@@ -411,7 +477,7 @@ def test_a_size_that_the_content_has_not_is_never_accepted(place, monkeypatch, a
     monkeypatch.setattr(
         sources, "listing", lambda path: {name: (size + announced, at) for name, (size, at) in real(path).items()}
     )
-    with pytest.raises(errors.StageError, match=r"ended after 2000000 of 2500000|has not the 1500000 bytes"):
+    with pytest.raises(errors.StageError, match=r"ended after 2000000 of 2500000|changed after its 1500000 bytes"):
         stage("drive:folder")
     assert published(cache()) == []
     monkeypatch.setattr(sources, "listing", real)
@@ -639,6 +705,16 @@ def test_a_mount_that_is_lost_within_a_copy_is_mounted_anew(colab, monkeypatch):
     monkeypatch.setattr(transfer, "PAUSE", 0.001)
     assert tree(stage("drive:digits.tar")) == {"a": bytes(range(256)) * 10_000}
     assert colab.calls == [True], "mounted once, by force"
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_mount_that_answers_no_look_is_mounted_anew(colab, monkeypatch, named):
+    path = put(colab.point / "MyDrive" / "digits.tar", TAR)
+    colab.mounted, real = True, sources.source_of
+    monkeypatch.setattr(stage_module, "source_of", lambda text: real(text) if colab.calls else away())
+    monkeypatch.setattr(transfer, "PAUSE", 0.001)
+    assert tree(stage("drive:digits.tar" if named else path)) == INSIDE
+    assert colab.calls == [True]
 
 
 @pytest.mark.parametrize("calls", [[], [False], [False, True]])

@@ -121,9 +121,10 @@ def root() -> Path:
 
 
 def remount(path: Path) -> None:
-    """Mount Drive anew if a path is on Colab's: a mount that gave errno 5 or 107 does not come back by itself. Only the
-    main thread can, since Colab may ask the user."""
-    if _declined or not path.is_relative_to(MOUNT) or current_thread() is not main_thread():
+    """Mount Drive anew if a path, or `drive:…`, is on Colab's: a mount that gave errno 5 or 107 does not come back by
+    itself. Only the main thread can, since Colab may ask the user."""
+    named = str(path).startswith("drive:") and not os.environ.get("NBTOOLS_DRIVE")
+    if _declined or not (named or path.is_relative_to(MOUNT)) or current_thread() is not main_thread():
         return
     try:
         from google.colab import drive  # pyright: ignore[reportMissingImports]

@@ -24,7 +24,7 @@ from nbtools import disk
 from nbtools.data import archive, drive, snapshots
 from nbtools.data.archive import Progress
 from nbtools.data.progress import say
-from nbtools.data.transfer import Announced, Away, bring, copy, download, probe
+from nbtools.data.transfer import Announced, Away, bring, copy, download, patient, probe
 from nbtools.errors import ArchiveError, StageError
 
 AT_ONCE = 4  # shards: while some are copied, others are unpacked
@@ -143,9 +143,10 @@ class Local(Source):
 
     def fetch(self, part: Path, progress: Progress) -> str | None:
         if not self.is_folder:
-            return copy(self.path, part, self.files[0][1][0], progress)
-        for name, (size, _) in self.files:
-            bring(self.path / name, part / name, size, part.parent.with_name("unfinished"), progress)
+            [(_, (size, changed))] = self.files
+            return copy(self.path, part, size, progress, changed)
+        for name, (size, changed) in self.files:
+            bring(self.path / name, part / name, size, part.parent.with_name("unfinished"), progress, changed=changed)
         return None
 
 
@@ -171,10 +172,10 @@ class Kept(Local):
         """The newest snapshot of which everything has its size, and what is fetched reads back as it was written; a
         message names newer ones."""
         spare = part.parent.with_name("parts")
-        there = {name: size for name, (size, _) in self.files}
-        for manifest in snapshots.manifests(self.path):
+        there = {name: size for name, (size, _) in patient(lambda: self.files, self.path)}
+        for manifest in patient(lambda: snapshots.manifests(self.path), self.path):
             try:
-                now, later = self.split(snapshots.read(manifest)["files"])
+                now, later = self.split(patient(lambda one=manifest: snapshots.read(one), manifest)["files"])
                 for name, size, _ in chain(*now.values(), *later.values()):
                     if there.get(name) != size:
                         raise ArchiveError(f"{self.path / name}: is missing there, or not whole.")

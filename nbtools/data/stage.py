@@ -147,7 +147,8 @@ def staged(target: Path, version: str, sha256: str | None) -> Path | None:
 
 def publish(source: Source, target: Path, extract: bool, sha256: str | None, progress: bool) -> Path:
     """Fetch, check, extract if requested, and publish under the final name; the caller holds the lock."""
-    version, part, name = source.version(), target.with_name(f"{target.name}.part"), target.name.rpartition("-")[0]
+    part, name = target.with_name(f"{target.name}.part"), target.name.rpartition("-")[0]
+    version = patient(source.version, Path(source.text))
     begun = part / f"{version}-{disk.boot()}"
     disk.make_folder(begun)
     for other in part.iterdir():

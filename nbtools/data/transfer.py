@@ -30,6 +30,7 @@ from nbtools.errors import ArchiveError, DiskError, StageError
 CHUNK = 1 << 20
 OPENER = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
 PAUSE = 1.0  # seconds before the second try; doubles with each that brought nothing
+ROUNDED = 10**9  # ns: the time of change of a file that reaches Drive during its copy may be rounded
 STRIDE = 1 << 26  # bytes after which what came is vouched for anew: so much is copied again after a kill
 TIMEOUT = 60.0  # seconds without a byte
 TRIES = 5
@@ -132,7 +133,15 @@ class Part:
         return ""
 
 
-def bring(source: Path, target: Path, size: int, unfinished: Path, progress: Progress, digest: str = "") -> None:
+def bring(
+    source: Path,
+    target: Path,
+    size: int,
+    unfinished: Path,
+    progress: Progress,
+    digest: str = "",
+    changed: int | None = None,
+) -> None:
     """Copy a file unless it is there, by way of a file that may be resumed. Raises ArchiveError, and leaves nothing,
     if it has not the digest that was noted for it."""
     if target.exists() and target.stat().st_size == size:
@@ -140,7 +149,7 @@ def bring(source: Path, target: Path, size: int, unfinished: Path, progress: Pro
         return
     unfinished = unfinished.with_name(f"{unfinished.name}-{hashlib.sha256(bytes(target)).hexdigest()[:16]}")
     for _ in range(2):  # what was read may be damaged, and the file not
-        if copy(source, unfinished, size, progress) == digest or not digest:
+        if copy(source, unfinished, size, progress, changed) == digest or not digest:
             break
         disk.remove(unfinished)
     else:
@@ -150,10 +159,10 @@ def bring(source: Path, target: Path, size: int, unfinished: Path, progress: Pro
     disk.remove(unfinished.with_name(f"{unfinished.name}.sum"))
 
 
-def copy(source: Path, path: Path, size: int, progress: Progress) -> str:
+def copy(source: Path, path: Path, size: int, progress: Progress, changed: int | None = None) -> str:
     """Append to `path` what is missing of a file of `size` bytes, through errors of its mount, and reads that end too
-    early → its SHA-256. Raises StageError if it does not come whole, or has another size than was announced; what came
-    is kept."""
+    early → its SHA-256. Raises StageError if it does not come whole, and keeps what came; also if its size, or its time
+    of change in ns, is not what was announced, and keeps nothing: that may be a mixture."""
     part = Part(path)
     if part.size > size:
         part.restart()
@@ -172,9 +181,11 @@ def copy(source: Path, path: Path, size: int, progress: Progress) -> str:
             "remounting Drive.",
             entry="Drive errors 5 and 107",
         )
-    if part.size != size or patient(source.stat, source).st_size != size:
+    now = patient(source.stat, source)
+    moved = 0 if changed is None else abs(now.st_mtime_ns - changed)
+    if not part.size == now.st_size == size or moved >= ROUNDED:
         part.restart()
-        raise StageError(f"{source}: has not the {size} bytes that were announced: it changed. Run it again.")
+        raise StageError(f"{source}: it changed after its {size} bytes were announced. Run it again.")
     return part.digest.hexdigest()
 
 
