@@ -193,7 +193,8 @@ def stage_command(one: argparse.ArgumentParser) -> Act:
     """
     one.add_argument("source", help=SOURCE)
     one.add_argument("--into", help="folder to put it in")
-    return lambda options: stage(options.source, options.into)
+    one.add_argument("--sha256", metavar="HASH", help="that the archive must have; default: of FILE.sha256 next to it")
+    return lambda options: stage(options.source, options.into, sha256=options.sha256)
 
 
 def shard_command(one: argparse.ArgumentParser) -> Act:

@@ -3,6 +3,8 @@
 import contextlib
 import errno
 import os
+import shutil
+import sys
 import time
 from multiprocessing import get_context
 from pathlib import Path
@@ -81,6 +83,31 @@ def test_what_was_not_used_for_so_long_is_deleted_unfinished_copies_too(place):
     assert names(nb.cached().entries) == ["new"]
     assert (cache() / "checkup.json").exists()
     assert (cache() / "mine" / "thesis.txt").exists()
+
+
+def test_what_was_never_leased_keeps_its_age_however_often_it_is_listed(place):
+    half = put(cache() / "half-12345678.part" / "1" / "archive", bytes(1000)).parents[1]
+    os.utime(half, (0, 0))
+    assert [nb.cached().entries[0].used for _ in range(2)] == [0, 0]
+    assert [entry.path for entry in nb.cached(days=30).deleted] == [half]
+
+
+@pytest.mark.parametrize("gone", ["while it is listed", "before it is deleted"])
+def test_what_another_process_removes_meanwhile_is_passed_over(place, monkeypatch, gone):
+    staged(place, "gone", "there")
+    module = sys.modules[nb.cached.__module__]
+    listing = module.listing
+
+    def removed(path):
+        sizes = listing(path)
+        if path.name.startswith("gone"):
+            shutil.rmtree(path)
+            if gone == "while it is listed":
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return sizes
+
+    monkeypatch.setattr(module, "listing", removed)
+    assert names(nb.cached(days=0).deleted) == ["there"]
 
 
 @contextlib.contextmanager

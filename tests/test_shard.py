@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from faults.operations import Fault, Layer
 import nbtools as nb
 from nbtools import errors
 from nbtools.__main__ import main
-from nbtools.data import cache, sources, transfer
+from nbtools.data import archive, cache, sources, transfer
 
 shards = sys.modules[nb.shard.__module__]
 
@@ -195,6 +196,58 @@ def test_one_error_of_the_mount_at_any_operation_does_not_end_sharding(place, fe
         shutil.rmtree(place / "drive" / "sets")
         count += 1
     assert count > 30
+
+
+@pytest.mark.parametrize("harm", ["on Drive", "in its copy"])
+def test_of_shards_only_the_damaged_one_is_copied_again(place, raw, monkeypatch, harm):
+    path = max(shard(raw).glob("*.tar"))
+    data, copied, copy, extract = path.read_bytes(), [], transfer.copy, archive.extract
+
+    def damaged(copy, *rest, **options):
+        if copy.name.startswith(path.name) and harm == "in its copy":
+            raise errors.ArchiveError(f"{copy}: damaged")
+        extract(copy, *rest, **options)
+
+    if harm == "on Drive":
+        path.write_bytes(data[:1500] + bytes([data[1500] ^ 1]) + data[1501:])
+    monkeypatch.setattr(sources, "AT_ONCE", 1)  # the others are done by then
+    monkeypatch.setattr(archive, "extract", damaged)
+    with pytest.raises(errors.ArchiveError, match=path.name):
+        stage("drive:sets/raw")
+    path.write_bytes(data)
+    monkeypatch.setattr(archive, "extract", extract)
+    monkeypatch.setattr(transfer, "copy", lambda source, *rest: copied.append(source) or copy(source, *rest))
+    assert tree(stage("drive:sets/raw")) == tree(raw)
+    assert copied == [path]
+
+
+def test_shards_are_unpacked_while_others_are(place, raw, monkeypatch):
+    shard(raw)
+    two, extract = threading.Barrier(2, timeout=30), archive.extract
+    first = iter(range(2))
+
+    def together(*arguments, **options):
+        if next(first, None) is not None:
+            two.wait()
+        extract(*arguments, **options)
+
+    monkeypatch.setattr(archive, "extract", together)
+    assert tree(stage("drive:sets/raw")) == tree(raw)
+
+
+def test_a_mount_that_is_lost_while_shards_are_copied_is_mounted_anew(place, raw, monkeypatch):
+    """By the main thread: those that copy cannot."""
+    folder, mounted, copy = shard(raw), [], transfer.copy
+    monkeypatch.setattr(sources.drive, "remount", mounted.append)
+
+    def lost(source, *rest):
+        if not mounted:
+            raise transfer.Away(f"{source}: stopped responding")
+        return copy(source, *rest)
+
+    monkeypatch.setattr(transfer, "copy", lost)
+    assert tree(stage("drive:sets/raw")) == tree(raw)
+    assert mounted == [folder]
 
 
 def test_stop_ends_the_copying_of_the_other_shards(place, raw, monkeypatch):

@@ -9,6 +9,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
 import re
 import sys
 import threading
@@ -24,6 +25,7 @@ from faults import stagers
 
 import nbtools as nb
 from nbtools import disk, errors
+from nbtools.__main__ import main
 from nbtools.data import (
     Snapshots,
     Source,
@@ -207,6 +209,13 @@ def test_sha256_must_match_also_on_the_second_call(place, name):
         stage(source, sha256="abc")
     with pytest.raises(errors.StageError, match="sha256 is for an archive"):
         stage(path.parent, sha256=digest)
+
+
+def test_the_terminal_takes_a_sha256(place, capsys):
+    path, digest = put(place / "digits.tar", TAR), hashlib.sha256(TAR).hexdigest()
+    assert main(["stage", str(path), "--sha256", "abc"]) == 1
+    assert f"its SHA-256 is {digest}, not abc" in capsys.readouterr().err
+    assert main(["stage", str(path), "--sha256", digest]) == 0
 
 
 @pytest.mark.parametrize("name", ["digits.tar", "digits.tar.gz", "drive:digits.zip", "drive:digits.tar.xz"])
@@ -519,7 +528,9 @@ def side(path: Path, text: str) -> Path:
     return put(path.with_name(f"{path.name}.sha256"), text.encode())
 
 
-@pytest.mark.parametrize("form", ["{} *digits.tar\n", "{}\n", "{}  other.tar\n{}  digits.tar\n"])
+@pytest.mark.parametrize(
+    "form", ["{} *digits.tar\n", "{}\n", "{}  other.tar\n{}  digits.tar\n", "{}  sets/digits.tar\n"]
+)
 @pytest.mark.parametrize("place_of", ["drive", "here"])
 def test_the_hash_in_a_file_next_to_an_archive_must_match(place, form, place_of):
     path = put(place / place_of / "digits.tar", TAR)
@@ -633,6 +644,16 @@ def test_too_little_space_is_reported_before_the_first_byte(place, monkeypatch):
     monkeypatch.setattr(disk, "append", lambda *_: pytest.fail("wrote a byte"))
     with pytest.raises(errors.DiskError, match=r"needs 4\.1 MB, only 1\.0 MB are free there. Free some space"):
         stage("drive:digits.tar")
+
+
+@pytest.mark.parametrize("extract", [True, False])
+def test_too_little_space_for_what_is_in_an_archive_here_is_reported_before_it_is_unpacked(place, monkeypatch, extract):
+    path = put(place / "digits.tar.xz", archived({"a": random.Random(0).randbytes(5000)}, "tar.xz"))
+    monkeypatch.setattr(disk, "free_bytes", lambda path: 1000)
+    for unpack in ("extract", "plain"):
+        monkeypatch.setattr(archive, unpack, lambda *_: pytest.fail("unpacked it"))
+    with pytest.raises(errors.DiskError, match=r"needs 5\.\d kB, only 1\.0 kB are free there\. Free some space"):
+        stage(path, extract=extract)
 
 
 def test_progress_shows_rate_and_time_left_and_can_be_silent(place, capsys):

@@ -132,8 +132,11 @@ def found() -> list[Entry]:
         for path in folder.iterdir() if folder.is_dir() else ():
             if path.is_dir() and (folder.name == PACKS or path.suffix == ".part" or (path / RECEIPT).exists()):
                 lock = lock_of(path)
-                used = (lock.path if lock.path.exists() else path).stat().st_mtime
-                entries.append(Entry(path, sum(size for size, _ in listing(path).values()), used, lock.held()))
+                leased = lock.path.exists()  # else looking whether it is held would make it, as if just used
+                with contextlib.suppress(FileNotFoundError):  # another process stages, packs or deletes
+                    used = (lock.path if leased else path).stat().st_mtime
+                    size = sum(size for size, _ in listing(path).values())
+                    entries.append(Entry(path, size, used, leased and lock.held()))
     return sorted(entries, key=lambda entry: entry.used)
 
 
@@ -144,7 +147,7 @@ def evict(entry: Path) -> bool:
         with lock_of(entry):
             disk.remove(gone)
             disk.rename(entry, gone)
-    except BlockingIOError:
+    except (BlockingIOError, FileNotFoundError):  # in use, or gone meanwhile
         return False
     disk.remove(gone)
     return True

@@ -134,7 +134,10 @@ class Local(Source):
             return None
         for line in path.read_text("utf-8", "replace").splitlines():
             digest, _, name = line.strip().partition(" ")
-            if re.fullmatch(r"[0-9a-fA-F]{64}", digest) and name.strip(" *") in ("", self.path.name):
+            if re.fullmatch(r"[0-9a-fA-F]{64}", digest) and PurePosixPath(name.strip(" *")).name in (
+                "",
+                self.path.name,
+            ):
                 return digest.lower()
         raise StageError(
             f"{path}: must have a line of 64 hexadecimal digits and the name {self.path.name}, as sha256sum writes it. "
@@ -234,7 +237,11 @@ class Shards(Local):
                 count(shard.size)
                 return
             bring(self.path / shard.file, path, shard.size, path, count, shard.sha256)
-            archive.extract(path, part, lambda came: count(0), again=True)
+            try:
+                archive.extract(path, part, lambda came: count(0), again=True)
+            except ArchiveError:
+                disk.remove(path)  # else the next call would unpack the same bytes
+                raise
             disk.make_folder(mark)
             disk.remove(path)
 

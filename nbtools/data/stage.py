@@ -156,9 +156,10 @@ def publish(source: Source, target: Path, extract: bool, sha256: str | None, pro
             disk.remove(other)  # of another version of the source, or bytes that a power cut may have taken
     new, digest = begun / "new", None
     data = new / name
+    if source.is_folder:
+        fetch(source, data, name, progress)  # what came of it whole is kept, whatever else is damaged
     try:
         if source.is_folder:
-            fetch(source, data, name, progress)
             size = bytes_below(data)
         else:
             path = source.here or begun / "archive"
