@@ -20,7 +20,7 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 from nbtools import disk, table
-from nbtools.data import SNAPSHOTS, Card, Kept, Pack, Sample, cache, collate, manifests, stage
+from nbtools.data import SNAPSHOTS, Card, Kept, Pack, Sample, cache, collate, manifests, patient, stage
 from nbtools.errors import CheckpointError, PackError, StageError
 from nbtools.export import to_onnx
 from nbtools.measure import Receipt, StepProfile, Verdict
@@ -68,10 +68,11 @@ class Run:
         when something needs them. task: only for one that cannot be imported by name. Raises CheckpointError,
         StageError for a copy that cannot be staged."""
         folder = Path(folder)
-        index = checkpoint.read_index(folder)
-        if not index and manifests(folder):
+        with disk.explained("opening a run", folder):
+            found = patient(lambda: manifests(folder), folder)
+        if found:
             folder = stage(Kept(str(folder), folder.absolute(), later=".safetensors"), progress=False)
-            index = checkpoint.read_index(folder)
+        index = checkpoint.read_index(folder)
         if not index:
             raise CheckpointError(no_run(folder))
         known = as_task(task) if task is not None else import_task(index["task"], folder)

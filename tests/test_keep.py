@@ -163,6 +163,15 @@ def test_a_run_that_an_older_nbtools_kept_opens_resumes_and_is_kept_anew(run, pa
     assert same(nb.Run.open(target, toy), more)
 
 
+def test_what_another_run_left_of_an_older_nbtools_stays(run, copy, tmp_path):
+    for name, index in (("other", b'{"id": "of another run"}'), ("no run", b"a text")):
+        target = shutil.copytree(run.folder, tmp_path / name)
+        put(target / "run.json", index)
+        assert kept(copy, target) == []
+        assert tree(run.folder).keys() <= tree(target).keys()
+        assert same(nb.Run.open(target, toy), run), "what is kept there all the same"
+
+
 # -- opened where it is kept
 
 
@@ -568,12 +577,34 @@ def test_a_copy_that_hangs_lets_the_process_end(copy, tmp_path, monkeypatch):
     keeper.close()
 
 
+MINE = (
+    "thesis.txt",
+    "backup.202401011200.zip",
+    "plot.202401011200.png",
+    "scan.20240101120000.jpg",
+    "model.abcdefabcdef.safetensors",
+    "report.abcdefabcdef",
+    "report.abcdefabcdef.pdf.part",
+    "2024-20240101.json",
+    "run.json.bak",
+    "photos.202312241830/1.jpg",
+    "0001-00000003.abcdefabcdef.json/1.jpg",
+    "snapshots/film.part",
+    "snapshots/20240101-202401011200.json",
+)
+
+
 def test_files_of_others_stay_and_no_other_runs_copy_is_replaced(copy, run, pack, tmp_path):
-    target = put(tmp_path / "drive" / "thesis.txt", b"mine").parent
+    target = tmp_path / "drive"
+    for name in MINE:
+        put(target / name, b"mine")
+    left = [put(target / f"0009-00000009.abcdefabcdef.json{end}", b"half of it") for end in ("", ".1-2.part")]
     for number in range(5):
         put(copy / "notes.json", json.dumps({"notes": number}).encode())
         kept(copy, target)
-    assert (target / "thesis.txt").read_bytes() == b"mine"
+    assert [name for name in MINE if not (target / name).exists()] == []
+    assert not any(path.exists() for path in left), "by a copy that failed"
+    (target / MINE[-1]).unlink()
     assert len(manifests(target)) == 3
     assert len(list(target.glob("notes.*"))) == 3
     nb.fit(toy, pack, ONE, tmp_path / "other", **QUIET)

@@ -24,7 +24,9 @@ KEEP = 3
 SHORT = 12  # digits of a SHA-256 in a name
 SNAPSHOTS = "snapshots"
 MANIFEST = re.compile(r"(\d{8,})-([0-9a-f]{12})\.json")
-PART = re.compile(r"[^/]+\.[0-9a-f]{12}(\.[^./]+)?(\.[^/]+\.part)?")  # also what a crash left of one
+UNFINISHED = r"(\.\d+-\d+\.part)"  # at the end of what a crash left
+DIGEST = r"(?=\d*[a-f]|.+\.part)[0-9a-f]{12}"  # twelve digits from 0 to 9 may be a user's date
+PART = re.compile(rf"(.+)\.{DIGEST}(\.[^.]+)?{UNFINISHED}?")
 
 Parts = list[tuple[str, int, str]]  # name, bytes, SHA-256
 
@@ -79,10 +81,11 @@ class Damaged(Exception):
 
 
 class Snapshots:
-    """Takes snapshots in a folder. files: file → its parts there, as far as they are known to be intact."""
+    """Takes snapshots in a folder, in which the user's own files stay. files: file → its parts there, as far as they
+    are known to be intact. own: the names of files whose parts are deleted even where no snapshot names them."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, own: re.Pattern[str]):
+        self.folder, self.own = folder, own
         self.files: dict[str, Parts] = {}
 
     def verify(self) -> dict[str, Any]:
@@ -150,19 +153,28 @@ class Snapshots:
         return kept
 
     def prune(self) -> None:
-        kept, named = 0, {part[0] for parts in self.files.values() for part in parts}
+        """Delete what is certainly of older snapshots, or of copies that failed; damaged manifests stay."""
+        kept, names, gone = 0, set(self.files), set()
+        named = {part[0] for parts in self.files.values() for part in parts}
         for manifest in manifests(self.folder):
             try:
-                files = read(manifest)["files"] if kept < KEEP else {}
+                files = read(manifest)["files"]
             except ArchiveError:
-                files = {}
-            kept += bool(files)
-            named |= {part[0] for parts in files.values() for part in parts}
-            if not files:
+                continue
+            kept += 1
+            names |= files.keys()
+            (named if kept <= KEEP else gone).update(part[0] for parts in files.values() for part in parts)
+            if kept > KEEP:
                 disk.remove(manifest)
-        left = [path for path in self.folder.iterdir() if PART.fullmatch(path.name) and path.name not in named]
-        for path in (*left, *(self.folder / SNAPSHOTS).glob("*.part")):
-            disk.remove(path)
+        for path in self.folder.iterdir():
+            found = PART.fullmatch(path.name)
+            name = f"{found[1]}{found[2] or ''}" if found else ""
+            ours = path.name in gone or name in names or self.own.fullmatch(name)
+            if ours and path.name not in named and path.is_file():
+                disk.remove(path)
+        for path in (self.folder / SNAPSHOTS).iterdir():
+            if re.fullmatch(MANIFEST.pattern + UNFINISHED, path.name):
+                disk.remove(path)
 
 
 def put(path: Path, data: bytes | memoryview, digest: str) -> None:

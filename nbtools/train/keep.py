@@ -6,6 +6,7 @@ machine's own cache may have answered; and `confirmed` when a later start has re
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -14,6 +15,7 @@ from uuid import uuid4
 
 from nbtools import disk
 from nbtools.data import LATER, Damaged, Snapshots, remount
+from nbtools.errors import CheckpointError
 from nbtools.train import checkpoint
 from nbtools.train.checkpoint import CONTROL, FILE, INDEX
 
@@ -30,7 +32,7 @@ class Keeper:
     """
 
     def __init__(self, source: Path, target: Path):
-        self.source, self.target, self.snapshots = source, target, Snapshots(target)
+        self.source, self.target, self.snapshots = source, target, Snapshots(target, FILE)
         self.complaints: list[str] = []
         self.asked = self.done = 0  # calls of `keep`, and the last one whose copy is there
         self.index = b""  # of the last of these calls that the thread has seen
@@ -130,9 +132,13 @@ class Keeper:
                 if path.stem not in self.damaged:
                     self.damaged.add(path.stem)
                     self.complaints.append(f"{path}: damaged since it was written; what is kept lacks it")
-        for path in self.target.iterdir():  # as an older nbtools kept it
-            if path.name == INDEX or FILE.fullmatch(path.name):
-                disk.remove(path)
+        with suppress(CheckpointError):  # of a run.json that is not the run's
+            older = checkpoint.read_index(self.target)  # as an older nbtools kept it
+            if older and older.get("id") == facts.get("id"):
+                for path in self.target.iterdir():
+                    if FILE.fullmatch(path.name) and path.is_file():
+                        disk.remove(path)
+                disk.remove(self.target / INDEX)  # last, as it tells whose the others are
         for name in (name for name in copied if "." not in name):
             same = self.confirmed.get(name) == self.hash_of(name)
             self.states[name] = CONFIRMED if same else COPIED
