@@ -221,7 +221,13 @@ def places(run: str | Path, keep: str | Path | None, release_gpu: bool) -> tuple
             f"name a folder that outlives it: keep='drive:runs/…', got keep={str(keep)!r}",
             entry="Session lost",
         )
-    return Path(run), None if keep is None else place_to_keep(keep)
+    folder, kept = Path(run), None if keep is None else place_to_keep(keep)
+    if kept is not None and kept.resolve() == folder.resolve():
+        raise CheckpointError(
+            f"run={str(run)!r} and keep={str(keep)!r} are one folder, in which the copies would replace the run; "
+            "name a second folder with keep=, on Drive or another disk"
+        )
+    return folder, kept
 
 
 def chosen_plan(task: Task, pack: Pack, plan: Any, folder: Path) -> Plan:

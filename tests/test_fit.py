@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import types
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import torch
 import toy
 from acting import QUIET, acting
+from archives import tree
 from safetensors.torch import load_file
 
 import nbtools as nb
@@ -348,6 +350,17 @@ def colab(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
     monkeypatch.setitem(sys.modules, "google.colab", fake)
     return fake
+
+
+def test_a_run_is_not_kept_in_its_own_folder_whatever_that_is_called(copy, pack, tmp_path, monkeypatch):
+    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path))
+    (tmp_path / "link").symlink_to(copy)
+    before = tree(copy)
+    for keep in (copy, str(copy.parent / "none" / ".." / copy.name), tmp_path / "link", "drive:copy"):
+        for act in (nb.fit, partial(nb.launch, processes=1)):
+            with pytest.raises(CheckpointError, match=r"run='.*' and keep='.*' are one folder.*name a second folder"):
+                act(toy, pack, ONE, copy, keep, **QUIET)
+    assert tree(copy) == before
 
 
 def test_release_gpu_gives_the_machine_back_only_when_the_run_is_on_another_disk(pack, tmp_path, colab):
