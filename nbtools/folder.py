@@ -269,5 +269,5 @@ class Job:
             self.writer.shutdown()
             if self.keeper is not None:
                 self.keeper.keep()
-                self.keeper.close(mount=not self.surface.requests.stop)
+                self.keeper.close(not self.surface.requests.stop, self.surface.report)
                 self.surface.report_all(self.keeper.complaints)

@@ -67,11 +67,11 @@ class Run:
         """Open a run folder, or the folder where one is kept: of its newest copy the small files are staged, weights
         when something needs them. task: only for one that cannot be imported by name. Raises CheckpointError,
         StageError for a copy that cannot be staged."""
-        folder = Path(folder)
-        with disk.explained("opening a run", folder):
-            found = patient(lambda: manifests(folder), folder)
+        folder = given = Path(folder)
+        with disk.explained("opening a run", given):
+            found = patient(lambda: manifests(given), given)
         if found:
-            folder = stage(Kept(str(folder), folder.absolute(), later=".safetensors"), progress=False)
+            folder = stage(Kept(str(given), given.absolute(), later=".safetensors"), progress=False)
         index = checkpoint.read_index(folder)
         if not index:
             raise CheckpointError(no_run(folder))

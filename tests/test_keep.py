@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ import nbtools as nb
 from nbtools import disk
 from nbtools.data import manifests, newest
 from nbtools.errors import ArchiveError, CheckpointError, StageError
+from nbtools.live import Surface
 from nbtools.train import Keeper, checkpoint, keep
 
 ONE = toy.PLAN.replace(epochs=1)
@@ -439,6 +441,56 @@ def test_a_drive_that_stays_away_is_named_at_the_end_with_what_is_not_safe(pack,
     assert same(nb.Run.open(target, toy), again)
 
 
+def test_drive_is_mounted_anew_at_the_end_but_not_when_the_user_stops_the_run(pack, tmp_path, monkeypatch):
+    target, gone = tmp_path / "drive", threading.Event()
+    failing(monkeypatch, target, lambda: gone.is_set() and away())
+    monkeypatch.setattr(keep, "remount", lambda path: gone.clear() if path == target else None)
+    gone.set()
+    stopped = nb.fit(
+        acting({2: lambda: os.kill(os.getpid(), signal.SIGINT)}), pack, ONE, tmp_path / "run", target, **QUIET
+    )
+    assert "not kept to the end" in stopped.events[-1]
+    done = nb.fit(toy, pack, ONE, tmp_path / "run", target, **QUIET)
+    assert "kept again" in done.events[-1]
+    assert same(nb.Run.open(target, toy), done)
+
+
+def test_a_drive_that_hangs_is_said_and_the_wait_for_it_can_be_interrupted(pack, tmp_path, monkeypatch):
+    target, gone, back = tmp_path / "drive", threading.Event(), threading.Event()
+    monkeypatch.setattr(keep, "SLOW", 0.0)
+    monkeypatch.setattr(keep, "PATIENCE", 0.01)
+    monkeypatch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))
+    failing(monkeypatch, target, lambda: gone.is_set() and back.wait())
+    real, before = Surface.report, set(threading.enumerate())
+
+    def report(surface, message):
+        real(surface, message)
+        if "Interrupt to end the wait" in message:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Surface, "report", report)
+    steps = len(range(0, pack.splits["train"], toy.PLAN.batch_size))
+    task, plan = acting({steps + 2: leaving(gone, target)}), toy.PLAN.replace(epochs=5)
+    run = nb.fit(task, pack, plan, tmp_path / "run", keep=target, **QUIET)
+    assert len(run.summary()) == 5
+    slow, waits, ends = [text for text in run.events if str(target) in text]
+    assert "a copy has been under way for 0 minutes; the run continues" in slow
+    assert re.search(
+        r"waiting for the last copy of this run\. What is kept there ends at step \d+; all of it is in", waits
+    )
+    assert "not kept to the end (interrupted)" in ends
+    old = manifests(target)
+    [hung] = [thread for thread in threading.enumerate() if thread.name == "nbtools-keeper" and thread not in before]
+    back.set()
+    hung.join(30)
+    assert not hung.is_alive()
+    assert manifests(target) == old, "what was left does not go on next to a newer start"
+    monkeypatch.setattr(keep, "PATIENCE", 30.0)
+    again = nb.fit(toy, pack, plan, tmp_path / "run", keep=target, **QUIET)
+    assert states(again)[0] == "copied"
+    assert same(nb.Run.open(target, toy), again)
+
+
 def test_a_copy_that_failed_is_made_up_for_and_no_snapshot_names_what_is_absent(run, tmp_path, monkeypatch):
     """Drive's Errno 5, once at each write of a run's copy."""
     real, target = disk.write_atomic, tmp_path / "drive"
@@ -511,6 +563,21 @@ def test_a_checkpoint_that_is_damaged_here_does_not_keep_the_others_from_being_k
     assert same(nb.Run.open(target, toy), nb.Run.open(copy, toy)), "the last one"
 
 
+@pytest.mark.parametrize("harm", ["of its facts", "gone"])
+def test_best_weights_that_cannot_be_kept_are_named_and_the_others_are_kept(copy, tmp_path, harm):
+    [best] = copy.glob("*.best.safetensors")
+    path = best if harm == "gone" else best.with_suffix(".json")
+    data = path.read_bytes()
+    path.unlink()
+    if harm != "gone":
+        path.write_bytes(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
+    [said] = kept(copy, tmp_path / "drive")
+    assert re.match(rf"{path}: (damaged since it was written|is missing); what is kept lacks it", said)
+    files = newest(tmp_path / "drive")["files"]
+    assert f"{checkpoint.read_index(copy)['last']}.safetensors" in files
+    assert best.name not in files
+
+
 def test_a_checkpoint_is_hashed_once_and_then_read_back_wherever_it_is_written(pack, tmp_path, monkeypatch):
     hashed, real, of_file = Counter[str](), hashlib.sha256, disk.sha256
 
@@ -555,16 +622,25 @@ def test_an_index_kept_while_the_run_goes_on_names_what_was_there(copy, tmp_path
     assert len(checkpoint.weights(found)) > 0
 
 
-def test_what_is_pruned_before_it_is_kept_is_no_complaint(copy, tmp_path, monkeypatch):
+@pytest.mark.parametrize("follows", [True, False])
+def test_what_is_pruned_before_it_is_kept_is_no_complaint_where_a_newer_state_follows(
+    copy, tmp_path, monkeypatch, follows
+):
     keeper = Keeper(copy, tmp_path / "drive")
     busy = waiting(keeper, monkeypatch)
     keeper.keep()
-    for path in copy.glob("*.safetensors"):
+    index = checkpoint.read_index(copy)
+    for path in copy.glob(f"{index['last']}*"):
         path.unlink()
+    checkpoint.mark(copy, last=checkpoint.names(copy)[0], best=None)
     busy.set()
+    if follows:
+        keeper.keep()
     keeper.close()
-    assert keeper.complaints == []
-    assert manifests(tmp_path / "drive") == []
+    assert ["not kept to the end (a file of it was deleted meanwhile)" in text for text in keeper.complaints] == (
+        [] if follows else [True]
+    )
+    assert bool(manifests(tmp_path / "drive")) == follows
 
 
 def test_a_copy_that_hangs_lets_the_process_end(copy, tmp_path, monkeypatch):

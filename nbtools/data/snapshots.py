@@ -87,6 +87,7 @@ class Snapshots:
     def __init__(self, folder: Path, own: re.Pattern[str]):
         self.folder, self.own = folder, own
         self.files: dict[str, Parts] = {}
+        self.left = False  # while it hung: what it does later would mix with a newer start's copies
 
     def verify(self) -> dict[str, Any]:
         """Read back the newest snapshot, of an earlier start: what is intact need not be written again."""
@@ -119,6 +120,8 @@ class Snapshots:
             if error.errno in disk.FULL:
                 self.prune()  # of earlier calls that failed: nothing else would make room
             raise
+        if self.left:
+            raise InterruptedError(f"{self.folder}: interrupted")
         data = json.dumps({"version": 1, **about, "files": self.files}, indent=1).encode()
         last = max(map(number, manifests(self.folder)), default=0)
         digest = hashlib.sha256(data).hexdigest()
@@ -170,7 +173,7 @@ class Snapshots:
             found = PART.fullmatch(path.name)
             name = f"{found[1]}{found[2] or ''}" if found else ""
             ours = path.name in gone or name in names or self.own.fullmatch(name)
-            if ours and path.name not in named and path.is_file():
+            if ours and path.name not in named and path.is_file() and not self.left:
                 disk.remove(path)
         for path in (self.folder / SNAPSHOTS).iterdir():
             if re.fullmatch(MANIFEST.pattern + UNFINISHED, path.name):

@@ -6,15 +6,18 @@ machine's own cache may have answered; and `confirmed` when a later start has re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
+from time import monotonic
 from typing import Any
 from uuid import uuid4
 
 from nbtools import disk
-from nbtools.data import LATER, Damaged, Snapshots, remount
+from nbtools.data import LATER, Damaged, Snapshots, remount, say
 from nbtools.errors import CheckpointError
 from nbtools.train import checkpoint
 from nbtools.train.checkpoint import CONTROL, FILE, INDEX
@@ -22,6 +25,8 @@ from nbtools.train.checkpoint import CONTROL, FILE, INDEX
 KEPT = "kept.json"  # in the run's folder: where it is kept, and the state of its checkpoints
 LOCAL, COPIED, CONFIRMED = "local", "copied", "confirmed"
 PAUSE, LONGEST = 5.0, 300.0  # seconds until a copy that failed is tried again: doubled up to the longest
+PATIENCE = 30.0  # seconds at the end after which the user is told what is waited for
+SLOW = 180.0  # seconds of one copy after which a message says so
 
 
 class Keeper:
@@ -40,7 +45,8 @@ class Keeper:
         self.looked = self.closing = False
         self.confirmed: dict[str, str] = {}  # checkpoint → its hash, as a later start found it
         self.states: dict[str, str] = {}  # as an earlier start left them, until they are read back
-        self.damaged: set[str] = set()  # checkpoints here that cannot be kept
+        self.lacking: set[str] = set()  # checkpoints here that cannot be kept
+        self.begun, self.slow = inf, False  # when the copy in progress began; whether one was said to be slow
         self.trouble: Exception | None = None  # since which nothing could be copied
         with disk.explained("noting where a run is kept", source):
             if (before := noted(source)).get("to") == str(target):
@@ -62,6 +68,12 @@ class Keeper:
             index = (self.source / INDEX).read_bytes()
         self.asked += 1
         self.queue.put((index, self.asked))
+        if (seconds := monotonic() - self.begun) > SLOW and not self.slow:
+            self.slow = True
+            self.complaints.append(
+                f"{self.target}: a copy has been under way for {seconds / 60:.0f} minutes; the run continues, and is "
+                f"complete in {self.source}. {self.reached}"
+            )
 
     def work(self) -> None:
         asked, pause = 0, 0.0
@@ -74,7 +86,9 @@ class Keeper:
                 return
             self.index, asked = requested
             if asked == self.asked:  # else a newer one brings all of it
+                self.begun = monotonic()
                 pause = 0.0 if self.attempt(asked) else min(2 * pause or PAUSE, LONGEST)
+                self.begun = inf
 
     def attempt(self, asked: int) -> bool:
         """Copy the state that was requested last → whether to leave it at that."""
@@ -113,8 +127,19 @@ class Keeper:
             alone = "." not in name and name not in (facts["last"], facts.get("anchor", {}).get("name"))
             if alone and not (self.source / f"{name}.json").exists():
                 continue  # an older nbtools kept the best weights alone
-            files |= {file: self.source / file for file in (f"{name}.safetensors", f"{name}.json")}
-            known[f"{name}.safetensors"] = disk.unsealed((self.source / f"{name}.json").read_bytes()).get("sha256", "")
+            weights, note = pair = [self.source / f"{name}.{form}" for form in ("safetensors", "json")]
+            try:
+                weights.stat()
+                known[weights.name] = disk.unsealed(note.read_bytes()).get("sha256", "")
+            except ValueError:
+                self.lack(note)
+                continue
+            except FileNotFoundError as error:
+                if name not in checkpoint.named(checkpoint.read_index(self.source)):
+                    raise  # pruned
+                self.lack(Path(error.filename), "is missing")
+                continue
+            files |= {path.name: path for path in pair}
             copied.append(name)
         for path in self.source.iterdir():
             left = path.name in (INDEX, CONTROL, KEPT, LATER) or path.suffix == ".part" or FILE.fullmatch(path.name)
@@ -129,9 +154,7 @@ class Keeper:
                 for name in (path.name, path.with_suffix(".json").name):
                     del files[name]
                 copied.remove(path.stem)
-                if path.stem not in self.damaged:
-                    self.damaged.add(path.stem)
-                    self.complaints.append(f"{path}: damaged since it was written; what is kept lacks it")
+                self.lack(path)
         with suppress(CheckpointError):  # of a run.json that is not the run's
             older = checkpoint.read_index(self.target)  # as an older nbtools kept it
             if older and older.get("id") == facts.get("id"):
@@ -143,6 +166,12 @@ class Keeper:
             same = self.confirmed.get(name) == self.hash_of(name)
             self.states[name] = CONFIRMED if same else COPIED
         self.note()
+
+    def lack(self, path: Path, why: str = "damaged since it was written") -> None:
+        """Say once that a checkpoint here cannot be kept."""
+        if path.stem not in self.lacking:
+            self.lacking.add(path.stem)
+            self.complaints.append(f"{path}: {why}; what is kept lacks it")
 
     def confirm(self) -> None:
         """Read back what an earlier start has kept."""
@@ -164,18 +193,29 @@ class Keeper:
         self.states = {n: state for n, state in self.states.items() if (self.source / f"{n}.json").exists()}
         disk.write_atomic(self.source / KEPT, disk.sealed({"to": str(self.target), "checkpoints": self.states}))
 
-    def close(self, mount: bool = False) -> None:
-        """Wait until everything requested is copied, or cannot be. mount: mount Drive anew if it does not answer, which
-        may ask the user."""
+    def close(self, mount: bool = False, tell: Callable[[str], None] = say) -> None:
+        """Wait until everything requested is copied, or cannot be; an interrupt ends that. mount: mount Drive anew if
+        it does not answer, which may ask the user. tell: shows what a long wait is for."""
         self.closing = True
         self.queue.put(None)
-        self.thread.join()
-        if self.trouble is not None and mount:
-            remount(self.target)
-            self.attempt(self.asked)
-        if self.trouble is not None:
+        try:
+            self.thread.join(PATIENCE)
+            if self.thread.is_alive():
+                tell(
+                    f"{self.target}: waiting for the last copy of this run. {self.reached}; all of it is in "
+                    f"{self.source}. Interrupt to end the wait"
+                )
+            while self.thread.is_alive():
+                self.thread.join(1.0)
+            if self.trouble is not None and mount:
+                remount(self.target)
+                self.attempt(self.asked)
+        except KeyboardInterrupt:
+            self.snapshots.left, self.trouble = True, self.trouble or InterruptedError("interrupted")
+        if self.behind:
+            why = self.trouble or "a file of it was deleted meanwhile"
             self.complaints.append(
-                f"{self.target}: not kept to the end ({self.trouble}). {self.reached}; all of it is in {self.source}: "
+                f"{self.target}: not kept to the end ({why}). {self.reached}; all of it is in {self.source}: "
                 "run it again to copy the rest, before this machine is given back"
             )
 
