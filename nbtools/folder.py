@@ -71,7 +71,9 @@ def restore(folder: Path, kept: Path | None) -> None:
 
     Raises CheckpointError if that would mix two runs, or replace files that do not belong to a run.
     """
-    if manifests(folder):
+    with disk.explained("looking for a run", folder):
+        is_copy = manifests(folder)
+    if is_copy:
         rule = f"{folder} is a folder where a run is kept"
         raise CheckpointError(f"{rule}; name it with keep=, and a local folder with run=", entry="Session lost")
     if kept is None:
@@ -93,8 +95,8 @@ def restore(folder: Path, kept: Path | None) -> None:
     part = folder.with_name(f"{folder.name}.part")
     with disk.explained(f"restoring {folder} from {kept}", folder):
         disk.remove(part)
-        source, new = source_of(str(kept)), part / "new" / folder.name
-        source.version()
+        source, new = patient(lambda: source_of(str(kept)), kept), part / "new" / folder.name
+        patient(source.version, kept)
         fetch(source, new, folder.name, progress=True)
         disk.remove(folder)
         disk.publish_folder(new, folder)

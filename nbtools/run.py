@@ -21,7 +21,7 @@ from torch import nn
 
 from nbtools import disk, table
 from nbtools.data import SNAPSHOTS, Card, Kept, Pack, Sample, cache, collate, manifests, patient, stage
-from nbtools.errors import CheckpointError, PackError, StageError
+from nbtools.errors import CheckpointError, DiskError, PackError, StageError
 from nbtools.export import to_onnx
 from nbtools.measure import Receipt, StepProfile, Verdict
 from nbtools.table import number, plural, spelled
@@ -72,15 +72,15 @@ class Run:
             found = patient(lambda: manifests(given), given)
         if found:
             folder = stage(Kept(str(given), given.absolute(), later=".safetensors"), progress=False)
-        index = checkpoint.read_index(folder)
+        index = patient(lambda: checkpoint.read_index(folder), folder)
         if not index:
             raise CheckpointError(no_run(folder))
         known = as_task(task) if task is not None else import_task(index["task"], folder)
-        for name in (CARD, PLAN):
-            if not (folder / name).exists():
-                raise CheckpointError(f"{folder}: {name} is missing; copy the whole run folder again")
         with disk.explained("opening a run", folder):
-            card, plan = (folder / CARD).read_text(), (folder / PLAN).read_text()
+            for name in (CARD, PLAN):
+                if not patient((folder / name).exists, folder):
+                    raise CheckpointError(f"{folder}: {name} is missing; copy the whole run folder again")
+            card, plan = (patient((folder / name).read_text, folder) for name in (CARD, PLAN))
         return cls(folder, known, Card.from_dict(json.loads(card)), type(known.PLAN).from_json(plan))
 
     @cached_property
@@ -384,16 +384,19 @@ def opened(folder: Path, task: TaskLike | None = None) -> tuple[dict[str, Run], 
     """The runs in a folder and its subfolders by name, newest first; and name → why it cannot be opened."""
     found: dict[str, Run] = {}
     left_out: dict[str, str] = {}
-    for place in sorted(places(folder, "**")):
+    with disk.explained("looking for runs", folder):
+        within = sorted(patient(lambda: places(folder, "**"), folder))
+    for place in within:
         name = place.relative_to(folder).as_posix()
         if ".part" not in name:
             try:
                 found[name] = Run.open(place, task)
-            except (CheckpointError, StageError) as error:
+            except (CheckpointError, DiskError, StageError) as error:
                 left_out[name] = str(error)
-    left_out |= copies(found)
-    whole = {name: run for name, run in found.items() if name not in left_out}
-    return dict(sorted(whole.items(), key=lambda each: each[1].changed, reverse=True)), left_out
+    with disk.explained("comparing runs", folder):
+        left_out |= copies(found)
+        whole = {name: run for name, run in found.items() if name not in left_out}
+        return dict(sorted(whole.items(), key=lambda each: each[1].changed, reverse=True)), left_out
 
 
 def copies(found: Mapping[str, Run]) -> dict[str, str]:

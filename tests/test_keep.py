@@ -27,8 +27,9 @@ from faults.operations import MS_REMOUNT, apart, mount
 
 import nbtools as nb
 from nbtools import disk
-from nbtools.data import manifests, newest
-from nbtools.errors import ArchiveError, CheckpointError, StageError
+from nbtools.data import manifests, newest, snapshots
+from nbtools.errors import ArchiveError, CheckpointError, DiskError, StageError
+from nbtools.folder import restore
 from nbtools.live import Surface
 from nbtools.train import Keeper, checkpoint, keep
 
@@ -210,6 +211,57 @@ def test_runs_are_listed_compared_and_watched_without_a_copy_of_their_weights(pa
     assert bytes_read(drive, lambda: run.model("cpu")) < best.stat().st_size + 1e5, "of all weights the best alone"
     assert nb.evaluate(run, pack) == nb.evaluate(own, pack)
     assert same(run, own)
+
+
+def test_one_error_of_a_mount_ends_no_restore_and_no_list_of_runs(pack, tmp_path, monkeypatch):
+    """Drive's errno 5, once at each file and folder that is read below it."""
+    drive = tmp_path / "drive"
+    monkeypatch.setattr("nbtools.data.transfer.PAUSE", 0.001)
+    for name in ("a", "b"):
+        nb.fit(toy, pack, ONE, tmp_path / "vm" / name, keep=drive / name, **QUIET)
+    run = nb.Run.open(shutil.copytree(tmp_path / "vm" / "b", tmp_path / "own"), toy)
+
+    def restored() -> bool:
+        shutil.rmtree(tmp_path / "vm" / "b", ignore_errors=True)
+        restore(tmp_path / "vm" / "b", drive / "b")
+        return same(nb.Run.open(tmp_path / "vm" / "b", toy), run)
+
+    def swept() -> list[int]:
+        left, counts = [0], []
+
+        def fails(event, args):
+            if event in ("open", "os.scandir", "os.listdir") and str(args[0]).startswith(str(drive)):
+                left[0] -= 1
+                if left[0] == 0:
+                    away(errno.EIO)
+
+        sys.addaudithook(fails)
+        for act in (lambda: set(nb.runs(drive, toy).names) == {"a", "b"}, restored):
+            for nth in range(1, 200):
+                shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+                left[0] = nth
+                assert act(), nth
+                if left[0] > 0:
+                    break
+            counts.append(nth)
+        return counts
+
+    assert all(5 < count < 199 for count in ast.literal_eval(done(swept)))
+
+
+def test_a_kept_run_that_cannot_be_read_is_listed_with_its_trouble_and_the_others_are_there(
+    pack, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("nbtools.data.transfer.PAUSE", 0.001)
+    for name in ("a", "b"):
+        nb.fit(toy, pack, ONE, tmp_path / "vm" / name, keep=tmp_path / "drive" / name, **QUIET)
+    real, bad = snapshots.manifests, tmp_path / "drive" / "a"
+    monkeypatch.setattr("nbtools.run.manifests", lambda folder: away() if folder == bad else real(folder))
+    found = nb.runs(tmp_path / "drive", toy)
+    assert found.names == ["b"]
+    assert "Transport endpoint is not connected" in found.left_out["a"]
+    with pytest.raises(DiskError, match=r"opening a run: .*a: Transport endpoint is not connected\. Try again"):
+        nb.Run.open(bad, toy)
 
 
 def test_weights_that_are_damaged_or_gone_where_they_are_kept_are_named_with_the_way_out(copy, tmp_path):
