@@ -99,6 +99,8 @@ def test_the_history_is_kept_in_closed_parts_that_are_few(tmp_path):
     for suffix in ("json", "safetensors"):
         put(source / f"0001-00000001.{suffix}", b"{}")
     history, sizes, keeper = source / "history.csv", [], Keeper(source, target)
+    there: set[str] = set()
+    written = 0
     for number in range(60):
         with history.open("a") as file:
             file.write(f"step,{number}\n" * 20)
@@ -106,7 +108,10 @@ def test_the_history_is_kept_in_closed_parts_that_are_few(tmp_path):
         parts = newest(target)["files"]["history.csv"]
         assert b"".join((target / name).read_bytes() for name, _, _ in parts) == history.read_bytes()
         sizes.append(len(parts))
+        written += sum(size for name, size, _ in parts if name not in there)
+        there |= {name for name, _, _ in parts}
     assert max(sizes) <= 7, "log2 of 60, and one"
+    assert written <= 7 * history.stat().st_size, "each row as often as its part was joined with others"
     assert len(list(target.glob("history.*"))) <= 3 * 7, "those of older snapshots have gone"
     history.write_text("cut\n")
     keeper.copy((source / "run.json").read_bytes())
