@@ -112,7 +112,7 @@ class Keeper:
 
     @property
     def reached(self) -> str:
-        steps = [checkpoint.place(name)[1] for name in self.states]
+        steps = [checkpoint.place(name)[1] for name in list(self.states)]  # which the thread may change
         return f"What is kept there ends at step {max(steps):,}" if steps else "Nothing of it is kept there yet"
 
     def copy(self, index: bytes) -> None:
