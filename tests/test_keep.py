@@ -745,3 +745,15 @@ def test_files_of_others_stay_and_no_other_runs_copy_is_replaced(copy, run, pack
         nb.fit(toy, pack, ONE, tmp_path / "other", keep=target, **QUIET)
     with pytest.raises(CheckpointError, match="is a folder where a run is kept; name it with keep="):
         nb.fit(toy, pack, ONE, target, **QUIET)
+
+
+def test_a_newer_copy_counts_as_soon_as_all_of_it_has_come(copy, tmp_path):
+    """A manifest may reach Drive before what it names."""
+    for number in (1, 2):
+        put(copy / "notes.json", json.dumps({"notes": number}).encode())
+        kept(copy, tmp_path / "drive")
+    part = tmp_path / "drive" / newest(tmp_path / "drive")["files"]["notes.json"][0][0]
+    late = part.rename(tmp_path / "on its way")
+    assert nb.Run.open(tmp_path / "drive", toy).notes == 1
+    late.rename(part)
+    assert nb.Run.open(tmp_path / "drive", toy).notes == 2

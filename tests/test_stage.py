@@ -40,6 +40,7 @@ from nbtools.data import (
     sources,
     transfer,
 )
+from nbtools.train import checkpoint
 
 stage_module = sys.modules[nb.stage.__module__]
 pytestmark = [
@@ -429,7 +430,7 @@ def test_one_error_wherever_a_mount_is_looked_at_ends_nothing(place, monkeypatch
     for name in "abc":
         put(place / "drive" / "folder" / name / "x", name.encode() * 5000)
     nb.shard(place / "drive" / "folder", place / "drive" / "shards", 9000, progress=False)
-    snapshots = Snapshots(place / "drive" / "run")
+    snapshots = Snapshots(place / "drive" / "run", checkpoint.FILE)
     snapshots.take({"history.csv": b"1"}, {})
     snapshots.take({"history.csv": b"2", "run.json": b"{}"}, {})
     for nth in range(1, 100):
@@ -514,9 +515,9 @@ def test_what_is_there_is_resumed_only_as_its_hash_says(place, monkeypatch, harm
     assert (next(count) < 3) == (harm == "more"), "what was not vouched for was read again"
 
 
-def test_eight_stagers_round_after_round_cause_one_copy_each(tmp_path):
+def test_eight_stagers_round_after_round_cause_one_copy_each(place):
     """Five rounds; `make faults` does 200."""
-    totals, wrong = stagers.swept(0, 5, tmp_path)
+    totals, wrong = stagers.swept(0, 5, place)
     assert wrong == []
     assert totals == {"1 copy, the same files 8 times": 5}
 

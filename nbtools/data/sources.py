@@ -162,9 +162,19 @@ class Kept(Local):
         self.path, self.is_folder, self.later = path, True, later
 
     def version(self) -> str:
+        """The newest snapshot of which everything has its size: what is still on its way counts once it is there."""
         files = self.split(snapshots.newest(self.path)["files"])[0]
         self.size = self.extra = sum(size for parts in files.values() for _, size, _ in parts)
-        return snapshots.manifests(self.path)[0].name
+        found = snapshots.manifests(self.path)
+        return next((one.name for one in found if self.is_whole(one)), found[0].name)
+
+    def is_whole(self, manifest: Path) -> bool:
+        there = {name: size for name, (size, _) in self.files}
+        try:
+            parts = chain(*snapshots.read(manifest)["files"].values())
+        except ArchiveError:
+            return False
+        return all(there.get(name) == size for name, size, _ in parts)
 
     def split(self, files: dict[str, snapshots.Parts]) -> tuple[dict[str, snapshots.Parts], ...]:
         """Those to fetch now and later."""
