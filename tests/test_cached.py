@@ -141,10 +141,39 @@ def test_what_a_process_uses_stays_until_it_ends_however_it_ends(place, by_path)
     assert names(nb.cached(days=0).deleted) == ["used"]
 
 
+def test_who_waits_for_a_newer_version_does_not_count_as_using_the_older_one(place):
+    staged(place, "digits")
+    put(place / "drive" / "digits.tar", tar_bytes({"newer": b"22"}))
+    [older], context, module = cache().glob("digits-*"), get_context("fork"), sys.modules[nb.stage.__module__]
+    waits, release = context.Event(), context.Event()
+
+    def wait() -> None:
+        real = module.lock_of
+        patch = pytest.MonkeyPatch()
+        patch.setattr(module, "lock_of", lambda target: waits.set() or (release.wait(30) and real(target)))
+        stage_one("digits")
+
+    process = forked(wait)
+    assert waits.wait(30)
+    assert nb.stage("drive:digits.tar", progress=False).parent == older
+    release.set()
+    process.join()
+    assert process.exitcode == 0
+    assert names(nb.cached().entries) == ["digits"]
+
+
+def test_what_is_deleted_in_the_moment_before_it_is_leased_is_staged_again(place, monkeypatch):
+    staged(place, "digits")
+    [folder], module = cache().glob("digits-*"), sys.modules[nb.cached.__module__]
+    lease = module.lease
+    monkeypatch.setattr(module, "lease", lambda path: (path == folder and disk.remove(path)) or lease(path))
+    assert tree(nb.stage("drive:digits.tar", progress=False)) == {"a": bytes(1_000_000), "digits": b""}
+
+
 def test_a_newer_version_leaves_the_older_one_to_the_process_that_uses_it(place):
     source = put(place / "drive" / "digits.tar", tar_bytes({"older": b"1"}))
     with used("drive:digits.tar"):
-        [older] = cache().glob("digits-*")
+        older = nb.stage("drive:digits.tar", progress=False).parent
         put(source, tar_bytes({"newer": b"22", "more": b""}))
         newer = nb.stage("drive:digits.tar", progress=False)
         assert (older / "digits" / "older").exists()
@@ -153,6 +182,7 @@ def test_a_newer_version_leaves_the_older_one_to_the_process_that_uses_it(place)
         put(source, tar_bytes({"newest": b"333"}))
         assert nb.stage("drive:digits.tar", progress=False) == newer, "which only this process used"
         assert tree(newer) == {"newest": b"333"}
+    assert [entry.busy for entry in nb.cached().entries] == [True, True], "this process has used both"
     assert nb.stage("drive:digits.tar", progress=False) == older / "digits"
     assert tree(older / "digits") == {"newest": b"333"}
 
