@@ -133,11 +133,9 @@ class Local(Source):
         if not disk.exists(path):
             return None
         for line in path.read_text("utf-8", "replace").splitlines():
-            digest, _, name = line.strip().partition(" ")
-            if re.fullmatch(r"[0-9a-fA-F]{64}", digest) and PurePosixPath(name.strip(" *")).name in (
-                "",
-                self.path.name,
-            ):
+            digest, _, of = line.strip().partition(" ")
+            name = PurePosixPath(of.strip(" *")).name
+            if re.fullmatch(r"[0-9a-fA-F]{64}", digest) and name in ("", self.path.name):
                 return digest.lower()
         raise StageError(
             f"{path}: must have a line of 64 hexadecimal digits and the name {self.path.name}, as sha256sum writes it. "

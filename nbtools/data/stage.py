@@ -59,8 +59,8 @@ def stage(
     sha256 = sha256.lower() if sha256 else None
     text = source.text if isinstance(source, Source) else str(source)
     place = Path(text)
-    cached.lease(place.expanduser().absolute())  # an earlier call may have told where it lies, as in the terminal
     with disk.explained(f"looking at {text}", place):
+        cached.lease(place.expanduser().absolute())  # it may lie in the cache, where `stage` in the terminal put it
         found = source if isinstance(source, Source) else patient(lambda: source_of(text), place)
         if sha256 is None and not found.is_folder:
             sha256 = patient(found.promised, place)

@@ -134,13 +134,7 @@ class Part:
 
 
 def bring(
-    source: Path,
-    target: Path,
-    size: int,
-    unfinished: Path,
-    progress: Progress,
-    digest: str = "",
-    changed: int | None = None,
+    source: Path, target: Path, size: int, unfinished: Path, progress: Progress, digest: str = "", changed: int = 0
 ) -> None:
     """Copy a file unless it is there, by way of a file that may be resumed. Raises ArchiveError, and leaves nothing,
     if it has not the digest that was noted for it."""
@@ -159,10 +153,10 @@ def bring(
     disk.remove(unfinished.with_name(f"{unfinished.name}.sum"))
 
 
-def copy(source: Path, path: Path, size: int, progress: Progress, changed: int | None = None) -> str:
+def copy(source: Path, path: Path, size: int, progress: Progress, changed: int = 0) -> str:
     """Append to `path` what is missing of a file of `size` bytes, through errors of its mount, and reads that end too
     early → its SHA-256. Raises StageError if it does not come whole, and keeps what came; also if its size, or its time
-    of change in ns, is not what was announced, and keeps nothing: that may be a mixture."""
+    of change in ns (0: unknown), is not what was announced, and keeps nothing: that may be a mixture."""
     part = Part(path)
     if part.size > size:
         part.restart()
@@ -182,8 +176,7 @@ def copy(source: Path, path: Path, size: int, progress: Progress, changed: int |
             entry="Drive errors 5 and 107",
         )
     now = patient(source.stat, source)
-    moved = 0 if changed is None else abs(now.st_mtime_ns - changed)
-    if not part.size == now.st_size == size or moved >= ROUNDED:
+    if not part.size == now.st_size == size or (changed and abs(now.st_mtime_ns - changed) >= ROUNDED):
         part.restart()
         raise StageError(f"{source}: it changed after its {size} bytes were announced. Run it again.")
     return part.digest.hexdigest()
