@@ -217,7 +217,9 @@ def read(folder: Path, name: str) -> Checkpoint:
     try:
         data = present(path).read_bytes()
         if len(data) != facts["bytes"] or hashlib.sha256(data).hexdigest() != facts["sha256"]:
-            raise CheckpointError(f"{path}: {len(data)} bytes that are not the {facts['bytes']} written; it is damaged")
+            cut = f"{len(data)} bytes that are not the {facts['bytes']} written"
+            wrong = cut if len(data) != facts["bytes"] else "not as it was written: its hash differs"
+            raise CheckpointError(f"{path}: {wrong}; it is damaged")
         return Checkpoint(name, load_tensors(data), facts)
     except (ArchiveError, OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
@@ -227,7 +229,17 @@ def load(folder: Path, state: TrainState) -> Checkpoint:
     """Load the newest intact checkpoint into the state."""
     found = newest(folder)
     state.load(found.tensors, found.facts["state"])
+    accept(folder, found)
     return found
+
+
+def accept(folder: Path, found: Checkpoint) -> None:
+    """Make the one that a run resumes from the last. Damaged ones after it go, or they would count among those to
+    keep, and push out the intact; so does an anchor after it."""
+    if found.complaints:
+        anchor = read_index(folder).get("anchor")
+        late = anchor and place(anchor["name"]) > place(found.name)
+        rewind(folder, found.name, **({"anchor": None} if late else {}))
 
 
 def newest(folder: Path, last: str | None = None) -> Checkpoint:
@@ -236,10 +248,12 @@ def newest(folder: Path, last: str | None = None) -> Checkpoint:
     last = last or read_index(folder).get("last")
     for name in reached(folder, last):
         try:
-            return dataclasses.replace(read(folder, name), complaints=tuple(complaints))
+            found = read(folder, name)
+            return dataclasses.replace(found, complaints=tuple(f"{each}; {name} is used" for each in complaints))
         except CheckpointError as error:
-            complaints.append(f"{error}; the previous one is used")
-    raise CheckpointError(f"{folder}: {'; '.join([*complaints, 'no intact checkpoint; name another run folder'])}")
+            complaints.append(str(error))
+    fix = "no intact checkpoint; move this folder away to resume from where it is kept (keep=), or name another one"
+    raise CheckpointError(f"{folder}: {'; '.join([*complaints, fix])}")
 
 
 def names(folder: Path) -> list[str]:
