@@ -150,6 +150,7 @@ def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[s
     changed = new.changes_from(old)
     refuse_fixed(changed, new, resumed=True)
     state.load(found.tensors, facts["state"])
+    checkpoint.accept(folder, found)  # before rows go: a run killed between them resumes with all of its rows
     history = History(folder / HISTORY)
     history.cut(facts["rows"])
     disk.write_atomic(folder / PLAN, new.to_json())

@@ -356,3 +356,42 @@ def test_two_older_checkpoints_that_are_whole_stay_behind_the_last_and_the_best(
         (folder / f"{name}.safetensors").write_bytes(b"")
     found = checkpoint.newest(folder)
     assert (found.name, len(found.complaints)) == (names[2], 2)
+
+
+def damage(folder, *names: str) -> None:
+    for name in names:
+        path = folder / f"{name}.safetensors"
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+@pytest.mark.usefixtures("written")
+def test_a_run_that_resumed_from_behind_damaged_checkpoints_keeps_the_intact_one_and_discards_those(
+    pack, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("nbtools.folder.SAVE_EVERY", 0.0)
+    monkeypatch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))
+    task = acting(metrics=lambda outputs, batch: {"accuracy": (1, 2)})  # the first epoch is the best
+    folder = nb.fit(task, pack, toy.PLAN, tmp_path / "run", **QUIET).folder
+    *newer, intact = checkpoint.names(folder)[:3]
+    checkpoint.mark(folder, anchor={"name": newer[0], "facts": {}, "best": None, "limit": None})
+    damage(folder, *newer)
+    monkeypatch.setattr("nbtools.folder.SAVE_SHARE", -1.0)  # nothing is written before the run ends
+    run = nb.fit(task, pack, toy.PLAN.replace(epochs=4), folder, **QUIET)
+    assert [event for event in run.events if event.endswith(f"it is damaged; {intact} is used")]
+    names = checkpoint.names(folder)
+    assert names[1] == intact
+    assert all(checkpoint.read(folder, name).tensors for name in names)
+    assert checkpoint.read_index(folder)["anchor"]["name"] == intact, "to undo the change of epochs"
+
+
+def test_where_every_checkpoint_is_damaged_the_way_out_is_the_kept_copy_and_none_is_said_to_be_used(pack, tmp_path):
+    folder, kept = tmp_path / "run", tmp_path / "kept"
+    nb.fit(toy, pack, toy.PLAN, folder, keep=kept, **QUIET)
+    damage(folder, *checkpoint.names(folder))
+    with pytest.raises(CheckpointError, match="its hash differs; it is damaged.*move this folder away to resume") as no:
+        nb.fit(toy, pack, toy.PLAN, folder, keep=kept, **QUIET)
+    assert "used" not in str(no.value)
+    folder.rename(tmp_path / "away")
+    nb.fit(toy, pack, toy.PLAN, folder, keep=kept, **QUIET)
+    assert checkpoint.newest(folder).complaints == ()
