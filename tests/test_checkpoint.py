@@ -389,7 +389,9 @@ def test_where_every_checkpoint_is_damaged_the_way_out_is_the_kept_copy_and_none
     folder, kept = tmp_path / "run", tmp_path / "kept"
     nb.fit(toy, pack, toy.PLAN, folder, keep=kept, **QUIET)
     damage(folder, *checkpoint.names(folder))
-    with pytest.raises(CheckpointError, match="its hash differs; it is damaged.*move this folder away to resume") as no:
+    with pytest.raises(
+        CheckpointError, match=r"its hash differs; it is damaged.*move this folder away to resume"
+    ) as no:
         nb.fit(toy, pack, toy.PLAN, folder, keep=kept, **QUIET)
     assert "used" not in str(no.value)
     folder.rename(tmp_path / "away")

@@ -15,6 +15,7 @@ from faults import kills, mutations, operations
 from faults.jobs import JOBS
 
 from nbtools.data import archive
+from nbtools.train import History, Record, checkpoint
 
 SEED = 20
 
@@ -82,6 +83,37 @@ def test_the_same_kills_are_noticed_where_files_are_written_in_place(root):
     assert not any(map(kills.Case("own, resident, gloo 1", root / "whole").killed_at, range(8)))
     case = kills.Case("own, resident, gloo 1", root / "torn", kills.in_place)
     assert any(map(case.killed_at, range(20))), "a torn index is not noticed"
+
+
+def older_ones_spoiled() -> None:
+    """Nothing that a run notices, as long as the last one is whole."""
+    prune = checkpoint.prune
+
+    def pruned(folder, index):
+        prune(folder, index)
+        for name in checkpoint.reached(folder, index["last"])[1:]:
+            (folder / f"{name}.safetensors").write_bytes(b"")
+
+    checkpoint.prune = pruned
+
+
+def one_row_too_many() -> None:
+    snapshot = checkpoint.snapshot
+    checkpoint.snapshot = lambda state, rows, best=False: snapshot(state, rows + 1, best)
+
+
+@pytest.mark.parametrize("patch", [older_ones_spoiled, one_row_too_many])
+def test_a_kill_is_wrong_that_leaves_less_than_the_run_may_go_back_to(patch, root):
+    case = kills.Case("own, resident, gloo 1", root / "it", patch)
+    assert any(case.killed_at(at).startswith("after a kill: ") for at in range(80, 90))
+
+
+def test_a_run_that_differs_is_reported_with_what_it_said(root):
+    case = kills.Case("own, resident, gloo 1", root / "it")
+    name = next(name for name in case.expected[1] if name.startswith("best "))
+    case.expected[1][name] = b""
+    History(root / "it" / "run" / "history.csv").append(Record("event", 1, 7, 0, {"what": "out of memory"}))
+    assert case.differs() == f"1 tensors differ: {name}; events: out of memory (step 7)"
 
 
 @pytest.mark.parametrize("name", mutations.CASES)

@@ -277,7 +277,11 @@ def trained(place: Path) -> list[str]:
 
 
 def weights_of(path: Path) -> list[tuple[str, bytes]]:
-    return [(name, value.numpy().tobytes()) for name, value in sorted(checkpoint.newest(path).tensors.items())]
+    """The tensors of the last state, and the best weights."""
+    best = {f"best {name}": value for name, value in checkpoint.weights(path).items()}
+    return [
+        (name, value.numpy().tobytes()) for name, value in sorted({**checkpoint.newest(path).tensors, **best}.items())
+    ]
 
 
 def losses_of(path: Path) -> list[dict[str, Any]]:

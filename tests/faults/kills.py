@@ -35,7 +35,7 @@ import nbtools as nb
 from nbtools import disk, folder
 from nbtools.data import Pack, Snapshots
 from nbtools.live import png
-from nbtools.train import checkpoint
+from nbtools.train import History, checkpoint
 
 Options = dict[str, Any]
 TINY: dict[str, tuple[Options, Options]] = {  # of the demo, changes of the recommended plan
@@ -77,6 +77,7 @@ class Case:
         self.pack: Pack = module.pack(module.demo(root / "raw", **options), into=root / "pack", progress=False)
         self.plan = module.PLAN.replace(**changes, **FEEDS[feed])
         self.task = noting(module, self.shared, root / "order")
+        self.clear()
         start = time.monotonic()
         for child in self.started():
             code, text = child.end()
@@ -123,18 +124,44 @@ class Case:
         return list(map(repr, losses_of(self.root / "run"))), dict(weights_of(self.root / "run"))
 
     def differs(self) -> str:
-        """In what that run is not the undisturbed one; "" if in nothing."""
+        """In what that run is not the undisturbed one, and what was said in all of its lives; "" if in nothing."""
         (rows, tensors), (wanted, others) = self.found(), self.expected
+        names = [name for name in sorted(tensors.keys() | others.keys()) if tensors.get(name) != others.get(name)]
+        wrong = f"{len(names)} tensors differ: {', '.join(names[:5])}" if names else ""
         for row, other in zip_longest(rows, wanted, fillvalue="missing"):
             if row != other:
-                return f"a row is {row}, and should be {other}"
-        names = [name for name in sorted(tensors.keys() | others.keys()) if tensors.get(name) != others.get(name)]
-        return f"{len(names)} tensors differ: {', '.join(names[:5])}" if names else ""
+                wrong = f"a row is {row}, and should be {other}"
+                break
+        return f"{wrong}; events: {'; '.join(self.note()) or 'none'}" if wrong else ""
+
+    def note(self) -> dict[str, None]:
+        """What was said so far. A life that resumes cuts rows after its checkpoint, so each is noted at its end."""
+        rows = History(self.root / "run" / "history.csv").rows
+        self.events |= {f"{row['what']} (step {row['step']})": None for row in rows if "what" in row}
+        return self.events
+
+    def lost(self) -> str:
+        """What a kill has left damaged or missing of that to which the run can go back; "" if nothing."""
+        run, events = self.root / "run", self.note()
+        if not checkpoint.names(run):
+            return ""
+        try:
+            index = checkpoint.read_index(run)
+            found = [checkpoint.read(run, name) for name in checkpoint.reached(run, index.get("last"))]
+            if "best" in index:
+                checkpoint.read(run, index["best"])
+        except nb.NbtoolsError as error:
+            return f"after a kill: {error}; events: {'; '.join(events) or 'none'}"
+        rows, counted = len(History(run / "history.csv")), found[0].facts["rows"]
+        return (
+            f"after a kill: {rows} rows, and checkpoint {found[0].name} counts on {counted}" if rows < counted else ""
+        )
 
     def clear(self) -> None:
         for name in ("run", "kept"):
             shutil.rmtree(self.root / name, ignore_errors=True)
         (self.root / "order").unlink(missing_ok=True)
+        self.events: dict[str, None] = {}
 
     def killed_run(self, rng: random.Random) -> tuple[Counter[str], str]:
         """(phases in which one run was killed, what is wrong at its end)."""
@@ -153,6 +180,8 @@ class Case:
                 other.end()
             if code != -signal.SIGKILL:
                 break
+            if wrong := self.lost():
+                return phases, wrong
             lost = keep is not None and rng.random() < 0.5
             if lost:
                 shutil.rmtree(self.root / "run", ignore_errors=True)
@@ -165,6 +194,8 @@ class Case:
         """What is wrong with a run that was killed during an operation, and then resumed."""
         self.clear()
         self.started(at)[-1].end()
+        if wrong := self.lost():
+            return wrong
         code, text = self.started()[-1].end()
         return text if code != DONE else self.differs()
 
