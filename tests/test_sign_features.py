@@ -3,10 +3,14 @@
 A small real network stands in for InceptionV3: all but that network is the same.
 """
 
+import hashlib
 import sys
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import nbtools as nb
-from nbtools.errors import CheckpointError, MissingExtra, PackError, TrainError
+from nbtools.errors import CheckpointError, MissingExtra, PackError, StageError, TrainError
 from nbtools.tasks import sign
 from nbtools.tasks.sign import inception as backbones
 from nbtools.tasks.sign.features import TUNED, Film, clip_loss
@@ -408,6 +412,40 @@ def test_a_pickle_is_refused_by_a_torch_that_can_be_tricked(tmp_path, monkeypatc
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
     with pytest.raises(CheckpointError, match=r"is a pickle.*use torch ≥ 2\.10, or .* safetensors"):
         read_weights(tmp_path / "weights.pth")
+
+
+class Planted:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('the pickle ran')",)
+
+
+def published(url: str) -> Any:
+    """torchvision's models, as far as the weights' download goes."""
+    one = SimpleNamespace(url=url, get_state_dict=partial(torch.hub.load_state_dict_from_url, url))
+    return SimpleNamespace(Inception_V3_Weights=SimpleNamespace(IMAGENET1K_V1=one))
+
+
+def test_a_pickle_planted_in_torchs_cache_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    cached = tmp_path / "hub" / "checkpoints" / "inception-0cc3c7bd.pth"
+    cached.parent.mkdir(parents=True)
+    torch.save({STEM: Planted()}, cached)
+    with pytest.raises(CheckpointError, match=r"inception-0cc3c7bd\.pth cannot be read as weights"):
+        backbones.imagenet(published("https://example.org/inception-0cc3c7bd.pth"))
+
+
+def test_published_weights_are_downloaded_once_and_only_if_their_hash_is_that_of_their_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    torch.save({STEM: torch.ones(2)}, tmp_path / "weights")
+    data = (tmp_path / "weights").read_bytes()
+    wrong, right = (tmp_path / f"inception-{name}.pth" for name in ("00000000", hashlib.sha256(data).hexdigest()[:8]))
+    for origin in (wrong, right):
+        origin.write_bytes(data)
+    with pytest.raises(StageError, match=r"could not be downloaded from file:.*invalid hash value"):
+        backbones.imagenet(published(wrong.as_uri()))
+    assert backbones.imagenet(published(right.as_uri())).keys() == {STEM}
+    right.unlink()
+    assert backbones.imagenet(published(right.as_uri())).keys() == {STEM}
 
 
 def test_weights_are_found_under_any_name_and_classifiers_left_out():
