@@ -35,7 +35,7 @@ from torch import Tensor
 
 from nbtools import disk
 from nbtools.data import present
-from nbtools.errors import ArchiveError, CheckpointError
+from nbtools.errors import ArchiveError, CheckpointError, StageError
 from nbtools.train.device import within_memory
 from nbtools.train.state import TrainState, below
 
@@ -275,10 +275,26 @@ def place(name: str) -> tuple[int, ...]:
 def weights(folder: Path) -> dict[str, Tensor]:
     """The best evaluated weights; the newest ones if there was no evaluation."""
     best = read_index(folder).get("best")
-    if best is not None:
+    if best is None:
+        return evaluated(newest(folder))
+    try:
         return read(folder, best).tensors
-    tensors = newest(folder).tensors
-    return below(tensors, "ema.module.") or below(tensors, "model.")
+    except CheckpointError as error:
+        try:
+            return evaluated(read(folder, best.partition(".")[0]))  # the same epoch's, which has them too
+        except (CheckpointError, StageError):
+            fix = "copy it from where the run is kept, or train on to a better epoch"
+            raise CheckpointError(f"{error}; {fix}") from None
+
+
+def evaluated(found: Checkpoint) -> dict[str, Tensor]:
+    return below(found.tensors, "ema.module.") or below(found.tensors, "model.")
+
+
+def left(folder: Path) -> dict[str, Any]:
+    """What an index that was lost named: the newest checkpoint and best weights that are there."""
+    best = max((p.stem for p in folder.glob(f"*{BEST}.json") if NAMED.fullmatch(p.stem)), default=None)
+    return {"last": names(folder)[0], "best": best}
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -295,7 +311,7 @@ def read_index(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{wrong[0]!r} names no checkpoint")
         return index
     except ValueError as error:
-        fix = 'restore it from the kept copy; if it was edited on purpose, delete its line "seal"'
+        fix = 'restore it from the kept copy, or delete it and train on; if you edited it, delete its line "seal"'
         raise CheckpointError(f"{path}: {error}; {fix}") from None
 
 
