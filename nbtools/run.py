@@ -10,7 +10,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -75,13 +75,14 @@ class Run:
         index = patient(lambda: checkpoint.read_index(folder), folder)
         if not index:
             raise CheckpointError(no_run(folder))
+        if task is None and "task" not in index:
+            raise CheckpointError(
+                f"{folder / checkpoint.INDEX} names no task; give it, as in nb.Run.open(folder, task)"
+            )
         known = as_task(task) if task is not None else import_task(index["task"], folder)
         with disk.explained("opening a run", folder):
-            for name in (CARD, PLAN):
-                if not patient((folder / name).exists, folder):
-                    raise CheckpointError(f"{folder}: {name} is missing; copy the whole run folder again")
-            card, plan = (patient((folder / name).read_text, folder) for name in (CARD, PLAN))
-        return cls(folder, known, Card.from_dict(json.loads(card)), type(known.PLAN).from_json(plan))
+            card, plan = (patient(partial(stored, folder / name), folder) for name in (CARD, PLAN))
+        return cls(folder, known, Card.from_dict(card), type(known.PLAN).from_dict(plan))
 
     @cached_property
     def history(self) -> History:
@@ -90,7 +91,7 @@ class Run:
     def stored(self, name: str) -> dict[str, Any]:
         """A JSON file of the folder; {} if there is none."""
         path = self.folder / name
-        return json.loads(path.read_text()) if path.exists() else {}
+        return stored(path, "delete it") if path.exists() else {}
 
     @property
     def receipt(self) -> Receipt | None:
@@ -327,6 +328,18 @@ class Run:
         """When it last went on, in seconds since 1970."""
         path = self.folder / HISTORY
         return (path if path.exists() else self.folder / checkpoint.INDEX).stat().st_mtime
+
+
+def stored(path: Path, fix: str = "copy the whole run folder again") -> dict[str, Any]:
+    """A JSON file of a run. Raises CheckpointError with what to do (fix) if it is missing or damaged."""
+    try:
+        found = json.loads(path.read_text()) if path.exists() else None
+        why = "is missing" if found is None else "is not a JSON object"
+    except (ValueError, RecursionError) as error:
+        found, why = None, f"is damaged, not JSON ({error})"
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} {why}; {fix}")
+    return found
 
 
 def what_next(run: Run, over: bool) -> str:
