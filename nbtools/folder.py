@@ -4,6 +4,7 @@ saved when losing the work would cost more than saving it, and restored from the
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,7 @@ from nbtools import disk
 from nbtools.data import Card, Pack, cache, fetch, manifests, newest, patient, source_of
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.live import Surface
-from nbtools.run import CARD, HISTORY, PLAN, lock
+from nbtools.run import CARD, HISTORY, NOTES, PLAN, lock, stored
 from nbtools.train import (
     CONTROL,
     History,
@@ -63,7 +64,7 @@ def stored_plan(task: Task, folder: Path) -> Plan | None:
     """The plan of the run in a folder, if one was started."""
     path = folder / PLAN
     with disk.explained("reading the plan", path):
-        return type(task.PLAN).from_json(path.read_text()) if checkpoint.names(folder) and path.exists() else None
+        return type(task.PLAN).from_dict(stored(path)) if checkpoint.names(folder) and path.exists() else None
 
 
 def restore(folder: Path, kept: Path | None) -> None:
@@ -111,19 +112,26 @@ def begin(folder: Path, pack: Pack, state: TrainState, advised: Plan | None = No
     place: dict[str, Any] = {"pack": str(pack.folder.absolute())}  # where its samples are, while this machine lasts
     place["ended"] = None  # of an earlier start, in an error
     place["asked"] = asked(state.task, state.model)
+    new = {"version": 1, "nbtools": VERSION, "id": uuid4().hex, "task": task_name(state.task)}
+    with disk.explained("starting a run", folder):
+        for part in folder.glob("*.part"):  # of a process that was killed; others write only these two
+            if re.search(r"\.\d+-\d+\.part", part.name) and not part.name.startswith((CONTROL, NOTES)):
+                disk.remove(part)
     if checkpoint.names(folder):
-        before = checkpoint.read_index(folder).get("asked", {})
+        index = checkpoint.read_index(folder)
+        lost = [] if "task" in index else [f"{folder / checkpoint.INDEX}: was lost, and is made anew of what is there"]
+        if lost:
+            checkpoint.mark(folder, **{**new, "advised": state.plan.to_dict(), **checkpoint.left(folder), **index})
         with disk.explained("resuming a run", folder):
             history, complaints = resume(folder, pack, state)
         checkpoint.mark(folder, **place, **({} if advised is None else {"advised": advised.to_dict()}))
-        return history, [*complaints, *another(before, place["asked"])]
+        return history, [*lost, *complaints, *another(index.get("asked", {}), place["asked"])]
     with disk.explained("starting a run", folder):
         disk.make_folder(folder)
         disk.remove(folder / HISTORY)
         disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
         disk.write_atomic(folder / PLAN, state.plan.to_json())
-        index = {"version": 1, "nbtools": VERSION, "id": uuid4().hex, "task": task_name(state.task)}
-        disk.write_atomic(folder / checkpoint.INDEX, disk.sealed(index))
+        disk.write_atomic(folder / checkpoint.INDEX, disk.sealed(new))
     checkpoint.mark(folder, **place, advised=(advised or state.plan).to_dict())
     checkpoint.save(folder, state, rows=0)
     return History(folder / HISTORY), []
@@ -139,7 +147,7 @@ def another(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[str]]:
     """The history and the state of the last checkpoint, with the plan that the state was created with. Raises
     CheckpointError for another pack, TrainError for a change of what a run keeps."""
-    if Card.from_dict(json.loads((folder / CARD).read_text())) != pack.card:
+    if Card.from_dict(stored(folder / CARD)) != pack.card:
         raise CheckpointError(
             f"{folder}: this run was trained on another pack (its card.json is not that of {pack.folder}); "
             "give the same data and options, or name another run folder"
@@ -151,7 +159,10 @@ def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[s
     refuse_fixed(changed, new, resumed=True)
     state.load(found.tensors, facts["state"])
     checkpoint.accept(folder, found)  # before rows go: a run killed between them resumes with all of its rows
-    history = History(folder / HISTORY)
+    history, complaints = History(folder / HISTORY), list(found.complaints)
+    if len(history) < facts["rows"]:
+        less = f"{history.path}: {facts['rows'] - len(history):,} of {facts['rows']:,} rows are missing"
+        complaints.append(f"{less}; charts, tables and run.best are of the rest")
     history.cut(facts["rows"])
     disk.write_atomic(folder / PLAN, new.to_json())
     if changed and state.stopped:
@@ -159,7 +170,7 @@ def resume(folder: Path, pack: Pack, state: TrainState) -> tuple[History, list[s
     for record in caught_up(state, old):
         history.append(record)
     checkpoint.copies(state)  # makes room: within training that takes ten times as long as the copies
-    return history, list(found.complaints)
+    return history, complaints
 
 
 class Job:

@@ -397,3 +397,65 @@ def test_where_every_checkpoint_is_damaged_the_way_out_is_the_kept_copy_and_none
     folder.rename(tmp_path / "away")
     nb.fit(toy, pack, toy.PLAN, folder, keep=kept, **QUIET)
     assert checkpoint.newest(folder).complaints == ()
+
+
+def test_damaged_best_weights_are_read_from_the_whole_checkpoint_of_their_epoch(pack, tmp_path):
+    run = nb.fit(toy, pack, toy.PLAN.replace(ema=0.9), tmp_path / "run", **QUIET)
+    best = checkpoint.read_index(run.folder)["best"]
+    weights = run.model("cpu").state_dict()
+    damage(run.folder, best)
+    found = run.model("cpu").state_dict()
+    assert all(map(torch.equal, found.values(), weights.values()))
+    damage(run.folder, best.partition(".")[0])
+    with pytest.raises(CheckpointError, match=r"best.safetensors: .*it is damaged; copy it from where the run is kept"):
+        run.model("cpu")
+
+
+def test_a_lost_index_is_made_anew_and_the_run_resumes_with_its_best_weights(pack, tmp_path, untouched):
+    folder, steps = tmp_path / "run", len(range(0, pack.splits["train"], toy.PLAN.batch_size))
+    with pytest.raises(ZeroDivisionError):
+        nb.fit(acting({2 * steps + 3: lambda: 1 / 0}), pack, toy.PLAN, folder, **QUIET)
+    (folder / "run.json").unlink()
+    run = nb.fit(toy, pack, toy.PLAN, folder, **QUIET)
+    assert any("run.json: was lost, and is made anew" in event for event in run.events)
+    assert same(run, untouched)
+    ours, theirs = (checkpoint.read_index(each.folder) for each in (run, untouched))
+    assert {**ours, "id": 0} == {**theirs, "id": 0}
+    assert ours["best"].startswith("0002-"), "from before"
+    (folder / "run.json").write_text(json.dumps({"last": ours["last"]}))
+    with pytest.raises(CheckpointError, match=r"run.json names no task; give it, as in nb\.Run\.open\(folder, task\)"):
+        nb.Run.open(folder)
+
+
+def test_rows_that_a_resumed_run_lacks_are_counted_in_its_messages(pack, tmp_path):
+    folder = tmp_path / "run"
+    rows = len(nb.fit(toy, pack, toy.PLAN, folder, **QUIET).history)
+    (folder / "history.csv").unlink()
+    run = nb.fit(toy, pack, toy.PLAN.replace(epochs=4), folder, **QUIET)
+    assert any(f"history.csv: {rows} of {rows} rows are missing; charts, tables" in event for event in run.events)
+
+
+@pytest.mark.parametrize("name", ["card.json", "plan.json", "receipt.json", "verdict.json", "evaluation.json"])
+def test_a_damaged_file_of_a_run_is_named_with_what_to_do(pack, tmp_path, untouched, name):
+    folder = shutil.copytree(untouched.folder, tmp_path / "run")
+    fix = "copy the whole run folder again" if name in ("card.json", "plan.json") else "delete it"
+    for text in ("{", "[1]", "\xff"):
+        (folder / name).write_text(text, encoding="latin-1")
+        with pytest.raises(
+            CheckpointError, match=rf"run/{name} is (damaged, not JSON \(.*\)|not a JSON object); {fix}"
+        ):
+            nb.Run.open(folder, toy).to_dict()
+    if name in ("card.json", "plan.json"):
+        with pytest.raises(CheckpointError, match=rf"run/{name} is damaged"):
+            nb.fit(toy, pack, None, folder, **QUIET)
+
+
+def test_what_a_killed_process_left_half_written_goes_and_the_files_of_others_stay(pack, tmp_path):
+    folder = tmp_path / "run"
+    nb.fit(toy, pack, toy.PLAN.replace(epochs=1), folder, **QUIET)
+    own = {f"{name}.12-34.part" for name in ("run.json", "history.csv", "plan.json", "plot.png", "kept.json")}
+    others = {"control.json.12-34.part", "notes.json.12-34.part", "mine.part"}
+    for name in own | others:
+        (folder / name).touch()
+    nb.fit(toy, pack, toy.PLAN, folder, **QUIET)
+    assert {path.name for path in folder.glob("*.part")} == others

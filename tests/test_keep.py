@@ -275,6 +275,9 @@ def test_weights_that_are_damaged_or_gone_where_they_are_kept_are_named_with_the
     [best] = target.glob("*.best.*.safetensors")
     data, run = best.read_bytes(), nb.Run.open(target, toy)
     best.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    [whole] = target.glob(f"{best.name.partition('.')[0]}.[!b]*.safetensors")
+    with whole.open("ab") as file:
+        file.write(b"1")
     with pytest.raises(
         CheckpointError, match=r"best.*is damaged\. nb\.Run\.open\(nb\.stage\('.*drive'\)\) opens an older"
     ):
