@@ -14,7 +14,7 @@ import nbtools as nb
 from nbtools.data import build_pack
 from nbtools.errors import TrainError
 from nbtools.train import indices
-from nbtools.train.indices import extremes
+from nbtools.train.indices import extremes, outermost
 
 pytestmark = pytest.mark.usefixtures("own_cache", "everywhere")
 KNOWN = 5  # what a network has places for
@@ -105,6 +105,35 @@ def test_what_a_loss_has_no_class_for_is_named_by_its_sample_before_the_first_st
     x[30, :1] = 2
     run = nb.fit(Own(loss), nb.pack([{"x": row} for row in x], progress=False), plan, tmp_path / "right", receipt=False)
     assert len(run.history.of("epoch")) == 1
+
+
+@pytest.mark.parametrize("kind", ["a float", "of a column that is too large to be read whole"])
+def test_a_class_is_named_by_its_sample_also_if_it_is(kind, tmp_path, monkeypatch):
+    x = np.ones((40, 6), np.float32 if kind == "a float" else np.int64)
+    x[30 : 31 if kind == "a float" else None, 0] = 60  # which is standardised: 59
+    if kind != "a float":
+        monkeypatch.setattr(indices, "LARGE", x.nbytes // 5)
+        monkeypatch.setattr(indices, "CHUNK", x[0].nbytes)
+    pack = nb.pack([{"x": row} for row in x], progress=False)
+    rule = r"sample 3\d \(.*\): a class in the loss is (59|60), where 0 to 4 are allowed"
+    with pytest.raises(TrainError, match=rule):
+        nb.fit(Own(LOSSES["classes"][0]), pack, nb.Plan(epochs=1, batch_size=8), tmp_path / "run", receipt=False)
+
+
+def test_the_outermost_numbers_of_many_chunks_are_those_of_the_column(monkeypatch):
+    monkeypatch.setattr(indices, "CHUNK", 64)
+    for seed in range(200):
+        draw = np.random.default_rng(seed)
+        values = draw.integers(-3, 2 + seed % 9, (60, 3)).astype(draw.choice(["int64", "int8", "float32"]))
+        used = draw.random(60) < 0.7
+        rows = outermost(values, used)
+        numbers = np.unique(values[used])
+        assert {*numbers[:2], *numbers[-2:]} <= {*values[rows].ravel()}
+        assert used[rows].all()
+        assert len(rows) <= 4
+    assert outermost(np.ones((0, 3), np.int64), np.ones(0, bool)) == []
+    for other in (0.5, np.nan, np.inf):
+        assert outermost(np.array([1, 2, 3, other], np.float32), np.ones(4, bool)) == []
 
 
 @pytest.mark.parametrize(
