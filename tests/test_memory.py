@@ -1,15 +1,20 @@
 """Memory may end at any allocation of a step: the step is done once, in smaller parts, and training goes on."""
 
+import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import toy
 from faults import memory
 from kernels import MINE, started
+from ranks import together
 
 import nbtools as nb
 from nbtools.errors import TrainError
+from nbtools.train import join, obey
 
 
 @pytest.mark.parametrize("name", memory.CASES)
@@ -22,6 +27,69 @@ def test_memory_may_end_at_any_allocation_and_training_goes_on_as_if_it_had_not(
     assert totals.total() > (2 if every > 1 else 20)
     if memory.AS_IT_WAS in totals:
         assert totals[memory.HALVED] >= 0.8 * totals.total(), "only those that keep buffers may end without halving"
+
+
+def short_of(times: int, rank: int = 0):
+    """A loss for which memory runs out so many times on a rank's share of the second epoch's last batch, of ten."""
+
+    def loss(model, batch, plan):
+        own, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+        seen.append(
+            own == rank and 1 < len(batch["x"]) <= 10 // world and isinstance(model, torch.nn.Module) and model.training
+        )
+        if seen[-1] and 1 < sum(seen) <= 1 + times:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return toy.loss(model, batch, plan)
+
+    seen: list[bool] = []
+    return loss
+
+
+def ended(folder: Path, times: int, rank: int = 0, **names: Any) -> tuple[int | None, list[str], torch.Tensor]:
+    """The micro batch, what was said, and the weights after three epochs of batches of 16, 16 and 10."""
+    task, ranks = toy.with_(loss=short_of(times, rank), **names), join()
+    pack, plan = nb.Pack.open(folder), toy.PLAN.replace(dropout=0.0)
+    state = nb.TrainState(task, pack, plan, "cpu", ranks)
+    told = []
+    if ranks is None or ranks.first:
+        told = [row.values["what"] for row in nb.train(task, state, pack) if row.kind == "event"]
+        if ranks is not None:
+            ranks.end()
+    else:
+        obey(task, state, pack)
+    return state.recovery.micro, told, torch.cat([weight.detach().view(-1) for weight in state.parameters])
+
+
+AGAIN = "out of memory: a small batch is tried once more, since larger ones fitted"
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory) -> Path:
+    return toy.make_pack(tmp_path_factory.mktemp("odd"), count=60).folder  # 42 to train
+
+
+def test_memory_that_runs_out_once_on_a_small_last_batch_changes_nothing(odd):
+    micro, told, weights = ended(odd, 1)
+    assert (micro, told) == (None, [AGAIN])
+    assert torch.equal(weights, ended(odd, 0)[2])
+
+
+def test_a_small_last_batch_that_does_not_fit_is_halved_for_its_step_only(odd):
+    micro, told, weights = ended(odd, 3, model=memory.SMALL.model)
+    halved = [memory.SAID.format(*sizes).replace(";", " for this step;") for sizes in ((10, 5), (5, 2))]
+    assert (micro, told) == (None, [AGAIN, *halved])
+    assert torch.allclose(weights, ended(odd, 0, model=memory.SMALL.model)[2], 0, 1e-5)
+
+
+def test_batchnorm_that_would_get_single_samples_ends_the_run_with_what_to_do(odd):
+    with pytest.raises(TrainError, match="more than one sample at a time, which BatchNorm needs; use a smaller"):
+        ended(odd, 10**6)
+
+
+def test_processes_agree_on_trying_a_small_last_batch_once_more(odd):
+    [(micro, told, weights), (other, _, same)] = together(2, ended, odd, 1, 1)
+    assert (micro, other, told) == (None, None, [AGAIN])
+    assert torch.equal(weights, same)
 
 
 @pytest.mark.parametrize(("kind", "said"), memory.ENDS, ids=["torch", "cublas", "cudnn"])

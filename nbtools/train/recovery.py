@@ -40,7 +40,8 @@ def train_step(
 ) -> tuple[Tensor, Tensor | float]:
     """`attempt` until there is enough memory: where it runs out, the micro batch is halved and the batch tried again;
     the effective batch and lr stay. An attempt allocates all that it needs before it changes the first weight, so that
-    nothing is applied twice.
+    nothing is applied twice. For a batch that is smaller than the others, such as an epoch's last, none of this lasts
+    longer than its step; where the others fitted, it is tried once more before it is divided.
 
     The first pass under a plan, and each larger than all before it, is where memory runs out if it does: there random
     states and buffers are kept. Where it runs out in a later one, since another process took memory, dropout draws
@@ -58,17 +59,35 @@ def train_step(
         state.capture_rng()
         kept, _ = within_memory(partial(buffers, state))
     act = checked if state.position.step < state.recovery.careful_until else attempt
-    while True:
-        done, reason = tried(state, partial(act, state, raw, epoch_size, size), overlap=proven)
-        if done is not None:
+    micro = state.recovery.micro
+    small = at_once(state, size) < (micro or at_once(state, state.applied.batch_size))
+    again = small and proven
+    try:
+        while True:
+            done, reason = tried(state, partial(act, state, raw, epoch_size, size), overlap=proven)
+            if done is not None:
+                if not proven:
+                    state.proven = state.applied, max(elements, most)
+                return done
+            if again:
+                again = False
+                state.events.append("out of memory: a small batch is tried once more, since larger ones fitted")
+                release(state)
+            else:
+                halve(state, size, reason, " for this step" if small else "")
             if not proven:
-                state.proven = state.applied, max(elements, most)
-            return done
-        halve(state, size, reason)
-        if not proven:
-            state.restore_rng()
-        if kept is not None:
-            restore(state, kept)
+                state.restore_rng()
+            if kept is not None:
+                restore(state, kept)
+    except ValueError as error:
+        if state.recovery.micro != 1 or micro == 1 or "more than 1 value per channel" not in str(error):
+            raise
+        state.recovery.micro = 2
+        rule = "out of memory with more than one sample at a time, which BatchNorm needs"
+        raise TrainError(f"{rule}; use a smaller network or samples", entry="Out of memory") from None
+    finally:
+        if small:
+            state.recovery.micro = micro
 
 
 def tried(state: TrainState, act: Callable[[], T], overlap: bool) -> tuple[T | None, str]:
@@ -93,17 +112,21 @@ def restore(state: TrainState, kept: list[Tensor]) -> None:
         buffer.copy_(before)
 
 
-def halve(state: TrainState, size: int, reason: str) -> None:
-    """Choose the next smaller micro batch, and free what the failed attempt left behind."""
-    if state.ranks is not None:
-        size = -(-size // (len(shares(size, state.ranks.world)) - 1))  # the largest share
+def halve(state: TrainState, size: int, reason: str, until: str) -> None:
+    """Choose the next smaller micro batch, and free what the failed attempt left behind. until: how long, in words."""
+    size = at_once(state, size)
     now = min(state.recovery.micro or size, size)
     if now == 1:
         rule = f"out of memory with one sample at a time ({reason})"
         raise TrainError(f"{rule}; use a smaller network or samples", entry="Out of memory")
-    state.events.append(f"out of memory: micro batch {now} → {now // 2}; effective batch and lr unchanged")
+    state.events.append(f"out of memory: micro batch {now} → {now // 2}{until}; effective batch and lr unchanged")
     state.recovery.micro = now // 2
     release(state)
+
+
+def at_once(state: TrainState, size: int) -> int:
+    """How many of a batch's samples are trained on at once where no micro batch divides them."""
+    return size if state.ranks is None else -(-size // (len(shares(size, state.ranks.world)) - 1))
 
 
 def checked(state: TrainState, raw: Batch, epoch_size: int, size: int) -> tuple[Tensor, Tensor | float]:
