@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import toy
@@ -13,8 +14,10 @@ from kernels import MINE, started
 from ranks import together
 
 import nbtools as nb
+from nbtools.data import feed
 from nbtools.errors import TrainError
 from nbtools.train import join, obey
+from nbtools.train.evaluation import fed
 
 
 @pytest.mark.parametrize("name", memory.CASES)
@@ -25,7 +28,7 @@ def test_memory_may_end_at_any_allocation_and_training_goes_on_as_if_it_had_not(
     totals, wrong = memory.swept(name, tmp_path, every)
     assert wrong == []
     assert totals.total() > (2 if every > 1 else 20)
-    if memory.AS_IT_WAS in totals:
+    if memory.AS_IT_WAS in totals:  # of a step
         assert totals[memory.HALVED] >= 0.8 * totals.total(), "only those that keep buffers may end without halving"
 
 
@@ -90,6 +93,29 @@ def test_processes_agree_on_trying_a_small_last_batch_once_more(odd):
     [(micro, told, weights), (other, _, same)] = together(2, ended, odd, 1, 1)
     assert (micro, other, told) == (None, None, [AGAIN])
     assert torch.equal(weights, same)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("plan", [nb.Plan(feed="streamed"), nb.Plan(feed="workers", workers=0)], ids=lambda p: p.feed)
+def test_a_batch_for_which_memory_ends_is_read_once_more_and_then_ends_the_run_in_a_sentence(
+    pack, monkeypatch, plan, times
+):
+    """Raised in the feed's thread or in its loader; in the pack's own arrays it is part of an epoch above."""
+    calls, real = [], feed.on
+
+    def full(*given):
+        calls.append(1)
+        if 1 < len(calls) <= 1 + times:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return real(*given)
+
+    monkeypatch.setattr(feed, "on", full)
+    batches, made = [np.arange(k, k + 4) for k in range(0, 16, 4)], feed.open_feed(pack, plan, torch.device("cpu"))
+    if times == 1:
+        assert [raw["id"].tolist() for raw in fed(made, batches)] == [batch.tolist() for batch in batches]
+    else:
+        with pytest.raises(TrainError, match=r"out of memory reading a batch \(CUDA out of memory\); use a smaller"):
+            list(fed(made, batches))
 
 
 @pytest.mark.parametrize(("kind", "said"), memory.ENDS, ids=["torch", "cublas", "cudnn"])

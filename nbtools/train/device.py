@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 import threading
@@ -158,11 +159,16 @@ def asserts_explained() -> Iterator[None]:
         raise TrainError(f"{rule}; {fix}", entry="Device-side assert") from error
 
 
-def required(act: Callable[[], T]) -> T:
-    """Its result. Raises TrainError where memory runs out: for what comes before a first step."""
+def required(act: Callable[[], T], when: str = "before the first step") -> T:
+    """Its result; where memory runs out, that of a second attempt, with all memory that nothing uses. Raises TrainError
+    where memory runs out again: for what cannot be done in smaller parts. when: in words."""
     found, reason = within_memory(act)
     if found is None:
-        rule = f"out of memory before the first step ({reason})"
+        gc.collect()
+        give_back(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
+        found, reason = within_memory(act)
+    if found is None:
+        rule = f"out of memory {when} ({reason})"
         raise TrainError(f"{rule}; use a smaller network, or free memory", entry="Out of memory")
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nbtools.data import SLOW, Feed, Pack, bar, in_order, lengths_of, open_feed
 from nbtools.errors import TrainError
-from nbtools.train.device import autocast, sum_dtype, within_memory
+from nbtools.train.device import autocast, required, sum_dtype, within_memory
 from nbtools.train.metrics import score as score_batch
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks
@@ -53,7 +53,8 @@ class Sums:
         """name → numerator / denominator, 0 if nothing was counted; for classes, the mean over those that were."""
         if not self.totals:
             return {}
-        flat = torch.cat([total.view(2, -1) for total in self.totals.values()], 1).tolist()
+        totals = self.totals.values()
+        flat = required(lambda: torch.cat([total.view(2, -1) for total in totals], 1).tolist(), "reading the scores")
         ratios = zip(*flat, strict=True)
         values = {}
         for name, total in self.totals.items():
@@ -113,13 +114,27 @@ def score_split(
         ids = ids[np.linspace(0, len(ids) - 1, most).round().astype(int)]
     if pack.card.options.get("random"):  # without the Dataset's transforms of training: the reading that the pack keeps
         feed, plan = None, plan.replace(feed="auto")
-    feed = feed or open_feed(pack, plan, sums.device)
+    feed = feed or required(partial(open_feed, pack, plan, sums.device), "opening the pack")
     batches = in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)
-    for raw in feed(batches if ranks is None else batches[ranks.rank :: ranks.world]):
+    for raw in fed(feed, batches if ranks is None else batches[ranks.rank :: ranks.world]):
         score(task, model, raw, plan, sums)
         if ranks is not None:
             sums.close_batch()
         yield len(raw["id"])
+
+
+def fed(feed: Feed, batches: Sequence[np.ndarray]) -> Iterator[Batch]:
+    """A feed's batches. Where memory runs out for one, which ends the feed's stream, another stream begins with it."""
+
+    def take(k: int) -> Batch:
+        stream = streams.pop() if streams else feed(batches[k:])
+        raw = next(stream)
+        streams.append(stream)
+        return raw
+
+    streams: list[Iterator[Batch]] = []
+    for k in range(len(batches)):
+        yield required(partial(take, k), "reading a batch")
 
 
 def score(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:

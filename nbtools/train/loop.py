@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator
 from dataclasses import replace
+from functools import partial
+from operator import iadd
 from time import perf_counter
 from typing import Any
 
@@ -20,8 +22,8 @@ import torch
 from nbtools.data import Feed, Pack, batches_left, lengths_of, open_feed
 from nbtools.errors import TrainError
 from nbtools.table import plural
-from nbtools.train.device import memory, prepare, require
-from nbtools.train.evaluation import Sums, score_split
+from nbtools.train.device import memory, prepare, require, required
+from nbtools.train.evaluation import Sums, fed, score_split
 from nbtools.train.history import Record
 from nbtools.train.indices import require_indices
 from nbtools.train.optimizer import follow
@@ -88,7 +90,8 @@ def run(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None) -> Gen
     state.know(len(pack))
     prepare(state.plan, state.device, many_shapes=state.card.bucket_by is not None)
     require_indices(state, pack)
-    feed, count = feed or open_feed(pack, state.plan, state.device, state.events.append), len(pack.ids("train"))
+    opening = partial(open_feed, pack, state.plan, state.device, state.events.append)
+    feed, count = feed or required(opening), len(pack.ids("train"))
     if state.ranks is not None:
         if state.ranks.first:
             state.spread()
@@ -131,7 +134,7 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
         batches = batches_left(ids, lengths, plan.seed, position.epoch, position.segments)
         every, window = log_interval(len(ids), plan.batch_size), Window(state)
         ranks = state.ranks
-        stream = feed(batches if ranks is None else [share(each, ranks.rank, ranks.world) for each in batches])
+        stream = fed(feed, batches if ranks is None else [share(each, ranks.rank, ranks.world) for each in batches])
         for batch in batches:
             if state.called():
                 yield from between_steps(state, feed, pack)
@@ -142,7 +145,7 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
             sums.waited += perf_counter() - start
             loss_sum, count = train_step(state, raw, len(ids), len(batch))
             sums.loss += loss_sum
-            sums.count += count
+            sums.count = required(partial(iadd, sums.count, count), "counting samples")  # the first on a GPU allocates
             sums.seconds += perf_counter() - start
             position.step += 1
             position.samples += len(batch)

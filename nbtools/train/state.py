@@ -211,8 +211,12 @@ class TrainState:
         """Whether the loss or a weight is no longer a number: not to be saved. Waits for the device."""
         wide = reduce(torch.promote_types, {p.dtype for p in self.parameters}, torch.float32)
         parameters: Any = self.parameters
-        norms = torch._foreach_norm(parameters, 2, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
-        return not bool(torch.isfinite(torch.stack([self.sums.loss.to(wide), *norms])).all())
+
+        def finite() -> bool:
+            norms = torch._foreach_norm(parameters, 2, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
+            return bool(torch.isfinite(torch.stack([self.sums.loss.to(wide), *norms])).all())
+
+        return not devices.required(finite, "checking the weights")
 
     def facts(self) -> dict[str, Any]:
         """The plain part of the state, for JSON. Waits for the device."""

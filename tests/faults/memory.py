@@ -1,5 +1,5 @@
-"""Memory ends at each allocation in turn: of a step, of an evaluation, of one of two processes. Training goes on in
-smaller parts, and its result is that of a run in which memory sufficed."""
+"""Memory ends at each allocation in turn: of a step, of an evaluation, of a whole epoch with its batches, of one of two
+processes. Training goes on, a step in smaller parts, and its result is that of a run in which memory sufficed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def makes(func: Any) -> bool:
 
 
 class Run:
-    """The first steps of a training, one by one, and the feed that they read: what batches take does not count."""
+    """The first steps of a training, one by one, and the feed that they read: what batches take counts in an epoch."""
 
     name = "own"
 
@@ -196,6 +196,39 @@ def an_evaluation(pack: Pack, every: int) -> Ended:
         evaluation.score = real
 
 
+# -- an epoch
+
+
+def an_epoch(plan: nb.Plan) -> Callable[[Pack, int], Ended]:
+    """From its first batch, which the pack's own feed reads, to the scores of the moving average."""
+
+    def epoch(pack: Pack, full: Full) -> dict[str, Tensor]:
+        state = nb.TrainState(COUNTED, pack, plan, "cpu")
+        full.on = True
+        with full:
+            [scores] = [record.values for record in nb.train(COUNTED, state, pack) if record.kind == "epoch"]
+        scored = {name: torch.tensor(scores[name]) for name in ("train_loss", "val_loss", "val_accuracy")}
+        return {**state.tensors(), **scored}
+
+    def swept(pack: Pack, every: int) -> Ended:
+        expected = epoch(pack, Full(0))
+        for at in count(1, every):
+            full = Full(at)
+            found = epoch(pack, full)
+            if full.count < at:
+                return
+            trouble = [name for name, tensor in found.items() if not torch.allclose(tensor, expected[name], 0, 1e-6)]
+            yield f"allocation {at} of the epoch", "the same epoch", ", ".join(trouble)
+
+    return swept
+
+
+def counted(model: nn.Module, batch: Any, plan: Any) -> tuple[Tensor, Tensor]:
+    """The count on the device, as of losses that leave samples out."""
+    found, _ = toy.loss(model, batch, plan)
+    return found, (batch["label"] >= 0).sum()
+
+
 # -- one of two processes
 
 
@@ -263,6 +296,8 @@ def one_of_two_processes(pack: Pack, every: int) -> Ended:
 PLAIN = toy.PLAN.replace(noise=0.0, ema=0.9)
 SGD = PLAIN.replace(optimizer="sgd", dropout=0.0)
 SMALL = toy.with_(model=lambda card, plan: Small())
+COUNTED = toy.with_(model=SMALL.model, loss=counted)
+EPOCH = SGD.replace(epochs=1, batch_size=64)
 PARTED = toy.with_(groups=parted)
 CASES: dict[str, Callable[[Pack, int], Ended]] = {
     "the first step, adamw": a_step(PARTED, PLAIN),
@@ -270,6 +305,8 @@ CASES: dict[str, Callable[[Pack, int], Ended]] = {
     "without BatchNorm, to 1e-6": a_step(SMALL, SGD, within=1e-6),
     "without BatchNorm, micro-batches, to 1e-6": a_step(SMALL, SGD.replace(micro_batch_size=8), within=1e-6),
     "an evaluation": an_evaluation,
+    "an epoch": an_epoch(EPOCH),
+    "an epoch, micro-batches": an_epoch(EPOCH.replace(micro_batch_size=32)),
     "one of two processes, to 1e-6": one_of_two_processes,
 }
 
