@@ -2,9 +2,12 @@
 
 import contextlib
 import dataclasses
+import inspect
+import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import types
@@ -279,6 +282,47 @@ def test_a_stream_stays_prefetch_batches_ahead_and_its_thread_ends_when_the_cons
     stream.close()
     assert feed_threads() == []
     assert len(gathered) < 100
+
+
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_call_of_the_streamed_feed_ends_its_thread(pack):
+    """In the frames of the standard library too, where CPython looks for signals: where a function begins and where one
+    in C returns. Within a queue or an Event in Python it leaves a lock held, for which the end waits for ever."""
+
+    def look(frame, event, arg):
+        nonlocal places
+        begins = event == "call" and not frame.f_code.co_flags & inspect.CO_GENERATOR  # whose finally would be left out
+        if (begins or event == "c_return") and frame.f_code.co_filename != __file__:
+            places += 1
+            if places == at:
+                signal.raise_signal(signal.SIGINT)
+
+    def hang(*_):
+        raise AssertionError(f"the feed hangs after an interrupt at place {at}")
+
+    before, batches = signal.signal(signal.SIGALRM, hang), [pack.ids("train")[:4]] * 10
+    try:
+        for at in itertools.count(1):
+            places, stream = 0, Streamed(pack, CPU, 2)(batches)
+            signal.setitimer(signal.ITIMER_REAL, 10)
+            try:
+                sys.setprofile(look)
+                for _ in range(3):
+                    next(stream)
+                stream.close()
+                sys.setprofile(None)
+            except KeyboardInterrupt:
+                sys.setprofile(None)
+            for thread in feed_threads():
+                thread.join()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if places < at:
+                break
+    finally:
+        sys.setprofile(None)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert at > 50
 
 
 def test_an_error_of_the_streams_thread_reaches_the_consumer(pack):

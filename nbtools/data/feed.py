@@ -207,13 +207,20 @@ class Streamed:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batches: Sequence[np.ndarray]) -> Generator[Raw, None, None]:
-        ready: queue.Queue[Any] = queue.Queue(maxsize=self.prefetch)
-        stop = threading.Event()
-        thread = threading.Thread(target=self.produce, args=(batches, ready, stop), name="nbtools-feed", daemon=True)
+        """Two queues in C code, since an interrupt within `queue.Queue` or an Event leaves their locks held."""
+        ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        tickets: queue.SimpleQueue[None] = queue.SimpleQueue()  # a batch takes one
+        left: list[bool] = []  # not empty once the caller has
+        args = (batches, ready, tickets, left)
+        thread = threading.Thread(target=self.produce, args=args, name="nbtools-feed", daemon=True)
+        for _ in range(self.prefetch + 1):
+            tickets.put(None)
         try:
-            thread.start()
+            with HeldInterrupt():
+                thread.start()
             for _ in batches:
                 raw, copied = ready.get()
+                tickets.put(None)
                 if isinstance(raw, BaseException):
                     raise raw
                 if copied is not None:
@@ -223,22 +230,30 @@ class Streamed:
                         tensor.record_stream(stream)
                 yield raw
         finally:
-            stop.set()
-            with suppress(queue.Empty):  # it may wait to put one more
-                ready.get_nowait()
+            left.append(True)
+            tickets.put(None)
             if thread.ident is not None:  # an interrupt may come before it is started
-                thread.join()
+                while ready.get() is not None:  # and here, where the thread may wait for a disk that does not answer
+                    continue
+                with HeldInterrupt():
+                    thread.join()
 
-    def produce(self, batches: Sequence[np.ndarray], ready: queue.Queue, stop: threading.Event) -> None:
+    def produce(
+        self, batches: Sequence[np.ndarray], ready: queue.SimpleQueue, tickets: queue.SimpleQueue, left: list[bool]
+    ) -> None:
+        """Put (batch, when it is copied) for each of them, and None at the end."""
         try:
             ring = [Slot(self.device, self.stream) for _ in range(self.prefetch + 1)] if self.stream else []
             for k, ids in enumerate(batches):
-                if stop.is_set():
+                tickets.get()
+                if left:
                     return
                 raw = gather(self.pack, ids)
                 ready.put(ring[k % len(ring)].send(raw) if ring else (on(self.device, raw), None))
         except BaseException as error:  # handed to the training thread, which raises it
             ready.put((error, None))
+        finally:
+            ready.put(None)
 
 
 class Slot:
