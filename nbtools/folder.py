@@ -17,6 +17,7 @@ from uuid import uuid4
 from nbtools import disk
 from nbtools.data import Card, Pack, cache, fetch, manifests, newest, patient, source_of
 from nbtools.errors import CheckpointError, TrainError
+from nbtools.interrupt import HeldInterrupt
 from nbtools.live import Surface
 from nbtools.run import CARD, HISTORY, NOTES, PLAN, lock, stored
 from nbtools.train import (
@@ -252,7 +253,8 @@ class Job:
 
         taken, self.taken = self.taken, None
         self.saved, self.cost, self.copying = monotonic(), self.copying, 0.0
-        self.writing = self.writer.submit(written, taken)
+        with HeldInterrupt():  # it would leave the pool's locks held, for which `close` waits
+            self.writing = self.writer.submit(written, taken)
 
     def settle(self) -> None:
         """Write what was copied, and wait until it is written. Raises DiskError if it could not be."""
@@ -262,6 +264,7 @@ class Job:
 
     def wait(self) -> None:
         if self.writing is not None:
+            self.writing.exception()  # an interrupt may leave its lock held, until `close` waits for it once more
             writing, self.writing = self.writing, None
             self.cost += writing.result()
             self.surface.show_still()
