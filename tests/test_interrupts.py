@@ -2,6 +2,7 @@
 the same bits."""
 
 import gc
+import inspect
 import json
 import multiprocessing
 import random
@@ -59,7 +60,9 @@ def saving_each_step(monkeypatch):
 
 class Interrupt:
     """Raises KeyboardInterrupt at the n-th place, from `begin` to `end`, where CPython looks for signals in nbtools's
-    code in this thread: where a function begins and where a call returns. (It also does where a loop starts anew.)"""
+    code in this thread: where a function begins and where a call returns. (It also does where a loop starts anew.) Not
+    where a generator yields or goes on: an error of a profile's function skips its `finally` there, one of a signal
+    does not."""
 
     def __init__(self, at: float):
         self.at, self.count = at, 0
@@ -71,6 +74,8 @@ class Interrupt:
         sys.setprofile(None)
 
     def look(self, frame: FrameType, event: str, arg: object) -> None:
+        if event in ("call", "return") and frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return
         if event == "c_call" or not (ours(frame) or (event == "return" and ours(frame.f_back))):
             return
         self.count += 1

@@ -135,6 +135,8 @@ def fed(feed: Feed, batches: Sequence[np.ndarray]) -> Iterator[Batch]:
     streams: list[Iterator[Batch]] = []
     for k in range(len(batches)):
         yield required(partial(take, k), "reading a batch")
+    for stream in streams:
+        next(stream, None)  # ends it here: Python drops an interrupt that comes while it frees a stream
 
 
 def score(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, sums: Sums) -> None:

@@ -159,6 +159,7 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
                 yield record(state, "event", {"what": state.events.pop(0)})
             yield from step_rows(state)
         else:
+            next(stream, None)
             yield from rows(state)
             return
 

@@ -68,7 +68,7 @@ class Case:
     in nbtools before a run."""
 
     def __init__(self, name: str, root: Path, patch: Callable[[], object] = lambda: None) -> None:
-        self.patch = patch
+        self.patch, self.stores = patch, list[Child]()
         task, feed, self.world = CASES[name]
         self.root, self.shared = root, mmap.mmap(-1, 3)
         os.environ["NBTOOLS_CACHE"] = str(root / "cache")
@@ -82,6 +82,7 @@ class Case:
         for child in self.started():
             code, text = child.end()
             assert code == DONE, text
+        self.parted()
         self.seconds = time.monotonic() - start
         self.operations = int(text) if text.isdecimal() else 200
         self.expected = self.found()
@@ -93,11 +94,33 @@ class Case:
         self.shared[:] = bytes(3)
         if self.world == 1:
             return [Child(lambda: self.train(at, keep))]
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port), "WORLD_SIZE": str(self.world)}
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.meeting_place(), "WORLD_SIZE": str(self.world)}
         meet |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         own = [{**meet, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self.world)]
         return [Child(lambda r=rank: self.train(at if r == 0 else None, keep), own[rank]) for rank in (1, 0)]
+
+    def meeting_place(self) -> str:
+        """The port of a store in a process of its own: a process that is forked while a thread of the store works may
+        find that thread's locks held for ever."""
+        found, told = os.pipe()
+
+        def serve() -> None:
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(told, str(store.port).encode())
+            signal.pause()
+
+        self.stores.append(Child(serve))
+        os.close(told)
+        port = os.read(found, 8).decode()
+        os.close(found)
+        return port
+
+    def parted(self) -> None:
+        """The end of a life's store."""
+        for child in self.stores:
+            child.kill()
+            child.end()
+        self.stores.clear()
 
     def train(self, at: int | None, keep: Path | None) -> int:
         """→ operations on the disk."""
@@ -178,6 +201,7 @@ class Case:
             for other in children[:-1]:  # torchrun ends the other ranks
                 other.kill()
                 other.end()
+            self.parted()
             if code != -signal.SIGKILL:
                 break
             if wrong := self.lost():
