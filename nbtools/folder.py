@@ -19,7 +19,7 @@ from nbtools.data import Card, Pack, cache, fetch, manifests, newest, patient, s
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.interrupt import HeldInterrupt
 from nbtools.live import Surface
-from nbtools.run import CARD, HISTORY, NOTES, PLAN, lock, stored
+from nbtools.run import CARD, HISTORY, PLAN, lock, stored
 from nbtools.train import (
     CONTROL,
     History,
@@ -36,6 +36,9 @@ from nbtools.train import (
 )
 from nbtools.version import VERSION
 
+OWN = re.compile(  # what is left of a file that a run alone writes
+    r"(run|card|plan|kept|receipt|verdict|evaluation|history|plot)\.(json|csv|png)\.\d+-\d+\.part"
+)
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
 SAVE_SHARE = 0.01  # of the time that checkpoints may take
 
@@ -84,7 +87,14 @@ def restore(folder: Path, kept: Path | None) -> None:
         theirs = patient(lambda: newest(kept) or checkpoint.read_index(kept), kept)
     if not theirs:
         return
-    if ours := checkpoint.read_index(folder):
+    ours, there = checkpoint.read_index(folder), theirs.get("files", {})
+    facts = [folder / f"{name}.json" for name in checkpoint.names(folder)]
+    with disk.explained("looking for a run", folder):
+        same = not ours and any([disk.sha256(p)] == [part[2] for part in there.get(p.name, ())] for p in facts)
+    if same:
+        checkpoint.mark(folder, id=theirs["id"])  # its index was lost: `begin` makes the rest of it anew
+        return
+    if ours:
         if ours.get("id") != theirs.get("id"):
             rule = f"{kept} holds a different run than {folder}"
             raise CheckpointError(f"{rule}; name another keep=, or another run=", entry="Session lost")
@@ -115,12 +125,13 @@ def begin(folder: Path, pack: Pack, state: TrainState, advised: Plan | None = No
     place["asked"] = asked(state.task, state.model)
     new = {"version": 1, "nbtools": VERSION, "id": uuid4().hex, "task": task_name(state.task)}
     with disk.explained("starting a run", folder):
-        for part in folder.glob("*.part"):  # of a process that was killed; others write only these two
-            if re.search(r"\.\d+-\d+\.part", part.name) and not part.name.startswith((CONTROL, NOTES)):
+        for part in folder.glob("*.part"):  # of a process that was killed; others write control and notes
+            if OWN.fullmatch(part.name) and part.is_file():
                 disk.remove(part)
     if checkpoint.names(folder):
         index = checkpoint.read_index(folder)
-        lost = [] if "task" in index else [f"{folder / checkpoint.INDEX}: was lost, and is made anew of what is there"]
+        rebuilt = f"{folder / checkpoint.INDEX}: is missing; rebuilt from the checkpoints in this folder"
+        lost = [] if "task" in index else [rebuilt]
         if lost:
             checkpoint.mark(folder, **{**new, "advised": state.plan.to_dict(), **checkpoint.left(folder), **index})
         with disk.explained("resuming a run", folder):

@@ -2,6 +2,7 @@
 on meanwhile, and a disk that fails is reported all the same."""
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import threading
 import time
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +24,7 @@ from safetensors.torch import load, save
 
 import nbtools as nb
 from nbtools import disk
+from nbtools.data import newest, transfer
 from nbtools.errors import CheckpointError, DiskError
 from nbtools.folder import begin
 from nbtools.train import checkpoint
@@ -417,7 +420,7 @@ def test_a_lost_index_is_made_anew_and_the_run_resumes_with_its_best_weights(pac
         nb.fit(acting({2 * steps + 3: lambda: 1 / 0}), pack, toy.PLAN, folder, **QUIET)
     (folder / "run.json").unlink()
     run = nb.fit(toy, pack, toy.PLAN, folder, **QUIET)
-    assert any("run.json: was lost, and is made anew" in event for event in run.events)
+    assert any("run.json: is missing; rebuilt from the checkpoints" in event for event in run.events)
     assert same(run, untouched)
     ours, theirs = (checkpoint.read_index(each.folder) for each in (run, untouched))
     assert {**ours, "id": 0} == {**theirs, "id": 0}
@@ -425,6 +428,35 @@ def test_a_lost_index_is_made_anew_and_the_run_resumes_with_its_best_weights(pac
     (folder / "run.json").write_text(json.dumps({"last": ours["last"]}))
     with pytest.raises(CheckpointError, match=r"run.json names no task; give it, as in nb\.Run\.open\(folder, task\)"):
         nb.Run.open(folder)
+
+
+def test_a_run_whose_index_was_lost_goes_on_being_kept_where_it_is(pack, tmp_path):
+    folder, kept = tmp_path / "run", tmp_path / "kept"
+    nb.fit(toy, pack, toy.PLAN.replace(epochs=1), folder, kept, **QUIET)
+    (folder / "run.json").unlink()
+    run = nb.fit(toy, pack, toy.PLAN.replace(epochs=2), folder, kept, **QUIET)
+    assert checkpoint.read_index(folder)["id"] == newest(kept)["id"]
+    assert len(nb.Run.open(kept, toy).summary()) == len(run.summary()) == 2
+
+
+@pytest.mark.parametrize("form", ["safetensors", "json"])
+def test_one_error_of_a_disk_is_no_damage_and_costs_no_checkpoint(pack, tmp_path, monkeypatch, form):
+    monkeypatch.setattr(transfer, "PAUSE", 0.001)
+    folder = nb.fit(toy, pack, toy.PLAN, tmp_path / "run", **QUIET).folder
+    before, path = checkpoint.names(folder), folder / f"{checkpoint.names(folder)[0]}.{form}"
+    real, failed = Path.open, []
+
+    def failing(self, *args, **options):
+        if self == path and not failed:
+            failed.append(True)
+            raise OSError(errno.EIO, "Input/output error", str(self))
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(Path, "open", failing)
+    found = checkpoint.load(folder, nb.TrainState(toy, pack, toy.PLAN, "cpu"))
+    assert failed
+    assert (found.name, found.complaints) == (before[0], ())
+    assert checkpoint.names(folder) == before
 
 
 def test_rows_that_a_resumed_run_lacks_are_counted_in_its_messages(pack, tmp_path):
@@ -454,7 +486,13 @@ def test_what_a_killed_process_left_half_written_goes_and_the_files_of_others_st
     folder = tmp_path / "run"
     nb.fit(toy, pack, toy.PLAN.replace(epochs=1), folder, **QUIET)
     own = {f"{name}.12-34.part" for name in ("run.json", "history.csv", "plan.json", "plot.png", "kept.json")}
-    others = {"control.json.12-34.part", "notes.json.12-34.part", "mine.part"}
+    others = {
+        "control.json.12-34.part",
+        "notes.json.12-34.part",
+        "mine.part",
+        "data.2024-01.part",
+        "model.onnx.1-2.part",
+    }
     for name in own | others:
         (folder / name).touch()
     nb.fit(toy, pack, toy.PLAN, folder, **QUIET)

@@ -131,6 +131,15 @@ def test_a_fork_of_its_owner_does_not_hold_a_lock_and_one_that_is_shared_is_held
     until(lambda: not disk.Lock(path, wait=False).held(), "the end of the last fork")
 
 
+def test_a_lock_that_cannot_be_looked_at_is_an_error_that_says_why(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(errors.DiskError, match=r"looking whether a lock is held: .*: the disk is full"):
+        disk.Lock(tmp_path / "x", wait=False).held()
+
+
 def test_only_one_process_is_inside_a_lock(tmp_path):
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=hold, args=(tmp_path / "locks" / "x", tmp_path)) for _ in range(4)]

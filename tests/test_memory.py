@@ -16,7 +16,7 @@ from ranks import together
 import nbtools as nb
 from nbtools.data import feed
 from nbtools.errors import TrainError
-from nbtools.train import join, obey
+from nbtools.train import device, join, obey
 from nbtools.train.evaluation import fed
 
 
@@ -173,3 +173,18 @@ def megabytes(text: str) -> list[int]:
     found = re.search(r"used (\d+) (\d+)", text)
     assert found, text
     return [*map(int, found.groups())]
+
+
+def test_of_several_processes_one_that_lacks_memory_outside_of_a_step_lets_all_start_again(monkeypatch):
+    """TrainError would end the run: it is what a user has to change."""
+
+    def full():
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(TrainError, match="out of memory reading a batch"):
+        device.required(full, "reading a batch")
+    monkeypatch.setattr(device, "world", lambda: 2)
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory reading a batch"):
+        device.required(full, "reading a batch")
+    with pytest.raises(TrainError, match="before the first step"):
+        device.required(full)

@@ -12,6 +12,7 @@ import toy
 
 import nbtools as nb
 from nbtools.tasks import captcha
+from nbtools.train import checkpoint
 
 OLD = sorted((Path(__file__).parent / "old").iterdir())
 
@@ -55,6 +56,14 @@ def test_a_best_metric_with_as_many_digits_as_a_hash_is_no_hash(old, tmp_path):
     pack, plan = toy.pack(old / "pack.tar", ragged=True), toy.PLAN.replace(epochs=3)
     nb.fit(toy, pack, plan, old / "run", tmp_path / "kept", receipt=False, progress=False)
     assert nb.Run.open(tmp_path / "kept", toy).best
+
+
+def test_an_old_run_whose_index_was_lost_keeps_its_best_weights(old):
+    (old / "run" / "run.json").unlink()
+    pack, never_better = toy.pack(old / "pack.tar", ragged=True), toy.with_(metrics=lambda *_: {"accuracy": (0, 1)})
+    nb.fit(never_better, pack, toy.PLAN.replace(epochs=3), old / "run", receipt=False, progress=False)
+    assert (old / "run" / "0001-00000002.weights.safetensors").exists()
+    assert checkpoint.read_index(old / "run")["best"] == "0001-00000002.weights"
 
 
 def test_what_is_written_now_names_its_maker(tmp_path, monkeypatch):

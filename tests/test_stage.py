@@ -468,7 +468,7 @@ def test_a_file_that_another_of_its_size_replaces_during_its_copy_is_never_a_mix
 
     with (
         reads(monkeypatch, replaced),
-        pytest.raises(errors.StageError, match=r"it changed after its 2570240 bytes were announced\. Run it again"),
+        pytest.raises(errors.StageError, match=r"it changed while it was being copied \(2570240 bytes were expected\)"),
     ):
         stage(source)
     assert published(cache()) == []

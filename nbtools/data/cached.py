@@ -104,10 +104,15 @@ def is_used(path: Path) -> bool:
         return False
     if own := _leases.pop(entry, None):
         own.__exit__()
-    used = lock_of(entry).held()
-    if own:
-        lease(entry)
-    return used
+    try:
+        for patience in (0.1, 0.1, 0.0):  # who lists the cache holds the lock for an instant to test it
+            if not lock_of(entry).held():
+                return False
+            time.sleep(patience)
+        return True
+    finally:
+        if own:
+            lease(entry)
 
 
 def entry_of(path: Path) -> Path | None:

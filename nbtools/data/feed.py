@@ -232,7 +232,7 @@ class Streamed:
         finally:
             left.append(True)
             tickets.put(None)
-            if thread.ident is not None:  # an interrupt may come before it is started
+            if thread.ident not in (None, threading.get_ident()):  # not started, or Python frees the stream in it
                 while ready.get() is not None:  # and here, where the thread may wait for a disk that does not answer
                     continue
                 with HeldInterrupt():

@@ -82,8 +82,11 @@ def stage(
     with disk.explained(f"staging {text}", target):
         disk.make_folder(target.parent)
         with lock_of(target):
-            while not staged(target, version, sha256) and cached.is_used(target):
-                target = named(root, stem, target.name)  # the older version stays until its process ends
+            while not staged(target, version, sha256):
+                other = named(root, stem, target.name)  # the older version stays until its process ends
+                if not staged(other, version, sha256) and not cached.is_used(target):
+                    break
+                target = other
             cached.lease(target)
             return staged(target, version, sha256) or publish(found, target, extract, sha256, progress)
 

@@ -178,7 +178,7 @@ def copy(source: Path, path: Path, size: int, progress: Progress, changed: int =
     now = patient(source.stat, source)
     if not part.size == now.st_size == size or (changed and abs(now.st_mtime_ns - changed) >= ROUNDED):
         part.restart()
-        raise StageError(f"{source}: it changed after its {size} bytes were announced. Run it again.")
+        raise StageError(f"{source}: it changed while it was being copied ({size} bytes were expected). Run it again.")
     return part.digest.hexdigest()
 
 

@@ -34,7 +34,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from nbtools import disk
-from nbtools.data import present
+from nbtools.data import patient, present
 from nbtools.errors import ArchiveError, CheckpointError, StageError
 from nbtools.train.device import within_memory
 from nbtools.train.state import TrainState, below
@@ -155,7 +155,7 @@ def stopped(folder: Path) -> str | None:
 def facts_of(folder: Path, name: str) -> dict[str, Any]:
     """The plain part of a checkpoint. Raises CheckpointError if it cannot be read."""
     try:
-        return disk.unsealed((folder / f"{name}.json").read_text())
+        return disk.unsealed(patient((folder / f"{name}.json").read_text, folder))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / name}.json: cannot be read ({error})") from None
 
@@ -215,7 +215,7 @@ def read(folder: Path, name: str) -> Checkpoint:
     kept on a disk that does not respond."""
     path, facts = folder / f"{name}.safetensors", facts_of(folder, name)
     try:
-        data = present(path).read_bytes()
+        data = patient(present(path).read_bytes, path)  # one error of a mount is no damage
         if len(data) != facts["bytes"] or hashlib.sha256(data).hexdigest() != facts["sha256"]:
             cut = f"{len(data)} bytes that are not the {facts['bytes']} written"
             wrong = cut if len(data) != facts["bytes"] else "not as it was written: its hash differs"
@@ -293,7 +293,7 @@ def evaluated(found: Checkpoint) -> dict[str, Tensor]:
 
 def left(folder: Path) -> dict[str, Any]:
     """What an index that was lost named: the newest checkpoint and best weights that are there."""
-    best = max((p.stem for p in folder.glob(f"*{BEST}.json") if NAMED.fullmatch(p.stem)), default=None)
+    best = max((p.stem for p in folder.glob("*.*.json") if NAMED.fullmatch(p.stem)), default=None)
     return {"last": names(folder)[0], "best": best}
 
 

@@ -159,7 +159,10 @@ def asserts_explained() -> Iterator[None]:
         raise TrainError(f"{rule}; {fix}", entry="Device-side assert") from error
 
 
-def required(act: Callable[[], T], when: str = "before the first step") -> T:
+START = "before the first step"
+
+
+def required(act: Callable[[], T], when: str = START) -> T:
     """Its result; where memory runs out, that of a second attempt, with all memory that nothing uses. Raises TrainError
     where memory runs out again: for what cannot be done in smaller parts. when: in words."""
     found, reason = within_memory(act)
@@ -169,6 +172,8 @@ def required(act: Callable[[], T], when: str = "before the first step") -> T:
         found, reason = within_memory(act)
     if found is None:
         rule = f"out of memory {when} ({reason})"
+        if world() > 1 and when != START:  # not an error of nbtools' own: all start again from the last checkpoint
+            raise torch.OutOfMemoryError(rule)
         raise TrainError(f"{rule}; use a smaller network, or free memory", entry="Out of memory")
     return found
 

@@ -46,7 +46,7 @@ def swept(start: int, rounds: int, root: Path) -> tuple[Counter[str], list[str]]
     barrier = get_context("fork").Barrier(STAGERS, timeout=30)
     for child in [Child(lambda: stager(root, numbers, barrier)) for _ in range(STAGERS)]:
         code, text = child.end()
-        wrong += [] if code == DONE else [f"rounds {start} to {start + rounds}: {text}"]
+        wrong += [] if code == DONE else [f"rounds {start} to {start + rounds - 1}: {text}"]
     for number in numbers:
         copies, found = ([*(root / name).glob(f"{number}-*")] for name in ("copies", "found"))
         same = [path.read_bytes() for path in found] == STAGERS * [repr(sorted(files(number).items())).encode()]
@@ -54,5 +54,5 @@ def swept(start: int, rounds: int, root: Path) -> tuple[Counter[str], list[str]]
         wrong += [] if len(copies) == 1 and same else [f"round {number}: {len(copies)} copies, files of {len(found)}"]
     left = sorted(path.name for path in cache().iterdir() if path.name != "locks")
     if len(left) != rounds or any(name.endswith(".part") for name in left):
-        wrong.append(f"rounds {start} to {start + rounds}: the cache holds {left}")
+        wrong.append(f"rounds {start} to {start + rounds - 1}: the cache holds {left}")
     return totals, wrong
