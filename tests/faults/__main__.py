@@ -189,13 +189,15 @@ def page(lines: list[Line]) -> str:
         "Written by `make faults` from `benchmarks/results/faults.jsonl`, which has the seeds. A case is wrong where",
         "something is lost, half of it passes for whole, another result is accepted, or an error is not explained.",
         "",
-        "| commit, day, machine | cases |",
-        "| --- | ---: |",
+        "| commit, day, machine | cases | wrong |",
+        "| --- | ---: | ---: |",
     ]
-    by_commit: Counter[str] = Counter()
-    for line in lines:
-        by_commit[f"{line['commit']}, {line['date']}, {line['machine']}"] += sum(line["totals"].values())
-    text += [f"| {name} | {count:,} |" for name, count in by_commit.items()]
+    by_commit: dict[str, list[Line]] = {}
+    for line in sorted(lines, key=lambda line: line["date"]):
+        by_commit.setdefault(f"{line['commit']}, {line['date']}, {line['machine']}", []).append(line)
+    for name, own in by_commit.items():
+        totals, wrong = total(own)
+        text.append(f"| {name} | {totals.total():,} | {wrong} |")
     for kind, (unit, _) in KINDS.items():
         mine = [line for line in lines if line["part"].startswith(f"{kind}: ")]
         if mine:
