@@ -367,9 +367,7 @@ class Loader:
     loader: DataLoader
     batches: list[list[Any]]
     processes: list[BaseProcess] = field(default_factory=list)
-    waiting: threading.RLock = field(
-        default_factory=threading.RLock
-    )  # a second thread that waits for a process finds it alive for a moment
+    waiting: threading.RLock = field(default_factory=threading.RLock)  # else a second one finds a dead process alive
 
     def begin(self) -> Iterator[Raw]:
         """Its stream. torch has SIGCHLD raise wherever this process is, as in the middle of a step; without that a

@@ -108,6 +108,7 @@ class Pack:
             manifest = disk.unsealed((folder / MANIFEST).read_bytes())
             if (version := manifest["version"]) != FORMAT:
                 raise PackError(f"{folder}: pack version {version}, this nbtools reads {FORMAT}; pack again")
+            # The hash is not used here, but must be there.
             files = {name: (entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
             card = Card.from_dict(manifest["card"])
         except FileNotFoundError:
