@@ -232,7 +232,7 @@ def places(run: str | Path, keep: str | Path | None, release_gpu: bool) -> tuple
 
 def chosen_plan(task: Task, pack: Pack, plan: Any, folder: Path) -> Plan:
     if plan is None:
-        plan = stored_plan(task, folder) or measure.advise(task, pack, measure=False)
+        plan = stored_plan(task, folder) or measure.advise(task, pack)
     plan, kind = getattr(plan, "plan", plan), type(task.PLAN)
     if not isinstance(plan, kind):
         raise PlanError(

@@ -110,7 +110,9 @@ def test_measuring_takes_the_time_that_suits_the_run(tmp_path, step_s, epochs, b
     job = Turned(fixed=0.05, a_sample=(step_s - 0.05) / 16, amp={"bf16": 1.0})
     job.PLAN = toy.PLAN.replace(epochs=epochs)
     advice = advised(job, toy.make_pack(tmp_path, count=600), None)
-    assert budget / 2 <= job.now <= most, advice.profile.skipped
+    trial = advice.lr_trial
+    assert budget / 2 <= job.now - trial.seconds <= most, advice.profile.skipped
+    assert trial.seconds <= 1.1 * min(max(15, 0.1 * epochs * advice.profile.steps_s), 120)
     assert advice.profile.steps_s * epochs == pytest.approx(advice.samples / 16 * step_s * epochs, rel=0.1)
 
 

@@ -14,9 +14,10 @@ from typing import Any, Self
 import torch
 
 from nbtools import table
-from nbtools.data import Card, cores
+from nbtools.data import Card, batches_in, cores
 from nbtools.errors import sentence
 from nbtools.measure.batch import BatchReport
+from nbtools.measure.lr_trial import LrTrial
 from nbtools.measure.profile import StepProfile, Tried
 from nbtools.measure.report import Report, restored
 from nbtools.measure.several import Scaling
@@ -29,6 +30,7 @@ from nbtools.train import (
     OPTIMIZERS,
     Plan,
     Steps,
+    Task,
     TaskLike,
     as_task,
     lr_factor,
@@ -37,6 +39,7 @@ from nbtools.train import device as devices
 
 TIERS = ((40, 512), (24, 256), (12, 128), (0, 64))  # GB of GPU memory → batch (captcha guide)
 MOST_K = LARGER[-1][0]  # beyond it Adam's best lr falls again (arXiv 2405.14578); the guides' table ends there too
+FEW_SAMPLES, FEW_STEPS = 10_000, 1_500  # training samples below which a run gets about so many steps
 LEAST_BATCH = 8  # a smaller one gives BatchNorm poor statistics
 THUMB = "rule of thumb"
 CAPTCHA_GUIDE, LARGE_GUIDE = "captcha guide", "guide to large batches"
@@ -52,7 +55,8 @@ class Advice(Report):
     there is none larger, for which `largest_reason` gives the reason; presets: the task's own, name → (plan, what
     differs here), or (None, why it cannot train here). batches, workers, profile: the measurements, None if there
     was none; levers: settings for speed that were tried, in their order; over: the baseline next to the plan, its
-    samples/s over the plan's; verdict: what this plan is bound by here. samples: of the train split. scaling: what
+    samples/s over the plan's; verdict: what this plan is bound by here. samples: of the train split. lr_trial: what
+    other learning rates gave. scaling: what
     several processes would give, where that was asked for.
     """
 
@@ -71,6 +75,7 @@ class Advice(Report):
     profile: StepProfile | None = None
     verdict: Verdict | None = None
     samples: int = 0
+    lr_trial: LrTrial | None = None
     scaling: Scaling | None = None
 
     def other_batches(self) -> list[tuple[Plan, str]]:
@@ -210,9 +215,16 @@ def inspect() -> Machine:
     return Machine("cuda", properties.name, devices.gigabytes(device), gpus, cores(), capability)
 
 
-def decide(task: TaskLike, card: Card, machine: Machine, found: Mapping[str, tuple[Any, str]] | None = None) -> Advice:
+def decide(
+    task: TaskLike,
+    card: Card,
+    machine: Machine,
+    found: Mapping[str, tuple[Any, str]] | None = None,
+    pretrained: bool = False,
+) -> Advice:
     """Pure: the same card and machine give the same advice. found: setting → (value, why) of what was measured; it goes
-    first, then what the task suggests, and the rest follows from these."""
+    first, then what the task suggests, and the rest follows from these. pretrained: whether the network's weights
+    are."""
     task = as_task(task)
     plan, base = task.PLAN, task.BASELINE
     advised: dict[str, tuple[Any, str]] = {**task.suggest(card, machine.accelerator), **(found or {})}
@@ -222,7 +234,10 @@ def decide(task: TaskLike, card: Card, machine: Machine, found: Mapping[str, tup
 
     advised.setdefault("batch_size", batch_size(card, machine, base.batch_size))
     batch = chosen("batch_size")
-    advised.setdefault("lr", learning_rate(base, chosen("optimizer"), batch))
+    origin = base if has_recipe(task, "lr") else starting(chosen("optimizer"), pretrained)
+    advised.setdefault("lr", learning_rate(origin, chosen("optimizer"), batch))
+    if (few := epochs_for_few(card, batch)) and not has_recipe(task, "epochs"):
+        advised.setdefault("epochs", few)
     advised.setdefault("warmup_epochs", warmup(batch / base.batch_size, chosen("epochs")))
     advised.setdefault("amp", precision(machine))
     advised.setdefault("workers", workers(machine))
@@ -246,6 +261,25 @@ def decide(task: TaskLike, card: Card, machine: Machine, found: Mapping[str, tup
 def enough(card: Card) -> int:
     """The largest batch that leaves a small data set its steps."""
     return min(max(card.splits["train"] // LEAST_STEPS, LEAST_BATCH), card.splits["train"])
+
+
+def has_recipe(task: Task, name: str) -> bool:
+    """Whether the task itself gives a value to a setting."""
+    return any(getattr(plan, name) != getattr(Plan(), name) for plan in (task.PLAN, task.BASELINE))
+
+
+def starting(optimizer: str, pretrained: bool) -> Plan:
+    """The lr at which a network without a recipe starts, and its batch."""
+    return Plan(batch_size=64, lr=OPTIMIZERS[optimizer].lr / (20 if pretrained else 1))
+
+
+def epochs_for_few(card: Card, batch: int) -> tuple[int, str] | None:
+    """More than the default epochs for a small data set, which else would have few steps; None for others."""
+    train = card.splits["train"]
+    epochs = -(-FEW_STEPS // batches_in(train, batch)) if 0 < train < FEW_SAMPLES else 0
+    if epochs <= Plan().epochs:
+        return None
+    return epochs, f"about {FEW_STEPS:,} steps: {train:,} training samples are few, {THUMB} (ours)"
 
 
 def memory_tier(machine: Machine) -> tuple[int, int]:

@@ -16,10 +16,22 @@ import torch
 from nbtools import disk
 from nbtools.data import Card, Pack, choose, phase, work
 from nbtools.errors import DiskError, TrainError
-from nbtools.measure.advice import MOST_K, THUMB, Advice, decide, enough, inspect, learning_rate, warmup
+from nbtools.measure.advice import (
+    MOST_K,
+    THUMB,
+    Advice,
+    decide,
+    enough,
+    epochs_for_few,
+    has_recipe,
+    inspect,
+    learning_rate,
+    warmup,
+)
 from nbtools.measure.batch import BatchReport, find_batch
 from nbtools.measure.checkup import ruled_out
 from nbtools.measure.levers import LEAST, Levers, outcome
+from nbtools.measure.lr_trial import LEAST_S, lr_trial
 from nbtools.measure.machine import machine
 from nbtools.measure.presets import preset
 from nbtools.measure.receipt import SILENT, comparable
@@ -33,9 +45,10 @@ from nbtools.table import plural
 from nbtools.train import Plan, Task, TaskLike, as_task, bound, build, readable, require_training, spoken, task_name
 from nbtools.train import device as devices
 
-VERSION = 6  # of what is measured: what an older version advised is measured again
+VERSION = 7  # of what is measured: what an older version advised is measured again
 KEPT = 8  # kept results next to a pack, for instance of other machines
 PRECISION, BATCH, OTHERS, BASELINE, STEP = 0.2, 0.3, 0.25, 0.1, 0.15  # shares of the time
+LONG_S = 600.0  # seconds of training beyond which a small data set gets no more epochs
 HALF = 0.5  # of the time at most for the precision, which gains most
 PLAIN = {"amp": "off", "compile": False, "graph": False}
 SCALING = 6.0  # seconds of several processes in training
@@ -91,7 +104,7 @@ def known_or_measured(
     require_training(pack)
     likely = seconds or LEAST
     phases = {"precision": PRECISION * likely, "batch size": BATCH * likely, "settings": OTHERS * likely}
-    phases |= {"baseline": BASELINE * likely, "step": STEP * likely}
+    phases |= {"baseline": BASELINE * likely, "step": STEP * likely, "learning rate": LEAST_S}
     with work(f"measuring {spoken(task).rpartition('.')[2]} on this machine", **phases):
         made = measured(task, pack, thumb, seconds, compiling, clock)
     unsaved = keep(path, label(task, pack, thumb, compiling), made)
@@ -156,16 +169,25 @@ def many_times(made: Advice, card: Card, processes: int) -> list[Plan]:
 def by_rules(task: TaskLike, pack: Pack, found: dict[str, tuple[Any, str]]) -> Advice:
     """Advice by the rules from the results so far, without what a check-up of the machine found failing; the feed is
     chosen by the pack's size."""
-    here = inspect()
-    plan, bad = decide(task, pack.card, here, found).plan, ruled_out(task_name(as_task(task)))
+    here, trained = inspect(), pretrained(task, pack)
+    plan, bad = decide(task, pack.card, here, found, trained).plan, ruled_out(task_name(as_task(task)))
     off = {
         name: (plain, bad[name, value]) for name, plain in PLAIN.items() if (name, value := getattr(plan, name)) in bad
     }
-    advice = decide(task, pack.card, here, {**found, **off})
+    advice = decide(task, pack.card, here, {**found, **off}, trained)
     if "feed" in advice.reasons:  # measured, or suggested by the task
         return advice
     name, why = choose(pack, advice.plan, devices.pick())
     return dataclasses.replace(advice, reasons={**advice.reasons, "feed": f"auto is {name} here: {why}"})
+
+
+def pretrained(task: TaskLike, pack: Pack) -> bool:
+    """Whether the weights of a network of one's own are pretrained: said by the task, or seen by frozen parameters."""
+    own = bound(task, pack.card)
+    if own.pretrained or own.card is None:
+        return bool(own.pretrained)
+    with torch.random.fork_rng(devices=[]):
+        return any(not parameter.requires_grad for parameter in build(own, pack.card, own.PLAN).parameters())
 
 
 def measured(
@@ -198,6 +220,9 @@ def measured(
         over = levers.over(comparable(task.BASELINE, levers.plan, pack, device)[0], BASELINE * seconds)
         phase("step", STEP * seconds)
         profile = levers.profile(STEP * seconds)
+        levers.run = None
+        phase("learning rate", LEAST_S)
+        found.learn(profile.steps_s, device, clock)
     took = perf_counter() - start
     note = f"Measured on {', '.join(machine().values())} in {took:.0f} s, except where a {THUMB} is named."
     made = {**found.measured, "over": over, "profile": profile, "verdict": verdict(profile, found.plan)}
@@ -256,6 +281,23 @@ class Findings:
         found = find_workers(self.task, self.pack, self.plan, seconds)
         self.measured["workers"], self.evidence["workers"] = found, found.reason
         self.chosen |= {"workers": (found.workers, found.reason), "prefetch": (found.prefetch, found.reason)}
+
+
+    def learn(self, epoch_s: float, device: torch.device, clock: Clock | None) -> None:
+        """Choose the epochs of a small data set by the speed, and lr by a trial. epoch_s: seconds of an epoch's steps."""
+        plan, own = self.plan, self.task.suggest(self.pack.card, device.type)
+        few = epochs_for_few(self.pack.card, plan.batch_size)
+        if few and "epochs" not in own and not has_recipe(self.task, "epochs") and plan.epochs * epoch_s > LONG_S:
+            epochs = max(int(LONG_S / epoch_s), Plan().epochs)
+            self.chosen["epochs"] = epochs, f"about {LONG_S / 60:.0f} minutes at the measured speed, or the default"
+            plan = self.plan
+        recipe = "lr" in own or has_recipe(self.task, "lr")
+        trial = lr_trial(self.task, self.pack, plan, device, plan.epochs * epoch_s, recipe, clock)
+        self.measured["lr_trial"] = trial
+        if trial.lr is None:
+            self.evidence["lr"] = trial.reason
+        else:
+            self.chosen["lr"] = trial.lr, trial.reason
 
 
 def conclusive(batches: BatchReport, plan: Plan) -> bool:

@@ -96,6 +96,7 @@ class Stepper:
         self.feed = feed or open_feed(pack, plan, device)
         self.lanes = {"resident": 0, "streamed": 1}.get(self.feed.name, plan.workers)
         self.ahead = self.lanes * plan.prefetch
+        self.epoch_size: float = pack.splits["train"]  # samples from one epoch of the schedule to the next
         self.batches: Iterator[Raw] = self.epochs()
         self.turns: list[Turn] = []
         self.loss: Tensor | float = 0.0  # sum over the samples of the last step
@@ -116,7 +117,7 @@ class Stepper:
     def step(self, raw: Raw) -> tuple[Tensor, Tensor | float]:
         """Train on one batch; returns its (loss sum, count)."""
         state = self.state
-        self.loss, number = self.act(state, raw, self.pack.splits["train"])
+        self.loss, number = self.act(state, raw, self.epoch_size)
         state.position.step += 1
         state.position.samples += len(raw["id"])
         state.events.clear()

@@ -1,4 +1,5 @@
-"""The learning-rate range test (Smith, arXiv 1506.01186): lr rises geometrically step by step until the loss diverges.
+"""The learning-rate range test (Smith, arXiv 1506.01186): lr rises geometrically step by step until the loss diverges;
+then a trial of some learning rates, of which the best one is suggested.
 
 The steps are those of training: one lr a step, in however many micro-batches; one that fp16 skips is repeated.
 """
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from nbtools.data import Pack, in_notebook, phase, tick, work
+from nbtools.data import Pack, batches_in, in_notebook, phase, tick, work
 from nbtools.errors import TrainError
+from nbtools.measure.lr_trial import LEAST_S, LrTrial, lr_trial
 from nbtools.measure.machine import machine
 from nbtools.measure.report import Report
 from nbtools.measure.stepper import EAGER, STILL, Stepper, untouched
@@ -46,8 +48,9 @@ class Sweep(Report):
 
     losses[k]: mean loss of the batch that came after the update with lrs[k]; start: before any; None: not a number.
     smoothed: running averages from both sides, so that the curve does not lag. lost: the lr after which the loss was no
-    number, or LOST times its least; None if it never was. suggestion: None if none is sensible. reason: one
-    sentence for either. skipped: steps that fp16 skipped and that were repeated. seconds: of the whole sweep.
+    number, or LOST times its least; None if it never was. suggestion: the best of a trial around what the curve says;
+    None if none is sensible. reason: one sentence for either. skipped: steps that fp16 skipped and that were repeated.
+    seconds: of the whole sweep.
     """
 
     lrs: tuple[float, ...]
@@ -61,6 +64,7 @@ class Sweep(Report):
     skipped: int
     seconds: float
     machine: dict[str, str]
+    trial: LrTrial | None = None
 
     def caption(self) -> str:
         return f"lr {digits(self.suggestion)}: {self.reason}" if self.suggestion else f"no suggestion: {self.reason}"
@@ -119,10 +123,11 @@ def lr_sweep(
     steps: int = STEPS,
     seconds: float = SECONDS,
 ) -> Sweep:
-    """Raise lr step by step from low to high on a separate model, and suggest an lr from the curve.
+    """Raise lr step by step from low to high on a separate model, then try learning rates around what the curve says for
+    a whole short training each, as `nb.advise` does, and suggest the best of them.
 
-    Takes `steps` steps of training; fewer if they would take longer than `seconds`, but at least LEAST_STEPS. The
-    caller's model, random state and GPU memory are unchanged. Raises TrainError for an impossible range, or if
+    Takes `steps` steps of training; fewer if they would take longer than `seconds`, but at least LEAST_STEPS; the trial
+    takes at most 15 s, or a tenth of the plan's training up to 120 s. The caller's model, random state and GPU memory are unchanged. Raises TrainError for an impossible range, or if
     training cannot start.
     """
     if not 0 < low < high < math.inf:
@@ -130,10 +135,11 @@ def lr_sweep(
     if steps < LEAST_STEPS:
         raise TrainError(f"lr_sweep's steps must be at least {LEAST_STEPS} to draw a curve through noise, got {steps}")
     where = torch.device(device) if device is not None else devices.pick()
-    with work("sweeping the learning rate", steps=seconds), untouched(where):
+    with work("sweeping the learning rate", steps=seconds, trial=LEAST_S), untouched(where):
         climb = Climb(task, pack, plan, where)
         lrs, losses = climb.sweep((low, high), steps, seconds)
         start, skipped, took = climb.start, climb.skipped, climb.clock() - climb.began
+        each, whole = climb.each, batches_in(climb.pack.splits["train"], plan.batch_size)
         climb.close()
         del climb
     lost = lrs[len(losses)] if len(losses) < len(lrs) else None
@@ -142,8 +148,16 @@ def lr_sweep(
     if not math.isfinite(start):
         lost, reason = None, "the loss was not a number before any update; check data and loss, or set amp=off"
     first = start if math.isfinite(start) else None
+    trial = None
+    if suggestion is not None:
+        phase("trial", LEAST_S)
+        lr = plan.lr * 3.0 ** round(math.log(suggestion / plan.lr, 3))  # among the values that a trial of the plan tries
+        near = plan.replace(lr=lr, min_lr=min(plan.min_lr, lr))
+        trial = lr_trial(task, pack, near, where, plan.epochs * whole * each)
+        if trial.lr is not None:
+            suggestion, reason = trial.lr, f"{trial.reason}; {reason}"
     curves = tuple(kept), tuple(losses), tuple(curve)
-    return Sweep(*curves, first, lost, suggestion, reason, plan.batch_size, skipped, took, machine())
+    return Sweep(*curves, first, lost, suggestion, reason, plan.batch_size, skipped, took, machine(), trial)
 
 
 class Climb(Stepper):
@@ -152,7 +166,7 @@ class Climb(Stepper):
 
     def __init__(self, task: TaskLike, pack: Pack, plan: Plan, device: torch.device):
         super().__init__(task, pack, plan.replace(**STILL, **EAGER, ema=None), device)
-        self.began, self.start, self.skipped = self.clock(), math.nan, 0
+        self.began, self.start, self.skipped, self.each = self.clock(), math.nan, 0, 0.0
 
     def at(self, lr: float) -> float:
         """One optimizer step with this lr; its mean loss, nan if fp16 finds no scale. A step that fp16 skips is
@@ -174,9 +188,9 @@ class Climb(Stepper):
             return list(ends), []
         for _ in range(WARMUP_STEPS):
             self.at(ends[0])
-        each = (self.clock() - begun) / WARMUP_STEPS
-        number = max(LEAST_STEPS, min(steps, int(seconds / max(each, 1e-9))))
-        phase("steps", number * each)
+        self.each = (self.clock() - begun) / WARMUP_STEPS
+        number = max(LEAST_STEPS, min(steps, int(seconds / max(self.each, 1e-9))))
+        phase("steps", number * self.each)
         lrs: list[float] = np.geomspace(*ends, number).tolist()
         losses: list[float] = []
         least = self.start
@@ -227,7 +241,7 @@ def judge(
     start, nearly = f"{number(curve[0])} at first", f"close to its minimum ({number(least)})"
     at = f"the smoothed loss, {start}, is {nearly} from lr {digits(lrs[k])} on"
     if lost is None and k >= 0.9 * len(curve):
-        return None, f"{at}, the end of the range, and may fall further; sweep higher (high={10 * high:g})"
+        return float(f"{lrs[k] / BELOW:.2g}"), f"{at}, the end of the range; a sweep to high={10 * high:g} tells more"
     if lrs[k] / BELOW < low:
         return None, f"{at}, and a tenth of that was not measured; sweep lower (low={low / 100:.0e})"
     end = f"diverged at lr {digits(lost)}" if lost else f"no divergence up to lr {digits(high)}"

@@ -22,13 +22,14 @@ class Rule:
     settings: Callable[[Any], dict[str, Any]]  # those of a plan that may change while it trains
     buffers: tuple[str, ...]  # kept for each parameter, of its shape; `step` is a count
     lr_rule: tuple[str, str]  # what advice makes of lr for another batch size (`Plan.lr_rule`), and its source
+    lr: float  # where advice starts for fresh weights, at batch 64; a twentieth of it for pretrained ones
 
 
 SQRT, LINEAR = ("sqrt", "arXiv 2205.10287"), ("linear", "arXiv 1706.02677")
 OPTIMIZERS = {
-    "adamw": Rule(torch.optim.AdamW, lambda plan: {"betas": plan.betas}, ("step", "exp_avg", "exp_avg_sq"), SQRT),
-    "adam": Rule(torch.optim.Adam, lambda plan: {"betas": plan.betas}, ("step", "exp_avg", "exp_avg_sq"), SQRT),
-    "sgd": Rule(torch.optim.SGD, lambda plan: {"momentum": plan.betas[0]}, ("momentum_buffer",), LINEAR),
+    "adamw": Rule(torch.optim.AdamW, lambda plan: {"betas": plan.betas}, ("step", "exp_avg", "exp_avg_sq"), SQRT, 2e-3),
+    "adam": Rule(torch.optim.Adam, lambda plan: {"betas": plan.betas}, ("step", "exp_avg", "exp_avg_sq"), SQRT, 2e-3),
+    "sgd": Rule(torch.optim.SGD, lambda plan: {"momentum": plan.betas[0]}, ("momentum_buffer",), LINEAR, 0.025),
 }
 """The choices of `Plan.optimizer`."""
 LARGER = (  # batch times → lr times, epochs of warmup; each from, to

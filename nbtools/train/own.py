@@ -46,6 +46,7 @@ def classify(
     augment: Collection[str] | Mapping[str, float] = (),
     loss: Loss | None = None,
     plan: Plan | None = None,
+    pretrained: bool = False,
 ) -> Task:
     """The task of naming the class of a sample of an `nb.pack`: `nb.fit(nb.classify(net), nb.pack("pictures"))`.
 
@@ -57,9 +58,10 @@ def classify(
     chooses the best checkpoint. augment: crop, flip, rotate, colour, erase, mixup; a mapping gives strengths. loss: of
     (outputs, y), None: cross entropy; y is (B,) int64, with mixup (B, K) probabilities; it returns a term per sample,
     their mean, or (sum, count); cross entropy with weights is divided by these. plan: the settings to start from.
+    pretrained: whether its weights are, for which advice starts from a lower lr; frozen parameters say so by themselves.
     Raises TrainError.
     """
-    return Own("classes", model, metrics, augment, loss, plan, caller())
+    return Own("classes", model, metrics, augment, loss, plan, caller(), pretrained)
 
 
 def regress(
@@ -69,6 +71,7 @@ def regress(
     augment: Collection[str] | Mapping[str, float] = (),
     loss: Loss | None = None,
     plan: Plan | None = None,
+    pretrained: bool = False,
 ) -> Task:
     """The task of predicting the values of a sample, (B,), (B, D) or arrays of any shape, of an `nb.pack`.
 
@@ -77,7 +80,7 @@ def regress(
     functions) and predictions are in the targets' own unit, images of bytes in 0…1. loss: of (outputs, standardised y),
     both of y's shape; None: squared error.
     """
-    return Own("values", model, metrics, augment, loss, plan, caller())
+    return Own("values", model, metrics, augment, loss, plan, caller(), pretrained)
 
 
 def caller() -> str:
@@ -104,7 +107,17 @@ def terms(loss: Any, y: Tensor) -> Tensor | int:
 class Own(Task):
     """What `classify` and `regress` return. kind: `classes` or `values`."""
 
-    def __init__(self, kind: str, model: Any, metrics: Any, augment: Any, loss: Loss | None, plan: Any, module: str):
+    def __init__(
+        self,
+        kind: str,
+        model: Any,
+        metrics: Any,
+        augment: Any,
+        loss: Loss | None,
+        plan: Any,
+        module: str,
+        pretrained: bool = False,
+    ):
         if not callable(model):
             raise TrainError(f"model must be a torch.nn.Module or a function that makes one, got {model!r}")
         if plan is not None and not isinstance(plan, Plan):
@@ -113,6 +126,7 @@ class Own(Task):
             rule = f"loss {type(loss).__name__} has parameters, which are not trained"
             raise TrainError(f"{rule}; write a Task whose model holds them")
         self.kind, self.network, self.measured, self.given_loss = kind, model, listed(metrics), loss
+        self.pretrained = pretrained
         self.augment, self.PLAN, self.BEST = strengths(augment), plan or Plan(), best_of(metrics)
         self.__module__, self.made, self.losses = module, f"{MAKERS[kind]}(…)", {}
 

@@ -36,7 +36,7 @@ class Diverged(TrainError):
 
 
 def train_step(
-    state: TrainState, raw: Batch, epoch_size: int, size: int | None = None
+    state: TrainState, raw: Batch, epoch_size: float, size: int | None = None
 ) -> tuple[Tensor, Tensor | float]:
     """`attempt` until there is enough memory: where it runs out, the micro batch is halved and the batch tried again;
     the effective batch and lr stay. An attempt allocates all that it needs before it changes the first weight, so that
@@ -129,7 +129,7 @@ def at_once(state: TrainState, size: int) -> int:
     return size if state.ranks is None else -(-size // (len(shares(size, state.ranks.world)) - 1))
 
 
-def checked(state: TrainState, raw: Batch, epoch_size: int, size: int) -> tuple[Tensor, Tensor | float]:
+def checked(state: TrainState, raw: Batch, epoch_size: float, size: int) -> tuple[Tensor, Tensor | float]:
     """An attempt that is skipped, without any effect, if the loss or a gradient is not finite."""
     kept = buffers(state)
     loss_sum, count = differentiate(state, raw) if state.ranks is None else together(state, raw, size)

@@ -22,7 +22,7 @@ from nbtools.train.state import TrainState
 from nbtools.train.task import Batch, set_training, summed
 
 
-def attempt(state: TrainState, raw: Batch, epoch_size: int, size: int | None = None) -> tuple[Tensor, Tensor | float]:
+def attempt(state: TrainState, raw: Batch, epoch_size: float, size: int | None = None) -> tuple[Tensor, Tensor | float]:
     """Train on one raw batch, or this rank's share of one of `size` samples; returns the (loss sum, count) of the whole
     batch, still on the device: with Plan.graph until the next step."""
     size = size or len(raw["id"])
@@ -33,7 +33,7 @@ def attempt(state: TrainState, raw: Batch, epoch_size: int, size: int | None = N
     return loss_sum, count
 
 
-def replayed(state: TrainState, graphs: Graphs, raw: Batch, epoch_size: int) -> tuple[Tensor, Tensor | float]:
+def replayed(state: TrainState, graphs: Graphs, raw: Batch, epoch_size: float) -> tuple[Tensor, Tensor | float]:
     """`attempt`, as a CUDA graph where it is recorded. What the host does in a step, it does here: `recordable` is run
     only until it is recorded."""
     set_lr(state, len(raw["id"]), epoch_size)
@@ -148,14 +148,14 @@ def backward(
     return loss_sum.detach(), count
 
 
-def update(state: TrainState, size: int, epoch_size: int) -> None:
+def update(state: TrainState, size: int, epoch_size: float) -> None:
     """Set lr, clip, and update the weights and their moving average, on gradients of a batch of so many samples."""
     set_lr(state, size, epoch_size)
     apply(state, size, share_of_weights(state))
     count_average(state)
 
 
-def set_lr(state: TrainState, size: int, epoch_size: int) -> None:
+def set_lr(state: TrainState, size: int, epoch_size: float) -> None:
     """The lr of a step of so many samples, as a number; or in the tensors that CUDA graphs read."""
     plan, position = state.applied, state.position
     middle = (position.samples - state.skipped + size / 2) / epoch_size  # a warmup starts, a cosine ends with 0

@@ -89,6 +89,9 @@ class Task:
     augment: Any = ()
     """Names of augmentations of the default `batch`: crop, flip, rotate, colour, erase, mixup; a mapping gives their
     strengths. Default: none."""
+    pretrained: Any = False
+    """Whether the network's weights are pretrained, so that advice starts from a lower lr. Default: False; frozen
+    parameters say so too."""
     card: Card | None = None
     """The card of the pack that it trains or answers on, where `nb.pack` made that; set by whoever uses the task, on a
     copy of it."""

@@ -1,0 +1,200 @@
+"""The lr trial: a few learning rates around the rule's, each trained for some steps from the same weights on the same
+batches, under the plan's whole schedule compressed into these steps; the one with the lowest validation loss wins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from nbtools.data import Feed, Pack, lengths_of, open_feed, tick
+from nbtools.data.feed import in_order
+from nbtools.measure.report import Report
+from nbtools.measure.stepper import EAGER, Clock, Stepper, untouched
+from nbtools.table import digits, number, plural
+from nbtools.train import Plan, TaskLike, evaluation, readable
+
+FACTORS = (1.0, 3.0, 1 / 3, 9.0, 1 / 9)  # of the rule's lr, in the order in which they are tried
+MORE = 2  # values beyond these, where the best one lies at an end
+LEAST_STEPS, SHARE_OF_STEPS = 100, 0.02  # of each value: at least so many, else a share of the planned ones
+LEAST_S, SHARE, MOST_S = 15.0, 0.1, 120.0  # seconds of a whole trial: at least, else a share of the training; at most
+CHUNKS, LEAST_SCORED = 32, 100  # parts of the validation samples, whose losses are paired; samples of it at least
+SCORED_SHARE = 0.2  # of the samples that a value trains on, that it is scored on
+TAIL = 0.1  # of the steps, whose training losses are the score where there is no validation split
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A learning rate that was tried. loss: its score, None if it diverged; behind: by how much it is above the lowest,
+    and noise: one standard error of that, from the same samples."""
+
+    lr: float
+    loss: float | None
+    behind: float | None = None
+    noise: float | None = None
+
+
+@dataclass(frozen=True)
+class LrTrial(Report):
+    """What an lr trial measured. Shows as a table.
+
+    rule: the lr that the rule or the task's recipe gives; lr: the chosen one, None if none could be tried; reason: one
+    sentence; candidates: by rising lr; steps: of each; seconds: of all.
+    """
+
+    rule: float
+    lr: float | None
+    reason: str
+    candidates: tuple[Candidate, ...] = ()
+    steps: int = 0
+    seconds: float = 0.0
+
+    def caption(self) -> str:
+        return self.reason
+
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        rows = []
+        for each in self.candidates:
+            loss = "diverged" if each.loss is None else number(each.loss)
+            noise = "" if not each.behind or each.noise is None else f"+{number(each.behind)} ± {number(each.noise)}"
+            rows.append((digits(each.lr), loss, noise, "chosen" if each.lr == self.lr else ""))
+        return ("lr", "loss", "above the lowest", ""), rows
+
+
+def lr_trial(
+    task: TaskLike,
+    pack: Pack,
+    plan: Plan,
+    device: torch.device,
+    training_s: float,
+    recipe: bool = False,
+    clock: Clock | None = None,
+) -> LrTrial:
+    """Try lrs around the plan's own on separate models; model, random state and memory of the caller stay as they are.
+
+    training_s: seconds that the plan's steps are expected to take; a trial may take a tenth of them, at least 15 and at
+    most 120. Where that does not allow 100 steps for each of five values, there is none: lr is None, and the reason says
+    so. recipe: whether the plan's lr is one that the task is known to need, which wins where others are no better.
+    """
+    pack, clock = readable(task, pack, plan), clock or perf_counter
+    planned = plan.epochs * math.ceil(pack.splits["train"] / plan.batch_size)
+    seconds = min(max(LEAST_S, SHARE * training_s), MOST_S)
+    each = training_s / planned  # seconds a step
+    fitting = int(seconds / (len(FACTORS) * max(each, 1e-9)))
+    if fitting < LEAST_STEPS:
+        need = f"{len(FACTORS)} values of {LEAST_STEPS} steps need {len(FACTORS) * LEAST_STEPS * each:.0f} s"
+        return LrTrial(plan.lr, None, f"no trial of other learning rates: {need}, and a trial may take {seconds:.0f} s")
+    steps = min(max(fitting * len(FACTORS) // (len(FACTORS) + MORE), LEAST_STEPS), max(planned, LEAST_STEPS))
+    with untouched(device):
+        trial = Trial(task, pack, plan.replace(**EAGER, ema=None), device, steps, clock, clock() + seconds)
+        trial.run()
+    return chosen(trial, plan.lr, recipe)
+
+
+class Trial:
+    """The candidates so far: losses: lr → the paired losses of its score, None where it diverged. over: the time at
+    which no further value begins."""
+
+    def __init__(
+        self, task: TaskLike, pack: Pack, plan: Plan, device: torch.device, steps: int, clock: Clock, over: float
+    ):
+        self.task, self.pack, self.plan, self.device, self.steps, self.clock = task, pack, plan, device, steps, clock
+        self.losses: dict[float, np.ndarray | None] = {}
+        self.begun, self.over, self.longest = clock(), over, 0.0
+        self.feed = open_feed(pack, plan, device)
+        ids = pack.ids("val")
+        most = max(LEAST_SCORED, int(SCORED_SHARE * steps * plan.batch_size))
+        if len(ids) > most:
+            ids = ids[np.linspace(0, len(ids) - 1, most).round().astype(int)]
+        size = min(max(1, len(ids) // CHUNKS), plan.batch_size)
+        self.validation = in_order(ids, lengths_of(pack, ids), size) if len(ids) else []
+
+    def run(self) -> None:
+        """Try the values in turn, and beyond the end at which the lowest loss lies, while there is time."""
+        for factor in FACTORS:
+            self.attempt(self.plan.lr * factor)
+        for _ in range(MORE):
+            lrs, best = sorted(self.losses), self.lowest
+            if best is None or best not in (lrs[0], lrs[-1]):
+                break
+            self.attempt(best * 3 if best == lrs[-1] else best / 3)
+        self.took = self.clock() - self.begun
+
+    @property
+    def lowest(self) -> float | None:
+        """The lr with the lowest loss."""
+        finite = {lr: float(losses.mean()) for lr, losses in self.losses.items() if losses is not None}
+        return min(finite, key=finite.__getitem__, default=None)
+
+    def attempt(self, lr: float) -> None:
+        """Train with this lr, and score it; not where the time would not suffice."""
+        start, lr = self.clock(), float(f"{lr:.3g}")
+        if start + self.longest > self.over and len(self.losses) >= 3:
+            return
+        plan = self.plan.replace(lr=lr, min_lr=min(self.plan.min_lr, lr))
+        stepper = Stepper(self.task, self.pack, plan, self.device, feed=self.feed, learning=True)
+        stepper.epoch_size = self.steps * plan.batch_size / plan.epochs  # the whole schedule in these steps
+        self.losses[lr] = self.score(stepper, list(self.trained(stepper)))
+        stepper.close()
+        self.longest = max(self.longest, self.clock() - start)
+
+    def trained(self, stepper: Stepper) -> Iterator[torch.Tensor]:
+        """The mean loss of each step, on the device; ends where one is no number."""
+        for step in range(self.steps):
+            loss, count = stepper.step(next(stepper.batches))
+            yield loss / max(count, 1) if not isinstance(count, torch.Tensor) else loss / count.clamp(min=1)
+            if step % 10 == 9:
+                tick()
+                if stepper.lost:
+                    return
+
+    def score(self, stepper: Stepper, training: list[torch.Tensor]) -> np.ndarray | None:
+        """The losses that are compared, each of the same samples for all values: of parts of the validation samples, or
+        of the last steps; None if one is no number."""
+        last = torch.stack(training[-max(1, int(TAIL * self.steps)) :]).double().cpu().numpy()
+        if stepper.lost or not np.isfinite(last).all():
+            return None
+        if not self.validation:
+            return last
+        state, plan = stepper.state, stepper.plan
+        batches = evaluation.fed(self.reading(), self.validation)
+        losses = evaluation.losses(stepper.task, state.model, batches, plan, self.device)
+        return losses if np.isfinite(losses).all() else None
+
+    def reading(self) -> Feed:
+        """The feed of the validation samples: as the pack has them, without a Dataset's transforms of training."""
+        if not self.pack.card.options.get("random"):
+            return self.feed
+        return open_feed(self.pack, self.plan.replace(feed="auto"), self.device)
+
+
+def chosen(trial: Trial, rule: float, recipe: bool) -> LrTrial:
+    """The lr with the lowest loss; of those within one standard error of it the recipe's, else the smallest."""
+    best = trial.lowest
+    rows = [compared(lr, losses, trial.losses.get(best)) for lr, losses in sorted(trial.losses.items())]
+    seconds, where = trial.took, "validation" if trial.validation else "training"
+    tried = f"{plural(len(rows), 'value')}, {trial.steps} steps each"
+    if best is None:
+        reason = f"every lr diverged ({tried}); the rule's is kept: check data and loss"
+        return LrTrial(rule, None, reason, tuple(rows), trial.steps, seconds)
+    near = [row.lr for row in rows if row.behind is not None and row.behind <= (row.noise or 0.0)]
+    own = float(f"{rule:.3g}")
+    lr = own if recipe and own in near else min(near)
+    why = f"lowest {where} loss of {tried}, measured here"
+    if lr != best:
+        kind = "the task's own" if lr == own and recipe else "the smallest"
+        why = f"{kind} of those whose {where} loss is the lowest within noise; {tried}, measured here"
+    losses = ", ".join(f"{digits(r.lr)}: {'diverged' if r.loss is None else number(r.loss)}" for r in rows)
+    return LrTrial(rule, lr, f"{why} ({losses})", tuple(rows), trial.steps, seconds)
+
+
+def compared(lr: float, losses: np.ndarray | None, best: np.ndarray | None) -> Candidate:
+    if losses is None or best is None:
+        return Candidate(lr, None)
+    differences = losses - best
+    noise = float(differences.std(ddof=1) / math.sqrt(len(differences))) if len(differences) > 1 else 0.0
+    return Candidate(lr, float(losses.mean()), float(differences.mean()), noise)

@@ -1,0 +1,172 @@
+"""The learning rate and the epochs that nobody chose: what advice proposes, and `nb.fit` without a plan uses, learns as
+well as the best of a grid; and the trial that decides it keeps to its rules."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import problems
+import pytest
+import simulated
+import torch
+import toy
+from problems import PROBLEMS
+from torch import nn
+
+import nbtools as nb
+from nbtools.measure import Machine, decide
+
+GOOD = 0.97  # of the accuracy of the best lr of the grid
+SEEDS = (10, 11, 12)  # fixed before any of them was tried
+CPU = Machine("cpu", "CPU", cores=2)
+
+
+def advised(task: Any, pack: nb.Pack) -> nb.Advice:
+    return nb.advise(task, pack, seconds=2.0)
+
+
+def compared(name: str, pack: nb.Pack, seed: int) -> tuple[float, dict[float, float], nb.Plan]:
+    """The accuracy of the advised plan, those of the grid at its batch and epochs, and the plan."""
+    task = nb.classify(PROBLEMS[name][1], plan=nb.Plan(seed=seed))
+    plan = advised(task, pack).plan
+    return problems.accuracy(task, pack, plan), problems.spread(name, pack, plan), plan
+
+
+def test_the_advised_plan_learns_and_so_does_fit_without_a_plan(tmp_path):
+    pack = problems.packed("bags", tmp_path, seed=5)
+    accuracy, grid, plan = compared("bags", pack, SEEDS[0])
+    assert max(grid.values()) - min(grid.values()) >= 0.15
+    assert accuracy >= GOOD * max(grid.values())
+    task = nb.classify(PROBLEMS["bags"][1], plan=nb.Plan(seed=SEEDS[0]))
+    run = nb.fit(task, pack, run=tmp_path / "run", receipt=False, progress=False)
+    assert run.plan == plan  # what was measured before
+    assert run.history.of("epoch")[-1]["val_accuracy"] == pytest.approx(accuracy)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_on_every_problem_advice_and_fit_learn_as_well_as_the_best_of_the_grid(name, tmp_path):
+    """The mean over three seeds, at the advised batch and epochs; each `nb.fit` on a pack of its own, so that it
+    measures for itself."""
+    found, grids, alone = [], [], []
+    for seed in SEEDS:
+        pack = problems.packed(name, tmp_path / f"{seed}", seed=5)
+        accuracy, grid, _ = compared(name, pack, seed)
+        task = nb.classify(PROBLEMS[name][1], plan=nb.Plan(seed=seed))
+        fresh = problems.packed(name, tmp_path / f"{seed}-alone", seed=5)
+        run = nb.fit(task, fresh, run=tmp_path / f"{seed}-run", receipt=False, progress=False)
+        found.append(accuracy)
+        grids.append(list(grid.values()))
+        alone.append(run.history.of("epoch")[-1]["val_accuracy"])
+    mean = np.mean(grids, axis=0)
+    print(name, "advised", found, "fit", alone, "grid", dict(zip(problems.GRID, mean.round(3).tolist(), strict=True)))
+    assert mean.max() - mean.min() >= 0.15
+    assert np.mean(found) >= GOOD * mean.max()
+    assert np.mean(alone) >= GOOD * mean.max()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_fine_tuning_learns_as_well_as_the_best_of_the_grid(tmp_path):
+    """The body of a network that two of four shapes taught learns the other two with a new head."""
+    items = problems.shapes(5, 720)
+    first, second = ([(x, y % 2) for x, y in items if y // 2 == half] for half in (0, 1))
+    source, pack = (
+        nb.pack(half, val=0.25, test=0, into=tmp_path / f"half{k}", progress=False) for k, half in enumerate((first, second))
+    )
+    found, grids = [], []
+    for seed in SEEDS:
+        torch.manual_seed(seed)
+        taught = problems.Pictures(2, 3)
+        plan = nb.Plan(epochs=40, batch_size=16, lr=3e-3, seed=seed)
+        run = nb.fit(nb.classify(taught), source, plan, run=tmp_path / f"taught{seed}", receipt=False, progress=False)
+        body = run.model("cpu").train()
+        body.head = nn.Linear(128, 2)
+        task = nb.classify(body, plan=nb.Plan(seed=seed), pretrained=True)
+        plan = advised(task, pack).plan
+        found.append(problems.accuracy(task, pack, plan))
+        grids.append([problems.accuracy(task, pack, plan.replace(lr=lr)) for lr in problems.GRID])
+    mean = np.mean(grids, axis=0)
+    print("fine-tuning", found, "grid", dict(zip(problems.GRID, mean.round(3).tolist(), strict=True)))
+    assert mean.max() - mean.min() >= 0.15
+    assert np.mean(found) >= GOOD * mean.max()
+
+
+@pytest.mark.parametrize("name", ["spirals", pytest.param("bags", marks=pytest.mark.full), pytest.param("waves", marks=pytest.mark.full)])
+def test_the_sweep_suggests_what_the_trial_chooses_within_a_factor_of_three(name, tmp_path):
+    pack = problems.packed(name, tmp_path, seed=5)
+    task = nb.classify(PROBLEMS[name][1], plan=nb.Plan(seed=SEEDS[0]))
+    trial = advised(task, pack).lr_trial
+    assert trial is not None
+    assert trial.lr is not None
+    rule = nb.advise(task, pack).plan.replace(lr=trial.rule)
+    suggestion = nb.lr_sweep(task, pack, rule).suggestion
+    assert suggestion is not None
+    assert 1 / 3 <= suggestion / trial.lr <= 3 * 1.001
+
+
+# -- the rules
+
+
+def rules(task: Any, pack: nb.Pack) -> nb.Plan:
+    return nb.advise(task, pack, measure=False).plan
+
+
+@pytest.fixture
+def pack(tmp_path) -> nb.Pack:
+    return problems.packed("spirals", tmp_path)
+
+
+def test_without_a_recipe_fresh_weights_start_at_0_002_and_pretrained_ones_at_0_0001_at_batch_64(pack):
+    fresh = rules(nb.classify(problems.points), pack)
+    scale = math.sqrt(fresh.batch_size / 64)
+    assert fresh.lr == pytest.approx(2e-3 * scale, rel=0.01)
+    assert rules(nb.classify(problems.points, pretrained=True), pack).lr == pytest.approx(1e-4 * scale, rel=0.01)
+    net = problems.points(3, 2)
+    net[0].requires_grad_(False)
+    assert rules(nb.classify(net), pack).lr == pytest.approx(1e-4 * scale, rel=0.01)
+
+
+def test_a_recipe_keeps_its_lr_by_the_rule_and_its_epochs(pack):
+    own = rules(nb.classify(problems.points, plan=nb.Plan(batch_size=64, lr=8e-3, epochs=12)), pack)
+    assert own.lr == pytest.approx(8e-3 * math.sqrt(own.batch_size / 64), rel=0.01)
+    assert own.epochs == 12
+
+
+@pytest.mark.parametrize(("samples", "epochs"), [(600, 40), (9_999, 10), (10_000, 10)])
+def test_a_small_data_set_gets_about_1500_steps(samples, epochs):
+    splits = {"train": samples, "val": 0, "test": 0}
+    card = nb.pack([(np.zeros(2, np.float32), k % 2) for k in range(4)], val=0, test=0, progress=False).card
+    import dataclasses
+
+    plan = decide(nb.classify(problems.points), dataclasses.replace(card, splits=splits), CPU).plan
+    per_epoch = -(-samples // plan.batch_size)
+    assert plan.epochs == (max(10, -(-1500 // per_epoch)) if samples < 10_000 else 10)
+    assert plan.epochs >= 10
+
+
+# -- the trial, on a job whose loss and time are known
+
+
+class Slope(simulated.Job):
+    """A job with the toy's network."""
+
+
+def test_a_trial_takes_its_share_of_the_time_and_none_begins_where_it_would_not_suffice(tmp_path):
+    """Steps of 10 ms: 15 s for a run of seconds. Steps of half a second: none, and it is said."""
+    pack = toy.make_pack(tmp_path, count=600)
+    quick = simulated.Job(fixed=0.01)
+    trial = nb.advise(quick, pack, seconds=1.0, clock=quick.clock).lr_trial
+    assert trial is not None
+    assert trial.lr is not None
+    assert trial.seconds <= 16
+    assert trial.steps >= 100
+    slow = simulated.Job(fixed=0.5)
+    advice = nb.advise(slow, toy.make_pack(tmp_path / "other", count=600), seconds=1.0, clock=slow.clock)
+    assert advice.lr_trial is not None
+    assert advice.lr_trial.lr is None
+    assert "5 values of 100 steps need" in advice.evidence["lr"]
