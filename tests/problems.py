@@ -1,5 +1,5 @@
-"""Small problems on which the learning rate decides: pictures, points, wave forms and bags of tokens, each with a network
-as a user would write it. On each the best and the worst lr of `GRID` differ by at least 0.15 in accuracy.
+"""Small problems on which the learning rate decides: pictures, points, wave forms and bags of tokens, each with a
+network as a user would write it. On each the best and the worst lr of `GRID` differ by at least 0.15 in accuracy.
 
 B samples, C channels, L steps, K classes.
 """
@@ -87,9 +87,7 @@ class Pictures(nn.Module):
 
 
 def points(classes: int, inputs: int) -> nn.Module:
-    return nn.Sequential(
-        *(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()), nn.Linear(64, classes)
-    )
+    return nn.Sequential(*(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()), nn.Linear(64, classes))
 
 
 class Series(nn.Module):

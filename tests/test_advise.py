@@ -306,16 +306,27 @@ def test_rules_alone_when_nothing_was_measured_before(tmp_path, no_measuring):
         assert "of warmup · time not measured yet." in shown
 
 
-def test_training_without_a_plan_never_measures(tmp_path, no_measuring):
-    pack = toy.make_pack(tmp_path, count=60)
-    run = nb.fit(own(PLAN=toy.PLAN.replace(epochs=1)), pack, run=tmp_path / "run", receipt=False, progress=False)
-    assert len(run.history.of("epoch")) == 1
-
-
 @pytest.fixture
 def at_once(monkeypatch):
     """Measuring that takes no time."""
     monkeypatch.setattr(act, "measured", lambda task, pack, thumb, *_: dataclasses.replace(thumb, evidence={"lr": "x"}))
+
+
+def test_training_without_a_plan_measures_it_and_a_resumed_run_does_not(tmp_path, monkeypatch):
+    pack, task, calls = toy.make_pack(tmp_path, count=60), own(PLAN=toy.PLAN.replace(epochs=1)), []
+
+    def measured(task, pack, thumb, *_):
+        calls.append(thumb)
+        return dataclasses.replace(thumb, plan=thumb.plan.replace(lr=0.0123))
+
+    monkeypatch.setattr(act, "measured", measured)
+    for _ in range(2):
+        run = nb.fit(task, pack, run=tmp_path / "run", receipt=False, progress=False)
+        assert run.plan.lr == 0.0123
+        (tmp_path / "pack.advice.json").unlink()
+        (tmp_path / "pack.advice.json").touch()
+    assert len(run.history.of("epoch")) == 1
+    assert len(calls) == 1
 
 
 @pytest.mark.usefixtures("at_once")

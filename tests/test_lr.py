@@ -3,8 +3,8 @@ well as the best of a grid; and the trial that decides it keeps to its rules."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,7 +76,8 @@ def test_fine_tuning_learns_as_well_as_the_best_of_the_grid(tmp_path):
     items = problems.shapes(5, 720)
     first, second = ([(x, y % 2) for x, y in items if y // 2 == half] for half in (0, 1))
     source, pack = (
-        nb.pack(half, val=0.25, test=0, into=tmp_path / f"half{k}", progress=False) for k, half in enumerate((first, second))
+        nb.pack(half, val=0.25, test=0, into=tmp_path / f"half{k}", progress=False)
+        for k, half in enumerate((first, second))
     )
     found, grids = [], []
     for seed in SEEDS:
@@ -96,7 +97,9 @@ def test_fine_tuning_learns_as_well_as_the_best_of_the_grid(tmp_path):
     assert np.mean(found) >= GOOD * mean.max()
 
 
-@pytest.mark.parametrize("name", ["spirals", pytest.param("bags", marks=pytest.mark.full), pytest.param("waves", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name", ["spirals", pytest.param("bags", marks=pytest.mark.full), pytest.param("waves", marks=pytest.mark.full)]
+)
 def test_the_sweep_suggests_what_the_trial_chooses_within_a_factor_of_three(name, tmp_path):
     pack = problems.packed(name, tmp_path, seed=5)
     task = nb.classify(PROBLEMS[name][1], plan=nb.Plan(seed=SEEDS[0]))
@@ -141,23 +144,112 @@ def test_a_recipe_keeps_its_lr_by_the_rule_and_its_epochs(pack):
 def test_a_small_data_set_gets_about_1500_steps(samples, epochs):
     splits = {"train": samples, "val": 0, "test": 0}
     card = nb.pack([(np.zeros(2, np.float32), k % 2) for k in range(4)], val=0, test=0, progress=False).card
-    import dataclasses
-
     plan = decide(nb.classify(problems.points), dataclasses.replace(card, splits=splits), CPU).plan
     per_epoch = -(-samples // plan.batch_size)
     assert plan.epochs == (max(10, -(-1500 // per_epoch)) if samples < 10_000 else 10)
     assert plan.epochs >= 10
 
 
-# -- the trial, on a job whose loss and time are known
+# -- the trial
 
 
-class Slope(simulated.Job):
-    """A job with the toy's network."""
+class Bowl(nn.Module):
+    """½ λ Σ (w - x)²: gradient descent is lost where lr > 2 / λ."""
+
+    def __init__(self, curvature: float):
+        super().__init__()
+        self.curvature, self.w = curvature, nn.Parameter(torch.full((8,), 3.0))
+
+    def forward(self, batch):
+        return 0.5 * self.curvature * (self.w - batch["x"]).square().sum(1)
+
+
+def bowl(curvature: float, lr: float) -> Any:
+    def loss(model, batch, plan):
+        each = model(batch)
+        return each.sum(), len(each)
+
+    plan = toy.PLAN.replace(optimizer="sgd", betas=(0.0, 0.9), clip_norm=None, lr=lr, schedule="constant", noise=0.0)
+    return toy.with_(
+        model=lambda card, plan: Bowl(curvature),
+        loss=loss,
+        metrics=lambda *_: {},
+        BEST="-loss",
+        PLAN=plan,
+        BASELINE=plan,
+    )
+
+
+def trial_of(task: Any, pack: nb.Pack) -> Any:
+    trial = nb.advise(task, pack, seconds=0.5).lr_trial
+    assert trial is not None
+    return trial
+
+
+def test_a_value_that_diverges_is_left_out_and_a_winner_at_the_edge_adds_the_next(tmp_path):
+    """Curvature 200: lost above 0.01. From 1e-5 all five values are too small, so two more are tried; from 0.3 all five
+    are lost, and smaller ones are added."""
+    low, high = (trial_of(bowl(200.0, lr), toy.make_pack(tmp_path / str(lr))) for lr in (1e-5, 0.3))
+    assert [round(each.lr / low.rule, 2) for each in low.candidates] == [0.11, 0.33, 1, 3, 9, 27, 81]
+    lost = [each.lr for each in high.candidates if each.loss is None]
+    assert len(lost) == 5
+    assert min(lost) > 0.01
+    assert len(high.candidates) == 7
+    assert high.lr is not None
+    assert high.lr < 0.01
+
+
+def test_within_noise_the_recipe_wins_and_else_the_smallest_value(tmp_path):
+    """A loss that no update changes."""
+
+    def loss(model, batch, plan):
+        return (model(batch) * 0).sum() + batch["x"].square().sum(), len(batch["x"])
+
+    for name, task in {
+        "recipe": toy.with_(loss=loss),
+        "none": toy.with_(
+            loss=loss, PLAN=toy.PLAN.replace(lr=nb.Plan().lr), BASELINE=toy.BASELINE.replace(lr=nb.Plan().lr)
+        ),
+    }.items():
+        trial = trial_of(task, toy.make_pack(tmp_path / name))
+        assert trial.lr == pytest.approx(trial.rule if name == "recipe" else trial.rule / 9, rel=0.01)
+
+
+def test_values_train_on_the_same_batches_from_the_same_weights_under_the_whole_schedule(tmp_path, monkeypatch):
+    """Seen by the task: the first loss of every value, its batches, and its lrs, which rise and fall to nearly 0."""
+    from nbtools.measure import lr_trial as act
+
+    seen: list[list[Any]] = []
+    schedules: list[list[float]] = []
+
+    class Watched(act.Stepper):
+        def __init__(self, *given: Any, **named: Any):
+            super().__init__(*given, **named)
+            seen.append([{name: value.clone() for name, value in self.state.model.state_dict().items()}])
+            schedules.append([])
+
+        def step(self, raw: Any) -> Any:
+            seen[-1].append(raw["id"].clone())
+            result = super().step(raw)
+            schedules[-1].append(self.state.position.lr / self.plan.lr)
+            return result
+
+    monkeypatch.setattr(act, "Stepper", Watched)
+    trial_of(toy.with_(suggest=lambda card, accelerator: {"warmup_epochs": (0.3, "")}), toy.make_pack(tmp_path))
+    first, *others = seen
+    assert len(others) >= 4
+    for other in others:
+        assert all(torch.equal(first[0][name], value) for name, value in other[0].items())
+        assert all(map(torch.equal, first[1:], other[1:]))
+    for lrs in schedules:
+        peak = int(np.argmax(lrs))
+        assert peak == pytest.approx(0.1 * len(lrs), abs=1.5)
+        assert lrs == [*sorted(lrs[:peak]), *sorted(lrs[peak:], reverse=True)]
+        assert lrs[-1] < 0.01
 
 
 def test_a_trial_takes_its_share_of_the_time_and_none_begins_where_it_would_not_suffice(tmp_path):
-    """Steps of 10 ms: 15 s for a run of seconds. Steps of half a second: none, and it is said."""
+    """Steps of 10 ms: at most 15 s for a run of seconds. Steps of half a second: none, and it is said."""
     pack = toy.make_pack(tmp_path, count=600)
     quick = simulated.Job(fixed=0.01)
     trial = nb.advise(quick, pack, seconds=1.0, clock=quick.clock).lr_trial
@@ -170,3 +262,20 @@ def test_a_trial_takes_its_share_of_the_time_and_none_begins_where_it_would_not_
     assert advice.lr_trial is not None
     assert advice.lr_trial.lr is None
     assert "5 values of 100 steps need" in advice.evidence["lr"]
+
+
+def test_the_trial_is_kept_with_the_advice_shown_as_a_table_and_changes_nothing_outside(pack, monkeypatch):
+    net = problems.points(3, 2)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    torch.manual_seed(3)
+    random = torch.get_rng_state()
+    advice = advised(nb.classify(net), pack)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    trial = advice.lr_trial
+    assert trial is not None
+    assert advice.plan.lr == trial.lr
+    assert all(f"{each.loss:.3g}" in advice.reasons["lr"] for each in trial.candidates[-2:] if each.loss)
+    monkeypatch.setattr("nbtools.measure.advisor.lr_trial", None)  # nothing is tried again
+    assert advised(nb.classify(net), pack).lr_trial == trial
+    assert "chosen" in str(trial)

@@ -41,7 +41,7 @@ from nbtools.measure.stepper import EAGER, Clock, untouched
 from nbtools.measure.trials import LEVERS
 from nbtools.measure.verdict import verdict
 from nbtools.measure.workers import find_workers
-from nbtools.table import plural
+from nbtools.table import digits, plural
 from nbtools.train import Plan, Task, TaskLike, as_task, bound, build, readable, require_training, spoken, task_name
 from nbtools.train import device as devices
 
@@ -282,9 +282,8 @@ class Findings:
         self.measured["workers"], self.evidence["workers"] = found, found.reason
         self.chosen |= {"workers": (found.workers, found.reason), "prefetch": (found.prefetch, found.reason)}
 
-
     def learn(self, epoch_s: float, device: torch.device, clock: Clock | None) -> None:
-        """Choose the epochs of a small data set by the speed, and lr by a trial. epoch_s: seconds of an epoch's steps."""
+        """Choose the epochs of a small data set by the speed, and lr by a trial. epoch_s: of an epoch's steps."""
         plan, own = self.plan, self.task.suggest(self.pack.card, device.type)
         few = epochs_for_few(self.pack.card, plan.batch_size)
         if few and "epochs" not in own and not has_recipe(self.task, "epochs") and plan.epochs * epoch_s > LONG_S:
@@ -298,6 +297,7 @@ class Findings:
             self.evidence["lr"] = trial.reason
         else:
             self.chosen["lr"] = trial.lr, trial.reason
+            self.evidence["lr"] = f"the trial began at the rule's {digits(trial.rule)} and took {trial.seconds:.0f} s"
 
 
 def conclusive(batches: BatchReport, plan: Plan) -> bool:

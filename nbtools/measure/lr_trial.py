@@ -76,9 +76,9 @@ def lr_trial(
 ) -> LrTrial:
     """Try lrs around the plan's own on separate models; model, random state and memory of the caller stay as they are.
 
-    training_s: seconds that the plan's steps are expected to take; a trial may take a tenth of them, at least 15 and at
-    most 120. Where that does not allow 100 steps for each of five values, there is none: lr is None, and the reason says
-    so. recipe: whether the plan's lr is one that the task is known to need, which wins where others are no better.
+    training_s: seconds that the plan's steps are expected to take; a trial may take a tenth of them, at least 15 and
+    at most 120. Where that does not allow 100 steps for each of five values, there is none: lr is None, and the reason
+    says so. recipe: whether the plan's lr is one that the task is known to need, which wins where others are no better.
     """
     pack, clock = readable(task, pack, plan), clock or perf_counter
     planned = plan.epochs * math.ceil(pack.splits["train"] / plan.batch_size)
@@ -114,14 +114,16 @@ class Trial:
         self.validation = in_order(ids, lengths_of(pack, ids), size) if len(ids) else []
 
     def run(self) -> None:
-        """Try the values in turn, and beyond the end at which the lowest loss lies, while there is time."""
+        """Try the values in turn, and beyond the end at which the lowest loss lies, while there is time; smaller ones
+        where all diverged."""
         for factor in FACTORS:
             self.attempt(self.plan.lr * factor)
         for _ in range(MORE):
             lrs, best = sorted(self.losses), self.lowest
-            if best is None or best not in (lrs[0], lrs[-1]):
-                break
-            self.attempt(best * 3 if best == lrs[-1] else best / 3)
+            if best == lrs[-1]:
+                self.attempt(3 * best)
+            elif best is None or best == lrs[0]:
+                self.attempt(lrs[0] / 3)
         self.took = self.clock() - self.begun
 
     @property

@@ -123,12 +123,12 @@ def lr_sweep(
     steps: int = STEPS,
     seconds: float = SECONDS,
 ) -> Sweep:
-    """Raise lr step by step from low to high on a separate model, then try learning rates around what the curve says for
-    a whole short training each, as `nb.advise` does, and suggest the best of them.
+    """Raise lr step by step from low to high on a separate model, then try learning rates around what the curve says,
+    each for a whole short training as `nb.advise` does, and suggest the best of them.
 
     Takes `steps` steps of training; fewer if they would take longer than `seconds`, but at least LEAST_STEPS; the trial
-    takes at most 15 s, or a tenth of the plan's training up to 120 s. The caller's model, random state and GPU memory are unchanged. Raises TrainError for an impossible range, or if
-    training cannot start.
+    takes at most 15 s, or a tenth of the plan's training up to 120 s. The caller's model, random state and GPU memory
+    are unchanged. Raises TrainError for an impossible range, or if training cannot start.
     """
     if not 0 < low < high < math.inf:
         raise TrainError(f"lr_sweep needs 0 < low < high, got low={low:g}, high={high:g}; the defaults suit most tasks")
@@ -151,7 +151,9 @@ def lr_sweep(
     trial = None
     if suggestion is not None:
         phase("trial", LEAST_S)
-        lr = plan.lr * 3.0 ** round(math.log(suggestion / plan.lr, 3))  # among the values that a trial of the plan tries
+        lr = plan.lr * 3.0 ** round(
+            math.log(suggestion / plan.lr, 3)
+        )  # among the values that a trial of the plan tries
         near = plan.replace(lr=lr, min_lr=min(plan.min_lr, lr))
         trial = lr_trial(task, pack, near, where, plan.epochs * whole * each)
         if trial.lr is not None:

@@ -58,7 +58,7 @@ def classify(
     chooses the best checkpoint. augment: crop, flip, rotate, colour, erase, mixup; a mapping gives strengths. loss: of
     (outputs, y), None: cross entropy; y is (B,) int64, with mixup (B, K) probabilities; it returns a term per sample,
     their mean, or (sum, count); cross entropy with weights is divided by these. plan: the settings to start from.
-    pretrained: whether its weights are, for which advice starts from a lower lr; frozen parameters say so by themselves.
+    pretrained: whether its weights are, for which advice starts from a lower lr; frozen parameters say so too.
     Raises TrainError.
     """
     return Own("classes", model, metrics, augment, loss, plan, caller(), pretrained)
