@@ -24,7 +24,7 @@ from torch.distributed import is_torchelastic_launched
 
 from nbtools import guides
 from nbtools.data import SHARD, Pack, cached, pack, shard, stage
-from nbtools.errors import CheckpointError, NbtoolsError
+from nbtools.errors import CheckpointError, Interrupted, NbtoolsError
 from nbtools.fit import fit
 from nbtools.launch import launch, require_processes
 from nbtools.live import ACTIONS, advised, send
@@ -439,7 +439,10 @@ def train_run(task: Task, options: argparse.Namespace) -> Result | None:
     plan = partial(plan_of, task, pack, options)
     one = partial(fit, samples=options.samples)
     act = one if options.processes == 1 else partial(launch, processes=options.processes)
-    run = act(task, pack, plan, options.run, options.keep, receipt=not options.no_receipt, notify=options.notify)
+    try:
+        run = act(task, pack, plan, options.run, options.keep, receipt=not options.no_receipt, notify=options.notify)
+    except Interrupted as interrupt:
+        run = interrupt.run
     if rank:
         return None
     parts = (run.summary(), run.receipt or "no receipt", run.verdict or "no verdict", run)

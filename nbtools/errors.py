@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, metadata
-from typing import NoReturn
+from typing import Any, NoReturn
 
 PAGE = "docs/troubleshooting.md"
 
@@ -19,6 +19,15 @@ class NbtoolsError(Exception):
     def __str__(self) -> str:
         text = super().__str__()
         return f"{sentence(text)} {see(self.entry)}" if self.entry else text
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C stopped a run outside of a notebook, where it ends a script's loop too; everything is saved. run: the
+    run."""
+
+    def __init__(self, run: Any):
+        super().__init__(f"{run}; run it again to continue")
+        self.run = run
 
 
 class PlanError(NbtoolsError, ValueError):

@@ -21,7 +21,7 @@ from torch.distributed import is_torchelastic_launched
 
 from nbtools import disk, measure
 from nbtools.data import Pack, meanwhile, on_colab, phase, place_to_keep, release_runtime, say, work
-from nbtools.errors import CheckpointError, NbtoolsError, PackError, PlanError, StageError
+from nbtools.errors import CheckpointError, Interrupted, NbtoolsError, PackError, PlanError, StageError
 from nbtools.folder import Job, begin, only_one, restore, stored_plan
 from nbtools.live import EVALUATING, MEASURING, REFUSED, FirstSignal, Requests, Surface, chosen, running_kernel
 from nbtools.notify import Hook
@@ -45,6 +45,7 @@ from nbtools.train import (
     join,
     obey,
     readable,
+    rehearse,
     require_sizes,
     spoken,
     unread,
@@ -114,7 +115,8 @@ def fit(
 
     While it trains, buttons and fields in the notebook act on it, and so does `control.json` in its folder (see
     `nbtools.live.send`). Stop, Ctrl-C or the notebook's own stop button finish the step, save, and return the run; so
-    do a shutdown of the kernel and SIGTERM, after which the process ends. Raises TrainError, PlanError or
+    do a shutdown of the kernel and SIGTERM, after which the process ends. Outside of a notebook Ctrl-C raises
+    KeyboardInterrupt once everything is saved, so that it ends a script's loop too. Raises TrainError, PlanError or
     CheckpointError; the checkpoints stay intact.
     """
     task, hook = as_task(task), Hook(notify)
@@ -138,6 +140,7 @@ def fit(
             ranks.tell(wanted.to_dict())
         samples = None if samples is None else chosen(samples, pack)
         state = devices.required(lambda: TrainState(task, pack, wanted, ranks=ranks))
+        rehearse(state, pack)
         advised = getattr(plan, "advised", getattr(plan, "plan", None))  # a plain plan may come from anywhere
         history, complaints = begin(folder, pack, state, advised)
         surface = Surface(folder, state, pack, history, plan, progress, afterwards(wanted, pack, folder, receipt))
@@ -152,13 +155,15 @@ def fit(
         lost = f"resumed from step {state.step:,}: a process was lost, which torchrun names" if again else ""
         notes = [limits, idle(wanted) if ranks is None else "", ending(state) or finished(job), lost]
         surface.report_all([*complaints, *doubtful, *filter(None, notes)])
-        carry_out(job, hook, receipt)
+        interrupted = carry_out(job, hook, receipt)
         found = Run.open(folder, task)
         found.events = surface.events
     if release_gpu and not requests.stop:
         safe = job.keeper is not None and not job.keeper.behind
         del job, state, surface, history, requests
         found.events += release(safe)
+    if interrupted and running_kernel() is None and not is_torchelastic_launched():
+        raise Interrupted(found)
     return found
 
 
@@ -242,8 +247,9 @@ def chosen_plan(task: Task, pack: Pack, plan: Any, folder: Path) -> Plan:
     return plan
 
 
-def carry_out(job: Job, hook: Hook, receipt: bool) -> None:
-    """Train to the end, or to a stop, then measure what is left to the end, and say what to do next."""
+def carry_out(job: Job, hook: Hook, receipt: bool) -> bool:
+    """Train to the end, or to a stop, then measure what is left to the end, and say what to do next; returns whether
+    Ctrl-C ended any of it."""
     state, surface = job.state, job.surface
     asked = partial(end_soon, surface.requests, state.ranks)
     with FirstSignal(signal.SIGTERM, asked, later=not is_torchelastic_launched()) as sigterm:
@@ -253,12 +259,14 @@ def carry_out(job: Job, hook: Hook, receipt: bool) -> None:
                 follow(job)
             if state.ranks is not None:
                 state.ranks.end()
-            finish(job, sigterm, receipt)
+            with FirstSignal(signal.SIGINT, lambda: None) as sigint, sigint.interrupting():
+                finish(job, sigterm, receipt)
             surface.report_all(list(filter(None, [hook.wait()])))
             if surface.notebook:
                 surface.tell(surface.next_steps())
         finally:
             job.close()
+    return sigint.came or (surface.interrupts is not None and surface.interrupts.came)
 
 
 def follow(job: Job) -> None:

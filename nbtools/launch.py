@@ -19,7 +19,7 @@ import torch
 from torch.distributed import is_torchelastic_launched
 
 from nbtools.data import Pack
-from nbtools.errors import TrainError
+from nbtools.errors import Interrupted, TrainError
 from nbtools.fit import Given, chosen_plan, fit, forget, places, require_pack
 from nbtools.folder import only_one, restore
 from nbtools.live import FirstSignal, closing, running_kernel
@@ -76,7 +76,7 @@ def launch(
     post, history = remote.requests.post, remote.view.history
     with (
         FirstSignal(signal.SIGTERM, partial(post, "stop", by="SIGTERM"), later=True),
-        FirstSignal(signal.SIGINT, partial(post, "stop")),
+        FirstSignal(signal.SIGINT, partial(post, "stop")) as interrupts,
     ):
         with hook.telling(folder, task, lambda: "stop" in [row.get("asked") for row in history.rows[-1:]]):
             Launcher(asked, processes, restarts, remote).train()
@@ -84,6 +84,8 @@ def launch(
             remote.view.tell(lost)
     found = Run.open(folder, task)
     found.events = remote.view.events
+    if interrupts.came and running_kernel() is None:
+        raise Interrupted(found)
     return found
 
 

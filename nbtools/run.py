@@ -41,6 +41,7 @@ from nbtools.train import (
     items_of,
     kept_states,
     meanings_of,
+    order,
     readable,
     refuse_fixed,
 )
@@ -179,7 +180,9 @@ class Run:
         rows = [row for row in self.history.of("epoch") if math.isfinite(row.get(f"val_{metric}", math.nan))]
         if last := checkpoint.read_index(self.folder).get("last"):
             rows = [row for row in rows if row["step"] <= checkpoint.place(last)[1]]
-        return max(rows, key=lambda row: sign * row[f"val_{metric}"], default={})
+        return max(
+            rows, key=lambda row: (*order(row[f"val_{metric}"], row.get("val_loss"), sign), row["epoch"]), default={}
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """What is known of it, for JSON: state, plan, epochs, best, final evaluation, receipt and verdict."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import pytest
 import toy
 
 import nbtools as nb
@@ -35,6 +37,19 @@ def acting(actions: Mapping[int, Callable[[], Any]] = MappingProxyType({}), **ho
 def asking(folder: Path, *actions: str, force: bool = False, **settings: Any) -> Callable[[], Any]:
     """An action: request something of the run in a folder."""
     return lambda: send(folder, actions, settings, force)
+
+
+def interrupted(act: Callable[[], Any]) -> nb.Run:
+    """The run that Ctrl-C stopped, which raises KeyboardInterrupt outside of a notebook."""
+    with pytest.raises(KeyboardInterrupt) as caught:
+        act()
+    return caught.value.run  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def first_is_best(batches: int = 3) -> dict[str, Any]:
+    """Metrics of which the first evaluation, of so many batches, is 0.5 and every other one less."""
+    calls = count()
+    return {"metrics": lambda outputs, batch: {"accuracy": (1, 2 if next(calls) < batches else 4)}}
 
 
 def losses(run: nb.Run) -> list[tuple[int, float]]:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import toy
-from acting import QUIET, acting, same
+from acting import QUIET, acting, first_is_best, same
 from faults.forks import Child
 from safetensors.torch import load, save
 
@@ -348,7 +348,7 @@ def test_a_best_epoch_that_is_not_written_yet_is_not_claimed_and_a_run_that_fail
 def test_two_older_checkpoints_that_are_whole_stay_behind_the_last_and_the_best(pack, tmp_path, monkeypatch):
     monkeypatch.setattr("nbtools.folder.SAVE_EVERY", 0.0)
     monkeypatch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))
-    task = acting(metrics=lambda outputs, batch: {"accuracy": (1, 2)})  # the first epoch is the best
+    task = acting(**first_is_best())
     folder = nb.fit(task, pack, toy.PLAN, tmp_path / "run", **QUIET).folder
     index, names = checkpoint.read_index(folder), checkpoint.names(folder)
     assert names[0] == index["last"]
@@ -374,7 +374,7 @@ def test_a_run_that_resumed_from_behind_damaged_checkpoints_keeps_the_intact_one
 ):
     monkeypatch.setattr("nbtools.folder.SAVE_EVERY", 0.0)
     monkeypatch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))
-    task = acting(metrics=lambda outputs, batch: {"accuracy": (1, 2)})  # the first epoch is the best
+    task = acting(**first_is_best())
     folder = nb.fit(task, pack, toy.PLAN, tmp_path / "run", **QUIET).folder
     *newer, intact = checkpoint.names(folder)[:3]
     checkpoint.mark(folder, anchor={"name": newer[0], "facts": {}, "best": None, "limit": None})

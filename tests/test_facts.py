@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import toy
-from acting import acting, asking
+from acting import acting, asking, interrupted
 
 import nbtools as nb
 from nbtools.fit import afterwards
@@ -181,7 +181,8 @@ def test_a_run_shows_each_state_it_is_in_and_how_it_ended(tmp_path, monkeypatch)
     monkeypatch.setattr(View, "draw", drawn)
     monkeypatch.setattr(View, "finish", finished)
     pack, plan = toy.make_pack(tmp_path / "pack"), toy.PLAN.replace(epochs=2)
-    nb.fit(acting({3: lambda: os.kill(os.getpid(), signal.SIGINT)}), pack, plan, tmp_path / "run", receipt=False)
+    ctrl_c = acting({3: lambda: os.kill(os.getpid(), signal.SIGINT)})
+    interrupted(lambda: nb.fit(ctrl_c, pack, plan, tmp_path / "run", receipt=False))
     assert list(dict.fromkeys(seen)) == ["training", "stopped"]
     seen.clear()
     monkeypatch.setattr("nbtools.measure.trials.SECONDS", 0.1)

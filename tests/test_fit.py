@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 import torch
 import toy
-from acting import QUIET, acting
+from acting import QUIET, acting, interrupted, last_step
 from archives import tree
 from safetensors.torch import load_file
 
@@ -171,12 +171,22 @@ def test_a_run_never_evaluated_or_stopped_in_its_first_epoch_still_predicts(pack
     small = toy.make_pack(tmp_path, count=12)
     small.split[:] = 0
     never = nb.fit(toy, small, ONE.replace(batch_size=6), tmp_path / "never", **QUIET)
-    stopped = nb.fit(acting({1: interrupt}), pack, toy.PLAN, tmp_path / "stopped", **QUIET)
+    stopped = interrupted(lambda: nb.fit(acting({1: interrupt}), pack, toy.PLAN, tmp_path / "stopped", **QUIET))
     assert never.best == stopped.best == {}
     assert "val_loss" not in never.summary()
     assert stopped.summary().empty
     assert repr(stopped) == f"Run {stopped.folder}: in epoch 1 of 3"
     assert len(never.predict_pack(small, range(3))) == len(stopped.predict_pack(pack, range(3))) == 3
+
+
+def test_ctrl_c_ends_a_scripts_loop_once_the_run_is_saved(pack, tmp_path):
+    steps = len(range(0, pack.splits["train"], ONE.batch_size))
+    task = acting({steps + 3: interrupt})
+    with pytest.raises(KeyboardInterrupt, match="run it again to continue"):
+        for lr in (0.001, 0.01, 0.1):
+            nb.fit(task, pack, ONE.replace(lr=lr), tmp_path / f"{lr}", **QUIET)
+    assert {path.name for path in tmp_path.iterdir()} == {"0.001", "0.01"}
+    assert last_step(tmp_path / "0.01") == 3
 
 
 def test_an_early_stopped_run_goes_on_only_when_its_plan_changes(pack, tmp_path):
@@ -190,7 +200,7 @@ def test_a_setting_changed_on_resume_survives_a_crash_before_the_next_checkpoint
     def crash():
         raise ZeroDivisionError
 
-    nb.fit(acting({3: interrupt}), pack, toy.PLAN, tmp_path / "run", **QUIET)
+    interrupted(lambda: nb.fit(acting({3: interrupt}), pack, toy.PLAN, tmp_path / "run", **QUIET))
     plan = toy.PLAN.replace(batch_size=7, epochs=1)
     with pytest.raises(ZeroDivisionError):
         nb.fit(acting({2: crash}), pack, plan, tmp_path / "run", **QUIET)
@@ -371,7 +381,7 @@ def test_release_gpu_gives_the_machine_back_only_when_the_run_is_on_another_disk
         with pytest.raises(CheckpointError, match="name a folder that outlives it: keep="):
             nb.fit(toy, pack, ONE, tmp_path / "run", keep, release_gpu=True, **QUIET)
     assert not (tmp_path / "run").exists()
-    fitted(acting({3: interrupt}))
+    interrupted(lambda: fitted(acting({3: interrupt})))
     assert colab.given_back == 0, "taken from a user who stopped the run"
     shutil.rmtree(tmp_path / "kept")
     (tmp_path / "kept").write_text("a file where the folder should be")

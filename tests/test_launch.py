@@ -25,7 +25,7 @@ import crew
 import hooks
 import pytest
 import toy
-from acting import QUIET, last_step, same, texts
+from acting import QUIET, interrupted, last_step, same, texts
 from ranks import together
 from serving import until
 
@@ -181,12 +181,12 @@ def test_a_stop_while_the_processes_start_is_no_request_to_a_former_run(pack, tm
         Path("run", CONTROL).write_text(json.dumps({"lr": 0.009}))
     train = Launcher.train
 
-    def interrupted(self):
+    def stopped(self):
         os.kill(os.getpid(), signal.SIGINT)
         train(self)
 
-    monkeypatch.setattr(Launcher, "train", interrupted)
-    run = launched(pack, epochs=100_000)
+    monkeypatch.setattr(Launcher, "train", stopped)
+    run = interrupted(lambda: launched(pack, epochs=100_000))
     assert any("stopped by you after step" in text for text in texts(run))
     assert run.plan.lr == crew.PLAN.lr
     assert left_behind(tmp_path) == []
@@ -417,7 +417,7 @@ def test_whatever_ends_the_process_that_started_them_ends_all_and_the_run_is_sav
         process.send_signal(number)
         said = process.communicate(timeout=60)[1]
     until(lambda: not left_behind(tmp_path), "the end of all processes", 40)
-    assert process.returncode == (0 if number == signal.SIGINT else -number), said
+    assert process.returncode == (1 if number == signal.SIGINT else -number), said
     assert last_step(Path("run")) == len(notes(0)) == len(notes(1)), "both stopped after the same step, and it is saved"
 
 

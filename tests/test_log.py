@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import toy
-from acting import acting
+from acting import acting, interrupted
 
 import nbtools as nb
 from nbtools.data import batches_left
@@ -64,7 +64,8 @@ def test_an_epochs_line_fits_a_notebooks_cell_without_the_memory_and_the_speed_o
 
 
 def test_a_resumed_run_says_where_and_a_finished_or_quiet_one_nothing(pack, tmp_path, capsys):
-    nb.fit(acting({12: lambda: os.kill(os.getpid(), signal.SIGINT)}), pack, PLAN, tmp_path / "run", receipt=False)
+    ctrl_c = acting({12: lambda: os.kill(os.getpid(), signal.SIGINT)})
+    interrupted(lambda: nb.fit(ctrl_c, pack, PLAN, tmp_path / "run", receipt=False))
     assert "resumed" not in capsys.readouterr().err
     nb.fit(toy, pack, PLAN, tmp_path / "run", receipt=False)
     assert "resumed    from step 12, in epoch 2 of 3\n" in capsys.readouterr().err

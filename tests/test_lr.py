@@ -129,7 +129,7 @@ def test_without_a_recipe_fresh_weights_start_at_0_002_and_pretrained_ones_at_0_
     scale = math.sqrt(fresh.batch_size / 64)
     assert fresh.lr == pytest.approx(2e-3 * scale, rel=0.01)
     assert rules(nb.classify(problems.points, pretrained=True), pack).lr == pytest.approx(1e-4 * scale, rel=0.01)
-    net = problems.points(3, 2)
+    net: Any = problems.points(3, 2)
     net[0].requires_grad_(False)
     assert rules(nb.classify(net), pack).lr == pytest.approx(1e-4 * scale, rel=0.01)
 

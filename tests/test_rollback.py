@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import toy
-from acting import QUIET, acting, asking, losses, same, texts
+from acting import QUIET, acting, asking, first_is_best, losses, same, texts
 
 import nbtools as nb
 from nbtools.errors import TrainError
@@ -24,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("at_once", "written")
 
 PLAN = toy.PLAN.replace(epochs=6, schedule="constant")
 SLOW = PLAN.replace(batch_size=2, epochs=2)  # about 65 steps an epoch, a log step every 6
-FIRST = {"metrics": lambda outputs, batch: {"accuracy": (1, 2)}}  # the first epoch is the best, and stays it
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +192,7 @@ def test_each_change_is_watched_in_full_from_before_the_first(pack, folder, acti
 
     asked = {step: asking(folder, *one[:-1], **one[-1]) for step, one in actions.items()}
     looks = {step: partial(look, step) for step in (end, end + 1)}
-    nb.fit(acting(asked | looks, **FIRST), pack, PLAN, folder, **QUIET)
+    nb.fit(acting(asked | looks, **first_is_best()), pack, PLAN, folder, **QUIET)
     assert seen == {end: name, end + 1: None}
 
 
@@ -286,7 +285,7 @@ def test_a_run_that_starts_far_beyond_the_advice_says_so(pack, folder):
 
 def test_back_to_best_goes_on_from_the_best_checkpoint_with_the_settings_of_now(pack, folder, untouched):
     best = untouched.history.of("epoch")[0]["step"]
-    task = acting({best + 12: asking(folder, eval_every=2), best + 15: asking(folder, "best")}, **FIRST)
+    task = acting({best + 12: asking(folder, eval_every=2), best + 15: asking(folder, "best")}, **first_is_best())
     run = nb.fit(task, pack, PLAN, folder, **QUIET)
     assert texts(run) == [f"back at step {best}, the best checkpoint: accuracy 0.500 after epoch 1"]
     assert texts(run, "change") == ["eval_every 1 → 2"]
@@ -297,7 +296,7 @@ def test_back_to_best_goes_on_from_the_best_checkpoint_with_the_settings_of_now(
 def test_the_best_checkpoint_is_waited_for_while_it_is_being_written(pack, folder, untouched, monkeypatch):
     write, best = checkpoint.publish, untouched.history.of("epoch")[0]["step"]
     monkeypatch.setattr(checkpoint, "publish", lambda *args: (time.sleep(0.5), write(*args)))  # a slow disk
-    run = nb.fit(acting({best + 1: asking(folder, "best")}, **FIRST), pack, PLAN, folder, **QUIET)
+    run = nb.fit(acting({best + 1: asking(folder, "best")}, **first_is_best()), pack, PLAN, folder, **QUIET)
     assert texts(run) == [f"back at step {best}, the best checkpoint: accuracy 0.500 after epoch 1"]
     assert losses(run) == losses(untouched)
 
@@ -306,7 +305,7 @@ def test_settings_that_ruin_training_are_on_watch_also_after_going_back_to_best(
     """Asked for between the change and the first loss that shows it: the settings of now are the ruinous ones."""
     best = slow.history.of("epoch")[0]["step"]
     actions = {best + 13: asking(folder, force=True, lr=1000), best + 15: asking(folder, "best")}
-    run = nb.fit(acting(actions, **FIRST), pack, SLOW, folder, **QUIET)
+    run = nb.fit(acting(actions, **first_is_best()), pack, SLOW, folder, **QUIET)
     assert texts(run) == [f"Training diverged at lr 1000, 100,000× the advised 0.01; back at step {best} with lr 0.01"]
     assert run.plan == SLOW
     assert losses(run) == losses(slow)
@@ -332,7 +331,9 @@ def test_going_back_to_a_best_checkpoint_that_is_not_there_or_damaged_is_refused
         (folder / f"0001-{best:08d}.safetensors").write_bytes(b"")
         send(folder, ["best"])
 
-    run = nb.fit(acting({3: asking(folder, "best"), second + 5: damage}, **FIRST), pack, PLAN, folder, **QUIET)
+    run = nb.fit(
+        acting({3: asking(folder, "best"), second + 5: damage}, **first_is_best()), pack, PLAN, folder, **QUIET
+    )
     missing, damaged = texts(run)
     assert missing == "refused: there is no best checkpoint yet; the first evaluation chooses one"
     assert damaged.startswith("refused: ")
@@ -342,12 +343,12 @@ def test_going_back_to_a_best_checkpoint_that_is_not_there_or_damaged_is_refused
 
 def test_a_run_killed_on_its_way_back_to_best_resumes_with_all_of_its_rows(pack, folder, untouched, monkeypatch):
     best = untouched.history.of("epoch")[0]["step"]
-    task = acting({best + 12: asking(folder, "save"), best + 13: asking(folder, "best")}, **FIRST)
+    task = acting({best + 12: asking(folder, "save"), best + 13: asking(folder, "best")}, **first_is_best())
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "rewind", lambda *_, **__: dies())
         with pytest.raises(ZeroDivisionError):
             nb.fit(task, pack, PLAN, folder, **QUIET)
-    assert losses(nb.fit(acting({}, **FIRST), pack, PLAN, folder, **QUIET)) == losses(untouched)
+    assert losses(nb.fit(acting({}, **first_is_best()), pack, PLAN, folder, **QUIET)) == losses(untouched)
 
 
 def test_undo_takes_the_last_changes_back_one_by_one(pack, folder):

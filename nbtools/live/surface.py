@@ -62,10 +62,11 @@ class Surface(View):
         self.announced = ""
         self.announce: Callable[[str], object] = lambda status: None  # for other processes
         self.entered = ExitStack()
+        self.interrupts: FirstSignal | None = None
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(FirstSignal(signal.SIGINT, partial(self.requests.post, "stop")))
+            self.interrupts = stack.enter_context(FirstSignal(signal.SIGINT, partial(self.requests.post, "stop")))
             if self.panel is not None and self.notebook:
                 stack.enter_context(self.messages)
                 self.panel.begin(self.requests)

@@ -28,7 +28,7 @@ from nbtools.measure.trials import (
     warmed,
 )
 from nbtools.table import percent, plural
-from nbtools.train import Plan, TaskLike
+from nbtools.train import Plan, TaskLike, rehearse
 from nbtools.train import device as devices
 
 SHARE, LEAST, MOST = 1 / 90, 12.0, 60.0  # of the training that is expected, seconds: what measuring may take (ours)
@@ -59,7 +59,10 @@ class Levers:
         devices.within_memory(lambda: self.begin(plan))
 
     def begin(self, plan: Plan) -> Stepper:
-        run = warmed(Stepper(self.task, self.pack, plan, self.device, clock=self.clock))
+        stepper = Stepper(self.task, self.pack, plan, self.device, clock=self.clock)
+        if self.run is None and not self.tried:
+            rehearse(stepper.state, stepper.pack)
+        run = warmed(stepper)
         self.run, self.step_s = run, run.advance().seconds
         return run
 

@@ -121,7 +121,7 @@ class Trial:
         for _ in range(MORE):
             lrs, best = sorted(self.losses), self.lowest
             if best == lrs[-1]:
-                self.attempt(3 * best)
+                self.attempt(3 * lrs[-1])
             elif best is None or best == lrs[0]:
                 self.attempt(lrs[0] / 3)
         self.took = self.clock() - self.begun
@@ -177,7 +177,7 @@ class Trial:
 def chosen(trial: Trial, rule: float, recipe: bool) -> LrTrial:
     """The lr with the lowest loss; of those within one standard error of it the recipe's, else the smallest."""
     best = trial.lowest
-    rows = [compared(lr, losses, trial.losses.get(best)) for lr, losses in sorted(trial.losses.items())]
+    rows = [compared(lr, losses, trial.losses[best] if best else None) for lr, losses in sorted(trial.losses.items())]
     seconds, where = trial.took, "validation" if trial.validation else "training"
     tried = f"{plural(len(rows), 'value')}, {trial.steps} steps each"
     if best is None:

@@ -33,6 +33,7 @@ from nbtools.train.plan import (
 )
 from nbtools.train.ranks import RankLost, Ranks, join, share, shares
 from nbtools.train.recovery import LEFT_OUT, Diverged, train_step
+from nbtools.train.rehearsal import rehearse
 from nbtools.train.state import TrainState
 from nbtools.train.step import attempt, clear_gradients, differentiate, release
 from nbtools.train.task import (
@@ -46,6 +47,7 @@ from nbtools.train.task import (
     bound,
     import_task,
     meanings_of,
+    order,
     readable,
     spoken,
     task_name,
@@ -113,9 +115,11 @@ __all__ = [
     "lr_factor",
     "meanings_of",
     "obey",
+    "order",
     "readable",
     "refuse_fixed",
     "regress",
+    "rehearse",
     "release",
     "reporting",
     "require_batch",

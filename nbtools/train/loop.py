@@ -30,8 +30,8 @@ from nbtools.train.optimizer import follow
 from nbtools.train.plan import Plan, listed, refuse_fixed, require_batch, require_sizes
 from nbtools.train.ranks import Ended, Restarted, share
 from nbtools.train.recovery import Diverged, train_step
-from nbtools.train.state import EpochSums, Log, TrainState, Wanted
-from nbtools.train.task import TaskLike, best_metric, bound, readable
+from nbtools.train.state import Best, EpochSums, Log, TrainState, Wanted
+from nbtools.train.task import TaskLike, best_metric, bound, order, readable
 
 LEAST_SCALE = 1e-4  # of fp16's loss, below which fairseq gives up too: overflowing steps halve it from 65,536
 
@@ -270,15 +270,23 @@ def evaluate_val(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record,
 
 
 def judge(state: TrainState, values: dict[str, Any], wanted: Plan) -> None:
-    """Whether an epoch's evaluation is the best so far, and how many since were not; a plateau and an early stop
-    follow from it."""
-    best, plan, (metric, sign) = state.best, state.applied, best_metric(state.task)
+    """Whether an epoch's evaluation is the best so far, and in how many since the metric did not improve; a plateau and
+    an early stop follow from it. A best value of another metric does not count."""
+    plan, (metric, sign) = state.applied, best_metric(state.task)
+    if state.best.metric not in (None, metric):
+        state.best = Best(drops=state.best.drops)
+    best = state.best
     if f"val_{metric}" not in values:
         named = ", ".join(name.removeprefix("val_") for name in values if name != "eval_time")
         raise TrainError(f"the task's BEST is {metric!r}, but its metrics are {named}; name one of them")
     value = values[f"val_{metric}"]
-    state.improved = math.isfinite(value) and (best.value is None or sign * value > sign * best.value)
-    best.value, best.stale = (value, 0) if state.improved else (best.value, best.stale + 1)
+    loss, before = values["val_loss"], best.value
+    state.improved = math.isfinite(value) and (
+        before is None or order(value, loss, sign) >= order(before, best.loss, sign)
+    )
+    best.stale = 0 if state.improved and (before is None or value != before) else best.stale + 1
+    if state.improved:
+        best.metric, best.value, best.loss = metric, value, loss
     if plan.schedule == "plateau" and best.stale and best.stale % plan.patience == 0:
         best.drops += 1
     early = wanted.early_stop  # one that was just turned off ends nothing

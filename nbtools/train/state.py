@@ -59,10 +59,12 @@ class Log:
 
 @dataclass
 class Best:
-    """The best value of the metric that `best_metric` names."""
+    """The best evaluation so far, by the metric that `best_metric` names."""
 
+    metric: str | None = None
     value: float | None = None
-    stale: int = 0  # evaluations since
+    loss: float | None = None  # of the validation split then
+    stale: int = 0  # evaluations since in which the metric did not improve
     drops: int = 0  # of lr, on a plateau
 
 
@@ -111,7 +113,8 @@ class TrainState:
             self.model = model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if plan.channels_last:
             model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  (torch's stub lacks it)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}  # of the trained parameters
+        self.parameters = list(self.names)
         if not self.parameters:
             name = type(model).__name__
             raise TrainError(f"{name} has no parameter that requires a gradient; unfreeze what should be trained")
@@ -247,10 +250,10 @@ class TrainState:
         return named if self.cuda_rng is None else {**named, "cuda_rng": self.cuda_rng}
 
     def moments(self) -> dict[str, Tensor]:
-        """What the optimizer keeps in this process, by the place of its parameter."""
+        """What the optimizer keeps in this process: optimizer.<name of the parameter>.<key>."""
         kept = local_optimizer(self.optimizer).state
-        found = ((i, kept.get(parameter, {})) for i, parameter in enumerate(self.parameters))
-        return {f"optimizer.{i}.{k}": v for i, each in found for k, v in each.items() if v is not None}
+        pairs = ((name, kept.get(parameter, {})) for parameter, name in self.names.items())
+        return {f"optimizer.{name}.{key}": v for name, each in pairs for key, v in each.items() if v is not None}
 
     def own(self) -> dict[str, Tensor]:
         """What only this rank has, under the names that it has in a checkpoint."""
@@ -268,7 +271,8 @@ class TrainState:
         self.others = None
 
     def load(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Load the saved state. Raises CheckpointError if the weights are of another network."""
+        """Load the saved state. Parameters that were not trained when it was saved start without moments, and an event
+        names them. Raises CheckpointError if the weights are of another network."""
         try:
             self.model.load_state_dict(below(tensors, "model."))
             if self.ema is not None:
@@ -280,14 +284,7 @@ class TrainState:
                 f"the checkpoint has the weights of another network: {came.strip().rstrip('. ')}{more}; for another "
                 "network choose another run folder, run='runs/…', or use the run's own task and plan"
             ) from None
-        local = local_optimizer(self.optimizer)
-        ours = {parameter for group in local.param_groups for parameter in group["params"]}
-        local.state.clear()
-        for name, saved in below(tensors, "optimizer.").items():
-            i, _, key = name.partition(".")
-            if (parameter := self.parameters[int(i)]) in ours:
-                local.state[parameter][key] = like(saved, parameter)
-        allocate(self.optimizer, self.applied)
+        self.load_moments(below(tensors, "optimizer."))
         facts = facts if "position" in facts else regrouped(tensors, facts)
         self.position, self.best = Position(**facts["position"]), Best(**facts["best"])
         self.recovery, self.stopped = Recovery(**facts["recovery"]), facts["stopped"]
@@ -307,6 +304,30 @@ class TrainState:
             self.rng, self.cuda_rng = tensors["rng"], tensors.get("cuda_rng", self.cuda_rng)
         if self.ranks is not None:
             self.load_ranks(tensors, self.ranks)
+
+    def load_moments(self, saved: Mapping[str, Tensor]) -> None:
+        """Give each trained parameter its own moments. Those of parameters that are no longer trained are left out."""
+        local, fresh = local_optimizer(self.optimizer), []
+        moments: dict[str, dict[str, Tensor]] = {}
+        for full, tensor in saved.items():
+            name, _, key = full.rpartition(".")
+            moments.setdefault(name, {})[key] = tensor
+        ours = {parameter for group in local.param_groups for parameter in group["params"]}
+        local.state.clear()
+        for parameter, name in self.names.items():
+            kept = moments.get(name, {})
+            if odd := [v for v in kept.values() if v.dim() and v.shape != parameter.shape]:
+                shapes = f"{tuple(odd[0].shape)}, but the parameter has {tuple(parameter.shape)}"
+                rule = f"the checkpoint's optimizer state of {name} has the shape {shapes}"
+                raise CheckpointError(f"{rule}; for another network choose another run folder, run='runs/…'")
+            if parameter in ours and kept:
+                local.state[parameter].update({key: like(v, parameter) for key, v in kept.items()})
+            if not kept:
+                fresh.append(name)
+        allocate(self.optimizer, self.applied)
+        if fresh and saved:
+            more = f" and {len(fresh) - 3} more" if len(fresh) > 3 else ""
+            self.events.append(f"newly trained, without moments from the checkpoint: {', '.join(fresh[:3])}{more}")
 
     def load_ranks(self, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
         """Each rank's own random state, where a checkpoint has one for each; else one that follows from the step."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
@@ -333,6 +334,12 @@ def array_of(task: TaskLike, card: Card, column: str) -> str:
     """What the files call the array that became a column."""
     first, *_ = (*as_task(task).COLUMN_OPTIONS.get(column, ()), "")
     return card.options.get(first) or column
+
+
+def order(value: float, loss: float | None, sign: float) -> tuple[float, float]:
+    """Return what is greater for the better of two evaluations: by the metric, and where that is equal by the lower
+    validation loss. Where both are equal, the later epoch is the better one."""
+    return sign * value, -loss if loss is not None and math.isfinite(loss) else -math.inf
 
 
 def best_metric(task: Task) -> tuple[str, float]:
