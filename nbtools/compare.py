@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nbtools import table
 from nbtools.data import in_notebook
 from nbtools.errors import CheckpointError, TrainError, sentence
-from nbtools.live import XS, Columns, Picture, overlay, png, spent, taken, worded
+from nbtools.live import XS, Columns, Picture, overlay, png, spent, worded
 from nbtools.run import Run, opened
 from nbtools.table import number, plural, shown, spelled
 from nbtools.train import best_metric, checkpoint
@@ -32,7 +32,7 @@ CLOSE, FLOOR = 0.02, 1e-4  # of a loss; at least so much, whatever the loss
 
 def compare(*runs: Run | str | Path, x: str = "step") -> Comparison:
     """Compare runs, run folders, or the newest runs in a folder of them (`nb.compare("runs")`: at most eight, the
-    newest last), over step, samples or minutes (of training, without evaluations).
+    newest last), over step, samples or minutes (by the clock, without pauses).
 
     Raises TrainError if there is no run or x is unknown, CheckpointError for a folder without a run.
     """
@@ -254,7 +254,9 @@ def distinct(folders: Sequence[Path]) -> list[str]:
 def outcome(run: Run) -> dict[str, Any]:
     """A run's results; None for what is unknown."""
     columns, best = Columns(run.history), run.best
-    seconds, samples = spent(columns)[1][-1], taken(columns)[1][-1]
+    epochs = [row for row in run.history.of("epoch") if row.get("samples_per_s")]
+    trained = sum(row["epoch_time"] for row in epochs)
+    speed = sum(row["epoch_time"] * row["samples_per_s"] for row in epochs) / trained if trained else None
     losses = columns.evaluated("val_loss")[1]
     memory = (columns.either(name)[1] for name in ("gpu_memory_peak", "gpu_memory_reserved", "memory"))
     metric = best_metric(run.task)[0]
@@ -265,8 +267,8 @@ def outcome(run: Run) -> dict[str, Any]:
         "val_loss": float(losses[-1]) if len(losses) else None,
         "epochs": len(run.history.of("epoch")),
         "steps": (columns.ended or {}).get("step", 0),
-        "minutes": seconds / 60,
-        "samples_per_s": samples / seconds if seconds else None,
+        "minutes": spent(columns)[1][-1] / 60,
+        "samples_per_s": speed or columns.newest("samples_per_s"),
         "memory": next((float(values.max()) for values in memory if len(values)), None),
         "energy": columns.newest("gpu_energy"),
     }

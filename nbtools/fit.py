@@ -315,7 +315,7 @@ def act(job: Job) -> bool:
             return True
         if requests.take("profile"):
             surface.measure()
-            with meanwhile(partial(attend, surface)):
+            with meanwhile(partial(attend, surface)), state.watch.paused():
                 diagnose(job, partial(surface.answer, asked="profile"))
         if requests.take("evaluate"):
             if state.over:
@@ -324,8 +324,9 @@ def act(job: Job) -> bool:
                 state.evaluate_next = surface.looking = True
         if not requests.paused or surface.looking or "best" in requests.pending:
             return False
-        surface.hold()
-        surface.listen()
+        with state.watch.paused():
+            surface.hold()
+            surface.listen()
 
 
 def attend(surface: Surface) -> None:

@@ -61,7 +61,7 @@ def test_the_frame_has_a_row_a_run_with_its_outcome_and_the_settings_that_differ
     assert frame.loc["slow", "val_loss"] == slow.summary()["val_loss"].iloc[-1]
     assert list(frame["epochs"]) == list(frame["planned_epochs"]) == [3, 2]
     assert frame.loc["slow", "steps"] == slow.history.rows[-1]["step"]
-    assert frame.loc["slow", "minutes"] == pytest.approx(slow.summary()["epoch_time"].sum() / 60)
+    assert frame.loc["slow", "minutes"] == pytest.approx(slow.history.of("epoch")[-1]["wall"] / 60)
     assert frame.loc["slow", "memory"] == max(row["memory"] for row in slow.history.of("step"))
     assert list(frame["batch_size"]) == [16, 32]
     assert "lr" not in frame.columns  # the same in both
@@ -79,7 +79,7 @@ def reached(runs, tmp_path):
             checkpoint.mark(folder, id=folder.name)  # a run of its own
             (folder / "plan.json").write_text(runs[0].plan.replace(lr=1e-3 * (k + 1), **changes).to_json())
             (folder / "history.csv").unlink()
-            row = {"epoch_time": 15.5, "val_accuracy": accuracy, "val_loss": loss}
+            row = {"epoch_time": 14.0, "wall": 15.5, "val_accuracy": accuracy, "val_loss": loss}
             History(folder / "history.csv").append(Record("epoch", 0, 10, 100, row))
             os.utime(folder / "history.csv", (k, k))
         return tmp_path / "runs"
@@ -235,11 +235,11 @@ def test_the_x_axis_can_be_samples_or_minutes_of_training(runs):
     assert line.x.tolist() == [row["samples"] for row in slow.history.of("epoch")]
 
 
-def test_minutes_of_an_unfinished_epoch_are_counted_at_the_pace_of_its_steps(other):
+def test_minutes_are_those_of_the_clock_evaluations_and_watchers_included(other):
     folder, found = other
-    found.append(Record("step", 0, 10, 1000, {"samples_per_s": 50.0}))
-    found.append(Record("epoch", 0, 10, 1000, {"epoch_time": 30.0, "eval_time": 99.0}))
-    found.append(Record("step", 1, 15, 1500, {"samples_per_s": 50.0}))
+    found.append(Record("step", 0, 10, 1000, {"samples_per_s": 50.0, "wall": 21.0}))
+    found.append(Record("epoch", 0, 10, 1000, {"epoch_time": 20.0, "eval_time": 9.0, "wall": 30.0}))
+    found.append(Record("step", 1, 15, 1500, {"samples_per_s": 50.0, "wall": 40.0}))
     comparison = nb.compare(folder, x="minutes")
     assert 60 * comparison.frame["minutes"].item() == pytest.approx(40)
     assert (60 * charts(comparison)["samples/s"].lines[0].x).tolist() == pytest.approx([30, 40])

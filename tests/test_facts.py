@@ -35,11 +35,12 @@ def utc(monkeypatch):
 
 def history(epochs=4, batch=64, **values):
     """50 steps an epoch at 640 samples a second, an evaluation of 1 s after each."""
-    found, row = History(), {"loss": 0.1, "batch_size": batch, "samples_per_s": 640.0, **values}
+    found, same = History(), {"loss": 0.1, "batch_size": batch, "samples_per_s": 640.0, **values}
     for step in range(1, 50 * epochs + 1):
+        row = {**same, "wall": step * 0.1 + (step - 1) // 50}
         found.append(Record("step", (step - 1) // 50, step, step * 64, row))
         if step % 50 == 0:
-            ended = {**row, "epoch_time": 5.0, "eval_time": 1.0, "val_whole_accuracy": step / 400}
+            ended = {**row, "epoch_time": 5.0, "eval_time": 1.0, "val_whole_accuracy": step / 400, "wall": step * 0.12}
             found.append(Record("epoch", (step - 1) // 50, step, step * 64, ended))
     return found
 
@@ -121,7 +122,7 @@ def test_what_is_left_counts_samples_at_the_pace_since_the_last_change():
     for step, what in ((100, "batch_size 64 → 512"), (200, "amp off → bf16")):
         found.append(Record("change", 3, step, step * 64, {"what": what}))
     assert told(found)["time left"] == "24 s"
-    found.append(Record("step", 4, 201, 200 * 64, {"loss": 0.1, "samples_per_s": 1280.0}))
+    found.append(Record("step", 4, 201, 200 * 64, {"loss": 0.1, "samples_per_s": 1280.0, "wall": 24.05}))
     assert told(found)["time left"] == "14 s"
 
 

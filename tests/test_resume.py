@@ -27,7 +27,7 @@ from nbtools.live import send
 from nbtools.run import Run
 from nbtools.train import History, TrainState, checkpoint, train
 
-TIMES = ("samples_per_s", "data_wait", "memory", "epoch_time", "eval_time")  # what a clock decides
+TIMES = ("samples_per_s", "data_wait", "memory", "epoch_time", "eval_time", "wall")  # what a clock decides
 PLAN = toy.PLAN.replace(epochs=2)
 
 

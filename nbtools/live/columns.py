@@ -107,11 +107,6 @@ def taken(columns: Columns) -> Series:
 
 
 def spent(columns: Columns) -> Series:
-    """(steps, seconds of training until then): at the epochs' ends, and at the steps logged since the last of them."""
-    ends, seconds = columns.series("epoch_time", "epoch")
-    steps, speed = columns.series("samples_per_s", "step")
-    last = ends[-1] if len(ends) else 0.0
-    steps, speed = steps[steps > last], speed[steps > last]
-    samples = np.interp(np.concatenate(([last], steps)), *taken(columns))
-    since = np.diff(samples) / np.maximum(speed, 1e-9)
-    return np.concatenate(([0.0], ends, steps)), np.cumsum(np.concatenate(([0.0], seconds, since)))
+    """(steps, seconds of the run until then by the clock, without pauses), from (0, 0)."""
+    steps, seconds = columns.series("wall", "step", "epoch")
+    return np.concatenate(([0.0], steps)), np.concatenate(([0.0], seconds))

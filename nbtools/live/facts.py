@@ -12,7 +12,7 @@ import numpy as np
 
 from nbtools.data import batches_in
 from nbtools.live.chart import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Picture
-from nbtools.live.columns import Columns, spent
+from nbtools.live.columns import Columns, spent, taken
 from nbtools.measure import REASONS
 from nbtools.table import EMPTY, duration, number, percent, size, spelled
 from nbtools.train import Diverged
@@ -91,8 +91,7 @@ def facts(columns: Columns, about: About, status: str, now: float | None = None)
         return ()
     total, epochs = steps(columns, about), f" of {about.epochs}" if about.epochs else ""
     shown = [("step", f"{row['step']:,}{f' of {total:,}' if total else ''}"), ("epoch", f"{row['epoch'] + 1}{epochs}")]
-    evaluation = float(columns.series("eval_time", "epoch")[1].sum())
-    shown.append(("took" if status in OVER else "elapsed", duration(spent(columns)[1][-1] + evaluation)))
+    shown.append(("took" if status in OVER else "elapsed", duration(spent(columns)[1][-1])))
     if total and status not in OVER:
         left = time_left(columns, about)
         shown.append(("time left", duration(left) if left else EMPTY))
@@ -205,16 +204,33 @@ def progress(columns: Columns, about: About) -> float | None:
 
 
 def time_left(columns: Columns, about: About) -> float | None:
-    """Seconds to the end: the samples left at the recent speed, measured anew after a change of settings, and the
-    evaluations at their mean time so far."""
-    done = progress(columns, about)
-    steps, pace = columns.series("samples_per_s", "step")
-    steps, pace = steps[pace > 0][-40:], pace[pace > 0][-40:]
-    since = steps > columns.changes[-1]["step"] if columns.changes else np.zeros(len(steps), bool)
-    pace = pace[since] if since.any() else pace
-    if done is None or not len(pace):
+    """Seconds to the end by the clock: the samples left at the recent pace, watchers included, measured anew after a
+    change of settings, and the evaluations at their mean time so far."""
+    done, pace = progress(columns, about), recent_pace(columns)
+    if done is None or not pace:
         return None
     epochs = (1 - done) * (about.epochs or 0)
     evaluations = columns.series("eval_time", "epoch")[1]
     ended = max(len(columns.series("step", "epoch")[0]), 1)
-    return epochs * ((about.epoch_samples or 0) / float(np.median(pace)) + float(evaluations.sum()) / ended)
+    return epochs * ((about.epoch_samples or 0) / pace + float(evaluations.sum()) / ended)
+
+
+def recent_pace(columns: Columns) -> float | None:
+    """Samples a second by the clock, without evaluations, over the last logged steps: those after the last change, if
+    there are two; from a single one its own speed."""
+    (steps, wall), (_, speed) = columns.series("wall", "step"), columns.series("samples_per_s", "step")
+    if len(steps) < 2:
+        return float(speed[-1]) or None if len(speed) else None
+    samples, seconds = np.interp(steps, *taken(columns)), wall - evaluated(columns, steps)
+    changed = columns.changes[-1]["step"] if columns.changes else 0
+    recent = np.flatnonzero(steps > changed)[-40:] if (steps > changed).any() else np.arange(len(steps))[-40:]
+    first, last = recent[0], recent[-1]
+    if first == last or seconds[last] <= seconds[first]:
+        return float(speed[-1]) or None
+    return float((samples[last] - samples[first]) / (seconds[last] - seconds[first]))
+
+
+def evaluated(columns: Columns, steps: np.ndarray) -> np.ndarray:
+    """Seconds of the evaluations before each of the steps."""
+    ends, seconds = columns.series("eval_time", "epoch", "evaluation")
+    return np.concatenate(([0.0], np.cumsum(seconds)))[np.searchsorted(ends, steps, side="left")]

@@ -55,7 +55,7 @@ class Surface(View):
         self.sampler: Sampler | None = None
         self.energy = next((row["gpu_energy"] for row in reversed(history.rows) if "gpu_energy" in row), 0.0)
         self.looked = self.shown = 0.0
-        self.seconds = 0.0  # of the epoch's steps so far
+        self.seconds = 0.0  # of the run, at the last record
         self.looking = False  # at a requested evaluation: a pause lets it end
         self.next_steps: Callable[[], str] = str  # what to do when it has ended
         self.status = COMPILING if state.plan.compile else TRAINING
@@ -185,8 +185,8 @@ class Surface(View):
         self.looking = self.looking and (self.state.evaluate_next or record.kind == "evaluating")
         if record.step == self.state.step:  # else a log step's row, which may come after later steps
             if record.kind == "step":
-                self.requests.pace = self.state.sums.seconds - self.seconds
-            self.seconds = self.state.sums.seconds
+                self.requests.pace = self.state.watch.wall - self.seconds
+            self.seconds = self.state.watch.wall
         if record.kind in ("step", "evaluating"):
             self.status = EVALUATING if record.kind == "evaluating" else TRAINING
         if record.kind == "change":

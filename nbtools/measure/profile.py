@@ -106,7 +106,8 @@ class StepProfile(Report):
     `task.batch` without draws, and what the draws add.
     flops_per_s: of matrix products, convolutions and attention, forward and backward; matrix: what a large matrix
     product reaches here in the plan's precision.
-    evaluation_s, checkpoint_s: seconds of one evaluation (some batches, scaled to the split) and of one checkpoint.
+    evaluation_s, checkpoint_s: seconds of one evaluation (some batches, scaled to the split), and of the copy of the
+    state that a checkpoint takes of the training.
     padding: ragged column → share of its elements that are padding, over an epoch of this plan, exact; shapes: how many
     different lengths its batches have, after Plan.bucket where a task has that setting.
     memory: MiB. step: the most that a step takes beyond what is held; held: weights, gradients and optimizer.
@@ -229,7 +230,8 @@ class Bench:
         self.checkpoints: list[float] = []
         self.plain: list[float] = []
         self.drawn: list[float] = []
-        self.evaluate(0.0)  # the first batches warm up
+        self.evaluate(math.inf, list({len(ids): ids for ids in self.val}.values()))  # the first of their shape warm up
+        self.save()  # makes room for the copies
         for stepper in (self.cached, self.small):
             stepper.warm_up(1)
 
@@ -255,24 +257,25 @@ class Bench:
         finish(self.state.device)
         times.append(self.clock() - start)
 
-    def evaluate(self, seconds: float) -> float:
-        """Seconds of the whole validation split, from those of some batches to the device's end, the feed's start
-        included; 0 where it is empty."""
-        sums, start, done, took = Sums(self.state.device), self.clock(), 0, 0.0
-        for k, raw in enumerate(self.run.feed(self.val)):
+    def evaluate(self, seconds: float, batches: list[np.ndarray] | None = None) -> float:
+        """Seconds of the whole validation split, from those of some batches (None: of all) to the device's end, the
+        feed's start included; 0 where it is empty."""
+        sums, start, done = Sums(self.state.device), self.clock(), 0
+        for k, raw in enumerate(self.run.feed(self.val if batches is None else batches)):
             evaluation.score(self.task, self.state.evaluated, raw, self.run.plan, sums)
-            finish(self.state.device)
-            done, took = done + len(raw["id"]), self.clock() - start
-            if k and took > seconds:
+            done += len(raw["id"])
+            if k and self.clock() - start > seconds:
                 break
-        return sum(map(len, self.val)) * took / max(done, 1)
+        finish(self.state.device)
+        return sum(map(len, self.val)) * (self.clock() - start) / max(done, 1)
 
     def save(self) -> float:
-        """Seconds of a checkpoint, written with its SHA-256 to a temporary folder."""
-        with tempfile.TemporaryDirectory(prefix="nbtools-profile-") as folder:
-            start = self.clock()
-            checkpoint.save(Path(folder), self.state, rows=0)
-            return self.clock() - start
+        """Seconds that a checkpoint takes of the training: those of copying the state. Another thread writes it, which
+        a run lets it do in at most 1 % of the time."""
+        start = self.clock()
+        checkpoint.snapshot(self.state, rows=0)
+        finish(self.state.device)
+        return self.clock() - start
 
     def profile(self) -> StepProfile:
         """The timings, with all that is counted and derived from them; no trials yet."""

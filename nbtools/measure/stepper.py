@@ -135,18 +135,20 @@ class Stepper:
         if self.device.type == "cuda" and self.turns:
             steps, seconds = max(steps, round(seconds / self.mean_s)), 0.0
         finish(self.device)
-        start = ended = self.clock()
-        samples, waited, done, best = 0, 0.0, 0, math.inf
-        while done < steps or ended - start < seconds:
+        start, watch = self.clock(), devices.Stopwatch(self.device, self.clock)
+        samples = done = 0
+        while done < steps or self.clock() - start < seconds:
+            watch.begin()
             raw = next(self.batches)
-            arrived = self.clock()
+            watch.got()
             self.step(raw)
-            waited, done, samples = waited + arrived - ended, done + 1, samples + len(raw["id"])
-            ended = self.clock()
-            best = min(best, ended - arrived)
+            watch.end()
+            done, samples = done + 1, samples + len(raw["id"])
         finish(self.device)
-        took = self.clock() - start
-        best = best if self.device.type == "cpu" else took / done
+        took, (_, waited) = self.clock() - start, watch.peek()
+        best = (
+            min(devices.between(got, end) for _, got, end in watch.spans) if self.device.type == "cpu" else took / done
+        )
         self.turns.append(Turn(samples, took, waited, done, best))
         tick()
         return self.turns[-1]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -336,6 +337,100 @@ def warned_of_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
+def timing_event(device: torch.device) -> Any:
+    """A mark in the device's own time, where it works behind the host's back; None elsewhere."""
+    return torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+
+
+class Stopwatch:
+    """Times steps by the device: `begin` before a batch is fetched, `got` when it is there, `end` after the step.
+
+    On CUDA a step's seconds are those between events on its stream. Where the device is behind, it begins a step as it
+    ends the one before, so that spans add up to all of its time, whatever the host does meanwhile; where it idles, it
+    begins as the host does, and what a watcher of the loop takes is left out. Waiting for data is what the device
+    waits. Elsewhere the host's clock tells the same. `wall`: seconds of the loop by the host's clock, without pauses.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] | None = None):
+        self.device, self.clock = device, clock or perf_counter
+        self.spans: list[list[Any]] = []  # [begin, got, end] of the steps since the last lap
+        self.spare: list[Any] = []  # events to use again
+        self.before = 0.0  # seconds of wall until the loop began
+        self.since: float | None = None  # when it did
+
+    def mark(self) -> Any:
+        """This moment: an event of the device, or the host's time."""
+        event = self.spare.pop() if self.spare else timing_event(self.device)
+        if event is None:
+            return self.clock()
+        event.record()
+        return event
+
+    def begin(self) -> None:
+        self.current = [self.mark()]
+
+    def got(self) -> None:
+        self.current.append(self.mark())
+
+    def end(self) -> None:
+        self.spans.append([*self.current, self.mark()])
+
+    def lap(self) -> Lap:
+        """The steps since the last lap."""
+        spans, self.spans = self.spans, []
+        return Lap(self, spans)
+
+    def peek(self) -> tuple[float, float]:
+        """Return what `lap().seconds()` would, and let the lap go on."""
+        return sum(between(span[0], span[2]) for span in self.spans), sum(between(*span[:2]) for span in self.spans)
+
+    def start(self) -> None:
+        """The loop begins."""
+        self.since = self.clock()
+
+    def stop(self) -> None:
+        self.before, self.since = self.wall, None
+
+    @property
+    def wall(self) -> float:
+        return self.before + (0.0 if self.since is None else self.clock() - self.since)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the block out of `wall`."""
+        start = self.clock()
+        try:
+            yield
+        finally:
+            if self.since is not None:
+                self.since += self.clock() - start
+
+
+class Lap:
+    """Some steps, which the device may still be at. times: (seconds, seconds that waited for data), once read."""
+
+    def __init__(self, watch: Stopwatch | None, spans: list[list[Any]], times: tuple[float, float] | None = None):
+        self.watch, self.spans, self.times = watch, spans, times
+
+    def seconds(self) -> tuple[float, float]:
+        """Return (seconds, seconds of them that waited for data); waits for the steps."""
+        if self.times is None:
+            assert self.watch is not None
+            ongoing, self.watch.spans = self.watch.spans, self.spans
+            self.times, self.watch.spans = self.watch.peek(), ongoing
+            self.watch.spare += [mark for span in self.spans for mark in span if not isinstance(mark, float)]
+            self.spans = []
+        return self.times
+
+
+def between(start: Any, end: Any) -> float:
+    """Seconds from one mark to another, for which it waits."""
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
 class Reading:
     """A few numbers on the device, and their way to the host: only who takes them before they arrive waits. Made once,
     so that a step allocates nothing for it: write to `tensor`, `send`, and take the values before writing again."""
@@ -345,6 +440,11 @@ class Reading:
         self.event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self.host, self.event = torch.empty_like(self.tensor, device="cpu", pin_memory=True), torch.cuda.Event()
+
+    def put(self, *numbers: Tensor | float) -> None:
+        """Write the numbers. `tensor[i] = 5` would copy a number from the host, and wait for it (pytorch#186482)."""
+        for place, number in zip(self.tensor.unbind(), numbers, strict=True):
+            place.copy_(number) if isinstance(number, Tensor) else place.fill_(number)
 
     def send(self) -> None:
         if self.event is not None:

@@ -97,15 +97,15 @@ def run(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None) -> Gen
             state.spread()
         state.ranks.wrap(state.network, state.applied.compress_gradients)
     state.restore_rng()
+    state.watch.start()
     try:
         while True:
             if state.over_as(agree(state, count)):
                 break
             start = state.step
             yield from train_epoch(state, feed, pack)
-            began = perf_counter()
             lost = state.lost()
-            state.sums.seconds += perf_counter() - began  # the device finishes its steps meanwhile
+            state.sums.add(state.watch.lap())
             if lost:
                 raise Diverged(f"the loss became non-finite in steps {start + 1} to {state.step}", (start, state.step))
             wanted, values, done = agree(state, count), {}, state.epoch + 1
@@ -117,14 +117,17 @@ def run(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None) -> Gen
             yield end_epoch(state, values, count)
         yield from changes(state, count)  # requested since the last step, such as fewer epochs
     finally:
+        state.watch.stop()
         state.capture_rng()
         state.training = False
 
 
 def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     """The rest of this epoch; a change of batch size regroups what is left of it."""
-    ids, position, sums = pack.ids("train"), state.position, state.sums
+    ids, position, sums, watch = pack.ids("train"), state.position, state.sums, state.watch
     lengths = lengths_of(pack, ids)
+    sums.add(watch.lap())  # of an interrupted loop
+    window = Window(state)
     while True:
         yield from rows(state)
         yield from changes(state, len(ids))
@@ -132,7 +135,7 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
         if not position.segments or position.segments[-1][0] != plan.batch_size:
             position.segments.append([plan.batch_size, 0])
         batches = batches_left(ids, lengths, plan.seed, position.epoch, position.segments)
-        every, window = log_interval(len(ids), plan.batch_size), Window(state)
+        every = log_interval(len(ids), plan.batch_size)
         ranks = state.ranks
         stream = fed(feed, batches if ranks is None else [share(each, ranks.rank, ranks.world) for each in batches])
         for batch in batches:
@@ -140,13 +143,13 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
                 yield from between_steps(state, feed, pack)
                 if state.applied.batch_size != position.segments[-1][0]:
                     break
-            start = perf_counter()
+            watch.begin()
             raw = next(stream)
-            sums.waited += perf_counter() - start
+            watch.got()
             loss_sum, count = train_step(state, raw, len(ids), len(batch))
             sums.loss += loss_sum
             sums.count = required(partial(iadd, sums.count, count), "counting samples")  # the first on a GPU allocates
-            sums.seconds += perf_counter() - start
+            watch.end()
             position.step += 1
             position.samples += len(batch)
             position.segments[-1][1] += 1
@@ -187,20 +190,16 @@ def log_interval(samples: int, batch_size: int) -> int:
 
 
 class Window:
-    """The losses and times from one log step to the next."""
+    """The steps from one log step to the next."""
 
     def __init__(self, state: TrainState):
         self.step, self.samples = state.step, state.samples
-        self.seconds, self.waited = state.sums.seconds, state.sums.waited
 
     def log(self, state: TrainState) -> Log:
-        """Its rates, and its loss on the way to the host."""
-        sums, logged = state.sums, state.logged
-        logged.tensor[0], logged.tensor[1] = sums.loss, sums.count
-        logged.send()
-        seconds, waited = sums.seconds - self.seconds, sums.waited - self.waited
-        found = rates(state, state.samples - self.samples, seconds, waited)
-        return Log(record(state, "step", found), self.step)
+        """Its settings and memory; its loss and its times are on their way to the host."""
+        state.logged.put(state.sums.loss, state.sums.count)
+        state.logged.send()
+        return Log(record(state, "step", readings(state)), self.step, state.samples - self.samples, state.watch.lap())
 
 
 def rows(state: TrainState) -> list[Record]:
@@ -208,9 +207,9 @@ def rows(state: TrainState) -> list[Record]:
     Diverged if the loss is not finite, or fp16 skips all steps."""
     if state.log is None:
         return []
-    log, sums, start = state.log, state.sums, perf_counter()
+    log, sums = state.log, state.sums
     total, count = state.logged.values()
-    sums.seconds += perf_counter() - start  # the device finishes that step meanwhile
+    speed = rates(log.samples, *sums.add(log.lap))
     state.log = None
     steps = log.since, log.record.step
     if not math.isfinite(total):
@@ -220,7 +219,7 @@ def rows(state: TrainState) -> list[Record]:
         raise Diverged(what, steps, "amp")
     found = mean("loss", total - sums.logged[0], count - sums.logged[1])
     sums.logged = (total, count)
-    return [replace(log.record, values={**found, **log.record.values})]
+    return [replace(log.record, values={**found, **speed, **log.record.values, "wall": state.watch.wall})]
 
 
 def mean(name: str, total: float, count: float) -> dict[str, float]:
@@ -235,15 +234,14 @@ def step_rows(state: TrainState) -> list[Record]:
     return found if found and found[0].step == state.step else [*found, record(state, "step", {})]
 
 
-def rates(state: TrainState, samples: int, seconds: float, waited: float) -> dict[str, Any]:
+def rates(samples: int, seconds: float, waited: float) -> dict[str, Any]:
+    """How fast so many samples were trained on, and the share of the time in which the device waited for data."""
     seconds = max(seconds, 1e-9)
-    return {
-        "lr": state.position.lr,
-        "batch_size": state.applied.batch_size,
-        "samples_per_s": samples / seconds,
-        "data_wait": waited / seconds,
-        **memory(state.device),
-    }
+    return {"samples_per_s": samples / seconds, "data_wait": waited / seconds}
+
+
+def readings(state: TrainState) -> dict[str, Any]:
+    return {"lr": state.position.lr, "batch_size": state.applied.batch_size, **memory(state.device)}
 
 
 def record(state: TrainState, kind: str, values: dict[str, Any]) -> Record:
@@ -300,8 +298,10 @@ def end_epoch(state: TrainState, values: dict[str, Any], epoch_size: int) -> Rec
     row = {
         **mean("train_loss", float(sums.loss), float(sums.count)),
         **values,
-        **rates(state, epoch_size, sums.seconds, sums.waited),
+        **rates(epoch_size, sums.seconds, sums.waited),
+        **readings(state),
         "epoch_time": sums.seconds,
+        "wall": state.watch.wall,
     }
     if state.device.type == "cuda":
         row["gpu_memory_peak"] = torch.cuda.max_memory_allocated(state.device) / 2**20

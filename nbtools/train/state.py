@@ -48,13 +48,25 @@ class EpochSums:
     seconds: float = 0.0  # of training
     waited: float = 0.0  # of these, for data
 
+    @property
+    def times(self) -> tuple[float, float]:
+        return self.seconds, self.waited
+
+    def add(self, lap: devices.Lap) -> tuple[float, float]:
+        """Count the times of a lap, and return them."""
+        seconds, waited = lap.seconds()
+        self.seconds, self.waited = self.seconds + seconds, self.waited + waited
+        return seconds, waited
+
 
 @dataclass(frozen=True)
 class Log:
     """A log step whose loss is still on its way to the host."""
 
-    record: Record  # without the loss
+    record: Record  # without the loss and the speed
     since: int  # the log step before
+    samples: int  # since then
+    lap: devices.Lap  # the steps since then
 
 
 @dataclass
@@ -129,6 +141,7 @@ class TrainState:
         self.position, self.best = Position(), Best()
         self.sums = EpochSums(torch.zeros((), dtype=devices.sum_dtype(self.device), device=self.device))
         self.log: Log | None = None  # the last log step, until its row is yielded
+        self.watch = devices.Stopwatch(self.device)
         self.logged = devices.Reading(2, self.device)  # its sums of loss and count in this epoch
         self.unsure = 0  # samples of the last step, if fp16 may have skipped it
         self.scales = devices.Reading(2, self.device)  # the scaler's, before and after that step
@@ -223,11 +236,26 @@ class TrainState:
 
     def facts(self) -> dict[str, Any]:
         """The plain part of the state, for JSON. Waits for the device."""
-        log, _ = self.log, self.skipped
+        log, _, loss = self.log, self.skipped, float(self.sums.loss)
+        seconds, waited = (now + more for now, more in zip(self.sums.times, self.watch.peek(), strict=True))
         return {
             "position": asdict(self.position),
-            "log": log and {"record": asdict(log.record), "since": log.since, "sums": self.logged.values()},
-            "sums": {**vars(self.sums), "loss": float(self.sums.loss), "count": float(self.sums.count)},
+            "log": log
+            and {
+                "record": asdict(log.record),
+                "since": log.since,
+                "samples": log.samples,
+                "lap": log.lap.seconds(),
+                "sums": self.logged.values(),
+            },
+            "sums": {
+                **vars(self.sums),
+                "loss": loss,
+                "count": float(self.sums.count),
+                "seconds": seconds,
+                "waited": waited,
+            },
+            "wall": self.watch.wall,
             "best": asdict(self.best),
             "recovery": asdict(self.recovery),
             "stopped": self.stopped,
@@ -291,9 +319,13 @@ class TrainState:
         if self.graphs is not None:
             self.graphs.clear()  # they update the moments that were there
         self.unsure, self.scale, self.log = 0, inf, None
+        self.watch.spans, self.watch.before = [], facts.get("wall", 0.0)
+        if self.watch.since is not None:
+            self.watch.start()
         if log := facts.get("log"):
-            self.log = Log(Record(**log["record"]), log["since"])
-            self.logged.tensor.copy_(torch.tensor(log["sums"], dtype=torch.float64))
+            lap = devices.Lap(None, [], tuple(log["lap"]))
+            self.log = Log(Record(**log["record"]), log["since"], log["samples"], lap)
+            self.logged.put(*log["sums"])
             self.logged.send()
         self.sums = EpochSums(**{**facts["sums"], "loss": self.sums.loss.fill_(facts["sums"]["loss"])})
         if float(self.sums.count).is_integer():

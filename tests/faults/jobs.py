@@ -290,7 +290,7 @@ def losses_of(path: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name not in CLOCK} for row in rows]
 
 
-CLOCK = ("samples_per_s", "data_wait", "memory", "epoch_time", "eval_time")
+CLOCK = ("samples_per_s", "data_wait", "memory", "epoch_time", "eval_time", "wall")
 
 
 JOBS = {
