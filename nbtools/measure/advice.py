@@ -73,6 +73,9 @@ class Advice(Report):
     samples: int = 0
     scaling: Scaling | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plan", self.plan.marked(self.plan.to_dict()))
+
     def other_batches(self) -> list[tuple[Plan, str]]:
         """(plan, why) at other batch sizes, from the largest down: lr by the optimizer's rule, and as many forward
         passes as needed if a size does not fit at once, or was not tried."""

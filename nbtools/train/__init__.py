@@ -15,6 +15,7 @@ from nbtools.train.network import build
 from nbtools.train.optimizer import LARGER, OPTIMIZERS, local_optimizer
 from nbtools.train.own import classify, regress
 from nbtools.train.plan import (
+    AT_START,
     Plan,
     Steps,
     beyond,
@@ -23,6 +24,7 @@ from nbtools.train.plan import (
     idle,
     knob,
     listed,
+    lr_at,
     lr_factor,
     refuse_fixed,
     require_batch,
@@ -41,7 +43,6 @@ from nbtools.train.task import (
     Tensors,
     array_of,
     as_task,
-    asked,
     best_metric,
     bound,
     import_task,
@@ -54,6 +55,7 @@ from nbtools.train.task import (
 from nbtools.train.torchrun import Torchrun, importable, reporting
 
 __all__ = [
+    "AT_START",
     "CONTROL",
     "DATASET",
     "DTYPES",
@@ -83,7 +85,6 @@ __all__ = [
     "again",
     "array_of",
     "as_task",
-    "asked",
     "attempt",
     "best_metric",
     "beyond",
@@ -110,6 +111,7 @@ __all__ = [
     "knob",
     "listed",
     "local_optimizer",
+    "lr_at",
     "lr_factor",
     "meanings_of",
     "obey",

@@ -21,8 +21,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from nbtools.data import Card, Draws, Pack, Sample, Survey, build_pack
 from nbtools.data import pack as pack_dataset
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
-from nbtools.train.augment import strengths
-from nbtools.train.call import call_of
 from nbtools.train.defaults import (
     answers,
     expressions,
@@ -33,7 +31,7 @@ from nbtools.train.defaults import (
     sample_of,
     show,
 )
-from nbtools.train.metrics import MEANINGS, Batch, Pair, best_of, listed, name_of
+from nbtools.train.metrics import MEANINGS, Batch, Pair, best_of
 from nbtools.train.plan import Plan
 
 OWN = "nbtools.train.own:"  # the name of what nb.classify returned, and no variable of a module holds
@@ -274,20 +272,6 @@ def bound(task: TaskLike, card: Card) -> Task:
 def origin_of(task: Task) -> Task:
     """The task that `bound` copied, which has the name."""
     return vars(task).get("_origin", task)
-
-
-def asked(task: Task, model: nn.Module) -> dict[str, str]:
-    """What a run on a pack of `nb.pack` does besides its plan, in words; {} for other packs."""
-    if task.card is None:
-        return {}
-    loss: Any = getattr(task, "given_loss", type(task).loss)
-    named = strengths(task.augment)
-    return {
-        "network": call_of(model),
-        "loss": "default" if loss is None else repr(loss) if isinstance(loss, nn.Module) else name_of(loss),
-        "metrics": ", ".join(map(name_of, listed(getattr(task, "measured", task.metrics)))),
-        "augment": ", ".join(f"{name} {strength:g}" for name, strength in named.items()) or "none",
-    }
 
 
 def set_training(model: nn.Module, training: bool = True) -> None:
