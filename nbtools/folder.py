@@ -181,7 +181,7 @@ def begin(
     folder: Path,
     pack: Pack,
     state: TrainState,
-    given: Plan,
+    given: Plan | None = None,
     advised: Plan | None = None,
     panel: str | None = None,
     fresh: bool = False,
@@ -189,11 +189,12 @@ def begin(
     """A new run folder, or the old one and the state of its last checkpoint; what was wrong with newer ones; and which
     other parameters are trained than before.
 
-    given: the plan of the call; advised: the plan that values are compared with; None: that of the old run, or the one
+    given: the plan of the call; None: the state's; advised: the plan that values are compared with; None: that of the old run, or the one
     it starts with; panel: what drives the run. Raises TrainError for another identity.
     """
     place: dict[str, Any] = {"pack": str(pack.folder.absolute())}  # where its samples are, while this machine lasts
     place["ended"] = None  # of an earlier start, in an error
+    given = given or state.plan
     present = identity(state.task, pack.card.digest, state.model)
     place |= {"identity": present, "panel": panel, "requested": None}
     new = {"version": 1, "nbtools": VERSION, "id": uuid4().hex, "task": task_name(state.task)}
@@ -214,6 +215,7 @@ def begin(
         checkpoint.mark(folder, **place, **({} if advised is None else {"advised": advised.to_dict()}))
         checkpoint.mark(folder, applied=state.applied.to_dict())
         return history, [*lost, *complaints], trained(index.get("identity", {}), present)
+    before: dict[str, Any] = {}
     if checkpoint.names(folder):
         if not fresh and (before := checkpoint.read_index(folder)).get("id"):
             new["id"] = before["id"]  # a run without a finished step starts over as the same
@@ -225,7 +227,8 @@ def begin(
         disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
         disk.write_atomic(folder / PLAN, state.plan.to_json())
         disk.write_atomic(folder / checkpoint.INDEX, disk.sealed(new))
-    checkpoint.mark(folder, **place, advised=(advised or state.plan).to_dict())
+    usual = before.get("advised", state.plan.to_dict()) if advised is None else advised.to_dict()
+    checkpoint.mark(folder, **place, advised=usual)
     checkpoint.save(folder, state, rows=0)
     return History(folder / HISTORY), [], ""
 

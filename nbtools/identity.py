@@ -47,11 +47,11 @@ PLAIN = (int, float, bool, str, type(None))
 
 def identity(task: Task, digest: str, model: nn.Module) -> dict[str, Any]:
     """Return what a run is besides its plan, as plain JSON values. digest: the pack's key."""
-    loss: Any = getattr(task, "given_loss", None)
+    loss: Any = getattr(task, "given_loss", type(task).loss if task.card is not None else None)
     measured = getattr(task, "measured", getattr(task, "metrics", None))
     named = strengths(getattr(task, "augment", None) or ())
     return {
-        "task": task_name(task),
+        "task": "" if ":" in task_name(task) else task_name(task),  # else the name of a variable, which may change
         "pack": digest,
         "network": structure(model),
         "loss": structure(loss, weights=True) if isinstance(loss, nn.Module) else function_name(loss),
@@ -101,20 +101,16 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     for key in before.keys() & now.keys() - {"trained"}:
         old, new = before[key], now[key]
-        if old == new:
+        if old == new or (key == "task" and "" in (old, new)):
             continue
-        nested = all(isinstance(each, dict) for side in (old, new) for each in [side, *vars_of(side)])
-        parts = modules(old, new) if nested and key in ("network", "loss") else [f"{say_value(old)} → {say_value(new)}"]
+        nested = key in ("network", "loss") and isinstance(old, dict) and isinstance(new, dict)
+        parts = modules(old, new) if nested else [f"{say_value(old)} → {say_value(new)}"]
         found += [f"{key}: {', '.join(parts[:MOST])}{', …' if len(parts) > MOST else ''}"]
     return sorted(found)
 
 
-def vars_of(side: Any) -> list[Any]:
-    return [*side.values()] if isinstance(side, dict) else []
-
-
 def modules(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return what differs between two structures, module by module, deepest first where a parent only follows."""
+    """Return what differs between two structures, module by module."""
     found = []
     for name in dict.fromkeys([*old, *new]):
         before, after, where = old.get(name), new.get(name), f"{name} " if name else ""
@@ -130,6 +126,8 @@ def modules(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def say_value(value: Any) -> str:
+    if isinstance(value, dict):  # of a loss module, or names with strengths
+        value = [value[""]["type"]] if "" in value else [f"{name} {each:g}" for name, each in value.items()]
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return (text if len(text) <= 40 else f"{text[:39]}…") or "none"
 

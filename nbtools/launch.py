@@ -51,8 +51,8 @@ def launch(
 
     task: importable by name, since each process imports it. plan, run, keep, receipt, notify, fresh: as for `fit`; the
     batch size is that of all processes together, so their number changes neither lr nor schedule. processes: at most
-    one a GPU. restarts: how often all processes start again from the last checkpoint when one of them is lost; errors that
-    nbtools raises on purpose are not tried again.
+    one a GPU. restarts: how often all processes start again from the last checkpoint when one of them is lost; errors
+    that nbtools raises on purpose are not tried again.
 
     Panel, `control.json` and the terminal act on the run as on any other. Stop and the first Ctrl-C finish the step,
     save, and return the run; a second one ends all processes at once. They end too when this process dies (Linux).

@@ -215,7 +215,7 @@ def test_two_at_once_in_one_run_folder_is_refused(pack, tmp_path):
 def test_a_finished_run_that_is_run_again_says_so_with_its_best_value_and_what_to_do(run, pack):
     again = nb.fit(toy, pack, toy.PLAN, run.folder, **QUIET)
     assert again.events == [
-        f"{run!r}; it is finished: raise epochs to continue, or choose another run folder to start over"
+        f"{run!r}; it is finished: the same call returns it; more epochs extend it, and fresh=True starts over"
     ]
     assert f"best accuracy {number(run.best['val_accuracy'])}" in again.events[0]
 
