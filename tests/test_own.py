@@ -184,7 +184,7 @@ def test_another_network_loss_or_augmentation_in_the_folder_of_a_run_is_refused(
     with pytest.raises(CheckpointError, match=r"holds another run \(network: Small → Sequential.*name another run="):
         fitted(nb.classify(nn.Sequential(nn.Flatten(), nn.LazyLinear(3))), pack, folder, epochs=1)
     loss = nn.CrossEntropyLoss(label_smoothing=0.1)
-    with pytest.raises(CheckpointError, match="augment: none → flip 0.5; loss: default → CrossEntropyLoss"):
+    with pytest.raises(CheckpointError, match=r"augment: none → flip 0\.5; loss: default → CrossEntropyLoss"):
         fitted(nb.classify(own.Small, loss=loss, augment=["flip"]), pack, folder, epochs=1)
 
 
